@@ -1,0 +1,56 @@
+"""Paged cache of multi-head and grouped-query attention, all layers in one pool."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jspec.cache import pages
+from jspec.struct import struct
+from pallas_kernels.kv_compact import kv_compact
+from pallas_kernels.paged_attention import paged_attention
+
+Rows = tuple[tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]], ...]
+"""Keys and values of a round's nodes, a pair for each layer."""
+
+
+@struct
+class MhaCache:
+    """Keys and values of committed tokens. A forward reads it; only `commit`, once a round, writes it."""
+
+    pool: Float[Array, "L 2 P page K D"]
+    page_table: Int[Array, "B pages"]
+
+    @classmethod
+    def empty(
+        cls, batch: int, capacity: int, page_size: int, *, layers: int, kv_heads: int, head_dim: int, dtype
+    ) -> "MhaCache":
+        """A cache of `batch` sequences with room for `capacity` rows each, rounded up to whole pages.
+
+        Raises:
+          ValueError: `page_size` below 1.
+        """
+        each = pages.pages_for(capacity, page_size)
+        pool = jnp.zeros((layers, 2, batch * each, page_size, kv_heads, head_dim), dtype)
+        return cls(pool, pages.contiguous_table(batch, each))
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B N H D"],
+        k: Float[Array, "B R K D"],
+        v: Float[Array, "B R K D"],
+        start: Int[Array, " B"] | None,
+        mask: Bool[Array, "#B N R"] | None,
+        scale: float,
+    ) -> Float[Array, "B N H D"]:
+        """Attention over the first `start[b]` committed rows (None: none) and over the round's own rows under `mask`."""
+        return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
+
+    def commit(
+        self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
+    ) -> "MhaCache":
+        """The cache with the first `length[b]` rows along `path` (None: a chain) made permanent from `start[b]` on."""
+        stacked = jnp.stack([jnp.stack(pair) for pair in rows])
+        pool = kv_compact(self.pool, stacked, self.page_table, start, path, length)
+        return dataclasses.replace(self, pool=pool)

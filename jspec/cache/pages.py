@@ -1,0 +1,20 @@
+"""Page-table arithmetic: which pages a sequence owns. Arrays and integers only."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+def pages_for(rows: int, page_size: int) -> int:
+    """Pages that hold `rows` rows, rounded up.
+
+    Raises:
+      ValueError: `page_size` below 1.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size={page_size}: a page holds at least 1 row")
+    return -(-rows // page_size)
+
+
+def contiguous_table(batch: int, pages: int) -> Int[Array, "B pages"]:
+    """The page table in which sequence b owns the pages b * pages, ..., (b + 1) * pages - 1."""
+    return jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)

@@ -1,0 +1,154 @@
+"""The loop: prefill once, then rounds of draft, verify, accept, commit, extend, in one XLA program.
+
+Target, drafter and rule of acceptance are handed in as static arguments; this module knows none of them.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import checkify
+from jaxtyping import Array, Int, Key
+
+from jspec import stopping, tree
+from jspec.types import Accept, Acceptance, Committed, DecodeState, Drafter, Params, Stats, Target
+
+
+def prefill(
+    params: Params,
+    ids: Int[Array, "B T"],
+    length: Int[Array, " B"],
+    limit: Int[Array, " B"],
+    key: Key[Array, ""],
+    stop: stopping.Stop,
+    *,
+    target: Target,
+    drafter: Drafter,
+    capacity: int,
+    page_size: int,
+    sampling=None,
+) -> DecodeState:
+    """The state before the first round: the prompt but for its last token is in the caches.
+
+    Args:
+      ids: prompts, padded on the right to one width.
+      length: tokens of each prompt, at least 1.
+      limit: the length at which each row ends, prompt included.
+      capacity: columns of the token buffer, at least max(limit).
+    """
+    batch, width = ids.shape
+    # The last round may propose past the limit; those rows need somewhere to be dropped from, not a place.
+    room = max(capacity, width)
+    start = jnp.zeros(batch, jnp.int32)
+    cache = target.init_cache(params.target, batch, room, page_size)
+    out = target.forward(params.target, tree.chain(ids), cache, None, capture=drafter.capture)
+    s = DecodeState(
+        tokens=jnp.zeros((batch, room), jnp.int32).at[:, :width].set(ids),
+        length=length,
+        limit=limit,
+        finish=jnp.where(length >= limit, stopping.LENGTH, stopping.RUNNING),
+        stop=stop,
+        cache=cache.commit(out.rows, start, None, length - 1),
+        draft=drafter.init(params, batch, room, page_size),
+        sampling=sampling,
+        key=key,
+        step=jnp.zeros((), jnp.int32),
+        stats=Stats(start, jnp.zeros((batch, drafter.depth + 1), jnp.int32)),
+    )
+    committed = Committed(start, jnp.roll(ids, -1, axis=1), out.hidden, length - 1)
+    return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
+
+
+def step(
+    params: Params, s: DecodeState, *, target: Target, drafter: Drafter, accept: Accept, debug: bool = False
+) -> DecodeState:
+    """One round: draft, verify, accept, commit, extend."""
+    draft_key, accept_key = jax.random.split(jax.random.fold_in(s.key, s.step))
+    draft_tree, draft_state = drafter.draft(params, s, draft_key)
+    start = s.length - 1
+    out = target.forward(params.target, draft_tree, s.cache, start, capture=drafter.capture)
+    accepted = accept(accept_key, draft_tree, out.logits, s.sampling)
+    if debug:
+        check_round(s, draft_tree, out.logits, accepted, target.vocab_size)
+    accepted, stop, finish = cut(s, accepted)
+    cache = s.cache.commit(out.rows, start, accepted.path, accepted.length)
+    s = append(s, accepted, stop=stop, finish=finish, cache=cache, draft=draft_state)
+    hidden = tree.take_path(out.hidden, accepted.path)
+    committed = Committed(start, accepted.tokens, hidden, accepted.length)
+    return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
+
+
+def cut(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, stopping.Stop, Int[Array, " B"]]:
+    """Shortens what was accepted to the limit and to the first stop; to nothing in finished rows."""
+    room = jnp.where(s.done, 0, s.limit - s.length)
+    stop, length, finish = stopping.run(s.stop, accepted.tokens, jnp.minimum(accepted.length, room))
+    full = s.length + length >= s.limit
+    finish = jnp.where((finish == stopping.RUNNING) & full, stopping.LENGTH, finish)
+    finish = jnp.where(s.done, s.finish, finish)
+    return dataclasses.replace(accepted, length=length), stop, finish
+
+
+def append(s: DecodeState, accepted: Acceptance, **changes) -> DecodeState:
+    """The state with the accepted tokens written behind the others, counted, and `changes` made."""
+    column = jnp.arange(accepted.tokens.shape[1], dtype=jnp.int32)[None]
+    taken = column < accepted.length[:, None]
+    index = jnp.where(taken, s.length[:, None] + column, s.tokens.shape[1])
+    tokens = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(s.tokens, index, accepted.tokens)
+    slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
+    stats = Stats(
+        jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
+        s.stats.accept_counts + (slots == accepted.length[:, None] - 1).astype(jnp.int32),
+    )
+    return dataclasses.replace(
+        s, tokens=tokens, length=s.length + accepted.length, step=s.step + 1, stats=stats, **changes
+    )
+
+
+def run_rounds(
+    params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept, debug: bool = False
+) -> DecodeState:
+    """Rounds until every row is done or `s.step` reaches `until`. Pure; `decode` is the same, jitted."""
+    body = partial(step, params, target=target, drafter=drafter, accept=accept, debug=debug)
+    return lax.while_loop(lambda s: ~jnp.all(s.done) & (s.step < until), body, s)
+
+
+_STATIC = ("target", "drafter", "accept")
+
+
+@partial(jax.jit, static_argnames=_STATIC, donate_argnames=("s",))
+def decode(params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept) -> DecodeState:
+    """Rounds on the device until every row is done or `s.step` reaches `until`; the state is donated.
+
+    A host that streams, shows progress or stops early calls it again with a later `until`: the tokens are the same.
+    """
+    return run_rounds(params, s, until, target=target, drafter=drafter, accept=accept)
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def decode_checked(
+    params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept
+) -> tuple[checkify.Error, DecodeState]:
+    """`decode` with the invariants of `check_round` checked in every round. `err.throw()` raises the first that broke."""
+    rounds = partial(run_rounds, target=target, drafter=drafter, accept=accept, debug=True)
+    return checkify.checkify(rounds, errors=checkify.user_checks)(params, s, until)
+
+
+def check_round(s: DecodeState, draft_tree, logits, accepted: Acceptance, vocab_size: int) -> None:
+    """Invariants of a round, for `checkify`: indices in range, parents before children, no NaN."""
+    tokens, nodes = draft_tree.tokens, draft_tree.tokens.shape[1]
+    in_vocabulary = (tokens >= 0) & (tokens < vocab_size)
+    checkify.check(jnp.all(in_vocabulary), "round {s}: the drafter proposed a token outside the vocabulary", s=s.step)
+    root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)
+    checkify.check(jnp.all(tokens[:, :1] == root), "round {s}: node 0 is not the last committed token", s=s.step)
+    if draft_tree.parents is not None:
+        before = jnp.maximum(jnp.arange(nodes, dtype=jnp.int32) - 1, 0)[None]
+        ordered = (draft_tree.parents >= 0) & (draft_tree.parents <= before)
+        checkify.check(jnp.all(ordered), "round {s}: a parent does not stand before its child", s=s.step)
+    finite = ~jnp.isnan(logits).any((1, 2)) | s.done
+    checkify.check(jnp.all(finite), "round {s}: the target's logits hold a NaN", s=s.step)
+    fits = (accepted.length >= 1) & (accepted.length <= accepted.tokens.shape[1])
+    checkify.check(jnp.all(fits), "round {s}: an accept length is out of range", s=s.step)
+    within = (s.length >= 1) & (s.length <= s.limit) & (s.limit <= s.tokens.shape[1])
+    checkify.check(jnp.all(within), "round {s}: a row is longer than its limit or the buffer", s=s.step)

@@ -1,0 +1,28 @@
+"""No draft: plain decoding, one token a round."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jspec import tree
+from jspec.types import Committed, DecodeState, DraftTree, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """Proposes nothing: the tree is its root alone, and each round adds the target's next token."""
+
+    depth = 0
+    capture = ()
+
+    def bind(self, target, draft) -> "Plain":
+        return self
+
+    def init(self, params: Params, batch: int, capacity: int, page_size: int) -> None:
+        return None
+
+    def draft(self, params: Params, s: DecodeState, key) -> tuple[DraftTree, None]:
+        return tree.chain(jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)), None
+
+    def extend(self, params: Params, s: DecodeState, committed: Committed) -> None:
+        return None
