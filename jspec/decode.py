@@ -48,7 +48,7 @@ def prefill(
         tokens=jnp.zeros((batch, room), jnp.int32).at[:, :width].set(ids),
         length=length,
         limit=limit,
-        finish=jnp.where(length >= limit, stopping.LENGTH, stopping.RUNNING),
+        finish=jnp.where(length >= limit, jnp.int32(stopping.LENGTH), jnp.int32(stopping.RUNNING)),
         stop=stop,
         cache=cache.commit(out.rows, start, None, length - 1),
         draft=drafter.init(params, batch, room, page_size),
@@ -83,6 +83,9 @@ def step(
 def cut(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, stopping.Stop, Int[Array, " B"]]:
     """Shortens what was accepted to the limit and to the first stop; to nothing in finished rows."""
     room = jnp.where(s.done, 0, s.limit - s.length)
+    # Every choice is a token, so this orders only: the pages are written after the last layer has read them. Without
+    # it, XLA may see the write and that read as unordered, and copies the pool in every round.
+    room = jnp.where(accepted.tokens[:, 0] < 0, 0, room)
     stop, length, finish = stopping.run(s.stop, accepted.tokens, jnp.minimum(accepted.length, room))
     full = s.length + length >= s.limit
     finish = jnp.where((finish == stopping.RUNNING) & full, stopping.LENGTH, finish)
@@ -130,7 +133,7 @@ def decode(params: Params, s: DecodeState, until: Int[Array, ""], *, target, dra
 def decode_checked(
     params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept
 ) -> tuple[checkify.Error, DecodeState]:
-    """`decode` with the invariants of `check_round` checked in every round. `err.throw()` raises the first that broke."""
+    """`decode` with `check_round` in every round; `error.throw()` raises the first broken invariant."""
     rounds = partial(run_rounds, target=target, drafter=drafter, accept=accept, debug=True)
     return checkify.checkify(rounds, errors=checkify.user_checks)(params, s, until)
 

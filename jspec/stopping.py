@@ -53,12 +53,8 @@ def build_table(
     table = np.repeat(np.arange(len(byte_table), dtype=np.int16)[:, None], vocab_size, axis=1)
     if strings:
         assert token_bytes is not None
-        for token, spelled in enumerate(token_bytes[:vocab_size]):
-            state = np.arange(len(byte_table))
-            for byte in spelled:
-                # A negative state is absorbing: the string was completed inside this token.
-                state = np.where(state < 0, state, byte_table[state, byte])
-            table[:, token] = state
+        spelled = token_bytes[:vocab_size]
+        table[:, : len(spelled)] = _token_automaton(byte_table, spelled)
     table[:, eos] = _END_OF_TEXT
     return table
 
@@ -87,6 +83,20 @@ def run(
         read = read + reads.astype(read.dtype)
     finish = jnp.select([state == _END_OF_TEXT, state == _END_OF_STOP], [EOS, STOP], RUNNING)
     return Stop(stop.table, state), read, finish.astype(length.dtype)
+
+
+def _token_automaton(byte_table: np.ndarray, token_bytes: Sequence[bytes]) -> np.ndarray:
+    """Transitions [states, tokens]: the i-th bytes of all tokens are taken together, as a vocabulary is large."""
+    spelled = np.frombuffer(b"".join(token_bytes), np.uint8)
+    lengths = np.array([len(token) for token in token_bytes], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    # As an index, _END_OF_STOP is the last row: once a string is complete inside a token, it stays so.
+    byte_table = np.vstack([byte_table, np.full((1, 256), _END_OF_STOP, np.int16)])
+    table = np.repeat(np.arange(len(byte_table) - 1, dtype=np.int16)[:, None], len(lengths), axis=1)
+    for i in range(lengths.max(initial=0)):
+        longer = np.flatnonzero(lengths > i)
+        table[:, longer] = byte_table[table[:, longer], spelled[starts[longer] + i]]
+    return table
 
 
 def _byte_automaton(strings: Sequence[bytes]) -> np.ndarray:

@@ -17,7 +17,7 @@ def chain(tokens: Int[Array, "B N"]) -> DraftTree:
 def ancestor_mask(draft_tree: DraftTree) -> Bool[Array, "B N N"] | None:
     """mask[b, n, m]: node m is node n or an ancestor of it. None for a chain (the causal mask).
 
-    Pointer doubling: after i steps each node knows its ancestors up to 2^i generations away.
+    Pointer doubling: after i steps each node knows its ancestors up to 2^i - 1 generations away.
     """
     parents = draft_tree.parents
     if parents is None:

@@ -120,10 +120,14 @@ class Target(Protocol):
     """A model that verifies: a frozen dataclass of static numbers; its weights are arguments."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, padding included."""
+        ...
 
     @property
-    def max_length(self) -> int: ...
+    def max_length(self) -> int:
+        """Tokens of the context."""
+        ...
 
     def init_cache(self, params: Any, batch: int, capacity: int, page_size: int) -> Any:
         """An empty cache."""
@@ -172,4 +176,6 @@ class Drafter(Protocol):
 class Accept(Protocol):
     """A rule of acceptance: arrays in, `Acceptance` out."""
 
-    def __call__(self, key: Array, draft_tree: DraftTree, logits: Array, sampling: Any) -> Acceptance: ...
+    def __call__(self, key: Array, draft_tree: DraftTree, logits: Array, sampling: Any) -> Acceptance:
+        """Decides, from the logits after each node, which of them stand."""
+        ...

@@ -1,6 +1,32 @@
-"""Strict numerics for every test: no implicit promotion of dtypes or ranks, and warnings are errors (pyproject.toml)."""
+"""Strict numerics for every test: no implicit promotion of dtypes or ranks; warnings are errors (pyproject.toml).
+
+The shapes in the annotations of the modules that only take arrays are checked at run time, too.
+"""
 
 import jax
+import jaxtyping
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Not modules that define pytrees: JAX rebuilds those with leaves that are no arrays.
+ARRAYS_ONLY = ["jspec.tree", "jspec.accept", "jspec.cache.pages", "jspec.models.layers", "jspec.drafters.ngram"]
+jaxtyping.install_import_hook([*ARRAYS_ONLY, "pallas_kernels"], "beartype.beartype")
+
+EXTRAS = {
+    "torch": "parity",
+    "transformers": "parity",
+    "ipykernel": "notebooks",
+    "matplotlib": "notebooks",
+    "nbclient": "notebooks",
+}
+
+
+@pytest.fixture
+def needs():
+    """A function that skips a test whose optional package is not installed, and names the extra that brings it."""
+
+    def check(package: str):
+        return pytest.importorskip(package, reason=f'needs {package}: pip install -e ".[{EXTRAS[package]}]"')
+
+    return check

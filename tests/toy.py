@@ -1,10 +1,16 @@
-"""Tiny random models, so that the whole loop runs in seconds."""
+"""Tiny random models, so that the whole loop runs in seconds, and what it takes to run it."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jspec import accept, decode, stopping
+from jspec.drafters import Ngram, Plain, Standalone
 from jspec.models import Llama, LlamaParams
 from jspec.models.llama import LayerParams
+from jspec.types import DecodeState, Drafter, Params
 
 TARGET = Llama(
     vocab_size=61,
@@ -56,3 +62,66 @@ def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParam
     )
     head = None if config.tie_embeddings else matrix(width, config.vocab_size)
     return LlamaParams(matrix(config.vocab_size, width), layers, ones, head)
+
+
+IDS = np.random.default_rng(5).integers(0, TARGET.vocab_size, (3, 9)).astype(np.int32)
+LENGTHS = np.array([1, 5, 9], np.int32)
+"""Three prompts of different lengths in one padded batch; what stands behind a prompt is no part of it."""
+CAPACITY = 40
+_prefill = jax.jit(decode.prefill, static_argnames=("target", "drafter", "capacity", "page_size"))
+
+
+@functools.cache
+def params(draft: Llama | None = None) -> Params:
+    """The target's weights; as draft those of `draft`, or the target's own a little off, so that it is often right."""
+    target = random_params(TARGET)
+    if draft is not None:
+        return Params(target, random_params(draft, seed=1))
+    off = random_params(TARGET, seed=1)
+    return Params(target, jax.tree.map(lambda a, b: a + 0.1 * (b - a), target, off))
+
+
+def bound_drafters() -> dict[str, Drafter]:
+    """A drafter for each name in `DRAFTERS`, to be run with `params()`. A new drafter is added here."""
+    return {"ngram": Ngram(n=2, depth=4), "plain": Plain(), "standalone": Standalone(depth=3).bind(TARGET, TARGET)}
+
+
+def start(
+    drafter: Drafter, weights: Params, *, limit=None, ids=IDS, length=LENGTHS, page_size=4, table=None
+) -> DecodeState:
+    """The state after prefill. limit: by default 24 tokens to generate."""
+    limit = np.asarray(length) + 24 if limit is None else limit
+    length, limit = jnp.asarray(length, jnp.int32), jnp.asarray(limit, jnp.int32)
+    key, stop = jax.random.key(0), stopping.init(table, len(ids))
+    static = dict(target=TARGET, drafter=drafter, capacity=CAPACITY, page_size=page_size)
+    return _prefill(weights, jnp.asarray(ids), length, limit, key, stop, **static)
+
+
+def run(drafter: Drafter, weights: Params, s: DecodeState, until: int = 1000) -> DecodeState:
+    """`decode` with the target and the greedy rule."""
+    return decode.decode(weights, s, jnp.int32(until), target=TARGET, drafter=drafter, accept=accept.greedy)
+
+
+def generated(s: DecodeState) -> list[list[int]]:
+    """Each row's tokens, prompt included, without what stands behind them."""
+    return [list(map(int, row[:length])) for row, length in zip(np.array(s.tokens), np.array(s.length), strict=True)]
+
+
+@functools.cache
+def plain_tokens() -> np.ndarray:
+    """The buffer after plain decoding to the last column: what every drafter has to reproduce."""
+    return np.array(run(Plain(), params(), start(Plain(), params(), limit=[CAPACITY] * len(IDS))).tokens)
+
+
+def arrays(tree) -> list[np.ndarray]:
+    """The leaves of a state, copied, so that they outlive its donation; keys as their bits."""
+    return [
+        np.array(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+        for leaf in jax.tree.leaves(tree)
+    ]
+
+
+def assert_same(got, expected):
+    """Bit for bit, NaN included."""
+    for a, b in zip(arrays(got), arrays(expected), strict=True):
+        np.testing.assert_array_equal(a, b)

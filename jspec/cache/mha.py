@@ -44,7 +44,7 @@ class MhaCache:
         mask: Bool[Array, "#B N R"] | None,
         scale: float,
     ) -> Float[Array, "B N H D"]:
-        """Attention over the first `start[b]` committed rows (None: none) and over the round's own rows under `mask`."""
+        """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`."""
         return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
 
     def commit(

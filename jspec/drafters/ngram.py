@@ -31,21 +31,23 @@ class Ngram:
             raise ValueError(f"Ngram(depth={self.depth}): at least 1 token is proposed")
 
     def bind(self, target, draft) -> "Ngram":
+        """Suits any models."""
         return self
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> None:
+        """Has no state."""
         return None
 
     def draft(self, params: Params, s: DecodeState, key) -> tuple[DraftTree, None]:
+        """A chain of copies from the tokens of each row."""
         return tree.chain(continue_match(s.tokens, s.length, n=self.n, depth=self.depth)), None
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> None:
+        """Absorbs nothing."""
         return None
 
 
-def continue_match(
-    tokens: Int[Array, "B C"], length: Int[Array, " B"], *, n: int, depth: int
-) -> Int[Array, "B depth+1"]:
+def continue_match(tokens: Int[Array, "B C"], length: Int[Array, " B"], *, n: int, depth: int) -> Int[Array, "B N"]:
     """The last token of each row and the `depth` tokens after the best match of its ending."""
     column = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     last = length[:, None] - 1
@@ -54,7 +56,7 @@ def continue_match(
     for back in range(n):
         shifted = jnp.pad(tokens[:, : tokens.shape[1] - back], ((0, 0), (back, 0)), constant_values=-1)
         wanted = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
-        equal = equal & (shifted == wanted) & (back <= last)
+        equal = equal & (shifted == wanted)
         matched = matched + equal.astype(jnp.int32)
     score = jnp.where(matched > 0, matched * tokens.shape[1] + column, -1)
     found = jnp.argmax(score, axis=1).astype(jnp.int32)[:, None]

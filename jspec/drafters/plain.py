@@ -16,13 +16,17 @@ class Plain:
     capture = ()
 
     def bind(self, target, draft) -> "Plain":
+        """Suits any models."""
         return self
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> None:
+        """Has no state."""
         return None
 
     def draft(self, params: Params, s: DecodeState, key) -> tuple[DraftTree, None]:
+        """The root alone."""
         return tree.chain(jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)), None
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> None:
+        """Absorbs nothing."""
         return None

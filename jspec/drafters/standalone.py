@@ -37,6 +37,7 @@ class Standalone:
             raise ValueError(f"Standalone(depth={self.depth}): at least 1 token is proposed")
 
     def bind(self, target, draft) -> "Standalone":
+        """Takes the draft's configuration; it must have the target's vocabulary."""
         if draft is None:
             raise ValueError('drafter Standalone needs a draft model: jspec.load(..., draft="...")')
         if draft.vocab_size != target.vocab_size:
@@ -47,6 +48,7 @@ class Standalone:
         return dataclasses.replace(self, model=draft)
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> StandaloneState:
+        """An empty cache."""
         cache = self.model.init_cache(params.draft, batch, capacity, page_size)
         return StandaloneState(cache, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
 
@@ -73,4 +75,6 @@ class Standalone:
         out = self.model.apply(params.draft, tokens, positions, s.draft.cache, start, select=last)
         choice = jnp.argmax(out.logits[:, 0], axis=-1).astype(jnp.int32)
         proposal = jnp.where(count > 0, choice, s.draft.proposal)
+        # Orders the write behind the last layer's read, as in `decode.cut`.
+        count = jnp.where(choice < 0, 0, count)
         return StandaloneState(s.draft.cache.commit(out.rows, start, None, count), s.length, proposal)

@@ -37,7 +37,7 @@ def rms_norm(x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float
 
 
 def swiglu(
-    x: Float[Array, "*batch E"], gate_up: Float[Array, "E 2F"], down: Float[Array, "F E"]
+    x: Float[Array, "*batch E"], gate_up: Float[Array, "E F2"], down: Float[Array, "F E"]
 ) -> Float[Array, "*batch E"]:
     """Gated MLP, down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)

@@ -20,17 +20,20 @@ from jspec.types import DraftTree, ForwardOutput
 
 @struct
 class LayerParams:
-    """Weights of one layer, [in, out]. F is the width of the MLP; norms of heads exist in Qwen3 only."""
+    """Weights of one layer, [in, out]; the norms of heads exist in Qwen3 only.
+
+    HD = H * D, QKV = (H + 2 K) * D, F width of the MLP, F2 = 2 * F.
+    """
 
     attention_norm: Float[Array, " E"]
-    qkv: Float[Array, "E (H+2K)*D"]
-    qkv_bias: Float[Array, " (H+2K)*D"] | None
+    qkv: Float[Array, "E QKV"]
+    qkv_bias: Float[Array, " QKV"] | None
     q_norm: Float[Array, " D"] | None
     k_norm: Float[Array, " D"] | None
-    o: Float[Array, "H*D E"]
+    o: Float[Array, "HD E"]
     o_bias: Float[Array, " E"] | None
     mlp_norm: Float[Array, " E"]
-    gate_up: Float[Array, "E 2F"]
+    gate_up: Float[Array, "E F2"]
     down: Float[Array, "F E"]
 
 

@@ -1,4 +1,4 @@
-"""KV compaction as one XLA gather and one scatter: runs on every platform and is the oracle of the kernels beside it."""
+"""KV compaction as one XLA gather and scatter: runs on every platform and is the oracle of the kernels beside it."""
 
 import jax.numpy as jnp
 

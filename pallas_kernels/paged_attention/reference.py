@@ -6,7 +6,7 @@ from jax import lax
 
 
 def paged_attention(q, k_rows, v_rows, pool, page_table, prefix_length, mask, *, layer, scale):
-    """Gathers the pages of each sequence, then one softmax over prefix and rows; arguments as in `api.paged_attention`."""
+    """Gathers each sequence's pages, then one softmax over prefix and rows. Arguments as in `api.paged_attention`."""
     batch, nodes, heads, dim = q.shape
     rows, kv_heads = k_rows.shape[1:3]
     grouped = q.reshape(batch, nodes, kv_heads, heads // kv_heads, dim)
@@ -21,9 +21,7 @@ def paged_attention(q, k_rows, v_rows, pool, page_table, prefix_length, mask, *,
         # A weight of zero does not silence a NaN, and a free page may hold anything.
         values.insert(0, jnp.where(committed[:, :, None, None], prefix_values, jnp.zeros((), pool.dtype)))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    out = jnp.einsum(
-        "bkgns,bskd->bnkgd", weights, jnp.concatenate(values, axis=1), precision=lax.Precision.HIGHEST
-    )
+    out = jnp.einsum("bkgns,bskd->bnkgd", weights, jnp.concatenate(values, axis=1), precision=lax.Precision.HIGHEST)
     return out.reshape(q.shape)
 
 

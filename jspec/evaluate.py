@@ -1,0 +1,110 @@
+"""Measures drafters on a set of prompts: accept length, speed beside plain decoding, repeated text."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from jspec.drafters import resolve
+from jspec.generate import Generation, generate
+from jspec.model import Model
+from jspec.types import Drafter
+
+REPEAT = 16
+"""Tokens that must recur for a text to count as repeated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A drafter's figures over all prompts.
+
+    drafter: how it was set.
+    accept_length: mean tokens a round, bonus included.
+    acceptance_by_position: [depth] share of rounds that kept the draft at each position.
+    tokens_per_second: new tokens over the time of the rounds, without prefill and compilation.
+    new_tokens: in all.
+    repeated: share of the new tokens that end a run of REPEAT tokens seen before in their row.
+    generations: the outputs, a batch each.
+    """
+
+    drafter: str
+    accept_length: float
+    acceptance_by_position: np.ndarray
+    tokens_per_second: float
+    new_tokens: int
+    repeated: float
+    generations: list[Generation] = dataclasses.field(repr=False)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """New ids of each prompt."""
+        return [row for out in self.generations for row in out.tokens]
+
+
+def heldout_prompts() -> list[str]:
+    """The prompts that ship with the bundled models: from packages that those were not trained on."""
+    path = resources.files("jspec") / "assets" / "heldout_prompts.json"
+    return [record["prompt"] for record in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Prompts from a JSON list of strings, or of objects with the key `prompt`.
+
+    Raises:
+      ValueError: another content.
+    """
+    records = json.loads(path.read_text(encoding="utf-8"))
+    prompts = [record.get("prompt") if isinstance(record, dict) else record for record in records]
+    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f"{path}: give a JSON list of strings, or of objects with the key 'prompt'")
+    return prompts
+
+
+def evaluate(
+    model: Model,
+    prompts: Sequence[str],
+    drafter: str | Drafter | None,
+    *,
+    max_new_tokens: int = 128,
+    batch: int = 1,
+    progress: bool = False,
+) -> Evaluation:
+    """Generates greedily after each prompt, `batch` rows at a time, with one drafter.
+
+    The first batch runs twice and counts once, so that no first use of anything is in the time.
+    """
+    batches = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
+    generate(model, batches[0], drafter=drafter, max_new_tokens=max_new_tokens)
+    outputs = [
+        generate(model, rows, drafter=drafter, max_new_tokens=max_new_tokens)
+        for rows in tqdm(batches, desc=str(drafter), disable=not progress)
+    ]
+    counts = sum(out.stats.accept_counts.sum(0) for out in outputs)
+    rounds = sum(int(out.stats.rounds.sum()) for out in outputs)
+    new_tokens = sum(out.stats.new_tokens for out in outputs)
+    ids = [model.tokenizer.encode(prompt) if model.tokenizer else [] for prompt in prompts]
+    rows = [row for out in outputs for row in out.tokens]
+    repeated = sum(count_repeated(prompt, row) for prompt, row in zip(ids, rows, strict=True))
+    return Evaluation(
+        drafter=repr(resolve(drafter)),
+        accept_length=new_tokens / rounds,
+        acceptance_by_position=np.cumsum(counts[::-1])[::-1][1:] / rounds,
+        tokens_per_second=new_tokens / sum(out.stats.seconds for out in outputs),
+        new_tokens=new_tokens,
+        repeated=repeated / new_tokens,
+        generations=outputs,
+    )
+
+
+def count_repeated(prompt: Sequence[int], new: Sequence[int]) -> int:
+    """How many of the new tokens end a run of REPEAT tokens that occurred earlier in the row."""
+    row, seen, repeated = [*prompt, *new], set(), 0
+    for end in range(REPEAT, len(row) + 1):
+        run = tuple(row[end - REPEAT : end])
+        repeated += run in seen and end > len(prompt)
+        seen.add(run)
+    return repeated

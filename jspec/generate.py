@@ -1,0 +1,372 @@
+"""The user's call: text or ids in, a `Generation` out; and the pure function under it."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, Key
+from tqdm.auto import tqdm
+
+from jspec import accept, decode, drafters, stopping
+from jspec.model import Model
+from jspec.sampling import Sampling
+from jspec.text import TextStream, compile_stops
+from jspec.types import DecodeState, Drafter, Params, Stats, Target
+
+FINISH_REASONS = {stopping.RUNNING: None, stopping.EOS: "eos", stopping.STOP: "stop", stopping.LENGTH: "length"}
+DEFAULT_PAGE_SIZE = 64
+
+_prefill = jax.jit(decode.prefill, static_argnames=("target", "drafter", "capacity", "page_size", "sampling"))
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationStats:
+    """What a generation took.
+
+    rounds: [B] rounds in which each row was active.
+    accept_counts: [B, depth + 1]; accept_counts[b, i] counts the rounds that appended i + 1 tokens.
+    seconds: wall time of the rounds, without prefill and compilation.
+    """
+
+    rounds: np.ndarray
+    accept_counts: np.ndarray
+    seconds: float
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens appended to all rows."""
+        return int((self.accept_counts * np.arange(1, self.accept_counts.shape[1] + 1)).sum())
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens a round, bonus token included: 1 is plain decoding, depth + 1 the most there can be."""
+        return self.new_tokens / max(int(self.rounds.sum()), 1)
+
+    @property
+    def acceptance_by_position(self) -> np.ndarray:
+        """[depth] share of the rounds that kept the draft token at each position."""
+        at_least = np.cumsum(self.accept_counts.sum(0)[::-1])[::-1]
+        return at_least[1:] / max(int(self.rounds.sum()), 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows over `seconds`."""
+        return self.new_tokens / self.seconds if self.seconds else float("nan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """The result of `generate`. A single prompt gives single values, a list of prompts gives lists.
+
+    tokens: new ids, with the EOS id or up to the token that completes a stop string.
+    text: their text without special tokens and without the stop string; None for a checkpoint without a tokenizer.
+    finish_reason: "eos", "stop" (a stop string) or "length".
+    """
+
+    tokens: list
+    text: Any
+    finish_reason: Any
+    stats: GenerationStats
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New text and ids of one row; what `stream` yields."""
+
+    row: int
+    text: str
+    tokens: list[int]
+
+
+def generate_ids(
+    params: Params,
+    ids: Int[Array, "B T"],
+    lengths: Int[Array, " B"],
+    key: Key[Array, ""],
+    *,
+    target: Target,
+    max_new_tokens: int | Int[Array, ""] | Int[Array, " B"],
+    drafter: str | Drafter | None = None,
+    draft: Target | None = None,
+    max_length: int | None = None,
+    eos: Sequence[int] = (),
+    page_size: int = DEFAULT_PAGE_SIZE,
+    sampling: Sampling | None = None,
+) -> tuple[Int[Array, "B C"], Int[Array, " B"], Stats]:
+    """Generation as a pure function of arrays, to be called inside a `jit` of your own.
+
+    Args:
+      params: weights, `model.params`.
+      ids: prompts, padded on the right with any id.
+      lengths: tokens of each prompt, at least 1.
+      key: key of the random choices; greedy decoding uses none.
+      target, draft: configurations, `model.target` and `model.draft`.
+      max_new_tokens: bound on new tokens, for all rows or for each; may be traced.
+      drafter: a name, an object, or None for plain decoding.
+      max_length: C, columns of the result, a shape. A row ends where it is full. None: T + max_new_tokens, which must
+        then be an int.
+      eos: ids that end a row.
+      page_size: rows of a cache page.
+
+    Returns:
+      the ids, prompt included, zeros behind each row's end; the length of each row; the counters of the rounds.
+
+    Raises:
+      ValueError: arguments that do not fit together; see the message.
+    """
+    if max_length is None:
+        if not isinstance(max_new_tokens, int):
+            raise ValueError("max_length=None: give the columns of the result where max_new_tokens is an array")
+        max_length = ids.shape[1] + max_new_tokens
+    if max_length < ids.shape[1]:
+        raise ValueError(f"max_length={max_length} is less than the prompts' {ids.shape[1]} columns")
+    bound = drafters.resolve(drafter).bind(target, draft)
+    table = stopping.build_table(target.vocab_size, eos)
+    limit = jnp.broadcast_to(jnp.minimum(lengths + jnp.asarray(max_new_tokens, jnp.int32), max_length), lengths.shape)
+    s = decode.prefill(
+        params,
+        ids,
+        lengths,
+        limit,
+        key,
+        stopping.init(table, ids.shape[0]),
+        target=target,
+        drafter=bound,
+        capacity=max_length,
+        page_size=page_size,
+        sampling=_check_sampling(sampling),
+    )
+    until = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
+    s = decode.run_rounds(params, s, until, target=target, drafter=bound, accept=accept.greedy)
+    written = jnp.arange(max_length, dtype=jnp.int32)[None] < s.length[:, None]
+    return jnp.where(written, s.tokens, 0), s.length, s.stats
+
+
+def generate(
+    model: Model,
+    prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+    *,
+    drafter: str | Drafter | None = "auto",
+    max_new_tokens: int = 128,
+    sampling: Sampling | None = None,
+    stop: str | Sequence[str] = (),
+    seed: int = 0,
+    page_size: int = DEFAULT_PAGE_SIZE,
+    progress: bool = False,
+    debug: bool = False,
+) -> Generation:
+    """Continues prompts; the tokens are those that the target alone would give.
+
+    Args:
+      model: from `jspec.load`.
+      prompts: one prompt or a list of them, as text or as token ids.
+      drafter: "standalone", "ngram", an object such as `jspec.Standalone(depth=5)`, or None for plain decoding.
+        "auto": standalone where a draft is loaded, else ngram.
+      max_new_tokens: bound on the new tokens of each row.
+      sampling: None is greedy.
+      stop: strings that end a row; the text ends before them.
+      seed: seed of the random choices; greedy decoding uses none.
+      page_size: rows of a cache page.
+      progress: shows a bar of the tokens produced.
+      debug: checks the invariants of every round and raises at the first that is broken. Slower.
+
+    Raises:
+      ValueError, TypeError: an argument that cannot be honoured, before anything runs.
+    """
+    run = _Run(model, prompts, drafter, max_new_tokens, sampling, stop, seed, page_size, debug)
+    with tqdm(total=run.most_tokens, unit="tok", disable=not progress) as bar:
+        while not run.advance(16 if progress else None):
+            bar.update(run.new_tokens - bar.n)
+        bar.update(run.new_tokens - bar.n)
+    return run.result()
+
+
+def stream(
+    model: Model,
+    prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+    *,
+    rounds: int = 4,
+    drafter: str | Drafter | None = "auto",
+    max_new_tokens: int = 128,
+    sampling: Sampling | None = None,
+    stop: str | Sequence[str] = (),
+    seed: int = 0,
+    page_size: int = DEFAULT_PAGE_SIZE,
+    debug: bool = False,
+) -> Iterator[Piece]:
+    """As `generate`, in pieces as they are produced; its return value (of `yield from`) is the `Generation`.
+
+    Arguments are those of `generate`, and `rounds`: rounds between two looks of the host. A multi-byte character
+    comes whole, and text that may turn out to be the beginning of a stop string is held back.
+    """
+    if not isinstance(rounds, int) or rounds < 1:
+        raise ValueError(f"rounds={rounds!r}: the host looks after at least 1 round")
+    run = _Run(model, prompts, drafter, max_new_tokens, sampling, stop, seed, page_size, debug)
+    return _stream(run, rounds)
+
+
+def _stream(run: "_Run", rounds: int):
+    finished = False
+    while not finished:
+        finished = run.advance(rounds)
+        yield from run.pieces()
+    return run.result()
+
+
+class _Run:
+    """One generation as the host sees it: a decode state that it advances, and the text that came out."""
+
+    def __init__(self, model, prompts, drafter, max_new_tokens, sampling, stop, seed, page_size, debug):
+        self.single, self.prompts = _encode(model, prompts)
+        self.model, self.tokenizer = model, model.tokenizer
+        _check_int("max_new_tokens", max_new_tokens, 1, "at least 1 token is generated")
+        _check_int("page_size", page_size, 1, "a page holds at least 1 row")
+        _check_int("seed", seed, 0, "seeds are not negative")
+        longest = max(len(prompt) for prompt in self.prompts)
+        _check_fits(model.target, longest, max_new_tokens)
+        name = ("ngram" if model.draft is None else "standalone") if drafter == "auto" else drafter
+        bound = drafters.resolve(name).bind(model.target, model.draft)
+        table = compile_stops(self.tokenizer, model.target.vocab_size, model.eos, stop)
+        self.streams = [TextStream(self.tokenizer, p, stop) for p in self.prompts] if self.tokenizer else None
+        self.texts = [""] * len(self.prompts)
+        run = decode.decode_checked if debug else decode.decode
+        self._decode = partial(run, target=model.target, drafter=bound, accept=accept.greedy)
+        self.debug, self.seconds = debug, 0.0
+        ids, lengths = _pad(self.prompts)
+        self.most_tokens = len(self.prompts) * max_new_tokens
+        self.state: DecodeState = _prefill(
+            model.params,
+            ids,
+            lengths,
+            lengths + jnp.int32(max_new_tokens),
+            jax.random.key(seed),
+            stopping.init(_bucket_states(table), len(self.prompts)),
+            target=model.target,
+            drafter=bound,
+            capacity=bucket(longest + max_new_tokens),
+            page_size=page_size,
+            sampling=_check_sampling(sampling),
+        )
+        self._advance_to(0)  # compiles, and runs no round
+        self.seconds = 0.0
+        self.tokens: list[list[int]] = [[] for _ in self.prompts]
+        self.finish = [0] * len(self.prompts)
+        self._new: list[Piece] = []
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(row) for row in self.tokens)
+
+    def advance(self, rounds: int | None) -> bool:
+        """Runs at most `rounds` rounds (None: all that are left) and takes what came out; True when all rows ended."""
+        self._advance_to(np.iinfo(np.int32).max if rounds is None else int(self.state.step) + rounds)
+        buffer, lengths, finish = jax.device_get((self.state.tokens, self.state.length, self.state.finish))
+        for row, prompt in enumerate(self.prompts):
+            ended = finish[row] != stopping.RUNNING and self.finish[row] == stopping.RUNNING
+            new = buffer[row, len(prompt) + len(self.tokens[row]) : lengths[row]].tolist()
+            text = ""
+            if self.streams is not None:
+                text = self.streams[row].push(new) + (self.streams[row].finish() if ended else "")
+            self.tokens[row] += new
+            self.texts[row] += text
+            self.finish[row] = int(finish[row])
+            if new or text:
+                self._new.append(Piece(row, text, new))
+        return all(code != stopping.RUNNING for code in self.finish)
+
+    def pieces(self) -> list[Piece]:
+        """What came out since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    def result(self) -> Generation:
+        stats = jax.device_get(self.state.stats)
+        stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds)
+        texts: Any = self.texts if self.tokenizer else None
+        reasons: Any = [FINISH_REASONS[code] for code in self.finish]
+        if self.single:
+            return Generation(self.tokens[0], texts and texts[0], reasons[0], stats)
+        return Generation(self.tokens, texts, reasons, stats)
+
+    def _advance_to(self, until: int) -> None:
+        began = time.perf_counter()
+        out = self._decode(self.model.params, self.state, jnp.int32(until))
+        if self.debug:
+            error, out = out
+            error.throw()
+        self.state = jax.block_until_ready(out)
+        self.seconds += time.perf_counter() - began
+
+
+def bucket(size: int, least: int = 16) -> int:
+    """The next power of two: sizes in one bucket share a compiled program."""
+    return max(least, 1 << (size - 1).bit_length())
+
+
+def _bucket_states(table: np.ndarray | None) -> np.ndarray | None:
+    """The automaton padded with states that are never entered, so that other stop strings run the same program."""
+    if table is None:
+        return None
+    padding = bucket(len(table), least=1) - len(table)
+    return np.pad(table, ((0, padding), (0, 0)))
+
+
+def _encode(model: Model, prompts) -> tuple[bool, list[list[int]]]:
+    """Whether a single prompt was given, and the ids of each prompt."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    rows = [prompts] if single else list(prompts)
+    if not rows:
+        raise ValueError("prompts=[]: give at least one prompt")
+    encoded = []
+    for i, row in enumerate(rows):
+        where = "prompts" if single else f"prompts[{i}]"
+        if isinstance(row, str):
+            if model.tokenizer is None:
+                raise ValueError(f"{where} is text, and {model.name} has no tokenizer: give token ids")
+            row = model.tokenizer.encode(row)
+        ids = np.asarray(row)
+        if ids.size == 0:
+            raise ValueError(f"{where} is empty: give at least one token")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TypeError(f"{where}: a prompt is text or a flat list of token ids, not {ids.dtype} of {ids.shape}")
+        if ids.min() < 0 or ids.max() >= model.target.vocab_size:
+            bad = ids[(ids < 0) | (ids >= model.target.vocab_size)][0]
+            raise ValueError(f"{where} holds the id {bad}: ids are 0 to {model.target.vocab_size - 1}")
+        encoded.append(ids.tolist())
+    return single, encoded
+
+
+def _pad(prompts: list[list[int]]) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    width = bucket(max(len(prompt) for prompt in prompts))
+    ids = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return jnp.asarray(ids), jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
+
+
+def _check_int(name: str, value, least: int, why: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name}={value!r}: give an int")
+    if value < least:
+        raise ValueError(f"{name}={value}: {why}")
+
+
+def _check_fits(target: Target, longest: int, max_new_tokens: int) -> None:
+    if longest >= target.max_length:
+        raise ValueError(f"the longest prompt has {longest} tokens: the model's context holds {target.max_length}")
+    if longest + max_new_tokens > target.max_length:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens}: with a prompt of {longest} tokens that is {longest + max_new_tokens}, "
+            f"and the model's context holds {target.max_length}; at most {target.max_length - longest} fit"
+        )
+
+
+def _check_sampling(sampling: Sampling | None) -> None:
+    """Greedy decoding needs no parameters in the program."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling={sampling!r}: give a jspec.Sampling, or None for greedy decoding")

@@ -1,0 +1,103 @@
+"""What a user loads: a target with its weights and tokenizer, and a draft beside it."""
+
+import dataclasses
+import re
+from importlib import resources
+from pathlib import Path
+
+import huggingface_hub
+
+from jspec import checkpoint
+from jspec.checkpoint import CheckpointError
+from jspec.models import Llama
+from jspec.text import Tokenizer
+from jspec.types import Params
+
+BUNDLED = {"python-small": "python-tiny", "python-tiny": None}
+"""Models that ship with the package -> the draft each is loaded with."""
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A target ready to generate.
+
+    name: where it was loaded from.
+    target, draft: configurations; `draft` is None where none was loaded.
+    params: weights of both.
+    tokenizer: None for a checkpoint without one, which takes and gives token ids only.
+    eos: ids that end a text.
+    """
+
+    name: str
+    target: Llama
+    params: Params
+    tokenizer: Tokenizer | None
+    eos: tuple[int, ...]
+    draft: Llama | None = None
+
+    def __repr__(self) -> str:
+        draft = "no draft" if self.draft is None else f"draft of {self.draft.num_layers} layers"
+        shape = f"{self.target.num_layers} layers, width {self.target.hidden_size}, vocabulary {self.target.vocab_size}"
+        return f"Model({self.name!r}: {shape}, {self.params.target.embed.dtype}; {draft})"
+
+
+def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | None = None) -> Model:
+    """Loads a target, and a draft for it, onto the default device.
+
+    Args:
+      source: "bundled:python-small", a Hugging Face directory, or a hub id such as "org/name".
+      draft: a checkpoint of a draft, named the same way. None: the draft that a bundled model comes with, or none.
+      dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
+
+    Raises:
+      CheckpointError: files missing or damaged, or of an unsupported kind.
+      ValueError: an unknown dtype or bundled model, or a draft whose tokenizer is another one.
+    """
+    directory = locate(source)
+    if draft is None and str(source).startswith("bundled:"):
+        companion = BUNDLED[directory.name]
+        draft = f"bundled:{companion}" if companion else None
+    loaded = checkpoint.load(directory, dtype=dtype)
+    tokenizer = Tokenizer.load(directory)
+    if draft is None:
+        return Model(str(source), loaded.config, Params(loaded.params), tokenizer, loaded.eos)
+    draft_directory = locate(draft)
+    _check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
+    small = checkpoint.load(draft_directory, dtype=dtype)
+    params = Params(loaded.params, small.params)
+    return Model(str(source), loaded.config, params, tokenizer, loaded.eos, small.config)
+
+
+def locate(source: str | Path) -> Path:
+    """The directory of a checkpoint, downloaded from the hub if it is a hub id.
+
+    Raises:
+      ValueError: an unknown bundled model.
+      CheckpointError: neither a directory nor a hub id, or a download that failed.
+    """
+    name = str(source)
+    if name.startswith("bundled:"):
+        short = name.removeprefix("bundled:")
+        if short not in BUNDLED:
+            raise ValueError(f"{name!r} is unknown; bundled models are {', '.join(sorted(BUNDLED))}")
+        return Path(str(resources.files("jspec"))) / "assets" / short
+    if Path(source).is_dir():
+        return Path(source)
+    if isinstance(source, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise CheckpointError(f'{name}: no such directory (and no hub id of the form "organisation/name")')
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        raise CheckpointError(f"{name}: no such directory, and the hub gave none ({error})") from error
+
+
+def _check_same_tokens(target: Tokenizer | None, draft: Tokenizer | None, source, draft_source) -> None:
+    """Raises where both tokenizers are there and an id means different tokens in them."""
+    if target is None or draft is None or target.vocabulary() == draft.vocabulary():
+        return
+    raise ValueError(
+        f"draft={str(draft_source)!r} has another tokenizer than {str(source)!r}: "
+        "a draft must give every token id the same meaning as its target"
+    )

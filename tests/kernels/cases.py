@@ -1,0 +1,101 @@
+"""The cases that every backend of every operation is held to: one table of shapes, and random arrays for a row of it.
+
+A pool is larger than its sequences need, its pages are dealt out in no order, and all that is not committed is NaN.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Shapes of one call. `prefix` holds the committed rows of each sequence, or is None where there is no prefix."""
+
+    name: str
+    prefix: tuple[int, ...] | None = (5, 0, 12)
+    nodes: int = 4
+    earlier: int = 0
+    """Rows of this round that precede those of the nodes."""
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 4
+    pages: int = 3
+    tree: bool = False
+    layers: int = 2
+    dtype: str = "float32"
+
+    @property
+    def batch(self) -> int:
+        return 3 if self.prefix is None else len(self.prefix)
+
+    @property
+    def capacity(self) -> int:
+        return self.pages * self.page_size
+
+
+CASES = (
+    Case("one_node", nodes=1),
+    Case("prefix_full_and_empty", prefix=(12, 0, 12, 1), nodes=3),
+    Case("nothing_committed", prefix=(0, 0), nodes=5),
+    Case("page_of_1", page_size=1, pages=13, prefix=(13, 7, 0)),
+    Case("page_of_3", page_size=3, pages=5, prefix=(15, 4, 3), tree=True),
+    Case("page_of_16", page_size=16, prefix=(16, 17, 48, 0), head_dim=64),
+    Case("page_of_64", page_size=64, pages=2, prefix=(128, 63, 65), head_dim=128, tree=True),
+    Case("2_queries_a_head", heads=4, nodes=5, tree=True),
+    Case("3_queries_a_head", heads=3, kv_heads=1, nodes=7, head_dim=64, tree=True),
+    Case("4_queries_a_head", heads=8, nodes=2, head_dim=128),
+    Case("nodes_17_tree", nodes=17, tree=True, page_size=16),
+    Case("nodes_33_chain", nodes=33, heads=4, page_size=16, pages=4, prefix=(31, 20, 0)),
+    Case("nodes_33_tree", nodes=33, heads=4, kv_heads=1, tree=True),
+    Case("earlier_rows", nodes=1, earlier=3),
+    Case("earlier_rows_chain", nodes=3, earlier=5, heads=4),
+    Case("earlier_rows_tree", nodes=4, earlier=9, heads=4, tree=True),
+    Case("no_prefix_chain", prefix=None, nodes=9),
+    Case("no_prefix_tree", prefix=None, nodes=9, heads=4, tree=True),
+    Case("one_sequence_one_layer", prefix=(6,), layers=1),
+    Case("bfloat16_chain", dtype="bfloat16", heads=4, head_dim=64, page_size=16, prefix=(48, 0, 20)),
+    Case("bfloat16_tree", dtype="bfloat16", heads=6, head_dim=128, nodes=16, tree=True, page_size=16),
+    Case("bfloat16_earlier_rows", dtype="bfloat16", nodes=2, earlier=4, page_size=1, pages=12),
+)
+
+
+def rng_of(case: Case) -> np.random.Generator:
+    """Numbers that depend on the case alone."""
+    return np.random.default_rng(list(case.name.encode()))
+
+
+def normal(rng, shape, dtype: str) -> np.ndarray:
+    return rng.normal(size=shape).astype(jnp.dtype(dtype))
+
+
+def page_table(rng, case: Case, spare: int = 4) -> tuple[np.ndarray, int]:
+    """Pages of each sequence in random order, and how many there are, `spare` of them nobody's."""
+    total = case.batch * case.pages + spare
+    table = rng.permutation(total)[: case.batch * case.pages]
+    return table.reshape(case.batch, case.pages).astype(np.int32), total
+
+
+def pool(rng, case: Case, table: np.ndarray, total: int, lengths) -> np.ndarray:
+    """Random rows before each sequence's length, and NaN everywhere else."""
+    full = np.full((case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim), np.nan, jnp.dtype(case.dtype))
+    for b, length in enumerate(lengths):
+        for t in range(length):
+            row = normal(rng, (case.layers, 2, case.kv_heads, case.head_dim), case.dtype)
+            full[:, :, table[b, t // case.page_size], t % case.page_size] = row
+    return full
+
+
+def tree_mask(rng, case: Case) -> np.ndarray:
+    """Which rows each node sees: some of the earlier ones, and of the nodes its ancestors and itself."""
+    mask = np.zeros((case.batch, case.nodes, case.earlier + case.nodes), bool)
+    for b in range(case.batch):
+        for node in range(case.nodes):
+            if node:
+                mask[b, node] = mask[b, rng.integers(node)]
+            else:
+                mask[b, 0, : case.earlier] = rng.integers(0, 2, case.earlier)
+            mask[b, node, case.earlier + node] = True
+    return mask

@@ -1,0 +1,536 @@
+"""The loop: what it commits, what it leaves alone, and what program it is compiled to."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from jax.experimental import checkify
+
+from jspec import accept, decode, stopping, tree
+from jspec.drafters import Ngram, Plain
+from jspec.types import DraftTree, Params
+
+STATIC = ("target", "drafter", "accept")
+GREEDY = dict(target=toy.TARGET, accept=accept.greedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """A chain of right tokens. Its weights, `params.draft`, are the tokens of plain decoding."""
+
+    depth: int = 4
+    capture = ()
+
+    def bind(self, target, draft):
+        return self
+
+    def init(self, params, batch, capacity, page_size):
+        return None
+
+    def draft(self, params, s, key):
+        position = s.length[:, None] - 1 + jnp.arange(self.depth + 1, dtype=jnp.int32)[None]
+        return tree.chain(jnp.take_along_axis(params.draft, position, axis=1, mode="clip")), s.draft
+
+    def extend(self, params, s, committed):
+        return s.draft
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomTree(Planted):
+    """Other trees in each row and round: a node's parent is any node of a layer above; half the tokens are right."""
+
+    width: int = 3
+
+    def draft(self, params, s, key):
+        index = np.arange(1 + self.width * self.depth)
+        above = np.maximum((index - 1) // self.width * self.width + 1, 1).astype(np.float32)
+        parent_key, token_key, right_key = jax.random.split(jax.random.fold_in(key, s.length.sum()), 3)
+        shape = (s.length.shape[0], len(index))
+        parents = jnp.floor(jax.random.uniform(parent_key, shape) * above[None]).astype(jnp.int32)
+        wrong = jax.random.randint(token_key, shape, 0, toy.TARGET.vocab_size)
+        position = s.length[:, None] - 1 + tree.depths(DraftTree(wrong, parents, self.depth))
+        right = jnp.take_along_axis(params.draft, position, axis=1, mode="clip")
+        keep = jax.random.bernoulli(right_key, 0.5, shape) | (index == 0)[None]
+        return DraftTree(jnp.where(keep, right, wrong), parents, self.depth), s.draft
+
+
+all_drafters = pytest.mark.parametrize(
+    "drafter", (*toy.bound_drafters().values(), RandomTree()), ids=(*toy.bound_drafters(), "random_tree")
+)
+each_name = pytest.mark.parametrize("name", toy.bound_drafters())
+
+
+@functools.cache
+def planted_params():
+    return Params(toy.params().target, jnp.asarray(toy.plain_tokens()))
+
+
+def weights_of(drafter):
+    return planted_params() if isinstance(drafter, Planted) else toy.params()
+
+
+def complete(drafter, **options):
+    return toy.run(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter), **options))
+
+
+def assert_counted(s, prompt=toy.LENGTHS):
+    """The counters add up to the rounds and tokens of each row."""
+    counts = np.array(s.stats.accept_counts)
+    np.testing.assert_array_equal(counts.sum(1), s.stats.rounds)
+    np.testing.assert_array_equal(counts @ np.arange(1, counts.shape[1] + 1), np.array(s.length) - prompt)
+
+
+# What is committed
+
+
+def test_plain_decoding_is_the_argmax_of_one_forward_over_its_own_output():
+    s = complete(Plain())
+    target, weights = toy.TARGET, toy.params().target
+    cache = target.init_cache(weights, *s.tokens.shape, 4)
+    choice = np.argmax(jax.jit(target.forward)(weights, tree.chain(s.tokens), cache, None).logits, axis=-1)
+    for b, tokens in enumerate(toy.generated(s)):
+        prompt = toy.LENGTHS[b]
+        assert tokens[:prompt] == list(toy.IDS[b, :prompt])
+        assert tokens[prompt:] == list(choice[b, prompt - 1 : len(tokens) - 1])
+        assert len(tokens) == prompt + 24
+
+
+@pytest.mark.parametrize("page_size", (1, 4))
+@all_drafters
+def test_every_drafter_commits_the_tokens_of_plain_decoding(drafter, page_size):
+    s = complete(drafter, page_size=page_size)
+    assert toy.generated(s) == toy.generated(complete(Plain()))
+    assert_counted(s)
+    lengths = np.array(s.stats.accept_counts).sum(0)
+    assert drafter.depth == 0 or lengths[1:].any(), "nothing was ever accepted: the case shows little"
+    assert not isinstance(drafter, RandomTree) or lengths[1:4].all()
+
+
+def test_a_page_longer_than_most_sequences_changes_nothing():
+    assert toy.generated(complete(RandomTree(), page_size=16)) == toy.generated(complete(Plain()))
+
+
+def test_hidden_states_and_tokens_reach_the_drafter_in_step():
+    """The input of layer 0 is the embedding: of the very token at that position, along the path that was accepted."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Recorder(RandomTree):
+        capture = (0,)
+
+        def init(self, params, batch, capacity, page_size):
+            hidden = jnp.full((batch, capacity, toy.TARGET.hidden_size), jnp.nan)
+            return hidden, jnp.full((batch, capacity), -1)
+
+        def extend(self, params, s, committed):
+            column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
+            at = jnp.where(column < committed.length[:, None], committed.start[:, None] + column, s.tokens.shape[1])
+            row = jnp.arange(at.shape[0])[:, None]
+            hidden, following = s.draft
+            return (
+                hidden.at[row, at].set(committed.hidden, mode="drop"),
+                following.at[row, at].set(committed.tokens, mode="drop"),
+            )
+
+    s = complete(Recorder())
+    hidden, following = (np.array(x) for x in s.draft)
+    for b, tokens in enumerate(toy.generated(s)):
+        np.testing.assert_array_equal(hidden[b, : len(tokens) - 1], toy.params().target.embed[np.array(tokens[:-1])])
+        assert list(following[b, : len(tokens) - 1]) == tokens[1:]
+        assert np.isnan(hidden[b, len(tokens) - 1 :]).all()
+
+
+# Where rows end
+
+
+@pytest.mark.parametrize("drafter", [Planted(depth) for depth in range(1, 7)] + [RandomTree(depth=3)], ids=str)
+def test_rows_end_exactly_at_their_limit(drafter):
+    """Seven rows with one prompt and limits of 0 to 6 more tokens: before, inside and behind an accepted run."""
+    new, prompt = np.arange(7), 5
+    truth = toy.plain_tokens()[1]
+    weights = Params(toy.params().target, jnp.asarray(np.tile(truth, (7, 1))))
+    s = toy.start(drafter, weights, ids=np.tile(toy.IDS[1], (7, 1)), length=np.full(7, prompt), limit=prompt + new)
+    s = toy.run(drafter, weights, s)
+    assert toy.generated(s) == [list(truth[: prompt + n]) for n in new]
+    assert set(map(int, s.finish)) == {stopping.LENGTH}
+    assert_counted(s, prompt)
+    behind = np.array(s.tokens)[:, max(toy.IDS.shape[1], prompt + 6) :]
+    assert not behind.any(), "something was written behind the limit"
+    if type(drafter) is Planted:
+        np.testing.assert_array_equal(s.stats.rounds, -(-new // (drafter.depth + 1)))
+
+
+def first_offsets(row):
+    """For each token that plain decoding generates in a row: how many come before its first occurrence."""
+    generated = list(toy.plain_tokens()[row, toy.LENGTHS[row] :])
+    return {int(token): generated.index(token) for token in generated}
+
+
+def eos_inside_a_run(depth):
+    """A token that row 1 generates for the first time neither first nor last in a round of depth + 1 tokens."""
+    return next(token for token, at in first_offsets(1).items() if at > depth and 0 < at % (depth + 1) < depth)
+
+
+@pytest.mark.parametrize("drafter", (Plain(), Planted(4), RandomTree()), ids=str)
+def test_an_eos_inside_an_accepted_run_ends_the_row_there(drafter):
+    eos = eos_inside_a_run(4)
+    s = complete(drafter, table=stopping.build_table(toy.TARGET.vocab_size, [eos]))
+    codes = set()
+    for b, tokens in enumerate(toy.generated(s)):
+        new = min(first_offsets(b).get(eos, 99) + 1, 24)
+        assert tokens == list(toy.plain_tokens()[b, : toy.LENGTHS[b] + new])
+        assert s.finish[b] == (stopping.EOS if tokens[-1] == eos else stopping.LENGTH)
+        codes.add(int(s.finish[b]))
+    assert codes == {stopping.EOS, stopping.LENGTH}
+    assert_counted(s)
+
+
+@pytest.mark.parametrize(("short", "code"), ((0, stopping.EOS), (1, stopping.LENGTH)))
+def test_an_eos_at_the_limit_is_an_eos_and_one_behind_it_is_not_seen(short, code):
+    eos = eos_inside_a_run(4)
+    limit = toy.LENGTHS + first_offsets(1)[eos] + 1 - short
+    s = complete(Planted(4), table=stopping.build_table(toy.TARGET.vocab_size, [eos]), limit=limit)
+    assert (int(s.length[1]), int(s.finish[1])) == (limit[1], code)
+
+
+# One call or many
+
+
+@all_drafters
+def test_pieces_and_single_steps_give_the_state_of_one_call(drafter):
+    weights = weights_of(drafter)
+    whole = complete(drafter)
+    s = toy.start(drafter, weights)
+    for until in (1, 3, 4, 7, 12, 1000):
+        s = toy.run(drafter, weights, s, until)
+        assert s.step == min(until, int(whole.step))
+    toy.assert_same(s, whole)
+
+    step = jax.jit(decode.step, static_argnames=STATIC)
+    s = toy.start(drafter, weights)
+    while not s.done.all():
+        s = step(weights, s, drafter=drafter, **GREEDY)
+    toy.assert_same((s.tokens, s.length, s.finish, s.stats), (whole.tokens, whole.length, whole.finish, whole.stats))
+    # Alone, the round is fused in another way than in the loop, so that keys and values may differ by a rounding.
+    for a, b in zip(toy.arrays(s), toy.arrays(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+TRACES = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Ngram):
+    def draft(self, params, s, key):
+        TRACES.append(self.depth)
+        return super().draft(params, s, key)
+
+
+def test_a_configuration_is_traced_once():
+    """An equal drafter, other prompts, limits and bounds, and a state that has been through the loop: one program."""
+    TRACES.clear()
+    programs = decode.decode._cache_size()
+    s = toy.run(Counted(depth=2), toy.params(), toy.start(Counted(depth=2), toy.params()), until=2)
+    traces = len(TRACES)
+    toy.run(Counted(depth=2), toy.params(), s, until=5)
+    other = toy.start(Counted(depth=2), toy.params(), ids=toy.IDS[::-1], length=[3, 2, 1], limit=[9, 30, 5])
+    other = toy.run(Counted(depth=2), toy.params(), other)
+    assert (len(TRACES), decode.decode._cache_size()) == (traces, programs + 1)
+    decode.decode.lower(toy.params(), other, jnp.int32(1), drafter=Counted(depth=3), **GREEDY)
+    assert len(TRACES) > traces, "the counter does not count"
+
+
+# What does not matter, and what is left alone
+
+
+@each_name
+def test_rows_are_independent_of_each_other_and_of_padding(name):
+    drafter = toy.bound_drafters()[name]
+    whole = complete(drafter)
+    expected, rounds = toy.generated(whole), list(np.array(whole.stats.rounds))
+    turned = complete(drafter, ids=toy.IDS[::-1], length=toy.LENGTHS[::-1])
+    assert toy.generated(turned)[::-1] == expected
+    assert list(np.array(turned.stats.rounds))[::-1] == rounds
+    beyond = np.arange(toy.IDS.shape[1])[None] >= toy.LENGTHS[:, None]
+    padded = complete(drafter, ids=np.where(beyond, (toy.IDS + 7) % 61, toy.IDS))
+    assert toy.generated(padded) == expected
+    for b in range(len(toy.IDS)):
+        alone = complete(drafter, ids=toy.IDS[b : b + 1], length=toy.LENGTHS[b : b + 1])
+        assert toy.generated(alone) == expected[b : b + 1]
+        assert alone.stats.rounds[0] == rounds[b]
+
+
+def scramble(cache, lengths):
+    """The first rows of each sequence on other pages, in no order, of a larger pool; all else in it is NaN."""
+    pool, table = np.array(cache.pool), np.array(cache.page_table)
+    pages, page_size = pool.shape[2] + 5, pool.shape[3]
+    moved = np.random.default_rng(0).permutation(pages)[: table.size].reshape(table.shape).astype(np.int32)
+    poisoned = np.full((*pool.shape[:2], pages, *pool.shape[3:]), np.nan, pool.dtype)
+    for b, length in enumerate(np.array(lengths)):
+        for t in range(length):
+            at = t // page_size
+            poisoned[:, :, moved[b, at], t % page_size] = pool[:, :, table[b, at], t % page_size]
+    return dataclasses.replace(cache, pool=jnp.asarray(poisoned), page_table=jnp.asarray(moved))
+
+
+@all_drafters
+def test_free_pages_and_rows_behind_the_committed_ones_are_never_read(drafter):
+    weights = weights_of(drafter)
+    s = toy.start(drafter, weights)
+    changes = {"cache": scramble(s.cache, s.length - 1)}
+    if hasattr(s.draft, "cache"):
+        changes["draft"] = dataclasses.replace(s.draft, cache=scramble(s.draft.cache, s.draft.length))
+    s = toy.run(drafter, weights, dataclasses.replace(s, **changes))
+    whole = complete(drafter)
+    toy.assert_same((s.tokens, s.length, s.stats), (whole.tokens, whole.length, whole.stats))
+
+
+def pools(s):
+    """The pools of the target's cache and, where it has one, of the drafter's."""
+    return [cache.pool for cache in (s.cache, getattr(s.draft, "cache", None)) if cache is not None]
+
+
+def row_of(s, b):
+    """All that belongs to one row: its columns, counters and pages."""
+    # The draft's page table is the target's: both pools are dealt out alike.
+    pages = [pool[:, :, s.cache.page_table[b]] for pool in pools(s)]
+    return s.tokens[b], s.length[b], s.finish[b], s.stats.rounds[b], s.stats.accept_counts[b], pages
+
+
+@all_drafters
+def test_a_finished_row_keeps_every_bit_while_others_go_on(drafter):
+    weights = weights_of(drafter)
+    s = toy.start(drafter, weights, limit=toy.LENGTHS + [24, 3, 24])
+    while not s.done[1]:
+        s = toy.run(drafter, weights, s, int(s.step) + 1)
+    assert not s.done[0] and not s.done[2]
+    before = jax.tree.map(np.array, row_of(s, 1))
+    s = toy.run(drafter, weights, s)
+    assert s.done.all()
+    toy.assert_same(row_of(s, 1), before)
+
+
+def test_a_row_that_the_host_declares_finished_stays_so():
+    """Neither the limit nor the stop automaton holds this row back: only its finish code does."""
+    drafter = toy.bound_drafters()["ngram"]
+    s = toy.run(drafter, toy.params(), toy.start(drafter, toy.params()), until=2)
+    s = dataclasses.replace(s, finish=jnp.array([stopping.RUNNING, stopping.STOP, stopping.RUNNING], jnp.int32))
+    before = jax.tree.map(np.array, row_of(s, 1))
+    s = toy.run(drafter, toy.params(), s)
+    toy.assert_same(row_of(s, 1), before)
+    assert list(map(int, s.finish)) == [stopping.LENGTH, stopping.STOP, stopping.LENGTH]
+
+
+# What the state and the program hold
+
+
+def kinds(x):
+    return jax.tree.structure(x), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
+
+
+@each_name
+def test_the_state_keeps_its_structure_and_types(name):
+    drafter = toy.bound_drafters()[name]
+    s = toy.start(drafter, toy.params())
+    draft_tree, draft_state = jax.eval_shape(drafter.draft, toy.params(), s, s.key)
+    assert kinds(draft_state) == kinds(s.draft)
+    assert kinds(jax.eval_shape(functools.partial(decode.step, drafter=drafter, **GREEDY), toy.params(), s)) == kinds(s)
+
+
+@each_name
+def test_a_drafter_that_wants_no_hidden_states_has_none_anywhere(name):
+    drafter, seen = toy.bound_drafters()[name], []
+    assert drafter.capture == ()
+
+    class Spy(type(drafter)):
+        def extend(self, params, s, committed):
+            seen.append(committed.hidden)
+            return super().extend(params, s, committed)
+
+    spy = Spy(**{field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)})
+    s = jax.eval_shape(functools.partial(toy.start, spy, toy.params()))
+    s = jax.eval_shape(functools.partial(decode.step, drafter=spy, **GREEDY), toy.params(), s)
+    assert seen == [None, None], "prefill and a round"
+    assert not any(toy.TARGET.hidden_size in leaf.shape for leaf in jax.tree.leaves(s))
+    assert name == "standalone" or s.draft is None
+
+
+def lone_pool(name):
+    """A drafter and the state after prefill. Pages of 5 rows: but for a pool, nothing has a pool's shape."""
+    drafter = toy.bound_drafters().get(name, RandomTree())
+    weights = weights_of(drafter)
+    if name == "standalone":
+        # With a draft of another shape than the target, the two pools can be told apart.
+        drafter, weights = drafter.bind(toy.TARGET, toy.DRAFT), toy.params(toy.DRAFT)
+    return drafter, weights, toy.start(drafter, weights, page_size=5)
+
+
+@functools.cache
+def program(name):
+    """The compiled text of `decode`, and its pools' types as the text has them."""
+    drafter, weights, s = lone_pool(name)
+    types = [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]
+    return decode.decode.lower(weights, s, jnp.int32(9), drafter=drafter, **GREEDY).compile().as_text(), types
+
+
+def computations(text):
+    """Instructions of each computation of a program, by name; the main one's is ENTRY."""
+    found, name = {}, None
+    for line in text.splitlines():
+        header = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
+        if header:
+            name = "ENTRY" if header[1] else header[2]
+            found[name] = []
+        elif name:
+            found[name].append(line)
+    return found
+
+
+def opcode(line):
+    found = re.search(r" = .*?[\]})] ([a-z][a-z0-9-]*)\(", line)
+    return found[1] if found else None
+
+
+def loop_body(text):
+    """The instructions of the loop's body and of all that it calls."""
+    parts = computations(text)
+    queue, reached = re.findall(r" while\(.*body=%?([\w.-]+)", text), {}
+    for name in queue:
+        reached[name] = parts[name]
+        for line in parts[name]:
+            queue += [part for part in re.findall(r"[\w.-]+", line) if part in parts and part not in queue]
+    return [line for lines in reached.values() for line in lines]
+
+
+def made(lines, shape):
+    """The opcodes of the instructions whose result is of that type."""
+    return [opcode(line) for line in lines if re.search(rf" = {re.escape(shape)}\S* ", line)]
+
+
+@each_name
+def test_the_program_is_one_loop_that_never_leaves_the_device(name):
+    text, _ = program(name)
+    opcodes = [opcode(line) for line in text.splitlines()]
+    assert opcodes.count("while") == 1
+    assert opcodes.count("dot") > 4, "the text is not understood"
+    assert not set(opcodes) & {"infeed", "outfeed", "send", "send-done", "recv", "recv-done", "conditional"}
+    assert "callback" not in text
+
+
+@each_name
+def test_a_chain_needs_no_sort(name):
+    text, _ = program(name)
+    assert not {opcode(line) for line in text.splitlines()} & {"sort", "topk"}
+    assert not re.search("topk|top_k", text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("name", (*toy.bound_drafters(), "random_tree"))
+def test_each_pool_is_written_once_a_round_and_never_copied(name):
+    """In the loop nothing makes an array of a pool's shape but the commit's scatter."""
+    text, types = program(name)
+    for shape in types:
+        makers = made(loop_body(text), shape)
+        assert makers.count("scatter") == 1
+        assert set(makers) <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, makers
+
+
+@each_name
+def test_the_donated_pools_are_the_result(name):
+    text, types = program(name)
+    for shape in types:
+        (line,) = [line for line in computations(text)["ENTRY"] if made([line], shape) == ["parameter"]]
+        (number,) = re.findall(r"parameter\((\d+)\)", line)
+        assert re.search(rf"input_output_alias={{.*\({number}, {{}}", text.splitlines()[0])
+    drafter, weights, s = lone_pool(name)
+    addresses = [pool.unsafe_buffer_pointer() for pool in pools(s)]
+    s = toy.run(drafter, weights, s)
+    assert [pool.unsafe_buffer_pointer() for pool in pools(s)] == addresses
+
+
+# Invariants of a round
+
+
+def checked(drafter, weights, s, rule=accept.greedy):
+    return decode.decode_checked(weights, s, jnp.int32(1000), target=toy.TARGET, drafter=drafter, accept=rule)
+
+
+@all_drafters
+def test_checked_rounds_find_nothing_wrong_and_change_nothing(drafter):
+    err, s = checked(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter)))
+    assert err.get() is None
+    assert toy.generated(s) == toy.generated(complete(drafter))
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(Planted):
+    """Breaks one rule, in round 2 only."""
+
+    depth: int = 2
+    rule: str = ""
+
+    def draft(self, params, s, key):
+        draft_tree, state = super().draft(params, s, key)
+        now = (s.step == 2).astype(jnp.int32)
+        tokens, parents = draft_tree.tokens, jnp.tile(jnp.array([[0, 0, 1]], jnp.int32), (len(toy.IDS), 1))
+        if self.rule == "vocabulary":
+            tokens = tokens.at[1, 2].add(toy.TARGET.vocab_size * now)
+        if self.rule == "negative":
+            tokens = tokens.at[1, 2].add(-toy.TARGET.vocab_size * now)
+        if self.rule == "root":
+            tokens = tokens.at[2, 0].set((tokens[2, 0] + now) % toy.TARGET.vocab_size)
+        if self.rule == "parent":
+            parents = parents.at[0, 1].add(2 * now)
+        return DraftTree(tokens, parents), state
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    (
+        ("vocabulary", "round 2: the drafter proposed a token outside the vocabulary"),
+        ("negative", "round 2: the drafter proposed a token outside the vocabulary"),
+        ("root", "round 2: node 0 is not the last committed token"),
+        ("parent", "round 2: a parent does not stand before its child"),
+    ),
+)
+def test_a_drafter_that_breaks_a_rule_is_caught(rule, message):
+    drafter = Broken(rule=rule)
+    err, _ = checked(drafter, planted_params(), toy.start(drafter, planted_params()))
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        err.throw()
+
+
+def test_weights_that_are_nan_are_caught():
+    s = toy.start(Plain(), toy.params())
+    weights = Params(dataclasses.replace(toy.params().target, norm=jnp.full(toy.TARGET.hidden_size, jnp.nan)))
+    err, _ = checked(Plain(), weights, s)
+    with pytest.raises(checkify.JaxRuntimeError, match="round 0: the target's logits hold a NaN"):
+        err.throw()
+
+
+def test_a_rule_of_acceptance_that_accepts_nothing_is_caught():
+    def nothing(key, draft_tree, logits, sampling):
+        accepted = accept.greedy(key, draft_tree, logits, sampling)
+        return dataclasses.replace(accepted, length=jnp.zeros_like(accepted.length))
+
+    # Nothing is ever appended: the limit of 1000 rounds ends it.
+    err, _ = checked(Plain(), toy.params(), toy.start(Plain(), toy.params()), rule=nothing)
+    with pytest.raises(checkify.JaxRuntimeError, match="round 0: an accept length is out of range"):
+        err.throw()
+
+
+def test_a_limit_beyond_the_buffer_is_caught():
+    s = toy.start(Plain(), toy.params(), limit=[toy.CAPACITY + 1] * 3)
+    err, _ = checked(Plain(), toy.params(), s)
+    with pytest.raises(checkify.JaxRuntimeError, match="round 0: a row is longer than its limit or the buffer"):
+        err.throw()
+
+
+def test_without_debug_no_check_is_in_the_program():
+    rounds = functools.partial(decode.run_rounds, drafter=RandomTree(), **GREEDY)
+    args = planted_params(), toy.start(RandomTree(), planted_params()), jnp.int32(1)
+    assert " check[" not in str(jax.make_jaxpr(rounds)(*args))
+    assert " check[" in str(jax.make_jaxpr(functools.partial(rounds, debug=True))(*args))

@@ -1,0 +1,128 @@
+"""Output equals `transformers`, token for token in float32, for every family, drafter, depth and page size."""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
+transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
+
+sys.path.insert(0, str(Path(__file__).parent))
+import hf  # noqa: E402
+
+import jspec  # noqa: E402
+from jspec import checkpoint, tree  # noqa: E402
+from jspec.types import Params  # noqa: E402
+
+NEW_TOKENS = 24
+LENGTHS = (1, 5, 12, 16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Two threads only slow such small models down."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def pair(request, tmp_path_factory):
+    """A target, its draft with some of the target's weights kept, and the oracle of the target."""
+    directory = tmp_path_factory.mktemp(request.param)
+    oracle = hf.build(request.param)
+    target = checkpoint.load(hf.save(oracle, directory / "target"), dtype="float32")
+    with torch.no_grad():
+        noisy = hf.build(request.param)
+        for weight in noisy.parameters():
+            weight.add_(0.25 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    draft = checkpoint.load(hf.save(noisy, directory / "draft"), dtype="float32")
+    params = Params(target.params, draft.params)
+    return jspec.Model(request.param, target.config, params, None, (), draft.config), oracle
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    """Prompts of several lengths and what the oracle continues them with."""
+    model, oracle = pair
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, model.target.vocab_size, n).tolist() for n in LENGTHS]
+    return prompts, [hf.greedy(oracle, prompt, NEW_TOKENS) for prompt in prompts]
+
+
+DRAFTERS = [None, *[jspec.Ngram(depth=d) for d in range(1, 7)], *[jspec.Standalone(depth=d) for d in range(1, 7)]]
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+def test_greedy_output_equals_transformers(pair, expected, drafter, page_size):
+    model, oracle = pair
+    prompts, wanted = expected
+    out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
+    for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
+        assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)
+    if isinstance(drafter, jspec.Standalone):
+        assert out.stats.accept_length > 1.3, "the draft is close to its target: something must be accepted"
+
+
+@pytest.mark.parametrize("drafter", [None, jspec.Ngram(depth=4), jspec.Standalone(depth=4)], ids=str)
+def test_eos_cuts_where_transformers_stops(pair, expected, drafter):
+    model, oracle = pair
+    prompts, plain = expected
+    # Tokens that occur in the middle of the outputs, so that rows end at different places, inside accepted runs too.
+    eos = sorted({plain[1][7], plain[2][11], plain[3][4]})
+    wanted = [hf.greedy(oracle, prompt, NEW_TOKENS, eos_token_id=eos, pad_token_id=0) for prompt in prompts]
+    ending = jspec.Model(model.name, model.target, model.params, None, tuple(eos), model.draft)
+    out = jspec.generate(ending, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS)
+    assert out.tokens == wanted
+    assert out.finish_reason == ["eos" if row[-1] in eos else "length" for row in wanted]
+    assert len({len(row) for row in wanted}) > 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("old_config", [False, True], ids=["new config", "old config"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
+def test_logits_equal_transformers(tmp_path, family, old_config, sharded):
+    oracle = hf.build(family, seed=3)
+    hf.save(oracle, tmp_path, sharded=sharded, old_config=old_config)
+    assert (tmp_path / "model.safetensors.index.json").exists() == sharded
+    check_logits(oracle, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family, changes",
+    [
+        ("llama", {"attention_bias": True}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        ("llama", {"num_key_value_heads": 4, "head_dim": 8}),
+        ("qwen3", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
+        ("qwen3", {"attention_bias": True, "head_dim": 64}),
+    ],
+)
+def test_options_of_a_family(tmp_path, family, changes):
+    oracle = hf.build(family, seed=4, **changes)
+    check_logits(oracle, hf.save(oracle, tmp_path))
+
+
+def check_logits(oracle, directory):
+    loaded = checkpoint.load(directory, dtype="float32")
+    # 150 positions: the scaled frequencies of llama3 differ beyond the original context of 64.
+    ids = np.random.default_rng(1).integers(0, loaded.config.vocab_size, (2, 150))
+    with torch.no_grad():
+        wanted = oracle(torch.tensor(ids)).logits.numpy()
+    cache = loaded.config.init_cache(loaded.params, 2, 16, 16)
+    out = loaded.config.forward(loaded.params, tree.chain(jnp.asarray(ids, jnp.int32)), cache, None)
+    np.testing.assert_allclose(np.asarray(out.logits), wanted, atol=5e-5, rtol=0)
+
+
+def test_our_checkpoint_loads_in_transformers(tmp_path, pair):
+    model, oracle = pair
+    checkpoint.save(tmp_path, model.target, model.params.target, dtype="float32", eos=(5, 6), max_shard_bytes=30_000)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert type(loaded) is type(oracle)
+    assert loaded.generation_config.eos_token_id == [5, 6]
+    ids = torch.tensor(np.random.default_rng(1).integers(0, 97, (1, 40)))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, oracle(ids).logits, atol=1e-6, rtol=0)
