@@ -1,6 +1,5 @@
 """Paged tree attention in plain XLA: runs on every platform and is the oracle of the kernels beside it."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -9,20 +8,22 @@ def paged_attention(q, k_rows, v_rows, pool, page_table, prefix_length, mask, *,
     """Gathers each sequence's pages, then one softmax over prefix and rows. Arguments as in `api.paged_attention`."""
     batch, nodes, heads, dim = q.shape
     rows, kv_heads = k_rows.shape[1:3]
-    grouped = q.reshape(batch, nodes, kv_heads, heads // kv_heads, dim)
-    visible = row_mask(mask, nodes, rows)[:, None, None]
-    scores = [jnp.where(visible, _scores(grouped, k_rows, scale), -jnp.inf)]
-    values = [v_rows]
+    group = heads // kv_heads
+    # The queries that share a key head stand together: [B, K, N * G, D].
+    queries = q.reshape(batch, nodes, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
+    queries = queries.reshape(batch, kv_heads, nodes * group, dim)
+    visible = jnp.repeat(row_mask(mask, nodes, rows), group, axis=1)[:, None]
+    parts = [(_scores(queries, k_rows, visible, scale), v_rows)]
     if prefix_length is not None:
-        keys = pool.at[layer, 0, page_table].get(mode="clip").reshape(batch, -1, kv_heads, dim)
+        pages = pool.at[layer, :, page_table].get(mode="clip")
+        keys = pages[:, :, 0].reshape(batch, -1, kv_heads, dim)
+        values = pages[:, :, 1].reshape(batch, -1, kv_heads, dim)
         committed = jnp.arange(keys.shape[1])[None] < prefix_length[:, None]
-        scores.insert(0, jnp.where(committed[:, None, None, None], _scores(grouped, keys, scale), -jnp.inf))
-        prefix_values = pool.at[layer, 1, page_table].get(mode="clip").reshape(batch, -1, kv_heads, dim)
         # A weight of zero does not silence a NaN, and a free page may hold anything.
-        values.insert(0, jnp.where(committed[:, :, None, None], prefix_values, jnp.zeros((), pool.dtype)))
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
-    out = jnp.einsum("bkgns,bskd->bnkgd", weights, jnp.concatenate(values, axis=1), precision=lax.Precision.HIGHEST)
-    return out.reshape(q.shape)
+        values = jnp.where(committed[:, :, None, None], values, jnp.zeros((), values.dtype))
+        parts.append((_scores(queries, keys, committed[:, None, None], scale), values))
+    out = _attend(parts).astype(q.dtype).reshape(batch, kv_heads, nodes, group, dim)
+    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
 def row_mask(mask, nodes, rows):
@@ -32,12 +33,27 @@ def row_mask(mask, nodes, rows):
     return jnp.tril(jnp.ones((1, nodes, rows), bool), rows - nodes)
 
 
-def _scores(grouped, keys, scale):
+def _scores(queries, keys, visible, scale):
     scores = jnp.einsum(
-        "bnkgd,bskd->bkgns",
-        grouped,
-        keys,
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
+        "bkmd,bskd->bkms", queries, keys, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
-    return scores * scale
+    return jnp.where(visible, scores * scale, -jnp.inf)
+
+
+def _attend(parts):
+    """One softmax over several parts of the keys, without a copy that joins them; float32."""
+    highest = [scores.max(-1, keepdims=True) for scores, _ in parts]
+    peak = highest[0] if len(parts) == 1 else jnp.maximum(*highest)
+    weights = [jnp.exp(scores - peak) for scores, _ in parts]
+    total = sum(weight.sum(-1, keepdims=True) for weight in weights)
+    summed = [
+        jnp.einsum(
+            "bkms,bskd->bkmd",
+            weight.astype(values.dtype),
+            values,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        for weight, (_, values) in zip(weights, parts, strict=True)
+    ]
+    return sum(summed) / total
