@@ -303,16 +303,21 @@ def save(
         shards[-1][name] = tensor
         filled += tensor.nbytes
     if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", {"format": "pt"})
+        _save_shard(shards[0], directory / "model.safetensors")
         return
     weight_map = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, {"format": "pt"})
+        _save_shard(shard, directory / file)
         weight_map.update(dict.fromkeys(shard, file))
     total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _save_shard(tensors: dict[str, np.ndarray], path: Path) -> None:
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(0o644)  # the library makes files that only their owner reads
 
 
 def describe(config: Llama) -> dict[str, Any]:

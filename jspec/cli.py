@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         print(f"jspec: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -57,7 +57,7 @@ def prefill(
         step=jnp.zeros((), jnp.int32),
         stats=Stats(start, jnp.zeros((batch, drafter.depth + 1), jnp.int32)),
     )
-    committed = Committed(start, jnp.roll(ids, -1, axis=1), out.hidden, length - 1)
+    committed = Committed(start, jnp.roll(ids, -1, axis=1), out.hidden, length - 1, first=True)
     return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
 
 

@@ -58,8 +58,9 @@ def read_prompts(path: Path) -> list[str]:
       ValueError: another content.
     """
     records = json.loads(path.read_text(encoding="utf-8"))
-    prompts = [record.get("prompt") if isinstance(record, dict) else record for record in records]
-    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
+    given = [record.get("prompt") if isinstance(record, dict) else record for record in records]
+    prompts = [prompt for prompt in given if isinstance(prompt, str)]
+    if not given or len(prompts) < len(given):
         raise ValueError(f"{path}: give a JSON list of strings, or of objects with the key 'prompt'")
     return prompts
 
@@ -83,7 +84,7 @@ def evaluate(
         generate(model, rows, drafter=drafter, max_new_tokens=max_new_tokens)
         for rows in tqdm(batches, desc=str(drafter), disable=not progress)
     ]
-    counts = sum(out.stats.accept_counts.sum(0) for out in outputs)
+    counts = np.concatenate([out.stats.accept_counts for out in outputs]).sum(0)
     rounds = sum(int(out.stats.rounds.sum()) for out in outputs)
     new_tokens = sum(out.stats.new_tokens for out in outputs)
     ids = [model.tokenizer.encode(prompt) if model.tokenizer else [] for prompt in prompts]

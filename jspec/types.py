@@ -70,6 +70,8 @@ class Committed:
     hidden: Float[Array, "B T E"] | None
     length: Int[Array, " B"]
     """Columns that count; the rest is padding."""
+    first: bool = dataclasses.field(default=False, metadata={"static": True})
+    """After prefill: start is 0 and nothing was committed before, so that there is no prefix to attend to."""
 
 
 @struct

@@ -71,8 +71,9 @@ class Standalone:
         column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
         positions = start[:, None] + column
         tokens = jnp.take_along_axis(s.tokens, positions, axis=1, mode="clip")
+        prefix = None if committed.first else start
         last = jnp.maximum(count - 1, 0)
-        out = self.model.apply(params.draft, tokens, positions, s.draft.cache, start, select=last)
+        out = self.model.apply(params.draft, tokens, positions, s.draft.cache, prefix, select=last)
         choice = jnp.argmax(out.logits[:, 0], axis=-1).astype(jnp.int32)
         proposal = jnp.where(count > 0, choice, s.draft.proposal)
         # Orders the write behind the last layer's read, as in `decode.cut`.

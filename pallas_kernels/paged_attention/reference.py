@@ -1,5 +1,7 @@
 """Paged tree attention in plain XLA: runs on every platform and is the oracle of the kernels beside it."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -43,9 +45,9 @@ def _scores(queries, keys, visible, scale):
 def _attend(parts):
     """One softmax over several parts of the keys, without a copy that joins them; float32."""
     highest = [scores.max(-1, keepdims=True) for scores, _ in parts]
-    peak = highest[0] if len(parts) == 1 else jnp.maximum(*highest)
+    peak = functools.reduce(jnp.maximum, highest)
     weights = [jnp.exp(scores - peak) for scores, _ in parts]
-    total = sum(weight.sum(-1, keepdims=True) for weight in weights)
+    totals = [weight.sum(-1, keepdims=True) for weight in weights]
     summed = [
         jnp.einsum(
             "bkms,bskd->bkmd",
@@ -56,4 +58,4 @@ def _attend(parts):
         )
         for weight, (_, values) in zip(weights, parts, strict=True)
     ]
-    return sum(summed) / total
+    return functools.reduce(jnp.add, summed) / functools.reduce(jnp.add, totals)

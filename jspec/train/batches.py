@@ -1,0 +1,71 @@
+"""Batches of token sequences, each a function of (seed, step) alone, so that training resumes where it stopped."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Tokens to draw from: Uint16[tokens], cut anywhere, or Uint16[rows, width], sequences that are taken whole."""
+
+    tokens: np.ndarray
+    share: float = 1.0
+    """The share of batches that come from here, relative to the other sources."""
+
+
+def open_tokens(path: Path, *, vocab_size: int) -> np.ndarray:
+    """A token file, memory-mapped.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: not an array of 16-bit ids in one or two dimensions, or ids outside the vocabulary.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such token file; `jspec train data` writes them")
+    tokens = np.load(path, mmap_mode="r")
+    if tokens.dtype != np.uint16 or tokens.ndim not in (1, 2) or not tokens.size:
+        raise ValueError(f"{path}: holds {tokens.dtype}{list(tokens.shape)}; token files hold uint16 in 1 or 2 axes")
+    if int(tokens.max()) >= vocab_size:
+        raise ValueError(f"{path}: holds the token {int(tokens.max())}, but the model has vocab_size={vocab_size}")
+    return tokens
+
+
+def draw(sources: tuple[Source, ...], *, seed: int, step: int, batch_tokens: int, length: int) -> np.ndarray:
+    """The batch of one step, Int32[B, T + 1] with B * T about `batch_tokens`, from one source picked by its share.
+
+    T is `length`, or what a source of whole sequences is wide. The same arguments give the same batch.
+
+    Raises:
+      ValueError: a source shorter than one sequence.
+    """
+    random = np.random.default_rng((seed, step))
+    shares = np.array([source.share for source in sources])
+    tokens = sources[int(random.choice(len(sources), p=shares / shares.sum()))].tokens
+    if tokens.ndim == 2:
+        rows = max(1, batch_tokens // (tokens.shape[1] - 1))
+        return tokens[np.sort(random.integers(0, len(tokens), rows))].astype(np.int32)
+    if len(tokens) <= length:
+        raise ValueError(f"the token file has {len(tokens)} tokens: one sequence takes length + 1 = {length + 1}")
+    starts = random.integers(0, len(tokens) - length, max(1, batch_tokens // length))
+    return np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int32)
+
+
+def windows(tokens: np.ndarray, *, batch_tokens: int, length: int) -> Iterator[np.ndarray]:
+    """All of `tokens` once, in order, as batches Int32[B, length + 1]; each window starts with its predecessor's last.
+
+    What does not fill a window is left out, and the last batch may have fewer rows.
+
+    Raises:
+      ValueError: fewer tokens than one window.
+    """
+    count = (len(tokens) - 1) // length
+    if count < 1:
+        raise ValueError(f"held-out text of {len(tokens)} tokens: one window takes length + 1 = {length + 1}")
+    rows = max(1, batch_tokens // length)
+    starts = np.arange(count) * length
+    for i in range(0, count, rows):
+        yield np.stack([tokens[start : start + length + 1] for start in starts[i : i + rows]]).astype(np.int32)

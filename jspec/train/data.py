@@ -1,0 +1,175 @@
+"""`jspec train data`: token files, a tokenizer and held-out prompts from the Python packages installed here.
+
+Writes into one directory:
+  tokenizer.json, tokenizer_config.json   the byte-level BPE
+  train.npy, heldout.npy                  Uint16[tokens], each file of source followed by the end-of-text token
+  data.json                               the packages, their licences, what was left out, and the counts
+  heldout_prompts.json                    prompts from held-out packages, a list of {package, licence, file, prompt}
+  train_prompts.json                      prompts from the other packages, in the same form
+"""
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import random
+from collections import Counter, defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain, zip_longest
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from jspec.train import corpus, prompts, tokenizer
+from jspec.train.corpus import Corpus, Document
+
+HELDOUT = (
+    "click einops h11 humanize jinja2 lineax markdown networkx patsy simplejson sortedcontainers wadler-lindig".split()
+)
+"""The packages that are not trained on unless others are named."""
+
+TOKENIZER_BYTES = 100_000_000
+"""Source to train the tokenizer on, in bytes; more changes it little and takes longer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLimits:
+    """How many prompts to keep, and of which lengths in tokens."""
+
+    heldout: int = 128
+    train: int = 65536
+    least_tokens: int = 40
+    most_tokens: int = 400
+
+
+def build(
+    directory: Path, collected: Corpus, *, vocab_size: int, max_length: int, limits: PromptLimits, processes: int = 1
+) -> dict:
+    """Writes all files into `directory`, which is made if needed; returns the manifest (data.json).
+
+    Raises:
+      ValueError: nothing on one side of the split, or a vocabulary that is too small or too large.
+    """
+    for side in ("train", "heldout"):
+        if not getattr(collected, side):
+            raise ValueError(f"{side}: no file of a permissive package is left; are its packages installed?")
+    directory.mkdir(parents=True, exist_ok=True)
+    bpe = tokenizer.train(_sample(collected.train, TOKENIZER_BYTES), vocab_size)
+    tokenizer.save(bpe, directory, max_length)
+    tokens = {}
+    for side, documents in (("train", collected.train), ("heldout", collected.heldout)):
+        encoded = tokenizer.encode_documents(bpe, [document.text for document in documents])
+        np.save(directory / f"{side}.npy", encoded)
+        tokens[side] = len(encoded)
+    manifest = describe(collected, tokens, bpe.get_vocab_size())
+    _write_json(directory / "data.json", manifest)
+    kept = extract_prompts(collected.heldout, bpe, limits.heldout, limits, processes)
+    _write_json(directory / "heldout_prompts.json", kept)
+    _write_json(
+        directory / "train_prompts.json", extract_prompts(collected.train, bpe, limits.train, limits, processes)
+    )
+    return {**manifest, "heldout_prompts": len(kept)}
+
+
+def describe(collected: Corpus, tokens: dict[str, int], vocab_size: int) -> dict:
+    """The manifest: counts for each side, each package with its version and licence, and what was left out."""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for document in chain(collected.train, collected.heldout):
+        sizes[document.package].append(len(document.text.encode()))
+    heldout = {document.package for document in collected.heldout}
+    packages = [
+        {
+            "name": package.name,
+            "version": package.version,
+            "licence": package.licence,
+            "heldout": package.name in heldout,
+            "files": len(sizes[package.name]),
+            "bytes": sum(sizes[package.name]),
+        }
+        for package in collected.packages
+        if package.name in sizes
+    ]
+    totals = {
+        side: {
+            "packages": sum(package["heldout"] == (side == "heldout") for package in packages),
+            "files": len(getattr(collected, side)),
+            "bytes": sum(len(document.text.encode()) for document in getattr(collected, side)),
+            "tokens": tokens[side],
+        }
+        for side in ("train", "heldout")
+    }
+    return {**totals, "vocab_size": vocab_size, "skipped": dict(collected.skipped), "packages": packages}
+
+
+def extract_prompts(
+    documents: tuple[Document, ...], bpe: Tokenizer, count: int, limits: PromptLimits, processes: int = 1
+) -> list[dict[str, str]]:
+    """Up to `count` prompts of the wanted lengths, in a fixed random order that goes round the packages."""
+    shuffled = list(documents)
+    random.Random(0).shuffle(shuffled)
+    shuffled = [document for document in shuffled if not _is_test(document.path)]
+    if processes > 1:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(processes, mp_context=context) as pool:
+            found = list(pool.map(prompts.from_source, [document.text for document in shuffled], chunksize=64))
+    else:
+        found = [prompts.from_source(document.text) for document in shuffled]
+    pairs = [(document, prompt) for document, list_ in zip(shuffled, found, strict=True) for prompt in list_]
+    lengths = [len(encoding.ids) for encoding in bpe.encode_batch_fast([prompt for _, prompt in pairs])]
+    by_package: dict[str, list[dict[str, str]]] = defaultdict(list)
+    seen: Counter = Counter()
+    for (document, prompt), length in zip(pairs, lengths, strict=True):
+        seen[prompt] += 1
+        if seen[prompt] == 1 and limits.least_tokens <= length <= limits.most_tokens:
+            record = {
+                "package": document.package,
+                "licence": document.licence,
+                "file": document.path,
+                "prompt": prompt,
+            }
+            by_package[document.package].append(record)
+    for records in by_package.values():
+        random.Random(0).shuffle(records)
+    rounds = zip_longest(*(by_package[name] for name in sorted(by_package)))
+    return [record for record in chain.from_iterable(rounds) if record is not None][:count]
+
+
+def _sample(documents: tuple[Document, ...], most_bytes: int) -> list[str]:
+    texts = [document.text for document in documents]
+    random.Random(0).shuffle(texts)
+    total = np.cumsum([len(text) for text in texts])
+    return texts[: max(1, int(np.searchsorted(total, most_bytes)))]
+
+
+def _is_test(path: str) -> bool:
+    return any(part in ("test", "tests", "testing") or part.startswith("test_") for part in Path(path).parts)
+
+
+def _write_json(path: Path, value) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `jspec train data`."""
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--heldout", nargs="+", default=HELDOUT, metavar="PACKAGE", help="packages not to train on")
+    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens of the vocabulary (default: 4096)")
+    parser.add_argument("--max-length", type=int, default=1024, help="context written to the tokenizer (default: 1024)")
+    parser.add_argument("--heldout-prompts", type=int, default=128, help="prompts to keep (default: 128)")
+    parser.add_argument("--processes", type=int, default=1, help="processes that parse source (default: 1)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `jspec train data`; prints the counts."""
+    collected = corpus.collect([*corpus.installed(), corpus.standard_library()], args.heldout)
+    manifest = build(
+        args.out,
+        collected,
+        vocab_size=args.vocab_size,
+        max_length=args.max_length,
+        limits=PromptLimits(heldout=args.heldout_prompts),
+        processes=args.processes,
+    )
+    print(json.dumps({key: value for key, value in manifest.items() if key != "packages"}, indent=1))
+    return 0

@@ -1,0 +1,116 @@
+"""A model while it is trained: its first weights, and its forward over whole sequences without a cache."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from jspec.models import Llama, LlamaParams
+from jspec.models.llama import LayerParams
+
+SHAPES = {
+    "python-small": Llama(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_length=1024,
+        tie_embeddings=True,
+        qk_norm=True,
+    ),
+    "python-tiny": Llama(
+        vocab_size=4096,
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=3,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        max_length=1024,
+        tie_embeddings=True,
+    ),
+}
+"""The shapes of the bundled models, by name."""
+
+_EMBEDDING_SPREAD = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalAttention:
+    """Stands in for a cache: each token attends to its sequence up to itself, and nothing is kept.
+
+    implementation: of `jax.nn.dot_product_attention`; None lets XLA choose.
+    """
+
+    implementation: str | None = None
+
+    def attend(self, layer, q, k, v, start, mask, scale: float) -> Float[Array, "B N H D"]:
+        """Causal attention among the N tokens; `start` and `mask` must be None."""
+        assert start is None and mask is None
+        implementation: Any = self.implementation
+        length = q.shape[1]
+        # cuDNN's backward pass takes even lengths only, and no token sees one that stands behind it.
+        q, k, v = (jnp.pad(x, ((0, 0), (0, length % 2), (0, 0), (0, 0))) for x in (q, k, v))
+        out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation=implementation)
+        return out[:, :length]
+
+
+def init_params(config: Llama, key: Key[Array, ""]) -> LlamaParams:
+    """Random weights in float32: matrices of spread in^-0.5, those that end a residual branch less by depth."""
+    keys = iter(jax.random.split(key, 4 * config.num_layers + 2))
+    width, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys_values = config.num_heads * dim, 2 * config.num_kv_heads * dim
+    branch = (2 * config.num_layers) ** -0.5
+
+    def matrix(rows: int, columns: int, factor: float = 1.0) -> Array:
+        return jax.random.normal(next(keys), (rows, columns), jnp.float32) * (factor * rows**-0.5)
+
+    def bias(size: int) -> Array | None:
+        return jnp.zeros(size, jnp.float32) if config.attention_bias else None
+
+    def norm(size: int) -> Array:
+        return jnp.ones(size, jnp.float32)
+
+    def layer() -> LayerParams:
+        return LayerParams(
+            attention_norm=norm(width),
+            qkv=matrix(width, queries + keys_values),
+            qkv_bias=bias(queries + keys_values),
+            q_norm=norm(dim) if config.qk_norm else None,
+            k_norm=norm(dim) if config.qk_norm else None,
+            o=matrix(queries, width, branch),
+            o_bias=bias(width),
+            mlp_norm=norm(width),
+            gate_up=matrix(width, 2 * mlp),
+            down=matrix(mlp, width, branch),
+        )
+
+    embed = jax.random.normal(next(keys), (config.vocab_size, width), jnp.float32) * _EMBEDDING_SPREAD
+    head = None if config.tie_embeddings else matrix(width, config.vocab_size)
+    stack = tuple(layer() for _ in range(config.num_layers))
+    return LlamaParams(embed, stack, norm(width), head)
+
+
+def count(params: LlamaParams) -> int:
+    """The number of weights."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def logits(config: Llama, params: LlamaParams, tokens: Int[Array, "B N"], dtype: str) -> Float[Array, "B N V"]:
+    """Logits in float32 of sequences that start at position 0, computed in `dtype` from weights of any precision."""
+    batch, length = tokens.shape
+    cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    # Looked up here, so that the gradient of a frequent token is summed in the precision of the weights.
+    rows = jnp.take(params.embed, tokens.reshape(-1), axis=0, mode="clip").astype(dtype)
+    head = cast.embed.T if cast.lm_head is None else cast.lm_head
+    cast = dataclasses.replace(cast, embed=rows, lm_head=head)
+    index = jnp.arange(batch * length, dtype=jnp.int32).reshape(batch, length)
+    positions = jnp.arange(length, dtype=jnp.int32)[None]
+    fused = jax.default_backend() == "gpu" and dtype != "float32"
+    attention: Any = CausalAttention("cudnn" if fused else None)
+    return config.apply(cast, index, positions, attention, None).logits

@@ -1,0 +1,45 @@
+"""Prompts for completion: a function's signature and docstring, cut right after the docstring."""
+
+import ast
+import warnings
+
+LEAST_STATEMENTS = 3
+"""A body of fewer statements, docstring aside, gives too little to complete."""
+
+
+def from_source(source: str) -> list[str]:
+    """The prompts in a module: its functions, and the methods of its classes under a `class` line of their own.
+
+    Source that does not parse has none. Decorators are left out.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    # `str.splitlines` also breaks at form feeds, which `ast` does not count.
+    lines = source.split("\n")
+    found = []
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef):
+            found.append(_cut(lines, node))
+        elif isinstance(node, ast.ClassDef):
+            methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
+            found += [_cut(lines, method, f"class {node.name}:\n") for method in methods]
+    return [prompt for prompt in found if prompt is not None]
+
+
+def _cut(lines: list[str], node: ast.FunctionDef, before: str = "") -> str | None:
+    """The lines from `def` to the end of the docstring; None for a function that makes no prompt."""
+    if len(node.body) <= LEAST_STATEMENTS or ast.get_docstring(node) is None:
+        return None
+    docstring = node.body[0]
+    assert docstring.end_lineno is not None and docstring.end_col_offset is not None
+    if docstring.lineno == node.lineno:
+        return None
+    text = lines[node.lineno - 1 : docstring.end_lineno]
+    # Offsets of `ast` count bytes of UTF-8.
+    text[-1] = text[-1].encode()[: docstring.end_col_offset].decode()
+    prompt = before + "\n".join(text)
+    return prompt if prompt.endswith(('"""', "'''")) else None
