@@ -48,32 +48,44 @@ def test_logits_equal_transformers(model, oracle, name):
     np.testing.assert_allclose(logits_of(name, jnp.asarray([ids], jnp.int32)), wanted, atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("drafter", [None, jspec.Ngram(depth=4), jspec.Standalone(depth=4)], ids=str)
-def test_greedy_output_equals_transformers(model, oracle, drafter):
-    import hf
-
-    prompts = heldout_prompts()[:4]
-    reference = oracle("python-small")
-    eos = {"eos_token_id": list(model.eos), "pad_token_id": model.eos[0]}
-    out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=64)
-    for prompt, ours in zip(prompts, out.tokens, strict=True):
-        ids = model.tokenizer.encode(prompt)
-        theirs = hf.greedy(reference, ids, 64, **eos)
-        assert ours == theirs, hf.margin(reference, ids, ours, theirs)
+PROMPTS, NEW_TOKENS = slice(0, 4), 48
+PAGE_SIZES = (1, 16, 64)
+# Each depth and each page size; all their pairs are in test_parity.py, on smaller models.
+SETTINGS = [(None, page_size) for page_size in PAGE_SIZES]
+SETTINGS += [(jspec.Ngram(depth=depth), PAGE_SIZES[depth % 3]) for depth in range(1, 7)]
+SETTINGS += [(jspec.Standalone(depth=depth), PAGE_SIZES[(depth + 1) % 3]) for depth in range(1, 7)]
 
 
-def test_stop_strings_end_where_transformers_ends(model, oracle):
+@pytest.fixture(scope="module")
+def continued(model, oracle):
+    """What `transformers` continues some held-out prompts with, and the same with stop strings."""
     import hf
     import transformers
 
-    prompts = heldout_prompts()[4:8]
-    fast = transformers.PreTrainedTokenizerFast.from_pretrained(locate("bundled:python-small"))
-    reference = oracle("python-small")
+    reference, eos = oracle("python-small"), {"eos_token_id": list(model.eos), "pad_token_id": model.eos[0]}
     stops = ["return", "\n\n", "if "]
-    options = {"eos_token_id": list(model.eos), "pad_token_id": model.eos[0], "stop_strings": stops, "tokenizer": fast}
-    out = jspec.generate(model, prompts, max_new_tokens=48, stop=stops)
-    wanted = [hf.greedy(reference, model.tokenizer.encode(prompt), 48, **options) for prompt in prompts]
-    assert out.tokens == wanted
+    fast = transformers.PreTrainedTokenizerFast.from_pretrained(locate("bundled:python-small"))
+    ids = [model.tokenizer.encode(prompt) for prompt in heldout_prompts()[PROMPTS]]
+    whole = [hf.greedy(reference, row, NEW_TOKENS, **eos) for row in ids]
+    stopped = [hf.greedy(reference, row, NEW_TOKENS, **eos, stop_strings=stops, tokenizer=fast) for row in ids]
+    return reference, ids, whole, stops, stopped
+
+
+@pytest.mark.parametrize("drafter, page_size", SETTINGS, ids=str)
+def test_greedy_output_equals_transformers(model, continued, drafter, page_size):
+    import hf
+
+    reference, ids, whole, *_ = continued
+    out = jspec.generate(model, ids, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
+    for prompt, ours, theirs in zip(ids, out.tokens, whole, strict=True):
+        assert ours == theirs, hf.margin(reference, prompt, ours, theirs)
+
+
+@pytest.mark.parametrize("drafter", [None, jspec.Ngram(depth=4), jspec.Standalone(depth=4)], ids=str)
+def test_stop_strings_end_where_transformers_ends(model, continued, drafter):
+    _, ids, whole, stops, stopped = continued
+    out = jspec.generate(model, ids, drafter=drafter, max_new_tokens=NEW_TOKENS, stop=stops)
+    assert out.tokens == stopped != whole
     assert "stop" in out.finish_reason
 
 
