@@ -17,9 +17,11 @@ from jspec.model import Model, load
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status. Bad input ends with status 2 and one line on standard error."""
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if arguments[:1] == ["train"]:
+            return _run_train(arguments[1:])
+        options = build_parser().parse_args(arguments)
         return options.run(options)
     except (ValueError, TypeError, OSError) as error:
         print(f"jspec: {error}", file=sys.stderr)
@@ -30,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="jspec", description=__doc__)
+    parser = argparse.ArgumentParser(prog="jspec", description="Speculative decoding for JAX.")
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_generate(commands)
     _add_evaluate(commands)
-    _add_train(commands)
+    commands.add_parser("train", help="prepare data, train a language model or a draft")
     return parser
 
 
@@ -187,18 +189,12 @@ def _record(drafter, out) -> dict:
     return record
 
 
-def _add_train(commands) -> None:
-    parser = commands.add_parser("train", help="prepare data, train a language model or a draft", add_help=False)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    parser.set_defaults(run=_run_train)
-
-
-def _run_train(options: argparse.Namespace) -> int:
+def _run_train(arguments: list[str]) -> int:
     try:
         from jspec.train import cli  # what it imports is installed by an extra
     except ModuleNotFoundError as error:
         raise ValueError(f'jspec train needs {error.name}: pip install "jspec[train]"') from None
-    return cli.main(options.arguments)
+    return cli.main(arguments)
 
 
 if __name__ == "__main__":

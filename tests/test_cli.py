@@ -105,10 +105,11 @@ def test_evaluate_refuses_other_json(capsys, tmp_path):
 
 def test_train_has_its_own_help(capsys):
     pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-    with pytest.raises(SystemExit) as end:
-        cli.main(["train", "lm", "--help"])
-    assert end.value.code == 0
-    assert "--steps" in capsys.readouterr().out
+    for arguments, shown in ((["--help"], "language model"), (["lm", "--help"], "--steps")):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["train", *arguments])
+        assert end.value.code == 0
+        assert shown in capsys.readouterr().out
 
 
 def test_the_installed_command_needs_no_optional_package():
