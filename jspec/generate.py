@@ -318,6 +318,8 @@ def _bucket_states(table: np.ndarray | None) -> np.ndarray | None:
 
 def _encode(model: Model, prompts) -> tuple[bool, list[list[int]]]:
     """Whether a single prompt was given, and the ids of each prompt."""
+    if not isinstance(prompts, str | Sequence | np.ndarray):
+        raise TypeError(f"prompts is a {type(prompts).__name__}: give text, token ids, or a list of them")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     rows = [prompts] if single else list(prompts)
     if not rows:

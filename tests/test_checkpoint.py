@@ -1,19 +1,15 @@
 """Checkpoints round-trip, in every layout; what is missing, damaged or unsupported is named."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 import toy
+from safetensors.numpy import load_file, save_file
 
 from jspec import checkpoint
 from jspec.checkpoint import CheckpointError

@@ -1,89 +1,28 @@
-"""The loop: what it commits, what it leaves alone, and what program it is compiled to."""
+"""The loop: what it commits, where rows end, and what it leaves alone."""
 
 import dataclasses
-import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from jax.experimental import checkify
-
-from jspec import accept, decode, stopping, tree
-from jspec.drafters import Ngram, Plain
-from jspec.types import DraftTree, Params
-
-STATIC = ("target", "drafter", "accept")
-GREEDY = dict(target=toy.TARGET, accept=accept.greedy)
-
-
-@dataclasses.dataclass(frozen=True)
-class Planted:
-    """A chain of right tokens. Its weights, `params.draft`, are the tokens of plain decoding."""
-
-    depth: int = 4
-    capture = ()
-
-    def bind(self, target, draft):
-        return self
-
-    def init(self, params, batch, capacity, page_size):
-        return None
-
-    def draft(self, params, s, key):
-        position = s.length[:, None] - 1 + jnp.arange(self.depth + 1, dtype=jnp.int32)[None]
-        return tree.chain(jnp.take_along_axis(params.draft, position, axis=1, mode="clip")), s.draft
-
-    def extend(self, params, s, committed):
-        return s.draft
-
-
-@dataclasses.dataclass(frozen=True)
-class RandomTree(Planted):
-    """Other trees in each row and round: a node's parent is any node of a layer above; half the tokens are right."""
-
-    width: int = 3
-
-    def draft(self, params, s, key):
-        index = np.arange(1 + self.width * self.depth)
-        above = np.maximum((index - 1) // self.width * self.width + 1, 1).astype(np.float32)
-        parent_key, token_key, right_key = jax.random.split(jax.random.fold_in(key, s.length.sum()), 3)
-        shape = (s.length.shape[0], len(index))
-        parents = jnp.floor(jax.random.uniform(parent_key, shape) * above[None]).astype(jnp.int32)
-        wrong = jax.random.randint(token_key, shape, 0, toy.TARGET.vocab_size)
-        position = s.length[:, None] - 1 + tree.depths(DraftTree(wrong, parents, self.depth))
-        right = jnp.take_along_axis(params.draft, position, axis=1, mode="clip")
-        keep = jax.random.bernoulli(right_key, 0.5, shape) | (index == 0)[None]
-        return DraftTree(jnp.where(keep, right, wrong), parents, self.depth), s.draft
-
-
-all_drafters = pytest.mark.parametrize(
-    "drafter", (*toy.bound_drafters().values(), RandomTree()), ids=(*toy.bound_drafters(), "random_tree")
+from planted import (
+    GREEDY,
+    STATIC,
+    Planted,
+    RandomTree,
+    all_drafters,
+    assert_counted,
+    complete,
+    each_name,
+    pools,
+    weights_of,
 )
-each_name = pytest.mark.parametrize("name", toy.bound_drafters())
 
-
-@functools.cache
-def planted_params():
-    return Params(toy.params().target, jnp.asarray(toy.plain_tokens()))
-
-
-def weights_of(drafter):
-    return planted_params() if isinstance(drafter, Planted) else toy.params()
-
-
-def complete(drafter, **options):
-    return toy.run(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter), **options))
-
-
-def assert_counted(s, prompt=toy.LENGTHS):
-    """The counters add up to the rounds and tokens of each row."""
-    counts = np.array(s.stats.accept_counts)
-    np.testing.assert_array_equal(counts.sum(1), s.stats.rounds)
-    np.testing.assert_array_equal(counts @ np.arange(1, counts.shape[1] + 1), np.array(s.length) - prompt)
-
+from jspec import decode, stopping, tree
+from jspec.drafters import Ngram, Plain
+from jspec.types import Params
 
 # What is committed
 
@@ -289,11 +228,6 @@ def test_free_pages_and_rows_behind_the_committed_ones_are_never_read(drafter):
     toy.assert_same((s.tokens, s.length, s.stats), (whole.tokens, whole.length, whole.stats))
 
 
-def pools(s):
-    """The pools of the target's cache and, where it has one, of the drafter's."""
-    return [cache.pool for cache in (s.cache, getattr(s.draft, "cache", None)) if cache is not None]
-
-
 def row_of(s, b):
     """All that belongs to one row: its columns, counters and pages."""
     # The draft's page table is the target's: both pools are dealt out alike.
@@ -323,214 +257,3 @@ def test_a_row_that_the_host_declares_finished_stays_so():
     s = toy.run(drafter, toy.params(), s)
     toy.assert_same(row_of(s, 1), before)
     assert list(map(int, s.finish)) == [stopping.LENGTH, stopping.STOP, stopping.LENGTH]
-
-
-# What the state and the program hold
-
-
-def kinds(x):
-    return jax.tree.structure(x), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
-
-
-@each_name
-def test_the_state_keeps_its_structure_and_types(name):
-    drafter = toy.bound_drafters()[name]
-    s = toy.start(drafter, toy.params())
-    draft_tree, draft_state = jax.eval_shape(drafter.draft, toy.params(), s, s.key)
-    assert kinds(draft_state) == kinds(s.draft)
-    assert kinds(jax.eval_shape(functools.partial(decode.step, drafter=drafter, **GREEDY), toy.params(), s)) == kinds(s)
-
-
-@each_name
-def test_a_drafter_that_wants_no_hidden_states_has_none_anywhere(name):
-    drafter, seen = toy.bound_drafters()[name], []
-    assert drafter.capture == ()
-
-    class Spy(type(drafter)):
-        def extend(self, params, s, committed):
-            seen.append(committed.hidden)
-            return super().extend(params, s, committed)
-
-    spy = Spy(**{field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)})
-    s = jax.eval_shape(functools.partial(toy.start, spy, toy.params()))
-    s = jax.eval_shape(functools.partial(decode.step, drafter=spy, **GREEDY), toy.params(), s)
-    assert seen == [None, None], "prefill and a round"
-    assert not any(toy.TARGET.hidden_size in leaf.shape for leaf in jax.tree.leaves(s))
-    assert name == "standalone" or s.draft is None
-
-
-def lone_pool(name):
-    """A drafter and the state after prefill. Pages of 5 rows: but for a pool, nothing has a pool's shape."""
-    drafter = toy.bound_drafters().get(name, RandomTree())
-    weights = weights_of(drafter)
-    if name == "standalone":
-        # With a draft of another shape than the target, the two pools can be told apart.
-        drafter, weights = drafter.bind(toy.TARGET, toy.DRAFT), toy.params(toy.DRAFT)
-    return drafter, weights, toy.start(drafter, weights, page_size=5)
-
-
-@functools.cache
-def program(name):
-    """The compiled text of `decode`, and its pools' types as the text has them."""
-    drafter, weights, s = lone_pool(name)
-    types = [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]
-    return decode.decode.lower(weights, s, jnp.int32(9), drafter=drafter, **GREEDY).compile().as_text(), types
-
-
-def computations(text):
-    """Instructions of each computation of a program, by name; the main one's is ENTRY."""
-    found, name = {}, None
-    for line in text.splitlines():
-        header = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
-        if header:
-            name = "ENTRY" if header[1] else header[2]
-            found[name] = []
-        elif name:
-            found[name].append(line)
-    return found
-
-
-def opcode(line):
-    found = re.search(r" = .*?[\]})] ([a-z][a-z0-9-]*)\(", line)
-    return found[1] if found else None
-
-
-def loop_body(text):
-    """The instructions of the loop's body and of all that it calls."""
-    parts = computations(text)
-    queue, reached = re.findall(r" while\(.*body=%?([\w.-]+)", text), {}
-    for name in queue:
-        reached[name] = parts[name]
-        for line in parts[name]:
-            queue += [part for part in re.findall(r"[\w.-]+", line) if part in parts and part not in queue]
-    return [line for lines in reached.values() for line in lines]
-
-
-def made(lines, shape):
-    """The opcodes of the instructions whose result is of that type."""
-    return [opcode(line) for line in lines if re.search(rf" = {re.escape(shape)}\S* ", line)]
-
-
-@each_name
-def test_the_program_is_one_loop_that_never_leaves_the_device(name):
-    text, _ = program(name)
-    opcodes = [opcode(line) for line in text.splitlines()]
-    assert opcodes.count("while") == 1
-    assert opcodes.count("dot") > 4, "the text is not understood"
-    assert not set(opcodes) & {"infeed", "outfeed", "send", "send-done", "recv", "recv-done", "conditional"}
-    assert "callback" not in text
-
-
-@each_name
-def test_a_chain_needs_no_sort(name):
-    text, _ = program(name)
-    assert not {opcode(line) for line in text.splitlines()} & {"sort", "topk"}
-    assert not re.search("topk|top_k", text, re.IGNORECASE)
-
-
-@pytest.mark.parametrize("name", (*toy.bound_drafters(), "random_tree"))
-def test_each_pool_is_written_once_a_round_and_never_copied(name):
-    """In the loop nothing makes an array of a pool's shape but the commit's scatter."""
-    text, types = program(name)
-    for shape in types:
-        makers = made(loop_body(text), shape)
-        assert makers.count("scatter") == 1
-        assert set(makers) <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, makers
-
-
-@each_name
-def test_the_donated_pools_are_the_result(name):
-    text, types = program(name)
-    for shape in types:
-        (line,) = [line for line in computations(text)["ENTRY"] if made([line], shape) == ["parameter"]]
-        (number,) = re.findall(r"parameter\((\d+)\)", line)
-        assert re.search(rf"input_output_alias={{.*\({number}, {{}}", text.splitlines()[0])
-    drafter, weights, s = lone_pool(name)
-    addresses = [pool.unsafe_buffer_pointer() for pool in pools(s)]
-    s = toy.run(drafter, weights, s)
-    assert [pool.unsafe_buffer_pointer() for pool in pools(s)] == addresses
-
-
-# Invariants of a round
-
-
-def checked(drafter, weights, s, rule=accept.greedy):
-    return decode.decode_checked(weights, s, jnp.int32(1000), target=toy.TARGET, drafter=drafter, accept=rule)
-
-
-@all_drafters
-def test_checked_rounds_find_nothing_wrong_and_change_nothing(drafter):
-    err, s = checked(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter)))
-    assert err.get() is None
-    assert toy.generated(s) == toy.generated(complete(drafter))
-
-
-@dataclasses.dataclass(frozen=True)
-class Broken(Planted):
-    """Breaks one rule, in round 2 only."""
-
-    depth: int = 2
-    rule: str = ""
-
-    def draft(self, params, s, key):
-        draft_tree, state = super().draft(params, s, key)
-        now = (s.step == 2).astype(jnp.int32)
-        tokens, parents = draft_tree.tokens, jnp.tile(jnp.array([[0, 0, 1]], jnp.int32), (len(toy.IDS), 1))
-        if self.rule == "vocabulary":
-            tokens = tokens.at[1, 2].add(toy.TARGET.vocab_size * now)
-        if self.rule == "negative":
-            tokens = tokens.at[1, 2].add(-toy.TARGET.vocab_size * now)
-        if self.rule == "root":
-            tokens = tokens.at[2, 0].set((tokens[2, 0] + now) % toy.TARGET.vocab_size)
-        if self.rule == "parent":
-            parents = parents.at[0, 1].add(2 * now)
-        return DraftTree(tokens, parents), state
-
-
-@pytest.mark.parametrize(
-    ("rule", "message"),
-    (
-        ("vocabulary", "round 2: the drafter proposed a token outside the vocabulary"),
-        ("negative", "round 2: the drafter proposed a token outside the vocabulary"),
-        ("root", "round 2: node 0 is not the last committed token"),
-        ("parent", "round 2: a parent does not stand before its child"),
-    ),
-)
-def test_a_drafter_that_breaks_a_rule_is_caught(rule, message):
-    drafter = Broken(rule=rule)
-    err, _ = checked(drafter, planted_params(), toy.start(drafter, planted_params()))
-    with pytest.raises(checkify.JaxRuntimeError, match=message):
-        err.throw()
-
-
-def test_weights_that_are_nan_are_caught():
-    s = toy.start(Plain(), toy.params())
-    weights = Params(dataclasses.replace(toy.params().target, norm=jnp.full(toy.TARGET.hidden_size, jnp.nan)))
-    err, _ = checked(Plain(), weights, s)
-    with pytest.raises(checkify.JaxRuntimeError, match="round 0: the target's logits hold a NaN"):
-        err.throw()
-
-
-def test_a_rule_of_acceptance_that_accepts_nothing_is_caught():
-    def nothing(key, draft_tree, logits, sampling):
-        accepted = accept.greedy(key, draft_tree, logits, sampling)
-        return dataclasses.replace(accepted, length=jnp.zeros_like(accepted.length))
-
-    # Nothing is ever appended: the limit of 1000 rounds ends it.
-    err, _ = checked(Plain(), toy.params(), toy.start(Plain(), toy.params()), rule=nothing)
-    with pytest.raises(checkify.JaxRuntimeError, match="round 0: an accept length is out of range"):
-        err.throw()
-
-
-def test_a_limit_beyond_the_buffer_is_caught():
-    s = toy.start(Plain(), toy.params(), limit=[toy.CAPACITY + 1] * 3)
-    err, _ = checked(Plain(), toy.params(), s)
-    with pytest.raises(checkify.JaxRuntimeError, match="round 0: a row is longer than its limit or the buffer"):
-        err.throw()
-
-
-def test_without_debug_no_check_is_in_the_program():
-    rounds = functools.partial(decode.run_rounds, drafter=RandomTree(), **GREEDY)
-    args = planted_params(), toy.start(RandomTree(), planted_params()), jnp.int32(1)
-    assert " check[" not in str(jax.make_jaxpr(rounds)(*args))
-    assert " check[" in str(jax.make_jaxpr(functools.partial(rounds, debug=True))(*args))

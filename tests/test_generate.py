@@ -1,16 +1,12 @@
 """The user's calls: `generate`, `stream`, `generate_ids`, on tiny random models with a byte tokenizer."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-
-sys.path.insert(0, str(Path(__file__).parent))
 import toy
 
 import jspec
@@ -217,6 +213,7 @@ def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
         ([[1, VOCAB]], {}, ValueError, "holds the id 300: ids are 0 to 299"),
         ([[1, -1]], {}, ValueError, "holds the id -1"),
         ([[1.5]], {}, TypeError, "float64"),
+        (7, {}, TypeError, "prompts is a int: give text, token ids, or a list of them"),
         ([[[1]]], {}, TypeError, "flat list"),
         ([1] * 512, {}, ValueError, "512 tokens: the model's context holds 512"),
         ([1] * 500, {"max_new_tokens": 13}, ValueError, "at most 12 fit"),

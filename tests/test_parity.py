@@ -1,21 +1,16 @@
 """Output equals `transformers`, token for token in float32, for every family, drafter, depth and page size."""
 
-import sys
-from pathlib import Path
-
+import hf
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jspec
+from jspec import checkpoint, tree
+from jspec.types import Params
+
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
 transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
-
-sys.path.insert(0, str(Path(__file__).parent))
-import hf  # noqa: E402
-
-import jspec  # noqa: E402
-from jspec import checkpoint, tree  # noqa: E402
-from jspec.types import Params  # noqa: E402
 
 NEW_TOKENS = 24
 LENGTHS = (1, 5, 12, 16)

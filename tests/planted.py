@@ -1,0 +1,87 @@
+"""Drafters for tests whose proposals are right where they should be, and what the tests of the loop share."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from jspec import accept, tree
+from jspec.types import DraftTree, Params
+
+STATIC = ("target", "drafter", "accept")
+GREEDY = dict(target=toy.TARGET, accept=accept.greedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """A chain of right tokens. Its weights, `params.draft`, are the tokens of plain decoding."""
+
+    depth: int = 4
+    capture = ()
+
+    def bind(self, target, draft):
+        return self
+
+    def init(self, params, batch, capacity, page_size):
+        return None
+
+    def draft(self, params, s, key):
+        position = s.length[:, None] - 1 + jnp.arange(self.depth + 1, dtype=jnp.int32)[None]
+        return tree.chain(jnp.take_along_axis(params.draft, position, axis=1, mode="clip")), s.draft
+
+    def extend(self, params, s, committed):
+        return s.draft
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomTree(Planted):
+    """Other trees in each row and round: a node's parent is any node of a layer above; half the tokens are right."""
+
+    width: int = 3
+
+    def draft(self, params, s, key):
+        index = np.arange(1 + self.width * self.depth)
+        above = np.maximum((index - 1) // self.width * self.width + 1, 1).astype(np.float32)
+        parent_key, token_key, right_key = jax.random.split(jax.random.fold_in(key, s.length.sum()), 3)
+        shape = (s.length.shape[0], len(index))
+        parents = jnp.floor(jax.random.uniform(parent_key, shape) * above[None]).astype(jnp.int32)
+        wrong = jax.random.randint(token_key, shape, 0, toy.TARGET.vocab_size)
+        position = s.length[:, None] - 1 + tree.depths(DraftTree(wrong, parents, self.depth))
+        right = jnp.take_along_axis(params.draft, position, axis=1, mode="clip")
+        keep = jax.random.bernoulli(right_key, 0.5, shape) | (index == 0)[None]
+        return DraftTree(jnp.where(keep, right, wrong), parents, self.depth), s.draft
+
+
+all_drafters = pytest.mark.parametrize(
+    "drafter", (*toy.bound_drafters().values(), RandomTree()), ids=(*toy.bound_drafters(), "random_tree")
+)
+each_name = pytest.mark.parametrize("name", toy.bound_drafters())
+
+
+@functools.cache
+def planted_params():
+    return Params(toy.params().target, jnp.asarray(toy.plain_tokens()))
+
+
+def weights_of(drafter):
+    return planted_params() if isinstance(drafter, Planted) else toy.params()
+
+
+def complete(drafter, **options):
+    return toy.run(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter), **options))
+
+
+def assert_counted(s, prompt=toy.LENGTHS):
+    """The counters add up to the rounds and tokens of each row."""
+    counts = np.array(s.stats.accept_counts)
+    np.testing.assert_array_equal(counts.sum(1), s.stats.rounds)
+    np.testing.assert_array_equal(counts @ np.arange(1, counts.shape[1] + 1), np.array(s.length) - prompt)
+
+
+def pools(s):
+    """The pools of the target's cache and, where it has one, of the drafter's."""
+    return [cache.pool for cache in (s.cache, getattr(s.draft, "cache", None)) if cache is not None]

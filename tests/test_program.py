@@ -1,0 +1,236 @@
+"""The loop as a program: what its state and its compiled text hold, and the checks that `debug` adds."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toy
+from jax.experimental import checkify
+from planted import (
+    GREEDY,
+    Planted,
+    RandomTree,
+    all_drafters,
+    complete,
+    each_name,
+    planted_params,
+    pools,
+    weights_of,
+)
+
+from jspec import accept, decode
+from jspec.drafters import Plain
+from jspec.types import DraftTree, Params
+
+# What the state and the program hold
+
+
+def kinds(x):
+    return jax.tree.structure(x), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
+
+
+@each_name
+def test_the_state_keeps_its_structure_and_types(name):
+    drafter = toy.bound_drafters()[name]
+    s = toy.start(drafter, toy.params())
+    draft_tree, draft_state = jax.eval_shape(drafter.draft, toy.params(), s, s.key)
+    assert kinds(draft_state) == kinds(s.draft)
+    assert kinds(jax.eval_shape(functools.partial(decode.step, drafter=drafter, **GREEDY), toy.params(), s)) == kinds(s)
+
+
+@each_name
+def test_a_drafter_that_wants_no_hidden_states_has_none_anywhere(name):
+    drafter, seen = toy.bound_drafters()[name], []
+    assert drafter.capture == ()
+
+    class Spy(type(drafter)):
+        def extend(self, params, s, committed):
+            seen.append(committed.hidden)
+            return super().extend(params, s, committed)
+
+    spy = Spy(**{field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)})
+    s = jax.eval_shape(functools.partial(toy.start, spy, toy.params()))
+    s = jax.eval_shape(functools.partial(decode.step, drafter=spy, **GREEDY), toy.params(), s)
+    assert seen == [None, None], "prefill and a round"
+    assert not any(toy.TARGET.hidden_size in leaf.shape for leaf in jax.tree.leaves(s))
+    assert name == "standalone" or s.draft is None
+
+
+def lone_pool(name):
+    """A drafter and the state after prefill. Pages of 5 rows: but for a pool, nothing has a pool's shape."""
+    drafter = toy.bound_drafters().get(name, RandomTree())
+    weights = weights_of(drafter)
+    if name == "standalone":
+        # With a draft of another shape than the target, the two pools can be told apart.
+        drafter, weights = drafter.bind(toy.TARGET, toy.DRAFT), toy.params(toy.DRAFT)
+    return drafter, weights, toy.start(drafter, weights, page_size=5)
+
+
+@functools.cache
+def program(name):
+    """The compiled text of `decode`, and its pools' types as the text has them."""
+    drafter, weights, s = lone_pool(name)
+    types = [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]
+    return decode.decode.lower(weights, s, jnp.int32(9), drafter=drafter, **GREEDY).compile().as_text(), types
+
+
+def computations(text):
+    """Instructions of each computation of a program, by name; the main one's is ENTRY."""
+    found, name = {}, None
+    for line in text.splitlines():
+        header = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
+        if header:
+            name = "ENTRY" if header[1] else header[2]
+            found[name] = []
+        elif name:
+            found[name].append(line)
+    return found
+
+
+def opcode(line):
+    found = re.search(r" = .*?[\]})] ([a-z][a-z0-9-]*)\(", line)
+    return found[1] if found else None
+
+
+def loop_body(text):
+    """The instructions of the loop's body and of all that it calls."""
+    parts = computations(text)
+    queue, reached = re.findall(r" while\(.*body=%?([\w.-]+)", text), {}
+    for name in queue:
+        reached[name] = parts[name]
+        for line in parts[name]:
+            queue += [part for part in re.findall(r"[\w.-]+", line) if part in parts and part not in queue]
+    return [line for lines in reached.values() for line in lines]
+
+
+def made(lines, shape):
+    """The opcodes of the instructions whose result is of that type."""
+    return [opcode(line) for line in lines if re.search(rf" = {re.escape(shape)}\S* ", line)]
+
+
+@each_name
+def test_the_program_is_one_loop_that_never_leaves_the_device(name):
+    text, _ = program(name)
+    opcodes = [opcode(line) for line in text.splitlines()]
+    assert opcodes.count("while") == 1
+    assert opcodes.count("dot") > 4, "the text is not understood"
+    assert not set(opcodes) & {"infeed", "outfeed", "send", "send-done", "recv", "recv-done", "conditional"}
+    assert "callback" not in text
+
+
+@each_name
+def test_a_chain_needs_no_sort(name):
+    text, _ = program(name)
+    assert not {opcode(line) for line in text.splitlines()} & {"sort", "topk"}
+    assert not re.search("topk|top_k", text, re.IGNORECASE)
+
+
+@pytest.mark.parametrize("name", (*toy.bound_drafters(), "random_tree"))
+def test_each_pool_is_written_once_a_round_and_never_copied(name):
+    """In the loop nothing makes an array of a pool's shape but the commit's scatter."""
+    text, types = program(name)
+    for shape in types:
+        makers = made(loop_body(text), shape)
+        assert makers.count("scatter") == 1
+        assert set(makers) <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, makers
+
+
+@each_name
+def test_the_donated_pools_are_the_result(name):
+    text, types = program(name)
+    for shape in types:
+        (line,) = [line for line in computations(text)["ENTRY"] if made([line], shape) == ["parameter"]]
+        (number,) = re.findall(r"parameter\((\d+)\)", line)
+        assert re.search(rf"input_output_alias={{.*\({number}, {{}}", text.splitlines()[0])
+    drafter, weights, s = lone_pool(name)
+    addresses = [pool.unsafe_buffer_pointer() for pool in pools(s)]
+    s = toy.run(drafter, weights, s)
+    assert [pool.unsafe_buffer_pointer() for pool in pools(s)] == addresses
+
+
+# Invariants of a round
+
+
+def checked(drafter, weights, s, rule=accept.greedy):
+    return decode.decode_checked(weights, s, jnp.int32(1000), target=toy.TARGET, drafter=drafter, accept=rule)
+
+
+@all_drafters
+def test_checked_rounds_find_nothing_wrong_and_change_nothing(drafter):
+    err, s = checked(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter)))
+    assert err.get() is None
+    assert toy.generated(s) == toy.generated(complete(drafter))
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(Planted):
+    """Breaks one rule, in round 2 only."""
+
+    depth: int = 2
+    rule: str = ""
+
+    def draft(self, params, s, key):
+        draft_tree, state = super().draft(params, s, key)
+        now = (s.step == 2).astype(jnp.int32)
+        tokens, parents = draft_tree.tokens, jnp.tile(jnp.array([[0, 0, 1]], jnp.int32), (len(toy.IDS), 1))
+        if self.rule == "vocabulary":
+            tokens = tokens.at[1, 2].add(toy.TARGET.vocab_size * now)
+        if self.rule == "negative":
+            tokens = tokens.at[1, 2].add(-toy.TARGET.vocab_size * now)
+        if self.rule == "root":
+            tokens = tokens.at[2, 0].set((tokens[2, 0] + now) % toy.TARGET.vocab_size)
+        if self.rule == "parent":
+            parents = parents.at[0, 1].add(2 * now)
+        return DraftTree(tokens, parents), state
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    (
+        ("vocabulary", "round 2: the drafter proposed a token outside the vocabulary"),
+        ("negative", "round 2: the drafter proposed a token outside the vocabulary"),
+        ("root", "round 2: node 0 is not the last committed token"),
+        ("parent", "round 2: a parent does not stand before its child"),
+    ),
+)
+def test_a_drafter_that_breaks_a_rule_is_caught(rule, message):
+    drafter = Broken(rule=rule)
+    err, _ = checked(drafter, planted_params(), toy.start(drafter, planted_params()))
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        err.throw()
+
+
+def test_weights_that_are_nan_are_caught():
+    s = toy.start(Plain(), toy.params())
+    weights = Params(dataclasses.replace(toy.params().target, norm=jnp.full(toy.TARGET.hidden_size, jnp.nan)))
+    err, _ = checked(Plain(), weights, s)
+    with pytest.raises(checkify.JaxRuntimeError, match="round 0: the target's logits hold a NaN"):
+        err.throw()
+
+
+def test_a_rule_of_acceptance_that_accepts_nothing_is_caught():
+    def nothing(key, draft_tree, logits, sampling):
+        accepted = accept.greedy(key, draft_tree, logits, sampling)
+        return dataclasses.replace(accepted, length=jnp.zeros_like(accepted.length))
+
+    # Nothing is ever appended: the limit of 1000 rounds ends it.
+    err, _ = checked(Plain(), toy.params(), toy.start(Plain(), toy.params()), rule=nothing)
+    with pytest.raises(checkify.JaxRuntimeError, match="round 0: an accept length is out of range"):
+        err.throw()
+
+
+def test_a_limit_beyond_the_buffer_is_caught():
+    s = toy.start(Plain(), toy.params(), limit=[toy.CAPACITY + 1] * 3)
+    err, _ = checked(Plain(), toy.params(), s)
+    with pytest.raises(checkify.JaxRuntimeError, match="round 0: a row is longer than its limit or the buffer"):
+        err.throw()
+
+
+def test_without_debug_no_check_is_in_the_program():
+    rounds = functools.partial(decode.run_rounds, drafter=RandomTree(), **GREEDY)
+    args = planted_params(), toy.start(RandomTree(), planted_params()), jnp.int32(1)
+    assert " check[" not in str(jax.make_jaxpr(rounds)(*args))
+    assert " check[" in str(jax.make_jaxpr(functools.partial(rounds, debug=True))(*args))
