@@ -22,6 +22,13 @@ EXTRAS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Each compiled program keeps memory mapped, and a process may have 65,530 maps: all the tests' together are more."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def needs():
     """A function that skips a test whose optional package is not installed, and names the extra that brings it."""
