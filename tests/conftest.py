@@ -24,7 +24,7 @@ EXTRAS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Each compiled program keeps memory mapped, and a process may have 65,530 maps: all the tests' together are more."""
+    """Each compiled program keeps memory mapped, and a process may have 65,530 maps: all tests together need more."""
     yield
     jax.clear_caches()
 
