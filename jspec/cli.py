@@ -11,7 +11,7 @@ import jax
 
 from jspec import drafters
 from jspec.evaluate import evaluate, heldout_prompts, read_prompts
-from jspec.generate import DEFAULT_PAGE_SIZE, Generation, generate, stream
+from jspec.generate import DEFAULT_PAGE_SIZE, Generation, choose, generate, stream
 from jspec.model import Model, load
 
 
@@ -112,9 +112,7 @@ def _run_generate(options: argparse.Namespace) -> int:
 
 def _drafter(name: str, depth: int | None, model: Model):
     """The drafter object, so that what the facts print is what ran."""
-    if name == "auto":
-        name = "ngram" if model.draft is None else "standalone"
-    drafter = drafters.resolve(name)
+    drafter = choose(name, model)
     if depth is None:
         return drafter
     if not any(field.name == "depth" for field in dataclasses.fields(drafter)):  # pyright: ignore[reportArgumentType]

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jspec.drafters import resolve
-from jspec.generate import Generation, generate
+from jspec.generate import Generation, GenerationStats, generate
 from jspec.model import Model
 from jspec.types import Drafter
 
@@ -84,19 +84,21 @@ def evaluate(
         generate(model, rows, drafter=drafter, max_new_tokens=max_new_tokens)
         for rows in tqdm(batches, desc=str(drafter), disable=not progress)
     ]
-    counts = np.concatenate([out.stats.accept_counts for out in outputs]).sum(0)
-    rounds = sum(int(out.stats.rounds.sum()) for out in outputs)
-    new_tokens = sum(out.stats.new_tokens for out in outputs)
+    stats = GenerationStats(
+        rounds=np.concatenate([out.stats.rounds for out in outputs]),
+        accept_counts=np.concatenate([out.stats.accept_counts for out in outputs]),
+        seconds=sum(out.stats.seconds for out in outputs),
+    )
     ids = [model.tokenizer.encode(prompt) if model.tokenizer else [] for prompt in prompts]
     rows = [row for out in outputs for row in out.tokens]
     repeated = sum(count_repeated(prompt, row) for prompt, row in zip(ids, rows, strict=True))
     return Evaluation(
         drafter=repr(resolve(drafter)),
-        accept_length=new_tokens / rounds,
-        acceptance_by_position=np.cumsum(counts[::-1])[::-1][1:] / rounds,
-        tokens_per_second=new_tokens / sum(out.stats.seconds for out in outputs),
-        new_tokens=new_tokens,
-        repeated=repeated / new_tokens,
+        accept_length=stats.accept_length,
+        acceptance_by_position=stats.acceptance_by_position,
+        tokens_per_second=stats.tokens_per_second,
+        new_tokens=stats.new_tokens,
+        repeated=repeated / stats.new_tokens,
         generations=outputs,
     )
 

@@ -229,8 +229,7 @@ class _Run:
         _check_int("seed", seed, 0, "seeds are not negative")
         longest = max(len(prompt) for prompt in self.prompts)
         _check_fits(model.target, longest, max_new_tokens)
-        name = ("ngram" if model.draft is None else "standalone") if drafter == "auto" else drafter
-        bound = drafters.resolve(name).bind(model.target, model.draft)
+        bound = choose(drafter, model).bind(model.target, model.draft)
         table = compile_stops(self.tokenizer, model.target.vocab_size, model.eos, stop)
         self.streams = [TextStream(self.tokenizer, p, stop) for p in self.prompts] if self.tokenizer else None
         self.texts = [""] * len(self.prompts)
@@ -301,6 +300,13 @@ class _Run:
             error.throw()
         self.state = jax.block_until_ready(out)
         self.seconds += time.perf_counter() - began
+
+
+def choose(drafter: str | Drafter | None, model: Model) -> Drafter:
+    """As `drafters.resolve`; "auto" is standalone where the model has a draft, else ngram."""
+    if isinstance(drafter, str) and drafter == "auto":
+        drafter = "ngram" if model.draft is None else "standalone"
+    return drafters.resolve(drafter)
 
 
 def bucket(size: int, least: int = 16) -> int:
