@@ -61,6 +61,10 @@ def prefill(
     return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
 
 
+jitted_prefill = jax.jit(prefill, static_argnames=("target", "drafter", "capacity", "page_size", "sampling"))
+"""`prefill` for a host to call; one compiled program for each configuration and shape of the prompts."""
+
+
 def step(
     params: Params, s: DecodeState, *, target: Target, drafter: Drafter, accept: Accept, debug: bool = False
 ) -> DecodeState:

@@ -21,8 +21,6 @@ from jspec.types import DecodeState, Drafter, Params, Stats, Target
 FINISH_REASONS = {stopping.RUNNING: None, stopping.EOS: "eos", stopping.STOP: "stop", stopping.LENGTH: "length"}
 DEFAULT_PAGE_SIZE = 64
 
-_prefill = jax.jit(decode.prefill, static_argnames=("target", "drafter", "capacity", "page_size", "sampling"))
-
 
 @dataclasses.dataclass(frozen=True)
 class GenerationStats:
@@ -238,7 +236,7 @@ class _Run:
         self.debug, self.seconds = debug, 0.0
         ids, lengths = _pad(self.prompts)
         self.most_tokens = len(self.prompts) * max_new_tokens
-        self.state: DecodeState = _prefill(
+        self.state: DecodeState = decode.jitted_prefill(
             model.params,
             ids,
             lengths,

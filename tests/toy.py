@@ -68,7 +68,6 @@ IDS = np.random.default_rng(5).integers(0, TARGET.vocab_size, (3, 9)).astype(np.
 LENGTHS = np.array([1, 5, 9], np.int32)
 """Three prompts of different lengths in one padded batch; what stands behind a prompt is no part of it."""
 CAPACITY = 40
-_prefill = jax.jit(decode.prefill, static_argnames=("target", "drafter", "capacity", "page_size"))
 
 
 @functools.cache
@@ -94,7 +93,7 @@ def start(
     length, limit = jnp.asarray(length, jnp.int32), jnp.asarray(limit, jnp.int32)
     key, stop = jax.random.key(0), stopping.init(table, len(ids))
     static = dict(target=TARGET, drafter=drafter, capacity=CAPACITY, page_size=page_size)
-    return _prefill(weights, jnp.asarray(ids), length, limit, key, stop, **static)
+    return decode.jitted_prefill(weights, jnp.asarray(ids), length, limit, key, stop, **static)
 
 
 def run(drafter: Drafter, weights: Params, s: DecodeState, until: int = 1000) -> DecodeState:

@@ -6,7 +6,6 @@ A draft is measured on its target's own text, so that is what it should see (Zho
 
 import argparse
 import json
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -21,7 +20,6 @@ from jspec.train import tokenizer
 from jspec.types import Params
 
 _PAGE = 64
-_STATIC = ("target", "drafter", "capacity", "page_size")
 
 
 def complete(config: Llama, params: LlamaParams, prompts: list[list[int]], *, width: int, batch: int) -> np.ndarray:
@@ -51,7 +49,7 @@ def _complete(config: Llama, params: LlamaParams, prompts: list[list[int]], widt
         row[: len(prompt)] = prompt
     length = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
     weights, drafter = Params(params), Plain()
-    state = _prefill(
+    state = decode.jitted_prefill(
         weights,
         jnp.asarray(ids),
         length,
@@ -65,9 +63,6 @@ def _complete(config: Llama, params: LlamaParams, prompts: list[list[int]], widt
     )
     state = decode.decode(weights, state, jnp.int32(width), target=config, drafter=drafter, accept=accept.greedy)
     return state.tokens[:, :width]
-
-
-_prefill = partial(jax.jit, static_argnames=_STATIC)(decode.prefill)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
