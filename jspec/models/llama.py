@@ -6,6 +6,9 @@ program (docs/log.md: scanning stacked layers costs 2.8 times the time of a deco
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -25,7 +28,8 @@ class LayerParams:
     HD = H * D, QKV = (H + 2 K) * D, F width of the MLP, F2 = 2 * F.
     """
 
-    attention_norm: Float[Array, " E"]
+    attention_norm: Float[Array, " E"] | None
+    """None only in the first layer of an EAGLE-1 head."""
     qkv: Float[Array, "E QKV"]
     qkv_bias: Float[Array, " QKV"] | None
     q_norm: Float[Array, " D"] | None
@@ -121,44 +125,72 @@ class Llama:
           mask: which of the round's R rows each token sees; None: all up to its own.
           earlier: R - N rows of this round from earlier forwards, before the N new ones.
           select: the only token of each sequence that is sent to the LM head; logits are then [B, 1, V].
-          capture: layers whose input (the residual stream) is returned, concatenated, as `hidden`.
+          capture: what is returned, concatenated in the order of the layers, as `hidden`: i < L for the input of layer
+            i (the residual stream), L for the output of the last layer, L + 1 for the same after the final norm.
 
         Returns:
           logits in float32, the rows of this round ([B, R] of them), and the hidden states or None.
         """
-        x = jnp.take(params.embed, tokens, axis=0, mode="clip")
+        x = self.embed(params, tokens)
         frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
         rows, captured = [], []
         for index, layer in enumerate(params.layers):
             if index in capture:
                 captured.append(x)
+            assert layer.attention_norm is not None
             normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
-            q, k, v = self._project(layer, normed, positions, frequencies)
-            if earlier is not None:
-                k = jnp.concatenate([earlier[index][0], k], axis=1)
-                v = jnp.concatenate([earlier[index][1], v], axis=1)
-            rows.append((k, v))
-            attended = cache.attend(index, q, k, v, start, mask, self.head_dim**-0.5)
-            x = x + layers.linear(attended.reshape(*x.shape[:2], -1), layer.o, layer.o_bias)
-            normed = layers.rms_norm(x, layer.mlp_norm, self.rms_norm_eps)
-            x = x + layers.swiglu(normed, layer.gate_up, layer.down)
+            own = None if earlier is None else earlier[index]
+            attend = partial(cache.attend, index, start=start, mask=mask, scale=self.head_dim**-0.5)
+            x, pair = decoder_layer(self, layer, x, normed, positions, frequencies, attend, own)
+            rows.append(pair)
+        if self.num_layers in capture:
+            captured.append(x)
+        if self.num_layers + 1 in capture:
+            captured.append(layers.rms_norm(x, params.norm, self.rms_norm_eps))
         if select is not None:
             x = jnp.take_along_axis(x, select[:, None, None], axis=1, mode="clip")
-        logits = self.head(params, x)
+        logits = self.unembed(params, layers.rms_norm(x, params.norm, self.rms_norm_eps))
         hidden = jnp.concatenate(captured, axis=-1) if captured else None
         return ForwardOutput(logits, tuple(rows), hidden)
 
-    def head(self, params: LlamaParams, x: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
-        """Logits, in float32, of the last layer's output."""
-        weight = params.embed.T if params.lm_head is None else params.lm_head
-        return layers.linear(layers.rms_norm(x, params.norm, self.rms_norm_eps), weight).astype(jnp.float32)
+    def embed(self, params: LlamaParams, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
+        """What the first layer reads."""
+        return jnp.take(params.embed, tokens, axis=0, mode="clip")
 
-    def _project(self, layer, x, positions, frequencies):
-        batch, nodes, _ = x.shape
-        qkv = layers.linear(x, layer.qkv, layer.qkv_bias)
-        qkv = qkv.reshape(batch, nodes, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-        q, k, v = jnp.split(qkv, [self.num_heads, self.num_heads + self.num_kv_heads], axis=2)
-        if self.qk_norm:
-            q = layers.rms_norm(q, layer.q_norm, self.rms_norm_eps)
-            k = layers.rms_norm(k, layer.k_norm, self.rms_norm_eps)
-        return layers.rope(q, positions, frequencies), layers.rope(k, positions, frequencies), v
+    def unembed(self, params: LlamaParams, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
+        """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
+        weight = params.embed.T if params.lm_head is None else params.lm_head
+        return layers.linear(normed, weight).astype(jnp.float32)
+
+
+def decoder_layer(
+    config: Any,
+    layer: LayerParams,
+    x: Float[Array, "B N E"],
+    normed: Float[Array, "B N X"],
+    positions: Int[Array, "#B N"],
+    frequencies: Float[Array, " half"],
+    attend: Callable[..., Array],
+    earlier: tuple[Array, Array] | None,
+) -> tuple[Float[Array, "B N E"], tuple[Array, Array]]:
+    """Attention over `normed`, then the MLP, each added to the residual stream `x`.
+
+    config: says num_heads, num_kv_heads, head_dim, rms_norm_eps and qk_norm.
+    attend: a cache's `attend` of this layer, given (q, k, v).
+    earlier: keys and values of this round's earlier rows.
+
+    Returns the residual stream, and keys and values of this round, `earlier` included.
+    """
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    qkv = layers.linear(normed, layer.qkv, layer.qkv_bias)
+    qkv = qkv.reshape(*x.shape[:2], heads + 2 * kv_heads, config.head_dim)
+    q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q = layers.rms_norm(q, layer.q_norm, config.rms_norm_eps)
+        k = layers.rms_norm(k, layer.k_norm, config.rms_norm_eps)
+    q, k = layers.rope(q, positions, frequencies), layers.rope(k, positions, frequencies)
+    if earlier is not None:
+        k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
+    x = x + layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o, layer.o_bias)
+    mlp = layers.swiglu(layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.gate_up, layer.down)
+    return x + mlp, (k, v)

@@ -1,0 +1,173 @@
+"""EAGLE heads: one or more decoder layers that continue the target's hidden states (Li et al., arXiv 2401.15077 section
+4.1 for EAGLE-1, which EAGLE-2, arXiv 2406.16858, shares; arXiv 2503.01840 section 3 for EAGLE-3).
+
+Row p reads the target's feature at position p and the token at p + 1, and predicts the token at p + 2. While drafting,
+the head's own output takes the place of the feature.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jspec.cache import MhaCache
+from jspec.cache.mha import Rows
+from jspec.models import layers
+from jspec.models.llama import LayerParams, decoder_layer
+from jspec.struct import struct
+from jspec.types import Params
+
+
+@struct
+class EagleParams:
+    """Weights of a head, [in, out]. C is the width of the captured hidden states, Vd the draft's vocabulary."""
+
+    embed: Float[Array, "V Ed"] | None
+    """None: the target's embedding."""
+    fc: Float[Array, "F E"]
+    """EAGLE-3: [C, E], applied once to what was captured. EAGLE-1: [2 E, E], applied to each (token, feature) pair."""
+    fc_bias: Float[Array, " E"] | None
+    fc_norms: tuple[Float[Array, " Et"], ...] | None
+    """A norm for each captured layer (SpecForge's `fc_norm`)."""
+    input_norm: Float[Array, " C"] | None
+    """One norm for all of them together (SpecForge's `norm_before_fc`)."""
+    hidden_norm: Float[Array, " E"] | None
+    """EAGLE-3: norm of the feature before the attention, which reads it beside the token; None in EAGLE-1."""
+    layers: tuple[LayerParams, ...]
+    norm: Float[Array, " E"] | None
+    """Norm before the LM head; None in EAGLE-1."""
+    lm_head: Float[Array, "E Vd"] | None
+    """None: the target's."""
+    ids: Int[Array, " Vd"] | None
+    """Target ids of the draft's vocabulary, ascending; None: the target's own vocabulary."""
+
+
+@struct
+class HeadOutput:
+    """What a forward of a head returns."""
+
+    logits: Float[Array, "B N Vd"]
+    feature: Float[Array, "B N E"]
+    """What takes the place of the target's feature in the next step."""
+    rows: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleHead:
+    """The configuration of a head; static, hashable by value, with the forward as its methods.
+
+    version: 3, or 1 for EAGLE-1 and EAGLE-2, whose weights are alike.
+    vocab_size: the target's.
+    capture: what it reads of the target, as in `Llama.apply`: for EAGLE-1, L + 1 (after the final norm).
+    norm_before_residual: EAGLE-3: the normed feature, not the feature, starts the residual stream (`speculators`).
+    norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
+    """
+
+    version: int
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_length: int
+    capture: tuple[int, ...]
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: layers.Llama3Rope | None = None
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    def init_cache(self, params: EagleParams, batch: int, capacity: int, page_size: int) -> MhaCache:
+        """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
+        return MhaCache.empty(
+            batch,
+            capacity,
+            page_size,
+            layers=self.num_layers,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=params.fc.dtype,
+        )
+
+    def fuse(self, params: EagleParams, hidden: Float[Array, "B N C"]) -> Float[Array, "B N E"]:
+        """The feature of captured hidden states; in EAGLE-1 these are the feature."""
+        if self.version == 1:
+            return hidden
+        if params.fc_norms is not None:
+            parts = jnp.split(hidden, len(params.fc_norms), axis=-1)
+            normed = [layers.rms_norm(x, w, self.rms_norm_eps) for x, w in zip(parts, params.fc_norms, strict=True)]
+            hidden = jnp.concatenate(normed, axis=-1)
+        if params.input_norm is not None:
+            hidden = layers.rms_norm(hidden, params.input_norm, self.rms_norm_eps)
+        return layers.linear(hidden, params.fc, params.fc_bias)
+
+    def apply(
+        self,
+        params: Params,
+        target: Any,
+        tokens: Int[Array, "B N"],
+        feature: Float[Array, "B N E"],
+        positions: Int[Array, "#B N"],
+        cache: Any,
+        start: Int[Array, " B"] | None,
+        *,
+        mask: Bool[Array, "#B N R"] | None = None,
+        earlier: Rows | None = None,
+        select: Int[Array, " B"] | None = None,
+    ) -> HeadOutput:
+        """One forward over N (token, feature) pairs a sequence; `start`, `mask`, `earlier` as in `Llama.apply`.
+
+        Args:
+          params: the target's weights, whose embedding and LM head it may share, and in `params.draft` its own.
+          target: the target's configuration.
+          feature: `fuse` of the target's hidden states, or `feature` of an earlier output of this head.
+          positions: positions of the features; a token stands one further.
+          select: the only row of each sequence that is returned, and sent to the LM head.
+        """
+        head: EagleParams = params.draft
+        x, first = self._read(head, self.embed(params, target, tokens), feature)
+        frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+        rows = []
+        for index, layer in enumerate(head.layers):
+            normed = first
+            if index:
+                assert layer.attention_norm is not None
+                normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
+            own = None if earlier is None else earlier[index]
+            attend = partial(cache.attend, index, start=start, mask=mask, scale=self.head_dim**-0.5)
+            x, pair = decoder_layer(self, layer, x, normed, positions, frequencies, attend, own)
+            rows.append(pair)
+        if select is not None:
+            x = jnp.take_along_axis(x, select[:, None, None], axis=1, mode="clip")
+        normed = x if head.norm is None else layers.rms_norm(x, head.norm, self.rms_norm_eps)
+        return HeadOutput(self.unembed(params, target, normed), normed if self.norm_output else x, tuple(rows))
+
+    def embed(self, params: Params, target: Any, tokens: Int[Array, "B N"]) -> Float[Array, "B N Ed"]:
+        """The tokens as the head reads them."""
+        if params.draft.embed is None:
+            return target.embed(params.target, tokens)
+        return jnp.take(params.draft.embed, tokens, axis=0, mode="clip")
+
+    def unembed(self, params: Params, target: Any, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
+        """Logits over the draft's vocabulary, in float32."""
+        if params.draft.lm_head is None:
+            return target.unembed(params.target, normed)
+        return layers.linear(normed, params.draft.lm_head).astype(jnp.float32)
+
+    def _read(self, head: EagleParams, embedded, feature) -> tuple[Array, Array]:
+        """The residual stream that enters the first layer, and what its attention reads."""
+        (layer, *_) = head.layers
+        if self.version == 1:
+            x = layers.linear(jnp.concatenate([embedded, feature], axis=-1), head.fc, head.fc_bias)
+            norm = layer.attention_norm
+            return x, x if norm is None else layers.rms_norm(x, norm, self.rms_norm_eps)
+        assert layer.attention_norm is not None and head.hidden_norm is not None
+        normed = layers.rms_norm(feature, head.hidden_norm, self.rms_norm_eps)
+        read = jnp.concatenate([layers.rms_norm(embedded, layer.attention_norm, self.rms_norm_eps), normed], axis=-1)
+        return normed if self.norm_before_residual else feature, read
