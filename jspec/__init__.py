@@ -1,11 +1,12 @@
 """Speculative decoding for JAX, on GPU and TPU: pure functions and one XLA program that loops on the device."""
 
-from jspec.drafters import Ngram, Plain, Standalone
+from jspec.drafters import Eagle, Ngram, Plain, Standalone
 from jspec.generate import Generation, GenerationStats, Piece, generate, generate_ids, stream
 from jspec.model import Model, load
 from jspec.sampling import Sampling
 
 __all__ = [
+    "Eagle",
     "Generation",
     "GenerationStats",
     "Model",

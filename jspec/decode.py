@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
-from jspec import stopping, tree
+from jspec import sampling, stopping, tree
 from jspec.types import Accept, Acceptance, Committed, DecodeState, Drafter, Params, Stats, Target
 
 
@@ -21,14 +21,15 @@ def prefill(
     ids: Int[Array, "B T"],
     length: Int[Array, " B"],
     limit: Int[Array, " B"],
-    key: Key[Array, ""],
+    key: Key[Array, " B"],
     stop: stopping.Stop,
+    rows: sampling.RowSampling | None = None,
     *,
     target: Target,
     drafter: Drafter,
     capacity: int,
     page_size: int,
-    sampling=None,
+    logprobs: bool = False,
 ) -> DecodeState:
     """The state before the first round: the prompt but for its last token is in the caches.
 
@@ -36,7 +37,10 @@ def prefill(
       ids: prompts, padded on the right to one width.
       length: tokens of each prompt, at least 1.
       limit: the length at which each row ends, prompt included.
+      key: of each row's random numbers.
+      rows: parameters of the choice of tokens; None: greedy.
       capacity: columns of the token buffer, at least max(limit).
+      logprobs: record the log-probability of each new token.
     """
     batch, width = ids.shape
     # The last round may propose past the limit; those rows need somewhere to be dropped from, not a place.
@@ -52,8 +56,11 @@ def prefill(
         stop=stop,
         cache=cache.commit(out.rows, start, None, length - 1),
         draft=drafter.init(params, batch, room, page_size),
-        sampling=sampling,
+        sampling=rows,
         key=key,
+        prompt=length,
+        origin=jnp.zeros((batch, room), jnp.int8),
+        logprobs=jnp.zeros((batch, room), jnp.float32) if logprobs else None,
         step=jnp.zeros((), jnp.int32),
         stats=Stats(start, jnp.zeros((batch, drafter.depth + 1), jnp.int32)),
     )
@@ -61,7 +68,7 @@ def prefill(
     return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
 
 
-jitted_prefill = jax.jit(prefill, static_argnames=("target", "drafter", "capacity", "page_size", "sampling"))
+jitted_prefill = jax.jit(prefill, static_argnames=("target", "drafter", "capacity", "page_size", "logprobs"))
 """`prefill` for a host to call; one compiled program for each configuration and shape of the prompts."""
 
 
@@ -69,18 +76,17 @@ def step(
     params: Params, s: DecodeState, *, target: Target, drafter: Drafter, accept: Accept, debug: bool = False
 ) -> DecodeState:
     """One round: draft, verify, accept, commit, extend."""
-    draft_key, accept_key = jax.random.split(jax.random.fold_in(s.key, s.step))
-    draft_tree, draft_state = drafter.draft(params, s, draft_key)
+    draft_tree, draft_state = drafter.draft(params, s)
     start = s.length - 1
     out = target.forward(params.target, draft_tree, s.cache, start, capture=drafter.capture)
-    accepted = accept(accept_key, draft_tree, out.logits, s.sampling)
+    accepted = accept(s.key, draft_tree, sampling.process(s, out.logits, tree.paths(draft_tree)), s.length)
     if debug:
         check_round(s, draft_tree, out.logits, accepted, target.vocab_size)
-    accepted, stop, finish = cut(s, accepted)
-    cache = s.cache.commit(out.rows, start, accepted.path, accepted.length)
-    s = append(s, accepted, stop=stop, finish=finish, cache=cache, draft=draft_state)
-    hidden = tree.take_path(out.hidden, accepted.path)
-    committed = Committed(start, accepted.tokens, hidden, accepted.length)
+    kept, stop, finish = cut(s, accepted)
+    cache = s.cache.commit(out.rows, start, kept.path, kept.length)
+    logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
+    s = append(s, kept, accepted.length - 1, logprobs, stop=stop, finish=finish, cache=cache, draft=draft_state)
+    committed = Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)
     return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
 
 
@@ -97,19 +103,45 @@ def cut(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, stopping.Stop
     return dataclasses.replace(accepted, length=length), stop, finish
 
 
-def append(s: DecodeState, accepted: Acceptance, **changes) -> DecodeState:
-    """The state with the accepted tokens written behind the others, counted, and `changes` made."""
+def token_logprobs(logits: Float[Array, "B N V"], accepted: Acceptance) -> Float[Array, "B A"]:
+    """log p of each appended token under the unprocessed logits of the node before it."""
+    after = tree.take_path(logits, accepted.path)
+    assert after is not None
+    chosen = jnp.take_along_axis(after, accepted.tokens[:, :, None], axis=2)[:, :, 0]
+    return chosen - jax.nn.logsumexp(after, axis=-1)
+
+
+def append(
+    s: DecodeState,
+    accepted: Acceptance,
+    drafted: Int[Array, " B"],
+    logprobs: Float[Array, "B A"] | None = None,
+    **changes,
+) -> DecodeState:
+    """The state with the accepted tokens, of which the first `drafted[b]` are drafts, written behind the others,
+    counted, and `changes` made.
+    """
     column = jnp.arange(accepted.tokens.shape[1], dtype=jnp.int32)[None]
-    taken = column < accepted.length[:, None]
-    index = jnp.where(taken, s.length[:, None] + column, s.tokens.shape[1])
-    tokens = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(s.tokens, index, accepted.tokens)
+    index = jnp.where(column < accepted.length[:, None], s.length[:, None] + column, s.tokens.shape[1])
+
+    def write(buffer, new):
+        return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(buffer, index, new)
+
+    origin = jnp.where(column < drafted[:, None], column + 1, 0).astype(s.origin.dtype)
     slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
     stats = Stats(
         jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
         s.stats.accept_counts + (slots == accepted.length[:, None] - 1).astype(jnp.int32),
     )
     return dataclasses.replace(
-        s, tokens=tokens, length=s.length + accepted.length, step=s.step + 1, stats=stats, **changes
+        s,
+        tokens=write(s.tokens, accepted.tokens),
+        origin=write(s.origin, origin),
+        logprobs=None if s.logprobs is None else write(s.logprobs, logprobs),
+        length=s.length + accepted.length,
+        step=s.step + 1,
+        stats=stats,
+        **changes,
     )
 
 

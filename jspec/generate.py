@@ -9,83 +9,40 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 from tqdm.auto import tqdm
 
 from jspec import accept, decode, drafters, stopping
 from jspec.model import Model
-from jspec.sampling import Sampling
+from jspec.models import EagleHead
+from jspec.result import Generation, GenerationStats, Piece
+from jspec.sampling import RowSampling, Sampling, per_row
+from jspec.struct import struct
 from jspec.text import TextStream, compile_stops
-from jspec.types import DecodeState, Drafter, Params, Stats, Target
+from jspec.types import Accept, DecodeState, Drafter, Params, Stats, Target
 
 FINISH_REASONS = {stopping.RUNNING: None, stopping.EOS: "eos", stopping.STOP: "stop", stopping.LENGTH: "length"}
 DEFAULT_PAGE_SIZE = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerationStats:
-    """What a generation took.
+@struct
+class GeneratedIds:
+    """The result of `generate_ids`."""
 
-    rounds: [B] rounds in which each row was active.
-    accept_counts: [B, depth + 1]; accept_counts[b, i] counts the rounds that appended i + 1 tokens.
-    seconds: wall time of the rounds, without prefill and compilation.
-    """
-
-    rounds: np.ndarray
-    accept_counts: np.ndarray
-    seconds: float
-
-    @property
-    def new_tokens(self) -> int:
-        """Tokens appended to all rows."""
-        return int((self.accept_counts * np.arange(1, self.accept_counts.shape[1] + 1)).sum())
-
-    @property
-    def accept_length(self) -> float:
-        """Mean tokens a round, bonus token included: 1 is plain decoding, depth + 1 the most there can be."""
-        return self.new_tokens / max(int(self.rounds.sum()), 1)
-
-    @property
-    def acceptance_by_position(self) -> np.ndarray:
-        """[depth] share of the rounds that kept the draft token at each position."""
-        at_least = np.cumsum(self.accept_counts.sum(0)[::-1])[::-1]
-        return at_least[1:] / max(int(self.rounds.sum()), 1)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens of all rows over `seconds`."""
-        return self.new_tokens / self.seconds if self.seconds else float("nan")
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """The result of `generate`. A single prompt gives single values, a list of prompts gives lists.
-
-    tokens: new ids, with the EOS id or up to the token that completes a stop string.
-    text: their text without special tokens and without the stop string; None for a checkpoint without a tokenizer.
-    finish_reason: "eos", "stop" (a stop string) or "length".
-    """
-
-    tokens: list
-    text: Any
-    finish_reason: Any
-    stats: GenerationStats
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """New text and ids of one row; what `stream` yields."""
-
-    row: int
-    text: str
-    tokens: list[int]
+    tokens: Int[Array, "B C"]
+    """Prompts included; zeros behind each row's end."""
+    length: Int[Array, " B"]
+    """Of each row, prompt included."""
+    logprobs: Float[Array, "B C"] | None
+    """log p of each new token under the target's own logits, 0 elsewhere; None unless asked for."""
+    stats: Stats
 
 
 def generate_ids(
     params: Params,
     ids: Int[Array, "B T"],
     lengths: Int[Array, " B"],
-    key: Key[Array, ""],
+    key: Key[Array, ""] | Key[Array, " B"],
     *,
     target: Target,
     max_new_tokens: int | Int[Array, ""] | Int[Array, " B"],
@@ -94,15 +51,17 @@ def generate_ids(
     max_length: int | None = None,
     eos: Sequence[int] = (),
     page_size: int = DEFAULT_PAGE_SIZE,
-    sampling: Sampling | None = None,
-) -> tuple[Int[Array, "B C"], Int[Array, " B"], Stats]:
+    sampling: Sampling | Sequence[Sampling | None] | RowSampling | None = None,
+    accept: str | Accept | None = None,
+    logprobs: bool = False,
+) -> GeneratedIds:
     """Generation as a pure function of arrays, to be called inside a `jit` of your own.
 
     Args:
       params: weights, `model.params`.
       ids: prompts, padded on the right with any id.
       lengths: tokens of each prompt, at least 1.
-      key: key of the random choices; greedy decoding uses none.
+      key: of the random choices: one for each row, or one that is split among the rows. Greedy decoding uses none.
       target, draft: configurations, `model.target` and `model.draft`.
       max_new_tokens: bound on new tokens, for all rows or for each; may be traced.
       drafter: a name, an object, or None for plain decoding.
@@ -110,9 +69,9 @@ def generate_ids(
         then be an int.
       eos: ids that end a row.
       page_size: rows of a cache page.
-
-    Returns:
-      the ids, prompt included, zeros behind each row's end; the length of each row; the counters of the rounds.
+      sampling: for all rows, or one for each; a `RowSampling` where the parameters are arrays of your program.
+      accept: the rule of acceptance, as in `generate`.
+      logprobs: record the log-probability of each new token.
 
     Raises:
       ValueError: arguments that do not fit together; see the message.
@@ -123,7 +82,9 @@ def generate_ids(
         max_length = ids.shape[1] + max_new_tokens
     if max_length < ids.shape[1]:
         raise ValueError(f"max_length={max_length} is less than the prompts' {ids.shape[1]} columns")
-    bound = drafters.resolve(drafter).bind(target, draft)
+    rows = sampling if isinstance(sampling, RowSampling) else per_row(sampling, ids.shape[0], target.vocab_size)
+    rule, chosen = choose_rule(accept, rows, drafters.resolve(drafter))
+    bound = chosen.bind(target, draft)
     table = stopping.build_table(target.vocab_size, eos)
     limit = jnp.broadcast_to(jnp.minimum(lengths + jnp.asarray(max_new_tokens, jnp.int32), max_length), lengths.shape)
     s = decode.prefill(
@@ -131,18 +92,19 @@ def generate_ids(
         ids,
         lengths,
         limit,
-        key,
+        key if key.ndim else jax.random.split(key, ids.shape[0]),
         stopping.init(table, ids.shape[0]),
+        rows,
         target=target,
         drafter=bound,
         capacity=max_length,
         page_size=page_size,
-        sampling=_check_sampling(sampling),
+        logprobs=logprobs,
     )
     until = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
-    s = decode.run_rounds(params, s, until, target=target, drafter=bound, accept=accept.greedy)
+    s = decode.run_rounds(params, s, until, target=target, drafter=bound, accept=rule)
     written = jnp.arange(max_length, dtype=jnp.int32)[None] < s.length[:, None]
-    return jnp.where(written, s.tokens, 0), s.length, s.stats
+    return GeneratedIds(jnp.where(written, s.tokens, 0), s.length, s.logprobs, s.stats)
 
 
 def generate(
@@ -151,24 +113,33 @@ def generate(
     *,
     drafter: str | Drafter | None = "auto",
     max_new_tokens: int = 128,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling | None] | None = None,
+    accept: str | Accept | None = None,
     stop: str | Sequence[str] = (),
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
+    logprobs: bool = False,
     page_size: int = DEFAULT_PAGE_SIZE,
     progress: bool = False,
     debug: bool = False,
 ) -> Generation:
     """Continues prompts; the tokens are those that the target alone would give.
 
+    With sampling, too: by default the tokens are those of plain sampling with the same seed, whatever the drafter, the
+    shape of its tree, the batch or the page size.
+
     Args:
       model: from `jspec.load`.
       prompts: one prompt or a list of them, as text or as token ids.
-      drafter: "standalone", "ngram", an object such as `jspec.Standalone(depth=5)`, or None for plain decoding.
-        "auto": standalone where a draft is loaded, else ngram.
+      drafter: "eagle", "standalone", "ngram", an object such as `jspec.Eagle(depth=5, width=8)`, or None for plain
+        decoding. "auto": eagle or standalone, as the draft is that is loaded; without one, ngram.
       max_new_tokens: bound on the new tokens of each row.
-      sampling: None is greedy.
+      sampling: for all rows, or one for each; None is greedy.
+      accept: the rule of acceptance, one of `jspec.accept.RULES` by name, or an object. None: "coupled" where a row
+        samples, else "greedy". "rejection" and "block" have drafts drawn from the drafter's own law; all rules are the
+        greedy one where all rows are greedy.
       stop: strings that end a row; the text ends before them.
-      seed: seed of the random choices; greedy decoding uses none.
+      seed: of the random choices. Row i takes seed + i; or give a list, a seed for each row.
+      logprobs: record the log-probability of each new token.
       page_size: rows of a cache page.
       progress: shows a bar of the tokens produced.
       debug: checks the invariants of every round and raises at the first that is broken. Slower.
@@ -176,7 +147,7 @@ def generate(
     Raises:
       ValueError, TypeError: an argument that cannot be honoured, before anything runs.
     """
-    run = _Run(model, prompts, drafter, max_new_tokens, sampling, stop, seed, page_size, debug)
+    run = Run(model, prompts, drafter, max_new_tokens, sampling, accept, stop, seed, logprobs, page_size, debug)
     with tqdm(total=run.most_tokens, unit="tok", disable=not progress) as bar:
         while not run.advance(16 if progress else None):
             bar.update(run.new_tokens - bar.n)
@@ -191,9 +162,11 @@ def stream(
     rounds: int = 4,
     drafter: str | Drafter | None = "auto",
     max_new_tokens: int = 128,
-    sampling: Sampling | None = None,
+    sampling: Sampling | Sequence[Sampling | None] | None = None,
+    accept: str | Accept | None = None,
     stop: str | Sequence[str] = (),
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
+    logprobs: bool = False,
     page_size: int = DEFAULT_PAGE_SIZE,
     debug: bool = False,
 ) -> Iterator[Piece]:
@@ -204,11 +177,11 @@ def stream(
     """
     if not isinstance(rounds, int) or rounds < 1:
         raise ValueError(f"rounds={rounds!r}: the host looks after at least 1 round")
-    run = _Run(model, prompts, drafter, max_new_tokens, sampling, stop, seed, page_size, debug)
+    run = Run(model, prompts, drafter, max_new_tokens, sampling, accept, stop, seed, logprobs, page_size, debug)
     return _stream(run, rounds)
 
 
-def _stream(run: "_Run", rounds: int):
+def _stream(run: "Run", rounds: int):
     finished = False
     while not finished:
         finished = run.advance(rounds)
@@ -216,23 +189,34 @@ def _stream(run: "_Run", rounds: int):
     return run.result()
 
 
-class _Run:
-    """One generation as the host sees it: a decode state that it advances, and the text that came out."""
+class Run:
+    """One generation as the host sees it: a decode state that it advances, and the text that came out.
 
-    def __init__(self, model, prompts, drafter, max_new_tokens, sampling, stop, seed, page_size, debug):
+    Arguments and errors are those of `generate`.
+
+    model: the model, whose weights every round takes.
+    parts: target, bound drafter and rule of acceptance, as `decode.decode` takes them.
+    state: the decode state.
+    """
+
+    def __init__(
+        self, model, prompts, drafter, max_new_tokens, sampling, accept, stop, seed, logprobs, page_size, debug
+    ):
         self.single, self.prompts = _encode(model, prompts)
         self.model, self.tokenizer = model, model.tokenizer
         _check_int("max_new_tokens", max_new_tokens, 1, "at least 1 token is generated")
         _check_int("page_size", page_size, 1, "a page holds at least 1 row")
-        _check_int("seed", seed, 0, "seeds are not negative")
+        seeds = _seeds(seed, len(self.prompts))
         longest = max(len(prompt) for prompt in self.prompts)
         _check_fits(model.target, longest, max_new_tokens)
-        bound = choose(drafter, model).bind(model.target, model.draft)
+        rows = per_row(sampling, len(self.prompts), model.target.vocab_size)
+        rule, chosen = choose_rule(accept, rows, choose(drafter, model))
+        bound = chosen.bind(model.target, model.draft)
         table = compile_stops(self.tokenizer, model.target.vocab_size, model.eos, stop)
         self.streams = [TextStream(self.tokenizer, p, stop) for p in self.prompts] if self.tokenizer else None
         self.texts = [""] * len(self.prompts)
-        run = decode.decode_checked if debug else decode.decode
-        self._decode = partial(run, target=model.target, drafter=bound, accept=accept.greedy)
+        self.parts = {"target": model.target, "drafter": bound, "accept": rule}
+        self._decode = partial(decode.decode_checked if debug else decode.decode, **self.parts)
         self.debug, self.seconds = debug, 0.0
         ids, lengths = _pad(self.prompts)
         self.most_tokens = len(self.prompts) * max_new_tokens
@@ -241,13 +225,14 @@ class _Run:
             ids,
             lengths,
             lengths + jnp.int32(max_new_tokens),
-            jax.random.key(seed),
+            jax.vmap(jax.random.key)(seeds),
             stopping.init(_bucket_states(table), len(self.prompts)),
+            rows,
             target=model.target,
             drafter=bound,
             capacity=bucket(longest + max_new_tokens),
             page_size=page_size,
-            sampling=_check_sampling(sampling),
+            logprobs=logprobs,
         )
         self._advance_to(0)  # compiles, and runs no round
         self.seconds = 0.0
@@ -257,6 +242,7 @@ class _Run:
 
     @property
     def new_tokens(self) -> int:
+        """Tokens that came out so far, of all rows."""
         return sum(len(row) for row in self.tokens)
 
     def advance(self, rounds: int | None) -> bool:
@@ -282,13 +268,25 @@ class _Run:
         return new
 
     def result(self) -> Generation:
+        """What came out so far."""
         stats = jax.device_get(self.state.stats)
         stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds)
-        texts: Any = self.texts if self.tokenizer else None
-        reasons: Any = [FINISH_REASONS[code] for code in self.finish]
+        columns: list[Any] = [
+            self.tokens,
+            self.texts if self.tokenizer else None,
+            [FINISH_REASONS[code] for code in self.finish],
+            self._new_columns(self.state.origin),
+            None if self.state.logprobs is None else self._new_columns(self.state.logprobs),
+            self.prompts,
+        ]
         if self.single:
-            return Generation(self.tokens[0], texts and texts[0], reasons[0], stats)
-        return Generation(self.tokens, texts, reasons, stats)
+            columns = [column and column[0] for column in columns]
+        tokens, texts, reasons, origin, logprobs, prompt = columns
+        return Generation(tokens, texts, reasons, stats, origin, logprobs, prompt, self.tokenizer)
+
+    def _new_columns(self, buffer) -> list[list]:
+        rows = zip(jax.device_get(buffer), self.prompts, self.tokens, strict=True)
+        return [row[len(prompt) : len(prompt) + len(new)].tolist() for row, prompt, new in rows]
 
     def _advance_to(self, until: int) -> None:
         began = time.perf_counter()
@@ -301,10 +299,39 @@ class _Run:
 
 
 def choose(drafter: str | Drafter | None, model: Model) -> Drafter:
-    """As `drafters.resolve`; "auto" is standalone where the model has a draft, else ngram."""
+    """As `drafters.resolve`; "auto" is what the model's draft is made for, and ngram where it has none."""
     if isinstance(drafter, str) and drafter == "auto":
-        drafter = "ngram" if model.draft is None else "standalone"
+        drafter = "ngram" if model.draft is None else "eagle" if isinstance(model.draft, EagleHead) else "standalone"
     return drafters.resolve(drafter)
+
+
+def choose_rule(rule: str | Accept | None, rows: RowSampling | None, drafter: Drafter) -> tuple[Accept, Drafter]:
+    """The rule of acceptance for these parameters, and the drafter that drafts for it.
+
+    Raises:
+      ValueError: an unknown name, or a rule that would not keep the target's law.
+      TypeError: neither a name nor a callable.
+    """
+    greedy = rows is None or rows.temperature is None
+    if rule is None:
+        rule = "greedy" if greedy else "coupled"
+    if not isinstance(rule, str):
+        if not callable(rule):
+            raise TypeError(f"accept={rule!r}: give one of {', '.join(accept.RULES)}, or an object to call")
+        if greedy and isinstance(rule, accept.LossyThresholds):
+            raise ValueError(f"accept={rule}: thresholds change nothing where all rows are greedy; leave it out")
+        return rule, drafter
+    if rule not in accept.RULES:
+        raise ValueError(f"accept={rule!r} is unknown; there are {', '.join(accept.RULES)}")
+    if greedy:
+        return accept.greedy, drafter
+    if rule == "greedy":
+        raise ValueError("accept='greedy' with a temperature above 0 would not sample: leave it out, or name 'coupled'")
+    if rule == "block" and getattr(drafter, "width", 1) > 1:
+        raise ValueError(f"accept='block' judges chains only: give {type(drafter).__name__} width=1, or another rule")
+    if rule in ("rejection", "block") and hasattr(drafter, "drawn"):
+        drafter = dataclasses.replace(drafter, drawn=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return accept.RULES[rule], drafter
 
 
 def bucket(size: int, least: int = 16) -> int:
@@ -372,7 +399,13 @@ def _check_fits(target: Target, longest: int, max_new_tokens: int) -> None:
         )
 
 
-def _check_sampling(sampling: Sampling | None) -> None:
-    """Greedy decoding needs no parameters in the program."""
-    if sampling is not None and not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling={sampling!r}: give a jspec.Sampling, or None for greedy decoding")
+def _seeds(seed, batch: int) -> np.ndarray:
+    """A seed for each row."""
+    given = [seed + i for i in range(batch)] if isinstance(seed, int | np.integer) else list(seed)
+    if len(given) != batch:
+        raise ValueError(f"seed={seed!r}: {len(given)} seeds for {batch} rows; give one, or one for each row")
+    for value in given:
+        _check_int("seed", value, 0, "seeds are not negative")
+        if value > np.iinfo(np.uint32).max:
+            raise ValueError(f"seed={value}: a seed is less than 2^32")
+    return np.asarray(given, np.uint32)

@@ -1,6 +1,7 @@
 """Token trees: from parents to depths, ancestors and paths. Arrays only.
 
 A chain has no parents (None), so that all that follows from its shape is a constant of the program.
+`jspec.grow` makes the trees.
 """
 
 import jax.numpy as jnp
@@ -45,3 +46,26 @@ def take_path(x: Array | None, path: Int[Array, "B A"] | None) -> Array | None:
     if x is None or path is None:
         return x
     return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def paths(draft_tree: DraftTree) -> Int[Array, "B N g"]:
+    """The tokens between the root and each node, which is the last of them; -1 behind it. The root's own is not there.
+
+    So the paths of two nodes of one depth hold as many tokens, and g is the depth of the tree.
+    """
+    tokens = draft_tree.tokens
+    batch, nodes = tokens.shape
+    generations = nodes - 1 if draft_tree.depth is None else draft_tree.depth
+    if draft_tree.parents is None:
+        column, node = jnp.arange(generations, dtype=jnp.int32), jnp.arange(nodes, dtype=jnp.int32)
+        on_path = (column[None] < node[:, None])[None]
+        return jnp.where(on_path, jnp.broadcast_to(tokens[:, None, 1:], (batch, nodes, generations)), -1)
+    depth, node = depths(draft_tree), jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], tokens.shape)
+    found = jnp.full((batch, nodes, generations), -1, jnp.int32)
+    column = jnp.arange(generations, dtype=jnp.int32)[None, None]
+    for _ in range(generations):
+        at = jnp.take_along_axis(depth, node, axis=1) - 1
+        token = jnp.take_along_axis(tokens, node, axis=1)
+        found = jnp.where(column == at[:, :, None], token[:, :, None], found)
+        node = jnp.take_along_axis(draft_tree.parents, node, axis=1)
+    return found

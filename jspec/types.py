@@ -1,14 +1,14 @@
 """The values that pass between the parts of a round, and the protocols of the parts.
 
 Dimensions: B batch, N nodes of a tree, A accepted nodes at most, T tokens, C columns of the token buffer, E width,
-V vocabulary. An optional part is a None leaf: a drafter that wants no hidden states has no buffer for them anywhere,
-and a chain, whose topology is known while tracing, has no parents.
+V vocabulary, W width of a tree. An optional part is a None leaf: a drafter that wants no hidden states has no buffer
+for them anywhere, and a chain, whose topology is known while tracing, has no parents.
 """
 
 import dataclasses
 from typing import Any, Protocol
 
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Int8, Key
 
 from jspec.stopping import Stop
 from jspec.struct import struct
@@ -34,6 +34,36 @@ class DraftTree:
     """parents[b, n] < n, and the root's is itself. None: a chain, parents[b, n] = n - 1."""
     depth: int | None = dataclasses.field(default=None, metadata={"static": True})
     """Generations below the root, at most; None: N - 1."""
+    width: int | None = dataclasses.field(default=None, metadata={"static": True})
+    """Children of a node, at most; None: N - 1."""
+    probs: Float[Array, "B N V"] | None = None
+    """probs[b, n]: the law q from which the children of node n were drawn, without replacement and in their order.
+    None: the drafts are no draws that a rule of acceptance may count on."""
+
+
+@struct
+class Proposal:
+    """What a draft model would put after each of M nodes."""
+
+    tokens: Int[Array, "B M W"]
+    """Best first."""
+    scores: Float[Array, "B M W"] | None
+    """Log-probabilities, as far as the drafter knows, that the target takes them; None where W is 1."""
+    probs: Float[Array, "B M V"] | None
+    """The law from which the tokens were drawn, without replacement; None where they were not drawn."""
+
+
+@struct
+class Frontier:
+    """Nodes of one generation that are expanded further: M of them, or 1 for a chain."""
+
+    tokens: Int[Array, "B M"]
+    parent: Int[Array, "#B M"] | None
+    """Their parents' places in the frontier before; None: there is one."""
+    mask: Bool[Array, "#B M R"] | None
+    """Which of all frontiers' nodes so far, R in all and these last, each descends from; None for a chain."""
+    path: Int[Array, "B M g"]
+    """The g tokens that lead from the root, which is not among them, to each node, itself included."""
 
 
 @struct
@@ -100,7 +130,15 @@ class DecodeState:
     draft: Any
     """The drafter's own state."""
     sampling: Any
-    key: Key[Array, ""]
+    """Parameters of the choice of tokens, for each row; None: all rows are greedy."""
+    key: Key[Array, " B"]
+    """A row's random numbers are functions of its key and of positions, and of nothing else."""
+    prompt: Int[Array, " B"]
+    """Tokens of each prompt."""
+    origin: Int8[Array, "B C"]
+    """Where a token came from: the depth of the draft that was accepted, or 0 for the target's own (and the prompt)."""
+    logprobs: Float[Array, "B C"] | None
+    """log p of each new token under the target's unprocessed logits; None where it was not asked for."""
     step: Int[Array, ""]
     stats: Stats
 
@@ -166,7 +204,7 @@ class Drafter(Protocol):
         """Its state for `batch` empty sequences of at most `capacity` tokens."""
         ...
 
-    def draft(self, params: Params, s: DecodeState, key: Array) -> tuple[DraftTree, Any]:
+    def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, Any]:
         """A tree whose root is the last token of each row, and its state."""
         ...
 
@@ -178,6 +216,9 @@ class Drafter(Protocol):
 class Accept(Protocol):
     """A rule of acceptance: arrays in, `Acceptance` out."""
 
-    def __call__(self, key: Array, draft_tree: DraftTree, logits: Array, sampling: Any) -> Acceptance:
-        """Decides, from the logits after each node, which of them stand."""
+    def __call__(self, key: Array, draft_tree: DraftTree, logits: Array, position: Array) -> Acceptance:
+        """Decides, from the processed logits after each node, which of them stand.
+
+        key [B] and position [B], that of the token after the root, are what random numbers are made from.
+        """
         ...

@@ -10,7 +10,15 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Not modules that define pytrees: JAX rebuilds those with leaves that are no arrays.
-ARRAYS_ONLY = ["jspec.tree", "jspec.accept", "jspec.cache.pages", "jspec.models.layers", "jspec.drafters.ngram"]
+ARRAYS_ONLY = [
+    "jspec.tree",
+    "jspec.grow",
+    "jspec.propose",
+    "jspec.accept",
+    "jspec.cache.pages",
+    "jspec.models.layers",
+    "jspec.drafters.ngram",
+]
 jaxtyping.install_import_hook([*ARRAYS_ONLY, "pallas_kernels"], "beartype.beartype")
 
 EXTRAS = {

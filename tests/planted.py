@@ -10,6 +10,7 @@ import pytest
 import toy
 
 from jspec import accept, tree
+from jspec.drafters import Eagle
 from jspec.types import DraftTree, Params
 
 STATIC = ("target", "drafter", "accept")
@@ -29,7 +30,7 @@ class Planted:
     def init(self, params, batch, capacity, page_size):
         return None
 
-    def draft(self, params, s, key):
+    def draft(self, params, s):
         position = s.length[:, None] - 1 + jnp.arange(self.depth + 1, dtype=jnp.int32)[None]
         return tree.chain(jnp.take_along_axis(params.draft, position, axis=1, mode="clip")), s.draft
 
@@ -43,10 +44,10 @@ class RandomTree(Planted):
 
     width: int = 3
 
-    def draft(self, params, s, key):
+    def draft(self, params, s):
         index = np.arange(1 + self.width * self.depth)
         above = np.maximum((index - 1) // self.width * self.width + 1, 1).astype(np.float32)
-        parent_key, token_key, right_key = jax.random.split(jax.random.fold_in(key, s.length.sum()), 3)
+        parent_key, token_key, right_key = jax.random.split(jax.random.fold_in(s.key[0], s.length.sum()), 3)
         shape = (s.length.shape[0], len(index))
         parents = jnp.floor(jax.random.uniform(parent_key, shape) * above[None]).astype(jnp.int32)
         wrong = jax.random.randint(token_key, shape, 0, toy.TARGET.vocab_size)
@@ -68,7 +69,10 @@ def planted_params():
 
 
 def weights_of(drafter):
-    return planted_params() if isinstance(drafter, Planted) else toy.params()
+    """The weights that a drafter of `toy.bound_drafters` or of this module runs with."""
+    if isinstance(drafter, Planted):
+        return planted_params()
+    return toy.head_params() if isinstance(drafter, Eagle) else toy.params()
 
 
 def complete(drafter, **options):

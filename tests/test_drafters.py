@@ -10,29 +10,30 @@ import pytest
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planted import weights_of
 
 from jspec import tree
-from jspec.drafters import DRAFTERS, Ngram, Plain, Standalone, resolve
+from jspec.drafters import DRAFTERS, Eagle, Ngram, Plain, Standalone, resolve
 from jspec.drafters.ngram import continue_match
 from jspec.types import Params
 
-each_name = pytest.mark.parametrize("name", DRAFTERS)
+each_name = pytest.mark.parametrize("name", toy.bound_drafters())
 
 
 # The contract
 
 
 def test_every_drafter_is_under_test():
-    assert set(toy.bound_drafters()) == set(DRAFTERS), "add the new drafter to toy.bound_drafters"
+    assert {type(drafter) for drafter in toy.bound_drafters().values()} == set(DRAFTERS.values()), "add the new one"
 
 
 @each_name
 def test_a_proposal_is_a_tree_of_tokens_that_starts_at_the_last_one(name):
-    drafter, weights = toy.bound_drafters()[name], toy.params()
-    draft = jax.jit(drafter.draft)
+    drafter = toy.bound_drafters()[name]
+    weights, draft = weights_of(drafter), jax.jit(drafter.draft)
     s = toy.start(drafter, weights)
     for until in (1, 2, 4, 9):
-        draft_tree, _ = draft(weights, s, jax.random.key(until))
+        draft_tree, _ = draft(weights, s)
         tokens, nodes = np.array(draft_tree.tokens), draft_tree.tokens.shape[1]
         assert [int(row[0]) for row in tokens] == [tokens[-1] for tokens in toy.generated(s)]
         assert tokens.dtype == np.int32
@@ -40,6 +41,7 @@ def test_a_proposal_is_a_tree_of_tokens_that_starts_at_the_last_one(name):
         if draft_tree.parents is None:
             assert nodes == drafter.depth + 1
         else:
+            assert nodes == drafter.num_nodes
             assert (np.array(draft_tree.parents) <= np.maximum(np.arange(nodes) - 1, 0)).all()
         assert np.array(tree.depths(draft_tree)).max() <= drafter.depth
         s = toy.run(drafter, weights, s, until)
@@ -59,13 +61,14 @@ def test_a_drafter_is_a_value(name):
 @each_name
 def test_binding_twice_is_binding_once(name):
     drafter = toy.bound_drafters()[name]
-    assert drafter.bind(toy.TARGET, toy.TARGET) == drafter
+    draft = toy.HEAD if isinstance(drafter, Eagle) else toy.TARGET
+    assert drafter.bind(toy.TARGET, draft) == drafter
 
 
 # Names and errors
 
 
-@each_name
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_a_name_stands_for_the_defaults_of_its_class(name):
     assert resolve(name) == DRAFTERS[name]()
 
@@ -99,14 +102,28 @@ def test_an_object_that_is_no_drafter_is_an_error_that_names_what_it_lacks():
     (
         (lambda: Ngram(depth=0), r"Ngram\(depth=0\): at least 1 token is proposed"),
         (lambda: Ngram(n=0), r"Ngram\(n=0\): a match has at least 1 token"),
-        (lambda: Standalone(depth=0), r"Standalone\(depth=0\): at least 1 token is proposed"),
-        (lambda: Standalone().bind(toy.TARGET, None), "needs a draft model"),
+        (lambda: Standalone(depth=0), r"Standalone\(depth=0, .*: at least 1 token is proposed"),
+        (lambda: Standalone(width=0), r"Standalone\(depth=4, width=0, .*: a node has at least 1 child"),
+        (lambda: Eagle(depth=2, width=2, num_nodes=8), "at least depth . 1 = 3 and at most .* = 7"),
+        (lambda: Eagle(depth=5, num_nodes=5), "at least depth . 1 = 6"),
+        (lambda: Standalone(width=62).bind(toy.TARGET, toy.TARGET), r"Standalone\(width=62\): the vocabulary has 61"),
+        (lambda: Eagle(width=49).bind(toy.TARGET, toy.HEAD), r"Eagle\(width=49\): the head's vocabulary has 48"),
+        (lambda: Standalone().bind(toy.TARGET, None), "needs a language model as draft, and none is loaded"),
+        (lambda: Standalone().bind(toy.TARGET, toy.HEAD), "and a EagleHead is loaded"),
+        (lambda: Eagle().bind(toy.TARGET, toy.TARGET), "needs an EAGLE head as draft, and a Llama is loaded"),
+        (
+            lambda: Eagle().bind(toy.TARGET, dataclasses.replace(toy.HEAD, target_hidden_size=64)),
+            "target with hidden size 64, and this target's is 32",
+        ),
+        (
+            lambda: Eagle().bind(toy.TARGET, dataclasses.replace(toy.HEAD, capture=(2, 1))),
+            "they must ascend, from 0 to 3",
+        ),
         (
             lambda: Standalone().bind(toy.TARGET, dataclasses.replace(toy.DRAFT, vocab_size=60)),
             "the draft's vocabulary has 60 tokens and the target's 61",
         ),
     ),
-    ids=("ngram_depth", "ngram_n", "standalone_depth", "no_draft", "vocabularies"),
 )
 def test_settings_that_cannot_work_are_errors(make, message):
     with pytest.raises(ValueError, match=message):
@@ -215,4 +232,4 @@ def test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes(config):
                 for i, rows in enumerate(pair):
                     committed = pool[layer, i, at].reshape(-1, *pool.shape[4:])[:length]
                     np.testing.assert_allclose(committed, rows[b, :length], rtol=1e-4, atol=1e-5)
-            assert s.draft.proposal[b] == np.argmax(out.logits[b, length - 1])
+            assert s.done[b] or s.draft.proposal.tokens[b, 0, 0] == np.argmax(out.logits[b, length - 1])

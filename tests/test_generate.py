@@ -10,12 +10,15 @@ import tokenizers
 import toy
 
 import jspec
-from jspec import decode
+from jspec import decode, tree
+from jspec.accept import LossyThresholds
+from jspec.sampling import RowSampling
 from jspec.text import Tokenizer
 from jspec.types import Params
 
 VOCAB = 300
 PROMPTS = ["def f(x):", "a", "for i in range(10):\n    print(i)"]
+WARM = jspec.Sampling(temperature=0.8, top_p=0.95)
 DRAFTERS = [None, "ngram", "standalone", jspec.Ngram(n=2, depth=6), jspec.Standalone(depth=2)]
 
 
@@ -154,7 +157,7 @@ def test_generate_ids_inside_a_users_jit(model, plain):
     @jax.jit
     def total_length(params, ids, lengths, key, bound):
         traces.append(1)
-        tokens, ends, stats = jspec.generate_ids(
+        out = jspec.generate_ids(
             params,
             ids,
             lengths,
@@ -165,22 +168,25 @@ def test_generate_ids_inside_a_users_jit(model, plain):
             max_new_tokens=bound,
             max_length=96,
         )
-        return tokens, ends, stats, (ends - lengths).sum()
+        return out, (out.length - lengths).sum()
 
     encoded = [model.tokenizer.encode(p) for p in PROMPTS]
     width = max(map(len, encoded))
     ids = jnp.asarray([row + [0] * (width - len(row)) for row in encoded], jnp.int32)
     lengths = jnp.asarray([len(row) for row in encoded], jnp.int32)
     for bound in (40, 11):
-        tokens, ends, stats, total = total_length(model.params, ids, lengths, jax.random.key(0), jnp.int32(bound))
+        out, total = total_length(model.params, ids, lengths, jax.random.key(0), jnp.int32(bound))
         assert int(total) == 3 * bound
-        assert stats.rounds.sum() < 3 * bound
-        for row, prompt, wanted, end in zip(tokens, encoded, plain.tokens, ends, strict=True):
+        assert out.stats.rounds.sum() < 3 * bound
+        assert out.logprobs is None
+        for row, prompt, wanted, end in zip(out.tokens, encoded, plain.tokens, out.length, strict=True):
             assert row[: int(end)].tolist() == prompt + wanted[:bound]
             assert not row[int(end) :].any()
     assert len(traces) == 1
-    per_row, *_ = total_length(model.params, ids, lengths, jax.random.key(0), jnp.array([1, 2, 3], jnp.int32))
-    assert [int((row != 0).sum()) for row in per_row] <= [len(p) + n for p, n in zip(encoded, (1, 2, 3), strict=True)]
+    out, _ = total_length(model.params, ids, lengths, jax.random.key(0), jnp.array([1, 2, 3], jnp.int32))
+    assert [int((row != 0).sum()) for row in out.tokens] <= [
+        len(p) + n for p, n in zip(encoded, (1, 2, 3), strict=True)
+    ]
 
 
 def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
@@ -188,15 +194,13 @@ def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
     n = ids.shape[1]
     arguments = dict(target=model.target, drafter="ngram")
     lengths, key = jnp.array([n], jnp.int32), jax.random.key(0)
-    tokens, ends, _ = jspec.generate_ids(model.params, ids, lengths, key, max_new_tokens=6, **arguments)
-    assert tokens.shape == (1, n + 6) and tokens[0, n:].tolist() == plain.tokens[0][:6]
-    tokens, ends, _ = jspec.generate_ids(
-        model.params, ids, lengths, key, max_new_tokens=40, max_length=n + 3, eos=(), **arguments
-    )
-    assert int(ends[0]) == n + 3 and tokens[0, n:].tolist() == plain.tokens[0][:3]
+    out = jspec.generate_ids(model.params, ids, lengths, key, max_new_tokens=6, **arguments)
+    assert out.tokens.shape == (1, n + 6) and out.tokens[0, n:].tolist() == plain.tokens[0][:6]
+    out = jspec.generate_ids(model.params, ids, lengths, key, max_new_tokens=40, max_length=n + 3, eos=(), **arguments)
+    assert int(out.length[0]) == n + 3 and out.tokens[0, n:].tolist() == plain.tokens[0][:3]
     eos = plain.tokens[0][4]
-    tokens, ends, _ = jspec.generate_ids(model.params, ids, lengths, key, max_new_tokens=40, eos=(eos,), **arguments)
-    assert tokens[0, n : int(ends[0])].tolist() == plain.tokens[0][: plain.tokens[0].index(eos) + 1]
+    out = jspec.generate_ids(model.params, ids, lengths, key, max_new_tokens=40, eos=(eos,), **arguments)
+    assert out.tokens[0, n : int(out.length[0])].tolist() == plain.tokens[0][: plain.tokens[0].index(eos) + 1]
     with pytest.raises(ValueError, match="max_length=None"):
         jspec.generate_ids(model.params, ids, lengths, key, max_new_tokens=jnp.int32(4), **arguments)
     with pytest.raises(ValueError, match=f"max_length=2 is less than the prompts' {n}"):
@@ -221,12 +225,31 @@ def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
         ("a", {"max_new_tokens": 1.5}, TypeError, "max_new_tokens=1.5"),
         ("a", {"page_size": 0}, ValueError, "page_size=0: a page holds at least 1 row"),
         ("a", {"seed": -1}, ValueError, "seed=-1"),
-        ("a", {"drafter": "medusa"}, ValueError, "'medusa' is unknown; there are ngram, plain, standalone"),
+        ("a", {"drafter": "medusa"}, ValueError, "'medusa' is unknown; there are eagle, ngram, plain, standalone"),
         ("a", {"drafter": jspec.Ngram}, TypeError, "give an object, not a class"),
         ("a", {"drafter": 4}, TypeError, "drafter=int is not a drafter: it has no depth"),
         ("a", {"stop": ""}, ValueError, "stop"),
         ("a", {"stop": [3]}, TypeError, "stop"),
         ("a", {"sampling": 0.7}, TypeError, "give a jspec.Sampling"),
+        (["a", "b"], {"sampling": [WARM]}, ValueError, "1 of them for 2 rows"),
+        ("a", {"sampling": jspec.Sampling(logit_bias={VOCAB: 1.0})}, ValueError, "ids are 0 to 299"),
+        (["a", "b"], {"seed": [1, 2, 3]}, ValueError, "3 seeds for 2 rows"),
+        ("a", {"seed": 2**32}, ValueError, "a seed is less than 2.32"),
+        ("a", {"sampling": WARM, "accept": "greedy"}, ValueError, "would not sample"),
+        ("a", {"sampling": WARM, "accept": "typical"}, ValueError, "there are greedy, coupled, rejection, block"),
+        ("a", {"sampling": WARM, "accept": 3}, TypeError, "accept=3"),
+        (
+            "a",
+            {"sampling": WARM, "accept": "block", "drafter": jspec.Standalone(width=2)},
+            ValueError,
+            "judges chains only: give Standalone width=1",
+        ),
+        (
+            "a",
+            {"accept": LossyThresholds(single=0.5)},
+            ValueError,
+            "thresholds change nothing where all rows are greedy",
+        ),
     ],
 )
 def test_bad_input_is_named_before_anything_runs(model, prompts, options, error, message):
@@ -242,7 +265,7 @@ def test_what_a_model_lacks_is_named(model):
         jspec.generate(bare, "text")
     with pytest.raises(ValueError, match="stop.*tokenizer"):
         jspec.generate(bare, [1], stop="x")
-    with pytest.raises(ValueError, match="needs a draft model"):
+    with pytest.raises(ValueError, match="needs a language model as draft, and none is loaded"):
         jspec.generate(replace(model, draft=None), "text", drafter="standalone")
     with pytest.raises(ValueError, match="the draft's vocabulary has 61 tokens and the target's 300"):
         jspec.generate(replace(model, draft=toy.DRAFT), "text", drafter="standalone")
@@ -250,9 +273,76 @@ def test_what_a_model_lacks_is_named(model):
         jspec.stream(model, "text", rounds=0)
 
 
-def test_sampling_that_is_not_available_is_refused():
-    with pytest.raises(ValueError, match="temperature=0.7"):
-        jspec.Sampling(temperature=0.7)
+MIXED = [WARM, None, jspec.Sampling(top_k=30, repetition_penalty=1.3, min_new_tokens=5)]
+
+
+@pytest.mark.parametrize("rule", ("greedy", "coupled", "rejection", "block"))
+def test_every_lossless_rule_is_greedy_where_all_rows_are(model, plain, rule):
+    out = jspec.generate(model, PROMPTS, drafter="standalone", accept=rule, max_new_tokens=40)
+    assert out.tokens == plain.tokens
+
+
+def test_a_row_of_a_batch_is_the_row_alone_with_its_seed_and_its_parameters(model):
+    whole = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED, seed=3, max_new_tokens=20)
+    plain = jspec.generate(model, PROMPTS, drafter=None, sampling=MIXED, seed=[3, 4, 5], max_new_tokens=20)
+    assert whole.tokens == plain.tokens
+    for i, prompt in enumerate(PROMPTS):
+        alone = jspec.generate(model, prompt, drafter="ngram", sampling=MIXED[i], seed=3 + i, max_new_tokens=20)
+        assert alone.tokens == whole.tokens[i]
+    other = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED, seed=4, max_new_tokens=20)
+    assert (other.tokens[0] != whole.tokens[0], other.tokens[1]) == (True, whole.tokens[1])
+
+
+def test_copies_of_a_prompt_are_different_samples(model):
+    out = jspec.generate(model, ["ab"] * 4, drafter=None, sampling=jspec.Sampling(), max_new_tokens=12)
+    assert len({tuple(row) for row in out.tokens}) == 4
+
+
+@pytest.mark.parametrize("accept", (None, "rejection"))
+def test_logprobs_are_those_of_one_forward_over_the_output(model, accept):
+    options = dict(sampling=MIXED, accept=accept, max_new_tokens=20, logprobs=True)
+    out = jspec.generate(model, PROMPTS, drafter="standalone", **options)
+    for prompt, new, logprobs in zip(PROMPTS, out.tokens, out.logprobs, strict=True):
+        row = jnp.asarray([model.tokenizer.encode(prompt) + new], jnp.int32)
+        cache = model.target.init_cache(model.params.target, 1, 4, 4)
+        logits = model.target.forward(model.params.target, tree.chain(row), cache, None).logits[0]
+        expected = jax.nn.log_softmax(logits)[jnp.arange(-len(new) - 1, -1), jnp.asarray(new)]
+        np.testing.assert_allclose(logprobs, expected, atol=2e-5)
+
+
+def test_the_origin_of_each_token_adds_up_to_the_counters(model):
+    out = jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=3, width=2), max_new_tokens=40)
+    for b, origin in enumerate(out.origin):
+        rounds, run = [], 0
+        for place in origin:
+            run += 1
+            assert place in (0, run), "drafts of a round count up from 1, and its own token ends it"
+            if place == 0:
+                rounds.append(run)
+                run = 0
+        rounds += [run] if run else []
+        assert len(rounds) == out.stats.rounds[b]
+        np.testing.assert_array_equal(np.bincount(rounds, minlength=5)[1:], out.stats.accept_counts[b])
+    assert max(max(row) for row in out.origin) == 3
+
+
+def test_drafted_sampling_in_a_users_jit_equals_plain_sampling(model):
+    """Parameters that are arrays of the program, and keys of each row."""
+
+    def run(drafter):
+        @jax.jit
+        def inner(params, temperature, key):
+            rows = RowSampling(temperature=temperature, top_p=jnp.full(2, 0.95))
+            arguments = dict(target=model.target, draft=model.draft, max_new_tokens=12, logprobs=True)
+            ids = jnp.asarray([[5, 6, 7], [5, 6, 7]], jnp.int32)
+            return jspec.generate_ids(params, ids, jnp.array([3, 3]), key, drafter=drafter, sampling=rows, **arguments)
+
+        return inner(model.params, jnp.array([1.0, 0.0]), jax.random.split(jax.random.key(1), 2))
+
+    plain, drafted = run(None), run("standalone")
+    np.testing.assert_array_equal(plain.tokens, drafted.tokens)
+    np.testing.assert_allclose(plain.logprobs, drafted.logprobs, atol=1e-5)
+    assert (plain.tokens[0] != plain.tokens[1]).any() and plain.logprobs[0, 3:].all()
 
 
 def test_auto_takes_ngram_without_a_draft(model, plain):

@@ -22,7 +22,7 @@ from planted import (
 )
 
 from jspec import accept, decode
-from jspec.drafters import Plain
+from jspec.drafters import Eagle, Plain, Standalone
 from jspec.types import DraftTree, Params
 
 # What the state and the program hold
@@ -35,15 +35,18 @@ def kinds(x):
 @each_name
 def test_the_state_keeps_its_structure_and_types(name):
     drafter = toy.bound_drafters()[name]
-    s = toy.start(drafter, toy.params())
-    draft_tree, draft_state = jax.eval_shape(drafter.draft, toy.params(), s, s.key)
+    weights = weights_of(drafter)
+    s = toy.start(drafter, weights)
+    draft_tree, draft_state = jax.eval_shape(drafter.draft, weights, s)
     assert kinds(draft_state) == kinds(s.draft)
-    assert kinds(jax.eval_shape(functools.partial(decode.step, drafter=drafter, **GREEDY), toy.params(), s)) == kinds(s)
+    assert kinds(jax.eval_shape(functools.partial(decode.step, drafter=drafter, **GREEDY), weights, s)) == kinds(s)
 
 
 @each_name
 def test_a_drafter_that_wants_no_hidden_states_has_none_anywhere(name):
     drafter, seen = toy.bound_drafters()[name], []
+    if isinstance(drafter, Eagle):
+        return
     assert drafter.capture == ()
 
     class Spy(type(drafter)):
@@ -56,14 +59,14 @@ def test_a_drafter_that_wants_no_hidden_states_has_none_anywhere(name):
     s = jax.eval_shape(functools.partial(decode.step, drafter=spy, **GREEDY), toy.params(), s)
     assert seen == [None, None], "prefill and a round"
     assert not any(toy.TARGET.hidden_size in leaf.shape for leaf in jax.tree.leaves(s))
-    assert name == "standalone" or s.draft is None
+    assert isinstance(drafter, Standalone) or s.draft is None
 
 
 def lone_pool(name):
     """A drafter and the state after prefill. Pages of 5 rows: but for a pool, nothing has a pool's shape."""
     drafter = toy.bound_drafters().get(name, RandomTree())
     weights = weights_of(drafter)
-    if name == "standalone":
+    if isinstance(drafter, Standalone):
         # With a draft of another shape than the target, the two pools can be told apart.
         drafter, weights = drafter.bind(toy.TARGET, toy.DRAFT), toy.params(toy.DRAFT)
     return drafter, weights, toy.start(drafter, weights, page_size=5)
@@ -123,6 +126,8 @@ def test_the_program_is_one_loop_that_never_leaves_the_device(name):
 
 @each_name
 def test_a_chain_needs_no_sort(name):
+    if getattr(toy.bound_drafters()[name], "width", 1) > 1:
+        return
     text, _ = program(name)
     assert not {opcode(line) for line in text.splitlines()} & {"sort", "topk"}
     assert not re.search("topk|top_k", text, re.IGNORECASE)
@@ -172,8 +177,8 @@ class Broken(Planted):
     depth: int = 2
     rule: str = ""
 
-    def draft(self, params, s, key):
-        draft_tree, state = super().draft(params, s, key)
+    def draft(self, params, s):
+        draft_tree, state = super().draft(params, s)
         now = (s.step == 2).astype(jnp.int32)
         tokens, parents = draft_tree.tokens, jnp.tile(jnp.array([[0, 0, 1]], jnp.int32), (len(toy.IDS), 1))
         if self.rule == "vocabulary":
@@ -212,8 +217,8 @@ def test_weights_that_are_nan_are_caught():
 
 
 def test_a_rule_of_acceptance_that_accepts_nothing_is_caught():
-    def nothing(key, draft_tree, logits, sampling):
-        accepted = accept.greedy(key, draft_tree, logits, sampling)
+    def nothing(key, draft_tree, logits, position):
+        accepted = accept.greedy(key, draft_tree, logits, position)
         return dataclasses.replace(accepted, length=jnp.zeros_like(accepted.length))
 
     # Nothing is ever appended: the limit of 1000 rounds ends it.

@@ -1,14 +1,15 @@
 """Tiny random models, so that the whole loop runs in seconds, and what it takes to run it."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import accept, decode, stopping
-from jspec.drafters import Ngram, Plain, Standalone
-from jspec.models import Llama, LlamaParams
+from jspec import accept, decode, stopping, tree
+from jspec.drafters import Eagle, Ngram, Plain, Standalone
+from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
 from jspec.models.llama import LayerParams
 from jspec.types import DecodeState, Drafter, Params
 
@@ -35,13 +36,25 @@ DRAFT = Llama(
     tie_embeddings=True,
 )
 
+HEAD = EagleHead(
+    version=3,
+    vocab_size=61,
+    draft_vocab_size=48,
+    hidden_size=96,
+    target_hidden_size=32,
+    intermediate_size=64,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=24,
+    max_length=512,
+    capture=(0, 1, 2),
+)
+
 
 def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParams:
     """Weights with a spread that keeps logits apart, so that the argmax is no matter of rounding."""
-    keys = iter(jax.random.split(jax.random.key(seed), 4 * config.num_layers + 2))
-
-    def matrix(*shape):
-        return (jax.random.normal(next(keys), shape) * shape[0] ** -0.5).astype(dtype)
+    matrix = _matrices(seed, 4 * config.num_layers + 2, dtype)
 
     width, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     ones, norm = jnp.ones(width, dtype), jnp.ones(dim, dtype) if config.qk_norm else None
@@ -64,6 +77,15 @@ def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParam
     return LlamaParams(matrix(config.vocab_size, width), layers, ones, head)
 
 
+def _matrices(seed: int, count: int, dtype=jnp.float32):
+    keys = iter(jax.random.split(jax.random.key(seed), count))
+
+    def matrix(*shape):
+        return (jax.random.normal(next(keys), shape) * shape[0] ** -0.5).astype(dtype)
+
+    return matrix
+
+
 IDS = np.random.default_rng(5).integers(0, TARGET.vocab_size, (3, 9)).astype(np.int32)
 LENGTHS = np.array([1, 5, 9], np.int32)
 """Three prompts of different lengths in one padded batch; what stands behind a prompt is no part of it."""
@@ -80,25 +102,87 @@ def params(draft: Llama | None = None) -> Params:
     return Params(target, jax.tree.map(lambda a, b: a + 0.1 * (b - a), target, off))
 
 
+@functools.cache
+def head_params() -> Params:
+    """An EAGLE-3 head that is often right on the texts of `plain_tokens`: random, but for an LM head that is fitted."""
+    matrix, width = _matrices(7, 8), HEAD.hidden_size
+    tokens, weights = jnp.asarray(plain_tokens()), params()
+    common = np.argsort(-np.bincount(np.array(tokens).ravel(), minlength=HEAD.vocab_size), kind="stable")
+    ids = np.sort(common[: HEAD.draft_vocab_size]).astype(np.int32)
+    layer = LayerParams(
+        attention_norm=jnp.ones(TARGET.hidden_size),
+        qkv=matrix(TARGET.hidden_size + width, (HEAD.num_heads + 2 * HEAD.num_kv_heads) * HEAD.head_dim),
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        o=matrix(HEAD.num_heads * HEAD.head_dim, width),
+        o_bias=None,
+        mlp_norm=jnp.ones(width),
+        gate_up=matrix(width, 2 * HEAD.intermediate_size),
+        down=matrix(HEAD.intermediate_size, width),
+    )
+    head = EagleParams(
+        embed=None,
+        fc=matrix(len(HEAD.capture) * TARGET.hidden_size, width),
+        fc_bias=None,
+        fc_norms=None,
+        input_norm=None,
+        hidden_norm=jnp.ones(width),
+        layers=(layer,),
+        norm=jnp.ones(width),
+        lm_head=matrix(width, HEAD.draft_vocab_size),
+        ids=jnp.asarray(ids),
+    )
+    both = Params(weights.target, head)
+    out = TARGET.forward(
+        weights.target, tree.chain(tokens), TARGET.init_cache(weights.target, 3, 4, 4), None, capture=HEAD.capture
+    )
+    positions = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
+    cache, hidden = HEAD.init_cache(head, 3, 4, 4), out.hidden[:, :-1]
+    read = HEAD.apply(both, TARGET, tokens[:, 1:], HEAD.fuse(head, hidden), positions, cache, None)
+    feature = np.array(read.feature).reshape(-1, width)
+    feature /= np.sqrt((feature**2).mean(-1, keepdims=True) + HEAD.rms_norm_eps)
+    wanted = np.array(out.logits[:, 1:][:, :, ids]).reshape(len(feature), -1)
+    fitted = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ wanted)
+    return Params(weights.target, dataclasses.replace(head, lm_head=jnp.asarray(fitted, jnp.float32)))
+
+
 def bound_drafters() -> dict[str, Drafter]:
-    """A drafter for each name in `DRAFTERS`, to be run with `params()`. A new drafter is added here."""
-    return {"ngram": Ngram(n=2, depth=4), "plain": Plain(), "standalone": Standalone(depth=3).bind(TARGET, TARGET)}
+    """Drafters for each name in `DRAFTERS`, to be run with `planted.weights_of`. A new drafter is added here."""
+    return {
+        "eagle": Eagle(depth=3).bind(TARGET, HEAD),
+        "eagle_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, HEAD),
+        "ngram": Ngram(n=2, depth=4),
+        "plain": Plain(),
+        "standalone": Standalone(depth=3).bind(TARGET, TARGET),
+        "standalone_tree": Standalone(depth=4, width=3, num_nodes=16).bind(TARGET, TARGET),
+    }
 
 
 def start(
-    drafter: Drafter, weights: Params, *, limit=None, ids=IDS, length=LENGTHS, page_size=4, table=None
+    drafter: Drafter,
+    weights: Params,
+    *,
+    limit=None,
+    ids=IDS,
+    length=LENGTHS,
+    page_size=4,
+    table=None,
+    rows=None,
+    seeds=None,
 ) -> DecodeState:
-    """The state after prefill. limit: by default 24 tokens to generate."""
+    """The state after prefill. limit: by default 24 tokens to generate; seeds: by default 0, 1, ..."""
     limit = np.asarray(length) + 24 if limit is None else limit
     length, limit = jnp.asarray(length, jnp.int32), jnp.asarray(limit, jnp.int32)
-    key, stop = jax.random.key(0), stopping.init(table, len(ids))
+    keys = jax.vmap(jax.random.key)(np.arange(len(ids), dtype=np.uint32) if seeds is None else np.asarray(seeds))
+    stop = stopping.init(table, len(ids))
     static = dict(target=TARGET, drafter=drafter, capacity=CAPACITY, page_size=page_size)
-    return decode.jitted_prefill(weights, jnp.asarray(ids), length, limit, key, stop, **static)
+    return decode.jitted_prefill(weights, jnp.asarray(ids), length, limit, keys, stop, rows, **static)
 
 
-def run(drafter: Drafter, weights: Params, s: DecodeState, until: int = 1000) -> DecodeState:
-    """`decode` with the target and the greedy rule."""
-    return decode.decode(weights, s, jnp.int32(until), target=TARGET, drafter=drafter, accept=accept.greedy)
+def run(drafter: Drafter, weights: Params, s: DecodeState, until: int = 1000, rule=accept.greedy) -> DecodeState:
+    """`decode` with the target and a rule of acceptance."""
+    return decode.decode(weights, s, jnp.int32(until), target=TARGET, drafter=drafter, accept=rule)
 
 
 def generated(s: DecodeState) -> list[list[int]]:

@@ -1,11 +1,12 @@
 """Ways to propose tokens, one module each, and the one table of their names."""
 
+from jspec.drafters.eagle import Eagle
 from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
 from jspec.drafters.standalone import Standalone
 from jspec.types import Drafter
 
-DRAFTERS = {"ngram": Ngram, "plain": Plain, "standalone": Standalone}
+DRAFTERS = {"eagle": Eagle, "ngram": Ngram, "plain": Plain, "standalone": Standalone}
 """Name -> class; a name alone stands for the class's defaults."""
 
 

@@ -38,7 +38,7 @@ class Ngram:
         """Has no state."""
         return None
 
-    def draft(self, params: Params, s: DecodeState, key) -> tuple[DraftTree, None]:
+    def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, None]:
         """A chain of copies from the tokens of each row."""
         return tree.chain(continue_match(s.tokens, s.length, n=self.n, depth=self.depth)), None
 

@@ -23,7 +23,7 @@ class Plain:
         """Has no state."""
         return None
 
-    def draft(self, params: Params, s: DecodeState, key) -> tuple[DraftTree, None]:
+    def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, None]:
         """The root alone."""
         return tree.chain(jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)), None
 

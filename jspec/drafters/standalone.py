@@ -6,64 +6,82 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec import tree
+from jspec.grow import check_shape, grow
+from jspec.propose import propose
 from jspec.struct import struct
-from jspec.types import Committed, DecodeState, DraftTree, Params
+from jspec.types import Committed, DecodeState, DraftTree, Params, Proposal
 
 
 @struct
 class StandaloneState:
-    """The draft's cache with the first `length[b]` tokens, and the token it puts highest after them."""
+    """The draft's cache with the first `length[b]` tokens, and what the draft proposes after them."""
 
     cache: Any
     length: Int[Array, " B"]
-    proposal: Int[Array, " B"]
+    proposal: Proposal | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Standalone:
-    """Proposes the draft model's own greedy continuation. The draft sees tokens only, no hidden states.
+    """Proposes the draft model's own continuations. The draft sees tokens only, no hidden states.
 
-    depth: tokens to propose, at least 1.
+    depth: tokens of the longest chain, at least 1.
+    width: children of a node at most, and nodes that are expanded in a generation; 1 is a chain.
+    num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
+    drawn: propose draws from the draft's own law, as the rule "rejection" is at its best with.
     model: the draft's configuration; `bind` sets it from the draft that was loaded.
     """
 
     depth: int = 4
+    width: int = 1
+    num_nodes: int | None = None
+    drawn: bool = False
     model: Any = None
     capture = ()
 
     def __post_init__(self):
-        if self.depth < 1:
-            raise ValueError(f"Standalone(depth={self.depth}): at least 1 token is proposed")
+        check_shape("Standalone", self.depth, self.width, self.num_nodes)
 
     def bind(self, target, draft) -> "Standalone":
-        """Takes the draft's configuration; it must have the target's vocabulary."""
-        if draft is None:
-            raise ValueError('drafter Standalone needs a draft model: jspec.load(..., draft="...")')
+        """Takes the draft's configuration; it must be a language model with the target's vocabulary."""
+        if draft is None or not hasattr(draft, "forward"):
+            given = "none is loaded" if draft is None else f"a {type(draft).__name__} is loaded"
+            raise ValueError(
+                f'drafter Standalone needs a language model as draft, and {given}: jspec.load(..., draft="...")'
+            )
         if draft.vocab_size != target.vocab_size:
             raise ValueError(
                 f"the draft's vocabulary has {draft.vocab_size} tokens and the target's {target.vocab_size}: "
                 "Standalone needs a draft with the target's own vocabulary"
             )
+        if self.width > target.vocab_size:
+            raise ValueError(f"Standalone(width={self.width}): the vocabulary has {target.vocab_size} tokens")
         return dataclasses.replace(self, model=draft)
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> StandaloneState:
         """An empty cache."""
         cache = self.model.init_cache(params.draft, batch, capacity, page_size)
-        return StandaloneState(cache, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32))
+        return StandaloneState(cache, jnp.zeros(batch, jnp.int32), None)
 
-    def draft(self, params: Params, s: DecodeState, key) -> tuple[DraftTree, StandaloneState]:
-        """One forward a token after the first, whose choice `extend` has made. Their rows touch no page."""
-        root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)
-        token, rows = s.draft.proposal[:, None], None
-        proposed = [root, token]
-        for i in range(self.depth - 1):
+    def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, StandaloneState]:
+        """One forward a generation after the first, which `extend` has proposed. Their rows touch no page."""
+
+        def expand(rows, frontier):
+            generation = frontier.path.shape[2]
             out = self.model.apply(
-                params.draft, token, (s.length + i)[:, None], s.draft.cache, s.draft.length, earlier=rows
+                params.draft,
+                frontier.tokens,
+                (s.length + generation - 1)[:, None],
+                s.draft.cache,
+                s.draft.length,
+                mask=frontier.mask,
+                earlier=rows,
             )
-            token, rows = jnp.argmax(out.logits, axis=-1).astype(jnp.int32), out.rows
-            proposed.append(token)
-        return tree.chain(jnp.concatenate(proposed, axis=1)), s.draft
+            return out.rows, self._propose(s, out.logits, frontier.path)
+
+        root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)[:, 0]
+        shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes}
+        return grow(root, s.draft.proposal, expand, None, **shape), s.draft
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> StandaloneState:
         """Reads the tokens its cache lacks: the whole prompt at first, then what a round appended."""
@@ -74,8 +92,10 @@ class Standalone:
         prefix = None if committed.first else start
         last = jnp.maximum(count - 1, 0)
         out = self.model.apply(params.draft, tokens, positions, s.draft.cache, prefix, select=last)
-        choice = jnp.argmax(out.logits[:, 0], axis=-1).astype(jnp.int32)
-        proposal = jnp.where(count > 0, choice, s.draft.proposal)
+        proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
         # Orders the write behind the last layer's read, as in `decode.cut`.
-        count = jnp.where(choice < 0, 0, count)
+        count = jnp.where(proposal.tokens[:, 0, 0] < 0, 0, count)
         return StandaloneState(s.draft.cache.commit(out.rows, start, None, count), s.length, proposal)
+
+    def _propose(self, s: DecodeState, logits, path) -> Proposal:
+        return propose(s, logits, path, width=self.width, vocab_size=self.model.vocab_size, drawn=self.drawn)

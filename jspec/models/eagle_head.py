@@ -113,7 +113,7 @@ class EagleHead:
         target: Any,
         tokens: Int[Array, "B N"],
         feature: Float[Array, "B N E"],
-        positions: Int[Array, "#B N"],
+        positions: Int[Array, "#B #N"],
         cache: Any,
         start: Int[Array, " B"] | None,
         *,

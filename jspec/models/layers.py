@@ -61,7 +61,7 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | None) ->
 
 
 def rope(
-    x: Float[Array, "B N H D"], positions: Int[Array, "#B N"], frequencies: Float[Array, " half"]
+    x: Float[Array, "B N H D"], positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"]
 ) -> Float[Array, "B N H D"]:
     """Rotates the pairs (i, i + D/2) of each head by position times frequency."""
     angle = positions.astype(jnp.float32)[..., None, None] * frequencies.reshape(1, 1, 1, -1)

@@ -1,0 +1,69 @@
+"""From the logits of a draft model to the tokens that it proposes. Arrays only."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jspec import sampling
+from jspec.types import DecodeState, Proposal
+
+
+def propose(
+    s: DecodeState,
+    logits: Float[Array, "B M Vd"],
+    path: Int[Array, "B M g"],
+    *,
+    width: int,
+    vocab_size: int,
+    ids: Int[Array, " Vd"] | None = None,
+    drawn: bool = False,
+) -> Proposal:
+    """The `width` best children of M nodes, g tokens behind the committed ones.
+
+    In rows that sample, the target's choice after a node is the argmax of its processed logits plus the noise of that
+    position (`accept.coupled`). Drafts are ranked by their own processed logits plus the same noise, so that a draft
+    that knows the target's logits proposes its choice; and since the noise is known, the softmax of that sum, not q,
+    is what it says of a token's chances.
+
+    Args:
+      path: the tokens from the first draft to each node.
+      vocab_size: the target's.
+      ids: target ids of the draft's vocabulary; None: the target's own.
+      drawn: draw the children from q, without replacement and with noise of their own, and return q: for the rules of
+        acceptance that need it.
+    """
+    rows: sampling.RowSampling | None = s.sampling
+    if rows is None:
+        index, scores = _best(logits, width)
+        return Proposal(index if ids is None else ids.at[index].get(mode="clip"), scores, None)
+    if ids is not None:
+        logits = jnp.full((*logits.shape[:2], vocab_size), -jnp.inf).at[:, :, ids].set(logits)
+    logits = sampling.temper(rows, sampling.adjust(s, logits, path))
+    if rows.temperature is None:
+        tokens, scores = _best(logits, width)
+        return Proposal(tokens, scores, None)
+    noise = _noise(s, logits.shape, path.shape[2], drawn)
+    noisy = logits + jnp.where((rows.temperature > 0).reshape(-1, 1, 1), noise, 0.0)
+    tokens, scores = _best(noisy, width)
+    return Proposal(tokens, scores, jax.nn.softmax(logits, axis=-1) if drawn else None)
+
+
+def _noise(s: DecodeState, shape, generation: int, drawn: bool) -> Array:
+    """Float[B, 1, V], the noise of the target's choice at the children's position, or [B, M, V], one for each node."""
+    batch, nodes, vocabulary = shape
+    position = s.length + generation
+    if not drawn:
+        return sampling.gumbel(s.key, sampling.NOISE, position, 1, vocabulary)
+    keys = sampling.stream(s.key, sampling.DRAFT, s.length)
+    draw = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, generation), (nodes, vocabulary)))
+    return draw(keys)
+
+
+def _best(logits: Float[Array, "B M V"], width: int) -> tuple[Int[Array, "B M W"], Float[Array, "B M W"] | None]:
+    """The tokens with the highest logits, and the logarithms of their shares; for one token, without a ranking."""
+    if width == 1:
+        return jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32), None
+    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
+    best, tokens = lax.top_k(logits, width)
+    return tokens.astype(jnp.int32), best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)

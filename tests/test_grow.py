@@ -1,0 +1,215 @@
+"""How trees grow, against a walk in Python; and that a chain is the narrowest of trees."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import grow, tree
+from jspec.types import Proposal
+
+BATCH, VOCABULARY = 4, 11
+SHAPES = ((1, 2, 3), (2, 3, 4), (3, 2, 11), (4, 3, 12), (6, 2, 20), (5, 8, 32), (3, 8, 64))
+
+
+def law(path):
+    """Log-probabilities of the token behind a path: some function of it, ties and all."""
+    total = sum((i + 3) * (token + 1) for i, token in enumerate(path))
+    x = np.array([((total * 7 + 5 * v) % 13) / 2 for v in range(VOCABULARY)])
+    return (x - np.log(np.exp(x).sum())).astype(np.float32)
+
+
+@functools.cache
+def table(generations):
+    """The laws behind all paths of each length up to `generations`, in the order of the paths as numbers."""
+    return [np.stack([law(digits(n, g)) for n in range(VOCABULARY**g)]) for g in range(generations + 1)]
+
+
+def digits(number, count):
+    return [number // VOCABULARY**i % VOCABULARY for i in range(count)]
+
+
+def propose(logp, width):
+    scores, tokens = jax.lax.top_k(logp, width)
+    return Proposal(tokens.astype(jnp.int32), scores, None)
+
+
+def expand_by_table(tables, width, spoil=None):
+    """The law depends on the row of the batch, too: row b sees its path's first token moved by b."""
+
+    def look_up(path):
+        generation = path.shape[2]
+        moved = (np.array(path) + np.arange(BATCH)[:, None, None] * (np.arange(generation) == 0)) % VOCABULARY
+        found = jnp.asarray(tables[generation][(moved * VOCABULARY ** np.arange(generation)).sum(-1)])
+        return found if spoil is None else spoil(found)
+
+    def expand(masks, frontier):
+        return [*masks, frontier], propose(look_up(frontier.path), width)
+
+    return expand, propose(look_up(jnp.zeros((BATCH, 1, 0), jnp.int32)), width)
+
+
+def grown(depth, width, nodes, function=grow.grow, **options):
+    expand, first = expand_by_table(table(min(depth - 1, 3)), width, **options)
+    root = jnp.arange(BATCH, dtype=jnp.int32)
+    return function(root, first, expand, [], depth=depth, width=width, num_nodes=nodes)
+
+
+def by_hand(b, depth, width, nodes):
+    """Tokens and parents of row b: all that EAGLE-2 proposes, and the best of it, in the order of proposal."""
+
+    def children(path):
+        moved = [(token + b * (i == 0)) % VOCABULARY for i, token in enumerate(path)]
+        logp = law(moved)
+        return [(int(v), logp[v]) for v in np.argsort(-logp, kind="stable")[:width]]
+
+    proposed, frontier = [], [((), np.float32(0), None)]
+    for generation in range(depth):
+        fresh = []
+        for path, score, number in frontier:
+            for token, logp in children(path):
+                proposed.append(((*path, token), score + logp, number))
+                fresh.append((*proposed[-1][:2], len(proposed) - 1))
+        frontier = sorted(fresh, key=lambda node: -node[1])[:width]
+        assert generation or len(frontier) == width
+    best = sorted(range(len(proposed)), key=lambda i: -proposed[i][1])[: nodes - 1]
+    best.sort()
+    tokens = [b] + [proposed[i][0][-1] for i in best]
+    parents = [0] + [0 if proposed[i][2] is None else best.index(proposed[i][2]) + 1 for i in best]
+    return tokens, parents
+
+
+@pytest.mark.parametrize(("depth", "width", "nodes"), [shape for shape in SHAPES if shape[0] <= 4])
+def test_the_best_tree_is_the_one_found_by_hand(depth, width, nodes):
+    draft_tree = grown(depth, width, nodes)
+    assert draft_tree.depth == depth
+    for b in range(BATCH):
+        tokens, parents = by_hand(b, depth, width, nodes)
+        assert list(map(int, draft_tree.tokens[b])) == tokens
+        assert list(map(int, draft_tree.parents[b])) == parents
+
+
+@pytest.mark.parametrize("depth", range(1, 7))
+def test_a_chain_is_the_tree_of_width_one(depth):
+    """The path that is known while tracing and the one that is ranked give the same nodes."""
+    tables = table(3)
+    laws = [tables[min(g, 3)] for g in range(depth)]
+
+    def expand(carry, frontier):
+        path = np.array(frontier.path[:, :, :3])
+        number = (path * VOCABULARY ** np.arange(path.shape[2])).sum(-1)
+        return carry, propose(jnp.asarray(laws[frontier.path.shape[2]][number]), 1)
+
+    root = jnp.arange(BATCH, dtype=jnp.int32)
+    first = propose(jnp.asarray(np.broadcast_to(laws[0][None], (BATCH, 1, VOCABULARY))), 1)
+    chain = grow.grow(root, first, expand, None, depth=depth, width=1)
+    general = grow._grow_best(root, first, expand, None, depth, 1, depth + 1, True)
+    assert chain.parents is None
+    np.testing.assert_array_equal(chain.tokens, general.tokens)
+    np.testing.assert_array_equal(general.parents[0], np.maximum(np.arange(depth + 1) - 1, 0))
+    np.testing.assert_array_equal(tree.depths(chain), tree.depths(general)[:1])
+
+
+@pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
+@pytest.mark.parametrize("spoil", ("ties", "nan", "some nan", "minus infinity"))
+def test_whatever_the_draft_says_the_tree_is_a_tree(depth, width, nodes, spoil):
+    """Parents before children, depths within bounds, siblings that differ: with all scores equal, and with NaN."""
+    spoilers = {
+        "ties": lambda x: jnp.zeros_like(x),
+        "nan": lambda x: jnp.full_like(x, jnp.nan),
+        "some nan": lambda x: jnp.where(x > jnp.median(x), jnp.nan, x),
+        "minus infinity": lambda x: jnp.where(x < x.max(-1, keepdims=True), -jnp.inf, 0.0),
+    }
+    draft_tree = grown(min(depth, 4), width, min(nodes, grow.size(min(depth, 4), width, None)), spoil=spoilers[spoil])
+    tokens, parents = np.array(draft_tree.tokens), np.array(draft_tree.parents)
+    assert (parents <= np.maximum(np.arange(tokens.shape[1]) - 1, 0)).all()
+    assert np.array(tree.depths(draft_tree)).max() <= depth
+    for b in range(BATCH):
+        children = [(parents[b, n], tokens[b, n]) for n in range(1, tokens.shape[1])]
+        assert len(set(children)) == len(children)
+
+
+@pytest.mark.parametrize("exact", (True, False))
+def test_a_node_sees_the_rows_of_its_ancestors(exact):
+    """Each frontier's mask against its path: the node in place j of generation g is the one its own path names."""
+    depth, width = 5, 3
+    expand, first = expand_by_table(table(3), width)
+    seen = []
+
+    def watch(carry, frontier):
+        if frontier.path.shape[2] <= 3:
+            seen.append(frontier)
+        cut = frontier.path[:, :, :3]
+        return expand([], type(frontier)(frontier.tokens, frontier.parent, frontier.mask, cut))
+
+    grow.grow(jnp.zeros(BATCH, jnp.int32), first, watch, [], depth=depth, width=width, num_nodes=24, exact=exact)
+    wrong = 0
+    for g, frontier in enumerate(seen):
+        mask, path = np.array(frontier.mask), np.array(frontier.path)
+        for b in range(BATCH):
+            for j in range(width):
+                if not exact:
+                    assert list(np.flatnonzero(mask[b, j])) == [width * k + j for k in range(g + 1)]
+                rows = np.flatnonzero(mask[b, j])
+                lines = [list(np.array(seen[r // width].path)[b, r % width]) for r in rows]
+                wrong += lines != [list(path[b, j, : k + 1]) for k in range(g + 1)]
+    assert (wrong == 0) == exact
+
+
+def draws(depth, width, nodes):
+    """A tree of draws whose q says which node it stands behind: generation and place of the frontier."""
+    rows = []
+
+    def q(generation, places):
+        value = jnp.arange(places, dtype=jnp.float32).reshape(1, -1, 1) + 100.0 * generation
+        return jnp.broadcast_to(value, (BATCH, places, VOCABULARY))
+
+    def propose(path):
+        tokens = (np.array(path).sum(-1, keepdims=True) + np.arange(width)) % VOCABULARY
+        return Proposal(jnp.asarray(tokens, jnp.int32), None, q(path.shape[2], path.shape[1]))
+
+    def expand(carry, frontier):
+        rows.append(frontier)
+        return carry, propose(frontier.path)
+
+    first = propose(jnp.zeros((BATCH, 1, 0), jnp.int32))
+    root = jnp.arange(BATCH, dtype=jnp.int32)
+    return grow.grow(root, first, expand, None, depth=depth, width=width, num_nodes=nodes), rows
+
+
+@pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
+def test_a_tree_of_draws_has_a_fixed_topology_and_its_nodes_their_laws(depth, width, nodes):
+    draft_tree, frontiers = draws(depth, width, nodes)
+    parents = grow.draw_topology(depth, width, nodes)
+    assert len(parents) == nodes and all(parents[n] < max(n, 1) for n in range(nodes))
+    np.testing.assert_array_equal(draft_tree.parents, np.tile(parents, (BATCH, 1)))
+    assert (draft_tree.depth, draft_tree.width) == (depth, width)
+    generation = np.array(tree.depths(draft_tree))[0]
+    assert generation.max() <= depth
+    inner = sorted(set(parents[1:]))
+    for g in range(generation.max() + 1):
+        nodes_here = [n for n in inner if generation[n] == g]
+        assert len(nodes_here) <= width
+        for place, node in enumerate(nodes_here):
+            np.testing.assert_array_equal(draft_tree.probs[:, node], np.float32(100 * g + place))
+    leaves = [n for n in range(nodes) if n not in inner]
+    assert not np.array(draft_tree.probs)[:, leaves].any()
+    paths = np.array(tree.paths(draft_tree))
+    for node in range(1, nodes):
+        above = paths[:, parents[node], : generation[parents[node]]].sum(-1)
+        rank = [n for n in range(1, nodes) if parents[n] == parents[node]].index(node)
+        np.testing.assert_array_equal(draft_tree.tokens[:, node], (above + rank) % VOCABULARY)
+    for frontier in frontiers:
+        mask, path = np.array(frontier.mask)[0], np.array(frontier.path)[0]
+        assert (mask.sum(-1) == path.shape[-1]).all(), "a node sees as many rows as it has ancestors, and itself"
+
+
+def test_the_shape_of_a_tree_is_checked():
+    grow.check_shape("X", 2, 3, 13)
+    assert grow.size(2, 3, None) == 13 and grow.size(5, 8, None) == 32 and grow.size(40, 2, None) == 41
+    with pytest.raises(ValueError, match=r"X\(depth=2, width=3, num_nodes=14\): .* at most .* = 13"):
+        grow.check_shape("X", 2, 3, 14)
+    with pytest.raises(ValueError, match="at least depth . 1 = 3"):
+        grow.check_shape("X", 2, 3, 2)
