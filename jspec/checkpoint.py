@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jaxtyping import Array, Float
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -53,7 +54,7 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
         raise CheckpointError(f"{directory}: no such directory")
     raw = read_json(directory / "config.json")
     config = parse_config(raw, where=str(directory / "config.json"))
-    with _Tensors(directory, resolve_dtype(dtype)) as tensors:
+    with Tensors(directory, resolve_dtype(dtype)) as tensors:
         params = _read_params(config, tensors)
     return Checkpoint(config, params, _read_eos(directory, raw))
 
@@ -103,11 +104,11 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama
     if family is None:
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"{where}: architectures={architectures} is not supported; there are {known}")
-    _refuse_options(raw, where)
+    refuse_options(raw, where)
     try:
         heads = int(raw["num_attention_heads"])
         head_dim = raw.get("head_dim") or (128 if family == "qwen3" else int(raw["hidden_size"]) // heads)
-        theta, scaling = _parse_rope(raw, where)
+        theta, scaling = parse_rope(raw, where)
         config = Llama(
             vocab_size=int(raw["vocab_size"]),
             hidden_size=int(raw["hidden_size"]),
@@ -136,8 +137,12 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama
     return config
 
 
-def _refuse_options(raw: Mapping[str, Any], where: str) -> None:
-    """Raises where the configuration asks for something that the model here does not compute."""
+def refuse_options(raw: Mapping[str, Any], where: str) -> None:
+    """Raises where the configuration asks for something that the models here do not compute.
+
+    Raises:
+      CheckpointError: names the options, and `where` they stand.
+    """
     wrong = []
     if raw.get("quantization_config"):
         wrong.append("quantization_config")
@@ -153,7 +158,13 @@ def _refuse_options(raw: Mapping[str, Any], where: str) -> None:
         raise CheckpointError(f"{where}: not supported: {', '.join(wrong)}")
 
 
-def _parse_rope(raw: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
+def parse_rope(raw: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
+    """The base and the scaling of the rotary positions, from a config.json of either generation.
+
+    Raises:
+      CheckpointError: a kind of scaling that is not supported.
+      KeyError: a number of the scaling is missing.
+    """
     rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
     theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -179,7 +190,7 @@ def _read_eos(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-class _Tensors:
+class Tensors:
     """The tensors of a checkpoint by name, each read from its memory-mapped file when asked for."""
 
     def __init__(self, directory: Path, dtype):
@@ -199,15 +210,32 @@ class _Tensors:
     def __exit__(self, *_):
         self.open_files.clear()
 
-    def read(self, name: str, *shape: int, transpose: bool = False) -> np.ndarray:
-        """One tensor in the chosen dtype, after a check of its shape as stored."""
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self._open("model.safetensors").keys() if self.weight_map is None else self.weight_map)
+
+    def get(self, name: str) -> np.ndarray:
+        """One tensor as it is stored, of whatever shape; `stored`, `read`, `device` and `fused` all ask here."""
         file = self._open("model.safetensors" if self.weight_map is None else self._file_of(name))
         try:
-            tensor = file.get_tensor(name)
+            return file.get_tensor(name)
         except SafetensorError:
             raise CheckpointError(f"{self.directory}: the tensor {name!r} is missing") from None
+
+    def stored(self, name: str, *shape: int) -> np.ndarray:
+        """One tensor as it is stored, after a check of its shape: the one that config.json leads to.
+
+        Raises:
+          CheckpointError: it is missing, or has another shape.
+        """
+        tensor = self.get(name)
         if tensor.shape != shape:
             raise CheckpointError(f"{self.directory}: {name} has the shape {tensor.shape}, config.json says {shape}")
+        return tensor
+
+    def read(self, name: str, *shape: int, transpose: bool = False) -> np.ndarray:
+        """One tensor in the chosen dtype, after a check of its shape as stored."""
+        tensor = self.stored(name, *shape)
         return (tensor.T if transpose else tensor).astype(self.dtype, copy=False)
 
     def device(self, name: str, *shape: int) -> jax.Array:
@@ -236,34 +264,56 @@ class _Tensors:
         return self.open_files[file]
 
 
-def _read_params(config: Llama, tensors: _Tensors) -> LlamaParams:
-    embed = tensors.device("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+def _read_params(config: Llama, tensors: Tensors) -> LlamaParams:
+    width = config.hidden_size
+    embed = tensors.device("model.embed_tokens.weight", config.vocab_size, width)
     head = None
     if not config.tie_embeddings:
-        head = tensors.fused([("lm_head.weight", config.vocab_size)], config.hidden_size)
-    layers = tuple(_read_layer(config, tensors, f"model.layers.{i}.") for i in range(config.num_layers))
-    return LlamaParams(embed, layers, tensors.device("model.norm.weight", config.hidden_size), head)
+        head = tensors.fused([("lm_head.weight", config.vocab_size)], width)
+    layers = []
+    for prefix in (f"model.layers.{i}." for i in range(config.num_layers)):
+        norm, bias = tensors.device(prefix + "input_layernorm.weight", width), config.attention_bias
+        layer = read_layer(
+            config, tensors, prefix, norm, reads=width, qkv_bias=bias, o_bias=bias, qk_norm=config.qk_norm
+        )
+        layers.append(layer)
+    return LlamaParams(embed, tuple(layers), tensors.device("model.norm.weight", width), head)
 
 
-def _read_layer(config: Llama, tensors: _Tensors, prefix: str) -> LayerParams:
+def read_layer(
+    config: Any,
+    tensors: Tensors,
+    prefix: str,
+    attention_norm: Float[Array, " E"] | None,
+    *,
+    reads: int,
+    qkv_bias: bool,
+    o_bias: bool,
+    qk_norm: bool,
+) -> LayerParams:
+    """One decoder layer, whose names start with `prefix`.
+
+    Args:
+      config: says hidden_size, intermediate_size, num_heads, num_kv_heads and head_dim.
+      attention_norm: becomes the layer's; where it stands depends on the model.
+      reads: the width of what its attention reads.
+      qkv_bias, o_bias, qk_norm: which optional weights there are.
+
+    Raises:
+      CheckpointError: a tensor that is missing or has another shape than the configuration says.
+    """
     width, mlp = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention, outs = prefix + "self_attn.", [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]
-    qkv_bias = o_bias = q_norm = k_norm = None
-    if config.attention_bias:
-        qkv_bias = jnp.concatenate([tensors.device(f"{attention}{name}.bias", out) for name, out in outs])
-        o_bias = tensors.device(f"{attention}o_proj.bias", width)
-    if config.qk_norm:
-        q_norm = tensors.device(f"{attention}q_norm.weight", config.head_dim)
-        k_norm = tensors.device(f"{attention}k_norm.weight", config.head_dim)
+    bias = [tensors.device(f"{attention}{name}.bias", out) for name, out in outs] if qkv_bias else None
     return LayerParams(
-        attention_norm=tensors.device(prefix + "input_layernorm.weight", width),
-        qkv=tensors.fused([(f"{attention}{name}.weight", out) for name, out in outs], width),
-        qkv_bias=qkv_bias,
-        q_norm=q_norm,
-        k_norm=k_norm,
+        attention_norm=attention_norm,
+        qkv=tensors.fused([(f"{attention}{name}.weight", out) for name, out in outs], reads),
+        qkv_bias=None if bias is None else jnp.concatenate(bias),
+        q_norm=tensors.device(f"{attention}q_norm.weight", config.head_dim) if qk_norm else None,
+        k_norm=tensors.device(f"{attention}k_norm.weight", config.head_dim) if qk_norm else None,
         o=tensors.fused([(f"{attention}o_proj.weight", width)], query),
-        o_bias=o_bias,
+        o_bias=tensors.device(f"{attention}o_proj.bias", width) if o_bias else None,
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
         gate_up=tensors.fused([(f"{prefix}mlp.{name}_proj.weight", mlp) for name in ("gate", "up")], width),
         down=tensors.fused([(f"{prefix}mlp.down_proj.weight", width)], mlp),
@@ -303,19 +353,20 @@ def save(
         shards[-1][name] = tensor
         filled += tensor.nbytes
     if len(shards) == 1:
-        _save_shard(shards[0], directory / "model.safetensors")
+        write_tensors(shards[0], directory / "model.safetensors")
         return
     weight_map = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _save_shard(shard, directory / file)
+        write_tensors(shard, directory / file)
         weight_map.update(dict.fromkeys(shard, file))
     total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _save_shard(tensors: dict[str, np.ndarray], path: Path) -> None:
+def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Writes a .safetensors file."""
     save_file(tensors, path, {"format": "pt"})
     path.chmod(0o644)  # the library makes files that only their owner reads
 
@@ -356,27 +407,34 @@ def describe(config: Llama) -> dict[str, Any]:
 def _named_tensors(config: Llama, params: LlamaParams) -> Iterator[tuple[str, Any]]:
     """All weights under their Hugging Face names, [out, in]."""
     yield "model.embed_tokens.weight", params.embed
-    splits = np.cumsum([config.num_heads, config.num_kv_heads])[:2] * config.head_dim
     for i, layer in enumerate(params.layers):
-        prefix = f"model.layers.{i}."
-        attention = prefix + "self_attn."
-        for name, part in zip("qkv", np.split(np.asarray(layer.qkv).T, splits), strict=True):
-            yield f"{attention}{name}_proj.weight", part
-        if layer.qkv_bias is not None:
-            for name, part in zip("qkv", np.split(np.asarray(layer.qkv_bias), splits), strict=True):
-                yield f"{attention}{name}_proj.bias", part
-        if layer.q_norm is not None:
-            yield f"{attention}q_norm.weight", layer.q_norm
-            yield f"{attention}k_norm.weight", layer.k_norm
-        yield f"{attention}o_proj.weight", np.asarray(layer.o).T
-        if layer.o_bias is not None:
-            yield f"{attention}o_proj.bias", layer.o_bias
-        yield f"{prefix}input_layernorm.weight", layer.attention_norm
-        yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm
-        gate, up = np.split(np.asarray(layer.gate_up).T, 2)
-        yield f"{prefix}mlp.gate_proj.weight", gate
-        yield f"{prefix}mlp.up_proj.weight", up
-        yield f"{prefix}mlp.down_proj.weight", np.asarray(layer.down).T
+        yield from name_layer(config, layer, f"model.layers.{i}.")
+        yield f"model.layers.{i}.input_layernorm.weight", layer.attention_norm
     yield "model.norm.weight", params.norm
     if params.lm_head is not None:
         yield "lm_head.weight", np.asarray(params.lm_head).T
+
+
+def name_layer(config: Any, layer: LayerParams, prefix: str) -> Iterator[tuple[str, Any]]:
+    """The weights of one layer but its attention norm, under their Hugging Face names, [out, in].
+
+    config: says num_heads, num_kv_heads and head_dim.
+    """
+    splits = np.cumsum([config.num_heads, config.num_kv_heads]) * config.head_dim
+    attention = prefix + "self_attn."
+    for name, part in zip("qkv", np.split(np.asarray(layer.qkv).T, splits), strict=True):
+        yield f"{attention}{name}_proj.weight", part
+    if layer.qkv_bias is not None:
+        for name, part in zip("qkv", np.split(np.asarray(layer.qkv_bias), splits), strict=True):
+            yield f"{attention}{name}_proj.bias", part
+    if layer.q_norm is not None:
+        yield f"{attention}q_norm.weight", layer.q_norm
+        yield f"{attention}k_norm.weight", layer.k_norm
+    yield f"{attention}o_proj.weight", np.asarray(layer.o).T
+    if layer.o_bias is not None:
+        yield f"{attention}o_proj.bias", layer.o_bias
+    yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm
+    gate, up = np.split(np.asarray(layer.gate_up).T, 2)
+    yield f"{prefix}mlp.gate_proj.weight", gate
+    yield f"{prefix}mlp.up_proj.weight", up
+    yield f"{prefix}mlp.down_proj.weight", np.asarray(layer.down).T

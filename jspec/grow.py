@@ -198,7 +198,7 @@ def draw_topology(depth: int, width: int, num_nodes: int) -> tuple[int, ...]:
     return (0, *[place[ranks[:-1]] for ranks in order])
 
 
-def take_parents(x: Float[Array, "B M E"], frontier: Frontier) -> Float[Array, "B M E"]:
+def take_parents(x: Float[Array, "B F E"], frontier: Frontier) -> Float[Array, "B M E"]:
     """What belongs to the parents of a frontier's nodes, from what belongs to the frontier before."""
     if frontier.parent is None:
         return x

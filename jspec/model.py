@@ -2,14 +2,15 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
 import huggingface_hub
 
-from jspec import checkpoint
+from jspec import checkpoint, eagle_checkpoint
 from jspec.checkpoint import CheckpointError
-from jspec.models import Llama
+from jspec.models import EagleHead, Llama
 from jspec.text import Tokenizer
 from jspec.types import Params
 
@@ -17,6 +18,9 @@ BUNDLED = {"python-small": "python-tiny", "python-tiny": None}
 """Models that ship with the package -> the draft each is loaded with."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+# The EAGLE authors' heads are published in this file alone. A repository that has it beside model.safetensors makes the
+# download of a draft, which is small, twice as long.
+_DRAFT_FILES = [*_HUB_FILES, "pytorch_model.bin"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,7 +28,7 @@ class Model:
     """A target ready to generate.
 
     name: where it was loaded from.
-    target, draft: configurations; `draft` is None where none was loaded.
+    target, draft: configurations; `draft` is a language model's or an EAGLE head's, or None where none was loaded.
     params: weights of both.
     tokenizer: None for a checkpoint without one, which takes and gives token ids only.
     eos: ids that end a text.
@@ -35,10 +39,12 @@ class Model:
     params: Params
     tokenizer: Tokenizer | None
     eos: tuple[int, ...]
-    draft: Llama | None = None
+    draft: Llama | EagleHead | None = None
 
     def __repr__(self) -> str:
         draft = "no draft" if self.draft is None else f"draft of {self.draft.num_layers} layers"
+        if isinstance(self.draft, EagleHead):
+            draft = f"EAGLE-{self.draft.version} head"
         shape = f"{self.target.num_layers} layers, width {self.target.hidden_size}, vocabulary {self.target.vocab_size}"
         return f"Model({self.name!r}: {shape}, {self.params.target.embed.dtype}; {draft})"
 
@@ -48,7 +54,8 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
 
     Args:
       source: "bundled:python-small", a Hugging Face directory, or a hub id such as "org/name".
-      draft: a checkpoint of a draft, named the same way. None: the draft that a bundled model comes with, or none.
+      draft: a checkpoint of a draft, named the same way: a small language model with the target's vocabulary, or an
+        EAGLE head that was made for this target. None: the draft that a bundled model comes with, or none.
       dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
 
     Raises:
@@ -63,15 +70,20 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
     tokenizer = Tokenizer.load(directory)
     if draft is None:
         return Model(str(source), loaded.config, Params(loaded.params), tokenizer, loaded.eos)
-    draft_directory = locate(draft)
+    draft_directory = locate(draft, _DRAFT_FILES)
     _check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
-    small = checkpoint.load(draft_directory, dtype=dtype)
+    if eagle_checkpoint.is_head(draft_directory):
+        small = eagle_checkpoint.load(draft_directory, target=loaded.config, dtype=dtype)
+    else:
+        small = checkpoint.load(draft_directory, dtype=dtype)
     params = Params(loaded.params, small.params)
     return Model(str(source), loaded.config, params, tokenizer, loaded.eos, small.config)
 
 
-def locate(source: str | Path) -> Path:
+def locate(source: str | Path, files: Sequence[str] = _HUB_FILES) -> Path:
     """The directory of a checkpoint, downloaded from the hub if it is a hub id.
+
+    files: patterns of the files that are downloaded.
 
     Raises:
       ValueError: an unknown bundled model.
@@ -88,7 +100,7 @@ def locate(source: str | Path) -> Path:
     if isinstance(source, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise CheckpointError(f'{name}: no such directory (and no hub id of the form "organisation/name")')
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:
         raise CheckpointError(f"{name}: no such directory, and the hub gave none ({error})") from error
 

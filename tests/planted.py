@@ -89,3 +89,20 @@ def assert_counted(s, prompt=toy.LENGTHS):
 def pools(s):
     """The pools of the target's cache and, where it has one, of the drafter's."""
     return [cache.pool for cache in (s.cache, getattr(s.draft, "cache", None)) if cache is not None]
+
+
+def best_first_by_hand(law, root, depth, width, nodes):
+    """Tokens and parents of the tree that EAGLE-2 keeps, of all that it proposes; law: path -> log-probabilities."""
+    proposed, frontier = [], [((), np.float32(0), None)]
+    for _ in range(depth):
+        fresh = []
+        for path, score, number in frontier:
+            logp = law(path)
+            for token in np.argsort(-logp, kind="stable")[:width]:
+                proposed.append(((*path, int(token)), score + logp[token], number))
+                fresh.append((*proposed[-1][:2], len(proposed) - 1))
+        frontier = sorted(fresh, key=lambda node: -node[1])[:width]
+    best = sorted(sorted(range(len(proposed)), key=lambda i: -proposed[i][1])[: nodes - 1])
+    tokens = [root] + [proposed[i][0][-1] for i in best]
+    parents = [0] + [0 if proposed[i][2] is None else best.index(proposed[i][2]) + 1 for i in best]
+    return tokens, parents

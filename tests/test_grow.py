@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from planted import best_first_by_hand
 
 from jspec import grow, tree
 from jspec.types import Proposal
@@ -57,36 +58,13 @@ def grown(depth, width, nodes, function=grow.grow, **options):
     return function(root, first, expand, [], depth=depth, width=width, num_nodes=nodes)
 
 
-def by_hand(b, depth, width, nodes):
-    """Tokens and parents of row b: all that EAGLE-2 proposes, and the best of it, in the order of proposal."""
-
-    def children(path):
-        moved = [(token + b * (i == 0)) % VOCABULARY for i, token in enumerate(path)]
-        logp = law(moved)
-        return [(int(v), logp[v]) for v in np.argsort(-logp, kind="stable")[:width]]
-
-    proposed, frontier = [], [((), np.float32(0), None)]
-    for generation in range(depth):
-        fresh = []
-        for path, score, number in frontier:
-            for token, logp in children(path):
-                proposed.append(((*path, token), score + logp, number))
-                fresh.append((*proposed[-1][:2], len(proposed) - 1))
-        frontier = sorted(fresh, key=lambda node: -node[1])[:width]
-        assert generation or len(frontier) == width
-    best = sorted(range(len(proposed)), key=lambda i: -proposed[i][1])[: nodes - 1]
-    best.sort()
-    tokens = [b] + [proposed[i][0][-1] for i in best]
-    parents = [0] + [0 if proposed[i][2] is None else best.index(proposed[i][2]) + 1 for i in best]
-    return tokens, parents
-
-
 @pytest.mark.parametrize(("depth", "width", "nodes"), [shape for shape in SHAPES if shape[0] <= 4])
 def test_the_best_tree_is_the_one_found_by_hand(depth, width, nodes):
     draft_tree = grown(depth, width, nodes)
     assert draft_tree.depth == depth
     for b in range(BATCH):
-        tokens, parents = by_hand(b, depth, width, nodes)
+        moved = functools.partial(lambda b, path: law([(t + b * (i == 0)) % VOCABULARY for i, t in enumerate(path)]), b)
+        tokens, parents = best_first_by_hand(moved, b, depth, width, nodes)
         assert list(map(int, draft_tree.tokens[b])) == tokens
         assert list(map(int, draft_tree.parents[b])) == parents
 

@@ -134,17 +134,22 @@ def head_params() -> Params:
         ids=jnp.asarray(ids),
     )
     both = Params(weights.target, head)
-    out = TARGET.forward(
-        weights.target, tree.chain(tokens), TARGET.init_cache(weights.target, 3, 4, 4), None, capture=HEAD.capture
-    )
-    positions = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
-    cache, hidden = HEAD.init_cache(head, 3, 4, 4), out.hidden[:, :-1]
-    read = HEAD.apply(both, TARGET, tokens[:, 1:], HEAD.fuse(head, hidden), positions, cache, None)
+    out, read = jax.jit(_read)(both, tokens)
     feature = np.array(read.feature).reshape(-1, width)
     feature /= np.sqrt((feature**2).mean(-1, keepdims=True) + HEAD.rms_norm_eps)
     wanted = np.array(out.logits[:, 1:][:, :, ids]).reshape(len(feature), -1)
     fitted = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ wanted)
     return Params(weights.target, dataclasses.replace(head, lm_head=jnp.asarray(fitted, jnp.float32)))
+
+
+def _read(both: Params, tokens):
+    """Forwards of the target over whole sequences, and of the head over all pairs of them."""
+    cache = TARGET.init_cache(both.target, 3, 4, 4)
+    out = TARGET.forward(both.target, tree.chain(tokens), cache, None, capture=HEAD.capture)
+    feature = HEAD.fuse(both.draft, out.hidden[:, :-1])
+    positions = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
+    cache = HEAD.init_cache(both.draft, 3, 4, 4)
+    return out, HEAD.apply(both, TARGET, tokens[:, 1:], feature, positions, cache, None)
 
 
 def bound_drafters() -> dict[str, Drafter]:

@@ -113,7 +113,7 @@ class Eagle:
             None if committed.first else committed.start,
             select=jnp.maximum(committed.length - 1, 0),
         )
-        proposal = self._propose(params, s, out.logits, jnp.zeros((column.shape[0], 1, 0), jnp.int32))
+        proposal = self._propose(params, s, out.logits, jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32))
         # Orders the write behind the last layer's read, as in `decode.cut`.
         length = jnp.where(proposal.tokens[:, 0, 0] < 0, 0, committed.length)
         return EagleState(s.draft.cache.commit(out.rows, committed.start, None, length), out.feature, proposal)
