@@ -3,6 +3,8 @@
 The shapes in the annotations of the modules that only take arrays are checked at run time, too.
 """
 
+import os
+
 import jax
 import jaxtyping
 import pytest
@@ -20,6 +22,18 @@ ARRAYS_ONLY = [
     "jspec.drafters.ngram",
 ]
 jaxtyping.install_import_hook([*ARRAYS_ONLY, "pallas_kernels"], "beartype.beartype")
+
+SLOW = "JSPEC_SLOW"
+"""Set in the environment, it runs the tests that only repeat what others show at one more point of a large matrix."""
+
+
+def pytest_collection_modifyitems(items):
+    """Skips the slow tests where they were not asked for."""
+    if not os.environ.get(SLOW):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason=f"one more point of a large matrix: needs {SLOW}=1"))
+
 
 EXTRAS = {
     "torch": "parity",

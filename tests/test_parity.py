@@ -1,9 +1,12 @@
 """Output equals `transformers`, token for token in float32, for every family, drafter, depth and page size."""
 
+import dataclasses
+
 import hf
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
 import jspec
 from jspec import checkpoint, tree
@@ -46,22 +49,54 @@ def expected(pair):
     return prompts, [hf.greedy(oracle, prompt, NEW_TOKENS) for prompt in prompts]
 
 
-DRAFTERS = [None, *[jspec.Ngram(depth=d) for d in range(1, 7)], *[jspec.Standalone(depth=d) for d in range(1, 7)]]
+@pytest.fixture(scope="module")
+def with_head(pair, expected):
+    """The same target with an EAGLE head that has seen the outputs."""
+    model, _ = pair
+    texts = np.zeros((len(LENGTHS), max(LENGTHS) + NEW_TOKENS), np.int32)
+    for row, prompt, new in zip(texts, *expected, strict=True):
+        row[: len(prompt) + len(new)] = prompt + new
+    shape = dict(vocab_size=97, draft_vocab_size=80, target_hidden_size=32, capture=(0, 1, 2))
+    head = dataclasses.replace(toy.HEAD, **shape)
+    params = toy.fit_head(model.target, head, model.params.target, texts)
+    return dataclasses.replace(model, params=params, draft=head)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
-def test_greedy_output_equals_transformers(pair, expected, drafter, page_size):
+PAGES = (1, 16, 64)
+CHAINS = [None, *[jspec.Ngram(depth=d) for d in range(1, 7)]]
+CHAINS += [make(depth=d) for make in (jspec.Standalone, jspec.Eagle) for d in range(1, 7)]
+CASES = [(drafter, page_size) for drafter in CHAINS for page_size in PAGES]
+# Each depth and each width meets each page size.
+CASES += [
+    (make(depth=depth, width=width, num_nodes=min(64, 1 + width + (depth - 1) * width**2)), PAGES[(depth + width) % 3])
+    for make in (jspec.Standalone, jspec.Eagle)
+    for depth in range(1, 7)
+    for width in range(2, 9)
+]
+
+
+def matrix():
+    """All cases, most of them marked as slow: one of six chains and one of eleven trees is not."""
+    for i, (drafter, page_size) in enumerate(CASES):
+        name, width = type(drafter).__name__, getattr(drafter, "width", 1)
+        often = drafter is None or i % (6 if width == 1 else 11) == 1
+        label = "plain" if drafter is None else f"{name}-{drafter.depth}{f'x{width}' if width > 1 else ''}"
+        yield pytest.param(drafter, page_size, id=f"{label}-{page_size}", marks=() if often else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("drafter", "page_size"), list(matrix()))
+def test_greedy_output_equals_transformers(pair, with_head, expected, drafter, page_size):
     model, oracle = pair
     prompts, wanted = expected
+    model = with_head if isinstance(drafter, jspec.Eagle) else model
     out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
     for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
         assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)
-    if isinstance(drafter, jspec.Standalone):
+    if isinstance(drafter, jspec.Standalone | jspec.Eagle):
         assert out.stats.accept_length > 1.3, "the draft is close to its target: something must be accepted"
 
 
-@pytest.mark.parametrize("drafter", [None, jspec.Ngram(depth=4), jspec.Standalone(depth=4)], ids=str)
+@pytest.mark.parametrize("drafter", [None, jspec.Ngram(depth=4), jspec.Standalone(depth=4, width=3)], ids=str)
 def test_eos_cuts_where_transformers_stops(pair, expected, drafter):
     model, oracle = pair
     prompts, plain = expected

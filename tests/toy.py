@@ -104,52 +104,57 @@ def params(draft: Llama | None = None) -> Params:
 
 @functools.cache
 def head_params() -> Params:
-    """An EAGLE-3 head that is often right on the texts of `plain_tokens`: random, but for an LM head that is fitted."""
-    matrix, width = _matrices(7, 8), HEAD.hidden_size
-    tokens, weights = jnp.asarray(plain_tokens()), params()
-    common = np.argsort(-np.bincount(np.array(tokens).ravel(), minlength=HEAD.vocab_size), kind="stable")
-    ids = np.sort(common[: HEAD.draft_vocab_size]).astype(np.int32)
+    """The target's weights and a head that is often right on the texts of `plain_tokens`."""
+    return fit_head(TARGET, HEAD, params().target, plain_tokens())
+
+
+def fit_head(target: Llama, head: EagleHead, weights: LlamaParams, tokens: np.ndarray) -> Params:
+    """An EAGLE-3 head that is random, but for an LM head that is fitted to the target's logits on some texts."""
+    matrix, width = _matrices(7, 8), head.hidden_size
+    common = np.argsort(-np.bincount(tokens.ravel(), minlength=head.vocab_size), kind="stable")
+    ids = np.sort(common[: head.draft_vocab_size]).astype(np.int32)
     layer = LayerParams(
-        attention_norm=jnp.ones(TARGET.hidden_size),
-        qkv=matrix(TARGET.hidden_size + width, (HEAD.num_heads + 2 * HEAD.num_kv_heads) * HEAD.head_dim),
+        attention_norm=jnp.ones(target.hidden_size),
+        qkv=matrix(target.hidden_size + width, (head.num_heads + 2 * head.num_kv_heads) * head.head_dim),
         qkv_bias=None,
         q_norm=None,
         k_norm=None,
-        o=matrix(HEAD.num_heads * HEAD.head_dim, width),
+        o=matrix(head.num_heads * head.head_dim, width),
         o_bias=None,
         mlp_norm=jnp.ones(width),
-        gate_up=matrix(width, 2 * HEAD.intermediate_size),
-        down=matrix(HEAD.intermediate_size, width),
+        gate_up=matrix(width, 2 * head.intermediate_size),
+        down=matrix(head.intermediate_size, width),
     )
-    head = EagleParams(
+    random = EagleParams(
         embed=None,
-        fc=matrix(len(HEAD.capture) * TARGET.hidden_size, width),
+        fc=matrix(len(head.capture) * target.hidden_size, width),
         fc_bias=None,
         fc_norms=None,
         input_norm=None,
         hidden_norm=jnp.ones(width),
         layers=(layer,),
         norm=jnp.ones(width),
-        lm_head=matrix(width, HEAD.draft_vocab_size),
+        lm_head=matrix(width, head.draft_vocab_size),
         ids=jnp.asarray(ids),
     )
-    both = Params(weights.target, head)
-    out, read = jax.jit(_read)(both, tokens)
-    feature = np.array(read.feature).reshape(-1, width)
-    feature /= np.sqrt((feature**2).mean(-1, keepdims=True) + HEAD.rms_norm_eps)
-    wanted = np.array(out.logits[:, 1:][:, :, ids]).reshape(len(feature), -1)
+    read = jax.jit(_read, static_argnames=("target", "head"))
+    logits, feature = read(Params(weights, random), jnp.asarray(tokens), target=target, head=head)
+    feature = np.array(feature).reshape(-1, width)
+    feature /= np.sqrt((feature**2).mean(-1, keepdims=True) + head.rms_norm_eps)
+    wanted = np.array(logits[:, 1:][:, :, ids]).reshape(len(feature), -1)
     fitted = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ wanted)
-    return Params(weights.target, dataclasses.replace(head, lm_head=jnp.asarray(fitted, jnp.float32)))
+    return Params(weights, dataclasses.replace(random, lm_head=jnp.asarray(fitted, jnp.float32)))
 
 
-def _read(both: Params, tokens):
-    """Forwards of the target over whole sequences, and of the head over all pairs of them."""
-    cache = TARGET.init_cache(both.target, 3, 4, 4)
-    out = TARGET.forward(both.target, tree.chain(tokens), cache, None, capture=HEAD.capture)
-    feature = HEAD.fuse(both.draft, out.hidden[:, :-1])
+def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
+    """The target's logits over whole sequences, and what the head makes of all pairs of them."""
+    rows = len(tokens)
+    cache = target.init_cache(both.target, rows, 4, 4)
+    out = target.forward(both.target, tree.chain(tokens), cache, None, capture=head.capture)
+    feature = head.fuse(both.draft, out.hidden[:, :-1])
     positions = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
-    cache = HEAD.init_cache(both.draft, 3, 4, 4)
-    return out, HEAD.apply(both, TARGET, tokens[:, 1:], feature, positions, cache, None)
+    cache = head.init_cache(both.draft, rows, 4, 4)
+    return out.logits, head.apply(both, target, tokens[:, 1:], feature, positions, cache, None).feature
 
 
 def bound_drafters() -> dict[str, Drafter]:
