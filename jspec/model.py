@@ -14,8 +14,8 @@ from jspec.models import EagleHead, Llama
 from jspec.text import Tokenizer
 from jspec.types import Params
 
-BUNDLED = {"python-small": "python-tiny", "python-tiny": None}
-"""Models that ship with the package -> the draft each is loaded with."""
+BUNDLED = {"python-small": {"eagle": "python-eagle3", "standalone": "python-tiny"}, "python-tiny": {}}
+"""Models that ship with the package -> drafter -> its draft, which ships too; the first is the default."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 # The EAGLE authors' heads are published in this file alone. A repository that has it beside model.safetensors makes the
@@ -63,9 +63,7 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
       ValueError: an unknown dtype or bundled model, or a draft whose tokenizer is another one.
     """
     directory = locate(source)
-    if draft is None and str(source).startswith("bundled:"):
-        companion = BUNDLED[directory.name]
-        draft = f"bundled:{companion}" if companion else None
+    draft = bundled_draft(source) if draft is None else draft
     loaded = checkpoint.load(directory, dtype=dtype)
     tokenizer = Tokenizer.load(directory)
     if draft is None:
@@ -80,6 +78,13 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
     return Model(str(source), loaded.config, params, tokenizer, loaded.eos, small.config)
 
 
+def bundled_draft(source: str | Path, drafter: str | None = None) -> str | None:
+    """The bundled draft of a bundled model for a drafter; None: its default. None where there is none."""
+    drafts = BUNDLED.get(str(source).removeprefix("bundled:"), {}) if str(source).startswith("bundled:") else {}
+    name = next(iter(drafts.values()), None) if drafter is None else drafts.get(drafter)
+    return name and f"bundled:{name}"
+
+
 def locate(source: str | Path, files: Sequence[str] = _HUB_FILES) -> Path:
     """The directory of a checkpoint, downloaded from the hub if it is a hub id.
 
@@ -92,8 +97,9 @@ def locate(source: str | Path, files: Sequence[str] = _HUB_FILES) -> Path:
     name = str(source)
     if name.startswith("bundled:"):
         short = name.removeprefix("bundled:")
-        if short not in BUNDLED:
-            raise ValueError(f"{name!r} is unknown; bundled models are {', '.join(sorted(BUNDLED))}")
+        known = sorted({*BUNDLED, *(draft for drafts in BUNDLED.values() for draft in drafts.values())})
+        if short not in known:
+            raise ValueError(f"{name!r} is unknown; bundled models are {', '.join(known)}")
         return Path(str(resources.files("jspec"))) / "assets" / short
     if Path(source).is_dir():
         return Path(source)

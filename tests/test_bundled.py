@@ -8,14 +8,29 @@ import pytest
 import jspec
 from jspec import tree
 from jspec.evaluate import count_repeated, evaluate, heldout_prompts
+from jspec.generate import choose
 from jspec.model import BUNDLED, locate
 
 MEGABYTE = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def model():
-    return jspec.load("bundled:python-small", dtype="float32")
+def models():
+    """The target with each of its drafts, by drafter."""
+    drafts = {name: f"bundled:{draft}" for name, draft in BUNDLED["python-small"].items()}
+    return {name: jspec.load("bundled:python-small", draft=draft, dtype="float32") for name, draft in drafts.items()}
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models["standalone"]
+
+
+def test_the_eagle_head_is_the_default_draft():
+    model = jspec.load("bundled:python-small")
+    assert repr(model).endswith("EAGLE-3 head)")
+    assert model.draft.draft_vocab_size < model.target.vocab_size
+    assert isinstance(choose("auto", model), jspec.Eagle)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +67,10 @@ PROMPTS, NEW_TOKENS = slice(0, 4), 48
 PAGE_SIZES = (1, 16, 64)
 # Each depth and each page size; all their pairs are in test_parity.py, on smaller models.
 SETTINGS = [(None, page_size) for page_size in PAGE_SIZES]
-SETTINGS += [(jspec.Ngram(depth=depth), PAGE_SIZES[depth % 3]) for depth in range(1, 7)]
-SETTINGS += [(jspec.Standalone(depth=depth), PAGE_SIZES[(depth + 1) % 3]) for depth in range(1, 7)]
+SETTINGS += [(jspec.Ngram(depth=depth), PAGE_SIZES[depth % 3]) for depth in (1, 3, 5)]
+SETTINGS += [(jspec.Standalone(depth=depth), PAGE_SIZES[(depth + 1) % 3]) for depth in (2, 6)]
+SETTINGS += [(jspec.Eagle(depth=depth), PAGE_SIZES[depth % 3]) for depth in (3, 5)]
+SETTINGS += [(jspec.Eagle(depth=5, width=8, num_nodes=32), 16), (jspec.Standalone(depth=4, width=3), 1)]
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +89,11 @@ def continued(model, oracle):
 
 
 @pytest.mark.parametrize("drafter, page_size", SETTINGS, ids=str)
-def test_greedy_output_equals_transformers(model, continued, drafter, page_size):
+def test_greedy_output_equals_transformers(models, continued, drafter, page_size):
     import hf
 
     reference, ids, whole, *_ = continued
+    model = models["eagle" if isinstance(drafter, jspec.Eagle) else "standalone"]
     out = jspec.generate(model, ids, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
     for prompt, ours, theirs in zip(ids, out.tokens, whole, strict=True):
         assert ours == theirs, hf.margin(reference, prompt, ours, theirs)
@@ -89,11 +107,28 @@ def test_stop_strings_end_where_transformers_ends(model, continued, drafter):
     assert "stop" in out.finish_reason
 
 
-def test_the_draft_is_worth_its_time(model):
+@pytest.mark.parametrize(
+    ("name", "drafter", "floor"),
+    (
+        ("standalone", jspec.Standalone(depth=4), 1.9),
+        ("eagle", jspec.Eagle(depth=5), 2.5),
+        ("eagle", jspec.Eagle(depth=5, width=8, num_nodes=32), 3.2),
+    ),
+    ids=str,
+)
+def test_a_draft_is_worth_its_time(models, name, drafter, floor):
     """A floor well under the figure of docs/log.md, on a few prompts: a draft that has come loose falls far below."""
-    out = evaluate(model, heldout_prompts()[:6], jspec.Standalone(depth=4), max_new_tokens=48, batch=6)
-    assert out.accept_length > 1.9
+    out = evaluate(models[name], heldout_prompts()[:6], drafter, max_new_tokens=48, batch=6)
+    assert out.accept_length > floor
     assert (np.diff(out.acceptance_by_position) <= 0).all()
+
+
+def test_sampling_with_the_head_is_plain_sampling(models):
+    options = dict(sampling=jspec.Sampling(temperature=0.9, top_p=0.95), seed=5, max_new_tokens=32)
+    prompts = heldout_prompts()[:4]
+    plain = jspec.generate(models["eagle"], prompts, drafter=None, **options)
+    for drafter in (jspec.Eagle(depth=5), jspec.Eagle(depth=5, width=8, num_nodes=32)):
+        assert jspec.generate(models["eagle"], prompts, drafter=drafter, **options).tokens == plain.tokens
 
 
 def test_heldout_prompts_are_what_the_card_says():

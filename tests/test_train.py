@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+ocp = pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
 from jspec import checkpoint, tree  # noqa: E402
 from jspec.models import Llama  # noqa: E402
 from jspec.train import batches, cli, lm, model, objective, text, tokenizer  # noqa: E402
+from jspec.train.loop import Intervals  # noqa: E402
 from jspec.train.objective import Recipe, Setup  # noqa: E402
 
 SMALL = Llama(
@@ -31,7 +32,7 @@ SMALL = Llama(
 )
 TINY = dataclasses.replace(SMALL, hidden_size=16, qk_norm=False, tie_embeddings=False)
 RECIPE = Recipe(steps=12, batch_tokens=128, length=16, learning_rate=1e-2, warmup=2)
-OFTEN = lm.Intervals(log=1, evaluate=6, checkpoint=4)
+OFTEN = Intervals(log=1, evaluate=6, checkpoint=4)
 
 
 @pytest.fixture(scope="module")
@@ -184,9 +185,9 @@ def test_the_commands_write_models_that_load_again(data_directory, tmp_path):
     loaded = checkpoint.load(tiny, dtype="float32")
     assert loaded.config == dataclasses.replace(TINY, vocab_size=280) and loaded.eos == (0,)
     recipe = Recipe(steps=4, batch_tokens=64, length=16)
-    with lm.ocp.CheckpointManager((tmp_path / "w2" / "checkpoints").resolve()) as manager:
+    with ocp.CheckpointManager((tmp_path / "w2" / "checkpoints").resolve()) as manager:
         like = jax.eval_shape(lambda: objective.init(setup_for(loaded.config, recipe)))
-        trained = manager.restore(4, args=lm.ocp.args.StandardRestore(like)).params
+        trained = manager.restore(4, args=ocp.args.StandardRestore(like)).params
     tokens = jnp.arange(16, dtype=jnp.int32)[None]
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), trained)
     wanted = model.logits(loaded.config, rounded, tokens, "float32")

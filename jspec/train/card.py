@@ -1,13 +1,13 @@
 """The model card: what a trained model is, what it was trained on, how good it is, and how to repeat it."""
 
 import argparse
-import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jspec.train import model
+from jspec.train import model, options
 from jspec.train.objective import Recipe, Setup, TrainState
 
 _HEADER = """---
@@ -31,38 +31,51 @@ def write(setup: Setup, state: TrainState, args: argparse.Namespace, *, device: 
 
     device: what it was trained on, in words.
     """
-    manifest = json.loads((args.data / "data.json").read_text(encoding="utf-8"))
-    metrics = [json.loads(line) for line in (args.work / "metrics.jsonl").read_text().splitlines()]
-    final = next(line for line in reversed(metrics) if "heldout_bits_per_byte" in line)
+    manifest, final = read(args, "heldout_bits_per_byte")
     sections = [
         _HEADER + f"# {args.out.name}",
         _architecture(setup, state),
         _training(setup, manifest, final, int(state.step), args, device),
         _USE.format(context=setup.config.max_length, length=setup.recipe.length),
         "## To repeat\n\n```\n" + "\n".join(commands(setup.recipe, manifest, args)) + "\n```",
-        _packages(manifest),
+        packages(manifest),
     ]
     return "\n\n".join(sections) + "\n"
 
 
+def read(args: argparse.Namespace, figure: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The data's manifest, and the last line of the metrics that has `figure`."""
+    manifest = json.loads((args.data / "data.json").read_text(encoding="utf-8"))
+    metrics = [json.loads(line) for line in (args.work / "metrics.jsonl").read_text().splitlines()]
+    return manifest, next(line for line in reversed(metrics) if figure in line)
+
+
+def data_command(manifest: dict[str, Any]) -> str:
+    """The command that makes the data again."""
+    heldout = " ".join(package["name"] for package in manifest["packages"] if package["heldout"])
+    given = manifest.get("tokenizer")
+    vocabulary = f"--tokenizer {given}" if given else f"--vocab-size {manifest['vocab_size']}"
+    return f"jspec train data --out data {vocabulary} --heldout {heldout}"
+
+
+def rows_command(rows: Path, model_name: str) -> str:
+    """The command that has the model write the token file `rows`, named rows.npy."""
+    count, width = np.load(rows, mmap_mode="r").shape
+    prompts = "data/train_prompts.json"
+    return f"jspec train text --model {model_name} --prompts {prompts} --out rows.npy --rows {count} --width {width}"
+
+
 def commands(recipe: Recipe, manifest: dict[str, Any], args: argparse.Namespace) -> list[str]:
     """The commands that make this model again, with relative paths."""
-    heldout = " ".join(package["name"] for package in manifest["packages"] if package["heldout"])
-    lines = [f"jspec train data --out data --vocab-size {manifest['vocab_size']} --heldout {heldout}"]
+    lines = [data_command(manifest)]
     train = f"jspec train lm --data data --work runs/{args.out.name} --out {args.out.name}"
     train += f" --shape {args.shape}" if args.shape else " --config CONFIG"
     if args.rows is not None:
-        rows, width = np.load(args.rows, mmap_mode="r").shape
-        text = f"jspec train text --model {args.teacher.name} --prompts data/train_prompts.json --out rows.npy"
-        lines.append(f"{text} --rows {rows} --width {width}")
+        lines.append(rows_command(args.rows, args.teacher.name))
         train += f" --rows rows.npy --rows-share {args.rows_share}"
     if args.teacher is not None:
         train += f" --teacher {args.teacher.name}"
-    for field in dataclasses.fields(Recipe):
-        value = getattr(recipe, field.name)
-        if value != field.default:
-            train += f" --{field.name.replace('_', '-')} {value}"
-    return [*lines, train]
+    return [*lines, train + options.describe(recipe)]
 
 
 def _architecture(setup: Setup, state: TrainState) -> str:
@@ -109,7 +122,8 @@ def _training(setup: Setup, manifest: dict[str, Any], final: dict[str, Any], ste
     return "## Training\n\n" + "\n".join(lines)
 
 
-def _packages(manifest: dict[str, Any]) -> str:
+def packages(manifest: dict[str, Any]) -> str:
+    """The section that names each package of the data, with its licence."""
     rows = [
         f"| {package['name']} | {package['version']} | {package['licence']} | {package['files']:,} | "
         f"{package['bytes']:,} | {'held out' if package['heldout'] else 'train'} |"

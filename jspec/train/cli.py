@@ -4,11 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jspec.train import data, lm, text
+from jspec.train import data, eagle3, lm, text
 
 _COMMANDS = {
     "data": (data, "token files, a tokenizer and prompts from the installed packages"),
     "lm": (lm, "train a language model from scratch, or a draft from a teacher"),
+    "eagle3": (eagle3, "train an EAGLE-3 head for a target"),
     "text": (text, "text that a target writes greedily, for its draft to learn from"),
 }
 

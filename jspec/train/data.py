@@ -44,18 +44,33 @@ class PromptLimits:
 
 
 def build(
-    directory: Path, collected: Corpus, *, vocab_size: int, max_length: int, limits: PromptLimits, processes: int = 1
+    directory: Path,
+    collected: Corpus,
+    *,
+    vocab_size: int,
+    max_length: int,
+    limits: PromptLimits,
+    processes: int = 1,
+    given: Path | None = None,
 ) -> dict:
     """Writes all files into `directory`, which is made if needed; returns the manifest (data.json).
 
+    given: a directory with a tokenizer to use, whatever `vocab_size`; None: one is trained.
+
     Raises:
-      ValueError: nothing on one side of the split, or a vocabulary that is too small or too large.
+      ValueError: nothing on one side of the split, a vocabulary that is too small or too large, or a given tokenizer
+        that is not of the kind that is trained here.
+      FileNotFoundError: no tokenizer where one was given.
     """
     for side in ("train", "heldout"):
         if not getattr(collected, side):
             raise ValueError(f"{side}: no file of a permissive package is left; are its packages installed?")
     directory.mkdir(parents=True, exist_ok=True)
-    bpe = tokenizer.train(_sample(collected.train, TOKENIZER_BYTES), vocab_size)
+    if given is None:
+        bpe = tokenizer.train(_sample(collected.train, TOKENIZER_BYTES), vocab_size)
+    else:
+        bpe = tokenizer.load(given)
+        tokenizer.check(bpe, given)
     tokenizer.save(bpe, directory, max_length)
     tokens = {}
     for side, documents in (("train", collected.train), ("heldout", collected.heldout)):
@@ -63,6 +78,8 @@ def build(
         np.save(directory / f"{side}.npy", encoded)
         tokens[side] = len(encoded)
     manifest = describe(collected, tokens, bpe.get_vocab_size())
+    if given is not None:
+        manifest["tokenizer"] = given.name
     _write_json(directory / "data.json", manifest)
     kept = extract_prompts(collected.heldout, bpe, limits.heldout, limits, processes)
     _write_json(directory / "heldout_prompts.json", kept)
@@ -155,6 +172,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--heldout", nargs="+", default=HELDOUT, metavar="PACKAGE", help="packages not to train on")
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens of the vocabulary (default: 4096)")
+    parser.add_argument("--tokenizer", type=Path, help="directory of a tokenizer to use (default: one is trained)")
     parser.add_argument("--max-length", type=int, default=1024, help="context written to the tokenizer (default: 1024)")
     parser.add_argument("--heldout-prompts", type=int, default=128, help="prompts to keep (default: 128)")
     parser.add_argument("--processes", type=int, default=1, help="processes that parse source (default: 1)")
@@ -170,6 +188,7 @@ def main(args: argparse.Namespace) -> int:
         max_length=args.max_length,
         limits=PromptLimits(heldout=args.heldout_prompts),
         processes=args.processes,
+        given=args.tokenizer,
     )
     print(json.dumps({key: value for key, value in manifest.items() if key != "packages"}, indent=1))
     return 0

@@ -5,22 +5,18 @@ Writes an ordinary Hugging Face directory with a model card, metrics as JSON lin
 
 import argparse
 import dataclasses
-import json
 import math
-import time
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
-from tqdm import tqdm
 
 from jspec import checkpoint
 from jspec.models import LlamaParams
-from jspec.train import batches, card, model, objective, tokenizer
+from jspec.train import batches, card, loop, model, objective, options, tokenizer
 from jspec.train.batches import Source
+from jspec.train.loop import DEFAULT_INTERVALS, Intervals
 from jspec.train.objective import Recipe, Setup, TrainState
 
 MAX_SHARD_BYTES = 9_000_000
@@ -35,15 +31,6 @@ class Heldout:
     byte_counts: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class Intervals:
-    """After how many steps to log, to evaluate and to write a checkpoint."""
-
-    log: int = 50
-    evaluate: int = 500
-    checkpoint: int = 1000
-
-
 def train(
     setup: Setup,
     sources: tuple[Source, ...],
@@ -52,7 +39,7 @@ def train(
     teacher: LlamaParams | None = None,
     directory: Path,
     resume: bool = False,
-    intervals: Intervals = Intervals(),
+    intervals: Intervals = DEFAULT_INTERVALS,
     stop_after: int | None = None,
 ) -> TrainState:
     """Trains to the recipe's last step, or to step `stop_after`, and leaves a checkpoint there.
@@ -67,27 +54,26 @@ def train(
       FileExistsError: checkpoints there, and `resume` not asked for.
     """
     check(setup, heldout)
-    directory.mkdir(parents=True, exist_ok=True)
-    recipe, last = setup.recipe, min(setup.recipe.steps, stop_after or setup.recipe.steps)
-    options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
-    with ocp.CheckpointManager((directory / "checkpoints").resolve(), options=options) as manager:
-        state = _start(manager, setup, directory, resume)
-        log = Metrics(directory / "metrics.jsonl", keep=resume)
-        for step in tqdm(
-            range(int(state.step), last), initial=int(state.step), total=last, mininterval=5, disable=None
-        ):
-            batch = batches.draw(
-                sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length
-            )
-            state, loss, norm = objective.train_step(state, teacher, jnp.asarray(batch), setup=setup)
-            done = step + 1
-            if done % intervals.log == 0 or done == last:
-                log.write(step=done, loss=float(loss), gradient_norm=float(norm), rate=_rate(recipe, step))
-            if done % intervals.evaluate == 0 or done == last:
-                log.write(step=done, **evaluate(state.params, heldout, setup, teacher))
-            if done % intervals.checkpoint == 0 or done == last:
-                manager.save(done, args=ocp.args.StandardSave(state))  # type: ignore[call-arg]
-    return state
+    recipe = setup.recipe
+
+    def advance(state: TrainState, step: int):
+        batch = batches.draw(
+            sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length
+        )
+        return objective.train_step(state, teacher, jnp.asarray(batch), setup=setup)
+
+    return loop.run(
+        directory,
+        init=lambda: objective.init(setup),
+        advance=advance,
+        evaluate=lambda state: evaluate(state.params, heldout, setup, teacher),
+        steps=recipe.steps,
+        schedule=recipe.schedule(),
+        recipe=dataclasses.asdict(recipe),
+        resume=resume,
+        intervals=intervals,
+        stop_after=stop_after,
+    )
 
 
 def evaluate(
@@ -133,85 +119,19 @@ def check(setup: Setup, heldout: Heldout) -> None:
         raise ValueError(f"steps={recipe.steps}: give at least 2")
 
 
-class Metrics:
-    """Appends lines of JSON, each with the seconds trained so far, earlier runs included, and echoes evaluations."""
-
-    def __init__(self, path: Path, *, keep: bool):
-        self.path, self.began, self.before = path, time.monotonic(), 0.0
-        if keep and path.exists():
-            self.before = json.loads(path.read_text().splitlines()[-1])["seconds"]
-        else:
-            path.write_text("")
-
-    def write(self, **values: Any) -> None:
-        """Appends one line."""
-        values["seconds"] = round(self.before + time.monotonic() - self.began, 1)
-        line = json.dumps(values)
-        with self.path.open("a") as file:
-            file.write(line + "\n")
-        if "heldout_bits_per_byte" in values:
-            tqdm.write(line)
-
-
-def _rate(recipe: Recipe, step: int) -> float:
-    rate: Any = recipe.schedule()(step)
-    return float(rate)
-
-
-def _start(manager: ocp.CheckpointManager, setup: Setup, directory: Path, resume: bool) -> TrainState:
-    """The state to begin with: fresh, or the latest checkpoint's if its recipe is this one."""
-    numbers, path, latest = dataclasses.asdict(setup.recipe), directory / "recipe.json", manager.latest_step()
-    if not resume:
-        if latest is not None:
-            raise FileExistsError(
-                f"{directory}: holds a checkpoint of step {latest}; resume, or give another directory"
-            )
-        path.write_text(json.dumps(numbers, indent=2) + "\n")
-        return objective.init(setup)
-    if latest is None:
-        raise FileNotFoundError(f"{directory}: no checkpoint to resume from")
-    before = json.loads(path.read_text())
-    changed = [
-        f"{name}={numbers[name]} (was {before.get(name)})" for name in numbers if numbers[name] != before.get(name)
-    ]
-    if changed:
-        raise ValueError(f"{directory}: the checkpoint was made with another recipe: {', '.join(changed)}")
-    like = jax.eval_shape(lambda: objective.init(setup))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), like)
-    return manager.restore(latest, args=ocp.args.StandardRestore(like))  # type: ignore[call-arg]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `jspec train lm`."""
-    parser.add_argument("--data", type=Path, required=True, help="directory that `jspec train data` wrote")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
-    parser.add_argument("--work", type=Path, required=True, help="directory for checkpoints and metrics")
+    options.add(parser, Recipe)
     parser.add_argument("--shape", choices=sorted(model.SHAPES), help="a shape by name")
     parser.add_argument("--config", type=Path, help="or a directory whose config.json describes the model")
     parser.add_argument("--teacher", type=Path, help="directory of a model to distil from (default: none)")
-    parser.add_argument("--rows", type=Path, help="a token file of whole sequences, from `jspec train text`")
-    parser.add_argument("--rows-share", type=float, default=0.5, help="share of batches from --rows (default: 0.5)")
-    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --work")
-    parser.add_argument("--stop-after", type=int, help="end at this step; the schedule stays that of all steps")
-    parser.add_argument("--eval-every", type=int, default=Intervals.evaluate, help="steps between evaluations")
-    parser.add_argument("--checkpoint-every", type=int, default=Intervals.checkpoint, help="steps between checkpoints")
-    for field in dataclasses.fields(Recipe):
-        required = field.default is dataclasses.MISSING
-        parser.add_argument(
-            "--" + field.name.replace("_", "-"),
-            type=float if field.type is float else int,
-            required=required,
-            default=None if required else field.default,
-            help="" if required else f"(default: {field.default})",
-        )
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs `jspec train lm`."""
     if (args.shape is None) == (args.config is None):
         raise ValueError("give --shape or --config, one of the two")
-    recipe = Recipe(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Recipe)})
+    recipe = options.recipe(args, Recipe)
     bpe = tokenizer.load(args.data)
     config = (
         model.SHAPES[args.shape]
@@ -220,22 +140,18 @@ def main(args: argparse.Namespace) -> int:
     )
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     teacher = None if args.teacher is None else checkpoint.load(args.teacher, dtype=dtype)
-    sources = (Source(batches.open_tokens(args.data / "train.npy", vocab_size=config.vocab_size)),)
-    if args.rows is not None:
-        rows = batches.open_tokens(args.rows, vocab_size=config.vocab_size)
-        sources = (dataclasses.replace(sources[0], share=1 - args.rows_share), Source(rows, args.rows_share))
     heldout = Heldout(
         batches.open_tokens(args.data / "heldout.npy", vocab_size=config.vocab_size), tokenizer.byte_counts(bpe)
     )
     setup = Setup(config, recipe, None if teacher is None else teacher.config, dtype)
     state = train(
         setup,
-        sources,
+        options.sources(args, config.vocab_size),
         heldout,
         teacher=None if teacher is None else teacher.params,
         directory=args.work,
         resume=args.resume,
-        intervals=Intervals(evaluate=args.eval_every, checkpoint=args.checkpoint_every),
+        intervals=options.intervals(args),
         stop_after=args.stop_after,
     )
     export(args.out, setup, state, args)

@@ -1,6 +1,7 @@
 """A model while it is trained: its first weights, and its forward over whole sequences without a cache."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,7 +38,8 @@ SHAPES = {
 }
 """The shapes of the bundled models, by name."""
 
-_EMBEDDING_SPREAD = 0.02
+EMBEDDING_SPREAD = 0.02
+"""Of an embedding's first values."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,40 +65,48 @@ class CausalAttention:
 def init_params(config: Llama, key: Key[Array, ""]) -> LlamaParams:
     """Random weights in float32: matrices of spread in^-0.5, those that end a residual branch less by depth."""
     keys = iter(jax.random.split(key, 4 * config.num_layers + 2))
-    width, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys_values = config.num_heads * dim, 2 * config.num_kv_heads * dim
+    width = config.hidden_size
     branch = (2 * config.num_layers) ** -0.5
-
-    def matrix(rows: int, columns: int, factor: float = 1.0) -> Array:
-        return jax.random.normal(next(keys), (rows, columns), jnp.float32) * (factor * rows**-0.5)
-
-    def bias(size: int) -> Array | None:
-        return jnp.zeros(size, jnp.float32) if config.attention_bias else None
-
-    def norm(size: int) -> Array:
-        return jnp.ones(size, jnp.float32)
-
-    def layer() -> LayerParams:
-        return LayerParams(
-            attention_norm=norm(width),
-            qkv=matrix(width, queries + keys_values),
-            qkv_bias=bias(queries + keys_values),
-            q_norm=norm(dim) if config.qk_norm else None,
-            k_norm=norm(dim) if config.qk_norm else None,
-            o=matrix(queries, width, branch),
-            o_bias=bias(width),
-            mlp_norm=norm(width),
-            gate_up=matrix(width, 2 * mlp),
-            down=matrix(mlp, width, branch),
-        )
-
-    embed = jax.random.normal(next(keys), (config.vocab_size, width), jnp.float32) * _EMBEDDING_SPREAD
-    head = None if config.tie_embeddings else matrix(width, config.vocab_size)
-    stack = tuple(layer() for _ in range(config.num_layers))
-    return LlamaParams(embed, stack, norm(width), head)
+    embed = jax.random.normal(next(keys), (config.vocab_size, width), jnp.float32) * EMBEDDING_SPREAD
+    head = None if config.tie_embeddings else init_matrix(next(keys), width, config.vocab_size)
+    flags = {"qk_norm": config.qk_norm, "bias": config.attention_bias}
+    stack = tuple(init_layer(config, keys, read=width, branch=branch, **flags) for _ in range(config.num_layers))
+    return LlamaParams(embed, stack, jnp.ones(width, jnp.float32), head)
 
 
-def count(params: LlamaParams) -> int:
+def init_matrix(key: Key[Array, ""], rows: int, columns: int, factor: float = 1.0) -> Float[Array, "rows columns"]:
+    """Random weights in float32 of spread factor * rows^-0.5."""
+    return jax.random.normal(key, (rows, columns), jnp.float32) * (factor * rows**-0.5)
+
+
+def init_layer(
+    config: Any, keys: Iterator[Key[Array, ""]], *, read: int, branch: float, qk_norm: bool = False, bias: bool = False
+) -> LayerParams:
+    """Random weights of a decoder layer.
+
+    config: says hidden_size, intermediate_size, num_heads, num_kv_heads and head_dim.
+    keys: four of them are taken.
+    read: width of what the attention reads.
+    branch: factor of the matrices that end a residual branch.
+    """
+    width, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries = config.num_heads * dim
+    projected = queries + 2 * config.num_kv_heads * dim
+    return LayerParams(
+        attention_norm=jnp.ones(width, jnp.float32),
+        qkv=init_matrix(next(keys), read, projected),
+        qkv_bias=jnp.zeros(projected, jnp.float32) if bias else None,
+        q_norm=jnp.ones(dim, jnp.float32) if qk_norm else None,
+        k_norm=jnp.ones(dim, jnp.float32) if qk_norm else None,
+        o=init_matrix(next(keys), queries, width, branch),
+        o_bias=jnp.zeros(width, jnp.float32) if bias else None,
+        mlp_norm=jnp.ones(width, jnp.float32),
+        gate_up=init_matrix(next(keys), width, 2 * mlp),
+        down=init_matrix(next(keys), mlp, width, branch),
+    )
+
+
+def count(params: Any) -> int:
     """The number of weights."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
@@ -111,6 +121,10 @@ def logits(config: Llama, params: LlamaParams, tokens: Int[Array, "B N"], dtype:
     cast = dataclasses.replace(cast, embed=rows, lm_head=head)
     index = jnp.arange(batch * length, dtype=jnp.int32).reshape(batch, length)
     positions = jnp.arange(length, dtype=jnp.int32)[None]
+    return config.apply(cast, index, positions, causal_attention(dtype), None).logits
+
+
+def causal_attention(dtype: str) -> Any:
+    """The fastest `CausalAttention` of this machine in this precision."""
     fused = jax.default_backend() == "gpu" and dtype != "float32"
-    attention: Any = CausalAttention("cudnn" if fused else None)
-    return config.apply(cast, index, positions, attention, None).logits
+    return CausalAttention("cudnn" if fused else None)

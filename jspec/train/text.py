@@ -54,7 +54,7 @@ def _complete(config: Llama, params: LlamaParams, prompts: list[list[int]], widt
         jnp.asarray(ids),
         length,
         jnp.full_like(length, width),
-        jax.random.key(0),
+        jax.random.split(jax.random.key(0), len(prompts)),
         stopping.init(None, len(prompts)),
         target=config,
         drafter=drafter,

@@ -1,0 +1,404 @@
+"""Training of EAGLE-3 heads: the losses are SafeAILab's, what is trained is what is served, and runs resume exactly."""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
+pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+
+import jspec  # noqa: E402
+from jspec import checkpoint, eagle_checkpoint  # noqa: E402
+from jspec.models import EagleHead, EagleParams, Llama, LlamaParams  # noqa: E402
+from jspec.models.llama import LayerParams  # noqa: E402
+from jspec.train import batches, cli, eagle3, head, model, text, tokenizer, ttt  # noqa: E402
+from jspec.train.head import HeadRecipe, HeadSetup  # noqa: E402
+from jspec.train.loop import Intervals  # noqa: E402
+from jspec.types import Params  # noqa: E402
+
+STEPS = 7
+TARGET = Llama(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_length=64,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+RECIPE = HeadRecipe(
+    steps=30, batch_tokens=96, length=24, learning_rate=1e-2, warmup=2, ttt_steps=3, draft_vocab_size=40
+)
+CONFIG = head.configure(TARGET, capture=(1, 2, 4), draft_vocab_size=40)
+SETUP = HeadSetup(CONFIG, TARGET, RECIPE, "float32")
+INIT_TARGET = jax.jit(model.init_params, static_argnums=0)
+OFTEN = Intervals(log=1, evaluate=10, checkpoint=10)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Random weights and inputs of a head, and what SafeAILab's own torch layer makes of them: the losses of its
+    training-time test (without attention mask) and the gradients of their sum weighted by 0.8^k.
+    """
+    with np.load(Path(__file__).parent / "data" / "ttt_ref.npz") as stored:
+        return dict(stored)
+
+
+def read_head(reference, prefix):
+    """The arrays under the names that a checkpoint has, as the weights of a head."""
+    named = {name.removeprefix(prefix): jnp.asarray(reference[name]) for name in reference if name.startswith(prefix)}
+    attention, mlp = "midlayer.self_attn.{}_proj.weight", "midlayer.mlp.{}_proj.weight"
+    layer = LayerParams(
+        attention_norm=named["midlayer.input_layernorm.weight"],
+        qkv=jnp.concatenate([named[attention.format(name)] for name in "qkv"]).T,
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        o=named[attention.format("o")].T,
+        o_bias=None,
+        mlp_norm=named["midlayer.post_attention_layernorm.weight"],
+        gate_up=jnp.concatenate([named[mlp.format(name)] for name in ("gate", "up")]).T,
+        down=named[mlp.format("down")].T,
+    )
+    return EagleParams(
+        embed=None,
+        fc=named["fc.weight"].T,
+        fc_bias=None,
+        fc_norms=None,
+        input_norm=None,
+        hidden_norm=named["midlayer.hidden_norm.weight"],
+        layers=(layer,),
+        norm=named["norm.weight"],
+        lm_head=named["lm_head.weight"].T,
+        ids=None,
+    )
+
+
+def test_losses_and_gradients_are_those_of_the_authors(reference):
+    shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
+    target = Llama(num_layers=7, head_dim=8, max_length=64, **shape)
+    config = head.configure(target, draft_vocab_size=24)
+    assert config.capture == (2, 3, 4) and config.rms_norm_eps == 1e-5 and config.rope_theta == 10000
+    frozen = LlamaParams(jnp.asarray(reference["emb"]), (), jnp.ones(32), None)
+    tokens = jnp.asarray(reference["ids"], jnp.int32)
+    ids = jnp.asarray(np.flatnonzero(reference["t2d"]), jnp.int32)
+    lesson = ttt.teach(jnp.asarray(reference["tlogits"]), ids)
+
+    @jax.jit
+    @partial(jax.grad, has_aux=True)
+    def run(params):
+        inputs = (tokens, jnp.asarray(reference["aux"]), lesson, jnp.asarray(reference["lm"]))
+        found = ttt.figures(config, target, Params(frozen, params), *inputs, STEPS)
+        return ttt.total(found.loss, 0.8), found.loss
+
+    gradient, losses = run(read_head(reference, "w:"))
+    np.testing.assert_allclose(losses, reference["losses"], rtol=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(read_head(reference, "g:")), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6 * float(abs(theirs).max()))
+
+
+@pytest.fixture(scope="module")
+def target():
+    """Random weights; the embedding is large, so that the target is sure of what it says."""
+    params = INIT_TARGET(TARGET, jax.random.key(3))
+    return dataclasses.replace(params, embed=20 * params.embed)
+
+
+@pytest.fixture(scope="module")
+def rows(target):
+    """Text that the target writes."""
+    prompts = np.random.default_rng(0).integers(0, 61, (32, 4)).tolist()
+    return text.complete(TARGET, target, prompts, width=24, batch=32)
+
+
+@pytest.fixture(scope="module")
+def sources(rows):
+    return (batches.Source(rows, 0.75), batches.Source((np.arange(2000) * 7 % 61).astype(np.uint16), 0.25))
+
+
+@pytest.fixture(scope="module")
+def heldout(rows):
+    return rows[:8].reshape(-1)
+
+
+def random_head(target):
+    """Weights whose norms and matrices all matter."""
+    ids = jnp.asarray(np.arange(0, 60, 60 / CONFIG.draft_vocab_size), jnp.int32)
+    state = head.init(SETUP, target, ids)
+    random = np.random.default_rng(6)
+    params = jax.tree.map(lambda leaf: leaf + random.normal(0, 0.2, leaf.shape).astype(np.float32), state.params)
+    return dataclasses.replace(params, ids=ids)
+
+
+def random_tokens(batch, length):
+    return jnp.asarray(np.random.default_rng(2).integers(0, 61, (batch, length)), jnp.int32)
+
+
+def lines(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_what_is_trained_is_what_is_served(target):
+    """Step k of row p is the k-th draft of a decoder whose cache holds the rows 0 to p."""
+    params, tokens = Params(target, random_head(target)), random_tokens(2, 12)
+    hidden, _ = head.observe(SETUP, target, tokens, None)
+    fused = CONFIG.fuse(params.draft, hidden)
+    feature, earlier, trained = fused, None, []
+    forward, apply = jax.jit(ttt.forward, static_argnums=(0, 1, 6)), jax.jit(CONFIG.apply, static_argnums=1)
+    for step in range(4):
+        trained.append(forward(CONFIG, TARGET, params, tokens, feature, earlier, step))
+        feature, earlier = trained[-1].feature, trained[-1].rows
+    for p in (0, 7):
+        cache = CONFIG.init_cache(params.draft, 2, 12, 4)
+        positions = jnp.arange(p + 1, dtype=jnp.int32)[None]
+        last, count = jnp.full(2, p, jnp.int32), jnp.full(2, p + 1, jnp.int32)
+        out = apply(params, TARGET, tokens[:, 1 : p + 2], fused[:, : p + 1], positions, cache, None, select=last)
+        cache, rows = cache.commit(out.rows, jnp.zeros(2, jnp.int32), None, count), None
+        for step, wanted in enumerate(trained):
+            if step:
+                token, at = tokens[:, p + step + 1, None], jnp.full((1, 1), p + step, jnp.int32)
+                out = apply(params, TARGET, token, out.feature, at, cache, count, earlier=rows)
+                rows = out.rows
+            np.testing.assert_allclose(out.logits[:, 0], wanted.logits[:, p], atol=2e-5)
+            np.testing.assert_allclose(out.feature[:, 0], wanted.feature[:, p], atol=2e-5)
+
+
+def test_what_the_mask_leaves_out_changes_nothing(target):
+    params, tokens = dataclasses.replace(random_head(target), ids=None), random_tokens(2, 12)
+    ids = jnp.arange(0, 60, 1.5).astype(jnp.int32)
+    hidden, _ = head.observe(SETUP, target, tokens, None)
+    logits = jax.random.normal(jax.random.key(1), (2, 12, 61))
+    mask = jnp.asarray(np.random.default_rng(4).integers(0, 2, (2, 12)), jnp.float32).at[:, 7:].set(0.0)
+    assert float(mask[:, :7].min()) == 0
+
+    @jax.jit
+    def run(params, tokens, hidden, logits):
+        def total(params):
+            both = Params(target, params)
+            found = ttt.figures(CONFIG, TARGET, both, tokens, hidden, ttt.teach(logits, ids), mask, 3)
+            return ttt.total(found.loss, 0.8), found
+
+        return jax.grad(total, has_aux=True)(params)
+
+    gradient, found = run(params, tokens, hidden, logits)
+    assert found.counted.tolist() == [int(mask[:, step:].sum()) for step in range(3)]
+    # The token after a masked one is not predicted from it; nothing reads what follows the last that counts.
+    unread = jnp.pad(mask, ((0, 0), (1, 0)))[:, :12, None] == 0
+    other = run(params, tokens.at[:, 8:].set(1), hidden.at[:, 7:].set(3.0), jnp.where(unread, logits[:, ::-1], logits))
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), (gradient, found), other)
+    assert jax.tree.all(same)
+    changed = run(params, tokens.at[:, 7].set(1), hidden, logits)[1]
+    assert not np.array_equal(changed.loss, found.loss)
+
+
+def test_figures_count_what_agrees(target):
+    """Against a lesson made of the head's own choices, of which some are then changed."""
+    params, tokens = Params(target, random_head(target)), random_tokens(1, 10)
+    hidden = jax.random.normal(jax.random.key(0), (1, 10, 96))
+    forward = jax.jit(ttt.forward, static_argnums=(0, 1, 6))
+    first = forward(CONFIG, TARGET, params, tokens, CONFIG.fuse(params.draft, hidden), None, 0)
+    second = forward(CONFIG, TARGET, params, tokens, first.feature, first.rows, 1)
+    choices = [np.asarray(out.logits[0]).argmax(-1) for out in (first, second)]
+    wanted = np.concatenate([[0], choices[0][:-1]])
+    wanted[4] = choices[1][2]
+    wanted[[6, 7]] = (wanted[[6, 7]] + 1) % 40
+    known = np.arange(10) != 3
+    lesson = ttt.Lesson(jax.nn.one_hot(wanted, 40)[None], jnp.asarray(known)[None], jnp.array(False))
+    agreed = [[choices[k][p] == wanted[p + k + 1] and known[p + k + 1] for p in range(9 - k)] for k in range(2)]
+    both = sum(a and b for a, b in zip(*agreed, strict=False))
+    found = ttt.figures(CONFIG, TARGET, params, tokens, hidden, lesson, head.text_mask(tokens), 2)
+    assert found.agreed.tolist() == [sum(agreed[0]), sum(agreed[1])]
+    assert found.chained.tolist() == [sum(agreed[0]), both] and both < sum(agreed[1])
+    assert found.counted.tolist() == [9, 8]
+    assert 4 <= sum(agreed[0]) <= 6
+
+
+def test_a_choice_outside_the_drafts_vocabulary_counts_nothing():
+    logits = jnp.log(jnp.array([[[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]]))
+    lesson = ttt.teach(logits, jnp.array([0, 2]))
+    np.testing.assert_allclose(lesson.probs, [[[0.25, 0.75], [2 / 3, 1 / 3]]], rtol=1e-6)
+    assert lesson.known.tolist() == [[False, True]] and bool(lesson.beyond)
+    assert not bool(ttt.teach(logits, jnp.array([1, 2])).beyond)
+    assert ttt.teach(logits, None).known.all()
+
+
+def test_the_vocabulary_is_what_is_most_common():
+    assert head.most_common(np.array([3, 0, 5, 5, 1, 0]), 3).tolist() == [0, 2, 3]
+    assert head.most_common(np.array([3, 0, 5, 5, 1, 0]), 5).tolist() == [0, 1, 2, 3, 4]
+    assert head.most_common(np.array([1, 2, 2, 2]), 2).tolist() == [1, 2]
+    tokens, mask = np.array([[1, 2, 2], [5, 5, 5]], np.uint16), np.array([[1, 1, 0], [0, 0, 1]])
+    assert head.count_tokens(tokens, 6).tolist() == [0, 1, 2, 0, 0, 3]
+    assert head.count_tokens(tokens, 6, mask).tolist() == [0, 1, 1, 0, 0, 1]
+    long = np.arange(200_000, dtype=np.int64) % 3
+    assert head.count_tokens(long, 4).tolist() == [66667, 66667, 66666, 0]
+    small = (batches.Source(np.array([9, 9, 8], np.uint16), 0.8), batches.Source(np.full(100, 7, np.uint16), 0.2))
+    setup = dataclasses.replace(SETUP, config=dataclasses.replace(CONFIG, draft_vocab_size=2))
+    assert head.vocabulary(setup, small).tolist() == [8, 9]
+    assert head.vocabulary(dataclasses.replace(SETUP, config=head.configure(TARGET, capture=(1,))), small) is None
+
+
+def test_training_lowers_the_loss_and_leaves_the_vocabulary(target, sources, heldout, tmp_path):
+    judged = []
+
+    def judge(params):
+        judged.append(params)
+        return {"accept_length": 1.5}
+
+    state = eagle3.train(SETUP, target, sources, heldout, directory=tmp_path, intervals=OFTEN, judge=judge)
+    losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
+    assert int(state.step) == len(losses) == RECIPE.steps
+    assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:3])
+    found = [line for line in lines(tmp_path) if "heldout_agreement" in line]
+    assert found[-1]["heldout_chain"] > found[0]["heldout_chain"] and len(found[-1]["heldout_loss"]) == 3
+    assert found[-1]["accept_length"] == 1.5 and len(judged) == len(found)
+    share = found[-1]["heldout_agreement"]
+    assert found[-1]["heldout_estimate"] == pytest.approx(1 + sum(np.cumprod(share)))
+
+    ids = head.vocabulary(SETUP, sources)
+    assert state.ids.dtype == jnp.int32 and state.ids.tolist() == ids.tolist() == judged[-1].ids.tolist()
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+    assert state.params.ids is None and state.params.embed is None
+    first = head.init(SETUP, target, ids)
+    moved = jax.tree.map(lambda a, b: bool((a != b).any()), first.params, state.params)
+    assert jax.tree.all(moved)
+
+
+def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
+    def train(name, **options):
+        return eagle3.train(SETUP, target, sources, heldout, directory=tmp_path / name, intervals=OFTEN, **options)
+
+    unbroken = train("whole", stop_after=12)
+    train("parts", stop_after=7)
+    resumed = train("parts", resume=True, stop_after=12)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), unbroken, resumed))
+    losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("whole", "parts")]
+    assert losses[0] == losses[1]
+    other = dataclasses.replace(SETUP, config=dataclasses.replace(CONFIG, capture=(0, 2, 4)))
+    with pytest.raises(ValueError, match=r"another recipe: capture=\[0, 2, 4\] \(was \[1, 2, 4\]\)"):
+        eagle3.train(other, target, sources, heldout, directory=tmp_path / "parts", resume=True)
+
+
+def test_a_head_trained_in_memory_drafts_losslessly(target, rows):
+    plain = jspec.Model("tiny", TARGET, Params(target), None, ())
+    options = {"capture": (1, 2, 4), "ttt_steps": 2, "learning_rate": 1e-2, "warmup": 5, "draft_vocab_size": 50}
+    drafted = eagle3.train_head(plain, rows, steps=60, batch_tokens=256, progress=False, **options)
+    assert isinstance(drafted.draft, EagleHead) and drafted.params.target is target
+    prompts = rows[:4, :6].astype(int).tolist()
+    wanted = jspec.generate(plain, prompts, drafter=None, max_new_tokens=24)
+    out = jspec.generate(drafted, prompts, drafter=jspec.Eagle(depth=3), max_new_tokens=24)
+    assert out.tokens == wanted.tokens
+    assert out.stats.accept_length > 2
+
+
+@pytest.fixture(scope="module")
+def data_directory(tmp_path_factory):
+    """What `jspec train data` writes, of a made-up text, a target with its tokenizer, and text that it wrote."""
+    directory = tmp_path_factory.mktemp("data")
+    source = "".join(f"def f{i}(a, b):\n    return a * {i} + b\n\n\n" for i in range(60))
+    bpe = tokenizer.train([source], 280)
+    tokenizer.save(bpe, directory, 64)
+    tokens = tokenizer.encode_documents(bpe, [source, source])
+    np.save(directory / "train.npy", tokens)
+    np.save(directory / "heldout.npy", tokens[:200])
+    np.save(directory / "rows.npy", tokens[:400].reshape(20, 20))
+    side = {"packages": 1, "files": 2, "bytes": 2 * len(source), "tokens": len(tokens)}
+    package = {"name": "free", "heldout": False, "version": "1", "licence": "MIT", "files": 1, "bytes": len(source)}
+    manifest = {"train": side, "heldout": side, "vocab_size": 280, "skipped": {}, "packages": [package]}
+    (directory / "data.json").write_text(json.dumps({**manifest, "tokenizer": "small"}))
+    (directory / "heldout_prompts.json").write_text(json.dumps([{"prompt": f"def f{i}(a, b):"} for i in range(4)]))
+    small = dataclasses.replace(TARGET, vocab_size=280, max_length=256)
+    checkpoint.save(directory / "small", small, INIT_TARGET(small, jax.random.key(0)), dtype="float32", eos=(0,))
+    tokenizer.save(bpe, directory / "small", 256)
+    return directory
+
+
+def run(**options):
+    arguments = ["eagle3"]
+    for name, value in options.items():
+        arguments += ["--" + name.replace("_", "-")]
+        arguments += (
+            [] if value is True else [str(item) for item in value] if isinstance(value, tuple) else [str(value)]
+        )
+    return cli.main(arguments)
+
+
+def test_the_command_writes_a_head_that_loads_again(data_directory, tmp_path):
+    common = {"data": data_directory, "target": data_directory / "small", "capture": (1, 2, 4), "ttt_steps": 2}
+    common |= {"steps": 4, "batch_tokens": 64, "length": 16, "draft_vocab_size": 200, "depth": 2, "prompts": 2}
+    common |= {"work": tmp_path / "work", "rows": data_directory / "rows.npy", "rows_share": 0.5}
+    common |= {"intermediate_size": 40, "num_kv_heads": 1}
+    out = tmp_path / "head"
+    run(**common, out=out, stop_after=2)
+    run(**common, out=out, resume=True, layout="speculators")
+    loaded = jspec.load(data_directory / "small", draft=out, dtype="float32")
+    assert isinstance(loaded.draft, EagleHead)
+    assert loaded.draft.draft_vocab_size == 200 and loaded.draft.capture == (1, 2, 4)
+    assert loaded.draft.intermediate_size == 40 and loaded.draft.num_kv_heads == 1
+    assert json.loads((out / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"] == "small"
+    assert loaded.params.draft.ids.tolist() == np.unique(loaded.params.draft.ids).tolist()
+
+    final = lines(tmp_path / "work")[-1]
+    assert final["step"] == 4 and len(final["acceptance_by_position"]) == 2
+    prompts = ["def f0(a, b):", "def f1(a, b):"]
+    served = eagle3.accept_length(loaded, loaded.draft, loaded.params.draft, prompts, depth=2)
+    assert final["accept_length"] == pytest.approx(served["accept_length"], abs=0.1)
+    card = (out / "README.md").read_text()
+    assert "An EAGLE-3 head (arXiv 2503.01840) for small" in card and "200 of the target's 280 tokens" in card
+    assert "jspec train data --out data --tokenizer small" in card and "| free | 1 | MIT |" in card
+    assert "--capture 1 2 4 --intermediate-size 40 --num-kv-heads 1 --steps 4" in card
+    assert str(tmp_path) not in card and str(data_directory) not in card
+
+
+@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
+def test_a_head_of_another_width_has_an_embedding_of_its_own(target, layout, tmp_path):
+    config = head.configure(TARGET, capture=(1, 2, 4), hidden_size=16, draft_vocab_size=40)
+    setup = HeadSetup(config, TARGET, dataclasses.replace(RECIPE, ttt_steps=1), "float32")
+    ids = np.arange(10, 50)
+    state = head.init(setup, target, ids)
+    assert state.params.embed.shape == (61, 16)
+    tokens = random_tokens(2, 8)
+    state, loss, _ = head.train_step(state, target, tokens, head.text_mask(tokens), setup=setup)
+    assert np.isfinite(float(loss))
+    eagle_checkpoint.save(tmp_path, config, state.head("float32"), layout=layout, dtype="float32", verifier="tiny")
+    read = eagle_checkpoint.load(tmp_path, target=TARGET, dtype="float32")
+    assert read.config == config
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), read.params, state.head("float32")))
+
+
+def test_what_does_not_fit_is_refused(target, sources, heldout, data_directory, tmp_path):
+    def train(config=CONFIG, **changes):
+        setup = HeadSetup(config, TARGET, dataclasses.replace(RECIPE, **changes), "float32")
+        eagle3.train(setup, target, sources, heldout, directory=tmp_path / "w")
+
+    with pytest.raises(ValueError, match="length=65: give 3 to 64, the target's context"):
+        train(length=65)
+    with pytest.raises(ValueError, match="steps=1: give at least 2"):
+        train(steps=1)
+    with pytest.raises(ValueError, match="ttt_steps=0"):
+        train(ttt_steps=0)
+    with pytest.raises(ValueError, match="draft_vocab_size=41: the head was configured for 40"):
+        train(draft_vocab_size=41)
+    with pytest.raises(ValueError, match="capture=None: a target of 4 layers has no default"):
+        head.configure(TARGET)
+    with pytest.raises(ValueError, match=r"capture=\(2, 1\): give layers in ascending order, from 0 to 4"):
+        head.configure(TARGET, capture=(2, 1))
+    with pytest.raises(ValueError, match=r"capture=\(2, 5\)"):
+        head.configure(TARGET, capture=(2, 5))
+    with pytest.raises(ValueError, match="draft_vocab_size=62: give 1 to 61"):
+        head.configure(TARGET, capture=(2,), draft_vocab_size=62)
+    with pytest.raises(ValueError, match="num_heads=4 is no multiple of num_kv_heads=3"):
+        head.configure(TARGET, capture=(2,), num_kv_heads=3)
+    common = {"data": data_directory, "steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
+    with pytest.raises(ValueError, match="has another tokenizer than bundled:python-tiny"):
+        run(**common, target="bundled:python-tiny")
+    with pytest.raises(ValueError, match="rows-share=2.0: give a share from 0 to 1"):
+        run(**common, target=data_directory / "small", capture=(1, 2), rows=data_directory / "rows.npy", rows_share=2)
