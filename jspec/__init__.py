@@ -2,6 +2,7 @@
 
 from jspec.drafters import Eagle, Ngram, Plain, Standalone
 from jspec.generate import Generation, GenerationStats, Piece, generate, generate_ids, stream
+from jspec.look import Round, look_at_round
 from jspec.model import Model, load
 from jspec.sampling import Sampling
 
@@ -13,10 +14,12 @@ __all__ = [
     "Ngram",
     "Piece",
     "Plain",
+    "Round",
     "Sampling",
     "Standalone",
     "generate",
     "generate_ids",
     "load",
+    "look_at_round",
     "stream",
 ]

@@ -164,7 +164,8 @@ def _reject_in_tree(key, draft_tree: DraftTree, p, position) -> Acceptance:
     def judge(coin, q, left, token, node):
         if draft_tree.probs is None:
             return coin < _one(left, token), q, _normalised(_without(left, token), left)
-        stands = coin * _one(q, token) < _one(left, token)
+        # Where q has fewer tokens than the node has children, the last of these were not drawn.
+        stands = (_one(q, token) > 0) & (coin * _one(q, token) < _one(left, token))
         rest = _normalised(jnp.maximum(left - q, 0.0), left)
         without = _without(q, token)
         return stands, _normalised(without, without), rest

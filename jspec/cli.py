@@ -6,13 +6,20 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from jspec import drafters
-from jspec.evaluate import evaluate, heldout_prompts, read_prompts
+from jspec import accept, drafters
+from jspec.evaluate import Evaluation, evaluate, heldout_prompts, read_prompts
 from jspec.generate import DEFAULT_PAGE_SIZE, Generation, choose, generate, stream
-from jspec.model import Model, load
+from jspec.model import Model, bundled_draft, load
+from jspec.sampling import Sampling
+
+_SHAPE = {"depth": "drafts no tokens", "width": "proposes no trees", "num_nodes": "proposes no trees"}
+"""Options that shape a draft -> what is to be said of a drafter without them."""
+
+_OFF = {field.name: field.default for field in dataclasses.fields(Sampling)} | {"temperature": 0.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,7 +47,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser):
+    """Adds what all commands with a model have; returns the group of the choice of tokens."""
     parser.add_argument(
         "--model",
         default="bundled:python-small",
@@ -49,53 +57,70 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", help="the draft's checkpoint; a bundled model brings its own")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16, float32 on CPU")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--depth", type=int, metavar="N", help="tokens drafted a round; default: the drafter's own")
+    shape = parser.add_argument_group("the draft's shape", "default: the drafter's own")
+    shape.add_argument("--depth", type=int, metavar="N", help="tokens of the longest chain")
+    shape.add_argument("--width", type=int, metavar="N", help="children of a node at most; 1 is a chain")
+    shape.add_argument("--num-nodes", type=int, metavar="N", help="nodes of the tree, root included")
+    choice = parser.add_argument_group("choice of tokens", "greedy, unless one of the first four is given")
+    choice.add_argument("--temperature", type=float, metavar="T", help="divides the logits; default: 1; 0 is greedy")
+    choice.add_argument("--top-k", type=int, metavar="K", help="only the K most probable tokens")
+    choice.add_argument("--top-p", type=float, metavar="P", help="only tokens not outweighed by a mass of P")
+    choice.add_argument("--min-p", type=float, metavar="P", help="only tokens with this share of the highest")
+    choice.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    choice.add_argument(
+        "--accept",
+        choices=tuple(accept.RULES),
+        help="how drafts are accepted; default: coupled, whose tokens are those of plain sampling at the same seed",
+    )
+    return choice
 
 
 def _add_generate(commands) -> None:
     parser = commands.add_parser("generate", help="continue a prompt, as it is produced")
     parser.add_argument("prompt", help="the text to continue, or with --chat the user's message")
-    _add_model(parser)
+    choice = _add_model(parser)
+    choice.add_argument("--repetition-penalty", type=float, metavar="X", help="makes seen tokens less likely; 1 is off")
     parser.add_argument(
         "--drafter",
         default="auto",
         choices=("auto", *sorted(drafters.DRAFTERS)),
-        help="auto: standalone where there is a draft, else ngram",
+        help="auto: eagle or standalone, as the draft is that is loaded, else ngram",
     )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     parser.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
     parser.add_argument("--compare", action="store_true", help="decode plainly too, and compare tokens and speed")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="print the text when it is complete, tokens coloured by where they came from",
+    )
     parser.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, metavar="ROWS", help="default: %(default)s")
     parser.add_argument("--debug", action="store_true", help="check the invariants of every round")
     parser.set_defaults(run=_run_generate)
 
 
 def _run_generate(options: argparse.Namespace) -> int:
-    model = load(options.model, draft=options.draft, dtype=options.dtype)
+    model = _load(options.drafter, options)
     prompt = options.prompt
     if options.chat:
         if model.tokenizer is None:
             raise ValueError(f"--chat: {model.name} has no tokenizer")
         prompt = model.tokenizer.chat([{"role": "user", "content": prompt}])
-    else:
-        print(prompt, end="", flush=True)
-    drafter = _drafter(options.drafter, options.depth, model)
+    drafter = _drafter(options.drafter, options, model)
     settings = {
         "max_new_tokens": options.max_new_tokens,
+        "sampling": _sampling(options),
+        "accept": options.accept,
         "stop": options.stop,
         "seed": options.seed,
         "page_size": options.page_size,
         "debug": options.debug,
     }
-    pieces = stream(model, prompt, drafter=drafter, **settings)
-    while True:
-        try:
-            print(next(pieces).text, end="", flush=True)
-        except StopIteration as end:
-            out = end.value
-            break
-    print(flush=True)
+    if options.show:
+        out = generate(model, prompt, drafter=drafter, **settings)
+        print(out.to_ansi(), flush=True)
+    else:
+        out = _stream(model, prompt, drafter, settings)
     if not options.compare:
         print(_facts(out, drafter), file=sys.stderr)
         return 0
@@ -106,18 +131,65 @@ def _run_generate(options: argparse.Namespace) -> int:
     same = out.tokens == plain.tokens
     ratio = out.stats.tokens_per_second / plain.stats.tokens_per_second
     verdict = "the same tokens" if same else _difference(out.tokens, plain.tokens)
+    if not _repeats_plain(options):
+        verdict = f"other tokens of the same law, as --accept {options.accept} draws them"
     print(f"plain: {plain.stats.tokens_per_second:.1f} tokens/s; {verdict}; {ratio:.2f}x", file=sys.stderr)
-    return 0 if same else 1
+    return 0 if same or not _repeats_plain(options) else 1
 
 
-def _drafter(name: str, depth: int | None, model: Model):
+def _stream(model: Model, prompt, drafter, settings: dict) -> Generation:
+    if isinstance(prompt, str):
+        print(prompt, end="", flush=True)
+    pieces = stream(model, prompt, drafter=drafter, **settings)
+    while True:
+        try:
+            print(next(pieces).text, end="", flush=True)
+        except StopIteration as end:
+            print(flush=True)
+            return end.value
+
+
+def _load(drafter: str, options: argparse.Namespace, loaded: dict[Any, Model] | None = None) -> Model:
+    """The model; a bundled one with the draft that belongs to the drafter.
+
+    loaded: models by their draft, which are taken from there and put there.
+    """
+    wanted = drafter if drafter in ("eagle", "standalone") else None
+    draft = bundled_draft(options.model, wanted) if options.draft is None else options.draft
+    loaded = {} if loaded is None else loaded
+    if draft not in loaded:
+        loaded[draft] = load(options.model, draft=draft, dtype=options.dtype)
+    return loaded[draft]
+
+
+def _drafter(name: str, options: argparse.Namespace, model: Model):
     """The drafter object, so that what the facts print is what ran."""
     drafter = choose(name, model)
-    if depth is None:
-        return drafter
-    if not any(field.name == "depth" for field in dataclasses.fields(drafter)):  # pyright: ignore[reportArgumentType]
-        raise ValueError(f"--depth {depth}: the drafter {name} drafts no tokens")
-    return dataclasses.replace(drafter, depth=depth)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    fields = [field.name for field in dataclasses.fields(drafter)]  # pyright: ignore[reportArgumentType]
+    given = {field: getattr(options, field) for field in _SHAPE if getattr(options, field) is not None}
+    for field, value in given.items():
+        if field not in fields:
+            option = field.replace("_", "-")
+            raise ValueError(f"--{option} {value}: the drafter {type(drafter).__name__.lower()} {_SHAPE[field]}")
+    return dataclasses.replace(drafter, **given)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def _sampling(options: argparse.Namespace) -> Sampling | None:
+    """None where all is greedy."""
+    samples = ("temperature", "top_k", "top_p", "min_p")
+    given: dict[str, Any] = {name: getattr(options, name) for name in samples if getattr(options, name) is not None}
+    if not given:
+        given["temperature"] = 0.0
+    if getattr(options, "repetition_penalty", None) is not None:
+        given["repetition_penalty"] = options.repetition_penalty
+    sampling = Sampling(**given)
+    return None if sampling == Sampling(temperature=0.0) else sampling
+
+
+def _repeats_plain(options: argparse.Namespace) -> bool:
+    """Whether the tokens must be those of plain decoding with the same seed."""
+    sampling = _sampling(options)
+    return options.accept in (None, "greedy", "coupled") or sampling is None or sampling.temperature == 0
 
 
 def _facts(out: Generation, drafter) -> str:
@@ -141,7 +213,7 @@ def _add_evaluate(commands) -> None:
         "--drafter",
         action="append",
         choices=sorted(drafters.DRAFTERS),
-        help="may be repeated; default: ngram, and standalone where there is a draft",
+        help="may be repeated; default: ngram, and eagle or standalone where there is such a draft",
     )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON list; default: the bundled held-out prompts")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
@@ -154,33 +226,46 @@ def _run_evaluate(options: argparse.Namespace) -> int:
     for name in ("batch", "limit"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)}: give at least 1")
-    model = load(options.model, draft=options.draft, dtype=options.dtype)
     prompts = (read_prompts(options.prompts) if options.prompts else heldout_prompts())[: options.limit]
-    names = options.drafter or (["ngram"] if model.draft is None else ["ngram", "standalone"])
-    chosen = [_drafter(name, options.depth, model) for name in names if name != "plain"]
-    print(f"{model}\n{len(prompts)} prompts, batch {options.batch}, on {jax.devices()[0].device_kind}", flush=True)
+    loaded: dict = {}
+    model = _load("auto", options, loaded)
+    names = options.drafter or (["ngram"] if model.draft is None else ["ngram", "auto"])
+    runs: list = [(model, None)]
+    for name in names:
+        own = _load(name, options, loaded)
+        runs += [(own, _drafter(name, options, own))] if name != "plain" else []
+    settings = {"sampling": _sampling(options), "accept": options.accept, "seed": options.seed}
+    given = dataclasses.asdict(settings["sampling"] or Sampling(temperature=0.0))
+    choice = ", ".join(f"{name} {value:g}" for name, value in given.items() if value not in (None, _OFF.get(name)))
+    device = jax.devices()[0].device_kind
+    print(f"{model}\n{len(prompts)} prompts, batch {options.batch}, on {device}; {choice or 'greedy'}", flush=True)
     figures = []
-    for drafter in [None, *chosen]:
-        out = evaluate(
-            model, prompts, drafter, max_new_tokens=options.max_new_tokens, batch=options.batch, progress=True
-        )
+    limits = {"max_new_tokens": options.max_new_tokens, "batch": options.batch}
+    for model, drafter in runs:
+        out = evaluate(model, prompts, drafter, progress=True, **limits, **settings)
         plain = figures[0][1] if figures else out
-        differ = sum(a != b for a, b in zip(out.tokens, plain.tokens, strict=True))
         figures.append((drafter, out))
-        positions = " ".join(f"{share:.2f}" for share in out.acceptance_by_position)
-        print(
-            f"{'plain' if drafter is None else repr(drafter)}: accept length {out.accept_length:.3f}, "
-            f"{out.tokens_per_second:.1f} tokens/s ({out.tokens_per_second / plain.tokens_per_second:.2f}x plain), "
-            f"{out.new_tokens} new tokens, {out.repeated:.1%} repeated; rows unlike plain: {differ}; "
-            f"acceptance by position: {positions or '-'}",
-            flush=True,
-        )
+        print(_figures(drafter, out, plain, options), flush=True)
     if options.json:
-        options.json.write_text(json.dumps([_record(drafter, out) for drafter, out in figures], indent=2) + "\n")
+        records = [_record(drafter, out) | settings | {"sampling": given} for drafter, out in figures]
+        options.json.write_text(json.dumps(records, indent=2) + "\n")
     return 0
 
 
-def _record(drafter, out) -> dict:
+def _figures(drafter, out: Evaluation, plain: Evaluation, options: argparse.Namespace) -> str:
+    differ: Any = sum(a != b for a, b in zip(out.tokens, plain.tokens, strict=True))
+    if not _repeats_plain(options):
+        differ = f"not compared, as --accept {options.accept} draws other tokens of the same law"
+    positions = " ".join(f"{share:.2f}" for share in out.acceptance_by_position)
+    return (
+        f"{'plain' if drafter is None else repr(drafter)}: accept length {out.accept_length:.3f}, "
+        f"{out.tokens_per_second:.1f} tokens/s ({out.tokens_per_second / plain.tokens_per_second:.2f}x plain), "
+        f"{out.new_tokens} new tokens, {out.repeated:.1%} repeated; rows unlike plain: {differ}; "
+        f"acceptance by position: {positions or '-'}"
+    )
+
+
+def _record(drafter, out: Evaluation) -> dict:
     record = {field.name: getattr(out, field.name) for field in dataclasses.fields(out) if field.name != "generations"}
     record["drafter"] = repr(drafter)
     record["acceptance_by_position"] = out.acceptance_by_position.tolist()

@@ -7,12 +7,13 @@ from importlib import resources
 from pathlib import Path
 
 import numpy as np
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from jspec.drafters import resolve
 from jspec.generate import Generation, GenerationStats, generate
 from jspec.model import Model
-from jspec.types import Drafter
+from jspec.sampling import Sampling
+from jspec.types import Accept, Drafter
 
 REPEAT = 16
 """Tokens that must recur for a text to count as repeated."""
@@ -73,16 +74,21 @@ def evaluate(
     max_new_tokens: int = 128,
     batch: int = 1,
     progress: bool = False,
+    sampling: Sampling | None = None,
+    accept: str | Accept | None = None,
+    seed: int = 0,
 ) -> Evaluation:
-    """Generates greedily after each prompt, `batch` rows at a time, with one drafter.
+    """Generates after each prompt, `batch` rows at a time, with one drafter.
 
-    The first batch runs twice and counts once, so that no first use of anything is in the time.
+    The first batch runs twice and counts once, so that no first use of anything is in the time. Prompt i has the seed
+    `seed + i` in batches of any size.
     """
     batches = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
-    generate(model, batches[0], drafter=drafter, max_new_tokens=max_new_tokens)
+    settings = {"drafter": drafter, "max_new_tokens": max_new_tokens, "sampling": sampling, "accept": accept}
+    generate(model, batches[0], seed=seed, **settings)
     outputs = [
-        generate(model, rows, drafter=drafter, max_new_tokens=max_new_tokens)
-        for rows in tqdm(batches, desc=str(drafter), disable=not progress)
+        generate(model, rows, seed=seed + i * batch, **settings)
+        for i, rows in enumerate(tqdm(batches, desc=str(drafter), disable=not progress))
     ]
     stats = GenerationStats(
         rounds=np.concatenate([out.stats.rounds for out in outputs]),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from jspec import accept, decode, drafters, stopping
 from jspec.model import Model
@@ -202,7 +202,7 @@ class Run:
     def __init__(
         self, model, prompts, drafter, max_new_tokens, sampling, accept, stop, seed, logprobs, page_size, debug
     ):
-        self.single, self.prompts = _encode(model, prompts)
+        self.single, self.prompts = encode_prompts(model, prompts)
         self.model, self.tokenizer = model, model.tokenizer
         _check_int("max_new_tokens", max_new_tokens, 1, "at least 1 token is generated")
         _check_int("page_size", page_size, 1, "a page holds at least 1 row")
@@ -347,8 +347,12 @@ def _bucket_states(table: np.ndarray | None) -> np.ndarray | None:
     return np.pad(table, ((0, padding), (0, 0)))
 
 
-def _encode(model: Model, prompts) -> tuple[bool, list[list[int]]]:
-    """Whether a single prompt was given, and the ids of each prompt."""
+def encode_prompts(model: Model, prompts) -> tuple[bool, list[list[int]]]:
+    """Whether a single prompt was given, and the ids of each prompt.
+
+    Raises:
+      ValueError, TypeError: an argument that is no prompt and no list of prompts.
+    """
     if not isinstance(prompts, str | Sequence | np.ndarray):
         raise TypeError(f"prompts is a {type(prompts).__name__}: give text, token ids, or a list of them")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))

@@ -50,9 +50,16 @@ class Sampling:
     min_new_tokens: int = 0
 
     def __post_init__(self):
+        temperature = self.temperature
         for name, value, good, wanted in (
-            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "a number from 0 (greedy) up"),
-            ("top_k", self.top_k, self.top_k is None or self.top_k >= 1, "at least 1, or None for all tokens"),
+            # Lower ones would divide a logit to infinity, and infinities have no law.
+            (
+                "temperature",
+                temperature,
+                temperature == 0 or 1e-6 <= temperature < math.inf,
+                "0 (greedy) or at least 1e-6",
+            ),
+            ("top_k", self.top_k, self.top_k is None or _whole(self.top_k, 1), "a whole number from 1 up, or None"),
             ("top_p", self.top_p, self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or None"),
             ("min_p", self.min_p, self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1, or None"),
             (
@@ -63,7 +70,7 @@ class Sampling:
             ),
             ("presence_penalty", self.presence_penalty, math.isfinite(self.presence_penalty), "a number; 0 is off"),
             ("frequency_penalty", self.frequency_penalty, math.isfinite(self.frequency_penalty), "a number; 0 is off"),
-            ("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "at least 0"),
+            ("min_new_tokens", self.min_new_tokens, _whole(self.min_new_tokens, 0), "a whole number from 0 up"),
         ):
             if not good:
                 raise ValueError(f"Sampling({name}={value!r}): give {wanted}")
@@ -71,6 +78,10 @@ class Sampling:
             raise ValueError(
                 f"Sampling(logit_bias={self.logit_bias!r}): give finite numbers, or -inf to forbid a token"
             )
+
+
+def _whole(value, least: int) -> bool:
+    return isinstance(value, int | np.integer) and bool(value >= least)
 
 
 @struct
@@ -211,7 +222,8 @@ def _keep_heaviest(logits, weights, bound):
     The threshold is found by bisection over the 2^32 bit patterns of a float, ordered as the floats are: 32 sums, no
     sort, and exact.
     """
-    bits = lax.bitcast_convert_type(logits.astype(jnp.float32), jnp.int32)
+    # -0 equals 0, but its bits do not.
+    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits).astype(jnp.float32), jnp.int32)
     order = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
     low = jnp.full((*logits.shape[:2], 1), np.iinfo(np.int32).min, jnp.int32)
     high = jnp.full_like(low, np.iinfo(np.int32).max)

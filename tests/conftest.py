@@ -45,10 +45,16 @@ EXTRAS = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forget_programs():
-    """Each compiled program keeps memory mapped, and a process may have 65,530 maps: all tests together need more."""
+def programs(request):
+    """Compiles as for a user where a module says AS_SHIPPED; elsewhere on a CPU in two thirds of the time.
+
+    Each compiled program keeps memory mapped, and a process may have 65,530 maps: all tests together need more.
+    """
+    quick = jax.default_backend() == "cpu" and not getattr(request.module, "AS_SHIPPED", False)
+    jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ import jspec
 from jspec import tree
 from jspec.evaluate import heldout_prompts
 
+AS_SHIPPED = True
+
 ACCELERATOR = jax.default_backend() != "cpu"
 pytestmark = pytest.mark.skipif(not ACCELERATOR, reason="needs an accelerator: a GPU or TPU as JAX's default backend")
 

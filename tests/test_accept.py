@@ -1,19 +1,30 @@
-"""Greedy acceptance against a walk from node to node in Python."""
+"""Greedy acceptance against a walk from node to node in Python; and what holds for all rules.
+
+That the other rules are exact is proved in test_exact.py.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import accept, tree
+from jspec import accept, sampling, tree
 from jspec.types import DraftTree
 
 BATCH = 48
-_greedy = jax.jit(lambda draft_tree, logits: accept.greedy(jax.random.key(0), draft_tree, logits))
+KEYS = jax.vmap(jax.random.key)(np.arange(BATCH, dtype=np.uint32))
+POSITION = np.arange(BATCH, dtype=np.int32) // 2
+RULES = {**accept.RULES, "thresholds": accept.LossyThresholds(0.3, 0.5)}
+jitted = {name: jax.jit(rule) for name, rule in RULES.items()}
+
+
+def decide(name, draft_tree, logits, keys=KEYS, position=POSITION):
+    rows = len(draft_tree.tokens)
+    return jax.tree.map(np.asarray, jitted[name](keys[:rows], draft_tree, logits, position[:rows]))
 
 
 def greedy(draft_tree, logits):
-    return jax.tree.map(np.asarray, _greedy(draft_tree, logits))
+    return decide("greedy", draft_tree, logits)
 
 
 def random_case(seed, nodes, vocabulary):
@@ -108,13 +119,118 @@ def test_of_children_with_equal_tokens_the_first_is_taken():
     assert out.length[0] == 2
 
 
-@pytest.mark.parametrize("with_parents", (False, True))
-def test_rows_do_not_see_each_other(with_parents):
-    tokens, parents, logits = random_case(0, 8, 2)
-    parents = parents if with_parents else None
+# All rules
+
+
+def random_laws(seed, nodes, vocabulary):
+    """Logits of any value, and q."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(BATCH, nodes, vocabulary)).astype(np.float32)
+    return logits, rng.dirichlet(np.ones(vocabulary), (BATCH, nodes)).astype(np.float32)
+
+
+def one_of(shape, nodes, vocabulary):
+    tokens, parents, _ = random_case(0, nodes, vocabulary)
+    logits, q = random_laws(1, nodes, vocabulary)
+    if shape == "chain":
+        return DraftTree(tokens, None), logits
+    return DraftTree(tokens, parents, probs=q if shape == "drawn tree" else None), logits
+
+
+all_cases = pytest.mark.parametrize(
+    ("name", "shape"),
+    [*((name, "chain") for name in RULES), *((name, "tree") for name in RULES if name != "block")]
+    + [("rejection", "drawn tree")],
+)
+
+
+@all_cases
+def test_rows_do_not_see_each_other(name, shape):
+    draft_tree, logits = one_of(shape, 5, 2)
     order = np.random.default_rng(1).permutation(BATCH)
-    out = greedy(DraftTree(tokens, parents), logits)
-    shuffled = greedy(DraftTree(tokens[order], None if parents is None else parents[order]), logits[order])
+    out = decide(name, draft_tree, logits)
+    moved = jax.tree.map(lambda x: x[order], draft_tree)
+    shuffled = decide(name, moved, logits[order], KEYS[order], POSITION[order])
     for got, expected in zip(jax.tree.leaves(shuffled), jax.tree.leaves(out), strict=True):
         np.testing.assert_array_equal(got, expected[order])
     assert len(set(out.length)) > 1
+
+
+@all_cases
+def test_a_decision_hangs_on_the_key_of_the_row_and_on_the_position(name, shape):
+    draft_tree, logits = one_of(shape, 5, 2)
+    out, other = decide(name, draft_tree, logits), jax.vmap(jax.random.key)(np.arange(BATCH, dtype=np.uint32) + 99)
+    for again in (
+        decide(name, draft_tree, logits, keys=other),
+        decide(name, draft_tree, logits, position=POSITION + np.int32(1)),
+    ):
+        assert (name == "greedy") == all(map(np.array_equal, jax.tree.leaves(out), jax.tree.leaves(again)))
+
+
+@pytest.mark.parametrize(
+    ("name", "streams"),
+    (
+        ("greedy", []),
+        ("coupled", [(sampling.NOISE, 0), (sampling.NOISE, 1), (sampling.NOISE, 2)]),
+        ("rejection", [(sampling.COINS, 0), (sampling.FINAL, 0)]),
+        ("block", [(sampling.COINS, 0), (sampling.FINAL, 0)]),
+        ("thresholds", [(sampling.COINS, 0), (sampling.FINAL, 0)]),
+    ),
+)
+def test_no_rule_draws_from_a_stream_that_decides_about_drafts(monkeypatch, name, streams):
+    """Drafts may hang on NOISE, and drawn ones on DRAFT: coins from there would know the drafts they judge.
+
+    Nor from a position that is not ahead of the round: an earlier round has used it.
+    """
+    used, stream = [], sampling.stream
+
+    def spy(key, name, position):
+        (ahead,) = set(map(int, np.array(position) - POSITION))
+        used.append((name, ahead))
+        return stream(key, name, position)
+
+    monkeypatch.setattr(sampling, "stream", spy)
+    draft_tree, logits = one_of("chain", 3, 4)
+    RULES[name](KEYS, jax.tree.map(jnp.asarray, draft_tree), jnp.asarray(logits), jnp.asarray(POSITION))
+    assert used == streams
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_without_a_draft_every_rule_appends_one_token(name):
+    draft_tree, logits = one_of("chain", 1, 4)
+    out = decide(name, draft_tree, logits)
+    assert set(out.length) == {1} and out.tokens.shape == (BATCH, 1)
+    assert set(map(int, out.tokens[:, 0])) == set(range(4))
+
+
+@all_cases
+def test_a_row_whose_law_is_a_point_mass_gets_its_greedy_tokens(name, shape):
+    """In a batch of rows that sample, a greedy row's logits are 0 at the argmax and -inf elsewhere."""
+    draft_tree, logits = one_of(shape, 5, 2)
+    best = logits == logits.max(-1, keepdims=True)
+    out, expected = decide(name, draft_tree, np.where(best, np.float32(0), -np.inf)), greedy(draft_tree, logits)
+    np.testing.assert_array_equal(out.length, expected.length)
+    for b, length in enumerate(out.length):
+        np.testing.assert_array_equal(out.tokens[b, :length], expected.tokens[b, :length])
+    assert len(set(out.length)) > 2
+
+
+def test_block_refuses_a_tree():
+    draft_tree, logits = one_of("tree", 3, 2)
+    with pytest.raises(ValueError, match="accept='block' judges chains only"):
+        decide("block", draft_tree, logits)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    (
+        ({"single": -0.1}, r"LossyThresholds\(single=-0.1\)"),
+        ({"single": 1.5}, r"LossyThresholds\(single=1.5\)"),
+        ({"total": 0.0}, r"LossyThresholds\(total=0.0\)"),
+        ({"total": 1.01}, r"LossyThresholds\(total=1.01\)"),
+        ({"total": float("nan")}, r"LossyThresholds\(total=nan\)"),
+    ),
+)
+def test_thresholds_that_mean_nothing_are_refused(numbers, message):
+    with pytest.raises(ValueError, match=message):
+        accept.LossyThresholds(**numbers)

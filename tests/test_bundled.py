@@ -11,6 +11,8 @@ from jspec.evaluate import count_repeated, evaluate, heldout_prompts
 from jspec.generate import choose
 from jspec.model import BUNDLED, locate
 
+AS_SHIPPED = True
+
 MEGABYTE = 1 << 20
 
 

@@ -1,12 +1,17 @@
 """The command line, as a user types it."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+import jspec
 from jspec import cli
+from jspec.models import EagleHead, Llama
+
+PAIR = ("--model", "bundled:python-tiny", "--draft", "bundled:python-tiny", "--drafter", "standalone")
 
 
 def run(capsys, *arguments):
@@ -16,7 +21,7 @@ def run(capsys, *arguments):
 
 
 def test_generate_streams_text_and_prints_one_line_of_facts(capsys):
-    status, out, err = run(capsys, "generate", "def quicksort(items):", "--max-new-tokens", "32")
+    status, out, err = run(capsys, "generate", "def quicksort(items):", "--max-new-tokens", "32", *PAIR)
     assert status == 0
     assert out.startswith("def quicksort(items):") and len(out) > 40
     facts = err.strip().splitlines()
@@ -42,10 +47,56 @@ def test_compare_decodes_plainly_too(capsys):
     assert "ngram: 24 new tokens" in err and "plain:" in err and "the same tokens" in err and err.strip().endswith("x")
 
 
+def test_show_prints_the_text_once_and_in_colour(capsys):
+    arguments = ("generate", "def add(a, b):", "--max-new-tokens", "24", *PAIR, "--depth", "2")
+    _, plain, _ = run(capsys, *arguments)
+    status, out, err = run(capsys, *arguments, "--show")
+    assert status == 0
+    *text, legend = re.sub("\x1b\\[[0-9;]*m|↵", "", out).splitlines()
+    assert "\n".join(text).rstrip("\n") == plain.rstrip("\n") and "\x1b[48;5;" in out
+    assert legend == " target's own token  accepted draft, by depth:  1  2 "
+    assert "24 new tokens" in err
+
+
+def test_options_of_choice_and_shape_reach_generate(capsys):
+    shape = ("--depth", "3", "--width", "2", "--num-nodes", "6")
+    choice = ("--temperature", "0.8", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01", "--seed", "4")
+    arguments = ("--max-new-tokens", "16", "--repetition-penalty", "1.1", *PAIR, *shape, *choice)
+    status, out, err = run(capsys, "generate", "def add(a, b):", *arguments, "--compare")
+    assert status == 0 and "the same tokens" in err
+    sampling = jspec.Sampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+    model = jspec.load("bundled:python-tiny", draft="bundled:python-tiny")
+    drafter = jspec.Standalone(depth=3, width=2, num_nodes=6)
+    wanted = jspec.generate(model, "def add(a, b):", drafter=drafter, max_new_tokens=16, sampling=sampling, seed=4)
+    assert out == "def add(a, b):" + wanted.text + "\n"
+    assert f"in {wanted.stats.rounds.sum()} rounds" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, sampling",
+    [
+        ((), None),
+        (("--temperature", "0"), None),
+        (("--repetition-penalty", "1.2"), jspec.Sampling(temperature=0.0, repetition_penalty=1.2)),
+        (("--top-p", "0.5"), jspec.Sampling(top_p=0.5)),
+        (("--seed", "3"), None),
+    ],
+)
+def test_it_is_greedy_unless_told_to_sample(arguments, sampling):
+    assert cli._sampling(cli.build_parser().parse_args(["generate", "x", *arguments])) == sampling
+
+
+def test_compare_knows_that_other_rules_draw_other_tokens(capsys):
+    arguments = ("--max-new-tokens", "16", "--temperature", "1", "--accept", "rejection", "--compare")
+    status, _, err = run(capsys, "generate", "def add(a, b):", "--model", "bundled:python-tiny", *arguments)
+    assert status == 0 and "other tokens of the same law, as --accept rejection draws them" in err
+
+
 def test_a_stop_string_ends_the_text(capsys):
-    _, whole, _ = run(capsys, "generate", "import os\n", "--max-new-tokens", "24")
+    arguments = ("generate", "import os\n", "--model", "bundled:python-tiny", "--max-new-tokens", "24")
+    _, whole, _ = run(capsys, *arguments)
     stop = whole[20:23]
-    _, out, err = run(capsys, "generate", "import os\n", "--max-new-tokens", "24", "--stop", stop)
+    _, out, err = run(capsys, *arguments, "--stop", stop)
     assert whole.startswith(out.removesuffix("\n")) and stop not in out[len("import os\n") :]
     assert "(stop)" in err
 
@@ -58,7 +109,17 @@ def test_a_stop_string_ends_the_text(capsys):
         (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),
         (["generate", "x", "--page-size", "0"], "page_size=0"),
         (["generate", "x", "--depth", "0"], "depth=0"),
-        (["generate", "x", "--drafter", "plain", "--depth", "3"], "drafter plain drafts no tokens"),
+        (["generate", "x", "--drafter", "plain", "--depth", "3"], "--depth 3: the drafter plain drafts no tokens"),
+        (["generate", "x", "--drafter", "ngram", "--width", "3"], "--width 3: the drafter ngram proposes no trees"),
+        (["generate", "x", "--drafter", "ngram", "--num-nodes", "9"], "--num-nodes 9: the drafter ngram proposes no"),
+        (["generate", "x", *PAIR, "--depth", "4", "--num-nodes", "3"], "num_nodes"),
+        (["generate", "x", "--model", "bundled:python-tiny", "--drafter", "eagle"], "needs an EAGLE head"),
+        (["generate", "x", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "x", "--top-k", "0"], "top_k=0"),
+        (["generate", "x", "--top-p", "1.5"], "top_p=1.5"),
+        (["generate", "x", "--repetition-penalty", "0"], "repetition_penalty=0"),
+        (["generate", "x", "--temperature", "1", "--accept", "greedy"], "accept='greedy'"),
+        (["evaluate", "--drafter", "ngram", "--width", "2"], "--width 2: the drafter ngram proposes no trees"),
         (["generate", "x", "--chat"], "chat template"),
         (["evaluate", "--batch", "0"], "--batch 0"),
     ],
@@ -94,6 +155,33 @@ def test_evaluate_writes_figures(capsys, tmp_path):
     assert plain["accept_length"] == 1 and ngram["accept_length"] >= 1
     assert len(ngram["acceptance_by_position"]) == 4
     assert out.count("rows unlike plain: 0") == 2
+
+
+def test_evaluate_samples_alike_in_batches_of_any_size(capsys, tmp_path):
+    prompts, figures = tmp_path / "prompts.json", tmp_path / "figures.json"
+    prompts.write_text(json.dumps(["def f(x):", "class A:", "import sys"]))
+    model = ("--model", "bundled:python-tiny", "--drafter", "ngram", "--max-new-tokens", "8", "--temperature", "1")
+    seen = []
+    for batch in ("1", "3"):
+        options = ("--prompts", str(prompts), "--json", str(figures), "--batch", batch, "--seed", "5")
+        _, out, _ = run(capsys, "evaluate", *model, *options)
+        assert out.count("rows unlike plain: 0") == 2 and "; temperature 1\n" in out
+        records = json.loads(figures.read_text())
+        assert records[1]["sampling"]["temperature"] == 1 and records[1]["seed"] == 5
+        seen.append([record["accept_length"] for record in records])
+    assert seen[0] == seen[1]
+    _, out, _ = run(capsys, "evaluate", *model, "--prompts", str(prompts), "--accept", "block")
+    assert out.count("rows unlike plain: not compared, as --accept block draws other tokens of the same law") == 2
+
+
+def test_a_bundled_model_comes_with_the_draft_of_each_drafter():
+    options, loaded = cli.build_parser().parse_args(["evaluate"]), {}
+    kinds = {"auto": EagleHead, "ngram": EagleHead, "eagle": EagleHead, "standalone": Llama}
+    models = {name: cli._load(name, options, loaded) for name in kinds}
+    for name, kind in kinds.items():
+        assert type(models[name].draft) is kind
+        cli._drafter(name, options, models[name]).bind(models[name].target, models[name].draft)
+    assert models["auto"] is models["ngram"] is models["eagle"], "loaded once"
 
 
 def test_evaluate_refuses_other_json(capsys, tmp_path):

@@ -230,6 +230,25 @@ def test_transformers_reads_the_tokenizer(built):
     assert fast.decode(fast(text)["input_ids"]) == text
 
 
+def test_a_given_tokenizer_is_used(built, collected, tmp_path):
+    directory, _ = built
+    limits = data.PromptLimits(heldout=8, train=8, least_tokens=1, most_tokens=200)
+    options = {"vocab_size": 4096, "max_length": 64, "limits": limits, "given": directory}
+    manifest = data.build(tmp_path / "again", collected, **options)
+    assert manifest["tokenizer"] == "data" and manifest["vocab_size"] == 300
+    assert tokenizer.load(tmp_path / "again").get_vocab() == tokenizer.load(directory).get_vocab()
+    for name in ("train.npy", "heldout.npy"):
+        assert np.array_equal(np.load(directory / name), np.load(tmp_path / "again" / name))
+    other = tmp_path / "other"
+    other.mkdir()
+    text = (directory / "tokenizer.json").read_text().replace(tokenizer.END_OF_TEXT, "<end>")
+    (other / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=r"other: its tokenizer has no token <\|endoftext\|>"):
+        data.build(tmp_path / "c", collected, **{**options, "given": other})
+    with pytest.raises(FileNotFoundError, match="absent"):
+        data.build(tmp_path / "d", collected, **{**options, "given": tmp_path / "absent"})
+
+
 def test_bad_arguments_are_named(collected, tmp_path):
     limits = data.PromptLimits()
     with pytest.raises(ValueError, match="vocab_size=100: give 258 to 65536"):

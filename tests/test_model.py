@@ -59,7 +59,9 @@ def test_a_download_that_fails_says_both_things(monkeypatch):
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match="'bundled:gpt' is unknown; bundled models are python-eagle3, python-small, python-tiny"):
+    with pytest.raises(
+        ValueError, match="'bundled:gpt' is unknown; bundled models are python-eagle3, python-small, python-tiny"
+    ):
         jspec.load("bundled:gpt")
     with pytest.raises(CheckpointError, match="/no/such/place: no such directory"):
         jspec.load("/no/such/place")

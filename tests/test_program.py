@@ -25,6 +25,8 @@ from jspec import accept, decode
 from jspec.drafters import Eagle, Plain, Standalone
 from jspec.types import DraftTree, Params
 
+AS_SHIPPED = True
+
 # What the state and the program hold
 
 

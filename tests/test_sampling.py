@@ -247,8 +247,8 @@ def logits_and_rows(draw):
         Sampling(
             temperature=draw(st.sampled_from([0.1, 0.7, 1.0, 1.5])),
             top_k=draw(st.none() | st.integers(1, WORDS + 2)),
-            top_p=draw(st.none() | st.floats(0.01, 1)),
-            min_p=draw(st.none() | st.floats(0, 1)),
+            top_p=draw(st.none() | st.floats(2**-7, 1, width=32)),
+            min_p=draw(st.none() | st.just(0.0) | st.floats(2**-20, 1, width=32)),
         )
         for _ in range(3)
     ]

@@ -154,7 +154,7 @@ def test_what_is_trained_is_what_is_served(target):
     fused = CONFIG.fuse(params.draft, hidden)
     feature, earlier, trained = fused, None, []
     forward, apply = jax.jit(ttt.forward, static_argnums=(0, 1, 6)), jax.jit(CONFIG.apply, static_argnums=1)
-    for step in range(4):
+    for step in range(3):
         trained.append(forward(CONFIG, TARGET, params, tokens, feature, earlier, step))
         feature, earlier = trained[-1].feature, trained[-1].rows
     for p in (0, 7):
@@ -215,7 +215,8 @@ def test_figures_count_what_agrees(target):
     lesson = ttt.Lesson(jax.nn.one_hot(wanted, 40)[None], jnp.asarray(known)[None], jnp.array(False))
     agreed = [[choices[k][p] == wanted[p + k + 1] and known[p + k + 1] for p in range(9 - k)] for k in range(2)]
     both = sum(a and b for a, b in zip(*agreed, strict=False))
-    found = ttt.figures(CONFIG, TARGET, params, tokens, hidden, lesson, head.text_mask(tokens), 2)
+    figures = jax.jit(ttt.figures, static_argnums=(0, 1, 7))
+    found = figures(CONFIG, TARGET, params, tokens, hidden, lesson, head.text_mask(tokens), 2)
     assert found.agreed.tolist() == [sum(agreed[0]), sum(agreed[1])]
     assert found.chained.tolist() == [sum(agreed[0]), both] and both < sum(agreed[1])
     assert found.counted.tolist() == [9, 8]
@@ -229,6 +230,22 @@ def test_a_choice_outside_the_drafts_vocabulary_counts_nothing():
     assert lesson.known.tolist() == [[False, True]] and bool(lesson.beyond)
     assert not bool(ttt.teach(logits, jnp.array([1, 2])).beyond)
     assert ttt.teach(logits, None).known.all()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_behind_the_end_the_target_counts_as_undecided(target, first):
+    """Where the mask has the last token count, its logits are zeros: a uniform law, and token 0 as the choice."""
+    tokens, ids = random_tokens(1, 6), jnp.arange(first, 40 + first, dtype=jnp.int32)
+    params, hidden = Params(target, random_head(target)), jax.random.normal(jax.random.key(0), (1, 6, 96))
+    logits = jax.random.normal(jax.random.key(1), (1, 6, 61))
+    figures = jax.jit(ttt.figures, static_argnums=(0, 1, 7))
+    lessons = [ttt.teach(logits, ids), ttt.teach(jnp.pad(logits, ((0, 0), (0, 2), (0, 0))), ids)]
+    ours = figures(CONFIG, TARGET, params, tokens, hidden, lessons[0], jnp.ones((1, 6)), 2)
+    longer = jnp.pad(tokens, ((0, 0), (0, 2))), jnp.pad(hidden, ((0, 0), (0, 2), (0, 0)))
+    mask = jnp.array([[1, 1, 1, 1, 1, 1, 0, 0]], jnp.float32)
+    wanted = figures(CONFIG, TARGET, params, *longer, lessons[1], mask, 2)
+    np.testing.assert_allclose(ours.loss * 6, wanted.loss * 8, rtol=1e-5)
+    assert ours.counted.tolist() == wanted.counted.tolist() == [6, 5]
 
 
 def test_the_vocabulary_is_what_is_most_common():
@@ -260,6 +277,8 @@ def test_training_lowers_the_loss_and_leaves_the_vocabulary(target, sources, hel
     found = [line for line in lines(tmp_path) if "heldout_agreement" in line]
     assert found[-1]["heldout_chain"] > found[0]["heldout_chain"] and len(found[-1]["heldout_loss"]) == 3
     assert found[-1]["accept_length"] == 1.5 and len(judged) == len(found)
+    # What was served early lives on, though the state of that step was donated.
+    assert float(abs(judged[0].fc - judged[-1].fc).max()) > 0
     share = found[-1]["heldout_agreement"]
     assert found[-1]["heldout_estimate"] == pytest.approx(1 + sum(np.cumprod(share)))
 
@@ -308,8 +327,8 @@ def data_directory(tmp_path_factory):
     tokenizer.save(bpe, directory, 64)
     tokens = tokenizer.encode_documents(bpe, [source, source])
     np.save(directory / "train.npy", tokens)
-    np.save(directory / "heldout.npy", tokens[:200])
-    np.save(directory / "rows.npy", tokens[:400].reshape(20, 20))
+    np.save(directory / "heldout.npy", tokens[:121])
+    np.save(directory / "rows.npy", tokens[:400].reshape(25, 16))
     side = {"packages": 1, "files": 2, "bytes": 2 * len(source), "tokens": len(tokens)}
     package = {"name": "free", "heldout": False, "version": "1", "licence": "MIT", "files": 1, "bytes": len(source)}
     manifest = {"train": side, "heldout": side, "vocab_size": 280, "skipped": {}, "packages": [package]}

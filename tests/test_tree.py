@@ -96,3 +96,38 @@ def test_take_path_leaves_a_chain_and_what_is_absent_alone():
     x = jnp.ones((2, 3))
     assert tree.take_path(x, None) is x
     assert tree.take_path(None, jnp.zeros((2, 3), jnp.int32)) is None
+
+
+# Paths
+
+
+def naive_paths(tokens, parents, generations):
+    found = np.full((*tokens.shape, generations), -1)
+    for b in range(len(tokens)):
+        for node in range(tokens.shape[1]):
+            line = ancestors(parents[b], node)[-2::-1]
+            found[b, node, : len(line)] = tokens[b, line]
+    return found
+
+
+paths = jax.jit(tree.paths)
+
+
+@pytest.mark.parametrize("static_depth", (False, True))
+@pytest.mark.parametrize("nodes", (1, 2, 3, 7, 17))
+def test_the_path_of_a_node_holds_the_tokens_from_the_root_to_it(nodes, static_depth):
+    rng = np.random.default_rng(nodes)
+    parents = random_parents(rng, nodes)[: 2 if static_depth else None]
+    tokens = rng.integers(0, 100, parents.shape).astype(np.int32)
+    depth = int(naive(parents)[1].max()) if static_depth else None
+    got = paths(DraftTree(tokens, parents, depth))
+    np.testing.assert_array_equal(got, naive_paths(tokens, parents, nodes - 1 if depth is None else depth))
+    assert got.dtype == tokens.dtype
+
+
+@pytest.mark.parametrize("nodes", (1, 2, 6))
+def test_the_paths_of_a_chain_are_those_of_the_same_chain_with_parents(nodes):
+    tokens = np.random.default_rng(0).integers(0, 100, (3, nodes)).astype(np.int32)
+    parents = np.tile(np.maximum(np.arange(nodes, dtype=np.int32) - 1, 0), (3, 1))
+    np.testing.assert_array_equal(paths(DraftTree(tokens, None)), naive_paths(tokens, parents, nodes - 1))
+    np.testing.assert_array_equal(paths(DraftTree(tokens, None)), paths(DraftTree(tokens, parents)))

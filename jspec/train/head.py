@@ -151,7 +151,7 @@ def vocabulary(setup: HeadSetup, sources: tuple[Source, ...]) -> np.ndarray | No
 
 
 def init(setup: HeadSetup, target: LlamaParams, ids: np.ndarray | None) -> HeadState:
-    """The state before the first step, from the recipe's seed."""
+    """The state before the first step, from the recipe's seed. It shares no memory with the target's weights."""
     return _init(target, None if ids is None else jnp.asarray(ids, jnp.int32), setup=setup)
 
 
@@ -172,9 +172,8 @@ def init_params(config: EagleHead, target: LlamaParams, ids: Int[Array, " Vd"] |
     norm, embed = jnp.ones(width, jnp.float32), None
     if width == config.target_hidden_size:
         full = target.embed.T if target.lm_head is None else target.lm_head
-        # Copies, as the state is donated and the target's weights stay.
-        head = jnp.array(full if ids is None else jnp.take(full, ids, axis=1, mode="clip"), jnp.float32)
-        norm = jnp.array(target.norm, jnp.float32)
+        head = (full if ids is None else jnp.take(full, ids, axis=1, mode="clip")).astype(jnp.float32)
+        norm = target.norm.astype(jnp.float32)
     else:
         embed = model.init_matrix(next(keys), config.vocab_size, width, model.EMBEDDING_SPREAD * config.vocab_size**0.5)
     return EagleParams(
@@ -205,7 +204,16 @@ def train_step(
     def loss(params):
         cast = jax.tree.map(lambda leaf: leaf.astype(setup.dtype), params)
         found = ttt.figures(
-            setup.config, setup.target, Params(target, cast), tokens, hidden, lesson, mask, setup.recipe.ttt_steps
+            setup.config,
+            setup.target,
+            Params(target, cast),
+            tokens,
+            hidden,
+            lesson,
+            mask,
+            setup.recipe.ttt_steps,
+            # XLA on CPU orders the program so that this would cost time and save no memory.
+            recompute=jax.default_backend() != "cpu",
         )
         return ttt.total(found.loss, setup.recipe.decay)
 

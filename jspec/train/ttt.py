@@ -134,6 +134,8 @@ def figures(
     lesson: Lesson,
     mask: Float[Array, "B T"],
     steps: int,
+    *,
+    recompute: bool = True,
 ) -> Figures:
     """Unrolls the head over `steps` steps and compares each with the target, differentiable in `params.draft`.
 
@@ -144,12 +146,14 @@ def figures(
       hidden: what the target's layers `config.capture` held at each token.
       lesson: what the target said after each token.
       mask: 1 where the text counts, 0 elsewhere. Row p of step k counts if the token at p + k does.
+      recompute: the backward pass makes what is inside of a step anew, most of all its logits, and keeps K features
+        and rows only.
     """
     chain = jnp.ones(tokens.shape, bool)
     feature, rows, found = config.fuse(params.draft, hidden), None, []
     for step in range(steps):
-        # The logits of one step are by far the largest array here: the backward pass makes them anew.
-        run = jax.checkpoint(partial(_step, config, target, step=step))
+        run = partial(_step, config, target, step=step)
+        run = jax.checkpoint(run) if recompute else run
         feature, rows, loss, agreed = run(params, tokens, feature, rows, lesson, mask)
         chain = chain & agreed
         counts = [jnp.sum(x, dtype=jnp.int32) for x in (agreed, chain, shift(mask, step) > 0)]

@@ -8,6 +8,8 @@ from crosslower import PLATFORMS, cross_lower
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu, triton
 
+AS_SHIPPED = True
+
 # Newer releases of jax announce that they will drop Triton; the warning comes before the lowering.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 COMPILER_PARAMS = {"cuda": triton.CompilerParams(), "tpu": tpu.CompilerParams()}
