@@ -11,6 +11,7 @@ import pytest
 import jspec
 from jspec import tree
 from jspec.evaluate import heldout_prompts
+from jspec.model import bundled_draft
 
 AS_SHIPPED = True
 
@@ -19,7 +20,14 @@ pytestmark = pytest.mark.skipif(not ACCELERATOR, reason="needs an accelerator: a
 
 # Logits here are some tens: bfloat16 keeps 8 bits of them, and the errors of eight layers add up.
 NEAR_TIE = {"float32": 2e-3, "bfloat16": 0.25}
-DRAFTERS = [None, jspec.Ngram(depth=4), jspec.Standalone(depth=4)]
+TREE = {"depth": 5, "width": 8, "num_nodes": 32}
+DRAFTERS = [None, jspec.Ngram(depth=4), jspec.Standalone(depth=4), jspec.Eagle(depth=5), jspec.Eagle(**TREE)]
+
+
+def load(drafter, dtype):
+    """The bundled target with the draft that a drafter wants."""
+    draft = None if drafter is None else bundled_draft("bundled:python-small", type(drafter).__name__.lower())
+    return jspec.load("bundled:python-small", draft=draft, dtype=dtype)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +52,7 @@ def logit_gap(model, prompt, common, ours, theirs):
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
 def test_tokens_equal_the_cpus_up_to_near_ties(on_cpu, drafter, dtype):
     reference, prompts, wanted = on_cpu
-    model = jspec.load("bundled:python-small", dtype=dtype)
+    model = load(drafter, dtype)
     out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=64)
     parted = []
     for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
@@ -57,9 +65,10 @@ def test_tokens_equal_the_cpus_up_to_near_ties(on_cpu, drafter, dtype):
     assert all(0 <= gap < NEAR_TIE[dtype] for gap in parted)
 
 
+@pytest.mark.parametrize("sampling", (None, jspec.Sampling(temperature=0.8, top_p=0.9)), ids=("greedy", "sampled"))
 @pytest.mark.parametrize("drafter", DRAFTERS[1:], ids=str)
-def test_drafting_gives_the_tokens_of_plain_decoding_in_float32(drafter):
-    model = jspec.load("bundled:python-small", dtype="float32")
+def test_drafting_gives_the_tokens_of_plain_decoding_in_float32(drafter, sampling):
+    model, options = load(drafter, "float32"), {"sampling": sampling, "max_new_tokens": 64}
     prompts = heldout_prompts()[3::16]
-    plain = jspec.generate(model, prompts, drafter=None, max_new_tokens=64)
-    assert jspec.generate(model, prompts, drafter=drafter, max_new_tokens=64).tokens == plain.tokens
+    plain = jspec.generate(model, prompts, drafter=None, **options)
+    assert jspec.generate(model, prompts, drafter=drafter, **options).tokens == plain.tokens
