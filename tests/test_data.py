@@ -245,7 +245,7 @@ def test_a_given_tokenizer_is_used(built, collected, tmp_path):
     (other / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=r"other: its tokenizer has no token <\|endoftext\|>"):
         data.build(tmp_path / "c", collected, **{**options, "given": other})
-    with pytest.raises(FileNotFoundError, match="absent"):
+    with pytest.raises(ValueError, match="absent: no such directory"):
         data.build(tmp_path / "d", collected, **{**options, "given": tmp_path / "absent"})
 
 

@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="jspec train", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     for name, (module, summary) in _COMMANDS.items():
-        command = commands.add_parser(name, help=summary, description=(module.__doc__ or "").strip().splitlines()[0])
+        as_written = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=as_written)
         module.add_arguments(command)
         command.set_defaults(run=module.main)
     options = parser.parse_args(arguments)

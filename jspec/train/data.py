@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from jspec.model import locate
 from jspec.train import corpus, prompts, tokenizer
 from jspec.train.corpus import Corpus, Document
 
@@ -51,16 +52,16 @@ def build(
     max_length: int,
     limits: PromptLimits,
     processes: int = 1,
-    given: Path | None = None,
+    given: str | Path | None = None,
 ) -> dict:
     """Writes all files into `directory`, which is made if needed; returns the manifest (data.json).
 
-    given: a directory with a tokenizer to use, whatever `vocab_size`; None: one is trained.
+    given: a model, as `jspec.load` takes it, whose tokenizer is used, whatever `vocab_size`; None: one is trained.
 
     Raises:
       ValueError: nothing on one side of the split, a vocabulary that is too small or too large, or a given tokenizer
-        that is not of the kind that is trained here.
-      FileNotFoundError: no tokenizer where one was given.
+        that is none or not of the kind that is trained here.
+      FileNotFoundError: no tokenizer.json where one was given.
     """
     for side in ("train", "heldout"):
         if not getattr(collected, side):
@@ -69,7 +70,7 @@ def build(
     if given is None:
         bpe = tokenizer.train(_sample(collected.train, TOKENIZER_BYTES), vocab_size)
     else:
-        bpe = tokenizer.load(given)
+        bpe = tokenizer.load(locate(given))
         tokenizer.check(bpe, given)
     tokenizer.save(bpe, directory, max_length)
     tokens = {}
@@ -79,7 +80,7 @@ def build(
         tokens[side] = len(encoded)
     manifest = describe(collected, tokens, bpe.get_vocab_size())
     if given is not None:
-        manifest["tokenizer"] = given.name
+        manifest["tokenizer"] = public_name(given)
     _write_json(directory / "data.json", manifest)
     kept = extract_prompts(collected.heldout, bpe, limits.heldout, limits, processes)
     _write_json(directory / "heldout_prompts.json", kept)
@@ -117,6 +118,11 @@ def describe(collected: Corpus, tokens: dict[str, int], vocab_size: int) -> dict
         for side in ("train", "heldout")
     }
     return {**totals, "vocab_size": vocab_size, "skipped": dict(collected.skipped), "packages": packages}
+
+
+def public_name(source: str | Path) -> str:
+    """A model as others may call it: without the path to a directory."""
+    return Path(source).name if Path(source).is_dir() else str(source)
 
 
 def extract_prompts(
@@ -172,7 +178,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--heldout", nargs="+", default=HELDOUT, metavar="PACKAGE", help="packages not to train on")
     parser.add_argument("--vocab-size", type=int, default=4096, help="tokens of the vocabulary (default: 4096)")
-    parser.add_argument("--tokenizer", type=Path, help="directory of a tokenizer to use (default: one is trained)")
+    parser.add_argument(
+        "--tokenizer", help="a model whose tokenizer is used: bundled:NAME or a directory (default: train one)"
+    )
     parser.add_argument("--max-length", type=int, default=1024, help="context written to the tokenizer (default: 1024)")
     parser.add_argument("--heldout-prompts", type=int, default=128, help="prompts to keep (default: 128)")
     parser.add_argument("--processes", type=int, default=1, help="processes that parse source (default: 1)")

@@ -1,10 +1,9 @@
 """The model card of an EAGLE-3 head: what it is, how it was trained, how much it drafts, and how to repeat it."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from jspec.train import card, model, options
+from jspec.train import card, data, model, options
 from jspec.train.head import HeadSetup, HeadState
 
 _HEADER = """---
@@ -26,7 +25,7 @@ def write(setup: HeadSetup, state: HeadState, args: argparse.Namespace, *, devic
     device: what it was trained on, in words.
     """
     manifest, final = card.read(args, "heldout_agreement")
-    name = target_name(args)
+    name = data.public_name(args.target)
     sections = [
         _HEADER + f"# {args.out.name}",
         _architecture(setup, state, name, args.layout),
@@ -39,14 +38,9 @@ def write(setup: HeadSetup, state: HeadState, args: argparse.Namespace, *, devic
     return "\n\n".join(sections) + "\n"
 
 
-def target_name(args: argparse.Namespace) -> str:
-    """The target as others may call it: without the path to a directory."""
-    return Path(args.target).name if Path(args.target).is_dir() else args.target
-
-
 def commands(setup: HeadSetup, manifest: dict[str, Any], args: argparse.Namespace) -> list[str]:
     """The commands that make this head again, with relative paths."""
-    name, config = target_name(args), setup.config
+    name, config = data.public_name(args.target), setup.config
     lines = [card.data_command(manifest)]
     train = f"jspec train eagle3 --data data --target {name} --work runs/{args.out.name} --out {args.out.name}"
     train += f" --layout {args.layout}"

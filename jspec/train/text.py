@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from jspec import accept, checkpoint, decode, stopping
 from jspec.drafters import Plain
+from jspec.model import locate
 from jspec.models import Llama, LlamaParams
 from jspec.train import tokenizer
 from jspec.types import Params
@@ -67,7 +68,7 @@ def _complete(config: Llama, params: LlamaParams, prompts: list[list[int]], widt
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `jspec train text`."""
-    parser.add_argument("--model", type=Path, required=True, help="directory of the target")
+    parser.add_argument("--model", required=True, help="the target: bundled:NAME or a directory")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON list of {prompt}: train_prompts.json")
     parser.add_argument("--out", type=Path, required=True, help="token file to write")
     parser.add_argument("--rows", type=int, default=32768, help="texts to write, at most (default: 32768)")
@@ -79,9 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `jspec train text`."""
-    loaded = checkpoint.load(args.model)
+    directory = locate(args.model)
+    loaded = checkpoint.load(directory)
     texts = [record["prompt"] for record in json.loads(args.prompts.read_text(encoding="utf-8"))]
-    encodings = tokenizer.load(args.model).encode_batch_fast(texts, add_special_tokens=False)
+    encodings = tokenizer.load(directory).encode_batch_fast(texts, add_special_tokens=False)
     prompts = [list(encoding.ids) for encoding in encodings if len(encoding.ids) <= args.width * 3 // 4][: args.rows]
     rows = complete(loaded.config, loaded.params, prompts, width=args.width, batch=args.batch)
     np.save(args.out, rows)

@@ -67,16 +67,16 @@ def load(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
-def check(tokenizer: Tokenizer, directory: Path) -> None:
+def check(tokenizer: Tokenizer, source: str | Path) -> None:
     """Refuses a tokenizer whose tokens cannot be written to token files.
 
     Raises:
       ValueError: no `END_OF_TEXT` in it, or ids that do not fit 16 bits.
     """
     if tokenizer.token_to_id(END_OF_TEXT) is None:
-        raise ValueError(f"{directory}: its tokenizer has no token {END_OF_TEXT}, which ends each text of a token file")
+        raise ValueError(f"{source}: its tokenizer has no token {END_OF_TEXT}, which ends each text of a token file")
     if tokenizer.get_vocab_size() > 65536:
-        raise ValueError(f"{directory}: its tokenizer has {tokenizer.get_vocab_size()} tokens: token files hold 65536")
+        raise ValueError(f"{source}: its tokenizer has {tokenizer.get_vocab_size()} tokens: token files hold 65536")
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str], batch: int = 512) -> np.ndarray:
