@@ -24,7 +24,7 @@ ARRAYS_ONLY = [
 jaxtyping.install_import_hook([*ARRAYS_ONLY, "pallas_kernels"], "beartype.beartype")
 
 SLOW = "JSPEC_SLOW"
-"""Set in the environment, it runs the tests that only repeat what others show at one more point of a large matrix."""
+"""Set in the environment, it runs the long notebooks, and the tests that repeat what others show at one more point."""
 
 
 def pytest_collection_modifyitems(items):
@@ -32,7 +32,9 @@ def pytest_collection_modifyitems(items):
     if not os.environ.get(SLOW):
         for item in items:
             if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason=f"one more point of a large matrix: needs {SLOW}=1"))
+                item.add_marker(
+                    pytest.mark.skip(reason=f"one more point of a large matrix, or a long notebook: needs {SLOW}=1")
+                )
 
 
 EXTRAS = {

@@ -93,7 +93,8 @@ def test_greedy_output_equals_transformers(pair, with_head, expected, drafter, p
     for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
         assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)
     if isinstance(drafter, jspec.Standalone | jspec.Eagle):
-        assert out.stats.accept_length > 1.3, "the draft is close to its target: something must be accepted"
+        least = 1.3 if isinstance(drafter, jspec.Standalone) else 1.05
+        assert out.stats.accept_length > least, "the draft is close to its target: something must be accepted"
 
 
 @pytest.mark.parametrize("drafter", [None, jspec.Ngram(depth=4), jspec.Standalone(depth=4, width=3)], ids=str)
