@@ -371,19 +371,23 @@ def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
     path.chmod(0o644)  # the library makes files that only their owner reads
 
 
+def describe_scaling(scaling: Llama3Rope) -> dict[str, Any]:
+    """The keys of a config.json for scaled rotary frequencies."""
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_length,
+    }
+
+
 def describe(config: Llama) -> dict[str, Any]:
     """The config.json of a model, of the newer generation."""
     family = "qwen3" if config.qk_norm else "llama"
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
-        scaling = config.rope_scaling
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_length,
-        }
+        rope |= describe_scaling(config.rope_scaling)
     return {
         "architectures": [next(name for name, value in ARCHITECTURES.items() if value == family)],
         "model_type": family,

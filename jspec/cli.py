@@ -154,8 +154,7 @@ def _load(drafter: str, options: argparse.Namespace, loaded: dict[Any, Model] | 
 
     loaded: models by their draft, which are taken from there and put there.
     """
-    wanted = drafter if drafter in ("eagle", "standalone") else None
-    draft = bundled_draft(options.model, wanted) if options.draft is None else options.draft
+    draft = options.draft or bundled_draft(options.model, drafter) or bundled_draft(options.model)
     loaded = {} if loaded is None else loaded
     if draft not in loaded:
         loaded[draft] = load(options.model, draft=draft, dtype=options.dtype)

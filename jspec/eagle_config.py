@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jspec.checkpoint import CheckpointError, parse_rope, read_json, refuse_options
+from jspec.checkpoint import CheckpointError, describe_scaling, parse_rope, read_json, refuse_options
 from jspec.models import EagleHead, EagleParams, Llama
 
 LAYOUTS = ("safeailab", "speculators")
@@ -241,15 +241,6 @@ def _check_layout(layout: str, config: EagleHead, params: EagleParams) -> None:
 
 def _describe_layer(config: EagleHead, params: EagleParams) -> dict[str, Any]:
     """The keys that both layouts have, of the older generation of config.json, which every release reads."""
-    scaling = None
-    if config.rope_scaling is not None:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling.factor,
-            "low_freq_factor": config.rope_scaling.low_freq_factor,
-            "high_freq_factor": config.rope_scaling.high_freq_factor,
-            "original_max_position_embeddings": config.rope_scaling.original_length,
-        }
     return {
         "model_type": "llama",
         "vocab_size": config.vocab_size,
@@ -262,7 +253,7 @@ def _describe_layer(config: EagleHead, params: EagleParams) -> dict[str, Any]:
         "max_position_embeddings": config.max_length,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
+        "rope_scaling": None if config.rope_scaling is None else describe_scaling(config.rope_scaling),
         "attention_bias": params.layers[0].o_bias is not None,
         "tie_word_embeddings": False,
         "hidden_act": "silu",

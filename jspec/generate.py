@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from jspec import accept, decode, drafters, stopping
 from jspec.model import Model
-from jspec.models import EagleHead
 from jspec.result import Generation, GenerationStats, Piece
 from jspec.sampling import RowSampling, Sampling, per_row
 from jspec.struct import struct
@@ -301,7 +300,7 @@ class Run:
 def choose(drafter: str | Drafter | None, model: Model) -> Drafter:
     """As `drafters.resolve`; "auto" is what the model's draft is made for, and ngram where it has none."""
     if isinstance(drafter, str) and drafter == "auto":
-        drafter = "ngram" if model.draft is None else "eagle" if isinstance(model.draft, EagleHead) else "standalone"
+        drafter = "ngram" if model.draft is None else model.draft.drafter
     return drafters.resolve(drafter)
 
 

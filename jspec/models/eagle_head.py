@@ -7,7 +7,7 @@ the head's own output takes the place of the feature.
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.cache import MhaCache
 from jspec.cache.mha import Rows
 from jspec.models import layers
-from jspec.models.llama import LayerParams, decoder_layer
+from jspec.models.llama import LayerParams, decoder_layer, empty_cache
 from jspec.struct import struct
 from jspec.types import Params
 
@@ -82,18 +82,12 @@ class EagleHead:
     rope_scaling: layers.Llama3Rope | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
+    drafter: ClassVar[str] = "eagle"
+    """The drafter that such a model is the draft of."""
 
     def init_cache(self, params: EagleParams, batch: int, capacity: int, page_size: int) -> MhaCache:
         """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
-        return MhaCache.empty(
-            batch,
-            capacity,
-            page_size,
-            layers=self.num_layers,
-            kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=params.fc.dtype,
-        )
+        return empty_cache(self, batch, capacity, page_size, params.fc.dtype)
 
     def fuse(self, params: EagleParams, hidden: Float[Array, "B N C"]) -> Float[Array, "B N E"]:
         """The feature of captured hidden states; in EAGLE-1 these are the feature."""

@@ -8,7 +8,7 @@ program (docs/log.md: scanning stacked layers costs 2.8 times the time of a deco
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -69,18 +69,12 @@ class Llama:
     tie_embeddings: bool = False
     qk_norm: bool = False
     attention_bias: bool = False
+    drafter: ClassVar[str] = "standalone"
+    """The drafter that such a model is the draft of."""
 
     def init_cache(self, params: LlamaParams, batch: int, capacity: int, page_size: int) -> MhaCache:
         """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
-        return MhaCache.empty(
-            batch,
-            capacity,
-            page_size,
-            layers=self.num_layers,
-            kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=params.embed.dtype,
-        )
+        return empty_cache(self, batch, capacity, page_size, params.embed.dtype)
 
     def forward(
         self,
@@ -161,6 +155,12 @@ class Llama:
         """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
         weight = params.embed.T if params.lm_head is None else params.lm_head
         return layers.linear(normed, weight).astype(jnp.float32)
+
+
+def empty_cache(config: Any, batch: int, capacity: int, page_size: int, dtype: Any) -> MhaCache:
+    """An empty cache for the layers of a model; config says num_layers, num_kv_heads and head_dim."""
+    shape = {"layers": config.num_layers, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    return MhaCache.empty(batch, capacity, page_size, **shape, dtype=dtype)
 
 
 def decoder_layer(
