@@ -4,6 +4,7 @@ The shapes in the annotations of the modules that only take arrays are checked a
 """
 
 import os
+import pathlib
 
 import jax
 import jaxtyping
@@ -48,15 +49,25 @@ EXTRAS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(request):
-    """Compiles as for a user where a module says AS_SHIPPED; elsewhere on a CPU in two thirds of the time.
-
-    Each compiled program keeps memory mapped, and a process may have 65,530 maps: all tests together need more.
-    """
+    """Compiles as for a user where a module says AS_SHIPPED; elsewhere on a CPU in two thirds of the time."""
     quick = jax.default_backend() == "cpu" and not getattr(request.module, "AS_SHIPPED", False)
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+MAPS = pathlib.Path("/proc/self/maps")
+MOST_MAPS = 30_000
+"""Each compiled program keeps memory mapped; Linux allows a process 65,530 maps and a compiler out of them crashes."""
+
+
+@pytest.fixture(autouse=True)
+def room_for_programs():
+    """Forgets compiled programs between two tests where they have taken half of the maps a process may have."""
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture
