@@ -76,7 +76,7 @@ def check_drafter(
     _, ids = encode_prompts(model, list(prompts))
     case = _Case(_in_float32(model), _Counted(chosen, []), ids, max_new_tokens, temperature, seed)
     done = ["the attributes and methods of a drafter, which can be hashed"]
-    for check in (_check_state, _check_trees, _check_outputs, _check_pieces, _check_rows, _check_traces):
+    for check in (_check_state, _check_trees, _check_outputs, _check_pieces, _check_chunks, _check_rows, _check_traces):
         try:
             done.append(check(case))
         except AssertionError as error:
@@ -303,6 +303,18 @@ def _check_pieces(case: _Case) -> str:
                 "function of their arguments and nothing else"
             )
     return "one call for all rounds does what a call for each round does"
+
+
+def _check_chunks(case: _Case) -> str:
+    parts = case.run(case.drafter, chunk=2)
+    parts.advance(None)
+    for row in range(len(case.ids) * 2):
+        if _figures(parts.result(), row) != _figures(case.result(), row):
+            raise AssertionError(
+                f"row {row} takes other rounds where its prompt is read in chunks: extend is called for each chunk, "
+                "with length 0 once a row's prompt has ended, and what it would propose for that row must stay as it is"
+            )
+    return "a prompt that is read in chunks is followed by the same rounds"
 
 
 def _check_rows(case: _Case) -> str:

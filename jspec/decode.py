@@ -30,6 +30,7 @@ def prefill(
     capacity: int,
     page_size: int,
     logprobs: bool = False,
+    chunk: int | None = None,
 ) -> DecodeState:
     """The state before the first round: the prompt but for its last token is in the caches.
 
@@ -41,20 +42,19 @@ def prefill(
       rows: parameters of the choice of tokens; None: greedy.
       capacity: columns of the token buffer, at least max(limit).
       logprobs: record the log-probability of each new token.
+      chunk: columns that are read at once, which bounds the memory it takes; longer prompts are read in a loop, of as
+        many turns as the longest needs. None: all.
     """
     batch, width = ids.shape
     # The last round may propose past the limit; those rows need somewhere to be dropped from, not a place.
     room = max(capacity, width)
-    start = jnp.zeros(batch, jnp.int32)
-    cache = target.init_cache(params.target, batch, room, page_size)
-    out = target.forward(params.target, tree.chain(ids), cache, None, capture=drafter.capture)
     s = DecodeState(
         tokens=jnp.zeros((batch, room), jnp.int32).at[:, :width].set(ids),
         length=length,
         limit=limit,
         finish=jnp.where(length >= limit, jnp.int32(stopping.LENGTH), jnp.int32(stopping.RUNNING)),
         stop=stop,
-        cache=cache.commit(out.rows, start, None, length - 1),
+        cache=target.init_cache(params.target, batch, room, page_size),
         draft=drafter.init(params, batch, room, page_size),
         sampling=rows,
         key=key,
@@ -62,13 +62,42 @@ def prefill(
         origin=jnp.zeros((batch, room), jnp.int8),
         logprobs=jnp.zeros((batch, room), jnp.float32) if logprobs else None,
         step=jnp.zeros((), jnp.int32),
-        stats=Stats(start, jnp.zeros((batch, drafter.depth + 1), jnp.int32)),
+        stats=Stats(jnp.zeros(batch, jnp.int32), jnp.zeros((batch, drafter.depth + 1), jnp.int32)),
     )
-    committed = Committed(start, jnp.roll(ids, -1, axis=1), out.hidden, length - 1, first=True)
+    size = width if chunk is None else min(chunk, width)
+    read = partial(_read_prompt, params, target=target, drafter=drafter, size=size)
+    s = read(s, None)
+    if size == width:
+        return s
+    return lax.fori_loop(1, -(-jnp.max(length) // size), lambda i, s: read(s, i * size - 1), s)
+
+
+def _read_prompt(
+    params: Params, s: DecodeState, start: Int[Array, ""] | None, *, target: Target, drafter: Drafter, size: int
+) -> DecodeState:
+    """The state with `size` more columns of the prompts read, from column `start` on or, for None, the first ones.
+
+    Of the first columns the last one is only read: it is the root, or the next chunk begins with it. So a draft that
+    reads the root too, and is one token ahead of the target, reads as many.
+    """
+    column = jnp.arange(size, dtype=jnp.int32)[None]
+    begin = jnp.zeros_like(s.length) if start is None else jnp.minimum(start, s.prompt - 1)
+    count = jnp.minimum(s.prompt - 1 - begin, size - 1 if start is None else size)
+    tokens, following = (
+        jnp.take_along_axis(s.tokens, begin[:, None] + column + ahead, axis=1, mode="clip") for ahead in (0, 1)
+    )
+    prefix = None if start is None else begin
+    last = jnp.maximum(count - 1, 0)
+    out = target.forward(params.target, tree.chain(tokens), s.cache, prefix, capture=drafter.capture, select=last)
+    if start is not None:
+        # Orders the write behind the last layer's read, as in `cut`.
+        count = jnp.where(jnp.argmax(out.logits[:, 0], axis=-1) < 0, 0, count)
+    committed = Committed(begin, following, out.hidden, count, first=start is None)
+    s = dataclasses.replace(s, cache=s.cache.commit(out.rows, begin, None, count))
     return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
 
 
-jitted_prefill = jax.jit(prefill, static_argnames=("target", "drafter", "capacity", "page_size", "logprobs"))
+jitted_prefill = jax.jit(prefill, static_argnames=("target", "drafter", "capacity", "page_size", "logprobs", "chunk"))
 """`prefill` for a host to call; one compiled program for each configuration and shape of the prompts."""
 
 

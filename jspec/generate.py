@@ -22,6 +22,9 @@ from jspec.types import Accept, DecodeState, Drafter, Params, Stats, Target
 
 FINISH_REASONS = {stopping.RUNNING: None, stopping.EOS: "eos", stopping.STOP: "stop", stopping.LENGTH: "length"}
 DEFAULT_PAGE_SIZE = 64
+PREFILL_TOKENS = {"cpu": 1024}
+"""Tokens of all prompts that are read at once, by platform, and else 4096: enough to keep the matrix products busy, and
+few enough that their activations are small beside the weights."""
 
 
 @struct
@@ -99,6 +102,7 @@ def generate_ids(
         capacity=max_length,
         page_size=page_size,
         logprobs=logprobs,
+        chunk=prefill_chunk(ids.shape[0]),
     )
     until = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
     s = decode.run_rounds(params, s, until, target=target, drafter=bound, accept=rule)
@@ -191,7 +195,7 @@ def _stream(run: "Run", rounds: int):
 class Run:
     """One generation as the host sees it: a decode state that it advances, and the text that came out.
 
-    Arguments and errors are those of `generate`.
+    Arguments and errors are those of `generate`; chunk: columns of the prompts that are read at once.
 
     model: the model, whose weights every round takes.
     parts: target, bound drafter and rule of acceptance, as `decode.decode` takes them.
@@ -199,7 +203,19 @@ class Run:
     """
 
     def __init__(
-        self, model, prompts, drafter, max_new_tokens, sampling, accept, stop, seed, logprobs, page_size, debug
+        self,
+        model,
+        prompts,
+        drafter,
+        max_new_tokens,
+        sampling,
+        accept,
+        stop,
+        seed,
+        logprobs,
+        page_size,
+        debug,
+        chunk=None,
     ):
         self.single, self.prompts = encode_prompts(model, prompts)
         self.model, self.tokenizer = model, model.tokenizer
@@ -232,6 +248,7 @@ class Run:
             capacity=bucket(longest + max_new_tokens),
             page_size=page_size,
             logprobs=logprobs,
+            chunk=prefill_chunk(len(self.prompts)) if chunk is None else chunk,
         )
         self._advance_to(0)  # compiles, and runs no round
         self.seconds = 0.0
@@ -331,6 +348,11 @@ def choose_rule(rule: str | Accept | None, rows: RowSampling | None, drafter: Dr
     if rule in ("rejection", "block") and hasattr(drafter, "drawn"):
         drafter = dataclasses.replace(drafter, drawn=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return accept.RULES[rule], drafter
+
+
+def prefill_chunk(batch: int) -> int:
+    """Columns of `batch` prompts that are read at once."""
+    return bucket(PREFILL_TOKENS.get(jax.default_backend(), 4096) // batch, least=64)
 
 
 def bucket(size: int, least: int = 16) -> int:

@@ -4,6 +4,9 @@ A chain has no parents (None), so that all that follows from its shape is a cons
 `jspec.grow` makes the trees.
 """
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -46,6 +49,15 @@ def take_path(x: Array | None, path: Int[Array, "B A"] | None) -> Array | None:
     if x is None or path is None:
         return x
     return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def where_rows(keep: Bool[Array, " B"], new: Any, old: Any) -> Any:
+    """The arrays of `new` in the rows to keep, and those of `old` in the others; both are pytrees of one structure."""
+
+    def choose(a, b):
+        return jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(choose, new, old)
 
 
 def paths(draft_tree: DraftTree) -> Int[Array, "B N g"]:

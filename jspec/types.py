@@ -91,7 +91,7 @@ class Acceptance:
 
 @struct
 class Committed:
-    """What `Drafter.extend` absorbs, after prefill and after each round alike."""
+    """What `Drafter.extend` absorbs: a prompt, or one chunk of it after the other, and what each round appends."""
 
     start: Int[Array, " B"]
     """Position of hidden[:, 0]."""
@@ -99,9 +99,9 @@ class Committed:
     """The token that follows hidden[:, t], at position start + t + 1."""
     hidden: Float[Array, "B T E"] | None
     length: Int[Array, " B"]
-    """Columns that count; the rest is padding."""
+    """Columns that count; the rest is padding. 0: the row has ended, or its prompt was read in an earlier chunk."""
     first: bool = dataclasses.field(default=False, metadata={"static": True})
-    """After prefill: start is 0 and nothing was committed before, so that there is no prefix to attend to."""
+    """The first chunk of a prompt: start is 0 and nothing was committed before, so there is no prefix to attend to."""
 
 
 @struct
@@ -174,9 +174,19 @@ class Target(Protocol):
         ...
 
     def forward(
-        self, params: Any, draft_tree: DraftTree, cache: Any, start: Array | None, *, capture: tuple[int, ...] = ()
+        self,
+        params: Any,
+        draft_tree: DraftTree,
+        cache: Any,
+        start: Array | None,
+        *,
+        capture: tuple[int, ...] = (),
+        select: Array | None = None,
     ) -> ForwardOutput:
-        """Reads a tree whose root stands at position `start`; None: position 0, with nothing committed."""
+        """Reads a tree whose root stands at position `start`; None: position 0, with nothing committed.
+
+        select: the only node of each sequence whose logits are wanted, [B, 1, V] of them.
+        """
         ...
 
 

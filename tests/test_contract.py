@@ -34,7 +34,7 @@ def check(drafter, prompts=IDS):
 def test_the_drafters_of_this_package_keep_the_contract(name):
     drafter = toy.bound_drafters()[name]
     report = check(drafter, None if name == "ngram" else IDS)
-    assert len(report.checks) == 7
+    assert len(report.checks) == 8
     assert 1 <= report.accept_length <= drafter.depth + 1
     assert (report.accept_length > 1) == (name != "plain")
     lines = repr(report).splitlines()
@@ -208,8 +208,8 @@ class Siblings(Ngram):
 class Careless(Llama):
     """A target that reads a tree as though it were a chain."""
 
-    def forward(self, params, draft_tree, cache, start, *, capture=()):
-        return super().forward(params, tree.chain(draft_tree.tokens), cache, start, capture=capture)
+    def forward(self, params, draft_tree, cache, start, **options):
+        return super().forward(params, tree.chain(draft_tree.tokens), cache, start, **options)
 
 
 def test_greedy_output_is_compared_with_plain_decoding():
@@ -248,6 +248,22 @@ COIN = random.Random(0)
 
 
 @dataclasses.dataclass(frozen=True)
+class GivesUp(Ngram):
+    """Proposes nonsense from the first call of `extend` on that has nothing for a row."""
+
+    def init(self, params, batch, capacity, page_size):
+        return jnp.ones(batch, jnp.int32)
+
+    def draft(self, params, s):
+        draft_tree, _ = super().draft(params, s)
+        shifted = draft_tree.tokens.at[:, 1:].add(1 - s.draft[:, None]) % 61
+        return dataclasses.replace(draft_tree, tokens=shifted), s.draft
+
+    def extend(self, params, s, committed):
+        return s.draft if committed.first else s.draft * jnp.minimum(committed.length, 1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Copycat(Ngram):
     """Proposes for all rows what it would propose for the first."""
 
@@ -274,10 +290,11 @@ NUMBERS = itertools.count()
     "drafter, message",
     [
         (Moody(), "takes other rounds in one call than round by round"),
+        (GivesUp(), "takes other rounds where its prompt is read in chunks"),
         (Copycat(), "row 1 takes other rounds alone than in a batch"),
         (NeverEqual(), "other prompts of the same shape compile the program again"),
     ],
-    ids=("moody", "copycat", "never_equal"),
+    ids=("moody", "gives_up", "copycat", "never_equal"),
 )
 def test_rounds_are_a_function_of_the_row(drafter, message):
     with pytest.raises(AssertionError, match=f"{type(drafter).__name__}: .*{message}"):

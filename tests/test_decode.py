@@ -83,6 +83,21 @@ def test_hidden_states_and_tokens_reach_the_drafter_in_step():
         assert np.isnan(hidden[b, len(tokens) - 1 :]).all()
 
 
+@pytest.mark.parametrize("chunk", (2, 5))
+@each_name
+def test_a_prompt_read_in_chunks_is_the_prompt_read_at_once(name, chunk):
+    """Rows of 1, 5 and 9 tokens in chunks of 2 or 5: some end in the first chunk, some at the end of one, and the root
+    of some is the first token of the next.
+    """
+    drafter = toy.bound_drafters()[name]
+    whole, parts = complete(drafter), complete(drafter, chunk=chunk)
+    toy.assert_same(
+        (parts.tokens, parts.length, parts.finish, parts.stats), (whole.tokens, whole.length, whole.finish, whole.stats)
+    )
+    for a, b in zip(toy.arrays(parts.draft), toy.arrays(whole.draft), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 # Where rows end
 
 

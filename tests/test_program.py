@@ -146,6 +146,18 @@ def test_each_pool_is_written_once_a_round_and_never_copied(name):
 
 
 @each_name
+def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
+    drafter, weights, s = lone_pool(name)
+    prefill = functools.partial(decode.prefill, target=toy.TARGET, drafter=drafter, capacity=40, page_size=5, chunk=4)
+    lowered = jax.jit(prefill).lower(weights, jnp.asarray(toy.IDS), s.length, s.limit, s.key, s.stop)
+    body = loop_body(lowered.compile().as_text())
+    for shape in [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]:
+        makers = made(body, shape)
+        assert makers.count("scatter") == 1
+        assert set(makers) <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, makers
+
+
+@each_name
 def test_the_donated_pools_are_the_result(name):
     text, types = program(name)
     for shape in types:

@@ -10,6 +10,7 @@ from jspec.grow import check_shape, grow, take_parents
 from jspec.models import EagleHead
 from jspec.propose import propose
 from jspec.struct import struct
+from jspec.tree import where_rows
 from jspec.types import Committed, DecodeState, DraftTree, Params, Proposal
 
 
@@ -116,7 +117,11 @@ class Eagle:
         proposal = self._propose(params, s, out.logits, jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32))
         # Orders the write behind the last layer's read, as in `decode.cut`.
         length = jnp.where(proposal.tokens[:, 0, 0] < 0, 0, committed.length)
-        return EagleState(s.draft.cache.commit(out.rows, committed.start, None, length), out.feature, proposal)
+        feature = out.feature
+        if not committed.first:
+            old = s.draft.feature, s.draft.proposal
+            feature, proposal = where_rows(length > 0, (feature, proposal), old)
+        return EagleState(s.draft.cache.commit(out.rows, committed.start, None, length), feature, proposal)
 
     def _propose(self, params: Params, s: DecodeState, logits, path) -> Proposal:
         ids, vocabulary = params.draft.ids, self.target.vocab_size

@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 from jspec.grow import check_shape, grow
 from jspec.propose import propose
 from jspec.struct import struct
+from jspec.tree import where_rows
 from jspec.types import Committed, DecodeState, DraftTree, Params, Proposal
 
 
@@ -84,8 +85,9 @@ class Standalone:
         return grow(root, s.draft.proposal, expand, None, **shape), s.draft
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> StandaloneState:
-        """Reads the tokens its cache lacks: the whole prompt at first, then what a round appended."""
-        start, count = s.draft.length, s.length - s.draft.length
+        """Reads the tokens its cache lacks, up to the root that follows the committed ones."""
+        start, end = s.draft.length, committed.start + committed.length + 1
+        count = end - start
         column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
         positions = start[:, None] + column
         tokens = jnp.take_along_axis(s.tokens, positions, axis=1, mode="clip")
@@ -95,7 +97,9 @@ class Standalone:
         proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
         # Orders the write behind the last layer's read, as in `decode.cut`.
         count = jnp.where(proposal.tokens[:, 0, 0] < 0, 0, count)
-        return StandaloneState(s.draft.cache.commit(out.rows, start, None, count), s.length, proposal)
+        if not committed.first:
+            proposal = where_rows(count > 0, proposal, s.draft.proposal)
+        return StandaloneState(s.draft.cache.commit(out.rows, start, None, count), end, proposal)
 
     def _propose(self, s: DecodeState, logits, path) -> Proposal:
         return propose(s, logits, path, width=self.width, vocab_size=self.model.vocab_size, drawn=self.drawn)

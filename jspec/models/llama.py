@@ -84,6 +84,7 @@ class Llama:
         start: Int[Array, " B"] | None,
         *,
         capture: tuple[int, ...] = (),
+        select: Int[Array, " B"] | None = None,
     ) -> ForwardOutput:
         """Reads all nodes of a token tree whose root stands at position `start[b]`; writes nothing (see `apply`)."""
         positions = tree.depths(draft_tree)
@@ -96,6 +97,7 @@ class Llama:
             cache,
             start,
             mask=tree.ancestor_mask(draft_tree),
+            select=select,
             capture=capture,
         )
 
