@@ -15,7 +15,9 @@ from jspec.evaluate import Evaluation, evaluate, heldout_prompts, read_prompts
 from jspec.generate import DEFAULT_PAGE_SIZE, Generation, choose, generate, stream
 from jspec.model import Model, bundled_draft, load
 from jspec.sampling import Sampling
+from jspec.startup import keep_compiled_programs, saying_if_slow
 
+_COMPILING = "jspec: compiling for this model and shape; the next run of both starts at once"
 _SHAPE = {"depth": "drafts no tokens", "width": "proposes no trees", "num_nodes": "proposes no trees"}
 """Options that shape a draft -> what is to be said of a drafter without them."""
 
@@ -23,8 +25,15 @@ _OFF = {field.name: field.default for field in dataclasses.fields(Sampling)} | {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit status. Bad input ends with status 2 and one line on standard error."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs a command; returns its exit status. Bad input ends with status 2 and one line on standard error.
+
+    arguments: None: those of the process, whose compiled programs are then kept for the next run. A program that calls
+      this with arguments of its own keeps JAX's settings as they are.
+    """
+    if arguments is None:
+        arguments = sys.argv[1:]
+        keep_compiled_programs()
+    arguments = list(arguments)
     try:
         if arguments[:1] == ["train"]:
             return _run_train(arguments[1:])
@@ -117,7 +126,8 @@ def _run_generate(options: argparse.Namespace) -> int:
         "debug": options.debug,
     }
     if options.show:
-        out = generate(model, prompt, drafter=drafter, **settings)
+        with saying_if_slow("jspec: compiling and generating; the next run of this model and shape starts at once"):
+            out = generate(model, prompt, drafter=drafter, **settings)
         print(out.to_ansi(), flush=True)
     else:
         out = _stream(model, prompt, drafter, settings)
@@ -138,9 +148,10 @@ def _run_generate(options: argparse.Namespace) -> int:
 
 
 def _stream(model: Model, prompt, drafter, settings: dict) -> Generation:
+    with saying_if_slow(_COMPILING):
+        pieces = stream(model, prompt, drafter=drafter, **settings)
     if isinstance(prompt, str):
         print(prompt, end="", flush=True)
-    pieces = stream(model, prompt, drafter=drafter, **settings)
     while True:
         try:
             print(next(pieces).text, end="", flush=True)

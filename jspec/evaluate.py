@@ -85,11 +85,13 @@ def evaluate(
     """
     batches = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
     settings = {"drafter": drafter, "max_new_tokens": max_new_tokens, "sampling": sampling, "accept": accept}
-    generate(model, batches[0], seed=seed, **settings)
-    outputs = [
-        generate(model, rows, seed=seed + i * batch, **settings)
-        for i, rows in enumerate(tqdm(batches, desc=str(drafter), disable=not progress))
-    ]
+    outputs = []
+    with tqdm(total=len(batches), desc=f"{drafter}: compiling", disable=not progress) as bar:
+        generate(model, batches[0], seed=seed, **settings)
+        bar.set_description(str(drafter))
+        for i, rows in enumerate(batches):
+            outputs.append(generate(model, rows, seed=seed + i * batch, **settings))
+            bar.update()
     stats = GenerationStats(
         rounds=np.concatenate([out.stats.rounds for out in outputs]),
         accept_counts=np.concatenate([out.stats.accept_counts for out in outputs]),

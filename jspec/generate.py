@@ -150,8 +150,10 @@ def generate(
     Raises:
       ValueError, TypeError: an argument that cannot be honoured, before anything runs.
     """
-    run = Run(model, prompts, drafter, max_new_tokens, sampling, accept, stop, seed, logprobs, page_size, debug)
-    with tqdm(total=run.most_tokens, unit="tok", disable=not progress) as bar:
+    with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:
+        run = Run(model, prompts, drafter, max_new_tokens, sampling, accept, stop, seed, logprobs, page_size, debug)
+        bar.set_description()
+        bar.reset(run.most_tokens)
         while not run.advance(16 if progress else None):
             bar.update(run.new_tokens - bar.n)
         bar.update(run.new_tokens - bar.n)

@@ -8,10 +8,16 @@ import sys
 import pytest
 
 import jspec
-from jspec import cli
+from jspec import cli, startup
 from jspec.models import EagleHead, Llama
 
 PAIR = ("--model", "bundled:python-tiny", "--draft", "bundled:python-tiny", "--drafter", "standalone")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """No line on standard error depends on how fast this machine is."""
+    monkeypatch.setattr(startup, "SLOW", 1000.0)
 
 
 def run(capsys, *arguments):

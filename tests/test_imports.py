@@ -34,6 +34,7 @@ LAYERS = [
     ["jspec.plots"],
     ["jspec.evaluate"],
     ["jspec.train"],
+    ["jspec.startup"],
     ["jspec.cli"],
 ]
 ONLY = {
