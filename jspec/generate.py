@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 from tqdm import tqdm
 
-from jspec import accept, decode, drafters, stopping
+from jspec import accept, decode, drafters, memory, stopping
 from jspec.model import Model
 from jspec.result import Generation, GenerationStats, Piece
 from jspec.sampling import RowSampling, Sampling, per_row
@@ -148,7 +148,8 @@ def generate(
       debug: checks the invariants of every round and raises at the first that is broken. Slower.
 
     Raises:
-      ValueError, TypeError: an argument that cannot be honoured, before anything runs.
+      ValueError, TypeError: an argument that cannot be honoured, or a generation whose caches do not fit the device's
+        memory, before anything runs.
     """
     with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:
         run = Run(model, prompts, drafter, max_new_tokens, sampling, accept, stop, seed, logprobs, page_size, debug)
@@ -237,22 +238,29 @@ class Run:
         self.debug, self.seconds = debug, 0.0
         ids, lengths = _pad(self.prompts)
         self.most_tokens = len(self.prompts) * max_new_tokens
-        self.state: DecodeState = decode.jitted_prefill(
-            model.params,
-            ids,
-            lengths,
-            lengths + jnp.int32(max_new_tokens),
-            jax.vmap(jax.random.key)(seeds),
-            stopping.init(_bucket_states(table), len(self.prompts)),
-            rows,
-            target=model.target,
-            drafter=bound,
-            capacity=bucket(longest + max_new_tokens),
-            page_size=page_size,
-            logprobs=logprobs,
-            chunk=prefill_chunk(len(self.prompts)) if chunk is None else chunk,
-        )
-        self._advance_to(0)  # compiles, and runs no round
+        places = model.params, model.target, bound, len(self.prompts)
+        least = max(ids.shape[1], longest + max_new_tokens)
+        capacity = memory.fit(*places, page_size, bucket(longest + max_new_tokens), least)
+        try:
+            self.state: DecodeState = decode.jitted_prefill(
+                model.params,
+                ids,
+                lengths,
+                lengths + jnp.int32(max_new_tokens),
+                jax.vmap(jax.random.key)(seeds),
+                stopping.init(_bucket_states(table), len(self.prompts)),
+                rows,
+                target=model.target,
+                drafter=bound,
+                capacity=capacity,
+                page_size=page_size,
+                logprobs=logprobs,
+                chunk=prefill_chunk(len(self.prompts)) if chunk is None else chunk,
+            )
+            self._advance_to(0)  # compiles, and runs no round
+        except jax.errors.JaxRuntimeError as error:
+            memory.explain(error, memory.need(*places, capacity, page_size))
+            raise
         self.seconds = 0.0
         self.tokens: list[list[int]] = [[] for _ in self.prompts]
         self.finish = [0] * len(self.prompts)

@@ -28,6 +28,7 @@ LAYERS = [
     ["jspec.model"],
     ["jspec.show"],
     ["jspec.result"],
+    ["jspec.memory"],
     ["jspec.generate"],
     ["jspec.look"],
     ["jspec.contract"],
