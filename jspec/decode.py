@@ -13,6 +13,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Float, Int, Key
 
 from jspec import sampling, stopping, tree
+from jspec.capture import loop_options
 from jspec.types import Accept, Acceptance, Committed, DecodeState, Drafter, Params, Stats, Target
 
 
@@ -185,7 +186,7 @@ def run_rounds(
 _STATIC = ("target", "drafter", "accept")
 
 
-@partial(jax.jit, static_argnames=_STATIC, donate_argnames=("s",))
+@partial(jax.jit, static_argnames=_STATIC, donate_argnames=("s",), compiler_options=loop_options())
 def decode(params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept) -> DecodeState:
     """Rounds on the device until every row is done or `s.step` reaches `until`; the state is donated.
 

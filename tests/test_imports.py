@@ -19,6 +19,7 @@ LAYERS = [
     ["jspec.cache"],
     ["jspec.models"],
     ["jspec.drafters"],
+    ["jspec.capture"],
     ["jspec.decode"],
     ["jspec.checkpoint"],
     ["jspec.torch_file"],
@@ -39,7 +40,7 @@ LAYERS = [
     ["jspec.cli"],
 ]
 ONLY = {
-    "jspec.decode": {"jspec.types", "jspec.tree", "jspec.sampling", "jspec.stopping"},
+    "jspec.decode": {"jspec.types", "jspec.tree", "jspec.sampling", "jspec.stopping", "jspec.capture"},
     "jspec.accept": {"jspec.types", "jspec.tree", "jspec.sampling"},
     "jspec.tree": {"jspec.types"},
     "jspec.sampling": {"jspec.struct", "jspec.types"},
