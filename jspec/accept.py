@@ -6,9 +6,12 @@ All random numbers of a row are functions of its key and of positions.
 """
 
 import dataclasses
+import math
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jspec import sampling, tree
@@ -158,6 +161,68 @@ class LossyThresholds:
             return chosen, tried, _without(left, token)
 
         return _walk(key, _with_parents(draft_tree), p, position, judge, jnp.zeros_like(position, jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Imposed:
+    """Accepts a given number of drafts, right or wrong: **the output is not the target's**. For measuring engines only.
+
+    The round does its full work, so that with random weights it costs what it costs with trained ones that reach this
+    accept length.
+
+    tokens_per_round: mean of the tokens that a round appends, bonus included; at least 1. A round appends the whole
+      number below it or above it, but no more than the path to the tree's deepest node and the bonus token.
+    """
+
+    tokens_per_round: float
+
+    def __post_init__(self):
+        if not 1 <= self.tokens_per_round < math.inf:
+            raise ValueError(
+                f"Imposed(tokens_per_round={self.tokens_per_round}): give a finite number from 1 up, "
+                "as the bonus token is one of them"
+            )
+
+    def __call__(
+        self,
+        key: Key[Array, " B"],
+        draft_tree: DraftTree,
+        logits: Float[Array, "B N V"],
+        position: Int[Array, " B"],
+    ) -> Acceptance:
+        """Keeps the path to the first node of the wanted depth, or of the greatest; then the target's argmax."""
+        del key
+        drafts = self._tokens(position) - 1
+        choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        # A whole figure is a constant, by which XLA could make a simpler program than that of real accept lengths.
+        choice, drafts = lax.optimization_barrier((choice, drafts))
+        column = jnp.arange(_generations(draft_tree) + 1, dtype=jnp.int32)[None]
+        if draft_tree.parents is None:
+            path, drafts = None, jnp.minimum(drafts, column.shape[1] - 1)
+        else:
+            mask, depths = tree.ancestor_mask(draft_tree), tree.depths(draft_tree)
+            assert mask is not None
+            drafts = jnp.minimum(drafts, depths.max(1))
+            last = jnp.argmax(depths == drafts[:, None], axis=1).astype(jnp.int32)
+            above = jnp.take_along_axis(mask, last[:, None, None], axis=1)
+            wanted = jnp.minimum(column, drafts[:, None])
+            path = jnp.argmax(above & (depths[:, None] == wanted[:, :, None]), axis=2).astype(jnp.int32)
+        following, kept = tree.take_path(choice, path), tree.take_path(draft_tree.tokens, path)
+        assert following is not None and kept is not None
+        kept = jnp.roll(kept, -1, axis=1)
+        return Acceptance(path, jnp.where(column == drafts[:, None], following, kept), drafts + 1)
+
+    def _tokens(self, position: Int[Array, " B"]) -> Int[Array, " B"]:
+        """The whole number below or above, such that rounds end at floor(k * tokens_per_round), k = 0, 1, ...
+
+        From a position between two of these, rounds take the number above until they meet one. So the tokens of any
+        number of rounds are their mean's to within tokens_per_round; a coin would be off by 0.05 a round after 85.
+        """
+        figure = Fraction(self.tokens_per_round).limit_denominator(1000)
+        n, d = figure.numerator, figure.denominator
+        # q = floor(k n / d) for some k if and only if the multiple of n at or behind q d lies before (q + 1) d.
+        meets = (-(position + n // d) * d) % n < d
+        return jnp.where(meets, n // d, -(-n // d)).astype(jnp.int32)
 
 
 def _reject_in_tree(key, draft_tree: DraftTree, p, position) -> Acceptance:

@@ -1,4 +1,4 @@
-"""The command line: `jspec generate`, `jspec evaluate`, `jspec train`."""
+"""The command line: `jspec generate`, `jspec evaluate`, `jspec bench`, `jspec train`."""
 
 import argparse
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jspec import accept, drafters
+from jspec.bench import cli as bench
 from jspec.evaluate import Evaluation, evaluate, heldout_prompts, read_prompts
 from jspec.generate import DEFAULT_PAGE_SIZE, Generation, choose, generate, stream
 from jspec.model import Model, bundled_draft, load
@@ -52,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_generate(commands)
     _add_evaluate(commands)
+    summary = "what a round costs at a model's true shape, and where the time goes"
+    bench.add_arguments(commands.add_parser("bench", help=summary, description=bench.__doc__))
     commands.add_parser("train", help="prepare data, train a language model or a draft")
     return parser
 

@@ -111,6 +111,45 @@ def draft_tree(round: Round, tokenizer: Tokenizer | None = None, ax: Any = None)
     return ax
 
 
+_PHASES = {
+    "draft": ("#e69f00", ""),
+    "verify": ("#2171b5", ""),
+    "accept_commit": ("#009e73", ""),
+    "extend": ("#cc79a7", ""),
+    "rest": ("none", "////"),
+}
+"""Phases of a round, from the bottom up: colour and hatching."""
+
+
+def bench_report(report: Mapping[str, Any], ax: Any = None) -> Any:
+    """A round of each measured row as a bar of its phases, with its floor as a line.
+
+    Args:
+      report: what `jspec bench --json` wrote. The phases were measured alone; hatched is what they leave of the round,
+        or where they are more than the round, what is too much.
+
+    Raises:
+      ValueError: no row was measured.
+    """
+    rows = [row for row in report["rows"] if row["round"]]
+    if not rows:
+        raise ValueError("no row was measured: " + "; ".join(row["problem"] for row in report["rows"]))
+    ax = _axes(ax, (min(16.0, max(5.0, 0.6 * len(rows) + 2)), 4.0))
+    at, bottom = np.arange(len(rows)), 0.0
+    split = [row["phases"] or {"rest": row["round"]} for row in rows]
+    for name, (colour, hatch) in _PHASES.items():
+        height = np.array([1e3 * phases.get(name, 0.0) for phases in split])
+        style = {"color": colour, "hatch": hatch, "edgecolor": "#5a5a5a", "label": name.replace("_", "+")}
+        ax.bar(at, height, 0.8, bottom=bottom, **style)
+        bottom = bottom + height
+    ax.hlines([1e3 * row["floor"] for row in rows], at - 0.45, at + 0.45, color="black", linewidth=2, label="floor")
+    ax.set(ylabel="ms a round", xticks=at, xlim=(-0.6, len(rows) - 0.4))
+    ax.set_xticklabels([f"{row['mode']}\n{row['batch']} x {row['context']}" for row in rows], fontsize=8)
+    ax.set_title(f"{report['model']}, {report['environment']['device']}", fontsize=10, loc="left")
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return ax
+
+
 def _axes(ax: Any, size: tuple[float, float]) -> Any:
     try:
         import matplotlib.pyplot as plt

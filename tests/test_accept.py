@@ -234,3 +234,71 @@ def test_block_refuses_a_tree():
 def test_thresholds_that_mean_nothing_are_refused(numbers, message):
     with pytest.raises(ValueError, match=message):
         accept.LossyThresholds(**numbers)
+
+
+# Imposed acceptance
+
+
+def naive_path(parents, length):
+    """The first node of depth length - 1, or of the greatest, and its ancestors, root first."""
+    depth = [0]
+    for node in range(1, len(parents)):
+        depth.append(depth[parents[node]] + 1)
+    path = [depth.index(min(length - 1, max(depth)))]
+    while path[0]:
+        path.insert(0, int(parents[path[0]]))
+    return path
+
+
+@pytest.mark.parametrize("static_depth", (False, True))
+@pytest.mark.parametrize("figure", (1.0, 3.5, 20.0))
+@pytest.mark.parametrize("nodes", (1, 5, 16))
+def test_an_imposed_length_takes_a_path_of_the_tree(nodes, figure, static_depth):
+    tokens, parents, logits = random_case(nodes, nodes, 6)
+    depth = depth_of(parents) if static_depth else None
+    rule = jax.jit(accept.Imposed(figure))
+    out = jax.tree.map(np.asarray, rule(KEYS, DraftTree(tokens, parents, depth), logits, POSITION))
+    for b in range(BATCH):
+        paths = [naive_path(parents[b], length) for length in {int(np.floor(figure)), int(np.ceil(figure))}]
+        length = out.length[b]
+        path = out.path[b, :length].tolist()
+        assert path in paths
+        np.testing.assert_array_equal(out.path[b, length:], path[-1])
+        expected = [*tokens[b, path[1:]], np.argmax(logits[b, path[-1]])]
+        np.testing.assert_array_equal(out.tokens[b, :length], expected)
+    assert (figure, nodes) != (3.5, 5) or set(out.length) == {2, 3, 4}, (
+        "trees that are not so deep are part of the case"
+    )
+
+
+@pytest.mark.parametrize(
+    ("figure", "nodes", "lengths"), ((1.0, 6, {1}), (2.5, 6, {2, 3}), (3.0, 6, {3}), (9.0, 4, {4}))
+)
+def test_an_imposed_length_cuts_a_chain(figure, nodes, lengths):
+    tokens, _, logits = random_case(3, nodes, 7)
+    rule = jax.jit(accept.Imposed(figure))
+    out = jax.tree.map(np.asarray, rule(KEYS, tree.chain(jnp.asarray(tokens)), logits, POSITION))
+    assert out.path is None and set(out.length) == lengths
+    for b, length in enumerate(out.length):
+        expected = [*tokens[b, 1:length], np.argmax(logits[b, length - 1])]
+        np.testing.assert_array_equal(out.tokens[b, :length], expected)
+
+
+@pytest.mark.parametrize("figure", (1.0, 1.2, 2.1, 2.9, 3.0, 3.3, 4.75, 5.01))
+def test_imposed_lengths_keep_their_mean_from_any_position_on(figure):
+    """A coin of 3.5 would be off by 0.05 a round after 85 rounds, and by 0.15 in one run of 370."""
+    first = np.concatenate([np.arange(1, 200), 131_072 + np.arange(20)]).astype(np.int32)
+    lengths = jax.jit(accept.Imposed(figure)._tokens)
+    position, taken = jnp.asarray(first), set()
+    for rounds in range(1, 86):
+        step = lengths(position)
+        taken |= set(map(int, step))
+        position = position + step
+        assert np.abs(np.array(position - first) - rounds * figure).max() < figure
+    assert taken == {int(np.floor(figure)), int(np.ceil(figure))}
+
+
+@pytest.mark.parametrize("figure", (0.99, 0.0, -1.0, float("nan"), float("inf")))
+def test_imposed_figures_that_no_round_can_have_are_refused(figure):
+    with pytest.raises(ValueError, match=rf"Imposed\(tokens_per_round={figure}\): give a finite number from 1 up"):
+        accept.Imposed(figure)

@@ -35,6 +35,7 @@ LAYERS = [
     ["jspec.contract"],
     ["jspec.plots"],
     ["jspec.evaluate"],
+    ["jspec.bench"],
     ["jspec.train"],
     ["jspec.startup"],
     ["jspec.cli"],
@@ -97,7 +98,7 @@ def test_kernels_import_jax_only(path):
 
 def test_every_module_is_in_the_structure_page():
     page = (ROOT / "docs" / "structure.md").read_text()
-    folders = ("jspec/train/", "pallas_kernels/paged_attention/", "pallas_kernels/kv_compact/")
+    folders = ("jspec/bench/", "jspec/train/", "pallas_kernels/paged_attention/", "pallas_kernels/kv_compact/")
     for path in FILES:
         name = path.relative_to(ROOT).as_posix()
         if name.endswith("__init__.py") and name != "jspec/drafters/__init__.py":

@@ -1,0 +1,222 @@
+"""`jspec bench`: what a round of the engine costs at a model's true shape, and where the time goes.
+
+Weights are random and a given number of drafts is accepted, right or wrong (`accept.Imposed`): figures are of the
+engine on its machine, whatever the draft is worth. With --checkpoint the weights are real; acceptance is imposed still.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from jspec import plots
+from jspec.accept import Imposed
+from jspec.bench import machine, report, weights
+from jspec.bench.measure import Setup, measure
+from jspec.bench.presets import PRESETS, eagle_head
+from jspec.checkpoint import DTYPES, resolve_dtype
+from jspec.drafters import Eagle, Plain, Standalone
+from jspec.generate import DEFAULT_PAGE_SIZE
+from jspec.model import load
+from jspec.types import Params
+
+MODES = ("plain", "chain", "tree")
+_DEFAULTS = {"drafter": None, "depth": 5, "tokens_per_round": 3.0, "width": 8, "num_nodes": 32}
+_USED_BY = {
+    "drafter": MODES[1:],
+    "depth": MODES[1:],
+    "tokens_per_round": MODES[1:],
+    "width": MODES[2:],
+    "num_nodes": MODES[2:],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is measured. Leaves of `params` are arrays, or shapes that arrays are still to be made of."""
+
+    name: str
+    target: Any
+    draft: Any
+    params: Params
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options, and sets `run`."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--preset", choices=tuple(PRESETS), help="shapes, with random weights")
+    source.add_argument("--checkpoint", metavar="DIR", help="real weights: anything that --model of generate takes")
+    parser.add_argument("--draft", metavar="DIR", help="with --checkpoint: the draft's; default: a random EAGLE-3 head")
+    parser.add_argument(
+        "--drafter", choices=("eagle", "standalone"), help="default: eagle, or what --draft is made for"
+    )
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES, help="default: all three")
+    parser.add_argument("--batch", nargs="+", type=_positive, metavar="ROWS", help="default: 1 8 32; tiny: 1")
+    parser.add_argument("--context", nargs="+", type=_positive, metavar="N", help="default: 512 4096 32768; tiny: 64")
+    shape = parser.add_argument_group("the draft's shape")
+    shape.add_argument("--depth", type=_positive, metavar="N", help="tokens of the longest chain; default: 5")
+    shape.add_argument("--width", type=_positive, metavar="N", help="children of a node of a tree; default: 8")
+    shape.add_argument("--num-nodes", type=_positive, metavar="N", help="of a tree, root included; default: 32")
+    shape.add_argument(
+        "--tokens-per-round",
+        type=float,
+        metavar="X",
+        help="imposed accept length, bonus token included; default: 3",
+    )
+    parser.add_argument("--rounds", type=_positive, default=85, metavar="N", help="timed together; default: 85")
+    parser.add_argument("--repeats", type=_positive, default=5, metavar="N", help="of each figure; default: 5")
+    parser.add_argument("--no-split", action="store_true", help="leave the phases out, which take as long as all else")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bfloat16, float32 on CPU")
+    parser.add_argument("--page-size", type=_positive, default=DEFAULT_PAGE_SIZE, metavar="ROWS", help="default: 64")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, after each row")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them there; needs matplotlib")
+    parser.set_defaults(run=main)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures and prints; returns the exit status.
+
+    Raises:
+      ValueError, OSError: options that do not fit together, or a model that does not fit the device.
+    """
+    check(options)
+    subject = _subject(options)
+    copy = machine.copy_bandwidth(options.repeats)
+    head = subject.params.target.embed
+    gemv = machine.gemv_bandwidth(subject.target.hidden_size, subject.target.vocab_size, head.dtype, options.repeats)
+    drafters = {mode: _drafter(mode, options, subject) for mode in options.mode}
+    params = _make(subject)
+    shared = {name: getattr(options, name) for name in ("tokens_per_round", "rounds", "repeats", "page_size")}
+    setup = Setup(subject.target, params, split=not options.no_split, **shared)
+    out = _describe(options, subject, params, copy, gemv)
+    cases = [(mode, batch, context) for context in options.context for batch in options.batch for mode in options.mode]
+    with tqdm(cases, unit="row") as bar:
+        for mode, batch, context in bar:
+            bar.set_description(f"{mode} {batch} x {context}")
+            row = measure(setup, mode, drafters[mode], batch, context, bar.set_postfix_str)
+            out["rows"].append(report.record(row, copy.gb_per_second))
+            if options.json:
+                options.json.write_text(json.dumps(out, indent=2) + "\n")
+    print(report.table(out))
+    if options.plot and any(row["round"] for row in out["rows"]):
+        plots.bench_report(out).figure.savefig(options.plot, dpi=150)
+    return 0
+
+
+def check(options: argparse.Namespace) -> None:
+    """Fills in defaults, and raises where options do not fit together: before the minutes that measuring takes."""
+    for name, default in _DEFAULTS.items():
+        given, users = getattr(options, name), _USED_BY[name]
+        if given is not None and not set(users) & set(options.mode):
+            option = f"--{name.replace('_', '-')} {given}"
+            raise ValueError(
+                f"{option}: only --mode {' and '.join(users)} has it, and --mode is {' '.join(options.mode)}"
+            )
+        setattr(options, name, default if given is None else given)
+    Imposed(options.tokens_per_round)
+    most = options.depth + 1
+    if set(options.mode) != {"plain"} and math.ceil(options.tokens_per_round) > most:
+        raise ValueError(
+            f"--tokens-per-round {options.tokens_per_round:g}: with --depth {options.depth} at most {most}"
+        )
+    if "tree" in options.mode and options.width == 1:
+        raise ValueError("--width 1: that is a chain; give --mode chain, or a width of at least 2")
+    if options.draft and not options.checkpoint:
+        raise ValueError(f"--draft {options.draft}: the weights of a preset are random; give --checkpoint, too")
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('--plot needs matplotlib: pip install "jspec[notebooks]"')
+    for name, path in (("json", options.json), ("plot", options.plot)):
+        if path and not path.parent.is_dir():
+            raise ValueError(f"--{name} {path}: there is no directory {path.parent}")
+    small = options.preset == "tiny"
+    options.batch = options.batch or ([1] if small else [1, 8, 32])
+    options.context = options.context or ([64] if small else [512, 4096, 32_768])
+
+
+def _subject(options: argparse.Namespace) -> Subject:
+    subject = _loaded(options) if options.checkpoint else _shaped(options)
+    if set(options.mode) == {"plain"}:
+        return dataclasses.replace(subject, draft=None, params=Params(subject.params.target))
+    return subject
+
+
+def _loaded(options: argparse.Namespace) -> Subject:
+    """A checkpoint, with a random head where none is given."""
+    model = load(options.checkpoint, draft=options.draft, dtype=options.dtype)
+    if model.draft is not None or options.drafter == "standalone":
+        return Subject(model.name, model.target, model.draft, model.params)
+    head = eagle_head(model.target)
+    shapes = weights.head_shapes(head, model.params.target.embed.dtype)
+    return Subject(model.name, model.target, head, Params(model.params.target, shapes))
+
+
+def _shaped(options: argparse.Namespace) -> Subject:
+    """A preset."""
+    preset, dtype = PRESETS[options.preset], resolve_dtype(options.dtype)
+    target = weights.llama_shapes(preset.target, dtype)
+    if options.drafter != "standalone":
+        params = Params(target, weights.head_shapes(preset.head, dtype))
+        return Subject(options.preset, preset.target, preset.head, params)
+    if preset.standalone is None:
+        others = ", ".join(name for name, preset in PRESETS.items() if preset.standalone)
+        raise ValueError(
+            f"--drafter standalone: {options.preset} has no smaller model of its vocabulary; {others} have"
+        )
+    params = Params(target, weights.llama_shapes(preset.standalone, dtype))
+    return Subject(options.preset, preset.target, preset.standalone, params)
+
+
+def _drafter_name(options: argparse.Namespace, subject: Subject) -> str:
+    return options.drafter or getattr(subject.draft, "drafter", "eagle")
+
+
+def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Any:
+    if mode == "plain":
+        return Plain()
+    kind = {"eagle": Eagle, "standalone": Standalone}[_drafter_name(options, subject)]
+    tree = {"width": options.width, "num_nodes": options.num_nodes} if mode == "tree" else {}
+    return kind(depth=options.depth, **tree).bind(subject.target, subject.draft)
+
+
+def _make(subject: Subject) -> Params:
+    """The weights, where they are only shapes so far."""
+    missing = [leaf for leaf in jax.tree.leaves(subject.params) if not isinstance(leaf, jax.Array)]
+    has, needed = machine.memory(), weights.size_bytes(missing)
+    if has is not None and needed > has[0]:
+        raise ValueError(
+            f"{subject.name}: {needed / 1e9:.1f} GB of weights do not fit, {has[0] / 1e9:.1f} of {has[1] / 1e9:.1f} GB "
+            "are free; the environment's XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets JAX have more than 75% of the device"
+        )
+    return jax.block_until_ready(weights.random_weights(subject.params, subject.target.vocab_size))
+
+
+def _describe(options: argparse.Namespace, subject: Subject, params: Params, copy, gemv) -> dict[str, Any]:
+    """The report without its rows."""
+    target, draft, itemsize = subject.target, subject.draft, params.target.embed.dtype.itemsize
+    named = ("depth", "width", "num_nodes", "tokens_per_round", "rounds", "repeats", "page_size")
+    streamed = {"target": weights.forward_bytes(params.target), "kv_token": weights.kv_token_bytes(target, itemsize)}
+    if draft is not None:
+        streamed["draft_step"], streamed["extend"] = weights.draft_step_bytes(params), weights.extend_bytes(params)
+        streamed["draft_kv_token"] = weights.kv_token_bytes(draft, itemsize)
+    return {
+        "model": subject.name,
+        "environment": {**machine.environment(), "dtype": str(params.target.embed.dtype)},
+        "settings": {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in named}},
+        "parameters": {"target": weights.count(params.target), "draft": weights.count(params.draft)},
+        "streamed_bytes": streamed,
+        "bandwidth": {"copy": report.bandwidth(copy), "gemv": report.bandwidth(gemv)},
+        "rows": [],
+    }
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.lstrip("+-").isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 up")
+    return value

@@ -1,0 +1,77 @@
+"""What the machine can do, to compare with: its bandwidths, measured, and its memory."""
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspec.models import layers
+
+WARM_UP = 2
+"""Calls before the first that counts: one compiles, and one runs before command buffers are captured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bandwidth:
+    """Bytes moved by an operation, and the seconds it took, each time."""
+
+    bytes: int
+    seconds: list[float]
+
+    @property
+    def gb_per_second(self) -> float:
+        """Of the median time, in 1e9 bytes."""
+        return self.bytes / statistics.median(self.seconds) / 1e9
+
+
+def copy_bandwidth(repeats: int) -> Bandwidth:
+    """Bytes read and written by a copy of a GiB (on a CPU 64 MiB), far more than any cache holds."""
+    size = 2**26 if jax.default_backend() == "cpu" else 2**30
+    source = jnp.zeros(size // 4, jnp.int32)
+    # An operation, since XLA copies nothing that it can alias.
+    return Bandwidth(2 * size, seconds_of(jax.jit(lambda x: x + 1), source, count=10, repeats=repeats))
+
+
+def gemv_bandwidth(hidden_size: int, vocab_size: int, dtype: Any, repeats: int) -> Bandwidth:
+    """Bytes of an LM head that one row is multiplied by: [1, hidden_size] x [hidden_size, vocab_size]."""
+    x, weight = jnp.ones((1, hidden_size), dtype), jnp.ones((hidden_size, vocab_size), dtype)
+    return Bandwidth(weight.nbytes, seconds_of(jax.jit(layers.linear), x, weight, count=10, repeats=repeats))
+
+
+def seconds_of(function: Callable, *arguments: Any, count: int, repeats: int) -> list[float]:
+    """Seconds of a call, `repeats` times: each the mean of `count` calls in a row; the host awaits the last."""
+    seconds, out = [], None
+    for turn in range(WARM_UP + repeats):
+        out = None  # frees what the turn before has left
+        began = time.perf_counter()
+        for _ in range(count):
+            out = function(*arguments)
+        jax.block_until_ready(out)
+        if turn >= WARM_UP:
+            seconds.append((time.perf_counter() - began) / count)
+    return seconds
+
+
+def memory() -> tuple[int, int] | None:
+    """Bytes that are free, and bytes that this process may have; None where the device does not say (a CPU)."""
+    stats = jax.devices()[0].memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
+
+
+def environment() -> dict[str, Any]:
+    """What figures hang on, beside the program."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "compilation_cache": jax.config.values.get("jax_compilation_cache_dir"),
+    }

@@ -1,0 +1,144 @@
+"""The phases of a round, each on its own and repeated inside one program, to see where a round's time goes."""
+
+import dataclasses
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jspec import decode, sampling, tree
+from jspec.bench.machine import WARM_UP
+from jspec.cache import MhaCache
+from jspec.types import Accept, Committed, DecodeState, Drafter, DraftTree, ForwardOutput, Params, Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """The statements of `decode.step`, as (params, what is given, cache that is written) -> (result, that cache).
+
+    A drafter whose `draft` returns the state it was given, and whose state has its cache as `cache`, suits.
+    """
+
+    target: Target
+    drafter: Drafter
+    accept: Accept
+
+    def draft(self, params: Params, given: DecodeState, cache: None) -> tuple[DraftTree, None]:
+        """State -> tree."""
+        draft_tree, _ = self.drafter.draft(params, given)
+        return draft_tree, cache
+
+    def verify(self, params: Params, given: tuple[DecodeState, DraftTree], cache: None) -> tuple[ForwardOutput, None]:
+        """State and tree -> the target's output."""
+        s, draft_tree = given
+        out = self.target.forward(params.target, draft_tree, s.cache, s.length - 1, capture=self.drafter.capture)
+        return out, cache
+
+    def accept_commit(
+        self, params: Params, given: tuple[DecodeState, DraftTree, ForwardOutput], cache: Any
+    ) -> tuple[tuple[DecodeState, Committed], Any]:
+        """State without caches, tree, output and the target's cache -> state, what was committed; the cache written."""
+        s, draft_tree, out = given
+        start = s.length - 1
+        accepted = self.accept(s.key, draft_tree, sampling.process(s, out.logits, tree.paths(draft_tree)), s.length)
+        kept, stop, finish = decode.cut(s, accepted)
+        cache = cache.commit(out.rows, start, kept.path, kept.length)
+        s = decode.append(s, kept, accepted.length - 1, stop=stop, finish=finish)
+        return (s, Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)), cache
+
+    def extend(self, params: Params, given: tuple[DecodeState, Committed], cache: Any) -> tuple[Any, Any]:
+        """State whose draft lacks its cache, what was committed, and that cache -> the draft's state; cache written."""
+        s, committed = given
+        s = dataclasses.replace(s, draft=dataclasses.replace(s.draft, cache=cache))
+        state = self.drafter.extend(params, s, committed)
+        return dataclasses.replace(state, cache=None), state.cache
+
+
+@partial(jax.jit, static_argnames=("phase", "count"), donate_argnames=("cache",))
+def repeat(params: Params, given: Any, cache: Any, *, phase: Any, count: int) -> tuple[Any, Any]:
+    """A phase `count` times, one after the other; the last result.
+
+    What a compiler may do to such a loop would make the phase look cheaper than it is, so:
+    - nothing can be hoisted: each run adds a zero to all that it is given, and that zero is computed from the result of
+      the run before, so that XLA knows neither that it is one nor that the operands repeat. The addition is fused into
+      what reads the operand. The pools of keys and values, too large for that, are read through page tables, which
+      have it; weights are the same in every round of `decode`, too.
+    - nothing can be left out: the whole result is carried by the loop and returned.
+    - nothing can run at once with the next run, as that waits for the zero.
+    """
+
+    def body(_, loop):
+        _, cache, zero = loop
+        result, cache = phase(params, tie(given, zero), cache)
+        return result, cache, zero_of(result)
+
+    result, _ = jax.eval_shape(phase, params, given, cache)
+    first = jax.tree.map(_blank, result)
+    result, cache, _ = lax.fori_loop(0, count, body, (first, cache, jnp.int32(0)))
+    return result, cache
+
+
+def tie(given: Any, zero: Int[Array, ""]) -> Any:
+    """The same values, made to depend on `zero`."""
+
+    def add(x):
+        if isinstance(x, MhaCache):
+            return dataclasses.replace(x, page_table=x.page_table + zero)
+        return x + zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x
+
+    return jax.tree.map(add, given, is_leaf=_is_cache)
+
+
+def zero_of(result: Any) -> Int[Array, ""]:
+    """0, as no token and no logit is so large; computed from the first number of the first array."""
+    first = jax.tree.leaves(result)[0]
+    return (first[(0,) * first.ndim].astype(jnp.float32) > 1e30).astype(jnp.int32)
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, MhaCache)
+
+
+def _blank(shape: Any) -> Array:
+    if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0), shape.shape)
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def time_phases(
+    params: Params, s: DecodeState, phases: Phases, count: int, repeats: int
+) -> tuple[dict[str, list[float]], DecodeState]:
+    """Seconds of each phase of the round after `s`, `repeats` times the mean over `count` runs; the state after it.
+
+    The buffers of `s` are used up.
+    """
+    seconds: dict[str, list[float]] = {}
+
+    def run(name: str, given: Any, cache: Any = None) -> tuple[Any, Any]:
+        seconds[name], result = [], None
+        for turn in range(WARM_UP + repeats):
+            result = None  # frees the one before
+            began = time.perf_counter()
+            phase = getattr(phases, name)
+            result, cache = jax.block_until_ready(repeat(params, given, cache, phase=phase, count=count))
+            if turn >= WARM_UP:
+                seconds[name].append((time.perf_counter() - began) / count)
+        return result, cache
+
+    drafts = phases.drafter.depth > 0
+    draft_tree, _ = run("draft", s)
+    out, _ = run("verify", (s, draft_tree))
+    bare = dataclasses.replace(s, cache=None, draft=None)
+    (after, committed), cache = run("accept_commit", (bare, draft_tree, out), s.cache)
+    state = s.draft
+    if drafts:
+        bare = dataclasses.replace(after, draft=dataclasses.replace(s.draft, cache=None))
+        state, draft_cache = run("extend", (bare, committed), s.draft.cache)
+        state = dataclasses.replace(state, cache=draft_cache)
+    else:
+        del seconds["draft"]
+    return seconds, dataclasses.replace(after, cache=cache, draft=state)

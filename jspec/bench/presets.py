@@ -1,0 +1,114 @@
+"""Shapes of models that people run, from their published config.json, and of the drafts that are made for them."""
+
+import dataclasses
+
+from jspec.models import EagleHead, Llama
+from jspec.models.layers import Llama3Rope
+
+DRAFT_VOCAB_SIZE = 32_000
+"""Tokens that published EAGLE-3 heads for these targets draft."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A target and its drafts.
+
+    head: an EAGLE-3 head.
+    standalone: a smaller model of the same vocabulary; None where there is none among the presets.
+    """
+
+    target: Llama
+    head: EagleHead
+    standalone: Llama | None = None
+
+
+def eagle_head(target: Llama, *, draft_vocab_size: int = DRAFT_VOCAB_SIZE) -> EagleHead:
+    """An EAGLE-3 head of one layer that is shaped as the target's are.
+
+    It reads the inputs of layers 2, L/2 and L - 3, as SpecForge trains heads; in targets too shallow for that, those of
+    the first and the middle layer and the output of the last.
+
+    draft_vocab_size: cut to the target's.
+    """
+    count = target.num_layers
+    return EagleHead(
+        version=3,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=min(draft_vocab_size, target.vocab_size),
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=1,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        max_length=target.max_length,
+        capture=(2, count // 2, count - 3) if count >= 8 else (0, count // 2, count),
+        rms_norm_eps=target.rms_norm_eps,
+        rope_theta=target.rope_theta,
+        rope_scaling=target.rope_scaling,
+    )
+
+
+_LLAMA_3_1_8B = Llama(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_length=131_072,
+    rope_theta=500_000.0,
+    rope_scaling=Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192),
+)
+_LLAMA_3_2_1B = dataclasses.replace(
+    _LLAMA_3_1_8B,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=16,
+    head_dim=64,
+    rope_scaling=Llama3Rope(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192),
+    tie_embeddings=True,
+)
+_QWEN3_8B = Llama(
+    vocab_size=151_936,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_length=40_960,
+    rms_norm_eps=1e-6,
+    rope_theta=1_000_000.0,
+    qk_norm=True,
+)
+_QWEN3_32B = dataclasses.replace(_QWEN3_8B, hidden_size=5120, intermediate_size=25_600, num_layers=64, num_heads=64)
+_QWEN3_06B = dataclasses.replace(
+    _QWEN3_8B, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_embeddings=True
+)
+_TINY = Llama(
+    vocab_size=128,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_length=4096,
+)
+
+PRESETS = {
+    "llama-3.1-8b": Preset(_LLAMA_3_1_8B, eagle_head(_LLAMA_3_1_8B), _LLAMA_3_2_1B),
+    "llama-3.2-1b": Preset(_LLAMA_3_2_1B, eagle_head(_LLAMA_3_2_1B)),
+    "qwen3-8b": Preset(_QWEN3_8B, eagle_head(_QWEN3_8B), _QWEN3_06B),
+    "qwen3-0.6b": Preset(_QWEN3_06B, eagle_head(_QWEN3_06B)),
+    "qwen3-32b": Preset(_QWEN3_32B, eagle_head(_QWEN3_32B), _QWEN3_06B),
+    "tiny": Preset(
+        _TINY,
+        eagle_head(_TINY, draft_vocab_size=64),
+        dataclasses.replace(_TINY, num_layers=1, tie_embeddings=True),
+    ),
+}
+"""Name -> shapes. "tiny" has 9,000 parameters and is there for tests and to see on a CPU what a report looks like."""

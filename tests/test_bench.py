@@ -1,0 +1,378 @@
+"""`jspec bench` at tiny shapes: presets, byte counts, the phases of a round, and the command as a user types it."""
+
+import dataclasses
+import functools
+import json
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from test_program import loop_body, opcode
+
+import jspec
+from jspec import accept, cli, decode, plots, stopping
+from jspec.bench import cli as bench
+from jspec.bench import machine, phases, report, weights
+from jspec.bench.presets import PRESETS, eagle_head
+from jspec.drafters import Eagle, Plain, Standalone
+from jspec.types import Params
+
+RULE = accept.Imposed(2.5)
+TINY = PRESETS["tiny"]
+DRAFTERS = {
+    "plain": Plain(),
+    "chain": Standalone(depth=2).bind(TINY.target, TINY.standalone),
+    "tree": Eagle(depth=2, width=2, num_nodes=6).bind(TINY.target, TINY.head),
+}
+
+
+@functools.cache
+def params_of(drafter):
+    target, model = weights.llama_shapes(TINY.target, jnp.float32), getattr(drafter, "model", None)
+    shapes = weights.head_shapes if model == TINY.head else weights.llama_shapes
+    return weights.random_weights(Params(target, model and shapes(model, jnp.float32)), TINY.target.vocab_size)
+
+
+def prefilled(drafter):
+    """Three rows of 9 tokens."""
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, TINY.target.vocab_size, (3, 9), np.int32))
+    keys = jax.vmap(jax.random.key)(jnp.arange(3, dtype=jnp.uint32))
+    length, stop = jnp.full(3, 9, jnp.int32), stopping.init(None, 3)
+    shape = {"target": TINY.target, "drafter": drafter, "capacity": 40, "page_size": 4}
+    return decode.jitted_prefill(params_of(drafter), ids, length, length + 30, keys, stop, **shape)
+
+
+# Presets and their bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    (
+        ("llama-3.1-8b", 8.03e9),
+        ("llama-3.2-1b", 1.24e9),
+        ("qwen3-8b", 8.19e9),
+        ("qwen3-0.6b", 0.60e9),
+        ("qwen3-32b", 32.8e9),
+    ),
+)
+def test_a_preset_has_the_published_number_of_parameters(name, published):
+    shapes = weights.llama_shapes(PRESETS[name].target, jnp.bfloat16)
+    assert weights.count(shapes) == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "target", "step", "extend", "kv"),
+    (
+        ("llama-3.1-8b", 424.7e6, 15.01e9, 0.749e9, 0.849e9, 128 * 1024),
+        ("qwen3-8b", 399.5e6, 15.14e9, 0.698e9, 0.799e9, 144 * 1024),
+    ),
+)
+def test_bytes_are_those_of_the_literature(name, head, target, step, extend, kv):
+    """Worked out by hand from the published shapes, in bfloat16."""
+    preset = PRESETS[name]
+    params = _shapes(name)
+    assert weights.count(params.draft) == pytest.approx(head, rel=1e-3)
+    assert weights.forward_bytes(params.target) == pytest.approx(target, rel=1e-3)
+    assert weights.draft_step_bytes(params) == pytest.approx(step, rel=1e-3)
+    assert weights.extend_bytes(params) == pytest.approx(extend, rel=1e-3)
+    assert weights.kv_token_bytes(preset.target, 2) == kv
+    plain = weights.round_bytes(params, preset.target, None, depth=0, batch=8, context=512)
+    assert plain == weights.forward_bytes(params.target) + 8 * 512 * kv
+    chain = weights.round_bytes(params, preset.target, preset.head, depth=5, batch=8, context=512)
+    assert chain - plain == pytest.approx(extend + 4 * step + 5 * 8 * 512 * 4096, rel=1e-3)
+
+
+def test_a_tied_model_reads_its_embedding_as_the_head():
+    params = _shapes("llama-3.2-1b")
+    assert weights.forward_bytes(params.target) == weights.size_bytes(params.target)
+    # A draft that is a language model reads in `extend` what it reads in a step.
+    pair = Params(_shapes("llama-3.1-8b").target, params.target)
+    assert weights.extend_bytes(pair) == weights.draft_step_bytes(pair) == weights.size_bytes(params.target)
+
+
+def _shapes(name):
+    preset = PRESETS[name]
+    return Params(weights.llama_shapes(preset.target, jnp.bfloat16), weights.head_shapes(preset.head, jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_drafts_of_a_preset_suit_its_target(name):
+    preset = PRESETS[name]
+    Eagle(depth=5, width=8).bind(preset.target, preset.head)
+    assert preset.standalone is None or Standalone(depth=5, width=8).bind(preset.target, preset.standalone)
+    count = preset.target.num_layers
+    assert name == "tiny" or preset.head.capture == (2, count // 2, count - 3)
+
+
+def test_random_weights_are_what_the_shapes_say_and_keep_what_is_there():
+    target, head = PRESETS["tiny"].target, PRESETS["tiny"].head
+    shapes = Params(weights.llama_shapes(target, jnp.bfloat16), weights.head_shapes(head, jnp.bfloat16))
+    made = weights.random_weights(shapes, target.vocab_size)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)
+    assert np.std(np.asarray(made.target.layers[1].gate_up, np.float32)) == pytest.approx(weights.SPREAD, rel=0.1)
+    assert not np.array_equal(made.target.layers[0].qkv, made.target.layers[1].qkv)
+    np.testing.assert_array_equal(made.draft.ids, 2 * np.arange(64))
+    kept = weights.random_weights(Params(made.target, shapes.draft), target.vocab_size)
+    assert all(a is b for a, b in zip(jax.tree.leaves(kept.target), jax.tree.leaves(made.target), strict=True))
+
+
+# Imposed acceptance in the loop
+
+
+@pytest.mark.parametrize("shape", ({"width": 1}, {"width": 2, "num_nodes": 6}), ids=("chain", "tree"))
+def test_generate_takes_the_rule(shape):
+    model = jspec.Model("tiny", TINY.target, params_of(DRAFTERS["chain"]), None, (), TINY.standalone)
+    drafter = jspec.Standalone(depth=2, **shape)
+    out = jspec.generate(model, [[5, 6, 7], [1, 2]], drafter=drafter, max_new_tokens=50, accept=RULE)
+    # Rounds end at 0, 2, 5, 7, ..., 50, 52; the limit cuts the last one of the longer row.
+    assert [np.bincount(rounds).tolist() for rounds in map(out.rounds_of, (0, 1))] == [[0, 1, 11, 9], [0, 0, 10, 10]]
+
+
+def _dots(text):
+    """The types of all products of a compiled program."""
+    return sorted(re.search(r" = (\S+?)[{ ]", line)[1] for line in text.splitlines() if opcode(line) == "dot")
+
+
+def test_imposed_acceptance_leaves_no_work_out(optimised):
+    """A whole figure is a constant; the drafts behind it and their logits are computed all the same."""
+    drafter = DRAFTERS["chain"]
+    s, parts = prefilled(drafter), {"target": TINY.target, "drafter": drafter}
+    programs = [
+        decode.decode.lower(params_of(drafter), s, jnp.int32(9), accept=rule, **parts).compile().as_text()
+        for rule in (accept.greedy, accept.Imposed(2.0))
+    ]
+    greedy, imposed = map(_dots, programs)
+    assert imposed == greedy and len(greedy) > 10
+
+
+@pytest.fixture
+def optimised():
+    """Compiles as for a user, which tests do not by default (conftest.py)."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+# Phases
+
+
+@pytest.mark.parametrize("mode", DRAFTERS)
+def test_the_phases_are_the_round(mode):
+    drafter = DRAFTERS[mode]
+    params, parts = params_of(drafter), {"target": TINY.target, "drafter": drafter, "accept": RULE}
+    expected = jax.jit(partial(decode.step, **parts))(params, prefilled(drafter))
+    seconds, got = phases.time_phases(params, prefilled(drafter), phases.Phases(**parts), count=3, repeats=2)
+    assert list(seconds) == (["verify", "accept_commit"] if mode == "plain" else list(report.PHASES)[:-1])
+    assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
+    for a, b in zip(toy.arrays(got), toy.arrays(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("phase", ("draft", "verify"))
+def test_nothing_of_a_repeated_phase_leaves_the_loop(phase, optimised):
+    drafter = DRAFTERS["chain"]
+    params, s, parts = params_of(drafter), prefilled(drafter), phases.Phases(TINY.target, drafter, RULE)
+    given = s if phase == "draft" else (s, drafter.draft(params, s)[0])
+    repeated = phases.repeat.lower(params, given, None, phase=getattr(parts, phase), count=7).compile().as_text()
+    inside = _dots("\n".join(loop_body(repeated)))
+    assert inside == _dots(repeated) and len(inside) > 5
+    # Nor do reads of the prefix, which the loop does not write.
+    pages = [line for line in loop_body(repeated) if opcode(line) == "gather"]
+    assert len(pages) >= repeated.count(" gather(") > 0
+
+
+# The command
+
+
+def run(capsys, *arguments):
+    status = cli.main(["bench", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_report_of_the_tiny_preset(capsys, tmp_path, needs):
+    needs("matplotlib")
+    files = ("--json", tmp_path / "report.json", "--plot", tmp_path / "report.png")
+    shape = (
+        "--depth",
+        2,
+        "--width",
+        2,
+        "--num-nodes",
+        6,
+        "--rounds",
+        8,
+        "--repeats",
+        2,
+        "--batch",
+        2,
+        "--dtype",
+        "bfloat16",
+    )
+    status, out, err = run(capsys, "--preset", "tiny", *shape, *files)
+    assert status == 0 and "3/3" in err, "a progress bar"
+    headline, heading, *lines = out.splitlines()
+    assert headline.startswith("tiny: 8,784 parameters + eagle draft of 4,672, bfloat16, imposed acceptance; cpu, jax")
+    assert [line.split()[:3] for line in lines] == [[mode, "2", "64"] for mode in ("plain", "chain", "tree")]
+    assert {len(line) for line in lines} == {len(heading)}
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["settings"]["drafter"] == "eagle" and written["environment"]["dtype"] == "bfloat16"
+    assert all(len(each["seconds"]) == 2 and each["gb_per_second"] > 0 for each in written["bandwidth"].values())
+    for row in written["rows"]:
+        assert row["problem"] is None and len(row["round_seconds"]) == 2 and len(row["first_token_seconds"]) == 3
+        assert row["accept_length"] == (1 if row["mode"] == "plain" else 3)
+        assert row["tokens_per_second"] == pytest.approx(2 * row["accept_length"] / row["round"])
+        assert sum(row["phases"].values()) == pytest.approx(row["round"]), "what is not explained is shown"
+        assert all(seconds > 0 for name, seconds in row["phases"].items() if name != "rest")
+        assert row["floor"] > 0 and set(row["compile_seconds"]) == {"prefill", "decode"}
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_checkpoints_choose_the_drafter_and_the_split_can_be_left_out(capsys):
+    sizes = ("--batch", 1, "--context", 16, "--depth", 2, "--tokens-per-round", 1.5, "--rounds", 4, "--repeats", 1)
+    models = ("--checkpoint", "bundled:python-tiny", "--draft", "bundled:python-tiny")
+    status, out, _ = run(capsys, *models, "--mode", "chain", "--no-split", *sizes)
+    assert status == 0 and out.startswith("bundled:python-tiny: 1.12 M parameters + standalone draft of 1.12 M")
+    assert out.splitlines()[-1].split()[5:11] == ["1.50", *5 * "-"]
+
+
+def test_a_checkpoint_without_a_draft_gets_a_random_head():
+    options = cli.build_parser().parse_args(["bench", "--checkpoint", "bundled:python-tiny", "--mode", "tree"])
+    subject = bench._subject(options)
+    bench.check(options)
+    drafter = bench._drafter("tree", options, subject)
+    assert drafter == Eagle(5, 8, 32).bind(subject.target, eagle_head(subject.target))
+    made = bench._make(subject)
+    assert made.target is subject.params.target or made.target.embed is subject.params.target.embed
+    assert made.draft.lm_head.shape == (subject.target.hidden_size, subject.target.vocab_size)
+
+
+def test_rows_that_do_not_fit_are_named_and_the_others_run(capsys, monkeypatch):
+    monkeypatch.setattr(machine, "memory", lambda: (400_000, 1_000_000))
+    sizes = ("--batch", 1, "--context", 16, 2000, 4096)
+    status, out, _ = run(
+        capsys, "--preset", "tiny", "--mode", "plain", "--no-split", "--rounds", 2, "--repeats", 1, *sizes
+    )
+    assert status == 0
+    *_, measured, large, long = out.splitlines()
+    assert measured.split()[:3] == ["plain", "1", "16"]
+    assert large.startswith("plain 1 x 2000: does not fit: 0.00 GB of caches and buffers for 1 x 2004 tokens")
+    assert long == "plain 1 x 4096: 4100 tokens, those of 2 rounds included, and the context holds 4096"
+
+
+def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, monkeypatch):
+    free = [(10**9, 10**9)] * 2 + [(60_000, 10**9)] * 9
+    monkeypatch.setattr(machine, "memory", lambda: free.pop(0))
+    status, out, _ = run(capsys, "--preset", "tiny", "--mode", "plain", "--context", 200, "--rounds", 2, "--repeats", 1)
+    assert status == 0 and "GB of workspace of prefill, and 0.00 of 1.00 GB are free beside 0.00 GB of weights" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ("--mode chain --width 4", "--width 4: only --mode tree has it, and --mode is chain"),
+        ("--mode plain chain --num-nodes 9", "--num-nodes 9: only --mode tree has it, and --mode is plain chain"),
+        ("--mode plain --depth 3", "--depth 3: only --mode chain and tree has it, and --mode is plain"),
+        ("--mode plain --drafter eagle", "--drafter eagle: only --mode chain and tree has it"),
+        ("--tokens-per-round 7", "--tokens-per-round 7: with --depth 5 at most 6"),
+        ("--tokens-per-round 0.5", "Imposed(tokens_per_round=0.5): give a finite number from 1 up"),
+        ("--width 1", "--width 1: that is a chain"),
+        ("--num-nodes 500", "num_nodes, root included, is at least depth + 1 = 6 and at most"),
+        ("--draft x", "--draft x: the weights of a preset are random"),
+        ("--json /no/such/file", "--json /no/such/file: there is no directory /no/such"),
+    ),
+)
+def test_options_that_do_not_fit_together_are_refused_at_once(capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr(machine, "seconds_of", lambda *_, **__: [1.0])
+    status, out, err = run(capsys, "--preset", "tiny", *arguments.split())
+    assert status == 2 and message in err and not out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ("", "one of the arguments --preset --checkpoint is required"),
+        ("--preset gpt-2", "invalid choice: 'gpt-2'"),
+        ("--preset tiny --batch 0", "argument --batch: '0': give a whole number from 1 up"),
+        ("--preset tiny --context 1.5", "argument --context: '1.5': give a whole number from 1 up"),
+        ("--preset tiny --mode star", "invalid choice: 'star'"),
+    ),
+)
+def test_options_of_the_wrong_kind_are_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        run(capsys, *arguments.split())
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_preset_without_a_smaller_model_says_which_have_one(capsys):
+    status, _, err = run(capsys, "--preset", "llama-3.2-1b", "--drafter", "standalone")
+    assert status == 2 and "llama-3.2-1b has no smaller model of its vocabulary; llama-3.1-8b, qwen3-8b" in err
+
+
+def test_weights_that_do_not_fit_are_refused(capsys, monkeypatch):
+    monkeypatch.setattr(machine, "seconds_of", lambda *_, **__: [1.0])
+    monkeypatch.setattr(machine, "memory", lambda: (10**9, 8 * 10**9))
+    small = dataclasses.replace(PRESETS["tiny"].target, vocab_size=2**24)
+    preset = dataclasses.replace(PRESETS["tiny"], target=small, head=eagle_head(small))
+    monkeypatch.setitem(PRESETS, "tiny", preset)
+    status, _, err = run(capsys, "--preset", "tiny")
+    assert status == 2 and "tiny: 2.1 GB of weights do not fit, 1.0 of 8.0 GB are free" in err
+
+
+# Tables and figures of rows by hand
+
+
+def row(mode="tree", **changes):
+    given = {"mode": mode, "batch": 8, "context": 512, "problem": None, "round": 0.008, "floor": 0.006}
+    given |= {"tokens_per_second": 3000.0, "accept_length": 3.0, "first_token_seconds": [0.02, 0.03, 0.021]}
+    given |= {"compile_seconds": {"prefill": 5.0, "decode": 6.5}}
+    given |= {"phases": {"draft": 0.001, "verify": 0.006, "accept_commit": 0.0005, "extend": 0.001, "rest": -0.0005}}
+    return given | changes
+
+
+def report_of(*rows):
+    return {
+        "model": "m",
+        "environment": {"device": "H", "dtype": "bfloat16", "jax": "1"},
+        "settings": {"drafter": "eagle", "tokens_per_round": 3.0, "rounds": 85},
+        "parameters": {"target": 8_030_261_248, "draft": 424_700_000},
+        "bandwidth": {"copy": {"gb_per_second": 3026.4}, "gemv": {"gb_per_second": 2846.0}},
+        "rows": rows,
+    }
+
+
+def test_a_table_says_what_was_not_reached():
+    unfit = row("plain", round=None, problem="does not fit: 1 GB")
+    text = report.table(report_of(row(accept_length=2.4), unfit))
+    headline, _, cells, missing, short = text.splitlines()
+    assert headline == (
+        "m: 8.03 B parameters + eagle draft of 424.70 M, bfloat16, imposed acceptance; H, jax 1; "
+        "copy 3026 GB/s, gemv 2846 GB/s"
+    )
+    assert cells.split() == (
+        "tree 8 512 8.000 3000.0 2.40 1.000 6.000 0.5000 1.000 -0.5000 6.000 75% 21.00 11.5".split()
+    )
+    assert missing == "plain 8 x 512: does not fit: 1 GB"
+    assert short == "tree 8 x 512: 2.40 tokens a round, not 3, as not all trees are so deep"
+
+
+def test_a_figure_stacks_the_phases_up_to_the_round(needs):
+    needs("matplotlib")
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")
+    rows = [row(), row("chain", phases={}), row("plain", round=None, problem="does not fit")]
+    ax = plots.bench_report(report_of(*rows))
+    assert [bar.get_y() + bar.get_height() for bar in ax.containers[-1]] == pytest.approx([8.0, 8.0])
+    assert [bar.get_height() for bar in ax.containers[1]] == [6.0, 0.0]
+    (floor,) = ax.collections
+    assert [segment[0][1] for segment in floor.get_segments()] == [6.0, 6.0]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["tree\n8 x 512", "chain\n8 x 512"]
+    with pytest.raises(ValueError, match="no row was measured: does not fit"):
+        plots.bench_report(report_of(rows[2]))
+    plt.close("all")
