@@ -13,8 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.types import DraftTree, Frontier, Proposal
 
@@ -95,7 +94,8 @@ def _grow_best(root, first: Proposal, expand: Expand, carry, depth, width, num_n
         proposed.append((candidates, total, jnp.repeat(number, width, axis=1)))
         if generation + 1 == depth:
             break
-        scores, best = lax.top_k(total, width)
+        best = _best(total, width)
+        scores = jnp.take_along_axis(total, best, axis=1)
         number = best + width + (generation - 1) * width**2
         parent = best // width
         tokens = jnp.take_along_axis(candidates, best, axis=1)
@@ -117,17 +117,50 @@ def _ranked(scores: Float[Array, "..."]) -> Float[Array, "..."]:
     return jnp.where(jnp.isnan(scores), -jnp.inf, scores)
 
 
+def _count(before: Bool[Array, "#B C C"]) -> Int[Array, "#B C"]:
+    """For each candidate c how many d have before[b, d, c]: its place in an order.
+
+    So small sets are ordered here: to count takes one kernel, where a sort takes several and keeps a GPU from running
+    the whole loop as one graph.
+    """
+    return before.sum(1, dtype=jnp.int32)
+
+
+def _rank(scores: Float[Array, "B C"]) -> Int[Array, "B C"]:
+    """The place of each candidate in the order of `lax.top_k`: by score, and equal ones by number."""
+    other, this = scores[:, :, None], scores[:, None, :]
+    return _count((other > this) | ((other == this) & _lower(scores.shape[1])))
+
+
+def _lower(count: int) -> Bool[Array, "1 C C"]:
+    """Whether number d is lower than number c, at [0, d, c]."""
+    number = jnp.arange(count, dtype=jnp.int32)
+    return (number[:, None] < number[None])[None]
+
+
+def _at_places(place: Int[Array, "B C"], count: int) -> Int[Array, "B count"]:
+    """The candidates that stand in the places 0 to count - 1."""
+    number = jnp.arange(place.shape[1], dtype=jnp.int32)[None, None]
+    found = place[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :, None]
+    return jnp.where(found, number, 0).sum(-1, dtype=jnp.int32)
+
+
+def _best(scores: Float[Array, "B C"], count: int) -> Int[Array, "B count"]:
+    """The candidates with the highest scores, in the order of `lax.top_k`."""
+    return _at_places(_rank(scores), count)
+
+
 def _keep_best(root, tokens, scores, parents, depth: int, num_nodes: int) -> DraftTree:
     """The best of all candidates, parents before children.
 
-    A child scores no more than its parent and has a higher number, and of equal scores `top_k` takes the lower number:
+    A child scores no more than its parent and has a higher number, and of equal scores the lower number is better:
     so the parent of each node that is kept is kept.
     """
-    _, chosen = lax.top_k(scores, num_nodes - 1)
-    chosen = jnp.sort(chosen, axis=1)
+    kept = _rank(scores) < num_nodes - 1
+    place = _count(kept[:, :, None] & _lower(scores.shape[1]))
+    chosen = _at_places(jnp.where(kept, place, num_nodes), num_nodes - 1)
     wanted = jnp.take_along_axis(parents, chosen, axis=1)
-    found = wanted[:, :, None] == chosen[:, None, :]
-    node = jnp.where(wanted < 0, 0, jnp.argmax(found, axis=2).astype(jnp.int32) + 1)
+    node = jnp.where(wanted < 0, 0, jnp.take_along_axis(place, jnp.maximum(wanted, 0), axis=1) + 1)
     kept = jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, chosen, axis=1)], axis=1)
     above = jnp.concatenate([jnp.zeros_like(node[:, :1]), node], axis=1)
     return DraftTree(kept, above, depth)

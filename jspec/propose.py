@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jspec import sampling
 from jspec.types import DecodeState, Proposal
+from pallas_kernels.topk import topk
 
 
 def propose(
@@ -64,6 +64,5 @@ def _best(logits: Float[Array, "B M V"], width: int) -> tuple[Int[Array, "B M W"
     """The tokens with the highest logits, and the logarithms of their shares; for one token, without a ranking."""
     if width == 1:
         return jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32), None
-    logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits)
-    best, tokens = lax.top_k(logits, width)
-    return tokens.astype(jnp.int32), best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    best, tokens, log_sum_exp = topk(logits, width)
+    return tokens, best - log_sum_exp[..., None]

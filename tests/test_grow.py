@@ -1,6 +1,7 @@
 """How trees grow, against a walk in Python; and that a chain is the narrowest of trees."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,38 @@ def test_the_best_tree_is_the_one_found_by_hand(depth, width, nodes):
         tokens, parents = best_first_by_hand(moved, b, depth, width, nodes)
         assert list(map(int, draft_tree.tokens[b])) == tokens
         assert list(map(int, draft_tree.parents[b])) == parents
+
+
+@pytest.mark.parametrize("count", (1, 8, 31))
+@pytest.mark.parametrize("kind", ("normal", "ties", "all equal", "minus infinity"))
+def test_the_best_are_those_of_a_sort(kind, count):
+    """In the same order, equal ones by number."""
+    x = np.random.default_rng(0).normal(size=(BATCH, 264)).astype(np.float32)
+    x = {
+        "normal": x,
+        "ties": np.round(x),
+        "all equal": np.full_like(x, -2.5),
+        "minus infinity": np.where(x > 1.8, x, np.float32(-np.inf)),
+    }[kind]
+    np.testing.assert_array_equal(grow._best(jnp.asarray(x), count), jax.lax.top_k(x, count)[1])
+
+
+def test_a_tree_grows_without_a_sort():
+    """None may be in a loop that a GPU is to run as one graph."""
+
+    def proposal(places):
+        tokens = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (BATCH, places, 8))
+        return Proposal(tokens, -jnp.exp2(tokens.astype(jnp.float32)), None)
+
+    def expand(carry, frontier):
+        return carry, proposal(frontier.tokens.shape[1])
+
+    def tree_under(root):
+        return grow.grow(root, proposal(1), expand, None, depth=5, width=8, num_nodes=32)
+
+    program = str(jax.make_jaxpr(tree_under)(jnp.zeros(BATCH, jnp.int32)))
+    assert "reduce_sum" in program, "the program is not understood"
+    assert not re.search(r"\b(sort|top_k|approx_top_k|cumsum)\b", program)
 
 
 @pytest.mark.parametrize("depth", range(1, 7))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import toy
+from crosslower import cross_lower
 from jax.experimental import checkify
 from planted import (
     GREEDY,
@@ -24,6 +25,7 @@ from planted import (
 from jspec import accept, decode
 from jspec.drafters import Eagle, Plain, Standalone
 from jspec.types import DraftTree, Params
+from pallas_kernels import platform
 
 AS_SHIPPED = True
 
@@ -133,6 +135,20 @@ def test_a_chain_needs_no_sort(name):
     text, _ = program(name)
     assert not {opcode(line) for line in text.splitlines()} & {"sort", "topk"}
     assert not re.search("topk|top_k", text, re.IGNORECASE)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@each_name
+def test_on_a_gpu_a_tree_needs_no_sort_either(name, monkeypatch):
+    """A sort would keep the GPU from running the loop as one graph. There, kernels rank the vocabulary."""
+    drafter, weights = toy.bound_drafters()[name], weights_of(toy.bound_drafters()[name])
+    s = jax.eval_shape(functools.partial(toy.start, drafter), weights)
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    rounds = functools.partial(decode.run_rounds, drafter=drafter, **GREEDY)
+    text = cross_lower(rounds, "cuda", weights, s, jnp.int32(9))
+    assert ('name = "topk_of_rows"' in text) == (getattr(drafter, "width", 1) > 1)
+    assert "kv_compact" in text
+    assert not re.search(r"\bsort\b|top_k|TopK", text)
 
 
 @pytest.mark.parametrize("name", (*toy.bound_drafters(), "random_tree"))

@@ -51,6 +51,5 @@ class MhaCache:
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> "MhaCache":
         """The cache with the first `length[b]` rows along `path` (None: a chain) made permanent from `start[b]` on."""
-        stacked = jnp.stack([jnp.stack(pair) for pair in rows])
-        pool = kv_compact(self.pool, stacked, self.page_table, start, path, length)
+        pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)

@@ -1,15 +1,19 @@
-"""Dispatch of KV compaction: a table of backends, and the checks every backend relies on."""
+"""Dispatch of KV compaction: a table of backends, and the checks and the gather every backend relies on."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kv_compact import reference
+from pallas_kernels import platform
+from pallas_kernels.kv_compact import gpu, reference, tpu
 
-BACKENDS = {"xla": reference.kv_compact}
+BACKENDS = {"xla": reference.kv_compact, "triton": gpu.kv_compact, "tpu": tpu.kv_compact}
+PREFERRED = {"gpu": "triton", "tpu": "tpu"}
+"""The kernel of each platform. Elsewhere "xla" is the best there is."""
 
 
 def kv_compact(
     pool: Float[Array, "L 2 P page K D"],
-    rows: Float[Array, "L 2 B N K D"],
+    rows: tuple[tuple[Float[Array, "B N K D"], Float[Array, "B N K D"]], ...],
     page_table: Int[Array, "B pages"],
     start: Int[Array, " B"],
     path: Int[Array, "B A"] | None,
@@ -21,18 +25,45 @@ def kv_compact(
 
     Args:
       pool: keys (index 0) and values (index 1) of all layers, in pages. Updated in place where it is donated.
-      rows: keys and values of the round's nodes.
+      rows: keys and values of the round's nodes, a pair for each layer.
       page_table: the pages of each sequence, in order. No two sequences may share a page that is written.
-      start: the first position to write in each sequence.
+      start: the first position to write in each sequence. Rows that its pages have no room for are dropped.
       path: the accepted nodes in order, root first. None: the nodes are a chain, so that path[b, i] = i.
       length: how many rows of the path are written; 0 leaves the sequence alone.
-      backend: a name in `BACKENDS`; None takes the best one of this platform.
+      backend: a name in `BACKENDS`, which runs or raises; on a CPU kernels run in Pallas' interpreter.
+        None: the best one of this platform.
 
     Raises:
-      ValueError: an unknown backend, or shapes that do not fit together.
+      ValueError: an unknown backend, one that cannot run here, or shapes that do not fit together.
     """
-    if backend is not None and backend not in BACKENDS:
+    run = BACKENDS[_choose(backend)]
+    each = [x for pair in rows for x in pair]
+    if len(rows) != pool.shape[0] or any(x.shape[2:] != pool.shape[4:] for x in each):
+        raise ValueError(
+            f"rows of {len(rows)} layers, {sorted({x.shape for x in each})}, do not fit the layers, heads and "
+            f"dimensions of pool {pool.shape}"
+        )
+    return run(pool, _taken(each, path, pool.dtype), page_table, start, length)
+
+
+def _choose(backend: str | None) -> str:
+    here = platform.platform()
+    if backend is None:
+        return PREFERRED.get(here, "xla")
+    if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: kv_compact has {sorted(BACKENDS)}")
-    if (*pool.shape[:2], *pool.shape[4:]) != (*rows.shape[:2], *rows.shape[4:]):
-        raise ValueError(f"rows {rows.shape} do not fit the layers, heads and dimensions of pool {pool.shape}")
-    return BACKENDS[backend or "xla"](pool, rows, page_table, start, path, length)
+    needed = next((name for name, kernel in PREFERRED.items() if kernel == backend), here)
+    if here not in (needed, "cpu"):
+        raise ValueError(f"backend={backend!r} of kv_compact needs a {needed}: this program is for a {here}")
+    return backend
+
+
+def _taken(rows, path, dtype):
+    """The rows along the path, of all layers in one array: [2 L, B, A, K, D], the order of a pool's first two axes.
+
+    Gathered before they are stacked, so that XLA makes one kernel of it that reads and writes accepted rows only. The
+    kernels behind it then have one array to read, where each layer's own would be an argument, and a branch, a layer.
+    """
+    if path is not None:
+        rows = [jnp.take_along_axis(x, path[:, :, None, None], axis=1, mode="clip") for x in rows]
+    return jnp.stack([x.astype(dtype) for x in rows])

@@ -1,6 +1,7 @@
 """Every backend of KV compaction against a loop over rows, bit for bit."""
 
-from functools import partial
+import dataclasses
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,27 @@ import jaxtyping
 import numpy as np
 import pytest
 from cases import CASES, Case, normal, page_table, rng_of
-from crosslower import PLATFORMS, cross_lower
+from crosslower import cross_lower
+from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.kv_compact import BACKENDS, kv_compact
+from pallas_kernels import platform
+from pallas_kernels.kv_compact import BACKENDS, api, gpu, kv_compact, tpu
 
 AS_SHIPPED = True
 
-backends = pytest.mark.parametrize("backend", sorted(BACKENDS))
+# Newer releases of jax announce that they will drop Triton.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+PREFERRED, HERE = api.PREFERRED, platform.platform()
+
+
+def each_backend():
+    for name in sorted(BACKENDS):
+        needs = next((where for where, preferred in PREFERRED.items() if preferred == name), HERE)
+        cannot = HERE not in ("cpu", needs)
+        yield pytest.param(name, marks=pytest.mark.skipif(cannot, reason=f"{name}: needs a {needs}, or a CPU"))
+
+
+backends = pytest.mark.parametrize("backend", list(each_backend()))
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -54,16 +69,24 @@ def oracle(pool, rows, table, start, path, length):
     return pool
 
 
-def compact(backend, *args):
-    return np.asarray(jax.jit(partial(kv_compact, backend=backend))(*args))
+def pairs(rows):
+    return tuple((k, v) for k, v in rows)
+
+
+@cache
+def program(backend, **options):
+    return jax.jit(partial(kv_compact, backend=backend), **options)
+
+
+def compact(backend, pool, rows, *rest):
+    return np.asarray(program(backend)(pool, pairs(rows), *rest))
 
 
 @backends
-@pytest.mark.parametrize("with_path", (False, True), ids=("chain", "path"))
 @cases
-def test_equals_a_loop_over_rows(case, with_path, backend):
+def test_equals_a_loop_over_rows(case, backend):
     """All else in the pool keeps its bits: other sequences' pages, free pages, and what lies beside the new rows."""
-    args = inputs(case, with_path=with_path)
+    args = inputs(case, with_path=case.tree)
     np.testing.assert_array_equal(compact(backend, *args), oracle(*args))
 
 
@@ -85,7 +108,7 @@ def test_length_0_writes_nothing(with_path, backend):
 
 
 @backends
-@pytest.mark.parametrize("start", (7, 11, 12, 13, 100))
+@pytest.mark.parametrize("start", (7, 11, 12, 100))
 def test_rows_beyond_the_last_page_are_dropped(start, backend):
     """12 rows fit. What does not is written nowhere, in particular not on the last page nor in another sequence's."""
     pool, rows, table, _, path, length = inputs(Case("beyond", nodes=6), with_path=True, lengths=(5, 5, 5))
@@ -118,17 +141,73 @@ def test_a_donated_pool_is_updated_in_place(with_path, backend):
     args = inputs(Case("donated"), with_path=with_path)
     pool = jnp.array(args[0])
     address = pool.unsafe_buffer_pointer()
-    out = jax.jit(partial(kv_compact, backend=backend), donate_argnums=0)(pool, *args[1:])
+    out = program(backend, donate_argnums=0)(pool, pairs(args[1]), *args[2:])
     assert pool.is_deleted()
     assert out.unsafe_buffer_pointer() == address
     np.testing.assert_array_equal(out, oracle(*args))
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("parts", (1, 4, 8))
+@pytest.mark.parametrize("kv_heads", (2, 3))
+@pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")
+def test_the_result_does_not_depend_on_the_tuning(kv_heads, parts, monkeypatch):
+    """Three layers are six parts, which neither 4 nor 8 divides; three heads of 16 are 48 numbers."""
+    monkeypatch.setattr(gpu, "default_config", lambda **_: gpu.Config(parts, num_warps=2))
+    args = inputs(Case("tuning", layers=3, heads=kv_heads, kv_heads=kv_heads, tree=True), with_path=True)
+    pool, rows, *rest = args
+    out = jax.jit(partial(kv_compact, backend="triton"))(pool, pairs(rows), *rest)
+    np.testing.assert_array_equal(out, oracle(*args))
+
+
+@pytest.mark.skipif(HERE != "cpu", reason="needs a CPU, whose interpreter of TPU kernels keeps account of their copies")
+@pytest.mark.parametrize("in_flight", (1, 3, 16))
+def test_every_copy_of_a_tpu_is_waited_for(in_flight, monkeypatch):
+    """Here a copy takes place when it is waited for."""
+    monkeypatch.setattr(tpu, "IN_FLIGHT", in_flight)
+    monkeypatch.setattr(platform, "interpret", lambda: pltpu.InterpretParams(dma_execution_mode="on_wait"))
+    pool, rows, *rest = args = inputs(Case("copies", nodes=6, prefix=(2, 5, 8)), with_path=True)
+    out = jax.jit(partial(kv_compact, backend="tpu"))(pool, pairs(rows), *rest)
+    np.testing.assert_array_equal(out, oracle(*args))
+
+
+LOWERING = {"gpu": "cuda", "tpu": "tpu"}
+KERNEL = {"triton": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
+LLAMA_8B = Case("llama_8b", layers=32, kv_heads=8, head_dim=128, page_size=16, nodes=32, dtype="bfloat16")
+LOWERED = (
+    LLAMA_8B,
+    dataclasses.replace(LLAMA_8B, name="llama_8b_pages_of_64", page_size=64, prefix=(64,)),
+    Case("small"),
+    Case("odd", kv_heads=3, head_dim=24, layers=3, page_size=3, nodes=7),
+)
+
+
+@pytest.mark.parametrize(("where", "backend"), list(PREFERRED.items()))
 @pytest.mark.parametrize("with_path", (False, True), ids=("chain", "path"))
-def test_lowers_for(with_path, platform):
-    case = next(case for case in CASES if case.name == "bfloat16_tree")
-    assert cross_lower(kv_compact, platform, *inputs(case, with_path=with_path))
+@pytest.mark.parametrize("case", LOWERED, ids=lambda case: case.name)
+def test_lowers_for(case, with_path, where, backend, monkeypatch):
+    """As a kernel that the platform's own compiler takes, whose result is its pool."""
+    monkeypatch.setattr(platform, "platform", lambda: where)
+    head = case.kv_heads, case.head_dim
+    row = jax.ShapeDtypeStruct((case.batch, case.nodes, *head), case.dtype)
+    pool = jax.ShapeDtypeStruct((case.layers, 2, 512, case.page_size, *head), case.dtype)
+    table, start = (jax.ShapeDtypeStruct((case.batch, *shape), "int32") for shape in ((32,), ()))
+    path = jax.ShapeDtypeStruct((case.batch, 6), "int32") if with_path else None
+    text = cross_lower(kv_compact, LOWERING[where], pool, ((row, row),) * case.layers, table, start, path, start)
+    (call,) = [line for line in text.splitlines() if KERNEL[backend] in line]
+    assert "output_operand_alias" in call
+
+
+@pytest.mark.parametrize("where", ("cpu", *PREFERRED))
+def test_the_backend_of_a_platform(where, monkeypatch):
+    """Left to choose it takes the platform's own, and refuses another's; a CPU interprets them all."""
+    monkeypatch.setattr(platform, "platform", lambda: where)
+    assert api._choose(None) == PREFERRED.get(where, "xla")
+    for needed, name in PREFERRED.items():
+        if where in ("cpu", needed):
+            assert api._choose(name) == name
+        else:
+            with pytest.raises(ValueError, match=f"backend='{name}' of kv_compact needs a {needed}: .* for a {where}"):
+                api._choose(name)
 
 
 def test_an_unknown_backend_is_an_error():

@@ -1,0 +1,169 @@
+"""Every backend of top-k against `lax.top_k` and a sum in float64."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from crosslower import cross_lower
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from jax import lax
+
+from pallas_kernels import platform
+from pallas_kernels.topk import BACKENDS, api, gpu, topk
+
+AS_SHIPPED = True
+
+# Newer releases of jax announce that they will drop Triton.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+NEEDS_GPU = pytest.mark.skipif(platform.platform() not in ("cpu", "gpu"), reason="triton: needs a gpu, or a CPU")
+backends = pytest.mark.parametrize(
+    "backend", [pytest.param(name, marks=NEEDS_GPU if name == "triton" else ()) for name in sorted(BACKENDS)]
+)
+
+
+@cache
+def program(k, backend, config=None):
+    return jax.jit(partial(topk, k=k, backend=backend) if config is None else partial(gpu.topk, k=k, config=config))
+
+
+def check(logits, k, run):
+    """Values and indices are those of `lax.top_k` on a CPU, where a NaN is -inf."""
+    values, indices, total = run(logits)
+    x = np.asarray(logits, np.float32)
+    x = np.where(np.isnan(x), np.float32(-np.inf), x)
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected, places = lax.top_k(x, k)
+    assert (values.dtype, indices.dtype, total.dtype) == (jnp.float32, jnp.int32, jnp.float32)
+    assert (values.shape, indices.shape, total.shape) == ((*x.shape[:-1], k), (*x.shape[:-1], k), x.shape[:-1])
+    np.testing.assert_array_equal(values, expected)
+    np.testing.assert_array_equal(indices, places)
+    peak = np.where(np.isfinite(x.max(-1)), x.max(-1), 0).astype(np.float64)
+    with np.errstate(divide="ignore", over="ignore"):
+        summed = np.log(np.exp(x - peak[..., None]).sum(-1)) + peak
+    np.testing.assert_allclose(total, summed, rtol=1e-6, atol=1e-6)
+
+
+def normal(shape, scale=4.0):
+    return (np.random.default_rng(shape).normal(size=shape) * scale).astype(np.float32)
+
+
+@backends
+@pytest.mark.parametrize("k", (1, 2, 8, 16))
+@pytest.mark.parametrize("shape", ((2500,), (3, 1024), (2, 5, 37), (4, 16)), ids=str)
+def test_finds_what_a_sort_finds(shape, k, backend):
+    check(normal(shape), k, program(k, backend))
+
+
+def row(kind):
+    """2500 logits: three tiles, of which the last is not full."""
+    x = normal((2500,))
+    if kind == "ties":
+        return np.round(x)
+    if kind == "all equal":
+        return np.full_like(x, -3.5)
+    if kind == "zeros of both signs":
+        return np.where(np.arange(2500) % 3 == 1, np.float32(-0.0), np.minimum(np.round(x), 0))
+    if kind == "no number":
+        return np.full_like(x, np.nan)
+    if kind == "nothing possible":
+        return np.full_like(x, -np.inf)
+    if kind == "fewer possible than k":
+        return np.where(np.isin(np.arange(2500), (7, 1500, 2499)), x, np.float32(-np.inf))
+    if kind == "possible in one tile only":
+        return np.where(np.arange(2500) >= 2048, x - 1e4, np.float32(-np.inf)).astype(np.float32)
+    if kind == "infinite":
+        return np.where(np.arange(2500) % 700 == 5, np.float32(np.inf), x)
+    if kind == "some no number":
+        return np.where(x > 2, np.float32(np.nan), x)
+    return {"huge": x * 1e37, "large": x + 5000, "small": x - 5000, "tiny": x * 1e-42}[kind].astype(np.float32)
+
+
+KINDS = (
+    *("ties", "all equal", "zeros of both signs", "no number", "nothing possible", "fewer possible than k"),
+    *("possible in one tile only", "infinite", "some no number", "huge", "large", "small", "tiny"),
+)
+
+
+@backends
+@pytest.mark.parametrize("kind", KINDS)
+def test_strange_rows(kind, backend):
+    """Beside a common one, which they leave alone."""
+    check(np.stack([row(kind), normal((2500,))]), 8, program(8, backend))
+
+
+@backends
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_narrow_logits_are_taken_as_float32(dtype, backend):
+    check(normal((3, 2500)).astype(jnp.dtype(dtype)), 8, program(8, backend))
+
+
+SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 3e38, -3e38, 1e-45])
+FLOATS = st.one_of(SPECIAL, st.floats(width=32))
+
+
+@backends
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(logits=arrays.arrays(np.float32, (2, 40), elements=FLOATS, fill=SPECIAL))
+def test_any_logits(backend, logits):
+    """In tiles of 16."""
+    tiny = gpu.Config(16, 1, 1) if backend == "triton" else None
+    check(logits, 6, program(6, backend, tiny))
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("tile", (16, 256, 4096))
+def test_the_result_does_not_depend_on_the_tiles(tile):
+    logits = np.round(normal((2, 2500)))
+    check(logits, 16, program(16, "triton", gpu.Config(tile, num_warps=2, merge_warps=1)))
+
+
+@pytest.mark.parametrize("shape", ((1, 32000), (256, 32000), (32, 128256), (2, 3, 17)), ids=str)
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("k", (1, 8, 16))
+def test_lowers_for_a_gpu(k, dtype, shape, monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    text = cross_lower(partial(topk, k=k), "cuda", jax.ShapeDtypeStruct(shape, dtype))
+    assert text.count("__gpu$xla.gpu.triton") == 2
+    assert "sort" not in text and "top_k" not in text.lower()
+
+
+@pytest.mark.parametrize("platform_name", ("cuda", "tpu"))
+def test_the_reference_lowers_for(platform_name):
+    assert cross_lower(partial(topk, k=8, backend="xla"), platform_name, jax.ShapeDtypeStruct((2, 17), "float32"))
+
+
+@pytest.mark.parametrize(("rows", "vocabulary"), ((1, 17), (1, 32000), (8, 32000), (1, 128256), (256, 128256)))
+def test_tiles_fill_the_chip_and_can_be_merged(rows, vocabulary):
+    config = gpu.default_config(rows=rows, vocabulary=vocabulary)
+    tiles = -(-vocabulary // config.tile)
+    assert config.tile in (1024, 2048, 4096)
+    assert config.tile == 1024 or rows * tiles >= gpu.PROCESSORS
+    assert tiles * gpu.MOST <= 4096
+
+
+@pytest.mark.parametrize(
+    ("where", "k", "name"), (("gpu", 16, "triton"), ("gpu", 17, "xla"), ("tpu", 8, "xla"), ("cpu", 8, "xla"))
+)
+def test_the_backend_of_a_platform(where, k, name, monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: where)
+    assert api._choose(None, k) == name
+
+
+def test_a_backend_that_cannot_run_is_an_error(monkeypatch):
+    with pytest.raises(ValueError, match=r"backend='cray': topk has \['triton', 'xla'\]"):
+        topk(jnp.zeros(4), 2, backend="cray")
+    with pytest.raises(ValueError, match="the 16 best at most: k=17"):
+        topk(jnp.zeros(40), 17, backend="triton")
+    monkeypatch.setattr(platform, "platform", lambda: "tpu")
+    with pytest.raises(ValueError, match="backend='triton' of topk needs a gpu: this program is for a tpu"):
+        topk(jnp.zeros(4), 2, backend="triton")
+
+
+@pytest.mark.parametrize("k", (0, -1, 5))
+def test_more_than_there_are_or_none_is_an_error(k):
+    with pytest.raises(ValueError, match=f"k={k}: .* 4 logits"):
+        topk(jnp.zeros(4), k)
