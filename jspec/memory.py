@@ -53,13 +53,12 @@ def tree_bytes(arrays: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def free_bytes(params: Params) -> tuple[int, int] | None:
-    """Bytes that JAX may still take of the memory of the weights' device, and those it may take in all.
+def free_bytes(device: Any = None) -> tuple[int, int] | None:
+    """Bytes that JAX may still take of a device's memory, and those that it may take in all.
 
-    None where the device does not say, as a CPU.
+    device: None: the default one. A CPU does not say: None.
     """
-    (device, *_) = jax.tree.leaves(params.target)[0].devices()
-    stats = device.memory_stats() or {}
+    stats = (device or jax.devices()[0]).memory_stats() or {}
     if "bytes_limit" not in stats or "bytes_in_use" not in stats:
         return None
     return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
@@ -71,7 +70,8 @@ def fit(params: Params, target: Target, drafter: Drafter, batch: int, page_size:
     Raises:
       ValueError: the least does not fit either; the message holds the arithmetic.
     """
-    memory = free_bytes(params)
+    (device, *_) = jax.tree.leaves(params.target)[0].devices()
+    memory = free_bytes(device)
     if memory is None:
         return wanted
     free, limit = memory

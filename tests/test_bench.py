@@ -14,7 +14,7 @@ import toy
 from test_program import loop_body, opcode
 
 import jspec
-from jspec import accept, cli, decode, plots, stopping
+from jspec import accept, cli, decode, memory, plots, stopping
 from jspec.bench import cli as bench
 from jspec.bench import machine, phases, report, weights
 from jspec.bench.presets import PRESETS, eagle_head
@@ -88,10 +88,10 @@ def test_bytes_are_those_of_the_literature(name, head, target, step, extend, kv)
 
 def test_a_tied_model_reads_its_embedding_as_the_head():
     params = _shapes("llama-3.2-1b")
-    assert weights.forward_bytes(params.target) == weights.size_bytes(params.target)
+    assert weights.forward_bytes(params.target) == memory.tree_bytes(params.target)
     # A draft that is a language model reads in `extend` what it reads in a step.
     pair = Params(_shapes("llama-3.1-8b").target, params.target)
-    assert weights.extend_bytes(pair) == weights.draft_step_bytes(pair) == weights.size_bytes(params.target)
+    assert weights.extend_bytes(pair) == weights.draft_step_bytes(pair) == memory.tree_bytes(params.target)
 
 
 def _shapes(name):
@@ -253,7 +253,7 @@ def test_a_checkpoint_without_a_draft_gets_a_random_head():
 
 
 def test_rows_that_do_not_fit_are_named_and_the_others_run(capsys, monkeypatch):
-    monkeypatch.setattr(machine, "memory", lambda: (400_000, 1_000_000))
+    monkeypatch.setattr(memory, "free_bytes", lambda: (400_000, 1_000_000))
     sizes = ("--batch", 1, "--context", 16, 2000, 4096)
     status, out, _ = run(
         capsys, "--preset", "tiny", "--mode", "plain", "--no-split", "--rounds", 2, "--repeats", 1, *sizes
@@ -267,7 +267,7 @@ def test_rows_that_do_not_fit_are_named_and_the_others_run(capsys, monkeypatch):
 
 def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, monkeypatch):
     free = [(10**9, 10**9)] * 2 + [(60_000, 10**9)] * 9
-    monkeypatch.setattr(machine, "memory", lambda: free.pop(0))
+    monkeypatch.setattr(memory, "free_bytes", lambda: free.pop(0))
     status, out, _ = run(capsys, "--preset", "tiny", "--mode", "plain", "--context", 200, "--rounds", 2, "--repeats", 1)
     assert status == 0 and "GB of workspace of prefill, and 0.00 of 1.00 GB are free beside 0.00 GB of weights" in out
 
@@ -316,7 +316,7 @@ def test_a_preset_without_a_smaller_model_says_which_have_one(capsys):
 
 def test_weights_that_do_not_fit_are_refused(capsys, monkeypatch):
     monkeypatch.setattr(machine, "seconds_of", lambda *_, **__: [1.0])
-    monkeypatch.setattr(machine, "memory", lambda: (10**9, 8 * 10**9))
+    monkeypatch.setattr(memory, "free_bytes", lambda: (10**9, 8 * 10**9))
     small = dataclasses.replace(PRESETS["tiny"].target, vocab_size=2**24)
     preset = dataclasses.replace(PRESETS["tiny"], target=small, head=eagle_head(small))
     monkeypatch.setitem(PRESETS, "tiny", preset)

@@ -1,6 +1,7 @@
 """The caches are sized from what is free, and a generation that does not fit says so with its arithmetic."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def free(monkeypatch):
     """A function that sets what the device says of its memory."""
 
     def set_bytes(count, limit=1_000_000):
-        monkeypatch.setattr(memory, "free_bytes", lambda params: (count, limit))
+        monkeypatch.setattr(memory, "free_bytes", lambda device: (count, limit))
 
     return set_bytes
 
@@ -37,10 +38,10 @@ def free(monkeypatch):
 @pytest.mark.parametrize("page_size, rows", [(1, 40), (16, 48), (64, 64)])
 def test_the_need_is_that_of_the_arrays_that_prefill_makes(page_size, rows):
     asked = memory.need(toy.params(), toy.TARGET, STANDALONE, 3, 40, page_size)
-    s = toy.start(STANDALONE, toy.params(), page_size=page_size)
-    assert asked.target == s.cache.pool.nbytes + s.cache.page_table.nbytes
+    s = jax.eval_shape(partial(toy.start, STANDALONE, toy.params(), page_size=page_size))
+    assert asked.target == memory.tree_bytes(s.cache)
     assert asked.draft == memory.tree_bytes((s.draft.cache, s.draft.length))
-    assert s.cache.pool.nbytes == 3 * rows * PER_TOKEN
+    assert memory.tree_bytes(s.cache.pool) == 3 * rows * PER_TOKEN
     assert memory.tree_bytes(s.key) == 0, "keys have no size that numpy knows of"
 
 
@@ -78,7 +79,7 @@ def test_an_error_of_the_allocator_is_explained():
 def test_a_cpu_says_nothing_of_its_memory_and_is_not_asked():
     if jax.default_backend() != "cpu":
         pytest.skip("needs a CPU as JAX's default backend")
-    assert memory.free_bytes(toy.params()) is None
+    assert memory.free_bytes() is None
 
 
 WIDE = Llama(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jspec import plots
+from jspec import memory, plots
 from jspec.accept import Imposed
 from jspec.bench import machine, report, weights
 from jspec.bench.measure import Setup, measure
@@ -187,7 +187,7 @@ def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Any:
 def _make(subject: Subject) -> Params:
     """The weights, where they are only shapes so far."""
     missing = [leaf for leaf in jax.tree.leaves(subject.params) if not isinstance(leaf, jax.Array)]
-    has, needed = machine.memory(), weights.size_bytes(missing)
+    has, needed = memory.free_bytes(), memory.tree_bytes(missing)
     if has is not None and needed > has[0]:
         raise ValueError(
             f"{subject.name}: {needed / 1e9:.1f} GB of weights do not fit, {has[0] / 1e9:.1f} of {has[1] / 1e9:.1f} GB "

@@ -1,4 +1,4 @@
-"""What the machine can do, to compare with: its bandwidths, measured, and its memory."""
+"""What the machine can do, to compare with: its bandwidths, measured on random data."""
 
 import dataclasses
 import os
@@ -32,14 +32,16 @@ class Bandwidth:
 def copy_bandwidth(repeats: int) -> Bandwidth:
     """Bytes read and written by a copy of a GiB (on a CPU 64 MiB), far more than any cache holds."""
     size = 2**26 if jax.default_backend() == "cpu" else 2**30
-    source = jnp.zeros(size // 4, jnp.int32)
+    source = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
     # An operation, since XLA copies nothing that it can alias.
     return Bandwidth(2 * size, seconds_of(jax.jit(lambda x: x + 1), source, count=10, repeats=repeats))
 
 
 def gemv_bandwidth(hidden_size: int, vocab_size: int, dtype: Any, repeats: int) -> Bandwidth:
     """Bytes of an LM head that one row is multiplied by: [1, hidden_size] x [hidden_size, vocab_size]."""
-    x, weight = jnp.ones((1, hidden_size), dtype), jnp.ones((hidden_size, vocab_size), dtype)
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (1, hidden_size), dtype)
+    weight = jax.random.normal(keys[1], (hidden_size, vocab_size), dtype)
     return Bandwidth(weight.nbytes, seconds_of(jax.jit(layers.linear), x, weight, count=10, repeats=repeats))
 
 
@@ -55,14 +57,6 @@ def seconds_of(function: Callable, *arguments: Any, count: int, repeats: int) ->
         if turn >= WARM_UP:
             seconds.append((time.perf_counter() - began) / count)
     return seconds
-
-
-def memory() -> tuple[int, int] | None:
-    """Bytes that are free, and bytes that this process may have; None where the device does not say (a CPU)."""
-    stats = jax.devices()[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
 
 
 def environment() -> dict[str, Any]:

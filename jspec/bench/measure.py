@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import accept, decode, stopping
+from jspec import accept, decode, memory, stopping
 from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, time_phases
 from jspec.cache import MhaCache
+from jspec.generate import prefill_chunk
 from jspec.models import Llama
 from jspec.types import DecodeState, Drafter, Params
 
@@ -138,8 +139,10 @@ def _compile(setup: Setup, row: Row, parts: dict[str, Any]) -> tuple[Callable[[]
     prompt = _prompt(setup, row)
     shape = {"target": setup.target, "drafter": parts["drafter"], "capacity": row.capacity}
     began = time.perf_counter()
-    lowered = decode.jitted_prefill.lower(setup.params, *prompt, **shape, page_size=setup.page_size)
-    row.state_bytes = weights.size_bytes(lowered.out_info)
+    lowered = decode.jitted_prefill.lower(
+        setup.params, *prompt, **shape, page_size=setup.page_size, chunk=prefill_chunk(row.batch)
+    )
+    row.state_bytes = memory.tree_bytes(lowered.out_info)
     row.problem = too_large(setup, row, "prefill", 0)
     if row.problem:
         return None
@@ -157,11 +160,11 @@ def _compile(setup: Setup, row: Row, parts: dict[str, Any]) -> tuple[Callable[[]
 
 def too_large(setup: Setup, row: Row, name: str, workspace: int) -> str | None:
     """The arithmetic, where state and workspace of a program are more than what is free beside the weights."""
-    has = machine.memory()
+    has = memory.free_bytes()
     if has is None or row.state_bytes + workspace <= has[0]:
         return None
     state, extra, held, free, limit = (
-        f"{size / 1e9:.2f}" for size in (row.state_bytes, workspace, weights.size_bytes(setup.params), *has)
+        f"{size / 1e9:.2f}" for size in (row.state_bytes, workspace, memory.tree_bytes(setup.params), *has)
     )
     return (
         f"does not fit: {state} GB of caches and buffers for {row.batch} x {row.capacity} tokens"

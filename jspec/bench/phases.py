@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from jspec import decode, sampling, tree
 from jspec.bench.machine import WARM_UP
 from jspec.cache import MhaCache
+from jspec.capture import loop_options
 from jspec.types import Accept, Committed, DecodeState, Drafter, DraftTree, ForwardOutput, Params, Target
 
 
@@ -58,7 +59,7 @@ class Phases:
         return dataclasses.replace(state, cache=None), state.cache
 
 
-@partial(jax.jit, static_argnames=("phase", "count"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("phase", "count"), donate_argnames=("cache",), compiler_options=loop_options())
 def repeat(params: Params, given: Any, cache: Any, *, phase: Any, count: int) -> tuple[Any, Any]:
     """A phase `count` times, one after the other; the last result.
 

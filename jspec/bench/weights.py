@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.memory import tree_bytes
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
 from jspec.models.llama import LayerParams
 from jspec.types import Params
@@ -104,11 +105,6 @@ def _normal(key, spread, *, shape, dtype):
     return jax.random.normal(key, shape, dtype) * spread.astype(dtype)
 
 
-def size_bytes(tree: Any) -> int:
-    """Bytes of all arrays, or shapes, in a pytree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def count(tree: Any) -> int:
     """Parameters: numbers in all floating-point arrays, or shapes, in a pytree."""
     return sum(leaf.size for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating))
@@ -117,7 +113,7 @@ def count(tree: Any) -> int:
 def forward_bytes(params: LlamaParams) -> int:
     """Weights that one forward reads: layers, norm and LM head. The embedding is a gather, unless it is the LM head."""
     head = params.embed if params.lm_head is None else params.lm_head
-    return size_bytes((params.layers, params.norm, head))
+    return tree_bytes((params.layers, params.norm, head))
 
 
 def draft_step_bytes(params: Params) -> int:
@@ -129,14 +125,14 @@ def draft_step_bytes(params: Params) -> int:
     head = shared if draft.lm_head is None else draft.lm_head
     # EAGLE-1 joins token and feature in every step by `fc`.
     every_step = draft.fc if draft.hidden_norm is None else None
-    return size_bytes((draft.layers, draft.norm, draft.hidden_norm, every_step, head))
+    return tree_bytes((draft.layers, draft.norm, draft.hidden_norm, every_step, head))
 
 
 def extend_bytes(params: Params) -> int:
     """Weights that the draft reads after a round: those of a step, and what fuses the target's hidden states."""
     draft = params.draft
     fuses = isinstance(draft, EagleParams) and draft.hidden_norm is not None
-    return draft_step_bytes(params) + (size_bytes((draft.fc, draft.fc_bias, draft.fc_norms)) if fuses else 0)
+    return draft_step_bytes(params) + (tree_bytes((draft.fc, draft.fc_bias, draft.fc_norms)) if fuses else 0)
 
 
 def kv_token_bytes(config: Any, itemsize: int) -> int:
