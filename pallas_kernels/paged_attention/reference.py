@@ -6,7 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def paged_attention(q, k_rows, v_rows, pool, page_table, prefix_length, mask, *, layer, scale):
+def paged_attention(
+    q, k_rows, v_rows, pool, page_table, prefix_length, mask, *, layer, scale, soft_cap=None, prefix_start=None
+):
     """Gathers each sequence's pages, then one softmax over prefix and rows. Arguments as in `api.paged_attention`."""
     batch, nodes, heads, dim = q.shape
     rows, kv_heads = k_rows.shape[1:3]
@@ -15,15 +17,16 @@ def paged_attention(q, k_rows, v_rows, pool, page_table, prefix_length, mask, *,
     queries = q.reshape(batch, nodes, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
     queries = queries.reshape(batch, kv_heads, nodes * group, dim)
     visible = jnp.repeat(row_mask(mask, nodes, rows), group, axis=1)[:, None]
-    parts = [(_scores(queries, k_rows, visible, scale), v_rows)]
+    parts = [(_scores(queries, k_rows, visible, scale, soft_cap), v_rows)]
     if prefix_length is not None:
         pages = pool.at[layer, :, page_table].get(mode="clip")
         keys = pages[:, :, 0].reshape(batch, -1, kv_heads, dim)
         values = pages[:, :, 1].reshape(batch, -1, kv_heads, dim)
-        committed = jnp.arange(keys.shape[1])[None] < prefix_length[:, None]
+        visible = _prefix_mask(prefix_length, prefix_start, keys.shape[1])
         # A weight of zero does not silence a NaN, and a free page may hold anything.
-        values = jnp.where(committed[:, :, None, None], values, jnp.zeros((), values.dtype))
-        parts.append((_scores(queries, keys, committed[:, None, None], scale), values))
+        values = jnp.where(visible.any(1)[:, :, None, None], values, jnp.zeros((), values.dtype))
+        visible = jnp.repeat(visible, group, axis=1) if prefix_start is not None else visible
+        parts.append((_scores(queries, keys, visible[:, None], scale, soft_cap), values))
     out = _attend(parts).astype(q.dtype).reshape(batch, kv_heads, nodes, group, dim)
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
@@ -35,11 +38,20 @@ def row_mask(mask, nodes, rows):
     return jnp.tril(jnp.ones((1, nodes, rows), bool), rows - nodes)
 
 
-def _scores(queries, keys, visible, scale):
-    scores = jnp.einsum(
+def _prefix_mask(prefix_length, prefix_start, capacity):
+    """The committed positions that each node sees, Bool[B, N, S]; without windows Bool[B, 1, S] for all of them."""
+    position = jnp.arange(capacity)[None, None]
+    committed = position < prefix_length[:, None, None]
+    return committed if prefix_start is None else committed & (position >= prefix_start[:, :, None])
+
+
+def _scores(queries, keys, visible, scale, soft_cap):
+    scores = scale * jnp.einsum(
         "bkmd,bskd->bkms", queries, keys, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
-    return jnp.where(visible, scores * scale, -jnp.inf)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    return jnp.where(visible, scores, -jnp.inf)
 
 
 def _attend(parts):

@@ -26,6 +26,9 @@ class Case:
     tree: bool = False
     layers: int = 2
     dtype: str = "float32"
+    soft_cap: float | None = None
+    windows: bool = False
+    """Each node sees the prefix from a position of its own on."""
 
     @property
     def batch(self) -> int:
@@ -61,6 +64,20 @@ CASES = (
     Case("bfloat16_earlier_rows", dtype="bfloat16", nodes=2, earlier=4, page_size=1, pages=12),
 )
 
+ATTENTION_CASES = (
+    *CASES,
+    Case("head_dim_24", head_dim=24, nodes=5),
+    Case("head_dim_256", head_dim=256, nodes=2, tree=True),
+    Case("8_queries_a_head", heads=8, kv_heads=1, nodes=3, tree=True),
+    Case("nodes_64_tree", nodes=64, heads=4, kv_heads=1, tree=True, page_size=16, prefix=(37,)),
+    Case("chunk_behind_a_prefix", nodes=40, heads=4, page_size=16, pages=4, prefix=(64, 3)),
+    Case("soft_cap", soft_cap=1.5, tree=True),
+    Case("windows_chain", windows=True, nodes=5, heads=4, page_size=2, pages=20, prefix=(40, 33, 0)),
+    Case("windows_tree", windows=True, nodes=9, tree=True, page_size=16, pages=4, prefix=(64, 50, 20)),
+    Case("bfloat16_windows_soft_cap", dtype="bfloat16", windows=True, soft_cap=2.0, tree=True, head_dim=64),
+)
+"""Those, and what only attention tells apart."""
+
 
 def rng_of(case: Case) -> np.random.Generator:
     """Numbers that depend on the case alone."""
@@ -78,11 +95,11 @@ def page_table(rng, case: Case, spare: int = 4) -> tuple[np.ndarray, int]:
     return table.reshape(case.batch, case.pages).astype(np.int32), total
 
 
-def pool(rng, case: Case, table: np.ndarray, total: int, lengths) -> np.ndarray:
-    """Random rows before each sequence's length, and NaN everywhere else."""
+def pool(rng, case: Case, table: np.ndarray, total: int, lengths, starts=None) -> np.ndarray:
+    """Random rows before each sequence's length (and from its start on), and NaN everywhere else."""
     full = np.full((case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim), np.nan, jnp.dtype(case.dtype))
     for b, length in enumerate(lengths):
-        for t in range(length):
+        for t in range(0 if starts is None else starts[b], length):
             row = normal(rng, (case.layers, 2, case.kv_heads, case.head_dim), case.dtype)
             full[:, :, table[b, t // case.page_size], t % case.page_size] = row
     return full
@@ -99,3 +116,9 @@ def tree_mask(rng, case: Case) -> np.ndarray:
                 mask[b, 0, : case.earlier] = rng.integers(0, 2, case.earlier)
             mask[b, node, case.earlier + node] = True
     return mask
+
+
+def window_starts(rng, case: Case) -> np.ndarray:
+    """The first committed position each node sees: none of the first half, and for some nodes there is none."""
+    prefix = np.array(case.prefix, np.int32)
+    return rng.integers(prefix[:, None] // 2, prefix[:, None] + 1, (case.batch, case.nodes)).astype(np.int32)

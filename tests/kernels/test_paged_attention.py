@@ -1,22 +1,60 @@
 """Every backend of paged attention against one softmax a query, in float64."""
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
-from cases import CASES, Case, normal, page_table, pool, rng_of, tree_mask
-from crosslower import PLATFORMS, cross_lower
+from cases import ATTENTION_CASES, CASES, Case, normal, page_table, pool, rng_of, tree_mask, window_starts
+from crosslower import cross_lower
+from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention import BACKENDS, paged_attention
+from pallas_kernels import platform
+from pallas_kernels.paged_attention import BACKENDS, gpu, paged_attention, tpu
+from pallas_kernels.paged_attention.api import PREFERRED
 
 AS_SHIPPED = True
+# Newer releases of jax announce that they will drop Triton; the warning comes at lowering, long after the call.
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 # Values are of unit variance. In bfloat16 the weights of the softmax and the result are rounded to 8 bits.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-backends = pytest.mark.parametrize("backend", sorted(BACKENDS))
-cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+HERE = platform.platform()
+# Interpreted kernels are long programs on little data: to optimise them takes longer than to run them.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def runs_on(*kernels):
+    """Skips what runs elsewhere only; a CPU runs all, kernels in Pallas' interpreter."""
+    needs = {kernel: name for name, kernel in PREFERRED.items()}
+    return [
+        pytest.param(
+            kernel,
+            marks=pytest.mark.skipif(
+                kernel in needs and HERE not in ("cpu", needs[kernel]),
+                reason=f"needs a {needs.get(kernel)}, or a CPU, which interprets the kernel",
+            ),
+        )
+        for kernel in kernels
+    ]
+
+
+backends = pytest.mark.parametrize("backend", runs_on(*sorted(BACKENDS)))
+
+
+def named(cases):
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+@pytest.fixture
+def without_jaxtyping():
+    """As for a user: the shapes in annotations are checked in tests only (conftest.py)."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def inputs(case: Case):
@@ -29,42 +67,81 @@ def inputs(case: Case):
     if case.prefix is None:
         return q, k, v, None, None, None, mask
     table, total = page_table(rng, case)
-    return q, k, v, pool(rng, case, table, total, case.prefix), table, np.array(case.prefix, np.int32), mask
+    first = starts(case).min(1) if case.windows else None
+    return q, k, v, pool(rng, case, table, total, case.prefix, first), table, np.array(case.prefix, np.int32), mask
 
 
-def oracle(q, k, v, pool, table, prefix, mask, *, layer, scale):
+def starts(case: Case):
+    return window_starts(rng_of(case), case) if case.windows else None
+
+
+def oracle(q, k, v, pool, table, prefix, mask, *, layer=0, scale=1.0, soft_cap=None, prefix_start=None):
     batch, nodes, heads, _ = q.shape
     rows, group = k.shape[1], heads // k.shape[2]
     out = np.zeros(q.shape, np.float64)
     for b, n, h in np.ndindex(batch, nodes, heads):
         seen = np.arange(rows) <= rows - nodes + n if mask is None else mask[b, n]
         keys, values = [k[b, seen, h // group]], [v[b, seen, h // group]]
-        for t in range(0 if prefix is None else prefix[b]):
+        for t in range(0 if prefix_start is None else prefix_start[b, n], 0 if prefix is None else prefix[b]):
             page, row = table[b, t // pool.shape[3]], t % pool.shape[3]
             keys.append(pool[layer, 0, page, row, h // group][None])
             values.append(pool[layer, 1, page, row, h // group][None])
         scores = np.concatenate(keys).astype(np.float64) @ q[b, n, h].astype(np.float64) * scale
+        if soft_cap is not None:
+            scores = soft_cap * np.tanh(scores / soft_cap)
         weights = np.exp(scores - scores.max())
         out[b, n, h] = weights / weights.sum() @ np.concatenate(values).astype(np.float64)
     return out
 
 
-def attend(*args, layer=0, scale=1.0, backend=None):
+def attend(*args, layer=0, scale=1.0, soft_cap=None, prefix_start=None, backend=None):
     """The operation, jitted: a backend is only ever run inside a program."""
-    return jax.jit(partial(paged_attention, layer=layer, scale=scale, backend=backend))(*args)
+    interpreted = HERE == "cpu" and backend in PREFERRED.values()
+    options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "backend": backend}
+    run = jax.jit(
+        lambda prefix_start, *args: paged_attention(*args, prefix_start=prefix_start, **options),
+        compiler_options=QUICK if interpreted else None,
+    )
+    return run(prefix_start, *args)
 
 
-@backends
-@cases
+def attend_with(kernel, config, *args, interpret=None, **options):
+    """A kernel under a configuration that it would not choose itself."""
+    run = partial(kernel.paged_attention, config=config, interpret=interpret, layer=0, scale=1.0)
+    prefix_start = options.pop("prefix_start", None)
+    jitted = jax.jit(
+        lambda start, *args: run(*args, prefix_start=start, **options),
+        compiler_options=QUICK if HERE == "cpu" else None,
+    )
+    return jitted(prefix_start, *args)
+
+
+def assert_close(out, expected, dtype="float32"):
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+ALIKE = (
+    "one_node nothing_committed 2_queries_a_head nodes_17_tree nodes_33_chain earlier_rows no_prefix_chain "
+    "one_sequence_one_layer bfloat16_chain"
+).split()
+"""Cases that a kernel, slow where it is interpreted, can hardly fail alone."""
+POINTS = [
+    pytest.param(case, *backend.values, marks=[*backend.marks, *slow], id=f"{case.name}-{backend.values[0]}")
+    for case in ATTENTION_CASES
+    for backend in runs_on(*sorted(BACKENDS))
+    for slow in [[pytest.mark.slow] if HERE == "cpu" and case.name in ALIKE and backend.values != ("xla",) else []]
+]
+
+
+@pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
-    """Pages that are free and rows beyond the prefix are NaN: one that is read shows."""
-    args, layer, scale = inputs(case), case.layers - 1, 0.3
-    out = attend(*args, layer=layer, scale=scale, backend=backend)
+    """Pages that are free and rows beyond the prefix or before all windows are NaN: one that is read shows."""
+    args = inputs(case)
+    options = {"layer": case.layers - 1, "scale": 0.3, "soft_cap": case.soft_cap, "prefix_start": starts(case)}
+    out = attend(*args, **options, backend=backend)
     assert out.dtype == jnp.dtype(case.dtype)
     assert out.shape == args[0].shape
-    tolerance = TOLERANCE[case.dtype]
-    expected = oracle(*args, layer=layer, scale=scale)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=tolerance)
+    assert_close(out, oracle(*args, **options), case.dtype)
 
 
 @backends
@@ -89,14 +166,164 @@ def test_large_scores_do_not_overflow(backend):
     q, k, v, pool, table, prefix, mask = inputs(case)
     args = (q * 1e4, k, v, pool, table, prefix, mask)
     out = attend(*args, backend=backend)
-    np.testing.assert_allclose(out, oracle(*args, layer=0, scale=1.0), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(out, oracle(*args), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("name", ("bfloat16_chain", "bfloat16_tree", "no_prefix_tree", "earlier_rows_chain"))
-def test_lowers_for(name, platform):
-    case = next(case for case in CASES if case.name == name)
-    assert cross_lower(partial(paged_attention, layer=0, scale=1.0), platform, *inputs(case))
+SHARED = Case("shares", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page_size=16, pages=6)
+
+
+@pytest.mark.parametrize("kernel", runs_on("triton"))
+@pytest.mark.parametrize(
+    ("splits", "case"),
+    (
+        (2, SHARED),
+        (8, SHARED),
+        (2, dataclasses.replace(SHARED, name="shares_of_small_pages", page_size=3, pages=32)),
+        (3, dataclasses.replace(SHARED, name="shares_of_windows", windows=True, tree=False)),
+        (3, dataclasses.replace(SHARED, name="shares_of_many_rows", nodes=20, prefix=(50,), tree=False, kv_heads=1)),
+    ),
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_shares_of_the_prefix_are_merged(case, splits, kernel):
+    """Also where there are more of them than blocks of keys, and several tiles of rows."""
+    args, config = inputs(case), gpu.Config(block_m=16, block_k=16, splits=splits, num_warps=4, num_stages=2)
+    out = attend_with(gpu, config, *args, prefix_start=starts(case))
+    assert_close(out, oracle(*args, prefix_start=starts(case)))
+
+
+@pytest.mark.parametrize("kernel", runs_on("tpu"))
+@pytest.mark.parametrize(
+    ("step_pages", "case"),
+    (
+        (1, dataclasses.replace(SHARED, name="steps_tree", nodes=20)),
+        (2, dataclasses.replace(SHARED, name="steps_windows", windows=True, tree=False, nodes=20)),
+        (1, dataclasses.replace(SHARED, name="steps_no_prefix", prefix=None, tree=False, nodes=40)),
+    ),
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_steps_and_tiles_of_a_tpu(case, step_pages, kernel):
+    args, config = inputs(case), tpu.Config(block_m=16, step_pages=step_pages, step_rows=16)
+    out = attend_with(tpu, config, *args, prefix_start=starts(case))
+    assert_close(out, oracle(*args, prefix_start=starts(case)))
+
+
+@pytest.mark.skipif(HERE != "cpu", reason="needs a CPU, on which copies and semaphores of a TPU are simulated")
+@named((Case("simulated", nodes=3, pages=4, prefix=(11, 0)), Case("simulated_tree", nodes=20, tree=True, prefix=None)))
+def test_copies_of_a_tpu_are_waited_for(case):
+    """The simulation runs a copy when it is waited for, and memory that was never written is NaN."""
+    args, config = inputs(case), tpu.Config(block_m=16, step_pages=1, step_rows=16)
+    simulate = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
+    assert_close(attend_with(tpu, config, *args, interpret=simulate), oracle(*args))
+
+
+LLAMA = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "page_size": 16, "pages": 512, "layers": 32}
+REAL = (
+    Case("decode", **LLAMA, prefix=(0,), nodes=1),
+    Case("verify_chain", **LLAMA, prefix=(0,), nodes=6),
+    Case("verify_tree", **LLAMA, prefix=(0,) * 8, nodes=32, tree=True),
+    Case("pages_of_64", **{**LLAMA, "page_size": 64}, prefix=(0,), nodes=6, tree=True),
+    Case("chunk_of_512", **{**LLAMA, "page_size": 64}, prefix=(0,), nodes=512),
+    Case("chunk_of_2048", **LLAMA, prefix=(0,), nodes=2048),
+    Case("first_chunk", **LLAMA, prefix=None, nodes=2048),
+    Case("draft_step", **LLAMA, prefix=(0,), nodes=1, earlier=7, tree=True),
+    Case("windows", **LLAMA, prefix=(0,), nodes=6, tree=True, windows=True, soft_cap=50.0),
+    Case("head_dim_64", **{**LLAMA, "head_dim": 64}, prefix=(0,), nodes=6),
+    Case("head_dim_256", **{**LLAMA, "head_dim": 256}, prefix=(0,), nodes=6, tree=True, windows=True),
+    Case("float32", **{**LLAMA, "dtype": "float32"}, prefix=(0,), nodes=6, tree=True),
+)
+
+
+def shapes(case: Case):
+    """As `inputs`, without arrays."""
+    new = jax.ShapeDtypeStruct
+    rows = case.earlier + case.nodes
+    q = new((case.batch, case.nodes, case.heads, case.head_dim), case.dtype)
+    own = new((case.batch, rows, case.kv_heads, case.head_dim), case.dtype)
+    mask = new((case.batch, case.nodes, rows), "bool") if case.tree else None
+    if case.prefix is None:
+        return q, own, own, None, None, None, mask
+    total = case.batch * case.pages
+    pool = new((case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim), case.dtype)
+    return q, own, own, pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
+
+
+@pytest.mark.parametrize("platform", ("cuda", "tpu"))
+@named(REAL)
+def test_lowers_for(case, platform):
+    kernel, call = {"cuda": (gpu, "gpu.triton"), "tpu": (tpu, "tpu_custom_call")}[platform]
+    windows = jax.ShapeDtypeStruct((case.batch, case.nodes), "int32") if case.windows else None
+    options = {"layer": case.layers - 1, "scale": 0.1, "soft_cap": case.soft_cap, "interpret": False}
+
+    def run(prefix_start, *args):
+        return kernel.paged_attention(*args, prefix_start=prefix_start, **options)
+
+    assert call in cross_lower(run, platform, windows, *shapes(case))
+
+
+SMEM = 227 * 1024
+"""Shared memory that a program of an H100 can have, in bytes."""
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("head_dim", (16, 64, 128, 256))
+def test_blocks_fit_a_gpu(head_dim, dtype):
+    for batch, rows, keys in np.ndindex(3, 4, 3):
+        config = gpu.default_config(
+            batch=8**batch,
+            kv_heads=8,
+            rows=(1, 24, 256, 8192)[rows],
+            keys=(12, 1024, 32768)[keys],
+            page_size=16,
+            head_dim=head_dim,
+            dtype=dtype,
+        )
+        for size in (config.block_m, config.block_k):
+            assert size >= 16
+            assert size & (size - 1) == 0
+        row_bytes = head_dim * jnp.dtype(dtype).itemsize
+        assert (config.block_m + 2 * config.num_stages * config.block_k) * row_bytes <= SMEM
+
+
+def test_a_gpu_is_filled_by_shares_of_long_prefixes_alone():
+    shape = {"kv_heads": 8, "page_size": 16, "head_dim": 128, "dtype": "bfloat16"}
+    decode = gpu.default_config(batch=1, rows=4, keys=8192, **shape)
+    assert decode.splits * 8 >= gpu.PROCESSORS
+    assert gpu.default_config(batch=1, rows=4, keys=16, **shape).splits == 1
+    assert gpu.default_config(batch=1, rows=8192, keys=32768, **shape).splits == 1
+    assert gpu.default_config(batch=64, rows=4, keys=8192, **shape).splits == 1
+
+
+@pytest.mark.parametrize(("here", "call"), (("gpu", "gpu.triton"), ("tpu", "tpu_custom_call"), ("cpu", None)))
+def test_the_best_backend_of_a_platform(here, call, monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: here)
+    text = cross_lower(partial(paged_attention, layer=0, scale=1.0), {"gpu": "cuda"}.get(here, "tpu"), *shapes(REAL[0]))
+    assert call in text if call else "custom_call" not in text
+
+
+@pytest.mark.parametrize(("here", "backend"), (("gpu", "tpu"), ("tpu", "triton")))
+def test_a_kernel_of_another_platform_is_an_error(here, backend, monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: here)
+    with pytest.raises(
+        ValueError, match=f"backend='{backend}' of paged_attention needs a .*: this program is for a {here}"
+    ):
+        attend(*inputs(CASES[0]), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("here", "backend", "change", "reason"),
+    (
+        ("gpu", "triton", {"dtype": "float8_e4m3fn"}, "q is float8_e4m3fn; it takes bfloat16, float16, float32"),
+        ("tpu", "tpu", {"dtype": "float16"}, "q is float16; it takes bfloat16, float32"),
+        ("tpu", "tpu", {"head_dim": 32}, "q has head_dim 32; it takes 64 and more"),
+    ),
+)
+def test_what_a_kernel_cannot_take(here, backend, change, reason, monkeypatch):
+    """It is an error where the kernel was named, and else another's work."""
+    monkeypatch.setattr(platform, "platform", lambda: here)
+    args = shapes(Case("refused", **change))
+    with pytest.raises(ValueError, match=f"backend='{backend}' of paged_attention cannot run this: {reason}"):
+        jax.eval_shape(partial(paged_attention, layer=0, scale=1.0, backend=backend), *args)
+    assert jax.eval_shape(partial(paged_attention, layer=0, scale=1.0), *args).shape == args[0].shape
 
 
 def test_an_unknown_backend_is_an_error():
@@ -116,3 +343,47 @@ def test_a_prefix_without_pages_is_an_error(missing):
     pool, table = (None, table) if missing == "pool" else (pool, None)
     with pytest.raises(ValueError, match="pool and page_table are needed"):
         attend(q, k, v, pool, table, prefix, mask)
+
+
+WRONG = {
+    "values": ({"v": lambda v: v[:, :1]}, r"k_rows \(.*\) and v_rows \(.*\): keys and values have one shape"),
+    "batch": ({"k": lambda k: k[:1], "v": lambda v: v[:1]}, r"k_rows \(1, .*\) do not fit the batch of 3"),
+    "dtype": ({"q": lambda q: q.astype(jnp.bfloat16)}, "q is bfloat16, k_rows float32"),
+    "rows": ({"k": lambda k: k[:, 1:], "v": lambda v: v[:, 1:]}, "k_rows has 3 rows: fewer than the 4 nodes"),
+    "mask": ({"mask": lambda mask: mask[:2]}, r"mask \(2, 4, 4\): .* need \(3, 4, 4\)"),
+    "pool": ({"pool": lambda pool: pool[..., :8]}, r"pool \(.*\) does not fit .* k_rows .*'page', 2, 16\)"),
+    "page_table": ({"table": lambda table: table[:2]}, r"page_table \(2, 3\) and prefix_length \(3,\)"),
+    "layer": ({"layer": lambda _: 2}, "layer=2: the pool has the layers 0 to 1"),
+    "soft_cap": ({"soft_cap": lambda _: 0.0}, "soft_cap=0.0: the bound is above 0"),
+    "windows": ({"prefix_start": lambda _: np.zeros((3, 1), np.int32)}, r"prefix_start \(3, 1\): .* \(3, 4\)"),
+    "no_prefix": (
+        {"prefix": lambda _: None, "prefix_start": lambda _: np.zeros((3, 4), np.int32)},
+        "prefix_start is given: it needs prefix_length",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_arguments_that_do_not_fit_are_an_error(change, message, without_jaxtyping):
+    names = ("q", "k", "v", "pool", "table", "prefix", "mask")
+    args = dict(zip(names, inputs(Case("wrong", tree=True)), strict=True))
+    options = {"layer": 0, "soft_cap": None, "prefix_start": None}
+    args |= {name: new(args[name]) for name, new in change.items() if name in args}
+    options |= {name: new(None) for name, new in change.items() if name in options}
+    with pytest.raises(ValueError, match=message):
+        attend(*args.values(), **options)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), (("cpu", "cpu"), ("cuda", "gpu"), ("rocm", "gpu"), ("tpu", "tpu"), (None, "gpu"))
+)
+def test_the_platform_is_that_of_the_default_device(device, name, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(type(jax.config), "jax_default_device", device)
+    assert platform.platform() == name
+    assert platform.interpret() == (name == "cpu")
+
+
+def test_the_platform_is_that_of_a_device():
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert platform.platform() == "cpu"
