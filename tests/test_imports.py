@@ -49,6 +49,8 @@ ONLY = {
     "jspec.cache": {"jspec.struct", "jspec.cache", "pallas_kernels"},
     "pallas_kernels": {"pallas_kernels"},
 }
+STANDARD = {"collections", "dataclasses", "functools"}
+"""What the kernels take of the standard library."""
 FILES = sorted([*ROOT.glob("jspec/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")])
 
 

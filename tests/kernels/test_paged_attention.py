@@ -14,7 +14,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import platform
 from pallas_kernels.paged_attention import BACKENDS, gpu, paged_attention, tpu
-from pallas_kernels.paged_attention.api import PREFERRED
 
 AS_SHIPPED = True
 # Newer releases of jax announce that they will drop Triton; the warning comes at lowering, long after the call.
@@ -29,7 +28,7 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 def runs_on(*kernels):
     """Skips what runs elsewhere only; a CPU runs all, kernels in Pallas' interpreter."""
-    needs = {kernel: name for name, kernel in PREFERRED.items()}
+    needs = {kernel: name for name, kernel in platform.KERNELS.items()}
     return [
         pytest.param(
             kernel,
@@ -96,7 +95,7 @@ def oracle(q, k, v, pool, table, prefix, mask, *, layer=0, scale=1.0, soft_cap=N
 
 def attend(*args, layer=0, scale=1.0, soft_cap=None, prefix_start=None, backend=None):
     """The operation, jitted: a backend is only ever run inside a program."""
-    interpreted = HERE == "cpu" and backend in PREFERRED.values()
+    interpreted = HERE == "cpu" and backend in platform.KERNELS.values()
     options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "backend": backend}
     run = jax.jit(
         lambda prefix_start, *args: paged_attention(*args, prefix_start=prefix_start, **options),
