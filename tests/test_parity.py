@@ -25,7 +25,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def pair(request, tmp_path_factory):
     """A target, its draft with some of the target's weights kept, and the oracle of the target."""
     directory = tmp_path_factory.mktemp(request.param)
