@@ -21,6 +21,11 @@ def interpret() -> bool:
     return platform() == "cpu"
 
 
+def processors() -> int:
+    """Multiprocessors of the GPU that runs a program; those of an H100 where there is none to ask."""
+    return getattr(jax.devices()[0], "core_count", None) or 132
+
+
 def choose(
     operation: str,
     backend: str | None,

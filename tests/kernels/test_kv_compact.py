@@ -18,7 +18,6 @@ from pallas_kernels.kv_compact import BACKENDS, gpu, kv_compact, tpu
 AS_SHIPPED = True
 
 # Newer releases of jax announce that they will drop Triton.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 HERE = platform.platform()
 
 
