@@ -100,7 +100,7 @@ def test_kernels_import_jax_only(path):
 
 def test_every_module_is_in_the_structure_page():
     page = (ROOT / "docs" / "structure.md").read_text()
-    kernels = [f"pallas_kernels/{name}/" for name in ("kv_compact", "paged_attention", "topk")]
+    kernels = [f"pallas_kernels/{name}/" for name in ("kv_compact", "paged_attention", "split_heads", "topk")]
     folders = ("jspec/bench/", "jspec/train/", *kernels)
     for path in FILES:
         name = path.relative_to(ROOT).as_posix()

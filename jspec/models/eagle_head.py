@@ -127,6 +127,7 @@ class EagleHead:
         head: EagleParams = params.draft
         x, first = self._read(head, self.embed(params, target, tokens), feature)
         frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+        rotation = layers.rotation(positions, frequencies, x.dtype)
         rows = []
         for index, layer in enumerate(head.layers):
             normed = first
@@ -135,7 +136,7 @@ class EagleHead:
                 normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
             own = None if earlier is None else earlier[index]
             attend = partial(cache.attend, index, start=start, mask=mask, scale=self.head_dim**-0.5)
-            x, pair = decoder_layer(self, layer, x, normed, positions, frequencies, attend, own)
+            x, pair = decoder_layer(self, layer, x, normed, rotation, attend, own)
             rows.append(pair)
         if select is not None:
             x = jnp.take_along_axis(x, select[:, None, None], axis=1, mode="clip")

@@ -4,6 +4,7 @@ contracted dimension first, XLA on CPU multiplies five rows by them 2.5 times fa
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,11 +62,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | None) ->
     return jnp.where(wavelength < high, frequency, scaled)
 
 
-def rope(
-    x: Float[Array, "B N H D"], positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"]
-) -> Float[Array, "B N H D"]:
-    """Rotates the pairs (i, i + D/2) of each head by position times frequency."""
-    angle = positions.astype(jnp.float32)[..., None, None] * frequencies.reshape(1, 1, 1, -1)
-    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+def rotation(
+    positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"], dtype: Any
+) -> tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]]:
+    """Cosine and sine of the angles, position times frequency, by which the pairs of each head are rotated."""
+    angle = positions.astype(jnp.float32)[..., None] * frequencies.reshape(1, 1, -1)
+    return jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)

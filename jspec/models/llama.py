@@ -19,6 +19,7 @@ from jspec.cache.mha import Rows
 from jspec.models import layers
 from jspec.struct import struct
 from jspec.types import DraftTree, ForwardOutput
+from pallas_kernels.split_heads import split_heads
 
 
 @struct
@@ -129,6 +130,7 @@ class Llama:
         """
         x = self.embed(params, tokens)
         frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+        rotation = layers.rotation(positions, frequencies, x.dtype)
         rows, captured = [], []
         for index, layer in enumerate(params.layers):
             if index in capture:
@@ -137,7 +139,7 @@ class Llama:
             normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
             own = None if earlier is None else earlier[index]
             attend = partial(cache.attend, index, start=start, mask=mask, scale=self.head_dim**-0.5)
-            x, pair = decoder_layer(self, layer, x, normed, positions, frequencies, attend, own)
+            x, pair = decoder_layer(self, layer, x, normed, rotation, attend, own)
             rows.append(pair)
         if self.num_layers in capture:
             captured.append(x)
@@ -170,14 +172,14 @@ def decoder_layer(
     layer: LayerParams,
     x: Float[Array, "B N E"],
     normed: Float[Array, "B N X"],
-    positions: Int[Array, "#B #N"],
-    frequencies: Float[Array, " half"],
+    rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
     attend: Callable[..., Array],
     earlier: tuple[Array, Array] | None,
 ) -> tuple[Float[Array, "B N E"], tuple[Array, Array]]:
     """Attention over `normed`, then the MLP, each added to the residual stream `x`.
 
-    config: says num_heads, num_kv_heads, head_dim, rms_norm_eps and qk_norm.
+    config: says num_heads, num_kv_heads, head_dim and rms_norm_eps.
+    rotation: of each token, see `layers.rotation`.
     attend: a cache's `attend` of this layer, given (q, k, v).
     earlier: keys and values of this round's earlier rows.
 
@@ -186,11 +188,7 @@ def decoder_layer(
     heads, kv_heads = config.num_heads, config.num_kv_heads
     qkv = layers.linear(normed, layer.qkv, layer.qkv_bias)
     qkv = qkv.reshape(*x.shape[:2], heads + 2 * kv_heads, config.head_dim)
-    q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q = layers.rms_norm(q, layer.q_norm, config.rms_norm_eps)
-        k = layers.rms_norm(k, layer.k_norm, config.rms_norm_eps)
-    q, k = layers.rope(q, positions, frequencies), layers.rope(k, positions, frequencies)
+    q, k, v = split_heads(qkv, *rotation, layer.q_norm, layer.k_norm, kv_heads=kv_heads, eps=config.rms_norm_eps)
     if earlier is not None:
         k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
     x = x + layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o, layer.o_bias)

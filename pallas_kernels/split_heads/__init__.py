@@ -1,0 +1,5 @@
+"""The heads of an attention layer: queries, keys and values of one projection, normed and rotated."""
+
+from pallas_kernels.split_heads.api import BACKENDS, split_heads
+
+__all__ = ["BACKENDS", "split_heads"]
