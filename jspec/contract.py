@@ -144,7 +144,8 @@ class _Case:
 
     def accept_length(self, rows: slice) -> float:
         out = self.result()
-        return sum(map(len, out.tokens[rows])) / max(int(out.stats.rounds[rows].sum()), 1)
+        rounds = [count for row in range(len(out.tokens))[rows] for count in out.rounds_of(row)]
+        return sum(rounds) / max(len(rounds), 1)
 
 
 def _check_interface(drafter: Any, model: Model) -> Drafter:
@@ -173,9 +174,9 @@ def _check_interface(drafter: Any, model: Model) -> Drafter:
 
 def _check_state(case: _Case) -> str:
     model, bound = case.model, case.drafter.bind(case.model.target, case.model.draft).drafter
-    static = {"target": model.target, "drafter": bound}
     rows = per_row(case.sampling, 2 * len(case.ids), model.target.vocab_size)
     for sampling, rule in ((None, accept.greedy), (rows, accept.coupled)):
+        static = {"target": model.target, "drafter": bound, "accept": rule}
         batch, width = 2 * len(case.ids), max(map(len, case.ids))
         count = jax.ShapeDtypeStruct((batch,), jnp.int32)
         prefill = partial(decode.prefill, **static, capacity=width + case.max_new_tokens, page_size=DEFAULT_PAGE_SIZE)
@@ -187,7 +188,7 @@ def _check_state(case: _Case) -> str:
             raise AssertionError(f"draft returns a {type(drafted).__name__}: give (DraftTree, state)")
         _check_tree_shape(drafted[0], bound, batch)
         _check_same_shape("draft", s.draft, drafted[1])
-        after = jax.eval_shape(partial(decode.step, **static, accept=rule), model.params, s)
+        after = jax.eval_shape(partial(decode.step, **static), model.params, s)
         _check_same_shape("extend", s.draft, after.draft)
     return "structure, shapes and dtypes of its state stay as they are after prefill"
 

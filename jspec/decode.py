@@ -13,7 +13,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Float, Int, Key
 
 from jspec import sampling, stopping, tree
-from jspec.capture import loop_options
+from jspec.capture import FEW, loop_options
 from jspec.types import Accept, Acceptance, Committed, DecodeState, Drafter, Params, Stats, Target
 
 
@@ -28,12 +28,13 @@ def prefill(
     *,
     target: Target,
     drafter: Drafter,
+    accept: Accept,
     capacity: int,
     page_size: int,
     logprobs: bool = False,
     chunk: int | None = None,
 ) -> DecodeState:
-    """The state before the first round: the prompt but for its last token is in the caches.
+    """The state before the first round: the prompt is in the caches, and behind it stands the first new token.
 
     Args:
       ids: prompts, padded on the right to one width.
@@ -41,6 +42,7 @@ def prefill(
       limit: the length at which each row ends, prompt included.
       key: of each row's random numbers.
       rows: parameters of the choice of tokens; None: greedy.
+      accept: the rule that chooses, as in the rounds.
       capacity: columns of the token buffer, at least max(limit).
       logprobs: record the log-probability of each new token.
       chunk: columns that are read at once, which bounds the memory it takes; longer prompts are read in a loop, of as
@@ -66,39 +68,50 @@ def prefill(
         stats=Stats(jnp.zeros(batch, jnp.int32), jnp.zeros((batch, drafter.depth + 1), jnp.int32)),
     )
     size = width if chunk is None else min(chunk, width)
-    read = partial(_read_prompt, params, target=target, drafter=drafter, size=size)
+    read = partial(_read_prompt, params, target=target, drafter=drafter, accept=accept, size=size)
     s = read(s, None)
     if size == width:
         return s
-    return lax.fori_loop(1, -(-jnp.max(length) // size), lambda i, s: read(s, i * size - 1), s)
+    return lax.fori_loop(1, -(-jnp.max(length) // size), lambda i, s: read(s, i * size), s)
 
 
 def _read_prompt(
-    params: Params, s: DecodeState, start: Int[Array, ""] | None, *, target: Target, drafter: Drafter, size: int
+    params: Params,
+    s: DecodeState,
+    start: Int[Array, ""] | None,
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    size: int,
 ) -> DecodeState:
     """The state with `size` more columns of the prompts read, from column `start` on or, for None, the first ones.
 
-    Of the first columns the last one is only read: it is the root, or the next chunk begins with it. So a draft that
-    reads the root too, and is one token ahead of the target, reads as many.
+    Rows whose prompt ends here get their first token, chosen as in a round without drafts.
     """
-    column = jnp.arange(size, dtype=jnp.int32)[None]
-    begin = jnp.zeros_like(s.length) if start is None else jnp.minimum(start, s.prompt - 1)
-    count = jnp.minimum(s.prompt - 1 - begin, size - 1 if start is None else size)
-    tokens, following = (
-        jnp.take_along_axis(s.tokens, begin[:, None] + column + ahead, axis=1, mode="clip") for ahead in (0, 1)
-    )
+    begin = jnp.zeros_like(s.prompt) if start is None else jnp.minimum(start, s.prompt)
+    count = jnp.minimum(s.prompt - begin, size)
+    column, last = jnp.arange(size, dtype=jnp.int32)[None], jnp.maximum(count - 1, 0)
+    tokens = jnp.take_along_axis(s.tokens, begin[:, None] + column, axis=1, mode="clip")
     prefix = None if start is None else begin
-    last = jnp.maximum(count - 1, 0)
     out = target.forward(params.target, tree.chain(tokens), s.cache, prefix, capture=drafter.capture, select=last)
-    if start is not None:
-        # Orders the write behind the last layer's read, as in `cut`.
-        count = jnp.where(jnp.argmax(out.logits[:, 0], axis=-1) < 0, 0, count)
+    root = tree.chain(jnp.take_along_axis(tokens, last[:, None], axis=1))
+    chosen = accept(s.key, root, sampling.process(s, out.logits, tree.paths(root)), s.length)
+    ends = (count > 0) & (begin + count == s.prompt)
+    kept, stop, finish = cut(s, dataclasses.replace(chosen, length=jnp.where(ends, chosen.length, 0)))
+    # Orders the write behind the last layer's read, as in `cut`.
+    count = jnp.where(kept.tokens[:, 0] < 0, 0, count)
+    logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
+    cache = s.cache.commit(out.rows, begin, None, count)
+    s = append(s, kept, jnp.zeros_like(kept.length), logprobs, stop=stop, finish=finish, cache=cache)
+    following = jnp.take_along_axis(s.tokens, begin[:, None] + column + 1, axis=1, mode="clip")
     committed = Committed(begin, following, out.hidden, count, first=start is None)
-    s = dataclasses.replace(s, cache=s.cache.commit(out.rows, begin, None, count))
     return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
 
 
-jitted_prefill = jax.jit(prefill, static_argnames=("target", "drafter", "capacity", "page_size", "logprobs", "chunk"))
+jitted_prefill = jax.jit(
+    prefill, static_argnames=("target", "drafter", "accept", "capacity", "page_size", "logprobs", "chunk")
+)
 """`prefill` for a host to call; one compiled program for each configuration and shape of the prompts."""
 
 
@@ -115,7 +128,10 @@ def step(
     kept, stop, finish = cut(s, accepted)
     cache = s.cache.commit(out.rows, start, kept.path, kept.length)
     logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
-    s = append(s, kept, accepted.length - 1, logprobs, stop=stop, finish=finish, cache=cache, draft=draft_state)
+    counted = {"step": s.step + 1, "stats": count_round(s, kept)}
+    s = append(
+        s, kept, accepted.length - 1, logprobs, stop=stop, finish=finish, cache=cache, draft=draft_state, **counted
+    )
     committed = Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)
     return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
 
@@ -148,8 +164,8 @@ def append(
     logprobs: Float[Array, "B A"] | None = None,
     **changes,
 ) -> DecodeState:
-    """The state with the accepted tokens, of which the first `drafted[b]` are drafts, written behind the others,
-    counted, and `changes` made.
+    """The state with the accepted tokens, of which the first `drafted[b]` are drafts, written behind the others, and
+    `changes` made.
     """
     column = jnp.arange(accepted.tokens.shape[1], dtype=jnp.int32)[None]
     index = jnp.where(column < accepted.length[:, None], s.length[:, None] + column, s.tokens.shape[1])
@@ -158,20 +174,22 @@ def append(
         return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(buffer, index, new)
 
     origin = jnp.where(column < drafted[:, None], column + 1, 0).astype(s.origin.dtype)
-    slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
-    stats = Stats(
-        jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
-        s.stats.accept_counts + (slots == accepted.length[:, None] - 1).astype(jnp.int32),
-    )
     return dataclasses.replace(
         s,
         tokens=write(s.tokens, accepted.tokens),
         origin=write(s.origin, origin),
         logprobs=None if s.logprobs is None else write(s.logprobs, logprobs),
         length=s.length + accepted.length,
-        step=s.step + 1,
-        stats=stats,
         **changes,
+    )
+
+
+def count_round(s: DecodeState, accepted: Acceptance) -> Stats:
+    """The counters after a round that `s` has entered."""
+    slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
+    return Stats(
+        jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
+        s.stats.accept_counts + (slots == accepted.length[:, None] - 1).astype(jnp.int32),
     )
 
 
@@ -186,13 +204,26 @@ def run_rounds(
 _STATIC = ("target", "drafter", "accept")
 
 
-@partial(jax.jit, static_argnames=_STATIC, donate_argnames=("s",), compiler_options=loop_options())
-def decode(params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept) -> DecodeState:
-    """Rounds on the device until every row is done or `s.step` reaches `until`; the state is donated.
+def _jitted(many: bool):
+    @partial(jax.jit, static_argnames=_STATIC, donate_argnames=("s",), compiler_options=loop_options(many=many))
+    def decode(params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept) -> DecodeState:
+        """Rounds on the device until every row is done or `s.step` reaches `until`; the state is donated.
 
-    A host that streams, shows progress or stops early calls it again with a later `until`: the tokens are the same.
-    """
-    return run_rounds(params, s, until, target=target, drafter=drafter, accept=accept)
+        A host that streams, shows progress or stops early calls it again with a later `until`: the tokens are the same.
+        """
+        return run_rounds(params, s, until, target=target, drafter=drafter, accept=accept)
+
+    return decode
+
+
+decode, decode_many = _jitted(many=False), _jitted(many=True)
+"""The loop, jitted; the second one compiled for rounds that verify many tokens (see `verifies_many`)."""
+_drafted = jax.jit(lambda params, s, drafter: drafter.draft(params, s)[0], static_argnames=("drafter",))
+
+
+def verifies_many(params: Params, s: DecodeState, drafter: Drafter) -> bool:
+    """Whether rounds of these shapes verify so many tokens that `decode_many` is the faster one; only GPUs care."""
+    return jax.default_backend() == "gpu" and _drafted.eval_shape(params, s, drafter=drafter).tokens.size > FEW
 
 
 @partial(jax.jit, static_argnames=_STATIC)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -100,6 +100,7 @@ def generate_ids(
         rows,
         target=target,
         drafter=bound,
+        accept=rule,
         capacity=max_length,
         page_size=page_size,
         logprobs=logprobs,
@@ -189,7 +190,8 @@ def stream(
 
 
 def _stream(run: "Run", rounds: int):
-    finished = False
+    finished = run.advance(0)  # the prompt gave each row its first token
+    yield from run.pieces()
     while not finished:
         finished = run.advance(rounds)
         yield from run.pieces()
@@ -235,7 +237,6 @@ class Run:
         self.streams = [TextStream(self.tokenizer, p, stop) for p in self.prompts] if self.tokenizer else None
         self.texts = [""] * len(self.prompts)
         self.parts = {"target": model.target, "drafter": bound, "accept": rule}
-        self._decode = partial(decode.decode_checked if debug else decode.decode, **self.parts)
         self.debug, self.seconds = debug, 0.0
         ids, lengths = _pad(self.prompts)
         self.most_tokens = len(self.prompts) * max_new_tokens
@@ -251,13 +252,13 @@ class Run:
                 jax.vmap(jax.random.key)(seeds),
                 stopping.init(_bucket_states(table), len(self.prompts)),
                 rows,
-                target=model.target,
-                drafter=bound,
+                **self.parts,
                 capacity=capacity,
                 page_size=page_size,
                 logprobs=logprobs,
                 chunk=prefill_chunk(len(self.prompts)) if chunk is None else chunk,
             )
+            self._decode = self._choose_decode()
             self._advance_to(0)  # compiles, and runs no round
         except jax.errors.JaxRuntimeError as error:
             memory.explain(error, memory.need(*places, capacity, page_size))
@@ -314,6 +315,12 @@ class Run:
     def _new_columns(self, buffer) -> list[list]:
         rows = zip(jax.device_get(buffer), self.prompts, self.tokens, strict=True)
         return [row[len(prompt) : len(prompt) + len(new)].tolist() for row, prompt, new in rows]
+
+    def _choose_decode(self) -> Callable[..., Any]:
+        if self.debug:
+            return partial(decode.decode_checked, **self.parts)
+        many = decode.verifies_many(self.model.params, self.state, self.parts["drafter"])
+        return partial(decode.decode_many if many else decode.decode, **self.parts)
 
     def _advance_to(self, until: int) -> None:
         began = time.perf_counter()

@@ -66,10 +66,12 @@ def look_at_round(
         raise ValueError("prompt is a list of prompts: give one of them")
     chosen = choose(drafter, model)
     # Not less than `generate` takes by default, so that both run one program.
-    most = min(max(128, (round + 1) * (chosen.depth + 1)), max(1, model.target.max_length - len(ids)))
+    most = min(max(128, 1 + (round + 1) * (chosen.depth + 1)), max(1, model.target.max_length - len(ids)))
     run = Run(model, ids, chosen, most, sampling, None, (), seed, False, DEFAULT_PAGE_SIZE, False)
-    if round and run.advance(round):
-        raise ValueError(f"round={round}: the text ends in round {int(run.state.step) - 1}; give a smaller number")
+    if run.advance(round):
+        last = int(run.state.step) - 1
+        where = f"in round {last}; give a smaller number" if last >= 0 else "with its first token, before any round"
+        raise ValueError(f"round={round}: the text ends {where}")
     s = run.state
     draft_tree, choices, accepted, length = jax.device_get(_take_apart(model.params, s, **run.parts))
     nodes = draft_tree.tokens.shape[1]

@@ -50,16 +50,21 @@ def acceptance_by_position(
 def tokens_per_round(generation: Generation, row: int = 0, ax: Any = None) -> Any:
     """The tokens that each round appended to a row, one upon the other in the order of the text, and their mean.
 
-    The last round may have been cut by the end of the text.
+    The first token comes of no round; the last round may have been cut by the end of the text.
 
     Args:
       row: where the generation has several.
+
+    Raises:
+      ValueError: a row that its first token ended.
     """
     rounds, depth = generation.rounds_of(row), generation.stats.accept_counts.shape[1] - 1
+    if not rounds:
+        raise ValueError(f"row={row}: its first token ended it, before any round")
     ax = _axes(ax, (min(12.0, max(5.0, 0.12 * len(rounds))), 2.8))
     above, level = (np.concatenate([part(count) for count in rounds]) for part in (np.ones, np.arange))
     at = np.repeat(np.arange(len(rounds)), rounds)
-    origin = np.array(generation.origin[row] if isinstance(generation.finish_reason, list) else generation.origin)
+    origin = np.array(generation.origin[row] if isinstance(generation.finish_reason, list) else generation.origin)[1:]
     for source in range(depth + 1):
         of, label = origin == source, f"draft {source}" if source else "target's own"
         if of.any():

@@ -12,7 +12,7 @@ from jspec.text import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class GenerationStats:
-    """What a generation took.
+    """What a generation took. The first token of each row comes of reading its prompt, and so of no round.
 
     rounds: [B] rounds in which each row was active.
     accept_counts: [B, depth + 1]; accept_counts[b, i] counts the rounds that appended i + 1 tokens.
@@ -25,13 +25,13 @@ class GenerationStats:
 
     @property
     def new_tokens(self) -> int:
-        """Tokens appended to all rows."""
-        return int((self.accept_counts * np.arange(1, self.accept_counts.shape[1] + 1)).sum())
+        """New tokens of all rows."""
+        return len(self.rounds) + self._in_rounds
 
     @property
     def accept_length(self) -> float:
         """Mean tokens a round, bonus token included: 1 is plain decoding, depth + 1 the most there can be."""
-        return self.new_tokens / max(int(self.rounds.sum()), 1)
+        return self._in_rounds / max(int(self.rounds.sum()), 1)
 
     @property
     def acceptance_by_position(self) -> np.ndarray:
@@ -41,8 +41,12 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all rows over `seconds`."""
-        return self.new_tokens / self.seconds if self.seconds else float("nan")
+        """Tokens of all rounds and rows over `seconds`."""
+        return self._in_rounds / self.seconds if self.seconds else float("nan")
+
+    @property
+    def _in_rounds(self) -> int:
+        return int((self.accept_counts * np.arange(1, self.accept_counts.shape[1] + 1)).sum())
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -77,11 +81,11 @@ class Generation:
         return texts if self._several else texts[0]
 
     def rounds_of(self, row: int = 0) -> list[int]:
-        """Tokens that each round appended to a row. The last round may have been cut."""
+        """Tokens that each round appended to a row, behind its first one. The last round may have been cut."""
         origin = self._rows(self.origin)[0][row]
         ends = [i + 1 for i, depth in enumerate(origin) if depth == 0]
         ends += [len(origin)] * (not ends or ends[-1] < len(origin))
-        return [end - start for start, end in itertools.pairwise([0, *ends])]
+        return [end - start for start, end in itertools.pairwise(ends)]
 
     def to_ansi(self) -> str:
         """Prompts and tokens in colour, and a last line that says what the colours mean."""
@@ -123,7 +127,7 @@ class Generation:
             rounds = int(self.stats.rounds[i])
             heading = (
                 f"{f'row {i}: ' if self._several else ''}{len(tokens)} new tokens in {rounds} rounds, "
-                f"accept length {len(tokens) / max(rounds, 1):.2f}, finish: {reason}"
+                f"accept length {(len(tokens) - 1) / max(rounds, 1):.2f}, finish: {reason}"
             )
             before = "".join(show.token_texts(self.tokenizer, (), prompt))
             rows.append(show.Row(tokens, texts, origin, heading, before))

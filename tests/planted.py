@@ -80,10 +80,11 @@ def complete(drafter, **options):
 
 
 def assert_counted(s, prompt=toy.LENGTHS):
-    """The counters add up to the rounds and tokens of each row."""
+    """The counters add up to the rounds and tokens of each row, but for the first, which comes of its prompt."""
     counts = np.array(s.stats.accept_counts)
     np.testing.assert_array_equal(counts.sum(1), s.stats.rounds)
-    np.testing.assert_array_equal(counts @ np.arange(1, counts.shape[1] + 1), np.array(s.length) - prompt)
+    in_rounds = np.maximum(np.array(s.length) - prompt - 1, 0)
+    np.testing.assert_array_equal(counts @ np.arange(1, counts.shape[1] + 1), in_rounds)
 
 
 def pools(s):

@@ -42,7 +42,7 @@ def prefilled(drafter):
     ids = jnp.asarray(np.random.default_rng(0).integers(0, TINY.target.vocab_size, (3, 9), np.int32))
     keys = jax.vmap(jax.random.key)(jnp.arange(3, dtype=jnp.uint32))
     length, stop = jnp.full(3, 9, jnp.int32), stopping.init(None, 3)
-    shape = {"target": TINY.target, "drafter": drafter, "capacity": 40, "page_size": 4}
+    shape = {"target": TINY.target, "drafter": drafter, "accept": RULE, "capacity": 40, "page_size": 4}
     return decode.jitted_prefill(params_of(drafter), ids, length, length + 30, keys, stop, **shape)
 
 
@@ -128,8 +128,10 @@ def test_generate_takes_the_rule(shape):
     model = jspec.Model("tiny", TINY.target, params_of(DRAFTERS["chain"]), None, (), TINY.standalone)
     drafter = jspec.Standalone(depth=2, **shape)
     out = jspec.generate(model, [[5, 6, 7], [1, 2]], drafter=drafter, max_new_tokens=50, accept=RULE)
-    # Rounds end at 0, 2, 5, 7, ..., 50, 52; the limit cuts the last one of the longer row.
-    assert [np.bincount(rounds).tolist() for rounds in map(out.rounds_of, (0, 1))] == [[0, 1, 11, 9], [0, 0, 10, 10]]
+    # With their first tokens rows have 4 and 3, and they end at 53 and 52. Rounds end at 5, 7, 10, ..., 50, 52, but for
+    # the first ones, which begin between two of these: from 4 it is 3 tokens to 7, and from 3 it is 2 to 5. The limit
+    # cuts the last one of the longer row.
+    assert [np.bincount(rounds).tolist() for rounds in map(out.rounds_of, (0, 1))] == [[0, 1, 9, 10], [0, 0, 11, 9]]
 
 
 def _dots(text):
@@ -238,7 +240,7 @@ def test_checkpoints_choose_the_drafter_and_the_split_can_be_left_out(capsys):
     models = ("--checkpoint", "bundled:python-tiny", "--draft", "bundled:python-tiny")
     status, out, _ = run(capsys, *models, "--mode", "chain", "--no-split", *sizes)
     assert status == 0 and out.startswith("bundled:python-tiny: 1.12 M parameters + standalone draft of 1.12 M")
-    assert out.splitlines()[-1].split()[5:11] == ["1.50", *5 * "-"]
+    assert out.splitlines()[-1].split()[5:11] == ["1.25", *5 * "-"]
 
 
 def test_a_checkpoint_without_a_draft_gets_a_random_head():
@@ -261,8 +263,8 @@ def test_rows_that_do_not_fit_are_named_and_the_others_run(capsys, monkeypatch):
     assert status == 0
     *_, measured, large, long = out.splitlines()
     assert measured.split()[:3] == ["plain", "1", "16"]
-    assert large.startswith("plain 1 x 2000: does not fit: 0.00 GB of caches and buffers for 1 x 2004 tokens")
-    assert long == "plain 1 x 4096: 4100 tokens, those of 2 rounds included, and the context holds 4096"
+    assert large.startswith("plain 1 x 2000: does not fit: 0.00 GB of caches and buffers for 1 x 2005 tokens")
+    assert long == "plain 1 x 4096: 4101 tokens, those of 2 rounds included, and the context holds 4096"
 
 
 def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, monkeypatch):

@@ -20,14 +20,19 @@ for drafter in (None, jspec.Ngram(depth=4), jspec.Eagle(depth=5), jspec.Eagle(de
 
 
 def test_flags_of_the_user_stand():
-    assert "WHILE" in loop_options("")["xla_gpu_enable_command_buffer"]
-    assert loop_options("--xla_dump_to=somewhere") == loop_options("")
-    assert loop_options("--xla_gpu_enable_command_buffer=") == {}
-    assert loop_options("--xla_cpu_x=1 --xla_gpu_graph_min_graph_size=5") == {}
+    few, many = loop_options(flags=""), loop_options(many=True, flags="")
+    products = {"xla_gpu_enable_triton_gemm": False}
+    assert "WHILE" in few["xla_gpu_enable_command_buffer"] and many == few | products
+    assert loop_options(many=True, flags="--xla_dump_to=somewhere") == many
+    assert loop_options(many=True, flags="--xla_gpu_enable_command_buffer=") == products
+    assert loop_options(flags="--xla_cpu_x=1 --xla_gpu_graph_min_graph_size=5") == {}
+    assert loop_options(many=True, flags="--xla_gpu_enable_triton_gemm=true") == few
 
 
-def test_the_options_are_known_to_the_compiler_and_change_nothing_elsewhere():
-    loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: x + 2, x), compiler_options=loop_options(""))
+@pytest.mark.parametrize("many", (False, True))
+def test_the_options_are_known_to_the_compiler_and_change_nothing_elsewhere(many):
+    options = loop_options(many=many, flags="")
+    loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: x + 2, x), compiler_options=options)
     assert loop(jnp.int32(0)) == 10
 
 

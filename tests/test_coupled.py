@@ -73,6 +73,7 @@ def complete(drafter, rows=range(BATCH), page_size=4, sampling=None, seeds=SEEDS
         page_size=page_size,
         table=stopping.build_table(toy.TARGET.vocab_size, EOS),
         rows=jax.tree.map(lambda x: x[np.array(rows)], parameters()) if sampling is None else sampling,
+        rule=accept.coupled,
     )
     return toy.run(drafter, weights, s, rule=accept.coupled)
 

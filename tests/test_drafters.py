@@ -207,7 +207,7 @@ def itself():
 def test_a_draft_that_is_the_target_is_always_right(depth):
     drafter, new = Standalone(depth=depth).bind(toy.TARGET, toy.TARGET), 24
     s = toy.run(drafter, itself(), toy.start(drafter, itself()))
-    full, rest = divmod(new, depth + 1)
+    full, rest = divmod(new - 1, depth + 1)  # the first token comes of the prompt
     expected = np.zeros(depth + 1, int)
     expected[depth] = full
     expected[rest - 1] += rest > 0

@@ -103,9 +103,9 @@ def test_no_second_copy_of_weights_is_ever_made(depth):
     ids = jnp.ones((1, 16), jnp.int32)
     one = jnp.full(1, 16, jnp.int32)
     keys, stop = jax.random.split(jax.random.key(0), 1), decode.stopping.init(None, 1)
-    static = {"target": WIDE, "drafter": drafter}
+    static = {"target": WIDE, "drafter": drafter, "accept": jspec.accept.greedy}
     s = decode.jitted_prefill(params, ids, one, one + 64, keys, stop, **static, capacity=80, page_size=16)
-    loop = decode.decode.lower(params, s, jnp.int32(9), **static, accept=jspec.accept.greedy).compile()
+    loop = decode.decode.lower(params, s, jnp.int32(9), **static).compile()
     used = loop.memory_analysis()
     assert used.alias_size_in_bytes >= (1 + bool(depth)) * s.cache.pool.nbytes, "the donated state is not the result"
     assert used.temp_size_in_bytes < memory.tree_bytes(weights) / 4

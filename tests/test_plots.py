@@ -40,7 +40,7 @@ def test_a_round_is_the_one_that_generate_runs(model, drafter, sampling):
     out = jspec.generate(model, PROMPT, max_new_tokens=24, **options)
     rounds = out.rounds_of()
     for number in (0, 2, 3):
-        start = sum(rounds[:number])
+        start = 1 + sum(rounds[:number])
         seen = jspec.look_at_round(model, PROMPT, round=number, **options)
         assert seen.number == number
         assert seen.before == PROMPT + out.tokens[:start] and seen.tokens[0] == seen.before[-1]
@@ -55,13 +55,20 @@ def test_a_round_is_the_one_that_generate_runs(model, drafter, sampling):
 
 
 def test_a_round_that_the_end_of_the_text_cuts(model):
-    whole = jspec.look_at_round(model, PROMPT, drafter=TREE, round=0)
-    assert len(whole.accepted) > 2, "this test needs a round with two accepted drafts"
-    ending = dataclasses.replace(model, eos=(whole.appended[0],))
-    cut = jspec.look_at_round(ending, PROMPT, drafter=TREE, round=0)
-    assert cut.appended == whole.appended[:1] and cut.accepted == whole.accepted[:2]
+    prompt = [1, 2, 3, 4]
+    whole = jspec.look_at_round(model, prompt, drafter=TREE, round=0)
+    first, second, *_ = new = [whole.before[-1], *whole.appended]
+    assert first != second and len(whole.accepted) > 2, (
+        "this test needs a round with two accepted drafts, the first new"
+    )
+    ending = dataclasses.replace(model, eos=(second,))
+    cut = jspec.look_at_round(ending, prompt, drafter=TREE, round=0)
+    assert cut.appended == new[1:2] and cut.accepted == whole.accepted[:2]
     with pytest.raises(ValueError, match="round=1: the text ends in round 0; give a smaller number"):
-        jspec.look_at_round(ending, PROMPT, drafter=TREE, round=1)
+        jspec.look_at_round(ending, prompt, drafter=TREE, round=1)
+    ending = dataclasses.replace(model, eos=(first,))
+    with pytest.raises(ValueError, match="round=0: the text ends with its first token, before any round"):
+        jspec.look_at_round(ending, prompt, drafter=TREE, round=0)
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,8 @@ def test_each_pool_is_written_once_a_round_and_never_copied(name):
 @each_name
 def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
     drafter, weights, s = lone_pool(name)
-    prefill = functools.partial(decode.prefill, target=toy.TARGET, drafter=drafter, capacity=40, page_size=5, chunk=4)
+    shape = dict(capacity=40, page_size=5, chunk=4)
+    prefill = functools.partial(decode.prefill, target=toy.TARGET, drafter=drafter, accept=accept.greedy, **shape)
     lowered = jax.jit(prefill).lower(weights, jnp.asarray(toy.IDS), s.length, s.limit, s.key, s.stop)
     body = loop_body(lowered.compile().as_text())
     for shape in [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]:

@@ -86,8 +86,9 @@ def laws(of_draft=False):
     @jax.jit
     def behind(own, rows):
         keys = jax.random.split(jax.random.key(0), len(places))
-        static = dict(target=MODEL, drafter=Plain(), capacity=8, page_size=8)
-        s = decode.prefill(own, jnp.asarray(ids), jnp.asarray(length), length + 1, keys, stop, rows, **static)
+        static = dict(target=MODEL, drafter=Plain(), accept=accept.greedy, capacity=8, page_size=8)
+        full = jnp.asarray(length)
+        s = decode.prefill(own, jnp.asarray(ids), full, full, keys, stop, rows, **static)
         read, _, _ = stopping.run(stop, jnp.asarray(new), jnp.asarray(count))
         s = dataclasses.replace(s, prompt=jnp.asarray(length - count), stop=read)
         draft_tree, _ = Plain().draft(own, s)
@@ -223,11 +224,12 @@ def without_residual(key, draft_tree, logits, position):
 
 
 def test_the_power_suffices_to_find_a_wrong_rule():
-    """The wrong rule's own law is exact, too: each of the three tokens stands at a place for which there is a draft."""
+    """The wrong rule's own law is exact, too: there is a draft for each token but the first."""
     wrong = []
     for law_p, law_q in zip(laws(), laws(of_draft=True), strict=True):
         both = {x: np.minimum(law_p[x], law_q[x]) for x in law_p}
-        wrong.append(continuations({x: both[x] + (1 - both[x].sum()) * law_p[x] for x in law_p}))
+        after = {x: both[x] + (1 - both[x].sum()) * law_p[x] for x in law_p}
+        wrong.append(continuations(after | {(): law_p[()]}))
     rows, away, freedom = BATCH * CALLS / len(SETS), 0.0, 0
     for law, wanted, number in zip(wrong, expected(), cells(expected()), strict=True):
         assert not law[wanted == 0].any()
@@ -236,8 +238,8 @@ def test_the_power_suffices_to_find_a_wrong_rule():
         away += rows * ((other - mass) ** 2 / mass).sum()
         freedom += len(mass) - 1
     assert stats.ncx2.cdf(critical(freedom), freedom, away) < 1e-300
-    # A law an eighth of the way to the wrong one: squares of differences are 64 times smaller.
-    assert stats.ncx2.cdf(critical(freedom), freedom, away / 64) < 1e-6
+    # A law a fifth of the way to the wrong one: squares of differences are 25 times smaller.
+    assert stats.ncx2.cdf(critical(freedom), freedom, away / 25) < 1e-6
     found, _ = counts(dataclasses.replace(CHAIN, drawn=True), without_residual)
     statistic, freedom = chi_squared(found, wrong)
     assert statistic < critical(freedom), "the power was computed for another rule than the one that ran"

@@ -181,13 +181,14 @@ def start(
     rows=None,
     seeds=None,
     chunk=None,
+    rule=accept.greedy,
 ) -> DecodeState:
     """The state after prefill. limit: by default 24 tokens to generate; seeds: by default 0, 1, ..."""
     limit = np.asarray(length) + 24 if limit is None else limit
     length, limit = jnp.asarray(length, jnp.int32), jnp.asarray(limit, jnp.int32)
     keys = jax.vmap(jax.random.key)(np.arange(len(ids), dtype=np.uint32) if seeds is None else np.asarray(seeds))
     stop = stopping.init(table, len(ids))
-    static = dict(target=TARGET, drafter=drafter, capacity=CAPACITY, page_size=page_size, chunk=chunk)
+    static = dict(target=TARGET, drafter=drafter, accept=rule, capacity=CAPACITY, page_size=page_size, chunk=chunk)
     return decode.jitted_prefill(weights, jnp.asarray(ids), length, limit, keys, stop, rows, **static)
 
 

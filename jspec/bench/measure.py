@@ -51,7 +51,7 @@ class Row:
     state_bytes: caches and buffers of all rows.
     accept_length: tokens a round that came of the imposed figure, bonus included.
     compile_seconds: of prefill and decode, from tracing to the executable.
-    first_token_seconds: prefill and the first round, warm.
+    first_token_seconds: prefill, which chooses it, warm.
     round_seconds: of one round, each the mean over all rounds of a call.
     phase_seconds: of one run of each phase on its own.
     """
@@ -98,8 +98,9 @@ def measure(setup: Setup, mode: str, drafter: Drafter, batch: int, context: int,
     depth, most = drafter.depth, math.ceil(setup.tokens_per_round)
     draft = getattr(drafter, "model", None)
     floor = weights.round_bytes(setup.params, setup.target, draft, depth=depth, batch=batch, context=context)
-    # Behind the tokens of all rounds there is room for those that the last round proposes: no row reaches its limit.
-    row = Row(mode, batch, context, floor, context + setup.rounds * min(most, depth + 1) + depth + 2)
+    # Behind the first token and those of all rounds there is room for what the last round proposes: no row reaches its
+    # limit.
+    row = Row(mode, batch, context, floor, context + 1 + setup.rounds * min(most, depth + 1) + depth + 2)
     longest = min(part.max_length for part in (setup.target, draft) if part is not None)
     if row.capacity > longest:
         row.problem = f"{row.capacity} tokens, those of {setup.rounds} rounds included, and the context holds {longest}"
@@ -125,7 +126,7 @@ def _measure(setup: Setup, row: Row, drafter: Drafter, report: Callable[[str], A
         return
     start, rounds = programs
     report("first token")
-    row.first_token_seconds = machine.seconds_of(lambda: rounds(start(), jnp.int32(1)), count=1, repeats=FIRST_TOKENS)
+    row.first_token_seconds = machine.seconds_of(start, count=1, repeats=FIRST_TOKENS)
     report("rounds")
     s = _time_rounds(setup, row, rounds, start())
     if setup.split:
@@ -136,11 +137,9 @@ def _measure(setup: Setup, row: Row, drafter: Drafter, report: Callable[[str], A
 def _compile(setup: Setup, row: Row, parts: dict[str, Any]) -> tuple[Callable[[], DecodeState], Any] | None:
     """A function that prefills, and `decode` of (state, until); None where the device's memory does not hold them."""
     prompt = _prompt(setup, row)
-    shape = {"target": setup.target, "drafter": parts["drafter"], "capacity": row.capacity}
+    shape = {"capacity": row.capacity, "page_size": setup.page_size, "chunk": prefill_chunk(row.batch)}
     began = time.perf_counter()
-    lowered = decode.jitted_prefill.lower(
-        setup.params, *prompt, **shape, page_size=setup.page_size, chunk=prefill_chunk(row.batch)
-    )
+    lowered = decode.jitted_prefill.lower(setup.params, *prompt, **parts, **shape)
     row.state_bytes = memory.tree_bytes(lowered.out_info)
     row.problem = too_large(setup, row, "prefill", 0)
     if row.problem:
@@ -148,7 +147,9 @@ def _compile(setup: Setup, row: Row, parts: dict[str, Any]) -> tuple[Callable[[]
     prefill = lowered.compile()
     row.compile_seconds["prefill"] = time.perf_counter() - began
     began = time.perf_counter()
-    rounds = decode.decode.lower(setup.params, lowered.out_info, jnp.int32(1), **parts).compile()
+    many = decode.verifies_many(setup.params, lowered.out_info, parts["drafter"])
+    loop = decode.decode_many if many else decode.decode
+    rounds = loop.lower(setup.params, lowered.out_info, jnp.int32(1), **parts).compile()
     row.compile_seconds["decode"] = time.perf_counter() - began
     for name, program in (("prefill", prefill), ("decode", rounds)):
         row.problem = too_large(setup, row, name, getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
@@ -191,7 +192,7 @@ def _time_rounds(setup: Setup, row: Row, rounds: Callable[..., DecodeState], s: 
             row.round_seconds.append((time.perf_counter() - began) / setup.rounds)
     if int(s.step) != setup.rounds:
         raise RuntimeError(f"{int(s.step)} rounds ran, not {setup.rounds}: rows ended at the limit of {row.capacity}")
-    row.accept_length = float(np.mean(np.asarray(s.length) - row.context)) / setup.rounds
+    row.accept_length = float(np.mean(np.asarray(s.length) - row.context - 1)) / setup.rounds
     return _rewind(s, before)
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from functools import partial
 from typing import Any
 
 import jax
@@ -48,7 +47,8 @@ class Phases:
         accepted = self.accept(s.key, draft_tree, sampling.process(s, out.logits, tree.paths(draft_tree)), s.length)
         kept, stop, finish = decode.cut(s, accepted)
         cache = cache.commit(out.rows, start, kept.path, kept.length)
-        s = decode.append(s, kept, accepted.length - 1, stop=stop, finish=finish)
+        counted = {"step": s.step + 1, "stats": decode.count_round(s, kept)}
+        s = decode.append(s, kept, accepted.length - 1, stop=stop, finish=finish, **counted)
         return (s, Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)), cache
 
     def extend(self, params: Params, given: tuple[DecodeState, Committed], cache: Any) -> tuple[Any, Any]:
@@ -59,8 +59,7 @@ class Phases:
         return dataclasses.replace(state, cache=None), state.cache
 
 
-@partial(jax.jit, static_argnames=("phase", "count"), donate_argnames=("cache",), compiler_options=loop_options())
-def repeat(params: Params, given: Any, cache: Any, *, phase: Any, count: int) -> tuple[Any, Any]:
+def _repeat(params: Params, given: Any, cache: Any, *, phase: Any, count: int) -> tuple[Any, Any]:
     """A phase `count` times, one after the other; the last result.
 
     What a compiler may do to such a loop would make the phase look cheaper than it is, so:
@@ -81,6 +80,18 @@ def repeat(params: Params, given: Any, cache: Any, *, phase: Any, count: int) ->
     first = jax.tree.map(_blank, result)
     result, cache, _ = lax.fori_loop(0, count, body, (first, cache, jnp.int32(0)))
     return result, cache
+
+
+repeat, repeat_many = (
+    jax.jit(
+        _repeat,
+        static_argnames=("phase", "count"),
+        donate_argnames=("cache",),
+        compiler_options=loop_options(many=many),
+    )
+    for many in (False, True)
+)
+"""As `decode` and `decode_many` are compiled."""
 
 
 def tie(given: Any, zero: Int[Array, ""]) -> Any:
@@ -119,6 +130,7 @@ def time_phases(
     The buffers of `s` are used up.
     """
     seconds: dict[str, list[float]] = {}
+    times = repeat_many if decode.verifies_many(params, s, phases.drafter) else repeat
 
     def run(name: str, given: Any, cache: Any = None) -> tuple[Any, Any]:
         seconds[name], result = [], None
@@ -126,7 +138,7 @@ def time_phases(
             result = None  # frees the one before
             began = time.perf_counter()
             phase = getattr(phases, name)
-            result, cache = jax.block_until_ready(repeat(params, given, cache, phase=phase, count=count))
+            result, cache = jax.block_until_ready(times(params, given, cache, phase=phase, count=count))
             if turn >= WARM_UP:
                 seconds[name].append((time.perf_counter() - began) / count)
         return result, cache

@@ -88,8 +88,9 @@ class Standalone:
         """Reads the tokens its cache lacks, up to the root that follows the committed ones."""
         start, end = s.draft.length, committed.start + committed.length + 1
         count = end - start
-        column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
-        positions = start[:, None] + column
+        # It starts level with the target, and is a token ahead from then on.
+        columns = committed.tokens.shape[1] + committed.first
+        positions = start[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
         tokens = jnp.take_along_axis(s.tokens, positions, axis=1, mode="clip")
         prefix = None if committed.first else start
         last = jnp.maximum(count - 1, 0)

@@ -11,6 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.platform import platform
+
+SMALL = 10_000_000
+"""Weights of a matrix below which XLA, on a GPU, makes its product with a single row a sum over columns, at half of the
+bandwidth that its matrix products reach (docs/log.md). Two equal rows are a matrix product.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope:
@@ -26,8 +33,12 @@ def linear(
     x: Float[Array, "*batch in"], weight: Float[Array, "in out"], bias: Float[Array, " out"] | None = None
 ) -> Float[Array, "*batch out"]:
     """x @ weight + bias. In float32 the products are exact float32 on every platform, not TF32."""
+    alone = x.size == x.shape[-1] and weight.size < SMALL and platform() == "gpu"
+    rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1])) if alone else x
     # Asked for in a narrow precision too, the highest would keep a compiler from its fastest products.
-    out = jnp.matmul(x, weight, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+    out = jnp.matmul(rows, weight, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+    if alone:
+        out = out[:1].reshape(*x.shape[:-1], -1)
     return out if bias is None else out + bias.reshape((1,) * (out.ndim - 1) + bias.shape)
 
 

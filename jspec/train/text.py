@@ -49,7 +49,7 @@ def _complete(config: Llama, params: LlamaParams, prompts: list[list[int]], widt
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     length = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
-    weights, drafter = Params(params), Plain()
+    weights, parts = Params(params), {"target": config, "drafter": Plain(), "accept": accept.greedy}
     state = decode.jitted_prefill(
         weights,
         jnp.asarray(ids),
@@ -57,12 +57,12 @@ def _complete(config: Llama, params: LlamaParams, prompts: list[list[int]], widt
         jnp.full_like(length, width),
         jax.random.split(jax.random.key(0), len(prompts)),
         stopping.init(None, len(prompts)),
-        target=config,
-        drafter=drafter,
+        **parts,
         capacity=width,
         page_size=_PAGE,
     )
-    state = decode.decode(weights, state, jnp.int32(width), target=config, drafter=drafter, accept=accept.greedy)
+    many = decode.verifies_many(weights, state, parts["drafter"])
+    state = (decode.decode_many if many else decode.decode)(weights, state, jnp.int32(width), **parts)
     return state.tokens[:, :width]
 
 

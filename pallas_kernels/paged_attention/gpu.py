@@ -1,7 +1,7 @@
 """Paged attention as one Triton kernel for decode, verify and the prefill of a chunk.
 
 A program owns a tile of the query rows that share a key head (row = node * G + g) and a share of the prefix; the
-programs of the last share also go over the round's own rows. A second kernel merges the results of several shares.
+round's own rows are a share of their own. A second kernel merges the results of several shares.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from pallas_kernels.paged_attention.scores import in_base_2
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-PROGRAMS_EACH = 2
-"""Programs that each multiprocessor should find in a launch."""
-MOST_SPLITS = 32
+LONG = 1024
+"""Keys of a share that are worth a tile of more than 64 rows, or a second one on each multiprocessor."""
+MOST_SPLITS = 31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Config:
     block_k: int
     """Keys that it takes at a time. Where it divides the page size, each block lies in one page: faster addresses."""
     splits: int
-    """Shares of the prefix that run in parallel."""
+    """Shares of the prefix that run in parallel; where there are several, the round's own rows are one more."""
     num_warps: int
     num_stages: int
 
@@ -42,24 +42,22 @@ def default_config(
 ) -> Config:
     """The configuration for shapes that are known at trace time: `rows` is N * G, and `keys` the most that one sees."""
     row_bytes = _padded(head_dim) * jnp.dtype(dtype).itemsize
+    processors, heads = platform.processors(), batch * kv_heads
     # Products of float32 run outside the tensor cores and hold their operands in registers.
-    largest_m = {2: 128, 4: 32}[jnp.dtype(dtype).itemsize] * 256 // max(row_bytes, 256)
-    largest_m = max(largest_m, 16)
-    programs = batch * kv_heads * pl.cdiv(rows, largest_m)
-    if programs < platform.processors():
-        largest_m = min(largest_m, 64)
-    block_m = min(_padded(rows), largest_m)
+    largest_m = max({2: 128, 4: 32}[jnp.dtype(dtype).itemsize] * 256 // max(row_bytes, 256), 16)
+    short = page_size is None or heads * pl.cdiv(rows, largest_m) * (keys // LONG) < processors
+    block_m = min(_padded(rows), min(largest_m, 64) if short else largest_m)
     block_k = max(16, min(64, 16384 // row_bytes, _padded(keys)))
-    programs = batch * kv_heads * pl.cdiv(rows, block_m)
+    programs = heads * pl.cdiv(rows, block_m)
+    each = 2 if block_m <= 32 or keys >= LONG * processors // programs else 1
     # A share that is shorter than its tile is high costs more to merge than it saves.
-    shares = 1 if page_size is None else max(1, keys // max(block_k, block_m))
-    splits = min(PROGRAMS_EACH * platform.processors() // programs, shares, MOST_SPLITS)
+    shares = 1 if page_size is None else keys // max(block_k, block_m)
     return Config(
         block_m=block_m,
         block_k=block_k,
-        splits=max(splits, 1),
-        num_warps=8 if block_m >= 128 else 4,
-        num_stages=2 if row_bytes > 256 else 3,
+        splits=max(min(each * processors // programs, shares, MOST_SPLITS), 1),
+        num_warps=4,
+        num_stages=3 if page_size is None and row_bytes <= 256 else 2,
     )
 
 
@@ -114,7 +112,8 @@ def paged_attention(
     interpret = platform.interpret() if interpret is None else interpret
     tiles = pl.cdiv(nodes * group, config.block_m)
     specs = _Specs(tiles)
-    partials = (config.splits, batch, nodes, kv_heads, group)
+    shares = config.splits + (config.splits > 1)
+    partials = (shares, batch, nodes, kv_heads, group)
     if config.splits == 1:
         out_shape = [jax.ShapeDtypeStruct((batch, nodes, kv_heads, group, dim), q.dtype)]
         out_specs = [specs.queries(nodes, group, dim)]
@@ -125,7 +124,7 @@ def paged_attention(
         functools.partial(_kernel, config=config, tiles=tiles, scale=scale, soft_cap=soft_cap),
         out_shape=out_shape,
         # The heads of a row lie beside each other in a page: programs that run together read neighbours.
-        grid=(kv_heads, batch * tiles, config.splits),
+        grid=(kv_heads, batch * tiles, shares),
         in_specs=[
             specs.queries(nodes, group, dim),
             specs.rows(rows, dim),
@@ -271,7 +270,7 @@ def _own(k_ref, v_ref, mask_ref, node, real, nodes, share, config):
     blocks = pl.cdiv(seen, config.block_k)
     if config.splits > 1:
         # A quotient, as Triton's lowering takes a choice between two constants for one of truth values.
-        blocks = share // (config.splits - 1) * blocks
+        blocks = share // config.splits * blocks
 
     def fetch(i):
         position = i * config.block_k + jnp.arange(config.block_k)

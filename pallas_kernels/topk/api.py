@@ -13,8 +13,9 @@ def topk(
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"], Float[Array, " *batch"]]:
     """The k largest logits of each row in float32, their indices, and the row's log-sum-exp.
 
-    In descending order, equal ones by index, as `lax.top_k` does; a NaN counts as -inf. So a row of -inf alone gives
-    the indices 0 to k - 1, and -inf as its log-sum-exp. As log-probabilities the values are `values - log_sum_exp`.
+    In descending order, equal ones by index, as `lax.top_k` does; a NaN counts as -inf, and zeros of both signs are
+    equal. So a row of -inf alone gives the indices 0 to k - 1, and -inf as its log-sum-exp. As log-probabilities the
+    values are `values - log_sum_exp`.
 
     Args:
       logits: float32 or narrower; what is computed is computed in float32.

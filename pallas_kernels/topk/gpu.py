@@ -134,13 +134,13 @@ def _best(keys, indices, k):
 
 
 def _key(x):
-    """Integers in the order of the floats: the bits of a negative one are flipped but for its sign."""
+    """Integers in the order of the floats: the bits of a negative one are flipped but for its sign; -0 is 0."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return jnp.where(bits == NOTHING, 0, jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
 
 
 def _logit(key):
-    """The inverse of `_key`, which is its own."""
+    """The inverse of `_key`."""
     return lax.bitcast_convert_type(jnp.where(key < 0, key ^ 0x7FFFFFFF, key), jnp.float32)
 
 

@@ -30,10 +30,10 @@ def program(k, backend, config=None):
 
 
 def check(logits, k, run):
-    """Values and indices are those of `lax.top_k` on a CPU, where a NaN is -inf."""
+    """Values and indices are those of `lax.top_k` on a CPU, where a NaN is -inf, and -0 is 0."""
     values, indices, total = run(logits)
     x = np.asarray(logits, np.float32)
-    x = np.where(np.isnan(x), np.float32(-np.inf), x)
+    x = np.where(np.isnan(x), np.float32(-np.inf), x) + np.float32(0)
     with jax.default_device(jax.devices("cpu")[0]):
         expected, places = lax.top_k(x, k)
     assert (values.dtype, indices.dtype, total.dtype) == (jnp.float32, jnp.int32, jnp.float32)
