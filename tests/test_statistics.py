@@ -4,7 +4,7 @@ The law is computed with the target alone. Rows of one batch have eight sets of 
 chi-squared is summed over the sets, with cells that expect fewer than 20 rows taken together. A rule that is right
 exceeds the critical value with probability 1e-8, or 1e-6 if the approximation by chi-squared is a hundred times off so
 far out; and the seeds are fixed. Rejection that draws the token behind a rejected draft from all of p, not from what is
-left of it, passes with probability below 1e-300, and below 1e-6 where only every eighth row decides in that way:
+left of it, passes with probability below 1e-300, and below 1e-6 where only every fifth row decides in that way:
 `test_the_power_suffices_to_find_a_wrong_rule` computes both from that rule's own exact law.
 """
 
