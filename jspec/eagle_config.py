@@ -158,7 +158,7 @@ def _refuse(raw: Mapping[str, Any], layer: Mapping[str, Any], where: str) -> Non
 
 
 def _capture(raw: Mapping[str, Any], version: int, target: Llama, where: str) -> tuple[int, ...]:
-    """What the head reads of the target, as in `Llama.apply`. In speculators' own key an id is that of the layer whose
+    """What the head reads of the target, as in `Decoder.apply`. In speculators' own key an id is that of the layer whose
     input is read, in `eagle_config` that of the layer whose output is."""
     if version == 1:
         return (target.num_layers + 1,)

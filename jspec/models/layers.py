@@ -4,6 +4,7 @@ contracted dimension first, XLA on CPU multiplies five rows by them 2.5 times fa
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +38,31 @@ def rms_norm(x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float
     return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * scaled.astype(x.dtype)
 
 
-def swiglu(
-    x: Float[Array, "*batch E"], gate_up: Float[Array, "E F2"], down: Float[Array, "F E"]
+def wide_rms_norm(
+    x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float
 ) -> Float[Array, "*batch E"]:
-    """Gated MLP, down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product."""
+    """`rms_norm` whose weight (None: 1) is applied in float32 too, before the result is rounded, as Gemma does."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if weight is not None:
+        scaled = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape) * scaled
+    return scaled.astype(x.dtype)
+
+
+def gated_mlp(
+    x: Float[Array, "*batch E"],
+    gate_up: Float[Array, "E F2"],
+    down: Float[Array, "F E"],
+    activation: Callable[[Array], Array] = jax.nn.silu,
+) -> Float[Array, "*batch E"]:
+    """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down)
+    return linear(activation(gate) * up, down)
+
+
+def gelu(x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
+    """Hendrycks and Gimpel, arXiv 1606.08415, in its approximation by tanh."""
+    return jax.nn.gelu(x, approximate=True)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | None) -> Float[Array, " half"]:
@@ -59,6 +79,13 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | None) ->
     between = (1 - smooth) * frequency / scaling.factor + smooth * frequency
     scaled = jnp.where(wavelength > low, frequency / scaling.factor, between)
     return jnp.where(wavelength < high, frequency, scaled)
+
+
+def proportional_frequencies(head_dim: int, theta: float, share: float) -> Float[Array, " half"]:
+    """`rope_frequencies` of which only the first `share` are kept: the other pairs stand still."""
+    kept = int(share * head_dim // 2)
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    return jnp.where(jnp.arange(head_dim // 2) < kept, frequency, 0.0)
 
 
 def rope(

@@ -46,7 +46,7 @@ def forget(cache, length):
 
 
 def random_round(rng, nodes, chain):
-    """Queries, keys and values, the parents of a tree or for a chain None, and in each sequence a path from the root."""
+    """Queries, rows, the parents of a tree (None: a chain), and a path from the root of each sequence."""
     q = rng.normal(size=(BATCH, nodes, HEADS, DIM)).astype(np.float32)
     rows = rng.normal(size=(LAYERS, 2, BATCH, nodes, KV_HEADS, DIM)).astype(np.float32)
     if chain:
