@@ -9,8 +9,8 @@ from pathlib import Path
 import huggingface_hub
 
 from jspec import checkpoint, eagle_checkpoint
-from jspec.checkpoint import CheckpointError
-from jspec.models import EagleHead, Llama
+from jspec.checkpoint_files import CheckpointError
+from jspec.models import EagleHead, Gemma4, Llama
 from jspec.text import Tokenizer
 from jspec.types import Params
 
@@ -35,11 +35,11 @@ class Model:
     """
 
     name: str
-    target: Llama
+    target: Llama | Gemma4
     params: Params
     tokenizer: Tokenizer | None
     eos: tuple[int, ...]
-    draft: Llama | EagleHead | None = None
+    draft: Llama | Gemma4 | EagleHead | None = None
 
     def __repr__(self) -> str:
         draft = "no draft" if self.draft is None else f"draft of {self.draft.num_layers} layers"

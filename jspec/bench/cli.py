@@ -20,10 +20,11 @@ from jspec.accept import Imposed
 from jspec.bench import machine, report, weights
 from jspec.bench.measure import Setup, measure
 from jspec.bench.presets import PRESETS, eagle_head
-from jspec.checkpoint import DTYPES, resolve_dtype
+from jspec.checkpoint_files import DTYPES, resolve_dtype
 from jspec.drafters import Eagle, Plain, Standalone
 from jspec.generate import DEFAULT_PAGE_SIZE
 from jspec.model import load
+from jspec.models.llama import require_llama
 from jspec.types import Params
 
 MODES = ("plain", "chain", "tree")
@@ -151,7 +152,7 @@ def _loaded(options: argparse.Namespace) -> Subject:
     model = load(options.checkpoint, draft=options.draft, dtype=options.dtype)
     if model.draft is not None or options.drafter == "standalone":
         return Subject(model.name, model.target, model.draft, model.params)
-    head = eagle_head(model.target)
+    head = eagle_head(require_llama(model.target, "a random head"))
     shapes = weights.head_shapes(head, model.params.target.embed.dtype)
     return Subject(model.name, model.target, head, Params(model.params.target, shapes))
 

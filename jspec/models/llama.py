@@ -106,6 +106,19 @@ class Llama(Decoder):
         return layers.linear(normed, weight).astype(jnp.float32)
 
 
+def require_llama(config: Any, user: str) -> Llama:
+    """`config`, where it is of this shape.
+
+    Raises:
+      ValueError: it is of another family, and `user` takes none.
+    """
+    if isinstance(config, Llama):
+        return config
+    raise ValueError(
+        f"{user} is for models of the Llama shape (Llama 3.x, Qwen3), and this is a {type(config).__name__}"
+    )
+
+
 def empty_cache(config: Any, batch: int, capacity: int, page_size: int, dtype: Any) -> MhaCache:
     """An empty cache for the layers of a model; config says num_layers, num_kv_heads and head_dim."""
     shape = {"layers": config.num_layers, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
