@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints of both families, made with `transformers`, the oracle of the parity tests."""
+"""Tiny random Hugging Face checkpoints of all families, made with `transformers`, the oracle of the parity tests."""
 
 import json
 from pathlib import Path
@@ -24,29 +24,76 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA4 = {
+    **BASE,
+    "pad_token_id": 0,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_VALUES_ARE_KEYS = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_KINDS = {
+    "dense": {**_VALUES_ARE_KEYS, "layer_types": [_SLIDING, _SLIDING, _FULL]},
+    "shared": {
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": BASE["vocab_size"],
+    },
+    "experts": {
+        **_VALUES_ARE_KEYS,
+        "layer_types": [_SLIDING, _FULL],
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
+}
+"""What the sizes of Gemma 4 have of their own: those of 12B and 31B, of E2B and E4B, and of 26B-A4B."""
+
+
+def gemma4_config(kind: str, **changes):
+    """The configuration of a text model of a kind in `GEMMA4_KINDS`."""
+    import transformers
+
+    settings = {**GEMMA4, **GEMMA4_KINDS[kind], **changes}
+    return transformers.Gemma4TextConfig(**{**settings, "num_hidden_layers": len(settings["layer_types"])})
 
 
 def build(family: str, seed: int = 0, **changes):
-    """A model with weights spread enough that logits stand apart. `family` is "llama" or "qwen3"."""
-    import torch
+    """A model with random weights; `family` is "llama", "qwen3", or "gemma4-" and a kind in `GEMMA4_KINDS`."""
     import transformers
 
     if family == "llama":
         config = transformers.LlamaConfig(**{**BASE, "rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5, **changes})
         model = transformers.LlamaForCausalLM(config)
+    elif family.startswith("gemma4-"):
+        model = transformers.Gemma4ForCausalLM(gemma4_config(family.removeprefix("gemma4-"), **changes))
     else:
         rope = {"rope_type": "default", "rope_theta": 1e6}
         settings = {**BASE, "rope_parameters": rope, "tie_word_embeddings": True, **changes}
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings))
+    return randomize(model, seed)
+
+
+def randomize(model, seed: int = 0):
+    """The model with weights spread enough that logits stand apart."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in [*model.named_parameters(), *scalars]:
             if weight.ndim >= 2:
                 weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
             else:
                 # Norms and biases too, or a weight that is dropped or swapped would not show.
                 noise = 0.2 * torch.randn(weight.shape, generator=generator)
-                weight.copy_(noise + (1.0 if "norm" in name else 0.0))
+                weight.copy_(noise + (1.0 if "norm" in name or "scal" in name else 0.0))
     return model.eval()
 
 
