@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 import toy
 from crosslower import cross_lower
+from hlo import computations, loop_body, made, opcode
 from jax.experimental import checkify
 from planted import (
     GREEDY,
@@ -82,40 +83,6 @@ def program(name):
     drafter, weights, s = lone_pool(name)
     types = [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]
     return decode.decode.lower(weights, s, jnp.int32(9), drafter=drafter, **GREEDY).compile().as_text(), types
-
-
-def computations(text):
-    """Instructions of each computation of a program, by name; the main one's is ENTRY."""
-    found, name = {}, None
-    for line in text.splitlines():
-        header = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
-        if header:
-            name = "ENTRY" if header[1] else header[2]
-            found[name] = []
-        elif name:
-            found[name].append(line)
-    return found
-
-
-def opcode(line):
-    found = re.search(r" = .*?[\]})] ([a-z][a-z0-9-]*)\(", line)
-    return found[1] if found else None
-
-
-def loop_body(text):
-    """The instructions of the loop's body and of all that it calls."""
-    parts = computations(text)
-    queue, reached = re.findall(r" while\(.*body=%?([\w.-]+)", text), {}
-    for name in queue:
-        reached[name] = parts[name]
-        for line in parts[name]:
-            queue += [part for part in re.findall(r"[\w.-]+", line) if part in parts and part not in queue]
-    return [line for lines in reached.values() for line in lines]
-
-
-def made(lines, shape):
-    """The opcodes of the instructions whose result is of that type."""
-    return [opcode(line) for line in lines if re.search(rf" = {re.escape(shape)}\S* ", line)]
 
 
 @each_name
