@@ -11,7 +11,7 @@ import pytest
 from hlo import loop_body, made
 
 from jspec import accept, decode, memory, stopping
-from jspec.drafters import Ngram, Standalone
+from jspec.drafters import Ngram, Plain, Standalone
 from jspec.models.gemma4 import Attention, Gemma4
 from jspec.types import Params
 
@@ -22,7 +22,7 @@ IDS = np.random.default_rng(0).integers(0, 61, (2, 30)).astype(np.int32)
 CASES = pytest.mark.parametrize(
     ("kind", "drafter"),
     [
-        ("shared", Ngram(depth=3)),
+        ("shared", Plain()),
         pytest.param("dense", Standalone(depth=3, width=2), marks=pytest.mark.slow),
         pytest.param("experts", Ngram(depth=3), marks=pytest.mark.slow),
     ],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jspec import tree
-from jspec.cache import SlidingCache
+from jspec.cache import SlidingCache, mha
 from jspec.cache.swa import window_mask
 from jspec.types import DraftTree
 
@@ -132,6 +132,22 @@ def test_a_finished_row_keeps_its_pages():
     )
     assert np.isnan(after.pool[:, :, cache.page_table[1]]).all()
     assert not np.isnan(after.pool[:, :, cache.page_table[0]]).any()
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_no_place_is_written_twice_in_a_commit(monkeypatch, chain):
+    """Which of two rows a scatter leaves there is nothing that every backend agrees on."""
+    written = []
+    monkeypatch.setattr(mha, "kv_compact", lambda pool, rows, table, *which: written.append(which) or pool)
+    rng = np.random.default_rng(0)
+    _, rows, _, _ = random_round(rng, 25, True)
+    path = None if chain else np.arange(25, dtype=np.int32)[None].repeat(BATCH, 0)
+    length = np.array([25, 0, 5], np.int32)
+    cache = empty(8, 3, rng)
+    cache.commit(tuple((k, v) for k, v in rows), np.full(BATCH, 40, np.int32), path, length)
+    ((start, path, count),) = written
+    assert (start.tolist(), count.tolist()) == ([56, 40, 40], [9, 0, 5])
+    assert path.tolist()[0] == list(range(16, 25)) and path.tolist()[2][:5] == list(range(5))
 
 
 def test_the_pool_is_of_the_windows_size_however_long_the_context():
