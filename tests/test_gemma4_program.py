@@ -1,5 +1,6 @@
 """Gemma 4's loop as a program: what it takes of memory, and that no pool in it is copied."""
 
+import re
 import types
 from functools import partial
 
@@ -8,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from crosslower import cross_lower
 from hlo import loop_body, made
 
 from jspec import accept, decode, memory, stopping
 from jspec.drafters import Ngram, Plain, Standalone
 from jspec.models.gemma4 import Attention, Gemma4
 from jspec.types import Params
+from pallas_kernels import platform
 
 AS_SHIPPED = True
 
@@ -71,6 +74,21 @@ def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(kind, drafte
     """In chunks that are longer than the ring."""
     function, given = prefill(kind, drafter, chunk=12)
     check_pools(jax.jit(function).lower(*given).compile().as_text(), jax.eval_shape(function, *given))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("kind", gemma.KINDS)
+def test_on_a_gpu_the_loop_needs_no_sort(kind, monkeypatch):
+    """A sort would keep the GPU from running the loop as one graph: experts are chosen and ordered without."""
+    function, given = prefill(kind, Plain())
+    s = jax.eval_shape(function, *given)
+    weights, static = parts(kind, Plain())
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    rounds = partial(decode.run_rounds, **static, accept=accept.greedy)
+    text = cross_lower(rounds, "cuda", weights, s, jnp.int32(9))
+    assert "kv_compact" in text and "paged_attention" in text
+    assert ('name = "topk_of_rows"' in text) == (kind == "experts")
+    assert not re.search(r"\bsort\b|top_k|TopK", text)
 
 
 def test_a_context_of_32k_tokens_takes_the_windows_and_the_full_layers():
