@@ -18,7 +18,7 @@ from jspec.model import Model, bundled_draft, load
 from jspec.sampling import Sampling
 from jspec.startup import keep_compiled_programs, saying_if_slow
 
-_COMPILING = "jspec: compiling for this model and shape; the next run of both starts at once"
+_COMPILING = "jspec: compiling (programs are kept: the next start with this model and shape is quicker)"
 _SHAPE = {"depth": "drafts no tokens", "width": "proposes no trees", "num_nodes": "proposes no trees"}
 """Options that shape a draft -> what is to be said of a drafter without them."""
 
@@ -129,7 +129,7 @@ def _run_generate(options: argparse.Namespace) -> int:
         "debug": options.debug,
     }
     if options.show:
-        with saying_if_slow("jspec: compiling and generating; the next run of this model and shape starts at once"):
+        with saying_if_slow(_COMPILING):
             out = generate(model, prompt, drafter=drafter, **settings)
         print(out.to_ansi(), flush=True)
     else:

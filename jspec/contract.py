@@ -294,27 +294,31 @@ def _check_outputs(case: _Case) -> str:
 
 
 def _check_pieces(case: _Case) -> str:
-    whole = case.run(case.drafter, debug=True)
-    whole.advance(None)
-    for row in range(len(case.ids) * 2):
-        if _figures(whole.result(), row) != _figures(case.result(), row):
-            raise AssertionError(
-                f"row {row} takes other rounds in one call than round by round: what draft and extend return must be a "
-                "function of their arguments and nothing else"
-            )
+    _check_rounds(
+        case,
+        case.run(case.drafter, debug=True),
+        "in one call than round by round: what draft and extend return must be a function of their arguments and "
+        "nothing else",
+    )
     return "one call for all rounds does what a call for each round does"
 
 
 def _check_chunks(case: _Case) -> str:
-    parts = case.run(case.drafter, chunk=2)
-    parts.advance(None)
-    for row in range(len(case.ids) * 2):
-        if _figures(parts.result(), row) != _figures(case.result(), row):
-            raise AssertionError(
-                f"row {row} takes other rounds where its prompt is read in chunks: extend is called for each chunk, "
-                "with length 0 once a row's prompt has ended, and what it would propose for that row must stay as it is"
-            )
+    _check_rounds(
+        case,
+        case.run(case.drafter, chunk=2),
+        "where its prompt is read in chunks: extend is called for each chunk, with length 0 once a row's prompt has "
+        "ended, and what it would propose for that row must stay as it is",
+    )
     return "a prompt that is read in chunks is followed by the same rounds"
+
+
+def _check_rounds(case: _Case, run: Run, where: str) -> None:
+    """Raises where a run of all rows takes other rounds than those of `_check_trees`."""
+    run.advance(None)
+    for row in range(len(case.ids) * 2):
+        if _figures(run.result(), row) != _figures(case.result(), row):
+            raise AssertionError(f"row {row} takes other rounds {where}")
 
 
 def _check_rows(case: _Case) -> str:

@@ -19,6 +19,7 @@ from jspec.sampling import RowSampling, Sampling, per_row
 from jspec.struct import struct
 from jspec.text import TextStream, compile_stops
 from jspec.types import Accept, DecodeState, Drafter, Params, Stats, Target
+from pallas_kernels import platform
 
 FINISH_REASONS = {stopping.RUNNING: None, stopping.EOS: "eos", stopping.STOP: "stop", stopping.LENGTH: "length"}
 DEFAULT_PAGE_SIZE = 64
@@ -362,7 +363,7 @@ def choose_rule(rule: str | Accept | None, rows: RowSampling | None, drafter: Dr
 
 def prefill_chunk(batch: int) -> int:
     """Columns of `batch` prompts that are read at once."""
-    return bucket(PREFILL_TOKENS.get(jax.default_backend(), 4096) // batch, least=64)
+    return bucket(PREFILL_TOKENS.get(platform.platform(), 4096) // batch, least=64)
 
 
 def bucket(size: int, least: int = 16) -> int:

@@ -120,8 +120,7 @@ def _ranked(scores: Float[Array, "..."]) -> Float[Array, "..."]:
 def _count(before: Bool[Array, "#B C C"]) -> Int[Array, "#B C"]:
     """For each candidate c how many d have before[b, d, c]: its place in an order.
 
-    So small sets are ordered here: to count takes one kernel, where a sort takes several and keeps a GPU from running
-    the whole loop as one graph.
+    So small sets are ordered here: a count is a reduction, which XLA fuses with what is compared and with what follows.
     """
     return before.sum(1, dtype=jnp.int32)
 

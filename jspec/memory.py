@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jspec.types import Drafter, Params, Target
+from pallas_kernels import platform
 
 HEADROOM = 0.05
 """Share of a device's memory that is left to activations and logits."""
@@ -101,7 +102,7 @@ def gigabytes(count: int) -> str:
 
 
 def _advice() -> str:
-    if jax.default_backend() != "gpu" or "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ:
+    if platform.platform() != "gpu" or "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ:
         return ""
     return (
         ". JAX takes three quarters of a GPU's memory; with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment, "

@@ -90,7 +90,14 @@ def continued(model, oracle):
     return reference, ids, whole, stops, stopped
 
 
-@pytest.mark.parametrize("drafter, page_size", SETTINGS, ids=str)
+def often_or_slow(drafter, page_size):
+    """One setting of each kind runs always."""
+    always = (None, jspec.Ngram(depth=3), jspec.Standalone(depth=2), jspec.Eagle(depth=5))
+    often = page_size == PAGE_SIZES[1] if drafter is None else drafter in always or getattr(drafter, "width", 1) > 1
+    return pytest.param(drafter, page_size, id=f"{drafter}-{page_size}", marks=() if often else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("drafter, page_size", [often_or_slow(*setting) for setting in SETTINGS])
 def test_greedy_output_equals_transformers(models, continued, drafter, page_size):
     import hf
 
@@ -125,6 +132,7 @@ def test_a_draft_is_worth_its_time(models, name, drafter, floor):
     assert (np.diff(out.acceptance_by_position) <= 0).all()
 
 
+@pytest.mark.slow
 def test_sampling_with_the_head_is_plain_sampling(models):
     options = dict(sampling=jspec.Sampling(temperature=0.9, top_p=0.95), seed=5, max_new_tokens=32)
     prompts = heldout_prompts()[:4]

@@ -30,7 +30,10 @@ def check(drafter, prompts=IDS):
     return check_drafter(drafter, model_for(drafter), prompts, max_new_tokens=20)
 
 
-@pytest.mark.parametrize("name", ("eagle_tree", "ngram", "plain", "standalone"))
+SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "standalone")]
+
+
+@pytest.mark.parametrize("name", ("eagle_tree", "ngram", *SLOWER))
 def test_the_drafters_of_this_package_keep_the_contract(name):
     drafter = toy.bound_drafters()[name]
     report = check(drafter, None if name == "ngram" else IDS)

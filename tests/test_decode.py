@@ -83,7 +83,7 @@ def test_hidden_states_and_tokens_reach_the_drafter_in_step():
         assert np.isnan(hidden[b, len(tokens) - 1 :]).all()
 
 
-@pytest.mark.parametrize("chunk", (2, 5))
+@pytest.mark.parametrize("chunk", (pytest.param(2, marks=pytest.mark.slow), 5))
 @each_name
 def test_a_prompt_read_in_chunks_is_the_prompt_read_at_once(name, chunk):
     """Rows of 1, 5 and 9 tokens in chunks of 2 or 5: some end in the first chunk, some at the end of one, and the root

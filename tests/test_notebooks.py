@@ -8,12 +8,8 @@ import pytest
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 
 
-def often_or_slow(path):
-    """Only the first notebook, which says how all begins, runs where the slow tests do not."""
-    return pytest.param(path, id=path.stem, marks=() if path == NOTEBOOKS[0] else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("path", [often_or_slow(path) for path in NOTEBOOKS])
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, needs, monkeypatch):
     for package in ("nbclient", "ipykernel", "matplotlib"):
         needs(package)

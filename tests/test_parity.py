@@ -25,7 +25,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def pair(request, tmp_path_factory):
     """A target, its draft with some of the target's weights kept, and the oracle of the target."""
     directory = tmp_path_factory.mktemp(request.param)
@@ -76,10 +76,10 @@ CASES += [
 
 
 def matrix():
-    """All cases, most of them marked as slow: one of six chains and one of eleven trees is not."""
+    """All cases, most of them marked as slow: one of eleven chains and one of twenty-three trees is not."""
     for i, (drafter, page_size) in enumerate(CASES):
         name, width = type(drafter).__name__, getattr(drafter, "width", 1)
-        often = drafter is None or i % (6 if width == 1 else 11) == 1
+        often = drafter is None or i % (11 if width == 1 else 23) == 1
         label = "plain" if drafter is None else f"{name}-{drafter.depth}{f'x{width}' if width > 1 else ''}"
         yield pytest.param(drafter, page_size, id=f"{label}-{page_size}", marks=() if often else pytest.mark.slow)
 

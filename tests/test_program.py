@@ -104,7 +104,6 @@ def test_a_chain_needs_no_sort(name):
     assert not re.search("topk|top_k", text, re.IGNORECASE)
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @each_name
 def test_on_a_gpu_a_tree_needs_no_sort_either(name, monkeypatch):
     """A sort would keep the GPU from running the loop as one graph. There, kernels rank the vocabulary."""

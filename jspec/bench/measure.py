@@ -14,8 +14,7 @@ import numpy as np
 
 from jspec import accept, decode, memory, stopping
 from jspec.bench import machine, weights
-from jspec.bench.phases import Phases, time_phases
-from jspec.cache import MhaCache
+from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.generate import prefill_chunk
 from jspec.models import Llama
 from jspec.types import DecodeState, Drafter, Params
@@ -198,15 +197,11 @@ def _time_rounds(setup: Setup, row: Row, rounds: Callable[..., DecodeState], s: 
 
 def _small(s: DecodeState) -> list[Any]:
     """Copies of all but the caches, which outlive the donation of the state."""
-    return [None if _is_cache(leaf) else jnp.copy(leaf) for leaf in jax.tree.leaves(s, is_leaf=_is_cache)]
+    return [None if is_cache(leaf) else jnp.copy(leaf) for leaf in jax.tree.leaves(s, is_leaf=is_cache)]
 
 
 def _rewind(s: DecodeState, before: list[Any]) -> DecodeState:
     """The state with all but the caches as it was. What these hold behind the lengths is nothing, by their contract."""
-    leaves, structure = jax.tree.flatten(s, is_leaf=_is_cache)
+    leaves, structure = jax.tree.flatten(s, is_leaf=is_cache)
     back = [leaf if old is None else jnp.copy(old) for leaf, old in zip(leaves, before, strict=True)]
     return jax.tree.unflatten(structure, back)
-
-
-def _is_cache(x: Any) -> bool:
-    return isinstance(x, MhaCache)

@@ -87,11 +87,11 @@ def tie(given: Any, zero: Int[Array, ""]) -> Any:
     """The same values, made to depend on `zero`."""
 
     def add(x):
-        if isinstance(x, MhaCache):
+        if is_cache(x):
             return dataclasses.replace(x, page_table=x.page_table + zero)
         return x + zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x
 
-    return jax.tree.map(add, given, is_leaf=_is_cache)
+    return jax.tree.map(add, given, is_leaf=is_cache)
 
 
 def zero_of(result: Any) -> Int[Array, ""]:
@@ -100,7 +100,8 @@ def zero_of(result: Any) -> Int[Array, ""]:
     return (first[(0,) * first.ndim].astype(jnp.float32) > 1e30).astype(jnp.int32)
 
 
-def _is_cache(x: Any) -> bool:
+def is_cache(x: Any) -> bool:
+    """Whether a part of a state is a cache, and no array."""
     return isinstance(x, MhaCache)
 
 

@@ -7,8 +7,6 @@ from pallas_kernels import platform
 from pallas_kernels.kv_compact import gpu, reference, tpu
 
 BACKENDS = {"xla": reference.kv_compact, "triton": gpu.kv_compact, "tpu": tpu.kv_compact}
-PREFERRED = {"gpu": "triton", "tpu": "tpu"}
-"""The kernel of each platform. Elsewhere "xla" is the best there is."""
 
 
 def kv_compact(
@@ -36,7 +34,7 @@ def kv_compact(
     Raises:
       ValueError: an unknown backend, one that cannot run here, or shapes that do not fit together.
     """
-    run = BACKENDS[_choose(backend)]
+    run = platform.choose("kv_compact", backend, BACKENDS)
     each = [x for pair in rows for x in pair]
     if len(rows) != pool.shape[0] or any(x.shape[2:] != pool.shape[4:] for x in each):
         raise ValueError(
@@ -44,18 +42,6 @@ def kv_compact(
             f"dimensions of pool {pool.shape}"
         )
     return run(pool, _taken(each, path, pool.dtype), page_table, start, length)
-
-
-def _choose(backend: str | None) -> str:
-    here = platform.platform()
-    if backend is None:
-        return PREFERRED.get(here, "xla")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: kv_compact has {sorted(BACKENDS)}")
-    needed = next((name for name, kernel in PREFERRED.items() if kernel == backend), here)
-    if here not in (needed, "cpu"):
-        raise ValueError(f"backend={backend!r} of kv_compact needs a {needed}: this program is for a {here}")
-    return backend
 
 
 def _taken(rows, path, dtype):

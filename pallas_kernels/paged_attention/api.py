@@ -6,8 +6,6 @@ from pallas_kernels import platform
 from pallas_kernels.paged_attention import gpu, reference, tpu
 
 BACKENDS = {"xla": reference.paged_attention, "triton": gpu.paged_attention, "tpu": tpu.paged_attention}
-PREFERRED = {"gpu": "triton", "tpu": "tpu"}
-"""The kernel of each platform. Elsewhere, and for the shapes that it `refuses`, "xla" is the best there is."""
 REFUSES = {"triton": gpu.refuses, "tpu": tpu.refuses}
 
 
@@ -52,26 +50,13 @@ def paged_attention(
     _check_prefix(q, k_rows, pool, page_table, prefix_length, prefix_start, layer)
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap={soft_cap}: the bound is above 0, or None for no bound")
-    run = BACKENDS[_choose(backend, q, k_rows, pool)]
+
+    def refuses(name: str) -> str | None:
+        # The interpreter takes any shapes.
+        return None if name == "xla" or platform.interpret() else REFUSES[name](q, k_rows, pool)
+
+    run = platform.choose("paged_attention", backend, BACKENDS, refuses)
     return run(*arrays, layer=layer, scale=scale, soft_cap=soft_cap, prefix_start=prefix_start)
-
-
-def _choose(backend, q, k_rows, pool):
-    here = platform.platform()
-    if backend is None:
-        best = PREFERRED.get(here, "xla")
-        return "xla" if best == "xla" or REFUSES[best](q, k_rows, pool) else best
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: paged_attention has {sorted(BACKENDS)}")
-    if backend == "xla":
-        return backend
-    needed = next(name for name, kernel in PREFERRED.items() if kernel == backend)
-    if here not in (needed, "cpu"):
-        raise ValueError(f"backend={backend!r} of paged_attention needs a {needed}: this program is for a {here}")
-    reason = REFUSES[backend](q, k_rows, pool)
-    if reason and here != "cpu":
-        raise ValueError(f"backend={backend!r} of paged_attention cannot run this: {reason}")
-    return backend
 
 
 def _check_rows(q, k_rows, v_rows, mask):

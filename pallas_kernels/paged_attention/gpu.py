@@ -14,14 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import platform
+from pallas_kernels.paged_attention.scores import in_base_2
 
-LOG2E = 1.4426950408889634
 DTYPES = ("bfloat16", "float16", "float32")
 
-PROCESSORS = 132
-"""Streaming multiprocessors of an H100."""
 PROGRAMS_EACH = 2
-"""Programs that each of them should find in a launch."""
+"""Programs that each multiprocessor should find in a launch."""
 MOST_SPLITS = 32
 
 
@@ -48,14 +46,14 @@ def default_config(
     largest_m = {2: 128, 4: 32}[jnp.dtype(dtype).itemsize] * 256 // max(row_bytes, 256)
     largest_m = max(largest_m, 16)
     programs = batch * kv_heads * pl.cdiv(rows, largest_m)
-    if programs < PROCESSORS:
+    if programs < platform.processors():
         largest_m = min(largest_m, 64)
     block_m = min(_padded(rows), largest_m)
     block_k = max(16, min(64, 16384 // row_bytes, _padded(keys)))
     programs = batch * kv_heads * pl.cdiv(rows, block_m)
     # A share that is shorter than its tile is high costs more to merge than it saves.
     shares = 1 if page_size is None else max(1, keys // max(block_k, block_m))
-    splits = min(PROGRAMS_EACH * PROCESSORS // programs, shares, MOST_SPLITS)
+    splits = min(PROGRAMS_EACH * platform.processors() // programs, shares, MOST_SPLITS)
     return Config(
         block_m=block_m,
         block_k=block_k,
@@ -297,11 +295,7 @@ def _absorb(q, block, state, scale, soft_cap):
     """A block of keys goes into the running peak, total and weighted sum of a softmax in base 2."""
     keys, values, visible = block
     peak, total, summed = state
-    scores = _dot(q, keys.astype(q.dtype).T)
-    if soft_cap is None:
-        scores = scores * (scale * LOG2E)
-    else:
-        scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2E)
+    scores = in_base_2(_dot(q, keys.astype(q.dtype).T), scale, soft_cap)
     scores = jnp.where(visible, scores, -jnp.inf)
     higher = jnp.maximum(peak, scores.max(1))
     # A row that has seen nothing yet has no peak to subtract.

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import platform
+from pallas_kernels.paged_attention.scores import in_base_2
 
-LOG2E = 1.4426950408889634
 DTYPES = ("bfloat16", "float32")
 LANES, SUBLANES = 128, 8
 STEP_BYTES = 2**19
@@ -291,11 +291,7 @@ def _stream(begin, end, copies, take, state):
 def _absorb(q, keys, values, visible, state, *, scale, soft_cap):
     """A step's keys go into the running peak, total and weighted sum of a softmax in base 2, each [K, block_m, ...]."""
     peak, total, summed = state
-    scores = _dot(q, keys.astype(q.dtype), 2, 2)
-    if soft_cap is None:
-        scores = scores * (scale * LOG2E)
-    else:
-        scores = jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2E)
+    scores = in_base_2(_dot(q, keys.astype(q.dtype), 2, 2), scale, soft_cap)
     scores = jnp.where(visible[None], scores, -jnp.inf)
     higher = jnp.maximum(peak, scores.max(2, keepdims=True))
     # A row that has seen nothing yet has no peak to subtract.

@@ -6,8 +6,6 @@ from pallas_kernels import platform
 from pallas_kernels.topk import gpu, reference
 
 BACKENDS = {"xla": reference.topk, "triton": gpu.topk}
-PREFERRED = {"gpu": "triton"}
-"""The kernel of each platform. Elsewhere, and for a k above what it finds, "xla" is the best there is."""
 
 
 def topk(
@@ -29,18 +27,8 @@ def topk(
     """
     if not 1 <= k <= logits.shape[-1]:
         raise ValueError(f"k={k}: a row of {logits.shape[-1]} logits has between 1 and as many best")
-    return BACKENDS[_choose(backend, k)](logits, k)
 
+    def refuses(name: str) -> str | None:
+        return f"it finds the {gpu.MOST} best at most: k={k}" if name == "triton" and k > gpu.MOST else None
 
-def _choose(backend: str | None, k: int) -> str:
-    here = platform.platform()
-    if backend is None:
-        return PREFERRED.get(here, "xla") if k <= gpu.MOST else "xla"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: topk has {sorted(BACKENDS)}")
-    needed = next((name for name, kernel in PREFERRED.items() if kernel == backend), here)
-    if here not in (needed, "cpu"):
-        raise ValueError(f"backend={backend!r} of topk needs a {needed}: this program is for a {here}")
-    if backend == "triton" and k > gpu.MOST:
-        raise ValueError(f"backend='triton' of topk finds the {gpu.MOST} best at most: k={k}")
-    return backend
+    return platform.choose("topk", backend, BACKENDS, refuses)(logits, k)

@@ -21,10 +21,8 @@ NOTHING = -(2**31)
 """The key of no logit: below that of -inf."""
 NOWHERE = 2**31 - 1
 """The index of no logit."""
-PROCESSORS = 132
-"""Streaming multiprocessors of an H100."""
 PROGRAMS_EACH = 2
-"""Programs that each of them should find in a launch."""
+"""Programs that each multiprocessor should find in a launch."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Config:
 
 def default_config(*, rows: int, vocabulary: int) -> Config:
     """The configuration for logits [rows, vocabulary]: tiles that fill the chip, and are not too many to merge."""
-    wanted = pl.cdiv(rows * vocabulary, PROGRAMS_EACH * PROCESSORS)
+    wanted = pl.cdiv(rows * vocabulary, PROGRAMS_EACH * platform.processors())
     tile = min(max(pl.next_power_of_2(wanted), 1024), 4096)
     return Config(tile=tile, num_warps=4, merge_warps=4 if vocabulary > 32 * tile else 2)
 

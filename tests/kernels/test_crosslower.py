@@ -11,7 +11,6 @@ from jax.experimental.pallas import tpu, triton
 AS_SHIPPED = True
 
 # Newer releases of jax announce that they will drop Triton; the warning comes before the lowering.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 COMPILER_PARAMS = {"cuda": triton.CompilerParams(), "tpu": tpu.CompilerParams()}
 
 

@@ -13,18 +13,17 @@ from crosslower import cross_lower
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import platform
-from pallas_kernels.kv_compact import BACKENDS, api, gpu, kv_compact, tpu
+from pallas_kernels.kv_compact import BACKENDS, gpu, kv_compact, tpu
 
 AS_SHIPPED = True
 
 # Newer releases of jax announce that they will drop Triton.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-PREFERRED, HERE = api.PREFERRED, platform.platform()
+HERE = platform.platform()
 
 
 def each_backend():
     for name in sorted(BACKENDS):
-        needs = next((where for where, preferred in PREFERRED.items() if preferred == name), HERE)
+        needs = next((where for where, preferred in platform.KERNELS.items() if preferred == name), HERE)
         cannot = HERE not in ("cpu", needs)
         yield pytest.param(name, marks=pytest.mark.skipif(cannot, reason=f"{name}: needs a {needs}, or a CPU"))
 
@@ -181,7 +180,7 @@ LOWERED = (
 )
 
 
-@pytest.mark.parametrize(("where", "backend"), list(PREFERRED.items()))
+@pytest.mark.parametrize(("where", "backend"), list(platform.KERNELS.items()))
 @pytest.mark.parametrize("with_path", (False, True), ids=("chain", "path"))
 @pytest.mark.parametrize("case", LOWERED, ids=lambda case: case.name)
 def test_lowers_for(case, with_path, where, backend, monkeypatch):
@@ -195,19 +194,6 @@ def test_lowers_for(case, with_path, where, backend, monkeypatch):
     text = cross_lower(kv_compact, LOWERING[where], pool, ((row, row),) * case.layers, table, start, path, start)
     (call,) = [line for line in text.splitlines() if KERNEL[backend] in line]
     assert "output_operand_alias" in call
-
-
-@pytest.mark.parametrize("where", ("cpu", *PREFERRED))
-def test_the_backend_of_a_platform(where, monkeypatch):
-    """Left to choose it takes the platform's own, and refuses another's; a CPU interprets them all."""
-    monkeypatch.setattr(platform, "platform", lambda: where)
-    assert api._choose(None) == PREFERRED.get(where, "xla")
-    for needed, name in PREFERRED.items():
-        if where in ("cpu", needed):
-            assert api._choose(name) == name
-        else:
-            with pytest.raises(ValueError, match=f"backend='{name}' of kv_compact needs a {needed}: .* for a {where}"):
-                api._choose(name)
 
 
 def test_an_unknown_backend_is_an_error():

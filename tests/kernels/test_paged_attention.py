@@ -14,11 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import platform
 from pallas_kernels.paged_attention import BACKENDS, gpu, paged_attention, tpu
-from pallas_kernels.paged_attention.api import PREFERRED
 
 AS_SHIPPED = True
 # Newer releases of jax announce that they will drop Triton; the warning comes at lowering, long after the call.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 # Values are of unit variance. In bfloat16 the weights of the softmax and the result are rounded to 8 bits.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -29,7 +27,7 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 def runs_on(*kernels):
     """Skips what runs elsewhere only; a CPU runs all, kernels in Pallas' interpreter."""
-    needs = {kernel: name for name, kernel in PREFERRED.items()}
+    needs = {kernel: name for name, kernel in platform.KERNELS.items()}
     return [
         pytest.param(
             kernel,
@@ -96,7 +94,7 @@ def oracle(q, k, v, pool, table, prefix, mask, *, layer=0, scale=1.0, soft_cap=N
 
 def attend(*args, layer=0, scale=1.0, soft_cap=None, prefix_start=None, backend=None):
     """The operation, jitted: a backend is only ever run inside a program."""
-    interpreted = HERE == "cpu" and backend in PREFERRED.values()
+    interpreted = HERE == "cpu" and backend in platform.KERNELS.values()
     options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "backend": backend}
     run = jax.jit(
         lambda prefix_start, *args: paged_attention(*args, prefix_start=prefix_start, **options),
@@ -287,7 +285,7 @@ def test_blocks_fit_a_gpu(head_dim, dtype):
 def test_a_gpu_is_filled_by_shares_of_long_prefixes_alone():
     shape = {"kv_heads": 8, "page_size": 16, "head_dim": 128, "dtype": "bfloat16"}
     decode = gpu.default_config(batch=1, rows=4, keys=8192, **shape)
-    assert decode.splits * 8 >= gpu.PROCESSORS
+    assert decode.splits * 8 >= platform.processors()
     assert gpu.default_config(batch=1, rows=4, keys=16, **shape).splits == 1
     assert gpu.default_config(batch=1, rows=8192, keys=32768, **shape).splits == 1
     assert gpu.default_config(batch=64, rows=4, keys=8192, **shape).splits == 1
