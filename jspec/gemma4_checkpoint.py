@@ -20,12 +20,13 @@ from jspec.models.gemma4 import (
 
 OTHER_MODALITIES = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 """Beginnings of the names of tensors that text does not need."""
-_NORMS = {
+NORMS = {
     "attention_norm": "input_layernorm.weight",
     "attention_out_norm": "post_attention_layernorm.weight",
     "mlp_norm": "pre_feedforward_layernorm.weight",
     "mlp_out_norm": "post_feedforward_layernorm.weight",
 }
+"""The norms of a layer's weights, as this package and as checkpoints call them."""
 _EXPERT_NORMS = {
     "norm": "pre_feedforward_layernorm_2.weight",
     "out_norm": "post_feedforward_layernorm_2.weight",
@@ -85,7 +86,7 @@ def _read_layer(config: Gemma4, tensors: Tensors, index: int, prefix: str) -> Ge
             norm=tensors.device(prefix + "post_per_layer_input_norm.weight", width),
         )
     return Gemma4LayerParams(
-        **{field: tensors.device(prefix + name, width) for field, name in _NORMS.items()},
+        **{field: tensors.device(prefix + name, width) for field, name in NORMS.items()},
         qkv=tensors.fused(outs, width),
         q_norm=tensors.device(prefix + "self_attn.q_norm.weight", kind.head_dim),
         k_norm=tensors.device(prefix + "self_attn.k_norm.weight", kind.head_dim) if own else None,
@@ -137,7 +138,7 @@ def named_tensors(config: Gemma4, params: Gemma4Params) -> Iterator[tuple[str, A
 
 
 def _name_layer(config: Gemma4, index: int, layer: Gemma4LayerParams) -> Iterator[tuple[str, Any]]:
-    for field, name in _NORMS.items():
+    for field, name in NORMS.items():
         yield name, getattr(layer, field)
     letters, sizes = zip(*_projections(config, index), strict=True)
     for letter, part in zip(letters, np.split(np.asarray(layer.qkv).T, np.cumsum(sizes)[:-1]), strict=True):

@@ -25,6 +25,7 @@ LAYERS = [
     ["jspec.gemma4_config"],
     ["jspec.gemma4_checkpoint"],
     ["jspec.checkpoint"],
+    ["jspec.assistant_checkpoint"],
     ["jspec.torch_file"],
     ["jspec.eagle_config"],
     ["jspec.eagle_checkpoint"],

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec import tree
+from jspec.cache import LayerKeys
 from jspec.types import DraftTree, ForwardOutput
 
 
@@ -21,6 +22,18 @@ class Decoder(abc.ABC):
     @abc.abstractmethod
     def init_cache(self, params: Any, batch: int, capacity: int, page_size: int) -> Any:
         """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
+
+    @abc.abstractmethod
+    def layer_keys(self, layer: int) -> LayerKeys:
+        """The keys and values that a layer reads, its own or those of the layer whose it shares."""
+
+    @abc.abstractmethod
+    def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
+        """How those keys are rotated: radians a position, for each pair of dimensions."""
+
+    @abc.abstractmethod
+    def layer_scale(self, layer: int) -> float:
+        """The factor on the products of queries and those keys."""
 
     @abc.abstractmethod
     def embed(self, params: Any, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:

@@ -169,11 +169,23 @@ class Gemma4(Decoder):
 
     def init_cache(self, params: Gemma4Params, batch: int, capacity: int, page_size: int) -> HybridCache:
         """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
-        made = [
-            LayerKeys(kind.kv_heads, kind.head_dim, kind.window) if self.source(index) == index else self.source(index)
-            for index, kind in enumerate(self.attention)
-        ]
+        sources = map(self.source, range(self.num_layers))
+        made = [self.layer_keys(index) if source == index else source for index, source in enumerate(sources)]
         return HybridCache.empty(batch, capacity, page_size, layers=made, dtype=params.embed.dtype)
+
+    def layer_keys(self, layer: int) -> LayerKeys:
+        """The keys and values that a layer reads."""
+        kind = self.attention[layer]
+        return LayerKeys(kind.kv_heads, kind.head_dim, kind.window)
+
+    def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
+        """How those keys are rotated: radians a position, for each pair of dimensions."""
+        kind = self.attention[layer]
+        return layers.proportional_frequencies(kind.head_dim, kind.rope_theta, kind.rotary_share)
+
+    def layer_scale(self, layer: int) -> float:
+        """The factor on the products of queries and those keys, which are normed instead."""
+        return 1.0
 
     def embed(self, params: Gemma4Params, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """What the first layer reads: embeddings times sqrt(E), which is rounded to their precision first."""
@@ -191,8 +203,7 @@ class Gemma4(Decoder):
         """Yields after each layer the residual stream and the layer's rows of this round, None where it makes none."""
         inputs = self._per_layer_inputs(params, tokens, x)
         frequencies = {
-            kind: layers.proportional_frequencies(kind.head_dim, kind.rope_theta, kind.rotary_share)
-            for kind in dict.fromkeys(self.attention)
+            kind: self.layer_frequencies(self.attention.index(kind)) for kind in dict.fromkeys(self.attention)
         }
         rows: list[Pair | None] = []
         for index, (layer, kind) in enumerate(zip(params.layers, self.attention, strict=True)):
@@ -205,7 +216,7 @@ class Gemma4(Decoder):
             rows.append(own)
             pair = rows[self.source(index)]
             assert pair is not None
-            seen = attend(index, q, *pair, scale=1.0, positions=positions)
+            seen = attend(index, q, *pair, scale=self.layer_scale(index), positions=positions)
             out = layers.linear(seen.reshape(*x.shape[:2], -1), layer.o)
             x = x + self._norm(out, layer.attention_out_norm)
             x = x + self._norm(self._mlp(layer, x), layer.mlp_out_norm)

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.cache import MhaCache
+from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -73,6 +73,18 @@ class Llama(Decoder):
         """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
         return empty_cache(self, batch, capacity, page_size, params.embed.dtype)
 
+    def layer_keys(self, layer: int) -> LayerKeys:
+        """The keys and values that a layer makes."""
+        return LayerKeys(self.num_kv_heads, self.head_dim)
+
+    def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
+        """How those keys are rotated: radians a position, for each pair of dimensions."""
+        return layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+
+    def layer_scale(self, layer: int) -> float:
+        """The factor on the products of queries and those keys."""
+        return self.head_dim**-0.5
+
     def embed(self, params: LlamaParams, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """What the first layer reads."""
         return jnp.take(params.embed, tokens, axis=0, mode="clip")
@@ -87,12 +99,12 @@ class Llama(Decoder):
         earlier: Rows | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
         """Yields after each layer the residual stream and the layer's rows of this round."""
-        frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+        frequencies = self.layer_frequencies(0)
         for index, layer in enumerate(params.layers):
             assert layer.attention_norm is not None
             normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
             own = None if earlier is None else earlier[index]
-            here = partial(attend, index, scale=self.head_dim**-0.5)
+            here = partial(attend, index, scale=self.layer_scale(index))
             x, pair = decoder_layer(self, layer, x, normed, positions, frequencies, here, own)
             yield x, pair
 
