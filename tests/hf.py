@@ -64,6 +64,44 @@ def gemma4_config(kind: str, **changes):
     return transformers.Gemma4TextConfig(**{**settings, "num_hidden_layers": len(settings["layer_types"])})
 
 
+def assistant_config(kind: str, *, ordered: bool = False, **changes) -> dict:
+    """config.json of an assistant for a target of a kind in `GEMMA4_KINDS`.
+
+    ordered: with an LM head of 12 clusters, of which 5 are chosen. changes: of both text models.
+    """
+    layers = {"layer_types": [_SLIDING] * 3 + [_FULL], "num_hidden_layers": 4, "num_kv_shared_layers": 4}
+    own = {"hidden_size": 48, "vocab_size_per_layer_input": 0, **layers}
+    shape = _VALUES_ARE_KEYS if "attention_k_eq_v" in GEMMA4_KINDS[kind] else {}
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": GEMMA4["hidden_size"],
+        "use_ordered_embeddings": ordered,
+        "num_centroids": 12,
+        "centroid_intermediate_top_k": 5,
+        "tie_word_embeddings": True,
+        "text_config": {**GEMMA4, **shape, **changes, **own},
+    }
+
+
+def build_assistant(raw: dict, seed: int = 7):
+    """The assistant that `assistant_config` describes, with random weights.
+
+    Raises:
+      ValueError: this version of `transformers` cannot build one, as 5.23.0 cannot.
+    """
+    import torch
+    import transformers
+
+    settings = {name: value for name, value in raw.items() if name not in ("architectures", "model_type")}
+    text = transformers.Gemma4TextConfig(**settings.pop("text_config"))
+    model = transformers.Gemma4AssistantForCausalLM(transformers.Gemma4AssistantConfig(text_config=text, **settings))
+    if raw["use_ordered_embeddings"]:
+        order = torch.randperm(text.vocab_size, generator=torch.Generator().manual_seed(seed))
+        model.masked_embedding.token_ordering.copy_(order)
+    return randomize(model, seed)
+
+
 def build(family: str, seed: int = 0, **changes):
     """A model with random weights; `family` is "llama", "qwen3", or "gemma4-" and a kind in `GEMMA4_KINDS`."""
     import transformers

@@ -36,7 +36,9 @@ SLOWER = [
 ]
 
 
-@pytest.mark.parametrize("name", ("eagle_tree", "ngram", *SLOWER))
+@pytest.mark.parametrize(
+    "name", ("eagle_tree", "ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWER))
+)
 def test_the_drafters_of_this_package_keep_the_contract(name):
     drafter = toy.bound_drafters()[name]
     report = check(drafter, None if name == "ngram" else IDS)

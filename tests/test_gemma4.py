@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 
+import gemma
 import hf
 import jax
 import jax.numpy as jnp
@@ -266,20 +267,6 @@ def prefilled(model, prompts, drafter):
     return bound, decode.jitted_prefill(*given, stopping.init(None, len(prompts)), **static)
 
 
-def forget(cache, lengths):
-    """The cache with NaN wherever no window and no full layer reads."""
-    groups = []
-    for group in cache.groups:
-        pool, table = np.array(group.pool), np.array(group.page_table)
-        kept, page_size = np.full_like(pool, np.nan), pool.shape[3]
-        for b, length in enumerate(np.array(lengths)):
-            for t in range(max(0, length - getattr(group, "window", length)), length):
-                at = table[b, t // page_size], t % page_size
-                kept[:, :, *at] = pool[:, :, *at]
-        groups.append(dataclasses.replace(group, pool=jnp.asarray(kept)))
-    return dataclasses.replace(cache, groups=tuple(groups))
-
-
 def test_nothing_but_windows_and_full_layers_is_ever_read(pair, expected):
     """In target and draft, all else becomes NaN between any two rounds."""
     model, _ = pair("shared", 8)
@@ -287,7 +274,7 @@ def test_nothing_but_windows_and_full_layers_is_ever_read(pair, expected):
     bound, s = prefilled(model, prompts, TREE)
     parts = dict(target=model.target, drafter=bound, accept=accept.greedy)
     while not s.done.all():
-        draft = dataclasses.replace(s.draft, cache=forget(s.draft.cache, s.draft.length))
-        s = dataclasses.replace(s, cache=forget(s.cache, s.length - 1), draft=draft)
+        draft = dataclasses.replace(s.draft, cache=gemma.forget(s.draft.cache, s.draft.length))
+        s = dataclasses.replace(s, cache=gemma.forget(s.cache, s.length - 1), draft=draft)
         s = decode.decode(model.params, s, s.step + 1, **parts)
     assert [row[-NEW_TOKENS:] for row in toy.generated(s)] == wanted

@@ -180,26 +180,30 @@ def assistant_params(clustered: bool = False) -> Params:
 
 def random_assistant(config: Assistant, seed: int = 11) -> AssistantParams:
     """Weights with a spread that keeps logits apart; a head that reads the whole vocabulary."""
-    matrix, width = _matrices(seed, 5 * config.num_layers + 3), config.hidden_size
+    matrix, width = _matrices(seed, 10 * config.num_layers + 4), config.hidden_size
+
+    def norm(size):
+        return 1 + 0.2 * matrix(1, size)[0]
+
     layers = tuple(
         AssistantLayerParams(
-            attention_norm=jnp.ones(width),
+            attention_norm=norm(width),
             q=matrix(width, config.num_heads * head_dim),
-            q_norm=jnp.ones(head_dim),
+            q_norm=norm(head_dim),
             o=matrix(config.num_heads * head_dim, width),
-            attention_out_norm=jnp.ones(width),
-            mlp_norm=jnp.ones(width),
+            attention_out_norm=norm(width),
+            mlp_norm=norm(width),
             gate_up=matrix(width, 2 * config.intermediate_size),
             down=matrix(config.intermediate_size, width),
-            mlp_out_norm=jnp.ones(width),
-            scalar=jnp.float32(0.9),
+            mlp_out_norm=norm(width),
+            scalar=norm(1)[0],
         )
         for head_dim in config.head_dims
     )
     outer = config.target_hidden_size
     projections = dict(pre_projection=matrix(2 * outer, width), post_projection=matrix(width, outer))
     head = matrix(width, config.vocab_size).T
-    return AssistantParams(**projections, layers=layers, norm=jnp.ones(width), head=head, clusters=None)
+    return AssistantParams(**projections, layers=layers, norm=norm(width), head=head, clusters=None)
 
 
 def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> AssistantParams:
@@ -211,18 +215,19 @@ def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> Assis
     return dataclasses.replace(own, head=None, clusters=clusters)
 
 
-def fit_assistant(target, config: Assistant, weights, ids, length, texts, steps: int = 3) -> Params:
+def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=None, steps: int = 3) -> Params:
     """An assistant that is random, but for a head that is fitted to the continuations of some prompts.
 
-    ids, length: the prompts, as `decode.prefill` takes them. texts: prompts and continuations, in as many columns each.
-    steps: of each round's chain that it is fitted to.
+    ids, length: the prompts, as `decode.prefill` takes them. texts, limit: prompts with their continuations, and how
+    many tokens these are; None: all columns. steps: of each round's chain that it is fitted to.
     """
     # With the identity as its head, an assistant's logits are what the head reads.
     width = config.hidden_size
     bare = dataclasses.replace(config, vocab_size=width, clusters=None)
     random = dataclasses.replace(random_assistant(config), head=jnp.eye(width))
     both, drafter = Params(weights, random), FrozenKvMtp(depth=1).bind(target, config)
-    bound, end = dataclasses.replace(drafter, model=bare), texts.shape[1]
+    bound, capacity = dataclasses.replace(drafter, model=bare), texts.shape[1]
+    end = np.full(len(ids), capacity) if limit is None else np.asarray(limit)
 
     @jax.jit
     def read(both, s, texts):
@@ -235,13 +240,13 @@ def fit_assistant(target, config: Assistant, weights, ids, length, texts, steps:
         return jnp.stack(found, axis=1)
 
     keys = jax.vmap(jax.random.key)(np.zeros(len(ids), np.uint32))
-    count, limit = jnp.asarray(length, jnp.int32), jnp.full(len(ids), end, jnp.int32)
-    static = dict(target=target, drafter=bound, capacity=end, page_size=4)
-    s = decode.jitted_prefill(both, jnp.asarray(ids), count, limit, keys, stopping.init(None, len(ids)), **static)
+    count, last = jnp.asarray(length, jnp.int32), jnp.asarray(end, jnp.int32)
+    static = dict(target=target, drafter=bound, capacity=capacity, page_size=4)
+    s = decode.jitted_prefill(both, jnp.asarray(ids), count, last, keys, stopping.init(None, len(ids)), **static)
     features, wanted = [], []
     while not s.done.all():
         made, lengths = np.array(read(both, s, jnp.asarray(texts))), np.array(s.length)
-        for row, column in zip(*np.nonzero(lengths[:, None] + np.arange(steps) < end), strict=True):
+        for row, column in zip(*np.nonzero(lengths[:, None] + np.arange(steps) < end[:, None]), strict=True):
             features.append(made[row, column])
             wanted.append(texts[row, lengths[row] + column])
         s = decode.decode(both, s, s.step + 1, target=target, drafter=bound, accept=accept.greedy)
