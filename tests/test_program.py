@@ -95,6 +95,25 @@ def test_the_program_is_one_loop_that_never_leaves_the_device(name):
     assert "callback" not in text
 
 
+@pytest.mark.parametrize(
+    ("name", "multiplying", "writing"),
+    [
+        ("eagle", {"draft", "verify", "extend"}, {"commit", "extend"}),
+        ("frozen_kv_mtp", {"draft", "verify"}, {"commit"}),
+        ("plain", {"verify"}, {"commit"}),
+    ],
+)
+def test_operations_bear_the_name_of_their_phase(name, multiplying, writing):
+    """For a profile: all products, the writes of the pools, and something of each phase."""
+    text, types = program(name)
+    body = [(line, re.search(r'op_name="[^"]*/while/body/(\w+)', line)) for line in loop_body(text)]
+    named = [(line, found[1]) for line, found in body if found]
+    phases = {"draft", "verify", "accept", "commit", "extend"}
+    assert {phase for _, phase in named} & phases == phases - ({"extend"} if name == "plain" else set())
+    assert {phase for line, phase in named if opcode(line) == "dot"} == multiplying
+    assert {phase for line, phase in named if any(made([line], pool) == ["scatter"] for pool in types)} == writing
+
+
 @each_name
 def test_a_chain_needs_no_sort(name):
     if getattr(toy.bound_drafters()[name], "width", 1) > 1:
