@@ -16,7 +16,7 @@ from jspec import accept, decode, memory, stopping
 from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.generate import prefill_chunk
-from jspec.models import Llama
+from jspec.models import Gemma4, Llama
 from jspec.types import DecodeState, Drafter, Params
 
 FIRST_TOKENS = 3
@@ -32,7 +32,7 @@ class Setup:
     split: time the phases on their own, too.
     """
 
-    target: Llama
+    target: Llama | Gemma4
     params: Params
     tokens_per_round: float
     rounds: int
@@ -100,7 +100,7 @@ def measure(setup: Setup, mode: str, drafter: Drafter, batch: int, context: int,
     floor = weights.round_bytes(setup.params, setup.target, draft, depth=depth, batch=batch, context=context)
     # Behind the tokens of all rounds there is room for those that the last round proposes: no row reaches its limit.
     row = Row(mode, batch, context, floor, context + setup.rounds * min(most, depth + 1) + depth + 2)
-    longest = min(part.max_length for part in (setup.target, draft) if part is not None)
+    longest = min(setup.target.max_length, getattr(draft, "max_length", setup.target.max_length))
     if row.capacity > longest:
         row.problem = f"{row.capacity} tokens, those of {setup.rounds} rounds included, and the context holds {longest}"
         return row
