@@ -14,6 +14,7 @@ from hlo import made, opcode
 from planted import best_first_by_hand
 
 from jspec import accept, decode, stopping, tree
+from jspec.cache import mha, swa
 from jspec.drafters import FrozenKvMtp
 from jspec.drafters.frozen_kv_mtp import POSITIONS
 from jspec.models import Assistant, Llama
@@ -21,6 +22,7 @@ from jspec.models.assistant import Clusters
 from jspec.models.layers import Llama3Rope
 from jspec.sampling import Sampling, per_row
 from jspec.types import Params
+from pallas_kernels.paged_attention import paged_attention
 
 IDS = np.random.default_rng(3).integers(0, 61, (4, 30)).astype(np.int32)
 LENGTHS = np.array([1, 2, 12, 30], np.int32)
@@ -293,3 +295,20 @@ def test_drawn_drafts_say_from_what_law(name):
             law = np.exp((logits - logits.max()) / 0.7)
             np.testing.assert_allclose(draft_tree.probs[row, number], law / law.sum(), atol=1e-5)
             assert law[tokens[row, number + 1]] > 0
+
+
+@each("backend", ["triton"], ["triton", "tpu"])
+def test_kernels_find_the_prefix_alone(backend, monkeypatch):
+    """Nodes that see none of the round's rows, with windows and without, and a row without a prefix that sees them."""
+    bound, weights, s = prefilled("dense")
+    run = functools.partial(
+        bound.model.apply, weights, bound.target, jnp.asarray(IDS[:, :3]), jnp.tile(s.draft, (1, 3, 1))
+    )
+    given = s.cache, s.length - 1, jnp.maximum(s.length - 2, 0)
+    wanted = run(*given)
+    kernel = functools.partial(paged_attention, backend=backend)
+    for module in (mha, swa):
+        monkeypatch.setattr(module, "paged_attention", kernel)
+    got = run(*given)
+    np.testing.assert_allclose(got.logits, wanted.logits, atol=2e-5, rtol=0)
+    assert not np.isnan(got.hidden).any()

@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 from crosslower import cross_lower
 from hlo import loop_body, made
 
 from jspec import accept, decode, memory, stopping
-from jspec.drafters import Ngram, Plain, Standalone
+from jspec.drafters import FrozenKvMtp, Ngram, Plain, Standalone
+from jspec.models import Assistant
+from jspec.models.assistant import Clusters
 from jspec.models.gemma4 import Attention, Gemma4
 from jspec.types import Params
 from pallas_kernels import platform
@@ -28,15 +31,18 @@ CASES = pytest.mark.parametrize(
         ("shared", Plain()),
         pytest.param("dense", Standalone(depth=3, width=2), marks=pytest.mark.slow),
         pytest.param("experts", Ngram(depth=3), marks=pytest.mark.slow),
+        ("shared", FrozenKvMtp(depth=3, width=2)),
     ],
-    ids=["shared", "dense", "experts"],
+    ids=["shared", "dense", "experts", "assistant"],
 )
+ASSISTANT = Assistant(61, 24, 32, 48, num_heads=4, reads=(2, 3), head_dims=(8, 16), clusters=Clusters(61, 20))
 
 
 def parts(kind, drafter):
-    target = gemma.KINDS[kind]
-    weights = Params(gemma.params(kind), gemma.params(kind, seed=1))
-    return weights, dict(target=target, drafter=drafter.bind(target, target))
+    target, draft, own = gemma.KINDS[kind], gemma.KINDS[kind], gemma.params(kind, seed=1)
+    if isinstance(drafter, FrozenKvMtp):
+        draft, own = ASSISTANT, toy.in_clusters(ASSISTANT, toy.random_assistant(ASSISTANT))
+    return Params(gemma.params(kind), own), dict(target=target, drafter=drafter.bind(target, draft))
 
 
 def prefill(kind, drafter, chunk=None):
@@ -51,7 +57,7 @@ def prefill(kind, drafter, chunk=None):
 def check_pools(text, s):
     """In the loop nothing makes an array of a pool's shape but the scatter of a commit."""
     body = loop_body(text)
-    caches = [s.cache, *([s.draft.cache] if s.draft is not None else [])]
+    caches = [s.cache, *([s.draft.cache] if hasattr(s.draft, "cache") else [])]
     shapes = [f"f32[{','.join(map(str, group.pool.shape))}]" for cache in caches for group in cache.groups]
     assert len(set(shapes)) == 2, "sliding and full layers"
     for shape in shapes:
@@ -77,17 +83,19 @@ def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(kind, drafte
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("kind", gemma.KINDS)
-def test_on_a_gpu_the_loop_needs_no_sort(kind, monkeypatch):
-    """A sort would keep the GPU from running the loop as one graph: experts are chosen and ordered without."""
-    function, given = prefill(kind, Plain())
+@pytest.mark.parametrize(
+    ("kind", "drafter"), [*((kind, Plain()) for kind in gemma.KINDS), ("shared", FrozenKvMtp(depth=3))]
+)
+def test_on_a_gpu_the_loop_needs_no_sort(kind, drafter, monkeypatch):
+    """A sort would keep the GPU from running the loop as one graph: experts and clusters are chosen without."""
+    function, given = prefill(kind, drafter)
     s = jax.eval_shape(function, *given)
-    weights, static = parts(kind, Plain())
+    weights, static = parts(kind, drafter)
     monkeypatch.setattr(platform, "platform", lambda: "gpu")
     rounds = partial(decode.run_rounds, **static, accept=accept.greedy)
     text = cross_lower(rounds, "cuda", weights, s, jnp.int32(9))
     assert "kv_compact" in text and "paged_attention" in text
-    assert ('name = "topk_of_rows"' in text) == (kind == "experts")
+    assert ('name = "topk_of_rows"' in text) == (kind == "experts" or drafter.depth > 0)
     assert not re.search(r"\bsort\b|top_k|TopK", text)
 
 
