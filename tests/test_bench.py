@@ -18,7 +18,9 @@ import jspec
 from jspec import accept, cli, decode, memory, plots, stopping
 from jspec.bench import cli as bench
 from jspec.bench import machine, phases, report, weights
+from jspec.bench.measure import from_host
 from jspec.bench.presets import PRESETS, eagle_head
+from jspec.bench.unfolded import Unfolded, seed
 from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
 from jspec.types import Params
 
@@ -325,8 +327,11 @@ def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, mon
     (
         ("--mode chain --width 4", "--width 4: only --mode tree has it, and --mode is chain"),
         ("--mode plain chain --num-nodes 9", "--num-nodes 9: only --mode tree has it, and --mode is plain chain"),
-        ("--mode plain --depth 3", "--depth 3: only --mode chain and tree has it, and --mode is plain"),
-        ("--mode plain --drafter eagle", "--drafter eagle: only --mode chain and tree has it"),
+        (
+            "--mode plain --depth 3",
+            "--depth 3: only --mode chain or tree or stepped or unfolded has it, and --mode is plain",
+        ),
+        ("--mode plain --drafter eagle", "--drafter eagle: only --mode chain or tree or stepped or unfolded has it"),
         ("--tokens-per-round 7", "--tokens-per-round 7: with --depth 5 at most 6"),
         ("--tokens-per-round 0.5", "Imposed(tokens_per_round=0.5): give a finite number from 1 up"),
         ("--width 1", "--width 1: that is a chain"),
@@ -362,6 +367,31 @@ def test_a_preset_without_a_smaller_model_says_which_have_one(capsys):
     assert status == 2 and "llama-3.2-1b has no smaller model of its vocabulary; llama-3.1-8b, qwen3-8b" in err
     status, _, err = run(capsys, "--preset", "gemma-4-31b", "--drafter", "eagle")
     assert status == 2 and "gemma-4-31b has no EAGLE head; llama-3.1-8b" in err
+
+
+def test_an_unfolded_seed_changes_no_token():
+    """Nor how many each round appends."""
+    drafter = toy.bound_drafters()["frozen_kv_mtp"]
+    both = toy.assistant_params()
+    expected = toy.run(drafter, both, toy.start(drafter, both))
+    unfolded = Unfolded(drafter)
+    run = partial(decode.decode, both, target=toy.TARGET, drafter=unfolded, accept=accept.greedy)
+    s = from_host(lambda s, until: run(s, until), partial(seed, both, drafter=unfolded), toy.start(unfolded, both), 12)
+    assert toy.generated(s) == toy.generated(expected)
+    toy.assert_same(s.stats, expected.stats)
+    with pytest.raises(ValueError, match="give a bound chain that is not drawn"):
+        Unfolded(FrozenKvMtp())
+
+
+def test_rounds_that_the_host_calls(capsys):
+    sizes = ("--depth", 2, "--rounds", 4, "--repeats", 1, "--tokens-per-round", 2)
+    status, out, _ = run(capsys, "--preset", "tiny-gemma-4", "--mode", "stepped", "unfolded", *sizes)
+    assert status == 0
+    lines = [line.split() for line in out.splitlines()[2:]]
+    assert [line[0] for line in lines] == ["stepped", "unfolded"]
+    assert all(line[5] == "2.00" and line[6:11] == ["-"] * 5 for line in lines), "no split"
+    status, _, err = run(capsys, "--preset", "tiny", "--mode", "unfolded")
+    assert status == 2 and "--mode unfolded: only the drafter frozen-kv-mtp has a seed, and this one is eagle" in err
 
 
 def test_a_report_of_an_assistant(capsys):

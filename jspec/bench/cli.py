@@ -18,8 +18,9 @@ from tqdm import tqdm
 from jspec import memory, plots
 from jspec.accept import Imposed
 from jspec.bench import machine, report, weights
-from jspec.bench.measure import Setup, measure
+from jspec.bench.measure import FROM_HOST, Setup, measure
 from jspec.bench.presets import PRESETS, Preset, eagle_head
+from jspec.bench.unfolded import Unfolded
 from jspec.checkpoint_files import DTYPES, resolve_dtype
 from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
 from jspec.generate import DEFAULT_PAGE_SIZE
@@ -28,6 +29,7 @@ from jspec.models.llama import require_llama
 from jspec.types import Params
 
 MODES = ("plain", "chain", "tree")
+_CHAINS = (*MODES[1:], *FROM_HOST)
 _DRAFTERS = {"eagle": Eagle, "standalone": Standalone, "frozen-kv-mtp": FrozenKvMtp}
 _LACKS = {
     "eagle": "EAGLE head",
@@ -37,12 +39,16 @@ _LACKS = {
 """What drafts for a drafter."""
 _DEFAULTS = {"drafter": None, "depth": 5, "tokens_per_round": 3.0, "width": 8, "num_nodes": 32}
 _USED_BY = {
-    "drafter": MODES[1:],
-    "depth": MODES[1:],
-    "tokens_per_round": MODES[1:],
-    "width": MODES[2:],
-    "num_nodes": MODES[2:],
+    "drafter": _CHAINS,
+    "depth": _CHAINS,
+    "tokens_per_round": _CHAINS,
+    "width": ("tree",),
+    "num_nodes": ("tree",),
 }
+_MODE_HELP = (
+    "default: plain chain tree. Of a chain, stepped has the host call each round, and unfolded, of frozen-kv-mtp, also "
+    "the seed before it"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(_DRAFTERS),
         help="default: eagle if the preset has a head, or what --draft is made for",
     )
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES, help="default: all three")
+    parser.add_argument("--mode", nargs="+", choices=(*MODES, *FROM_HOST), default=MODES, help=_MODE_HELP)
     parser.add_argument("--batch", nargs="+", type=_positive, metavar="ROWS", help="default: 1 8 32; tiny ones: 1")
     parser.add_argument(
         "--context", nargs="+", type=_positive, metavar="N", help="default: 512 4096 32768; tiny ones: 64"
@@ -128,7 +134,7 @@ def check(options: argparse.Namespace) -> None:
         if given is not None and not set(users) & set(options.mode):
             option = f"--{name.replace('_', '-')} {given}"
             raise ValueError(
-                f"{option}: only --mode {' and '.join(users)} has it, and --mode is {' '.join(options.mode)}"
+                f"{option}: only --mode {' or '.join(users)} has it, and --mode is {' '.join(options.mode)}"
             )
         setattr(options, name, default if given is None else given)
     Imposed(options.tokens_per_round)
@@ -194,8 +200,12 @@ def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Any:
     if mode == "plain":
         return Plain()
     kind = _DRAFTERS[_drafter_name(options, subject)]
+    if mode == "unfolded" and kind is not FrozenKvMtp:
+        name = _drafter_name(options, subject)
+        raise ValueError(f"--mode unfolded: only the drafter frozen-kv-mtp has a seed, and this one is {name}")
     tree = {"width": options.width, "num_nodes": options.num_nodes} if mode == "tree" else {}
-    return kind(depth=options.depth, **tree).bind(subject.target, subject.draft)
+    drafter = kind(depth=options.depth, **tree).bind(subject.target, subject.draft)
+    return Unfolded(drafter) if mode == "unfolded" else drafter
 
 
 def _make(subject: Subject) -> Params:

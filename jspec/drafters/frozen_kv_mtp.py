@@ -93,19 +93,32 @@ class FrozenKvMtp:
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, Float[Array, "B 1 E"]]:
         """One forward a generation."""
+        return self.grow(params, s, *self.seed(params, s, s.draft)), s.draft
+
+    def seed(
+        self, params: Params, s: DecodeState, hidden: Float[Array, "B 1 E"]
+    ) -> tuple[Float[Array, "B 1 E"], Proposal]:
+        """The first generation: what the root's forward returns for the next one, and its children.
+
+        hidden: the drafter's state.
+        """
         root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)
+        return self._step(params, s, hidden, Frontier(root, None, None, jnp.zeros((*root.shape, 0), jnp.int32)))
+
+    def grow(self, params: Params, s: DecodeState, hidden: Float[Array, "B 1 E"], first: Proposal) -> DraftTree:
+        """The tree, given what `seed` has made."""
+        root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)[:, 0]
+        shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes}
+        return grow(root, first, lambda hidden, frontier: self._step(params, s, hidden, frontier), hidden, **shape)
+
+    def _step(self, params: Params, s: DecodeState, hidden, frontier: Frontier) -> tuple[Array, Proposal]:
         committed = s.length - 1
         position = committed if self.position == "root" else jnp.maximum(committed - 1, 0)
-
-        def expand(hidden, frontier):
-            before = take_parents(hidden, frontier)
-            out = self.model.apply(params, self.target, frontier.tokens, before, s.cache, committed, position)
-            return out.hidden, self._propose(s, out, frontier.path)
-
-        seed = Frontier(root, None, None, jnp.zeros((*root.shape, 0), jnp.int32))
-        hidden, first = expand(s.draft, seed)
-        shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes}
-        return grow(root[:, 0], first, expand, hidden, **shape), s.draft
+        before = take_parents(hidden, frontier)
+        out = self.model.apply(params, self.target, frontier.tokens, before, s.cache, committed, position)
+        vocabulary = self.target.vocab_size
+        shape = {"width": self.width, "vocab_size": vocabulary, "ids": out.ids, "drawn": self.drawn}
+        return out.hidden, propose(s, out.logits, frontier.path, **shape)
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> Float[Array, "B 1 E"]:
         """Keeps the target's hidden state at the last committed row."""
@@ -113,7 +126,3 @@ class FrozenKvMtp:
         last = jnp.maximum(committed.length - 1, 0)
         hidden = jnp.take_along_axis(committed.hidden, last[:, None, None], axis=1, mode="clip")
         return where_rows(committed.length > 0, hidden, s.draft)
-
-    def _propose(self, s: DecodeState, out, path) -> Proposal:
-        vocabulary = self.target.vocab_size
-        return propose(s, out.logits, path, width=self.width, vocab_size=vocabulary, ids=out.ids, drawn=self.drawn)
