@@ -58,7 +58,7 @@ class Unfolded:
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, SeededState]:
         """All forwards but the first."""
-        return self.folded.grow(params, s, s.draft.hidden, s.draft.first), s.draft
+        return self.folded.grow_from(params, s, s.draft.hidden, s.draft.first), s.draft
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> SeededState:
         """As the drafter's."""

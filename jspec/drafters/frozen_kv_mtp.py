@@ -93,7 +93,7 @@ class FrozenKvMtp:
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, Float[Array, "B 1 E"]]:
         """One forward a generation."""
-        return self.grow(params, s, *self.seed(params, s, s.draft)), s.draft
+        return self.grow_from(params, s, *self.seed(params, s, s.draft)), s.draft
 
     def seed(
         self, params: Params, s: DecodeState, hidden: Float[Array, "B 1 E"]
@@ -105,7 +105,7 @@ class FrozenKvMtp:
         root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)
         return self._step(params, s, hidden, Frontier(root, None, None, jnp.zeros((*root.shape, 0), jnp.int32)))
 
-    def grow(self, params: Params, s: DecodeState, hidden: Float[Array, "B 1 E"], first: Proposal) -> DraftTree:
+    def grow_from(self, params: Params, s: DecodeState, hidden: Float[Array, "B 1 E"], first: Proposal) -> DraftTree:
         """The tree, given what `seed` has made."""
         root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)[:, 0]
         shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes}
