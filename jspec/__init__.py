@@ -1,6 +1,6 @@
 """Speculative decoding for JAX, on GPU and TPU: pure functions and one XLA program that loops on the device."""
 
-from jspec.drafters import Eagle, Ngram, Plain, Standalone
+from jspec.drafters import Eagle, FrozenKvMtp, Ngram, Plain, Standalone
 from jspec.generate import Generation, GenerationStats, Piece, generate, generate_ids, stream
 from jspec.look import Round, look_at_round
 from jspec.model import Model, load
@@ -8,6 +8,7 @@ from jspec.sampling import Sampling
 
 __all__ = [
     "Eagle",
+    "FrozenKvMtp",
     "Generation",
     "GenerationStats",
     "Model",

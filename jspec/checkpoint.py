@@ -9,36 +9,32 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from jspec import gemma4_checkpoint, gemma4_config
+from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_shards
+from jspec.models import Gemma4
 from jspec.models.layers import Llama3Rope
 from jspec.models.llama import LayerParams, Llama, LlamaParams
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged, or of a kind that is not supported."""
+"""Classes of `transformers` that `Llama` is for -> model_type; `gemma4_config` has others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A loaded model and what its directory says of its use."""
 
-    config: Llama
-    params: LlamaParams
+    config: Llama | Gemma4
+    params: Any
+    """`LlamaParams` or `Gemma4Params`."""
     eos: tuple[int, ...]
 
 
 def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
-    """Loads a Llama or Qwen3 checkpoint onto the default device.
+    """Loads a Llama, Qwen3 or Gemma 4 checkpoint onto the default device.
 
     Args:
       directory: holds config.json and model.safetensors, or its shards with model.safetensors.index.json.
@@ -46,51 +42,26 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
 
     Raises:
       CheckpointError: a file that is missing or damaged, an unsupported architecture or option, a tensor that is
-        missing or has another shape than the configuration says.
+        missing or has another shape than the configuration says, or of Gemma 4 one that nothing reads.
       ValueError: an unknown dtype.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
     raw = read_json(directory / "config.json")
-    config = parse_config(raw, where=str(directory / "config.json"))
+    where = str(directory / "config.json")
     with Tensors(directory, resolve_dtype(dtype)) as tensors:
-        params = _read_params(config, tensors)
+        if gemma4_config.is_gemma4(raw):
+            config = gemma4_config.parse_config(raw, where)
+            params = gemma4_checkpoint.read_params(config, tensors)
+        else:
+            config = parse_config(raw, where=where)
+            params = _read_params(config, tensors)
     return Checkpoint(config, params, _read_eos(directory, raw))
 
 
-def resolve_dtype(dtype: str | None) -> Any:
-    """The numpy dtype that a name stands for, or the platform's default for None.
-
-    Raises:
-      ValueError: an unknown name.
-    """
-    if dtype is None:
-        return DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"]
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: give one of {', '.join(DTYPES)}, or None for the platform's default")
-    return DTYPES[dtype]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a checkpoint.
-
-    Raises:
-      CheckpointError: no such file, or no JSON object in it.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}, not a JSON object")
-    return value
-
-
 def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama:
-    """The model that a config.json describes, of either generation.
+    """The Llama or Qwen3 model that a config.json describes, of either generation.
 
     Older files have `rope_theta` and `rope_scaling`, newer ones `rope_parameters` with both.
 
@@ -102,7 +73,7 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama
     if family is None and not architectures and raw.get("model_type") in ARCHITECTURES.values():
         family = raw["model_type"]
     if family is None:
-        known = ", ".join(ARCHITECTURES)
+        known = ", ".join([*ARCHITECTURES, *gemma4_config.ARCHITECTURES])
         raise CheckpointError(f"{where}: architectures={architectures} is not supported; there are {known}")
     refuse_options(raw, where)
     try:
@@ -184,84 +155,10 @@ def _read_eos(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
     """All ids that end a text: config.json may know fewer of them than generation_config.json."""
     found: set[int] = set()
     generation = directory / "generation_config.json"
-    for source in (raw, read_json(generation) if generation.exists() else {}):
+    for source in (raw, raw.get("text_config") or {}, read_json(generation) if generation.exists() else {}):
         ids = source.get("eos_token_id")
         found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return tuple(sorted(found))
-
-
-class Tensors:
-    """The tensors of a checkpoint by name, each read from its memory-mapped file when asked for."""
-
-    def __init__(self, directory: Path, dtype):
-        self.directory, self.dtype = directory, dtype
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            self.weight_map = read_json(index).get("weight_map")
-            if not isinstance(self.weight_map, dict):
-                raise CheckpointError(f"{index}: the key 'weight_map' is missing")
-        else:
-            self.weight_map = None
-        self.open_files: dict[str, Any] = {}
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.open_files.clear()
-
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._open("model.safetensors").keys() if self.weight_map is None else self.weight_map)
-
-    def get(self, name: str) -> np.ndarray:
-        """One tensor as it is stored, of whatever shape; `stored`, `read`, `device` and `fused` all ask here."""
-        file = self._open("model.safetensors" if self.weight_map is None else self._file_of(name))
-        try:
-            return file.get_tensor(name)
-        except SafetensorError:
-            raise CheckpointError(f"{self.directory}: the tensor {name!r} is missing") from None
-
-    def stored(self, name: str, *shape: int) -> np.ndarray:
-        """One tensor as it is stored, after a check of its shape: the one that config.json leads to.
-
-        Raises:
-          CheckpointError: it is missing, or has another shape.
-        """
-        tensor = self.get(name)
-        if tensor.shape != shape:
-            raise CheckpointError(f"{self.directory}: {name} has the shape {tensor.shape}, config.json says {shape}")
-        return tensor
-
-    def read(self, name: str, *shape: int, transpose: bool = False) -> np.ndarray:
-        """One tensor in the chosen dtype, after a check of its shape as stored."""
-        tensor = self.stored(name, *shape)
-        return (tensor.T if transpose else tensor).astype(self.dtype, copy=False)
-
-    def device(self, name: str, *shape: int) -> jax.Array:
-        """One tensor on the device."""
-        return jnp.asarray(self.read(name, *shape))
-
-    def fused(self, parts: list[tuple[str, int]], width: int) -> jax.Array:
-        """Weights [out, in] with one input, as one weight [in, sum of outs] on the device."""
-        return jnp.asarray(np.concatenate([self.read(name, out, width, transpose=True) for name, out in parts], axis=1))
-
-    def _file_of(self, name: str) -> str:
-        assert self.weight_map is not None
-        if name not in self.weight_map:
-            raise CheckpointError(f"{self.directory}: the index names no file for the tensor {name!r}")
-        return self.weight_map[name]
-
-    def _open(self, file: str):
-        if file not in self.open_files:
-            path = self.directory / file
-            if not path.exists():
-                raise CheckpointError(f"{path}: no such file")
-            try:
-                self.open_files[file] = safe_open(path, "np")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: damaged ({error})") from None
-        return self.open_files[file]
 
 
 def _read_params(config: Llama, tensors: Tensors) -> LlamaParams:
@@ -322,8 +219,8 @@ def read_layer(
 
 def save(
     directory: str | Path,
-    config: Llama,
-    params: LlamaParams,
+    config: Llama | Gemma4,
+    params: Any,
     *,
     dtype: str = "bfloat16",
     eos: tuple[int, ...] = (),
@@ -338,37 +235,16 @@ def save(
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    raw = {**describe(config), "dtype": dtype}
+    if isinstance(config, Gemma4):
+        raw, named = gemma4_config.describe(config), gemma4_checkpoint.named_tensors(config, params)
+    else:
+        raw, named = describe(config), _named_tensors(config, params)
+    raw["dtype"] = dtype
     if eos:
         raw["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": list(eos)}, indent=2) + "\n")
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    shards: list[dict[str, np.ndarray]] = [{}]
-    filled = 0
-    for name, tensor in _named_tensors(config, params):
-        tensor = np.ascontiguousarray(np.asarray(tensor).astype(DTYPES[dtype]))
-        if shards[-1] and max_shard_bytes is not None and filled + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
-        filled += tensor.nbytes
-    if len(shards) == 1:
-        write_tensors(shards[0], directory / "model.safetensors")
-        return
-    weight_map = {}
-    for i, shard in enumerate(shards, 1):
-        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(shard, directory / file)
-        weight_map.update(dict.fromkeys(shard, file))
-    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """Writes a .safetensors file."""
-    save_file(tensors, path, {"format": "pt"})
-    path.chmod(0o644)  # the library makes files that only their owner reads
+    write_shards(directory, named, DTYPES[dtype], max_shard_bytes)
 
 
 def describe_scaling(scaling: Llama3Rope) -> dict[str, Any]:
@@ -383,7 +259,7 @@ def describe_scaling(scaling: Llama3Rope) -> dict[str, Any]:
 
 
 def describe(config: Llama) -> dict[str, Any]:
-    """The config.json of a model, of the newer generation."""
+    """The config.json of a Llama or Qwen3 model, of the newer generation."""
     family = "qwen3" if config.qk_norm else "llama"
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:

@@ -96,7 +96,7 @@ def _add_generate(commands) -> None:
         "--drafter",
         default="auto",
         choices=("auto", *sorted(drafters.DRAFTERS)),
-        help="auto: eagle or standalone, as the draft is that is loaded, else ngram",
+        help="auto: what the draft that is loaded is made for, else ngram",
     )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     parser.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
@@ -226,7 +226,7 @@ def _add_evaluate(commands) -> None:
         "--drafter",
         action="append",
         choices=sorted(drafters.DRAFTERS),
-        help="may be repeated; default: ngram, and eagle or standalone where there is such a draft",
+        help="may be repeated; default: ngram, and what the draft that is loaded is made for",
     )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON list; default: the bundled held-out prompts")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")

@@ -118,22 +118,27 @@ jitted_prefill = jax.jit(
 def step(
     params: Params, s: DecodeState, *, target: Target, drafter: Drafter, accept: Accept, debug: bool = False
 ) -> DecodeState:
-    """One round: draft, verify, accept, commit, extend."""
-    draft_tree, draft_state = drafter.draft(params, s)
+    """One round: draft, verify, accept, commit, extend; these are also the names of its parts in a profile."""
+    with jax.named_scope("draft"):
+        draft_tree, draft_state = drafter.draft(params, s)
     start = s.length - 1
-    out = target.forward(params.target, draft_tree, s.cache, start, capture=drafter.capture)
-    accepted = accept(s.key, draft_tree, sampling.process(s, out.logits, tree.paths(draft_tree)), s.length)
-    if debug:
-        check_round(s, draft_tree, out.logits, accepted, target.vocab_size)
-    kept, stop, finish = cut(s, accepted)
-    cache = s.cache.commit(out.rows, start, kept.path, kept.length)
-    logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
-    counted = {"step": s.step + 1, "stats": count_round(s, kept)}
-    s = append(
-        s, kept, accepted.length - 1, logprobs, stop=stop, finish=finish, cache=cache, draft=draft_state, **counted
-    )
-    committed = Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)
-    return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
+    with jax.named_scope("verify"):
+        out = target.forward(params.target, draft_tree, s.cache, start, capture=drafter.capture)
+    with jax.named_scope("accept"):
+        accepted = accept(s.key, draft_tree, sampling.process(s, out.logits, tree.paths(draft_tree)), s.length)
+        if debug:
+            check_round(s, draft_tree, out.logits, accepted, target.vocab_size)
+        kept, stop, finish = cut(s, accepted)
+        logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
+    with jax.named_scope("commit"):
+        cache = s.cache.commit(out.rows, start, kept.path, kept.length)
+        counted = {"step": s.step + 1, "stats": count_round(s, kept)}
+        s = append(
+            s, kept, accepted.length - 1, logprobs, stop=stop, finish=finish, cache=cache, draft=draft_state, **counted
+        )
+    with jax.named_scope("extend"):
+        committed = Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)
+        return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
 
 
 def cut(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, stopping.Stop, Int[Array, " B"]]:

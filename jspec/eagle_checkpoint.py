@@ -18,16 +18,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec import eagle_config, torch_file
-from jspec.checkpoint import (
-    CheckpointError,
-    Tensors,
-    name_layer,
-    read_json,
-    read_layer,
-    resolve_dtype,
-    write_tensors,
-)
-from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
+from jspec.checkpoint import name_layer, read_layer
+from jspec.checkpoint_files import CheckpointError, Tensors, read_json, resolve_dtype, write_tensors
+from jspec.models import EagleHead, EagleParams, Gemma4, Llama, LlamaParams
 from jspec.models.llama import LayerParams
 
 _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
@@ -57,7 +50,7 @@ def is_head(directory: str | Path) -> bool:
         return "fc.weight" in tensors.names()
 
 
-def load(directory: str | Path, *, target: Llama, dtype: str | None = None) -> EagleCheckpoint:
+def load(directory: str | Path, *, target: Llama | Gemma4, dtype: str | None = None) -> EagleCheckpoint:
     """Loads an EAGLE-1, EAGLE-2 or EAGLE-3 head of either layout onto the default device.
 
     The target's embedding is used, as in SGLang, and not the copy of it that many heads come with, unless the head has
@@ -86,11 +79,10 @@ def load(directory: str | Path, *, target: Llama, dtype: str | None = None) -> E
 
 
 class _HeadTensors(Tensors):
-    """The tensors of a head, which may also lie in pytorch_model.bin, and which of them were asked for."""
+    """The tensors of a head, which may also lie in pytorch_model.bin."""
 
     def __init__(self, directory: Path, dtype):
         super().__init__(directory, dtype)
-        self.asked: set[str] = set()
         self.saved: dict[str, np.ndarray] | None = None
         if self.weight_map is not None or (directory / "model.safetensors").exists():
             return
@@ -106,9 +98,9 @@ class _HeadTensors(Tensors):
         return super().names() if self.saved is None else set(self.saved)
 
     def get(self, name: str) -> np.ndarray:
-        self.asked.add(name)
         if self.saved is None:
             return super().get(name)
+        self.asked.add(name)
         if name not in self.saved:
             raise CheckpointError(f"{self.directory}: the tensor {name!r} is missing")
         # Not the mapped file itself, which an array on a CPU could go on to use.

@@ -135,8 +135,8 @@ def generate(
     Args:
       model: from `jspec.load`.
       prompts: one prompt or a list of them, as text or as token ids.
-      drafter: "eagle", "standalone", "ngram", an object such as `jspec.Eagle(depth=5, width=8)`, or None for plain
-        decoding. "auto": eagle or standalone, as the draft is that is loaded; without one, ngram.
+      drafter: a name in `jspec.drafters.DRAFTERS`, an object such as `jspec.Eagle(depth=5, width=8)`, or None for plain
+        decoding. "auto": what the draft that is loaded is made for; without one, ngram.
       max_new_tokens: bound on the new tokens of each row.
       sampling: for all rows, or one for each; None is greedy.
       accept: the rule of acceptance, one of `jspec.accept.RULES` by name, or an object. None: "coupled" where a row

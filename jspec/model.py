@@ -8,9 +8,9 @@ from pathlib import Path
 
 import huggingface_hub
 
-from jspec import checkpoint, eagle_checkpoint
-from jspec.checkpoint import CheckpointError
-from jspec.models import EagleHead, Llama
+from jspec import assistant_checkpoint, checkpoint, eagle_checkpoint
+from jspec.checkpoint_files import CheckpointError
+from jspec.models import Assistant, EagleHead, Gemma4, Llama
 from jspec.text import Tokenizer
 from jspec.types import Params
 
@@ -28,23 +28,26 @@ class Model:
     """A target ready to generate.
 
     name: where it was loaded from.
-    target, draft: configurations; `draft` is a language model's or an EAGLE head's, or None where none was loaded.
+    target, draft: configurations; `draft` is a language model's, an EAGLE head's or an assistant's; None where none was
+      loaded.
     params: weights of both.
     tokenizer: None for a checkpoint without one, which takes and gives token ids only.
     eos: ids that end a text.
     """
 
     name: str
-    target: Llama
+    target: Llama | Gemma4
     params: Params
     tokenizer: Tokenizer | None
     eos: tuple[int, ...]
-    draft: Llama | EagleHead | None = None
+    draft: Llama | Gemma4 | EagleHead | Assistant | None = None
 
     def __repr__(self) -> str:
         draft = "no draft" if self.draft is None else f"draft of {self.draft.num_layers} layers"
         if isinstance(self.draft, EagleHead):
             draft = f"EAGLE-{self.draft.version} head"
+        if isinstance(self.draft, Assistant):
+            draft = f"assistant of {self.draft.num_layers} layers"
         shape = f"{self.target.num_layers} layers, width {self.target.hidden_size}, vocabulary {self.target.vocab_size}"
         return f"Model({self.name!r}: {shape}, {self.params.target.embed.dtype}; {draft})"
 
@@ -55,7 +58,8 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
     Args:
       source: "bundled:python-small", a Hugging Face directory, or a hub id such as "org/name".
       draft: a checkpoint of a draft, named the same way: a small language model with the target's vocabulary, or an
-        EAGLE head that was made for this target. None: the draft that a bundled model comes with, or none.
+        EAGLE head or an assistant that was made for this target. None: the draft that a bundled model comes with, or
+        none.
       dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
 
     Raises:
@@ -70,7 +74,9 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
         return Model(str(source), loaded.config, Params(loaded.params), tokenizer, loaded.eos)
     draft_directory = locate(draft, _DRAFT_FILES)
     _check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
-    if eagle_checkpoint.is_head(draft_directory):
+    if assistant_checkpoint.is_assistant(draft_directory):
+        small = assistant_checkpoint.load(draft_directory, target=loaded.config, dtype=dtype)
+    elif eagle_checkpoint.is_head(draft_directory):
         small = eagle_checkpoint.load(draft_directory, target=loaded.config, dtype=dtype)
     else:
         small = checkpoint.load(draft_directory, dtype=dtype)

@@ -16,7 +16,7 @@ def propose(
     *,
     width: int,
     vocab_size: int,
-    ids: Int[Array, " Vd"] | None = None,
+    ids: Int[Array, " Vd"] | Int[Array, "B M Vd"] | None = None,
     drawn: bool = False,
 ) -> Proposal:
     """The `width` best children of M nodes, g tokens behind the committed ones.
@@ -29,16 +29,16 @@ def propose(
     Args:
       path: the tokens from the first draft to each node.
       vocab_size: the target's.
-      ids: target ids of the draft's vocabulary; None: the target's own.
+      ids: target ids of the draft's vocabulary, or of each node's own; None: the target's.
       drawn: draw the children from q, without replacement and with noise of their own, and return q: for the rules of
         acceptance that need it.
     """
     rows: sampling.RowSampling | None = s.sampling
     if rows is None:
         index, scores = _best(logits, width)
-        return Proposal(index if ids is None else ids.at[index].get(mode="clip"), scores, None)
+        return Proposal(_tokens(index, ids), scores, None)
     if ids is not None:
-        logits = jnp.full((*logits.shape[:2], vocab_size), -jnp.inf).at[:, :, ids].set(logits)
+        logits = _spread(logits, ids, vocab_size)
     logits = sampling.temper(rows, sampling.adjust(s, logits, path))
     if rows.temperature is None:
         tokens, scores = _best(logits, width)
@@ -47,6 +47,22 @@ def propose(
     noisy = logits + jnp.where((rows.temperature > 0).reshape(-1, 1, 1), noise, 0.0)
     tokens, scores = _best(noisy, width)
     return Proposal(tokens, scores, jax.nn.softmax(logits, axis=-1) if drawn else None)
+
+
+def _tokens(index: Int[Array, "B M W"], ids: Array | None) -> Int[Array, "B M W"]:
+    """The target's ids of what stands at `index`; `ids` as in `propose`."""
+    if ids is None:
+        return index
+    return ids.at[index].get(mode="clip") if ids.ndim == 1 else jnp.take_along_axis(ids, index, axis=2, mode="clip")
+
+
+def _spread(logits: Float[Array, "B M Vd"], ids: Array, vocab_size: int) -> Float[Array, "B M V"]:
+    """The logits at the target's ids, and -inf elsewhere."""
+    everywhere = jnp.full((*logits.shape[:2], vocab_size), -jnp.inf)
+    if ids.ndim == 1:
+        return everywhere.at[:, :, ids].set(logits)
+    batch, nodes = (jnp.arange(count, dtype=jnp.int32) for count in logits.shape[:2])
+    return everywhere.at[batch[:, None, None], nodes[None, :, None], ids].set(logits)
 
 
 def _noise(s: DecodeState, shape, generation: int, drawn: bool) -> Array:

@@ -20,7 +20,7 @@ import tokenizers
 from jinja2 import ext, nodes, sandbox
 
 from jspec import stopping
-from jspec.checkpoint import CheckpointError, read_json
+from jspec.checkpoint_files import CheckpointError, read_json
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LONGEST_CHARACTER = 4  # bytes, in UTF-8

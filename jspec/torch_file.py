@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jspec.checkpoint import CheckpointError
+from jspec.checkpoint_files import CheckpointError
 
 _DTYPES = {
     "BFloat16Storage": ml_dtypes.bfloat16,

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints of both families, made with `transformers`, the oracle of the parity tests."""
+"""Tiny random Hugging Face checkpoints of all families, made with `transformers`, the oracle of the parity tests."""
 
 import json
 from pathlib import Path
@@ -24,29 +24,114 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA4 = {
+    **BASE,
+    "pad_token_id": 0,
+    "global_head_dim": 32,
+    "sliding_window": 8,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_VALUES_ARE_KEYS = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_KINDS = {
+    "dense": {**_VALUES_ARE_KEYS, "layer_types": [_SLIDING, _SLIDING, _FULL]},
+    "shared": {
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": BASE["vocab_size"],
+    },
+    "experts": {
+        **_VALUES_ARE_KEYS,
+        "layer_types": [_SLIDING, _FULL],
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
+}
+"""What the sizes of Gemma 4 have of their own: those of 12B and 31B, of E2B and E4B, and of 26B-A4B."""
+
+
+def gemma4_config(kind: str, **changes):
+    """The configuration of a text model of a kind in `GEMMA4_KINDS`."""
+    import transformers
+
+    settings = {**GEMMA4, **GEMMA4_KINDS[kind], **changes}
+    return transformers.Gemma4TextConfig(**{**settings, "num_hidden_layers": len(settings["layer_types"])})
+
+
+def assistant_config(kind: str, *, ordered: bool = False, **changes) -> dict:
+    """config.json of an assistant for a target of a kind in `GEMMA4_KINDS`.
+
+    ordered: with an LM head of 12 clusters, of which 5 are chosen. changes: of both text models.
+    """
+    layers = {"layer_types": [_SLIDING] * 3 + [_FULL], "num_hidden_layers": 4, "num_kv_shared_layers": 4}
+    own = {"hidden_size": 48, "vocab_size_per_layer_input": 0, **layers}
+    shape = _VALUES_ARE_KEYS if "attention_k_eq_v" in GEMMA4_KINDS[kind] else {}
+    return {
+        "architectures": ["Gemma4AssistantForCausalLM"],
+        "model_type": "gemma4_assistant",
+        "backbone_hidden_size": GEMMA4["hidden_size"],
+        "use_ordered_embeddings": ordered,
+        "num_centroids": 12,
+        "centroid_intermediate_top_k": 5,
+        "tie_word_embeddings": True,
+        "text_config": {**GEMMA4, **shape, **changes, **own},
+    }
+
+
+def build_assistant(raw: dict, seed: int = 7):
+    """The assistant that `assistant_config` describes, with random weights.
+
+    Raises:
+      ValueError: this version of `transformers` cannot build one, as 5.23.0 cannot.
+    """
+    import torch
+    import transformers
+
+    settings = {name: value for name, value in raw.items() if name not in ("architectures", "model_type")}
+    text = transformers.Gemma4TextConfig(**settings.pop("text_config"))
+    model = transformers.Gemma4AssistantForCausalLM(transformers.Gemma4AssistantConfig(text_config=text, **settings))
+    if raw["use_ordered_embeddings"]:
+        order = torch.randperm(text.vocab_size, generator=torch.Generator().manual_seed(seed))
+        model.masked_embedding.token_ordering.copy_(order)
+    return randomize(model, seed)
 
 
 def build(family: str, seed: int = 0, **changes):
-    """A model with weights spread enough that logits stand apart. `family` is "llama" or "qwen3"."""
-    import torch
+    """A model with random weights; `family` is "llama", "qwen3", or "gemma4-" and a kind in `GEMMA4_KINDS`."""
     import transformers
 
     if family == "llama":
         config = transformers.LlamaConfig(**{**BASE, "rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5, **changes})
         model = transformers.LlamaForCausalLM(config)
+    elif family.startswith("gemma4-"):
+        model = transformers.Gemma4ForCausalLM(gemma4_config(family.removeprefix("gemma4-"), **changes))
     else:
         rope = {"rope_type": "default", "rope_theta": 1e6}
         settings = {**BASE, "rope_parameters": rope, "tie_word_embeddings": True, **changes}
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings))
+    return randomize(model, seed)
+
+
+def randomize(model, seed: int = 0):
+    """The model with weights spread enough that logits stand apart."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        for name, weight in [*model.named_parameters(), *scalars]:
             if weight.ndim >= 2:
                 weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
             else:
                 # Norms and biases too, or a weight that is dropped or swapped would not show.
                 noise = 0.2 * torch.randn(weight.shape, generator=generator)
-                weight.copy_(noise + (1.0 if "norm" in name else 0.0))
+                weight.copy_(noise + (1.0 if "norm" in name or "scal" in name else 0.0))
     return model.eval()
 
 

@@ -10,7 +10,7 @@ import pytest
 import toy
 
 from jspec import accept, tree
-from jspec.drafters import Eagle
+from jspec.drafters import Eagle, FrozenKvMtp
 from jspec.types import DraftTree, Params
 
 STATIC = ("target", "drafter", "accept")
@@ -72,6 +72,8 @@ def weights_of(drafter):
     """The weights that a drafter of `toy.bound_drafters` or of this module runs with."""
     if isinstance(drafter, Planted):
         return planted_params()
+    if isinstance(drafter, FrozenKvMtp):
+        return toy.assistant_params(drafter.model.clusters is not None)
     return toy.head_params() if isinstance(drafter, Eagle) else toy.params()
 
 

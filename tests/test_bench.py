@@ -6,6 +6,7 @@ import json
 import re
 from functools import partial
 
+import gemma
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,32 +18,40 @@ import jspec
 from jspec import accept, cli, decode, memory, plots, stopping
 from jspec.bench import cli as bench
 from jspec.bench import machine, phases, report, weights
+from jspec.bench.measure import from_host
 from jspec.bench.presets import PRESETS, eagle_head
-from jspec.drafters import Eagle, Plain, Standalone
+from jspec.bench.unfolded import Unfolded, seed
+from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
 from jspec.types import Params
 
 RULE = accept.Imposed(2.5)
-TINY = PRESETS["tiny"]
+TINY, GEMMA = PRESETS["tiny"], PRESETS["tiny-gemma-4"]
 DRAFTERS = {
     "plain": Plain(),
     "chain": Standalone(depth=2).bind(TINY.target, TINY.standalone),
     "tree": Eagle(depth=2, width=2, num_nodes=6).bind(TINY.target, TINY.head),
+    "assistant": FrozenKvMtp(depth=2, width=2, num_nodes=6).bind(GEMMA.target, GEMMA.assistant),
 }
+
+
+def target_of(drafter):
+    return GEMMA.target if isinstance(drafter, FrozenKvMtp) else TINY.target
 
 
 @functools.cache
 def params_of(drafter):
-    target, model = weights.llama_shapes(TINY.target, jnp.float32), getattr(drafter, "model", None)
-    shapes = weights.head_shapes if model == TINY.head else weights.llama_shapes
-    return weights.random_weights(Params(target, model and shapes(model, jnp.float32)), TINY.target.vocab_size)
+    target, model = target_of(drafter), getattr(drafter, "model", None)
+    shapes = Params(*(each and weights.shapes_of(each, jnp.float32) for each in (target, model)))
+    return weights.random_weights(shapes, target.vocab_size)
 
 
 def prefilled(drafter):
     """Three rows of 9 tokens."""
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, TINY.target.vocab_size, (3, 9), np.int32))
+    target = target_of(drafter)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, target.vocab_size, (3, 9), np.int32))
     keys = jax.vmap(jax.random.key)(jnp.arange(3, dtype=jnp.uint32))
     length, stop = jnp.full(3, 9, jnp.int32), stopping.init(None, 3)
-    shape = {"target": TINY.target, "drafter": drafter, "accept": RULE, "capacity": 40, "page_size": 4}
+    shape = {"target": target, "drafter": drafter, "accept": RULE, "capacity": 40, "page_size": 4}
     return decode.jitted_prefill(params_of(drafter), ids, length, length + 30, keys, stop, **shape)
 
 
@@ -57,10 +66,13 @@ def prefilled(drafter):
         ("qwen3-8b", 8.19e9),
         ("qwen3-0.6b", 0.60e9),
         ("qwen3-32b", 32.8e9),
+        ("gemma-4-31b", 30.7e9),
+        # 8 billion with the encoders of images and sound, of 150 and 300 million.
+        ("gemma-4-e4b", 7.5e9),
     ),
 )
 def test_a_preset_has_the_published_number_of_parameters(name, published):
-    shapes = weights.llama_shapes(PRESETS[name].target, jnp.bfloat16)
+    shapes = weights.shapes_of(PRESETS[name].target, jnp.bfloat16)
     assert weights.count(shapes) == pytest.approx(published, rel=0.01)
 
 
@@ -79,7 +91,8 @@ def test_bytes_are_those_of_the_literature(name, head, target, step, extend, kv)
     assert weights.forward_bytes(params.target) == pytest.approx(target, rel=1e-3)
     assert weights.draft_step_bytes(params) == pytest.approx(step, rel=1e-3)
     assert weights.extend_bytes(params) == pytest.approx(extend, rel=1e-3)
-    assert weights.kv_token_bytes(preset.target, 2) == kv
+    assert weights.kv_bytes(preset.target, 1, 2) == kv
+    assert weights.kv_bytes(preset.target, 512, 2) == 512 * kv
     plain = weights.round_bytes(params, preset.target, None, depth=0, batch=8, context=512)
     assert plain == weights.forward_bytes(params.target) + 8 * 512 * kv
     chain = weights.round_bytes(params, preset.target, preset.head, depth=5, batch=8, context=512)
@@ -94,18 +107,55 @@ def test_a_tied_model_reads_its_embedding_as_the_head():
     assert weights.extend_bytes(pair) == weights.draft_step_bytes(pair) == memory.tree_bytes(params.target)
 
 
+def test_bytes_of_an_assistants_round():
+    """Worked out by hand, in bfloat16: 31B, and E4B's head of clusters; windows bound what is read of a context."""
+    params, preset = _shapes("gemma-4-31b"), PRESETS["gemma-4-31b"]
+    assert weights.forward_bytes(params.target) == pytest.approx(61.4e9, rel=1e-3)
+    windows, full = 50 * 1024 * 2 * 16 * 256 * 2, 10 * 2 * 4 * 512 * 2
+    assert weights.kv_bytes(preset.target, 32_768, 2) == windows + 32_768 * full
+    assert weights.kv_bytes(preset.target, 100, 2) == 100 * (windows // 1024 + full)
+    # Projections, then queries, outputs and MLPs of three sliding layers and a full one, then the head.
+    layers = 3 * 2 * 32 * 256 * 1024 + 2 * 32 * 512 * 1024 + 4 * 3 * 1024 * 8192
+    step = 2 * (3 * 5376 * 1024 + layers + 262_144 * 1024)
+    assert weights.draft_step_bytes(params, preset.assistant) == pytest.approx(step, rel=1e-4)
+    plain = weights.round_bytes(params, preset.target, None, depth=0, batch=2, context=4096)
+    chain = weights.round_bytes(params, preset.target, preset.assistant, depth=5, batch=2, context=4096)
+    read = 2 * (3 * 1024 * 2 * 16 * 256 * 2 + 4096 * 2 * 4 * 512 * 2)
+    assert chain - plain == pytest.approx(5 * step + 5 * read, rel=1e-4), "and nothing for an extension"
+    small = PRESETS["gemma-4-e4b"]
+    layers = 3 * 2 * 8 * 256 * 256 + 2 * 8 * 512 * 256 + 4 * 3 * 256 * 2048
+    step = 2 * (3 * 2560 * 256 + layers + 2048 * 256 + 32 * 128 * 256)
+    assert weights.draft_step_bytes(_shapes("gemma-4-e4b"), small.assistant) == pytest.approx(step, rel=1e-3)
+
+
 def _shapes(name):
+    """Of a target and its first draft."""
     preset = PRESETS[name]
-    return Params(weights.llama_shapes(preset.target, jnp.bfloat16), weights.head_shapes(preset.head, jnp.bfloat16))
+    return Params(*(weights.shapes_of(each, jnp.bfloat16) for each in (preset.target, preset.head or preset.assistant)))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_drafts_of_a_preset_suit_its_target(name):
     preset = PRESETS[name]
-    Eagle(depth=5, width=8).bind(preset.target, preset.head)
-    assert preset.standalone is None or Standalone(depth=5, width=8).bind(preset.target, preset.standalone)
+    drafts = {Eagle: preset.head, Standalone: preset.standalone, FrozenKvMtp: preset.assistant}
+    assert any(drafts.values())
+    for drafter, draft in drafts.items():
+        assert draft is None or drafter(depth=5, width=8).bind(preset.target, draft)
     count = preset.target.num_layers
-    assert name == "tiny" or preset.head.capture == (2, count // 2, count - 3)
+    assert preset.head is None or name == "tiny" or preset.head.capture == (2, count // 2, count - 3)
+
+
+def test_shapes_are_those_that_the_model_runs_with():
+    """Random weights of a model with experts are not made."""
+    with pytest.raises(ValueError, match="of dense models only"):
+        weights.shapes_of(gemma.KINDS["experts"], jnp.bfloat16)
+    for kind in ("dense", "shared"):
+        shapes = weights.shapes_of(gemma.KINDS[kind], jnp.float32)
+        assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, gemma.params(kind))
+    both = (toy.ASSISTANT, toy.random_assistant(toy.ASSISTANT)), (toy.CLUSTERED, toy.assistant_params(True).draft)
+    for config, own in both:
+        shapes = weights.shapes_of(config, jnp.float32)
+        assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, own)
 
 
 def test_random_weights_are_what_the_shapes_say_and_keep_what_is_there():
@@ -166,7 +216,7 @@ def optimised():
 @pytest.mark.parametrize("mode", DRAFTERS)
 def test_the_phases_are_the_round(mode):
     drafter = DRAFTERS[mode]
-    params, parts = params_of(drafter), {"target": TINY.target, "drafter": drafter, "accept": RULE}
+    params, parts = params_of(drafter), {"target": target_of(drafter), "drafter": drafter, "accept": RULE}
     expected = jax.jit(partial(decode.step, **parts))(params, prefilled(drafter))
     seconds, got = phases.time_phases(params, prefilled(drafter), phases.Phases(**parts), count=3, repeats=2)
     assert list(seconds) == (["verify", "accept_commit"] if mode == "plain" else list(report.PHASES)[:-1])
@@ -279,8 +329,11 @@ def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, mon
     (
         ("--mode chain --width 4", "--width 4: only --mode tree has it, and --mode is chain"),
         ("--mode plain chain --num-nodes 9", "--num-nodes 9: only --mode tree has it, and --mode is plain chain"),
-        ("--mode plain --depth 3", "--depth 3: only --mode chain and tree has it, and --mode is plain"),
-        ("--mode plain --drafter eagle", "--drafter eagle: only --mode chain and tree has it"),
+        (
+            "--mode plain --depth 3",
+            "--depth 3: only --mode chain or tree or stepped or unfolded has it, and --mode is plain",
+        ),
+        ("--mode plain --drafter eagle", "--drafter eagle: only --mode chain or tree or stepped or unfolded has it"),
         ("--tokens-per-round 7", "--tokens-per-round 7: with --depth 5 at most 6"),
         ("--tokens-per-round 0.5", "Imposed(tokens_per_round=0.5): give a finite number from 1 up"),
         ("--width 1", "--width 1: that is a chain"),
@@ -314,6 +367,43 @@ def test_options_of_the_wrong_kind_are_refused(capsys, arguments, message):
 def test_a_preset_without_a_smaller_model_says_which_have_one(capsys):
     status, _, err = run(capsys, "--preset", "llama-3.2-1b", "--drafter", "standalone")
     assert status == 2 and "llama-3.2-1b has no smaller model of its vocabulary; llama-3.1-8b, qwen3-8b" in err
+    status, _, err = run(capsys, "--preset", "gemma-4-31b", "--drafter", "eagle")
+    assert status == 2 and "gemma-4-31b has no EAGLE head; llama-3.1-8b" in err
+
+
+def test_an_unfolded_seed_changes_no_token():
+    """Nor how many each round appends."""
+    drafter = toy.bound_drafters()["frozen_kv_mtp"]
+    both = toy.assistant_params()
+    expected = toy.run(drafter, both, toy.start(drafter, both))
+    unfolded = Unfolded(drafter)
+    run = partial(decode.decode, both, target=toy.TARGET, drafter=unfolded, accept=accept.greedy)
+    s = from_host(lambda s, until: run(s, until), partial(seed, both, drafter=unfolded), toy.start(unfolded, both), 12)
+    assert toy.generated(s) == toy.generated(expected)
+    toy.assert_same(s.stats, expected.stats)
+    with pytest.raises(ValueError, match="give a bound chain that is not drawn"):
+        Unfolded(FrozenKvMtp())
+
+
+def test_rounds_that_the_host_calls(capsys):
+    sizes = ("--depth", 2, "--rounds", 4, "--repeats", 1, "--tokens-per-round", 2)
+    status, out, _ = run(capsys, "--preset", "tiny-gemma-4", "--mode", "stepped", "unfolded", *sizes)
+    assert status == 0
+    lines = [line.split() for line in out.splitlines()[2:]]
+    assert [line[0] for line in lines] == ["stepped", "unfolded"]
+    assert all(line[5] == "2.00" and line[6:11] == ["-"] * 5 for line in lines), "no split"
+    status, _, err = run(capsys, "--preset", "tiny", "--mode", "unfolded")
+    assert status == 2 and "--mode unfolded: only the drafter frozen-kv-mtp has a seed, and this one is eagle" in err
+
+
+def test_a_report_of_an_assistant(capsys):
+    """What the preset has is taken; the extension of a state of one vector is a phase, too."""
+    sizes = ("--depth", 2, "--rounds", 4, "--repeats", 1, "--tokens-per-round", 2)
+    status, out, _ = run(capsys, "--preset", "tiny-gemma-4", "--mode", "chain", *sizes)
+    assert status == 0
+    headline, _, line = out.splitlines()
+    assert headline.startswith("tiny-gemma-4: 15,264 parameters + frozen-kv-mtp draft of 4,532, float32")
+    assert line.split()[:3] == ["chain", "1", "64"] and line.split()[5] == "2.00" and "-" not in line.split()
 
 
 def test_weights_that_do_not_fit_are_refused(capsys, monkeypatch):

@@ -14,7 +14,7 @@ from planted import weights_of
 import jspec
 from jspec import accept, contract, tree
 from jspec.contract import check_drafter
-from jspec.drafters import Eagle, Ngram
+from jspec.drafters import Ngram
 from jspec.models import Llama
 from jspec.types import DraftTree
 
@@ -22,7 +22,7 @@ IDS = [[3], [5, 6, 7, 5, 6, 7, 5]]
 
 
 def model_for(drafter):
-    draft = toy.HEAD if isinstance(drafter, Eagle) else toy.TARGET
+    draft = getattr(drafter, "model", None) or toy.TARGET
     return jspec.Model("toy", toy.TARGET, weights_of(drafter), None, (), draft)
 
 
@@ -30,10 +30,15 @@ def check(drafter, prompts=IDS):
     return check_drafter(drafter, model_for(drafter), prompts, max_new_tokens=20)
 
 
-SLOWER = [pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "standalone")]
+SLOWER = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("plain", "standalone", "frozen_kv_mtp", "frozen_kv_mtp_tree")
+]
 
 
-@pytest.mark.parametrize("name", ("eagle_tree", "ngram", *SLOWER))
+@pytest.mark.parametrize(
+    "name", ("eagle_tree", "ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWER))
+)
 def test_the_drafters_of_this_package_keep_the_contract(name):
     drafter = toy.bound_drafters()[name]
     report = check(drafter, None if name == "ngram" else IDS)

@@ -1,4 +1,4 @@
-"""The Python in the README and in the drafter page runs as printed."""
+"""The Python in the README and in the pages runs as printed."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/adding-a-drafter.md"])
-def test_code_runs(page, capsys):
+@pytest.mark.parametrize("page", ["README.md", "docs/adding-a-drafter.md", "docs/profiling.md"])
+def test_code_runs(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
     assert blocks
     names: dict = {}

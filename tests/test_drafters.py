@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from planted import weights_of
 
 from jspec import tree
-from jspec.drafters import DRAFTERS, Eagle, Ngram, Plain, Standalone, resolve
+from jspec.drafters import DRAFTERS, Eagle, FrozenKvMtp, Ngram, Plain, Standalone, resolve
 from jspec.drafters.ngram import continue_match
+from jspec.models.assistant import Clusters
 from jspec.types import Params
 
 each_name = pytest.mark.parametrize("name", toy.bound_drafters())
@@ -61,8 +62,7 @@ def test_a_drafter_is_a_value(name):
 @each_name
 def test_binding_twice_is_binding_once(name):
     drafter = toy.bound_drafters()[name]
-    draft = toy.HEAD if isinstance(drafter, Eagle) else toy.TARGET
-    assert drafter.bind(toy.TARGET, draft) == drafter
+    assert drafter.bind(toy.TARGET, getattr(drafter, "model", None)) == drafter
 
 
 # Names and errors
@@ -119,6 +119,37 @@ def test_an_object_that_is_no_drafter_is_an_error_that_names_what_it_lacks():
             lambda: Eagle().bind(toy.TARGET, dataclasses.replace(toy.HEAD, capture=(2, 1))),
             "they must ascend, from 0 to 3",
         ),
+        (
+            lambda: FrozenKvMtp(position="last"),
+            r"FrozenKvMtp\(position='last'\): give one of 'committed', 'root'",
+        ),
+        (lambda: FrozenKvMtp(depth=0), r"FrozenKvMtp\(depth=0, .*: at least 1 token is proposed"),
+        (lambda: FrozenKvMtp().bind(toy.TARGET, None), "needs an assistant as draft, and none is loaded"),
+        (lambda: FrozenKvMtp().bind(toy.TARGET, toy.HEAD), "and a EagleHead is loaded"),
+        (lambda: FrozenKvMtp(width=41).bind(toy.TARGET, toy.CLUSTERED), r"width=41\): the assistant gives 40 tokens"),
+        (
+            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, vocab_size=60)),
+            "target with vocabulary 60, and this target's is 61",
+        ),
+        (
+            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, target_hidden_size=64)),
+            "target with hidden size 64, and this target's is 32",
+        ),
+        (
+            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, reads=(0, 2))),
+            "reads layer 2, and this target has the layers 0 to 1",
+        ),
+        (
+            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, head_dims=(16, 8))),
+            "reads layer 0 with 4 heads of dimension 8, and this target has 2 key heads of dimension 16",
+        ),
+        (
+            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, num_heads=3)),
+            "reads layer 1 with 3 heads",
+        ),
+        (lambda: dataclasses.replace(toy.ASSISTANT, reads=(0,)), "each layer, of at least 1, has one of both"),
+        (lambda: dataclasses.replace(toy.ASSISTANT, clusters=Clusters(60, 4)), "61 tokens are no multiple of 60"),
+        (lambda: dataclasses.replace(toy.ASSISTANT, clusters=Clusters(61, 62)), "between 1 and 61 are chosen"),
         (
             lambda: Standalone().bind(toy.TARGET, dataclasses.replace(toy.DRAFT, vocab_size=60)),
             "the draft's vocabulary has 60 tokens and the target's 61",

@@ -225,7 +225,12 @@ def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
         ("a", {"max_new_tokens": 1.5}, TypeError, "max_new_tokens=1.5"),
         ("a", {"page_size": 0}, ValueError, "page_size=0: a page holds at least 1 row"),
         ("a", {"seed": -1}, ValueError, "seed=-1"),
-        ("a", {"drafter": "medusa"}, ValueError, "'medusa' is unknown; there are eagle, ngram, plain, standalone"),
+        (
+            "a",
+            {"drafter": "medusa"},
+            ValueError,
+            "'medusa' is unknown; there are eagle, frozen-kv-mtp, ngram, plain, standalone",
+        ),
         ("a", {"drafter": jspec.Ngram}, TypeError, "give an object, not a class"),
         ("a", {"drafter": 4}, TypeError, "drafter=int is not a drafter: it has no depth"),
         ("a", {"stop": ""}, ValueError, "stop"),

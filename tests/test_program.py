@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 import toy
 from crosslower import cross_lower
+from hlo import computations, loop_body, made, opcode
 from jax.experimental import checkify
 from planted import (
     GREEDY,
@@ -23,7 +24,7 @@ from planted import (
 )
 
 from jspec import accept, decode
-from jspec.drafters import Eagle, Plain, Standalone
+from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
 from jspec.types import DraftTree, Params
 from pallas_kernels import platform
 
@@ -49,7 +50,7 @@ def test_the_state_keeps_its_structure_and_types(name):
 @each_name
 def test_a_drafter_that_wants_no_hidden_states_has_none_anywhere(name):
     drafter, seen = toy.bound_drafters()[name], []
-    if isinstance(drafter, Eagle):
+    if isinstance(drafter, Eagle | FrozenKvMtp):
         return
     assert drafter.capture == ()
 
@@ -84,40 +85,6 @@ def program(name):
     return decode.decode.lower(weights, s, jnp.int32(9), drafter=drafter, **GREEDY).compile().as_text(), types
 
 
-def computations(text):
-    """Instructions of each computation of a program, by name; the main one's is ENTRY."""
-    found, name = {}, None
-    for line in text.splitlines():
-        header = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
-        if header:
-            name = "ENTRY" if header[1] else header[2]
-            found[name] = []
-        elif name:
-            found[name].append(line)
-    return found
-
-
-def opcode(line):
-    found = re.search(r" = .*?[\]})] ([a-z][a-z0-9-]*)\(", line)
-    return found[1] if found else None
-
-
-def loop_body(text):
-    """The instructions of the loop's body and of all that it calls."""
-    parts = computations(text)
-    queue, reached = re.findall(r" while\(.*body=%?([\w.-]+)", text), {}
-    for name in queue:
-        reached[name] = parts[name]
-        for line in parts[name]:
-            queue += [part for part in re.findall(r"[\w.-]+", line) if part in parts and part not in queue]
-    return [line for lines in reached.values() for line in lines]
-
-
-def made(lines, shape):
-    """The opcodes of the instructions whose result is of that type."""
-    return [opcode(line) for line in lines if re.search(rf" = {re.escape(shape)}\S* ", line)]
-
-
 @each_name
 def test_the_program_is_one_loop_that_never_leaves_the_device(name):
     text, _ = program(name)
@@ -126,6 +93,25 @@ def test_the_program_is_one_loop_that_never_leaves_the_device(name):
     assert opcodes.count("dot") > 4, "the text is not understood"
     assert not set(opcodes) & {"infeed", "outfeed", "send", "send-done", "recv", "recv-done", "conditional"}
     assert "callback" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "multiplying", "writing"),
+    [
+        ("eagle", {"draft", "verify", "extend"}, {"commit", "extend"}),
+        ("frozen_kv_mtp", {"draft", "verify"}, {"commit"}),
+        ("plain", {"verify"}, {"commit"}),
+    ],
+)
+def test_operations_bear_the_name_of_their_phase(name, multiplying, writing):
+    """For a profile: all products, the writes of the pools, and something of each phase."""
+    text, types = program(name)
+    body = [(line, re.search(r'op_name="[^"]*/while/body/(\w+)', line)) for line in loop_body(text)]
+    named = [(line, found[1]) for line, found in body if found]
+    phases = {"draft", "verify", "accept", "commit", "extend"}
+    assert {phase for _, phase in named} & phases == phases - ({"extend"} if name == "plain" else set())
+    assert {phase for line, phase in named if opcode(line) == "dot"} == multiplying
+    assert {phase for line, phase in named if any(made([line], pool) == ["scatter"] for pool in types)} == writing
 
 
 @each_name

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import accept, decode, stopping, tree
-from jspec.drafters import Eagle, Ngram, Plain, Standalone
-from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
+from jspec.drafters import Eagle, FrozenKvMtp, Ngram, Plain, Standalone
+from jspec.models import Assistant, AssistantParams, EagleHead, EagleParams, Llama, LlamaParams
+from jspec.models.assistant import AssistantLayerParams, ClusterParams, Clusters
 from jspec.models.llama import LayerParams
 from jspec.types import DecodeState, Drafter, Params
 
@@ -50,6 +51,17 @@ HEAD = EagleHead(
     max_length=512,
     capture=(0, 1, 2),
 )
+ASSISTANT = Assistant(
+    vocab_size=61,
+    hidden_size=128,
+    target_hidden_size=32,
+    intermediate_size=64,
+    num_heads=4,
+    reads=(1, 0),
+    head_dims=(16, 16),
+)
+CLUSTERED = dataclasses.replace(ASSISTANT, clusters=Clusters(count=61, chosen=40))
+"""Chooses more clusters than one top-k finds."""
 
 
 def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParams:
@@ -157,11 +169,101 @@ def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
     return out.logits, head.apply(both, target, tokens[:, 1:], feature, positions, cache, None).feature
 
 
+@functools.cache
+def assistant_params(clustered: bool = False) -> Params:
+    """The target's weights and an assistant that is often right on the texts of `plain_tokens`."""
+    if clustered:
+        both = assistant_params()
+        return Params(both.target, in_clusters(CLUSTERED, both.draft))
+    return fit_assistant(TARGET, ASSISTANT, params().target, IDS, LENGTHS, plain_tokens())
+
+
+def random_assistant(config: Assistant, seed: int = 11) -> AssistantParams:
+    """Weights with a spread that keeps logits apart; a head that reads the whole vocabulary."""
+    matrix, width = _matrices(seed, 10 * config.num_layers + 4), config.hidden_size
+
+    def norm(size):
+        return 1 + 0.2 * matrix(1, size)[0]
+
+    layers = tuple(
+        AssistantLayerParams(
+            attention_norm=norm(width),
+            q=matrix(width, config.num_heads * head_dim),
+            q_norm=norm(head_dim),
+            o=matrix(config.num_heads * head_dim, width),
+            attention_out_norm=norm(width),
+            mlp_norm=norm(width),
+            gate_up=matrix(width, 2 * config.intermediate_size),
+            down=matrix(config.intermediate_size, width),
+            mlp_out_norm=norm(width),
+            scalar=norm(1)[0],
+        )
+        for head_dim in config.head_dims
+    )
+    outer = config.target_hidden_size
+    projections = dict(pre_projection=matrix(2 * outer, width), post_projection=matrix(width, outer))
+    head = matrix(width, config.vocab_size).T
+    return AssistantParams(**projections, layers=layers, norm=norm(width), head=head, clusters=None)
+
+
+def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> AssistantParams:
+    """The same weights with a head of clusters, whose centroids add up what their tokens' rows say."""
+    assert config.clusters is not None and own.head is not None
+    ids = np.random.default_rng(seed).permutation(config.vocab_size).reshape(config.clusters.count, -1)
+    head = jnp.take(own.head, ids, axis=0)
+    clusters = ClusterParams(head.sum(1).T, jnp.asarray(ids, jnp.int32), head)
+    return dataclasses.replace(own, head=None, clusters=clusters)
+
+
+def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=None, steps: int = 3) -> Params:
+    """An assistant that is random, but for a head that is fitted to the continuations of some prompts.
+
+    ids, length: the prompts, as `decode.prefill` takes them. texts, limit: prompts with their continuations, and how
+    many tokens these are; None: all columns. steps: of each round's chain that it is fitted to.
+    """
+    # With the identity as its head, an assistant's logits are what the head reads.
+    width = config.hidden_size
+    bare = dataclasses.replace(config, vocab_size=width, clusters=None)
+    random = dataclasses.replace(random_assistant(config), head=jnp.eye(width))
+    both, drafter = Params(weights, random), FrozenKvMtp(depth=1).bind(target, config)
+    bound, capacity = dataclasses.replace(drafter, model=bare), texts.shape[1]
+    end = np.full(len(ids), capacity) if limit is None else np.asarray(limit)
+
+    @jax.jit
+    def read(both, s, texts):
+        hidden, found = s.draft, []
+        for ahead in range(steps):
+            token = jnp.take_along_axis(texts, s.length[:, None] - 1 + ahead, axis=1, mode="clip")
+            out = bare.apply(both, target, token, hidden, s.cache, s.length - 1, jnp.maximum(s.length - 2, 0))
+            found.append(out.logits[:, 0])
+            hidden = out.hidden
+        return jnp.stack(found, axis=1)
+
+    keys = jax.vmap(jax.random.key)(np.zeros(len(ids), np.uint32))
+    count, last = jnp.asarray(length, jnp.int32), jnp.asarray(end, jnp.int32)
+    static = dict(target=target, drafter=bound, accept=accept.greedy, capacity=capacity, page_size=4)
+    s = decode.jitted_prefill(both, jnp.asarray(ids), count, last, keys, stopping.init(None, len(ids)), **static)
+    features, wanted = [], []
+    while not s.done.all():
+        made, lengths = np.array(read(both, s, jnp.asarray(texts))), np.array(s.length)
+        for row, column in zip(*np.nonzero(lengths[:, None] + np.arange(steps) < end[:, None]), strict=True):
+            features.append(made[row, column])
+            wanted.append(texts[row, lengths[row] + column])
+        s = decode.decode(both, s, s.step + 1, target=target, drafter=bound, accept=accept.greedy)
+    feature = np.array(features)
+    right = np.eye(config.vocab_size, dtype=np.float32)[np.array(wanted)]
+    head = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ right).T
+    fitted = dataclasses.replace(random, head=jnp.asarray(8 * head, jnp.float32))
+    return Params(weights, in_clusters(config, fitted) if config.clusters else fitted)
+
+
 def bound_drafters() -> dict[str, Drafter]:
     """Drafters for each name in `DRAFTERS`, to be run with `planted.weights_of`. A new drafter is added here."""
     return {
         "eagle": Eagle(depth=3).bind(TARGET, HEAD),
         "eagle_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, HEAD),
+        "frozen_kv_mtp": FrozenKvMtp(depth=3).bind(TARGET, ASSISTANT),
+        "frozen_kv_mtp_tree": FrozenKvMtp(depth=4, width=3, num_nodes=12).bind(TARGET, CLUSTERED),
         "ngram": Ngram(n=2, depth=4),
         "plain": Plain(),
         "standalone": Standalone(depth=3).bind(TARGET, TARGET),

@@ -18,23 +18,37 @@ from tqdm import tqdm
 from jspec import memory, plots
 from jspec.accept import Imposed
 from jspec.bench import machine, report, weights
-from jspec.bench.measure import Setup, measure
-from jspec.bench.presets import PRESETS, eagle_head
-from jspec.checkpoint import DTYPES, resolve_dtype
-from jspec.drafters import Eagle, Plain, Standalone
+from jspec.bench.measure import FROM_HOST, Setup, measure
+from jspec.bench.presets import PRESETS, Preset, eagle_head
+from jspec.bench.unfolded import Unfolded
+from jspec.checkpoint_files import DTYPES, resolve_dtype
+from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
 from jspec.generate import DEFAULT_PAGE_SIZE
 from jspec.model import load
+from jspec.models.llama import require_llama
 from jspec.types import Params
 
 MODES = ("plain", "chain", "tree")
+_CHAINS = (*MODES[1:], *FROM_HOST)
+_DRAFTERS = {"eagle": Eagle, "standalone": Standalone, "frozen-kv-mtp": FrozenKvMtp}
+_LACKS = {
+    "eagle": "EAGLE head",
+    "standalone": "smaller model of its vocabulary",
+    "frozen-kv-mtp": "assistant",
+}
+"""What drafts for a drafter."""
 _DEFAULTS = {"drafter": None, "depth": 5, "tokens_per_round": 3.0, "width": 8, "num_nodes": 32}
 _USED_BY = {
-    "drafter": MODES[1:],
-    "depth": MODES[1:],
-    "tokens_per_round": MODES[1:],
-    "width": MODES[2:],
-    "num_nodes": MODES[2:],
+    "drafter": _CHAINS,
+    "depth": _CHAINS,
+    "tokens_per_round": _CHAINS,
+    "width": ("tree",),
+    "num_nodes": ("tree",),
 }
+_MODE_HELP = (
+    "default: plain chain tree. Of a chain, stepped has the host call each round, and unfolded, of frozen-kv-mtp, also "
+    "the seed before it"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--checkpoint", metavar="DIR", help="real weights: anything that --model of generate takes")
     parser.add_argument("--draft", metavar="DIR", help="with --checkpoint: the draft's; default: a random EAGLE-3 head")
     parser.add_argument(
-        "--drafter", choices=("eagle", "standalone"), help="default: eagle, or what --draft is made for"
+        "--drafter",
+        choices=tuple(_DRAFTERS),
+        help="default: eagle if the preset has a head, or what --draft is made for",
     )
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES, help="default: all three")
-    parser.add_argument("--batch", nargs="+", type=_positive, metavar="ROWS", help="default: 1 8 32; tiny: 1")
-    parser.add_argument("--context", nargs="+", type=_positive, metavar="N", help="default: 512 4096 32768; tiny: 64")
+    parser.add_argument("--mode", nargs="+", choices=(*MODES, *FROM_HOST), default=MODES, help=_MODE_HELP)
+    parser.add_argument("--batch", nargs="+", type=_positive, metavar="ROWS", help="default: 1 8 32; tiny ones: 1")
+    parser.add_argument(
+        "--context", nargs="+", type=_positive, metavar="N", help="default: 512 4096 32768; tiny ones: 64"
+    )
     shape = parser.add_argument_group("the draft's shape")
     shape.add_argument("--depth", type=_positive, metavar="N", help="tokens of the longest chain; default: 5")
     shape.add_argument("--width", type=_positive, metavar="N", help="children of a node of a tree; default: 8")
@@ -116,7 +134,7 @@ def check(options: argparse.Namespace) -> None:
         if given is not None and not set(users) & set(options.mode):
             option = f"--{name.replace('_', '-')} {given}"
             raise ValueError(
-                f"{option}: only --mode {' and '.join(users)} has it, and --mode is {' '.join(options.mode)}"
+                f"{option}: only --mode {' or '.join(users)} has it, and --mode is {' '.join(options.mode)}"
             )
         setattr(options, name, default if given is None else given)
     Imposed(options.tokens_per_round)
@@ -134,7 +152,7 @@ def check(options: argparse.Namespace) -> None:
     for name, path in (("json", options.json), ("plot", options.plot)):
         if path and not path.parent.is_dir():
             raise ValueError(f"--{name} {path}: there is no directory {path.parent}")
-    small = options.preset == "tiny"
+    small = (options.preset or "").startswith("tiny")
     options.batch = options.batch or ([1] if small else [1, 8, 32])
     options.context = options.context or ([64] if small else [512, 4096, 32_768])
 
@@ -151,7 +169,7 @@ def _loaded(options: argparse.Namespace) -> Subject:
     model = load(options.checkpoint, draft=options.draft, dtype=options.dtype)
     if model.draft is not None or options.drafter == "standalone":
         return Subject(model.name, model.target, model.draft, model.params)
-    head = eagle_head(model.target)
+    head = eagle_head(require_llama(model.target, "a random head"))
     shapes = weights.head_shapes(head, model.params.target.embed.dtype)
     return Subject(model.name, model.target, head, Params(model.params.target, shapes))
 
@@ -159,17 +177,19 @@ def _loaded(options: argparse.Namespace) -> Subject:
 def _shaped(options: argparse.Namespace) -> Subject:
     """A preset."""
     preset, dtype = PRESETS[options.preset], resolve_dtype(options.dtype)
-    target = weights.llama_shapes(preset.target, dtype)
-    if options.drafter != "standalone":
-        params = Params(target, weights.head_shapes(preset.head, dtype))
-        return Subject(options.preset, preset.target, preset.head, params)
-    if preset.standalone is None:
-        others = ", ".join(name for name, preset in PRESETS.items() if preset.standalone)
-        raise ValueError(
-            f"--drafter standalone: {options.preset} has no smaller model of its vocabulary; {others} have"
-        )
-    params = Params(target, weights.llama_shapes(preset.standalone, dtype))
-    return Subject(options.preset, preset.target, preset.standalone, params)
+    drafts = _drafts(preset)
+    drafter = options.drafter or next(name for name, draft in drafts.items() if draft)
+    draft = drafts[drafter]
+    if draft is None:
+        others = ", ".join(name for name, other in PRESETS.items() if _drafts(other)[drafter])
+        raise ValueError(f"--drafter {drafter}: {options.preset} has no {_LACKS[drafter]}; {others} have")
+    params = Params(weights.shapes_of(preset.target, dtype), weights.shapes_of(draft, dtype))
+    return Subject(options.preset, preset.target, draft, params)
+
+
+def _drafts(preset: Preset) -> dict[str, Any]:
+    """Drafter -> its draft, or None."""
+    return {"eagle": preset.head, "standalone": preset.standalone, "frozen-kv-mtp": preset.assistant}
 
 
 def _drafter_name(options: argparse.Namespace, subject: Subject) -> str:
@@ -179,9 +199,13 @@ def _drafter_name(options: argparse.Namespace, subject: Subject) -> str:
 def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Any:
     if mode == "plain":
         return Plain()
-    kind = {"eagle": Eagle, "standalone": Standalone}[_drafter_name(options, subject)]
+    kind = _DRAFTERS[_drafter_name(options, subject)]
+    if mode == "unfolded" and kind is not FrozenKvMtp:
+        name = _drafter_name(options, subject)
+        raise ValueError(f"--mode unfolded: only the drafter frozen-kv-mtp has a seed, and this one is {name}")
     tree = {"width": options.width, "num_nodes": options.num_nodes} if mode == "tree" else {}
-    return kind(depth=options.depth, **tree).bind(subject.target, subject.draft)
+    drafter = kind(depth=options.depth, **tree).bind(subject.target, subject.draft)
+    return Unfolded(drafter) if mode == "unfolded" else drafter
 
 
 def _make(subject: Subject) -> Params:
@@ -200,10 +224,13 @@ def _describe(options: argparse.Namespace, subject: Subject, params: Params, cop
     """The report without its rows."""
     target, draft, itemsize = subject.target, subject.draft, params.target.embed.dtype.itemsize
     named = ("depth", "width", "num_nodes", "tokens_per_round", "rounds", "repeats", "page_size")
-    streamed = {"target": weights.forward_bytes(params.target), "kv_token": weights.kv_token_bytes(target, itemsize)}
+    streamed = {"target": weights.forward_bytes(params.target), "kv_token": weights.kv_bytes(target, 1, itemsize)}
     if draft is not None:
-        streamed["draft_step"], streamed["extend"] = weights.draft_step_bytes(params), weights.extend_bytes(params)
-        streamed["draft_kv_token"] = weights.kv_token_bytes(draft, itemsize)
+        streamed["draft_step"], streamed["extend"] = (
+            weights.draft_step_bytes(params, draft),
+            weights.extend_bytes(params),
+        )
+        streamed["draft_kv_token"] = weights.kv_bytes(draft, 1, itemsize, target)
     return {
         "model": subject.name,
         "environment": {**machine.environment(), "dtype": str(params.target.embed.dtype)},

@@ -1,6 +1,7 @@
 """One row of a report: rounds of a mode at a batch and a context, timed from outside."""
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -15,10 +16,13 @@ import numpy as np
 from jspec import accept, decode, memory, stopping
 from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
+from jspec.bench.unfolded import Unfolded, seed
 from jspec.generate import prefill_chunk
-from jspec.models import Llama
+from jspec.models import Gemma4, Llama
 from jspec.types import DecodeState, Drafter, Params
 
+FROM_HOST = ("stepped", "unfolded")
+"""Modes in which the host calls each round: a chain in one program, and one whose seed is a program of its own."""
 FIRST_TOKENS = 3
 """Times that a first token is waited for, when all is compiled and has run once."""
 
@@ -32,7 +36,7 @@ class Setup:
     split: time the phases on their own, too.
     """
 
-    target: Llama
+    target: Llama | Gemma4
     params: Params
     tokens_per_round: float
     rounds: int
@@ -101,7 +105,7 @@ def measure(setup: Setup, mode: str, drafter: Drafter, batch: int, context: int,
     # Behind the first token and those of all rounds there is room for what the last round proposes: no row reaches its
     # limit.
     row = Row(mode, batch, context, floor, context + 1 + setup.rounds * min(most, depth + 1) + depth + 2)
-    longest = min(part.max_length for part in (setup.target, draft) if part is not None)
+    longest = min(setup.target.max_length, getattr(draft, "max_length", setup.target.max_length))
     if row.capacity > longest:
         row.problem = f"{row.capacity} tokens, those of {setup.rounds} rounds included, and the context holds {longest}"
         return row
@@ -129,7 +133,7 @@ def _measure(setup: Setup, row: Row, drafter: Drafter, report: Callable[[str], A
     row.first_token_seconds = machine.seconds_of(start, count=1, repeats=FIRST_TOKENS)
     report("rounds")
     s = _time_rounds(setup, row, rounds, start())
-    if setup.split:
+    if setup.split and row.mode not in FROM_HOST:
         report("phases")
         row.phase_seconds, _ = time_phases(setup.params, s, Phases(**parts), setup.rounds, setup.repeats)
 
@@ -151,11 +155,31 @@ def _compile(setup: Setup, row: Row, parts: dict[str, Any]) -> tuple[Callable[[]
     loop = decode.decode_many if many else decode.decode
     rounds = loop.lower(setup.params, lowered.out_info, jnp.int32(1), **parts).compile()
     row.compile_seconds["decode"] = time.perf_counter() - began
-    for name, program in (("prefill", prefill), ("decode", rounds)):
+    programs = {"prefill": prefill, "decode": rounds}
+    if isinstance(parts["drafter"], Unfolded):
+        programs["seed"] = seed.lower(setup.params, lowered.out_info, drafter=parts["drafter"]).compile()
+    for name, program in programs.items():
         row.problem = too_large(setup, row, name, getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
         if row.problem:
             return None
-    return partial(prefill, setup.params, *prompt), partial(rounds, setup.params)
+    start, run = partial(prefill, setup.params, *prompt), partial(rounds, setup.params)
+    if row.mode not in FROM_HOST:
+        return start, run
+    return start, partial(from_host, run, partial(programs["seed"], setup.params) if "seed" in programs else None)
+
+
+def from_host(rounds: Any, seed: Any, s: DecodeState, until: Any) -> DecodeState:
+    """The first `until` rounds, each one call of `rounds`, and before it one of `seed` where there is one."""
+    for number in range(int(until)):
+        s = s if seed is None else seed(s)
+        s = rounds(s, _number(number + 1))
+    return s
+
+
+@functools.cache
+def _number(value: int) -> Any:
+    """A number on the device, which is there before it is timed."""
+    return jnp.int32(value)
 
 
 def too_large(setup: Setup, row: Row, name: str, workspace: int) -> str | None:

@@ -20,7 +20,7 @@ from jspec.types import Accept, Committed, DecodeState, Drafter, DraftTree, Forw
 class Phases:
     """The statements of `decode.step`, as (params, what is given, cache that is written) -> (result, that cache).
 
-    A drafter whose `draft` returns the state it was given, and whose state has its cache as `cache`, suits.
+    A drafter whose `draft` returns the state it was given, and whose state has its cache, if any, as `cache`, suits.
     """
 
     target: Target
@@ -54,9 +54,18 @@ class Phases:
     def extend(self, params: Params, given: tuple[DecodeState, Committed], cache: Any) -> tuple[Any, Any]:
         """State whose draft lacks its cache, what was committed, and that cache -> the draft's state; cache written."""
         s, committed = given
-        s = dataclasses.replace(s, draft=dataclasses.replace(s.draft, cache=cache))
-        state = self.drafter.extend(params, s, committed)
-        return dataclasses.replace(state, cache=None), state.cache
+        s = dataclasses.replace(s, draft=with_cache(s.draft, cache))
+        return apart(self.drafter.extend(params, s, committed))
+
+
+def apart(state: Any) -> tuple[Any, Any]:
+    """A drafter's state without its cache, and that; None where it has none."""
+    return (dataclasses.replace(state, cache=None), state.cache) if hasattr(state, "cache") else (state, None)
+
+
+def with_cache(state: Any, cache: Any) -> Any:
+    """The state that `apart` has taken apart."""
+    return dataclasses.replace(state, cache=cache) if hasattr(state, "cache") else state
 
 
 def _repeat(params: Params, given: Any, cache: Any, *, phase: Any, count: int) -> tuple[Any, Any]:
@@ -150,9 +159,10 @@ def time_phases(
     (after, committed), cache = run("accept_commit", (bare, draft_tree, out), s.cache)
     state = s.draft
     if drafts:
-        bare = dataclasses.replace(after, draft=dataclasses.replace(s.draft, cache=None))
-        state, draft_cache = run("extend", (bare, committed), s.draft.cache)
-        state = dataclasses.replace(state, cache=draft_cache)
+        bare, draft_cache = apart(s.draft)
+        given = dataclasses.replace(after, draft=bare), committed
+        state, draft_cache = run("extend", given, draft_cache)
+        state = with_cache(state, draft_cache)
     else:
         del seconds["draft"]
     return seconds, dataclasses.replace(after, cache=cache, draft=state)

@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from jspec.models import EagleHead, Llama
+from jspec.models import Assistant, EagleHead, Gemma4, Llama
+from jspec.models.assistant import Clusters
+from jspec.models.gemma4 import Attention
 from jspec.models.layers import Llama3Rope
 
 DRAFT_VOCAB_SIZE = 32_000
@@ -11,15 +13,17 @@ DRAFT_VOCAB_SIZE = 32_000
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A target and its drafts.
+    """A target and its drafts, None where there is none of a kind.
 
     head: an EAGLE-3 head.
-    standalone: a smaller model of the same vocabulary; None where there is none among the presets.
+    standalone: a smaller model of the same vocabulary.
+    assistant: what reads the target's keys and values.
     """
 
-    target: Llama
-    head: EagleHead
+    target: Llama | Gemma4
+    head: EagleHead | None = None
     standalone: Llama | None = None
+    assistant: Assistant | None = None
 
 
 def eagle_head(target: Llama, *, draft_vocab_size: int = DRAFT_VOCAB_SIZE) -> EagleHead:
@@ -99,6 +103,79 @@ _TINY = Llama(
     max_length=4096,
 )
 
+
+def _gemma4_attention(layers: int, every: int, sliding: Attention, full: Attention) -> tuple[Attention, ...]:
+    """Sliding layers, but for every so manyth."""
+    return tuple(full if i % every == every - 1 else sliding for i in range(layers))
+
+
+def gemma4_assistant(
+    target: Gemma4, *, hidden_size: int, intermediate_size: int, clusters: Clusters | None = None
+) -> Assistant:
+    """An assistant of three layers that read the target's last sliding layer, and one that reads its last full one."""
+    windows = [kind.window is not None for kind in target.attention]
+    sliding = max(index for index, slides in enumerate(windows) if slides)
+    full = max(index for index, slides in enumerate(windows) if not slides)
+    reads = (sliding, sliding, sliding, full)
+    return Assistant(
+        vocab_size=target.vocab_size,
+        hidden_size=hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size,
+        num_heads=target.num_heads,
+        reads=reads,
+        head_dims=tuple(target.attention[index].head_dim for index in reads),
+        clusters=clusters,
+    )
+
+
+_GEMMA_4_31B = Gemma4(
+    vocab_size=262_144,
+    hidden_size=5376,
+    intermediate_size=21_504,
+    num_heads=32,
+    attention=_gemma4_attention(
+        60,
+        6,
+        Attention(kv_heads=16, head_dim=256, window=1024, rope_theta=1e4),
+        Attention(kv_heads=4, head_dim=512, window=None, rope_theta=1e6, rotary_share=0.25, values_are_keys=True),
+    ),
+    max_length=262_144,
+    soft_cap=30.0,
+)
+_GEMMA_4_E4B = Gemma4(
+    vocab_size=262_144,
+    hidden_size=2560,
+    intermediate_size=10_240,
+    num_heads=8,
+    attention=_gemma4_attention(
+        42,
+        6,
+        Attention(kv_heads=2, head_dim=256, window=512, rope_theta=1e4),
+        Attention(kv_heads=2, head_dim=512, window=None, rope_theta=1e6, rotary_share=0.25),
+    ),
+    max_length=131_072,
+    shared_layers=18,
+    per_layer_size=256,
+    soft_cap=30.0,
+)
+_TINY_GEMMA_4 = Gemma4(
+    vocab_size=128,
+    hidden_size=16,
+    intermediate_size=32,
+    num_heads=2,
+    attention=_gemma4_attention(
+        4,
+        2,
+        Attention(kv_heads=1, head_dim=8, window=16, rope_theta=1e4),
+        Attention(kv_heads=1, head_dim=16, window=None, rope_theta=1e6, rotary_share=0.25),
+    ),
+    max_length=4096,
+    shared_layers=2,
+    per_layer_size=4,
+    soft_cap=30.0,
+)
+
 PRESETS = {
     "llama-3.1-8b": Preset(_LLAMA_3_1_8B, eagle_head(_LLAMA_3_1_8B), _LLAMA_3_2_1B),
     "llama-3.2-1b": Preset(_LLAMA_3_2_1B, eagle_head(_LLAMA_3_2_1B)),
@@ -110,5 +187,21 @@ PRESETS = {
         eagle_head(_TINY, draft_vocab_size=64),
         dataclasses.replace(_TINY, num_layers=1, tie_embeddings=True),
     ),
+    "gemma-4-31b": Preset(
+        _GEMMA_4_31B, assistant=gemma4_assistant(_GEMMA_4_31B, hidden_size=1024, intermediate_size=8192)
+    ),
+    # The width of E4B's assistant is published; its MLP is a guess, in the proportion of 31B's.
+    "gemma-4-e4b": Preset(
+        _GEMMA_4_E4B,
+        assistant=gemma4_assistant(
+            _GEMMA_4_E4B, hidden_size=256, intermediate_size=2048, clusters=Clusters(count=2048, chosen=32)
+        ),
+    ),
+    "tiny-gemma-4": Preset(
+        _TINY_GEMMA_4,
+        assistant=gemma4_assistant(
+            _TINY_GEMMA_4, hidden_size=8, intermediate_size=16, clusters=Clusters(count=16, chosen=4)
+        ),
+    ),
 }
-"""Name -> shapes. "tiny" has 9,000 parameters and is there for tests and to see on a CPU what a report looks like."""
+"""Name -> shapes. The tiny ones have some 10,000 parameters, for tests and to see on a CPU what a report is like."""

@@ -7,8 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspec.cache import LayerKeys
 from jspec.memory import tree_bytes
-from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
+from jspec.models import (
+    Assistant,
+    AssistantParams,
+    EagleHead,
+    EagleParams,
+    Gemma4,
+    Gemma4Params,
+    Llama,
+    LlamaParams,
+)
+from jspec.models.assistant import AssistantLayerParams, ClusterParams
+from jspec.models.gemma4 import Gemma4LayerParams, PerLayerInputParams, PerLayerParams
 from jspec.models.llama import LayerParams
 from jspec.types import Params
 
@@ -19,6 +31,19 @@ LOGIT_SPREAD = 6.0
 may be; with these the likeliest tokens stand out as those of a trained draft do."""
 
 P = TypeVar("P")
+
+
+def shapes_of(config: Llama | Gemma4 | EagleHead | Assistant, dtype: Any) -> Any:
+    """The weights of a model as `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: a mixture of experts, of which there is no preset.
+    """
+    if isinstance(config, Llama):
+        return llama_shapes(config, dtype)
+    if isinstance(config, Gemma4):
+        return gemma4_shapes(config, dtype)
+    return head_shapes(config, dtype) if isinstance(config, EagleHead) else assistant_shapes(config, dtype)
 
 
 def llama_shapes(config: Llama, dtype: Any) -> LlamaParams:
@@ -51,6 +76,66 @@ def head_shapes(config: EagleHead, dtype: Any) -> EagleParams:
         lm_head=shape((width, config.draft_vocab_size)),
         ids=shape((config.draft_vocab_size,), dtype=jnp.int32),
     )
+
+
+def gemma4_shapes(config: Gemma4, dtype: Any) -> Gemma4Params:
+    """The weights of a model without experts as `jax.ShapeDtypeStruct`s."""
+    if config.experts is not None:
+        raise ValueError("random weights are made of dense models only, and this one has experts")
+    shape, width, size = _shape_of(dtype), config.hidden_size, config.per_layer_size
+    layers = []
+    for index, kind in enumerate(config.attention):
+        own, mlp, query = config.source(index) == index, config.mlp_width(index), config.num_heads * kind.head_dim
+        made = 0 if not own else kind.kv_heads * kind.head_dim * (1 if kind.values_are_keys else 2)
+        per_layer = PerLayerParams(shape((width, size)), shape((size, width)), shape((width,))) if size else None
+        layer = Gemma4LayerParams(
+            **_norm_shapes(width, dtype),
+            qkv=shape((width, query + made)),
+            q_norm=shape((kind.head_dim,)),
+            k_norm=shape((kind.head_dim,)) if own else None,
+            o=shape((query, width)),
+            gate_up=shape((width, 2 * mlp)),
+            down=shape((mlp, width)),
+            experts=None,
+            per_layer=per_layer,
+            scalar=shape(()),
+        )
+        layers.append(layer)
+    vocabulary, inputs = config.vocab_size, None
+    if size:
+        every = config.num_layers * size
+        inputs = PerLayerInputParams(shape((vocabulary, every)), shape((width, every)), shape((size,)))
+    return Gemma4Params(shape((vocabulary, width)), inputs, tuple(layers), shape((width,)))
+
+
+def assistant_shapes(config: Assistant, dtype: Any) -> AssistantParams:
+    """The weights of an assistant as `jax.ShapeDtypeStruct`s."""
+    shape, width, mlp, outer = _shape_of(dtype), config.hidden_size, config.intermediate_size, config.target_hidden_size
+    layers = tuple(
+        AssistantLayerParams(
+            **_norm_shapes(width, dtype),
+            q=shape((width, config.num_heads * head_dim)),
+            q_norm=shape((head_dim,)),
+            o=shape((config.num_heads * head_dim, width)),
+            gate_up=shape((width, 2 * mlp)),
+            down=shape((mlp, width)),
+            scalar=shape(()),
+        )
+        for head_dim in config.head_dims
+    )
+    head, clusters = shape((config.vocab_size, width)), None
+    if config.clusters is not None:
+        count = config.clusters.count
+        tokens = (count, config.vocab_size // count)
+        ids = shape(tokens, dtype=jnp.int32)
+        head, clusters = None, ClusterParams(shape((width, count)), ids, shape((*tokens, width)))
+    return AssistantParams(shape((2 * outer, width)), layers, shape((width,)), shape((width, outer)), head, clusters)
+
+
+def _norm_shapes(width: int, dtype: Any) -> dict[str, Any]:
+    """Of a layer of Gemma 4 or of an assistant."""
+    names = ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
+    return {name: jax.ShapeDtypeStruct((width,), dtype) for name in names}
 
 
 def _layer_shapes(config: Any, read: int, dtype: Any) -> LayerParams:
@@ -90,12 +175,14 @@ def random_weights(shapes: P, vocab_size: int, seed: int = 0) -> P:
         if isinstance(leaf, jax.Array):
             made.append(leaf)
         elif jnp.issubdtype(leaf.dtype, jnp.integer):
-            made.append(jnp.asarray(np.arange(leaf.size) * (vocab_size // leaf.size), leaf.dtype))
-        elif leaf.ndim == 1:
+            ids = np.arange(leaf.size) * (vocab_size // leaf.size)
+            made.append(jnp.asarray(ids.reshape(leaf.shape), leaf.dtype))
+        elif leaf.ndim <= 1:
             made.append(jnp.ones(leaf.shape, leaf.dtype))
         else:
-            width = min(leaf.shape)
-            spread = LOGIT_SPREAD * width**-0.5 if path[-1].name in ("embed", "lm_head") else SPREAD
+            # The dimension that logits are summed over.
+            width = {"embed": leaf.shape[-1], "head": leaf.shape[-1], "lm_head": leaf.shape[0]}.get(path[-1].name)
+            spread = SPREAD if width is None else LOGIT_SPREAD * width**-0.5
             made.append(_normal(jax.random.fold_in(key, index), spread, shape=leaf.shape, dtype=leaf.dtype))
     return jax.tree.unflatten(structure, made)
 
@@ -110,17 +197,32 @@ def count(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def forward_bytes(params: LlamaParams) -> int:
-    """Weights that one forward reads: layers, norm and LM head. The embedding is a gather, unless it is the LM head."""
+def forward_bytes(params: LlamaParams | Gemma4Params) -> int:
+    """Weights that one forward reads: layers, norm and LM head. The embedding is a gather, unless it is the LM head.
+
+    Of a mixture of experts all, as many rows read.
+    """
+    if isinstance(params, Gemma4Params):
+        inputs = None if params.per_layer is None else (params.per_layer.projection, params.per_layer.norm)
+        return tree_bytes((params.layers, params.norm, params.embed, inputs))
     head = params.embed if params.lm_head is None else params.lm_head
     return tree_bytes((params.layers, params.norm, head))
 
 
-def draft_step_bytes(params: Params) -> int:
-    """Weights that one forward of the draft reads while it drafts."""
+def draft_step_bytes(params: Params, config: Any = None) -> int:
+    """Weights that one forward of the draft reads while it drafts.
+
+    config: the draft's, which is needed where it chooses among clusters of tokens.
+    """
     draft = params.draft
-    if isinstance(draft, LlamaParams):
+    if isinstance(draft, LlamaParams | Gemma4Params):
         return forward_bytes(draft)
+    if isinstance(draft, AssistantParams):
+        head = tree_bytes(draft.head)
+        if draft.clusters is not None:
+            rows = tree_bytes(draft.clusters.head) * config.clusters.chosen // config.clusters.count
+            head = tree_bytes(draft.clusters.centroids) + rows
+        return head + tree_bytes((draft.pre_projection, draft.layers, draft.norm, draft.post_projection))
     shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
     head = shared if draft.lm_head is None else draft.lm_head
     # EAGLE-1 joins token and feature in every step by `fc`.
@@ -131,27 +233,46 @@ def draft_step_bytes(params: Params) -> int:
 def extend_bytes(params: Params) -> int:
     """Weights that the draft reads after a round: those of a step, and what fuses the target's hidden states."""
     draft = params.draft
+    if isinstance(draft, AssistantParams):
+        return 0
     fuses = isinstance(draft, EagleParams) and draft.hidden_norm is not None
     return draft_step_bytes(params) + (tree_bytes((draft.fc, draft.fc_bias, draft.fc_norms)) if fuses else 0)
 
 
-def kv_token_bytes(config: Any, itemsize: int) -> int:
-    """Keys and values of one token in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+def kv_bytes(config: Any, context: int, itemsize: int, target: Any = None) -> int:
+    """Keys and values that one forward reads of a sequence of `context` tokens, of which windows leave out some.
+
+    target: the configuration of the model whose keys an assistant reads.
+    """
+    if isinstance(config, Assistant):
+        keys = [target.layer_keys(layer) for layer in config.reads]
+    elif isinstance(config, EagleHead):
+        keys = [LayerKeys(config.num_kv_heads, config.head_dim)] * config.num_layers
+    else:
+        keys = [config.layer_keys(layer) for layer in range(config.num_layers)]
+    seen = sum(layer.kv_heads * layer.head_dim * min(context, layer.window or context) for layer in keys)
+    return 2 * seen * itemsize
 
 
 def round_bytes(
-    params: Params, target: Llama, draft: Llama | EagleHead | None, *, depth: int, batch: int, context: int
+    params: Params,
+    target: Llama | Gemma4,
+    draft: Llama | Gemma4 | EagleHead | Assistant | None,
+    *,
+    depth: int,
+    batch: int,
+    context: int,
 ) -> int:
     """The least that a round reads: each forward its weights and the keys and values of its context, once.
 
     draft, depth: what drafts, and how many tokens deep; with depth 0 it is plain decoding. A round has a forward of the
-      target, depth - 1 steps of the draft and an extension, which proposes the first draft.
+      target and as many of the draft as tokens, of which the first is its extension, but for an assistant.
     """
-    itemsize, tokens = params.target.embed.dtype.itemsize, batch * context
-    total = forward_bytes(params.target) + tokens * kv_token_bytes(target, itemsize)
+    itemsize = params.target.embed.dtype.itemsize
+    total = forward_bytes(params.target) + batch * kv_bytes(target, context, itemsize)
     if not depth:
         return total
     assert draft is not None
-    own = depth * tokens * kv_token_bytes(draft, itemsize)
-    return total + (depth - 1) * draft_step_bytes(params) + extend_bytes(params) + own
+    own = depth * batch * kv_bytes(draft, context, itemsize, target)
+    extends = extend_bytes(params)
+    return total + (depth - bool(extends)) * draft_step_bytes(params, draft) + extends + own

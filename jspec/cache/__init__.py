@@ -1,5 +1,7 @@
 """What a model remembers of committed tokens: one module a kind of cache."""
 
+from jspec.cache.hybrid import HybridCache, LayerKeys
 from jspec.cache.mha import MhaCache
+from jspec.cache.swa import SlidingCache
 
-__all__ = ["MhaCache"]
+__all__ = ["HybridCache", "LayerKeys", "MhaCache", "SlidingCache"]

@@ -1,6 +1,7 @@
 """Paged cache of multi-head and grouped-query attention, all layers in one pool."""
 
 import dataclasses
+from typing import Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -43,13 +44,17 @@ class MhaCache:
         start: Int[Array, " B"] | None,
         mask: Bool[Array, "#B N R"] | None,
         scale: float,
+        positions: Int[Array, "#B #N"] | None = None,
     ) -> Float[Array, "B N H D"]:
-        """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`."""
+        """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`.
+
+        positions: where the nodes stand, which only a sliding window asks for.
+        """
         return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
-    ) -> "MhaCache":
+    ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) made permanent from `start[b]` on."""
         pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)

@@ -1,12 +1,13 @@
 """Ways to propose tokens, one module each, and the one table of their names."""
 
 from jspec.drafters.eagle import Eagle
+from jspec.drafters.frozen_kv_mtp import FrozenKvMtp
 from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
 from jspec.drafters.standalone import Standalone
 from jspec.types import Drafter
 
-DRAFTERS = {"eagle": Eagle, "ngram": Ngram, "plain": Plain, "standalone": Standalone}
+DRAFTERS = {"eagle": Eagle, "frozen-kv-mtp": FrozenKvMtp, "ngram": Ngram, "plain": Plain, "standalone": Standalone}
 """Name -> class; a name alone stands for the class's defaults."""
 
 

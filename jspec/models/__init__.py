@@ -1,6 +1,17 @@
 """Model families: a frozen configuration with a pure forward, and the pytree of its weights."""
 
+from jspec.models.assistant import Assistant, AssistantParams
 from jspec.models.eagle_head import EagleHead, EagleParams
+from jspec.models.gemma4 import Gemma4, Gemma4Params
 from jspec.models.llama import Llama, LlamaParams
 
-__all__ = ["EagleHead", "EagleParams", "Llama", "LlamaParams"]
+__all__ = [
+    "Assistant",
+    "AssistantParams",
+    "EagleHead",
+    "EagleParams",
+    "Gemma4",
+    "Gemma4Params",
+    "Llama",
+    "LlamaParams",
+]

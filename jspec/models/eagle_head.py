@@ -60,7 +60,7 @@ class EagleHead:
 
     version: 3, or 1 for EAGLE-1 and EAGLE-2, whose weights are alike.
     vocab_size: the target's.
-    capture: what it reads of the target, as in `Llama.apply`: for EAGLE-1, L + 1 (after the final norm).
+    capture: what it reads of the target, as in `Decoder.apply`: for EAGLE-1, L + 1 (after the final norm).
     norm_before_residual: EAGLE-3: the normed feature, not the feature, starts the residual stream (`speculators`).
     norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
     """
@@ -115,7 +115,7 @@ class EagleHead:
         earlier: Rows | None = None,
         select: Int[Array, " B"] | None = None,
     ) -> HeadOutput:
-        """One forward over N (token, feature) pairs a sequence; `start`, `mask`, `earlier` as in `Llama.apply`.
+        """One forward over N (token, feature) pairs a sequence; `start`, `mask`, `earlier` as in `Decoder.apply`.
 
         Args:
           params: the target's weights, whose embedding and LM head it may share, and in `params.draft` its own.

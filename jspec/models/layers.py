@@ -4,6 +4,7 @@ contracted dimension first, XLA on CPU multiplies five rows by them 2.5 times fa
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.platform import platform
+from pallas_kernels.split_heads import rotate
 
 SMALL = 10_000_000
 """Weights of a matrix below which XLA, on a GPU, makes its product with a single row a sum over columns, at half of the
@@ -49,12 +51,31 @@ def rms_norm(x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float
     return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * scaled.astype(x.dtype)
 
 
-def swiglu(
-    x: Float[Array, "*batch E"], gate_up: Float[Array, "E F2"], down: Float[Array, "F E"]
+def wide_rms_norm(
+    x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float
 ) -> Float[Array, "*batch E"]:
-    """Gated MLP, down(silu(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product."""
+    """`rms_norm` whose weight (None: 1) is applied in float32 too, before the result is rounded, as Gemma does."""
+    wide = x.astype(jnp.float32)
+    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    if weight is not None:
+        scaled = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape) * scaled
+    return scaled.astype(x.dtype)
+
+
+def gated_mlp(
+    x: Float[Array, "*batch E"],
+    gate_up: Float[Array, "E F2"],
+    down: Float[Array, "F E"],
+    activation: Callable[[Array], Array] = jax.nn.silu,
+) -> Float[Array, "*batch E"]:
+    """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down)
+    return linear(activation(gate) * up, down)
+
+
+def gelu(x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
+    """Hendrycks and Gimpel, arXiv 1606.08415, in its approximation by tanh."""
+    return jax.nn.gelu(x, approximate=True)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | None) -> Float[Array, " half"]:
@@ -79,3 +100,17 @@ def rotation(
     """Cosine and sine of the angles, position times frequency, by which the pairs of each head are rotated."""
     angle = positions.astype(jnp.float32)[..., None] * frequencies.reshape(1, 1, -1)
     return jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)
+
+
+def proportional_frequencies(head_dim: int, theta: float, share: float) -> Float[Array, " half"]:
+    """`rope_frequencies` of which only the first `share` are kept: the other pairs stand still."""
+    kept = int(share * head_dim // 2)
+    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    return jnp.where(jnp.arange(head_dim // 2) < kept, frequency, 0.0)
+
+
+def rope(
+    x: Float[Array, "B N H D"], positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"]
+) -> Float[Array, "B N H D"]:
+    """Rotates the pairs (i, i + D/2) of each head by position times frequency."""
+    return rotate(x, *rotation(positions, frequencies, x.dtype))

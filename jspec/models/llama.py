@@ -6,19 +6,18 @@ program (docs/log.md: scanning stacked layers costs 2.8 times the time of a deco
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jspec import tree
-from jspec.cache import MhaCache
+from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.models import layers
+from jspec.models.decoder import Decoder
 from jspec.struct import struct
-from jspec.types import DraftTree, ForwardOutput
 from pallas_kernels.split_heads import split_heads
 
 
@@ -53,8 +52,8 @@ class LlamaParams:
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama:
-    """The configuration of a model; static, hashable by value, with the forward as its methods."""
+class Llama(Decoder):
+    """The configuration of a model; static, hashable by value, with its forward as methods."""
 
     vocab_size: int
     hidden_size: int
@@ -70,95 +69,67 @@ class Llama:
     tie_embeddings: bool = False
     qk_norm: bool = False
     attention_bias: bool = False
-    drafter: ClassVar[str] = "standalone"
-    """The drafter that such a model is the draft of."""
 
     def init_cache(self, params: LlamaParams, batch: int, capacity: int, page_size: int) -> MhaCache:
         """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
         return empty_cache(self, batch, capacity, page_size, params.embed.dtype)
 
-    def forward(
-        self,
-        params: LlamaParams,
-        draft_tree: DraftTree,
-        cache: MhaCache,
-        start: Int[Array, " B"] | None,
-        *,
-        capture: tuple[int, ...] = (),
-        select: Int[Array, " B"] | None = None,
-    ) -> ForwardOutput:
-        """Reads all nodes of a token tree whose root stands at position `start[b]`; writes nothing (see `apply`)."""
-        positions = tree.depths(draft_tree)
-        if start is not None:
-            positions = start[:, None] + positions
-        return self.apply(
-            params,
-            draft_tree.tokens,
-            positions,
-            cache,
-            start,
-            mask=tree.ancestor_mask(draft_tree),
-            select=select,
-            capture=capture,
-        )
+    def layer_keys(self, layer: int) -> LayerKeys:
+        """The keys and values that a layer makes."""
+        return LayerKeys(self.num_kv_heads, self.head_dim)
 
-    def apply(
-        self,
-        params: LlamaParams,
-        tokens: Int[Array, "B N"],
-        positions: Int[Array, "#B #N"],
-        cache: MhaCache,
-        start: Int[Array, " B"] | None,
-        *,
-        mask: Bool[Array, "#B N R"] | None = None,
-        earlier: Rows | None = None,
-        select: Int[Array, " B"] | None = None,
-        capture: tuple[int, ...] = (),
-    ) -> ForwardOutput:
-        """One forward over N tokens a sequence, given the first `start[b]` committed rows of `cache`.
+    def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
+        """How those keys are rotated: radians a position, for each pair of dimensions."""
+        return layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
 
-        Args:
-          start: committed rows to attend to; None: none.
-          mask: which of the round's R rows each token sees; None: all up to its own.
-          earlier: R - N rows of this round from earlier forwards, before the N new ones.
-          select: the only token of each sequence that is sent to the LM head; logits are then [B, 1, V].
-          capture: what is returned, concatenated in the order of the layers, as `hidden`: i < L for the input of layer
-            i (the residual stream), L for the output of the last layer, L + 1 for the same after the final norm.
-
-        Returns:
-          logits in float32, the rows of this round ([B, R] of them), and the hidden states or None.
-        """
-        x = self.embed(params, tokens)
-        frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
-        rotation = layers.rotation(positions, frequencies, x.dtype)
-        rows, captured = [], []
-        for index, layer in enumerate(params.layers):
-            if index in capture:
-                captured.append(x)
-            assert layer.attention_norm is not None
-            normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
-            own = None if earlier is None else earlier[index]
-            attend = partial(cache.attend, index, start=start, mask=mask, scale=self.head_dim**-0.5)
-            x, pair = decoder_layer(self, layer, x, normed, rotation, attend, own)
-            rows.append(pair)
-        if self.num_layers in capture:
-            captured.append(x)
-        if self.num_layers + 1 in capture:
-            captured.append(layers.rms_norm(x, params.norm, self.rms_norm_eps))
-        if select is not None:
-            x = jnp.take_along_axis(x, select[:, None, None], axis=1, mode="clip")
-        logits = self.unembed(params, layers.rms_norm(x, params.norm, self.rms_norm_eps))
-        hidden = jnp.concatenate(captured, axis=-1) if captured else None
-        return ForwardOutput(logits, tuple(rows), hidden)
+    def layer_scale(self, layer: int) -> float:
+        """The factor on the products of queries and those keys."""
+        return self.head_dim**-0.5
 
     def embed(self, params: LlamaParams, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """What the first layer reads."""
         return jnp.take(params.embed, tokens, axis=0, mode="clip")
 
+    def run_layers(
+        self,
+        params: LlamaParams,
+        tokens: Int[Array, "B N"],
+        x: Float[Array, "B N E"],
+        positions: Int[Array, "#B #N"],
+        attend: Callable[..., Array],
+        earlier: Rows | None,
+    ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
+        """Yields after each layer the residual stream and the layer's rows of this round."""
+        rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype)
+        for index, layer in enumerate(params.layers):
+            assert layer.attention_norm is not None
+            normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
+            own = None if earlier is None else earlier[index]
+            here = partial(attend, index, scale=self.layer_scale(index))
+            x, pair = decoder_layer(self, layer, x, normed, rotation, here, own)
+            yield x, pair
+
+    def final_norm(self, params: LlamaParams, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
+        """The norm between the last layer and the LM head."""
+        return layers.rms_norm(x, params.norm, self.rms_norm_eps)
+
     def unembed(self, params: LlamaParams, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
         weight = params.embed.T if params.lm_head is None else params.lm_head
         return layers.linear(normed, weight).astype(jnp.float32)
+
+
+def require_llama(config: Any, user: str) -> Llama:
+    """`config`, where it is of this shape.
+
+    Raises:
+      ValueError: it is of another family, and `user` takes none.
+    """
+    if isinstance(config, Llama):
+        return config
+    raise ValueError(
+        f"{user} is for models of the Llama shape (Llama 3.x, Qwen3), and this is a {type(config).__name__}"
+    )
 
 
 def empty_cache(config: Any, batch: int, capacity: int, page_size: int, dtype: Any) -> MhaCache:
@@ -192,5 +163,5 @@ def decoder_layer(
     if earlier is not None:
         k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
     x = x + layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o, layer.o_bias)
-    mlp = layers.swiglu(layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.gate_up, layer.down)
+    mlp = layers.gated_mlp(layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.gate_up, layer.down)
     return x + mlp, (k, v)

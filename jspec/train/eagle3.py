@@ -31,6 +31,7 @@ from jspec.eagle_config import LAYOUTS
 from jspec.evaluate import evaluate, read_prompts
 from jspec.model import Model, load, locate
 from jspec.models import EagleHead, EagleParams, LlamaParams
+from jspec.models.llama import require_llama
 from jspec.text import Tokenizer
 from jspec.train import batches, data, eagle3_card, head, loop, options
 from jspec.train.batches import Source
@@ -118,9 +119,9 @@ def train_head(
       ValueError: arguments that do not fit together; see the message.
     """
     recipe = HeadRecipe(steps=steps, batch_tokens=batch_tokens, length=rows.shape[1], **numbers)
-    target = model.params.target
-    config = head.configure(model.target, capture=capture, draft_vocab_size=recipe.draft_vocab_size)
-    setup, sources = HeadSetup(config, model.target, recipe, str(target.embed.dtype)), (Source(np.asarray(rows)),)
+    target, shape = model.params.target, require_llama(model.target, "the training of an EAGLE-3 head")
+    config = head.configure(shape, capture=capture, draft_vocab_size=recipe.draft_vocab_size)
+    setup, sources = HeadSetup(config, shape, recipe, str(target.embed.dtype)), (Source(np.asarray(rows)),)
     check(setup, sources)
     state = head.init(setup, target, head.vocabulary(setup, sources))
     bar = tqdm(range(steps), disable=not progress)
@@ -238,14 +239,14 @@ def main(args: argparse.Namespace) -> int:
     """Runs `jspec train eagle3`."""
     recipe = options.recipe(args, HeadRecipe)
     model = load(args.target)
-    target = model.params.target
+    target, llama = model.params.target, require_llama(model.target, "jspec train eagle3")
     own, theirs = Tokenizer.load(args.data), Tokenizer.load(locate(args.target))
     if own is None or theirs is None or own.vocabulary() != theirs.vocabulary():
         raise ValueError(f"{args.data}: has another tokenizer than {args.target}; see jspec train data --tokenizer")
     shape = {name: getattr(args, name) for name in _SHAPE}
     capture = None if args.capture is None else tuple(args.capture)
-    config = head.configure(model.target, capture=capture, draft_vocab_size=recipe.draft_vocab_size, **shape)
-    setup = HeadSetup(config, model.target, recipe, str(target.embed.dtype))
+    config = head.configure(llama, capture=capture, draft_vocab_size=recipe.draft_vocab_size, **shape)
+    setup = HeadSetup(config, llama, recipe, str(target.embed.dtype))
     prompts = read_prompts(args.data / "heldout_prompts.json")[: args.prompts]
     state = train(
         setup,

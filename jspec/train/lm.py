@@ -14,6 +14,7 @@ import numpy as np
 
 from jspec import checkpoint
 from jspec.models import LlamaParams
+from jspec.models.llama import require_llama
 from jspec.train import batches, card, loop, model, objective, options, tokenizer
 from jspec.train.batches import Source
 from jspec.train.loop import DEFAULT_INTERVALS, Intervals
@@ -143,7 +144,8 @@ def main(args: argparse.Namespace) -> int:
     heldout = Heldout(
         batches.open_tokens(args.data / "heldout.npy", vocab_size=config.vocab_size), tokenizer.byte_counts(bpe)
     )
-    setup = Setup(config, recipe, None if teacher is None else teacher.config, dtype)
+    shape = None if teacher is None else require_llama(teacher.config, "the teacher of jspec train lm")
+    setup = Setup(config, recipe, shape, dtype)
     state = train(
         setup,
         options.sources(args, config.vocab_size),

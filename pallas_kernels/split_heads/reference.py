@@ -10,7 +10,7 @@ def split_heads(qkv, cos, sin, q_norm, k_norm, *, kv_heads, eps):
     q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
     if q_norm is not None:
         q, k = _rms_norm(q, q_norm, eps), _rms_norm(k, k_norm, eps)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def _rms_norm(x, weight, eps):
@@ -19,7 +19,7 @@ def _rms_norm(x, weight, eps):
     return weight.reshape(1, 1, 1, -1) * scaled.astype(x.dtype)
 
 
-def _rotate(x, cos, sin):
+def rotate(x, cos, sin):
     """Each head's pairs (i, i + D/2) by the angle of their token."""
     cos, sin = (turn[:, :, None].astype(x.dtype) for turn in (cos, sin))
     a, b = jnp.split(x, 2, axis=-1)

@@ -1,0 +1,71 @@
+"""The cache of layers of several kinds: which pool each reads and writes, and what it takes of memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import memory
+from jspec.cache import HybridCache, LayerKeys, MhaCache, SlidingCache
+
+SLIDING, FULL = LayerKeys(kv_heads=2, head_dim=8, window=4), LayerKeys(kv_heads=1, head_dim=16)
+LAYERS = (SLIDING, FULL, SLIDING, FULL, 2, 3, 2)
+
+
+def rows_of(layers, count, batch=2):
+    """Rows in which all numbers of a layer's row t are 100 * layer + t."""
+    rows = []
+    for index, layer in enumerate(layers):
+        if isinstance(layer, int):
+            rows.append(None)
+            continue
+        value = 100.0 * index + jnp.arange(count, dtype=jnp.float32)[None, :, None, None]
+        rows.append((jnp.broadcast_to(value, (batch, count, layer.kv_heads, layer.head_dim)),) * 2)
+    return tuple(rows)
+
+
+def test_layers_of_one_kind_have_one_pool_and_those_that_share_none():
+    cache = HybridCache.empty(2, 32, 4, layers=LAYERS, dtype=jnp.float32)
+    sliding, full = cache.groups
+    assert isinstance(sliding, SlidingCache) and type(full) is MhaCache
+    assert sliding.pool.shape == (2, 2, 2, 4, 2, 8) and full.pool.shape == (2, 2, 16, 4, 1, 16)
+    assert cache.places == ((0, 0), (1, 0), (0, 1), (1, 1), (0, 1), (1, 1), (0, 1))
+
+
+@pytest.mark.parametrize("layers", [LAYERS, (FULL, FULL), (SLIDING, SLIDING, 0)], ids=["both", "full", "sliding"])
+def test_each_layer_reads_what_its_source_has_committed(layers):
+    cache = HybridCache.empty(2, 32, 4, layers=layers, dtype=jnp.float32)
+    start, length = jnp.zeros(2, jnp.int32), jnp.array([7, 3], jnp.int32)
+    cache = jax.jit(HybridCache.commit)(cache, rows_of(layers, 9), start, None, length)
+    for index, layer in enumerate(layers):
+        source = index if isinstance(layer, LayerKeys) else layer
+        kind = layers[source]
+        q = jnp.zeros((2, 1, 2, kind.head_dim))
+        blank = jnp.zeros((2, 1, kind.kv_heads, kind.head_dim))
+        # With equal scores the result is the mean of what is seen; of the round's own rows that is nothing.
+        none = jnp.zeros((1, 1, 1), bool)
+        out = cache.attend(index, q, blank, blank, length, none, 1.0, length[:, None] - 1)
+        for b, end in enumerate((7, 3)):
+            seen = np.arange(0 if kind.window is None else max(0, end - kind.window), end)
+            np.testing.assert_allclose(out[b], 100 * source + seen.mean(), rtol=1e-6)
+
+
+def test_a_long_context_takes_the_windows_and_the_full_layers():
+    """Gemma 4 31B: 50 sliding layers with a window of 1024 and 10 full ones."""
+    sliding, full = LayerKeys(16, 256, 1024), LayerKeys(4, 512)
+    layers = [full if i % 6 == 5 else sliding for i in range(60)]
+
+    def bytes_of(capacity, page_size=16):
+        empty = jax.eval_shape(lambda: HybridCache.empty(1, capacity, page_size, layers=layers, dtype=jnp.bfloat16))
+        return [memory.tree_bytes(group.pool) for group in empty.groups]
+
+    windows, contexts = 50 * 2 * 1024 * 16 * 256 * 2, 10 * 2 * 32768 * 4 * 512 * 2
+    assert bytes_of(32768) == [windows, contexts]
+    assert bytes_of(262144) == [windows, 8 * contexts]
+    assert bytes_of(32768, 1) == [windows, contexts]
+
+
+def test_sharing_with_a_layer_that_makes_no_keys_is_an_error():
+    for layers in ((SLIDING, 0, 1), (0,), (1, SLIDING)):
+        with pytest.raises(ValueError, match="which makes none before it"):
+            HybridCache.empty(1, 8, 4, layers=layers, dtype=jnp.float32)

@@ -1,0 +1,182 @@
+"""The sliding-window cache against dense attention over the end of each path; all that may be forgotten is NaN."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import tree
+from jspec.cache import SlidingCache, mha
+from jspec.cache.swa import window_mask
+from jspec.types import DraftTree
+
+LAYERS, KV_HEADS, HEADS, DIM, BATCH, CAPACITY = 2, 1, 2, 16, 3, 90
+SHAPE = dict(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, dtype=jnp.float32)
+
+
+@partial(jax.jit, static_argnames="layer")
+def attend(cache, layer, q, k, v, start, mask, positions):
+    return cache.attend(layer, q, k, v, start, mask, 0.25, positions)
+
+
+commit = jax.jit(SlidingCache.commit)
+
+
+def empty(window, page_size, rng):
+    """An empty cache in a pool with spare pages, its own in no order."""
+    cache = SlidingCache.empty(BATCH, CAPACITY, page_size, **SHAPE, window=window)
+    pages = cache.pool.shape[2] + 3
+    moved = rng.permutation(pages)[: cache.pool.shape[2]].astype(np.int32)
+    pool = jnp.full((LAYERS, 2, pages, *cache.pool.shape[3:]), jnp.nan)
+    return dataclasses.replace(cache, pool=pool, page_table=jnp.asarray(moved)[cache.page_table])
+
+
+def forget(cache, length):
+    """The cache with NaN wherever no row of the last window lies."""
+    pool, table = np.array(cache.pool), np.array(cache.page_table)
+    kept, page_size = np.full_like(pool, np.nan), pool.shape[3]
+    for b, end in enumerate(length):
+        for t in range(max(0, end - cache.window), end):
+            at = table[b, t // page_size], t % page_size
+            kept[:, :, *at] = pool[:, :, *at]
+    return dataclasses.replace(cache, pool=jnp.asarray(kept))
+
+
+def random_round(rng, nodes, chain):
+    """Queries, rows, the parents of a tree (None: a chain), and a path from the root of each sequence."""
+    q = rng.normal(size=(BATCH, nodes, HEADS, DIM)).astype(np.float32)
+    rows = rng.normal(size=(LAYERS, 2, BATCH, nodes, KV_HEADS, DIM)).astype(np.float32)
+    if chain:
+        return q, rows, None, [list(range(n + 1)) for n in rng.integers(0, nodes, BATCH)]
+    parents = np.array([[0] + [rng.integers(max(0, n - 4), n) for n in range(1, nodes)] for _ in range(BATCH)])
+    return q, rows, parents.astype(np.int32), [line(row, rng.integers(0, nodes)) for row in parents]
+
+
+def line(parents, node):
+    """A node's ancestors, root first, and itself."""
+    return [node] if node == 0 else [*line(parents, parents[node]), node]
+
+
+def dense(q, pairs):
+    """Attention of one query over a list of keys and values, in float64."""
+    keys, values = np.array(pairs, np.float64).swapaxes(0, 1)
+    weights = np.exp(0.25 * keys[:, 0] @ q.T)
+    return (weights / weights.sum(0)).T @ values[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("window", "page_size"),
+    [
+        (8, 1),
+        (7, 5),
+        (1, 4),
+        (20, 16),
+        *(pytest.param(*at, marks=pytest.mark.slow) for at in ((8, 3), (8, 4), (8, 16), (1, 1), (64, 16), (100, 16))),
+    ],
+)
+def test_rounds_equal_dense_attention_over_each_nodes_window(window, page_size):
+    """Chains and trees, shorter and longer than window and ring, in rounds that go several times around it."""
+    rng = np.random.default_rng(window + page_size)
+    cache = empty(window, page_size, rng)
+    committed = {at: [] for at in np.ndindex(LAYERS, BATCH)}
+    length = np.zeros(BATCH, np.int32)
+    for count, chain in ((25, True), (1, True), (12, False), (5, True), (12, False), (25, True)):
+        q, rows, parents, paths = random_round(rng, count, chain)
+        paths = [path if b else [] for b, path in enumerate(paths)] if count == 5 else paths
+        draft = DraftTree(jnp.zeros((BATCH, count), jnp.int32), None if chain else jnp.asarray(parents))
+        positions = length[:, None] + np.asarray(tree.depths(draft))
+        mask = tree.ancestor_mask(draft)
+        for layer in range(LAYERS):
+            out = np.asarray(attend(cache, layer, q, *rows[layer], length, mask, positions))
+            for b, n in np.ndindex(BATCH, count):
+                own = range(n + 1) if parents is None else line(parents[b], n)
+                seen = [*committed[layer, b], *(rows[layer, :, b, m] for m in own)][-window:]
+                np.testing.assert_allclose(out[b, n], dense(q[b, n], seen), rtol=1e-5, atol=1e-5)
+        taken = np.array([len(path) for path in paths], np.int32)
+        padded = None if chain else np.array([path + [0] * (count - len(path)) for path in paths], np.int32)
+        pairs = tuple((jnp.asarray(k), jnp.asarray(v)) for k, v in rows)
+        cache = commit(cache, pairs, length, padded, taken)
+        for layer, b in committed:
+            committed[layer, b] += [rows[layer, :, b, m] for m in paths[b]]
+        length = length + taken
+        cache = forget(cache, length)
+    assert length.max() > 3 * min(window, 8) and length.min() < length.max()
+
+
+def test_a_query_at_the_last_committed_position_finds_its_whole_window():
+    """As drafters do that only read: so the ring holds a row more than a round needs."""
+    rng, window = np.random.default_rng(0), 8
+    cache = empty(window, 4, rng)
+    _, rows, _, _ = random_round(rng, 25, True)
+    length = np.array([25, 9, 3], np.int32)
+    cache = forget(commit(cache, tuple((k, v) for k, v in rows), np.zeros(BATCH, np.int32), None, length), length)
+    q, blank = (
+        rng.normal(size=(BATCH, 1, HEADS, DIM)).astype(np.float32),
+        np.zeros((BATCH, 1, KV_HEADS, DIM), np.float32),
+    )
+    out = attend(cache, 1, q, blank, blank, length, np.zeros((1, 1, 1), bool), length[:, None] - 1)
+    for b, end in enumerate(length):
+        seen = [rows[1, :, b, t] for t in range(max(0, end - window), end)]
+        np.testing.assert_allclose(out[b, 0], dense(q[b, 0], seen), rtol=1e-5, atol=1e-5)
+
+
+def test_a_finished_row_keeps_its_pages():
+    rng = np.random.default_rng(0)
+    cache = empty(8, 4, rng)
+    _, rows, _, _ = random_round(rng, 25, True)
+    after = commit(
+        cache, tuple((k, v) for k, v in rows), np.full(BATCH, 30, np.int32), None, np.array([25, 0, 25], np.int32)
+    )
+    assert np.isnan(after.pool[:, :, cache.page_table[1]]).all()
+    assert not np.isnan(after.pool[:, :, cache.page_table[0]]).any()
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_no_place_is_written_twice_in_a_commit(monkeypatch, chain):
+    """Which of two rows a scatter leaves there is nothing that every backend agrees on."""
+    written = []
+    monkeypatch.setattr(mha, "kv_compact", lambda pool, rows, table, *which: written.append(which) or pool)
+    rng = np.random.default_rng(0)
+    _, rows, _, _ = random_round(rng, 25, True)
+    path = None if chain else np.arange(25, dtype=np.int32)[None].repeat(BATCH, 0)
+    length = np.array([25, 0, 5], np.int32)
+    cache = empty(8, 3, rng)
+    cache.commit(tuple((k, v) for k, v in rows), np.full(BATCH, 40, np.int32), path, length)
+    ((start, path, count),) = written
+    assert (start.tolist(), count.tolist()) == ([56, 40, 40], [9, 0, 5])
+    assert path.tolist()[0] == list(range(16, 25)) and path.tolist()[2][:5] == list(range(5))
+
+
+def test_the_pool_is_of_the_windows_size_however_long_the_context():
+    made = jax.eval_shape(lambda: SlidingCache.empty(2, 32768, 16, **SHAPE, window=1000))
+    assert made.pool.shape == (LAYERS, 2, 2 * 63, 16, KV_HEADS, DIM)
+    assert made.page_table.shape == (2, 2048)
+    short = jax.eval_shape(lambda: SlidingCache.empty(2, 40, 16, **SHAPE, window=1000))
+    assert short.pool.shape[2] == 2 * 3, "a context shorter than the window takes no more than its own pages"
+
+
+def test_no_two_sequences_share_a_page():
+    table = np.array(SlidingCache.empty(3, 50, 4, **SHAPE, window=6).page_table)
+    assert [sorted(set(row)) for row in table] == [[0, 1], [2, 3], [4, 5]]
+    assert table[0].tolist() == [0, 1] * 6 + [0]
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_rows_no_further_apart_than_the_window_need_no_mask_of_their_own(chain):
+    mask = None if chain else jnp.ones((1, 8, 8), bool)
+    assert window_mask(mask, 8, 8, 8) is mask
+
+
+def test_a_window_of_nothing_is_an_error():
+    with pytest.raises(ValueError, match="window=0: a token sees itself at least"):
+        SlidingCache.empty(1, 8, 4, **SHAPE, window=0)
+
+
+def test_a_prefix_without_positions_is_an_error():
+    cache = SlidingCache.empty(1, 8, 4, **SHAPE, window=4)
+    q, k = jnp.zeros((1, 1, HEADS, DIM)), jnp.zeros((1, 1, KV_HEADS, DIM))
+    with pytest.raises(ValueError, match="positions=None"):
+        cache.attend(0, q, k, k, jnp.zeros(1, jnp.int32), None, 1.0)
