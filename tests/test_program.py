@@ -23,7 +23,7 @@ from planted import (
     weights_of,
 )
 
-from jspec import accept, decode
+from jspec import accept, decode, tree
 from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
 from jspec.types import DraftTree, Params
 from pallas_kernels import platform
@@ -144,6 +144,22 @@ def test_each_pool_is_written_once_a_round_and_never_copied(name):
         makers = made(loop_body(text), shape)
         assert makers.count("scatter") == 1
         assert set(makers) <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, makers
+
+
+@pytest.mark.parametrize("select", (False, True))
+def test_the_last_layer_goes_on_with_the_selected_tokens_alone(select):
+    """Of its MLP, and so of the head too; keys and values are those of all tokens."""
+    batch, width = toy.IDS.shape
+    weights = toy.params().target
+    cache = toy.TARGET.init_cache(weights, batch, width, 4)
+    ids, last = tree.chain(jnp.asarray(toy.IDS)), jnp.asarray(toy.LENGTHS) - 1 if select else None
+    run = jax.jit(lambda last: toy.TARGET.forward(weights, ids, cache, None, select=last))
+    # The projections to heads are as wide as gate and up together.
+    wide = 2 * toy.TARGET.intermediate_size
+    shapes = re.findall(rf"dot_general.*-> tensor<{batch}x(\d+)x{wide}xf32>", run.lower(last).as_text())
+    rest = [str(width)] * (2 * toy.TARGET.num_layers - 1)
+    assert shapes == [*rest, "1" if select else str(width)]
+    assert all(part.shape[:2] == (batch, width) for pair in run(last).rows for part in pair)
 
 
 @each_name

@@ -10,12 +10,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec import tree
 from jspec.cache import LayerKeys
+from jspec.models import layers
 from jspec.types import DraftTree, ForwardOutput
 
 
 class Decoder(abc.ABC):
     """A language model. A family is a frozen dataclass of static numbers with these methods, weights are arguments."""
 
+    num_layers: int
     drafter: ClassVar[str] = "standalone"
     """The drafter that such a model is the draft of."""
 
@@ -48,11 +50,14 @@ class Decoder(abc.ABC):
         positions: Int[Array, "#B #N"],
         attend: Any,
         earlier: Any,
+        only: layers.Only | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], Any]]:
         """Yields after each layer the residual stream, which begins as `x`, and the layer's rows of this round.
 
         attend: a cache's `attend`, which takes (layer, q, k, v, scale=) and, of caches with windows, positions=.
         earlier: as in `apply`.
+        only: where it is given, the last layer may yield the stream of these tokens alone, [B, 1, E], and saves what
+          the others would take.
         """
 
     @abc.abstractmethod
@@ -116,15 +121,17 @@ class Decoder(abc.ABC):
         """
         embedded = self.embed(params, tokens)
         attend = partial(cache.attend, start=start, mask=mask)
-        rows, states = [], [embedded]
-        for state, own in self.run_layers(params, tokens, embedded, positions, attend, earlier):
+        rows, states, only = [], [embedded], None
+        if select is not None and earlier is None and max(capture, default=0) < self.num_layers:
+            only = layers.Only.of(select, mask, tokens)
+        for state, own in self.run_layers(params, tokens, embedded, positions, attend, earlier, only):
             rows.append(own)
             states.append(state)
         x = states[-1]
         if len(rows) + 1 in capture:
             states.append(self.final_norm(params, x))
-        if select is not None:
-            x = jnp.take_along_axis(x, select[:, None, None], axis=1, mode="clip")
+        if select is not None and x.shape[1] > 1:
+            x = layers.take_token(x, select)
         logits = self.unembed(params, self.final_norm(params, x))
         captured = [state for index, state in enumerate(states) if index in capture]
         return ForwardOutput(logits, tuple(rows), jnp.concatenate(captured, axis=-1) if captured else None)

@@ -128,7 +128,9 @@ class EagleHead:
         x, first = self._read(head, self.embed(params, target, tokens), feature)
         frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
         rotation = layers.rotation(positions, frequencies, x.dtype)
-        rows = []
+        rows, only = [], None
+        if select is not None and earlier is None:
+            only = layers.Only.of(select, mask, tokens)
         for index, layer in enumerate(head.layers):
             normed = first
             if index:
@@ -136,10 +138,11 @@ class EagleHead:
                 normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
             own = None if earlier is None else earlier[index]
             attend = partial(cache.attend, index, start=start, mask=mask, scale=self.head_dim**-0.5)
-            x, pair = decoder_layer(self, layer, x, normed, rotation, attend, own)
+            last = index + 1 == len(head.layers)
+            x, pair = decoder_layer(self, layer, x, normed, rotation, attend, own, only if last else None)
             rows.append(pair)
-        if select is not None:
-            x = jnp.take_along_axis(x, select[:, None, None], axis=1, mode="clip")
+        if select is not None and x.shape[1] > 1:
+            x = layers.take_token(x, select)
         normed = x if head.norm is None else layers.rms_norm(x, head.norm, self.rms_norm_eps)
         return HeadOutput(self.unembed(params, target, normed), normed if self.norm_output else x, tuple(rows))
 

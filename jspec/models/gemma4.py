@@ -199,6 +199,7 @@ class Gemma4(Decoder):
         positions: Int[Array, "#B #N"],
         attend: Callable[..., Array],
         earlier: tuple[Pair | None, ...] | None,
+        only: layers.Only | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], Pair | None]]:
         """Yields after each layer the residual stream and the layer's rows of this round, None where it makes none."""
         inputs = self._per_layer_inputs(params, tokens, x)

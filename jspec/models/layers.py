@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.platform import platform
 from pallas_kernels.split_heads import rotate
@@ -29,6 +29,32 @@ class Llama3Rope:
     low_freq_factor: float
     high_freq_factor: float
     original_length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Only:
+    """The one token of each sequence whose hidden state is wanted, and which rows of the round it sees."""
+
+    token: Int[Array, " B"]
+    mask: Bool[Array, "B 1 N"]
+
+    @classmethod
+    def of(
+        cls, token: Int[Array, " B"], mask: Bool[Array, "#B N N"] | None, tokens: Int[Array, "B N"]
+    ) -> "Only | None":
+        """Of the tokens' mask; None: each sees all up to its own. None where there is one token, anyway."""
+        batch, nodes = tokens.shape
+        if nodes == 1:
+            return None
+        if mask is None:
+            return cls(token, jnp.arange(nodes, dtype=jnp.int32)[None, None] <= token[:, None, None])
+        mask = jnp.broadcast_to(mask, (batch, *mask.shape[1:]))
+        return cls(token, take_token(mask, token))
+
+
+def take_token(x: Shaped[Array, "B N *rest"], token: Int[Array, " B"]) -> Shaped[Array, "B 1 *rest"]:
+    """One token's part of each sequence."""
+    return jnp.take_along_axis(x, token.reshape(-1, *[1] * (x.ndim - 1)), axis=1, mode="clip")
 
 
 def linear(

@@ -98,6 +98,7 @@ class Llama(Decoder):
         positions: Int[Array, "#B #N"],
         attend: Callable[..., Array],
         earlier: Rows | None,
+        only: layers.Only | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
         """Yields after each layer the residual stream and the layer's rows of this round."""
         rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype)
@@ -106,7 +107,8 @@ class Llama(Decoder):
             normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
             own = None if earlier is None else earlier[index]
             here = partial(attend, index, scale=self.layer_scale(index))
-            x, pair = decoder_layer(self, layer, x, normed, rotation, here, own)
+            here_only = only if index + 1 == self.num_layers else None
+            x, pair = decoder_layer(self, layer, x, normed, rotation, here, own, here_only)
             yield x, pair
 
     def final_norm(self, params: LlamaParams, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
@@ -146,6 +148,7 @@ def decoder_layer(
     rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
     attend: Callable[..., Array],
     earlier: tuple[Array, Array] | None,
+    only: layers.Only | None = None,
 ) -> tuple[Float[Array, "B N E"], tuple[Array, Array]]:
     """Attention over `normed`, then the MLP, each added to the residual stream `x`.
 
@@ -153,6 +156,7 @@ def decoder_layer(
     rotation: of each token, see `layers.rotation`.
     attend: a cache's `attend` of this layer, given (q, k, v).
     earlier: keys and values of this round's earlier rows.
+    only: the tokens whose stream is returned, [B, 1, E]; keys and values are those of all.
 
     Returns the residual stream, and keys and values of this round, `earlier` included.
     """
@@ -162,6 +166,9 @@ def decoder_layer(
     q, k, v = split_heads(qkv, *rotation, layer.q_norm, layer.k_norm, kv_heads=kv_heads, eps=config.rms_norm_eps)
     if earlier is not None:
         k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
+    if only is not None:
+        x, q = layers.take_token(x, only.token), layers.take_token(q, only.token)
+        attend = partial(attend, mask=only.mask)
     x = x + layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o, layer.o_bias)
     mlp = layers.gated_mlp(layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.gate_up, layer.down)
     return x + mlp, (k, v)
