@@ -231,6 +231,11 @@ def verifies_many(params: Params, s: DecodeState, drafter: Drafter) -> bool:
     return jax.default_backend() == "gpu" and _drafted.eval_shape(params, s, drafter=drafter).tokens.size > FEW
 
 
+def fastest(params: Params, s: DecodeState, drafter: Drafter):
+    """`decode` or `decode_many`, whichever is compiled better for rounds of these shapes."""
+    return decode_many if verifies_many(params, s, drafter) else decode
+
+
 @partial(jax.jit, static_argnames=_STATIC)
 def decode_checked(
     params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept

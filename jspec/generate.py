@@ -319,8 +319,7 @@ class Run:
     def _choose_decode(self) -> Callable[..., Any]:
         if self.debug:
             return partial(decode.decode_checked, **self.parts)
-        many = decode.verifies_many(self.model.params, self.state, self.parts["drafter"])
-        return partial(decode.decode_many if many else decode.decode, **self.parts)
+        return partial(decode.fastest(self.model.params, self.state, self.parts["drafter"]), **self.parts)
 
     def _advance_to(self, until: int) -> None:
         began = time.perf_counter()

@@ -151,8 +151,7 @@ def _compile(setup: Setup, row: Row, parts: dict[str, Any]) -> tuple[Callable[[]
     prefill = lowered.compile()
     row.compile_seconds["prefill"] = time.perf_counter() - began
     began = time.perf_counter()
-    many = decode.verifies_many(setup.params, lowered.out_info, parts["drafter"])
-    loop = decode.decode_many if many else decode.decode
+    loop = decode.fastest(setup.params, lowered.out_info, parts["drafter"])
     rounds = loop.lower(setup.params, lowered.out_info, jnp.int32(1), **parts).compile()
     row.compile_seconds["decode"] = time.perf_counter() - began
     programs = {"prefill": prefill, "decode": rounds}

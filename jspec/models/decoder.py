@@ -121,9 +121,8 @@ class Decoder(abc.ABC):
         """
         embedded = self.embed(params, tokens)
         attend = partial(cache.attend, start=start, mask=mask)
-        rows, states, only = [], [embedded], None
-        if select is not None and earlier is None and max(capture, default=0) < self.num_layers:
-            only = layers.Only.of(select, mask, tokens)
+        rows, states = [], [embedded]
+        only = layers.Only.of(select, mask, tokens, earlier) if max(capture, default=0) < self.num_layers else None
         for state, own in self.run_layers(params, tokens, embedded, positions, attend, earlier, only):
             rows.append(own)
             states.append(state)

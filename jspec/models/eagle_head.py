@@ -128,9 +128,7 @@ class EagleHead:
         x, first = self._read(head, self.embed(params, target, tokens), feature)
         frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
         rotation = layers.rotation(positions, frequencies, x.dtype)
-        rows, only = [], None
-        if select is not None and earlier is None:
-            only = layers.Only.of(select, mask, tokens)
+        rows, only = [], layers.Only.of(select, mask, tokens, earlier)
         for index, layer in enumerate(head.layers):
             normed = first
             if index:

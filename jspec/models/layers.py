@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels import split_heads
 from pallas_kernels.platform import platform
-from pallas_kernels.split_heads import rotate
 
 SMALL = 10_000_000
-"""Weights of a matrix below which XLA, on a GPU, makes its product with a single row a sum over columns, at half of the
-bandwidth that its matrix products reach (docs/log.md). Two equal rows are a matrix product.
+"""Weights of a matrix below which XLA, on a GPU, makes its product with a single row a sum over columns, which takes
+longer than its matrix product with six (docs/log.md). Two equal rows are a matrix product.
 """
 
 
@@ -40,11 +40,14 @@ class Only:
 
     @classmethod
     def of(
-        cls, token: Int[Array, " B"], mask: Bool[Array, "#B N N"] | None, tokens: Int[Array, "B N"]
+        cls, token: Int[Array, " B"] | None, mask: Bool[Array, "#B N R"] | None, tokens: Int[Array, "B N"], earlier: Any
     ) -> "Only | None":
-        """Of the tokens' mask; None: each sees all up to its own. None where there is one token, anyway."""
+        """Of what a forward is given; None where no token is selected, there is but one, or `earlier` rows are seen.
+
+        mask: None: each token sees all up to its own.
+        """
         batch, nodes = tokens.shape
-        if nodes == 1:
+        if token is None or nodes == 1 or earlier is not None:
             return None
         if mask is None:
             return cls(token, jnp.arange(nodes, dtype=jnp.int32)[None, None] <= token[:, None, None])
@@ -72,9 +75,7 @@ def linear(
 
 def rms_norm(x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*batch E"]:
     """Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467), computed in float32."""
-    wide = x.astype(jnp.float32)
-    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * scaled.astype(x.dtype)
+    return split_heads.rms_norm(x, weight, eps)
 
 
 def wide_rms_norm(
@@ -139,4 +140,4 @@ def rope(
     x: Float[Array, "B N H D"], positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"]
 ) -> Float[Array, "B N H D"]:
     """Rotates the pairs (i, i + D/2) of each head by position times frequency."""
-    return rotate(x, *rotation(positions, frequencies, x.dtype))
+    return split_heads.rotate(x, *rotation(positions, frequencies, x.dtype))

@@ -65,8 +65,7 @@ def _complete(
         capacity=width,
         page_size=_PAGE,
     )
-    many = decode.verifies_many(weights, state, parts["drafter"])
-    state = (decode.decode_many if many else decode.decode)(weights, state, jnp.int32(width), **parts)
+    state = decode.fastest(weights, state, parts["drafter"])(weights, state, jnp.int32(width), **parts)
     return state.tokens[:, :width]
 
 

@@ -9,14 +9,15 @@ def split_heads(qkv, cos, sin, q_norm, k_norm, *, kv_heads, eps):
     heads = qkv.shape[2] - 2 * kv_heads
     q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
     if q_norm is not None:
-        q, k = _rms_norm(q, q_norm, eps), _rms_norm(k, k_norm, eps)
+        q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def _rms_norm(x, weight, eps):
+def rms_norm(x, weight, eps):
+    """Over the last axis, in float32; rounded before the weight is applied."""
     wide = x.astype(jnp.float32)
     scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return weight.reshape(1, 1, 1, -1) * scaled.astype(x.dtype)
+    return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * scaled.astype(x.dtype)
 
 
 def rotate(x, cos, sin):
