@@ -110,6 +110,7 @@ def _parse_own(raw: Mapping[str, Any]) -> Assistant:
         head_dims=tuple(int(size) for size in raw["head_dims"]),
         rms_norm_eps=float(raw["rms_norm_eps"]),
         clusters=_parse_clusters(raw),
+        target_head=bool(raw.get("use_target_head")),
     )
 
 
@@ -170,15 +171,17 @@ def read_params(config: Assistant, tensors: Tensors) -> AssistantParams:
       CheckpointError: a tensor that is missing, has another shape than the configuration says, or that nothing reads.
     """
     width, outer = config.hidden_size, config.target_hidden_size
+    own_head = config.clusters is None and not config.target_head
     params = AssistantParams(
         pre_projection=tensors.fused([("pre_projection.weight", width)], 2 * outer),
         layers=tuple(_read_layer(config, tensors, i, f"model.layers.{i}.") for i in range(config.num_layers)),
         norm=tensors.device("model.norm.weight", width),
         post_projection=tensors.fused([("post_projection.weight", outer)], width),
-        head=None if config.clusters else tensors.device("model.embed_tokens.weight", config.vocab_size, width),
+        head=tensors.device("model.embed_tokens.weight", config.vocab_size, width) if own_head else None,
         clusters=_read_clusters(config, tensors) if config.clusters else None,
     )
-    unread = sorted(tensors.names() - tensors.asked - {"lm_head.weight"})  # a copy of the embedding
+    copy = set() if config.target_head else {"lm_head.weight"}  # of the embedding
+    unread = sorted(tensors.names() - tensors.asked - copy)
     if unread:
         raise CheckpointError(
             f"{tensors.directory}: {len(unread)} tensors are nothing that this assistant has: {', '.join(unread[:4])}"
@@ -251,6 +254,8 @@ def describe(config: Assistant) -> dict[str, Any]:
     }
     if config.clusters is not None:
         raw |= {"num_centroids": config.clusters.count, "centroid_intermediate_top_k": config.clusters.chosen}
+    if config.target_head:
+        raw |= {"use_target_head": True}
     return raw
 
 
@@ -263,7 +268,8 @@ def named_tensors(params: AssistantParams) -> Iterator[tuple[str, Any]]:
         for name, tensor in _name_layer(layer):
             yield f"model.layers.{index}.{name}", tensor
     if params.clusters is None:
-        yield "model.embed_tokens.weight", params.head
+        if params.head is not None:
+            yield "model.embed_tokens.weight", params.head
         return
     ids = np.asarray(params.clusters.ids).reshape(-1)
     head = np.asarray(params.clusters.head)

@@ -123,7 +123,7 @@ def assistant_shapes(config: Assistant, dtype: Any) -> AssistantParams:
         )
         for head_dim in config.head_dims
     )
-    head, clusters = shape((config.vocab_size, width)), None
+    head, clusters = None if config.target_head else shape((config.vocab_size, width)), None
     if config.clusters is not None:
         count = config.clusters.count
         tokens = (count, config.vocab_size // count)

@@ -59,7 +59,7 @@ class AssistantParams:
     norm: Float[Array, " E"]
     post_projection: Float[Array, "E Et"]
     head: Float[Array, "V E"] | None
-    """None where the LM head is one of clusters."""
+    """None where the LM head is one of clusters, or the target's."""
     clusters: ClusterParams | None
 
 
@@ -89,6 +89,7 @@ class Assistant:
     reads: for each layer, the target's layer whose keys and values it reads.
     head_dims: of those layers.
     clusters: of the LM head; None: it reads the whole vocabulary.
+    target_head: there is no LM head, and the target's reads what `post_projection` makes.
     """
 
     vocab_size: int
@@ -100,6 +101,7 @@ class Assistant:
     head_dims: tuple[int, ...]
     rms_norm_eps: float = 1e-6
     clusters: Clusters | None = None
+    target_head: bool = False
     drafter: ClassVar[str] = "frozen-kv-mtp"
     """The drafter that such a model is the draft of."""
 
@@ -110,6 +112,8 @@ class Assistant:
             )
         if self.clusters is None:
             return
+        if self.target_head:
+            raise ValueError(f"clusters={self.clusters}, target_head=True: the target's LM head has no clusters")
         count, chosen = self.clusters.count, self.clusters.chosen
         if count < 1 or self.vocab_size % count:
             raise ValueError(f"clusters={self.clusters}: the {self.vocab_size} tokens are no multiple of {count}")
@@ -157,8 +161,11 @@ class Assistant:
             mlp = layers.gated_mlp(self._norm(x, layer.mlp_norm), layer.gate_up, layer.down, layers.gelu)
             x = (x + self._norm(mlp, layer.mlp_out_norm)) * layer.scalar
         normed = self._norm(x, own.norm)
+        following = layers.linear(normed, own.post_projection)
+        if self.target_head:
+            return AssistantOutput(target.unembed(params.target, following), None, following)
         logits, ids = self._unembed(own, normed)
-        return AssistantOutput(logits, ids, layers.linear(normed, own.post_projection))
+        return AssistantOutput(logits, ids, following)
 
     def _norm(self, x, weight):
         return layers.wide_rms_norm(x, weight, self.rms_norm_eps)

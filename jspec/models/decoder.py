@@ -27,6 +27,10 @@ class Decoder(abc.ABC):
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> Any:
         """An empty cache for `batch` sequences of `capacity` rows."""
 
+    def source(self, layer: int) -> int:
+        """The layer whose keys and values `layer` reads: itself, unless it shares another's."""
+        return layer
+
     @abc.abstractmethod
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values that a layer reads, its own or those of the layer whose it shares."""

@@ -4,12 +4,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jspec.train import data, eagle3, lm, text
+from jspec.train import data, eagle3, frozen_kv_mtp, lm, text
 
 _COMMANDS = {
     "data": (data, "token files, a tokenizer and prompts from the installed packages"),
     "lm": (lm, "train a language model from scratch, or a draft from a teacher"),
     "eagle3": (eagle3, "train an EAGLE-3 head for a target"),
+    "frozen-kv-mtp": (frozen_kv_mtp, "train an assistant for a target, which reads its keys and values"),
     "text": (text, "text that a target writes greedily, for its draft to learn from"),
 }
 

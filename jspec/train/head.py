@@ -1,4 +1,4 @@
-"""An EAGLE-3 head while it is trained: its recipe, its vocabulary, its first weights, and a step of the training.
+"""An EAGLE-3 head as a learner: its shape, its vocabulary, its first weights, and how it is unrolled.
 
 Recipe and losses follow Li et al., EAGLE-3, arXiv 2503.01840, section 3, and SafeAILab's code; see `ttt`.
 """
@@ -10,73 +10,101 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
 
+from jspec.cache.mha import Rows
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
-from jspec.struct import struct
 from jspec.train import model, ttt
 from jspec.train.batches import Source
-from jspec.types import Params
+from jspec.types import ForwardOutput, Params
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadRecipe:
-    """The numbers of a training run. With the target and the data they determine it.
+class TttAttention:
+    """Stands in for a cache: what a row of step k would see of a cache and of its own chain while drafting.
 
-    Heads of large targets want a lower rate: SafeAILab and SpecForge train those of 8B targets at 5e-5 to 1e-4.
+    length: T, the rows of a step.
     """
 
-    steps: int
-    batch_tokens: int = 131072
-    length: int = 512
-    """T: tokens of a sequence; a source of whole sequences has its own."""
-    learning_rate: float = 2e-3
-    warmup: int = 200
-    clip: float = 0.5
-    seed: int = 0
-    ttt_steps: int = 7
-    """K: steps of the training-time test, the longest chain that the head learns to draft."""
-    decay: float = 0.8
-    """Step k's loss counts decay^k."""
-    draft_vocab_size: int | None = None
-    """Tokens that the head can propose, the most common ones of the data; None: all."""
+    length: int
 
-    def schedule(self) -> optax.Schedule:
-        """Learning rate by step: a linear rise over `warmup` steps, then a cosine down to zero."""
-        return optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, min(self.warmup, self.steps - 1), self.steps)
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B R K D"],
+        v: Float[Array, "B R K D"],
+        start: None,
+        mask: None,
+        scale: float,
+    ) -> Float[Array, "B T H D"]:
+        """Attention of row p at step k, over the rows 0 to p of step 0 and the row p of the steps 1 to k.
 
-    def optimizer(self) -> optax.GradientTransformation:
-        """AdamW without decay, on clipped gradients."""
-        adamw = optax.adamw(self.schedule(), b1=0.9, b2=0.95, weight_decay=0.0)
-        return optax.chain(optax.clip_by_global_norm(self.clip), adamw)
+        R = (k + 1) T: the steps' rows, one step after the other. `start` and `mask` must be None.
+        """
+        assert start is None and mask is None
+        batch, length, heads, dim = q.shape
+        kv_heads = k.shape[2]
+        shape, dot = (batch, -1, length, kv_heads, dim), partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+        (first_k, own_k), (first_v, own_v) = (jnp.split(x.reshape(shape), [1], axis=1) for x in (k, v))
+        query = q.reshape(batch, length, kv_heads, heads // kv_heads, dim)
+        causal = dot("btkgd,bskd->bkgts", query, first_k[:, 0], preferred_element_type=jnp.float32) * scale
+        own = dot("btkgd,bitkd->bkgti", query, own_k, preferred_element_type=jnp.float32) * scale
+        column = jnp.arange(length, dtype=jnp.int32)
+        causal = jnp.where((column[:, None] >= column[None])[None, None, None], causal, -jnp.inf)
+        # One softmax over both, without an array that holds both.
+        highest = jnp.maximum(causal.max(-1, keepdims=True), own.max(-1, keepdims=True, initial=-jnp.inf))
+        causal, own = (jnp.exp(scores - lax.stop_gradient(highest)) for scores in (causal, own))
+        total = causal.sum(-1) + own.sum(-1)
+        out = dot("bkgts,bskd->btkgd", causal.astype(v.dtype), first_v[:, 0], preferred_element_type=jnp.float32)
+        out = out + dot("bkgti,bitkd->btkgd", own.astype(v.dtype), own_v, preferred_element_type=jnp.float32)
+        return (out / jnp.moveaxis(total, 3, 1)[..., None]).astype(q.dtype).reshape(q.shape)
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadSetup:
-    """All that is static in a training step."""
+class HeadLearner:
+    """An EAGLE-3 head for a target, as `learner.Learner`."""
 
     config: EagleHead
     target: Llama
-    recipe: HeadRecipe
-    dtype: str
-    """Precision of the forward and backward pass; the head's weights themselves are float32."""
 
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """The layers whose input it reads."""
+        return self.config.capture
 
-@struct
-class HeadState:
-    """What changes from step to step, the draft's vocabulary beside it: what a checkpoint holds."""
+    def vocabulary(self, sources: tuple[Source, ...]) -> np.ndarray | None:
+        """What is most common in the sources, see `vocabulary`."""
+        return vocabulary(self.config, sources)
 
-    params: EagleParams
-    """What is trained, in float32; without `ids`, which are integers."""
-    ids: Int[Array, " Vd"] | None
-    optimizer: optax.OptState
-    step: Int[Array, ""]
+    def init(self, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> EagleParams:
+        """First weights, see `init_params`."""
+        return init_params(self.config, target, ids, key)
 
-    def head(self, dtype: Any) -> EagleParams:
-        """The head as it is served, in `dtype`: a copy, which lives on when the state is donated."""
-        params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype), self.params)
-        return dataclasses.replace(params, ids=None if self.ids is None else jnp.array(self.ids))
+    def see(self, out: ForwardOutput) -> Float[Array, "B T C"]:
+        """What the captured layers hold."""
+        assert out.hidden is not None
+        return out.hidden
+
+    def begin(self, params: Params, seen: Float[Array, "B T C"]) -> tuple[Float[Array, "B T E"], None]:
+        """The feature of what was captured, and no rows."""
+        return self.config.fuse(params.draft, seen), None
+
+    def forward(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        seen: Float[Array, "B T C"],
+        handed: tuple[Float[Array, "B T E"], Rows | None],
+        step: int,
+    ) -> tuple[Float[Array, "B T Vd"], tuple[Float[Array, "B T E"], Rows]]:
+        """Hands on its feature and the rows of all steps so far."""
+        feature, earlier = handed
+        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] + step
+        attention, read = TttAttention(tokens.shape[1]), ttt.shift(tokens, step + 1)
+        out = self.config.apply(params, self.target, read, feature, positions, attention, None, earlier=earlier)
+        return out.logits, (out.feature, out.rows)
 
 
 def configure(
@@ -138,27 +166,16 @@ def count_tokens(tokens: np.ndarray, vocab_size: int, mask: np.ndarray | None = 
     return counts
 
 
-def vocabulary(setup: HeadSetup, sources: tuple[Source, ...]) -> np.ndarray | None:
+def vocabulary(config: EagleHead, sources: tuple[Source, ...]) -> np.ndarray | None:
     """The draft's vocabulary, Int32[Vd]: the most common tokens of the sources, each source weighted by its share.
 
     None where the draft has the target's own.
     """
-    size, full = setup.config.draft_vocab_size, setup.target.vocab_size
+    size, full = config.draft_vocab_size, config.vocab_size
     if size == full:
         return None
     weighted = [source.share / source.tokens.size * count_tokens(source.tokens, full) for source in sources]
     return most_common(np.sum(weighted, axis=0), size)
-
-
-def init(setup: HeadSetup, target: LlamaParams, ids: np.ndarray | None) -> HeadState:
-    """The state before the first step, from the recipe's seed. It shares no memory with the target's weights."""
-    return _init(target, None if ids is None else jnp.asarray(ids, jnp.int32), setup=setup)
-
-
-@partial(jax.jit, static_argnames=("setup",))
-def _init(target: LlamaParams, ids: Int[Array, " Vd"] | None, *, setup: HeadSetup) -> HeadState:
-    params: Any = init_params(setup.config, target, ids, jax.random.key(setup.recipe.seed))
-    return HeadState(params, ids, setup.recipe.optimizer().init(params), jnp.zeros((), jnp.int32))
 
 
 def init_params(config: EagleHead, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Array) -> EagleParams:
@@ -188,65 +205,3 @@ def init_params(config: EagleHead, target: LlamaParams, ids: Int[Array, " Vd"] |
         lm_head=head,
         ids=None,
     )
-
-
-@partial(jax.jit, static_argnames=("setup",), donate_argnames=("state",))
-def train_step(
-    state: HeadState, target: LlamaParams, tokens: Int[Array, "B T"], mask: Float[Array, "B T"], *, setup: HeadSetup
-) -> tuple[HeadState, Float[Array, ""], Float[Array, ""]]:
-    """One step: the next state, the loss in nats, and the norm of the gradient. The state is donated.
-
-    target: its weights in the setup's precision.
-    mask: 1 where a token counts, 0 elsewhere, as in `ttt.figures`.
-    """
-    hidden, lesson = observe(setup, target, tokens, state.ids)
-
-    def loss(params):
-        cast = jax.tree.map(lambda leaf: leaf.astype(setup.dtype), params)
-        found = ttt.figures(
-            setup.config,
-            setup.target,
-            Params(target, cast),
-            tokens,
-            hidden,
-            lesson,
-            mask,
-            setup.recipe.ttt_steps,
-            # XLA on CPU orders the program so that this would cost time and save no memory.
-            recompute=jax.default_backend() != "cpu",
-        )
-        return ttt.total(found.loss, setup.recipe.decay)
-
-    params: Any = state.params
-    value, gradient = jax.value_and_grad(loss)(params)
-    # optax multiplies floats with its integer counter.
-    with jax.numpy_dtype_promotion("standard"):
-        updates, optimizer = setup.recipe.optimizer().update(gradient, state.optimizer, params)
-    following: Any = optax.apply_updates(params, updates)
-    return HeadState(following, state.ids, optimizer, state.step + 1), value, optax.tree.norm(gradient)
-
-
-@partial(jax.jit, static_argnames=("setup",))
-def measure(
-    head: EagleParams, target: LlamaParams, tokens: Int[Array, "B T"], mask: Float[Array, "B T"], *, setup: HeadSetup
-) -> ttt.Figures:
-    """The figures of a batch. Both models' weights are in the setup's precision."""
-    hidden, lesson = observe(setup, target, tokens, head.ids)
-    steps = setup.recipe.ttt_steps
-    return ttt.figures(setup.config, setup.target, Params(target, head), tokens, hidden, lesson, mask, steps)
-
-
-def observe(
-    setup: HeadSetup, target: LlamaParams, tokens: Int[Array, "B T"], ids: Int[Array, " Vd"] | None
-) -> tuple[Float[Array, "B T C"], ttt.Lesson]:
-    """What the head reads of the target at each token, and what it is to learn from it."""
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    attention = model.causal_attention(setup.dtype)
-    out = setup.target.apply(target, tokens, positions, attention, None, capture=setup.config.capture)
-    assert out.hidden is not None
-    return out.hidden, ttt.teach(out.logits, ids)
-
-
-def text_mask(tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """The mask of a text of which all counts. Nothing follows its last token, from which padding would be learnt."""
-    return jnp.ones(tokens.shape, jnp.float32).at[:, -1].set(0.0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jspec.models import Llama, LlamaParams
+from jspec.models.decoder import Decoder
 from jspec.models.llama import LayerParams
 
 SHAPES = {
@@ -38,6 +39,9 @@ SHAPES = {
 }
 """The shapes of the bundled models, by name."""
 
+_LARGEST_FUSED = 128
+"""Dimensions of a head that cuDNN's attention takes on every GPU that has it."""
+
 EMBEDDING_SPREAD = 0.02
 """Of an embedding's first values."""
 
@@ -46,19 +50,29 @@ EMBEDDING_SPREAD = 0.02
 class CausalAttention:
     """Stands in for a cache: each token attends to its sequence up to itself, and nothing is kept.
 
-    implementation: of `jax.nn.dot_product_attention`; None lets XLA choose.
+    windows: of each layer, the positions that a token sees, its own included; None: all.
+    fused: cuDNN computes what it can, layers without a window and heads of up to 128 dimensions; XLA the rest.
     """
 
-    implementation: str | None = None
+    windows: tuple[int | None, ...]
+    fused: bool = False
 
-    def attend(self, layer, q, k, v, start, mask, scale: float) -> Float[Array, "B N H D"]:
-        """Causal attention among the N tokens; `start` and `mask` must be None."""
+    def attend(self, layer, q, k, v, start, mask, scale: float, positions=None) -> Float[Array, "B N H D"]:
+        """Causal attention among the N tokens; `start` and `mask` must be None, and `positions` consecutive."""
         assert start is None and mask is None
-        implementation: Any = self.implementation
-        length = q.shape[1]
+        length, window = q.shape[1], self.windows[layer]
+        fused = self.fused and window is None and q.shape[-1] <= _LARGEST_FUSED
         # cuDNN's backward pass takes even lengths only, and no token sees one that stands behind it.
         q, k, v = (jnp.pad(x, ((0, 0), (0, length % 2), (0, 0), (0, 0))) for x in (q, k, v))
-        out = jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=True, implementation=implementation)
+        out = jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            scale=scale,
+            is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="cudnn" if fused else None,
+        )
         return out[:, :length]
 
 
@@ -121,10 +135,10 @@ def logits(config: Llama, params: LlamaParams, tokens: Int[Array, "B N"], dtype:
     cast = dataclasses.replace(cast, embed=rows, lm_head=head)
     index = jnp.arange(batch * length, dtype=jnp.int32).reshape(batch, length)
     positions = jnp.arange(length, dtype=jnp.int32)[None]
-    return config.apply(cast, index, positions, causal_attention(dtype), None).logits
+    return config.apply(cast, index, positions, causal_attention(config, dtype), None).logits
 
 
-def causal_attention(dtype: str) -> Any:
-    """The fastest `CausalAttention` of this machine in this precision."""
-    fused = jax.default_backend() == "gpu" and dtype != "float32"
-    return CausalAttention("cudnn" if fused else None)
+def causal_attention(config: Decoder, dtype: str) -> CausalAttention:
+    """The fastest `CausalAttention` of a model, on this machine and in this precision."""
+    windows = tuple(config.layer_keys(layer).window for layer in range(config.num_layers))
+    return CausalAttention(windows, fused=jax.default_backend() == "gpu" and dtype != "float32")

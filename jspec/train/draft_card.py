@@ -1,72 +1,84 @@
-"""The model card of an EAGLE-3 head: what it is, how it was trained, how much it drafts, and how to repeat it."""
+"""The model card of a draft: what it is, how it was trained, how much it drafts, and how to repeat it."""
 
 import argparse
+import dataclasses
 from typing import Any
 
-from jspec.train import card, data, model, options
-from jspec.train.head import HeadSetup, HeadState
+from jspec.train import card, data, options
+from jspec.train.learner import DraftSetup, DraftState
 
 _HEADER = """---
 license: apache-2.0
 library_name: jspec
 language: [code]
-tags: [python, speculative-decoding, eagle3]
+tags: [python, speculative-decoding, {tag}]
 ---
 """
 _USE = """## Use
 
 A draft for {target}, useless without it: `jspec.load("{target}", draft="{name}")`, then
-`jspec.generate(model, prompts, drafter="eagle")`. The output is the target's own; the head only makes it faster."""
+`jspec.generate(model, prompts, drafter="{drafter}")`. The output is the target's own; the {noun} only makes it
+faster."""
 
 
-def write(setup: HeadSetup, state: HeadState, args: argparse.Namespace, *, device: str) -> str:
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a card says of one kind of draft only.
+
+    command: of `jspec train`.
+    noun: what such a draft is called.
+    architecture: the sentence that describes it.
+    options: of the command, those that give its shape, each with a space before it.
+    """
+
+    command: str
+    noun: str
+    architecture: str
+    options: str
+
+
+def write(setup: DraftSetup, state: DraftState, kind: Kind, args: argparse.Namespace, *, device: str) -> str:
     """The card in Markdown, from the data's manifest, the metrics of the run and its options.
 
     device: what it was trained on, in words.
     """
     manifest, final = card.read(args, "heldout_agreement")
-    name = data.public_name(args.target)
+    use = {"target": data.public_name(args.target), "name": args.out.name, "noun": kind.noun}
     sections = [
-        _HEADER + f"# {args.out.name}",
-        _architecture(setup, state, name, args.layout),
+        _HEADER.format(tag=kind.command) + f"# {args.out.name}",
+        kind.architecture,
         _training(setup, manifest, final, int(state.step), args, device),
-        _results(setup, final, args),
-        _USE.format(target=name, name=args.out.name),
-        "## To repeat\n\n```\n" + "\n".join(commands(setup, manifest, args)) + "\n```",
+        _results(final, args),
+        _USE.format(drafter=setup.learner.config.drafter, **use),
+        "## To repeat\n\n```\n" + "\n".join(commands(setup, kind, manifest, args)) + "\n```",
         card.packages(manifest),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def commands(setup: HeadSetup, manifest: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """The commands that make this head again, with relative paths."""
-    name, config = data.public_name(args.target), setup.config
-    lines = [card.data_command(manifest)]
-    train = f"jspec train eagle3 --data data --target {name} --work runs/{args.out.name} --out {args.out.name}"
-    train += f" --layout {args.layout}"
+def commands(setup: DraftSetup, kind: Kind, manifest: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """The commands that make this draft again, with relative paths."""
+    name, lines = data.public_name(args.target), [card.data_command(manifest)]
+    train = f"jspec train {kind.command} --data data --target {name} --work runs/{args.out.name} --out {args.out.name}"
     if args.rows is not None:
         lines.append(card.rows_command(args.rows, name))
         train += f" --rows rows.npy --rows-share {args.rows_share}"
-    if args.capture is not None:
-        train += f" --capture {' '.join(str(layer) for layer in config.capture)}"
-    for field in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
-        if getattr(args, field) is not None:
-            train += f" --{field.replace('_', '-')} {getattr(args, field)}"
-    return [*lines, train + options.describe(setup.recipe)]
+    return [*lines, train + kind.options + options.describe(setup.recipe)]
 
 
-def _architecture(setup: HeadSetup, state: HeadState, target: str, layout: str) -> str:
-    config = setup.config
-    kept = f"{config.draft_vocab_size:,} of the target's {config.vocab_size:,} tokens"
-    return (
-        f"An EAGLE-3 head (arXiv 2503.01840) for {target}: {model.count(state.params):,} parameters, one decoder layer "
-        f"of width {config.hidden_size} ({config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} key "
-        f"heads, MLP of {config.intermediate_size}) over the residual stream entering the target's layers "
-        f"{', '.join(str(layer) for layer in config.capture)}, {kept}, weights in bfloat16, in the layout `{layout}`."
-    )
+def given(args: argparse.Namespace, *names: str) -> str:
+    """Those of the options that have a value, each with a space before it."""
+    found = ""
+    for name in names:
+        value, option = getattr(args, name), " --" + name.replace("_", "-")
+        if value is True:
+            found += option
+        elif value not in (None, False):
+            found += f"{option} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+    return found
 
 
-def _training(setup: HeadSetup, manifest: dict[str, Any], final: dict[str, Any], steps: int, args, device: str) -> str:
+def _training(setup: DraftSetup, manifest: dict[str, Any], final: dict[str, Any], steps: int, args, device: str) -> str:
     recipe, train = setup.recipe, manifest["train"]
     share = args.rows_share if args.rows else 0.0
     texts = [f"{share:.0%} of the batches are text that the target wrote greedily itself"] if share else []
@@ -84,7 +96,7 @@ def _training(setup: HeadSetup, manifest: dict[str, Any], final: dict[str, Any],
     return "## Training\n\n" + "\n".join(lines)
 
 
-def _results(setup: HeadSetup, final: dict[str, Any], args: argparse.Namespace) -> str:
+def _results(final: dict[str, Any], args: argparse.Namespace) -> str:
     shares = " ".join(f"{share:.3f}" for share in final["heldout_agreement"])
     lines = [
         f"- in the training-time test on held-out source, choices that are the target's, by step: {shares}; "

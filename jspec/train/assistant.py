@@ -1,0 +1,227 @@
+"""An assistant as a learner: its shape, its first weights, and how it is unrolled over the target's keys and values.
+
+A chain that starts at row p reads the keys and values of the rows 0 to p and stands at position p in all of its steps,
+as `drafters.FrozenKvMtp` has it. So the rows of a text, each a chain of its own, attend causally to the target's rows.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from jspec.drafters import FrozenKvMtp
+from jspec.models import Assistant, AssistantParams, Gemma4, Gemma4Params, Llama, LlamaParams
+from jspec.models.assistant import AssistantLayerParams
+from jspec.models.decoder import Decoder
+from jspec.struct import struct
+from jspec.train import model, ttt
+from jspec.train.batches import Source
+from jspec.train.model import CausalAttention
+from jspec.types import ForwardOutput, Params
+
+Pair = tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]
+
+DEFAULT_LAYERS = 4
+"""Layers of an assistant of Gemma 4."""
+
+
+@struct
+class Seen:
+    """What an assistant reads of its target's forward over a text."""
+
+    hidden: Float[Array, "B T Et"]
+    """After the final norm."""
+    rows: dict[int, Pair]
+    """Keys and values, by the layer that made them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenRows:
+    """Stands in for a cache: each of B T sequences, of one node each, has the first rows of one of B texts.
+
+    rows: of the texts, by the layer that reads them.
+    causal: attention among the tokens of a text.
+    """
+
+    rows: Mapping[int, Pair]
+    causal: CausalAttention
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "BT 1 H D"],
+        k: Float[Array, "BT 1 K D"],
+        v: Float[Array, "BT 1 K D"],
+        start: Int[Array, " BT"],
+        mask: Any,
+        scale: float,
+        positions: Any,
+    ) -> Float[Array, "BT 1 H D"]:
+        """Attention of sequence b T + p over the rows 0 to p of text b: `start` must be p + 1 there.
+
+        No node sees itself, so that `k`, `v` and `mask` say nothing; nor do the positions, which are those of the rows.
+        """
+        keys, values = self.rows[layer]
+        queries = q.reshape(*keys.shape[:2], *q.shape[2:])
+        return self.causal.attend(layer, queries, keys, values, None, None, scale).reshape(q.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class AssistantLearner:
+    """An assistant for a target, as `learner.Learner`."""
+
+    config: Assistant
+    target: Llama | Gemma4
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """The hidden state after the final norm."""
+        return (self.target.num_layers + 1,)
+
+    def vocabulary(self, sources: tuple[Source, ...]) -> None:
+        """All tokens."""
+
+    def init(self, target: LlamaParams | Gemma4Params, ids: Array | None, key: Key[Array, ""]) -> AssistantParams:
+        """First weights, see `init_params`."""
+        assert ids is None
+        return init_params(self.config, self.target, target, key)
+
+    def see(self, out: ForwardOutput) -> Seen:
+        """The hidden states, and the keys and values of the layers that it reads."""
+        assert out.hidden is not None
+        sources = {self.target.source(layer) for layer in self.config.reads}
+        return Seen(out.hidden, {layer: out.rows[layer] for layer in sources})
+
+    def begin(self, params: Params, seen: Seen) -> Float[Array, "B T Et"]:
+        """The target's hidden states."""
+        return seen.hidden
+
+    def forward(
+        self, params: Params, tokens: Int[Array, "B T"], seen: Seen, handed: Float[Array, "B T Et"], step: int
+    ) -> tuple[Float[Array, "B T V"], Float[Array, "B T Et"]]:
+        """Hands on its own hidden states."""
+        batch, length = tokens.shape
+        rows = {layer: seen.rows[self.target.source(layer)] for layer in self.config.reads}
+        cache = FrozenRows(rows, model.causal_attention(self.target, str(handed.dtype)))
+        position = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+        read = ttt.shift(tokens, step + 1).reshape(-1, 1)
+        hidden = handed.reshape(batch * length, 1, -1)
+        out = self.config.apply(params, self.target, read, hidden, cache, position + 1, position)
+        return out.logits.reshape(batch, length, -1), out.hidden.reshape(handed.shape)
+
+
+def configure(
+    target: Llama | Gemma4,
+    *,
+    reads: tuple[int, ...] | None = None,
+    num_layers: int | None = None,
+    target_head: bool = False,
+    **shape: int | None,
+) -> Assistant:
+    """An assistant for a target: of the target's shape, except for what is given.
+
+    Args:
+      reads: for each of its layers the target's layer that it reads; None: see `default_reads`.
+      num_layers: None: as many as there are `reads`, or else 4, and no more than the target has.
+      target_head: the target's LM head is its own, too.
+      shape: hidden_size, intermediate_size, num_heads; None: the target's.
+
+    Raises:
+      ValueError: layers that the target lacks, or a number of layers or heads that does not fit.
+    """
+    if reads is None:
+        count = min(DEFAULT_LAYERS, target.num_layers) if num_layers is None else num_layers
+        reads = default_reads(target, count)
+    elif num_layers not in (None, len(reads)):
+        raise ValueError(f"num_layers={num_layers}: reads={reads} is for {len(reads)} layers; give one of the two")
+    if not all(0 <= layer < target.num_layers for layer in reads):
+        raise ValueError(f"reads={reads}: give layers of the target, 0 to {target.num_layers - 1}")
+    ours: dict[str, Any] = {name: getattr(target, name) for name in ("hidden_size", "intermediate_size", "num_heads")}
+    ours |= {name: value for name, value in shape.items() if value is not None}
+    config = Assistant(
+        vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        reads=reads,
+        head_dims=tuple(target.layer_keys(layer).head_dim for layer in reads),
+        rms_norm_eps=target.rms_norm_eps,
+        target_head=target_head,
+        **ours,
+    )
+    FrozenKvMtp().bind(target, config)
+    return config
+
+
+def default_reads(target: Llama | Gemma4, count: int) -> tuple[int, ...]:
+    """The layers that an assistant of `count` layers reads: the last ones, in the target's order.
+
+    Of a target with layers of several kinds the last of each kind, the first of them by all layers that are over: as in
+    the assistants of Gemma 4, whose last layer reads a full one and the others a sliding one.
+
+    Raises:
+      ValueError: more layers than the target has, or fewer than it has kinds of layers.
+    """
+    last = sorted({target.layer_keys(layer): layer for layer in range(target.num_layers)}.values())
+    if not len(last) <= count <= target.num_layers:
+        raise ValueError(f"num_layers={count}: give {len(last)} to {target.num_layers}, or the layers to read")
+    if len(last) > 1:
+        return (*last[:1] * (count - len(last)), *last)
+    return tuple(range(target.num_layers - count, target.num_layers))
+
+
+def init_params(
+    config: Assistant, target: Llama | Gemma4, params: LlamaParams | Gemma4Params, key: Key[Array, ""]
+) -> AssistantParams:
+    """First weights in float32: random, except for what makes the last norm's output the target's own.
+
+    Where the widths agree, that norm and the LM head are the target's, and what the next step reads is that output.
+    """
+    keys = iter(jax.random.split(key, 5 * config.num_layers + 4))
+    width, outer = config.hidden_size, config.target_hidden_size
+    spreads = jnp.concatenate([jnp.full(outer, _spread(x)) for x in (_embedded(target, params), params.norm)])
+    norm, post = jnp.ones(width, jnp.float32), model.init_matrix(next(keys), width, outer)
+    head = model.init_matrix(next(keys), width, config.vocab_size).T
+    if width == outer:
+        full = params.lm_head if isinstance(params, LlamaParams) else None
+        norm, post = params.norm.astype(jnp.float32), jnp.eye(width, dtype=jnp.float32)
+        head = jnp.array(params.embed if full is None else full.T, jnp.float32)
+    return AssistantParams(
+        # Embeddings may be smaller than hidden states by far; here both have the same part in what is read.
+        pre_projection=model.init_matrix(next(keys), 2 * outer, width) / spreads[:, None],
+        layers=tuple(_init_layer(config, target, layer, keys) for layer in range(config.num_layers)),
+        norm=norm,
+        post_projection=post,
+        head=None if config.target_head else head,
+        clusters=None,
+    )
+
+
+def _embedded(target: Decoder, params: Any) -> Float[Array, "1 N E"]:
+    """What the target reads of some tokens."""
+    return target.embed(params, jnp.arange(min(len(params.embed), 1024), dtype=jnp.int32)[None])
+
+
+def _spread(x: Float[Array, "*shape"]) -> Float[Array, ""]:
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+
+def _init_layer(
+    config: Assistant, target: Llama | Gemma4, layer: int, keys: Iterator[Key[Array, ""]]
+) -> AssistantLayerParams:
+    """Random weights; norms of 1, but for queries where the target's scale leaves products large."""
+    width, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dims[layer]
+    ones, queries = jnp.ones(width, jnp.float32), config.num_heads * dim
+    return AssistantLayerParams(
+        attention_norm=ones,
+        q=model.init_matrix(next(keys), width, queries),
+        q_norm=jnp.full(dim, dim**-0.5 / target.layer_scale(config.reads[layer]), jnp.float32),
+        o=model.init_matrix(next(keys), queries, width),
+        attention_out_norm=ones,
+        mlp_norm=ones,
+        gate_up=model.init_matrix(next(keys), width, 2 * mlp),
+        down=model.init_matrix(next(keys), mlp, width),
+        mlp_out_norm=ones,
+        scalar=jnp.ones((), jnp.float32),
+    )
