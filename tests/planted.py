@@ -11,6 +11,7 @@ import toy
 
 from jspec import accept, tree
 from jspec.drafters import Eagle, FrozenKvMtp
+from jspec.models import MtpHead, MtpHeads
 from jspec.types import DraftTree, Params
 
 STATIC = ("target", "drafter", "accept")
@@ -74,6 +75,8 @@ def weights_of(drafter):
         return planted_params()
     if isinstance(drafter, FrozenKvMtp):
         return toy.assistant_params(drafter.model.clusters is not None)
+    if isinstance(getattr(drafter, "model", None), MtpHead | MtpHeads):
+        return toy.mtp_params()
     return toy.head_params() if isinstance(drafter, Eagle) else toy.params()
 
 

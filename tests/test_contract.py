@@ -30,7 +30,7 @@ def check(drafter, prompts=IDS):
     return check_drafter(drafter, model_for(drafter), prompts, max_new_tokens=20)
 
 
-SLOWER = ("plain", "standalone", "frozen_kv_mtp", "frozen_kv_mtp_tree")
+SLOWER = ("mtp", "mtp_reused_tree", "plain", "standalone", "frozen_kv_mtp", "frozen_kv_mtp_tree")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec import accept, decode, stopping, tree
-from jspec.drafters import Eagle, FrozenKvMtp, Ngram, Plain, Standalone
-from jspec.models import Assistant, AssistantParams, EagleHead, EagleParams, Llama, LlamaParams
+from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
+from jspec.models import (
+    Assistant,
+    AssistantParams,
+    EagleHead,
+    EagleParams,
+    Llama,
+    LlamaParams,
+    MtpHeads,
+    MtpParams,
+)
 from jspec.models.assistant import AssistantLayerParams, ClusterParams, Clusters
 from jspec.models.llama import LayerParams
 from jspec.types import DecodeState, Drafter, Params
@@ -62,6 +71,9 @@ ASSISTANT = Assistant(
 )
 CLUSTERED = dataclasses.replace(ASSISTANT, clusters=Clusters(count=61, chosen=40))
 """Chooses more clusters than one top-k finds."""
+
+HEAD_LAYER = dataclasses.replace(TARGET, num_layers=1)
+HEADS = MtpHeads(HEAD_LAYER, count=3)
 
 
 def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParams:
@@ -170,6 +182,43 @@ def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
 
 
 @functools.cache
+def mtp_params() -> Params:
+    """The target's weights and MTP heads that are often right on the texts of `plain_tokens`."""
+    return fit_heads(TARGET, HEADS, params().target, plain_tokens())
+
+
+def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, ...]:
+    """Weights with a spread that keeps logits apart; the embedding and the LM head are the target's."""
+    width, made = layer.hidden_size, []
+    for index in range(count):
+        matrix, own = _matrices(seed + index, 4), random_params(layer, seed=seed + index)
+        norms = (1 + 0.2 * matrix(1, width)[0] for _ in range(3))
+        made.append(MtpParams(next(norms), next(norms), matrix(2 * width, width), own.layers, next(norms)))
+    return tuple(made)
+
+
+def fit_heads(target, heads: MtpHeads, weights, tokens: np.ndarray) -> Params:
+    """MTP heads that are random, but for LM heads that are fitted to the target's logits on some texts."""
+    both, rows = Params(weights, random_heads(HEAD_LAYER, heads.count)), len(tokens)
+    cache = target.init_cache(weights, rows, 4, 4)
+    out = jax.jit(lambda p, t: target.forward(p, tree.chain(t), cache, None, capture=(target.num_layers + 1,)))(
+        weights, jnp.asarray(tokens)
+    )
+    assert out.hidden is not None
+    feature, fitted = out.hidden, []
+    for index, own in enumerate(both.draft):
+        head, columns = heads.head(index, target), tokens.shape[1] - 1 - index
+        row, cache = jnp.arange(columns, dtype=jnp.int32)[None], head.init_cache(both.draft, rows, 4, 4)
+        read = jax.jit(lambda p, t, f, row=row, cache=cache, head=head: head.read(p, target, t, f, row, cache, None)[0])
+        feature = read(both, jnp.asarray(tokens[:, 1 + index :]), feature[:, :columns])
+        seen = np.array(feature).reshape(-1, feature.shape[2])
+        wanted = np.array(out.logits[:, 1 + index :]).reshape(len(seen), -1)
+        solved = np.linalg.solve(seen.T @ seen + 0.1 * np.eye(seen.shape[1]), seen.T @ wanted)
+        fitted.append(dataclasses.replace(own, lm_head=jnp.asarray(solved, jnp.float32)))
+    return Params(weights, tuple(fitted))
+
+
+@functools.cache
 def assistant_params(clustered: bool = False) -> Params:
     """The target's weights and an assistant that is often right on the texts of `plain_tokens`."""
     if clustered:
@@ -264,6 +313,8 @@ def bound_drafters() -> dict[str, Drafter]:
         "eagle_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, HEAD),
         "frozen_kv_mtp": FrozenKvMtp(depth=3).bind(TARGET, ASSISTANT),
         "frozen_kv_mtp_tree": FrozenKvMtp(depth=4, width=3, num_nodes=12).bind(TARGET, CLUSTERED),
+        "mtp": Mtp(depth=3).bind(TARGET, HEADS),
+        "mtp_reused_tree": Mtp(depth=3, width=3, num_nodes=12, heads=1).bind(TARGET, HEADS),
         "ngram": Ngram(n=2, depth=4),
         "plain": Plain(),
         "standalone": Standalone(depth=3).bind(TARGET, TARGET),

@@ -2,12 +2,20 @@
 
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.frozen_kv_mtp import FrozenKvMtp
+from jspec.drafters.mtp import Mtp
 from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
 from jspec.drafters.standalone import Standalone
 from jspec.types import Drafter
 
-DRAFTERS = {"eagle": Eagle, "frozen-kv-mtp": FrozenKvMtp, "ngram": Ngram, "plain": Plain, "standalone": Standalone}
+DRAFTERS = {
+    "eagle": Eagle,
+    "frozen-kv-mtp": FrozenKvMtp,
+    "mtp": Mtp,
+    "ngram": Ngram,
+    "plain": Plain,
+    "standalone": Standalone,
+}
 """Name -> class; a name alone stands for the class's defaults."""
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jspec.grow import check_shape, grow, take_parents
-from jspec.models import EagleHead
 from jspec.propose import propose
 from jspec.struct import struct
 from jspec.tree import where_rows
@@ -58,7 +57,7 @@ class Eagle:
 
     def bind(self, target, draft) -> "Eagle":
         """Takes the head's configuration; it must have been made for a target of this shape."""
-        if not isinstance(draft, EagleHead):
+        if not hasattr(draft, "fuse"):
             given = "none is loaded" if draft is None else f"a {type(draft).__name__} is loaded"
             raise ValueError(f'drafter Eagle needs an EAGLE head as draft, and {given}: jspec.load(..., draft="...")')
         for name, ours, theirs in (
@@ -124,5 +123,5 @@ class Eagle:
         return EagleState(s.draft.cache.commit(out.rows, committed.start, None, length), feature, proposal)
 
     def _propose(self, params: Params, s: DecodeState, logits, path) -> Proposal:
-        ids, vocabulary = params.draft.ids, self.target.vocab_size
+        ids, vocabulary = self.model.ids(params.draft), self.target.vocab_size
         return propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, drawn=self.drawn)

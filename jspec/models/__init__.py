@@ -4,6 +4,7 @@ from jspec.models.assistant import Assistant, AssistantParams
 from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.gemma4 import Gemma4, Gemma4Params
 from jspec.models.llama import Llama, LlamaParams
+from jspec.models.mtp_head import MtpHead, MtpHeads, MtpParams
 
 __all__ = [
     "Assistant",
@@ -14,4 +15,7 @@ __all__ = [
     "Gemma4Params",
     "Llama",
     "LlamaParams",
+    "MtpHead",
+    "MtpHeads",
+    "MtpParams",
 ]

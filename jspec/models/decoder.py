@@ -17,13 +17,15 @@ from jspec.types import DraftTree, ForwardOutput
 class Decoder(abc.ABC):
     """A language model. A family is a frozen dataclass of static numbers with these methods, weights are arguments."""
 
+    vocab_size: int
+    hidden_size: int
     num_layers: int
     drafter: ClassVar[str] = "standalone"
     """The drafter that such a model is the draft of."""
 
     @abc.abstractmethod
-    def init_cache(self, params: Any, batch: int, capacity: int, page_size: int) -> Any:
-        """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> Any:
+        """An empty cache for `batch` sequences of `capacity` rows."""
 
     def source(self, layer: int) -> int:
         """The layer whose keys and values `layer` reads: itself, unless it shares another's."""
@@ -65,12 +67,16 @@ class Decoder(abc.ABC):
         """
 
     @abc.abstractmethod
-    def final_norm(self, params: Any, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
-        """The norm between the last layer and the LM head."""
+    def norm(self, x: Float[Array, "B N E"], weight: Float[Array, " E"]) -> Float[Array, "B N E"]:
+        """The family's norm of the residual stream, such as that between the last layer and the LM head."""
 
     @abc.abstractmethod
     def unembed(self, params: Any, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
+
+    def init_cache(self, params: Any, batch: int, capacity: int, page_size: int) -> Any:
+        """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
+        return self.empty_cache(batch, capacity, page_size, params.embed.dtype)
 
     def forward(
         self,
@@ -132,9 +138,9 @@ class Decoder(abc.ABC):
             states.append(state)
         x = states[-1]
         if len(rows) + 1 in capture:
-            states.append(self.final_norm(params, x))
+            states.append(self.norm(x, params.norm))
         if select is not None and x.shape[1] > 1:
             x = layers.take_token(x, select)
-        logits = self.unembed(params, self.final_norm(params, x))
+        logits = self.unembed(params, self.norm(x, params.norm))
         captured = [state for index, state in enumerate(states) if index in capture]
         return ForwardOutput(logits, tuple(rows), jnp.concatenate(captured, axis=-1) if captured else None)

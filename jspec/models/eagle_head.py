@@ -89,6 +89,10 @@ class EagleHead:
         """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
         return empty_cache(self, batch, capacity, page_size, params.fc.dtype)
 
+    def ids(self, params: EagleParams) -> Int[Array, " Vd"] | None:
+        """Target ids of the draft's vocabulary; None: the target's own vocabulary."""
+        return params.ids
+
     def fuse(self, params: EagleParams, hidden: Float[Array, "B N C"]) -> Float[Array, "B N E"]:
         """The feature of captured hidden states; in EAGLE-1 these are the feature."""
         if self.version == 1:

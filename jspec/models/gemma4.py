@@ -167,11 +167,11 @@ class Gemma4(Decoder):
         """Width of a layer's MLP."""
         return self.intermediate_size * (2 if self.double_wide_mlp and self.source(layer) != layer else 1)
 
-    def init_cache(self, params: Gemma4Params, batch: int, capacity: int, page_size: int) -> HybridCache:
-        """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> HybridCache:
+        """An empty cache for `batch` sequences of `capacity` rows."""
         sources = map(self.source, range(self.num_layers))
         made = [self.layer_keys(index) if source == index else source for index, source in enumerate(sources)]
-        return HybridCache.empty(batch, capacity, page_size, layers=made, dtype=params.embed.dtype)
+        return HybridCache.empty(batch, capacity, page_size, layers=made, dtype=dtype)
 
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values that a layer reads."""
@@ -208,7 +208,7 @@ class Gemma4(Decoder):
         }
         rows: list[Pair | None] = []
         for index, (layer, kind) in enumerate(zip(params.layers, self.attention, strict=True)):
-            normed = self._norm(x, layer.attention_norm)
+            normed = self.norm(x, layer.attention_norm)
             q, own = self._project(layer, kind, normed, positions, frequencies[kind])
             if own is not None and earlier is not None:
                 before = earlier[index]
@@ -219,27 +219,24 @@ class Gemma4(Decoder):
             assert pair is not None
             seen = attend(index, q, *pair, scale=self.layer_scale(index), positions=positions)
             out = layers.linear(seen.reshape(*x.shape[:2], -1), layer.o)
-            x = x + self._norm(out, layer.attention_out_norm)
-            x = x + self._norm(self._mlp(layer, x), layer.mlp_out_norm)
+            x = x + self.norm(out, layer.attention_out_norm)
+            x = x + self.norm(self._mlp(layer, x), layer.mlp_out_norm)
             if layer.per_layer is not None:
                 assert inputs is not None
                 gate = layers.gelu(layers.linear(x, layer.per_layer.gate))
                 out = layers.linear(gate * inputs[:, :, index], layer.per_layer.out)
-                x = x + self._norm(out, layer.per_layer.norm)
+                x = x + self.norm(out, layer.per_layer.norm)
             x = x * layer.scalar
             yield x, own
 
-    def final_norm(self, params: Gemma4Params, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
-        """The norm between the last layer and the LM head."""
-        return self._norm(x, params.norm)
+    def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None) -> Float[Array, "*batch E"]:
+        """The norm of the residual stream and of heads; weight None: 1."""
+        return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
 
     def unembed(self, params: Gemma4Params, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
         logits = layers.linear(normed, params.embed.T).astype(jnp.float32)
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
-
-    def _norm(self, x, weight):
-        return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
 
     def _per_layer_inputs(self, params: Gemma4Params, tokens, x) -> Float[Array, "B N L P"] | None:
         """For each layer an input of its own, from the token and from its embedding `x`."""
@@ -249,36 +246,36 @@ class Gemma4(Decoder):
         shape = (*tokens.shape, self.num_layers, size)
         token = _scaled_rows(made.embed, tokens, size).reshape(shape)
         context = _times(layers.linear(x, made.projection), self.hidden_size**-0.5).reshape(shape)
-        return _times(self._norm(context, made.norm) + token, 2**-0.5)
+        return _times(self.norm(context, made.norm) + token, 2**-0.5)
 
     def _project(self, layer: Gemma4LayerParams, kind: Attention, normed, positions, frequencies):
         """The queries, and the new keys and values of a layer that makes its own, else None."""
         heads, kv_heads = self.num_heads, kind.kv_heads
         qkv = layers.linear(normed, layer.qkv).reshape(*normed.shape[:2], -1, kind.head_dim)
-        q = layers.rope(self._norm(qkv[:, :, :heads], layer.q_norm), positions, frequencies)
+        q = layers.rope(self.norm(qkv[:, :, :heads], layer.q_norm), positions, frequencies)
         if layer.k_norm is None:
             return q, None
         k = qkv[:, :, heads : heads + kv_heads]
-        v = self._norm(k if kind.values_are_keys else qkv[:, :, heads + kv_heads :], None)
-        return q, (layers.rope(self._norm(k, layer.k_norm), positions, frequencies), v)
+        v = self.norm(k if kind.values_are_keys else qkv[:, :, heads + kv_heads :], None)
+        return q, (layers.rope(self.norm(k, layer.k_norm), positions, frequencies), v)
 
     def _mlp(self, layer: Gemma4LayerParams, x):
         """The MLP, and the experts beside it."""
-        out = layers.gated_mlp(self._norm(x, layer.mlp_norm), layer.gate_up, layer.down, layers.gelu)
+        out = layers.gated_mlp(self.norm(x, layer.mlp_norm), layer.gate_up, layer.down, layers.gelu)
         if layer.experts is None:
             return out
-        chosen = self._norm(self._experts(layer.experts, x), layer.experts.out_norm)
-        return self._norm(out, layer.experts.mlp_out_norm) + chosen
+        chosen = self.norm(self._experts(layer.experts, x), layer.experts.out_norm)
+        return self.norm(out, layer.experts.mlp_out_norm) + chosen
 
     def _experts(self, experts: ExpertParams, x):
         """What the chosen experts make of each token. Router and experts read the stream through norms of their own."""
         assert self.experts is not None
         flat = x.reshape(-1, x.shape[-1])
-        routed = _times(self._norm(flat, None) * experts.router_scale[None], self.hidden_size**-0.5)
+        routed = _times(self.norm(flat, None) * experts.router_scale[None], self.hidden_size**-0.5)
         best, ids, _ = topk(layers.linear(routed, experts.router), self.experts.chosen)
         # The probabilities of the chosen experts, made to add up to 1, are the softmax of their logits alone.
         weights = jax.nn.softmax(best, axis=-1) * jnp.take(experts.scales, ids, mode="clip").astype(jnp.float32)
-        out = experts_mlp(self._norm(flat, experts.norm), ids, weights, experts.gate_up, experts.down, layers.gelu)
+        out = experts_mlp(self.norm(flat, experts.norm), ids, weights, experts.gate_up, experts.down, layers.gelu)
         return out.reshape(x.shape)
 
 

@@ -70,9 +70,9 @@ class Llama(Decoder):
     qk_norm: bool = False
     attention_bias: bool = False
 
-    def init_cache(self, params: LlamaParams, batch: int, capacity: int, page_size: int) -> MhaCache:
-        """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
-        return empty_cache(self, batch, capacity, page_size, params.embed.dtype)
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> MhaCache:
+        """An empty cache for `batch` sequences of `capacity` rows."""
+        return empty_cache(self, batch, capacity, page_size, dtype)
 
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values that a layer makes."""
@@ -111,9 +111,9 @@ class Llama(Decoder):
             x, pair = decoder_layer(self, layer, x, normed, rotation, here, own, here_only)
             yield x, pair
 
-    def final_norm(self, params: LlamaParams, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
-        """The norm between the last layer and the LM head."""
-        return layers.rms_norm(x, params.norm, self.rms_norm_eps)
+    def norm(self, x: Float[Array, "B N E"], weight: Float[Array, " E"]) -> Float[Array, "B N E"]:
+        """The norm of the residual stream."""
+        return layers.rms_norm(x, weight, self.rms_norm_eps)
 
     def unembed(self, params: LlamaParams, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
