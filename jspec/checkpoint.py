@@ -56,7 +56,7 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
             config = gemma4_config.parse_config(raw, where)
             params = gemma4_checkpoint.read_params(config, tensors)
         elif qwen3_next_config.is_qwen3_next(raw):
-            config = qwen3_next_config.parse_config(raw, where)
+            config = qwen3_next_checkpoint.with_mtp_of(qwen3_next_config.parse_config(raw, where), tensors)
             params = qwen3_next_checkpoint.read_params(config, tensors)
         else:
             config = parse_config(raw, where=where)

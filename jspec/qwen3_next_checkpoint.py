@@ -4,6 +4,8 @@ The two lay out the projections of a gated delta net differently, and experts ar
 read becomes one layout.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +22,22 @@ from jspec.models.qwen3_next import (
     Qwen3NextParams,
 )
 
-OTHER_MODALITIES = ("model.visual.",)
-"""Beginnings of the names of tensors that text does not need."""
+OTHER_MODALITIES = "model.visual."
+"""Beginning of the names of tensors that text does not need."""
 MTP = "mtp."
-"""Beginning of the names of the tensors of the head that `read_mtp` reads."""
+"""Beginning of the names of the tensors of the head for multi-token prediction."""
+
+
+def with_mtp_of(config: Qwen3Next, tensors: Tensors) -> Qwen3Next:
+    """The configuration with the head for multi-token prediction that there are tensors of: one, or none.
+
+    Checkpoints that `transformers` has written hold none, whatever config.json says.
+    """
+    return dataclasses.replace(config, mtp_layers=int(any(name.startswith(MTP) for name in tensors.names())))
 
 
 def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
-    """The weights of a text model; the head of multi-token prediction beside it is left to `read_mtp`.
+    """The weights of a text model.
 
     Raises:
       CheckpointError: a tensor that is missing, has another shape than the configuration says, or that nothing reads.
@@ -39,17 +49,16 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
     params = Qwen3NextParams(
         embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width),
         layers=tuple(
-            _read_layer(
-                config, tensors, f"{root}layers.{i}.", full=full, dense=config.experts is None or i in config.dense
-            )
+            _read_layer(config, tensors, f"{root}layers.{i}.", full=full, dense=i in config.dense)
             for i, full in enumerate(config.full)
         ),
         norm=_centered(tensors, root + "norm.weight", width),
         lm_head=head,
+        mtp=tuple(_read_mtp(config, tensors) for _ in range(config.mtp_layers)),
     )
     # Some tied checkpoints hold the head all the same.
     spare = {"lm_head.weight"}
-    unread = sorted(name for name in names - tensors.asked - spare if not name.startswith((*OTHER_MODALITIES, MTP)))
+    unread = sorted(name for name in names - tensors.asked - spare if not name.startswith(OTHER_MODALITIES))
     if unread:
         raise CheckpointError(
             f"{tensors.directory}: {len(unread)} tensors are nothing that this text model has: {', '.join(unread[:4])}"
@@ -57,30 +66,16 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
     return params
 
 
-def read_mtp(config: Qwen3Next, tensors: Tensors) -> tuple[MtpParams, ...]:
-    """The heads of multi-token prediction that a checkpoint holds: one, or none.
-
-    Its layer attends to all tokens, and has experts where the model has some.
-
-    Raises:
-      CheckpointError: a tensor that is missing, has another shape than the configuration says, or that nothing reads.
-    """
-    names, width = {name for name in tensors.names() if name.startswith(MTP)}, config.hidden_size
-    if not names:
-        return ()
-    head = MtpParams(
+def _read_mtp(config: Qwen3Next, tensors: Tensors) -> MtpParams:
+    """The head for multi-token prediction. Its layer attends to all tokens; it has experts where the model has some."""
+    width = config.hidden_size
+    return MtpParams(
         token_norm=_centered(tensors, MTP + "pre_fc_norm_embedding.weight", width),
         hidden_norm=_centered(tensors, MTP + "pre_fc_norm_hidden.weight", width),
         projection=tensors.fused([(MTP + "fc.weight", width)], 2 * width),
-        layer=_read_layer(config, tensors, MTP + "layers.0.", full=True, dense=config.experts is None),
+        layer=_read_layer(config, tensors, MTP + "layers.0.", full=True, dense=False),
         norm=_centered(tensors, MTP + "norm.weight", width),
     )
-    if unread := sorted(names - tensors.asked):
-        raise CheckpointError(
-            f"{tensors.directory}: {len(unread)} tensors are nothing that an MTP head of one layer has: "
-            f"{', '.join(unread[:4])}"
-        )
-    return (head,)
 
 
 def _centered(tensors: Tensors, name: str, size: int) -> jax.Array:
@@ -94,7 +89,7 @@ def _read_layer(config: Qwen3Next, tensors: Tensors, prefix: str, *, full: bool,
         mixer = _read_attention(config, tensors, prefix + "self_attn.")
     else:
         mixer = _read_delta(config, tensors, prefix + "linear_attn.")
-    if dense:
+    if dense or config.experts is None:
         mlp = _read_mlp(tensors, prefix + "mlp.", config.intermediate_size, width)
     else:
         mlp = _read_experts(config, tensors, prefix + "mlp.")

@@ -19,6 +19,7 @@ from jspec.cache import HybridCache, LayerKeys, RecurrentLayer, RecurrentRows
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import experts_mlp
+from jspec.models.mtp_head import MtpParams
 from jspec.struct import struct
 from pallas_kernels.split_heads import rotate
 from pallas_kernels.topk import topk
@@ -90,6 +91,8 @@ class Qwen3NextParams:
     layers: tuple[Qwen3NextLayerParams, ...]
     norm: Float[Array, " E"]
     lm_head: Float[Array, "E V"] | None
+    mtp: tuple[MtpParams, ...] = ()
+    """What drafts for this target; its own forward does not read them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,7 @@ class Qwen3Next(Decoder):
     rotary_share: of each head's dimensions, that rotate with the position.
     experts: None: every MLP is dense.
     dense: the layers whose MLP is dense all the same, of width `intermediate_size`.
+    mtp_layers: how many heads there are in `Qwen3NextParams.mtp`.
     """
 
     vocab_size: int
@@ -132,6 +136,7 @@ class Qwen3Next(Decoder):
     rope_theta: float = 1e7
     rotary_share: float = 0.25
     tie_embeddings: bool = False
+    mtp_layers: int = 0
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
