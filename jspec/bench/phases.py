@@ -109,7 +109,7 @@ def tie(given: Any, zero: Int[Array, ""]) -> Any:
 
     def add(x):
         if isinstance(x, RecurrentCache):
-            return dataclasses.replace(x, windows=tuple(window + zero.astype(window.dtype) for window in x.windows))
+            return dataclasses.replace(x, windows=x.windows + zero.astype(x.windows.dtype))
         if is_cache(x):
             return dataclasses.replace(x, page_table=x.page_table + zero)
         return x + zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x

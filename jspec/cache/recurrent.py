@@ -61,18 +61,17 @@ class RecurrentLayer:
     def empty(self, batch: int, capacity: int, page_size: int, *, layers: int, dtype) -> "RecurrentCache":
         """The cache of so many layers. Its size does not depend on `capacity`, and it has no pages."""
         states = [jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim)) for _ in range(layers)]
-        windows = [jnp.zeros((batch, self.kernel - 1, self.channels), dtype) for _ in range(layers)]
-        return RecurrentCache(tuple(states), tuple(windows))
+        return RecurrentCache(tuple(states), jnp.zeros((layers, batch, self.kernel - 1, self.channels), dtype))
 
 
 @struct
 class RecurrentCache:
-    """What the layers remember of committed tokens; an array a layer, since a forward reads one after the other."""
+    """What L layers remember of committed tokens."""
 
     states: tuple[Float[Array, "B Hv K V"], ...]
-    """In float32."""
-    windows: tuple[Float[Array, "B W C"], ...]
-    """Inputs of the convolution before the next token, oldest first."""
+    """Of each layer, in float32: an array of its own, since a matrix product would copy it out of a larger one."""
+    windows: Float[Array, "L B W C"]
+    """Inputs of the convolutions before the next token, oldest first."""
 
     def attend(
         self,
@@ -133,7 +132,7 @@ class RecurrentCache:
                 new = jax.tree.map(lambda x: _take(x, path), new)
             states.append(delta_rule.advance(state, new.k, new.u, new.g, length, live))
             windows.append(delta_rule.slide(jnp.where(live[:, None, None], window, 0), new.inputs, length))
-        return dataclasses.replace(self, states=tuple(states), windows=tuple(windows))
+        return dataclasses.replace(self, states=tuple(states), windows=jnp.stack(windows))
 
 
 def unit(x: Float[Array, "B N H K"]) -> Float[Array, "B N H K"]:
