@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jspec import gemma4_checkpoint, gemma4_config, qwen3_next_checkpoint, qwen3_next_config
 from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_shards
-from jspec.models import Gemma4, LanguageModel
+from jspec.models import Gemma4, LanguageModel, Qwen3Next
 from jspec.models.layers import Llama3Rope
 from jspec.models.llama import LayerParams, Llama, LlamaParams
 
@@ -236,16 +236,13 @@ def save(
       dtype: precision of the stored weights.
       eos: ids that end a text.
       max_shard_bytes: starts a new file where the next tensor would make one larger than this; None: one file.
-
-    Raises:
-      ValueError: a model of a family that is only read.
     """
-    if not isinstance(config, Llama | Gemma4):
-        raise ValueError(f"config is a {type(config).__name__}: models of the Llama shape and of Gemma 4 are written")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     if isinstance(config, Gemma4):
         raw, named = gemma4_config.describe(config), gemma4_checkpoint.named_tensors(config, params)
+    elif isinstance(config, Qwen3Next):
+        raw, named = qwen3_next_config.describe(config), qwen3_next_checkpoint.named_tensors(config, params)
     else:
         raw, named = describe(config), _named_tensors(config, params)
     raw["dtype"] = dtype

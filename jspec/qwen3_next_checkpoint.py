@@ -5,6 +5,8 @@ read becomes one layout.
 """
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,12 +138,11 @@ def _read_delta(config: Qwen3Next, tensors: Tensors, prefix: str) -> DeltaParams
     grouped = prefix + "in_proj_qkvz.weight" in tensors.names()
     parts = _grouped_parts(config, tensors, prefix) if grouped else _plain_parts(config, tensors, prefix)
     conv = tensors.read(prefix + "conv1d.weight", state.channels, 1, state.kernel)
-    log_rate = tensors.stored(prefix + "A_log", count).astype(np.float32)
     return DeltaParams(
         projection=_fused(*parts),
         conv=jnp.asarray(np.ascontiguousarray(conv[:, 0].T)),
-        decay_rate=jnp.asarray(np.exp(log_rate)),
-        decay_bias=jnp.asarray(tensors.stored(prefix + "dt_bias", count).astype(np.float32)),
+        log_rate=jnp.asarray(tensors.stored(prefix + "A_log", count).astype(np.float32)),
+        rate_bias=jnp.asarray(tensors.stored(prefix + "dt_bias", count).astype(np.float32)),
         norm=tensors.device(prefix + "norm.weight", state.value_dim),
         out=tensors.fused([(prefix + "out_proj.weight", width)], made),
     )
@@ -199,3 +200,80 @@ def _read_experts(config: Qwen3Next, tensors: Tensors, prefix: str) -> ExpertPar
 def _fused(*parts: np.ndarray) -> jax.Array:
     """Weights [out, in] with one input, as one weight [in, sum of outs] on the device."""
     return jnp.asarray(np.ascontiguousarray(np.concatenate(parts).T))
+
+
+def named_tensors(config: Qwen3Next, params: Qwen3NextParams) -> Iterator[tuple[str, Any]]:
+    """All weights under their Hugging Face names, [out, in]: of Qwen3-Next where there are experts, else of Qwen3.5."""
+    yield "model.embed_tokens.weight", params.embed
+    for index, layer in enumerate(params.layers):
+        yield from _name_layer(config, layer, f"model.layers.{index}.")
+    yield "model.norm.weight", _offset(params.norm)
+    if params.lm_head is not None:
+        yield "lm_head.weight", np.asarray(params.lm_head).T
+    for head in params.mtp:
+        yield MTP + "pre_fc_norm_embedding.weight", _offset(head.token_norm)
+        yield MTP + "pre_fc_norm_hidden.weight", _offset(head.hidden_norm)
+        yield MTP + "fc.weight", np.asarray(head.projection).T
+        yield from _name_layer(config, head.layer, MTP + "layers.0.")
+        yield MTP + "norm.weight", _offset(head.norm)
+
+
+def _offset(norm: Any) -> np.ndarray:
+    """What `_centered` has read."""
+    return np.asarray(norm) - 1
+
+
+def _name_layer(config: Qwen3Next, layer: Qwen3NextLayerParams, prefix: str) -> Iterator[tuple[str, Any]]:
+    yield prefix + "input_layernorm.weight", _offset(layer.mixer_norm)
+    yield prefix + "post_attention_layernorm.weight", _offset(layer.mlp_norm)
+    if isinstance(layer.mixer, AttentionParams):
+        yield from _name_attention(config, layer.mixer, prefix + "self_attn.")
+    else:
+        yield from _name_delta(config, layer.mixer, prefix + "linear_attn.")
+    mlp, prefix = layer.mlp, prefix + "mlp."
+    if isinstance(mlp, DenseParams):
+        yield from _name_mlp(mlp, prefix)
+        return
+    yield prefix + "gate.weight", np.asarray(mlp.router).T
+    yield prefix + "shared_expert_gate.weight", np.asarray(mlp.shared_gate).T
+    yield from _name_mlp(mlp.shared, prefix + "shared_expert.")
+    for index, (gate_up, down) in enumerate(zip(mlp.gate_up, mlp.down, strict=True)):
+        yield from _name_mlp(DenseParams(gate_up, down), f"{prefix}experts.{index}.")
+
+
+def _name_attention(config: Qwen3Next, mixer: AttentionParams, prefix: str) -> Iterator[tuple[str, Any]]:
+    heads, kv_heads, back = config.num_heads, config.num_kv_heads, np.argsort(head_order(config))
+    made = np.asarray(mixer.projection).T.reshape(-1, config.head_dim, config.hidden_size)
+    q, k, v, gate = np.split(made, np.cumsum([heads, kv_heads, kv_heads]))
+    parts = {"q": np.concatenate([q[:, back], gate], axis=1), "k": k[:, back], "v": v}
+    for name, part in parts.items():
+        yield f"{prefix}{name}_proj.weight", part.reshape(-1, config.hidden_size)
+    yield prefix + "q_norm.weight", _offset(mixer.q_norm)[back]
+    yield prefix + "k_norm.weight", _offset(mixer.k_norm)[back]
+    yield prefix + "o_proj.weight", np.asarray(mixer.out).T
+
+
+def _name_delta(config: Qwen3Next, mixer: DeltaParams, prefix: str) -> Iterator[tuple[str, Any]]:
+    state, width = config.state, config.hidden_size
+    keys, values = state.key_heads * state.key_dim, state.value_heads * state.value_dim
+    sizes = [keys, keys, values, values, state.value_heads, state.value_heads]
+    parts = np.split(np.asarray(mixer.projection).T, np.cumsum(sizes)[:-1])
+    if config.experts is None:
+        named = {"qkv": parts[:3], "z": parts[3:4], "b": parts[4:5], "a": parts[5:]}
+        for name, some in named.items():
+            yield f"{prefix}in_proj_{name}.weight", np.concatenate(some)
+    else:
+        for name, some in {"qkvz": parts[:4], "ba": parts[4:]}.items():
+            grouped = [part.reshape(state.key_heads, -1, width) for part in some]
+            yield f"{prefix}in_proj_{name}.weight", np.concatenate(grouped, axis=1).reshape(-1, width)
+    yield prefix + "conv1d.weight", np.asarray(mixer.conv).T[:, None]
+    yield prefix + "A_log", mixer.log_rate
+    yield prefix + "dt_bias", mixer.rate_bias
+    yield prefix + "norm.weight", mixer.norm
+    yield prefix + "out_proj.weight", np.asarray(mixer.out).T
+
+
+def _name_mlp(mlp: DenseParams, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, part in zip(("gate", "up"), np.split(np.asarray(mlp.gate_up).T, 2), strict=True):
+        yield f"{prefix}{name}_proj.weight", part
+    yield prefix + "down_proj.weight", np.asarray(mlp.down).T

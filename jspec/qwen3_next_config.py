@@ -1,4 +1,4 @@
-"""config.json of Qwen3-Next and of Qwen3.5's text models, alone or within the multimodal ones."""
+"""config.json of Qwen3-Next and of Qwen3.5's text models, alone or within the multimodal ones, read and written."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -137,3 +137,44 @@ def _parse_dense(text: Mapping[str, Any]) -> tuple[int, ...]:
     """The layers without experts of a model that has some."""
     step, listed = int(text.get("decoder_sparse_step") or 1), text.get("mlp_only_layers") or []
     return tuple(i for i in range(int(text["num_hidden_layers"])) if i in listed or (i + 1) % step)
+
+
+def describe(config: Qwen3Next) -> dict[str, Any]:
+    """The config.json of a text model: as Qwen3-Next's where there are experts, else as Qwen3.5's."""
+    name = "Qwen3_5ForCausalLM" if config.experts is None else "Qwen3NextForCausalLM"
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": config.rotary_share}
+    raw = {
+        "architectures": [name],
+        "model_type": ARCHITECTURES[name],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "layer_types": [_TYPES[full] for full in config.full],
+        "linear_num_key_heads": config.state.key_heads,
+        "linear_num_value_heads": config.state.value_heads,
+        "linear_key_head_dim": config.state.key_dim,
+        "linear_value_head_dim": config.state.value_dim,
+        "linear_conv_kernel_dim": config.state.kernel,
+        "max_position_embeddings": config.max_length,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "bos_token_id": None,
+    }
+    if config.experts is not None:
+        raw |= {
+            "num_experts": config.experts.count,
+            "num_experts_per_tok": config.experts.chosen,
+            "moe_intermediate_size": config.experts.width,
+            "shared_expert_intermediate_size": config.experts.shared_width,
+            "norm_topk_prob": config.experts.normalized,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": list(config.dense),
+        }
+    return raw

@@ -17,6 +17,7 @@ import jspec
 from jspec import checkpoint, tree
 from jspec.checkpoint_files import CheckpointError
 from jspec.drafters import Ngram, Standalone
+from jspec.models import MtpParams
 from jspec.types import DraftTree, Params
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
@@ -89,8 +90,8 @@ def with_llama(model):
 
 CHAIN, TREE, WIDE = Standalone(depth=4), Standalone(depth=4, width=3, num_nodes=24), Standalone(depth=2, width=4)
 OFTEN = [
-    ("qwen3_next", Standalone(depth=3, width=2), 1, 20),
-    ("qwen3_5", Ngram(depth=12), 16, None),
+    ("qwen3_next", Ngram(depth=12), 16, None),
+    ("qwen3_5", Standalone(depth=3, width=2), 1, 20),
 ]
 """Family, drafter, page size and columns of a chunk; "llama": a chain of another family's draft."""
 RARELY = [
@@ -235,6 +236,24 @@ def test_the_text_model_of_a_multimodal_one_and_its_mtp_head(tmp_path):
     save_file({**tensors, **mtp, "mtp.layers.1.x": np.zeros(3, np.float32)}, path)
     with pytest.raises(CheckpointError, match=r"1 tensors are nothing that this text model has: mtp\.layers\.1\.x"):
         checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, family):
+    model, oracle = pair(family)
+    full = next(layer for layer, attends in zip(model.params.target.layers, model.target.full, strict=True) if attends)
+    ones = jnp.ones(32)
+    head = MtpParams(ones, 2 * ones, jnp.ones((64, 32)), full, 3 * ones)
+    params = dataclasses.replace(model.params.target, mtp=(head,))
+    checkpoint.save(tmp_path, model.target, params, dtype="float32", eos=(1, 106), max_shard_bytes=30_000)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert type(theirs) is type(oracle)
+    ids = torch.tensor(np.random.default_rng(1).integers(0, 97, (1, 40)))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, oracle(ids).logits, atol=1e-3, rtol=0)
+    ours = checkpoint.load(tmp_path, dtype="float32")
+    assert (ours.config, ours.eos) == (dataclasses.replace(model.target, mtp_layers=1), (1, 106))
+    toy.assert_same(ours.params, params)
 
 
 def test_experts_may_be_one_tensor(tmp_path):

@@ -122,8 +122,8 @@ def qwen3_next_shapes(config: Qwen3Next, dtype: Any) -> Qwen3NextParams:
     delta = DeltaParams(
         projection=shape((width, state.channels + values + 2 * state.value_heads)),
         conv=shape((state.kernel, state.channels)),
-        decay_rate=wide((state.value_heads,)),
-        decay_bias=wide((state.value_heads,)),
+        log_rate=wide((state.value_heads,)),
+        rate_bias=wide((state.value_heads,)),
         norm=shape((state.value_dim,)),
         out=shape((values, width)),
     )

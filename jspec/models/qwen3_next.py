@@ -35,10 +35,9 @@ class DeltaParams:
     """To what is convolved (all queries, all keys, all values), to the gate, to beta and to the decay."""
     conv: Float[Array, "W1 C"]
     """The node's own weight last."""
-    decay_rate: Float[Array, " Hv"]
-    """exp(A_log), in float32."""
-    decay_bias: Float[Array, " Hv"]
-    """In float32."""
+    log_rate: Float[Array, " Hv"]
+    """Of the decay; in float32, as its bias."""
+    rate_bias: Float[Array, " Hv"]
     norm: Float[Array, " V"]
     out: Float[Array, "HvV E"]
 
@@ -243,8 +242,8 @@ class Qwen3Next(Decoder):
         state, shape = self.state, (*normed.shape[:2], self.state.value_heads, self.state.value_dim)
         ends = [state.channels, end := state.channels + shape[2] * shape[3], end + shape[2]]
         inputs, z, b, a = jnp.split(layers.linear(normed, mixer.projection), ends, axis=-1)
-        step = jax.nn.softplus(a.astype(jnp.float32) + mixer.decay_bias[None, None])
-        g = -mixer.decay_rate[None, None] * step
+        step = jax.nn.softplus(a.astype(jnp.float32) + mixer.rate_bias[None, None])
+        g = -jnp.exp(mixer.log_rate)[None, None] * step
         beta = jax.nn.sigmoid(b).astype(jnp.float32)
         out, rows = attend(inputs, mixer.conv, g, beta, earlier=earlier)
         out = layers.rms_norm(out.astype(normed.dtype), mixer.norm, self.rms_norm_eps)

@@ -84,6 +84,7 @@ def test_a_path_of_a_tree_commits_what_its_tokens_alone_would(before):
     given = tokens(rng, NODES)
     mask = tree.ancestor_mask(DraftTree(jnp.zeros((B, NODES), jnp.int32), parents))
     out, rows = attend(cache, given, start, mask)
+    assert np.isfinite(out).all(), "NaN that no sequence remembers is read"
     path, length = random_path(rng, np.array(parents), np.array(mask))
     wanted, after = plainly(cache, of(given, path), start, path.shape[1])
     # What is not on the path is broken, and leaves no trace.
@@ -102,6 +103,7 @@ def test_a_chain_commits_what_its_tokens_alone_would(before, count):
     cache, start = before
     given = tokens(np.random.default_rng(2), count)
     out, rows = attend(cache, given, start)
+    assert np.isfinite(out).all(), "NaN that no sequence remembers is read"
     wanted, after = plainly(cache, given, start, count)
     np.testing.assert_allclose(out, wanted, **CLOSE)
     length = np.array([count, 1, count - 1])
