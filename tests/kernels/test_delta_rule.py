@@ -52,8 +52,7 @@ def narrow(*arrays):
     return [jnp.asarray(x, jnp.float32) for x in arrays]
 
 
-@pytest.mark.parametrize("count", [1, 2, 6, 24])
-@pytest.mark.parametrize("shape", ["chain", "tree", "slow tree"])
+@pytest.mark.parametrize(("count", "shape"), [(1, "chain"), (6, "chain"), (7, "tree"), (24, "tree"), (24, "slow tree")])
 def test_every_node_equals_the_recurrence_along_its_path(count, shape):
     rng = np.random.default_rng(count)
     state, parents = rng.normal(size=(B, H * G, K, V)), random_parents(rng, count)
