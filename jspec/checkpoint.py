@@ -13,28 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jspec import gemma4_checkpoint, gemma4_config
+from jspec import gemma4_checkpoint, gemma4_config, qwen3_next_checkpoint, qwen3_next_config
 from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_shards
-from jspec.models import Gemma4
+from jspec.models import Gemma4, LanguageModel, Qwen3Next
 from jspec.models.layers import Llama3Rope
 from jspec.models.llama import LayerParams, Llama, LlamaParams
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-"""Classes of `transformers` that `Llama` is for -> model_type; `gemma4_config` has others."""
+"""Classes of `transformers` that `Llama` is for -> model_type; `gemma4_config` and `qwen3_next_config` have others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A loaded model and what its directory says of its use."""
 
-    config: Llama | Gemma4
+    config: LanguageModel
     params: Any
-    """`LlamaParams` or `Gemma4Params`."""
+    """`LlamaParams`, `Gemma4Params` or `Qwen3NextParams`."""
     eos: tuple[int, ...]
 
 
 def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
-    """Loads a Llama, Qwen3 or Gemma 4 checkpoint onto the default device.
+    """Loads a Llama, Qwen3, Gemma 4, Qwen3-Next or Qwen3.5 checkpoint onto the default device.
 
     Args:
       directory: holds config.json and model.safetensors, or its shards with model.safetensors.index.json.
@@ -42,7 +42,8 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
 
     Raises:
       CheckpointError: a file that is missing or damaged, an unsupported architecture or option, a tensor that is
-        missing or has another shape than the configuration says, or of Gemma 4 one that nothing reads.
+        missing or has another shape than the configuration says, or in the families that have modules of their own one
+        that nothing reads.
       ValueError: an unknown dtype.
     """
     directory = Path(directory)
@@ -54,6 +55,9 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
         if gemma4_config.is_gemma4(raw):
             config = gemma4_config.parse_config(raw, where)
             params = gemma4_checkpoint.read_params(config, tensors)
+        elif qwen3_next_config.is_qwen3_next(raw):
+            config = qwen3_next_checkpoint.with_mtp_of(qwen3_next_config.parse_config(raw, where), tensors)
+            params = qwen3_next_checkpoint.read_params(config, tensors)
         else:
             config = parse_config(raw, where=where)
             params = _read_params(config, tensors)
@@ -73,7 +77,7 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama
     if family is None and not architectures and raw.get("model_type") in ARCHITECTURES.values():
         family = raw["model_type"]
     if family is None:
-        known = ", ".join([*ARCHITECTURES, *gemma4_config.ARCHITECTURES])
+        known = ", ".join([*ARCHITECTURES, *gemma4_config.ARCHITECTURES, *qwen3_next_config.ARCHITECTURES])
         raise CheckpointError(f"{where}: architectures={architectures} is not supported; there are {known}")
     refuse_options(raw, where)
     try:
@@ -219,7 +223,7 @@ def read_layer(
 
 def save(
     directory: str | Path,
-    config: Llama | Gemma4,
+    config: LanguageModel,
     params: Any,
     *,
     dtype: str = "bfloat16",
@@ -237,6 +241,8 @@ def save(
     directory.mkdir(parents=True, exist_ok=True)
     if isinstance(config, Gemma4):
         raw, named = gemma4_config.describe(config), gemma4_checkpoint.named_tensors(config, params)
+    elif isinstance(config, Qwen3Next):
+        raw, named = qwen3_next_config.describe(config), qwen3_next_checkpoint.named_tensors(config, params)
     else:
         raw, named = describe(config), _named_tensors(config, params)
     raw["dtype"] = dtype

@@ -21,7 +21,7 @@ KINDS = {
 }
 
 
-class _Random(Tensors):
+class RandomTensors(Tensors):
     """A checkpoint that holds whatever it is asked for."""
 
     def __init__(self, seed):
@@ -39,7 +39,7 @@ class _Random(Tensors):
 @functools.cache
 def params(kind: str, seed: int = 0) -> Gemma4Params:
     """Weights with a spread that keeps logits apart."""
-    return gemma4_checkpoint.read_params(KINDS[kind], _Random(seed))
+    return gemma4_checkpoint.read_params(KINDS[kind], RandomTensors(seed))
 
 
 def forget(cache, lengths):

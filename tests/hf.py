@@ -64,6 +64,38 @@ def gemma4_config(kind: str, **changes):
     return transformers.Gemma4TextConfig(**{**settings, "num_hidden_layers": len(settings["layer_types"])})
 
 
+QWEN3_NEXT = {
+    **BASE,
+    "num_hidden_layers": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+_QWEN3_NEXT_FAMILIES = {
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", _EXPERTS),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", _EXPERTS),
+}
+
+
+def qwen3_next(family: str, **changes):
+    """A model of recurrent layers, as `transformers` makes it; `family` is a key of `_QWEN3_NEXT_FAMILIES`."""
+    import transformers
+
+    config, model, own = _QWEN3_NEXT_FAMILIES[family]
+    settings = {**QWEN3_NEXT, **own, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **changes}
+    if family == "qwen3_5_moe":
+        del settings["intermediate_size"]
+    return getattr(transformers, model)(getattr(transformers, config)(**settings))
+
+
 def assistant_config(kind: str, *, ordered: bool = False, **changes) -> dict:
     """config.json of an assistant for a target of a kind in `GEMMA4_KINDS`.
 
@@ -103,7 +135,9 @@ def build_assistant(raw: dict, seed: int = 7):
 
 
 def build(family: str, seed: int = 0, **changes):
-    """A model with random weights; `family` is "llama", "qwen3", or "gemma4-" and a kind in `GEMMA4_KINDS`."""
+    """A model with random weights; `family` is "llama", "qwen3", or one of `qwen3_next`, or "gemma4-" and a kind in
+    `GEMMA4_KINDS`.
+    """
     import transformers
 
     if family == "llama":
@@ -111,6 +145,8 @@ def build(family: str, seed: int = 0, **changes):
         model = transformers.LlamaForCausalLM(config)
     elif family.startswith("gemma4-"):
         model = transformers.Gemma4ForCausalLM(gemma4_config(family.removeprefix("gemma4-"), **changes))
+    elif family in _QWEN3_NEXT_FAMILIES:
+        model = qwen3_next(family, **changes)
     else:
         rope = {"rope_type": "default", "rope_theta": 1e6}
         settings = {**BASE, "rope_parameters": rope, "tie_word_embeddings": True, **changes}

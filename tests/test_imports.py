@@ -24,6 +24,8 @@ LAYERS = [
     ["jspec.checkpoint_files"],
     ["jspec.gemma4_config"],
     ["jspec.gemma4_checkpoint"],
+    ["jspec.qwen3_next_config"],
+    ["jspec.qwen3_next_checkpoint"],
     ["jspec.checkpoint"],
     ["jspec.assistant_checkpoint"],
     ["jspec.torch_file"],
@@ -104,7 +106,9 @@ def test_kernels_import_jax_only(path):
 
 def test_every_module_is_in_the_structure_page():
     page = (ROOT / "docs" / "structure.md").read_text()
-    kernels = [f"pallas_kernels/{name}/" for name in ("kv_compact", "paged_attention", "split_heads", "topk")]
+    kernels = [
+        f"pallas_kernels/{name}/" for name in ("delta_rule", "kv_compact", "paged_attention", "split_heads", "topk")
+    ]
     folders = ("jspec/bench/", "jspec/train/", *kernels)
     for path in FILES:
         name = path.relative_to(ROOT).as_posix()

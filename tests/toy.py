@@ -193,7 +193,7 @@ def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, .
     for index in range(count):
         matrix, own = _matrices(seed + index, 4), random_params(layer, seed=seed + index)
         norms = (1 + 0.2 * matrix(1, width)[0] for _ in range(3))
-        made.append(MtpParams(next(norms), next(norms), matrix(2 * width, width), own.layers, next(norms)))
+        made.append(MtpParams(next(norms), next(norms), matrix(2 * width, width), own.layers[0], next(norms)))
     return tuple(made)
 
 

@@ -18,7 +18,7 @@ from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.bench.unfolded import Unfolded, seed
 from jspec.generate import prefill_chunk
-from jspec.models import Gemma4, Llama
+from jspec.models import LanguageModel
 from jspec.types import DecodeState, Drafter, Params
 
 FROM_HOST = ("stepped", "unfolded")
@@ -36,7 +36,7 @@ class Setup:
     split: time the phases on their own, too.
     """
 
-    target: Llama | Gemma4
+    target: LanguageModel
     params: Params
     tokens_per_round: float
     rounds: int
@@ -225,7 +225,8 @@ def _small(s: DecodeState) -> list[Any]:
 
 
 def _rewind(s: DecodeState, before: list[Any]) -> DecodeState:
-    """The state with all but the caches as it was. What these hold behind the lengths is nothing, by their contract."""
+    """The state with all but the caches as it was. What pages hold behind the lengths is nothing, by their contract;
+    recurrent states go on from where they are, which takes as long."""
     leaves, structure = jax.tree.flatten(s, is_leaf=is_cache)
     back = [leaf if old is None else jnp.copy(old) for leaf, old in zip(leaves, before, strict=True)]
     return jax.tree.unflatten(structure, back)

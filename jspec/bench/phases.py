@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jspec import decode, sampling, tree
 from jspec.bench.machine import WARM_UP
-from jspec.cache import MhaCache
+from jspec.cache import MhaCache, RecurrentCache
 from jspec.capture import loop_options
 from jspec.types import Accept, Committed, DecodeState, Drafter, DraftTree, ForwardOutput, Params, Target
 
@@ -75,7 +75,8 @@ def _repeat(params: Params, given: Any, cache: Any, *, phase: Any, count: int) -
     - nothing can be hoisted: each run adds a zero to all that it is given, and that zero is computed from the result of
       the run before, so that XLA knows neither that it is one nor that the operands repeat. The addition is fused into
       what reads the operand. The pools of keys and values, too large for that, are read through page tables, which
-      have it; weights are the same in every round of `decode`, too.
+      have it; weights are the same in every round of `decode`, too. Of recurrent
+      layers the inputs of the convolution have it, which come before all that reads a state.
     - nothing can be left out: the whole result is carried by the loop and returned.
     - nothing can run at once with the next run, as that waits for the zero.
     """
@@ -107,6 +108,8 @@ def tie(given: Any, zero: Int[Array, ""]) -> Any:
     """The same values, made to depend on `zero`."""
 
     def add(x):
+        if isinstance(x, RecurrentCache):
+            return dataclasses.replace(x, windows=x.windows + zero.astype(x.windows.dtype))
         if is_cache(x):
             return dataclasses.replace(x, page_table=x.page_table + zero)
         return x + zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x
@@ -122,7 +125,7 @@ def zero_of(result: Any) -> Int[Array, ""]:
 
 def is_cache(x: Any) -> bool:
     """Whether a part of a state is a cache, and no array."""
-    return isinstance(x, MhaCache)
+    return isinstance(x, MhaCache | RecurrentCache)
 
 
 def _blank(shape: Any) -> Array:

@@ -2,10 +2,12 @@
 
 import dataclasses
 
-from jspec.models import Assistant, EagleHead, Gemma4, Llama
+from jspec.cache import RecurrentLayer
+from jspec.models import Assistant, EagleHead, Gemma4, LanguageModel, Llama, Qwen3Next
 from jspec.models.assistant import Clusters
 from jspec.models.gemma4 import Attention
 from jspec.models.layers import Llama3Rope
+from jspec.models.qwen3_next import SharedExperts
 
 DRAFT_VOCAB_SIZE = 32_000
 """Tokens that published EAGLE-3 heads for these targets draft."""
@@ -20,13 +22,13 @@ class Preset:
     assistant: what reads the target's keys and values.
     """
 
-    target: Llama | Gemma4
+    target: LanguageModel
     head: EagleHead | None = None
     standalone: Llama | None = None
     assistant: Assistant | None = None
 
 
-def eagle_head(target: Llama, *, draft_vocab_size: int = DRAFT_VOCAB_SIZE) -> EagleHead:
+def eagle_head(target: Llama | Qwen3Next, *, draft_vocab_size: int = DRAFT_VOCAB_SIZE) -> EagleHead:
     """An EAGLE-3 head of one layer that is shaped as the target's are.
 
     It reads the inputs of layers 2, L/2 and L - 3, as SpecForge trains heads; in targets too shallow for that, those of
@@ -50,7 +52,7 @@ def eagle_head(target: Llama, *, draft_vocab_size: int = DRAFT_VOCAB_SIZE) -> Ea
         capture=(2, count // 2, count - 3) if count >= 8 else (0, count // 2, count),
         rms_norm_eps=target.rms_norm_eps,
         rope_theta=target.rope_theta,
-        rope_scaling=target.rope_scaling,
+        rope_scaling=target.rope_scaling if isinstance(target, Llama) else None,
     )
 
 
@@ -175,6 +177,42 @@ _TINY_GEMMA_4 = Gemma4(
     per_layer_size=4,
     soft_cap=30.0,
 )
+_QWEN3_NEXT = Qwen3Next(
+    vocab_size=151_936,
+    hidden_size=2048,
+    intermediate_size=5120,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    full=(False, False, False, True) * 12,
+    state=RecurrentLayer(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+    max_length=262_144,
+    experts=SharedExperts(count=512, chosen=10, width=512, shared_width=512),
+)
+_QWEN3_NEXT_16 = dataclasses.replace(_QWEN3_NEXT, full=_QWEN3_NEXT.full[:16])
+_QWEN3_5_9B = Qwen3Next(
+    vocab_size=248_320,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_heads=16,
+    num_kv_heads=4,
+    head_dim=256,
+    full=(False, False, False, True) * 8,
+    state=RecurrentLayer(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+    max_length=262_144,
+)
+_TINY_QWEN3_NEXT = Qwen3Next(
+    vocab_size=128,
+    hidden_size=16,
+    intermediate_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    full=(False, True),
+    state=RecurrentLayer(key_heads=1, value_heads=2, key_dim=8, value_dim=8),
+    max_length=4096,
+    experts=SharedExperts(count=8, chosen=2, width=8, shared_width=8),
+)
 
 PRESETS = {
     "llama-3.1-8b": Preset(_LLAMA_3_1_8B, eagle_head(_LLAMA_3_1_8B), _LLAMA_3_2_1B),
@@ -187,6 +225,11 @@ PRESETS = {
         eagle_head(_TINY, draft_vocab_size=64),
         dataclasses.replace(_TINY, num_layers=1, tie_embeddings=True),
     ),
+    "qwen3-next": Preset(_QWEN3_NEXT, eagle_head(_QWEN3_NEXT), _QWEN3_06B),
+    # As many of the 48 layers as one GPU of 80 GB holds.
+    "qwen3-next-16-layers": Preset(_QWEN3_NEXT_16, eagle_head(_QWEN3_NEXT_16), _QWEN3_06B),
+    "qwen3.5-9b": Preset(_QWEN3_5_9B, eagle_head(_QWEN3_5_9B)),
+    "tiny-qwen3-next": Preset(_TINY_QWEN3_NEXT, eagle_head(_TINY_QWEN3_NEXT, draft_vocab_size=64)),
     "gemma-4-31b": Preset(
         _GEMMA_4_31B, assistant=gemma4_assistant(_GEMMA_4_31B, hidden_size=1024, intermediate_size=8192)
     ),

@@ -16,12 +16,16 @@ from jspec.models import (
     EagleParams,
     Gemma4,
     Gemma4Params,
+    LanguageModel,
     Llama,
     LlamaParams,
+    Qwen3Next,
+    Qwen3NextParams,
 )
 from jspec.models.assistant import AssistantLayerParams, ClusterParams
 from jspec.models.gemma4 import Gemma4LayerParams, PerLayerInputParams, PerLayerParams
 from jspec.models.llama import LayerParams
+from jspec.models.qwen3_next import AttentionParams, DeltaParams, DenseParams, ExpertParams, Qwen3NextLayerParams
 from jspec.types import Params
 
 SPREAD = 0.02
@@ -33,16 +37,18 @@ may be; with these the likeliest tokens stand out as those of a trained draft do
 P = TypeVar("P")
 
 
-def shapes_of(config: Llama | Gemma4 | EagleHead | Assistant, dtype: Any) -> Any:
+def shapes_of(config: LanguageModel | EagleHead | Assistant, dtype: Any) -> Any:
     """The weights of a model as `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: a mixture of experts, of which there is no preset.
+      ValueError: Gemma 4 with experts, of which there is no preset.
     """
     if isinstance(config, Llama):
         return llama_shapes(config, dtype)
     if isinstance(config, Gemma4):
         return gemma4_shapes(config, dtype)
+    if isinstance(config, Qwen3Next):
+        return qwen3_next_shapes(config, dtype)
     return head_shapes(config, dtype) if isinstance(config, EagleHead) else assistant_shapes(config, dtype)
 
 
@@ -106,6 +112,52 @@ def gemma4_shapes(config: Gemma4, dtype: Any) -> Gemma4Params:
         every = config.num_layers * size
         inputs = PerLayerInputParams(shape((vocabulary, every)), shape((width, every)), shape((size,)))
     return Gemma4Params(shape((vocabulary, width)), inputs, tuple(layers), shape((width,)))
+
+
+def qwen3_next_shapes(config: Qwen3Next, dtype: Any) -> Qwen3NextParams:
+    """The weights of a model without its head for multi-token prediction as `jax.ShapeDtypeStruct`s."""
+    shape, width, dim, state = _shape_of(dtype), config.hidden_size, config.head_dim, config.state
+    wide = _shape_of(jnp.float32)
+    values = state.value_heads * state.value_dim
+    delta = DeltaParams(
+        projection=shape((width, state.channels + values + 2 * state.value_heads)),
+        conv=shape((state.kernel, state.channels)),
+        log_rate=wide((state.value_heads,)),
+        rate_bias=wide((state.value_heads,)),
+        norm=shape((state.value_dim,)),
+        out=shape((values, width)),
+    )
+    attention = AttentionParams(
+        projection=shape((width, 2 * (config.num_heads + config.num_kv_heads) * dim)),
+        q_norm=wide((dim,)),
+        k_norm=wide((dim,)),
+        out=shape((config.num_heads * dim, width)),
+    )
+    layers = tuple(
+        Qwen3NextLayerParams(
+            wide((width,)), attention if full else delta, wide((width,)), _mlp_shapes(config, i, dtype)
+        )
+        for i, full in enumerate(config.full)
+    )
+    head = None if config.tie_embeddings else shape((width, config.vocab_size))
+    return Qwen3NextParams(shape((config.vocab_size, width)), layers, wide((width,)), head)
+
+
+def _mlp_shapes(config: Qwen3Next, layer: int, dtype: Any) -> DenseParams | ExpertParams:
+    shape, width, experts = _shape_of(dtype), config.hidden_size, config.experts
+
+    def gated(inner):
+        return DenseParams(shape((width, 2 * inner)), shape((inner, width)))
+
+    if experts is None or layer in config.dense:
+        return gated(config.intermediate_size)
+    return ExpertParams(
+        router=shape((width, experts.count)),
+        gate_up=shape((experts.count, width, 2 * experts.width)),
+        down=shape((experts.count, experts.width, width)),
+        shared=gated(experts.shared_width),
+        shared_gate=shape((width, 1)),
+    )
 
 
 def assistant_shapes(config: Assistant, dtype: Any) -> AssistantParams:
@@ -197,10 +249,10 @@ def count(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def forward_bytes(params: LlamaParams | Gemma4Params) -> int:
+def forward_bytes(params: LlamaParams | Gemma4Params | Qwen3NextParams) -> int:
     """Weights that one forward reads: layers, norm and LM head. The embedding is a gather, unless it is the LM head.
 
-    Of a mixture of experts all, as many rows read.
+    Of a mixture of experts all, as many rows read; `spared_bytes` says what few rows leave out.
     """
     if isinstance(params, Gemma4Params):
         inputs = None if params.per_layer is None else (params.per_layer.projection, params.per_layer.norm)
@@ -215,7 +267,7 @@ def draft_step_bytes(params: Params, config: Any = None) -> int:
     config: the draft's, which is needed where it chooses among clusters of tokens.
     """
     draft = params.draft
-    if isinstance(draft, LlamaParams | Gemma4Params):
+    if isinstance(draft, LlamaParams | Gemma4Params | Qwen3NextParams):
         return forward_bytes(draft)
     if isinstance(draft, AssistantParams):
         head = tree_bytes(draft.head)
@@ -239,8 +291,20 @@ def extend_bytes(params: Params) -> int:
     return draft_step_bytes(params) + (tree_bytes((draft.fc, draft.fc_bias, draft.fc_norms)) if fuses else 0)
 
 
+def spared_bytes(params: Any, config: Any, tokens: int) -> int:
+    """Weights of the experts that none of so many tokens reads, where each chooses evenly; 0 of a model without any."""
+    if not isinstance(config, Qwen3Next) or config.experts is None:
+        return 0
+    experts = config.experts
+    unread = (1 - experts.chosen / experts.count) ** tokens
+    mlps = [layer.mlp for layer in params.layers if isinstance(layer.mlp, ExpertParams)]
+    return round(unread * tree_bytes([(mlp.gate_up, mlp.down) for mlp in mlps]))
+
+
 def kv_bytes(config: Any, context: int, itemsize: int, target: Any = None) -> int:
     """Keys and values that one forward reads of a sequence of `context` tokens, of which windows leave out some.
+
+    Recurrent layers have none, see `state_bytes`.
 
     target: the configuration of the model whose keys an assistant reads.
     """
@@ -249,27 +313,39 @@ def kv_bytes(config: Any, context: int, itemsize: int, target: Any = None) -> in
     elif isinstance(config, EagleHead):
         keys = [LayerKeys(config.num_kv_heads, config.head_dim)] * config.num_layers
     else:
-        keys = [config.layer_keys(layer) for layer in range(config.num_layers)]
+        full = getattr(config, "full", (True,) * config.num_layers)
+        keys = [config.layer_keys(layer) for layer in range(config.num_layers) if full[layer]]
     seen = sum(layer.kv_heads * layer.head_dim * min(context, layer.window or context) for layer in keys)
     return 2 * seen * itemsize
 
 
+def state_bytes(config: Any, itemsize: int) -> int:
+    """What the recurrent layers of a model keep of a sequence; 0 of a model without any."""
+    if not isinstance(config, Qwen3Next):
+        return 0
+    state, layers = config.state, config.full.count(False)
+    window = (state.kernel - 1) * state.channels * itemsize
+    return layers * (4 * state.value_heads * state.key_dim * state.value_dim + window)
+
+
 def round_bytes(
     params: Params,
-    target: Llama | Gemma4,
-    draft: Llama | Gemma4 | EagleHead | Assistant | None,
+    target: LanguageModel,
+    draft: LanguageModel | EagleHead | Assistant | None,
     *,
     depth: int,
     batch: int,
     context: int,
 ) -> int:
-    """The least that a round reads: each forward its weights and the keys and values of its context, once.
+    """The least that a round reads: each forward its weights and the keys and values of its context, once, and the
+    commit the states of recurrent layers, once more. Of a mixture of experts those that a chain of `depth` reads.
 
     draft, depth: what drafts, and how many tokens deep; with depth 0 it is plain decoding. A round has a forward of the
       target and as many of the draft as tokens, of which the first is its extension, but for an assistant.
     """
     itemsize = params.target.embed.dtype.itemsize
     total = forward_bytes(params.target) + batch * kv_bytes(target, context, itemsize)
+    total += 2 * batch * state_bytes(target, itemsize) - spared_bytes(params.target, target, batch * (depth + 1))
     if not depth:
         return total
     assert draft is not None

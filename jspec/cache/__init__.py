@@ -2,6 +2,15 @@
 
 from jspec.cache.hybrid import HybridCache, LayerKeys
 from jspec.cache.mha import MhaCache
+from jspec.cache.recurrent import RecurrentCache, RecurrentLayer, RecurrentRows
 from jspec.cache.swa import SlidingCache
 
-__all__ = ["HybridCache", "LayerKeys", "MhaCache", "SlidingCache"]
+__all__ = [
+    "HybridCache",
+    "LayerKeys",
+    "MhaCache",
+    "RecurrentCache",
+    "RecurrentLayer",
+    "RecurrentRows",
+    "SlidingCache",
+]

@@ -1,20 +1,41 @@
-"""Cache of models whose layers differ: in heads, in head dimension, in how far back they see, in whose keys they read.
+"""Cache of models whose layers differ: in heads, in head dimension, in how far back they see, in whose keys they read,
+in what they remember at all.
 
-Layers of one kind are a group with one pool and one page table, full or sliding; layers that share another's keys and
-values own nothing. A model with one kind of layers has one group.
+Layers of one kind are a group with a cache of its own; layers that share another's keys and values own nothing. A model
+with one kind of layers has one group. A kind says by `empty` what its cache is, so a new one is a module of its own.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, Protocol, Self
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from jspec.cache.mha import MhaCache
 from jspec.cache.swa import SlidingCache
 from jspec.struct import struct
 
-HybridRows = tuple[tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]] | None, ...]
-"""Keys and values of a round's nodes, a pair for each layer of the model; None where it shares another's."""
+
+class Group(Protocol):
+    """The cache of layers of one kind. Frozen inside a round: `commit` returns the next one."""
+
+    def attend(self, layer: int, *inputs: Any, **options: Any) -> Any:
+        """What a layer makes of its inputs, given what is committed and the rows of the round."""
+        ...
+
+    def commit(
+        self, rows: tuple[Any, ...], start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
+    ) -> Self:
+        """Makes the first `length[b]` rows along `path` (None: a chain) of all its layers permanent."""
+        ...
+
+
+class LayerKind(Protocol):
+    """What a layer remembers; equal for layers that share a group, so hashed by value."""
+
+    def empty(self, batch: int, capacity: int, page_size: int, *, layers: int, dtype: Any) -> Group:
+        """The cache of so many layers, for `batch` sequences of at most `capacity` tokens each."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,28 +49,40 @@ class LayerKeys:
     head_dim: int
     window: int | None = None
 
+    def empty(self, batch: int, capacity: int, page_size: int, *, layers: int, dtype: Any) -> MhaCache:
+        """The pages of so many layers.
+
+        Raises:
+          ValueError: `page_size` or the window below 1.
+        """
+        shape = dict(layers=layers, kv_heads=self.kv_heads, head_dim=self.head_dim, dtype=dtype)
+        if self.window is None:
+            return MhaCache.empty(batch, capacity, page_size, **shape)
+        return SlidingCache.empty(batch, capacity, page_size, **shape, window=self.window)
+
 
 @struct
 class HybridCache:
-    """Keys and values of committed tokens, by groups of layers. A forward reads them; only `commit` writes them."""
+    """What is remembered of committed tokens, by groups of layers. A forward reads it; only `commit` writes it."""
 
-    groups: tuple[MhaCache, ...]
+    groups: tuple[Any, ...]
+    """A `Group` each."""
     places: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
-    """For each layer of the model the group whose keys it reads, and its layer there."""
+    """For each layer of the model the group that it reads, and its layer there."""
 
     @classmethod
     def empty(
-        cls, batch: int, capacity: int, page_size: int, *, layers: Sequence[LayerKeys | int], dtype
+        cls, batch: int, capacity: int, page_size: int, *, layers: Sequence[LayerKind | int], dtype
     ) -> "HybridCache":
         """A cache of `batch` sequences of at most `capacity` tokens each.
 
         Args:
-          layers: what each layer of the model makes, or the number of the layer before it whose keys it shares.
+          layers: what each layer of the model remembers, or the number of the layer before it whose keys it shares.
 
         Raises:
           ValueError: a layer that shares those of one that makes none, or `page_size` or a window below 1.
         """
-        kinds: list[LayerKeys] = []
+        kinds: list[LayerKind] = []
         sizes: list[int] = []
         places: list[tuple[int, int]] = []
         for index, layer in enumerate(layers):
@@ -64,37 +97,34 @@ class HybridCache:
             group = kinds.index(layer)
             places.append((group, sizes[group]))
             sizes[group] += 1
-        groups = []
-        for kind, size in zip(kinds, sizes, strict=True):
-            shape = dict(layers=size, kv_heads=kind.kv_heads, head_dim=kind.head_dim, dtype=dtype)
-            if kind.window is None:
-                groups.append(MhaCache.empty(batch, capacity, page_size, **shape))
-            else:
-                groups.append(SlidingCache.empty(batch, capacity, page_size, **shape, window=kind.window))
+        groups = [
+            kind.empty(batch, capacity, page_size, layers=size, dtype=dtype)
+            for kind, size in zip(kinds, sizes, strict=True)
+        ]
         return cls(tuple(groups), tuple(places))
 
-    def attend(
-        self,
-        layer: int,
-        q: Float[Array, "B N H D"],
-        k: Float[Array, "B R K D"],
-        v: Float[Array, "B R K D"],
-        start: Int[Array, " B"] | None,
-        mask: Bool[Array, "#B N R"] | None,
-        scale: float,
-        positions: Int[Array, "#B #N"] | None = None,
-    ) -> Float[Array, "B N H D"]:
-        """`attend` of the cache that a layer of the model reads; `k` and `v` are of the layer that made them."""
+    def attend(self, layer: int, *inputs: Any, **options: Any) -> Any:
+        """`attend` of the group that a layer of the model reads, which says what the inputs are.
+
+        Keys and values are of the layer that made them.
+        """
         group, index = self.places[layer]
-        return self.groups[group].attend(index, q, k, v, start, mask, scale, positions)
+        return self.groups[group].attend(index, *inputs, **options)
 
     def commit(
-        self, rows: HybridRows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
+        self,
+        rows: tuple[Any, ...],
+        start: Int[Array, " B"],
+        path: Int[Array, "B A"] | None,
+        length: Int[Array, " B"],
     ) -> "HybridCache":
-        """The cache with the first `length[b]` rows along `path` (None: a chain) made permanent from `start[b]` on."""
+        """The cache with the first `length[b]` rows along `path` (None: a chain) made permanent from `start[b]` on.
+
+        rows: for each layer of the model what its group's commit takes; None where it shares another's.
+        """
         groups = []
         for number, group in enumerate(self.groups):
-            pairs = zip(self.places, rows, strict=True)
-            own = tuple(pair for (owner, _), pair in pairs if owner == number and pair is not None)
+            placed = zip(self.places, rows, strict=True)
+            own = tuple(row for (owner, _), row in placed if owner == number and row is not None)
             groups.append(group.commit(own, start, path, length))
         return dataclasses.replace(self, groups=tuple(groups))

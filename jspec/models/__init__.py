@@ -5,6 +5,10 @@ from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.gemma4 import Gemma4, Gemma4Params
 from jspec.models.llama import Llama, LlamaParams
 from jspec.models.mtp_head import MtpHead, MtpHeads, MtpParams
+from jspec.models.qwen3_next import Qwen3Next, Qwen3NextParams
+
+LanguageModel = Llama | Gemma4 | Qwen3Next
+"""What may be a target, or a draft that is a language model."""
 
 __all__ = [
     "Assistant",
@@ -13,9 +17,12 @@ __all__ = [
     "EagleParams",
     "Gemma4",
     "Gemma4Params",
+    "LanguageModel",
     "Llama",
     "LlamaParams",
     "MtpHead",
     "MtpHeads",
     "MtpParams",
+    "Qwen3Next",
+    "Qwen3NextParams",
 ]

@@ -29,13 +29,18 @@ class MtpParams:
     hidden_norm: Float[Array, " E"]
     projection: Float[Array, "E2 E"]
     """From the token's embedding and the hidden state, both normed, in this order."""
-    layers: tuple[Any, ...]
-    """One decoder layer, of the target's family."""
+    layer: Any
+    """A decoder layer of the target's family."""
     norm: Float[Array, " E"]
     embed: Float[Array, "V E"] | None = None
     """None: the target's."""
     lm_head: Float[Array, "E V"] | None = None
     """None: the target's."""
+
+    @property
+    def layers(self) -> tuple[Any, ...]:
+        """The layer, as `Decoder.run_layers` finds those of a model."""
+        return (self.layer,)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ A draft is measured on its target's own text, so that is what it should see (Zho
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,14 @@ from tqdm import tqdm
 from jspec import accept, checkpoint, decode, stopping
 from jspec.drafters import Plain
 from jspec.model import locate
-from jspec.models import Gemma4, Gemma4Params, Llama, LlamaParams
+from jspec.models import LanguageModel
 from jspec.train import tokenizer
 from jspec.types import Params
 
 _PAGE = 64
 
 
-def complete(
-    config: Llama | Gemma4, params: LlamaParams | Gemma4Params, prompts: list[list[int]], *, width: int, batch: int
-) -> np.ndarray:
+def complete(config: LanguageModel, params: Any, prompts: list[list[int]], *, width: int, batch: int) -> np.ndarray:
     """Each prompt with the model's greedy continuation up to `width` tokens: Uint16[rows, width].
 
     Nothing stops it early: where a text ends, the model goes on with another. Rows beyond the last whole batch are
@@ -46,9 +45,7 @@ def complete(
     return np.concatenate(rows).astype(np.uint16)
 
 
-def _complete(
-    config: Llama | Gemma4, params: LlamaParams | Gemma4Params, prompts: list[list[int]], width: int, longest: int
-) -> jax.Array:
+def _complete(config: LanguageModel, params: Any, prompts: list[list[int]], width: int, longest: int) -> jax.Array:
     ids = np.zeros((len(prompts), longest), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt

@@ -1,0 +1,279 @@
+"""Tensors of Qwen3-Next and Qwen3.5 in Hugging Face checkpoints, alone or within the multimodal ones.
+
+The two lay out the projections of a gated delta net differently, and experts are single tensors or one for all; what is
+read becomes one layout.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.checkpoint_files import CheckpointError, Tensors
+from jspec.models.mtp_head import MtpParams
+from jspec.models.qwen3_next import (
+    AttentionParams,
+    DeltaParams,
+    DenseParams,
+    ExpertParams,
+    Qwen3Next,
+    Qwen3NextLayerParams,
+    Qwen3NextParams,
+)
+
+OTHER_MODALITIES = "model.visual."
+"""Beginning of the names of tensors that text does not need."""
+MTP = "mtp."
+"""Beginning of the names of the tensors of the head for multi-token prediction."""
+
+
+def with_mtp_of(config: Qwen3Next, tensors: Tensors) -> Qwen3Next:
+    """The configuration with the head for multi-token prediction that there are tensors of: one, or none.
+
+    Checkpoints that `transformers` has written hold none, whatever config.json says.
+    """
+    return dataclasses.replace(config, mtp_layers=int(any(name.startswith(MTP) for name in tensors.names())))
+
+
+def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
+    """The weights of a text model.
+
+    Raises:
+      CheckpointError: a tensor that is missing, has another shape than the configuration says, or that nothing reads.
+    """
+    names = tensors.names()
+    wrapped = any(name.startswith("model.language_model.") for name in names)
+    root, width = "model.language_model." if wrapped else "model.", config.hidden_size
+    head = None if config.tie_embeddings else tensors.fused([("lm_head.weight", config.vocab_size)], width)
+    params = Qwen3NextParams(
+        embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width),
+        layers=tuple(
+            _read_layer(config, tensors, f"{root}layers.{i}.", full=full, dense=i in config.dense)
+            for i, full in enumerate(config.full)
+        ),
+        norm=_centered(tensors, root + "norm.weight", width),
+        lm_head=head,
+        mtp=tuple(_read_mtp(config, tensors) for _ in range(config.mtp_layers)),
+    )
+    # Some tied checkpoints hold the head all the same.
+    spare = {"lm_head.weight"}
+    unread = sorted(name for name in names - tensors.asked - spare if not name.startswith(OTHER_MODALITIES))
+    if unread:
+        raise CheckpointError(
+            f"{tensors.directory}: {len(unread)} tensors are nothing that this text model has: {', '.join(unread[:4])}"
+        )
+    return params
+
+
+def _read_mtp(config: Qwen3Next, tensors: Tensors) -> MtpParams:
+    """The head for multi-token prediction. Its layer attends to all tokens; it has experts where the model has some."""
+    width = config.hidden_size
+    return MtpParams(
+        token_norm=_centered(tensors, MTP + "pre_fc_norm_embedding.weight", width),
+        hidden_norm=_centered(tensors, MTP + "pre_fc_norm_hidden.weight", width),
+        projection=tensors.fused([(MTP + "fc.weight", width)], 2 * width),
+        layer=_read_layer(config, tensors, MTP + "layers.0.", full=True, dense=False),
+        norm=_centered(tensors, MTP + "norm.weight", width),
+    )
+
+
+def _centered(tensors: Tensors, name: str, size: int) -> jax.Array:
+    """A norm's weight, 1 + w in float32: the sum that would else be made, in that precision, at each use."""
+    return jnp.asarray(1 + tensors.stored(name, size).astype(np.float32))
+
+
+def _read_layer(config: Qwen3Next, tensors: Tensors, prefix: str, *, full: bool, dense: bool) -> Qwen3NextLayerParams:
+    width = config.hidden_size
+    if full:
+        mixer = _read_attention(config, tensors, prefix + "self_attn.")
+    else:
+        mixer = _read_delta(config, tensors, prefix + "linear_attn.")
+    if dense or config.experts is None:
+        mlp = _read_mlp(tensors, prefix + "mlp.", config.intermediate_size, width)
+    else:
+        mlp = _read_experts(config, tensors, prefix + "mlp.")
+    return Qwen3NextLayerParams(
+        mixer_norm=_centered(tensors, prefix + "input_layernorm.weight", width),
+        mixer=mixer,
+        mlp_norm=_centered(tensors, prefix + "post_attention_layernorm.weight", width),
+        mlp=mlp,
+    )
+
+
+def _read_attention(config: Qwen3Next, tensors: Tensors, prefix: str) -> AttentionParams:
+    heads, kv_heads, dim, width = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
+    order = head_order(config)
+    q, gate = np.split(
+        tensors.read(prefix + "q_proj.weight", 2 * heads * dim, width).reshape(heads, 2 * dim, width), 2, 1
+    )
+    k, v = (tensors.read(f"{prefix}{name}_proj.weight", kv_heads * dim, width) for name in "kv")
+    k = k.reshape(kv_heads, dim, width)[:, order]
+    parts = (q[:, order], k, v, gate)
+    return AttentionParams(
+        projection=_fused(*(part.reshape(-1, width) for part in parts)),
+        q_norm=_centered(tensors, prefix + "q_norm.weight", dim)[order],
+        k_norm=_centered(tensors, prefix + "k_norm.weight", dim)[order],
+        out=tensors.fused([(prefix + "o_proj.weight", width)], heads * dim),
+    )
+
+
+def head_order(config: Qwen3Next) -> np.ndarray:
+    """Where in a checkpoint's head the dimensions of a query or key head stand here.
+
+    There the first ones rotate, in pairs (i, i + r/2) of r. Here all of D are pairs (i, i + D/2), rotating ones first.
+    Queries and keys are in one order, so their products are the same.
+    """
+    rotary, dim = config.rotary_dim, config.head_dim
+    index = np.arange(dim)
+    turning, still = index[:rotary].reshape(2, -1), index[rotary:].reshape(2, -1)
+    return np.concatenate([turning, still], axis=1).reshape(-1)
+
+
+def _read_delta(config: Qwen3Next, tensors: Tensors, prefix: str) -> DeltaParams:
+    state, width = config.state, config.hidden_size
+    made, count = state.value_heads * state.value_dim, state.value_heads
+    grouped = prefix + "in_proj_qkvz.weight" in tensors.names()
+    parts = _grouped_parts(config, tensors, prefix) if grouped else _plain_parts(config, tensors, prefix)
+    conv = tensors.read(prefix + "conv1d.weight", state.channels, 1, state.kernel)
+    return DeltaParams(
+        projection=_fused(*parts),
+        conv=jnp.asarray(np.ascontiguousarray(conv[:, 0].T)),
+        log_rate=jnp.asarray(tensors.stored(prefix + "A_log", count).astype(np.float32)),
+        rate_bias=jnp.asarray(tensors.stored(prefix + "dt_bias", count).astype(np.float32)),
+        norm=tensors.device(prefix + "norm.weight", state.value_dim),
+        out=tensors.fused([(prefix + "out_proj.weight", width)], made),
+    )
+
+
+def _plain_parts(config: Qwen3Next, tensors: Tensors, prefix: str) -> list[np.ndarray]:
+    """Qwen3.5's projections, [out, in], in the order of `DeltaParams.projection`."""
+    state, width = config.state, config.hidden_size
+    made, count = state.value_heads * state.value_dim, state.value_heads
+    outs = {"qkv": state.channels, "z": made, "b": count, "a": count}
+    return [tensors.read(f"{prefix}in_proj_{name}.weight", out, width) for name, out in outs.items()]
+
+
+def _grouped_parts(config: Qwen3Next, tensors: Tensors, prefix: str) -> list[np.ndarray]:
+    """Qwen3-Next's projections, the same; there, all that belongs to a key head stands together."""
+    state, width, heads = config.state, config.hidden_size, config.state.key_heads
+    made, count = state.value_heads * state.value_dim, state.value_heads
+    qkvz = tensors.read(prefix + "in_proj_qkvz.weight", state.channels + made, width).reshape(heads, -1, width)
+    ba = tensors.read(prefix + "in_proj_ba.weight", 2 * count, width).reshape(heads, -1, width)
+    ends = np.cumsum([state.key_dim, state.key_dim, made // heads])
+    parts = [*np.split(qkvz, ends, axis=1), *np.split(ba, 2, axis=1)]
+    return [part.reshape(-1, width) for part in parts]
+
+
+def _read_mlp(tensors: Tensors, prefix: str, inner: int, width: int) -> DenseParams:
+    return DenseParams(
+        gate_up=tensors.fused([(f"{prefix}{name}_proj.weight", inner) for name in ("gate", "up")], width),
+        down=tensors.fused([(prefix + "down_proj.weight", width)], inner),
+    )
+
+
+def _read_experts(config: Qwen3Next, tensors: Tensors, prefix: str) -> ExpertParams:
+    experts, width = config.experts, config.hidden_size
+    assert experts is not None
+    count, inner = experts.count, experts.width
+    if prefix + "experts.gate_up_proj" in tensors.names():
+        gate_up = tensors.read(prefix + "experts.gate_up_proj", count, 2 * inner, width)
+        down = tensors.read(prefix + "experts.down_proj", count, width, inner)
+    else:
+        gate, up = (
+            [tensors.read(f"{prefix}experts.{i}.{name}_proj.weight", inner, width) for i in range(count)]
+            for name in ("gate", "up")
+        )
+        gate_up = np.concatenate([np.stack(gate), np.stack(up)], axis=1)
+        down = np.stack([tensors.read(f"{prefix}experts.{i}.down_proj.weight", width, inner) for i in range(count)])
+    return ExpertParams(
+        router=tensors.fused([(prefix + "gate.weight", count)], width),
+        gate_up=jnp.asarray(np.ascontiguousarray(gate_up.swapaxes(1, 2))),
+        down=jnp.asarray(np.ascontiguousarray(down.swapaxes(1, 2))),
+        shared=_read_mlp(tensors, prefix + "shared_expert.", experts.shared_width, width),
+        shared_gate=tensors.fused([(prefix + "shared_expert_gate.weight", 1)], width),
+    )
+
+
+def _fused(*parts: np.ndarray) -> jax.Array:
+    """Weights [out, in] with one input, as one weight [in, sum of outs] on the device."""
+    return jnp.asarray(np.ascontiguousarray(np.concatenate(parts).T))
+
+
+def named_tensors(config: Qwen3Next, params: Qwen3NextParams) -> Iterator[tuple[str, Any]]:
+    """All weights under their Hugging Face names, [out, in]: of Qwen3-Next where there are experts, else of Qwen3.5."""
+    yield "model.embed_tokens.weight", params.embed
+    for index, layer in enumerate(params.layers):
+        yield from _name_layer(config, layer, f"model.layers.{index}.")
+    yield "model.norm.weight", _offset(params.norm)
+    if params.lm_head is not None:
+        yield "lm_head.weight", np.asarray(params.lm_head).T
+    for head in params.mtp:
+        yield MTP + "pre_fc_norm_embedding.weight", _offset(head.token_norm)
+        yield MTP + "pre_fc_norm_hidden.weight", _offset(head.hidden_norm)
+        yield MTP + "fc.weight", np.asarray(head.projection).T
+        yield from _name_layer(config, head.layer, MTP + "layers.0.")
+        yield MTP + "norm.weight", _offset(head.norm)
+
+
+def _offset(norm: Any) -> np.ndarray:
+    """What `_centered` has read."""
+    return np.asarray(norm) - 1
+
+
+def _name_layer(config: Qwen3Next, layer: Qwen3NextLayerParams, prefix: str) -> Iterator[tuple[str, Any]]:
+    yield prefix + "input_layernorm.weight", _offset(layer.mixer_norm)
+    yield prefix + "post_attention_layernorm.weight", _offset(layer.mlp_norm)
+    if isinstance(layer.mixer, AttentionParams):
+        yield from _name_attention(config, layer.mixer, prefix + "self_attn.")
+    else:
+        yield from _name_delta(config, layer.mixer, prefix + "linear_attn.")
+    mlp, prefix = layer.mlp, prefix + "mlp."
+    if isinstance(mlp, DenseParams):
+        yield from _name_mlp(mlp, prefix)
+        return
+    yield prefix + "gate.weight", np.asarray(mlp.router).T
+    yield prefix + "shared_expert_gate.weight", np.asarray(mlp.shared_gate).T
+    yield from _name_mlp(mlp.shared, prefix + "shared_expert.")
+    for index, (gate_up, down) in enumerate(zip(mlp.gate_up, mlp.down, strict=True)):
+        yield from _name_mlp(DenseParams(gate_up, down), f"{prefix}experts.{index}.")
+
+
+def _name_attention(config: Qwen3Next, mixer: AttentionParams, prefix: str) -> Iterator[tuple[str, Any]]:
+    heads, kv_heads, back = config.num_heads, config.num_kv_heads, np.argsort(head_order(config))
+    made = np.asarray(mixer.projection).T.reshape(-1, config.head_dim, config.hidden_size)
+    q, k, v, gate = np.split(made, np.cumsum([heads, kv_heads, kv_heads]))
+    parts = {"q": np.concatenate([q[:, back], gate], axis=1), "k": k[:, back], "v": v}
+    for name, part in parts.items():
+        yield f"{prefix}{name}_proj.weight", part.reshape(-1, config.hidden_size)
+    yield prefix + "q_norm.weight", _offset(mixer.q_norm)[back]
+    yield prefix + "k_norm.weight", _offset(mixer.k_norm)[back]
+    yield prefix + "o_proj.weight", np.asarray(mixer.out).T
+
+
+def _name_delta(config: Qwen3Next, mixer: DeltaParams, prefix: str) -> Iterator[tuple[str, Any]]:
+    state, width = config.state, config.hidden_size
+    keys, values = state.key_heads * state.key_dim, state.value_heads * state.value_dim
+    sizes = [keys, keys, values, values, state.value_heads, state.value_heads]
+    parts = np.split(np.asarray(mixer.projection).T, np.cumsum(sizes)[:-1])
+    if config.experts is None:
+        named = {"qkv": parts[:3], "z": parts[3:4], "b": parts[4:5], "a": parts[5:]}
+        for name, some in named.items():
+            yield f"{prefix}in_proj_{name}.weight", np.concatenate(some)
+    else:
+        for name, some in {"qkvz": parts[:4], "ba": parts[4:]}.items():
+            grouped = [part.reshape(state.key_heads, -1, width) for part in some]
+            yield f"{prefix}in_proj_{name}.weight", np.concatenate(grouped, axis=1).reshape(-1, width)
+    yield prefix + "conv1d.weight", np.asarray(mixer.conv).T[:, None]
+    yield prefix + "A_log", mixer.log_rate
+    yield prefix + "dt_bias", mixer.rate_bias
+    yield prefix + "norm.weight", mixer.norm
+    yield prefix + "out_proj.weight", np.asarray(mixer.out).T
+
+
+def _name_mlp(mlp: DenseParams, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, part in zip(("gate", "up"), np.split(np.asarray(mlp.gate_up).T, 2), strict=True):
+        yield f"{prefix}{name}_proj.weight", part
+    yield prefix + "down_proj.weight", np.asarray(mlp.down).T

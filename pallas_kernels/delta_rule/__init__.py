@@ -1,0 +1,5 @@
+"""The gated delta rule and its short convolution over the nodes of a token tree, and the state behind a path."""
+
+from pallas_kernels.delta_rule.reference import BLOCK, advance, chain_delta_rule, short_conv, slide, tree_delta_rule
+
+__all__ = ["BLOCK", "advance", "chain_delta_rule", "short_conv", "slide", "tree_delta_rule"]

@@ -1,0 +1,158 @@
+"""The cache of recurrent layers: what a path commits is what its tokens alone would have made, and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspec import tree
+from jspec.cache import HybridCache, LayerKeys, MhaCache, RecurrentCache, RecurrentLayer
+from jspec.types import DraftTree
+
+KIND = RecurrentLayer(key_heads=2, value_heads=4, key_dim=8, value_dim=6)
+B, NODES, BEFORE = 3, 14, 5
+CLOSE = dict(rtol=0, atol=1e-5)
+conv = jnp.asarray(np.random.default_rng(9).normal(size=(4, KIND.channels)), jnp.float32)
+
+
+@jax.jit
+def attend(cache, given, start, mask=None, earlier=None):
+    """Output and rows of the one layer."""
+    return cache.attend(0, given[0], conv, given[1], given[2], start, mask, earlier)
+
+
+@jax.jit
+def commit(cache, rows, start, path, length):
+    return cache.commit((rows,), start, path, length)
+
+
+def tokens(rng, count):
+    """A convolution's inputs, decays and rates."""
+    inputs = rng.normal(size=(B, count, KIND.channels))
+    g, beta = -np.exp(rng.normal(size=(B, count, 4))), rng.uniform(size=(B, count, 4))
+    return [jnp.asarray(x, jnp.float32) for x in (inputs, g, beta)]
+
+
+def of(given, index):
+    """The tokens at `index` [B, A]."""
+    return [jnp.take_along_axis(x, jnp.asarray(index)[..., None], axis=1) for x in given]
+
+
+@pytest.fixture(scope="module")
+def before():
+    """A cache with `BEFORE` committed tokens; one more sequence has none, and NaN in their place."""
+    cache = KIND.empty(B, 64, 16, layers=1, dtype=jnp.float32)
+    start = jnp.array([BEFORE, BEFORE - 2, 0])
+    given = tokens(np.random.default_rng(0), BEFORE)
+    cache = commit(cache, attend(cache, given, None)[1], jnp.zeros(B, jnp.int32), None, start)
+    states, windows = cache.states[0].at[2].set(jnp.nan), cache.windows.at[:, 2].set(jnp.nan)
+    return RecurrentCache((states,), windows), start
+
+
+def plainly(cache, given, start, count):
+    """Token by token: what each reads, and the cache after each."""
+    outs, caches = [], [cache]
+    for i in range(count):
+        out, rows = attend(cache, of(given, np.full((B, 1), i)), start + i)
+        cache = commit(cache, rows, start + i, None, jnp.ones(B, jnp.int32))
+        outs.append(out)
+        caches.append(cache)
+    return jnp.concatenate(outs, axis=1), caches
+
+
+def assert_remembers(got, wanted, sequence):
+    """Two caches agree on a sequence."""
+    np.testing.assert_allclose(got.states[0][sequence], wanted.states[0][sequence], **CLOSE)
+    np.testing.assert_allclose(got.windows[0, sequence], wanted.windows[0, sequence], **CLOSE)
+
+
+def random_path(rng, parents, mask):
+    """A path to some node, its end repeated, and its length."""
+    end = rng.integers(len(parents[0]) // 2, len(parents[0]), B)
+    paths = [np.nonzero(row[n])[0] for row, n in zip(mask, end, strict=True)]
+    most = max(map(len, paths))
+    padded = [np.pad(path, (0, most - len(path)), mode="edge") for path in paths]
+    return jnp.asarray(np.stack(padded), jnp.int32), np.array([len(path) for path in paths])
+
+
+def test_a_path_of_a_tree_commits_what_its_tokens_alone_would(before):
+    cache, start = before
+    rng = np.random.default_rng(1)
+    parents = jnp.asarray(
+        [[0, *[rng.integers(max(0, n - 4), n) for n in range(1, NODES)]] for _ in range(B)], jnp.int32
+    )
+    given = tokens(rng, NODES)
+    mask = tree.ancestor_mask(DraftTree(jnp.zeros((B, NODES), jnp.int32), parents))
+    out, rows = attend(cache, given, start, mask)
+    assert np.isfinite(out).all(), "NaN that no sequence remembers is read"
+    path, length = random_path(rng, np.array(parents), np.array(mask))
+    wanted, after = plainly(cache, of(given, path), start, path.shape[1])
+    # What is not on the path is broken, and leaves no trace.
+    on_path = np.zeros((B, NODES), bool)
+    np.put_along_axis(on_path, np.array(path), True, axis=1)
+    broken = jax.tree.map(lambda x: jnp.where(on_path.reshape(B, NODES, *[1] * (x.ndim - 2)), x, jnp.nan), rows)
+    got = commit(cache, broken, start, path, jnp.asarray(length))
+    for b, count in enumerate(length):
+        np.testing.assert_allclose(out[b, path[b, :count]], wanted[b, :count], **CLOSE)
+        assert_remembers(got, after[count], b)
+
+
+@pytest.mark.parametrize("count", [3, 70])
+def test_a_chain_commits_what_its_tokens_alone_would(before, count):
+    """Each sequence another number of them; longer ones are read in blocks."""
+    cache, start = before
+    given = tokens(np.random.default_rng(2), count)
+    out, rows = attend(cache, given, start)
+    assert np.isfinite(out).all(), "NaN that no sequence remembers is read"
+    wanted, after = plainly(cache, given, start, count)
+    np.testing.assert_allclose(out, wanted, **CLOSE)
+    length = np.array([count, 1, count - 1])
+    behind = np.arange(count)[None] >= length[:, None]
+    broken = jax.tree.map(lambda x: jnp.where(behind.reshape(B, count, *[1] * (x.ndim - 2)), jnp.nan, x), rows)
+    got = commit(cache, broken, start, None, jnp.asarray(length))
+    for b, size in enumerate(length):
+        assert_remembers(got, after[size], b)
+
+
+def test_sequences_that_have_ended_stay_as_they_are_bit_for_bit(before):
+    cache, start = before
+    given = tokens(np.random.default_rng(3), 4)
+    rows = jax.tree.map(lambda x: x * jnp.nan, attend(cache, given, start)[1])
+    for path in (None, jnp.zeros((B, 3), jnp.int32)):
+        after = commit(cache, rows, start, path, jnp.zeros(B, jnp.int32))
+        jax.tree.map(np.testing.assert_array_equal, after, cache)
+
+
+def test_later_forwards_of_a_round_see_the_rows_of_earlier_ones(before):
+    cache, start = before
+    rng = np.random.default_rng(4)
+    parents = jnp.asarray([[0, 0, 1, 1, 2, 3, 3]] * B, jnp.int32)
+    given = tokens(rng, 7)
+    mask = tree.ancestor_mask(DraftTree(jnp.zeros((B, 7), jnp.int32), parents))
+    out, rows = attend(cache, given, start, mask)
+    found, earlier = [], None
+    for first, last in ((0, 1), (1, 2), (2, 4), (4, 7)):
+        here = of(given, np.tile(np.arange(first, last), (B, 1)))
+        own, earlier = attend(cache, here, start, mask[:, first:last, :last], earlier)
+        found.append(own)
+    np.testing.assert_allclose(jnp.concatenate(found, axis=1), out, **CLOSE)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), earlier, rows)
+
+
+def test_a_hybrid_cache_has_groups_of_any_kind():
+    keys = LayerKeys(2, 8)
+    cache = HybridCache.empty(B, 32, 4, layers=(KIND, keys, KIND, 1), dtype=jnp.bfloat16)
+    recurrent, paged = cache.groups
+    assert isinstance(recurrent, RecurrentCache) and type(paged) is MhaCache
+    assert cache.places == ((0, 0), (1, 0), (0, 1), (1, 0))
+    assert [x.shape for x in recurrent.states] == [(B, 4, 8, 6)] * 2
+    assert recurrent.windows.shape == (2, B, 3, KIND.channels) and recurrent.windows.dtype == jnp.bfloat16
+    longer = HybridCache.empty(B, 64, 4, layers=(KIND,), dtype=jnp.bfloat16)
+    assert jax.tree.map(jnp.shape, longer.groups[0].states[:1]) == ((B, 4, 8, 6),)
+
+
+def test_what_a_layer_may_not_be():
+    with pytest.raises(ValueError, match="value_heads=3 are no multiple of key_heads=2"):
+        RecurrentLayer(2, 3, 8, 8)
+    with pytest.raises(ValueError, match="kernel=1: a convolution reads the token before"):
+        RecurrentLayer(2, 2, 8, 8, kernel=1)

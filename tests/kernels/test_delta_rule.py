@@ -1,0 +1,159 @@
+"""The gated delta rule over trees equals its recurrence along each node's path, written down in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import delta_rule
+from pallas_kernels.delta_rule.reference import unit_lower_inverse
+
+B, H, G, K, V = 2, 2, 3, 8, 5
+TOLERANCE = dict(rtol=0, atol=1e-5)
+
+
+def random_inputs(rng, count, slow=False):
+    """q, k, v, g, beta of `count` nodes; slow: nothing decays, and all keys are much alike."""
+    q, k = rng.normal(size=(2, B, count, H, K)) + (2.0 if slow else 0.0)
+    q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True)) for x in (q, k))
+    v, beta = rng.normal(size=(B, count, H * G, V)), rng.uniform(size=(B, count, H * G))
+    g = -np.exp(rng.normal(size=(B, count, H * G)))
+    return (q, k, v, 0.01 * g, np.ones_like(beta)) if slow else (q, k, v, g, beta)
+
+
+def random_parents(rng, count):
+    return np.stack([[0, *[rng.integers(0, n) for n in range(1, count)]] for _ in range(B)])
+
+
+def ancestors(parents):
+    mask = np.zeros((*parents.shape, parents.shape[1]), bool)
+    for b, row in enumerate(parents):
+        for n, parent in enumerate(row):
+            mask[b, n] = mask[b, parent]
+            mask[b, n, n] = True
+    return mask
+
+
+def recur(state, q, k, v, g, beta, parents):
+    """The output and the state of each node, and its u, one step from its parent's."""
+    out, u, states = np.zeros_like(v), np.zeros_like(v), np.zeros((*v.shape, K)).swapaxes(3, 4)
+    for b in range(B):
+        for n, parent in enumerate(parents[b]):
+            for h in range(H * G):
+                old = states[b, parent, h] if n else state[b, h]
+                new, key = np.exp(g[b, n, h]) * old, k[b, n, h // G]
+                u[b, n, h] = beta[b, n, h] * (v[b, n, h] - new.T @ key)
+                states[b, n, h] = new + np.outer(key, u[b, n, h])
+                out[b, n, h] = states[b, n, h].T @ q[b, n, h // G]
+    return out, u, states
+
+
+def narrow(*arrays):
+    return [jnp.asarray(x, jnp.float32) for x in arrays]
+
+
+@pytest.mark.parametrize(("count", "shape"), [(1, "chain"), (6, "chain"), (7, "tree"), (24, "tree"), (24, "slow tree")])
+def test_every_node_equals_the_recurrence_along_its_path(count, shape):
+    rng = np.random.default_rng(count)
+    state, parents = rng.normal(size=(B, H * G, K, V)), random_parents(rng, count)
+    if shape == "chain":
+        parents = np.broadcast_to(np.maximum(np.arange(count) - 1, 0), (B, count))
+    inputs = random_inputs(rng, count, slow=shape == "slow tree")
+    out, u, states = recur(state, *inputs, parents)
+    mask = None if shape == "chain" else jnp.asarray(ancestors(parents))
+    given = narrow(state, *inputs)
+    got, got_u = jax.jit(delta_rule.tree_delta_rule)(*given, mask)
+    np.testing.assert_allclose(got, out, **TOLERANCE)
+    np.testing.assert_allclose(got_u, u, **TOLERANCE)
+    # The state behind any node, from what is on its path.
+    nodes = rng.integers(0, count, B)
+    length = ancestors(parents)[np.arange(B), nodes].sum(-1)
+    path = np.stack(
+        [
+            np.nonzero(row[n])[0][np.minimum(np.arange(count), size - 1)]
+            for row, n, size in zip(ancestors(parents), nodes, length, strict=True)
+        ]
+    )
+    along = [
+        jnp.take_along_axis(x, path[..., None, None] if x.ndim == 4 else path[..., None], axis=1)
+        for x in (given[2], got_u, given[4])
+    ]
+    after = jax.jit(delta_rule.advance)(given[0], *along, jnp.asarray(length))
+    np.testing.assert_allclose(after, states[np.arange(B), nodes], **TOLERANCE)
+
+
+@pytest.mark.parametrize("live", [(True, False), None])
+def test_nodes_of_later_forwards_see_the_rows_of_earlier_ones(live):
+    rng = np.random.default_rng(7)
+    count, earlier = 12, 5
+    state, parents, inputs = rng.normal(size=(B, H * G, K, V)), random_parents(rng, count), random_inputs(rng, count)
+    held = state if live is None else np.where(np.array(live)[:, None, None, None], state, 0)
+    out, u, _ = recur(held, *inputs, parents)
+    if live is not None:
+        state[1] = np.nan
+        live = jnp.array(live)
+    state, q, k, v, g, beta = narrow(state, *inputs)
+    mask = jnp.asarray(ancestors(parents))
+    first = (q[:, :earlier], k[:, :earlier], v[:, :earlier], g[:, :earlier], beta[:, :earlier])
+    a, u1 = delta_rule.tree_delta_rule(state, *first, mask[:, :earlier, :earlier], None, live)
+    b, u2 = delta_rule.tree_delta_rule(
+        state, q[:, earlier:], k, v[:, earlier:], g, beta[:, earlier:], mask[:, earlier:], u1, live
+    )
+    np.testing.assert_allclose(np.concatenate([a, b], 1), out, **TOLERANCE)
+    np.testing.assert_allclose(u2, u, **TOLERANCE)
+
+
+@pytest.mark.parametrize("count", [64, 150])
+@pytest.mark.parametrize("slow", [False, True])
+def test_long_chains_are_read_in_blocks(count, slow):
+    rng = np.random.default_rng(count)
+    state, inputs = rng.normal(size=(B, H * G, K, V)), random_inputs(rng, count, slow)
+    parents = np.broadcast_to(np.maximum(np.arange(count) - 1, 0), (B, count))
+    out, u, states = recur(state, *inputs, parents)
+    given = narrow(state, *inputs)
+    got, got_u = jax.jit(delta_rule.chain_delta_rule)(*given)
+    np.testing.assert_allclose(got, out, **TOLERANCE)
+    np.testing.assert_allclose(got_u, u, **TOLERANCE)
+    length = np.array([count, 70 if count > 70 else 3])
+    # What stands behind a path is not read.
+    behind = [x.at[1, length[1] :].set(jnp.nan) for x in (given[2], got_u, given[4])]
+    after = jax.jit(delta_rule.advance)(given[0], *behind, jnp.asarray(length))
+    np.testing.assert_allclose(after, states[np.arange(B), length - 1], **TOLERANCE)
+
+
+def test_a_path_of_no_nodes_leaves_the_state_bit_for_bit():
+    rng = np.random.default_rng(0)
+    state, _, k, v, g, _ = narrow(rng.normal(size=(B, H * G, K, V)), *random_inputs(rng, 6))
+    after = delta_rule.advance(state, k * jnp.nan, v * jnp.nan, g * jnp.nan, jnp.array([0, 0]))
+    np.testing.assert_array_equal(after, state)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 17, 64])
+def test_the_inverse_of_unit_lower_triangles(count):
+    """The second one has powers with entries of up to 10^18, its inverse has none above 1."""
+    lower = np.tril(np.random.default_rng(0).uniform(-1, 1, (count, count)) / 4, -1)
+    for matrix in (lower, np.tril(np.ones((count, count)), -1)):
+        inverse = unit_lower_inverse(jnp.asarray(matrix, jnp.float32))
+        np.testing.assert_allclose(inverse, np.linalg.inv(np.eye(count) + matrix), atol=2e-6)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_the_convolution_reads_the_nearest_ancestors(tree):
+    rng, count, earlier = np.random.default_rng(3), 9, 4
+    window, inputs, weight = rng.normal(size=(B, 3, 7)), rng.normal(size=(B, count, 7)), rng.normal(size=(4, 7))
+    parents = random_parents(rng, count) if tree else np.broadcast_to(np.maximum(np.arange(count) - 1, 0), (B, count))
+    wanted = np.zeros_like(inputs)
+    for b in range(B):
+        for n in range(count):
+            line, node = [inputs[b, n]], n
+            while node:
+                node = parents[b, node]
+                line.append(inputs[b, node])
+            line += [*window[b, ::-1]]
+            wanted[b, n] = sum(weight[3 - d] * line[d] for d in range(4))
+    mask = jnp.asarray(ancestors(parents)) if tree else None
+    window, inputs, weight = narrow(window, inputs, weight)
+    np.testing.assert_allclose(delta_rule.short_conv(window, inputs, weight, mask, count), wanted, atol=1e-5)
+    mask = mask[:, earlier:] if tree else None
+    last = delta_rule.short_conv(window, inputs, weight, mask, count - earlier)
+    np.testing.assert_allclose(last, wanted[:, earlier:], atol=1e-5)

@@ -1,0 +1,30 @@
+"""Tiny random models of the families of Qwen3-Next, made without `transformers`."""
+
+import functools
+
+import gemma
+
+from jspec import qwen3_next_checkpoint
+from jspec.cache import RecurrentLayer
+from jspec.models.qwen3_next import Qwen3Next, Qwen3NextParams, SharedExperts
+
+SHAPE = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_length=512,
+    state=RecurrentLayer(key_heads=2, value_heads=4, key_dim=8, value_dim=12),
+)
+KINDS = {
+    "dense": Qwen3Next(**SHAPE, full=(False, True, False)),
+    "experts": Qwen3Next(**SHAPE, full=(False, False, True), experts=SharedExperts(6, 2, 16, 24)),
+}
+
+
+@functools.cache
+def params(kind: str, seed: int = 0) -> Qwen3NextParams:
+    """Weights with a spread that keeps logits apart."""
+    return qwen3_next_checkpoint.read_params(KINDS[kind], gemma.RandomTensors(seed))
