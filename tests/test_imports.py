@@ -53,7 +53,7 @@ ONLY = {
     "jspec.cache": {"jspec.struct", "jspec.cache", "pallas_kernels"},
     "pallas_kernels": {"pallas_kernels"},
 }
-STANDARD = {"collections", "dataclasses", "functools"}
+STANDARD = {"collections", "dataclasses", "functools", "math"}
 """What the kernels take of the standard library."""
 FILES = sorted([*ROOT.glob("jspec/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")])
 
