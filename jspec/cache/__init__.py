@@ -2,6 +2,7 @@
 
 from jspec.cache.hybrid import HybridCache, LayerKeys
 from jspec.cache.mha import MhaCache
+from jspec.cache.mla import MlaCache
 from jspec.cache.swa import SlidingCache
 
-__all__ = ["HybridCache", "LayerKeys", "MhaCache", "SlidingCache"]
+__all__ = ["HybridCache", "LayerKeys", "MhaCache", "MlaCache", "SlidingCache"]

@@ -54,7 +54,7 @@ class Decoder(abc.ABC):
     ) -> Iterator[tuple[Float[Array, "B N E"], Any]]:
         """Yields after each layer the residual stream, which begins as `x`, and the layer's rows of this round.
 
-        attend: a cache's `attend`, which takes (layer, q, k, v, scale=) and, of caches with windows, positions=.
+        attend: the cache's `attend`, given all but what a layer knows: (layer, q, k, v, scale=) of most caches.
         earlier: as in `apply`.
         only: where it is given, the last layer may yield the stream of these tokens alone, [B, 1, E], and saves what
           the others would take.
