@@ -17,7 +17,7 @@ import numpy as np
 from jspec import gemma4_config
 from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_tensors
 from jspec.gemma4_checkpoint import NORMS
-from jspec.models import Assistant, AssistantParams, Gemma4, Llama
+from jspec.models import Assistant, AssistantParams, Gemma4, LanguageModel
 from jspec.models.assistant import AssistantLayerParams, ClusterParams, Clusters
 
 GEMMA4 = {
@@ -46,7 +46,7 @@ def is_assistant(directory: str | Path) -> bool:
     return _kind(read_json(Path(directory) / "config.json")) is not None
 
 
-def load(directory: str | Path, *, target: Llama | Gemma4, dtype: str | None = None) -> AssistantCheckpoint:
+def load(directory: str | Path, *, target: LanguageModel, dtype: str | None = None) -> AssistantCheckpoint:
     """Loads an assistant onto the default device.
 
     Args:
@@ -69,7 +69,7 @@ def load(directory: str | Path, *, target: Llama | Gemma4, dtype: str | None = N
     return AssistantCheckpoint(config, params)
 
 
-def parse_config(raw: Mapping[str, Any], target: Llama | Gemma4, where: str = "config.json") -> Assistant:
+def parse_config(raw: Mapping[str, Any], target: LanguageModel, where: str = "config.json") -> Assistant:
     """The assistant that a config.json describes.
 
     Raises:
@@ -119,7 +119,7 @@ def _parse_clusters(raw: Mapping[str, Any]) -> Clusters | None:
     return Clusters(int(raw["num_centroids"]), int(raw["centroid_intermediate_top_k"]))
 
 
-def _parse_gemma4(raw: Mapping[str, Any], target: Llama | Gemma4, where: str) -> Assistant:
+def _parse_gemma4(raw: Mapping[str, Any], target: LanguageModel, where: str) -> Assistant:
     if not isinstance(target, Gemma4):
         raise CheckpointError(f"{where}: an assistant for a Gemma 4 target, and this one is a {type(target).__name__}")
     text = {"hidden_size_per_layer_input": 0, **raw["text_config"]}

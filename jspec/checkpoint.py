@@ -13,28 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jspec import gemma4_checkpoint, gemma4_config
+from jspec import block_scaled, deepseek_checkpoint, deepseek_config, gemma4_checkpoint, gemma4_config
 from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_shards
-from jspec.models import Gemma4
+from jspec.models import Deepseek, Gemma4, LanguageModel
 from jspec.models.layers import Llama3Rope
 from jspec.models.llama import LayerParams, Llama, LlamaParams
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-"""Classes of `transformers` that `Llama` is for -> model_type; `gemma4_config` has others."""
+"""Classes of `transformers` that `Llama` is for -> model_type; `gemma4_config` and `deepseek_config` have others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A loaded model and what its directory says of its use."""
 
-    config: Llama | Gemma4
+    config: LanguageModel
     params: Any
-    """`LlamaParams` or `Gemma4Params`."""
+    """`LlamaParams`, `Gemma4Params` or `DeepseekParams`."""
     eos: tuple[int, ...]
 
 
 def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
-    """Loads a Llama, Qwen3 or Gemma 4 checkpoint onto the default device.
+    """Loads a Llama, Qwen3, Gemma 4 or DeepSeek checkpoint onto the default device.
 
     Args:
       directory: holds config.json and model.safetensors, or its shards with model.safetensors.index.json.
@@ -42,7 +42,7 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
 
     Raises:
       CheckpointError: a file that is missing or damaged, an unsupported architecture or option, a tensor that is
-        missing or has another shape than the configuration says, or of Gemma 4 one that nothing reads.
+        missing or has another shape than the configuration says, or of Gemma 4 and DeepSeek one that nothing reads.
       ValueError: an unknown dtype.
     """
     directory = Path(directory)
@@ -50,14 +50,23 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
         raise CheckpointError(f"{directory}: no such directory")
     raw = read_json(directory / "config.json")
     where = str(directory / "config.json")
-    with Tensors(directory, resolve_dtype(dtype)) as tensors:
-        if gemma4_config.is_gemma4(raw):
+    with _open(directory, raw, resolve_dtype(dtype), where) as tensors:
+        if deepseek_config.family_of(raw):
+            config = deepseek_checkpoint.with_mtp_of(deepseek_config.parse_config(raw, where), tensors)
+            params = deepseek_checkpoint.read_params(config, tensors)
+        elif gemma4_config.is_gemma4(raw):
             config = gemma4_config.parse_config(raw, where)
             params = gemma4_checkpoint.read_params(config, tensors)
         else:
             config = parse_config(raw, where=where)
             params = _read_params(config, tensors)
     return Checkpoint(config, params, _read_eos(directory, raw))
+
+
+def _open(directory: Path, raw: Mapping[str, Any], dtype: Any, where: str) -> Tensors:
+    """The tensors of a checkpoint, widened as they are read where they are block-scaled ones of DeepSeek."""
+    block = block_scaled.parse_block(raw, where) if deepseek_config.family_of(raw) else None
+    return Tensors(directory, dtype) if block is None else block_scaled.BlockScaledTensors(directory, dtype, block)
 
 
 def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama:
@@ -73,7 +82,7 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama
     if family is None and not architectures and raw.get("model_type") in ARCHITECTURES.values():
         family = raw["model_type"]
     if family is None:
-        known = ", ".join([*ARCHITECTURES, *gemma4_config.ARCHITECTURES])
+        known = ", ".join([*ARCHITECTURES, *gemma4_config.ARCHITECTURES, *deepseek_config.ARCHITECTURES])
         raise CheckpointError(f"{where}: architectures={architectures} is not supported; there are {known}")
     refuse_options(raw, where)
     try:
@@ -219,7 +228,7 @@ def read_layer(
 
 def save(
     directory: str | Path,
-    config: Llama | Gemma4,
+    config: LanguageModel,
     params: Any,
     *,
     dtype: str = "bfloat16",
@@ -237,6 +246,8 @@ def save(
     directory.mkdir(parents=True, exist_ok=True)
     if isinstance(config, Gemma4):
         raw, named = gemma4_config.describe(config), gemma4_checkpoint.named_tensors(config, params)
+    elif isinstance(config, Deepseek):
+        raw, named = deepseek_config.describe(config), deepseek_checkpoint.named_tensors(config, params)
     else:
         raw, named = describe(config), _named_tensors(config, params)
     raw["dtype"] = dtype

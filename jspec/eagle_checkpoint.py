@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jspec import eagle_config, torch_file
 from jspec.checkpoint import name_layer, read_layer
 from jspec.checkpoint_files import CheckpointError, Tensors, read_json, resolve_dtype, write_tensors
-from jspec.models import EagleHead, EagleParams, Gemma4, Llama, LlamaParams
+from jspec.models import EagleHead, EagleParams, LanguageModel, LlamaParams
 from jspec.models.llama import LayerParams
 
 _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
@@ -50,7 +50,7 @@ def is_head(directory: str | Path) -> bool:
         return "fc.weight" in tensors.names()
 
 
-def load(directory: str | Path, *, target: Llama | Gemma4, dtype: str | None = None) -> EagleCheckpoint:
+def load(directory: str | Path, *, target: LanguageModel, dtype: str | None = None) -> EagleCheckpoint:
     """Loads an EAGLE-1, EAGLE-2 or EAGLE-3 head of either layout onto the default device.
 
     The target's embedding is used, as in SGLang, and not the copy of it that many heads come with, unless the head has

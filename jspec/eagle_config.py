@@ -11,7 +11,7 @@ from typing import Any
 
 from jspec.checkpoint import describe_scaling, parse_rope, refuse_options
 from jspec.checkpoint_files import CheckpointError, read_json
-from jspec.models import EagleHead, EagleParams, Gemma4, Llama
+from jspec.models import EagleHead, EagleParams, LanguageModel
 
 LAYOUTS = ("safeailab", "speculators")
 
@@ -58,7 +58,7 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in raw
 
 
-def parse_config(raw: Mapping[str, Any], names: set[str], target: Llama | Gemma4, where: str) -> EagleHead:
+def parse_config(raw: Mapping[str, Any], names: set[str], target: LanguageModel, where: str) -> EagleHead:
     """The head that a config.json of either layout describes.
 
     Args:
@@ -158,7 +158,7 @@ def _refuse(raw: Mapping[str, Any], layer: Mapping[str, Any], where: str) -> Non
         )
 
 
-def _capture(raw: Mapping[str, Any], version: int, target: Llama | Gemma4, where: str) -> tuple[int, ...]:
+def _capture(raw: Mapping[str, Any], version: int, target: LanguageModel, where: str) -> tuple[int, ...]:
     """What the head reads of the target, as in `apply`. In speculators' own key an id is that of the layer whose
     input is read, in `eagle_config` that of the layer whose output is."""
     if version == 1:
@@ -182,7 +182,7 @@ def _capture(raw: Mapping[str, Any], version: int, target: Llama | Gemma4, where
     return capture
 
 
-def _check_config(config: EagleHead, target: Llama | Gemma4, where: str) -> None:
+def _check_config(config: EagleHead, target: LanguageModel, where: str) -> None:
     """Raises where the numbers do not agree with each other or with the target's."""
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(

@@ -10,7 +10,7 @@ import huggingface_hub
 
 from jspec import assistant_checkpoint, checkpoint, eagle_checkpoint
 from jspec.checkpoint_files import CheckpointError
-from jspec.models import Assistant, EagleHead, Gemma4, Llama
+from jspec.models import Assistant, EagleHead, LanguageModel
 from jspec.text import Tokenizer
 from jspec.types import Params
 
@@ -36,11 +36,11 @@ class Model:
     """
 
     name: str
-    target: Llama | Gemma4
+    target: LanguageModel
     params: Params
     tokenizer: Tokenizer | None
     eos: tuple[int, ...]
-    draft: Llama | Gemma4 | EagleHead | Assistant | None = None
+    draft: LanguageModel | EagleHead | Assistant | None = None
 
     def __repr__(self) -> str:
         draft = "no draft" if self.draft is None else f"draft of {self.draft.num_layers} layers"

@@ -22,6 +22,9 @@ LAYERS = [
     ["jspec.capture"],
     ["jspec.decode"],
     ["jspec.checkpoint_files"],
+    ["jspec.block_scaled"],
+    ["jspec.deepseek_config"],
+    ["jspec.deepseek_checkpoint"],
     ["jspec.gemma4_config"],
     ["jspec.gemma4_checkpoint"],
     ["jspec.checkpoint"],
@@ -104,7 +107,9 @@ def test_kernels_import_jax_only(path):
 
 def test_every_module_is_in_the_structure_page():
     page = (ROOT / "docs" / "structure.md").read_text()
-    kernels = [f"pallas_kernels/{name}/" for name in ("kv_compact", "paged_attention", "split_heads", "topk")]
+    kernels = [
+        f"pallas_kernels/{name}/" for name in ("kv_compact", "mla_attention", "paged_attention", "split_heads", "topk")
+    ]
     folders = ("jspec/bench/", "jspec/train/", *kernels)
     for path in FILES:
         name = path.relative_to(ROOT).as_posix()

@@ -18,7 +18,7 @@ from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.bench.unfolded import Unfolded, seed
 from jspec.generate import prefill_chunk
-from jspec.models import Gemma4, Llama
+from jspec.models import LanguageModel
 from jspec.types import DecodeState, Drafter, Params
 
 FROM_HOST = ("stepped", "unfolded")
@@ -36,7 +36,7 @@ class Setup:
     split: time the phases on their own, too.
     """
 
-    target: Llama | Gemma4
+    target: LanguageModel
     params: Params
     tokens_per_round: float
     rounds: int

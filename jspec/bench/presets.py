@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jspec.models import Assistant, EagleHead, Gemma4, Llama
+from jspec.models import Assistant, EagleHead, Gemma4, LanguageModel, Llama
 from jspec.models.assistant import Clusters
 from jspec.models.gemma4 import Attention
 from jspec.models.layers import Llama3Rope
@@ -20,7 +20,7 @@ class Preset:
     assistant: what reads the target's keys and values.
     """
 
-    target: Llama | Gemma4
+    target: LanguageModel
     head: EagleHead | None = None
     standalone: Llama | None = None
     assistant: Assistant | None = None

@@ -8,18 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache import LayerKeys
+from jspec.cache.mla import UpProjections
 from jspec.memory import tree_bytes
 from jspec.models import (
     Assistant,
     AssistantParams,
+    Deepseek,
+    DeepseekParams,
     EagleHead,
     EagleParams,
     Gemma4,
     Gemma4Params,
+    LanguageModel,
     Llama,
     LlamaParams,
 )
 from jspec.models.assistant import AssistantLayerParams, ClusterParams
+from jspec.models.deepseek import DeepseekLayerParams, RoutedParams
 from jspec.models.gemma4 import Gemma4LayerParams, PerLayerInputParams, PerLayerParams
 from jspec.models.llama import LayerParams
 from jspec.types import Params
@@ -33,7 +38,7 @@ may be; with these the likeliest tokens stand out as those of a trained draft do
 P = TypeVar("P")
 
 
-def shapes_of(config: Llama | Gemma4 | EagleHead | Assistant, dtype: Any) -> Any:
+def shapes_of(config: LanguageModel | EagleHead | Assistant, dtype: Any) -> Any:
     """The weights of a model as `jax.ShapeDtypeStruct`s.
 
     Raises:
@@ -43,6 +48,8 @@ def shapes_of(config: Llama | Gemma4 | EagleHead | Assistant, dtype: Any) -> Any
         return llama_shapes(config, dtype)
     if isinstance(config, Gemma4):
         return gemma4_shapes(config, dtype)
+    if isinstance(config, Deepseek):
+        return deepseek_shapes(config, dtype)
     return head_shapes(config, dtype) if isinstance(config, EagleHead) else assistant_shapes(config, dtype)
 
 
@@ -106,6 +113,44 @@ def gemma4_shapes(config: Gemma4, dtype: Any) -> Gemma4Params:
         every = config.num_layers * size
         inputs = PerLayerInputParams(shape((vocabulary, every)), shape((width, every)), shape((size,)))
     return Gemma4Params(shape((vocabulary, width)), inputs, tuple(layers), shape((width,)))
+
+
+def deepseek_shapes(config: Deepseek, dtype: Any) -> DeepseekParams:
+    """The weights of a model without layers for multi-token prediction as `jax.ShapeDtypeStruct`s."""
+    shape, width, latent = _shape_of(dtype), config.hidden_size, config.latent
+    queries = config.num_heads * (latent.key + latent.rope)
+    layers = []
+    for index in range(config.num_layers):
+        mlp = config.mlp_width(index)
+        layer = DeepseekLayerParams(
+            attention_norm=shape((width,)),
+            down_projection=shape((width, (latent.query or queries) + latent.width)),
+            query_norm=shape((latent.query,)) if latent.query else None,
+            query=shape((latent.query, queries)) if latent.query else None,
+            latent_norm=shape((latent.size,)),
+            up=UpProjections(
+                shape((config.num_heads, latent.key, latent.size)), shape((config.num_heads, latent.size, latent.value))
+            ),
+            o=shape((config.num_heads * latent.value, width)),
+            mlp_norm=shape((width,)),
+            gate_up=shape((width, 2 * mlp)),
+            down=shape((mlp, width)),
+            experts=_routed_shapes(config, dtype) if index >= config.dense_layers else None,
+        )
+        layers.append(layer)
+    vocabulary = config.vocab_size
+    head = None if config.tie_embeddings else shape((width, vocabulary))
+    return DeepseekParams(shape((vocabulary, width)), tuple(layers), shape((width,)), head)
+
+
+def _routed_shapes(config: Deepseek, dtype: Any) -> RoutedParams:
+    shape, width, inner, router = _shape_of(dtype), config.hidden_size, config.experts.width, config.experts.router
+    return RoutedParams(
+        router=shape((width, router.count), dtype=jnp.float32),
+        bias=shape((router.count,), dtype=jnp.float32) if router.sigmoid else None,
+        gate_up=shape((router.count, width, 2 * inner)),
+        down=shape((router.count, inner, width)),
+    )
 
 
 def assistant_shapes(config: Assistant, dtype: Any) -> AssistantParams:
@@ -250,14 +295,13 @@ def kv_bytes(config: Any, context: int, itemsize: int, target: Any = None) -> in
         keys = [LayerKeys(config.num_kv_heads, config.head_dim)] * config.num_layers
     else:
         keys = [config.layer_keys(layer) for layer in range(config.num_layers)]
-    seen = sum(layer.kv_heads * layer.head_dim * min(context, layer.window or context) for layer in keys)
-    return 2 * seen * itemsize
+    return sum(layer.width * min(context, layer.window or context) for layer in keys) * itemsize
 
 
 def round_bytes(
     params: Params,
-    target: Llama | Gemma4,
-    draft: Llama | Gemma4 | EagleHead | Assistant | None,
+    target: LanguageModel,
+    draft: LanguageModel | EagleHead | Assistant | None,
     *,
     depth: int,
     batch: int,

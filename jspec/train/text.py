@@ -16,7 +16,7 @@ from tqdm import tqdm
 from jspec import accept, checkpoint, decode, stopping
 from jspec.drafters import Plain
 from jspec.model import locate
-from jspec.models import Gemma4, Gemma4Params, Llama, LlamaParams
+from jspec.models import Gemma4Params, LanguageModel, LlamaParams
 from jspec.train import tokenizer
 from jspec.types import Params
 
@@ -24,7 +24,7 @@ _PAGE = 64
 
 
 def complete(
-    config: Llama | Gemma4, params: LlamaParams | Gemma4Params, prompts: list[list[int]], *, width: int, batch: int
+    config: LanguageModel, params: LlamaParams | Gemma4Params, prompts: list[list[int]], *, width: int, batch: int
 ) -> np.ndarray:
     """Each prompt with the model's greedy continuation up to `width` tokens: Uint16[rows, width].
 
@@ -47,7 +47,7 @@ def complete(
 
 
 def _complete(
-    config: Llama | Gemma4, params: LlamaParams | Gemma4Params, prompts: list[list[int]], width: int, longest: int
+    config: LanguageModel, params: LlamaParams | Gemma4Params, prompts: list[list[int]], width: int, longest: int
 ) -> jax.Array:
     ids = np.zeros((len(prompts), longest), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
