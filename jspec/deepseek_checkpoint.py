@@ -14,7 +14,8 @@ import numpy as np
 
 from jspec.cache.mla import UpProjections
 from jspec.checkpoint_files import CheckpointError, Tensors
-from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, MtpParams, RoutedParams
+from jspec.experts_checkpoint import name_experts, name_mlp, read_experts
+from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, MtpParams
 
 
 def with_mtp_of(config: Deepseek, tensors: Tensors) -> Deepseek:
@@ -78,7 +79,7 @@ def _read_layer(config: Deepseek, tensors: Tensors, index: int) -> DeepseekLayer
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
         gate_up=tensors.fused([(f"{shared}{name}_proj.weight", mlp) for name in ("gate", "up")], width),
         down=tensors.fused([(shared + "down_proj.weight", width)], mlp),
-        experts=_read_experts(config, tensors, prefix + "mlp.") if sparse else None,
+        experts=read_experts(config.experts, tensors, prefix + "mlp.", width) if sparse else None,
     )
 
 
@@ -95,24 +96,6 @@ def _read_queries(
         return None, None, last
     norm = tensors.device(prefix + "q_a_layernorm.weight", latent.query)
     return _device(last.T), norm, tensors.read(prefix + "q_a_proj.weight", latent.query, width)
-
-
-def _read_experts(config: Deepseek, tensors: Tensors, prefix: str) -> RoutedParams:
-    width, inner, router = config.hidden_size, config.experts.width, config.experts.router
-    gate_up = np.empty((router.count, width, 2 * inner), tensors.dtype)
-    down = np.empty((router.count, inner, width), tensors.dtype)
-    for index in range(router.count):
-        expert = f"{prefix}experts.{index}."
-        gate_up[index, :, :inner] = tensors.read(expert + "gate_proj.weight", inner, width, transpose=True)
-        gate_up[index, :, inner:] = tensors.read(expert + "up_proj.weight", inner, width, transpose=True)
-        down[index] = tensors.read(expert + "down_proj.weight", width, inner, transpose=True)
-    bias = tensors.stored(prefix + "gate.e_score_correction_bias", router.count) if router.sigmoid else None
-    return RoutedParams(
-        router=_device(tensors.stored(prefix + "gate.weight", router.count, width).T.astype(np.float32)),
-        bias=None if bias is None else _device(bias.astype(np.float32)),
-        gate_up=jnp.asarray(gate_up),
-        down=jnp.asarray(down),
-    )
 
 
 def _read_mtp(config: Deepseek, tensors: Tensors, index: int) -> MtpParams:
@@ -197,16 +180,6 @@ def _name_layer(config: Deepseek, layer: DeepseekLayerParams, prefix: str) -> It
     yield attention + "o_proj.weight", np.asarray(layer.o).T
     yield prefix + "post_attention_layernorm.weight", layer.mlp_norm
     mlp = prefix + "mlp."
-    yield from _name_mlp(mlp if layer.experts is None else mlp + "shared_experts.", layer.gate_up, layer.down)
+    yield from name_mlp(mlp if layer.experts is None else mlp + "shared_experts.", layer.gate_up, layer.down)
     if layer.experts is not None:
-        yield mlp + "gate.weight", np.asarray(layer.experts.router).T
-        if layer.experts.bias is not None:
-            yield mlp + "gate.e_score_correction_bias", layer.experts.bias
-        for index, (gate_up, down) in enumerate(zip(layer.experts.gate_up, layer.experts.down, strict=True)):
-            yield from _name_mlp(f"{mlp}experts.{index}.", gate_up, down)
-
-
-def _name_mlp(prefix: str, gate_up: Any, down: Any) -> Iterator[tuple[str, Any]]:
-    for name, part in zip(("gate", "up"), np.split(np.asarray(gate_up).T, 2), strict=True):
-        yield f"{prefix}{name}_proj.weight", part
-    yield prefix + "down_proj.weight", np.asarray(down).T
+        yield from name_experts(layer.experts, mlp)

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jspec.checkpoint_files import CheckpointError
-from jspec.models.deepseek import Deepseek, Latent, Routed
+from jspec.models.deepseek import Deepseek, Latent
 from jspec.models.layers import YarnRope
+from jspec.models.moe import Routed
 from jspec.models.router import Router
 
 ARCHITECTURES = {"DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3"}

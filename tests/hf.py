@@ -138,13 +138,16 @@ def build_assistant(raw: dict, seed: int = 7):
 def build(family: str, seed: int = 0, **changes):
     """A model with random weights.
 
-    family: "llama", "qwen3", or "gemma4-" and a kind in `GEMMA4_KINDS`, or "deepseek-" and one in `DEEPSEEK_KINDS`.
+    family: "llama", "qwen3", "qwen3_moe", or "gemma4-" and a kind in `GEMMA4_KINDS`, or "deepseek-" and a kind in
+      `DEEPSEEK_KINDS`.
     """
     import transformers
 
     if family == "llama":
         config = transformers.LlamaConfig(**{**BASE, "rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5, **changes})
         model = transformers.LlamaForCausalLM(config)
+    elif family == "qwen3_moe":
+        model = _build_qwen3_moe(changes)
     elif family.startswith("deepseek-"):
         model = _build_deepseek(family.removeprefix("deepseek-"), changes)
     elif family.startswith("gemma4-"):
@@ -154,6 +157,15 @@ def build(family: str, seed: int = 0, **changes):
         settings = {**BASE, "rope_parameters": rope, "tie_word_embeddings": True, **changes}
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings))
     return randomize(model, seed)
+
+
+def _build_qwen3_moe(changes):
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    experts = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    settings = {**BASE, "rope_parameters": rope, **experts, **changes}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings))
 
 
 def _build_deepseek(kind: str, changes):

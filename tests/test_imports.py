@@ -23,6 +23,7 @@ LAYERS = [
     ["jspec.decode"],
     ["jspec.checkpoint_files"],
     ["jspec.block_scaled"],
+    ["jspec.experts_checkpoint"],
     ["jspec.deepseek_config"],
     ["jspec.deepseek_checkpoint"],
     ["jspec.gemma4_config"],

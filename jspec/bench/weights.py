@@ -24,9 +24,10 @@ from jspec.models import (
     LlamaParams,
 )
 from jspec.models.assistant import AssistantLayerParams, ClusterParams
-from jspec.models.deepseek import DeepseekLayerParams, RoutedParams
+from jspec.models.deepseek import DeepseekLayerParams
 from jspec.models.gemma4 import Gemma4LayerParams, PerLayerInputParams, PerLayerParams
 from jspec.models.llama import LayerParams
+from jspec.models.moe import RoutedParams
 from jspec.types import Params
 
 SPREAD = 0.02

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -19,23 +18,11 @@ from jspec.cache import LayerKeys, MlaCache
 from jspec.cache.mla import MlaRows, UpProjections
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import experts_mlp
-from jspec.models.router import Router
+from jspec.models.moe import Routed, RoutedParams, routed_mlp
 from jspec.struct import struct
 
 LATENT_EPS = 1e-6
 """What the norms of queries and latents add to the mean square, whatever other norms do."""
-
-
-@struct
-class RoutedParams:
-    """X experts of width F, F2 = 2 F, and the router that chooses among them, in float32."""
-
-    router: Float[Array, "E X"]
-    bias: Float[Array, " X"] | None
-    """On the scores, for the choice alone (V3)."""
-    gate_up: Float[Array, "X E F2"]
-    down: Float[Array, "X F E"]
 
 
 @struct
@@ -106,15 +93,6 @@ class Latent:
     def width(self) -> int:
         """Numbers of a row of the cache."""
         return self.size + self.rope
-
-
-@dataclasses.dataclass(frozen=True)
-class Routed:
-    """Experts of a width and the router that chooses among them, and how many are beside them for every token."""
-
-    router: Router
-    width: int
-    shared: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +224,4 @@ class Deepseek(Decoder):
         out = layers.gated_mlp(x, layer.gate_up, layer.down)
         if layer.experts is None:
             return out
-        routed, flat = layer.experts, x.reshape(-1, x.shape[-1])
-        logits = layers.linear(flat.astype(jnp.float32), routed.router)
-        ids, weights = self.experts.router.route(logits, routed.bias)
-        return out + experts_mlp(flat, ids, weights, routed.gate_up, routed.down, jax.nn.silu).reshape(x.shape)
+        return out + routed_mlp(x, layer.experts, self.experts.router)

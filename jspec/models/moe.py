@@ -1,10 +1,46 @@
 """Mixture of experts: a token goes through the few MLPs that a router chose (Shazeer et al., arXiv 1701.06538)."""
 
+import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+from jspec.models import layers
+from jspec.models.router import Router
+from jspec.struct import struct
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """Experts of a width and the router that chooses among them.
+
+    shared: how many more of that width there are for every token, as one MLP.
+    """
+
+    router: Router
+    width: int
+    shared: int = 0
+
+
+@struct
+class RoutedParams:
+    """X experts of width F, F2 = 2 F, and the router that chooses among them, in float32."""
+
+    router: Float[Array, "E X"]
+    bias: Float[Array, " X"] | None
+    """On the scores, for the choice alone (DeepSeek-V3)."""
+    gate_up: Float[Array, "X E F2"]
+    down: Float[Array, "X F E"]
+
+
+def routed_mlp(x: Float[Array, "*batch E"], experts: RoutedParams, router: Router) -> Float[Array, "*batch E"]:
+    """What the experts that the router chooses make of each token, with gated MLPs."""
+    flat = x.reshape(-1, x.shape[-1])
+    ids, weights = router.route(layers.linear(flat.astype(jnp.float32), experts.router), experts.bias)
+    return experts_mlp(flat, ids, weights, experts.gate_up, experts.down, jax.nn.silu).reshape(x.shape)
 
 
 def experts_mlp(
