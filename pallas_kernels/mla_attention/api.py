@@ -3,9 +3,9 @@
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import platform
-from pallas_kernels.mla_attention import reference
+from pallas_kernels.mla_attention import gpu, reference
 
-BACKENDS = {"xla": reference.mla_attention}
+BACKENDS = {"xla": reference.mla_attention, "triton": gpu.mla_attention}
 
 
 def mla_attention(
@@ -48,7 +48,12 @@ def mla_attention(
     """
     _check_rows(q_latent, q_rope, rows, mask)
     _check_prefix(q_latent, rows, pool, page_table, prefix_length, prefix_mask, layer)
-    run = platform.choose("mla_attention", backend, BACKENDS)
+
+    def refuses(name: str) -> str | None:
+        # The interpreter takes any shapes.
+        return None if name == "xla" or platform.interpret() else gpu.refuses(q_latent)
+
+    run = platform.choose("mla_attention", backend, BACKENDS, refuses)
     arrays = (q_latent, q_rope, rows, pool, page_table, prefix_length, mask)
     return run(*arrays, layer=layer, scale=scale, prefix_mask=prefix_mask)
 
