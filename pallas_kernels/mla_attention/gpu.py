@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import platform
-from pallas_kernels.paged_attention.gpu import DTYPES, MOST_SPLITS, absorb, dot, merge, padded
+from pallas_kernels.paged_attention.gpu import DTYPES, MOST_SPLITS, absorb, dot, int32_or_none, merge, padded
 from pallas_kernels.paged_attention.scores import in_base_2
 
 
@@ -86,7 +86,7 @@ def mla_attention(
     if prefix_length is None:
         pool = page_table = prefix_mask = None
     count, own = nodes * heads, rows.shape[1]
-    capacity = 0 if pool is None else page_table.shape[1] * pool.shape[3]
+    capacity = 0 if pool is None or page_table is None else page_table.shape[1] * pool.shape[3]
     config = config or default_config(
         batch=batch, rows=count, keys=max(capacity, own), latent=latent, dtype=q_latent.dtype, prefix=pool is not None
     )
@@ -110,8 +110,8 @@ def mla_attention(
             _sequence(own, rows.shape[2]),
             pl.BlockSpec((None,), lambda t, b, s: (0,)),
             None if pool is None else pl.BlockSpec(pool.shape, lambda t, b, s: (0,) * 5),
-            None if pool is None else _sequence(page_table.shape[1]),
-            None if pool is None else _sequence(),
+            None if page_table is None else _sequence(page_table.shape[1]),
+            None if prefix_length is None else _sequence(),
             None if mask is None else _sequence(nodes, own, shared=mask.shape[0] == 1),
             None if prefix_mask is None else _sequence(nodes, capacity),
         ],
@@ -126,8 +126,8 @@ def mla_attention(
         # An array, as XLA compiles a kernel once for all the calls that differ in their arrays alone.
         jnp.full(1, layer, jnp.int32),
         pool,
-        None if pool is None else page_table.astype(jnp.int32),
-        None if pool is None else prefix_length.astype(jnp.int32),
+        int32_or_none(page_table),
+        int32_or_none(prefix_length),
         mask,
         prefix_mask,
     )

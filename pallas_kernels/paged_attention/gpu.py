@@ -147,15 +147,15 @@ def paged_attention(
         # An array, as XLA compiles a kernel once for all the calls that differ in their arrays alone.
         jnp.full(1, layer, jnp.int32),
         pool,
-        _int32(page_table),
-        _int32(prefix_length),
-        _int32(prefix_start),
+        int32_or_none(page_table),
+        int32_or_none(prefix_length),
+        int32_or_none(prefix_start),
         mask,
     )
     return (out[0] if config.splits == 1 else merge(out, q.dtype, interpret)).reshape(q.shape)
 
 
-def _int32(x):
+def int32_or_none(x):
     return None if x is None else x.astype(jnp.int32)
 
 
