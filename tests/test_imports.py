@@ -109,7 +109,8 @@ def test_kernels_import_jax_only(path):
 def test_every_module_is_in_the_structure_page():
     page = (ROOT / "docs" / "structure.md").read_text()
     kernels = [
-        f"pallas_kernels/{name}/" for name in ("kv_compact", "mla_attention", "paged_attention", "split_heads", "topk")
+        f"pallas_kernels/{name}/"
+        for name in ("grouped_matmul", "kv_compact", "mla_attention", "paged_attention", "split_heads", "topk")
     ]
     folders = ("jspec/bench/", "jspec/train/", *kernels)
     for path in FILES:

@@ -156,6 +156,7 @@ def paged_attention(
 
 
 def int32_or_none(x):
+    """An optional array of integers, as kernels read them."""
     return None if x is None else x.astype(jnp.int32)
 
 
