@@ -15,7 +15,7 @@ import numpy as np
 from jspec.cache.mla import UpProjections
 from jspec.checkpoint_files import CheckpointError, Tensors
 from jspec.experts_checkpoint import name_experts, name_mlp, read_experts
-from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, MtpParams
+from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams, MtpParams
 
 
 def with_mtp_of(config: Deepseek, tensors: Tensors) -> Deepseek:
@@ -80,6 +80,9 @@ def _read_layer(config: Deepseek, tensors: Tensors, index: int) -> DeepseekLayer
         gate_up=tensors.fused([(f"{shared}{name}_proj.weight", mlp) for name in ("gate", "up")], width),
         down=tensors.fused([(shared + "down_proj.weight", width)], mlp),
         experts=read_experts(config.experts, tensors, prefix + "mlp.", width) if sparse else None,
+        indexer=None
+        if config.indexer is None
+        else _read_indexer(config, config.indexer, tensors, attention + "indexer."),
     )
 
 
@@ -96,6 +99,20 @@ def _read_queries(
         return None, None, last
     norm = tensors.device(prefix + "q_a_layernorm.weight", latent.query)
     return _device(last.T), norm, tensors.read(prefix + "q_a_proj.weight", latent.query, width)
+
+
+def _read_indexer(config: Deepseek, sizes: Indexer, tensors: Tensors, prefix: str) -> IndexerParams:
+    """A layer's indexer, whose rotated dimensions are pairs (i, i + R/2) in checkpoints, too."""
+    width, query = config.hidden_size, config.latent.query
+    assert query is not None
+    weights = tensors.stored(prefix + "weights_proj.weight", sizes.heads, width).T
+    return IndexerParams(
+        query=tensors.fused([(prefix + "wq_b.weight", sizes.heads * sizes.size)], query),
+        key=tensors.fused([(prefix + "wk.weight", sizes.size)], width),
+        key_norm=tensors.device(prefix + "k_norm.weight", sizes.size),
+        key_norm_bias=tensors.device(prefix + "k_norm.bias", sizes.size),
+        weights=_device(weights.astype(np.float32)),
+    )
 
 
 def _read_mtp(config: Deepseek, tensors: Tensors, index: int) -> MtpParams:
@@ -178,6 +195,12 @@ def _name_layer(config: Deepseek, layer: DeepseekLayerParams, prefix: str) -> It
     up = np.concatenate([layer.up.keys, np.asarray(layer.up.values).swapaxes(1, 2)], axis=1)
     yield attention + "kv_b_proj.weight", up.reshape(-1, latent.size)
     yield attention + "o_proj.weight", np.asarray(layer.o).T
+    if layer.indexer is not None:
+        yield attention + "indexer.wq_b.weight", np.asarray(layer.indexer.query).T
+        yield attention + "indexer.wk.weight", np.asarray(layer.indexer.key).T
+        yield attention + "indexer.k_norm.weight", layer.indexer.key_norm
+        yield attention + "indexer.k_norm.bias", layer.indexer.key_norm_bias
+        yield attention + "indexer.weights_proj.weight", np.asarray(layer.indexer.weights).T
     yield prefix + "post_attention_layernorm.weight", layer.mlp_norm
     mlp = prefix + "mlp."
     yield from name_mlp(mlp if layer.experts is None else mlp + "shared_experts.", layer.gate_up, layer.down)

@@ -1,15 +1,19 @@
-"""config.json of DeepSeek V2, V2-Lite and V3, read and written."""
+"""config.json of DeepSeek V2, V2-Lite, V3 and V3.2, read and written."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jspec.checkpoint_files import CheckpointError
-from jspec.models.deepseek import Deepseek, Latent
+from jspec.models.deepseek import Deepseek, Indexer, Latent
 from jspec.models.layers import YarnRope
 from jspec.models.moe import Routed
 from jspec.models.router import Router
 
-ARCHITECTURES = {"DeepseekV2ForCausalLM": "deepseek_v2", "DeepseekV3ForCausalLM": "deepseek_v3"}
+ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+}
 """Classes of `transformers` -> model_type."""
 _ONLY = {
     "attention_bias": (False,),
@@ -28,6 +32,7 @@ _ONLY_OF = {
         "norm_topk_prob": (False,),
     },
     "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    "deepseek_v32": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 }
 """The same of each family."""
 
@@ -62,13 +67,14 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Deepseek
             num_heads=int(raw["num_attention_heads"]),
             latent=_parse_latent(raw),
             experts=_parse_experts(raw, family),
-            dense_layers=int(raw["first_k_dense_replace"]),
+            dense_layers=_parse_dense(raw, where),
             max_length=int(raw["max_position_embeddings"]),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             mtp_layers=int(raw.get("num_nextn_predict_layers") or 0),
+            indexer=_parse_indexer(raw) if family == "deepseek_v32" else None,
         )
     except KeyError as error:
         raise CheckpointError(f"{where}: the key {error} is missing") from None
@@ -86,10 +92,28 @@ def _refuse_options(raw: Mapping[str, Any], family: str, where: str) -> None:
         for key, allowed in {**_ONLY, **_ONLY_OF[family]}.items()
         if raw.get(key) is not None and raw[key] not in allowed
     ]
+    if family == "deepseek_v32" and raw.get("q_lora_rank") is None:
+        # Its indexers read what the second step of queries reads.
+        wrong.append("q_lora_rank=None")
     if not raw.get("n_shared_experts"):
         wrong.append(f"n_shared_experts={raw.get('n_shared_experts')}")
     if wrong:
         raise CheckpointError(f"{where}: not supported in {family}: {', '.join(wrong)}")
+
+
+def _parse_dense(raw: Mapping[str, Any], where: str) -> int:
+    """How many layers, the first ones, have no experts; V3.2 may say so of each."""
+    types = raw.get("mlp_layer_types")
+    if types is None:
+        return int(raw["first_k_dense_replace"])
+    dense = sum(each == "dense" for each in types)
+    if list(types) != ["dense"] * dense + ["sparse"] * (int(raw["num_hidden_layers"]) - dense):
+        raise CheckpointError(f"{where}: mlp_layer_types={types}: one for each layer, first the dense, then the sparse")
+    return dense
+
+
+def _parse_indexer(raw: Mapping[str, Any]) -> Indexer:
+    return Indexer(int(raw["index_n_heads"]), int(raw["index_head_dim"]), int(raw["index_topk"]))
 
 
 def _parse_latent(raw: Mapping[str, Any]) -> Latent:
@@ -149,7 +173,7 @@ def _float(value: Any) -> float | None:
 def describe(config: Deepseek) -> dict[str, Any]:
     """The config.json of a model, of the newer generation."""
     latent, router = config.latent, config.experts.router
-    family = "deepseek_v3" if router.sigmoid else "deepseek_v2"
+    family = "deepseek_v32" if config.indexer else "deepseek_v3" if router.sigmoid else "deepseek_v2"
     raw = {
         "architectures": [next(name for name, value in ARCHITECTURES.items() if value == family)],
         "model_type": family,
@@ -182,8 +206,11 @@ def describe(config: Deepseek) -> dict[str, Any]:
     }
     if family == "deepseek_v2":
         raw["topk_method"] = "group_limited_greedy" if router.groups > 1 else "greedy"
-    if router.groups > 1 or family == "deepseek_v3":
+    if router.groups > 1 or router.sigmoid:
         raw |= {"n_group": router.groups, "topk_group": router.kept_groups}
+    if config.indexer is not None:
+        sizes = config.indexer
+        raw |= {"index_n_heads": sizes.heads, "index_head_dim": sizes.size, "index_topk": sizes.top_k}
     return raw
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek V2, V2-Lite and V3: output and logits equal `transformers`, checkpoints of all kinds load or say why not."""
+"""DeepSeek V2, V2-Lite, V3 and V3.2: output and logits equal `transformers`; checkpoints load or say why not."""
 
 import dataclasses
 import functools
@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import jspec
 from jspec import accept, checkpoint, decode, deepseek_config, stopping, tree
+from jspec.cache import DsaCache
 from jspec.checkpoint_files import CheckpointError
 from jspec.drafters import Ngram, Standalone
 from jspec.models import layers
@@ -73,7 +74,7 @@ CHAIN, TREE = Standalone(depth=4), Standalone(depth=4, width=3, num_nodes=16)
 OFTEN = [("v2", TREE, 1, None), ("v2_groups", CHAIN, 16, 20), ("v3", None, 1, None)]
 """Kind, drafter, page size and columns of a chunk."""
 RARELY = [
-    (kind, drafter, (1, 16, 5)[(i + k) % 3], (None, 20, 7)[i])
+    (kind, drafter, (1, 16, 5)[(i + k) % 3], (None, 20, 7)[i % 3])
     for i, kind in enumerate(hf.DEEPSEEK_KINDS)
     for k, drafter in enumerate((None, Ngram(depth=6), CHAIN, TREE))
 ]
@@ -229,7 +230,7 @@ def test_block_scaled_matrices_are_widened(tmp_path):
     path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
     tensors, stored = load_file(path), {}
     for name, tensor in tensors.items():
-        if "proj.weight" not in name:
+        if "proj.weight" not in name or name.endswith("weights_proj.weight"):
             stored[name] = tensor
             continue
         scale = rng.uniform(0.01, 0.02, [-(-n // each) for n, each in zip(tensor.shape, (16, 24), strict=True)])
@@ -277,6 +278,9 @@ def _fused(tensors):
         ("v3", {"topk_group": 5}, "kept_groups=5"),
         ("v3", {"n_group": 8}, "best_of_group=2: 1 or 2 of the 1 experts"),
         ("v3", {"num_experts_per_tok": 5}, "chosen=5: 2 groups have 4 experts"),
+        ("v32", {"q_lora_rank": None}, "q_lora_rank=None"),
+        ("v32", {"index_topk": "absent"}, "'index_topk' is missing"),
+        ("v32", {"mlp_layer_types": ["sparse", "dense"]}, "first the dense, then the sparse"),
         ("v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
         ("v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("v2", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3' is not supported"),
@@ -324,6 +328,8 @@ def prefilled(model, prompts, drafter):
 
 def forget(cache, lengths):
     """The cache with NaN behind the committed rows of each sequence."""
+    if isinstance(cache, DsaCache):
+        return dataclasses.replace(cache, latent=forget(cache.latent, lengths), index=forget(cache.index, lengths))
     pool, table = np.array(cache.pool), np.array(cache.page_table)
     kept, page_size = np.full_like(pool, np.nan), pool.shape[3]
     for b, length in enumerate(np.array(lengths)):
@@ -333,10 +339,11 @@ def forget(cache, lengths):
     return dataclasses.replace(cache, pool=jnp.asarray(kept))
 
 
-def test_nothing_but_committed_rows_is_ever_read(pair, expected):
-    """In target and draft, all else becomes NaN between any two rounds."""
-    model, _ = pair("v3")
-    prompts, wanted = expected("v3")
+@pytest.mark.parametrize("kind", ("v3", "v32"))
+def test_nothing_but_committed_rows_is_ever_read(pair, expected, kind):
+    """In target and draft, all else becomes NaN between any two rounds. V3.2 selects 16 of 1 to 94 tokens."""
+    model, _ = pair(kind)
+    prompts, wanted = expected(kind)
     bound, s = prefilled(model, prompts, TREE)
     parts = dict(target=model.target, drafter=bound, accept=accept.greedy)
     while not s.done.all():

@@ -1,8 +1,9 @@
 """What a model remembers of committed tokens: one module a kind of cache."""
 
+from jspec.cache.dsa import DsaCache
 from jspec.cache.hybrid import HybridCache, LayerKeys
 from jspec.cache.mha import MhaCache
 from jspec.cache.mla import MlaCache
 from jspec.cache.swa import SlidingCache
 
-__all__ = ["HybridCache", "LayerKeys", "MhaCache", "MlaCache", "SlidingCache"]
+__all__ = ["DsaCache", "HybridCache", "LayerKeys", "MhaCache", "MlaCache", "SlidingCache"]

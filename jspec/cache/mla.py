@@ -47,6 +47,11 @@ class MlaCache:
         pool = jnp.zeros((layers, 1, batch * each, page_size, width), dtype)
         return cls(pool, pages.contiguous_table(batch, each))
 
+    def committed(self, layer: int) -> Float[Array, "B S W"]:
+        """A layer's rows of all S positions that there are pages for, committed or not."""
+        rows = self.pool.at[layer, 0, self.page_table].get(mode="clip")
+        return rows.reshape(len(self.page_table), -1, rows.shape[-1])
+
     def attend(
         self,
         layer: int,

@@ -1,9 +1,9 @@
-"""DeepSeek V2, V2-Lite and V3 (arXiv 2405.04434, arXiv 2412.19437): latent attention and a mixture of many experts.
+"""DeepSeek V2, V2-Lite, V3 and V3.2 (arXiv 2405.04434, 2412.19437, 2512.02556): latent attention, many experts.
 
 Queries are projected in two steps with a norm between them, or in one (V2-Lite); what makes them and the token's row of
 the cache is one matrix. Rotated dimensions are pairs (i, i + R/2), as everywhere here: checkpoints, which have pairs
 (2 i, 2 i + 1), are permuted as they are read. In layers with experts, the MLP that every token goes through is the one
-of the shared experts.
+of the shared experts. V3.2 has an indexer in each layer, which says what its attention reads.
 """
 
 import dataclasses
@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.cache import LayerKeys, MlaCache
+from jspec.cache import DsaCache, LayerKeys, MlaCache
+from jspec.cache.dsa import DsaRows, IndexQuery
 from jspec.cache.mla import MlaRows, UpProjections
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -23,6 +25,18 @@ from jspec.struct import struct
 
 LATENT_EPS = 1e-6
 """What the norms of queries and latents add to the mean square, whatever other norms do."""
+
+
+@struct
+class IndexerParams:
+    """Weights of a layer's indexer: J heads of I numbers, JI = J * I."""
+
+    query: Float[Array, "Q JI"]
+    key: Float[Array, "E I"]
+    key_norm: Float[Array, " I"]
+    key_norm_bias: Float[Array, " I"]
+    weights: Float[Array, "E J"]
+    """Of the heads' answers, in float32."""
 
 
 @struct
@@ -45,6 +59,7 @@ class DeepseekLayerParams:
     gate_up: Float[Array, "E F2"]
     down: Float[Array, "F E"]
     experts: RoutedParams | None
+    indexer: IndexerParams | None = None
 
 
 @struct
@@ -96,11 +111,21 @@ class Latent:
 
 
 @dataclasses.dataclass(frozen=True)
+class Indexer:
+    """Heads of an indexer, the numbers of its keys, and how many tokens it selects at most."""
+
+    heads: int
+    size: int
+    top_k: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Deepseek(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
     intermediate_size: width of the MLP of layers without experts, the first `dense_layers`.
     mtp_layers: how many layers there are in `DeepseekParams.mtp`.
+    indexer: of each layer, in V3.2; None: attention reads all tokens.
     """
 
     vocab_size: int
@@ -117,14 +142,22 @@ class Deepseek(Decoder):
     rope_scaling: layers.YarnRope | None = None
     tie_embeddings: bool = False
     mtp_layers: int = 0
+    indexer: Indexer | None = None
 
     def mlp_width(self, layer: int) -> int:
         """Width of the MLP that every token goes through; layers behind the last are those of `mtp`."""
         return self.intermediate_size if layer < self.dense_layers else self.experts.width * self.experts.shared
 
-    def init_cache(self, params: DeepseekParams, batch: int, capacity: int, page_size: int) -> MlaCache:
+    def init_cache(self, params: DeepseekParams, batch: int, capacity: int, page_size: int) -> MlaCache | DsaCache:
         """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
-        shape = {"layers": self.num_layers, "width": self.latent.width, "dtype": params.embed.dtype}
+        return self.empty_cache(self.num_layers, batch, capacity, page_size, params.embed.dtype)
+
+    def empty_cache(self, layers: int, batch: int, capacity: int, page_size: int, dtype: Any) -> MlaCache | DsaCache:
+        """An empty cache for so many of the model's layers."""
+        shape = {"layers": layers, "width": self.latent.width, "dtype": dtype}
+        if self.indexer is not None:
+            shape |= {"index_width": self.indexer.size, "top_k": self.indexer.top_k}
+            return DsaCache.empty(batch, capacity, page_size, **shape)
         return MlaCache.empty(batch, capacity, page_size, **shape)
 
     def layer_keys(self, layer: int) -> LayerKeys:
@@ -158,9 +191,9 @@ class Deepseek(Decoder):
         x: Float[Array, "B N E"],
         positions: Int[Array, "#B #N"],
         attend: Callable[..., Array],
-        earlier: MlaRows | None,
+        earlier: MlaRows | DsaRows | None,
         only: layers.Only | None,
-    ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array]]]:
+    ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, ...]]]:
         """Yields after each layer the residual stream and the layer's rows of this round."""
         rotation = self.rotation(positions, x.dtype)
         for index, layer in enumerate(params.layers):
@@ -175,9 +208,9 @@ class Deepseek(Decoder):
         x: Float[Array, "B N E"],
         rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
         attend: Callable[..., Array],
-        earlier: tuple[Float[Array, "B M W"]] | None,
+        earlier: tuple[Float[Array, "B M _"], ...] | None,
         only: layers.Only | None = None,
-    ) -> tuple[Float[Array, "B N E"], tuple[Float[Array, "B M W"]]]:
+    ) -> tuple[Float[Array, "B N E"], tuple[Float[Array, "B M _"], ...]]:
         """Attention, then the MLP, each added to the residual stream `x`.
 
         rotation: of each token, see `rotation`.
@@ -185,17 +218,27 @@ class Deepseek(Decoder):
         earlier: this round's earlier rows.
         only: the tokens whose stream is returned, [B, 1, E]; the rows are those of all.
 
-        Returns the residual stream, and the rows of this round, `earlier` included.
+        Returns the residual stream, and the rows of this round, `earlier` included; where there is an indexer, its keys
+        behind them.
         """
-        q, rows = self._project(layer, layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps), rotation)
+        normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
+        q, row, middle = self._project(layer, normed, rotation)
+        rows: tuple[Array, ...] = (row,)
+        query = None
+        if layer.indexer is not None:
+            query, key = self._index(layer.indexer, normed, middle, rotation)
+            rows = (row, key)
         if earlier is not None:
-            rows = jnp.concatenate([earlier[0], rows], axis=1)
+            rows = tuple(jnp.concatenate(pair, axis=1) for pair in zip(earlier, rows, strict=True))
         if only is not None:
-            x, q = layers.take_token(x, only.token), layers.take_token(q, only.token)
+            x, q, query = jax.tree.map(lambda each: layers.take_token(each, only.token), (x, q, query))
             attend = partial(attend, mask=only.mask)
-        seen = attend(q, rows, layer.up, scale=self.layer_scale(0))
+        row, *keys = rows
+        if query is not None:
+            attend = partial(attend, keys=keys[0], query=query)
+        seen = attend(q, row, layer.up, scale=self.layer_scale(0))
         x = x + layers.linear(seen.reshape(*x.shape[:2], -1), layer.o)
-        return x + self._mlp(layer, layers.rms_norm(x, layer.mlp_norm, self.rms_norm_eps)), (rows,)
+        return x + self._mlp(layer, layers.rms_norm(x, layer.mlp_norm, self.rms_norm_eps)), rows
 
     def final_norm(self, params: DeepseekParams, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
         """The norm between the last layer and the LM head."""
@@ -207,17 +250,32 @@ class Deepseek(Decoder):
         return layers.linear(normed, weight).astype(jnp.float32)
 
     def _project(self, layer: DeepseekLayerParams, normed, rotation):
-        """Queries [B, N, H, P + R] and rows [B, N, C + R] of a normed stream."""
+        """Queries [B, N, H, P + R], rows [B, N, C + R], and what the second step of queries reads."""
         sizes = self.latent
         down = layers.linear(normed, layer.down_projection)
         q, latent, shared = jnp.split(down, [down.shape[-1] - sizes.width, down.shape[-1] - sizes.rope], axis=-1)
+        middle = None
         if layer.query is not None:
             assert layer.query_norm is not None
-            q = layers.linear(layers.rms_norm(q, layer.query_norm, LATENT_EPS), layer.query)
+            middle = layers.rms_norm(q, layer.query_norm, LATENT_EPS)
+            q = layers.linear(middle, layer.query)
         q = q.reshape(*q.shape[:2], self.num_heads, -1)
         q = jnp.concatenate([q[..., : sizes.key], layers.rotate(q[..., sizes.key :], *rotation)], axis=-1)
         shared = layers.rotate(shared[:, :, None], *rotation)[:, :, 0]
-        return q, jnp.concatenate([layers.rms_norm(latent, layer.latent_norm, LATENT_EPS), shared], axis=-1)
+        return q, jnp.concatenate([layers.rms_norm(latent, layer.latent_norm, LATENT_EPS), shared], axis=-1), middle
+
+    def _index(self, indexer: IndexerParams, normed, middle, rotation) -> tuple[IndexQuery, Float[Array, "B N I"]]:
+        """What a layer's indexer asks, and its keys; the first R numbers of both are rotated."""
+        assert self.indexer is not None
+        rope = self.latent.rope
+
+        def rotated(x):
+            return jnp.concatenate([layers.rotate(x[..., :rope], *rotation), x[..., rope:]], axis=-1)
+
+        heads = layers.linear(middle, indexer.query).reshape(*normed.shape[:2], -1, self.indexer.size)
+        key = layers.layer_norm(layers.linear(normed, indexer.key), indexer.key_norm, indexer.key_norm_bias, LATENT_EPS)
+        weights = layers.linear(normed.astype(jnp.float32), indexer.weights) * self.indexer.heads**-0.5
+        return IndexQuery(rotated(heads), weights), rotated(key[:, :, None])[:, :, 0]
 
     def _mlp(self, layer: DeepseekLayerParams, x):
         """The MLP, and what the chosen experts add to it."""

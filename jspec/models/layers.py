@@ -128,6 +128,17 @@ def wide_rms_norm(
     return scaled.astype(x.dtype)
 
 
+def layer_norm(
+    x: Float[Array, "*batch E"], weight: Float[Array, " E"], bias: Float[Array, " E"], eps: float
+) -> Float[Array, "*batch E"]:
+    """Layer norm (Ba, Kiros and Hinton, arXiv 1607.06450), computed in float32."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    scaled = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    weight, bias = (each.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + each.shape) for each in (weight, bias))
+    return (scaled * weight + bias).astype(x.dtype)
+
+
 def gated_mlp(
     x: Float[Array, "*batch E"],
     gate_up: Float[Array, "E F2"],
