@@ -25,9 +25,9 @@ from jspec.models import (
 )
 from jspec.models.assistant import AssistantLayerParams, ClusterParams
 from jspec.models.deepseek import DeepseekLayerParams
-from jspec.models.gemma4 import Gemma4LayerParams, PerLayerInputParams, PerLayerParams
+from jspec.models.gemma4 import ExpertParams, Gemma4LayerParams, PerLayerInputParams, PerLayerParams
 from jspec.models.llama import LayerParams
-from jspec.models.moe import RoutedParams
+from jspec.models.moe import Routed, RoutedParams
 from jspec.types import Params
 
 SPREAD = 0.02
@@ -40,11 +40,7 @@ P = TypeVar("P")
 
 
 def shapes_of(config: LanguageModel | EagleHead | Assistant, dtype: Any) -> Any:
-    """The weights of a model as `jax.ShapeDtypeStruct`s.
-
-    Raises:
-      ValueError: a mixture of experts, of which there is no preset.
-    """
+    """The weights of a model as `jax.ShapeDtypeStruct`s."""
     if isinstance(config, Llama):
         return llama_shapes(config, dtype)
     if isinstance(config, Gemma4):
@@ -58,7 +54,9 @@ def llama_shapes(config: Llama, dtype: Any) -> LlamaParams:
     """The weights of a model as `jax.ShapeDtypeStruct`s."""
     shape = _shape_of(dtype)
     vocabulary, width = config.vocab_size, config.hidden_size
-    layers = tuple(_layer_shapes(config, width, dtype) for _ in range(config.num_layers))
+    layers = tuple(
+        _layer_shapes(config, width, dtype, config.layer_experts(index)) for index in range(config.num_layers)
+    )
     head = None if config.tie_embeddings else shape((width, vocabulary))
     return LlamaParams(shape((vocabulary, width)), layers, shape((width,)), head)
 
@@ -87,9 +85,7 @@ def head_shapes(config: EagleHead, dtype: Any) -> EagleParams:
 
 
 def gemma4_shapes(config: Gemma4, dtype: Any) -> Gemma4Params:
-    """The weights of a model without experts as `jax.ShapeDtypeStruct`s."""
-    if config.experts is not None:
-        raise ValueError("random weights are made of dense models only, and this one has experts")
+    """The weights of a model as `jax.ShapeDtypeStruct`s."""
     shape, width, size = _shape_of(dtype), config.hidden_size, config.per_layer_size
     layers = []
     for index, kind in enumerate(config.attention):
@@ -104,7 +100,7 @@ def gemma4_shapes(config: Gemma4, dtype: Any) -> Gemma4Params:
             o=shape((query, width)),
             gate_up=shape((width, 2 * mlp)),
             down=shape((mlp, width)),
-            experts=None,
+            experts=_gemma4_expert_shapes(config, dtype),
             per_layer=per_layer,
             scalar=shape(()),
         )
@@ -116,8 +112,30 @@ def gemma4_shapes(config: Gemma4, dtype: Any) -> Gemma4Params:
     return Gemma4Params(shape((vocabulary, width)), inputs, tuple(layers), shape((width,)))
 
 
+def _gemma4_expert_shapes(config: Gemma4, dtype: Any) -> ExpertParams | None:
+    if config.experts is None:
+        return None
+    shape, width, count, inner = _shape_of(dtype), config.hidden_size, config.experts.count, config.experts.width
+    return ExpertParams(
+        router_scale=shape((width,)),
+        router=shape((width, count)),
+        scales=shape((count,)),
+        gate_up=shape((count, width, 2 * inner)),
+        down=shape((count, inner, width)),
+        norm=shape((width,)),
+        out_norm=shape((width,)),
+        mlp_out_norm=shape((width,)),
+    )
+
+
 def deepseek_shapes(config: Deepseek, dtype: Any) -> DeepseekParams:
-    """The weights of a model without layers for multi-token prediction as `jax.ShapeDtypeStruct`s."""
+    """The weights of a model as `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: it has layers for multi-token prediction or indexers, of which no preset has any.
+    """
+    if config.mtp_layers or config.indexer:
+        raise ValueError("random weights are made of DeepSeek V2 and V3 without layers for multi-token prediction only")
     shape, width, latent = _shape_of(dtype), config.hidden_size, config.latent
     queries = config.num_heads * (latent.key + latent.rope)
     layers = []
@@ -136,7 +154,7 @@ def deepseek_shapes(config: Deepseek, dtype: Any) -> DeepseekParams:
             mlp_norm=shape((width,)),
             gate_up=shape((width, 2 * mlp)),
             down=shape((mlp, width)),
-            experts=_routed_shapes(config, dtype) if index >= config.dense_layers else None,
+            experts=_routed_shapes(config.experts, width, dtype) if index >= config.dense_layers else None,
         )
         layers.append(layer)
     vocabulary = config.vocab_size
@@ -144,8 +162,8 @@ def deepseek_shapes(config: Deepseek, dtype: Any) -> DeepseekParams:
     return DeepseekParams(shape((vocabulary, width)), tuple(layers), shape((width,)), head)
 
 
-def _routed_shapes(config: Deepseek, dtype: Any) -> RoutedParams:
-    shape, width, inner, router = _shape_of(dtype), config.hidden_size, config.experts.width, config.experts.router
+def _routed_shapes(experts: Routed, width: int, dtype: Any) -> RoutedParams:
+    shape, inner, router = _shape_of(dtype), experts.width, experts.router
     return RoutedParams(
         router=shape((width, router.count), dtype=jnp.float32),
         bias=shape((router.count,), dtype=jnp.float32) if router.sigmoid else None,
@@ -184,7 +202,7 @@ def _norm_shapes(width: int, dtype: Any) -> dict[str, Any]:
     return {name: jax.ShapeDtypeStruct((width,), dtype) for name in names}
 
 
-def _layer_shapes(config: Any, read: int, dtype: Any) -> LayerParams:
+def _layer_shapes(config: Any, read: int, dtype: Any, experts: Routed | None = None) -> LayerParams:
     """read: width of what the attention reads."""
     shape = _shape_of(dtype)
     width, heads, dim = config.hidden_size, config.num_heads, config.head_dim
@@ -198,8 +216,9 @@ def _layer_shapes(config: Any, read: int, dtype: Any) -> LayerParams:
         o=shape((heads * dim, width)),
         o_bias=None,
         mlp_norm=shape((width,)),
-        gate_up=shape((width, 2 * config.intermediate_size)),
-        down=shape((config.intermediate_size, width)),
+        gate_up=None if experts else shape((width, 2 * config.intermediate_size)),
+        down=None if experts else shape((config.intermediate_size, width)),
+        experts=_routed_shapes(experts, width, dtype) if experts else None,
     )
 
 
@@ -243,11 +262,28 @@ def count(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def forward_bytes(params: LlamaParams | Gemma4Params) -> int:
+def forward_bytes(params: LlamaParams | Gemma4Params | DeepseekParams, config: Any = None, tokens: int = 1) -> int:
     """Weights that one forward reads: layers, norm and LM head. The embedding is a gather, unless it is the LM head.
 
-    Of a mixture of experts all, as many rows read.
+    Of experts those that so many tokens choose, on average, where each expert is as likely as the others.
+
+    config: the model's, which is needed where it has experts.
     """
+    experts = [layer.experts for layer in params.layers if layer.experts is not None]
+    if experts:
+        unread = (1 - _chosen_share(config)) ** tokens
+        spared = int(unread * tree_bytes([(each.gate_up, each.down) for each in experts]))
+        return _all_bytes(params) - spared
+    return _all_bytes(params)
+
+
+def _chosen_share(config: Any) -> float:
+    """Of a layer's experts those that a token goes through."""
+    experts = config.experts.router if isinstance(config.experts, Routed) else config.experts
+    return experts.chosen / experts.count
+
+
+def _all_bytes(params: LlamaParams | Gemma4Params | DeepseekParams) -> int:
     if isinstance(params, Gemma4Params):
         inputs = None if params.per_layer is None else (params.per_layer.projection, params.per_layer.norm)
         return tree_bytes((params.layers, params.norm, params.embed, inputs))
@@ -258,11 +294,11 @@ def forward_bytes(params: LlamaParams | Gemma4Params) -> int:
 def draft_step_bytes(params: Params, config: Any = None) -> int:
     """Weights that one forward of the draft reads while it drafts.
 
-    config: the draft's, which is needed where it chooses among clusters of tokens.
+    config: the draft's, which is needed where it has experts, or chooses among clusters of tokens.
     """
     draft = params.draft
-    if isinstance(draft, LlamaParams | Gemma4Params):
-        return forward_bytes(draft)
+    if isinstance(draft, LlamaParams | Gemma4Params | DeepseekParams):
+        return forward_bytes(draft, config)
     if isinstance(draft, AssistantParams):
         head = tree_bytes(draft.head)
         if draft.clusters is not None:
@@ -276,13 +312,16 @@ def draft_step_bytes(params: Params, config: Any = None) -> int:
     return tree_bytes((draft.layers, draft.norm, draft.hidden_norm, every_step, head))
 
 
-def extend_bytes(params: Params) -> int:
-    """Weights that the draft reads after a round: those of a step, and what fuses the target's hidden states."""
+def extend_bytes(params: Params, config: Any = None) -> int:
+    """Weights that the draft reads after a round: those of a step, and what fuses the target's hidden states.
+
+    config: as in `draft_step_bytes`.
+    """
     draft = params.draft
     if isinstance(draft, AssistantParams):
         return 0
     fuses = isinstance(draft, EagleParams) and draft.hidden_norm is not None
-    return draft_step_bytes(params) + (tree_bytes((draft.fc, draft.fc_bias, draft.fc_norms)) if fuses else 0)
+    return draft_step_bytes(params, config) + (tree_bytes((draft.fc, draft.fc_bias, draft.fc_norms)) if fuses else 0)
 
 
 def kv_bytes(config: Any, context: int, itemsize: int, target: Any = None) -> int:
@@ -314,10 +353,10 @@ def round_bytes(
       target and as many of the draft as tokens, of which the first is its extension, but for an assistant.
     """
     itemsize = params.target.embed.dtype.itemsize
-    total = forward_bytes(params.target) + batch * kv_bytes(target, context, itemsize)
+    total = forward_bytes(params.target, target, batch * (depth + 1)) + batch * kv_bytes(target, context, itemsize)
     if not depth:
         return total
     assert draft is not None
     own = depth * batch * kv_bytes(draft, context, itemsize, target)
-    extends = extend_bytes(params)
+    extends = extend_bytes(params, draft)
     return total + (depth - bool(extends)) * draft_step_bytes(params, draft) + extends + own
