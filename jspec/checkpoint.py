@@ -13,14 +13,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jspec import gemma4_checkpoint, gemma4_config, qwen3_next_checkpoint, qwen3_next_config
+from jspec import (
+    block_scaled,
+    deepseek_checkpoint,
+    deepseek_config,
+    gemma4_checkpoint,
+    gemma4_config,
+    qwen3_next_checkpoint,
+    qwen3_next_config,
+)
 from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_shards
-from jspec.models import Gemma4, LanguageModel, Qwen3Next
+from jspec.experts_checkpoint import name_experts, name_mlp, read_experts
+from jspec.models import Deepseek, Gemma4, LanguageModel, Qwen3Next
 from jspec.models.layers import Llama3Rope
 from jspec.models.llama import LayerParams, Llama, LlamaParams
+from jspec.models.moe import Routed
+from jspec.models.router import Router
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
-"""Classes of `transformers` that `Llama` is for -> model_type; `gemma4_config` and `qwen3_next_config` have others."""
+ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
+"""Classes of `transformers` that `Llama` is for -> model_type; the modules of other families have theirs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +40,12 @@ class Checkpoint:
 
     config: LanguageModel
     params: Any
-    """`LlamaParams`, `Gemma4Params` or `Qwen3NextParams`."""
+    """The family's own: `LlamaParams`, `Gemma4Params`, ..."""
     eos: tuple[int, ...]
 
 
 def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
-    """Loads a Llama, Qwen3, Gemma 4, Qwen3-Next or Qwen3.5 checkpoint onto the default device.
+    """Loads a Llama, Qwen3, Gemma 4, DeepSeek, Qwen3-Next or Qwen3.5 checkpoint onto the default device.
 
     Args:
       directory: holds config.json and model.safetensors, or its shards with model.safetensors.index.json.
@@ -51,8 +62,11 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
         raise CheckpointError(f"{directory}: no such directory")
     raw = read_json(directory / "config.json")
     where = str(directory / "config.json")
-    with Tensors(directory, resolve_dtype(dtype)) as tensors:
-        if gemma4_config.is_gemma4(raw):
+    with _open(directory, raw, resolve_dtype(dtype), where) as tensors:
+        if deepseek_config.family_of(raw):
+            config = deepseek_checkpoint.with_mtp_of(deepseek_config.parse_config(raw, where), tensors)
+            params = deepseek_checkpoint.read_params(config, tensors)
+        elif gemma4_config.is_gemma4(raw):
             config = gemma4_config.parse_config(raw, where)
             params = gemma4_checkpoint.read_params(config, tensors)
         elif qwen3_next_config.is_qwen3_next(raw):
@@ -64,8 +78,14 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
     return Checkpoint(config, params, _read_eos(directory, raw))
 
 
+def _open(directory: Path, raw: Mapping[str, Any], dtype: Any, where: str) -> Tensors:
+    """The tensors of a checkpoint, widened as they are read where they are block-scaled ones of DeepSeek."""
+    block = block_scaled.parse_block(raw, where) if deepseek_config.family_of(raw) else None
+    return Tensors(directory, dtype) if block is None else block_scaled.BlockScaledTensors(directory, dtype, block)
+
+
 def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama:
-    """The Llama or Qwen3 model that a config.json describes, of either generation.
+    """The Llama or Qwen3 model, dense or with experts, that a config.json describes, of either generation.
 
     Older files have `rope_theta` and `rope_scaling`, newer ones `rope_parameters` with both.
 
@@ -77,7 +97,8 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama
     if family is None and not architectures and raw.get("model_type") in ARCHITECTURES.values():
         family = raw["model_type"]
     if family is None:
-        known = ", ".join([*ARCHITECTURES, *gemma4_config.ARCHITECTURES, *qwen3_next_config.ARCHITECTURES])
+        own = (gemma4_config, deepseek_config, qwen3_next_config)
+        known = ", ".join([*ARCHITECTURES, *(name for family in own for name in family.ARCHITECTURES)])
         raise CheckpointError(f"{where}: architectures={architectures} is not supported; there are {known}")
     refuse_options(raw, where)
     try:
@@ -97,19 +118,38 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama
             rope_theta=theta,
             rope_scaling=scaling,
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            qk_norm=family == "qwen3",
+            qk_norm=family != "llama",
             attention_bias=bool(raw.get("attention_bias", False)),
+            **_parse_experts(raw, family),
         )
     except KeyError as error:
         raise CheckpointError(f"{where}: the key {error} is missing") from None
     except TypeError as error:
         raise CheckpointError(f"{where}: a value has the wrong type ({error})") from None
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
             f"{where}: num_attention_heads={config.num_heads} is no multiple of "
             f"num_key_value_heads={config.num_kv_heads}"
         )
     return config
+
+
+def _parse_experts(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """What a config.json says of experts, and of the layers that have none."""
+    count = raw.get("num_experts", raw.get("num_local_experts"))
+    if family != "qwen3_moe" or count == 0:
+        return {}
+    if count is None:
+        raise KeyError("num_experts")
+    chosen, normalize = int(raw["num_experts_per_tok"]), bool(raw.get("norm_topk_prob", False))
+    router = Router(int(count), chosen, normalize=normalize)
+    step, dense = int(raw.get("decoder_sparse_step", 1)), set(raw.get("mlp_only_layers") or ())
+    dense |= {index for index in range(int(raw["num_hidden_layers"])) if (index + 1) % step}
+    return {"experts": Routed(router, int(raw["moe_intermediate_size"])), "dense_layers": tuple(sorted(dense))}
 
 
 def refuse_options(raw: Mapping[str, Any], where: str) -> None:
@@ -172,12 +212,11 @@ def _read_params(config: Llama, tensors: Tensors) -> LlamaParams:
     if not config.tie_embeddings:
         head = tensors.fused([("lm_head.weight", config.vocab_size)], width)
     layers = []
-    for prefix in (f"model.layers.{i}." for i in range(config.num_layers)):
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
         norm, bias = tensors.device(prefix + "input_layernorm.weight", width), config.attention_bias
-        layer = read_layer(
-            config, tensors, prefix, norm, reads=width, qkv_bias=bias, o_bias=bias, qk_norm=config.qk_norm
-        )
-        layers.append(layer)
+        options = {"qkv_bias": bias, "o_bias": bias, "qk_norm": config.qk_norm, "experts": config.layer_experts(index)}
+        layers.append(read_layer(config, tensors, prefix, norm, reads=width, **options))
     return LlamaParams(embed, tuple(layers), tensors.device("model.norm.weight", width), head)
 
 
@@ -191,6 +230,7 @@ def read_layer(
     qkv_bias: bool,
     o_bias: bool,
     qk_norm: bool,
+    experts: Routed | None = None,
 ) -> LayerParams:
     """One decoder layer, whose names start with `prefix`.
 
@@ -199,6 +239,7 @@ def read_layer(
       attention_norm: becomes the layer's; where it stands depends on the model.
       reads: the width of what its attention reads.
       qkv_bias, o_bias, qk_norm: which optional weights there are.
+      experts: those that the layer has in place of an MLP.
 
     Raises:
       CheckpointError: a tensor that is missing or has another shape than the configuration says.
@@ -207,6 +248,7 @@ def read_layer(
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention, outs = prefix + "self_attn.", [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]
     bias = [tensors.device(f"{attention}{name}.bias", out) for name, out in outs] if qkv_bias else None
+    parts = ("gate", "up")
     return LayerParams(
         attention_norm=attention_norm,
         qkv=tensors.fused([(f"{attention}{name}.weight", out) for name, out in outs], reads),
@@ -216,8 +258,9 @@ def read_layer(
         o=tensors.fused([(f"{attention}o_proj.weight", width)], query),
         o_bias=tensors.device(f"{attention}o_proj.bias", width) if o_bias else None,
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
-        gate_up=tensors.fused([(f"{prefix}mlp.{name}_proj.weight", mlp) for name in ("gate", "up")], width),
-        down=tensors.fused([(f"{prefix}mlp.down_proj.weight", width)], mlp),
+        gate_up=None if experts else tensors.fused([(f"{prefix}mlp.{part}_proj.weight", mlp) for part in parts], width),
+        down=None if experts else tensors.fused([(f"{prefix}mlp.down_proj.weight", width)], mlp),
+        experts=read_experts(experts, tensors, prefix + "mlp.", width) if experts else None,
     )
 
 
@@ -243,6 +286,8 @@ def save(
         raw, named = gemma4_config.describe(config), gemma4_checkpoint.named_tensors(config, params)
     elif isinstance(config, Qwen3Next):
         raw, named = qwen3_next_config.describe(config), qwen3_next_checkpoint.named_tensors(config, params)
+    elif isinstance(config, Deepseek):
+        raw, named = deepseek_config.describe(config), deepseek_checkpoint.named_tensors(config, params)
     else:
         raw, named = describe(config), _named_tensors(config, params)
     raw["dtype"] = dtype
@@ -266,11 +311,11 @@ def describe_scaling(scaling: Llama3Rope) -> dict[str, Any]:
 
 def describe(config: Llama) -> dict[str, Any]:
     """The config.json of a Llama or Qwen3 model, of the newer generation."""
-    family = "qwen3" if config.qk_norm else "llama"
+    family = "qwen3_moe" if config.experts else "qwen3" if config.qk_norm else "llama"
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         rope |= describe_scaling(config.rope_scaling)
-    return {
+    raw = {
         "architectures": [next(name for name, value in ARCHITECTURES.items() if value == family)],
         "model_type": family,
         "vocab_size": config.vocab_size,
@@ -287,6 +332,18 @@ def describe(config: Llama) -> dict[str, Any]:
         "attention_bias": config.attention_bias,
         "hidden_act": "silu",
         "bos_token_id": None,
+    }
+    return raw | (_describe_experts(config, config.experts) if config.experts else {})
+
+
+def _describe_experts(config: Llama, experts: Routed) -> dict[str, Any]:
+    return {
+        "num_experts": experts.router.count,
+        "num_experts_per_tok": experts.router.chosen,
+        "norm_topk_prob": experts.router.normalize,
+        "moe_intermediate_size": experts.width,
+        "mlp_only_layers": list(config.dense_layers),
+        "decoder_sparse_step": 1,
     }
 
 
@@ -320,7 +377,7 @@ def name_layer(config: Any, layer: LayerParams, prefix: str) -> Iterator[tuple[s
     if layer.o_bias is not None:
         yield f"{attention}o_proj.bias", layer.o_bias
     yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm
-    gate, up = np.split(np.asarray(layer.gate_up).T, 2)
-    yield f"{prefix}mlp.gate_proj.weight", gate
-    yield f"{prefix}mlp.up_proj.weight", up
-    yield f"{prefix}mlp.down_proj.weight", np.asarray(layer.down).T
+    if layer.experts is None:
+        yield from name_mlp(prefix + "mlp.", layer.gate_up, layer.down)
+    else:
+        yield from name_experts(layer.experts, prefix + "mlp.")

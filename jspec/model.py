@@ -5,12 +5,14 @@ import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 
 from jspec import assistant_checkpoint, checkpoint, eagle_checkpoint
+from jspec.checkpoint import Checkpoint
 from jspec.checkpoint_files import CheckpointError
-from jspec.models import Assistant, EagleHead, LanguageModel
+from jspec.models import Assistant, EagleHead, LanguageModel, MtpHeads, MtpParams
 from jspec.text import Tokenizer
 from jspec.types import Params
 
@@ -28,8 +30,8 @@ class Model:
     """A target ready to generate.
 
     name: where it was loaded from.
-    target, draft: configurations; `draft` is a language model's, an EAGLE head's or an assistant's; None where none was
-      loaded.
+    target, draft: configurations; `draft` is a language model's, an EAGLE head's, an assistant's or that of the MTP
+      heads of the target's own checkpoint; None where none was loaded.
     params: weights of both.
     tokenizer: None for a checkpoint without one, which takes and gives token ids only.
     eos: ids that end a text.
@@ -40,7 +42,7 @@ class Model:
     params: Params
     tokenizer: Tokenizer | None
     eos: tuple[int, ...]
-    draft: LanguageModel | EagleHead | Assistant | None = None
+    draft: LanguageModel | EagleHead | Assistant | MtpHeads | None = None
 
     def __repr__(self) -> str:
         draft = "no draft" if self.draft is None else f"draft of {self.draft.num_layers} layers"
@@ -48,6 +50,8 @@ class Model:
             draft = f"EAGLE-{self.draft.version} head"
         if isinstance(self.draft, Assistant):
             draft = f"assistant of {self.draft.num_layers} layers"
+        if isinstance(self.draft, MtpHeads):
+            draft = f"{self.draft.count} MTP head{'s' * (self.draft.count > 1)}"
         shape = f"{self.target.num_layers} layers, width {self.target.hidden_size}, vocabulary {self.target.vocab_size}"
         return f"Model({self.name!r}: {shape}, {self.params.target.embed.dtype}; {draft})"
 
@@ -58,8 +62,8 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
     Args:
       source: "bundled:python-small", a Hugging Face directory, or a hub id such as "org/name".
       draft: a checkpoint of a draft, named the same way: a small language model with the target's vocabulary, or an
-        EAGLE head or an assistant that was made for this target. None: the draft that a bundled model comes with, or
-        none.
+        EAGLE head or an assistant that was made for this target. None: what the target comes with: a bundled model's
+        draft, the MTP heads in its own checkpoint, or none.
       dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
 
     Raises:
@@ -68,10 +72,10 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
     """
     directory = locate(source)
     draft = bundled_draft(source) if draft is None else draft
-    loaded = checkpoint.load(directory, dtype=dtype)
+    loaded, heads, head_params = _load_target(directory, dtype)
     tokenizer = Tokenizer.load(directory)
     if draft is None:
-        return Model(str(source), loaded.config, Params(loaded.params), tokenizer, loaded.eos)
+        return Model(str(source), loaded.config, Params(loaded.params, head_params), tokenizer, loaded.eos, heads)
     draft_directory = locate(draft, _DRAFT_FILES)
     _check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
     if assistant_checkpoint.is_assistant(draft_directory):
@@ -79,9 +83,21 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
     elif eagle_checkpoint.is_head(draft_directory):
         small = eagle_checkpoint.load(draft_directory, target=loaded.config, dtype=dtype)
     else:
-        small = checkpoint.load(draft_directory, dtype=dtype)
+        small, *_ = _load_target(draft_directory, dtype)
     params = Params(loaded.params, small.params)
     return Model(str(source), loaded.config, params, tokenizer, loaded.eos, small.config)
+
+
+def _load_target(
+    directory: Path, dtype: str | None
+) -> tuple[Checkpoint, MtpHeads | None, tuple[MtpParams, ...] | None]:
+    """A language model, and apart from it the MTP heads that its checkpoint holds, or None and None."""
+    loaded: Any = checkpoint.load(directory, dtype=dtype)
+    if not loaded.config.mtp_layers:
+        return loaded, None, None
+    config, params = (dataclasses.replace(loaded.config, mtp_layers=0), dataclasses.replace(loaded.params, mtp=()))
+    heads = MtpHeads(loaded.config.mtp_layer(), loaded.config.mtp_layers)
+    return dataclasses.replace(loaded, config=config, params=params), heads, loaded.params.mtp
 
 
 def bundled_draft(source: str | Path, drafter: str | None = None) -> str | None:

@@ -55,6 +55,41 @@ GEMMA4_KINDS = {
 }
 """What the sizes of Gemma 4 have of their own: those of 12B and 31B, of E2B and E4B, and of 26B-A4B."""
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+DEEPSEEK = {
+    **{key: value for key, value in BASE.items() if key != "head_dim"},
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 16,
+}
+DEEPSEEK_KINDS = {
+    "v2": {"q_lora_rank": None, "topk_method": "greedy", "num_experts_per_tok": 3},
+    "v2_groups": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0, "rope_parameters": _YARN},
+    "v3": {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_parameters": _YARN},
+    # With fewer heads many scores are 0, and which of equal ones are the largest is arbitrary.
+    "v32": {"rope_parameters": _YARN, "index_topk": 16, "index_head_dim": 24, "index_n_heads": 16},
+}
+"""V2-Lite, V2, V3 and V3.2: how queries are projected, experts chosen, positions scaled and tokens selected."""
+
 
 def gemma4_config(kind: str, **changes):
     """The configuration of a text model of a kind in `GEMMA4_KINDS`."""
@@ -135,14 +170,20 @@ def build_assistant(raw: dict, seed: int = 7):
 
 
 def build(family: str, seed: int = 0, **changes):
-    """A model with random weights; `family` is "llama", "qwen3", or one of `qwen3_next`, or "gemma4-" and a kind in
-    `GEMMA4_KINDS`.
+    """A model with random weights.
+
+    family: "llama", "qwen3", "qwen3_moe", one of `qwen3_next`, or "gemma4-" and a kind in `GEMMA4_KINDS`, or
+      "deepseek-" and a kind in `DEEPSEEK_KINDS`.
     """
     import transformers
 
     if family == "llama":
         config = transformers.LlamaConfig(**{**BASE, "rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5, **changes})
         model = transformers.LlamaForCausalLM(config)
+    elif family == "qwen3_moe":
+        model = _build_qwen3_moe(changes)
+    elif family.startswith("deepseek-"):
+        model = _build_deepseek(family.removeprefix("deepseek-"), changes)
     elif family.startswith("gemma4-"):
         model = transformers.Gemma4ForCausalLM(gemma4_config(family.removeprefix("gemma4-"), **changes))
     elif family in _QWEN3_NEXT_FAMILIES:
@@ -154,14 +195,32 @@ def build(family: str, seed: int = 0, **changes):
     return randomize(model, seed)
 
 
+def _build_qwen3_moe(changes):
+    import transformers
+
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    experts = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    settings = {**BASE, "rope_parameters": rope, **experts, **changes}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**settings))
+
+
+def _build_deepseek(kind: str, changes):
+    import transformers
+
+    name = f"DeepseekV{kind[1:].split('_')[0]}"
+    config = getattr(transformers, name + "Config")(**{**DEEPSEEK, **DEEPSEEK_KINDS[kind], **changes})
+    return getattr(transformers, name + "ForCausalLM")(config)
+
+
 def randomize(model, seed: int = 0):
     """The model with weights spread enough that logits stand apart."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    stored = ("layer_scalar", "e_score_correction_bias")
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(stored)]
     with torch.no_grad():
-        for name, weight in [*model.named_parameters(), *scalars]:
+        for name, weight in [*model.named_parameters(), *buffers]:
             if weight.ndim >= 2:
                 weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
             else:

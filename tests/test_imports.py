@@ -22,6 +22,10 @@ LAYERS = [
     ["jspec.capture"],
     ["jspec.decode"],
     ["jspec.checkpoint_files"],
+    ["jspec.block_scaled"],
+    ["jspec.experts_checkpoint"],
+    ["jspec.deepseek_config"],
+    ["jspec.deepseek_checkpoint"],
     ["jspec.gemma4_config"],
     ["jspec.gemma4_checkpoint"],
     ["jspec.qwen3_next_config"],
@@ -55,7 +59,7 @@ ONLY = {
     "jspec.cache": {"jspec.struct", "jspec.cache", "pallas_kernels"},
     "pallas_kernels": {"pallas_kernels"},
 }
-STANDARD = {"collections", "dataclasses", "functools"}
+STANDARD = {"collections", "dataclasses", "functools", "math"}
 """What the kernels take of the standard library."""
 FILES = sorted([*ROOT.glob("jspec/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")])
 
@@ -107,7 +111,16 @@ def test_kernels_import_jax_only(path):
 def test_every_module_is_in_the_structure_page():
     page = (ROOT / "docs" / "structure.md").read_text()
     kernels = [
-        f"pallas_kernels/{name}/" for name in ("delta_rule", "kv_compact", "paged_attention", "split_heads", "topk")
+        f"pallas_kernels/{name}/"
+        for name in (
+            "delta_rule",
+            "grouped_matmul",
+            "kv_compact",
+            "mla_attention",
+            "paged_attention",
+            "split_heads",
+            "topk",
+        )
     ]
     folders = ("jspec/bench/", "jspec/train/", *kernels)
     for path in FILES:

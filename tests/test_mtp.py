@@ -61,7 +61,7 @@ def test_one_head_is_drafted_with_as_an_eagle_head_is():
 @pytest.mark.parametrize(
     ("drafter", "draft", "message"),
     (
-        (Mtp(), None, "needs MTP heads as draft, and none are loaded"),
+        (Mtp(), None, "needs the heads of the target's own checkpoint as draft, and none are loaded"),
         (Mtp(), toy.DRAFT, "a Llama is loaded"),
         (Mtp(heads=4), HEADS, r"Mtp\(heads=4\): the checkpoint has 3"),
         (Mtp(depth=4), HEADS, "3 heads propose a chain of 3 tokens; give depth=3 and width=1, or heads=1"),

@@ -224,11 +224,14 @@ def _describe(options: argparse.Namespace, subject: Subject, params: Params, cop
     """The report without its rows."""
     target, draft, itemsize = subject.target, subject.draft, params.target.embed.dtype.itemsize
     named = ("depth", "width", "num_nodes", "tokens_per_round", "rounds", "repeats", "page_size")
-    streamed = {"target": weights.forward_bytes(params.target), "kv_token": weights.kv_bytes(target, 1, itemsize)}
+    streamed = {
+        "target": weights.forward_bytes(params.target, target),
+        "kv_token": weights.kv_bytes(target, 1, itemsize),
+    }
     if draft is not None:
         streamed["draft_step"], streamed["extend"] = (
             weights.draft_step_bytes(params, draft),
-            weights.extend_bytes(params),
+            weights.extend_bytes(params, draft),
         )
         streamed["draft_kv_token"] = weights.kv_bytes(draft, 1, itemsize, target)
     return {

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jspec import decode, sampling, tree
 from jspec.bench.machine import WARM_UP
-from jspec.cache import MhaCache, RecurrentCache
+from jspec.cache import MhaCache, MlaCache, RecurrentCache
 from jspec.capture import loop_options
 from jspec.types import Accept, Committed, DecodeState, Drafter, DraftTree, ForwardOutput, Params, Target
 
@@ -125,7 +125,7 @@ def zero_of(result: Any) -> Int[Array, ""]:
 
 def is_cache(x: Any) -> bool:
     """Whether a part of a state is a cache, and no array."""
-    return isinstance(x, MhaCache | RecurrentCache)
+    return isinstance(x, MhaCache | MlaCache | RecurrentCache)
 
 
 def _blank(shape: Any) -> Array:

@@ -3,11 +3,14 @@
 import dataclasses
 
 from jspec.cache import RecurrentLayer
-from jspec.models import Assistant, EagleHead, Gemma4, LanguageModel, Llama, Qwen3Next
+from jspec.models import Assistant, Deepseek, EagleHead, Gemma4, LanguageModel, Llama, Qwen3Next
 from jspec.models.assistant import Clusters
+from jspec.models.deepseek import Latent
 from jspec.models.gemma4 import Attention
-from jspec.models.layers import Llama3Rope
+from jspec.models.layers import Llama3Rope, YarnRope
+from jspec.models.moe import Routed
 from jspec.models.qwen3_next import SharedExperts
+from jspec.models.router import Router
 
 DRAFT_VOCAB_SIZE = 32_000
 """Tokens that published EAGLE-3 heads for these targets draft."""
@@ -24,7 +27,7 @@ class Preset:
 
     target: LanguageModel
     head: EagleHead | None = None
-    standalone: Llama | None = None
+    standalone: LanguageModel | None = None
     assistant: Assistant | None = None
 
 
@@ -214,6 +217,38 @@ _TINY_QWEN3_NEXT = Qwen3Next(
     experts=SharedExperts(count=8, chosen=2, width=8, shared_width=8),
 )
 
+_DEEPSEEK_V2_LITE = Deepseek(
+    vocab_size=102_400,
+    hidden_size=2048,
+    intermediate_size=10_944,
+    num_layers=27,
+    num_heads=16,
+    latent=Latent(query=None, size=512, key=128, rope=64, value=128),
+    experts=Routed(Router(count=64, chosen=6), width=1408, shared=2),
+    dense_layers=1,
+    max_length=163_840,
+    rope_scaling=YarnRope(factor=40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707),
+)
+_QWEN3_30B_A3B = dataclasses.replace(
+    _QWEN3_8B,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_kv_heads=4,
+    experts=Routed(Router(count=128, chosen=8, normalize=True), width=768),
+)
+_TINY_DEEPSEEK = Deepseek(
+    vocab_size=128,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    latent=Latent(query=None, size=16, key=8, rope=8, value=8),
+    experts=Routed(Router(count=8, chosen=2), width=8, shared=2),
+    dense_layers=1,
+    max_length=4096,
+)
+
 PRESETS = {
     "llama-3.1-8b": Preset(_LLAMA_3_1_8B, eagle_head(_LLAMA_3_1_8B), _LLAMA_3_2_1B),
     "llama-3.2-1b": Preset(_LLAMA_3_2_1B, eagle_head(_LLAMA_3_2_1B)),
@@ -230,6 +265,10 @@ PRESETS = {
     "qwen3-next-16-layers": Preset(_QWEN3_NEXT_16, eagle_head(_QWEN3_NEXT_16), _QWEN3_06B),
     "qwen3.5-9b": Preset(_QWEN3_5_9B, eagle_head(_QWEN3_5_9B)),
     "tiny-qwen3-next": Preset(_TINY_QWEN3_NEXT, eagle_head(_TINY_QWEN3_NEXT, draft_vocab_size=64)),
+    # Nobody has published a draft for it; this one, its first layer and its head, has the cost of one.
+    "deepseek-v2-lite": Preset(_DEEPSEEK_V2_LITE, standalone=dataclasses.replace(_DEEPSEEK_V2_LITE, num_layers=1)),
+    "qwen3-30b-a3b": Preset(_QWEN3_30B_A3B, eagle_head(dataclasses.replace(_QWEN3_30B_A3B, experts=None)), _QWEN3_06B),
+    "tiny-deepseek": Preset(_TINY_DEEPSEEK, standalone=dataclasses.replace(_TINY_DEEPSEEK, num_layers=1)),
     "gemma-4-31b": Preset(
         _GEMMA_4_31B, assistant=gemma4_assistant(_GEMMA_4_31B, hidden_size=1024, intermediate_size=8192)
     ),

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache import LayerKeys
+from jspec.cache.mla import UpProjections
 from jspec.memory import tree_bytes
 from jspec.models import (
     Assistant,
     AssistantParams,
+    Deepseek,
+    DeepseekParams,
     EagleHead,
     EagleParams,
     Gemma4,
@@ -23,9 +26,12 @@ from jspec.models import (
     Qwen3NextParams,
 )
 from jspec.models.assistant import AssistantLayerParams, ClusterParams
-from jspec.models.gemma4 import Gemma4LayerParams, PerLayerInputParams, PerLayerParams
+from jspec.models.deepseek import DeepseekLayerParams
+from jspec.models.gemma4 import ExpertParams, Gemma4LayerParams, PerLayerInputParams, PerLayerParams
 from jspec.models.llama import LayerParams
-from jspec.models.qwen3_next import AttentionParams, DeltaParams, DenseParams, ExpertParams, Qwen3NextLayerParams
+from jspec.models.moe import Routed, RoutedParams
+from jspec.models.qwen3_next import AttentionParams, DeltaParams, DenseParams, Qwen3NextLayerParams
+from jspec.models.qwen3_next import ExpertParams as SharedExpertParams
 from jspec.types import Params
 
 SPREAD = 0.02
@@ -38,17 +44,15 @@ P = TypeVar("P")
 
 
 def shapes_of(config: LanguageModel | EagleHead | Assistant, dtype: Any) -> Any:
-    """The weights of a model as `jax.ShapeDtypeStruct`s.
-
-    Raises:
-      ValueError: Gemma 4 with experts, of which there is no preset.
-    """
+    """The weights of a model as `jax.ShapeDtypeStruct`s."""
     if isinstance(config, Llama):
         return llama_shapes(config, dtype)
     if isinstance(config, Gemma4):
         return gemma4_shapes(config, dtype)
     if isinstance(config, Qwen3Next):
         return qwen3_next_shapes(config, dtype)
+    if isinstance(config, Deepseek):
+        return deepseek_shapes(config, dtype)
     return head_shapes(config, dtype) if isinstance(config, EagleHead) else assistant_shapes(config, dtype)
 
 
@@ -56,7 +60,9 @@ def llama_shapes(config: Llama, dtype: Any) -> LlamaParams:
     """The weights of a model as `jax.ShapeDtypeStruct`s."""
     shape = _shape_of(dtype)
     vocabulary, width = config.vocab_size, config.hidden_size
-    layers = tuple(_layer_shapes(config, width, dtype) for _ in range(config.num_layers))
+    layers = tuple(
+        _layer_shapes(config, width, dtype, config.layer_experts(index)) for index in range(config.num_layers)
+    )
     head = None if config.tie_embeddings else shape((width, vocabulary))
     return LlamaParams(shape((vocabulary, width)), layers, shape((width,)), head)
 
@@ -85,9 +91,7 @@ def head_shapes(config: EagleHead, dtype: Any) -> EagleParams:
 
 
 def gemma4_shapes(config: Gemma4, dtype: Any) -> Gemma4Params:
-    """The weights of a model without experts as `jax.ShapeDtypeStruct`s."""
-    if config.experts is not None:
-        raise ValueError("random weights are made of dense models only, and this one has experts")
+    """The weights of a model as `jax.ShapeDtypeStruct`s."""
     shape, width, size = _shape_of(dtype), config.hidden_size, config.per_layer_size
     layers = []
     for index, kind in enumerate(config.attention):
@@ -102,7 +106,7 @@ def gemma4_shapes(config: Gemma4, dtype: Any) -> Gemma4Params:
             o=shape((query, width)),
             gate_up=shape((width, 2 * mlp)),
             down=shape((mlp, width)),
-            experts=None,
+            experts=_gemma4_expert_shapes(config, dtype),
             per_layer=per_layer,
             scalar=shape(()),
         )
@@ -143,7 +147,7 @@ def qwen3_next_shapes(config: Qwen3Next, dtype: Any) -> Qwen3NextParams:
     return Qwen3NextParams(shape((config.vocab_size, width)), layers, wide((width,)), head)
 
 
-def _mlp_shapes(config: Qwen3Next, layer: int, dtype: Any) -> DenseParams | ExpertParams:
+def _mlp_shapes(config: Qwen3Next, layer: int, dtype: Any) -> DenseParams | SharedExpertParams:
     shape, width, experts = _shape_of(dtype), config.hidden_size, config.experts
 
     def gated(inner):
@@ -151,12 +155,72 @@ def _mlp_shapes(config: Qwen3Next, layer: int, dtype: Any) -> DenseParams | Expe
 
     if experts is None or layer in config.dense:
         return gated(config.intermediate_size)
-    return ExpertParams(
+    return SharedExpertParams(
         router=shape((width, experts.count)),
         gate_up=shape((experts.count, width, 2 * experts.width)),
         down=shape((experts.count, experts.width, width)),
         shared=gated(experts.shared_width),
         shared_gate=shape((width, 1)),
+    )
+
+
+def _gemma4_expert_shapes(config: Gemma4, dtype: Any) -> ExpertParams | None:
+    if config.experts is None:
+        return None
+    shape, width, count, inner = _shape_of(dtype), config.hidden_size, config.experts.count, config.experts.width
+    return ExpertParams(
+        router_scale=shape((width,)),
+        router=shape((width, count)),
+        scales=shape((count,)),
+        gate_up=shape((count, width, 2 * inner)),
+        down=shape((count, inner, width)),
+        norm=shape((width,)),
+        out_norm=shape((width,)),
+        mlp_out_norm=shape((width,)),
+    )
+
+
+def deepseek_shapes(config: Deepseek, dtype: Any) -> DeepseekParams:
+    """The weights of a model as `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      ValueError: it has layers for multi-token prediction or indexers, of which no preset has any.
+    """
+    if config.mtp_layers or config.indexer:
+        raise ValueError("random weights are made of DeepSeek V2 and V3 without layers for multi-token prediction only")
+    shape, width, latent = _shape_of(dtype), config.hidden_size, config.latent
+    queries = config.num_heads * (latent.key + latent.rope)
+    layers = []
+    for index in range(config.num_layers):
+        mlp = config.mlp_width(index)
+        layer = DeepseekLayerParams(
+            attention_norm=shape((width,)),
+            down_projection=shape((width, (latent.query or queries) + latent.width)),
+            query_norm=shape((latent.query,)) if latent.query else None,
+            query=shape((latent.query, queries)) if latent.query else None,
+            latent_norm=shape((latent.size,)),
+            up=UpProjections(
+                shape((config.num_heads, latent.key, latent.size)), shape((config.num_heads, latent.size, latent.value))
+            ),
+            o=shape((config.num_heads * latent.value, width)),
+            mlp_norm=shape((width,)),
+            gate_up=shape((width, 2 * mlp)),
+            down=shape((mlp, width)),
+            experts=_routed_shapes(config.experts, width, dtype) if index >= config.dense_layers else None,
+        )
+        layers.append(layer)
+    vocabulary = config.vocab_size
+    head = None if config.tie_embeddings else shape((width, vocabulary))
+    return DeepseekParams(shape((vocabulary, width)), tuple(layers), shape((width,)), head)
+
+
+def _routed_shapes(experts: Routed, width: int, dtype: Any) -> RoutedParams:
+    shape, inner, router = _shape_of(dtype), experts.width, experts.router
+    return RoutedParams(
+        router=shape((width, router.count), dtype=jnp.float32),
+        bias=shape((router.count,), dtype=jnp.float32) if router.sigmoid else None,
+        gate_up=shape((router.count, width, 2 * inner)),
+        down=shape((router.count, inner, width)),
     )
 
 
@@ -190,7 +254,7 @@ def _norm_shapes(width: int, dtype: Any) -> dict[str, Any]:
     return {name: jax.ShapeDtypeStruct((width,), dtype) for name in names}
 
 
-def _layer_shapes(config: Any, read: int, dtype: Any) -> LayerParams:
+def _layer_shapes(config: Any, read: int, dtype: Any, experts: Routed | None = None) -> LayerParams:
     """read: width of what the attention reads."""
     shape = _shape_of(dtype)
     width, heads, dim = config.hidden_size, config.num_heads, config.head_dim
@@ -204,8 +268,9 @@ def _layer_shapes(config: Any, read: int, dtype: Any) -> LayerParams:
         o=shape((heads * dim, width)),
         o_bias=None,
         mlp_norm=shape((width,)),
-        gate_up=shape((width, 2 * config.intermediate_size)),
-        down=shape((config.intermediate_size, width)),
+        gate_up=None if experts else shape((width, 2 * config.intermediate_size)),
+        down=None if experts else shape((config.intermediate_size, width)),
+        experts=_routed_shapes(experts, width, dtype) if experts else None,
     )
 
 
@@ -249,11 +314,30 @@ def count(tree: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def forward_bytes(params: LlamaParams | Gemma4Params | Qwen3NextParams) -> int:
+def forward_bytes(params: Any, config: Any = None, tokens: int = 1) -> int:
     """Weights that one forward reads: layers, norm and LM head. The embedding is a gather, unless it is the LM head.
 
-    Of a mixture of experts all, as many rows read; `spared_bytes` says what few rows leave out.
+    Of experts those that so many tokens choose, on average, where each expert is as likely as the others.
+
+    config: the model's, which is needed where it has experts.
     """
+    # Qwen3-Next has experts in place of the MLP, the others beside it.
+    found = (getattr(layer, "experts", getattr(layer, "mlp", None)) for layer in params.layers)
+    experts = [each for each in found if each is not None and not isinstance(each, DenseParams)]
+    if experts:
+        unread = (1 - _chosen_share(config)) ** tokens
+        spared = int(unread * tree_bytes([(each.gate_up, each.down) for each in experts]))
+        return _all_bytes(params) - spared
+    return _all_bytes(params)
+
+
+def _chosen_share(config: Any) -> float:
+    """Of a layer's experts those that a token goes through."""
+    experts = config.experts.router if isinstance(config.experts, Routed) else config.experts
+    return experts.chosen / experts.count
+
+
+def _all_bytes(params: Any) -> int:
     if isinstance(params, Gemma4Params):
         inputs = None if params.per_layer is None else (params.per_layer.projection, params.per_layer.norm)
         return tree_bytes((params.layers, params.norm, params.embed, inputs))
@@ -264,11 +348,11 @@ def forward_bytes(params: LlamaParams | Gemma4Params | Qwen3NextParams) -> int:
 def draft_step_bytes(params: Params, config: Any = None) -> int:
     """Weights that one forward of the draft reads while it drafts.
 
-    config: the draft's, which is needed where it chooses among clusters of tokens.
+    config: the draft's, which is needed where it has experts, or chooses among clusters of tokens.
     """
     draft = params.draft
-    if isinstance(draft, LlamaParams | Gemma4Params | Qwen3NextParams):
-        return forward_bytes(draft)
+    if isinstance(draft, LlamaParams | Gemma4Params | DeepseekParams | Qwen3NextParams):
+        return forward_bytes(draft, config)
     if isinstance(draft, AssistantParams):
         head = tree_bytes(draft.head)
         if draft.clusters is not None:
@@ -282,23 +366,16 @@ def draft_step_bytes(params: Params, config: Any = None) -> int:
     return tree_bytes((draft.layers, draft.norm, draft.hidden_norm, every_step, head))
 
 
-def extend_bytes(params: Params) -> int:
-    """Weights that the draft reads after a round: those of a step, and what fuses the target's hidden states."""
+def extend_bytes(params: Params, config: Any = None) -> int:
+    """Weights that the draft reads after a round: those of a step, and what fuses the target's hidden states.
+
+    config: as in `draft_step_bytes`.
+    """
     draft = params.draft
     if isinstance(draft, AssistantParams):
         return 0
     fuses = isinstance(draft, EagleParams) and draft.hidden_norm is not None
-    return draft_step_bytes(params) + (tree_bytes((draft.fc, draft.fc_bias, draft.fc_norms)) if fuses else 0)
-
-
-def spared_bytes(params: Any, config: Any, tokens: int) -> int:
-    """Weights of the experts that none of so many tokens reads, where each chooses evenly; 0 of a model without any."""
-    if not isinstance(config, Qwen3Next) or config.experts is None:
-        return 0
-    experts = config.experts
-    unread = (1 - experts.chosen / experts.count) ** tokens
-    mlps = [layer.mlp for layer in params.layers if isinstance(layer.mlp, ExpertParams)]
-    return round(unread * tree_bytes([(mlp.gate_up, mlp.down) for mlp in mlps]))
+    return draft_step_bytes(params, config) + (tree_bytes((draft.fc, draft.fc_bias, draft.fc_norms)) if fuses else 0)
 
 
 def kv_bytes(config: Any, context: int, itemsize: int, target: Any = None) -> int:
@@ -315,8 +392,7 @@ def kv_bytes(config: Any, context: int, itemsize: int, target: Any = None) -> in
     else:
         full = getattr(config, "full", (True,) * config.num_layers)
         keys = [config.layer_keys(layer) for layer in range(config.num_layers) if full[layer]]
-    seen = sum(layer.kv_heads * layer.head_dim * min(context, layer.window or context) for layer in keys)
-    return 2 * seen * itemsize
+    return sum(layer.width * min(context, layer.window or context) for layer in keys) * itemsize
 
 
 def state_bytes(config: Any, itemsize: int) -> int:
@@ -344,11 +420,11 @@ def round_bytes(
       target and as many of the draft as tokens, of which the first is its extension, but for an assistant.
     """
     itemsize = params.target.embed.dtype.itemsize
-    total = forward_bytes(params.target) + batch * kv_bytes(target, context, itemsize)
-    total += 2 * batch * state_bytes(target, itemsize) - spared_bytes(params.target, target, batch * (depth + 1))
+    total = forward_bytes(params.target, target, batch * (depth + 1)) + batch * kv_bytes(target, context, itemsize)
+    total += 2 * batch * state_bytes(target, itemsize)
     if not depth:
         return total
     assert draft is not None
     own = depth * batch * kv_bytes(draft, context, itemsize, target)
-    extends = extend_bytes(params)
+    extends = extend_bytes(params, draft)
     return total + (depth - bool(extends)) * draft_step_bytes(params, draft) + extends + own

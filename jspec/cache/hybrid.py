@@ -43,11 +43,18 @@ class LayerKeys:
     """The keys and values that a layer makes.
 
     window: positions that a token sees, its own included; None: all.
+    latent: how many numbers of a row, the first ones, are its value, too; None: keys and values are apart.
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
+    latent: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Numbers that a token leaves."""
+        return self.kv_heads * self.head_dim * (2 if self.latent is None else 1)
 
     def empty(self, batch: int, capacity: int, page_size: int, *, layers: int, dtype: Any) -> MhaCache:
         """The pages of so many layers.

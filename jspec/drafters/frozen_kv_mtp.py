@@ -75,6 +75,8 @@ class FrozenKvMtp:
                     f"the assistant reads layer {layer}, and this target has the layers 0 to {target.num_layers - 1}"
                 )
             keys = target.layer_keys(layer)
+            if keys.latent is not None:
+                raise ValueError(f"the assistant reads layer {layer}, which keeps latents there, no keys of heads")
             if keys.head_dim != head_dim or draft.num_heads % keys.kv_heads:
                 raise ValueError(
                     f"the assistant reads layer {layer} with {draft.num_heads} heads of dimension {head_dim}, and this "

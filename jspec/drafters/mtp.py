@@ -67,7 +67,10 @@ class Mtp:
         """Takes the heads' configuration; they must be of a target of this shape."""
         if not isinstance(draft, MtpHeads):
             given = "none are loaded" if draft is None else f"a {type(draft).__name__} is loaded"
-            raise ValueError(f'drafter Mtp needs MTP heads as draft, and {given}: jspec.load(..., draft="mtp")')
+            raise ValueError(
+                f"drafter Mtp needs the heads of the target's own checkpoint as draft, and {given}: "
+                "jspec.load(...) takes them where there are any and no other draft is named"
+            )
         for name, ours, theirs in (
             ("vocabulary", draft.layer.vocab_size, target.vocab_size),
             ("hidden size", draft.layer.hidden_size, target.hidden_size),

@@ -20,6 +20,8 @@ class Decoder(abc.ABC):
     vocab_size: int
     hidden_size: int
     num_layers: int
+    mtp_layers: int = 0
+    """MTP heads that its checkpoint holds."""
     drafter: ClassVar[str] = "standalone"
     """The drafter that such a model is the draft of."""
 
@@ -60,7 +62,7 @@ class Decoder(abc.ABC):
     ) -> Iterator[tuple[Float[Array, "B N E"], Any]]:
         """Yields after each layer the residual stream, which begins as `x`, and the layer's rows of this round.
 
-        attend: a cache's `attend`, which takes (layer, q, k, v, scale=) and, of caches with windows, positions=.
+        attend: the cache's `attend`, given all but what a layer knows: (layer, q, k, v, scale=) of most caches.
         earlier: as in `apply`.
         only: where it is given, the last layer may yield the stream of these tokens alone, [B, 1, E], and saves what
           the others would take.
@@ -73,6 +75,14 @@ class Decoder(abc.ABC):
     @abc.abstractmethod
     def unembed(self, params: Any, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
+
+    def mtp_layer(self) -> "Decoder":
+        """The layer of an MTP head as a decoder of its own.
+
+        Raises:
+          ValueError: a family whose checkpoints hold none.
+        """
+        raise ValueError(f"checkpoints of a {type(self).__name__} hold no MTP heads")
 
     def init_cache(self, params: Any, batch: int, capacity: int, page_size: int) -> Any:
         """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""

@@ -32,6 +32,45 @@ class Llama3Rope:
 
 
 @dataclasses.dataclass(frozen=True)
+class YarnRope:
+    """Frequency scaling of YaRN (Peng et al., arXiv 2309.00071), with the two magnitudes of DeepSeek.
+
+    original_length: the context that the model was trained with, which becomes `factor` times as long.
+    beta_fast, beta_slow: turns within that context above which a frequency is kept, and below which it is divided.
+    mscale: of the rotated numbers, None: 1 over all dimensions; mscale_all_dim: of what all dimensions contribute to a
+      score, None: not scaled.
+    attention_factor: what rotated numbers are multiplied by, where the two above do not say.
+    truncate: whether the two bounds are rounded to whole pairs.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    @property
+    def magnitude(self) -> float:
+        """What rotated numbers are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
+        return self._scale(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by, in DeepSeek."""
+        return self._scale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _scale(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Only:
     """The one token of each sequence whose hidden state is wanted, and which rows of the round it sees."""
 
@@ -89,6 +128,17 @@ def wide_rms_norm(
     return scaled.astype(x.dtype)
 
 
+def layer_norm(
+    x: Float[Array, "*batch E"], weight: Float[Array, " E"], bias: Float[Array, " E"], eps: float
+) -> Float[Array, "*batch E"]:
+    """Layer norm (Ba, Kiros and Hinton, arXiv 1607.06450), computed in float32."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    scaled = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    weight, bias = (each.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + each.shape) for each in (weight, bias))
+    return (scaled * weight + bias).astype(x.dtype)
+
+
 def gated_mlp(
     x: Float[Array, "*batch E"],
     gate_up: Float[Array, "E F2"],
@@ -105,11 +155,13 @@ def gelu(x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
     return jax.nn.gelu(x, approximate=True)
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | None) -> Float[Array, " half"]:
+def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | YarnRope | None) -> Float[Array, " half"]:
     """Rotation in radians a position, for each of the head_dim / 2 pairs (Su et al., arXiv 2104.09864, section 3.2)."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return frequency
+    if isinstance(scaling, YarnRope):
+        return frequency * _yarn_factors(head_dim, theta, scaling)
     wavelength = 2 * math.pi / frequency
     low = scaling.original_length / scaling.low_freq_factor
     high = scaling.original_length / scaling.high_freq_factor
@@ -121,12 +173,31 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | None) ->
     return jnp.where(wavelength < high, frequency, scaled)
 
 
+def _yarn_factors(head_dim: int, theta: float, scaling: YarnRope) -> Float[Array, " half"]:
+    """What each frequency is multiplied by: 1 for fast ones, 1 / factor for slow ones, and between them a ramp."""
+
+    def pair_of(turns: float) -> float:
+        """The pair, counted in fractions, that makes so many turns within the original context."""
+        return head_dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    pair = jnp.arange(head_dim // 2, dtype=jnp.float32)
+    slow = jnp.clip((pair - low) / max(high - low, 0.001), 0.0, 1.0)
+    return 1.0 - slow + slow / scaling.factor
+
+
 def rotation(
-    positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"], dtype: Any
+    positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"], dtype: Any, magnitude: float = 1.0
 ) -> tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]]:
-    """Cosine and sine of the angles, position times frequency, by which the pairs of each head are rotated."""
+    """Cosine and sine of the angles, position times frequency, by which the pairs of each head are rotated.
+
+    magnitude: what the rotated pairs are multiplied by, too.
+    """
     angle = positions.astype(jnp.float32)[..., None] * frequencies.reshape(1, 1, -1)
-    return jnp.cos(angle).astype(dtype), jnp.sin(angle).astype(dtype)
+    return (magnitude * jnp.cos(angle)).astype(dtype), (magnitude * jnp.sin(angle)).astype(dtype)
 
 
 def proportional_frequencies(head_dim: int, theta: float, share: float) -> Float[Array, " half"]:
@@ -140,4 +211,11 @@ def rope(
     x: Float[Array, "B N H D"], positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"]
 ) -> Float[Array, "B N H D"]:
     """Rotates the pairs (i, i + D/2) of each head by position times frequency."""
-    return split_heads.rotate(x, *rotation(positions, frequencies, x.dtype))
+    return rotate(x, *rotation(positions, frequencies, x.dtype))
+
+
+def rotate(
+    x: Float[Array, "B N H D"], cos: Float[Array, "#B #N half"], sin: Float[Array, "#B #N half"]
+) -> Float[Array, "B N H D"]:
+    """Rotates the pairs (i, i + D/2) of each head by the angles that `rotation` gives."""
+    return split_heads.rotate(x, cos, sin)

@@ -1,4 +1,4 @@
-"""Decoders of the Llama shape: Llama 3.x, and Qwen3 dense (a norm on each query and key head).
+"""Decoders of the Llama shape: Llama 3.x, and Qwen3 (a norm on each query and key head), dense or with experts.
 
 Features: grouped-query attention, rotary positions with Llama 3 scaling, SwiGLU, tied or separate LM head. The
 query, key and value projections are one matrix and so are gate and up; layers are separate arrays, unrolled in the
@@ -17,6 +17,7 @@ from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.models import layers
 from jspec.models.decoder import Decoder
+from jspec.models.moe import Routed, RoutedParams, routed_mlp
 from jspec.struct import struct
 from pallas_kernels.split_heads import split_heads
 
@@ -37,8 +38,10 @@ class LayerParams:
     o: Float[Array, "HD E"]
     o_bias: Float[Array, " E"] | None
     mlp_norm: Float[Array, " E"]
-    gate_up: Float[Array, "E F2"]
-    down: Float[Array, "F E"]
+    gate_up: Float[Array, "E F2"] | None
+    down: Float[Array, "F E"] | None
+    experts: RoutedParams | None = None
+    """None, or the MLP is."""
 
 
 @struct
@@ -53,7 +56,10 @@ class LlamaParams:
 
 @dataclasses.dataclass(frozen=True)
 class Llama(Decoder):
-    """The configuration of a model; static, hashable by value, with its forward as methods."""
+    """The configuration of a model; static, hashable by value, with its forward as methods.
+
+    experts: in place of the MLP of each layer but the `dense_layers`; None: there are none.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -69,6 +75,12 @@ class Llama(Decoder):
     tie_embeddings: bool = False
     qk_norm: bool = False
     attention_bias: bool = False
+    experts: Routed | None = None
+    dense_layers: tuple[int, ...] = ()
+
+    def layer_experts(self, layer: int) -> Routed | None:
+        """The experts of a layer."""
+        return None if layer in self.dense_layers else self.experts
 
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> MhaCache:
         """An empty cache for `batch` sequences of `capacity` rows."""
@@ -152,7 +164,7 @@ def decoder_layer(
 ) -> tuple[Float[Array, "B N E"], tuple[Array, Array]]:
     """Attention over `normed`, then the MLP, each added to the residual stream `x`.
 
-    config: says num_heads, num_kv_heads, head_dim and rms_norm_eps.
+    config: says num_heads, num_kv_heads, head_dim, rms_norm_eps and, for a layer with experts, experts.
     rotation: of each token, see `layers.rotation`.
     attend: a cache's `attend` of this layer, given (q, k, v).
     earlier: keys and values of this round's earlier rows.
@@ -170,5 +182,8 @@ def decoder_layer(
         x, q = layers.take_token(x, only.token), layers.take_token(q, only.token)
         attend = partial(attend, mask=only.mask)
     x = x + layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o, layer.o_bias)
-    mlp = layers.gated_mlp(layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.gate_up, layer.down)
-    return x + mlp, (k, v)
+    normed = layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
+    if layer.experts is not None:
+        return x + routed_mlp(normed, layer.experts, config.experts.router), (k, v)
+    assert layer.gate_up is not None and layer.down is not None
+    return x + layers.gated_mlp(normed, layer.gate_up, layer.down), (k, v)

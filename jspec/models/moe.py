@@ -1,10 +1,46 @@
 """Mixture of experts: a token goes through the few MLPs that a router chose (Shazeer et al., arXiv 1701.06538)."""
 
+import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
+
+from jspec.models import layers
+from jspec.models.router import Router
+from jspec.struct import struct
+from pallas_kernels.grouped_matmul import grouped_matmul
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """Experts of a width and the router that chooses among them.
+
+    shared: how many more of that width there are for every token, as one MLP.
+    """
+
+    router: Router
+    width: int
+    shared: int = 0
+
+
+@struct
+class RoutedParams:
+    """X experts of width F, F2 = 2 F, and the router that chooses among them, in float32."""
+
+    router: Float[Array, "E X"]
+    bias: Float[Array, " X"] | None
+    """On the scores, for the choice alone (DeepSeek-V3)."""
+    gate_up: Float[Array, "X E F2"]
+    down: Float[Array, "X F E"]
+
+
+def routed_mlp(x: Float[Array, "*batch E"], experts: RoutedParams, router: Router) -> Float[Array, "*batch E"]:
+    """What the experts that the router chooses make of each token, with gated MLPs."""
+    flat = x.reshape(-1, x.shape[-1])
+    ids, weights = router.route(layers.linear(flat.astype(jnp.float32), experts.router), experts.bias)
+    return experts_mlp(flat, ids, weights, experts.gate_up, experts.down, jax.nn.silu).reshape(x.shape)
 
 
 def experts_mlp(
@@ -17,22 +53,17 @@ def experts_mlp(
 ) -> Float[Array, "T E"]:
     """The weighted sum of what the experts `ids` make of each token, summed in float32.
 
-    Tokens are put in the order of their experts, so that each expert's are one block of a ragged product.
+    Tokens are put in the order of their experts, so that each expert's are one block of a grouped product.
     """
     (tokens, chosen), experts = ids.shape, gate_up.shape[0]
     expert = ids.reshape(-1)
     # Places are counted, not sorted: a sort keeps a GPU from running the loop as one graph.
     key = expert * expert.size + jnp.arange(expert.size, dtype=expert.dtype)
     place = (key[:, None] < key[None]).sum(0, dtype=jnp.int32)
-    order = jnp.zeros_like(place).at[place].set(jnp.arange(expert.size, dtype=jnp.int32), unique_indices=True)
+    slots = jnp.arange(expert.size, dtype=jnp.int32)
+    order = jnp.zeros_like(place).at[place].set(slots, unique_indices=True, mode="promise_in_bounds")
     sizes = (expert[None] == jnp.arange(experts, dtype=expert.dtype)[:, None]).sum(1, dtype=jnp.int32)
-    gate, up = jnp.split(_ragged(jnp.take(x, order // chosen, axis=0, mode="clip"), gate_up, sizes), 2, axis=-1)
-    out = jnp.take(_ragged(activation(gate) * up, down, sizes), place, axis=0, mode="clip")
+    gate, up = jnp.split(grouped_matmul(jnp.take(x, order // chosen, axis=0, mode="clip"), gate_up, sizes), 2, axis=-1)
+    out = jnp.take(grouped_matmul(activation(gate) * up, down, sizes), place, axis=0, mode="clip")
     weighted = weights[:, :, None] * out.astype(jnp.float32).reshape(tokens, chosen, -1)
     return weighted.sum(1).astype(x.dtype)
-
-
-def _ragged(x, weight, sizes):
-    """Each block of rows, `sizes` of them, times the weight of its expert; exact in float32, as `layers.linear`."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.ragged_dot(x, weight, sizes, precision=precision)

@@ -151,6 +151,10 @@ class Qwen3Next(Decoder):
         """Dimensions of a head that rotate."""
         return int(self.head_dim * self.rotary_share)
 
+    def mtp_layer(self) -> "Qwen3Next":
+        """The layer of an MTP head, which attends to all tokens, as a decoder of its own."""
+        return dataclasses.replace(self, full=(True,), dense=(), mtp_layers=0)
+
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> HybridCache:
         """An empty cache for `batch` sequences of `capacity` rows; states in float32."""
         kinds = [self.layer_keys(index) if full else self.state for index, full in enumerate(self.full)]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from jspec.drafters import FrozenKvMtp
-from jspec.models import Assistant, AssistantParams, Gemma4, Gemma4Params, Llama, LlamaParams
+from jspec.models import Assistant, AssistantParams, Gemma4, Gemma4Params, LanguageModel, Llama, LlamaParams
 from jspec.models.assistant import AssistantLayerParams
 from jspec.models.decoder import Decoder
 from jspec.struct import struct
@@ -152,6 +152,20 @@ def configure(
     )
     FrozenKvMtp().bind(target, config)
     return config
+
+
+def require_keys(target: LanguageModel) -> Llama | Gemma4:
+    """`target`, where an assistant can be trained for it: each of its layers has keys and values of heads.
+
+    Raises:
+      ValueError: some of them keep other things.
+    """
+    if isinstance(target, Llama | Gemma4):
+        return target
+    raise ValueError(
+        "an assistant can be trained for targets of the Llama shape and for Gemma 4, and this is a "
+        f"{type(target).__name__}"
+    )
 
 
 def default_reads(target: Llama | Gemma4, count: int) -> tuple[int, ...]:

@@ -57,9 +57,10 @@ def train_assistant(
     Raises:
       ValueError: arguments that do not fit together; see the message.
     """
-    config = assistant.configure(model.target, reads=reads, num_layers=num_layers, target_head=target_head)
+    target = assistant.require_keys(model.target)
+    config = assistant.configure(target, reads=reads, num_layers=num_layers, target_head=target_head)
     recipe = DraftRecipe(steps=steps, batch_tokens=batch_tokens, length=rows.shape[1], **numbers)
-    setup = DraftSetup(AssistantLearner(config, model.target), recipe, str(model.params.target.embed.dtype))
+    setup = DraftSetup(AssistantLearner(config, target), recipe, str(model.params.target.embed.dtype))
     return distil.train_in_memory(setup, model, rows, progress=progress)
 
 
@@ -83,8 +84,9 @@ def main(args: argparse.Namespace) -> int:
     """Runs `jspec train frozen-kv-mtp`."""
     model = distil.load_target(args)
     given = {name: getattr(args, name) for name in _SHAPE}
-    config = assistant.configure(model.target, reads=None if args.reads is None else tuple(args.reads), **given)
-    setup, state = distil.run(AssistantLearner(config, model.target), model, args)
+    target = assistant.require_keys(model.target)
+    config = assistant.configure(target, reads=None if args.reads is None else tuple(args.reads), **given)
+    setup, state = distil.run(AssistantLearner(config, target), model, args)
     assistant_checkpoint.save(args.out, config, state.serve(jnp.float32))
     kind = describe(config, count(state.params), args)
     card = draft_card.write(setup, state, kind, args, device=jax.devices()[0].device_kind)

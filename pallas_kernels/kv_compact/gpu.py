@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ class Config:
     """How the work of one call is cut up."""
 
     parts: int
-    """Parts of a pool, the keys or the values of a layer, that one program writes a row of; a power of two."""
+    """Parts of all layers, as the keys of one of them, that one program writes a row of; a power of two."""
     num_warps: int
 
 
@@ -31,9 +32,9 @@ def default_config(*, parts: int, width: int) -> Config:
 
 def kv_compact(pool, rows, page_table, start, length, *, config: Config | None = None):
     """Arguments as in `reference.kv_compact`; `config` replaces the one that `default_config` takes."""
-    layers, _, num_pages, page_size, heads, dim = pool.shape
-    _, batch, steps, _, _ = rows.shape
-    parts, width = 2 * layers, heads * dim
+    layers, each, num_pages, page_size, *row = pool.shape
+    batch, steps = rows.shape[1:3]
+    parts, width = layers * each, math.prod(row)
     config = config or default_config(parts=parts, width=width)
     flat = jax.ShapeDtypeStruct((parts, num_pages, page_size, width), pool.dtype)
     out = pl.pallas_call(
@@ -49,12 +50,12 @@ def kv_compact(pool, rows, page_table, start, length, *, config: Config | None =
 
 
 def _write(
-    rows_ref,  # [2 L, B, A, W]
+    rows_ref,  # [L * parts, B, A, W]
     table_ref,  # [B, pages]
     start_ref,  # [B]
     length_ref,  # [B]
     _,
-    pool_ref,  # [2 L, P, page, W]
+    pool_ref,  # [L * parts, P, page, W]
     *,
     each,
 ):

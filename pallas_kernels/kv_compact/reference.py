@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 
 def kv_compact(pool, rows, page_table, start, length):
-    """Arguments as in `api.kv_compact`, but that `rows` [2 L, B, A, K, D] stand along the path already."""
+    """Arguments as in `api.kv_compact`, but that `rows` [L * parts, B, A, *row] stand along the path already."""
     num_pages, page_size = pool.shape[2:4]
     step = jnp.arange(rows.shape[2], dtype=start.dtype)[None]
     position = start[:, None] + step

@@ -36,9 +36,9 @@ def _write(
     table_ref,  # [B, pages]
     start_ref,  # [B]
     length_ref,  # [B]
-    rows_ref,  # [L, 2, B, A, K, D]
+    rows_ref,  # [L, parts, B, A, *row]
     _,
-    pool_ref,  # [L, 2, P, page, K, D]
+    pool_ref,  # [L, parts, P, page, *row]
     done,
 ):
     b, page_size = pl.program_id(0), pool_ref.shape[3]

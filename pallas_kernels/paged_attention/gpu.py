@@ -41,13 +41,13 @@ def default_config(
     *, batch: int, kv_heads: int, rows: int, keys: int, page_size: int | None, head_dim: int, dtype
 ) -> Config:
     """The configuration for shapes that are known at trace time: `rows` is N * G, and `keys` the most that one sees."""
-    row_bytes = _padded(head_dim) * jnp.dtype(dtype).itemsize
+    row_bytes = padded(head_dim) * jnp.dtype(dtype).itemsize
     processors, heads = platform.processors(), batch * kv_heads
     # Products of float32 run outside the tensor cores and hold their operands in registers.
     largest_m = max({2: 128, 4: 32}[jnp.dtype(dtype).itemsize] * 256 // max(row_bytes, 256), 16)
     short = page_size is None or heads * pl.cdiv(rows, largest_m) * (keys // LONG) < processors
-    block_m = min(_padded(rows), min(largest_m, 64) if short else largest_m)
-    block_k = max(16, min(64, 16384 // row_bytes, _padded(keys)))
+    block_m = min(padded(rows), min(largest_m, 64) if short else largest_m)
+    block_k = max(16, min(64, 16384 // row_bytes, padded(keys)))
     programs = heads * pl.cdiv(rows, block_m)
     each = 2 if block_m <= 32 or keys >= LONG * processors // programs else 1
     # A share that is shorter than its tile is high costs more to merge than it saves.
@@ -61,7 +61,7 @@ def default_config(
     )
 
 
-def _padded(size):
+def padded(size):
     """The power of two that holds `size`: Triton has no other blocks, and its products none below 16."""
     return max(16, pl.next_power_of_2(size))
 
@@ -147,15 +147,16 @@ def paged_attention(
         # An array, as XLA compiles a kernel once for all the calls that differ in their arrays alone.
         jnp.full(1, layer, jnp.int32),
         pool,
-        _int32(page_table),
-        _int32(prefix_length),
-        _int32(prefix_start),
+        int32_or_none(page_table),
+        int32_or_none(prefix_length),
+        int32_or_none(prefix_start),
         mask,
     )
-    return (out[0] if config.splits == 1 else _merge(out, q.dtype, interpret)).reshape(q.shape)
+    return (out[0] if config.splits == 1 else merge(out, q.dtype, interpret)).reshape(q.shape)
 
 
-def _int32(x):
+def int32_or_none(x):
+    """An optional array of integers, as kernels read them."""
     return None if x is None else x.astype(jnp.int32)
 
 
@@ -207,13 +208,19 @@ def _kernel(
     tile = tiles - 1 - pl.program_id(1) % tiles
     row = tile * config.block_m + jnp.arange(config.block_m)
     node, member, real = row // group, row % group, row < nodes * group
-    stored = (node[:, None], member[:, None], jnp.arange(_padded(dim))[None])
+    stored = (node[:, None], member[:, None], jnp.arange(padded(dim))[None])
     inside = real[:, None] & (stored[2] < dim)
     q = pltriton.load(q_ref.at[stored], mask=inside, other=0)
 
     def attend(blocks, state):
         begin, end, fetch = blocks
-        return lax.fori_loop(begin, end, lambda i, s: _absorb(q, fetch(i), s, scale, soft_cap), state)
+
+        def body(i, state):
+            keys, values, visible = fetch(i)
+            scores = in_base_2(dot(q, keys.astype(q.dtype).T), scale, soft_cap)
+            return absorb(jnp.where(visible, scores, -jnp.inf), values.astype(q.dtype), state)
+
+        return lax.fori_loop(begin, end, body, state)
 
     state = (
         jnp.full(config.block_m, -jnp.inf, jnp.float32),
@@ -286,31 +293,31 @@ def _own(k_ref, v_ref, mask_ref, node, real, nodes, share, config):
 
 def _load(ref, lead, row, used):
     """Rows of `ref` under the leading indices, [block_k, padded D]; zero where they are not used."""
-    dims = jnp.arange(_padded(ref.shape[-1]))[None]
+    dims = jnp.arange(padded(ref.shape[-1]))[None]
     return pltriton.load(ref.at[*lead, row[:, None], dims], mask=used[:, None] & (dims < ref.shape[-1]), other=0)
 
 
-def _absorb(q, block, state, scale, soft_cap):
-    """A block of keys goes into the running peak, total and weighted sum of a softmax in base 2."""
-    keys, values, visible = block
+def absorb(scores, values, state):
+    """A block's scores, in base 2, and values go into the running peak, total and weighted sum of a softmax."""
     peak, total, summed = state
-    scores = in_base_2(_dot(q, keys.astype(q.dtype).T), scale, soft_cap)
-    scores = jnp.where(visible, scores, -jnp.inf)
     higher = jnp.maximum(peak, scores.max(1))
     # A row that has seen nothing yet has no peak to subtract.
     base = jnp.where(higher == -jnp.inf, 0.0, higher)
     weights, fade = jnp.exp2(scores - base[:, None]), jnp.exp2(peak - base)
-    summed = summed * fade[:, None] + _dot(weights.astype(q.dtype), values.astype(q.dtype))
+    summed = summed * fade[:, None] + dot(weights.astype(values.dtype), values)
     return higher, total * fade + weights.sum(1), summed
 
 
-def _dot(a, b):
+def dot(a, b):
     """Full precision for float32, where Triton would otherwise take TF32."""
     return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _merge(partials, dtype, interpret):
-    """The shares' results as one. A kernel for it, as XLA makes two of the same in jnp."""
+def merge(partials, dtype, interpret):
+    """The shares' peaks, totals [S, ...] and sums [S, ..., D] as one result [rows, D].
+
+    A kernel for it, as XLA makes two of the same in jnp.
+    """
     peaks, totals, sums = partials
     splits, dim = peaks.shape[0], sums.shape[-1]
     rows = peaks[0].size
@@ -337,7 +344,7 @@ def _merge_kernel(
     out_ref,  # [D]
 ):
     splits, dim = sum_ref.shape
-    share, dims = jnp.arange(pl.next_power_of_2(splits)), jnp.arange(_padded(dim))
+    share, dims = jnp.arange(pl.next_power_of_2(splits)), jnp.arange(padded(dim))
     peak = pltriton.load(peak_ref.at[share], mask=share < splits, other=-jnp.inf)
     total = pltriton.load(total_ref.at[share], mask=share < splits, other=0)
     inside = (share < splits)[:, None] & (dims < dim)[None]

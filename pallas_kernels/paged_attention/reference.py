@@ -17,7 +17,7 @@ def paged_attention(
     queries = q.reshape(batch, nodes, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
     queries = queries.reshape(batch, kv_heads, nodes * group, dim)
     visible = jnp.repeat(row_mask(mask, nodes, rows), group, axis=1)[:, None]
-    parts = [(_scores(queries, k_rows, visible, scale, soft_cap), v_rows)]
+    parts = [(scores(queries, k_rows, visible, scale, soft_cap), v_rows)]
     if prefix_length is not None:
         pages = pool.at[layer, :, page_table].get(mode="clip")
         keys = pages[:, :, 0].reshape(batch, -1, kv_heads, dim)
@@ -26,8 +26,8 @@ def paged_attention(
         # A weight of zero does not silence a NaN, and a free page may hold anything.
         values = jnp.where(visible.any(1)[:, :, None, None], values, jnp.zeros((), values.dtype))
         visible = jnp.repeat(visible, group, axis=1) if prefix_start is not None else visible
-        parts.append((_scores(queries, keys, visible[:, None], scale, soft_cap), values))
-    out = _attend(parts).astype(q.dtype).reshape(batch, kv_heads, nodes, group, dim)
+        parts.append((scores(queries, keys, visible[:, None], scale, soft_cap), values))
+    out = attend(parts).astype(q.dtype).reshape(batch, kv_heads, nodes, group, dim)
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
@@ -45,20 +45,24 @@ def _prefix_mask(prefix_length, prefix_start, capacity):
     return committed if prefix_start is None else committed & (position >= prefix_start[:, :, None])
 
 
-def _scores(queries, keys, visible, scale, soft_cap):
-    scores = scale * jnp.einsum(
+def scores(queries, keys, visible, scale, soft_cap):
+    """Scores [B, K, M, S] of queries [B, K, M, D] and keys [B, S, K, D] in float32; -inf where they are not visible."""
+    products = scale * jnp.einsum(
         "bkmd,bskd->bkms", queries, keys, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
     if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
-    return jnp.where(visible, scores, -jnp.inf)
+        products = soft_cap * jnp.tanh(products / soft_cap)
+    return jnp.where(visible, products, -jnp.inf)
 
 
-def _attend(parts):
-    """One softmax over several parts of the keys, without a copy that joins them; float32."""
-    highest = [scores.max(-1, keepdims=True) for scores, _ in parts]
+def attend(parts):
+    """One softmax over several parts of the keys, without a copy that joins them; float32.
+
+    parts: of each the `scores`, and the values [B, S, K, D].
+    """
+    highest = [part.max(-1, keepdims=True) for part, _ in parts]
     peak = functools.reduce(jnp.maximum, highest)
-    weights = [jnp.exp(scores - peak) for scores, _ in parts]
+    weights = [jnp.exp(part - peak) for part, _ in parts]
     totals = [weight.sum(-1, keepdims=True) for weight in weights]
     summed = [
         jnp.einsum(

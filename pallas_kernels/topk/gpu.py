@@ -1,4 +1,5 @@
-"""Top-k on a GPU, in two kernels: the best of each tile of the vocabulary, and of those the best of each row.
+"""Top-k on a GPU, in two kernels: the best of each tile of the vocabulary, and of those the best of each row. A row
+that is one tile, as the logits of a router are, needs no second one.
 
 Both find them one after the other, the largest and the lowest index that holds it, in registers. Numbers are compared
 as integers of the same order, of which one is free to say "nothing here": -inf is a logit like any other.
@@ -50,6 +51,21 @@ def topk(logits, k, *, config: Config | None = None):
     rows = logits.shape[0]
     config = config or default_config(rows=rows, vocabulary=vocabulary)
     tiles = pl.cdiv(vocabulary, config.tile)
+    result = [
+        jax.ShapeDtypeStruct((rows, k), jnp.float32),
+        jax.ShapeDtypeStruct((rows, k), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+    ]
+    if tiles == 1:
+        values, indices, total = pl.pallas_call(
+            functools.partial(_best_of_one, tile=pl.next_power_of_2(vocabulary)),
+            out_shape=result,
+            grid=(rows,),
+            compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=1),
+            interpret=platform.interpret(),
+            name="topk_of_rows",
+        )(logits)
+        return values.reshape(*batch, k), indices.reshape(*batch, k), total.reshape(batch)
     of_tiles = jax.ShapeDtypeStruct((rows, tiles, k), jnp.int32)
     keys, indices, totals = pl.pallas_call(
         functools.partial(_best_of_tile, tile=config.tile),
@@ -61,17 +77,27 @@ def topk(logits, k, *, config: Config | None = None):
     )(logits)
     values, indices, total = pl.pallas_call(
         _best_of_row,
-        out_shape=[
-            jax.ShapeDtypeStruct((rows, k), jnp.float32),
-            jax.ShapeDtypeStruct((rows, k), jnp.int32),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
-        ],
+        out_shape=result,
         grid=(rows,),
         compiler_params=pltriton.CompilerParams(num_warps=config.merge_warps, num_stages=1),
         interpret=platform.interpret(),
         name="topk_of_rows",
     )(keys.reshape(rows, -1), indices.reshape(rows, -1), totals)
     return values.reshape(*batch, k), indices.reshape(*batch, k), total.reshape(batch)
+
+
+def _best_of_one(
+    logits_ref,  # [R, V]
+    values_ref,  # [R, k]
+    best_ref,  # [R, k]
+    total_ref,  # [R]
+    *,
+    tile,
+):
+    row = pl.program_id(0)
+    index, x = _read(logits_ref, row, 0, tile)
+    total_ref[row] = _log_sum_exp(x)
+    _store(values_ref, best_ref, row, *_best(_key(x), index, values_ref.shape[1]))
 
 
 def _best_of_tile(
@@ -83,10 +109,7 @@ def _best_of_tile(
     tile,
 ):
     row, t = pl.program_id(0), pl.program_id(1)
-    index = t * tile + jnp.arange(tile, dtype=jnp.int32)
-    # Beyond the row there is -inf, too, at higher indices than all k or more logits of the row: it is never chosen.
-    x = pltriton.load(logits_ref.at[row, index], mask=index < logits_ref.shape[1], other=-jnp.inf).astype(jnp.float32)
-    x = jnp.where(x != x, -jnp.inf, x)
+    index, x = _read(logits_ref, row, t, tile)
     total_ref[row, t] = _log_sum_exp(x)
     keys, indices = _best(_key(x), index, keys_ref.shape[2])
     place = jnp.arange(keys.shape[0], dtype=jnp.int32)
@@ -109,10 +132,25 @@ def _best_of_row(
         return pltriton.load(ref.at[row, place], mask=place < ref.shape[1], other=other)
 
     total_ref[row] = _log_sum_exp(load(totals_ref, -jnp.inf))
-    keys, indices = _best(load(keys_ref, NOTHING), load(indices_ref, NOWHERE), k)
+    _store(values_ref, best_ref, row, *_best(load(keys_ref, NOTHING), load(indices_ref, NOWHERE), k))
+
+
+def _read(logits_ref, row, t, tile):
+    """The indices of a tile and its logits; NaN counts as -inf.
+
+    Beyond the row there is -inf, too, at higher indices than all k or more logits of the row: it is never chosen.
+    """
+    index = t * tile + jnp.arange(tile, dtype=jnp.int32)
+    x = pltriton.load(logits_ref.at[row, index], mask=index < logits_ref.shape[1], other=-jnp.inf).astype(jnp.float32)
+    return index, jnp.where(x != x, -jnp.inf, x)
+
+
+def _store(values_ref, best_ref, row, keys, indices):
+    """The k best of a row."""
     place = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    pltriton.store(values_ref.at[row, place], _logit(keys), mask=place < k)
-    pltriton.store(best_ref.at[row, place], indices, mask=place < k)
+    inside = place < values_ref.shape[1]
+    pltriton.store(values_ref.at[row, place], _logit(keys), mask=inside)
+    pltriton.store(best_ref.at[row, place], indices, mask=inside)
 
 
 def _best(keys, indices, k):

@@ -69,7 +69,7 @@ def oracle(pool, rows, table, start, path, length):
 
 
 def pairs(rows):
-    return tuple((k, v) for k, v in rows)
+    return tuple(tuple(parts) for parts in rows)
 
 
 @cache
@@ -201,7 +201,17 @@ def test_an_unknown_backend_is_an_error():
         compact("cray", *inputs(CASES[0], with_path=True))
 
 
-@pytest.mark.parametrize("axis", (0, 4, 5), ids=("layers", "heads", "head_dim"))
+@backends
+@pytest.mark.parametrize("with_path", (False, True), ids=("chain", "path"))
+def test_a_pool_of_one_part_without_heads(with_path, backend):
+    """As latent attention has it."""
+    pool, rows, *rest = inputs(Case("latent", heads=1, kv_heads=1, head_dim=24), with_path=with_path)
+    pool, rows = pool[:, :1, :, :, 0], rows[:, :1, :, :, 0]
+    out = np.asarray(program(backend)(pool, pairs(rows), *rest))
+    np.testing.assert_array_equal(out, oracle(pool, rows, *rest))
+
+
+@pytest.mark.parametrize("axis", (0, 1, 4, 5), ids=("layers", "parts", "heads", "head_dim"))
 def test_rows_of_another_model_are_an_error(axis, without_jaxtyping):
     pool, rows, *rest = inputs(CASES[0], with_path=False)
     with pytest.raises(ValueError, match="do not fit"):

@@ -126,7 +126,7 @@ def test_the_result_does_not_depend_on_the_tiles(tile):
 def test_lowers_for_a_gpu(k, dtype, shape, monkeypatch):
     monkeypatch.setattr(platform, "platform", lambda: "gpu")
     text = cross_lower(partial(topk, k=k), "cuda", jax.ShapeDtypeStruct(shape, dtype))
-    assert text.count("__gpu$xla.gpu.triton") == 2
+    assert text.count("__gpu$xla.gpu.triton") == (2 if shape[-1] > 1024 else 1)
     assert "sort" not in text and "top_k" not in text.lower()
 
 

@@ -1,0 +1,119 @@
+"""Paged cache of DeepSeek's sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
+
+Beside its latent row a token leaves a key for each layer's indexer, a light attention that says which `top_k` of all
+tokens, those of a round's tree included, a node attends to. Both are committed together.
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jspec.cache.mla import MlaCache, UpProjections
+from jspec.cache.select import largest
+from jspec.struct import struct
+from pallas_kernels.paged_attention.reference import row_mask
+
+DsaRows = tuple[tuple[Float[Array, "B M W"], Float[Array, "B M I"]], ...]
+"""The row and the indexer's key of each of a round's nodes, for each layer."""
+AT_ONCE = 1 << 28
+"""Products of indexers' heads that are held at once; those of a prompt are more, and are made one head at a time."""
+
+
+@struct
+class IndexQuery:
+    """What an indexer asks: queries of J heads, which share keys of I numbers, and the weight of each head's answer."""
+
+    heads: Float[Array, "B N J I"]
+    weights: Float[Array, "B N J"]
+
+
+@struct
+class DsaCache:
+    """Latent rows and indexers' keys of committed tokens. A forward reads them; only `commit` writes them."""
+
+    latent: MlaCache
+    index: MlaCache
+    top_k: int = dataclasses.field(metadata={"static": True})
+    """Tokens that a node attends to, at most."""
+
+    @classmethod
+    def empty(
+        cls, batch: int, capacity: int, page_size: int, *, layers: int, width: int, index_width: int, top_k: int, dtype
+    ) -> "DsaCache":
+        """A cache of `batch` sequences with room for `capacity` rows each, rounded up to whole pages.
+
+        Raises:
+          ValueError: `page_size` or `top_k` below 1.
+        """
+        if top_k < 1:
+            raise ValueError(f"top_k={top_k}: a token attends to one token at least")
+        latent, index = (
+            MlaCache.empty(batch, capacity, page_size, layers=layers, width=each, dtype=dtype)
+            for each in (width, index_width)
+        )
+        return cls(latent, index, top_k)
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B N H D"],
+        rows: Float[Array, "B M W"],
+        up: UpProjections,
+        start: Int[Array, " B"] | None,
+        mask: Bool[Array, "#B N M"] | None,
+        scale: float,
+        keys: Float[Array, "B M I"],
+        query: IndexQuery,
+    ) -> Float[Array, "B N H V"]:
+        """As `MlaCache.attend`, over the tokens that the indexer selects for each node, of those it may see.
+
+        keys: the indexer's, of the round's rows.
+        """
+        committed = None if start is None else self.index.committed(layer)
+        count = rows.shape[1] + (0 if committed is None else committed.shape[1])
+        if count <= self.top_k:
+            return self.latent.attend(layer, q, rows, up, start, mask, scale)
+        visible = row_mask(mask, q.shape[1], rows.shape[1])
+        scores = _scores(query, keys)
+        if committed is None:
+            return self.latent.attend(layer, q, rows, up, None, largest(scores, visible, self.top_k), scale)
+        assert start is not None
+        size = committed.shape[1]
+        before = (jnp.arange(size, dtype=start.dtype)[None] < start[:, None])[:, None]
+        shape = (len(start), q.shape[1])
+        visible = jnp.concatenate(
+            [jnp.broadcast_to(before, (*shape, size)), jnp.broadcast_to(visible, (*shape, rows.shape[1]))], axis=2
+        )
+        seen = largest(jnp.concatenate([_scores(query, committed), scores], axis=2), visible, self.top_k)
+        return self.latent.attend(layer, q, rows, up, start, seen[:, :, size:], scale, prefix_mask=seen[:, :, :size])
+
+    def commit(
+        self, rows: DsaRows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
+    ) -> Self:
+        """The cache with the first `length[b]` rows along `path` (None: a chain) made permanent from `start[b]` on."""
+        parts = (tuple((each,) for each in part) for part in zip(*rows, strict=True))
+        latent, index = (
+            cache.commit(part, start, path, length)
+            for cache, part in zip((self.latent, self.index), parts, strict=True)
+        )
+        return dataclasses.replace(self, latent=latent, index=index)
+
+
+def _scores(query: IndexQuery, keys: Float[Array, "B S I"]) -> Float[Array, "B N S"]:
+    """The weighted sum of what each head's query finds in a key, where that is above 0; in float32."""
+    heads, keys = query.heads.astype(jnp.float32) * keys.shape[-1] ** -0.5, keys.astype(jnp.float32)
+    weights = query.weights.astype(jnp.float32)
+
+    def of_heads(heads, weights):
+        products = jnp.einsum("bnji,bsi->bnjs", heads, keys, precision=lax.Precision.HIGHEST)
+        return jnp.einsum("bnj,bnjs->bns", weights, jax.nn.relu(products), precision=lax.Precision.HIGHEST)
+
+    if weights.size * keys.shape[1] <= AT_ONCE:
+        return of_heads(heads, weights)
+    total = jnp.zeros((*weights.shape[:2], keys.shape[1]), jnp.float32)
+    each = jnp.moveaxis(heads, 2, 0)[:, :, :, None], jnp.moveaxis(weights, 2, 0)[:, :, :, None]
+    return lax.scan(lambda total, head: (total + of_heads(*head), None), total, each)[0]

@@ -1,0 +1,74 @@
+"""Which experts read a token: the routers of mixtures of experts."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.topk import topk
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """Chooses `chosen` of `count` experts for each token, and weights them.
+
+    sigmoid: whether an expert's score is the sigmoid of its logit, and not a softmax over all of them.
+    groups: of neighbours, of which only the `kept_groups` best are chosen from (DeepSeek-V2, arXiv 2405.04434, section
+      2.2.2).
+    best_of_group: of how many experts, the best ones, the scores add up to that of a group.
+    normalize: whether the weights of the chosen experts, which are their scores, are made to add up to 1.
+    scale: factor on the weights.
+    """
+
+    count: int
+    chosen: int
+    sigmoid: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    best_of_group: int = 1
+    normalize: bool = False
+    scale: float = 1.0
+
+    def __post_init__(self):
+        if self.groups < 1 or self.count % self.groups:
+            raise ValueError(f"groups={self.groups}: {self.count} experts are so many groups of one size")
+        if not 1 <= self.kept_groups <= self.groups:
+            raise ValueError(f"kept_groups={self.kept_groups}: between 1 and all {self.groups} groups are kept")
+        size = self.count // self.groups
+        if not 1 <= self.best_of_group <= min(size, 2):
+            raise ValueError(f"best_of_group={self.best_of_group}: 1 or 2 of the {size} experts of a group")
+        if not 1 <= self.chosen <= self.kept_groups * size:
+            raise ValueError(f"chosen={self.chosen}: {self.kept_groups} groups have {self.kept_groups * size} experts")
+
+    def route(
+        self, logits: Float[Array, "T X"], bias: Float[Array, " X"] | None = None
+    ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+        """The experts of each token, the best first, and their weights, in float32.
+
+        bias: what is added to the scores for the choice alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        """
+        logits = logits.astype(jnp.float32)
+        scores = jax.nn.sigmoid(logits) if self.sigmoid else jax.nn.softmax(logits, axis=-1)
+        choice = scores if bias is None else scores + bias[None]
+        if self.kept_groups < self.groups:
+            choice = jnp.where(self._kept(choice), choice, -jnp.inf)
+        _, ids, _ = topk(choice, self.chosen)
+        weights = jnp.take_along_axis(scores, ids, axis=1, mode="clip")
+        if self.normalize:
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        return ids, weights * self.scale
+
+    def _kept(self, choice):
+        """Whether each expert is in a group that is kept, Bool[T, X]."""
+        tokens, size = choice.shape[0], self.count // self.groups
+        grouped = choice.reshape(tokens, self.groups, size)
+        best = grouped.max(-1)
+        if self.best_of_group == 2:
+            first = jnp.argmax(grouped, axis=-1)[..., None] == jnp.arange(size)[None, None]
+            best += jnp.where(first, -jnp.inf, grouped).max(-1)
+        # Ranks are counted, not sorted: a sort keeps a GPU from running the loop as one graph.
+        one, other, number = best[:, :, None], best[:, None, :], jnp.arange(self.groups)
+        before = (number[None, :] < number[:, None])[None]
+        rank = ((other > one) | (other == one) & before).sum(-1)
+        return jnp.repeat(rank < self.kept_groups, size, axis=1)

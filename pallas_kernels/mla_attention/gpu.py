@@ -1,0 +1,256 @@
+"""Latent attention as one Triton kernel for decode, verify and the prefill of a chunk.
+
+A program owns a tile of the query rows of a sequence, all heads of all nodes (row = node * H + h), and a share of the
+prefix; the round's own rows are a share of their own. What it reads of the cache is read once, as keys and as values. A
+second kernel merges the results of several shares.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import platform
+from pallas_kernels.paged_attention.gpu import DTYPES, MOST_SPLITS, absorb, dot, int32_or_none, merge, padded
+from pallas_kernels.paged_attention.scores import in_base_2
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work of one call is cut up. All but `splits` are powers of two, the blocks of 16 at least."""
+
+    block_m: int
+    """Query rows of a program."""
+    block_k: int
+    """Rows of the cache that it takes at a time. Where it divides the page size, each block lies in one page."""
+    splits: int
+    """Shares of the prefix that run in parallel; where there are several, the round's own rows are one more."""
+    num_warps: int
+    num_stages: int
+
+
+def default_config(*, batch: int, rows: int, keys: int, latent: int, dtype, prefix: bool = True) -> Config:
+    """The configuration for shapes that are known at trace time.
+
+    rows: of queries, N * H. keys: the most that one sees. prefix: whether there is any.
+    """
+    wide = jnp.dtype(dtype).itemsize > 2 or padded(latent) > 512
+    # The sum of a tile is held in registers, `latent` numbers of float32 a row.
+    block_m = 16 if wide else min(padded(rows), 64)
+    if block_m == 64 and pl.cdiv(rows, 32) % 2:
+        # Half of the last tile would be empty.
+        block_m = 32
+    block_k = max(16, min(16 if wide else 64 if block_m <= 32 else 32, padded(keys)))
+    programs = batch * pl.cdiv(rows, block_m)
+    shares = keys // max(block_k, block_m) if prefix else 1
+    return Config(
+        block_m=block_m,
+        block_k=block_k,
+        splits=max(min(platform.processors() // programs, shares, MOST_SPLITS), 1),
+        num_warps=8 if block_m > 32 else 4,
+        num_stages=2,
+    )
+
+
+def refuses(q_latent) -> str | None:
+    """Why the compiled kernel cannot take these arrays, or None where it can."""
+    if q_latent.dtype.name not in DTYPES:
+        return f"q_latent is {q_latent.dtype.name}; it takes {', '.join(DTYPES)}"
+    return None
+
+
+def mla_attention(
+    q_latent,
+    q_rope,
+    rows,
+    pool,
+    page_table,
+    prefix_length,
+    mask,
+    *,
+    layer,
+    scale,
+    prefix_mask=None,
+    config: Config | None = None,
+    interpret: bool | None = None,
+):
+    """Arguments as in `api.mla_attention`.
+
+    `config` replaces the one that `default_config` takes, and `interpret` what the platform of the program says.
+    """
+    batch, nodes, heads, latent = q_latent.shape
+    if prefix_length is None:
+        pool = page_table = prefix_mask = None
+    count, own = nodes * heads, rows.shape[1]
+    capacity = 0 if pool is None or page_table is None else page_table.shape[1] * pool.shape[3]
+    config = config or default_config(
+        batch=batch, rows=count, keys=max(capacity, own), latent=latent, dtype=q_latent.dtype, prefix=pool is not None
+    )
+    interpret = platform.interpret() if interpret is None else interpret
+    tiles, shares = pl.cdiv(count, config.block_m), config.splits + (config.splits > 1)
+    if config.splits == 1:
+        out_shape = [jax.ShapeDtypeStruct((batch, count, latent), q_latent.dtype)]
+        out_specs = [_sequence(count, latent)]
+    else:
+        partials = (shares, batch, count)
+        out_shape = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (partials, partials, (*partials, latent))]
+        out_specs = [_partial(count), _partial(count), _partial(count, latent)]
+    out = pl.pallas_call(
+        functools.partial(_kernel, config=config, tiles=tiles, heads=heads, scale=scale),
+        out_shape=out_shape,
+        # The tiles of a share run together, and read the same rows.
+        grid=(tiles, batch, shares),
+        in_specs=[
+            _sequence(count, latent),
+            _sequence(count, q_rope.shape[3]),
+            _sequence(own, rows.shape[2]),
+            pl.BlockSpec((None,), lambda t, b, s: (0,)),
+            None if pool is None else pl.BlockSpec(pool.shape, lambda t, b, s: (0,) * 5),
+            None if page_table is None else _sequence(page_table.shape[1]),
+            None if prefix_length is None else _sequence(),
+            None if mask is None else _sequence(nodes, own, shared=mask.shape[0] == 1),
+            None if prefix_mask is None else _sequence(nodes, capacity),
+        ],
+        out_specs=out_specs,
+        compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="mla_attention",
+    )(
+        q_latent.reshape(batch, count, latent),
+        q_rope.reshape(batch, count, -1),
+        rows,
+        # An array, as XLA compiles a kernel once for all the calls that differ in their arrays alone.
+        jnp.full(1, layer, jnp.int32),
+        pool,
+        int32_or_none(page_table),
+        int32_or_none(prefix_length),
+        mask,
+        prefix_mask,
+    )
+    return (out[0] if config.splits == 1 else merge(out, q_latent.dtype, interpret)).reshape(q_latent.shape)
+
+
+def _sequence(*shape, shared=False):
+    """A sequence's part of an array, on the grid (tile, sequence, share)."""
+    return pl.BlockSpec((None, *shape), lambda t, b, s: (0 if shared else b, *(0,) * len(shape)))
+
+
+def _partial(*shape):
+    """A share's and a sequence's part of an array."""
+    return pl.BlockSpec((None, None, *shape), lambda t, b, s: (s, b, *(0,) * len(shape)))
+
+
+def _kernel(
+    q_latent_ref,  # [M, C], M = N * H
+    q_rope_ref,  # [M, R]
+    rows_ref,  # [T, W]
+    layer_ref,  # []
+    pool_ref,  # [L, 1, P, page, W] or None
+    table_ref,  # [pages] or None
+    length_ref,  # [] or None
+    mask_ref,  # [N, T] or None
+    prefix_mask_ref,  # [N, S] or None
+    *out_refs,  # [M, C]; or of this share: peaks [M], totals [M], sums [M, C]
+    config,
+    tiles,
+    heads,
+    scale,
+):
+    count, latent = q_latent_ref.shape
+    share = pl.program_id(2)
+    # The last nodes of a chain see the most rows: they go first, so that short tiles fill the gaps at the end.
+    row = (tiles - 1 - pl.program_id(0)) * config.block_m + jnp.arange(config.block_m)
+    real, node = row < count, row // heads
+    q = [_load(ref, (), row, real, 0, ref.shape[1]) for ref in (q_latent_ref, q_rope_ref)]
+
+    def attend(blocks, state):
+        begin, end, fetch = blocks
+
+        def body(i, state):
+            parts, visible = fetch(i)
+            keys, shared = (part.astype(q[0].dtype) for part in parts)
+            products = dot(q[0], keys.T) + dot(q[1], shared.T)
+            return absorb(jnp.where(visible, in_base_2(products, scale, None), -jnp.inf), keys, state)
+
+        return lax.fori_loop(begin, end, body, state)
+
+    state = (
+        jnp.full(config.block_m, -jnp.inf, jnp.float32),
+        jnp.zeros(config.block_m, jnp.float32),
+        jnp.zeros(q[0].shape, jnp.float32),
+    )
+    if length_ref is not None:
+        refs = pool_ref, layer_ref[...], table_ref, length_ref[...], prefix_mask_ref
+        state = attend(_committed(*refs, node, real, latent, share, config), state)
+    nodes = count // heads
+    peak, total, summed = attend(_own(rows_ref, mask_ref, node, real, nodes, latent, share, config), state)
+    column = jnp.arange(summed.shape[1])[None]
+    stored, inside = (row[:, None], column), real[:, None] & (column < latent)
+    if config.splits == 1:
+        pltriton.store(out_refs[0].at[stored], (summed / total[:, None]).astype(out_refs[0].dtype), mask=inside)
+    else:
+        pltriton.store(out_refs[0].at[row], peak, mask=real)
+        pltriton.store(out_refs[1].at[row], total, mask=real)
+        pltriton.store(out_refs[2].at[stored], summed, mask=inside)
+
+
+def _committed(pool_ref, layer, table_ref, length, prefix_mask_ref, node, real, latent, share, config):
+    """The blocks of one share of the prefix: from, to, and what fetches one as its two parts, and who sees which."""
+    page_size = pool_ref.shape[3]
+    upper = jnp.minimum(length, table_ref.shape[0] * page_size)
+    blocks = pl.cdiv(upper, config.block_k)
+    each = pl.cdiv(blocks, config.splits)
+
+    def fetch(i):
+        position = i * config.block_k + jnp.arange(config.block_k)
+        # A weight of zero does not silence a NaN, and what lies outside may be a free page: it is not read.
+        used = position < upper
+        if page_size % config.block_k:
+            page = pltriton.load(table_ref.at[position // page_size], mask=used, other=0)[:, None]
+        else:
+            page = table_ref[i * config.block_k // page_size]
+        parts = _parts(pool_ref, (layer, 0, page), position % page_size, used, latent)
+        if prefix_mask_ref is None:
+            return parts, used[None]
+        there = prefix_mask_ref.at[node[:, None], position[None]]
+        return parts, pltriton.load(there, mask=real[:, None] & used[None], other=False)
+
+    return share * each, jnp.minimum(share * each + each, blocks), fetch
+
+
+def _own(rows_ref, mask_ref, node, real, nodes, latent, share, config):
+    """The blocks of the round's own rows, as `_committed` gives those of the prefix: all for the last share."""
+    rows = rows_ref.shape[0]
+    seen = rows if mask_ref is not None else rows - nodes + jnp.minimum(node.max(), nodes - 1) + 1
+    blocks = pl.cdiv(seen, config.block_k)
+    if config.splits > 1:
+        # A quotient, as Triton's lowering takes a choice between two constants for one of truth values.
+        blocks = share // config.splits * blocks
+
+    def fetch(i):
+        position = i * config.block_k + jnp.arange(config.block_k)
+        used = position < rows
+        parts = _parts(rows_ref, (), position, used, latent)
+        if mask_ref is None:
+            return parts, position[None] <= rows - nodes + node[:, None]
+        there = mask_ref.at[node[:, None], position[None]]
+        return parts, pltriton.load(there, mask=real[:, None] & used[None], other=False)
+
+    return 0, blocks, fetch
+
+
+def _parts(ref, lead, row, used, latent):
+    """The latent and the rotary part of rows, [block_k, padded C] and [block_k, padded R]."""
+    width = ref.shape[-1]
+    return _load(ref, lead, row, used, 0, latent), _load(ref, lead, row, used, latent, width - latent)
+
+
+def _load(ref, lead, row, used, first, count):
+    """`count` columns, from `first` on, of rows of `ref` under the leading indices; zero where they are not used."""
+    column = jnp.arange(padded(count))[None]
+    inside = used[:, None] & (column < count)
+    return pltriton.load(ref.at[*lead, row[:, None], first + column], mask=inside, other=0)

@@ -1,0 +1,142 @@
+"""Every backend of grouped products against a loop over rows, in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from crosslower import cross_lower
+
+from pallas_kernels import platform
+from pallas_kernels.grouped_matmul import gpu, grouped_matmul
+
+AS_SHIPPED = True
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+HERE = platform.platform()
+backends = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("triton", marks=pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")),
+        "xla",
+    ],
+)
+
+
+@pytest.fixture
+def without_jaxtyping():
+    """As for a user: the shapes in annotations are checked in tests only (conftest.py)."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def inputs(sizes, inner=48, columns=40, dtype="float32"):
+    """Arguments of `grouped_matmul`; matrices that no row has are NaN."""
+    rng = np.random.default_rng([*sizes, inner, columns])
+    x = rng.normal(size=(sum(sizes), inner)).astype(jnp.dtype(dtype))
+    weight = (rng.normal(size=(len(sizes), inner, columns)) * inner**-0.5).astype(jnp.dtype(dtype))
+    weight[np.array(sizes) == 0] = np.nan
+    return x, weight, np.array(sizes, np.int32)
+
+
+def oracle(x, weight, sizes):
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    wide = weight.astype(np.float64)
+    return np.stack([row.astype(np.float64) @ wide[number] for row, number in zip(x, group, strict=True)])
+
+
+def assert_close(out, expected, dtype="float32"):
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+CASES = {
+    "one_row": ((0, 0, 1, 0), {}),
+    "one_each": ((1,) * 7, {}),
+    "first_and_last": ((3, 0, 0, 0, 2), {}),
+    "full_blocks": ((16, 32, 0, 16), {}),
+    "many_blocks": ((0, 50, 1, 33), {}),
+    "one_group": ((21,), {}),
+    "odd_sizes": ((2, 0, 5), {"inner": 37, "columns": 19}),
+    "bfloat16": ((4, 0, 18, 1), {"dtype": "bfloat16", "inner": 256, "columns": 96}),
+}
+
+
+@backends
+@pytest.mark.parametrize(("sizes", "options"), CASES.values(), ids=CASES)
+def test_equals_a_loop_over_rows(sizes, options, backend):
+    """A matrix that no row has is not read into the result; XLA on a CPU reads all, and multiplies by zero."""
+    x, weight, counts = inputs(sizes, **options)
+    given = np.where(np.isnan(weight), 0, weight).astype(weight.dtype) if backend == "xla" else weight
+    out = jax.jit(partial(grouped_matmul, backend=backend))(x, given, counts)
+    assert (out.dtype, out.shape) == (x.dtype, (sum(sizes), weight.shape[2]))
+    assert_close(out, oracle(x, weight, counts), options.get("dtype", "float32"))
+
+
+@pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")
+@pytest.mark.parametrize("blocks", ((16, 16, 16), (32, 64, 64), (128, 16, 32)))
+def test_the_result_does_not_depend_on_the_tuning(blocks):
+    args = inputs((0, 50, 1, 33, 128))
+    config = gpu.Config(*blocks, num_warps=4, num_stages=2)
+    assert_close(jax.jit(partial(gpu.grouped_matmul, config=config))(*args), oracle(*args))
+
+
+REAL = {
+    "v2_lite_one_token": (6, 64, 2048, 2816, "bfloat16"),
+    "v2_lite_verify": (288, 64, 1408, 2048, "bfloat16"),
+    "v3_prefill": (4096, 256, 7168, 4096, "bfloat16"),
+    "float32": (12, 8, 2048, 2816, "float32"),
+}
+
+
+@pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
+def test_lowers_for_a_gpu(shape):
+    rows, groups, inner, columns, dtype = shape
+    new = jax.ShapeDtypeStruct
+    args = new((rows, inner), dtype), new((groups, inner, columns), dtype), new((groups,), "int32")
+    assert "gpu.triton" in cross_lower(partial(gpu.grouped_matmul, interpret=False), "cuda", *args)
+
+
+def test_blocks_fit_a_gpu():
+    for dtype in ("bfloat16", "float32"):
+        for rows in (1, 6, 288, 4096, 100_000):
+            config = gpu.default_config(rows=rows, groups=64, dtype=dtype)
+            numbers = (config.block_m + config.block_n) * config.block_k * config.num_stages
+            assert numbers * jnp.dtype(dtype).itemsize <= 227 * 1024
+
+
+@pytest.mark.parametrize(("here", "call"), (("gpu", "gpu.triton"), ("tpu", None), ("cpu", None)))
+def test_the_best_backend_of_a_platform(here, call, monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: here)
+    new = jax.ShapeDtypeStruct
+    args = new((6, 32), "bfloat16"), new((4, 32, 64), "bfloat16"), new((4,), "int32")
+    text = cross_lower(grouped_matmul, {"gpu": "cuda"}.get(here, "tpu"), *args)
+    assert (call in text) if call else ("gpu.triton" not in text)
+
+
+def test_what_the_kernel_cannot_take(monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    new = jax.ShapeDtypeStruct
+    args = new((6, 32), "float8_e4m3fn"), new((4, 32, 64), "float8_e4m3fn"), new((4,), "int32")
+    with pytest.raises(ValueError, match="cannot run this: x is float8_e4m3fn; it takes bfloat16"):
+        jax.eval_shape(partial(grouped_matmul, backend="triton"), *args)
+
+
+def test_an_unknown_backend_is_an_error():
+    with pytest.raises(ValueError, match=r"backend='cray': grouped_matmul has \['triton', 'xla'\]"):
+        grouped_matmul(*map(jnp.asarray, inputs((1, 2))), backend="cray")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        (lambda x, weight, sizes: (x[:, 1:], weight, sizes), "do not fit: rows of K numbers"),
+        (lambda x, weight, sizes: (x, weight, sizes[1:]), "and X sizes"),
+        (lambda x, weight, sizes: (x.astype(jnp.bfloat16), weight, sizes), "x is bfloat16 and weight float32"),
+    ),
+    ids=("inner", "sizes", "dtype"),
+)
+def test_arguments_that_do_not_fit_are_an_error(change, message, without_jaxtyping):
+    with pytest.raises(ValueError, match=message):
+        grouped_matmul(*map(jnp.asarray, change(*inputs((1, 2)))))

@@ -1,0 +1,293 @@
+"""Every backend of latent attention against one softmax a query, in float64."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from cases import CASES, Case, normal, page_table, rng_of, tree_mask
+from crosslower import cross_lower
+
+from pallas_kernels import platform
+from pallas_kernels.mla_attention import BACKENDS, gpu, mla_attention
+
+AS_SHIPPED = True
+# Newer releases of jax announce that they will drop Triton; the warning comes at lowering, long after the call.
+
+# Values are of unit variance. In bfloat16 the weights of the softmax and the result are rounded to 8 bits.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+HERE = platform.platform()
+# Interpreted kernels are long programs on little data: to optimise them takes longer than to run them.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+ROPE = 8
+"""Rotary numbers of a row; the latent ones are a case's head_dim."""
+
+
+def runs_on(*backends):
+    """Skips what runs elsewhere only; a CPU runs all, kernels in Pallas' interpreter."""
+    there = HERE in ("cpu", "gpu")
+    mark = pytest.mark.skipif(not there, reason="needs a GPU, or a CPU, which interprets the kernel")
+    return [pytest.param(name, marks=[mark] if name == "triton" else []) for name in backends]
+
+
+backends = pytest.mark.parametrize("backend", runs_on(*sorted(BACKENDS)))
+kernels = pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")
+
+
+@pytest.fixture
+def without_jaxtyping():
+    """As for a user: the shapes in annotations are checked in tests only (conftest.py)."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def inputs(case: Case, rope: int = ROPE):
+    """Arguments of `mla_attention`, in order, up to the mask. All that is not committed is NaN."""
+    rng = rng_of(case)
+    queries = (case.batch, case.nodes, case.heads)
+    q_latent, q_rope = (normal(rng, (*queries, size), case.dtype) for size in (case.head_dim, rope))
+    width = case.head_dim + rope
+    rows = normal(rng, (case.batch, case.earlier + case.nodes, width), case.dtype)
+    mask = tree_mask(rng, case) if case.tree else None
+    if case.prefix is None:
+        return q_latent, q_rope, rows, None, None, None, mask
+    table, total = page_table(rng, case)
+    pool = np.full((case.layers, 1, total, case.page_size, width), np.nan, jnp.dtype(case.dtype))
+    for b, length in enumerate(case.prefix):
+        for t in range(length):
+            row = normal(rng, (case.layers, 1, width), case.dtype)
+            pool[:, :, table[b, t // case.page_size], t % case.page_size] = row
+    return q_latent, q_rope, rows, pool, table, np.array(case.prefix, np.int32), mask
+
+
+def some_of(case: Case, share: float = 0.4):
+    """A mask of the prefix that leaves some nodes without any committed position."""
+    return rng_of(case).random((case.batch, case.nodes, case.capacity)) < share
+
+
+def oracle(q_latent, q_rope, rows, pool, table, prefix, mask, *, layer=0, scale=1.0, prefix_mask=None):
+    batch, nodes, heads, latent = q_latent.shape
+    count = rows.shape[1]
+    out = np.zeros(q_latent.shape, np.float64)
+    for b, n in np.ndindex(batch, nodes):
+        seen = np.arange(count) <= count - nodes + n if mask is None else mask[b, n]
+        keys = [rows[b, seen]]
+        for t in range(0 if prefix is None else prefix[b]):
+            if prefix_mask is None or prefix_mask[b, n, t]:
+                keys.append(pool[layer, 0, table[b, t // pool.shape[3]], t % pool.shape[3]][None])
+        keys = np.concatenate(keys).astype(np.float64)
+        q = np.concatenate([q_latent[b, n], q_rope[b, n]], axis=-1).astype(np.float64)
+        scores = q @ keys.T * scale
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[b, n] = weights / weights.sum(-1, keepdims=True) @ keys[:, :latent]
+    return out
+
+
+def attend(*args, layer=0, scale=1.0, prefix_mask=None, backend=None, config=None):
+    """The operation, jitted: a backend is only ever run inside a program."""
+    interpreted = HERE == "cpu" and (backend == "triton" or config)
+    run = partial(gpu.mla_attention, config=config) if config else partial(mla_attention, backend=backend)
+    jitted = jax.jit(
+        lambda prefix_mask, *args: run(*args, prefix_mask=prefix_mask, layer=layer, scale=scale),
+        compiler_options=QUICK if interpreted else None,
+    )
+    return jitted(prefix_mask, *args)
+
+
+def assert_close(out, expected, dtype="float32"):
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+MLA_CASES = (
+    *CASES,
+    Case("latent_20", heads=4, head_dim=20, nodes=5, tree=True),
+    Case("sixteen_heads", heads=16, nodes=6, head_dim=32, page_size=16, prefix=(48, 5)),
+    Case("chunk_behind_a_prefix", nodes=40, heads=4, page_size=16, pages=4, prefix=(64, 3)),
+)
+OFTEN = (
+    "prefix_full_and_empty nothing_committed page_of_1 page_of_3 no_prefix_chain earlier_rows_tree bfloat16_tree "
+    "latent_20 sixteen_heads"
+).split()
+"""Cases that an interpreted kernel, which is slow, is held to in every run."""
+POINTS = [
+    pytest.param(case, *backend.values, marks=[*backend.marks, *slow], id=f"{case.name}-{backend.values[0]}")
+    for case in MLA_CASES
+    for backend in runs_on(*sorted(BACKENDS))
+    for slow in [[pytest.mark.slow] if backend.values != ("xla",) and case.name not in OFTEN else []]
+]
+
+
+@pytest.mark.parametrize(("case", "backend"), POINTS)
+def test_equals_a_softmax_in_float64(case, backend):
+    """Pages that are free and rows beyond the prefix are NaN: one that is read shows."""
+    args = inputs(case)
+    options = {"layer": case.layers - 1, "scale": 0.3}
+    out = attend(*args, **options, backend=backend)
+    assert out.dtype == jnp.dtype(case.dtype)
+    assert out.shape == args[0].shape
+    assert_close(out, oracle(*args, **options), case.dtype)
+
+
+@backends
+@pytest.mark.parametrize("tree", (False, True), ids=("chain", "tree"))
+def test_a_mask_of_the_prefix(backend, tree):
+    case = Case("masked", nodes=5, heads=3, tree=tree, page_size=3, pages=8, prefix=(24, 20, 0))
+    args, seen = inputs(case), some_of(case)
+    assert_close(attend(*args, prefix_mask=seen, backend=backend), oracle(*args, prefix_mask=seen))
+
+
+@backends
+def test_one_mask_serves_the_whole_batch(backend):
+    case = Case("broadcast", tree=True)
+    *args, mask = inputs(case)
+    each = attend(*args, np.repeat(mask[:1], case.batch, axis=0), backend=backend)
+    np.testing.assert_array_equal(attend(*args, mask[:1], backend=backend), each)
+
+
+@backends
+def test_large_scores_do_not_overflow(backend):
+    case = Case("large")
+    q_latent, q_rope, *rest = inputs(case)
+    args = (q_latent * 1e4, q_rope * 1e4, *rest)
+    np.testing.assert_allclose(attend(*args, backend=backend), oracle(*args), rtol=1e-4, atol=1e-4)
+
+
+SHARED = Case("shares", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page_size=16, pages=6)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("splits", "masked", "case"),
+    (
+        (8, False, SHARED),
+        (3, True, dataclasses.replace(SHARED, name="shares_of_small_pages", page_size=3, pages=32)),
+        (3, False, dataclasses.replace(SHARED, name="shares_of_many_rows", nodes=20, prefix=(50,), tree=False)),
+    ),
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_shares_of_the_prefix_are_merged(case, splits, masked):
+    """Also where there are more of them than blocks of keys, and several tiles of rows."""
+    seen = some_of(case) if masked else None
+    config = gpu.Config(block_m=16, block_k=16, splits=splits, num_warps=4, num_stages=2)
+    args = inputs(case)
+    assert_close(attend(*args, prefix_mask=seen, config=config), oracle(*args, prefix_mask=seen))
+
+
+DEEPSEEK = {"head_dim": 512, "dtype": "bfloat16", "page_size": 64, "pages": 128, "layers": 27}
+REAL = (
+    Case("decode", **DEEPSEEK, heads=16, prefix=(0,), nodes=1),
+    Case("verify_chain", **DEEPSEEK, heads=128, prefix=(0,), nodes=6),
+    Case("verify_tree", **DEEPSEEK, heads=16, prefix=(0,) * 8, nodes=32, tree=True),
+    Case("pages_of_1", **{**DEEPSEEK, "page_size": 1}, heads=16, prefix=(0,), nodes=6),
+    Case("chunk_of_512", **DEEPSEEK, heads=16, prefix=(0,), nodes=512),
+    Case("draft_step", **DEEPSEEK, heads=16, prefix=(0,), nodes=1, earlier=7, tree=True),
+    Case("no_prefix", **DEEPSEEK, heads=16, prefix=None, nodes=6),
+    Case("float32", **{**DEEPSEEK, "dtype": "float32"}, heads=16, prefix=(0,), nodes=6, tree=True),
+)
+
+
+def shapes(case: Case, rope: int = 64):
+    """As `inputs`, without arrays."""
+    new = jax.ShapeDtypeStruct
+    rows, width = case.earlier + case.nodes, case.head_dim + rope
+    queries = [new((case.batch, case.nodes, case.heads, size), case.dtype) for size in (case.head_dim, rope)]
+    own = new((case.batch, rows, width), case.dtype)
+    mask = new((case.batch, case.nodes, rows), "bool") if case.tree else None
+    if case.prefix is None:
+        return *queries, own, None, None, None, mask
+    pool = new((case.layers, 1, case.batch * case.pages, case.page_size, width), case.dtype)
+    return *queries, own, pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
+
+
+@pytest.mark.parametrize("masked", (False, True), ids=("", "masked"))
+@pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
+def test_lowers_for_a_gpu(case, masked):
+    masked = masked and case.prefix is not None
+    seen = jax.ShapeDtypeStruct((case.batch, case.nodes, case.capacity), "bool") if masked else None
+
+    def run(prefix_mask, *args):
+        return gpu.mla_attention(*args, prefix_mask=prefix_mask, layer=0, scale=0.1, interpret=False)
+
+    assert "gpu.triton" in cross_lower(run, "cuda", seen, *shapes(case))
+
+
+SMEM = 227 * 1024
+"""Shared memory that a program of an H100 can have, in bytes."""
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_blocks_fit_a_gpu(dtype):
+    for batch, rows, keys in np.ndindex(3, 5, 3):
+        config = gpu.default_config(
+            batch=8**batch, rows=(16, 96, 128, 768, 8192)[rows], keys=(12, 1024, 32768)[keys], latent=512, dtype=dtype
+        )
+        for size in (config.block_m, config.block_k):
+            assert size >= 16
+            assert size & (size - 1) == 0
+        row_bytes = 576 * jnp.dtype(dtype).itemsize
+        assert (config.block_m + config.num_stages * config.block_k) * row_bytes <= SMEM
+        # The sum of a tile, in float32, is held in the registers of its threads.
+        assert config.block_m * 512 <= 128 * 32 * config.num_warps
+
+
+def test_a_gpu_is_filled_by_shares_of_long_prefixes_alone():
+    shape = {"rows": 16, "latent": 512, "dtype": "bfloat16"}
+    assert gpu.default_config(batch=8, keys=8192, **shape).splits * 8 >= 0.9 * platform.processors()
+    assert gpu.default_config(batch=1, keys=16, **shape).splits == 1
+    assert gpu.default_config(batch=256, keys=8192, **shape).splits == 1
+
+
+@pytest.mark.parametrize(("here", "call"), (("gpu", "gpu.triton"), ("tpu", None), ("cpu", None)))
+def test_the_best_backend_of_a_platform(here, call, monkeypatch):
+    """A TPU has no kernel of its own."""
+    monkeypatch.setattr(platform, "platform", lambda: here)
+    text = cross_lower(partial(mla_attention, layer=0, scale=1.0), {"gpu": "cuda"}.get(here, "tpu"), *shapes(REAL[0]))
+    assert call in text if call else "custom_call" not in text
+
+
+def test_what_the_kernel_cannot_take(monkeypatch):
+    """It is an error where the kernel was named, and else another's work."""
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    args = shapes(Case("refused", dtype="float8_e4m3fn"))
+    with pytest.raises(ValueError, match="cannot run this: q_latent is float8_e4m3fn; it takes bfloat16"):
+        jax.eval_shape(partial(mla_attention, layer=0, scale=1.0, backend="triton"), *args)
+    assert jax.eval_shape(partial(mla_attention, layer=0, scale=1.0), *args).shape == args[0].shape
+
+
+def test_an_unknown_backend_is_an_error():
+    with pytest.raises(ValueError, match=r"backend='cray': mla_attention has \['triton', 'xla'\]"):
+        attend(*inputs(CASES[0]), backend="cray")
+
+
+WRONG = {
+    "heads": ({"q_rope": lambda q: q[:, :, :1]}, r"q_latent \(.*\) and q_rope \(.*\): both have a part"),
+    "batch": ({"rows": lambda rows: rows[:1]}, r"rows \(1, .*\) do not fit the batch of 3"),
+    "width": ({"rows": lambda rows: rows[..., 1:]}, "do not fit .* the 24 numbers"),
+    "dtype": ({"rows": lambda rows: rows.astype(jnp.bfloat16)}, "q_latent is float32, .* rows bfloat16"),
+    "rows": ({"rows": lambda rows: rows[:, 1:]}, "are fewer than the 4 nodes"),
+    "mask": ({"mask": lambda mask: mask[:2]}, r"mask \(2, 4, 4\): .* need \(3, 4, 4\)"),
+    "pool": ({"pool": lambda pool: pool[..., :8]}, r"pool \(.*\) does not fit rows .*'page', 24\)"),
+    "no_pool": ({"pool": lambda _: None}, "pool and page_table are needed"),
+    "page_table": ({"table": lambda table: table[:2]}, r"page_table \(2, 3\) and prefix_length \(3,\)"),
+    "layer": ({"layer": lambda _: 2}, "layer=2: the pool has the layers 0 to 1"),
+    "prefix_mask": ({"prefix_mask": lambda _: np.ones((3, 4, 5), bool)}, r"prefix_mask \(3, 4, 5\): .* \(3, 4, 12\)"),
+    "no_prefix": (
+        {"prefix": lambda _: None, "prefix_mask": lambda _: np.ones((3, 4, 12), bool)},
+        "prefix_mask is given: it needs prefix_length",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_arguments_that_do_not_fit_are_an_error(change, message, without_jaxtyping):
+    names = ("q_latent", "q_rope", "rows", "pool", "table", "prefix", "mask")
+    args = dict(zip(names, inputs(Case("wrong", tree=True)), strict=True))
+    options = {"layer": 0, "prefix_mask": None}
+    args |= {name: new(args[name]) for name, new in change.items() if name in args}
+    options |= {name: new(None) for name, new in change.items() if name in options}
+    with pytest.raises(ValueError, match=message):
+        attend(*args.values(), **options)
