@@ -18,6 +18,8 @@ Dimensions: B batch, N new nodes, R rows of the round (the new nodes are the las
 Hv = H G heads of values, A nodes of a path, W inputs that a convolution remembers, C its channels. All in float32.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -114,7 +116,7 @@ def chain_delta_rule(
 
     q, k, v, g, beta = map(split, (q, k, v, g, beta))
     # All blocks at once; only what reads the state waits for it.
-    links = jax.vmap(lambda *block: _links(*block, None))(q, k, g, beta)
+    links = jax.vmap(partial(_links, mask=None))(q, k, g, beta)
 
     def read(state, block):
         q, k, v, g, beta, links = block
