@@ -18,6 +18,8 @@ Dimensions: B batch, N new nodes, R rows of the round (the new nodes are the las
 Hv = H G heads of values, A nodes of a path, W inputs that a convolution remembers, C its channels. All in float32.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -48,33 +50,51 @@ def tree_delta_rule(
       earlier: u of the E = R - N rows before the new ones; None: there are none.
       live: sequences that have a state; the others begin with zero, whatever `state` holds. None: all.
     """
-    (batch, nodes, heads, _), rows = q.shape, k.shape[1]
+    return _read(state, q, k, v, beta, _links(q, k, g, beta, mask), earlier, live)
+
+
+def _links(q, k, g, beta, mask):
+    """What the nodes are to each other, whatever the state, for each head of values [B, H, G, ...].
+
+    Returns the inverse of the system [N, N], its part that meets earlier rows [N, E], what each node reads of the rows'
+    u [N, R], and what is left of the state when it is read [N].
+    """
+    (_, nodes, heads, _), rows = q.shape, k.shape[1]
     own = jnp.arange(nodes)[:, None] + (rows - nodes) == jnp.arange(rows)[None]
     if mask is None:
         mask = (jnp.arange(rows)[None] <= jnp.arange(nodes)[:, None] + (rows - nodes))[None]
     seen = mask[:, None, None]
     decay = jnp.where(seen, _by_group(g, heads)[..., None, :], 0)
     weight = jnp.where(seen, jnp.exp(_behind(decay)), 0)
-    # One product for both, so that each of the state and the keys is read once.
+    # One product for both, so that the keys are read once.
     both = jnp.concatenate([k[:, rows - nodes :], q], axis=1)
     of_k, of_q = jnp.split(_einsum("bnhk,bmhk->bhnm", both, k)[:, :, None], 2, axis=3)
-    value, rate = _by_group(v, heads), _by_group(beta, heads)
+    system = jnp.where(own, 0, _by_group(beta, heads)[..., None] * weight * of_k)
+    before, among = system[..., : rows - nodes], system[..., rows - nodes :]
+    return unit_lower_inverse(among), before, weight * of_q, jnp.exp(decay.sum(-1))
+
+
+def _read(state, q, k, v, beta, links, earlier, live):
+    """The output of the nodes and the u of all rows."""
+    inverse, before, reach, total = links
+    (batch, nodes, heads, _), rows = q.shape, k.shape[1]
+    value, rate = _by_group(v, heads), _by_group(beta, heads)[..., None]
     out = jnp.zeros_like(value)
     if state is not None:
-        total = jnp.exp(decay.sum(-1))[..., None]
+        # One product for both, so that the state is read once.
+        both = jnp.concatenate([k[:, rows - nodes :], q], axis=1)
         read = _einsum("bnhk,bhgkv->bhgnv", both, state.reshape(batch, heads, -1, *state.shape[2:]))
         if live is not None:
             read = jnp.where(live.reshape(-1, 1, 1, 1, 1), read, 0)
         held, out = jnp.split(read, 2, axis=3)
-        value, out = value - total * held, total * out
-    system = jnp.where(own, 0, rate[..., None] * weight * of_k)
-    u = rate[..., None] * value
-    before = None if earlier is None else _by_group(earlier, heads)
-    if before is not None:
-        u = u - _einsum("bhgnm,bhgmv->bhgnv", system[..., : rows - nodes], before)
-    u = _einsum("bhgnm,bhgmv->bhgnv", unit_lower_inverse(system[..., rows - nodes :]), u)
-    u = u if before is None else jnp.concatenate([before, u], axis=3)
-    return _by_node(out + _einsum("bhgnm,bhgmv->bhgnv", weight * of_q, u)), _by_node(u)
+        value, out = value - total[..., None] * held, total[..., None] * out
+    u = rate * value
+    if earlier is not None:
+        earlier = _by_group(earlier, heads)
+        u = u - _einsum("bhgnm,bhgmv->bhgnv", before, earlier)
+    u = _einsum("bhgnm,bhgmv->bhgnv", inverse, u)
+    u = u if earlier is None else jnp.concatenate([earlier, u], axis=3)
+    return _by_node(out + _einsum("bhgnm,bhgmv->bhgnv", reach, u)), _by_node(u)
 
 
 def chain_delta_rule(
@@ -94,12 +114,16 @@ def chain_delta_rule(
         x = jnp.pad(x, [(0, 0), (0, blocks * BLOCK - count), *[(0, 0)] * (x.ndim - 2)])
         return jnp.moveaxis(x.reshape(batch, blocks, BLOCK, *x.shape[2:]), 1, 0)
 
+    q, k, v, g, beta = map(split, (q, k, v, g, beta))
+    # All blocks at once; only what reads the state waits for it.
+    links = jax.vmap(partial(_links, mask=None))(q, k, g, beta)
+
     def read(state, block):
-        q, k, v, g, beta = block
-        out, u = tree_delta_rule(state, q, k, v, g, beta, None)
+        q, k, v, g, beta, links = block
+        out, u = _read(state, q, k, v, beta, links, None, None)
         return advance(state, k, u, g, jnp.full(batch, BLOCK, jnp.int32)), (out, u)
 
-    _, made = lax.scan(read, state, tuple(map(split, (q, k, v, g, beta))))
+    _, made = lax.scan(read, state, (q, k, v, g, beta, links))
     out, u = (jnp.moveaxis(x, 0, 1).reshape(batch, -1, *x.shape[3:])[:, :count] for x in made)
     return out, u
 
