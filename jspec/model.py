@@ -14,7 +14,10 @@ from jspec.models import Assistant, EagleHead, Gemma4, Llama
 from jspec.text import Tokenizer
 from jspec.types import Params
 
-BUNDLED = {"python-small": {"eagle": "python-eagle3", "standalone": "python-tiny"}, "python-tiny": {}}
+BUNDLED = {
+    "python-small": {"eagle": "python-eagle3", "standalone": "python-tiny", "frozen-kv-mtp": "python-assistant"},
+    "python-tiny": {},
+}
 """Models that ship with the package -> drafter -> its draft, which ships too; the first is the default."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
