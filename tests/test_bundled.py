@@ -131,7 +131,7 @@ def test_stop_strings_end_where_transformers_ends(model, continued, drafter):
         (jspec.Standalone(depth=4), 1.9),
         (jspec.Eagle(depth=5), 2.5),
         (jspec.Eagle(depth=5, width=8, num_nodes=32), 3.2),
-        (jspec.FrozenKvMtp(depth=4), 2.5),
+        (jspec.FrozenKvMtp(depth=4), 2.8),
     ),
     ids=str,
 )

@@ -37,7 +37,7 @@ def test_generate_streams_text_and_prints_one_line_of_facts(capsys):
 
 
 def test_compare_decodes_plainly_too(capsys):
-    arguments = ("--max-new-tokens", "24", "--compare", "--drafter", "frozen-kv-mtp", "--depth", "2")
+    arguments = ("--max-new-tokens", "24", "--compare", "--drafter", "frozen-kv-mtp", "--depth", "4")
     status, _, err = run(capsys, "generate", "def add(a, b):", *arguments)
     assert status == 0 and "frozen-kv-mtp: 24 new tokens" in err
     assert "plain:" in err and "the same tokens" in err and err.strip().endswith("x")
