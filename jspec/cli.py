@@ -21,6 +21,7 @@ from jspec.startup import keep_compiled_programs, saying_if_slow
 _COMPILING = "jspec: compiling (programs are kept: the next start with this model and shape is quicker)"
 _SHAPE = {"depth": "drafts no tokens", "width": "proposes no trees", "num_nodes": "proposes no trees"}
 """Options that shape a draft -> what is to be said of a drafter without them."""
+_NAMES = {kind: name for name, kind in drafters.DRAFTERS.items()}
 
 _OFF = {field.name: field.default for field in dataclasses.fields(Sampling)} | {"temperature": 0.0}
 
@@ -183,7 +184,7 @@ def _drafter(name: str, options: argparse.Namespace, model: Model):
     for field, value in given.items():
         if field not in fields:
             option = field.replace("_", "-")
-            raise ValueError(f"--{option} {value}: the drafter {type(drafter).__name__.lower()} {_SHAPE[field]}")
+            raise ValueError(f"--{option} {value}: the drafter {_NAMES[type(drafter)]} {_SHAPE[field]}")
     return dataclasses.replace(drafter, **given)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
@@ -208,7 +209,7 @@ def _repeats_plain(options: argparse.Namespace) -> bool:
 def _facts(out: Generation, drafter) -> str:
     stats = out.stats
     return (
-        f"{type(drafter).__name__.lower()}: {stats.new_tokens} new tokens in {int(stats.rounds.sum())} rounds, "
+        f"{_NAMES[type(drafter)]}: {stats.new_tokens} new tokens in {int(stats.rounds.sum())} rounds, "
         f"accept length {stats.accept_length:.2f}, {stats.tokens_per_second:.1f} tokens/s "
         f"on {jax.devices()[0].device_kind} ({out.finish_reason})"
     )

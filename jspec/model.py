@@ -16,7 +16,10 @@ from jspec.models import Assistant, EagleHead, LanguageModel, MtpHeads, MtpParam
 from jspec.text import Tokenizer
 from jspec.types import Params
 
-BUNDLED = {"python-small": {"eagle": "python-eagle3", "standalone": "python-tiny"}, "python-tiny": {}}
+BUNDLED = {
+    "python-small": {"eagle": "python-eagle3", "standalone": "python-tiny", "frozen-kv-mtp": "python-assistant"},
+    "python-tiny": {},
+}
 """Models that ship with the package -> drafter -> its draft, which ships too; the first is the default."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]

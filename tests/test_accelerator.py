@@ -10,6 +10,7 @@ import pytest
 
 import jspec
 from jspec import tree
+from jspec.drafters import DRAFTERS
 from jspec.evaluate import heldout_prompts
 from jspec.model import bundled_draft
 
@@ -21,12 +22,14 @@ pytestmark = pytest.mark.skipif(not ACCELERATOR, reason="needs an accelerator: a
 # Logits here are some tens: bfloat16 keeps 8 bits of them, and the errors of eight layers add up.
 NEAR_TIE = {"float32": 2e-3, "bfloat16": 0.25}
 TREE = {"depth": 5, "width": 8, "num_nodes": 32}
-DRAFTERS = [None, jspec.Ngram(depth=4), jspec.Standalone(depth=4), jspec.Eagle(depth=5), jspec.Eagle(**TREE)]
+DRAFTED = [jspec.Ngram(depth=4), jspec.Standalone(depth=4), jspec.Eagle(depth=5), jspec.Eagle(**TREE)]
+DRAFTED += [jspec.FrozenKvMtp(depth=4), jspec.FrozenKvMtp(**TREE)]
 
 
 def load(drafter, dtype):
     """The bundled target with the draft that a drafter wants."""
-    draft = None if drafter is None else bundled_draft("bundled:python-small", type(drafter).__name__.lower())
+    names = {kind: name for name, kind in DRAFTERS.items()}
+    draft = None if drafter is None else bundled_draft("bundled:python-small", names[type(drafter)])
     return jspec.load("bundled:python-small", draft=draft, dtype=dtype)
 
 
@@ -49,7 +52,7 @@ def logit_gap(model, prompt, common, ours, theirs):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+@pytest.mark.parametrize("drafter", [None, *DRAFTED], ids=str)
 def test_tokens_equal_the_cpus_up_to_near_ties(on_cpu, drafter, dtype):
     reference, prompts, wanted = on_cpu
     model = load(drafter, dtype)
@@ -66,7 +69,7 @@ def test_tokens_equal_the_cpus_up_to_near_ties(on_cpu, drafter, dtype):
 
 
 @pytest.mark.parametrize("sampling", (None, jspec.Sampling(temperature=0.8, top_p=0.9)), ids=("greedy", "sampled"))
-@pytest.mark.parametrize("drafter", DRAFTERS[1:], ids=str)
+@pytest.mark.parametrize("drafter", DRAFTED, ids=str)
 def test_drafting_gives_the_tokens_of_plain_decoding_in_float32(drafter, sampling):
     model, options = load(drafter, "float32"), {"sampling": sampling, "max_new_tokens": 64}
     prompts = heldout_prompts()[3::16]

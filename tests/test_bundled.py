@@ -7,6 +7,7 @@ import pytest
 
 import jspec
 from jspec import tree
+from jspec.drafters import DRAFTERS
 from jspec.evaluate import count_repeated, evaluate, heldout_prompts
 from jspec.generate import choose
 from jspec.model import BUNDLED, locate
@@ -21,6 +22,11 @@ def models():
     """The target with each of its drafts, by drafter."""
     drafts = {name: f"bundled:{draft}" for name, draft in BUNDLED["python-small"].items()}
     return {name: jspec.load("bundled:python-small", draft=draft, dtype="float32") for name, draft in drafts.items()}
+
+
+def model_for(models, drafter):
+    """The model with the draft of a drafter; any where it needs none."""
+    return next((models[name] for name in models if type(drafter) is DRAFTERS[name]), models["standalone"])
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +78,9 @@ SETTINGS = [(None, page_size) for page_size in PAGE_SIZES]
 SETTINGS += [(jspec.Ngram(depth=depth), PAGE_SIZES[depth % 3]) for depth in (1, 3, 5)]
 SETTINGS += [(jspec.Standalone(depth=depth), PAGE_SIZES[(depth + 1) % 3]) for depth in (2, 6)]
 SETTINGS += [(jspec.Eagle(depth=depth), PAGE_SIZES[depth % 3]) for depth in (3, 5)]
+SETTINGS += [(jspec.FrozenKvMtp(depth=depth), PAGE_SIZES[(depth + 2) % 3]) for depth in (3, 4)]
 SETTINGS += [(jspec.Eagle(depth=5, width=8, num_nodes=32), 16), (jspec.Standalone(depth=4, width=3), 1)]
+SETTINGS += [(jspec.FrozenKvMtp(depth=5, width=8, num_nodes=32), 16)]
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +100,9 @@ def continued(model, oracle):
 
 def often_or_slow(drafter, page_size):
     """One setting of each kind runs always."""
-    always = (None, jspec.Ngram(depth=3), jspec.Standalone(depth=2), jspec.Eagle(depth=5))
-    often = page_size == PAGE_SIZES[1] if drafter is None else drafter in always or getattr(drafter, "width", 1) > 1
+    always = (jspec.Ngram(depth=3), jspec.Standalone(depth=2), jspec.Eagle(depth=5), jspec.FrozenKvMtp(depth=4))
+    trees = getattr(drafter, "width", 1) > 1 and not isinstance(drafter, jspec.FrozenKvMtp)
+    often = page_size == PAGE_SIZES[1] if drafter is None else drafter in always or trees
     return pytest.param(drafter, page_size, id=f"{drafter}-{page_size}", marks=() if often else pytest.mark.slow)
 
 
@@ -102,7 +111,7 @@ def test_greedy_output_equals_transformers(models, continued, drafter, page_size
     import hf
 
     reference, ids, whole, *_ = continued
-    model = models["eagle" if isinstance(drafter, jspec.Eagle) else "standalone"]
+    model = model_for(models, drafter)
     out = jspec.generate(model, ids, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
     for prompt, ours, theirs in zip(ids, out.tokens, whole, strict=True):
         assert ours == theirs, hf.margin(reference, prompt, ours, theirs)
@@ -117,28 +126,31 @@ def test_stop_strings_end_where_transformers_ends(model, continued, drafter):
 
 
 @pytest.mark.parametrize(
-    ("name", "drafter", "floor"),
+    ("drafter", "floor"),
     (
-        ("standalone", jspec.Standalone(depth=4), 1.9),
-        ("eagle", jspec.Eagle(depth=5), 2.5),
-        ("eagle", jspec.Eagle(depth=5, width=8, num_nodes=32), 3.2),
+        (jspec.Standalone(depth=4), 1.9),
+        (jspec.Eagle(depth=5), 2.5),
+        (jspec.Eagle(depth=5, width=8, num_nodes=32), 3.2),
+        (jspec.FrozenKvMtp(depth=4), 2.8),
     ),
     ids=str,
 )
-def test_a_draft_is_worth_its_time(models, name, drafter, floor):
+def test_a_draft_is_worth_its_time(models, drafter, floor):
     """A floor well under the figure of docs/log.md, on a few prompts: a draft that has come loose falls far below."""
-    out = evaluate(models[name], heldout_prompts()[:6], drafter, max_new_tokens=48, batch=6)
+    out = evaluate(model_for(models, drafter), heldout_prompts()[:6], drafter, max_new_tokens=48, batch=6)
     assert out.accept_length > floor
     assert (np.diff(out.acceptance_by_position) <= 0).all()
 
 
 @pytest.mark.slow
-def test_sampling_with_the_head_is_plain_sampling(models):
+@pytest.mark.parametrize("kind", [jspec.Eagle, jspec.FrozenKvMtp])
+def test_sampling_with_a_draft_is_plain_sampling(models, kind):
     options = dict(sampling=jspec.Sampling(temperature=0.9, top_p=0.95), seed=5, max_new_tokens=32)
-    prompts = heldout_prompts()[:4]
-    plain = jspec.generate(models["eagle"], prompts, drafter=None, **options)
-    for drafter in (jspec.Eagle(depth=5), jspec.Eagle(depth=5, width=8, num_nodes=32)):
-        assert jspec.generate(models["eagle"], prompts, drafter=drafter, **options).tokens == plain.tokens
+    prompts, drafters = heldout_prompts()[:4], (kind(depth=5), kind(depth=5, width=8, num_nodes=32))
+    model = model_for(models, drafters[0])
+    plain = jspec.generate(model, prompts, drafter=None, **options)
+    for drafter in drafters:
+        assert jspec.generate(model, prompts, drafter=drafter, **options).tokens == plain.tokens
 
 
 def test_heldout_prompts_are_what_the_card_says():

@@ -9,7 +9,7 @@ import pytest
 
 import jspec
 from jspec import cli, startup
-from jspec.models import EagleHead, Llama
+from jspec.models import Assistant, EagleHead, Llama
 
 PAIR = ("--model", "bundled:python-tiny", "--draft", "bundled:python-tiny", "--drafter", "standalone")
 
@@ -37,20 +37,10 @@ def test_generate_streams_text_and_prints_one_line_of_facts(capsys):
 
 
 def test_compare_decodes_plainly_too(capsys):
-    arguments = (
-        "generate",
-        "def add(a, b):",
-        "--max-new-tokens",
-        "24",
-        "--compare",
-        "--drafter",
-        "ngram",
-        "--depth",
-        "2",
-    )
-    status, _, err = run(capsys, *arguments)
-    assert status == 0
-    assert "ngram: 24 new tokens" in err and "plain:" in err and "the same tokens" in err and err.strip().endswith("x")
+    arguments = ("--max-new-tokens", "24", "--compare", "--drafter", "frozen-kv-mtp", "--depth", "4")
+    status, _, err = run(capsys, "generate", "def add(a, b):", *arguments)
+    assert status == 0 and "frozen-kv-mtp: 24 new tokens" in err
+    assert "plain:" in err and "the same tokens" in err and err.strip().endswith("x")
 
 
 def test_show_prints_the_text_once_and_in_colour(capsys):
@@ -183,6 +173,7 @@ def test_evaluate_samples_alike_in_batches_of_any_size(capsys, tmp_path):
 def test_a_bundled_model_comes_with_the_draft_of_each_drafter():
     options, loaded = cli.build_parser().parse_args(["evaluate"]), {}
     kinds = {"auto": EagleHead, "ngram": EagleHead, "eagle": EagleHead, "standalone": Llama}
+    kinds |= {"frozen-kv-mtp": Assistant}
     models = {name: cli._load(name, options, loaded) for name in kinds}
     for name, kind in kinds.items():
         assert type(models[name].draft) is kind

@@ -6,6 +6,7 @@ from email.message import Message
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jspec.train import batches, corpus, data, licences, prompts, tokenizer
 
@@ -243,15 +244,35 @@ def test_a_given_tokenizer_is_used(built, collected, tmp_path):
     other.mkdir()
     text = (directory / "tokenizer.json").read_text().replace(tokenizer.END_OF_TEXT, "<end>")
     (other / "tokenizer.json").write_text(text)
-    with pytest.raises(ValueError, match=r"other: its tokenizer has no token <\|endoftext\|>"):
+    with pytest.raises(
+        ValueError,
+        match=r"other: its tokenizer has no token that ends a text: <\|endoftext\|>, <\|end_of_text\|>, <eos>",
+    ):
         data.build(tmp_path / "c", collected, **{**options, "given": other})
     with pytest.raises(ValueError, match="absent: no such directory"):
         data.build(tmp_path / "d", collected, **{**options, "given": tmp_path / "absent"})
 
 
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>"])
+def test_a_vocabulary_as_large_as_those_of_real_models(end, collected, tmp_path):
+    """Its ids take 32 bits, from the tokenizer to a batch, and its end of a text is its own."""
+    words = {"def": 65_537, "?": 0, end: 69_999} | {f"w{i}": i for i in range(1, 65_537)}
+    bpe = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    (tmp_path / "given").mkdir()
+    tokenizer.save(bpe, tmp_path / "given", 64)
+    options = {"vocab_size": 300, "max_length": 64, "limits": data.PromptLimits(), "given": tmp_path / "given"}
+    data.build(tmp_path / "data", collected, **options)
+    assert json.loads((tmp_path / "data" / "tokenizer_config.json").read_text())["eos_token"] == end
+    tokens = batches.open_tokens(tmp_path / "data" / "train.npy", vocab_size=70_000)
+    assert tokens.dtype == np.uint32 and (tokens == 69_999).sum() == len(collected.train) and 65_537 in tokens
+    batch = batches.draw((batches.Source(tokens),), seed=0, step=0, batch_tokens=len(tokens), length=len(tokens) - 1)
+    assert batch.dtype == np.int32 and batch.max() == 69_999
+
+
 def test_bad_arguments_are_named(collected, tmp_path):
     limits = data.PromptLimits()
-    with pytest.raises(ValueError, match="vocab_size=100: give 258 to 65536"):
+    with pytest.raises(ValueError, match="vocab_size=100: give at least 258"):
         data.build(tmp_path / "a", collected, vocab_size=100, max_length=64, limits=limits)
     with pytest.raises(ValueError, match="heldout: no file of a permissive package"):
         empty = corpus.Corpus(collected.train, (), collected.packages, collected.skipped)

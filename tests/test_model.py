@@ -60,7 +60,8 @@ def test_a_download_that_fails_says_both_things(monkeypatch):
 
 def test_unknown_names():
     with pytest.raises(
-        ValueError, match="'bundled:gpt' is unknown; bundled models are python-eagle3, python-small, python-tiny"
+        ValueError,
+        match="'bundled:gpt' is unknown; bundled models are python-assistant, python-eagle3, python-small, python-tiny",
     ):
         jspec.load("bundled:gpt")
     with pytest.raises(CheckpointError, match="/no/such/place: no such directory"):

@@ -12,9 +12,12 @@ import pytest
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 ocp = pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
+import train_files  # noqa: E402
+from train_files import lines, run  # noqa: E402
+
 from jspec import checkpoint, tree  # noqa: E402
 from jspec.models import Llama  # noqa: E402
-from jspec.train import batches, cli, lm, model, objective, text, tokenizer  # noqa: E402
+from jspec.train import batches, lm, model, objective, text, tokenizer  # noqa: E402
 from jspec.train.loop import Intervals  # noqa: E402
 from jspec.train.objective import Recipe, Setup  # noqa: E402
 
@@ -48,10 +51,6 @@ def heldout():
 
 def setup_for(config=SMALL, recipe=RECIPE, teacher=None):
     return Setup(config, recipe, teacher, "float32")
-
-
-def lines(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("config", [SMALL, TINY], ids=["qwen3-tied", "llama-untied"])
@@ -130,6 +129,13 @@ def test_a_text_is_the_models_greedy_output():
         assert choices[len(prompt) - 1 : -1].tolist() == row[len(prompt) :].tolist()
 
 
+def test_ids_beyond_16_bits_have_32():
+    """As in the vocabularies of Llama 3, Qwen3 and Gemma 4."""
+    config = dataclasses.replace(TINY, vocab_size=70_000)
+    rows = text.complete(config, model.init_params(config, jax.random.key(3)), [[69_999, 65_536]], width=4, batch=1)
+    assert rows.dtype == np.uint32 and rows[0, :2].tolist() == [69_999, 65_536]
+
+
 def test_the_bundled_shapes_have_their_sizes():
     sizes = {
         name: sum(
@@ -146,30 +152,12 @@ def test_the_bundled_shapes_have_their_sizes():
 def data_directory(tmp_path_factory):
     """What `jspec train data` writes, of a made-up text."""
     directory = tmp_path_factory.mktemp("data")
-    source = "".join(f"def f{i}(a, b):\n    return a * {i} + b\n\n\n" for i in range(60))
-    bpe = tokenizer.train([source], 280)
-    tokenizer.save(bpe, directory, 64)
-    tokens = tokenizer.encode_documents(bpe, [source, source])
-    np.save(directory / "train.npy", tokens)
-    np.save(directory / "heldout.npy", tokens[:200])
-    side = {"packages": 1, "files": 2, "bytes": 2 * len(source), "tokens": len(tokens)}
-    package = {"version": "1", "licence": "MIT", "files": 1, "bytes": len(source)}
-    packages = [{"name": "free", "heldout": False, **package}, {"name": "apart", "heldout": True, **package}]
-    manifest = {"train": side, "heldout": side, "vocab_size": 280, "skipped": {"empty file": 3}, "packages": packages}
-    (directory / "data.json").write_text(json.dumps(manifest))
-    (directory / "train_prompts.json").write_text(json.dumps([{"prompt": f"def f{i}(a, b):"} for i in range(4)]))
+    train_files.write(directory)
     for name, config in (("small", SMALL), ("tiny", TINY)):
         (directory / name).mkdir()
         described = checkpoint.describe(dataclasses.replace(config, vocab_size=280))
         (directory / name / "config.json").write_text(json.dumps(described))
     return directory
-
-
-def run(command, **options):
-    arguments = [command]
-    for name, value in options.items():
-        arguments += ["--" + name.replace("_", "-")] if value is True else ["--" + name.replace("_", "-"), str(value)]
-    return cli.main(arguments)
 
 
 def test_the_commands_write_models_that_load_again(data_directory, tmp_path):

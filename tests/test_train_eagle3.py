@@ -13,11 +13,14 @@ import pytest
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
+import train_files  # noqa: E402
+from train_files import lines, run  # noqa: E402
+
 import jspec  # noqa: E402
 from jspec import checkpoint, eagle_checkpoint  # noqa: E402
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams  # noqa: E402
 from jspec.models.llama import LayerParams  # noqa: E402
-from jspec.train import batches, cli, distil, eagle3, head, learner, model, text, tokenizer, ttt  # noqa: E402
+from jspec.train import batches, distil, eagle3, head, learner, model, text, tokenizer, ttt  # noqa: E402
 from jspec.train.head import HeadLearner  # noqa: E402
 from jspec.train.learner import DraftRecipe, DraftSetup  # noqa: E402
 from jspec.train.loop import Intervals  # noqa: E402
@@ -141,10 +144,6 @@ def random_head(target):
 
 def random_tokens(batch, length):
     return jnp.asarray(np.random.default_rng(2).integers(0, 61, (batch, length)), jnp.int32)
-
-
-def lines(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_what_is_trained_is_what_is_served(target):
@@ -323,32 +322,11 @@ def test_a_head_trained_in_memory_drafts_losslessly(target, rows):
 def data_directory(tmp_path_factory):
     """What `jspec train data` writes, of a made-up text, a target with its tokenizer, and text that it wrote."""
     directory = tmp_path_factory.mktemp("data")
-    source = "".join(f"def f{i}(a, b):\n    return a * {i} + b\n\n\n" for i in range(60))
-    bpe = tokenizer.train([source], 280)
-    tokenizer.save(bpe, directory, 64)
-    tokens = tokenizer.encode_documents(bpe, [source, source])
-    np.save(directory / "train.npy", tokens)
-    np.save(directory / "heldout.npy", tokens[:121])
-    np.save(directory / "rows.npy", tokens[:400].reshape(25, 16))
-    side = {"packages": 1, "files": 2, "bytes": 2 * len(source), "tokens": len(tokens)}
-    package = {"name": "free", "heldout": False, "version": "1", "licence": "MIT", "files": 1, "bytes": len(source)}
-    manifest = {"train": side, "heldout": side, "vocab_size": 280, "skipped": {}, "packages": [package]}
-    (directory / "data.json").write_text(json.dumps({**manifest, "tokenizer": "small"}))
-    (directory / "heldout_prompts.json").write_text(json.dumps([{"prompt": f"def f{i}(a, b):"} for i in range(4)]))
+    bpe = train_files.write(directory)
     small = dataclasses.replace(TARGET, vocab_size=280, max_length=256)
     checkpoint.save(directory / "small", small, INIT_TARGET(small, jax.random.key(0)), dtype="float32", eos=(0,))
     tokenizer.save(bpe, directory / "small", 256)
     return directory
-
-
-def run(**options):
-    arguments = ["eagle3"]
-    for name, value in options.items():
-        arguments += ["--" + name.replace("_", "-")]
-        arguments += (
-            [] if value is True else [str(item) for item in value] if isinstance(value, tuple) else [str(value)]
-        )
-    return cli.main(arguments)
 
 
 def test_the_command_writes_a_head_that_loads_again(data_directory, tmp_path):
@@ -357,8 +335,8 @@ def test_the_command_writes_a_head_that_loads_again(data_directory, tmp_path):
     common |= {"work": tmp_path / "work", "rows": data_directory / "rows.npy", "rows_share": 0.5}
     common |= {"intermediate_size": 40, "num_kv_heads": 1}
     out = tmp_path / "head"
-    run(**common, out=out, stop_after=2)
-    run(**common, out=out, resume=True, layout="speculators")
+    run("eagle3", **common, out=out, stop_after=2)
+    run("eagle3", **common, out=out, resume=True, layout="speculators")
     loaded = jspec.load(data_directory / "small", draft=out, dtype="float32")
     assert isinstance(loaded.draft, EagleHead)
     assert loaded.draft.draft_vocab_size == 200 and loaded.draft.capture == (1, 2, 4)
@@ -417,6 +395,13 @@ def test_what_does_not_fit_is_refused(target, sources, heldout, data_directory, 
         head.configure(TARGET, capture=(2,), num_kv_heads=3)
     common = {"data": data_directory, "steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
     with pytest.raises(ValueError, match="has another tokenizer than bundled:python-tiny"):
-        run(**common, target="bundled:python-tiny")
+        run("eagle3", **common, target="bundled:python-tiny")
     with pytest.raises(ValueError, match="rows-share=2.0: give a share from 0 to 1"):
-        run(**common, target=data_directory / "small", capture=(1, 2), rows=data_directory / "rows.npy", rows_share=2)
+        run(
+            "eagle3",
+            **common,
+            target=data_directory / "small",
+            capture=(1, 2),
+            rows=data_directory / "rows.npy",
+            rows_share=2,
+        )

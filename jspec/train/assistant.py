@@ -71,10 +71,21 @@ class FrozenRows:
 
 @dataclasses.dataclass(frozen=True)
 class AssistantLearner:
-    """An assistant for a target, as `learner.Learner`."""
+    """An assistant for a target, as `learner.Learner`.
+
+    Raises:
+      ValueError: an LM head of clusters: what it learns from is a distribution over all tokens.
+    """
 
     config: Assistant
     target: Llama | Gemma4
+
+    def __post_init__(self):
+        if self.config.clusters is not None:
+            raise ValueError(
+                f"clusters={self.config.clusters}: an assistant with an LM head of clusters cannot be trained; give "
+                "clusters=None"
+            )
 
     @property
     def capture(self) -> tuple[int, ...]:

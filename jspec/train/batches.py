@@ -9,11 +9,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Tokens to draw from: Uint16[tokens], cut anywhere, or Uint16[rows, width], sequences that are taken whole."""
+    """Tokens to draw from: UInt[tokens], cut anywhere, or UInt[rows, width], sequences that are taken whole."""
 
     tokens: np.ndarray
     share: float = 1.0
     """The share of batches that come from here, relative to the other sources."""
+
+
+def id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
+    """What a token file holds ids below `vocab_size` in: 16 bits where they suffice, else 32."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
 def open_tokens(path: Path, *, vocab_size: int) -> np.ndarray:
@@ -21,14 +26,15 @@ def open_tokens(path: Path, *, vocab_size: int) -> np.ndarray:
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: not an array of 16-bit ids in one or two dimensions, or ids outside the vocabulary.
+      ValueError: not an array of unsigned ids of 16 or 32 bits in one or two dimensions, or ids outside the vocabulary.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such token file; `jspec train data` writes them")
     tokens = np.load(path, mmap_mode="r")
-    if tokens.dtype != np.uint16 or tokens.ndim not in (1, 2) or not tokens.size:
-        raise ValueError(f"{path}: holds {tokens.dtype}{list(tokens.shape)}; token files hold uint16 in 1 or 2 axes")
+    if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim not in (1, 2) or not tokens.size:
+        found = f"{tokens.dtype}{list(tokens.shape)}"
+        raise ValueError(f"{path}: holds {found}; token files hold uint16 or uint32 in 1 or 2 axes")
     if int(tokens.max()) >= vocab_size:
         raise ValueError(f"{path}: holds the token {int(tokens.max())}, but the model has vocab_size={vocab_size}")
     return tokens

@@ -2,7 +2,8 @@
 
 Writes into one directory:
   tokenizer.json, tokenizer_config.json   the byte-level BPE
-  train.npy, heldout.npy                  Uint16[tokens], each file of source followed by the end-of-text token
+  train.npy, heldout.npy                  UInt[tokens], each file of source followed by the end-of-text token; ids have
+                                          16 bits, or 32 where the vocabulary needs them
   data.json                               the packages, their licences, what was left out, and the counts
   heldout_prompts.json                    prompts from held-out packages, a list of {package, licence, file, prompt}
   train_prompts.json                      prompts from the other packages, in the same form
@@ -59,8 +60,8 @@ def build(
     given: a model, as `jspec.load` takes it, whose tokenizer is used, whatever `vocab_size`; None: one is trained.
 
     Raises:
-      ValueError: nothing on one side of the split, a vocabulary that is too small or too large, or a given tokenizer
-        that is none or not of the kind that is trained here.
+      ValueError: nothing on one side of the split, a vocabulary that is too small, or a given tokenizer without a
+        token that ends a text.
       FileNotFoundError: no tokenizer.json where one was given.
     """
     for side in ("train", "heldout"):

@@ -9,7 +9,8 @@ and hidden states of a text, is made in each step. It is best trained on text th
   jspec train frozen-kv-mtp --data data --target TARGET --rows rows.npy --work work --out assistant --steps 2000
 
 The training is that of an EAGLE-3 head (`jspec train eagle3`, which says what a run costs), with the assistant in its
-place: it predicts from the same states, by the same losses, but has no keys and values of its own.
+place: it predicts from the same states, by the same losses, but has no keys and values of its own. The card of the
+bundled assistant says what its run took.
 """
 
 import argparse

@@ -26,7 +26,7 @@ MAX_SHARD_BYTES = 9_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Heldout:
-    """Text to evaluate on: its tokens, Uint16[tokens], and the bytes that each id of the vocabulary stands for."""
+    """Text to evaluate on: its tokens, UInt[tokens], and the bytes that each id of the vocabulary stands for."""
 
     tokens: np.ndarray
     byte_counts: np.ndarray
@@ -163,8 +163,8 @@ def main(args: argparse.Namespace) -> int:
 def export(out: Path, setup: Setup, state: TrainState, args: argparse.Namespace) -> None:
     """Writes the model as a Hugging Face directory: weights in bfloat16, tokenizer, model card."""
     bpe = tokenizer.load(args.data)
-    end = bpe.token_to_id(tokenizer.END_OF_TEXT)
-    eos = () if end is None else (end,)
+    end = tokenizer.end_of_text(bpe)
+    eos = () if end is None else (bpe.get_vocab()[end],)
     checkpoint.save(out, setup.config, state.params, eos=eos, max_shard_bytes=MAX_SHARD_BYTES)
     tokenizer.save(bpe, out, setup.config.max_length)
     (out / "README.md").write_text(

@@ -11,6 +11,21 @@ from jspec.train.loop import Intervals
 
 R = TypeVar("R")
 
+_MEANINGS = {
+    "steps": "optimizer steps of the whole run",
+    "batch_tokens": "tokens a step",
+    "length": "tokens of a sequence; --rows have their own",
+    "learning_rate": "the highest one",
+    "warmup": "steps in which the learning rate rises to it",
+    "weight_decay": "of matrices",
+    "clip": "norm at which gradients are clipped",
+    "seed": "of the first weights and of the order of the text",
+    "ttt_steps": "drafts in a row that are trained, each from what the one before has made",
+    "decay": "the loss of draft k counts decay^k",
+    "cross_entropy": "with a teacher: share of the loss that is cross-entropy on the text",
+}
+"""What a field of a recipe means, in the help of its option."""
+
 
 def add(parser: argparse.ArgumentParser, recipe: type) -> None:
     """Adds the options of a run, and one for each field of the dataclass `recipe`."""
@@ -30,7 +45,9 @@ def add(parser: argparse.ArgumentParser, recipe: type) -> None:
             type=float if field.type is float else int,
             required=required,
             default=None if required else field.default,
-            help="" if required else f"(default: {field.default})",
+            help=" ".join(
+                filter(None, (_MEANINGS.get(field.name), None if required else f"(default: {field.default})"))
+            ),
         )
 
 

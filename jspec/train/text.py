@@ -18,17 +18,17 @@ from jspec import accept, checkpoint, decode, stopping
 from jspec.drafters import Plain
 from jspec.model import locate
 from jspec.models import LanguageModel
-from jspec.train import tokenizer
+from jspec.train import batches, tokenizer
 from jspec.types import Params
 
 _PAGE = 64
 
 
 def complete(config: LanguageModel, params: Any, prompts: list[list[int]], *, width: int, batch: int) -> np.ndarray:
-    """Each prompt with the model's greedy continuation up to `width` tokens: Uint16[rows, width].
+    """Each prompt with the model's greedy continuation up to `width` tokens: UInt[rows, width].
 
-    Nothing stops it early: where a text ends, the model goes on with another. Rows beyond the last whole batch are
-    left out, unless there is no whole batch.
+    The ids have 16 bits, or 32 where the vocabulary needs them. Nothing stops a text early: where it ends, the model
+    goes on with another. Rows beyond the last whole batch are left out, unless there is no whole batch.
 
     Raises:
       ValueError: a width beyond the model's context, or prompts that leave no room.
@@ -42,7 +42,7 @@ def complete(config: LanguageModel, params: Any, prompts: list[list[int]], *, wi
     rows = []
     for i in tqdm(range(0, len(prompts) - batch + 1, batch), mininterval=5, disable=None):
         rows.append(np.asarray(_complete(config, params, prompts[i : i + batch], width, longest)))
-    return np.concatenate(rows).astype(np.uint16)
+    return np.concatenate(rows).astype(batches.id_dtype(config.vocab_size))
 
 
 def _complete(config: LanguageModel, params: Any, prompts: list[list[int]], width: int, longest: int) -> jax.Array:
@@ -83,7 +83,8 @@ def main(args: argparse.Namespace) -> int:
     directory = locate(args.model)
     loaded = checkpoint.load(directory)
     texts = [record["prompt"] for record in json.loads(args.prompts.read_text(encoding="utf-8"))]
-    encodings = tokenizer.load(directory).encode_batch_fast(texts, add_special_tokens=False)
+    # With the token that begins a text, where there is one, as in `generate`.
+    encodings = tokenizer.load(directory).encode_batch_fast(texts)
     prompts = [list(encoding.ids) for encoding in encodings if len(encoding.ids) <= args.width * 3 // 4][: args.rows]
     rows = complete(loaded.config, loaded.params, prompts, width=args.width, batch=args.batch)
     np.save(args.out, rows)

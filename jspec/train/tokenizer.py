@@ -7,8 +7,14 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jspec import text
+from jspec.train import batches
+
 END_OF_TEXT = "<|endoftext|>"
-"""Ends a text, and separates documents in token files."""
+"""Ends a text, and separates documents in token files, in the tokenizers that are trained here."""
+
+ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
+"""The same in others: Qwen's, Llama 3's, Gemma's, Llama 2's. Of several, the first that a vocabulary has."""
 
 # A word with the space, dot or underscore before it; one digit; punctuation; line ends with the indentation that
 # follows; other white space, of which the last space goes to the word behind it.
@@ -19,10 +25,10 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a tokenizer of at most `vocab_size` tokens, `END_OF_TEXT` (id 0) and the 256 bytes among them.
 
     Raises:
-      ValueError: a vocabulary without room for the bytes, or one whose ids do not fit 16 bits.
+      ValueError: a vocabulary without room for the bytes.
     """
-    if not 257 < vocab_size <= 65536:
-        raise ValueError(f"vocab_size={vocab_size}: give 258 to 65536 (256 bytes, one special token, ids of 16 bits)")
+    if vocab_size < 258:
+        raise ValueError(f"vocab_size={vocab_size}: give at least 258 (256 bytes, one special token)")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -47,7 +53,7 @@ def save(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
+        "eos_token": end_of_text(tokenizer),
         "bos_token": None,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
@@ -67,32 +73,41 @@ def load(directory: Path) -> Tokenizer:
     return Tokenizer.from_file(str(path))
 
 
+def end_of_text(tokenizer: Tokenizer) -> str | None:
+    """The token of a vocabulary that ends a text, of those in `ENDS`; None: it has none of them."""
+    return next((token for token in ENDS if tokenizer.token_to_id(token) is not None), None)
+
+
 def check(tokenizer: Tokenizer, source: str | Path) -> None:
-    """Refuses a tokenizer whose tokens cannot be written to token files.
+    """Refuses a tokenizer that no token files can be written with.
 
     Raises:
-      ValueError: no `END_OF_TEXT` in it, or ids that do not fit 16 bits.
+      ValueError: no token in it that ends a text.
     """
-    if tokenizer.token_to_id(END_OF_TEXT) is None:
-        raise ValueError(f"{source}: its tokenizer has no token {END_OF_TEXT}, which ends each text of a token file")
-    if tokenizer.get_vocab_size() > 65536:
-        raise ValueError(f"{source}: its tokenizer has {tokenizer.get_vocab_size()} tokens: token files hold 65536")
+    if end_of_text(tokenizer) is None:
+        raise ValueError(f"{source}: its tokenizer has no token that ends a text: {', '.join(ENDS)}")
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str], batch: int = 512) -> np.ndarray:
-    """All texts as one Uint16[tokens], each followed by `END_OF_TEXT`."""
-    end = np.array([tokenizer.token_to_id(END_OF_TEXT)], np.uint16)
-    pieces: list[np.ndarray] = [np.zeros(0, np.uint16)]
+    """All texts as one UInt[tokens], each followed by the token that ends a text; ids as `batches.id_dtype` has them.
+
+    tokenizer: one that `check` lets pass.
+    """
+    vocabulary, token = tokenizer.get_vocab(), end_of_text(tokenizer)
+    assert token is not None
+    dtype = batches.id_dtype(max(vocabulary.values()) + 1)
+    end = np.array([vocabulary[token]], dtype)
+    pieces: list[np.ndarray] = [np.zeros(0, dtype)]
     for i in range(0, len(texts), batch):
         for encoding in tokenizer.encode_batch_fast(texts[i : i + batch], add_special_tokens=False):
-            pieces += [np.array(encoding.ids, np.uint16), end]
+            pieces += [np.array(encoding.ids, dtype), end]
     return np.concatenate(pieces)
 
 
 def byte_counts(tokenizer: Tokenizer) -> np.ndarray:
-    """Int32[V]: the bytes of text that each id stands for; none for `END_OF_TEXT`."""
-    counts = np.zeros(tokenizer.get_vocab_size(), np.int32)
-    for token, index in tokenizer.get_vocab().items():
-        # Byte-level BPE spells each byte as one character.
-        counts[index] = 0 if token == END_OF_TEXT else len(token)
-    return counts
+    """Int32[V]: the bytes of text that each id stands for; none for special tokens, such as the one that ends a text.
+
+    Raises:
+      ValueError: a tokenizer of an unknown kind.
+    """
+    return np.array([len(spelled) for spelled in text.Tokenizer(tokenizer).token_bytes()], np.int32)
