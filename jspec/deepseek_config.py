@@ -141,7 +141,8 @@ def _parse_experts(raw: Mapping[str, Any], family: str) -> Routed:
         normalize=of_v3 and bool(raw["norm_topk_prob"]),
         scale=float(raw["routed_scaling_factor"]),
     )
-    return Routed(router, int(raw["moe_intermediate_size"]), int(raw["n_shared_experts"]))
+    width = int(raw["moe_intermediate_size"])
+    return Routed(router, width, int(raw["n_shared_experts"]) * width)
 
 
 def _parse_rope(raw: Mapping[str, Any], where: str) -> tuple[float, YarnRope | None]:
@@ -190,7 +191,7 @@ def describe(config: Deepseek) -> dict[str, Any]:
         "v_head_dim": latent.value,
         "first_k_dense_replace": config.dense_layers,
         "n_routed_experts": router.count,
-        "n_shared_experts": config.experts.shared,
+        "n_shared_experts": config.experts.shared_width // config.experts.width,
         "num_experts_per_tok": router.chosen,
         "moe_intermediate_size": config.experts.width,
         "routed_scaling_factor": router.scale,

@@ -5,7 +5,9 @@ from typing import Any
 
 from jspec.cache import RecurrentLayer
 from jspec.checkpoint_files import CheckpointError
-from jspec.models.qwen3_next import Qwen3Next, SharedExperts
+from jspec.models.moe import Routed
+from jspec.models.qwen3_next import Qwen3Next
+from jspec.models.router import Router
 
 ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3_next",
@@ -56,7 +58,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Qwen3Nex
             ),
             max_length=int(text["max_position_embeddings"]),
             experts=experts,
-            dense=() if experts is None else _parse_dense(text),
+            dense_layers=() if experts is None else _parse_dense(text),
             rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rotary_share=share,
@@ -75,7 +77,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Qwen3Nex
         raise CheckpointError(
             f"{where}: partial_rotary_factor={share} of head_dim={config.head_dim}: dimensions rotate in pairs"
         )
-    if not config.intermediate_size and (experts is None or config.dense):
+    if not config.intermediate_size and (experts is None or config.dense_layers):
         raise CheckpointError(f"{where}: intermediate_size is missing, and there are layers without experts")
     return config
 
@@ -120,17 +122,17 @@ def _parse_layers(text: Mapping[str, Any], where: str) -> tuple[bool, ...]:
     return tuple(name == "full_attention" for name in types)
 
 
-def _parse_experts(text: Mapping[str, Any]) -> SharedExperts | None:
+def _parse_experts(text: Mapping[str, Any]) -> Routed | None:
     if not text.get("num_experts"):
         return None
-    return SharedExperts(
+    router = Router(
         count=int(text["num_experts"]),
         chosen=int(text["num_experts_per_tok"]),
-        width=int(text["moe_intermediate_size"]),
-        shared_width=int(text["shared_expert_intermediate_size"]),
         # Qwen3.5 has no such key.
-        normalized=bool(text.get("norm_topk_prob", True)),
+        normalize=bool(text.get("norm_topk_prob", True)),
     )
+    shared = int(text["shared_expert_intermediate_size"])
+    return Routed(router, int(text["moe_intermediate_size"]), shared, shared_gate=True)
 
 
 def _parse_dense(text: Mapping[str, Any]) -> tuple[int, ...]:
@@ -169,12 +171,12 @@ def describe(config: Qwen3Next) -> dict[str, Any]:
     }
     if config.experts is not None:
         raw |= {
-            "num_experts": config.experts.count,
-            "num_experts_per_tok": config.experts.chosen,
+            "num_experts": config.experts.router.count,
+            "num_experts_per_tok": config.experts.router.chosen,
             "moe_intermediate_size": config.experts.width,
             "shared_expert_intermediate_size": config.experts.shared_width,
-            "norm_topk_prob": config.experts.normalized,
+            "norm_topk_prob": config.experts.router.normalize,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": list(config.dense),
+            "mlp_only_layers": list(config.dense_layers),
         }
     return raw
