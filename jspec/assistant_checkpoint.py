@@ -16,6 +16,7 @@ import numpy as np
 
 from jspec import gemma4_config
 from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_tensors
+from jspec.experts_checkpoint import name_mlp, read_mlp
 from jspec.gemma4_checkpoint import NORMS
 from jspec.models import Assistant, AssistantParams, Gemma4, LanguageModel
 from jspec.models.assistant import AssistantLayerParams, ClusterParams, Clusters
@@ -197,8 +198,7 @@ def _read_layer(config: Assistant, tensors: Tensors, index: int, prefix: str) ->
         q=tensors.fused([(prefix + "self_attn.q_proj.weight", query)], width),
         q_norm=tensors.device(prefix + "self_attn.q_norm.weight", head_dim),
         o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query),
-        gate_up=tensors.fused([(f"{prefix}mlp.{name}_proj.weight", mlp) for name in ("gate", "up")], width),
-        down=tensors.fused([(prefix + "mlp.down_proj.weight", width)], mlp),
+        **read_mlp(tensors, prefix + "mlp.", mlp, width),
         scalar=tensors.device(prefix + "layer_scalar", 1).reshape(()),
     )
 
@@ -284,7 +284,5 @@ def _name_layer(layer: AssistantLayerParams) -> Iterator[tuple[str, Any]]:
     yield "self_attn.q_proj.weight", np.asarray(layer.q).T
     yield "self_attn.q_norm.weight", layer.q_norm
     yield "self_attn.o_proj.weight", np.asarray(layer.o).T
-    for name, part in zip(("gate", "up"), np.split(np.asarray(layer.gate_up).T, 2), strict=True):
-        yield f"mlp.{name}_proj.weight", part
-    yield "mlp.down_proj.weight", np.asarray(layer.down).T
+    yield from name_mlp("mlp.", layer.gate_up, layer.down)
     yield "layer_scalar", np.asarray(layer.scalar).reshape(1)

@@ -23,7 +23,7 @@ from jspec import (
     qwen3_next_config,
 )
 from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_shards
-from jspec.experts_checkpoint import name_experts, name_mlp, read_experts
+from jspec.experts_checkpoint import name_experts, name_mlp, read_experts, read_mlp
 from jspec.models import Deepseek, Gemma4, LanguageModel, Qwen3Next
 from jspec.models.layers import Llama3Rope
 from jspec.models.llama import LayerParams, Llama, LlamaParams
@@ -248,7 +248,10 @@ def read_layer(
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention, outs = prefix + "self_attn.", [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]
     bias = [tensors.device(f"{attention}{name}.bias", out) for name, out in outs] if qkv_bias else None
-    parts = ("gate", "up")
+    if experts is None:
+        read = {**read_mlp(tensors, prefix + "mlp.", mlp, width), "experts": None}
+    else:
+        read = {"gate_up": None, "down": None, "experts": read_experts(experts, tensors, prefix + "mlp.", width)}
     return LayerParams(
         attention_norm=attention_norm,
         qkv=tensors.fused([(f"{attention}{name}.weight", out) for name, out in outs], reads),
@@ -258,9 +261,7 @@ def read_layer(
         o=tensors.fused([(f"{attention}o_proj.weight", width)], query),
         o_bias=tensors.device(f"{attention}o_proj.bias", width) if o_bias else None,
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
-        gate_up=None if experts else tensors.fused([(f"{prefix}mlp.{part}_proj.weight", mlp) for part in parts], width),
-        down=None if experts else tensors.fused([(f"{prefix}mlp.down_proj.weight", width)], mlp),
-        experts=read_experts(experts, tensors, prefix + "mlp.", width) if experts else None,
+        **read,
     )
 
 
