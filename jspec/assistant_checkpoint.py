@@ -16,6 +16,7 @@ import numpy as np
 
 from jspec import gemma4_config
 from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_tensors
+from jspec.config_json import reading
 from jspec.experts_checkpoint import name_mlp, read_mlp
 from jspec.gemma4_checkpoint import NORMS
 from jspec.models import Assistant, AssistantParams, Gemma4, LanguageModel
@@ -81,16 +82,8 @@ def parse_config(raw: Mapping[str, Any], target: LanguageModel, where: str = "co
     if kind is None:
         known = ", ".join([*GEMMA4, OWN[0]])
         raise CheckpointError(f"{where}: architectures={raw.get('architectures')} is no assistant; there are {known}")
-    try:
+    with reading(where):
         return _parse_own(raw) if kind == OWN[0] else _parse_gemma4(raw, target, where)
-    except CheckpointError:
-        raise
-    except KeyError as error:
-        raise CheckpointError(f"{where}: the key {error} is missing") from None
-    except TypeError as error:
-        raise CheckpointError(f"{where}: a value has the wrong type ({error})") from None
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _kind(raw: Mapping[str, Any]) -> str | None:

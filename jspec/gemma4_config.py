@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jspec.checkpoint_files import CheckpointError
+from jspec.config_json import reading
 from jspec.models.gemma4 import Attention, Experts, Gemma4
 
 ARCHITECTURES = {
@@ -19,14 +20,6 @@ _ROPE = {
 }
 
 
-def is_gemma4(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is one of Gemma 4."""
-    architectures = raw.get("architectures") or []
-    if architectures:
-        return any(name in ARCHITECTURES for name in architectures)
-    return raw.get("model_type") in ARCHITECTURES.values()
-
-
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Gemma4:
     """The text model that a config.json describes.
 
@@ -38,7 +31,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Gemma4:
     """
     text = raw.get("text_config") or raw
     _refuse_options(raw, text, where)
-    try:
+    with reading(where):
         size = text.get("hidden_size_per_layer_input", 0 if "unified" in text.get("model_type", "") else 256) or 0
         return Gemma4(
             vocab_size=int(text["vocab_size"]),
@@ -54,14 +47,6 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Gemma4:
             experts=_parse_experts(text),
             soft_cap=text.get("final_logit_softcapping"),
         )
-    except KeyError as error:
-        raise CheckpointError(f"{where}: the key {error} is missing") from None
-    except TypeError as error:
-        raise CheckpointError(f"{where}: a value has the wrong type ({error})") from None
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _refuse_options(raw: Mapping[str, Any], text: Mapping[str, Any], where: str) -> None:
