@@ -175,11 +175,7 @@ def read_params(config: Assistant, tensors: Tensors) -> AssistantParams:
         clusters=_read_clusters(config, tensors) if config.clusters else None,
     )
     copy = set() if config.target_head else {"lm_head.weight"}  # of the embedding
-    unread = sorted(tensors.names() - tensors.asked - copy)
-    if unread:
-        raise CheckpointError(
-            f"{tensors.directory}: {len(unread)} tensors are nothing that this assistant has: {', '.join(unread[:4])}"
-        )
+    tensors.refuse_unread("assistant", lambda name: name in copy)
     return params
 
 

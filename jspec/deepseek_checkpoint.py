@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache.mla import UpProjections
-from jspec.checkpoint_files import CheckpointError, Tensors
+from jspec.checkpoint_files import Tensors
 from jspec.experts_checkpoint import name_experts, name_mlp, read_experts, read_mlp
 from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams
 from jspec.models.mtp_head import MtpParams
@@ -48,12 +48,7 @@ def read_params(config: Deepseek, tensors: Tensors) -> DeepseekParams:
     )
     # Some checkpoints hold what is computed from the configuration, and some tied ones the head all the same.
     spare = {"lm_head.weight"} if config.tie_embeddings else set()
-    unread = tensors.names() - tensors.asked - spare
-    unread = sorted(name for name in unread if not name.endswith(".rotary_emb.inv_freq"))
-    if unread:
-        raise CheckpointError(
-            f"{tensors.directory}: {len(unread)} tensors are nothing that this model has: {', '.join(unread[:4])}"
-        )
+    tensors.refuse_unread("model", lambda name: name in spare or name.endswith(".rotary_emb.inv_freq"))
     return params
 
 

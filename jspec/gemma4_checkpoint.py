@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jspec.checkpoint_files import CheckpointError, Tensors
+from jspec.checkpoint_files import Tensors
 from jspec.experts_checkpoint import name_mlp, read_mlp, read_stacked
 from jspec.models.gemma4 import (
     ExpertParams,
@@ -55,11 +55,7 @@ def read_params(config: Gemma4, tensors: Tensors) -> Gemma4Params:
         if config.source(i) != i
         for part in ("k_proj", "v_proj", "k_norm")
     }
-    unread = sorted(name for name in names - tensors.asked - spare if not name.startswith(OTHER_MODALITIES))
-    if unread:
-        raise CheckpointError(
-            f"{tensors.directory}: {len(unread)} tensors are nothing that this text model has: {', '.join(unread[:4])}"
-        )
+    tensors.refuse_unread("text model", lambda name: name in spare or name.startswith(OTHER_MODALITIES))
     return params
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoint_files import CheckpointError, Tensors
+from jspec.checkpoint_files import Tensors
 from jspec.experts_checkpoint import name_experts, name_mlp, read_experts, read_mlp
 from jspec.models.moe import Routed
 from jspec.models.mtp_head import MtpParams
@@ -58,12 +58,7 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
         mtp=tuple(_read_mtp(config, tensors) for _ in range(config.mtp_layers)),
     )
     # Some tied checkpoints hold the head all the same.
-    spare = {"lm_head.weight"}
-    unread = sorted(name for name in names - tensors.asked - spare if not name.startswith(OTHER_MODALITIES))
-    if unread:
-        raise CheckpointError(
-            f"{tensors.directory}: {len(unread)} tensors are nothing that this text model has: {', '.join(unread[:4])}"
-        )
+    tensors.refuse_unread("text model", lambda name: name == "lm_head.weight" or name.startswith(OTHER_MODALITIES))
     return params
 
 
