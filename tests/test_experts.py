@@ -12,6 +12,7 @@ import toy
 import jspec
 from jspec import checkpoint, tree
 from jspec.checkpoint_files import CheckpointError
+from jspec.models.moe import Routed
 from jspec.models.router import Router
 
 ROUTERS = {
@@ -64,6 +65,11 @@ def test_a_router_does_not_sort():
     for router in ROUTERS.values():
         program = jax.jit(router.route).lower(jnp.zeros((4, router.count)))
         assert "sort" not in program.as_text().replace("sorted", "")
+
+
+def test_a_gate_is_on_an_mlp_that_there_is():
+    with pytest.raises(ValueError, match="shared_gate=True: with shared_width=0 there is no MLP"):
+        Routed(ROUTERS["plain"], width=8, shared_gate=True)
 
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
