@@ -9,13 +9,13 @@ from jspec.checkpoint_files import Tensors
 from jspec.experts_checkpoint import name_mlp, read_mlp, read_stacked
 from jspec.models.gemma4 import (
     ExpertParams,
-    Experts,
     Gemma4,
     Gemma4LayerParams,
     Gemma4Params,
     PerLayerInputParams,
     PerLayerParams,
 )
+from jspec.models.moe import Routed
 
 OTHER_MODALITIES = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 """Beginnings of the names of tensors that text does not need."""
@@ -101,8 +101,8 @@ def _projections(config: Gemma4, index: int) -> list[tuple[str, int]]:
     return [(name, config.num_heads * kind.head_dim if name == "q" else keys) for name in made]
 
 
-def _read_experts(experts: Experts, tensors: Tensors, prefix: str, width: int) -> ExpertParams:
-    count, inner = experts.count, experts.width
+def _read_experts(experts: Routed, tensors: Tensors, prefix: str, width: int) -> ExpertParams:
+    count, inner = experts.router.count, experts.width
     return ExpertParams(
         **{field: tensors.device(prefix + name, width) for field, name in _EXPERT_NORMS.items()},
         router_scale=tensors.device(prefix + "router.scale", width),

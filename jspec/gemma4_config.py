@@ -5,7 +5,9 @@ from typing import Any
 
 from jspec.checkpoint_files import CheckpointError
 from jspec.config_json import reading
-from jspec.models.gemma4 import Attention, Experts, Gemma4
+from jspec.models.gemma4 import Attention, Gemma4
+from jspec.models.moe import Routed
+from jspec.models.router import Router
 
 ARCHITECTURES = {
     "Gemma4ForCausalLM": "gemma4_text",
@@ -116,11 +118,12 @@ def _parse_rope(name: str, given: Mapping[str, Any], where: str) -> tuple[float,
     return float(rope["rope_theta"]), float(share)
 
 
-def _parse_experts(text: Mapping[str, Any]) -> Experts | None:
+def _parse_experts(text: Mapping[str, Any]) -> Routed | None:
     if not text.get("enable_moe_block"):
         return None
     width = text.get("moe_intermediate_size") or text["expert_intermediate_size"]
-    return Experts(int(text["num_experts"]), int(text["top_k_experts"]), int(width))
+    router = Router(int(text["num_experts"]), int(text["top_k_experts"]), normalize=True)
+    return Routed(router, int(width))
 
 
 def describe(config: Gemma4) -> dict[str, Any]:
@@ -162,8 +165,9 @@ def describe(config: Gemma4) -> dict[str, Any]:
         "bos_token_id": None,
     }
     if config.experts is not None:
-        count, chosen, width = config.experts.count, config.experts.chosen, config.experts.width
-        raw |= {"enable_moe_block": True, "num_experts": count, "top_k_experts": chosen, "moe_intermediate_size": width}
+        router = config.experts.router
+        raw |= {"enable_moe_block": True, "num_experts": router.count, "top_k_experts": router.chosen}
+        raw["moe_intermediate_size"] = config.experts.width
     return raw
 
 

@@ -156,7 +156,7 @@ def qwen3_next_shapes(config: Qwen3Next, dtype: Any) -> Qwen3NextParams:
 def _gemma4_expert_shapes(config: Gemma4, dtype: Any) -> ExpertParams | None:
     if config.experts is None:
         return None
-    shape, width, count, inner = _shape_of(dtype), config.hidden_size, config.experts.count, config.experts.width
+    shape, width, count, inner = _shape_of(dtype), config.hidden_size, config.experts.router.count, config.experts.width
     return ExpertParams(
         router_scale=shape((width,)),
         router=shape((width, count)),
@@ -313,16 +313,11 @@ def forward_bytes(params: Any, config: Any = None, tokens: int = 1) -> int:
     """
     experts = [layer.experts for layer in params.layers if layer.experts is not None]
     if experts:
-        unread = (1 - _chosen_share(config)) ** tokens
+        router = config.experts.router
+        unread = (1 - router.chosen / router.count) ** tokens
         spared = int(unread * tree_bytes([(each.gate_up, each.down) for each in experts]))
         return _all_bytes(params) - spared
     return _all_bytes(params)
-
-
-def _chosen_share(config: Any) -> float:
-    """Of a layer's experts those that a token goes through."""
-    experts = config.experts.router if isinstance(config.experts, Routed) else config.experts
-    return experts.chosen / experts.count
 
 
 def _all_bytes(params: Any) -> int:
