@@ -16,6 +16,8 @@ import numpy as np
 
 from jspec import gemma4_config
 from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_tensors
+from jspec.config_json import reading
+from jspec.experts_checkpoint import name_mlp, read_mlp
 from jspec.gemma4_checkpoint import NORMS
 from jspec.models import Assistant, AssistantParams, Gemma4, LanguageModel
 from jspec.models.assistant import AssistantLayerParams, ClusterParams, Clusters
@@ -80,16 +82,8 @@ def parse_config(raw: Mapping[str, Any], target: LanguageModel, where: str = "co
     if kind is None:
         known = ", ".join([*GEMMA4, OWN[0]])
         raise CheckpointError(f"{where}: architectures={raw.get('architectures')} is no assistant; there are {known}")
-    try:
+    with reading(where):
         return _parse_own(raw) if kind == OWN[0] else _parse_gemma4(raw, target, where)
-    except CheckpointError:
-        raise
-    except KeyError as error:
-        raise CheckpointError(f"{where}: the key {error} is missing") from None
-    except TypeError as error:
-        raise CheckpointError(f"{where}: a value has the wrong type ({error})") from None
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _kind(raw: Mapping[str, Any]) -> str | None:
@@ -181,11 +175,7 @@ def read_params(config: Assistant, tensors: Tensors) -> AssistantParams:
         clusters=_read_clusters(config, tensors) if config.clusters else None,
     )
     copy = set() if config.target_head else {"lm_head.weight"}  # of the embedding
-    unread = sorted(tensors.names() - tensors.asked - copy)
-    if unread:
-        raise CheckpointError(
-            f"{tensors.directory}: {len(unread)} tensors are nothing that this assistant has: {', '.join(unread[:4])}"
-        )
+    tensors.refuse_unread("assistant", lambda name: name in copy)
     return params
 
 
@@ -197,8 +187,7 @@ def _read_layer(config: Assistant, tensors: Tensors, index: int, prefix: str) ->
         q=tensors.fused([(prefix + "self_attn.q_proj.weight", query)], width),
         q_norm=tensors.device(prefix + "self_attn.q_norm.weight", head_dim),
         o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query),
-        gate_up=tensors.fused([(f"{prefix}mlp.{name}_proj.weight", mlp) for name in ("gate", "up")], width),
-        down=tensors.fused([(prefix + "mlp.down_proj.weight", width)], mlp),
+        **read_mlp(tensors, prefix + "mlp.", mlp, width),
         scalar=tensors.device(prefix + "layer_scalar", 1).reshape(()),
     )
 
@@ -284,7 +273,5 @@ def _name_layer(layer: AssistantLayerParams) -> Iterator[tuple[str, Any]]:
     yield "self_attn.q_proj.weight", np.asarray(layer.q).T
     yield "self_attn.q_norm.weight", layer.q_norm
     yield "self_attn.o_proj.weight", np.asarray(layer.o).T
-    for name, part in zip(("gate", "up"), np.split(np.asarray(layer.gate_up).T, 2), strict=True):
-        yield f"mlp.{name}_proj.weight", part
-    yield "mlp.down_proj.weight", np.asarray(layer.down).T
+    yield from name_mlp("mlp.", layer.gate_up, layer.down)
     yield "layer_scalar", np.asarray(layer.scalar).reshape(1)

@@ -23,12 +23,12 @@ from jspec import (
     qwen3_next_config,
 )
 from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_shards
-from jspec.experts_checkpoint import name_experts, name_mlp, read_experts
+from jspec.config_json import describe_experts, family_of, parse_dense_layers, parse_experts, read_rope, reading
+from jspec.experts_checkpoint import name_experts, name_mlp, read_experts, read_mlp
 from jspec.models import Deepseek, Gemma4, LanguageModel, Qwen3Next
 from jspec.models.layers import Llama3Rope
 from jspec.models.llama import LayerParams, Llama, LlamaParams
 from jspec.models.moe import Routed
-from jspec.models.router import Router
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 """Classes of `transformers` that `Llama` is for -> model_type; the modules of other families have theirs."""
@@ -63,13 +63,13 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
     raw = read_json(directory / "config.json")
     where = str(directory / "config.json")
     with _open(directory, raw, resolve_dtype(dtype), where) as tensors:
-        if deepseek_config.family_of(raw):
+        if family_of(raw, deepseek_config.ARCHITECTURES):
             config = deepseek_checkpoint.with_mtp_of(deepseek_config.parse_config(raw, where), tensors)
             params = deepseek_checkpoint.read_params(config, tensors)
-        elif gemma4_config.is_gemma4(raw):
+        elif family_of(raw, gemma4_config.ARCHITECTURES):
             config = gemma4_config.parse_config(raw, where)
             params = gemma4_checkpoint.read_params(config, tensors)
-        elif qwen3_next_config.is_qwen3_next(raw):
+        elif family_of(raw, qwen3_next_config.ARCHITECTURES):
             config = qwen3_next_checkpoint.with_mtp_of(qwen3_next_config.parse_config(raw, where), tensors)
             params = qwen3_next_checkpoint.read_params(config, tensors)
         else:
@@ -80,28 +80,24 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
 
 def _open(directory: Path, raw: Mapping[str, Any], dtype: Any, where: str) -> Tensors:
     """The tensors of a checkpoint, widened as they are read where they are block-scaled ones of DeepSeek."""
-    block = block_scaled.parse_block(raw, where) if deepseek_config.family_of(raw) else None
+    block = block_scaled.parse_block(raw, where) if family_of(raw, deepseek_config.ARCHITECTURES) else None
     return Tensors(directory, dtype) if block is None else block_scaled.BlockScaledTensors(directory, dtype, block)
 
 
 def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama:
     """The Llama or Qwen3 model, dense or with experts, that a config.json describes, of either generation.
 
-    Older files have `rope_theta` and `rope_scaling`, newer ones `rope_parameters` with both.
-
     Raises:
       CheckpointError: an unsupported architecture or option, or a key that is missing or of the wrong type.
     """
-    architectures = raw.get("architectures") or []
-    family = next((ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES), None)
-    if family is None and not architectures and raw.get("model_type") in ARCHITECTURES.values():
-        family = raw["model_type"]
+    family = family_of(raw, ARCHITECTURES)
     if family is None:
+        architectures = raw.get("architectures") or []
         own = (gemma4_config, deepseek_config, qwen3_next_config)
         known = ", ".join([*ARCHITECTURES, *(name for family in own for name in family.ARCHITECTURES)])
         raise CheckpointError(f"{where}: architectures={architectures} is not supported; there are {known}")
     refuse_options(raw, where)
-    try:
+    with reading(where):
         heads = int(raw["num_attention_heads"])
         head_dim = raw.get("head_dim") or (128 if family == "qwen3" else int(raw["hidden_size"]) // heads)
         theta, scaling = parse_rope(raw, where)
@@ -122,14 +118,6 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Llama
             attention_bias=bool(raw.get("attention_bias", False)),
             **_parse_experts(raw, family),
         )
-    except KeyError as error:
-        raise CheckpointError(f"{where}: the key {error} is missing") from None
-    except TypeError as error:
-        raise CheckpointError(f"{where}: a value has the wrong type ({error})") from None
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
             f"{where}: num_attention_heads={config.num_heads} is no multiple of "
@@ -145,11 +133,7 @@ def _parse_experts(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
         return {}
     if count is None:
         raise KeyError("num_experts")
-    chosen, normalize = int(raw["num_experts_per_tok"]), bool(raw.get("norm_topk_prob", False))
-    router = Router(int(count), chosen, normalize=normalize)
-    step, dense = int(raw.get("decoder_sparse_step", 1)), set(raw.get("mlp_only_layers") or ())
-    dense |= {index for index in range(int(raw["num_hidden_layers"])) if (index + 1) % step}
-    return {"experts": Routed(router, int(raw["moe_intermediate_size"])), "dense_layers": tuple(sorted(dense))}
+    return {"experts": parse_experts(raw, int(count), normalize=False), "dense_layers": parse_dense_layers(raw)}
 
 
 def refuse_options(raw: Mapping[str, Any], where: str) -> None:
@@ -180,9 +164,7 @@ def parse_rope(raw: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | 
       CheckpointError: a kind of scaling that is not supported.
       KeyError: a number of the scaling is missing.
     """
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind, theta, rope = read_rope(raw)
     if kind == "default":
         return theta, None
     if kind != "llama3":
@@ -248,7 +230,10 @@ def read_layer(
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention, outs = prefix + "self_attn.", [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]
     bias = [tensors.device(f"{attention}{name}.bias", out) for name, out in outs] if qkv_bias else None
-    parts = ("gate", "up")
+    if experts is None:
+        read = {**read_mlp(tensors, prefix + "mlp.", mlp, width), "experts": None}
+    else:
+        read = {"gate_up": None, "down": None, "experts": read_experts(experts, tensors, prefix + "mlp.", width)}
     return LayerParams(
         attention_norm=attention_norm,
         qkv=tensors.fused([(f"{attention}{name}.weight", out) for name, out in outs], reads),
@@ -258,9 +243,7 @@ def read_layer(
         o=tensors.fused([(f"{attention}o_proj.weight", width)], query),
         o_bias=tensors.device(f"{attention}o_proj.bias", width) if o_bias else None,
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
-        gate_up=None if experts else tensors.fused([(f"{prefix}mlp.{part}_proj.weight", mlp) for part in parts], width),
-        down=None if experts else tensors.fused([(f"{prefix}mlp.down_proj.weight", width)], mlp),
-        experts=read_experts(experts, tensors, prefix + "mlp.", width) if experts else None,
+        **read,
     )
 
 
@@ -333,18 +316,7 @@ def describe(config: Llama) -> dict[str, Any]:
         "hidden_act": "silu",
         "bos_token_id": None,
     }
-    return raw | (_describe_experts(config, config.experts) if config.experts else {})
-
-
-def _describe_experts(config: Llama, experts: Routed) -> dict[str, Any]:
-    return {
-        "num_experts": experts.router.count,
-        "num_experts_per_tok": experts.router.chosen,
-        "norm_topk_prob": experts.router.normalize,
-        "moe_intermediate_size": experts.width,
-        "mlp_only_layers": list(config.dense_layers),
-        "decoder_sparse_step": 1,
-    }
+    return raw | (describe_experts(config.experts, config.dense_layers) if config.experts else {})
 
 
 def _named_tensors(config: Llama, params: LlamaParams) -> Iterator[tuple[str, Any]]:

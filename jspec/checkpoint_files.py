@@ -1,7 +1,7 @@
 """The files of Hugging Face checkpoints: JSON, and tensors read and written one at a time."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,21 @@ class Tensors:
     def fused(self, parts: list[tuple[str, int]], width: int) -> jax.Array:
         """Weights [out, in] with one input, as one weight [in, sum of outs] on the device."""
         return jnp.asarray(np.concatenate([self.read(name, out, width, transpose=True) for name, out in parts], axis=1))
+
+    def refuse_unread(self, owner: str, spare: Callable[[str], bool]) -> None:
+        """Raises where there are tensors that nothing asked for.
+
+        Args:
+          owner: what the others belong to, in the error.
+          spare: whether a tensor may be there unread, by its name.
+
+        Raises:
+          CheckpointError: names some of them.
+        """
+        unread = sorted(name for name in self.names() - self.asked if not spare(name))
+        if unread:
+            names = ", ".join(unread[:4])
+            raise CheckpointError(f"{self.directory}: {len(unread)} tensors are nothing that this {owner} has: {names}")
 
     def _file_of(self, name: str) -> str:
         assert self.weight_map is not None

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache.mla import UpProjections
-from jspec.checkpoint_files import CheckpointError, Tensors
-from jspec.experts_checkpoint import name_experts, name_mlp, read_experts
+from jspec.checkpoint_files import Tensors
+from jspec.experts_checkpoint import name_experts, name_mlp, read_experts, read_mlp
 from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams
 from jspec.models.mtp_head import MtpParams
 
@@ -48,12 +48,7 @@ def read_params(config: Deepseek, tensors: Tensors) -> DeepseekParams:
     )
     # Some checkpoints hold what is computed from the configuration, and some tied ones the head all the same.
     spare = {"lm_head.weight"} if config.tie_embeddings else set()
-    unread = tensors.names() - tensors.asked - spare
-    unread = sorted(name for name in unread if not name.endswith(".rotary_emb.inv_freq"))
-    if unread:
-        raise CheckpointError(
-            f"{tensors.directory}: {len(unread)} tensors are nothing that this model has: {', '.join(unread[:4])}"
-        )
+    tensors.refuse_unread("model", lambda name: name in spare or name.endswith(".rotary_emb.inv_freq"))
     return params
 
 
@@ -78,8 +73,7 @@ def _read_layer(config: Deepseek, tensors: Tensors, index: int) -> DeepseekLayer
         up=UpProjections(_device(up[:, : latent.key]), _device(up[:, latent.key :].swapaxes(1, 2))),
         o=tensors.fused([(attention + "o_proj.weight", width)], config.num_heads * latent.value),
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
-        gate_up=tensors.fused([(f"{shared}{name}_proj.weight", mlp) for name in ("gate", "up")], width),
-        down=tensors.fused([(shared + "down_proj.weight", width)], mlp),
+        **read_mlp(tensors, shared, mlp, width),
         experts=read_experts(config.experts, tensors, prefix + "mlp.", width) if sparse else None,
         indexer=None
         if config.indexer is None

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jspec.checkpoint_files import CheckpointError
+from jspec.config_json import family_of, read_rope, reading
 from jspec.models.deepseek import Deepseek, Indexer, Latent
 from jspec.models.layers import YarnRope
 from jspec.models.moe import Routed
@@ -37,27 +38,19 @@ _ONLY_OF = {
 """The same of each family."""
 
 
-def family_of(raw: Mapping[str, Any]) -> str | None:
-    """The model_type in `ARCHITECTURES` that a config.json is of; None: it is no DeepSeek's."""
-    architectures = raw.get("architectures") or []
-    if architectures:
-        return next((ARCHITECTURES[name] for name in architectures if name in ARCHITECTURES), None)
-    return raw["model_type"] if raw.get("model_type") in ARCHITECTURES.values() else None
-
-
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Deepseek:
     """The model that a config.json describes, of either generation.
 
     Raises:
       CheckpointError: no DeepSeek, an unsupported option, or a key that is missing or of the wrong type.
     """
-    family = family_of(raw)
+    family = family_of(raw, ARCHITECTURES)
     if family is None:
         raise CheckpointError(
             f"{where}: architectures={raw.get('architectures')} is no DeepSeek; there are {', '.join(ARCHITECTURES)}"
         )
     _refuse_options(raw, family, where)
-    try:
+    with reading(where):
         theta, scaling = _parse_rope(raw, where)
         return Deepseek(
             vocab_size=int(raw["vocab_size"]),
@@ -76,14 +69,6 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Deepseek
             mtp_layers=int(raw.get("num_nextn_predict_layers") or 0),
             indexer=_parse_indexer(raw) if family == "deepseek_v32" else None,
         )
-    except KeyError as error:
-        raise CheckpointError(f"{where}: the key {error} is missing") from None
-    except TypeError as error:
-        raise CheckpointError(f"{where}: a value has the wrong type ({error})") from None
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _refuse_options(raw: Mapping[str, Any], family: str, where: str) -> None:
@@ -141,14 +126,13 @@ def _parse_experts(raw: Mapping[str, Any], family: str) -> Routed:
         normalize=of_v3 and bool(raw["norm_topk_prob"]),
         scale=float(raw["routed_scaling_factor"]),
     )
-    return Routed(router, int(raw["moe_intermediate_size"]), int(raw["n_shared_experts"]))
+    width = int(raw["moe_intermediate_size"])
+    return Routed(router, width, int(raw["n_shared_experts"]) * width)
 
 
 def _parse_rope(raw: Mapping[str, Any], where: str) -> tuple[float, YarnRope | None]:
     """The base and the scaling of the rotary positions, from a config.json of either generation."""
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind, theta, rope = read_rope(raw)
     if kind == "default":
         return theta, None
     if kind != "yarn":
@@ -190,7 +174,7 @@ def describe(config: Deepseek) -> dict[str, Any]:
         "v_head_dim": latent.value,
         "first_k_dense_replace": config.dense_layers,
         "n_routed_experts": router.count,
-        "n_shared_experts": config.experts.shared,
+        "n_shared_experts": config.experts.shared_width // config.experts.width,
         "num_experts_per_tok": router.chosen,
         "moe_intermediate_size": config.experts.width,
         "routed_scaling_factor": router.scale,

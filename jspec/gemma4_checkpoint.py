@@ -3,20 +3,19 @@
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoint_files import CheckpointError, Tensors
+from jspec.checkpoint_files import Tensors
+from jspec.experts_checkpoint import name_mlp, read_mlp, read_stacked
 from jspec.models.gemma4 import (
     ExpertParams,
-    Experts,
     Gemma4,
     Gemma4LayerParams,
     Gemma4Params,
     PerLayerInputParams,
     PerLayerParams,
 )
+from jspec.models.moe import Routed
 
 OTHER_MODALITIES = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
 """Beginnings of the names of tensors that text does not need."""
@@ -56,11 +55,7 @@ def read_params(config: Gemma4, tensors: Tensors) -> Gemma4Params:
         if config.source(i) != i
         for part in ("k_proj", "v_proj", "k_norm")
     }
-    unread = sorted(name for name in names - tensors.asked - spare if not name.startswith(OTHER_MODALITIES))
-    if unread:
-        raise CheckpointError(
-            f"{tensors.directory}: {len(unread)} tensors are nothing that this text model has: {', '.join(unread[:4])}"
-        )
+    tensors.refuse_unread("text model", lambda name: name in spare or name.startswith(OTHER_MODALITIES))
     return params
 
 
@@ -91,8 +86,7 @@ def _read_layer(config: Gemma4, tensors: Tensors, index: int, prefix: str) -> Ge
         q_norm=tensors.device(prefix + "self_attn.q_norm.weight", kind.head_dim),
         k_norm=tensors.device(prefix + "self_attn.k_norm.weight", kind.head_dim) if own else None,
         o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query),
-        gate_up=tensors.fused([(f"{prefix}mlp.{name}_proj.weight", mlp) for name in ("gate", "up")], width),
-        down=tensors.fused([(prefix + "mlp.down_proj.weight", width)], mlp),
+        **read_mlp(tensors, prefix + "mlp.", mlp, width),
         experts=None if config.experts is None else _read_experts(config.experts, tensors, prefix, width),
         per_layer=per_layer,
         scalar=tensors.device(prefix + "layer_scalar", 1).reshape(()),
@@ -107,21 +101,15 @@ def _projections(config: Gemma4, index: int) -> list[tuple[str, int]]:
     return [(name, config.num_heads * kind.head_dim if name == "q" else keys) for name in made]
 
 
-def _read_experts(experts: Experts, tensors: Tensors, prefix: str, width: int) -> ExpertParams:
-    count, inner = experts.count, experts.width
+def _read_experts(experts: Routed, tensors: Tensors, prefix: str, width: int) -> ExpertParams:
+    count, inner = experts.router.count, experts.width
     return ExpertParams(
         **{field: tensors.device(prefix + name, width) for field, name in _EXPERT_NORMS.items()},
         router_scale=tensors.device(prefix + "router.scale", width),
         router=tensors.fused([(prefix + "router.proj.weight", count)], width),
         scales=tensors.device(prefix + "router.per_expert_scale", count),
-        gate_up=_swapped(tensors.read(prefix + "experts.gate_up_proj", count, 2 * inner, width)),
-        down=_swapped(tensors.read(prefix + "experts.down_proj", count, width, inner)),
+        **read_stacked(tensors, prefix + "experts.", count, inner, width),
     )
-
-
-def _swapped(experts: np.ndarray) -> jax.Array:
-    """Weights [X, out, in] of all experts as [X, in, out], on the device."""
-    return jnp.asarray(np.ascontiguousarray(experts.swapaxes(1, 2)))
 
 
 def named_tensors(config: Gemma4, params: Gemma4Params) -> Iterator[tuple[str, Any]]:
@@ -147,9 +135,7 @@ def _name_layer(config: Gemma4, index: int, layer: Gemma4LayerParams) -> Iterato
     if layer.k_norm is not None:
         yield "self_attn.k_norm.weight", layer.k_norm
     yield "self_attn.o_proj.weight", np.asarray(layer.o).T
-    for name, part in zip(("gate", "up"), np.split(np.asarray(layer.gate_up).T, 2), strict=True):
-        yield f"mlp.{name}_proj.weight", part
-    yield "mlp.down_proj.weight", np.asarray(layer.down).T
+    yield from name_mlp("mlp.", layer.gate_up, layer.down)
     yield "layer_scalar", np.asarray(layer.scalar).reshape(1)
     if layer.per_layer is not None:
         yield "per_layer_input_gate.weight", np.asarray(layer.per_layer.gate).T

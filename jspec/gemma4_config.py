@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jspec.checkpoint_files import CheckpointError
-from jspec.models.gemma4 import Attention, Experts, Gemma4
+from jspec.config_json import reading
+from jspec.models.gemma4 import Attention, Gemma4
+from jspec.models.moe import Routed
+from jspec.models.router import Router
 
 ARCHITECTURES = {
     "Gemma4ForCausalLM": "gemma4_text",
@@ -19,14 +22,6 @@ _ROPE = {
 }
 
 
-def is_gemma4(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is one of Gemma 4."""
-    architectures = raw.get("architectures") or []
-    if architectures:
-        return any(name in ARCHITECTURES for name in architectures)
-    return raw.get("model_type") in ARCHITECTURES.values()
-
-
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Gemma4:
     """The text model that a config.json describes.
 
@@ -38,7 +33,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Gemma4:
     """
     text = raw.get("text_config") or raw
     _refuse_options(raw, text, where)
-    try:
+    with reading(where):
         size = text.get("hidden_size_per_layer_input", 0 if "unified" in text.get("model_type", "") else 256) or 0
         return Gemma4(
             vocab_size=int(text["vocab_size"]),
@@ -54,14 +49,6 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Gemma4:
             experts=_parse_experts(text),
             soft_cap=text.get("final_logit_softcapping"),
         )
-    except KeyError as error:
-        raise CheckpointError(f"{where}: the key {error} is missing") from None
-    except TypeError as error:
-        raise CheckpointError(f"{where}: a value has the wrong type ({error})") from None
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _refuse_options(raw: Mapping[str, Any], text: Mapping[str, Any], where: str) -> None:
@@ -131,11 +118,12 @@ def _parse_rope(name: str, given: Mapping[str, Any], where: str) -> tuple[float,
     return float(rope["rope_theta"]), float(share)
 
 
-def _parse_experts(text: Mapping[str, Any]) -> Experts | None:
+def _parse_experts(text: Mapping[str, Any]) -> Routed | None:
     if not text.get("enable_moe_block"):
         return None
     width = text.get("moe_intermediate_size") or text["expert_intermediate_size"]
-    return Experts(int(text["num_experts"]), int(text["top_k_experts"]), int(width))
+    router = Router(int(text["num_experts"]), int(text["top_k_experts"]), normalize=True)
+    return Routed(router, int(width))
 
 
 def describe(config: Gemma4) -> dict[str, Any]:
@@ -177,8 +165,9 @@ def describe(config: Gemma4) -> dict[str, Any]:
         "bos_token_id": None,
     }
     if config.experts is not None:
-        count, chosen, width = config.experts.count, config.experts.chosen, config.experts.width
-        raw |= {"enable_moe_block": True, "num_experts": count, "top_k_experts": chosen, "moe_intermediate_size": width}
+        router = config.experts.router
+        raw |= {"enable_moe_block": True, "num_experts": router.count, "top_k_experts": router.chosen}
+        raw["moe_intermediate_size"] = config.experts.width
     return raw
 
 

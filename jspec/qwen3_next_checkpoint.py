@@ -1,7 +1,6 @@
 """Tensors of Qwen3-Next and Qwen3.5 in Hugging Face checkpoints, alone or within the multimodal ones.
 
-The two lay out the projections of a gated delta net differently, and experts are single tensors or one for all; what is
-read becomes one layout.
+The two lay out the projections of a gated delta net differently; what is read becomes one layout.
 """
 
 import dataclasses
@@ -12,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoint_files import CheckpointError, Tensors
+from jspec.checkpoint_files import Tensors
+from jspec.experts_checkpoint import name_experts, name_mlp, read_experts, read_mlp
+from jspec.models.moe import Routed
 from jspec.models.mtp_head import MtpParams
 from jspec.models.qwen3_next import (
     AttentionParams,
     DeltaParams,
-    DenseParams,
-    ExpertParams,
     Qwen3Next,
     Qwen3NextLayerParams,
     Qwen3NextParams,
@@ -51,7 +50,7 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
     params = Qwen3NextParams(
         embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width),
         layers=tuple(
-            _read_layer(config, tensors, f"{root}layers.{i}.", full=full, dense=i in config.dense)
+            _read_layer(config, tensors, f"{root}layers.{i}.", full=full, experts=config.layer_experts(i))
             for i, full in enumerate(config.full)
         ),
         norm=_centered(tensors, root + "norm.weight", width),
@@ -59,12 +58,7 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
         mtp=tuple(_read_mtp(config, tensors) for _ in range(config.mtp_layers)),
     )
     # Some tied checkpoints hold the head all the same.
-    spare = {"lm_head.weight"}
-    unread = sorted(name for name in names - tensors.asked - spare if not name.startswith(OTHER_MODALITIES))
-    if unread:
-        raise CheckpointError(
-            f"{tensors.directory}: {len(unread)} tensors are nothing that this text model has: {', '.join(unread[:4])}"
-        )
+    tensors.refuse_unread("text model", lambda name: name == "lm_head.weight" or name.startswith(OTHER_MODALITIES))
     return params
 
 
@@ -75,7 +69,7 @@ def _read_mtp(config: Qwen3Next, tensors: Tensors) -> MtpParams:
         token_norm=_centered(tensors, MTP + "pre_fc_norm_embedding.weight", width),
         hidden_norm=_centered(tensors, MTP + "pre_fc_norm_hidden.weight", width),
         projection=tensors.fused([(MTP + "fc.weight", width)], 2 * width),
-        layer=_read_layer(config, tensors, MTP + "layers.0.", full=True, dense=False),
+        layer=_read_layer(config, tensors, MTP + "layers.0.", full=True, experts=config.experts),
         norm=_centered(tensors, MTP + "norm.weight", width),
     )
 
@@ -85,21 +79,25 @@ def _centered(tensors: Tensors, name: str, size: int) -> jax.Array:
     return jnp.asarray(1 + tensors.stored(name, size).astype(np.float32))
 
 
-def _read_layer(config: Qwen3Next, tensors: Tensors, prefix: str, *, full: bool, dense: bool) -> Qwen3NextLayerParams:
+def _read_layer(
+    config: Qwen3Next, tensors: Tensors, prefix: str, *, full: bool, experts: Routed | None
+) -> Qwen3NextLayerParams:
     width = config.hidden_size
     if full:
         mixer = _read_attention(config, tensors, prefix + "self_attn.")
     else:
         mixer = _read_delta(config, tensors, prefix + "linear_attn.")
-    if dense or config.experts is None:
-        mlp = _read_mlp(tensors, prefix + "mlp.", config.intermediate_size, width)
+    mlp = prefix + "mlp."
+    if experts is None:
+        read = read_mlp(tensors, mlp, config.intermediate_size, width)
     else:
-        mlp = _read_experts(config, tensors, prefix + "mlp.")
+        read = read_mlp(tensors, mlp + "shared_expert.", experts.shared_width, width)
     return Qwen3NextLayerParams(
         mixer_norm=_centered(tensors, prefix + "input_layernorm.weight", width),
         mixer=mixer,
         mlp_norm=_centered(tensors, prefix + "post_attention_layernorm.weight", width),
-        mlp=mlp,
+        **read,
+        experts=None if experts is None else read_experts(experts, tensors, mlp, width),
     )
 
 
@@ -167,36 +165,6 @@ def _grouped_parts(config: Qwen3Next, tensors: Tensors, prefix: str) -> list[np.
     return [part.reshape(-1, width) for part in parts]
 
 
-def _read_mlp(tensors: Tensors, prefix: str, inner: int, width: int) -> DenseParams:
-    return DenseParams(
-        gate_up=tensors.fused([(f"{prefix}{name}_proj.weight", inner) for name in ("gate", "up")], width),
-        down=tensors.fused([(prefix + "down_proj.weight", width)], inner),
-    )
-
-
-def _read_experts(config: Qwen3Next, tensors: Tensors, prefix: str) -> ExpertParams:
-    experts, width = config.experts, config.hidden_size
-    assert experts is not None
-    count, inner = experts.count, experts.width
-    if prefix + "experts.gate_up_proj" in tensors.names():
-        gate_up = tensors.read(prefix + "experts.gate_up_proj", count, 2 * inner, width)
-        down = tensors.read(prefix + "experts.down_proj", count, width, inner)
-    else:
-        gate, up = (
-            [tensors.read(f"{prefix}experts.{i}.{name}_proj.weight", inner, width) for i in range(count)]
-            for name in ("gate", "up")
-        )
-        gate_up = np.concatenate([np.stack(gate), np.stack(up)], axis=1)
-        down = np.stack([tensors.read(f"{prefix}experts.{i}.down_proj.weight", width, inner) for i in range(count)])
-    return ExpertParams(
-        router=tensors.fused([(prefix + "gate.weight", count)], width),
-        gate_up=jnp.asarray(np.ascontiguousarray(gate_up.swapaxes(1, 2))),
-        down=jnp.asarray(np.ascontiguousarray(down.swapaxes(1, 2))),
-        shared=_read_mlp(tensors, prefix + "shared_expert.", experts.shared_width, width),
-        shared_gate=tensors.fused([(prefix + "shared_expert_gate.weight", 1)], width),
-    )
-
-
 def _fused(*parts: np.ndarray) -> jax.Array:
     """Weights [out, in] with one input, as one weight [in, sum of outs] on the device."""
     return jnp.asarray(np.ascontiguousarray(np.concatenate(parts).T))
@@ -230,15 +198,10 @@ def _name_layer(config: Qwen3Next, layer: Qwen3NextLayerParams, prefix: str) -> 
         yield from _name_attention(config, layer.mixer, prefix + "self_attn.")
     else:
         yield from _name_delta(config, layer.mixer, prefix + "linear_attn.")
-    mlp, prefix = layer.mlp, prefix + "mlp."
-    if isinstance(mlp, DenseParams):
-        yield from _name_mlp(mlp, prefix)
-        return
-    yield prefix + "gate.weight", np.asarray(mlp.router).T
-    yield prefix + "shared_expert_gate.weight", np.asarray(mlp.shared_gate).T
-    yield from _name_mlp(mlp.shared, prefix + "shared_expert.")
-    for index, (gate_up, down) in enumerate(zip(mlp.gate_up, mlp.down, strict=True)):
-        yield from _name_mlp(DenseParams(gate_up, down), f"{prefix}experts.{index}.")
+    mlp = prefix + "mlp."
+    yield from name_mlp(mlp if layer.experts is None else mlp + "shared_expert.", layer.gate_up, layer.down)
+    if layer.experts is not None:
+        yield from name_experts(layer.experts, mlp)
 
 
 def _name_attention(config: Qwen3Next, mixer: AttentionParams, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -271,9 +234,3 @@ def _name_delta(config: Qwen3Next, mixer: DeltaParams, prefix: str) -> Iterator[
     yield prefix + "dt_bias", mixer.rate_bias
     yield prefix + "norm.weight", mixer.norm
     yield prefix + "out_proj.weight", np.asarray(mixer.out).T
-
-
-def _name_mlp(mlp: DenseParams, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, part in zip(("gate", "up"), np.split(np.asarray(mlp.gate_up).T, 2), strict=True):
-        yield f"{prefix}{name}_proj.weight", part
-    yield prefix + "down_proj.weight", np.asarray(mlp.down).T

@@ -5,7 +5,9 @@ from typing import Any
 
 from jspec.cache import RecurrentLayer
 from jspec.checkpoint_files import CheckpointError
-from jspec.models.qwen3_next import Qwen3Next, SharedExperts
+from jspec.config_json import describe_experts, parse_dense_layers, parse_experts, read_rope, reading
+from jspec.models.moe import Routed
+from jspec.models.qwen3_next import Qwen3Next
 
 ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3_next",
@@ -19,14 +21,6 @@ _TYPES = ("linear_attention", "full_attention")
 _ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 
 
-def is_qwen3_next(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is one of these families."""
-    architectures = raw.get("architectures") or []
-    if architectures:
-        return any(name in ARCHITECTURES for name in architectures)
-    return raw.get("model_type") in ARCHITECTURES.values()
-
-
 def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Qwen3Next:
     """The text model that a config.json describes.
 
@@ -35,7 +29,7 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Qwen3Nex
     """
     text = raw.get("text_config") or raw
     _refuse_options(raw, text, where)
-    try:
+    with reading(where):
         theta, share = _parse_rope(text, where)
         experts = _parse_experts(text)
         heads = int(text["num_attention_heads"])
@@ -56,26 +50,18 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Qwen3Nex
             ),
             max_length=int(text["max_position_embeddings"]),
             experts=experts,
-            dense=() if experts is None else _parse_dense(text),
+            dense_layers=() if experts is None else parse_dense_layers(text),
             rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rotary_share=share,
             tie_embeddings=bool(text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
         )
-    except KeyError as error:
-        raise CheckpointError(f"{where}: the key {error} is missing") from None
-    except TypeError as error:
-        raise CheckpointError(f"{where}: a value has the wrong type ({error})") from None
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
     still = config.head_dim - config.rotary_dim
     if config.rotary_dim % 2 or still % 2 or not config.rotary_dim:
         raise CheckpointError(
             f"{where}: partial_rotary_factor={share} of head_dim={config.head_dim}: dimensions rotate in pairs"
         )
-    if not config.intermediate_size and (experts is None or config.dense):
+    if not config.intermediate_size and (experts is None or config.dense_layers):
         raise CheckpointError(f"{where}: intermediate_size is missing, and there are layers without experts")
     return config
 
@@ -102,13 +88,11 @@ def _parse_rope(text: Mapping[str, Any], where: str) -> tuple[float, float]:
 
     Sections of several positions (`mrope_section`) are for images: the positions of a text are all the same.
     """
-    rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind, theta, rope = read_rope(text)
     if kind not in ("default", "mrope") or not set(rope) <= _ROPE_KEYS:
         raise CheckpointError(f"{where}: rope_parameters={rope} are not supported; rope_type is default")
-    theta = rope.get("rope_theta") or text.get("rope_theta") or 10_000.0
     share = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 0.25
-    return float(theta), float(share)
+    return theta, float(share)
 
 
 def _parse_layers(text: Mapping[str, Any], where: str) -> tuple[bool, ...]:
@@ -120,23 +104,12 @@ def _parse_layers(text: Mapping[str, Any], where: str) -> tuple[bool, ...]:
     return tuple(name == "full_attention" for name in types)
 
 
-def _parse_experts(text: Mapping[str, Any]) -> SharedExperts | None:
+def _parse_experts(text: Mapping[str, Any]) -> Routed | None:
     if not text.get("num_experts"):
         return None
-    return SharedExperts(
-        count=int(text["num_experts"]),
-        chosen=int(text["num_experts_per_tok"]),
-        width=int(text["moe_intermediate_size"]),
-        shared_width=int(text["shared_expert_intermediate_size"]),
-        # Qwen3.5 has no such key.
-        normalized=bool(text.get("norm_topk_prob", True)),
-    )
-
-
-def _parse_dense(text: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers without experts of a model that has some."""
-    step, listed = int(text.get("decoder_sparse_step") or 1), text.get("mlp_only_layers") or []
-    return tuple(i for i in range(int(text["num_hidden_layers"])) if i in listed or (i + 1) % step)
+    shared = {"shared_width": int(text["shared_expert_intermediate_size"]), "shared_gate": True}
+    # Qwen3.5 does not say whether weights are normalized, and they are.
+    return parse_experts(text, int(text["num_experts"]), normalize=True, **shared)
 
 
 def describe(config: Qwen3Next) -> dict[str, Any]:
@@ -168,13 +141,6 @@ def describe(config: Qwen3Next) -> dict[str, Any]:
         "bos_token_id": None,
     }
     if config.experts is not None:
-        raw |= {
-            "num_experts": config.experts.count,
-            "num_experts_per_tok": config.experts.chosen,
-            "moe_intermediate_size": config.experts.width,
-            "shared_expert_intermediate_size": config.experts.shared_width,
-            "norm_topk_prob": config.experts.normalized,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(config.dense),
-        }
+        raw |= describe_experts(config.experts, config.dense_layers)
+        raw["shared_expert_intermediate_size"] = config.experts.shared_width
     return raw

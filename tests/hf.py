@@ -270,3 +270,35 @@ def margin(model, prompt: list[int], ours: list[int], theirs: list[int]) -> str:
         logits = model(torch.tensor([prompt + theirs[:at]])).logits[0, -1]
     gap = float(logits[theirs[at]] - logits[ours[at]])
     return f"new token {at}: {ours[at]} instead of {theirs[at]}, whose logit is {gap:.2e} higher"
+
+
+def noisy_pair(build, noise: float, directory: Path):
+    """A model with a noisy copy of it as its draft, both read from checkpoints, and the model that is their oracle.
+
+    build: makes the same model at each call. noise: of each weight, in its standard deviations.
+    """
+    import torch
+
+    import jspec
+    from jspec import checkpoint
+    from jspec.types import Params
+
+    exact, noisy = build(), build()
+    with torch.no_grad():
+        for weight in noisy.parameters():
+            added = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+            weight.add_(noise * weight.std(correction=0) * added)
+    target, draft = (
+        checkpoint.load(save(model, directory / name), dtype="float32")
+        for name, model in (("target", exact), ("draft", noisy))
+    )
+    return jspec.Model("noisy", target.config, Params(target.params, draft.params), None, (), draft.config), exact
+
+
+def continuations(model, lengths, new_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Random prompts of these lengths, and the new tokens of `transformers`' own greedy decoding."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, BASE["vocab_size"], n).tolist() for n in lengths]
+    return prompts, [greedy(model, prompt, new_tokens) for prompt in prompts]

@@ -6,7 +6,9 @@ import gemma
 
 from jspec import qwen3_next_checkpoint
 from jspec.cache import RecurrentLayer
-from jspec.models.qwen3_next import Qwen3Next, Qwen3NextParams, SharedExperts
+from jspec.models.moe import Routed
+from jspec.models.qwen3_next import Qwen3Next, Qwen3NextParams
+from jspec.models.router import Router
 
 SHAPE = dict(
     vocab_size=61,
@@ -18,9 +20,10 @@ SHAPE = dict(
     max_length=512,
     state=RecurrentLayer(key_heads=2, value_heads=4, key_dim=8, value_dim=12),
 )
+EXPERTS = Routed(Router(count=6, chosen=2, normalize=True), width=16, shared_width=24, shared_gate=True)
 KINDS = {
     "dense": Qwen3Next(**SHAPE, full=(False, True, False)),
-    "experts": Qwen3Next(**SHAPE, full=(False, False, True), experts=SharedExperts(6, 2, 16, 24)),
+    "experts": Qwen3Next(**SHAPE, full=(False, False, True), experts=EXPERTS),
 }
 
 

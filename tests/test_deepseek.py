@@ -16,12 +16,11 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 import jspec
-from jspec import accept, checkpoint, decode, deepseek_config, stopping, tree
+from jspec import accept, checkpoint, decode, deepseek_config, tree
 from jspec.cache import DsaCache
 from jspec.checkpoint_files import CheckpointError
 from jspec.drafters import Ngram, Standalone
 from jspec.models import layers
-from jspec.types import Params
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
 transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
@@ -42,17 +41,7 @@ def pair(tmp_path_factory):
 
     @functools.cache
     def make(kind):
-        directory = tmp_path_factory.mktemp(kind)
-        oracle, noisy = (hf.build(f"deepseek-{kind}") for _ in range(2))
-        with torch.no_grad():
-            for weight in noisy.parameters():
-                noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-                weight.add_(0.03 * weight.std(correction=0) * noise)
-        target, draft = (
-            checkpoint.load(hf.save(model, directory / name), dtype="float32")
-            for name, model in (("target", oracle), ("draft", noisy))
-        )
-        return jspec.Model(kind, target.config, Params(target.params, draft.params), None, (), draft.config), oracle
+        return hf.noisy_pair(lambda: hf.build(f"deepseek-{kind}"), 0.03, tmp_path_factory.mktemp(kind))
 
     return make
 
@@ -63,9 +52,7 @@ def expected(pair):
 
     @functools.cache
     def make(kind):
-        rng = np.random.default_rng(0)
-        prompts = [rng.integers(0, 97, n).tolist() for n in LENGTHS]
-        return prompts, [hf.greedy(pair(kind)[1], prompt, NEW_TOKENS) for prompt in prompts]
+        return hf.continuations(pair(kind)[1], LENGTHS, NEW_TOKENS)
 
     return make
 
@@ -314,18 +301,6 @@ def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, kind):
 # The cache
 
 
-def prefilled(model, prompts, drafter):
-    """The bound drafter, and the state after prefill as `generate` makes it."""
-    ids, length = np.zeros((len(prompts), max(LENGTHS)), np.int32), np.array(LENGTHS, np.int32)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    bound = drafter.bind(model.target, model.draft)
-    keys = jax.vmap(jax.random.key)(jnp.arange(len(prompts), dtype=jnp.uint32))
-    static = dict(target=model.target, drafter=bound, accept=accept.greedy, capacity=128, page_size=4)
-    given = model.params, jnp.asarray(ids), jnp.asarray(length), jnp.asarray(length + NEW_TOKENS), keys
-    return bound, decode.jitted_prefill(*given, stopping.init(None, len(prompts)), **static)
-
-
 def forget(cache, lengths):
     """The cache with NaN behind the committed rows of each sequence."""
     if isinstance(cache, DsaCache):
@@ -344,7 +319,7 @@ def test_nothing_but_committed_rows_is_ever_read(pair, expected, kind):
     """In target and draft, all else becomes NaN between any two rounds. V3.2 selects 16 of 1 to 94 tokens."""
     model, _ = pair(kind)
     prompts, wanted = expected(kind)
-    bound, s = prefilled(model, prompts, TREE)
+    bound, s = toy.prefilled(model, prompts, TREE, NEW_TOKENS)
     parts = dict(target=model.target, drafter=bound, accept=accept.greedy)
     while not s.done.all():
         draft = dataclasses.replace(s.draft, cache=forget(s.draft.cache, s.draft.length))

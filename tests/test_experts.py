@@ -12,8 +12,8 @@ import toy
 import jspec
 from jspec import checkpoint, tree
 from jspec.checkpoint_files import CheckpointError
+from jspec.models.moe import Routed
 from jspec.models.router import Router
-from jspec.types import Params
 
 ROUTERS = {
     "plain": Router(count=12, chosen=3),
@@ -67,6 +67,11 @@ def test_a_router_does_not_sort():
         assert "sort" not in program.as_text().replace("sorted", "")
 
 
+def test_a_gate_is_on_an_mlp_that_there_is():
+    with pytest.raises(ValueError, match="shared_gate=True: with shared_width=0 there is no MLP"):
+        Routed(ROUTERS["plain"], width=8, shared_gate=True)
+
+
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
 transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
 
@@ -79,24 +84,12 @@ def pair(tmp_path_factory):
     """A target with a noisy copy as its draft, and the target's oracle."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("qwen3_moe")
-    exact, noisy = (hf.build("qwen3_moe", mlp_only_layers=[0]) for _ in range(2))
-    with torch.no_grad():
-        for weight in noisy.parameters():
-            noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-            weight.add_(0.05 * weight.std(correction=0) * noise)
-    target, draft = (
-        checkpoint.load(hf.save(model, directory / name), dtype="float32")
-        for name, model in (("target", exact), ("draft", noisy))
-    )
-    params = Params(target.params, draft.params)
-    return jspec.Model("qwen3_moe", target.config, params, None, (), draft.config), exact
+    return hf.noisy_pair(lambda: hf.build("qwen3_moe", mlp_only_layers=[0]), 0.05, directory)
 
 
 @pytest.fixture(scope="module")
 def expected(pair):
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 97, n).tolist() for n in LENGTHS]
-    return prompts, [hf.greedy(pair[1], prompt, NEW_TOKENS) for prompt in prompts]
+    return hf.continuations(pair[1], LENGTHS, NEW_TOKENS)
 
 
 POINTS = [

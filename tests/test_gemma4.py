@@ -15,10 +15,9 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 import jspec
-from jspec import accept, checkpoint, decode, stopping, tree
+from jspec import accept, checkpoint, decode, tree
 from jspec.checkpoint_files import CheckpointError
 from jspec.drafters import Ngram, Standalone
-from jspec.types import Params
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
 transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
@@ -39,17 +38,9 @@ def pair(tmp_path_factory):
 
     @functools.cache
     def make(kind, window):
-        directory = tmp_path_factory.mktemp(kind)
-        oracle, noisy = (hf.build(f"gemma4-{kind}", sliding_window=window) for _ in range(2))
-        with torch.no_grad():
-            for weight in noisy.parameters():
-                noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-                weight.add_(0.1 * weight.std(correction=0) * noise)
-        target, draft = (
-            checkpoint.load(hf.save(model, directory / name), dtype="float32")
-            for name, model in (("target", oracle), ("draft", noisy))
+        return hf.noisy_pair(
+            lambda: hf.build(f"gemma4-{kind}", sliding_window=window), 0.1, tmp_path_factory.mktemp(kind)
         )
-        return jspec.Model(kind, target.config, Params(target.params, draft.params), None, (), draft.config), oracle
 
     return make
 
@@ -60,9 +51,7 @@ def expected(pair):
 
     @functools.cache
     def make(kind, window):
-        rng = np.random.default_rng(0)
-        prompts = [rng.integers(0, 97, n).tolist() for n in LENGTHS]
-        return prompts, [hf.greedy(pair(kind, window)[1], prompt, NEW_TOKENS) for prompt in prompts]
+        return hf.continuations(pair(kind, window)[1], LENGTHS, NEW_TOKENS)
 
     return make
 
@@ -255,23 +244,11 @@ def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, kind):
 # The cache
 
 
-def prefilled(model, prompts, drafter):
-    """The bound drafter, and the state after prefill as `generate` makes it."""
-    ids, length = np.zeros((len(prompts), max(LENGTHS)), np.int32), np.array(LENGTHS, np.int32)
-    for row, prompt in zip(ids, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    bound = drafter.bind(model.target, model.draft)
-    keys = jax.vmap(jax.random.key)(jnp.arange(len(prompts), dtype=jnp.uint32))
-    static = dict(target=model.target, drafter=bound, accept=accept.greedy, capacity=128, page_size=4)
-    given = model.params, jnp.asarray(ids), jnp.asarray(length), jnp.asarray(length + NEW_TOKENS), keys
-    return bound, decode.jitted_prefill(*given, stopping.init(None, len(prompts)), **static)
-
-
 def test_nothing_but_windows_and_full_layers_is_ever_read(pair, expected):
     """In target and draft, all else becomes NaN between any two rounds."""
     model, _ = pair("shared", 8)
     prompts, wanted = expected("shared", 8)
-    bound, s = prefilled(model, prompts, TREE)
+    bound, s = toy.prefilled(model, prompts, TREE, NEW_TOKENS)
     parts = dict(target=model.target, drafter=bound, accept=accept.greedy)
     while not s.done.all():
         draft = dataclasses.replace(s.draft, cache=gemma.forget(s.draft.cache, s.draft.length))

@@ -22,6 +22,7 @@ LAYERS = [
     ["jspec.capture"],
     ["jspec.decode"],
     ["jspec.checkpoint_files"],
+    ["jspec.config_json"],
     ["jspec.block_scaled"],
     ["jspec.experts_checkpoint"],
     ["jspec.deepseek_config"],

@@ -52,17 +52,7 @@ def pair(tmp_path_factory):
 
     @functools.cache
     def make(family):
-        directory = tmp_path_factory.mktemp(family)
-        oracle, noisy = (build(family) for _ in range(2))
-        with torch.no_grad():
-            for weight in noisy.parameters():
-                noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-                weight.add_(0.01 * weight.std(correction=0) * noise)
-        target, draft = (
-            checkpoint.load(hf.save(model, directory / name), dtype="float32")
-            for name, model in (("target", oracle), ("draft", noisy))
-        )
-        return jspec.Model(family, target.config, Params(target.params, draft.params), None, (), draft.config), oracle
+        return hf.noisy_pair(lambda: build(family), 0.01, tmp_path_factory.mktemp(family))
 
     return make
 
@@ -73,9 +63,7 @@ def expected(pair):
 
     @functools.cache
     def make(family):
-        rng = np.random.default_rng(0)
-        prompts = [rng.integers(0, 97, n).tolist() for n in LENGTHS]
-        return prompts, [hf.greedy(pair(family)[1], prompt, NEW_TOKENS) for prompt in prompts]
+        return hf.continuations(pair(family)[1], LENGTHS, NEW_TOKENS)
 
     return make
 

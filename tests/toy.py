@@ -373,3 +373,18 @@ def assert_same(got, expected):
     """Bit for bit, NaN included."""
     for a, b in zip(arrays(got), arrays(expected), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def prefilled(model, prompts, drafter, new_tokens: int):
+    """The bound drafter, and the state after prefill as `generate` makes it, with room for so many new tokens."""
+    ids, length = (
+        np.zeros((len(prompts), max(map(len, prompts))), np.int32),
+        np.array(list(map(len, prompts)), np.int32),
+    )
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    bound = drafter.bind(model.target, model.draft)
+    keys = jax.vmap(jax.random.key)(jnp.arange(len(prompts), dtype=jnp.uint32))
+    static = dict(target=model.target, drafter=bound, accept=accept.greedy, capacity=128, page_size=4)
+    given = model.params, jnp.asarray(ids), jnp.asarray(length), jnp.asarray(length + new_tokens), keys
+    return bound, decode.jitted_prefill(*given, stopping.init(None, len(prompts)), **static)

@@ -9,7 +9,6 @@ from jspec.models.deepseek import Latent
 from jspec.models.gemma4 import Attention
 from jspec.models.layers import Llama3Rope, YarnRope
 from jspec.models.moe import Routed
-from jspec.models.qwen3_next import SharedExperts
 from jspec.models.router import Router
 
 DRAFT_VOCAB_SIZE = 32_000
@@ -190,7 +189,7 @@ _QWEN3_NEXT = Qwen3Next(
     full=(False, False, False, True) * 12,
     state=RecurrentLayer(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
     max_length=262_144,
-    experts=SharedExperts(count=512, chosen=10, width=512, shared_width=512),
+    experts=Routed(Router(count=512, chosen=10, normalize=True), width=512, shared_width=512, shared_gate=True),
 )
 _QWEN3_NEXT_16 = dataclasses.replace(_QWEN3_NEXT, full=_QWEN3_NEXT.full[:16])
 _QWEN3_5_9B = Qwen3Next(
@@ -214,7 +213,7 @@ _TINY_QWEN3_NEXT = Qwen3Next(
     full=(False, True),
     state=RecurrentLayer(key_heads=1, value_heads=2, key_dim=8, value_dim=8),
     max_length=4096,
-    experts=SharedExperts(count=8, chosen=2, width=8, shared_width=8),
+    experts=Routed(Router(count=8, chosen=2, normalize=True), width=8, shared_width=8, shared_gate=True),
 )
 
 _DEEPSEEK_V2_LITE = Deepseek(
@@ -224,7 +223,7 @@ _DEEPSEEK_V2_LITE = Deepseek(
     num_layers=27,
     num_heads=16,
     latent=Latent(query=None, size=512, key=128, rope=64, value=128),
-    experts=Routed(Router(count=64, chosen=6), width=1408, shared=2),
+    experts=Routed(Router(count=64, chosen=6), width=1408, shared_width=2816),
     dense_layers=1,
     max_length=163_840,
     rope_scaling=YarnRope(factor=40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707),
@@ -244,7 +243,7 @@ _TINY_DEEPSEEK = Deepseek(
     num_layers=2,
     num_heads=2,
     latent=Latent(query=None, size=16, key=8, rope=8, value=8),
-    experts=Routed(Router(count=8, chosen=2), width=8, shared=2),
+    experts=Routed(Router(count=8, chosen=2), width=8, shared_width=16),
     dense_layers=1,
     max_length=4096,
 )

@@ -30,8 +30,7 @@ from jspec.models.deepseek import DeepseekLayerParams
 from jspec.models.gemma4 import ExpertParams, Gemma4LayerParams, PerLayerInputParams, PerLayerParams
 from jspec.models.llama import LayerParams
 from jspec.models.moe import Routed, RoutedParams
-from jspec.models.qwen3_next import AttentionParams, DeltaParams, DenseParams, Qwen3NextLayerParams
-from jspec.models.qwen3_next import ExpertParams as SharedExpertParams
+from jspec.models.qwen3_next import AttentionParams, DeltaParams, Qwen3NextLayerParams
 from jspec.types import Params
 
 SPREAD = 0.02
@@ -137,37 +136,27 @@ def qwen3_next_shapes(config: Qwen3Next, dtype: Any) -> Qwen3NextParams:
         k_norm=wide((dim,)),
         out=shape((config.num_heads * dim, width)),
     )
-    layers = tuple(
-        Qwen3NextLayerParams(
-            wide((width,)), attention if full else delta, wide((width,)), _mlp_shapes(config, i, dtype)
+    layers = []
+    for index, full in enumerate(config.full):
+        experts = config.layer_experts(index)
+        mlp = config.intermediate_size if experts is None else experts.shared_width
+        layer = Qwen3NextLayerParams(
+            mixer_norm=wide((width,)),
+            mixer=attention if full else delta,
+            mlp_norm=wide((width,)),
+            gate_up=shape((width, 2 * mlp)),
+            down=shape((mlp, width)),
+            experts=None if experts is None else _routed_shapes(experts, width, dtype),
         )
-        for i, full in enumerate(config.full)
-    )
+        layers.append(layer)
     head = None if config.tie_embeddings else shape((width, config.vocab_size))
-    return Qwen3NextParams(shape((config.vocab_size, width)), layers, wide((width,)), head)
-
-
-def _mlp_shapes(config: Qwen3Next, layer: int, dtype: Any) -> DenseParams | SharedExpertParams:
-    shape, width, experts = _shape_of(dtype), config.hidden_size, config.experts
-
-    def gated(inner):
-        return DenseParams(shape((width, 2 * inner)), shape((inner, width)))
-
-    if experts is None or layer in config.dense:
-        return gated(config.intermediate_size)
-    return SharedExpertParams(
-        router=shape((width, experts.count)),
-        gate_up=shape((experts.count, width, 2 * experts.width)),
-        down=shape((experts.count, experts.width, width)),
-        shared=gated(experts.shared_width),
-        shared_gate=shape((width, 1)),
-    )
+    return Qwen3NextParams(shape((config.vocab_size, width)), tuple(layers), wide((width,)), head)
 
 
 def _gemma4_expert_shapes(config: Gemma4, dtype: Any) -> ExpertParams | None:
     if config.experts is None:
         return None
-    shape, width, count, inner = _shape_of(dtype), config.hidden_size, config.experts.count, config.experts.width
+    shape, width, count, inner = _shape_of(dtype), config.hidden_size, config.experts.router.count, config.experts.width
     return ExpertParams(
         router_scale=shape((width,)),
         router=shape((width, count)),
@@ -221,6 +210,7 @@ def _routed_shapes(experts: Routed, width: int, dtype: Any) -> RoutedParams:
         bias=shape((router.count,), dtype=jnp.float32) if router.sigmoid else None,
         gate_up=shape((router.count, width, 2 * inner)),
         down=shape((router.count, inner, width)),
+        shared_gate=shape((width, 1)) if experts.shared_gate else None,
     )
 
 
@@ -321,20 +311,13 @@ def forward_bytes(params: Any, config: Any = None, tokens: int = 1) -> int:
 
     config: the model's, which is needed where it has experts.
     """
-    # Qwen3-Next has experts in place of the MLP, the others beside it.
-    found = (getattr(layer, "experts", getattr(layer, "mlp", None)) for layer in params.layers)
-    experts = [each for each in found if each is not None and not isinstance(each, DenseParams)]
+    experts = [layer.experts for layer in params.layers if layer.experts is not None]
     if experts:
-        unread = (1 - _chosen_share(config)) ** tokens
+        router = config.experts.router
+        unread = (1 - router.chosen / router.count) ** tokens
         spared = int(unread * tree_bytes([(each.gate_up, each.down) for each in experts]))
         return _all_bytes(params) - spared
     return _all_bytes(params)
-
-
-def _chosen_share(config: Any) -> float:
-    """Of a layer's experts those that a token goes through."""
-    experts = config.experts.router if isinstance(config.experts, Routed) else config.experts
-    return experts.chosen / experts.count
 
 
 def _all_bytes(params: Any) -> int:

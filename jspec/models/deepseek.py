@@ -20,7 +20,7 @@ from jspec.cache.dsa import DsaRows, IndexQuery
 from jspec.cache.mla import MlaRows, UpProjections
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed, RoutedParams, routed_mlp
+from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.models.mtp_head import MtpParams
 from jspec.struct import struct
 
@@ -132,7 +132,7 @@ class Deepseek(Decoder):
 
     def mlp_width(self, layer: int) -> int:
         """Width of the MLP that every token goes through; layers behind the last are those of `mtp`."""
-        return self.intermediate_size if layer < self.dense_layers else self.experts.width * self.experts.shared
+        return self.intermediate_size if layer < self.dense_layers else self.experts.shared_width
 
     def mtp_layer(self) -> "Deepseek":
         """The layer of an MTP head as a decoder of its own."""
@@ -224,7 +224,7 @@ class Deepseek(Decoder):
             attend = partial(attend, keys=keys[0], query=query)
         seen = attend(q, row, layer.up, scale=self.layer_scale(0))
         x = x + layers.linear(seen.reshape(*x.shape[:2], -1), layer.o)
-        return x + self._mlp(layer, self.norm(x, layer.mlp_norm)), rows
+        return x + layer_mlp(self.norm(x, layer.mlp_norm), layer, self), rows
 
     def norm(self, x: Float[Array, "B N E"], weight: Float[Array, " E"]) -> Float[Array, "B N E"]:
         """The norm of the residual stream."""
@@ -262,10 +262,3 @@ class Deepseek(Decoder):
         key = layers.layer_norm(layers.linear(normed, indexer.key), indexer.key_norm, indexer.key_norm_bias, LATENT_EPS)
         weights = layers.linear(normed.astype(jnp.float32), indexer.weights) * self.indexer.heads**-0.5
         return IndexQuery(rotated(heads), weights), rotated(key[:, :, None])[:, :, 0]
-
-    def _mlp(self, layer: DeepseekLayerParams, x):
-        """The MLP, and what the chosen experts add to it."""
-        out = layers.gated_mlp(x, layer.gate_up, layer.down)
-        if layer.experts is None:
-            return out
-        return out + routed_mlp(x, layer.experts, self.experts.router)

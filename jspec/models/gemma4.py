@@ -9,16 +9,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.cache import HybridCache, LayerKeys
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import experts_mlp
+from jspec.models.moe import Routed, experts_mlp
 from jspec.struct import struct
-from pallas_kernels.topk import topk
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
 
@@ -108,15 +106,6 @@ class Attention:
 
 
 @dataclasses.dataclass(frozen=True)
-class Experts:
-    """`count` experts of a width, of which `chosen` read a token."""
-
-    count: int
-    chosen: int
-    width: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Gemma4(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
@@ -137,7 +126,7 @@ class Gemma4(Decoder):
     shared_layers: int = 0
     double_wide_mlp: bool = False
     per_layer_size: int = 0
-    experts: Experts | None = None
+    experts: Routed | None = None
     soft_cap: float | None = None
 
     def __post_init__(self):
@@ -272,9 +261,8 @@ class Gemma4(Decoder):
         assert self.experts is not None
         flat = x.reshape(-1, x.shape[-1])
         routed = _times(self.norm(flat, None) * experts.router_scale[None], self.hidden_size**-0.5)
-        best, ids, _ = topk(layers.linear(routed, experts.router), self.experts.chosen)
-        # The probabilities of the chosen experts, made to add up to 1, are the softmax of their logits alone.
-        weights = jax.nn.softmax(best, axis=-1) * jnp.take(experts.scales, ids, mode="clip").astype(jnp.float32)
+        ids, weights = self.experts.router.route(layers.linear(routed, experts.router))
+        weights = weights * jnp.take(experts.scales, ids, mode="clip").astype(jnp.float32)
         out = experts_mlp(self.norm(flat, experts.norm), ids, weights, experts.gate_up, experts.down, layers.gelu)
         return out.reshape(x.shape)
 

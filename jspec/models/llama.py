@@ -17,7 +17,7 @@ from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed, RoutedParams, routed_mlp
+from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.struct import struct
 from pallas_kernels.split_heads import split_heads
 
@@ -182,8 +182,4 @@ def decoder_layer(
         x, q = layers.take_token(x, only.token), layers.take_token(q, only.token)
         attend = partial(attend, mask=only.mask)
     x = x + layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o, layer.o_bias)
-    normed = layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-    if layer.experts is not None:
-        return x + routed_mlp(normed, layer.experts, config.experts.router), (k, v)
-    assert layer.gate_up is not None and layer.down is not None
-    return x + layers.gated_mlp(normed, layer.gate_up, layer.down), (k, v)
+    return x + layer_mlp(layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer, config), (k, v)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,18 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 class Routed:
     """Experts of a width and the router that chooses among them.
 
-    shared: how many more of that width there are for every token, as one MLP.
+    shared_width: of the MLP beside them, which reads every token; 0: there is none.
+    shared_gate: whether each token has a gate on what that MLP adds (Qwen3-Next).
     """
 
     router: Router
     width: int
-    shared: int = 0
+    shared_width: int = 0
+    shared_gate: bool = False
+
+    def __post_init__(self):
+        if self.shared_gate and not self.shared_width:
+            raise ValueError("shared_gate=True: with shared_width=0 there is no MLP that it could be on")
 
 
 @struct
@@ -34,6 +41,26 @@ class RoutedParams:
     """On the scores, for the choice alone (DeepSeek-V3)."""
     gate_up: Float[Array, "X E F2"]
     down: Float[Array, "X F E"]
+    shared_gate: Float[Array, "E 1"] | None = None
+    """On what the MLP beside them adds."""
+
+
+def layer_mlp(x: Float[Array, "*batch E"], layer: Any, config: Any) -> Float[Array, "*batch E"]:
+    """What a layer makes of each token: its MLP, its experts in place of it, or both, their sum.
+
+    layer: has gate_up and down, None where experts stand in their place, and experts, None where there are none.
+    config: says experts, `Routed`, where the layer has some.
+    """
+    experts = layer.experts
+    if experts is None:
+        return layers.gated_mlp(x, layer.gate_up, layer.down)
+    out = routed_mlp(x, experts, config.experts.router)
+    if layer.gate_up is None:
+        return out
+    shared = layers.gated_mlp(x, layer.gate_up, layer.down)
+    if experts.shared_gate is not None:
+        shared = jax.nn.sigmoid(layers.linear(x, experts.shared_gate)) * shared
+    return out + shared
 
 
 def routed_mlp(x: Float[Array, "*batch E"], experts: RoutedParams, router: Router) -> Float[Array, "*batch E"]:

@@ -18,11 +18,10 @@ from jaxtyping import Array, Float, Int
 from jspec.cache import HybridCache, LayerKeys, RecurrentLayer, RecurrentRows
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import experts_mlp
+from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.models.mtp_head import MtpParams
 from jspec.struct import struct
 from pallas_kernels.split_heads import rotate
-from pallas_kernels.topk import topk
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
 
@@ -54,32 +53,18 @@ class AttentionParams:
 
 
 @struct
-class DenseParams:
-    """A gated MLP. F2 = 2 F."""
-
-    gate_up: Float[Array, "E F2"]
-    down: Float[Array, "F E"]
-
-
-@struct
-class ExpertParams:
-    """X experts of width F with their router, and the one that reads every token."""
-
-    router: Float[Array, "E X"]
-    gate_up: Float[Array, "X E F2"]
-    down: Float[Array, "X F E"]
-    shared: DenseParams
-    shared_gate: Float[Array, "E 1"]
-
-
-@struct
 class Qwen3NextLayerParams:
-    """Weights of one layer. Its norms, and those of query and key heads, hold 1 + w in float32, w the checkpoint's."""
+    """Weights of one layer. Its norms, and those of query and key heads, hold 1 + w in float32, w the checkpoint's.
+
+    Where there are experts, the MLP of width F, F2 = 2 F, is the one beside them.
+    """
 
     mixer_norm: Float[Array, " E"]
     mixer: DeltaParams | AttentionParams
     mlp_norm: Float[Array, " E"]
-    mlp: DenseParams | ExpertParams
+    gate_up: Float[Array, "E F2"]
+    down: Float[Array, "F E"]
+    experts: RoutedParams | None
 
 
 @struct
@@ -95,28 +80,14 @@ class Qwen3NextParams:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedExperts:
-    """`count` experts of a width, of which `chosen` read a token, and one of `shared_width` that reads every token.
-
-    normalized: the weights of the chosen ones add up to 1; else they are probabilities among all.
-    """
-
-    count: int
-    chosen: int
-    width: int
-    shared_width: int
-    normalized: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
 class Qwen3Next(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
     full: for each layer, whether it attends to all tokens; the others keep states.
     state: what those keep.
     rotary_share: of each head's dimensions, that rotate with the position.
-    experts: None: every MLP is dense.
-    dense: the layers whose MLP is dense all the same, of width `intermediate_size`.
+    intermediate_size: width of the MLP of layers without experts.
+    experts: of each layer but the `dense_layers`; None: there are none.
     mtp_layers: how many heads there are in `Qwen3NextParams.mtp`.
     """
 
@@ -129,8 +100,8 @@ class Qwen3Next(Decoder):
     full: tuple[bool, ...]
     state: RecurrentLayer
     max_length: int
-    experts: SharedExperts | None = None
-    dense: tuple[int, ...] = ()
+    experts: Routed | None = None
+    dense_layers: tuple[int, ...] = ()
     rms_norm_eps: float = 1e-6
     rope_theta: float = 1e7
     rotary_share: float = 0.25
@@ -151,9 +122,13 @@ class Qwen3Next(Decoder):
         """Dimensions of a head that rotate."""
         return int(self.head_dim * self.rotary_share)
 
+    def layer_experts(self, layer: int) -> Routed | None:
+        """The experts of a layer."""
+        return None if layer in self.dense_layers else self.experts
+
     def mtp_layer(self) -> "Qwen3Next":
         """The layer of an MTP head, which attends to all tokens, as a decoder of its own."""
-        return dataclasses.replace(self, full=(True,), dense=(), mtp_layers=0)
+        return dataclasses.replace(self, full=(True,), dense_layers=(), mtp_layers=0)
 
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> HybridCache:
         """An empty cache for `batch` sequences of `capacity` rows; states in float32."""
@@ -227,7 +202,7 @@ class Qwen3Next(Decoder):
             mixed, rows = self._attend(layer.mixer, normed, rotation, attend, earlier, only)
             x = x if only is None else layers.take_token(x, only.token)
         x = x + mixed
-        return x + self._mlp(layer.mlp, self.norm(x, layer.mlp_norm)), rows
+        return x + layer_mlp(self.norm(x, layer.mlp_norm), layer, self), rows
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"]) -> Float[Array, "*batch E"]:
         """The norm of the residual stream, and of query and key heads."""
@@ -264,16 +239,3 @@ class Qwen3Next(Decoder):
             attend = partial(attend, mask=only.mask)
         out = attend(q, k, v, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
         return layers.linear(out.reshape(*out.shape[:2], -1), mixer.out), (k, v)
-
-    def _mlp(self, mlp: DenseParams | ExpertParams, normed):
-        if isinstance(mlp, DenseParams):
-            return layers.gated_mlp(normed, mlp.gate_up, mlp.down)
-        assert self.experts is not None
-        flat = normed.reshape(-1, normed.shape[-1])
-        best, ids, total = topk(layers.linear(flat, mlp.router), self.experts.chosen)
-        # The probabilities of the chosen experts, made to add up to 1, are the softmax of their logits alone.
-        weights = jax.nn.softmax(best, axis=-1) if self.experts.normalized else jnp.exp(best - total[:, None])
-        out = experts_mlp(flat, ids, weights, mlp.gate_up, mlp.down, jax.nn.silu)
-        shared = layers.gated_mlp(flat, mlp.shared.gate_up, mlp.shared.down)
-        out = out + jax.nn.sigmoid(layers.linear(flat, mlp.shared_gate)) * shared
-        return out.reshape(normed.shape)

@@ -49,6 +49,11 @@ class Router:
         bias: what is added to the scores for the choice alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
         """
         logits = logits.astype(jnp.float32)
+        if not self.sigmoid and bias is None and self.kept_groups == self.groups:
+            # A softmax keeps the order of the logits, so that it is made of the chosen ones alone.
+            best, ids, total = topk(logits, self.chosen)
+            weights = jax.nn.softmax(best, axis=-1) if self.normalize else jnp.exp(best - total[:, None])
+            return ids, weights * self.scale
         scores = jax.nn.sigmoid(logits) if self.sigmoid else jax.nn.softmax(logits, axis=-1)
         choice = scores if bias is None else scores + bias[None]
         if self.kept_groups < self.groups:
