@@ -119,6 +119,7 @@ def test_every_module_is_in_the_structure_page():
             "kv_compact",
             "mla_attention",
             "paged_attention",
+            "residual_norm",
             "split_heads",
             "topk",
         )

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jspec.models import layers
 from jspec.struct import struct
 from jspec.types import Params
+from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.topk import topk
 
 _AT_ONCE = 16
@@ -155,26 +156,32 @@ class Assistant:
         own: AssistantParams = params.draft
         joined = jnp.concatenate([target.embed(params.target, tokens), hidden], axis=-1)
         x = layers.linear(joined, own.pre_projection)
-        for layer, read in zip(own.layers, self.reads, strict=True):
-            seen = self._attend(layer, read, target, x, cache, length, positions)
-            x = x + self._norm(layers.linear(seen, layer.o), layer.attention_out_norm)
-            mlp = layers.gated_mlp(self._norm(x, layer.mlp_norm), layer.gate_up, layer.down, layers.gelu)
-            x = (x + self._norm(mlp, layer.mlp_out_norm)) * layer.scalar
-        normed = self._norm(x, own.norm)
-        following = layers.linear(normed, own.post_projection)
+        normed = self._norm(x, own.layers[0].attention_norm)
+        following = [*(layer.attention_norm for layer in own.layers[1:]), own.norm]
+        for layer, read, norm in zip(own.layers, self.reads, following, strict=True):
+            seen = layers.linear(self._attend(layer, read, target, normed, cache, length, positions), layer.o)
+            x, normed = self._add(x, seen, layer.attention_out_norm, layer.mlp_norm)
+            mlp = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu)
+            x, normed = self._add(x, mlp, layer.mlp_out_norm, norm, layer.scalar)
+        out = layers.linear(normed, own.post_projection)
         if self.target_head:
-            return AssistantOutput(target.unembed(params.target, following), None, following)
+            return AssistantOutput(target.unembed(params.target, out), None, out)
         logits, ids = self._unembed(own, normed)
-        return AssistantOutput(logits, ids, following)
+        return AssistantOutput(logits, ids, out)
 
     def _norm(self, x, weight):
         return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
 
-    def _attend(self, layer: AssistantLayerParams, read: int, target, x, cache, length, positions):
+    def _add(self, x, branch, weight, following, factor=None) -> tuple[Array, Array]:
+        stream, normed = residual_norm(x, branch, weight, following, factor, eps=self.rms_norm_eps)
+        assert normed is not None
+        return stream, normed
+
+    def _attend(self, layer: AssistantLayerParams, read: int, target, normed, cache, length, positions):
         """What a layer's queries find in the target's layer `read`, [B, N, HD]: zero where nothing is committed."""
-        batch, nodes, _ = x.shape
+        batch, nodes, _ = normed.shape
         keys = target.layer_keys(read)
-        q = layers.linear(self._norm(x, layer.attention_norm), layer.q)
+        q = layers.linear(normed, layer.q)
         q = self._norm(q.reshape(batch, nodes, self.num_heads, keys.head_dim), layer.q_norm)
         q = layers.rope(q, positions[:, None], target.layer_frequencies(read))
         # Nodes have no rows of their own. Zeros are in their place, which only those see that find no prefix: a softmax

@@ -17,6 +17,7 @@ from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, experts_mlp
 from jspec.struct import struct
+from pallas_kernels.residual_norm import residual_norm
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
 
@@ -196,8 +197,9 @@ class Gemma4(Decoder):
             kind: self.layer_frequencies(self.attention.index(kind)) for kind in dict.fromkeys(self.attention)
         }
         rows: list[Pair | None] = []
+        normed = self.norm(x, params.layers[0].attention_norm)
+        following = [*(layer.attention_norm for layer in params.layers[1:]), None]
         for index, (layer, kind) in enumerate(zip(params.layers, self.attention, strict=True)):
-            normed = self.norm(x, layer.attention_norm)
             q, own = self._project(layer, kind, normed, positions, frequencies[kind])
             if own is not None and earlier is not None:
                 before = earlier[index]
@@ -208,19 +210,24 @@ class Gemma4(Decoder):
             assert pair is not None
             seen = attend(index, q, *pair, scale=self.layer_scale(index), positions=positions)
             out = layers.linear(seen.reshape(*x.shape[:2], -1), layer.o)
-            x = x + self.norm(out, layer.attention_out_norm)
-            x = x + self.norm(self._mlp(layer, x), layer.mlp_out_norm)
+            x, normed = self._add(x, out, layer.attention_out_norm, layer.mlp_norm)
+            branch, norm = self._mlp(layer, x, normed), layer.mlp_out_norm
             if layer.per_layer is not None:
                 assert inputs is not None
+                x, _ = self._add(x, branch, norm)
                 gate = layers.gelu(layers.linear(x, layer.per_layer.gate))
-                out = layers.linear(gate * inputs[:, :, index], layer.per_layer.out)
-                x = x + self.norm(out, layer.per_layer.norm)
-            x = x * layer.scalar
+                branch = layers.linear(gate * inputs[:, :, index], layer.per_layer.out)
+                norm = layer.per_layer.norm
+            x, normed = self._add(x, branch, norm, following[index], layer.scalar)
             yield x, own
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None) -> Float[Array, "*batch E"]:
         """The norm of the residual stream and of heads; weight None: 1."""
         return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
+
+    def _add(self, x, branch, weight, following=None, factor=None):
+        """The stream with a branch, which has a norm behind it, and the norm before the next branch."""
+        return residual_norm(x, branch, weight, following, factor, eps=self.rms_norm_eps)
 
     def unembed(self, params: Gemma4Params, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
@@ -248,9 +255,9 @@ class Gemma4(Decoder):
         v = self.norm(k if kind.values_are_keys else qkv[:, :, heads + kv_heads :], None)
         return q, (layers.rope(self.norm(k, layer.k_norm), positions, frequencies), v)
 
-    def _mlp(self, layer: Gemma4LayerParams, x):
+    def _mlp(self, layer: Gemma4LayerParams, x, normed):
         """The MLP, and the experts beside it."""
-        out = layers.gated_mlp(self.norm(x, layer.mlp_norm), layer.gate_up, layer.down, layers.gelu)
+        out = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu)
         if layer.experts is None:
             return out
         chosen = self.norm(self._experts(layer.experts, x), layer.experts.out_norm)

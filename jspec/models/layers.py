@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels import split_heads
+from pallas_kernels import residual_norm, split_heads
 from pallas_kernels.platform import platform
 
 SMALL = 10_000_000
@@ -121,11 +121,7 @@ def wide_rms_norm(
     x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float
 ) -> Float[Array, "*batch E"]:
     """`rms_norm` whose weight (None: 1) is applied in float32 too, before the result is rounded, as Gemma does."""
-    wide = x.astype(jnp.float32)
-    scaled = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    if weight is not None:
-        scaled = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + weight.shape) * scaled
-    return scaled.astype(x.dtype)
+    return residual_norm.wide_rms_norm(x, weight, eps)
 
 
 def layer_norm(
