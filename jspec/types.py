@@ -195,7 +195,7 @@ class Drafter(Protocol):
 
     @property
     def depth(self) -> int:
-        """Tokens of the longest chain it proposes."""
+        """Tokens of the longest chain it proposes; of one that `bind` returns, where the models have a say in it."""
         ...
 
     @property

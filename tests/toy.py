@@ -184,7 +184,8 @@ def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
 @functools.cache
 def mtp_params() -> Params:
     """The target's weights and MTP heads that are often right on the texts of `plain_tokens`."""
-    return fit_heads(TARGET, HEADS, params().target, plain_tokens())
+    random = random_heads(HEAD_LAYER, HEADS.count)
+    return fit_heads(TARGET, HEADS, Params(params().target, random), plain_tokens())
 
 
 def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, ...]:
@@ -197,12 +198,12 @@ def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, .
     return tuple(made)
 
 
-def fit_heads(target, heads: MtpHeads, weights, tokens: np.ndarray) -> Params:
-    """MTP heads that are random, but for LM heads that are fitted to the target's logits on some texts."""
-    both, rows = Params(weights, random_heads(HEAD_LAYER, heads.count)), len(tokens)
-    cache = target.init_cache(weights, rows, 4, 4)
+def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray) -> Params:
+    """The same weights, but for LM heads of the MTP heads that are fitted to the target's logits on some texts."""
+    rows = len(tokens)
+    cache = target.init_cache(both.target, rows, 4, 4)
     out = jax.jit(lambda p, t: target.forward(p, tree.chain(t), cache, None, capture=(target.num_layers + 1,)))(
-        weights, jnp.asarray(tokens)
+        both.target, jnp.asarray(tokens)
     )
     assert out.hidden is not None
     feature, fitted = out.hidden, []
@@ -215,7 +216,7 @@ def fit_heads(target, heads: MtpHeads, weights, tokens: np.ndarray) -> Params:
         wanted = np.array(out.logits[:, 1 + index :]).reshape(len(seen), -1)
         solved = np.linalg.solve(seen.T @ seen + 0.1 * np.eye(seen.shape[1]), seen.T @ wanted)
         fitted.append(dataclasses.replace(own, lm_head=jnp.asarray(solved, jnp.float32)))
-    return Params(weights, tuple(fitted))
+    return Params(both.target, tuple(fitted))
 
 
 @functools.cache
