@@ -198,8 +198,12 @@ def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, .
     return tuple(made)
 
 
-def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray) -> Params:
-    """The same weights, but for LM heads of the MTP heads that are fitted to the target's logits on some texts."""
+def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray, judged: np.ndarray | None = None) -> Params:
+    """The same weights, but for LM heads of the MTP heads that are fitted to the target's logits on some texts.
+
+    judged: behind which tokens the logits are; None: all.
+    """
+    judged = np.ones(tokens.shape, bool) if judged is None else judged
     rows = len(tokens)
     cache = target.init_cache(both.target, rows, 4, 4)
     out = jax.jit(lambda p, t: target.forward(p, tree.chain(t), cache, None, capture=(target.num_layers + 1,)))(
@@ -212,8 +216,8 @@ def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray) -> Para
         row, cache = jnp.arange(columns, dtype=jnp.int32)[None], head.init_cache(both.draft, rows, 4, 4)
         read = jax.jit(lambda p, t, f, row=row, cache=cache, head=head: head.read(p, target, t, f, row, cache, None)[0])
         feature = read(both, jnp.asarray(tokens[:, 1 + index :]), feature[:, :columns])
-        seen = np.array(feature).reshape(-1, feature.shape[2])
-        wanted = np.array(out.logits[:, 1 + index :]).reshape(len(seen), -1)
+        at = judged[:, 1 + index :]
+        seen, wanted = np.array(feature)[at], np.array(out.logits[:, 1 + index :])[at]
         solved = np.linalg.solve(seen.T @ seen + 0.1 * np.eye(seen.shape[1]), seen.T @ wanted)
         fitted.append(dataclasses.replace(own, lm_head=jnp.asarray(solved, jnp.float32)))
     return Params(both.target, tuple(fitted))
