@@ -149,7 +149,7 @@ class DecodeState:
 
 
 class Cache(Protocol):
-    """What a target remembers. Frozen inside a round: `commit` returns the next one."""
+    """What a target remembers. Frozen inside a round: `commit` returns the next one. docs/adding-a-cache.md has one."""
 
     def commit(self, rows: Any, start: Array, path: Array | None, length: Array) -> "Cache":
         """Makes the first `length[b]` rows along `path` permanent, from position `start[b]` on."""
