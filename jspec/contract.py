@@ -154,8 +154,6 @@ def _check_interface(drafter: Any, model: Model) -> Drafter:
     except TypeError as error:
         raise AssertionError(str(error)) from None
     name = type(chosen).__name__
-    if isinstance(chosen.depth, bool) or not isinstance(chosen.depth, int) or chosen.depth < 0:
-        raise AssertionError(f"{name}: depth={chosen.depth!r}: give the tokens of the longest chain, an int from 0 up")
     try:
         hash(chosen)
     except TypeError as error:
@@ -167,6 +165,8 @@ def _check_interface(drafter: Any, model: Model) -> Drafter:
     if missing:
         given = type(bound).__name__
         raise AssertionError(f"{name}: bind returns the drafter to use, and this {given} has no {', '.join(missing)}")
+    if isinstance(bound.depth, bool) or not isinstance(bound.depth, int) or bound.depth < 0:
+        raise AssertionError(f"{name}: depth={bound.depth!r}: give the tokens of the longest chain, an int from 0 up")
     if not isinstance(bound.capture, tuple):
         raise AssertionError(f"{name}: capture={bound.capture!r}: give a tuple of layers, () for none")
     return chosen

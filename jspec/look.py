@@ -65,8 +65,9 @@ def look_at_round(
     if not single:
         raise ValueError("prompt is a list of prompts: give one of them")
     chosen = choose(drafter, model)
+    depth = chosen.bind(model.target, model.draft).depth
     # Not less than `generate` takes by default, so that both run one program.
-    most = min(max(128, 1 + (round + 1) * (chosen.depth + 1)), max(1, model.target.max_length - len(ids)))
+    most = min(max(128, 1 + (round + 1) * (depth + 1)), max(1, model.target.max_length - len(ids)))
     run = Run(model, ids, chosen, most, sampling, None, (), seed, False, DEFAULT_PAGE_SIZE, False)
     if run.advance(round):
         last = int(run.state.step) - 1

@@ -149,7 +149,7 @@ class DecodeState:
 
 
 class Cache(Protocol):
-    """What a target remembers. Frozen inside a round: `commit` returns the next one."""
+    """What a target remembers. Frozen inside a round: `commit` returns the next one. docs/adding-a-cache.md has one."""
 
     def commit(self, rows: Any, start: Array, path: Array | None, length: Array) -> "Cache":
         """Makes the first `length[b]` rows along `path` permanent, from position `start[b]` on."""
@@ -195,7 +195,7 @@ class Drafter(Protocol):
 
     @property
     def depth(self) -> int:
-        """Tokens of the longest chain it proposes."""
+        """Tokens of the longest chain it proposes; of one that `bind` returns, where the models have a say in it."""
         ...
 
     @property

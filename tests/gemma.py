@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 
 from jspec import gemma4_checkpoint
@@ -43,17 +42,3 @@ class RandomTensors(Tensors):
 def params(kind: str, seed: int = 0) -> Gemma4Params:
     """Weights with a spread that keeps logits apart."""
     return gemma4_checkpoint.read_params(KINDS[kind], RandomTensors(seed))
-
-
-def forget(cache, lengths):
-    """The cache with NaN wherever no window and no full layer reads."""
-    groups = []
-    for group in cache.groups:
-        pool, table = np.array(group.pool), np.array(group.page_table)
-        kept, page_size = np.full_like(pool, np.nan), pool.shape[3]
-        for b, length in enumerate(np.array(lengths)):
-            for t in range(max(0, length - getattr(group, "window", length)), length):
-                at = table[b, t // page_size], t % page_size
-                kept[:, :, *at] = pool[:, :, *at]
-        groups.append(dataclasses.replace(group, pool=jnp.asarray(kept)))
-    return dataclasses.replace(cache, groups=tuple(groups))

@@ -248,6 +248,47 @@ def save(model, directory: Path, *, sharded: bool = False, old_config: bool = Fa
     return directory
 
 
+def add_mtp(directory: Path, heads: int = 1, seed: int = 5) -> dict:
+    """Puts random MTP heads into a checkpoint in one file, named as on the hub, which `save` does not write.
+
+    Of DeepSeek each is one more layer, with copies of the embedding and the LM head; Qwen's single one has names of its
+    own. Returns all tensors of the checkpoint.
+    """
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    config, path = json.loads((directory / "config.json").read_text()), directory / "model.safetensors"
+    tensors, rng = load_file(path), np.random.default_rng(seed)
+
+    def random(*shape):
+        values = rng.normal(size=shape).astype(np.float32)
+        return values * np.float32(shape[-1] ** -0.5) if len(shape) > 1 else 1 + values * np.float32(0.2)
+
+    width, qwen = config["hidden_size"], config["model_type"].startswith("qwen")
+    full = config["layer_types"].index(_FULL) if qwen else config["num_hidden_layers"] - 1
+    for index in range(heads):
+        root = "mtp." if qwen else f"model.layers.{config['num_hidden_layers'] + index}."
+        names = (
+            ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm") if qwen else ("enorm", "hnorm", "shared_head.norm")
+        )
+        own = {f"{root}{name}.weight": random(width) - np.float32(qwen) for name in names}
+        own[root + ("fc.weight" if qwen else "eh_proj.weight")] = random(width, 2 * width)
+        if not qwen:
+            own[root + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+            own[root + "shared_head.head.weight"] = tensors["lm_head.weight"]
+        for name, like in tensors.items():
+            if name.startswith(layer := f"model.layers.{full}."):
+                centred = qwen and name.endswith("norm.weight")
+                own[name.replace(layer, root + "layers.0." if qwen else root)] = random(*like.shape) - np.float32(
+                    centred
+                )
+        tensors |= own
+    save_file(tensors, path, metadata={"format": "pt"})
+    if not qwen:
+        (directory / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": heads}))
+    return tensors
+
+
 def greedy(model, prompt: list[int], max_new_tokens: int, **options) -> list[int]:
     """New tokens of `transformers`' own greedy decoding."""
     import torch

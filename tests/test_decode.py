@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import poison
 import pytest
 import toy
 from planted import (
@@ -220,27 +221,14 @@ def test_rows_are_independent_of_each_other_and_of_padding(name):
         assert alone.stats.rounds[0] == rounds[b]
 
 
-def scramble(cache, lengths):
-    """The first rows of each sequence on other pages, in no order, of a larger pool; all else in it is NaN."""
-    pool, table = np.array(cache.pool), np.array(cache.page_table)
-    pages, page_size = pool.shape[2] + 5, pool.shape[3]
-    moved = np.random.default_rng(0).permutation(pages)[: table.size].reshape(table.shape).astype(np.int32)
-    poisoned = np.full((*pool.shape[:2], pages, *pool.shape[3:]), np.nan, pool.dtype)
-    for b, length in enumerate(np.array(lengths)):
-        for t in range(length):
-            at = t // page_size
-            poisoned[:, :, moved[b, at], t % page_size] = pool[:, :, table[b, at], t % page_size]
-    return dataclasses.replace(cache, pool=jnp.asarray(poisoned), page_table=jnp.asarray(moved))
-
-
 @all_drafters
 def test_free_pages_and_rows_behind_the_committed_ones_are_never_read(drafter):
     weights = weights_of(drafter)
     s = toy.start(drafter, weights)
-    changes = {"cache": scramble(s.cache, s.length - 1)}
+    changes = {"cache": poison.spoil(s.cache, s.length - 1, spare=5)}
     if hasattr(s.draft, "cache"):
         changes["draft"] = dataclasses.replace(
-            s.draft, cache=scramble(s.draft.cache, getattr(s.draft, "length", s.length - 1))
+            s.draft, cache=poison.spoil(s.draft.cache, getattr(s.draft, "length", s.length - 1), spare=5)
         )
     s = toy.run(drafter, weights, dataclasses.replace(s, **changes))
     whole = complete(drafter)

@@ -16,8 +16,7 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 import jspec
-from jspec import accept, checkpoint, decode, deepseek_config, tree
-from jspec.cache import DsaCache
+from jspec import checkpoint, deepseek_config, tree
 from jspec.checkpoint_files import CheckpointError
 from jspec.drafters import Ngram, Standalone
 from jspec.models import layers
@@ -149,20 +148,13 @@ def test_the_magnitude_of_yarn_reaches_the_scores(tmp_path):
 
 def published(directory, *, shared: bool = True):
     """A tiny V3 as it is published: behind the last a layer for multi-token prediction, with embedding and head."""
-    oracle = hf.build("deepseek-v3")
-    hf.save(oracle, directory)
-    path = directory / "model.safetensors"
-    tensors, last = load_file(path), "model.layers.2."
-    rng = np.random.default_rng(0)
-    for name, tensor in list(tensors.items()):
-        if name.startswith("model.layers.1."):
-            tensors[name.replace("model.layers.1.", last)] = rng.normal(size=tensor.shape).astype(np.float32)
-    for name, shape in (("eh_proj", (32, 64)), ("enorm", (32,)), ("hnorm", (32,)), ("shared_head.norm", (32,))):
-        tensors[f"{last}{name}.weight"] = rng.normal(size=shape).astype(np.float32)
-    tensors[last + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"] + np.float32(not shared)
-    tensors[last + "shared_head.head.weight"] = tensors["lm_head.weight"] * np.float32(1 if shared else 2)
+    oracle, last = hf.build("deepseek-v3"), "model.layers.2."
+    tensors = hf.add_mtp(hf.save(oracle, directory))
+    if not shared:
+        tensors[last + "embed_tokens.weight"] = tensors[last + "embed_tokens.weight"] + np.float32(1)
+        tensors[last + "shared_head.head.weight"] = tensors[last + "shared_head.head.weight"] * np.float32(2)
     tensors[last + "self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
-    save_file(tensors, path)
+    save_file(tensors, directory / "model.safetensors")
     return oracle, tensors
 
 
@@ -299,33 +291,6 @@ def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, kind):
 
 
 # The cache
-
-
-def forget(cache, lengths):
-    """The cache with NaN behind the committed rows of each sequence."""
-    if isinstance(cache, DsaCache):
-        return dataclasses.replace(cache, latent=forget(cache.latent, lengths), index=forget(cache.index, lengths))
-    pool, table = np.array(cache.pool), np.array(cache.page_table)
-    kept, page_size = np.full_like(pool, np.nan), pool.shape[3]
-    for b, length in enumerate(np.array(lengths)):
-        for t in range(length):
-            at = table[b, t // page_size], t % page_size
-            kept[:, :, *at] = pool[:, :, *at]
-    return dataclasses.replace(cache, pool=jnp.asarray(kept))
-
-
-@pytest.mark.parametrize("kind", ("v3", "v32"))
-def test_nothing_but_committed_rows_is_ever_read(pair, expected, kind):
-    """In target and draft, all else becomes NaN between any two rounds. V3.2 selects 16 of 1 to 94 tokens."""
-    model, _ = pair(kind)
-    prompts, wanted = expected(kind)
-    bound, s = toy.prefilled(model, prompts, TREE, NEW_TOKENS)
-    parts = dict(target=model.target, drafter=bound, accept=accept.greedy)
-    while not s.done.all():
-        draft = dataclasses.replace(s.draft, cache=forget(s.draft.cache, s.draft.length))
-        s = dataclasses.replace(s, cache=forget(s.cache, s.length - 1), draft=draft)
-        s = decode.decode(model.params, s, s.step + 1, **parts)
-    assert [row[-NEW_TOKENS:] for row in toy.generated(s)] == wanted
 
 
 def test_a_prefix_is_read_as_latents(pair):

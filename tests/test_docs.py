@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/adding-a-drafter.md", "docs/profiling.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/adding-a-cache.md", "docs/adding-a-drafter.md", "docs/profiling.md"]
+)
 def test_code_runs(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -16,7 +18,8 @@ def test_code_runs(page, capsys, tmp_path, monkeypatch):
     names: dict = {}
     for block in blocks:
         exec(compile(block, page, "exec"), names)
-    assert names["out"].stats.accept_length >= 1
+    if "jspec.generate(" in "".join(blocks):
+        assert names["out"].stats.accept_length >= 1
 
 
 def test_ci_finds_the_readmes_test_command():

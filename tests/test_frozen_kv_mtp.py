@@ -8,6 +8,7 @@ import gemma
 import jax
 import jax.numpy as jnp
 import numpy as np
+import poison
 import pytest
 import toy
 from hlo import made, opcode
@@ -281,7 +282,7 @@ def test_drafting_leaves_the_cache_as_it_is(name, shape):
 def test_nothing_but_windows_and_full_layers_is_read(shape):
     bound, weights, s = prefilled("dense")
     draft = jax.jit(dataclasses.replace(bound, **SHAPES[shape]).draft)
-    forgotten = dataclasses.replace(s, cache=gemma.forget(s.cache, s.length - 1))
+    forgotten = dataclasses.replace(s, cache=poison.spoil(s.cache, s.length - 1))
     toy.assert_same(draft(weights, forgotten)[0], draft(weights, s)[0])
 
 

@@ -5,7 +5,6 @@ import functools
 import json
 import sys
 
-import gemma
 import hf
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 import jspec
-from jspec import accept, checkpoint, decode, tree
+from jspec import checkpoint, tree
 from jspec.checkpoint_files import CheckpointError
 from jspec.drafters import Ngram, Standalone
 
@@ -239,19 +238,3 @@ def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, kind):
     ours = checkpoint.load(tmp_path, dtype="float32")
     assert (ours.config, ours.eos) == (model.target, (1, 106))
     toy.assert_same(ours.params, model.params.target)
-
-
-# The cache
-
-
-def test_nothing_but_windows_and_full_layers_is_ever_read(pair, expected):
-    """In target and draft, all else becomes NaN between any two rounds."""
-    model, _ = pair("shared", 8)
-    prompts, wanted = expected("shared", 8)
-    bound, s = toy.prefilled(model, prompts, TREE, NEW_TOKENS)
-    parts = dict(target=model.target, drafter=bound, accept=accept.greedy)
-    while not s.done.all():
-        draft = dataclasses.replace(s.draft, cache=gemma.forget(s.draft.cache, s.draft.length))
-        s = dataclasses.replace(s, cache=gemma.forget(s.cache, s.length - 1), draft=draft)
-        s = decode.decode(model.params, s, s.step + 1, **parts)
-    assert [row[-NEW_TOKENS:] for row in toy.generated(s)] == wanted

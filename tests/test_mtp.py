@@ -58,6 +58,13 @@ def test_one_head_is_drafted_with_as_an_eagle_head_is():
     assert bound.capture == (TARGET.num_layers + 1,)
 
 
+def test_a_chain_is_as_long_as_there_are_heads_unless_said_otherwise():
+    two = dataclasses.replace(HEADS, count=2)
+    assert Mtp().bind(TARGET, two) == Mtp(depth=2).bind(TARGET, HEADS).bind(TARGET, two)
+    assert Mtp(heads=2).bind(TARGET, HEADS).depth == 2
+    assert Mtp(heads=1).bind(TARGET, HEADS) == Mtp(depth=3, heads=1).bind(TARGET, HEADS)
+
+
 @pytest.mark.parametrize(
     ("drafter", "draft", "message"),
     (

@@ -184,7 +184,8 @@ def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
 @functools.cache
 def mtp_params() -> Params:
     """The target's weights and MTP heads that are often right on the texts of `plain_tokens`."""
-    return fit_heads(TARGET, HEADS, params().target, plain_tokens())
+    random = random_heads(HEAD_LAYER, HEADS.count)
+    return fit_heads(TARGET, HEADS, Params(params().target, random), plain_tokens())
 
 
 def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, ...]:
@@ -197,12 +198,16 @@ def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, .
     return tuple(made)
 
 
-def fit_heads(target, heads: MtpHeads, weights, tokens: np.ndarray) -> Params:
-    """MTP heads that are random, but for LM heads that are fitted to the target's logits on some texts."""
-    both, rows = Params(weights, random_heads(HEAD_LAYER, heads.count)), len(tokens)
-    cache = target.init_cache(weights, rows, 4, 4)
+def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray, judged: np.ndarray | None = None) -> Params:
+    """The same weights, but for LM heads of the MTP heads that are fitted to the target's logits on some texts.
+
+    judged: behind which tokens the logits are; None: all.
+    """
+    judged = np.ones(tokens.shape, bool) if judged is None else judged
+    rows = len(tokens)
+    cache = target.init_cache(both.target, rows, 4, 4)
     out = jax.jit(lambda p, t: target.forward(p, tree.chain(t), cache, None, capture=(target.num_layers + 1,)))(
-        weights, jnp.asarray(tokens)
+        both.target, jnp.asarray(tokens)
     )
     assert out.hidden is not None
     feature, fitted = out.hidden, []
@@ -211,11 +216,11 @@ def fit_heads(target, heads: MtpHeads, weights, tokens: np.ndarray) -> Params:
         row, cache = jnp.arange(columns, dtype=jnp.int32)[None], head.init_cache(both.draft, rows, 4, 4)
         read = jax.jit(lambda p, t, f, row=row, cache=cache, head=head: head.read(p, target, t, f, row, cache, None)[0])
         feature = read(both, jnp.asarray(tokens[:, 1 + index :]), feature[:, :columns])
-        seen = np.array(feature).reshape(-1, feature.shape[2])
-        wanted = np.array(out.logits[:, 1 + index :]).reshape(len(seen), -1)
+        at = judged[:, 1 + index :]
+        seen, wanted = np.array(feature)[at], np.array(out.logits[:, 1 + index :])[at]
         solved = np.linalg.solve(seen.T @ seen + 0.1 * np.eye(seen.shape[1]), seen.T @ wanted)
         fitted.append(dataclasses.replace(own, lm_head=jnp.asarray(solved, jnp.float32)))
-    return Params(weights, tuple(fitted))
+    return Params(both.target, tuple(fitted))
 
 
 @functools.cache

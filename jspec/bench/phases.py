@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jspec import decode, sampling, tree
 from jspec.bench.machine import WARM_UP
-from jspec.cache import MhaCache, MlaCache, RecurrentCache
+from jspec.cache import RecurrentCache
 from jspec.capture import loop_options
 from jspec.types import Accept, Committed, DecodeState, Drafter, DraftTree, ForwardOutput, Params, Target
 
@@ -124,8 +124,8 @@ def zero_of(result: Any) -> Int[Array, ""]:
 
 
 def is_cache(x: Any) -> bool:
-    """Whether a part of a state is a cache, and no array."""
-    return isinstance(x, MhaCache | MlaCache | RecurrentCache)
+    """Whether a part of a state is a cache of one kind, and neither an array nor made of such caches."""
+    return hasattr(x, "page_table") or isinstance(x, RecurrentCache)
 
 
 def _blank(shape: Any) -> Array:

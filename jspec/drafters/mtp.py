@@ -37,15 +37,16 @@ class Mtp:
     feature is not the target's own, and otherwise the same. Of several heads each proposes one token: all of them run
     in `extend`, where a head absorbs what was committed, predicts, and hands its output and its token to the next.
 
-    depth: tokens of the longest chain, at least 1, and no more than there are heads, where these are several.
+    depth: tokens of the longest chain, at least 1; several heads propose as many as are used. None: that, and 3 of one
+      head: an int once `bind` has seen how many there are.
     width: children of a node at most; 1 is a chain. Trees are grown by one head.
     num_nodes: nodes of a tree, root included; None: 32, or as many as there can be.
     drawn: propose draws from the heads' own law, as the rule "rejection" is at its best with.
-    heads: how many are used; None: all, or as many as `depth`.
+    heads: how many are used; None: all, or as many as a smaller `depth`.
     target, model: the configurations of the target and of the heads; `bind` sets them.
     """
 
-    depth: int = 3
+    depth: Any = None
     width: int = 1
     num_nodes: int | None = None
     drawn: bool = False
@@ -54,7 +55,7 @@ class Mtp:
     model: MtpHeads | None = None
 
     def __post_init__(self):
-        check_shape("Mtp", self.depth, self.width, self.num_nodes)
+        check_shape("Mtp", self._chain(1), self.width, self.num_nodes)
         if self.heads is not None and self.heads < 1:
             raise ValueError(f"Mtp(heads={self.heads}): give at least 1")
 
@@ -79,16 +80,17 @@ class Mtp:
                 raise ValueError(f"the heads were made for a target with {name} {ours}, and this target's is {theirs}")
         if self.heads is not None and self.heads > draft.count:
             raise ValueError(f"Mtp(heads={self.heads}): the checkpoint has {draft.count}")
-        heads = min(draft.count, self.depth) if self.heads is None else self.heads
+        heads = min(draft.count, self._chain(draft.count)) if self.heads is None else self.heads
+        depth = self._chain(heads)
         if heads == 1:
-            shape = {name: getattr(self, name) for name in ("depth", "width", "num_nodes", "drawn")}
-            return Eagle(**shape).bind(target, draft.head(0, target))
-        if self.depth != heads or self.width > 1:
+            shape = {name: getattr(self, name) for name in ("width", "num_nodes", "drawn")}
+            return Eagle(depth=depth, **shape).bind(target, draft.head(0, target))
+        if depth != heads or self.width > 1:
             raise ValueError(
                 f"Mtp(depth={self.depth}, width={self.width}, heads={self.heads}): {heads} heads propose a chain of "
                 f"{heads} tokens; give depth={heads} and width=1, or heads=1, which is used again for each token"
             )
-        return dataclasses.replace(self, target=target, model=draft)
+        return dataclasses.replace(self, depth=depth, target=target, model=draft)
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> MtpState:
         """Empty caches."""
@@ -132,6 +134,12 @@ class Mtp:
         if not committed.first:
             kept = where_rows(committed.length > 0, kept, (s.draft.features, s.draft.proposals))
         return MtpState(tuple(caches), *kept)
+
+    def _chain(self, heads: int) -> int:
+        """Tokens of the longest chain where so many heads are used."""
+        if self.depth is not None:
+            return self.depth
+        return heads if heads > 1 else 3
 
     def _heads(self) -> list[MtpHead]:
         assert self.model is not None

@@ -1,0 +1,48 @@
+"""NaN in all that no forward may read."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.cache import RecurrentCache
+
+
+def fill(cache: Any) -> Any:
+    """A cache of NaN: whatever an empty one holds is nothing."""
+    return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
+
+
+def spoil(cache: Any, lengths: Any, *, spare: int = 0) -> Any:
+    """The cache with NaN wherever no window and no full layer reads what is committed.
+
+    lengths: committed rows of each sequence; 0: none of it is in use.
+    spare: pages of no sequence, of NaN; with them all pages are put in another order.
+    """
+
+    def part(each):
+        return _states(each, lengths) if isinstance(each, RecurrentCache) else _pages(each, lengths, spare)
+
+    return jax.tree.map(part, cache, is_leaf=lambda x: isinstance(x, RecurrentCache) or hasattr(x, "page_table"))
+
+
+def _pages(cache: Any, lengths: Any, spare: int) -> Any:
+    pool, table = np.array(cache.pool), np.array(cache.page_table)
+    pages, page_size = pool.shape[2] + spare, pool.shape[3]
+    order = np.random.default_rng(0).permutation(pages) if spare else np.arange(pages)
+    moved = order[table].astype(np.int32)
+    kept = np.full((*pool.shape[:2], pages, *pool.shape[3:]), np.nan, pool.dtype)
+    for b, length in enumerate(np.array(lengths)):
+        for t in range(max(0, length - getattr(cache, "window", length)), length):
+            at, row = t // page_size, t % page_size
+            kept[:, :, moved[b, at], row] = pool[:, :, table[b, at], row]
+    return dataclasses.replace(cache, pool=jnp.asarray(kept), page_table=jnp.asarray(moved))
+
+
+def _states(cache: RecurrentCache, lengths: Any) -> RecurrentCache:
+    unused = np.array(lengths) == 0
+    states = (np.where(unused[:, None, None, None], np.float32(np.nan), state) for state in cache.states)
+    windows = np.where(unused[None, :, None, None], np.float32(np.nan), cache.windows)
+    return RecurrentCache(tuple(map(jnp.asarray, states)), jnp.asarray(windows))
