@@ -17,7 +17,7 @@ MLA = Deepseek(
     num_layers=2,
     num_heads=4,
     latent=Latent(query=24, size=20, key=12, rope=8, value=16),
-    experts=Routed(Router(count=6, chosen=2, sigmoid=True, normalize=True), width=16, shared=1),
+    experts=Routed(Router(count=6, chosen=2, sigmoid=True, normalize=True), width=16, shared_width=16),
     dense_layers=1,
     max_length=512,
 )

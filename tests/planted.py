@@ -58,10 +58,16 @@ class RandomTree(Planted):
         return DraftTree(jnp.where(keep, right, wrong), parents, self.depth), s.draft
 
 
-all_drafters = pytest.mark.parametrize(
-    "drafter", (*toy.bound_drafters().values(), RandomTree()), ids=(*toy.bound_drafters(), "random_tree")
-)
-each_name = pytest.mark.parametrize("name", toy.bound_drafters())
+REPEATED = ("frozen_kv_mtp", "mtp_reused_tree", "standalone")
+"""Slow points of the tests of all drafters: another shape of each is among the quick ones."""
+
+
+def _points(drafters):
+    return [pytest.param(x, id=name, marks=[pytest.mark.slow] * (name in REPEATED)) for name, x in drafters.items()]
+
+
+all_drafters = pytest.mark.parametrize("drafter", _points(toy.bound_drafters() | {"random_tree": RandomTree()}))
+each_name = pytest.mark.parametrize("name", _points({name: name for name in toy.bound_drafters()}))
 
 
 @functools.cache
