@@ -1,6 +1,6 @@
 """Speculative decoding for JAX, on GPU and TPU: pure functions and one XLA program that loops on the device."""
 
-from jspec.drafters import Eagle, FrozenKvMtp, Ngram, Plain, Standalone
+from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
 from jspec.generate import Generation, GenerationStats, Piece, generate, generate_ids, stream
 from jspec.look import Round, look_at_round
 from jspec.model import Model, load
@@ -12,6 +12,7 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "Model",
+    "Mtp",
     "Ngram",
     "Piece",
     "Plain",
