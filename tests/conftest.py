@@ -3,6 +3,8 @@
 The shapes in the annotations of the modules that only take arrays are checked at run time, too.
 """
 
+import ctypes
+import gc
 import os
 import pathlib
 
@@ -47,13 +49,22 @@ EXTRAS = {
 }
 
 
+def forget_programs():
+    """Drops compiled programs and gives their memory back, which the C library keeps until it is asked for it."""
+    jax.clear_caches()
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs(request):
     """Compiles as for a user where a module says AS_SHIPPED; elsewhere on a CPU in two thirds of the time."""
     quick = jax.default_backend() == "cpu" and not getattr(request.module, "AS_SHIPPED", False)
     jax.config.update("jax_disable_most_optimizations", quick)
     yield
-    jax.clear_caches()
+    forget_programs()
     jax.config.update("jax_disable_most_optimizations", False)
 
 
@@ -67,7 +78,7 @@ def room_for_programs():
     """Forgets compiled programs between two tests where they have taken half of the maps a process may have."""
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
-        jax.clear_caches()
+        forget_programs()
 
 
 @pytest.fixture
