@@ -75,8 +75,8 @@ def _repeat(params: Params, given: Any, cache: Any, *, phase: Any, count: int) -
     - nothing can be hoisted: each run adds a zero to all that it is given, and that zero is computed from the result of
       the run before, so that XLA knows neither that it is one nor that the operands repeat. The addition is fused into
       what reads the operand. The pools of keys and values, too large for that, are read through page tables, which
-      have it; weights are the same in every round of `decode`, too. Of recurrent
-      layers the inputs of the convolution have it, which come before all that reads a state.
+      have it; weights are the same in every round of `decode`, too. Of recurrent layers the inputs of the convolution
+      have it, which come before all that reads a state.
     - nothing can be left out: the whole result is carried by the loop and returned.
     - nothing can run at once with the next run, as that waits for the zero.
     """
