@@ -2,6 +2,8 @@
 
 import re
 
+import jax
+
 
 def computations(text):
     """Instructions of each computation of a program, by name; the main one's is ENTRY."""
@@ -35,3 +37,19 @@ def loop_body(text):
 def made(lines, shape):
     """The opcodes of the instructions whose result is of that type."""
     return [opcode(line) for line in lines if re.search(rf" = {re.escape(shape)}\S* ", line)]
+
+
+def pool_writes(lines, shape):
+    """The writes in place of arrays of that type. On a GPU a kernel makes them, through another view of the array."""
+    if jax.default_backend() == "gpu":
+        return [line for line in lines if made([line], shape) == ["bitcast"] and "/kv_compact/" in line]
+    return [line for line in lines if made([line], shape) == ["scatter"]]
+
+
+def check_in_place(lines, shape, writes=1):
+    """That many writes in place are all that makes an array of that type; and it has no copies."""
+    assert len(pool_writes(lines, shape)) == writes
+    allowed = {"parameter", "get-tuple-element", "bitcast"}
+    if jax.default_backend() != "gpu":
+        allowed |= {"scatter", "fusion"}
+    assert set(made(lines, shape)) <= allowed

@@ -13,6 +13,7 @@ import jspec
 from jspec import decode, memory
 from jspec.drafters import Plain, Standalone
 from jspec.models import Llama
+from pallas_kernels import platform
 
 AS_SHIPPED = True
 
@@ -64,13 +65,18 @@ def test_a_generation_that_does_not_fit_is_refused_with_the_arithmetic(free):
     assert len(out.tokens[0]) == fits - 64 - 9, "less the rest of a page"
 
 
-def test_an_error_of_the_allocator_is_explained():
+def test_an_error_of_the_allocator_is_explained(monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: "cpu")
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.")
     memory.explain(error, memory.Need(8, 4096, 4_000_000_000, 500_000_000))
     assert error.__notes__ == [
         "jspec: 8 rows of 4096 tokens take 4.50 GB, 137,329 bytes a token: 4.00 GB for the target's cache and 0.50 GB "
         "for the draft's, beside the weights and the activations"
     ]
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    memory.explain(error, memory.Need(1, 1, 1, 1))
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in error.__notes__[1]
     other = jax.errors.JaxRuntimeError("INTERNAL: something else")
     memory.explain(other, memory.Need(1, 1, 1, 1))
     assert not hasattr(other, "__notes__")

@@ -147,7 +147,7 @@ def test_logits_of_each_head_equal_transformers(checkpoints, theirs, heads):
             torch.arange(1, 41)[None],
             transformers.cache_utils.MtpCache(config=target.config.get_mtp_config()),
         )
-        drafts, logits, _ = oracle(ids[:, 1:], hidden, None, position, cache)
+        drafts, logits, _ = oracle(ids[:, 1:], hidden, torch.ones_like(ids[:, 1:]), position, cache)
     own = model.target.init_cache(model.params.target, 1, 4, 4)
     read = functools.partial(model.target.forward, capture=(model.target.num_layers + 1,))
     feature = jax.jit(read)(model.params.target, tree.chain(jnp.asarray(text[:, :-1], jnp.int32)), own, None).hidden

