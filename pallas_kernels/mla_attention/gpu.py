@@ -33,6 +33,10 @@ class Config:
     num_stages: int
 
 
+TILES = {16: (64, 4, 2), 32: (32, 4, 3), 64: (64, 8, 2)}
+"""Rows of the cache at a time, warps and stages for each number of query rows: the fastest on an H100 in bfloat16."""
+
+
 def default_config(*, batch: int, rows: int, keys: int, latent: int, dtype, prefix: bool = True) -> Config:
     """The configuration for shapes that are known at trace time.
 
@@ -41,18 +45,16 @@ def default_config(*, batch: int, rows: int, keys: int, latent: int, dtype, pref
     wide = jnp.dtype(dtype).itemsize > 2 or padded(latent) > 512
     # The sum of a tile is held in registers, `latent` numbers of float32 a row.
     block_m = 16 if wide else min(padded(rows), 64)
-    if block_m == 64 and pl.cdiv(rows, 32) % 2:
-        # Half of the last tile would be empty.
-        block_m = 32
-    block_k = max(16, min(16 if wide else 64 if block_m <= 32 else 32, padded(keys)))
+    block_k, num_warps, num_stages = (16, 4, 2) if wide else TILES[block_m]
+    block_k = max(16, min(block_k, padded(keys)))
     programs = batch * pl.cdiv(rows, block_m)
     shares = keys // max(block_k, block_m) if prefix else 1
     return Config(
         block_m=block_m,
         block_k=block_k,
         splits=max(min(platform.processors() // programs, shares, MOST_SPLITS), 1),
-        num_warps=8 if block_m > 32 else 4,
-        num_stages=2,
+        num_warps=num_warps,
+        num_stages=num_stages,
     )
 
 
