@@ -58,7 +58,7 @@ class RandomTree(Planted):
         return DraftTree(jnp.where(keep, right, wrong), parents, self.depth), s.draft
 
 
-REPEATED = ("frozen_kv_mtp", "mtp_reused_tree", "standalone")
+REPEATED = ("eagle", "frozen_kv_mtp", "mtp_reused_tree", "standalone")
 """Slow points of the tests of all drafters: another shape of each is among the quick ones."""
 
 
@@ -68,6 +68,9 @@ def _points(drafters):
 
 all_drafters = pytest.mark.parametrize("drafter", _points(toy.bound_drafters() | {"random_tree": RandomTree()}))
 each_name = pytest.mark.parametrize("name", _points({name: name for name in toy.bound_drafters()}))
+each_name_and_trees = pytest.mark.parametrize(
+    "name", _points({name: name for name in (*toy.bound_drafters(), "random_tree")})
+)
 
 
 @functools.cache

@@ -12,8 +12,6 @@ from jspec.evaluate import count_repeated, evaluate, heldout_prompts
 from jspec.generate import choose
 from jspec.model import BUNDLED, locate
 
-AS_SHIPPED = True
-
 MEGABYTE = 1 << 20
 
 
@@ -73,13 +71,14 @@ def test_logits_equal_transformers(model, oracle, name):
 
 PROMPTS, NEW_TOKENS = slice(0, 4), 48
 PAGE_SIZES = (1, 16, 64)
+TREE_OF_EAGLE = jspec.Eagle(depth=5, width=8, num_nodes=32)
 # Each depth and each page size; all their pairs are in test_parity.py, on smaller models.
 SETTINGS = [(None, page_size) for page_size in PAGE_SIZES]
 SETTINGS += [(jspec.Ngram(depth=depth), PAGE_SIZES[depth % 3]) for depth in (1, 3, 5)]
 SETTINGS += [(jspec.Standalone(depth=depth), PAGE_SIZES[(depth + 1) % 3]) for depth in (2, 6)]
 SETTINGS += [(jspec.Eagle(depth=depth), PAGE_SIZES[depth % 3]) for depth in (3, 5)]
 SETTINGS += [(jspec.FrozenKvMtp(depth=depth), PAGE_SIZES[(depth + 2) % 3]) for depth in (3, 4)]
-SETTINGS += [(jspec.Eagle(depth=5, width=8, num_nodes=32), 16), (jspec.Standalone(depth=4, width=3), 1)]
+SETTINGS += [(TREE_OF_EAGLE, 16), (jspec.Standalone(depth=4, width=3), 1)]
 SETTINGS += [(jspec.FrozenKvMtp(depth=5, width=8, num_nodes=32), 16)]
 
 
@@ -99,10 +98,9 @@ def continued(model, oracle):
 
 
 def often_or_slow(drafter, page_size):
-    """One setting of each kind runs always."""
-    always = (jspec.Ngram(depth=3), jspec.Standalone(depth=2), jspec.Eagle(depth=5), jspec.FrozenKvMtp(depth=4))
-    trees = getattr(drafter, "width", 1) > 1 and not isinstance(drafter, jspec.FrozenKvMtp)
-    often = page_size == PAGE_SIZES[1] if drafter is None else drafter in always or trees
+    """One setting of each drafter runs always."""
+    always = (jspec.Ngram(depth=3), jspec.Standalone(depth=2), TREE_OF_EAGLE, jspec.FrozenKvMtp(depth=4))
+    often = page_size == PAGE_SIZES[1] if drafter is None else drafter in always
     return pytest.param(drafter, page_size, id=f"{drafter}-{page_size}", marks=() if often else pytest.mark.slow)
 
 
@@ -128,9 +126,9 @@ def test_stop_strings_end_where_transformers_ends(model, continued, drafter):
 @pytest.mark.parametrize(
     ("drafter", "floor"),
     (
-        (jspec.Standalone(depth=4), 1.9),
-        (jspec.Eagle(depth=5), 2.5),
-        (jspec.Eagle(depth=5, width=8, num_nodes=32), 3.2),
+        pytest.param(jspec.Standalone(depth=4), 1.9, marks=pytest.mark.slow),
+        pytest.param(jspec.Eagle(depth=5), 2.5, marks=pytest.mark.slow),
+        (TREE_OF_EAGLE, 3.2),
         (jspec.FrozenKvMtp(depth=4), 2.8),
     ),
     ids=str,

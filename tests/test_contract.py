@@ -30,12 +30,10 @@ def check(drafter, prompts=IDS):
     return check_drafter(drafter, model_for(drafter), prompts, max_new_tokens=20)
 
 
-SLOWER = ("mtp", "mtp_reused_tree", "plain", "standalone", "frozen_kv_mtp", "frozen_kv_mtp_tree")
+SLOWER = ("ngram", "mtp", "mtp_reused_tree", "plain", "standalone", "frozen_kv_mtp", "frozen_kv_mtp_tree")
 
 
-@pytest.mark.parametrize(
-    "name", ("eagle_tree", "ngram", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWER))
-)
+@pytest.mark.parametrize("name", ("eagle_tree", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWER)))
 def test_the_drafters_of_this_package_keep_the_contract(name):
     drafter = toy.bound_drafters()[name]
     report = check(drafter, None if name == "ngram" else IDS)
@@ -295,7 +293,7 @@ NUMBERS = itertools.count()
     "drafter, message",
     [
         (Moody(), "takes other rounds in one call than round by round"),
-        (GivesUp(), "takes other rounds where its prompt is read in chunks"),
+        pytest.param(GivesUp(), "takes other rounds where its prompt is read in chunks", marks=pytest.mark.slow),
         (Copycat(), "row 1 takes other rounds alone than in a batch"),
         (NeverEqual(), "other prompts of the same shape compile the program again"),
     ],

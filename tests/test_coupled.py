@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 import toy
-from planted import RandomTree, weights_of
+from planted import REPEATED, RandomTree, weights_of
 
 from jspec import accept, stopping
 from jspec.drafters import Plain, Standalone
@@ -96,8 +96,9 @@ def test_the_rows_show_what_is_under_test():
 
 
 def often_or_slow(name):
-    """Of the trees of many shapes, one runs always."""
-    return pytest.param(name, marks=pytest.mark.slow if name[0].isdigit() and name != "6x2x12" else ())
+    """Of the trees of many shapes, one runs always; and one shape of each drafter."""
+    slow = name in REPEATED or name[0].isdigit() and name != "6x2x12"
+    return pytest.param(name, marks=pytest.mark.slow if slow else ())
 
 
 @pytest.mark.parametrize("name", [often_or_slow(name) for name in drafters() if name != "plain"])
@@ -109,7 +110,13 @@ def test_drafted_sampling_gives_the_tokens_of_plain_sampling(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "page_size"), (("plain", 1), ("ngram", 16), ("standalone", 16), ("standalone_tree", 1))
+    ("name", "page_size"),
+    (
+        ("plain", 1),
+        ("ngram", 16),
+        pytest.param("standalone", 16, marks=pytest.mark.slow),
+        pytest.param("standalone_tree", 1, marks=pytest.mark.slow),
+    ),
 )
 def test_a_row_alone_on_other_pages_gets_the_tokens_that_it_gets_in_a_batch(name, page_size):
     for row in range(BATCH):

@@ -10,16 +10,13 @@ import pytest
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import weights_of
+from planted import each_name, weights_of
 
 from jspec import tree
 from jspec.drafters import DRAFTERS, Eagle, FrozenKvMtp, Ngram, Plain, Standalone, resolve
 from jspec.drafters.ngram import continue_match
 from jspec.models.assistant import Clusters
 from jspec.types import Params
-
-each_name = pytest.mark.parametrize("name", toy.bound_drafters())
-
 
 # The contract
 

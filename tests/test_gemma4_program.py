@@ -21,7 +21,7 @@ from jspec.models.gemma4 import Attention, Gemma4
 from jspec.types import Params
 from pallas_kernels import platform
 
-AS_SHIPPED = True
+TEXT_AS_SHIPPED = True
 
 IDS = np.random.default_rng(0).integers(0, 61, (2, 30)).astype(np.int32)
 # Each drafter, and each kind of model, in one of them.

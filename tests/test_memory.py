@@ -15,7 +15,7 @@ from jspec.drafters import Plain, Standalone
 from jspec.models import Llama
 from pallas_kernels import platform
 
-AS_SHIPPED = True
+TEXT_AS_SHIPPED = True
 
 STANDALONE = toy.bound_drafters()["standalone"]
 # Keys and values of both layers, 2 heads of 16, in float32; the draft is of the target's shape.

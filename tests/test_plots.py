@@ -33,8 +33,16 @@ def axes(needs):
 # look_at_round
 
 
-@pytest.mark.parametrize("drafter", (Ngram(depth=3), TREE), ids=("chain", "tree"))
-@pytest.mark.parametrize("sampling", (None, jspec.Sampling(temperature=0.7)), ids=("greedy", "sampled"))
+@pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    (
+        (Ngram(depth=3), None),
+        pytest.param(Ngram(depth=3), jspec.Sampling(temperature=0.7), marks=pytest.mark.slow),
+        pytest.param(TREE, None, marks=pytest.mark.slow),
+        (TREE, jspec.Sampling(temperature=0.7)),
+    ),
+    ids=("greedy chain", "sampled chain", "greedy tree", "sampled tree"),
+)
 def test_a_round_is_the_one_that_generate_runs(model, drafter, sampling):
     options = {"drafter": drafter, "sampling": sampling, "seed": 2}
     out = jspec.generate(model, PROMPT, max_new_tokens=24, **options)

@@ -17,7 +17,7 @@ from jspec.drafters import Ngram, Plain, Standalone
 from jspec.types import Params
 from pallas_kernels import platform
 
-AS_SHIPPED = True
+TEXT_AS_SHIPPED = True
 
 IDS = np.random.default_rng(0).integers(0, 61, (2, 30)).astype(np.int32)
 CASES = pytest.mark.parametrize(

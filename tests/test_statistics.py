@@ -198,7 +198,7 @@ CHAIN, SMALL_TREE = Standalone(depth=3), Standalone(depth=2, width=2, num_nodes=
     (
         pytest.param(CHAIN, "rejection", 1.3, marks=pytest.mark.slow),
         pytest.param(CHAIN, "block", 1.3, marks=pytest.mark.slow),
-        (SMALL_TREE, "coupled", 1.3),
+        pytest.param(SMALL_TREE, "coupled", 1.3, marks=pytest.mark.slow),
         (Standalone(depth=3, width=3, num_nodes=8), "rejection", 1.4),
         # Drafts that know the noise of the target's choice, judged by a rule that takes them for certain.
         pytest.param(SMALL_TREE, accept.rejection, 1.2, marks=pytest.mark.slow),

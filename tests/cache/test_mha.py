@@ -12,8 +12,6 @@ import toy
 from jspec import tree
 from jspec.cache import MhaCache
 
-AS_SHIPPED = True
-
 LAYERS, KV_HEADS, HEADS, DIM, BATCH, CAPACITY, NODES = 2, 2, 4, 16, 3, 21, 5
 SCALE = 0.25
 

@@ -8,8 +8,6 @@ from crosslower import PLATFORMS, cross_lower
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu, triton
 
-AS_SHIPPED = True
-
 # Newer releases of jax announce that they will drop Triton; the warning comes before the lowering.
 COMPILER_PARAMS = {"cuda": triton.CompilerParams(), "tpu": tpu.CompilerParams()}
 

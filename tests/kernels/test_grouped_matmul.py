@@ -12,7 +12,6 @@ from crosslower import cross_lower
 from pallas_kernels import platform
 from pallas_kernels.grouped_matmul import gpu, grouped_matmul
 
-AS_SHIPPED = True
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 HERE = platform.platform()
 backends = pytest.mark.parametrize(

@@ -15,8 +15,6 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import platform
 from pallas_kernels.kv_compact import BACKENDS, gpu, kv_compact, tpu
 
-AS_SHIPPED = True
-
 # Newer releases of jax announce that they will drop Triton.
 HERE = platform.platform()
 

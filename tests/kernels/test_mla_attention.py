@@ -14,7 +14,6 @@ from crosslower import cross_lower
 from pallas_kernels import platform
 from pallas_kernels.mla_attention import BACKENDS, gpu, mla_attention
 
-AS_SHIPPED = True
 # Newer releases of jax announce that they will drop Triton; the warning comes at lowering, long after the call.
 
 # Values are of unit variance. In bfloat16 the weights of the softmax and the result are rounded to 8 bits.

@@ -15,7 +15,6 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import platform
 from pallas_kernels.paged_attention import BACKENDS, gpu, paged_attention, tpu
 
-AS_SHIPPED = True
 # Newer releases of jax announce that they will drop Triton; the warning comes at lowering, long after the call.
 
 # Values are of unit variance. In bfloat16 the weights of the softmax and the result are rounded to 8 bits.

@@ -12,8 +12,6 @@ from crosslower import cross_lower
 from pallas_kernels import platform
 from pallas_kernels.residual_norm import BACKENDS, residual_norm
 
-AS_SHIPPED = True
-
 NEEDS_GPU = pytest.mark.skipif(platform.platform() not in ("cpu", "gpu"), reason="triton: needs a gpu, or a CPU")
 backends = pytest.mark.parametrize(
     "backend", [pytest.param(name, marks=NEEDS_GPU if name == "triton" else ()) for name in sorted(BACKENDS)]

@@ -15,8 +15,6 @@ from jax import lax
 from pallas_kernels import platform
 from pallas_kernels.topk import BACKENDS, gpu, topk
 
-AS_SHIPPED = True
-
 # Newer releases of jax announce that they will drop Triton.
 NEEDS_GPU = pytest.mark.skipif(platform.platform() not in ("cpu", "gpu"), reason="triton: needs a gpu, or a CPU")
 backends = pytest.mark.parametrize(
