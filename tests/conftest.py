@@ -62,14 +62,16 @@ def forget_programs():
         trim(0)
 
 
-def older_generator():
-    """A patch of JAX 0.10 for the older of its two generators of code for CPUs; later releases have one only.
+def take_older_generator(patch):
+    """Patches JAX 0.10 to take the older of its two generators of code for CPUs; later releases have one only.
 
     It needs a third of the other's time to compile, and makes a loop of each scatter.
     """
+    if jax.__version_info__ >= (0, 11) or jax.default_backend() != "cpu":
+        return
     from jax._src import compiler
 
-    patch, options_of = pytest.MonkeyPatch(), compiler.get_compile_options
+    options_of = compiler.get_compile_options
 
     def options(*given, **named):
         made = options_of(*given, **named)
@@ -77,9 +79,7 @@ def older_generator():
         made.env_option_overrides = [*made.env_option_overrides, *chosen]
         return made
 
-    if jax.__version_info__ < (0, 11) and jax.default_backend() == "cpu":
-        patch.setattr(compiler, "get_compile_options", options)
-    return patch
+    patch.setattr(compiler, "get_compile_options", options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,11 +89,12 @@ def programs(request):
     A module that reads the text of programs says TEXT_AS_SHIPPED: of XLA's passes over it none is left out there.
     """
     as_shipped, text = (getattr(request.module, name, False) for name in ("AS_SHIPPED", "TEXT_AS_SHIPPED"))
-    patch = pytest.MonkeyPatch() if as_shipped or text else older_generator()
     jax.config.update("jax_disable_most_optimizations", not as_shipped)
-    yield
-    forget_programs()
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        if not (as_shipped or text):
+            take_older_generator(patch)
+        yield
+        forget_programs()
     jax.config.update("jax_disable_most_optimizations", False)
 
 

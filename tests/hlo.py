@@ -52,4 +52,5 @@ def check_in_place(lines, shape, writes=1):
     allowed = {"parameter", "get-tuple-element", "bitcast"}
     if jax.default_backend() != "gpu":
         allowed |= {"scatter", "fusion"}
-    assert set(made(lines, shape)) <= allowed
+    makers = made(lines, shape)
+    assert set(makers) <= allowed, makers

@@ -287,7 +287,8 @@ def test_nothing_of_a_repeated_phase_leaves_the_loop(phase, optimised):
     given = s if phase == "draft" else (s, drafter.draft(params, s)[0])
     repeated = phases.repeat.lower(params, given, None, phase=getattr(parts, phase), count=7).compile().as_text()
     inside = _dots("\n".join(loop_body(repeated)))
-    assert inside == _dots(repeated) and len(inside) > 4
+    # A GPU's compiler makes a sum of one of the small ones.
+    assert inside == _dots(repeated) and len(inside) > (4 if jax.default_backend() == "gpu" else 5)
     # Nor do reads of the prefix, which the loop does not write.
     pages = [line for line in loop_body(repeated) if opcode(line) == "gather"]
     assert len(pages) >= repeated.count(" gather(") > 0
@@ -324,8 +325,8 @@ def test_a_report_of_the_tiny_preset(capsys, tmp_path, needs):
     status, out, err = run(capsys, "--preset", "tiny", *shape, *files)
     assert status == 0 and "3/3" in err, "a progress bar"
     headline, heading, *lines = out.splitlines()
-    assert headline.startswith("tiny: 8,784 parameters + eagle draft of 4,672, bfloat16, imposed acceptance; ")
-    assert f"; {jax.devices()[0].device_kind}, jax {jax.__version__}" in headline
+    parts = "tiny: 8,784 parameters + eagle draft of 4,672, bfloat16, imposed acceptance"
+    assert headline.startswith(f"{parts}; {jax.devices()[0].device_kind}, jax {jax.__version__}")
     assert [line.split()[:3] for line in lines] == [[mode, "2", "64"] for mode in ("plain", "chain", "tree")]
     assert {len(line) for line in lines} == {len(heading)}
     written = json.loads((tmp_path / "report.json").read_text())
