@@ -19,7 +19,7 @@ import jspec
 from jspec import accept, checkpoint, cli, decode, memory, plots, stopping
 from jspec.bench import cli as bench
 from jspec.bench import machine, phases, report, weights
-from jspec.bench.measure import from_host
+from jspec.bench.measure import Setup, from_host, measure
 from jspec.bench.presets import PRESETS, eagle_head
 from jspec.bench.unfolded import Unfolded, seed
 from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
@@ -169,7 +169,21 @@ def test_bytes_of_experts_are_those_that_are_chosen():
     plain = weights.round_bytes(pair, config, None, depth=0, batch=1, context=0)
     assert plain == weights.forward_bytes(params, config)
     chain = weights.round_bytes(pair, config, draft, depth=3, batch=2, context=0)
-    assert chain == weights.forward_bytes(params, config, 8) + 3 * weights.forward_bytes(pair.draft, draft)
+    drafting = 3 * weights.forward_bytes(pair.draft, draft)
+    assert chain == weights.forward_bytes(params, config, 8) + drafting
+    grown = weights.round_bytes(pair, config, draft, depth=3, batch=2, context=0, nodes=12)
+    assert grown == weights.forward_bytes(params, config, 24) + drafting
+
+
+def test_the_floor_of_a_tree_is_that_of_all_its_nodes():
+    preset = PRESETS["tiny-deepseek"]
+    params = Params(*(weights.shapes_of(config, jnp.float32) for config in (preset.target, preset.standalone)))
+    setup = Setup(preset.target, params, tokens_per_round=2, rounds=4, repeats=1, page_size=8)
+    drafter = Standalone(depth=2, width=2, num_nodes=6).bind(preset.target, preset.standalone)
+    row = measure(setup, "tree", drafter, 3, preset.target.max_length, lambda _: None)
+    sizes = {"depth": 2, "batch": 3, "context": preset.target.max_length, "nodes": 6}
+    assert row.problem is not None and "the context holds" in row.problem
+    assert row.floor_bytes == weights.round_bytes(params, preset.target, preset.standalone, **sizes)
 
 
 def test_shapes_of_deepseek_and_of_experts_are_those_of_their_checkpoints(tmp_path):
@@ -456,7 +470,7 @@ def test_rounds_that_the_host_calls(capsys):
 def test_a_report_of_an_assistant(capsys):
     """What the preset has is taken; the extension of a state of one vector is a phase, too."""
     sizes = ("--depth", 2, "--rounds", 4, "--repeats", 1, "--tokens-per-round", 2)
-    status, out, _ = run(capsys, "--preset", "tiny-gemma-4", "--mode", "chain", *sizes)
+    status, out, _ = run(capsys, "--preset", "tiny-gemma-4", "--dtype", "float32", "--mode", "chain", *sizes)
     assert status == 0
     headline, _, line = out.splitlines()
     assert headline.startswith("tiny-gemma-4: 15,264 parameters + frozen-kv-mtp draft of 4,532, float32")
@@ -469,7 +483,7 @@ def test_weights_that_do_not_fit_are_refused(capsys, monkeypatch):
     small = dataclasses.replace(PRESETS["tiny"].target, vocab_size=2**24)
     preset = dataclasses.replace(PRESETS["tiny"], target=small, head=eagle_head(small))
     monkeypatch.setitem(PRESETS, "tiny", preset)
-    status, _, err = run(capsys, "--preset", "tiny")
+    status, _, err = run(capsys, "--preset", "tiny", "--dtype", "float32")
     assert status == 2 and "tiny: 2.1 GB of weights do not fit, 1.0 of 8.0 GB are free" in err
 
 

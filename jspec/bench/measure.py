@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import accept, decode, memory, stopping
+from jspec import accept, decode, grow, memory, stopping
 from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.bench.unfolded import Unfolded, seed
@@ -101,7 +101,9 @@ def measure(setup: Setup, mode: str, drafter: Drafter, batch: int, context: int,
     """
     depth, most = drafter.depth, math.ceil(setup.tokens_per_round)
     draft = getattr(drafter, "model", None)
-    floor = weights.round_bytes(setup.params, setup.target, draft, depth=depth, batch=batch, context=context)
+    nodes = grow.size(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None))
+    sizes = {"depth": depth, "batch": batch, "context": context, "nodes": nodes}
+    floor = weights.round_bytes(setup.params, setup.target, draft, **sizes)
     # Behind the first token and those of all rounds there is room for what the last round proposes: no row reaches its
     # limit.
     row = Row(mode, batch, context, floor, context + 1 + setup.rounds * min(most, depth + 1) + depth + 2)

@@ -395,15 +395,18 @@ def round_bytes(
     depth: int,
     batch: int,
     context: int,
+    nodes: int | None = None,
 ) -> int:
     """The least that a round reads: each forward its weights and the keys and values of its context, once, and the
-    commit the states of recurrent layers, once more. Of a mixture of experts those that a chain of `depth` reads.
+    commit the states of recurrent layers, once more. Of a mixture of experts those that `nodes` tokens a row choose.
 
     draft, depth: what drafts, and how many tokens deep; with depth 0 it is plain decoding. A round has a forward of the
       target and as many of the draft as tokens, of which the first is its extension, but for an assistant.
+    nodes: of the tree that the target verifies, root included; None: those of a chain.
     """
     itemsize = params.target.embed.dtype.itemsize
-    total = forward_bytes(params.target, target, batch * (depth + 1)) + batch * kv_bytes(target, context, itemsize)
+    tokens = batch * (nodes or depth + 1)
+    total = forward_bytes(params.target, target, tokens) + batch * kv_bytes(target, context, itemsize)
     total += 2 * batch * state_bytes(target, itemsize)
     if not depth:
         return total
