@@ -115,6 +115,7 @@ def test_every_module_is_in_the_structure_page():
         f"pallas_kernels/{name}/"
         for name in (
             "delta_rule",
+            "group_rows",
             "grouped_matmul",
             "kv_compact",
             "mla_attention",

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from jspec.models import layers
 from jspec.models.router import Router
 from jspec.struct import struct
+from pallas_kernels.group_rows import group_rows
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 
@@ -82,15 +83,7 @@ def experts_mlp(
 
     Tokens are put in the order of their experts, so that each expert's are one block of a grouped product.
     """
-    (tokens, chosen), experts = ids.shape, gate_up.shape[0]
-    expert = ids.reshape(-1)
-    # Places are counted, not sorted: a sort keeps a GPU from running the loop as one graph.
-    key = expert * expert.size + jnp.arange(expert.size, dtype=expert.dtype)
-    place = (key[:, None] < key[None]).sum(0, dtype=jnp.int32)
-    slots = jnp.arange(expert.size, dtype=jnp.int32)
-    order = jnp.zeros_like(place).at[place].set(slots, unique_indices=True, mode="promise_in_bounds")
-    sizes = (expert[None] == jnp.arange(experts, dtype=expert.dtype)[:, None]).sum(1, dtype=jnp.int32)
-    gate, up = jnp.split(grouped_matmul(jnp.take(x, order // chosen, axis=0, mode="clip"), gate_up, sizes), 2, axis=-1)
-    out = jnp.take(grouped_matmul(activation(gate) * up, down, sizes), place, axis=0, mode="clip")
-    weighted = weights[:, :, None] * out.astype(jnp.float32).reshape(tokens, chosen, -1)
-    return weighted.sum(1).astype(x.dtype)
+    order, place, sizes = group_rows(ids, gate_up.shape[0])
+    inner = grouped_matmul(x, gate_up, sizes, rows=order, activation=activation)
+    out = jnp.take(grouped_matmul(inner, down, sizes), place, axis=0, mode="clip")
+    return (weights[:, :, None] * out.astype(jnp.float32)).sum(1).astype(x.dtype)

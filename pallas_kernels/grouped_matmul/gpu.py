@@ -25,7 +25,7 @@ class Config:
     block_m: int
     """Rows of a program."""
     block_n: int
-    """Columns of a program."""
+    """Columns of a program; with an activation, half as many in each half."""
     block_k: int
     """Numbers of a row, and rows of its matrix, that it takes at a time."""
     num_warps: int
@@ -49,57 +49,70 @@ def refuses(x) -> str | None:
     return None if x.dtype.name in DTYPES else f"x is {x.dtype.name}; it takes {', '.join(DTYPES)}"
 
 
-def grouped_matmul(x, weight, sizes, *, config: Config | None = None, interpret: bool | None = None):
+def grouped_matmul(
+    x, weight, sizes, *, rows=None, activation=None, config: Config | None = None, interpret: bool | None = None
+):
     """Arguments as in `api.grouped_matmul`.
 
     `config` replaces the one that `default_config` takes, and `interpret` what the platform of the program says.
     """
-    (rows, _), (groups, _, columns) = x.shape, weight.shape
-    config = config or default_config(rows=rows, groups=groups, dtype=x.dtype)
+    count = x.shape[0] if rows is None else rows.shape[0]
+    groups, _, columns = weight.shape
+    config = config or default_config(rows=count, groups=groups, dtype=x.dtype)
     # Each group has a block that is not full, at most.
-    blocks = rows // config.block_m + min(groups, rows)
+    blocks = count // config.block_m + min(groups, count)
+    halves = 1 if activation is None else 2
     return pl.pallas_call(
-        functools.partial(_kernel, config=config),
-        out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
+        functools.partial(_kernel, activation=activation, config=config),
+        out_shape=jax.ShapeDtypeStruct((count, columns // halves), x.dtype),
         # The columns of a block run together: what they read lies side by side.
         grid=(pl.cdiv(columns, config.block_n), blocks),
         compiler_params=pltriton.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=platform.interpret() if interpret is None else interpret,
         name="grouped_matmul",
-    )(x, weight, sizes.astype(jnp.int32))
+    )(x, weight, *(each.astype(jnp.int32) for each in (sizes, rows) if each is not None))
 
 
 def _kernel(
-    x_ref,  # [S, K]
+    x_ref,  # [T, K]
     weight_ref,  # [X, K, N]
     sizes_ref,  # [X]
-    out_ref,  # [S, N]
-    *,
+    *refs,  # [S] of the rows, where they are not those of x; [S, M] of the result
+    activation,
     config,
 ):
-    inner, columns = weight_ref.shape[1:]
+    *rows_ref, out_ref = refs
+    inner, columns = weight_ref.shape[1], out_ref.shape[1]
+    halves = (0,) if activation is None else (0, columns)
+    width = config.block_n // len(halves)
     group, first, count = _find(sizes_ref, pl.program_id(1), config.block_m)
     place = jnp.arange(config.block_m)
     row, real = first + place, place < count
-    column = pl.program_id(0) * config.block_n + jnp.arange(config.block_n)
+    column = pl.program_id(0) * width + jnp.arange(width)
     inside = column < columns
 
     @pl.when(count > 0)
     def _():
+        source = pltriton.load(rows_ref[0].at[row], mask=real, other=0) if rows_ref else row
 
-        def body(i, total):
+        def body(i, totals):
             k = i * config.block_k + jnp.arange(config.block_k)
             there = k < inner
-            x = pltriton.load(x_ref.at[row[:, None], k[None]], mask=real[:, None] & there[None], other=0)
-            at = weight_ref.at[group, k[:, None], column[None]]
-            weight = pltriton.load(at, mask=there[:, None] & inside[None], other=0)
-            # Full precision for float32, where Triton would otherwise take TF32.
-            return total + jnp.dot(x, weight, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+            x = pltriton.load(x_ref.at[source[:, None], k[None]], mask=real[:, None] & there[None], other=0)
+            products = []
+            for half in halves:
+                at = weight_ref.at[group, k[:, None], half + column[None]]
+                weight = pltriton.load(at, mask=there[:, None] & inside[None], other=0)
+                # Full precision for float32, where Triton would otherwise take TF32.
+                exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+                products.append(jnp.dot(x, weight, **exact))
+            return tuple(total + product for total, product in zip(totals, products, strict=True))
 
-        total = jnp.zeros((config.block_m, config.block_n), jnp.float32)
-        total = lax.fori_loop(0, pl.cdiv(inner, config.block_k), body, total)
+        totals = (jnp.zeros((config.block_m, width), jnp.float32),) * len(halves)
+        total, *other = lax.fori_loop(0, pl.cdiv(inner, config.block_k), body, totals)
+        result = activation(total) * other[0] if other else total
         out = out_ref.at[row[:, None], column[None]]
-        pltriton.store(out, total.astype(out_ref.dtype), mask=real[:, None] & inside[None])
+        pltriton.store(out, result.astype(out_ref.dtype), mask=real[:, None] & inside[None])
 
 
 def _find(sizes_ref, block, block_m):

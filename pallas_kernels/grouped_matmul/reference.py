@@ -4,8 +4,13 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def grouped_matmul(x, weight, sizes):
+def grouped_matmul(x, weight, sizes, *, rows=None, activation=None):
     """Arguments as in `api.grouped_matmul`."""
+    if rows is not None:
+        x = jnp.take(x, rows, axis=0, mode="clip")
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     out = lax.ragged_dot(x, weight, sizes, precision=precision, preferred_element_type=jnp.float32)
+    if activation is not None:
+        gate, other = jnp.split(out, 2, axis=-1)
+        out = activation(gate) * other
     return out.astype(x.dtype)

@@ -73,12 +73,37 @@ def test_equals_a_loop_over_rows(sizes, options, backend):
     assert_close(out, oracle(x, weight, counts), options.get("dtype", "float32"))
 
 
+@backends
+@pytest.mark.parametrize(
+    "activation", (None, jax.nn.silu, partial(jax.nn.gelu, approximate=True)), ids=("", "silu", "gelu")
+)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rows_are_chosen_and_gated(dtype, activation, backend):
+    """The products of chosen rows, each of which several groups may have, are gated by those of the first half."""
+    sizes = (2, 0, 17, 5)
+    x, weight, counts = inputs(sizes, columns=72, dtype=dtype)
+    given = np.where(np.isnan(weight), 0, weight).astype(weight.dtype) if backend == "xla" else weight
+    rows = np.random.default_rng(1).integers(0, 9, sum(sizes), dtype=np.int32)
+    # Rows that none is made of are not read.
+    few = np.concatenate([x[:9], np.full_like(x[:2], np.nan)])
+    out = jax.jit(partial(grouped_matmul, activation=activation, backend=backend))(few, given, counts, rows=rows)
+    expected = oracle(few[rows], weight, counts)
+    if activation is not None:
+        gate, other = np.split(expected, 2, axis=1)
+        expected = np.asarray(activation(jnp.asarray(gate, jnp.float32)), np.float64) * other
+    assert (out.dtype, out.shape) == (x.dtype, expected.shape)
+    assert_close(out, expected, dtype)
+
+
 @pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")
-@pytest.mark.parametrize("blocks", ((16, 16, 16), (32, 64, 64), (128, 16, 32)))
-def test_the_result_does_not_depend_on_the_tuning(blocks):
+@pytest.mark.parametrize("activation", (None, jax.nn.silu), ids=("", "silu"))
+@pytest.mark.parametrize("blocks", ((16, 32, 16), (32, 64, 64), (128, 32, 32)))
+def test_the_result_does_not_depend_on_the_tuning(blocks, activation):
     args = inputs((0, 50, 1, 33, 128))
     config = gpu.Config(*blocks, num_warps=4, num_stages=2)
-    assert_close(jax.jit(partial(gpu.grouped_matmul, config=config))(*args), oracle(*args))
+    out = jax.jit(partial(gpu.grouped_matmul, activation=activation, config=config))(*args)
+    expected = jax.jit(partial(grouped_matmul, activation=activation, backend="xla"))(*map(np.nan_to_num, args))
+    assert_close(out, np.asarray(expected, np.float64))
 
 
 REAL = {
@@ -95,6 +120,9 @@ def test_lowers_for_a_gpu(shape):
     new = jax.ShapeDtypeStruct
     args = new((rows, inner), dtype), new((groups, inner, columns), dtype), new((groups,), "int32")
     assert "gpu.triton" in cross_lower(partial(gpu.grouped_matmul, interpret=False), "cuda", *args)
+    gated = partial(gpu.grouped_matmul, activation=jax.nn.silu, interpret=False)
+    chosen = new((2 * rows,), "int32")
+    assert "gpu.triton" in cross_lower(lambda *args: gated(*args[:3], rows=args[3]), "cuda", *args, chosen)
 
 
 def test_blocks_fit_a_gpu():
@@ -133,9 +161,10 @@ def test_an_unknown_backend_is_an_error():
         (lambda x, weight, sizes: (x[:, 1:], weight, sizes), "do not fit: rows of K numbers"),
         (lambda x, weight, sizes: (x, weight, sizes[1:]), "and X sizes"),
         (lambda x, weight, sizes: (x.astype(jnp.bfloat16), weight, sizes), "x is bfloat16 and weight float32"),
+        (lambda x, weight, sizes: (x, weight[..., 1:], sizes), "with an activation its columns are two halves"),
     ),
-    ids=("inner", "sizes", "dtype"),
+    ids=("inner", "sizes", "dtype", "halves"),
 )
 def test_arguments_that_do_not_fit_are_an_error(change, message, without_jaxtyping):
     with pytest.raises(ValueError, match=message):
-        grouped_matmul(*map(jnp.asarray, change(*inputs((1, 2)))))
+        grouped_matmul(*map(jnp.asarray, change(*inputs((1, 2)))), activation=jax.nn.silu)
