@@ -24,7 +24,7 @@ from jspec import (
 )
 from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_shards
 from jspec.config_json import describe_experts, family_of, parse_dense_layers, parse_experts, read_rope, reading
-from jspec.experts_checkpoint import name_experts, name_mlp, read_experts, read_mlp
+from jspec.experts_checkpoint import name_layer_mlp, read_layer_mlp
 from jspec.models import Deepseek, Gemma4, LanguageModel, Qwen3Next
 from jspec.models.layers import Llama3Rope
 from jspec.models.llama import LayerParams, Llama, LlamaParams
@@ -230,10 +230,6 @@ def read_layer(
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention, outs = prefix + "self_attn.", [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]
     bias = [tensors.device(f"{attention}{name}.bias", out) for name, out in outs] if qkv_bias else None
-    if experts is None:
-        read = {**read_mlp(tensors, prefix + "mlp.", mlp, width), "experts": None}
-    else:
-        read = {"gate_up": None, "down": None, "experts": read_experts(experts, tensors, prefix + "mlp.", width)}
     return LayerParams(
         attention_norm=attention_norm,
         qkv=tensors.fused([(f"{attention}{name}.weight", out) for name, out in outs], reads),
@@ -243,7 +239,7 @@ def read_layer(
         o=tensors.fused([(f"{attention}o_proj.weight", width)], query),
         o_bias=tensors.device(f"{attention}o_proj.bias", width) if o_bias else None,
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
-        **read,
+        **read_layer_mlp(experts, tensors, prefix + "mlp.", mlp, width),
     )
 
 
@@ -333,7 +329,7 @@ def _named_tensors(config: Llama, params: LlamaParams) -> Iterator[tuple[str, An
 def name_layer(config: Any, layer: LayerParams, prefix: str) -> Iterator[tuple[str, Any]]:
     """The weights of one layer but its attention norm, under their Hugging Face names, [out, in].
 
-    config: says num_heads, num_kv_heads and head_dim.
+    config: says num_heads, num_kv_heads, head_dim and, for a layer with experts, experts.
     """
     splits = np.cumsum([config.num_heads, config.num_kv_heads]) * config.head_dim
     attention = prefix + "self_attn."
@@ -349,7 +345,4 @@ def name_layer(config: Any, layer: LayerParams, prefix: str) -> Iterator[tuple[s
     if layer.o_bias is not None:
         yield f"{attention}o_proj.bias", layer.o_bias
     yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm
-    if layer.experts is None:
-        yield from name_mlp(prefix + "mlp.", layer.gate_up, layer.down)
-    else:
-        yield from name_experts(layer.experts, prefix + "mlp.")
+    yield from name_layer_mlp(layer, config, prefix + "mlp.")

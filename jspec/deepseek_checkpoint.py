@@ -14,9 +14,12 @@ import numpy as np
 
 from jspec.cache.mla import UpProjections
 from jspec.checkpoint_files import Tensors
-from jspec.experts_checkpoint import name_experts, name_mlp, read_experts, read_mlp
+from jspec.experts_checkpoint import name_layer_mlp, read_layer_mlp
 from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams
 from jspec.models.mtp_head import MtpParams
+
+SHARED = "shared_experts."
+"""Where the MLP stands that every token goes through."""
 
 
 def with_mtp_of(config: Deepseek, tensors: Tensors) -> Deepseek:
@@ -54,9 +57,7 @@ def read_params(config: Deepseek, tensors: Tensors) -> DeepseekParams:
 
 def _read_layer(config: Deepseek, tensors: Tensors, index: int) -> DeepseekLayerParams:
     """A layer; those behind the last are what is a layer in the ones for multi-token prediction."""
-    prefix, width, mlp = f"model.layers.{index}.", config.hidden_size, config.mlp_width(index)
-    sparse = index >= config.dense_layers
-    shared = prefix + ("mlp.shared_experts." if sparse else "mlp.")
+    prefix, width, mlp = f"model.layers.{index}.", config.hidden_size, config.intermediate_size
     latent, attention = config.latent, prefix + "self_attn."
     up = tensors.read(
         attention + "kv_b_proj.weight", config.num_heads * (latent.key + latent.value), latent.size
@@ -73,8 +74,7 @@ def _read_layer(config: Deepseek, tensors: Tensors, index: int) -> DeepseekLayer
         up=UpProjections(_device(up[:, : latent.key]), _device(up[:, latent.key :].swapaxes(1, 2))),
         o=tensors.fused([(attention + "o_proj.weight", width)], config.num_heads * latent.value),
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
-        **read_mlp(tensors, shared, mlp, width),
-        experts=read_experts(config.experts, tensors, prefix + "mlp.", width) if sparse else None,
+        **read_layer_mlp(config.layer_experts(index), tensors, prefix + "mlp.", mlp, width, SHARED),
         indexer=None
         if config.indexer is None
         else _read_indexer(config, config.indexer, tensors, attention + "indexer."),
@@ -197,7 +197,4 @@ def _name_layer(config: Deepseek, layer: DeepseekLayerParams, prefix: str) -> It
         yield attention + "indexer.k_norm.bias", layer.indexer.key_norm_bias
         yield attention + "indexer.weights_proj.weight", np.asarray(layer.indexer.weights).T
     yield prefix + "post_attention_layernorm.weight", layer.mlp_norm
-    mlp = prefix + "mlp."
-    yield from name_mlp(mlp if layer.experts is None else mlp + "shared_experts.", layer.gate_up, layer.down)
-    if layer.experts is not None:
-        yield from name_experts(layer.experts, mlp)
+    yield from name_layer_mlp(layer, config, prefix + "mlp.", SHARED)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspec.checkpoint_files import Tensors
-from jspec.experts_checkpoint import name_experts, name_mlp, read_experts, read_mlp
+from jspec.experts_checkpoint import name_layer_mlp, read_layer_mlp
 from jspec.models.moe import Routed
 from jspec.models.mtp_head import MtpParams
 from jspec.models.qwen3_next import (
@@ -87,17 +87,11 @@ def _read_layer(
         mixer = _read_attention(config, tensors, prefix + "self_attn.")
     else:
         mixer = _read_delta(config, tensors, prefix + "linear_attn.")
-    mlp = prefix + "mlp."
-    if experts is None:
-        read = read_mlp(tensors, mlp, config.intermediate_size, width)
-    else:
-        read = read_mlp(tensors, mlp + "shared_expert.", experts.shared_width, width)
     return Qwen3NextLayerParams(
         mixer_norm=_centered(tensors, prefix + "input_layernorm.weight", width),
         mixer=mixer,
         mlp_norm=_centered(tensors, prefix + "post_attention_layernorm.weight", width),
-        **read,
-        experts=None if experts is None else read_experts(experts, tensors, mlp, width),
+        **read_layer_mlp(experts, tensors, prefix + "mlp.", config.intermediate_size, width),
     )
 
 
@@ -198,10 +192,7 @@ def _name_layer(config: Qwen3Next, layer: Qwen3NextLayerParams, prefix: str) -> 
         yield from _name_attention(config, layer.mixer, prefix + "self_attn.")
     else:
         yield from _name_delta(config, layer.mixer, prefix + "linear_attn.")
-    mlp = prefix + "mlp."
-    yield from name_mlp(mlp if layer.experts is None else mlp + "shared_expert.", layer.gate_up, layer.down)
-    if layer.experts is not None:
-        yield from name_experts(layer.experts, mlp)
+    yield from name_layer_mlp(layer, config, prefix + "mlp.")
 
 
 def _name_attention(config: Qwen3Next, mixer: AttentionParams, prefix: str) -> Iterator[tuple[str, Any]]:

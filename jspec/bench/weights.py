@@ -139,14 +139,11 @@ def qwen3_next_shapes(config: Qwen3Next, dtype: Any) -> Qwen3NextParams:
     layers = []
     for index, full in enumerate(config.full):
         experts = config.layer_experts(index)
-        mlp = config.intermediate_size if experts is None else experts.shared_width
         layer = Qwen3NextLayerParams(
             mixer_norm=wide((width,)),
             mixer=attention if full else delta,
             mlp_norm=wide((width,)),
-            gate_up=shape((width, 2 * mlp)),
-            down=shape((mlp, width)),
-            experts=None if experts is None else _routed_shapes(experts, width, dtype),
+            **_mlp_shapes(experts, config.intermediate_size, width, dtype),
         )
         layers.append(layer)
     head = None if config.tie_embeddings else shape((width, config.vocab_size))
@@ -181,7 +178,6 @@ def deepseek_shapes(config: Deepseek, dtype: Any) -> DeepseekParams:
     queries = config.num_heads * (latent.key + latent.rope)
     layers = []
     for index in range(config.num_layers):
-        mlp = config.mlp_width(index)
         layer = DeepseekLayerParams(
             attention_norm=shape((width,)),
             down_projection=shape((width, (latent.query or queries) + latent.width)),
@@ -193,9 +189,7 @@ def deepseek_shapes(config: Deepseek, dtype: Any) -> DeepseekParams:
             ),
             o=shape((config.num_heads * latent.value, width)),
             mlp_norm=shape((width,)),
-            gate_up=shape((width, 2 * mlp)),
-            down=shape((mlp, width)),
-            experts=_routed_shapes(config.experts, width, dtype) if index >= config.dense_layers else None,
+            **_mlp_shapes(config.layer_experts(index), config.intermediate_size, width, dtype),
         )
         layers.append(layer)
     vocabulary = config.vocab_size
@@ -203,15 +197,20 @@ def deepseek_shapes(config: Deepseek, dtype: Any) -> DeepseekParams:
     return DeepseekParams(shape((vocabulary, width)), tuple(layers), shape((width,)), head)
 
 
-def _routed_shapes(experts: Routed, width: int, dtype: Any) -> RoutedParams:
-    shape, inner, router = _shape_of(dtype), experts.width, experts.router
-    return RoutedParams(
+def _mlp_shapes(experts: Routed | None, inner: int, width: int, dtype: Any) -> dict[str, Any]:
+    """The MLP of a layer, or the experts in its place."""
+    shape = _shape_of(dtype)
+    if experts is None:
+        return {"gate_up": shape((width, 2 * inner)), "down": shape((inner, width)), "experts": None}
+    inner, router, count = experts.width, experts.router, experts.router.count + experts.shared
+    routed = RoutedParams(
         router=shape((width, router.count), dtype=jnp.float32),
         bias=shape((router.count,), dtype=jnp.float32) if router.sigmoid else None,
-        gate_up=shape((router.count, width, 2 * inner)),
-        down=shape((router.count, inner, width)),
+        gate_up=shape((count, width, 2 * inner)),
+        down=shape((count, inner, width)),
         shared_gate=shape((width, 1)) if experts.shared_gate else None,
     )
+    return {"gate_up": None, "down": None, "experts": routed}
 
 
 def assistant_shapes(config: Assistant, dtype: Any) -> AssistantParams:
@@ -258,9 +257,7 @@ def _layer_shapes(config: Any, read: int, dtype: Any, experts: Routed | None = N
         o=shape((heads * dim, width)),
         o_bias=None,
         mlp_norm=shape((width,)),
-        gate_up=None if experts else shape((width, 2 * config.intermediate_size)),
-        down=None if experts else shape((config.intermediate_size, width)),
-        experts=_routed_shapes(experts, width, dtype) if experts else None,
+        **_mlp_shapes(experts, config.intermediate_size, width, dtype),
     )
 
 
@@ -314,7 +311,7 @@ def forward_bytes(params: Any, config: Any = None, tokens: int = 1) -> int:
     experts = [layer.experts for layer in params.layers if layer.experts is not None]
     if experts:
         router = config.experts.router
-        unread = (1 - router.chosen / router.count) ** tokens
+        unread = (1 - router.chosen / router.count) ** tokens * router.count / (router.count + config.experts.shared)
         spared = int(unread * tree_bytes([(each.gate_up, each.down) for each in experts]))
         return _all_bytes(params) - spared
     return _all_bytes(params)

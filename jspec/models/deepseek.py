@@ -2,8 +2,7 @@
 
 Queries are projected in two steps with a norm between them, or in one (V2-Lite); what makes them and the token's row of
 the cache is one matrix. Rotated dimensions are pairs (i, i + R/2), as everywhere here: checkpoints, which have pairs
-(2 i, 2 i + 1), are permuted as they are read. In layers with experts, the MLP that every token goes through is the one
-of the shared experts. V3.2 has an indexer in each layer, which says what its attention reads.
+(2 i, 2 i + 1), are permuted as they are read. V3.2 has an indexer in each layer, which says what its attention reads.
 """
 
 import dataclasses
@@ -57,9 +56,10 @@ class DeepseekLayerParams:
     up: UpProjections
     o: Float[Array, "HV E"]
     mlp_norm: Float[Array, " E"]
-    gate_up: Float[Array, "E F2"]
-    down: Float[Array, "F E"]
+    gate_up: Float[Array, "E F2"] | None
+    down: Float[Array, "F E"] | None
     experts: RoutedParams | None
+    """In place of the MLP."""
     indexer: IndexerParams | None = None
 
 
@@ -130,9 +130,9 @@ class Deepseek(Decoder):
     mtp_layers: int = 0
     indexer: Indexer | None = None
 
-    def mlp_width(self, layer: int) -> int:
-        """Width of the MLP that every token goes through; layers behind the last are those of `mtp`."""
-        return self.intermediate_size if layer < self.dense_layers else self.experts.shared_width
+    def layer_experts(self, layer: int) -> Routed | None:
+        """The experts of a layer; layers behind the last are those of `mtp`."""
+        return None if layer < self.dense_layers else self.experts
 
     def mtp_layer(self) -> "Deepseek":
         """The layer of an MTP head as a decoder of its own."""

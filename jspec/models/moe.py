@@ -19,7 +19,8 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 class Routed:
     """Experts of a width and the router that chooses among them.
 
-    shared_width: of the MLP beside them, which reads every token; 0: there is none.
+    shared_width: of the MLP that reads every token, too; 0: there is none. It is cut into experts of the others' width,
+      so that one product reads all that a token goes through.
     shared_gate: whether each token has a gate on what that MLP adds (Qwen3-Next).
     """
 
@@ -32,58 +33,62 @@ class Routed:
         if self.shared_gate and not self.shared_width:
             raise ValueError("shared_gate=True: with shared_width=0 there is no MLP that it could be on")
 
+    @property
+    def shared(self) -> int:
+        """How many experts that MLP is: the last one is filled up with zeros, which add nothing."""
+        return -(-self.shared_width // self.width)
+
 
 @struct
 class RoutedParams:
-    """X experts of width F, F2 = 2 F, and the router that chooses among them, in float32."""
+    """Y experts of width F, F2 = 2 F: X that a router chooses among, in float32, then those that read every token."""
 
     router: Float[Array, "E X"]
     bias: Float[Array, " X"] | None
     """On the scores, for the choice alone (DeepSeek-V3)."""
-    gate_up: Float[Array, "X E F2"]
-    down: Float[Array, "X F E"]
+    gate_up: Float[Array, "Y E F2"]
+    down: Float[Array, "Y F E"]
     shared_gate: Float[Array, "E 1"] | None = None
-    """On what the MLP beside them adds."""
+    """On what the experts add that read every token."""
 
 
 def layer_mlp(x: Float[Array, "*batch E"], layer: Any, config: Any) -> Float[Array, "*batch E"]:
-    """What a layer makes of each token: its MLP, its experts in place of it, or both, their sum.
+    """What a layer makes of each token: its MLP, or its experts in place of it.
 
-    layer: has gate_up and down, None where experts stand in their place, and experts, None where there are none.
+    layer: has gate_up and down, or experts; None what it has not.
     config: says experts, `Routed`, where the layer has some.
     """
-    experts = layer.experts
-    if experts is None:
+    if layer.experts is None:
         return layers.gated_mlp(x, layer.gate_up, layer.down)
-    out = routed_mlp(x, experts, config.experts.router)
-    if layer.gate_up is None:
-        return out
-    shared = layers.gated_mlp(x, layer.gate_up, layer.down)
-    if experts.shared_gate is not None:
-        shared = jax.nn.sigmoid(layers.linear(x, experts.shared_gate)) * shared
-    return out + shared
+    return routed_mlp(x, layer.experts, config.experts)
 
 
-def routed_mlp(x: Float[Array, "*batch E"], experts: RoutedParams, router: Router) -> Float[Array, "*batch E"]:
-    """What the experts that the router chooses make of each token, with gated MLPs."""
+def routed_mlp(x: Float[Array, "*batch E"], experts: RoutedParams, routed: Routed) -> Float[Array, "*batch E"]:
+    """What the experts that the router chooses, and those that read every token, make of each, with gated MLPs."""
     flat = x.reshape(-1, x.shape[-1])
-    ids, weights = router.route(layers.linear(flat.astype(jnp.float32), experts.router), experts.bias)
+    ids, weights = routed.router.route(layers.linear(flat.astype(jnp.float32), experts.router), experts.bias)
+    if routed.shared:
+        gate = jnp.ones((1, 1), jnp.float32)
+        if experts.shared_gate is not None:
+            gate = jax.nn.sigmoid(layers.linear(flat, experts.shared_gate).astype(jnp.float32))
+        weights = jnp.concatenate([weights, jnp.broadcast_to(gate, (len(flat), routed.shared))], axis=1)
     return experts_mlp(flat, ids, weights, experts.gate_up, experts.down, jax.nn.silu).reshape(x.shape)
 
 
 def experts_mlp(
     x: Float[Array, "T E"],
     ids: Int[Array, "T k"],
-    weights: Float[Array, "T k"],
-    gate_up: Float[Array, "X E F2"],
-    down: Float[Array, "X F E"],
+    weights: Float[Array, "T a"],
+    gate_up: Float[Array, "Y E F2"],
+    down: Float[Array, "Y F E"],
     activation: Callable[[Array], Array],
 ) -> Float[Array, "T E"]:
-    """The weighted sum of what the experts `ids` make of each token, summed in float32.
+    """The weighted sum of what the experts `ids`, and the last a - k of all, make of each token, summed in float32.
 
     Tokens are put in the order of their experts, so that each expert's are one block of a grouped product.
     """
-    order, place, sizes = group_rows(ids, gate_up.shape[0])
+    always = weights.shape[1] - ids.shape[1]
+    order, place, sizes = group_rows(ids, gate_up.shape[0] - always, always)
     inner = grouped_matmul(x, gate_up, sizes, rows=order, activation=activation)
     out = jnp.take(grouped_matmul(inner, down, sizes), place, axis=0, mode="clip")
     return (weights[:, :, None] * out.astype(jnp.float32)).sum(1).astype(x.dtype)

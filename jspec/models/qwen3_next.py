@@ -54,17 +54,15 @@ class AttentionParams:
 
 @struct
 class Qwen3NextLayerParams:
-    """Weights of one layer. Its norms, and those of query and key heads, hold 1 + w in float32, w the checkpoint's.
-
-    Where there are experts, the MLP of width F, F2 = 2 F, is the one beside them.
-    """
+    """Weights of one layer. Its norms, and those of query and key heads, hold 1 + w in float32, w the checkpoint's."""
 
     mixer_norm: Float[Array, " E"]
     mixer: DeltaParams | AttentionParams
     mlp_norm: Float[Array, " E"]
-    gate_up: Float[Array, "E F2"]
-    down: Float[Array, "F E"]
+    gate_up: Float[Array, "E F2"] | None
+    down: Float[Array, "F E"] | None
     experts: RoutedParams | None
+    """In place of the MLP."""
 
 
 @struct

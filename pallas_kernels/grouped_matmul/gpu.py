@@ -109,8 +109,9 @@ def _kernel(
             return tuple(total + product for total, product in zip(totals, products, strict=True))
 
         totals = (jnp.zeros((config.block_m, width), jnp.float32),) * len(halves)
-        total, *other = lax.fori_loop(0, pl.cdiv(inner, config.block_k), body, totals)
-        result = activation(total) * other[0] if other else total
+        result, *other = lax.fori_loop(0, pl.cdiv(inner, config.block_k), body, totals)
+        if activation is not None:
+            result = activation(result) * other[0]
         out = out_ref.at[row[:, None], column[None]]
         pltriton.store(out, result.astype(out_ref.dtype), mask=real[:, None] & inside[None])
 

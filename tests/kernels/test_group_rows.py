@@ -15,29 +15,35 @@ HERE = platform.platform()
 on_kernels = pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")
 
 
-def oracle(groups, count):
+def oracle(groups, count, always=0):
+    behind = np.broadcast_to(count + np.arange(always), (len(groups), always))
+    groups = np.concatenate([groups, behind], axis=1)
     order = np.argsort(groups.reshape(-1), kind="stable")
-    return (
-        order // groups.shape[1],
-        np.argsort(order).reshape(groups.shape),
-        np.bincount(groups.reshape(-1), minlength=count),
-    )
+    sizes = np.bincount(groups.reshape(-1), minlength=count + always)
+    return order // groups.shape[1], np.argsort(order).reshape(groups.shape), sizes
 
 
-def assert_equal(found, groups, count):
-    for each, expected in zip(found, oracle(groups, count), strict=True):
+def assert_equal(found, *given):
+    for each, expected in zip(found, oracle(*given), strict=True):
         assert each.dtype == jnp.int32
         np.testing.assert_array_equal(each, expected)
 
 
-CASES = {"one": (1, 1, 1), "one_token": (1, 6, 64), "verify": (33, 6, 70), "blocks": (64, 4, 128), "many": (300, 2, 7)}
+CASES = {
+    "one": (1, 1, 1, 0),
+    "one_token": (1, 6, 64, 2),
+    "verify": (33, 6, 70, 1),
+    "blocks": (64, 4, 128, 0),
+    "many": (300, 2, 7, 3),
+}
 
 
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=on_kernels), "xla"])
-@pytest.mark.parametrize(("tokens", "each", "count"), CASES.values(), ids=CASES)
-def test_equals_a_stable_sort(tokens, each, count, backend):
+@pytest.mark.parametrize(("tokens", "each", "count", "always"), CASES.values(), ids=CASES)
+def test_equals_a_stable_sort(tokens, each, count, always, backend):
     groups = np.random.default_rng(tokens).integers(0, count, (tokens, each), dtype=np.int32)
-    assert_equal(jax.jit(partial(group_rows, count=count, backend=backend))(groups), groups, count)
+    found = jax.jit(partial(group_rows, count=count, always=always, backend=backend))(groups)
+    assert_equal(found, groups, count, always)
 
 
 @on_kernels
@@ -50,7 +56,7 @@ def test_lowers_for_a_gpu(monkeypatch):
     monkeypatch.setattr(platform, "platform", lambda: "gpu")
     for tokens, each, count in ((1, 6, 64), (32, 10, 513), (2048, 8, 256)):
         groups = jax.ShapeDtypeStruct((tokens, each), jnp.int32)
-        assert "gpu.triton" in cross_lower(partial(group_rows, count=count), "cuda", groups)
+        assert "gpu.triton" in cross_lower(partial(group_rows, count=count, always=1), "cuda", groups)
 
 
 def test_there_is_no_sort():
