@@ -45,10 +45,10 @@ def read_experts(
     (matrices.read_stacked if stacked else matrices.read_single)(tensors, prefix + "experts.", count)
     if experts.shared:
         matrices.read_shared(tensors, prefix + shared, count, experts.shared_width)
-    gate = tensors.stored(prefix + "gate.weight", count, width).T
+    gate = tensors.stored(prefix + "gate.weight", count, width)
     bias = tensors.stored(prefix + "gate.e_score_correction_bias", count) if router.sigmoid else None
     return RoutedParams(
-        router=jnp.asarray(np.ascontiguousarray(gate, np.float32)),
+        router=jnp.asarray(gate.astype(np.float32)),
         bias=None if bias is None else jnp.asarray(bias.astype(np.float32)),
         **matrices.device(),
         shared_gate=tensors.fused([(prefix + "shared_expert_gate.weight", 1)], width) if experts.shared_gate else None,
@@ -142,7 +142,7 @@ def name_experts(
 
     shared: as in `read_experts`.
     """
-    yield prefix + "gate.weight", np.asarray(params.router).T
+    yield prefix + "gate.weight", params.router
     if params.bias is not None:
         yield prefix + "gate.e_score_correction_bias", params.bias
     if params.shared_gate is not None:

@@ -106,7 +106,7 @@ def _read_experts(experts: Routed, tensors: Tensors, prefix: str, width: int) ->
     return ExpertParams(
         **{field: tensors.device(prefix + name, width) for field, name in _EXPERT_NORMS.items()},
         router_scale=tensors.device(prefix + "router.scale", width),
-        router=tensors.fused([(prefix + "router.proj.weight", count)], width),
+        router=tensors.device(prefix + "router.proj.weight", count, width),
         scales=tensors.device(prefix + "router.per_expert_scale", count),
         **read_stacked(tensors, prefix + "experts.", count, inner, width),
     )
@@ -145,7 +145,7 @@ def _name_layer(config: Gemma4, index: int, layer: Gemma4LayerParams) -> Iterato
         for field, name in _EXPERT_NORMS.items():
             yield name, getattr(layer.experts, field)
         yield "router.scale", layer.experts.router_scale
-        yield "router.proj.weight", np.asarray(layer.experts.router).T
+        yield "router.proj.weight", layer.experts.router
         yield "router.per_expert_scale", layer.experts.scales
         yield "experts.gate_up_proj", np.asarray(layer.experts.gate_up).swapaxes(1, 2)
         yield "experts.down_proj", np.asarray(layer.experts.down).swapaxes(1, 2)

@@ -156,7 +156,7 @@ def _gemma4_expert_shapes(config: Gemma4, dtype: Any) -> ExpertParams | None:
     shape, width, count, inner = _shape_of(dtype), config.hidden_size, config.experts.router.count, config.experts.width
     return ExpertParams(
         router_scale=shape((width,)),
-        router=shape((width, count)),
+        router=shape((count, width)),
         scales=shape((count,)),
         gate_up=shape((count, width, 2 * inner)),
         down=shape((count, inner, width)),
@@ -204,7 +204,7 @@ def _mlp_shapes(experts: Routed | None, inner: int, width: int, dtype: Any) -> d
         return {"gate_up": shape((width, 2 * inner)), "down": shape((inner, width)), "experts": None}
     inner, router, count = experts.width, experts.router, experts.router.count + experts.shared
     routed = RoutedParams(
-        router=shape((width, router.count), dtype=jnp.float32),
+        router=shape((router.count, width), dtype=jnp.float32),
         bias=shape((router.count,), dtype=jnp.float32) if router.sigmoid else None,
         gate_up=shape((count, width, 2 * inner)),
         down=shape((count, inner, width)),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jspec.cache import HybridCache, LayerKeys
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed, experts_mlp
+from jspec.models.moe import Routed, experts_mlp, router_logits
 from jspec.struct import struct
 from pallas_kernels.residual_norm import residual_norm
 
@@ -36,7 +36,7 @@ class ExpertParams:
     """X experts of width F, F2 = 2 F, and the router that chooses among them; the MLP beside them has a norm more."""
 
     router_scale: Float[Array, " E"]
-    router: Float[Array, "E X"]
+    router: Float[Array, "X E"]
     scales: Float[Array, " X"]
     """Factors on the weights of the experts that were chosen."""
     gate_up: Float[Array, "X E F2"]
@@ -268,7 +268,7 @@ class Gemma4(Decoder):
         assert self.experts is not None
         flat = x.reshape(-1, x.shape[-1])
         routed = _times(self.norm(flat, None) * experts.router_scale[None], self.hidden_size**-0.5)
-        ids, weights = self.experts.router.route(layers.linear(routed, experts.router))
+        ids, weights = self.experts.router.route(router_logits(routed, experts.router))
         weights = weights * jnp.take(experts.scales, ids, mode="clip").astype(jnp.float32)
         out = experts_mlp(self.norm(flat, experts.norm), ids, weights, experts.gate_up, experts.down, layers.gelu)
         return out.reshape(x.shape)

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jspec.models import layers
@@ -43,7 +44,7 @@ class Routed:
 class RoutedParams:
     """Y experts of width F, F2 = 2 F: X that a router chooses among, in float32, then those that read every token."""
 
-    router: Float[Array, "E X"]
+    router: Float[Array, "X E"]
     bias: Float[Array, " X"] | None
     """On the scores, for the choice alone (DeepSeek-V3)."""
     gate_up: Float[Array, "Y E F2"]
@@ -66,13 +67,21 @@ def layer_mlp(x: Float[Array, "*batch E"], layer: Any, config: Any) -> Float[Arr
 def routed_mlp(x: Float[Array, "*batch E"], experts: RoutedParams, routed: Routed) -> Float[Array, "*batch E"]:
     """What the experts that the router chooses, and those that read every token, make of each, with gated MLPs."""
     flat = x.reshape(-1, x.shape[-1])
-    ids, weights = routed.router.route(layers.linear(flat.astype(jnp.float32), experts.router), experts.bias)
+    ids, weights = routed.router.route(router_logits(flat.astype(jnp.float32), experts.router), experts.bias)
     if routed.shared:
         gate = jnp.ones((1, 1), jnp.float32)
         if experts.shared_gate is not None:
             gate = jax.nn.sigmoid(layers.linear(flat, experts.shared_gate).astype(jnp.float32))
         weights = jnp.concatenate([weights, jnp.broadcast_to(gate, (len(flat), routed.shared))], axis=1)
     return experts_mlp(flat, ids, weights, experts.gate_up, experts.down, jax.nn.silu).reshape(x.shape)
+
+
+def router_logits(x: Float[Array, "T E"], router: Float[Array, "X E"]) -> Float[Array, "T X"]:
+    """What a router thinks of each expert for each token.
+
+    Its weights are [out, in], other than all others': a GPU makes one kernel of the product of one token with them.
+    """
+    return jnp.matmul(x, router.T, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
 def experts_mlp(
