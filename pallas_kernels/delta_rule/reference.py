@@ -29,27 +29,8 @@ BLOCK = 64
 """Tokens of a chain that are one system; longer chains are a scan over such blocks."""
 
 
-def tree_delta_rule(
-    state: Float[Array, "B Hv K V"] | None,
-    q: Float[Array, "B N H K"],
-    k: Float[Array, "B R H K"],
-    v: Float[Array, "B N Hv V"],
-    g: Float[Array, "B R Hv"],
-    beta: Float[Array, "B N Hv"],
-    mask: Bool[Array, "#B N R"] | None,
-    earlier: Float[Array, "B E Hv V"] | None = None,
-    live: Bool[Array, " B"] | None = None,
-) -> tuple[Float[Array, "B N Hv V"], Float[Array, "B R Hv V"]]:
-    """What N nodes read of the state, each along its own path, and the u of all R rows.
-
-    Args:
-      state: before the root; None: zero.
-      q, k: of norm 1 but for a factor of q's; k, as g, of all rows.
-      g: logarithm of the decay, at most 0.
-      mask: the node itself and its ancestors among the rows, parents before children; None: all up to its own.
-      earlier: u of the E = R - N rows before the new ones; None: there are none.
-      live: sequences that have a state; the others begin with zero, whatever `state` holds. None: all.
-    """
+def tree_delta_rule(state, q, k, v, g, beta, mask, earlier=None, live=None):
+    """Arguments as in `api.tree_delta_rule`."""
     return _read(state, q, k, v, beta, _links(q, k, g, beta, mask), earlier, live)
 
 
@@ -138,7 +119,7 @@ def advance(
 ) -> Float[Array, "B Hv K V"]:
     """The state behind the first `length[b]` nodes of a path: as it is where that is 0.
 
-    live: as in `tree_delta_rule`.
+    live: as in `api.tree_delta_rule`.
     """
     (batch, count, heads, _), shape = k.shape, state.shape
     keep = (jnp.arange(count, dtype=jnp.int32)[None] < length[:, None])[..., None]
@@ -163,7 +144,7 @@ def short_conv(
     Args:
       window: the inputs before the root, oldest first.
       weight: of the oldest first, the node's own last.
-      mask: as in `tree_delta_rule`; None: a chain, whose last `nodes` tokens are asked for.
+      mask: as in `api.tree_delta_rule`; None: a chain, whose last `nodes` tokens are asked for.
 
     Returns:
       the sums, in float32.

@@ -1,15 +1,21 @@
 """The gated delta rule over trees equals its recurrence along each node's path, written down in float64."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from crosslower import cross_lower
 
-from pallas_kernels import delta_rule
+from pallas_kernels import delta_rule, platform
 from pallas_kernels.delta_rule.reference import unit_lower_inverse
 
 B, H, G, K, V = 2, 2, 3, 8, 5
 TOLERANCE = dict(rtol=0, atol=1e-5)
+HERE = platform.platform()
+on_kernels = pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")
+backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=on_kernels), "xla"])
 
 
 def random_inputs(rng, count, slow=False):
@@ -52,8 +58,9 @@ def narrow(*arrays):
     return [jnp.asarray(x, jnp.float32) for x in arrays]
 
 
+@backends
 @pytest.mark.parametrize(("count", "shape"), [(1, "chain"), (6, "chain"), (7, "tree"), (24, "tree"), (24, "slow tree")])
-def test_every_node_equals_the_recurrence_along_its_path(count, shape):
+def test_every_node_equals_the_recurrence_along_its_path(count, shape, backend):
     rng = np.random.default_rng(count)
     state, parents = rng.normal(size=(B, H * G, K, V)), random_parents(rng, count)
     if shape == "chain":
@@ -62,7 +69,7 @@ def test_every_node_equals_the_recurrence_along_its_path(count, shape):
     out, u, states = recur(state, *inputs, parents)
     mask = None if shape == "chain" else jnp.asarray(ancestors(parents))
     given = narrow(state, *inputs)
-    got, got_u = jax.jit(delta_rule.tree_delta_rule)(*given, mask)
+    got, got_u = jax.jit(partial(delta_rule.tree_delta_rule, backend=backend))(*given, mask)
     np.testing.assert_allclose(got, out, **TOLERANCE)
     np.testing.assert_allclose(got_u, u, **TOLERANCE)
     # The state behind any node, from what is on its path.
@@ -80,6 +87,55 @@ def test_every_node_equals_the_recurrence_along_its_path(count, shape):
     ]
     after = jax.jit(delta_rule.advance)(given[0], *along, jnp.asarray(length))
     np.testing.assert_allclose(after, states[np.arange(B), nodes], **TOLERANCE)
+
+
+@on_kernels
+@pytest.mark.parametrize("held", ["none", "all", "some"])
+@pytest.mark.parametrize("sizes", [(8, 5), (40, 37), (64, 32)])
+def test_the_kernel_equals_xla_for_sizes_of_any_kind(sizes, held):
+    """Of keys and values, in parts or filled up; of states that are not there, no number is read."""
+    rng = np.random.default_rng(sum(sizes))
+    count, (keys, values) = 19, sizes
+    q, k = rng.normal(size=(2, B, count, H, keys)) * keys**-0.5
+    v, state = rng.normal(size=(B, count, H * G, values)), rng.normal(size=(B, H * G, keys, values))
+    g, beta = -rng.uniform(size=(B, count, H * G)), rng.uniform(size=(B, count, H * G))
+    live = None
+    if held == "some":
+        live, state[1] = jnp.array([True, False]), np.nan
+    mask = jnp.asarray(ancestors(random_parents(rng, count)))
+    given = [None if held == "none" else jnp.asarray(state, jnp.float32), *narrow(q, k, v, g, beta), mask, None, live]
+    wanted = jax.jit(partial(delta_rule.tree_delta_rule, backend="xla"))(*given)
+    got = jax.jit(partial(delta_rule.tree_delta_rule, backend="triton"))(*given)
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one, other, **TOLERANCE)
+
+
+def shapes(count, earlier=0):
+    """Arguments of `tree_delta_rule` at the size of Qwen3-Next."""
+    sizes = [(1, 32, 128, 128), (1, count, 16, 128), (1, count + earlier, 16, 128), (1, count, 32, 128)]
+    floats = [jax.ShapeDtypeStruct(size, jnp.float32) for size in (*sizes, (1, count + earlier, 32), (1, count, 32))]
+    before = jax.ShapeDtypeStruct((1, earlier, 32, 128), jnp.float32) if earlier else None
+    return *floats, jax.ShapeDtypeStruct((1, count, count + earlier), bool), before
+
+
+@pytest.mark.parametrize(
+    ("here", "count", "earlier", "call"),
+    [("gpu", 6, 0, True), ("gpu", 32, 0, True), ("gpu", 1, 0, False), ("gpu", 33, 0, False), ("gpu", 6, 2, False)]
+    + [("tpu", 6, 0, False)],
+)
+def test_the_best_backend(here, count, earlier, call, monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: here)
+    text = cross_lower(delta_rule.tree_delta_rule, "cuda" if here == "gpu" else "tpu", *shapes(count, earlier))
+    assert ("gpu.triton" in text) == call
+
+
+@pytest.mark.parametrize(
+    ("count", "earlier", "message"),
+    [(33, 0, "there are 33 nodes, and it takes 32"), (6, 2, "rows of earlier forwards")],
+)
+def test_what_the_kernel_cannot_take(count, earlier, message):
+    with pytest.raises(ValueError, match=f"'triton' of tree_delta_rule cannot run this: .*{message}"):
+        jax.eval_shape(partial(delta_rule.tree_delta_rule, backend="triton"), *shapes(count, earlier))
 
 
 @pytest.mark.parametrize("live", [(True, False), None])
