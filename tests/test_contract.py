@@ -22,7 +22,7 @@ IDS = [[3], [5, 6, 7, 5, 6, 7, 5]]
 
 
 def model_for(drafter):
-    draft = getattr(drafter, "model", None) or toy.TARGET
+    draft = getattr(drafter, "model", None) or toy.NEAR
     return jspec.Model("toy", toy.TARGET, weights_of(drafter), None, (), draft)
 
 

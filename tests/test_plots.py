@@ -17,7 +17,7 @@ TREE = jspec.Standalone(depth=4, width=3, num_nodes=12)
 
 @pytest.fixture(scope="module")
 def model():
-    return jspec.Model("toy", toy.TARGET, toy.params(), None, (), toy.TARGET)
+    return jspec.Model("toy", toy.TARGET, toy.params(), None, (), toy.NEAR)
 
 
 @pytest.fixture
