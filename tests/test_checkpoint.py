@@ -57,7 +57,9 @@ def test_precision_of_weights_and_logits(saved, dtype):
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype(dtype)}
     cache = loaded.config.init_cache(loaded.params, 1, 16, 16)
     assert cache.pool.dtype == jnp.dtype(dtype)
-    out = jax.jit(loaded.config.apply)(loaded.params, np.array([[1, 2]], np.int32), np.array([[0, 1]], np.int32), cache, None)
+    out = jax.jit(loaded.config.apply)(
+        loaded.params, np.array([[1, 2]], np.int32), np.array([[0, 1]], np.int32), cache, None
+    )
     assert out.logits.dtype == jnp.float32
 
 
