@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jspec import gemma4_config
-from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_tensors
+from jspec.checkpoint_files import DTYPES, CheckpointError, Tensors, on_device, read_json, resolve_dtype, write_tensors
 from jspec.config_json import reading
 from jspec.experts_checkpoint import name_mlp, read_mlp
 from jspec.gemma4_checkpoint import NORMS
@@ -204,8 +203,8 @@ def _read_clusters(config: Assistant, tensors: Tensors) -> ClusterParams:
     head = tensors.read("model.embed_tokens.weight", vocabulary, width)
     return ClusterParams(
         centroids=tensors.fused([("masked_embedding.centroids.weight", count)], width),
-        ids=jnp.asarray(ids.reshape(count, -1), jnp.int32),
-        head=jnp.asarray(head[ids].reshape(count, -1, width)),
+        ids=on_device(ids.reshape(count, -1).astype(np.int32)),
+        head=on_device(head[ids].reshape(count, -1, width)),
     )
 
 

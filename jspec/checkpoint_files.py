@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -17,6 +16,11 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged, or of a kind that is not supported."""
+
+
+def on_device(values: np.ndarray) -> jax.Array:
+    """The same on the device, put there as it is: `jnp.asarray` compiles a program for each shape that it is given."""
+    return jax.device_put(values)
 
 
 def resolve_dtype(dtype: str | None) -> Any:
@@ -102,11 +106,11 @@ class Tensors:
 
     def device(self, name: str, *shape: int) -> jax.Array:
         """One tensor on the device."""
-        return jnp.asarray(self.read(name, *shape))
+        return on_device(self.read(name, *shape))
 
     def fused(self, parts: list[tuple[str, int]], width: int) -> jax.Array:
         """Weights [out, in] with one input, as one weight [in, sum of outs] on the device."""
-        return jnp.asarray(np.concatenate([self.read(name, out, width, transpose=True) for name, out in parts], axis=1))
+        return on_device(np.concatenate([self.read(name, out, width, transpose=True) for name, out in parts], axis=1))
 
     def refuse_unread(self, owner: str, spare: Callable[[str], bool]) -> None:
         """Raises where there are tensors that nothing asked for.

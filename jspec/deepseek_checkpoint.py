@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec.cache.mla import UpProjections
-from jspec.checkpoint_files import Tensors
+from jspec.checkpoint_files import Tensors, on_device
 from jspec.experts_checkpoint import name_layer_mlp, read_layer_mlp
 from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams
 from jspec.models.mtp_head import MtpParams
@@ -151,7 +150,7 @@ def _pairs(weight: np.ndarray, rope: int) -> np.ndarray:
 
 
 def _device(weight: np.ndarray) -> jax.Array:
-    return jnp.asarray(np.ascontiguousarray(weight))
+    return on_device(np.ascontiguousarray(weight))
 
 
 def named_tensors(config: Deepseek, params: DeepseekParams) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec import eagle_config, torch_file
 from jspec.checkpoint import name_layer, read_layer
-from jspec.checkpoint_files import CheckpointError, Tensors, read_json, resolve_dtype, write_tensors
+from jspec.checkpoint_files import CheckpointError, Tensors, on_device, read_json, resolve_dtype, write_tensors
 from jspec.models import EagleHead, EagleParams, LanguageModel, LlamaParams
 from jspec.models.llama import LayerParams
 
@@ -204,7 +204,7 @@ def _read_ids(config: EagleHead, tensors: _HeadTensors) -> Int[Array, " Vd"] | N
         )
     if "t2d" in names and not np.array_equal(np.flatnonzero(tensors.stored("t2d", vocab)), ids):
         raise CheckpointError(f"{tensors.directory}: t2d marks other tokens than d2t leads to")
-    return None if count == vocab else jnp.asarray(ids, jnp.int32)
+    return None if count == vocab else on_device(ids.astype(np.int32))
 
 
 def save(
@@ -318,7 +318,7 @@ def with_hot_tokens(
             f"ids reaches from {chosen[0]} to {chosen[-1]}: the vocabulary has {config.vocab_size} tokens, from 0 on"
         )
     head = _columns(params.lm_head, chosen) if params.lm_head is not None else _target_columns(target_params, chosen)
-    cut = dataclasses.replace(params, lm_head=head.astype(params.fc.dtype), ids=jnp.asarray(chosen, jnp.int32))
+    cut = dataclasses.replace(params, lm_head=head.astype(params.fc.dtype), ids=on_device(chosen.astype(np.int32)))
     return EagleCheckpoint(dataclasses.replace(config, draft_vocab_size=int(chosen.size)), cut)
 
 

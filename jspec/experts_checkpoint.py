@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoint_files import Tensors
+from jspec.checkpoint_files import Tensors, on_device
 from jspec.models.moe import Routed, RoutedParams
 
 
@@ -48,8 +47,8 @@ def read_experts(
     gate = tensors.stored(prefix + "gate.weight", count, width)
     bias = tensors.stored(prefix + "gate.e_score_correction_bias", count) if router.sigmoid else None
     return RoutedParams(
-        router=jnp.asarray(gate.astype(np.float32)),
-        bias=None if bias is None else jnp.asarray(bias.astype(np.float32)),
+        router=on_device(gate.astype(np.float32)),
+        bias=None if bias is None else on_device(bias.astype(np.float32)),
         **matrices.device(),
         shared_gate=tensors.fused([(prefix + "shared_expert_gate.weight", 1)], width) if experts.shared_gate else None,
     )
@@ -79,7 +78,7 @@ class _Matrices:
 
     def device(self) -> dict[str, jax.Array]:
         """The `gate_up` and `down` of a layer's weights."""
-        return {"gate_up": jnp.asarray(self.gate_up), "down": jnp.asarray(self.down)}
+        return {"gate_up": on_device(self.gate_up), "down": on_device(self.down)}
 
     def read_stacked(self, tensors: Tensors, prefix: str, count: int) -> None:
         """The first `count` from a tensor for all."""

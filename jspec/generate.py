@@ -248,8 +248,8 @@ class Run:
                 model.params,
                 ids,
                 lengths,
-                lengths + jnp.int32(max_new_tokens),
-                jax.vmap(jax.random.key)(seeds),
+                lengths + np.int32(max_new_tokens),
+                _keys(seeds),
                 stopping.init(_bucket_states(table), len(self.prompts)),
                 rows,
                 **self.parts,
@@ -416,12 +416,16 @@ def encode_prompts(model: Model, prompts) -> tuple[bool, list[list[int]]]:
     return single, encoded
 
 
-def _pad(prompts: list[list[int]]) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+_keys = jax.jit(jax.vmap(jax.random.key))
+"""Seeds to keys. As everything on the way to prefill it is one program or none, as each is compiled for each shape."""
+
+
+def _pad(prompts: list[list[int]]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
     width = bucket(max(len(prompt) for prompt in prompts))
     ids = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
-    return jnp.asarray(ids), jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
+    return ids, np.array([len(prompt) for prompt in prompts], np.int32)
 
 
 def _check_int(name: str, value, least: int, why: str) -> None:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jspec.checkpoint_files import Tensors
+from jspec.checkpoint_files import Tensors, on_device
 from jspec.experts_checkpoint import name_layer_mlp, read_layer_mlp
 from jspec.models.moe import Routed
 from jspec.models.mtp_head import MtpParams
@@ -76,7 +75,7 @@ def _read_mtp(config: Qwen3Next, tensors: Tensors) -> MtpParams:
 
 def _centered(tensors: Tensors, name: str, size: int) -> jax.Array:
     """A norm's weight, 1 + w in float32: the sum that would else be made, in that precision, at each use."""
-    return jnp.asarray(1 + tensors.stored(name, size).astype(np.float32))
+    return on_device(1 + tensors.stored(name, size).astype(np.float32))
 
 
 def _read_layer(
@@ -132,9 +131,9 @@ def _read_delta(config: Qwen3Next, tensors: Tensors, prefix: str) -> DeltaParams
     conv = tensors.read(prefix + "conv1d.weight", state.channels, 1, state.kernel)
     return DeltaParams(
         projection=_fused(*parts),
-        conv=jnp.asarray(np.ascontiguousarray(conv[:, 0].T)),
-        log_rate=jnp.asarray(tensors.stored(prefix + "A_log", count).astype(np.float32)),
-        rate_bias=jnp.asarray(tensors.stored(prefix + "dt_bias", count).astype(np.float32)),
+        conv=on_device(np.ascontiguousarray(conv[:, 0].T)),
+        log_rate=on_device(tensors.stored(prefix + "A_log", count).astype(np.float32)),
+        rate_bias=on_device(tensors.stored(prefix + "dt_bias", count).astype(np.float32)),
         norm=tensors.device(prefix + "norm.weight", state.value_dim),
         out=tensors.fused([(prefix + "out_proj.weight", width)], made),
     )
@@ -161,7 +160,7 @@ def _grouped_parts(config: Qwen3Next, tensors: Tensors, prefix: str) -> list[np.
 
 def _fused(*parts: np.ndarray) -> jax.Array:
     """Weights [out, in] with one input, as one weight [in, sum of outs] on the device."""
-    return jnp.asarray(np.ascontiguousarray(np.concatenate(parts).T))
+    return on_device(np.ascontiguousarray(np.concatenate(parts).T))
 
 
 def named_tensors(config: Qwen3Next, params: Qwen3NextParams) -> Iterator[tuple[str, Any]]:

@@ -120,10 +120,10 @@ def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, v
         unused = 0.0 if field.name == "temperature" else field.default
         if field.name != "logit_bias" and any(value != unused for value in values):
             values = [off[field.name] if value is None else value for value in values]
-            kind = jnp.int32 if field.name in ("top_k", "min_new_tokens") else jnp.float32
-            columns[field.name] = jnp.asarray(values, kind)
+            kind = np.int32 if field.name in ("top_k", "min_new_tokens") else np.float32
+            columns[field.name] = jax.device_put(np.array(values, kind))
     if any(row.logit_bias for row in rows):
-        columns["logit_bias"] = jnp.asarray(_bias_matrix(rows, vocab_size))
+        columns["logit_bias"] = jax.device_put(_bias_matrix(rows, vocab_size))
     return RowSampling(**columns) if columns else None
 
 

@@ -7,6 +7,7 @@ the text is cut into tokens.
 
 from collections.abc import Iterable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -63,7 +64,7 @@ def init(table: np.ndarray | Array | None, batch: int) -> Stop:
     """An automaton with `batch` rows at its start."""
     if table is None:
         return Stop(None, None)
-    return Stop(jnp.asarray(table), jnp.zeros(batch, jnp.int16))
+    return Stop(jax.device_put(table), jax.device_put(np.zeros(batch, np.int16)))
 
 
 def run(

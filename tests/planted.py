@@ -62,11 +62,17 @@ REPEATED = ("eagle", "frozen_kv_mtp", "mtp_reused_tree", "standalone")
 """Slow points of the tests of all drafters: another shape of each is among the quick ones."""
 
 
-def _points(drafters):
-    return [pytest.param(x, id=name, marks=[pytest.mark.slow] * (name in REPEATED)) for name, x in drafters.items()]
+def _points(drafters, slow=REPEATED):
+    return [pytest.param(x, id=name, marks=[pytest.mark.slow] * (name in slow)) for name, x in drafters.items()]
 
 
-all_drafters = pytest.mark.parametrize("drafter", _points(toy.bound_drafters() | {"random_tree": RandomTree()}))
+def all_drafters_but_slow(*names):
+    """Each drafter; those of these names, and of `REPEATED`, as slow points."""
+    every = toy.bound_drafters() | {"random_tree": RandomTree()}
+    return pytest.mark.parametrize("drafter", _points(every, (*REPEATED, *names)))
+
+
+all_drafters = all_drafters_but_slow()
 each_name = pytest.mark.parametrize("name", _points({name: name for name in toy.bound_drafters()}))
 each_name_and_trees = pytest.mark.parametrize(
     "name", _points({name: name for name in (*toy.bound_drafters(), "random_tree")})
@@ -75,7 +81,7 @@ each_name_and_trees = pytest.mark.parametrize(
 
 @functools.cache
 def planted_params():
-    return Params(toy.params().target, jnp.asarray(toy.plain_tokens()))
+    return Params(toy.params().target, toy.plain_tokens())
 
 
 def weights_of(drafter):

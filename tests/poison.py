@@ -38,11 +38,11 @@ def _pages(cache: Any, lengths: Any, spare: int) -> Any:
         for t in range(max(0, length - getattr(cache, "window", length)), length):
             at, row = t // page_size, t % page_size
             kept[:, :, moved[b, at], row] = pool[:, :, table[b, at], row]
-    return dataclasses.replace(cache, pool=jnp.asarray(kept), page_table=jnp.asarray(moved))
+    return dataclasses.replace(cache, pool=jax.device_put(kept), page_table=jax.device_put(moved))
 
 
 def _states(cache: RecurrentCache, lengths: Any) -> RecurrentCache:
     unused = np.array(lengths) == 0
     states = (np.where(unused[:, None, None, None], np.float32(np.nan), state) for state in cache.states)
     windows = np.where(unused[None, :, None, None], np.float32(np.nan), cache.windows)
-    return RecurrentCache(tuple(map(jnp.asarray, states)), jnp.asarray(windows))
+    return RecurrentCache(jax.device_put(tuple(states)), jax.device_put(windows))

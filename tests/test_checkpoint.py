@@ -11,7 +11,7 @@ import pytest
 import toy
 from safetensors.numpy import load_file, save_file
 
-from jspec import checkpoint
+from jspec import checkpoint, checkpoint_files
 from jspec.checkpoint import CheckpointError
 from jspec.models.layers import Llama3Rope
 
@@ -32,7 +32,7 @@ def edit_config(directory, **changes):
 
 def equal(a, b):
     return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(
-        jax.tree.map(lambda x, y: x.dtype == y.dtype and bool(jnp.array_equal(x, y)), a, b)
+        jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b)
     )
 
 
@@ -57,7 +57,9 @@ def test_precision_of_weights_and_logits(saved, dtype):
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype(dtype)}
     cache = loaded.config.init_cache(loaded.params, 1, 16, 16)
     assert cache.pool.dtype == jnp.dtype(dtype)
-    out = loaded.config.apply(loaded.params, jnp.array([[1, 2]]), jnp.array([[0, 1]]), cache, None)
+    out = jax.jit(loaded.config.apply)(
+        loaded.params, np.array([[1, 2]], np.int32), np.array([[0, 1]], np.int32), cache, None
+    )
     assert out.logits.dtype == jnp.float32
 
 
@@ -182,8 +184,8 @@ def test_missing_shard_and_missing_entry(tmp_path):
 def test_loading_holds_one_tensor_at_a_time(saved, monkeypatch):
     """What the host makes while loading is one fused tensor at most, never the model."""
     sizes = []
-    asarray = jnp.asarray
-    monkeypatch.setattr(checkpoint.jnp, "asarray", lambda x, *a: sizes.append(x.nbytes) or asarray(x, *a))
+    on_device = checkpoint_files.on_device
+    monkeypatch.setattr(checkpoint_files, "on_device", lambda x: sizes.append(x.nbytes) or on_device(x))
     loaded = checkpoint.load(saved)
     leaves = [leaf.nbytes for leaf in jax.tree.leaves(loaded.params)]
     assert sorted(sizes) == sorted(leaves), "each weight goes to the device once, fused and by itself"

@@ -14,6 +14,7 @@ from planted import (
     Planted,
     RandomTree,
     all_drafters,
+    all_drafters_but_slow,
     assert_counted,
     complete,
     each_name,
@@ -40,9 +41,18 @@ def test_plain_decoding_is_the_argmax_of_one_forward_over_its_own_output():
         assert len(tokens) == prompt + 24
 
 
-@pytest.mark.parametrize("page_size", (1, 4))
 @all_drafters
-def test_every_drafter_commits_the_tokens_of_plain_decoding(drafter, page_size):
+def test_every_drafter_commits_the_tokens_of_plain_decoding(drafter):
+    check_tokens(drafter, page_size=4)
+
+
+# A page of one row says nothing new of a drafter that has no pages of its own, nor of a further one that has.
+@all_drafters_but_slow("plain", "ngram", "mtp", "frozen_kv_mtp_tree", "standalone_tree")
+def test_pages_of_one_row_change_nothing(drafter):
+    check_tokens(drafter, page_size=1)
+
+
+def check_tokens(drafter, page_size):
     s = complete(drafter, page_size=page_size)
     assert toy.generated(s) == toy.generated(complete(Plain()))
     assert_counted(s)
@@ -158,15 +168,18 @@ def test_an_eos_at_the_limit_is_an_eos_and_one_behind_it_is_not_seen(short, code
 
 
 @all_drafters
-def test_pieces_and_single_steps_give_the_state_of_one_call(drafter):
-    weights = weights_of(drafter)
-    whole = complete(drafter)
+def test_pieces_give_the_state_of_one_call(drafter):
+    weights, whole = weights_of(drafter), complete(drafter)
     s = toy.start(drafter, weights)
     for until in (1, 3, 4, 7, 12, 1000):
         s = toy.run(drafter, weights, s, until)
         assert s.step == min(until, int(whole.step))
     toy.assert_same(s, whole)
 
+
+@all_drafters_but_slow("ngram", "mtp", "standalone_tree")
+def test_single_steps_give_the_state_of_one_call(drafter):
+    weights, whole = weights_of(drafter), complete(drafter)
     step = jax.jit(decode.step, static_argnames=STATIC)
     s = toy.start(drafter, weights)
     while not s.done.all():
@@ -221,7 +234,7 @@ def test_rows_are_independent_of_each_other_and_of_padding(name):
         assert alone.stats.rounds[0] == rounds[b]
 
 
-@all_drafters
+@all_drafters_but_slow("plain", "ngram")
 def test_free_pages_and_rows_behind_the_committed_ones_are_never_read(drafter):
     weights = weights_of(drafter)
     s = toy.start(drafter, weights)

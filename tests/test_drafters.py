@@ -245,7 +245,7 @@ def test_a_draft_that_is_the_target_is_always_right(depth):
 @pytest.mark.parametrize("config", (toy.DRAFT, None), ids=("wrong_draft", "good_draft"))
 def test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes(config):
     """After any number of rounds the draft has read each row once, and knows the token that comes next."""
-    weights, model = toy.params(config), config or toy.TARGET
+    weights, model = toy.params(config), config or toy.NEAR
     drafter = Standalone(depth=3).bind(toy.TARGET, model)
     s = toy.start(drafter, weights)
     fresh = jax.jit(model.forward)

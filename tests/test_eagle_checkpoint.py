@@ -47,6 +47,10 @@ def apply(config, params, *args):
     return config.apply(params, TARGET, *args)
 
 
+fuse = jax.jit(lambda config, params, hidden: config.fuse(params, hidden), static_argnums=0)
+commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_forward_is_the_oracles(head, name):
     directory = head(**HEADS[name])
@@ -58,20 +62,20 @@ def test_forward_is_the_oracles(head, name):
     wanted = oracle.fuse(raw, stored, hidden)
     logits, after = oracle.forward(raw, stored, embed, lm_head, tokens, wanted)
 
-    feature = config.fuse(draft, jnp.asarray(hidden)[None])
+    feature = np.array(fuse(config, draft, hidden[None]))
     np.testing.assert_allclose(feature[0], wanted, atol=1e-5)
-    target = LlamaParams(jnp.asarray(embed), (), jnp.ones(16), jnp.asarray(lm_head.T))
+    target = LlamaParams(embed, (), np.ones(16, np.float32), lm_head.T)
     params, cache = Params(target, draft), config.init_cache(draft, 1, 16, 4)
-    zero, five, ids = jnp.array([0], jnp.int32), jnp.array([5], jnp.int32), jnp.asarray(tokens)[None]
-    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    zero, five, ids = np.array([0], np.int32), np.array([5], np.int32), tokens[None]
+    positions = np.arange(len(tokens), dtype=np.int32)[None]
     out = apply(config, params, ids, feature, positions, cache, None)
-    np.testing.assert_allclose(out.logits[0], logits, atol=1e-5)
-    np.testing.assert_allclose(out.feature[0], after, atol=1e-5)
+    np.testing.assert_allclose(np.array(out.logits)[0], logits, atol=1e-5)
+    np.testing.assert_allclose(np.array(out.feature)[0], after, atol=1e-5)
 
-    cache = cache.commit(out.rows, zero, None, five)
+    cache = commit(cache, out.rows, zero, None, five)
     out = apply(config, params, ids[:, 5:], feature[:, 5:], positions[:, 5:], cache, five)
-    np.testing.assert_allclose(out.logits[0], logits[5:], atol=1e-5)
-    np.testing.assert_allclose(out.feature[0], after[5:], atol=1e-5)
+    np.testing.assert_allclose(np.array(out.logits)[0], logits[5:], atol=1e-5)
+    np.testing.assert_allclose(np.array(out.feature)[0], after[5:], atol=1e-5)
     if draft.ids is not None:
         np.testing.assert_array_equal(draft.ids, oracle.target_ids(stored))
         assert draft.ids.dtype == jnp.int32
@@ -269,13 +273,13 @@ def test_hot_tokens(head, tied, options):
     assert cut.config == replace(loaded.config, draft_vocab_size=5)
     assert cut.params.ids is not None
     np.testing.assert_array_equal(cut.params.ids, sorted(ids))
-    feature = loaded.config.fuse(loaded.params, jnp.asarray(hidden)[None])
-    positions, ids = jnp.arange(9, dtype=jnp.int32)[None], jnp.asarray(tokens)[None]
+    feature = fuse(loaded.config, loaded.params, hidden[None])
+    positions, ids = np.arange(9, dtype=np.int32)[None], tokens[None]
     logits = []
     for part in (loaded, cut):
         params, cache = Params(target, part.params), part.config.init_cache(part.params, 1, 16, 4)
         logits.append(apply(part.config, params, ids, feature, positions, cache, None).logits)
-    np.testing.assert_allclose(logits[1], logits[0][:, :, cut.params.ids], atol=1e-6)
+    np.testing.assert_allclose(logits[1], np.array(logits[0])[:, :, np.array(cut.params.ids)], atol=1e-6)
 
 
 def test_hot_tokens_that_are_none(head):

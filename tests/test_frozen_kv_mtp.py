@@ -59,10 +59,9 @@ def prefilled(name, page_size=4):
     """A drafter of a small chain, bound; weights, and the state after prefill."""
     target, config, weights = parts(name)
     bound = FrozenKvMtp(depth=2).bind(target, config)
-    keys = jax.vmap(jax.random.key)(jnp.arange(len(IDS), dtype=jnp.uint32))
-    length = jnp.asarray(LENGTHS)
+    keys = toy.row_keys(np.arange(len(IDS)))
     static = dict(target=target, drafter=bound, accept=accept.greedy, capacity=64, page_size=page_size)
-    given = weights, jnp.asarray(IDS), length, length + 4, keys, stopping.init(None, len(IDS))
+    given = weights, IDS, LENGTHS, LENGTHS + np.int32(4), keys, stopping.init(None, len(IDS))
     return bound, weights, decode.jitted_prefill(*given, **static)
 
 
@@ -305,14 +304,16 @@ def test_drawn_drafts_say_from_what_law(name):
 def test_kernels_find_the_prefix_alone(backend, monkeypatch):
     """Nodes that see none of the round's rows, with windows and without."""
     bound, weights, s = prefilled("dense")
-    run = functools.partial(
-        bound.model.apply, weights, bound.target, jnp.asarray(IDS[:, :3]), jnp.tile(s.draft, (1, 3, 1))
-    )
-    given = s.cache, s.length - 1, jnp.maximum(s.length - 2, 0)
-    wanted = run(*given)
+    length = np.array(s.length)
+    given = IDS[:, :3], np.tile(s.draft, (1, 3, 1)), s.cache, length - 1, np.maximum(length - 2, 0)
+
+    def run():
+        return jax.jit(lambda weights, *given: bound.model.apply(weights, bound.target, *given))(weights, *given)
+
+    wanted = run()
     kernel = functools.partial(paged_attention, backend=backend)
     for module in (mha, swa):
         monkeypatch.setattr(module, "paged_attention", kernel)
-    got = run(*given)
+    got = run()
     np.testing.assert_allclose(got.logits, wanted.logits, atol=2e-5, rtol=0)
     assert not np.isnan(got.hidden).any()

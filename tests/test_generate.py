@@ -1,6 +1,7 @@
 """The user's calls: `generate`, `stream`, `generate_ids`, on tiny random models with a byte tokenizer."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +38,10 @@ def model(tmp_path_factory):
     )
     bpe.train_from_iterator(["for i in range(10): print(i) return x def f(x): é 漢字 🙂"] * 4, trainer)
     bpe.save(str(directory / "tokenizer.json"))
-    target = replace(toy.TARGET, vocab_size=VOCAB)
+    target = replace(toy.TARGET, vocab_size=VOCAB, num_layers=1)
     params = toy.random_params(target)
     noise = toy.random_params(target, seed=1)
-    near = jax.tree.map(lambda a, b: a + 0.1 * (b - a), params, noise)
+    near = jax.jit(partial(jax.tree.map, lambda a, b: a + 0.1 * (b - a)))(params, noise)
     return jspec.Model("toy", target, Params(params, near), Tokenizer.load(directory), (), target)
 
 
@@ -172,10 +173,10 @@ def test_generate_ids_inside_a_users_jit(model, plain):
 
     encoded = [model.tokenizer.encode(p) for p in PROMPTS]
     width = max(map(len, encoded))
-    ids = jnp.asarray([row + [0] * (width - len(row)) for row in encoded], jnp.int32)
-    lengths = jnp.asarray([len(row) for row in encoded], jnp.int32)
+    ids = np.array([row + [0] * (width - len(row)) for row in encoded], np.int32)
+    lengths = np.array([len(row) for row in encoded], np.int32)
     for bound in (40, 11):
-        out, total = total_length(model.params, ids, lengths, jax.random.key(0), jnp.int32(bound))
+        out, total = jax.device_get(total_length(model.params, ids, lengths, jax.random.key(0), jnp.int32(bound)))
         assert int(total) == 3 * bound
         assert out.stats.rounds.sum() < 3 * bound
         assert out.logprobs is None
@@ -184,27 +185,32 @@ def test_generate_ids_inside_a_users_jit(model, plain):
             assert not row[int(end) :].any()
     assert len(traces) == 1
     out, _ = total_length(model.params, ids, lengths, jax.random.key(0), jnp.array([1, 2, 3], jnp.int32))
-    assert [int((row != 0).sum()) for row in out.tokens] <= [
+    assert [int((row != 0).sum()) for row in np.array(out.tokens)] <= [
         len(p) + n for p, n in zip(encoded, (1, 2, 3), strict=True)
     ]
 
 
 def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
-    ids = jnp.asarray([model.tokenizer.encode(PROMPTS[0])], jnp.int32)
+    ids = np.array([model.tokenizer.encode(PROMPTS[0])], np.int32)
     n = ids.shape[1]
-    arguments = dict(target=model.target, drafter="ngram")
-    lengths, key = jnp.array([n], jnp.int32), jax.random.key(0)
-    out = jspec.generate_ids(model.params, ids, lengths, key, max_new_tokens=6, **arguments)
-    assert out.tokens.shape == (1, n + 6) and out.tokens[0, n:].tolist() == plain.tokens[0][:6]
-    out = jspec.generate_ids(model.params, ids, lengths, key, max_new_tokens=40, max_length=n + 3, eos=(), **arguments)
-    assert int(out.length[0]) == n + 3 and out.tokens[0, n:].tolist() == plain.tokens[0][:3]
+    arrays = model.params, ids, np.array([n], np.int32), jax.random.key(0)
+
+    def run(**options):
+        call = partial(jspec.generate_ids, target=model.target, drafter="ngram", **options)
+        out = jax.device_get(jax.jit(call)(*arrays))
+        return out.tokens[0].tolist(), int(out.length[0])
+
+    tokens, _ = run(max_new_tokens=6)
+    assert len(tokens) == n + 6 and tokens[n:] == plain.tokens[0][:6]
+    tokens, length = run(max_new_tokens=40, max_length=n + 3, eos=())
+    assert length == n + 3 and tokens[n:] == plain.tokens[0][:3]
     eos = plain.tokens[0][4]
-    out = jspec.generate_ids(model.params, ids, lengths, key, max_new_tokens=40, eos=(eos,), **arguments)
-    assert out.tokens[0, n : int(out.length[0])].tolist() == plain.tokens[0][: plain.tokens[0].index(eos) + 1]
+    tokens, length = run(max_new_tokens=40, eos=(eos,))
+    assert tokens[n:length] == plain.tokens[0][: plain.tokens[0].index(eos) + 1]
     with pytest.raises(ValueError, match="max_length=None"):
-        jspec.generate_ids(model.params, ids, lengths, key, max_new_tokens=jnp.int32(4), **arguments)
+        jspec.generate_ids(*arrays, target=model.target, max_new_tokens=jnp.int32(4))
     with pytest.raises(ValueError, match=f"max_length=2 is less than the prompts' {n}"):
-        jspec.generate_ids(model.params, ids, lengths, key, max_new_tokens=4, max_length=2, **arguments)
+        jspec.generate_ids(*arrays, target=model.target, max_new_tokens=4, max_length=2)
 
 
 @pytest.mark.parametrize(
@@ -307,11 +313,19 @@ def test_copies_of_a_prompt_are_different_samples(model):
 def test_logprobs_are_those_of_one_forward_over_the_output(model, accept):
     options = dict(sampling=MIXED, accept=accept, max_new_tokens=20, logprobs=True)
     out = jspec.generate(model, PROMPTS, drafter="standalone", **options)
-    for prompt, new, logprobs in zip(PROMPTS, out.tokens, out.logprobs, strict=True):
-        row = jnp.asarray([model.tokenizer.encode(prompt) + new], jnp.int32)
-        cache = model.target.init_cache(model.params.target, 1, 4, 4)
-        logits = model.target.forward(model.params.target, tree.chain(row), cache, None).logits[0]
-        expected = jax.nn.log_softmax(logits)[jnp.arange(-len(new) - 1, -1), jnp.asarray(new)]
+
+    @jax.jit
+    def read(params, ids):
+        cache = model.target.init_cache(params, len(ids), 4, 4)
+        return jax.nn.log_softmax(model.target.forward(params, tree.chain(ids), cache, None).logits)
+
+    rows = [model.tokenizer.encode(prompt) + new for prompt, new in zip(PROMPTS, out.tokens, strict=True)]
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for row, tokens in zip(padded, rows, strict=True):
+        row[: len(tokens)] = tokens
+    laws = np.array(read(model.params.target, padded))
+    for law, row, new, logprobs in zip(laws, rows, out.tokens, out.logprobs, strict=True):
+        expected = law[np.arange(len(row) - len(new) - 1, len(row) - 1), new]
         np.testing.assert_allclose(logprobs, expected, atol=2e-5)
 
 

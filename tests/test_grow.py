@@ -13,6 +13,7 @@ from jspec import grow, tree
 from jspec.types import Proposal
 
 BATCH, VOCABULARY = 4, 11
+ROOT = np.arange(BATCH, dtype=np.int32)
 SHAPES = ((1, 2, 3), (2, 3, 4), (3, 2, 11), (4, 3, 12), (6, 2, 20), (5, 8, 32), (3, 8, 64))
 
 
@@ -33,6 +34,11 @@ def digits(number, count):
     return [number // VOCABULARY**i % VOCABULARY for i in range(count)]
 
 
+def number_of(place):
+    """What a token counts in the number of its path."""
+    return np.int32(VOCABULARY) ** place[None, None]
+
+
 def propose(logp, width):
     scores, tokens = jax.lax.top_k(logp, width)
     return Proposal(tokens.astype(jnp.int32), scores, None)
@@ -42,9 +48,9 @@ def expand_by_table(tables, width, spoil=None):
     """The law depends on the row of the batch, too: row b sees its path's first token moved by b."""
 
     def look_up(path):
-        generation = path.shape[2]
-        moved = (np.array(path) + np.arange(BATCH)[:, None, None] * (np.arange(generation) == 0)) % VOCABULARY
-        found = jnp.asarray(tables[generation][(moved * VOCABULARY ** np.arange(generation)).sum(-1)])
+        place = np.arange(path.shape[2], dtype=np.int32)
+        moved = (path + np.arange(BATCH, dtype=np.int32)[:, None, None] * (place == 0).astype(np.int32)) % VOCABULARY
+        found = jnp.asarray(tables[len(place)])[(moved * number_of(place)).sum(-1)]
         return found if spoil is None else spoil(found)
 
     def expand(masks, frontier):
@@ -54,9 +60,14 @@ def expand_by_table(tables, width, spoil=None):
 
 
 def grown(depth, width, nodes, function=grow.grow, **options):
-    expand, first = expand_by_table(table(min(depth - 1, 3)), width, **options)
-    root = jnp.arange(BATCH, dtype=jnp.int32)
-    return function(root, first, expand, [], depth=depth, width=width, num_nodes=nodes)
+    """A tree, grown in one program."""
+
+    @jax.jit
+    def run(root):
+        expand, first = expand_by_table(table(min(depth - 1, 3)), width, **options)
+        return function(root, first, expand, [], depth=depth, width=width, num_nodes=nodes)
+
+    return jax.device_get(run(ROOT))
 
 
 @pytest.mark.parametrize(("depth", "width", "nodes"), [shape for shape in SHAPES if shape[0] <= 4])
@@ -81,7 +92,8 @@ def test_the_best_are_those_of_a_sort(kind, count):
         "all equal": np.full_like(x, -2.5),
         "minus infinity": np.where(x > 1.8, x, np.float32(-np.inf)),
     }[kind]
-    np.testing.assert_array_equal(grow._best(jnp.asarray(x), count), jax.lax.top_k(x, count)[1])
+    best, sorted_best = jax.jit(lambda x: (grow._best(x, count), jax.lax.top_k(x, count)[1]))(x)
+    np.testing.assert_array_equal(best, sorted_best)
 
 
 def test_a_tree_grows_without_a_sort():
@@ -109,14 +121,17 @@ def test_a_chain_is_the_tree_of_width_one(depth):
     laws = [tables[min(g, 3)] for g in range(depth)]
 
     def expand(carry, frontier):
-        path = np.array(frontier.path[:, :, :3])
-        number = (path * VOCABULARY ** np.arange(path.shape[2])).sum(-1)
-        return carry, propose(jnp.asarray(laws[frontier.path.shape[2]][number]), 1)
+        path = frontier.path[:, :, :3]
+        number = (path * number_of(np.arange(path.shape[2], dtype=np.int32))).sum(-1)
+        return carry, propose(jnp.asarray(laws[frontier.path.shape[2]])[number], 1)
 
-    root = jnp.arange(BATCH, dtype=jnp.int32)
-    first = propose(jnp.asarray(np.broadcast_to(laws[0][None], (BATCH, 1, VOCABULARY))), 1)
-    chain = grow.grow(root, first, expand, None, depth=depth, width=1)
-    general = grow._grow_best(root, first, expand, None, depth, 1, depth + 1, True)
+    @jax.jit
+    def both(root):
+        first = propose(jnp.asarray(np.broadcast_to(laws[0][None], (BATCH, 1, VOCABULARY))), 1)
+        chain = grow.grow(root, first, expand, None, depth=depth, width=1)
+        return chain, grow._grow_best(root, first, expand, None, depth, 1, depth + 1, True)
+
+    chain, general = jax.device_get(both(ROOT))
     assert chain.parents is None
     np.testing.assert_array_equal(chain.tokens, general.tokens)
     np.testing.assert_array_equal(general.parents[0], np.maximum(np.arange(depth + 1) - 1, 0))
@@ -146,48 +161,61 @@ def test_whatever_the_draft_says_the_tree_is_a_tree(depth, width, nodes, spoil):
 def test_a_node_sees_the_rows_of_its_ancestors(exact):
     """Each frontier's mask against its path: the node in place j of generation g is the one its own path names."""
     depth, width = 5, 3
-    expand, first = expand_by_table(table(3), width)
-    seen = []
 
-    def watch(carry, frontier):
-        if frontier.path.shape[2] <= 3:
-            seen.append(frontier)
-        cut = frontier.path[:, :, :3]
-        return expand([], type(frontier)(frontier.tokens, frontier.parent, frontier.mask, cut))
+    @jax.jit
+    def frontiers(root):
+        expand, first = expand_by_table(table(3), width)
+        seen = []
 
-    grow.grow(jnp.zeros(BATCH, jnp.int32), first, watch, [], depth=depth, width=width, num_nodes=24, exact=exact)
+        def watch(carry, frontier):
+            if frontier.path.shape[2] <= 3:
+                seen.append((frontier.mask, frontier.path))
+            cut = frontier.path[:, :, :3]
+            return expand([], type(frontier)(frontier.tokens, frontier.parent, frontier.mask, cut))
+
+        grow.grow(root, first, watch, [], depth=depth, width=width, num_nodes=24, exact=exact)
+        return seen
+
+    seen = jax.device_get(frontiers(np.zeros(BATCH, np.int32)))
     wrong = 0
-    for g, frontier in enumerate(seen):
-        mask, path = np.array(frontier.mask), np.array(frontier.path)
+    for g, (mask, path) in enumerate(seen):
         for b in range(BATCH):
             for j in range(width):
                 if not exact:
                     assert list(np.flatnonzero(mask[b, j])) == [width * k + j for k in range(g + 1)]
                 rows = np.flatnonzero(mask[b, j])
-                lines = [list(np.array(seen[r // width].path)[b, r % width]) for r in rows]
+                lines = [list(seen[r // width][1][b, r % width]) for r in rows]
                 wrong += lines != [list(path[b, j, : k + 1]) for k in range(g + 1)]
     assert (wrong == 0) == exact
 
 
 def draws(depth, width, nodes):
-    """A tree of draws whose q says which node it stands behind: generation and place of the frontier."""
-    rows = []
+    """A tree of draws whose q says which node it stands behind: generation and place of the frontier.
+
+    And the mask and the path of each frontier.
+    """
 
     def q(generation, places):
         value = jnp.arange(places, dtype=jnp.float32).reshape(1, -1, 1) + 100.0 * generation
         return jnp.broadcast_to(value, (BATCH, places, VOCABULARY))
 
     def propose(path):
-        tokens = (np.array(path).sum(-1, keepdims=True) + np.arange(width)) % VOCABULARY
-        return Proposal(jnp.asarray(tokens, jnp.int32), None, q(path.shape[2], path.shape[1]))
+        ranks = np.arange(width, dtype=np.int32)[None, None]
+        tokens = (path.sum(-1, keepdims=True) + ranks) % VOCABULARY
+        return Proposal(tokens, None, q(path.shape[2], path.shape[1]))
 
-    def expand(carry, frontier):
-        rows.append(frontier)
-        return carry, propose(frontier.path)
+    @jax.jit
+    def run(root):
+        rows = []
 
-    first = propose(jnp.zeros((BATCH, 1, 0), jnp.int32))
-    root = jnp.arange(BATCH, dtype=jnp.int32)
-    return grow.grow(root, first, expand, None, depth=depth, width=width, num_nodes=nodes), rows
+        def expand(carry, frontier):
+            rows.append((frontier.mask, frontier.path))
+            return carry, propose(frontier.path)
+
+        first = propose(jnp.zeros((BATCH, 1, 0), jnp.int32))
+        return grow.grow(root, first, expand, None, depth=depth, width=width, num_nodes=nodes), rows
+
+    return jax.device_get(run(ROOT))
 
 
 @pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
@@ -212,9 +240,8 @@ def test_a_tree_of_draws_has_a_fixed_topology_and_its_nodes_their_laws(depth, wi
         above = paths[:, parents[node], : generation[parents[node]]].sum(-1)
         rank = [n for n in range(1, nodes) if parents[n] == parents[node]].index(node)
         np.testing.assert_array_equal(draft_tree.tokens[:, node], (above + rank) % VOCABULARY)
-    for frontier in frontiers:
-        mask, path = np.array(frontier.mask)[0], np.array(frontier.path)[0]
-        assert (mask.sum(-1) == path.shape[-1]).all(), "a node sees as many rows as it has ancestors, and itself"
+    for mask, path in frontiers:
+        assert (mask[0].sum(-1) == path.shape[-1]).all(), "a node sees as many rows as it has ancestors, and itself"
 
 
 def test_the_shape_of_a_tree_is_checked():

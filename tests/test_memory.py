@@ -7,23 +7,28 @@ import jax
 import jax.numpy as jnp
 import pytest
 import toy
-from planted import weights_of
 
 import jspec
 from jspec import decode, memory
 from jspec.drafters import Plain, Standalone
 from jspec.models import Llama
+from jspec.types import Params
 from pallas_kernels import platform
 
 TEXT_AS_SHIPPED = True
 
-STANDALONE = toy.bound_drafters()["standalone"]
+STANDALONE = Standalone(depth=3).bind(toy.TARGET, toy.TARGET)
 # Keys and values of both layers, 2 heads of 16, in float32; the draft is of the target's shape.
 PER_TOKEN = 2 * 2 * 2 * 16 * 4
 
 
-def model_of(drafter):
-    return jspec.Model("toy", toy.TARGET, weights_of(drafter), None, (), toy.TARGET)
+def both():
+    """The target's weights, twice."""
+    return Params(toy.params().target, toy.params().target)
+
+
+def model():
+    return jspec.Model("toy", toy.TARGET, both(), None, (), toy.TARGET)
 
 
 @pytest.fixture
@@ -38,8 +43,8 @@ def free(monkeypatch):
 
 @pytest.mark.parametrize("page_size, rows", [(1, 40), (16, 48), (64, 64)])
 def test_the_need_is_that_of_the_arrays_that_prefill_makes(page_size, rows):
-    asked = memory.need(toy.params(), toy.TARGET, STANDALONE, 3, 40, page_size)
-    s = jax.eval_shape(partial(toy.start, STANDALONE, toy.params(), page_size=page_size))
+    asked = memory.need(both(), toy.TARGET, STANDALONE, 3, 40, page_size)
+    s = jax.eval_shape(partial(toy.start, STANDALONE, both(), page_size=page_size))
     assert asked.target == memory.tree_bytes(s.cache)
     assert asked.draft == memory.tree_bytes((s.draft.cache, s.draft.length))
     assert memory.tree_bytes(s.cache.pool) == 3 * rows * PER_TOKEN
@@ -57,11 +62,11 @@ def test_a_capacity_is_a_power_of_two_where_that_fits_and_else_what_is_needed(fr
 def test_a_generation_that_does_not_fit_is_refused_with_the_arithmetic(free):
     free(300_000)
     with pytest.raises(ValueError, match="this generation does not fit") as refused:
-        jspec.generate(model_of(STANDALONE), [[1] * 9] * 2, drafter=Standalone(depth=3), max_new_tokens=300)
+        jspec.generate(model(), [[1] * 9] * 2, drafter=Standalone(depth=3), max_new_tokens=300)
     text = str(refused.value)
     assert "2 rows of 309 tokens take" in text
     fits = int(re.search(r"is left: (\d+) in each of 2 rows", text)[1])
-    out = jspec.generate(model_of(STANDALONE), [[1] * 9] * 2, drafter=Standalone(depth=3), max_new_tokens=fits - 64 - 9)
+    out = jspec.generate(model(), [[1] * 9] * 2, drafter=Standalone(depth=3), max_new_tokens=fits - 64 - 9)
     assert len(out.tokens[0]) == fits - 64 - 9, "less the rest of a page"
 
 
@@ -104,7 +109,7 @@ WIDE = Llama(
 def test_no_second_copy_of_weights_is_ever_made(depth):
     """Beside its arguments the loop takes a small part of a model's weights; of the pools see test_program.py."""
     weights = toy.random_params(WIDE)
-    params = jspec.types.Params(weights, weights if depth else None)
+    params = Params(weights, weights if depth else None)
     drafter = Standalone(depth=depth).bind(WIDE, WIDE) if depth else Plain()
     ids = jnp.ones((1, 16), jnp.int32)
     one = jnp.full(1, 16, jnp.int32)

@@ -93,8 +93,8 @@ def test_the_program_is_one_loop_that_never_leaves_the_device(name):
 @pytest.mark.parametrize(
     ("name", "multiplying", "writing"),
     [
-        ("eagle", {"draft", "verify", "extend"}, {"commit", "extend"}),
-        ("frozen_kv_mtp", {"draft", "verify"}, {"commit"}),
+        ("eagle_tree", {"draft", "verify", "extend"}, {"commit", "extend"}),
+        ("frozen_kv_mtp_tree", {"draft", "verify"}, {"commit"}),
         ("plain", {"verify"}, {"commit"}),
     ],
 )

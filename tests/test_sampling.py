@@ -101,22 +101,22 @@ def state_of(rows, prompts, generated, seeds=None):
         for token in new:
             automaton[b] = TABLE[automaton[b], token]
     assert (automaton >= 0).all()
-    length = jnp.array([len(prompt + new) for prompt, new in zip(prompts, generated, strict=True)], jnp.int32)
-    nothing = jnp.zeros(batch, jnp.int32)
+    length = np.array([len(prompt + new) for prompt, new in zip(prompts, generated, strict=True)], np.int32)
+    nothing = np.zeros(batch, np.int32)
     return DecodeState(
-        tokens=jnp.asarray(tokens),
+        tokens=tokens,
         length=length,
-        limit=length + 9,
+        limit=length + np.int32(9),
         finish=nothing,
-        stop=stopping.Stop(jnp.asarray(TABLE), jnp.asarray(automaton)),
+        stop=stopping.Stop(TABLE, automaton),
         cache=None,
         draft=None,
         sampling=per_row(rows, batch, WORDS),
-        key=jax.vmap(jax.random.key)(np.arange(batch, dtype=np.uint32) if seeds is None else seeds),
-        prompt=jnp.array([len(prompt) for prompt in prompts], jnp.int32),
-        origin=jnp.zeros(tokens.shape, jnp.int8),
+        key=toy.row_keys(np.arange(batch) if seeds is None else seeds),
+        prompt=np.array([len(prompt) for prompt in prompts], np.int32),
+        origin=np.zeros(tokens.shape, np.int8),
         logprobs=None,
-        step=jnp.zeros((), jnp.int32),
+        step=np.zeros((), np.int32),
         stats=Stats(nothing, nothing[:, None]),
     )
 
@@ -203,7 +203,8 @@ def test_a_node_has_to_the_bit_the_law_that_it_has_once_its_path_is_committed():
     for node in range(NODES):
         here = {b: line for b, n, line in at if n == node}
         longer = [new + here.get(b, []) for b, new in enumerate(generated)]
-        alone = process(state_of(rows, prompts, longer), logits[:, node : node + 1], np.zeros((ROWS, 1, 0), np.int32))
+        path = np.zeros((ROWS, 1, 0), np.int32)
+        alone = np.array(process(state_of(rows, prompts, longer), logits[:, node : node + 1], path))
         for b in here:
             np.testing.assert_array_equal(got[b, node], alone[b, 0])
     assert len({node for _, node, _ in at}) == NODES
@@ -213,7 +214,7 @@ def test_a_node_does_not_count_the_tokens_of_its_siblings():
     """Two children of the root and a child of the second: what each is behind is its own line only."""
     tokens, parents = np.array([[5, 0, 1, 2]], np.int32), np.array([[0, 0, 0, 2]], np.int32)
     s = state_of([Sampling(frequency_penalty=1.0, presence_penalty=0.25)], [[5, 5]], [[3]])
-    got = adjust(s, jnp.zeros((1, 4, WORDS)), tree.paths(DraftTree(jnp.asarray(tokens), jnp.asarray(parents))))
+    got = np.array(adjust(s, np.zeros((1, 4, WORDS), np.float32), paths(DraftTree(tokens, parents))))
     expected = -1.25 * np.eye(WORDS)[[3, 3, 3, 3]]
     for node, line in enumerate(([], [0], [1], [1, 2])):
         expected[node, line] -= 1.25
@@ -223,7 +224,7 @@ def test_a_node_does_not_count_the_tokens_of_its_siblings():
 def test_no_token_ends_the_text_before_its_time_even_by_completing_a_stop_string():
     s = state_of([Sampling(min_new_tokens=4)], [[1]], [[0]])
     tokens, parents = np.array([[0, 1, 4, 2, 0]], np.int32), np.array([[0, 0, 1, 2, 1]], np.int32)
-    got = process(s, jnp.zeros((1, 5, WORDS)), tree.paths(DraftTree(jnp.asarray(tokens), jnp.asarray(parents))))
+    got = process(s, np.zeros((1, 5, WORDS), np.float32), paths(DraftTree(tokens, parents)))
     forbidden = [set(map(int, np.flatnonzero(np.isneginf(law)))) for law in np.array(got[0])]
     # Behind "ab" any of "b", "c" and "ca" would end it, and a token without text changes nothing about that.
     assert forbidden == [{EOS}, {EOS, 1, 3, 5}, {EOS, 1, 3, 5}, set(), {EOS}]

@@ -59,7 +59,7 @@ IMPROBABLE = 1e-8
 def weights():
     """A draft half-way between the target and another model."""
     target, other = (toy.random_params(MODEL, seed) for seed in (0, 1))
-    return Params(target, jax.tree.map(lambda a, b: a + 0.5 * (b - a), target, other))
+    return Params(target, toy.near(target, other, 0.5))
 
 
 def padded(rows):
@@ -202,7 +202,7 @@ CHAIN, SMALL_TREE = Standalone(depth=3), Standalone(depth=2, width=2, num_nodes=
         (Standalone(depth=3, width=3, num_nodes=8), "rejection", 1.4),
         # Drafts that know the noise of the target's choice, judged by a rule that takes them for certain.
         pytest.param(SMALL_TREE, accept.rejection, 1.2, marks=pytest.mark.slow),
-        (Ngram(n=2, depth=3), "rejection", 1.2),
+        pytest.param(Ngram(n=2, depth=3), "rejection", 1.2, marks=pytest.mark.slow),
     ),
     ids=("chain, rejection", "chain, block", "tree, coupled", "tree, rejection")
     + ("tree of certain tokens, rejection", "ngram, rejection"),

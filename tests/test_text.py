@@ -198,7 +198,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path):
 
 @all_tokenizers
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_stream_is_the_full_text_in_any_grouping(tokenizer, data):
     prompt, ids = draw_ids(data, tokenizer), draw_ids(data, tokenizer)
     stops = draw_stops(data, tokenizer, ids)
@@ -208,7 +208,7 @@ def test_stream_is_the_full_text_in_any_grouping(tokenizer, data):
 
 @all_tokenizers
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_stream_ends_before_the_first_stop_string(tokenizer, data):
     prompt = tokenizer.encode("a", special=False)
     ids = draw_ids(data, tokenizer)

@@ -37,6 +37,7 @@ SMALL = Llama(
 TINY = dataclasses.replace(SMALL, hidden_size=16, qk_norm=False, tie_embeddings=False)
 RECIPE = Recipe(steps=12, batch_tokens=128, length=16, learning_rate=1e-2, warmup=2)
 OFTEN = Intervals(log=1, evaluate=6, checkpoint=4)
+LOGITS = jax.jit(model.logits, static_argnums=(0, 3))
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +60,15 @@ def setup_for(config=SMALL, recipe=RECIPE, teacher=None):
 def test_the_training_forward_is_the_models_own(config, layers):
     config, length = dataclasses.replace(config, num_layers=layers), 14 + layers
     params = model.init_params(config, jax.random.key(1))
-    tokens = jax.random.randint(jax.random.key(2), (3, length), 0, config.vocab_size)
-    cache = config.init_cache(params, 3, length, 4)
-    wanted = config.forward(params, tree.chain(tokens), cache, None).logits
+    tokens = np.random.default_rng(2).integers(0, config.vocab_size, (3, length), np.int32)
+
+    @jax.jit
+    def serve(params, tokens):
+        return config.forward(params, tree.chain(tokens), config.init_cache(params, 3, length, 4), None).logits
+
+    wanted = serve(params, tokens)
     with jax.default_matmul_precision("highest"):
-        logits = model.logits(config, params, tokens, "float32")
+        logits = LOGITS(config, params, tokens, "float32")
     np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
@@ -118,7 +123,7 @@ def test_divergence_and_cross_entropy():
 
 
 def test_bits_per_byte_of_a_model_that_knows_nothing(heldout):
-    params = jax.tree.map(jnp.zeros_like, model.init_params(SMALL, jax.random.key(0)))
+    params = jax.tree.map(np.zeros_like, model.init_params(SMALL, jax.random.key(0)))
     result = lm.evaluate(params, heldout, setup_for())
     assert result["heldout_bits_per_byte"] == pytest.approx(math.log2(61) / 2, rel=1e-5)
     assert "heldout_agreement" not in result
@@ -131,7 +136,7 @@ def test_a_text_is_the_models_greedy_output():
     assert rows.dtype == np.uint16 and rows.shape == (3, 12)
     for row, prompt in zip(rows, prompts, strict=True):
         assert row[: len(prompt)].tolist() == prompt
-        choices = jnp.argmax(model.logits(SMALL, params, jnp.asarray(row[None], jnp.int32), "float32"), axis=-1)[0]
+        choices = np.argmax(LOGITS(SMALL, params, row[None].astype(np.int32), "float32"), axis=-1)[0]
         assert choices[len(prompt) - 1 : -1].tolist() == row[len(prompt) :].tolist()
 
 
@@ -182,10 +187,10 @@ def test_the_commands_write_models_that_load_again(data_directory, tmp_path):
     with ocp.CheckpointManager((tmp_path / "w2" / "checkpoints").resolve()) as manager:
         like = jax.eval_shape(lambda: objective.init(setup_for(loaded.config, recipe)))
         trained = manager.restore(4, args=ocp.args.StandardRestore(like)).params
-    tokens = jnp.arange(16, dtype=jnp.int32)[None]
-    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), trained)
-    wanted = model.logits(loaded.config, rounded, tokens, "float32")
-    np.testing.assert_allclose(model.logits(loaded.config, loaded.params, tokens, "float32"), wanted, atol=1e-5)
+    tokens = np.arange(16, dtype=np.int32)[None]
+    rounded = jax.tree.map(lambda leaf: np.array(leaf).astype(jnp.bfloat16).astype(np.float32), trained)
+    wanted = LOGITS(loaded.config, rounded, tokens, "float32")
+    np.testing.assert_allclose(LOGITS(loaded.config, loaded.params, tokens, "float32"), wanted, atol=1e-5)
 
     card = (tiny / "README.md").read_text()
     assert "bits per byte" in card and "| apart | 1 | MIT |" in card and "KL divergence to small" in card

@@ -43,7 +43,9 @@ RECIPE = DraftRecipe(steps=30, batch_tokens=96, length=24, learning_rate=1e-2, w
 CONFIG = head.configure(TARGET, capture=(1, 2, 4), draft_vocab_size=40)
 LEARNER = HeadLearner(CONFIG, TARGET)
 SETUP = DraftSetup(LEARNER, RECIPE, "float32")
-INIT_TARGET = jax.jit(model.init_params, static_argnums=0)
+OBSERVE = jax.jit(learner.observe, static_argnums=0)
+TEACH = jax.jit(ttt.teach)
+FIGURES = jax.jit(ttt.figures, static_argnums=(0, 6))
 OFTEN = Intervals(log=1, evaluate=10, checkpoint=10)
 
 
@@ -58,18 +60,18 @@ def reference():
 
 def read_head(reference, prefix):
     """The arrays under the names that a checkpoint has, as the weights of a head."""
-    named = {name.removeprefix(prefix): jnp.asarray(reference[name]) for name in reference if name.startswith(prefix)}
+    named = {name.removeprefix(prefix): reference[name] for name in reference if name.startswith(prefix)}
     attention, mlp = "midlayer.self_attn.{}_proj.weight", "midlayer.mlp.{}_proj.weight"
     layer = LayerParams(
         attention_norm=named["midlayer.input_layernorm.weight"],
-        qkv=jnp.concatenate([named[attention.format(name)] for name in "qkv"]).T,
+        qkv=np.concatenate([named[attention.format(name)] for name in "qkv"]).T,
         qkv_bias=None,
         q_norm=None,
         k_norm=None,
         o=named[attention.format("o")].T,
         o_bias=None,
         mlp_norm=named["midlayer.post_attention_layernorm.weight"],
-        gate_up=jnp.concatenate([named[mlp.format(name)] for name in ("gate", "up")]).T,
+        gate_up=np.concatenate([named[mlp.format(name)] for name in ("gate", "up")]).T,
         down=named[mlp.format("down")].T,
     )
     return EagleParams(
@@ -91,10 +93,9 @@ def test_losses_and_gradients_are_those_of_the_authors(reference):
     target = Llama(num_layers=7, head_dim=8, max_length=64, **shape)
     config = head.configure(target, draft_vocab_size=24)
     assert config.capture == (2, 3, 4) and config.rms_norm_eps == 1e-5 and config.rope_theta == 10000
-    frozen = LlamaParams(jnp.asarray(reference["emb"]), (), jnp.ones(32), None)
+    frozen = LlamaParams(jnp.asarray(reference["emb"]), (), np.ones(32, np.float32), None)
     tokens = jnp.asarray(reference["ids"], jnp.int32)
-    ids = jnp.asarray(np.flatnonzero(reference["t2d"]), jnp.int32)
-    lesson = ttt.teach(jnp.asarray(reference["tlogits"]), ids)
+    lesson = TEACH(reference["tlogits"], np.flatnonzero(reference["t2d"]).astype(np.int32))
 
     @jax.jit
     @partial(jax.grad, has_aux=True)
@@ -112,8 +113,8 @@ def test_losses_and_gradients_are_those_of_the_authors(reference):
 @pytest.fixture(scope="module")
 def target():
     """Random weights; the embedding is large, so that the target is sure of what it says."""
-    params = INIT_TARGET(TARGET, jax.random.key(3))
-    return dataclasses.replace(params, embed=20 * params.embed)
+    params = model.init_params(TARGET, jax.random.key(3))
+    return dataclasses.replace(params, embed=jax.device_put(20 * np.array(params.embed)))
 
 
 @pytest.fixture(scope="module")
@@ -135,49 +136,51 @@ def heldout(rows):
 
 def random_head(target):
     """Weights whose norms and matrices all matter."""
-    ids = jnp.asarray(np.arange(0, 60, 60 / CONFIG.draft_vocab_size), jnp.int32)
-    state = learner.init(SETUP, target, ids)
+    ids = np.arange(0, 60, 60 / CONFIG.draft_vocab_size).astype(np.int32)
+    begun = jax.device_get(learner.init(SETUP, target, ids).params)
     random = np.random.default_rng(6)
-    params = jax.tree.map(lambda leaf: leaf + random.normal(0, 0.2, leaf.shape).astype(np.float32), state.params)
+    params = jax.tree.map(lambda leaf: leaf + random.normal(0, 0.2, leaf.shape).astype(np.float32), begun)
     return dataclasses.replace(params, ids=ids)
 
 
 def random_tokens(batch, length):
-    return jnp.asarray(np.random.default_rng(2).integers(0, 61, (batch, length)), jnp.int32)
+    return np.random.default_rng(2).integers(0, 61, (batch, length), np.int32)
 
 
 def test_what_is_trained_is_what_is_served(target):
     """Step k of row p is the k-th draft of a decoder whose cache holds the rows 0 to p."""
     params, tokens = Params(target, random_head(target)), random_tokens(2, 12)
-    hidden, _ = learner.observe(SETUP, target, tokens, None)
-    fused = CONFIG.fuse(params.draft, hidden)
-    handed, trained = LEARNER.begin(params, hidden), []
+    hidden = OBSERVE(SETUP, target, tokens, None)[0]
+    fused = np.array(jax.jit(CONFIG.fuse)(params.draft, hidden))
+    handed, trained = jax.jit(LEARNER.begin)(params, hidden), []
     forward, apply = jax.jit(LEARNER.forward, static_argnums=4), jax.jit(CONFIG.apply, static_argnums=1)
+    commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
     for step in range(3):
         logits, handed = forward(params, tokens, hidden, handed, step)
-        trained.append((logits, handed[0]))
+        trained.append(jax.device_get((logits, handed[0])))
     for p in (0, 7):
         cache = CONFIG.init_cache(params.draft, 2, 12, 4)
-        positions = jnp.arange(p + 1, dtype=jnp.int32)[None]
-        last, count = jnp.full(2, p, jnp.int32), jnp.full(2, p + 1, jnp.int32)
+        positions = np.arange(p + 1, dtype=np.int32)[None]
+        last, count = np.full(2, p, np.int32), np.full(2, p + 1, np.int32)
         out = apply(params, TARGET, tokens[:, 1 : p + 2], fused[:, : p + 1], positions, cache, None, select=last)
-        cache, rows = cache.commit(out.rows, jnp.zeros(2, jnp.int32), None, count), None
+        cache, rows = commit(cache, out.rows, np.zeros(2, np.int32), None, count), None
         for step, wanted in enumerate(trained):
             if step:
-                token, at = tokens[:, p + step + 1, None], jnp.full((1, 1), p + step, jnp.int32)
+                token, at = tokens[:, p + step + 1, None], np.full((1, 1), p + step, np.int32)
                 out = apply(params, TARGET, token, out.feature, at, cache, count, earlier=rows)
                 rows = out.rows
-            np.testing.assert_allclose(out.logits[:, 0], wanted[0][:, p], atol=2e-5)
-            np.testing.assert_allclose(out.feature[:, 0], wanted[1][:, p], atol=2e-5)
+            np.testing.assert_allclose(np.array(out.logits)[:, 0], wanted[0][:, p], atol=2e-5)
+            np.testing.assert_allclose(np.array(out.feature)[:, 0], wanted[1][:, p], atol=2e-5)
 
 
 def test_what_the_mask_leaves_out_changes_nothing(target):
     params, tokens = dataclasses.replace(random_head(target), ids=None), random_tokens(2, 12)
-    ids = jnp.arange(0, 60, 1.5).astype(jnp.int32)
-    hidden, _ = learner.observe(SETUP, target, tokens, None)
-    logits = jax.random.normal(jax.random.key(1), (2, 12, 61))
-    mask = jnp.asarray(np.random.default_rng(4).integers(0, 2, (2, 12)), jnp.float32).at[:, 7:].set(0.0)
-    assert float(mask[:, :7].min()) == 0
+    ids = np.arange(0, 60, 1.5).astype(np.int32)
+    hidden = np.array(OBSERVE(SETUP, target, tokens, None)[0])
+    logits = np.random.default_rng(1).normal(size=(2, 12, 61)).astype(np.float32)
+    mask = np.random.default_rng(4).integers(0, 2, (2, 12)).astype(np.float32)
+    mask[:, 7:] = 0.0
+    assert mask[:, :7].min() == 0
 
     @jax.jit
     def run(params, tokens, hidden, logits):
@@ -191,31 +194,32 @@ def test_what_the_mask_leaves_out_changes_nothing(target):
     gradient, found = run(params, tokens, hidden, logits)
     assert found.counted.tolist() == [int(mask[:, step:].sum()) for step in range(3)]
     # The token after a masked one is not predicted from it; nothing reads what follows the last that counts.
-    unread = jnp.pad(mask, ((0, 0), (1, 0)))[:, :12, None] == 0
-    other = run(params, tokens.at[:, 8:].set(1), hidden.at[:, 7:].set(3.0), jnp.where(unread, logits[:, ::-1], logits))
-    same = jax.tree.map(lambda a, b: bool((a == b).all()), (gradient, found), other)
+    unread = np.pad(mask, ((0, 0), (1, 0)))[:, :12, None] == 0
+    column = np.arange(12)[None]
+    others = np.where(column < 8, tokens, 1), np.where(column[..., None] < 7, hidden, np.float32(3))
+    other = run(params, *others, np.where(unread, logits[:, ::-1], logits))
+    same = jax.tree.map(np.array_equal, (gradient, found), other)
     assert jax.tree.all(same)
-    changed = run(params, tokens.at[:, 7].set(1), hidden, logits)[1]
+    changed = run(params, np.where(column == 7, 1, tokens), hidden, logits)[1]
     assert not np.array_equal(changed.loss, found.loss)
 
 
 def test_figures_count_what_agrees(target):
     """Against a lesson made of the head's own choices, of which some are then changed."""
     params, tokens = Params(target, random_head(target)), random_tokens(1, 10)
-    hidden = jax.random.normal(jax.random.key(0), (1, 10, 96))
+    hidden = np.random.default_rng(0).normal(size=(1, 10, 96)).astype(np.float32)
     forward = jax.jit(LEARNER.forward, static_argnums=4)
-    first, handed = forward(params, tokens, hidden, LEARNER.begin(params, hidden), 0)
+    first, handed = forward(params, tokens, hidden, jax.jit(LEARNER.begin)(params, hidden), 0)
     second, _ = forward(params, tokens, hidden, handed, 1)
-    choices = [np.asarray(logits[0]).argmax(-1) for logits in (first, second)]
+    choices = [np.asarray(logits)[0].argmax(-1) for logits in (first, second)]
     wanted = np.concatenate([[0], choices[0][:-1]])
     wanted[4] = choices[1][2]
     wanted[[6, 7]] = (wanted[[6, 7]] + 1) % 40
     known = np.arange(10) != 3
-    lesson = ttt.Lesson(jax.nn.one_hot(wanted, 40)[None], jnp.asarray(known)[None], jnp.array(False))
+    lesson = ttt.Lesson(np.eye(40, dtype=np.float32)[wanted][None], known[None], np.array(False))
     agreed = [[choices[k][p] == wanted[p + k + 1] and known[p + k + 1] for p in range(9 - k)] for k in range(2)]
     both = sum(a and b for a, b in zip(*agreed, strict=False))
-    figures = jax.jit(ttt.figures, static_argnums=(0, 6))
-    found = figures(LEARNER, params, tokens, hidden, lesson, learner.text_mask(tokens), 2)
+    found = FIGURES(LEARNER, params, tokens, hidden, lesson, learner.text_mask(tokens), 2)
     assert found.agreed.tolist() == [sum(agreed[0]), sum(agreed[1])]
     assert found.chained.tolist() == [sum(agreed[0]), both] and both < sum(agreed[1])
     assert found.counted.tolist() == [9, 8]
@@ -223,27 +227,27 @@ def test_figures_count_what_agrees(target):
 
 
 def test_a_choice_outside_the_drafts_vocabulary_counts_nothing():
-    logits = jnp.log(jnp.array([[[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]]))
-    lesson = ttt.teach(logits, jnp.array([0, 2]))
+    logits = np.log(np.array([[[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]], np.float32))
+    lesson = TEACH(logits, np.array([0, 2]))
     np.testing.assert_allclose(lesson.probs, [[[0.25, 0.75], [2 / 3, 1 / 3]]], rtol=1e-6)
     assert lesson.known.tolist() == [[False, True]] and bool(lesson.beyond)
-    assert not bool(ttt.teach(logits, jnp.array([1, 2])).beyond)
-    assert ttt.teach(logits, None).known.all()
+    assert not bool(TEACH(logits, np.array([1, 2])).beyond)
+    assert np.array(TEACH(logits, None).known).all()
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_behind_the_end_the_target_counts_as_undecided(target, first):
     """Where the mask has the last token count, its logits are zeros: a uniform law, and token 0 as the choice."""
-    tokens, ids = random_tokens(1, 6), jnp.arange(first, 40 + first, dtype=jnp.int32)
-    params, hidden = Params(target, random_head(target)), jax.random.normal(jax.random.key(0), (1, 6, 96))
-    logits = jax.random.normal(jax.random.key(1), (1, 6, 61))
-    figures = jax.jit(ttt.figures, static_argnums=(0, 6))
-    lessons = [ttt.teach(logits, ids), ttt.teach(jnp.pad(logits, ((0, 0), (0, 2), (0, 0))), ids)]
-    ours = figures(LEARNER, params, tokens, hidden, lessons[0], jnp.ones((1, 6)), 2)
-    longer = jnp.pad(tokens, ((0, 0), (0, 2))), jnp.pad(hidden, ((0, 0), (0, 2), (0, 0)))
-    mask = jnp.array([[1, 1, 1, 1, 1, 1, 0, 0]], jnp.float32)
-    wanted = figures(LEARNER, params, *longer, lessons[1], mask, 2)
-    np.testing.assert_allclose(ours.loss * 6, wanted.loss * 8, rtol=1e-5)
+    tokens, ids = random_tokens(1, 6), np.arange(first, 40 + first, dtype=np.int32)
+    random = np.random.default_rng(0)
+    hidden, logits = (random.normal(size=(1, 6, width)).astype(np.float32) for width in (96, 61))
+    params = Params(target, random_head(target))
+    lessons = [TEACH(logits, ids), TEACH(np.pad(logits, ((0, 0), (0, 2), (0, 0))), ids)]
+    ours = FIGURES(LEARNER, params, tokens, hidden, lessons[0], np.ones((1, 6), np.float32), 2)
+    longer = np.pad(tokens, ((0, 0), (0, 2))), np.pad(hidden, ((0, 0), (0, 2), (0, 0)))
+    mask = np.array([[1, 1, 1, 1, 1, 1, 0, 0]], np.float32)
+    wanted = FIGURES(LEARNER, params, *longer, lessons[1], mask, 2)
+    np.testing.assert_allclose(np.array(ours.loss) * 6, np.array(wanted.loss) * 8, rtol=1e-5)
     assert ours.counted.tolist() == wanted.counted.tolist() == [6, 5]
 
 
@@ -285,8 +289,7 @@ def test_training_lowers_the_loss_and_leaves_the_vocabulary(target, sources, hel
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
     assert state.params.ids is None and state.params.embed is None
     first = learner.init(SETUP, target, ids)
-    moved = jax.tree.map(lambda a, b: bool((a != b).any()), first.params, state.params)
-    assert jax.tree.all(moved)
+    assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, first.params, state.params)))
 
 
 def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
@@ -296,7 +299,7 @@ def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
     unbroken = train("whole", stop_after=12)
     train("parts", stop_after=7)
     resumed = train("parts", resume=True, stop_after=12)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), unbroken, resumed))
+    assert jax.tree.all(jax.tree.map(np.array_equal, unbroken, resumed))
     losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("whole", "parts")]
     assert losses[0] == losses[1]
     other = HeadLearner(dataclasses.replace(CONFIG, capture=(0, 2, 4)), TARGET)
@@ -324,7 +327,7 @@ def data_directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("data")
     bpe = train_files.write(directory)
     small = dataclasses.replace(TARGET, vocab_size=280, max_length=256)
-    checkpoint.save(directory / "small", small, INIT_TARGET(small, jax.random.key(0)), dtype="float32", eos=(0,))
+    checkpoint.save(directory / "small", small, model.init_params(small, jax.random.key(0)), dtype="float32", eos=(0,))
     tokenizer.save(bpe, directory / "small", 256)
     return directory
 
@@ -369,7 +372,7 @@ def test_a_head_of_another_width_has_an_embedding_of_its_own(target, layout, tmp
     eagle_checkpoint.save(tmp_path, config, state.serve("float32"), layout=layout, dtype="float32", verifier="tiny")
     read = eagle_checkpoint.load(tmp_path, target=TARGET, dtype="float32")
     assert read.config == config
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), read.params, state.serve("float32")))
+    assert jax.tree.all(jax.tree.map(np.array_equal, read.params, state.serve("float32")))
 
 
 def test_what_does_not_fit_is_refused(target, sources, heldout, data_directory, tmp_path):

@@ -34,6 +34,8 @@ TARGET = Llama(
     max_length=512,
     qk_norm=True,
 )
+NEAR = dataclasses.replace(TARGET, num_layers=1)
+"""The draft of `bound_drafters`: with the target's own weights, a little off, it is often right."""
 DRAFT = Llama(
     vocab_size=61,
     hidden_size=16,
@@ -78,10 +80,10 @@ HEADS = MtpHeads(HEAD_LAYER, count=3)
 
 def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParams:
     """Weights with a spread that keeps logits apart, so that the argmax is no matter of rounding."""
-    matrix = _matrices(seed, 4 * config.num_layers + 2, dtype)
+    matrix = _matrices(seed, dtype)
 
     width, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-    ones, norm = jnp.ones(width, dtype), jnp.ones(dim, dtype) if config.qk_norm else None
+    ones, norm = np.ones(width, dtype), np.ones(dim, dtype) if config.qk_norm else None
     layers = tuple(
         LayerParams(
             attention_norm=ones,
@@ -98,16 +100,31 @@ def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParam
         for _ in range(config.num_layers)
     )
     head = None if config.tie_embeddings else matrix(width, config.vocab_size)
-    return LlamaParams(matrix(config.vocab_size, width), layers, ones, head)
+    return on_device(LlamaParams(matrix(config.vocab_size, width), layers, ones, head))
 
 
-def _matrices(seed: int, count: int, dtype=jnp.float32):
-    keys = iter(jax.random.split(jax.random.key(seed), count))
+def _matrices(seed: int, dtype=np.float32):
+    """Random matrices of NumPy's: outside of a program each operation of JAX's is compiled for each shape."""
+    generator = np.random.default_rng(seed)
 
     def matrix(*shape):
-        return (jax.random.normal(next(keys), shape) * shape[0] ** -0.5).astype(dtype)
+        return (generator.normal(size=shape) * shape[0] ** -0.5).astype(dtype)
 
     return matrix
+
+
+def _norm(matrix, size: int):
+    return 1 + np.float32(0.2) * matrix(1, size)[0]
+
+
+def on_device(tree):
+    """The same weights on the device, where no program has to put them as `jnp.asarray`'s does."""
+    return jax.device_put(tree)
+
+
+def near(params, other, share: float = 0.1):
+    """Weights that are off by this share of the way to the others', so that a draft with them is often right."""
+    return on_device(jax.tree.map(lambda a, b: np.array(a) + np.float32(share) * (np.array(b) - a), params, other))
 
 
 IDS = np.random.default_rng(5).integers(0, TARGET.vocab_size, (3, 9)).astype(np.int32)
@@ -118,12 +135,12 @@ CAPACITY = 40
 
 @functools.cache
 def params(draft: Llama | None = None) -> Params:
-    """The target's weights; as draft those of `draft`, or the target's own a little off, so that it is often right."""
+    """The target's weights; as draft those of `draft`, or of `NEAR`."""
     target = random_params(TARGET)
     if draft is not None:
         return Params(target, random_params(draft, seed=1))
-    off = random_params(TARGET, seed=1)
-    return Params(target, jax.tree.map(lambda a, b: a + 0.1 * (b - a), target, off))
+    off = near(target, random_params(TARGET, seed=1))
+    return Params(target, dataclasses.replace(off, layers=off.layers[: NEAR.num_layers]))
 
 
 @functools.cache
@@ -134,40 +151,41 @@ def head_params() -> Params:
 
 def fit_head(target: Llama, head: EagleHead, weights: LlamaParams, tokens: np.ndarray) -> Params:
     """An EAGLE-3 head that is random, but for an LM head that is fitted to the target's logits on some texts."""
-    matrix, width = _matrices(7, 8), head.hidden_size
+    matrix, width = _matrices(7), head.hidden_size
     common = np.argsort(-np.bincount(tokens.ravel(), minlength=head.vocab_size), kind="stable")
     ids = np.sort(common[: head.draft_vocab_size]).astype(np.int32)
     layer = LayerParams(
-        attention_norm=jnp.ones(target.hidden_size),
+        attention_norm=np.ones(target.hidden_size, np.float32),
         qkv=matrix(target.hidden_size + width, (head.num_heads + 2 * head.num_kv_heads) * head.head_dim),
         qkv_bias=None,
         q_norm=None,
         k_norm=None,
         o=matrix(head.num_heads * head.head_dim, width),
         o_bias=None,
-        mlp_norm=jnp.ones(width),
+        mlp_norm=np.ones(width, np.float32),
         gate_up=matrix(width, 2 * head.intermediate_size),
         down=matrix(head.intermediate_size, width),
     )
-    random = EagleParams(
+    made = EagleParams(
         embed=None,
         fc=matrix(len(head.capture) * target.hidden_size, width),
         fc_bias=None,
         fc_norms=None,
         input_norm=None,
-        hidden_norm=jnp.ones(width),
+        hidden_norm=np.ones(width, np.float32),
         layers=(layer,),
-        norm=jnp.ones(width),
+        norm=np.ones(width, np.float32),
         lm_head=matrix(width, head.draft_vocab_size),
-        ids=jnp.asarray(ids),
+        ids=ids,
     )
+    random = on_device(made)
     read = jax.jit(_read, static_argnames=("target", "head"))
-    logits, feature = read(Params(weights, random), jnp.asarray(tokens), target=target, head=head)
+    logits, feature = read(Params(weights, random), tokens, target=target, head=head)
     feature = np.array(feature).reshape(-1, width)
     feature /= np.sqrt((feature**2).mean(-1, keepdims=True) + head.rms_norm_eps)
-    wanted = np.array(logits[:, 1:][:, :, ids]).reshape(len(feature), -1)
+    wanted = np.array(logits)[:, 1:, ids].reshape(len(feature), -1)
     fitted = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ wanted)
-    return Params(weights, dataclasses.replace(random, lm_head=jnp.asarray(fitted, jnp.float32)))
+    return Params(weights, dataclasses.replace(random, lm_head=jax.device_put(fitted.astype(np.float32))))
 
 
 def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
@@ -192,10 +210,10 @@ def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, .
     """Weights with a spread that keeps logits apart; the embedding and the LM head are the target's."""
     width, made = layer.hidden_size, []
     for index in range(count):
-        matrix, own = _matrices(seed + index, 4), random_params(layer, seed=seed + index)
-        norms = (1 + 0.2 * matrix(1, width)[0] for _ in range(3))
+        matrix, own = _matrices(seed + index), random_params(layer, seed=seed + index)
+        norms = (_norm(matrix, width) for _ in range(3))
         made.append(MtpParams(next(norms), next(norms), matrix(2 * width, width), own.layers[0], next(norms)))
-    return tuple(made)
+    return on_device(tuple(made))
 
 
 def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray, judged: np.ndarray | None = None) -> Params:
@@ -204,22 +222,29 @@ def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray, judged:
     judged: behind which tokens the logits are; None: all.
     """
     judged = np.ones(tokens.shape, bool) if judged is None else judged
-    rows = len(tokens)
-    cache = target.init_cache(both.target, rows, 4, 4)
-    out = jax.jit(lambda p, t: target.forward(p, tree.chain(t), cache, None, capture=(target.num_layers + 1,)))(
-        both.target, jnp.asarray(tokens)
-    )
-    assert out.hidden is not None
-    feature, fitted = out.hidden, []
+    layer = target.num_layers + 1
+
+    @jax.jit
+    def read_target(params, tokens):
+        cache = target.init_cache(params, len(tokens), 4, 4)
+        out = target.forward(params, tree.chain(tokens), cache, None, capture=(layer,))
+        return out.logits, out.hidden
+
+    @functools.partial(jax.jit, static_argnames="head")
+    def read(both, tokens, feature, head):
+        row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        cache = head.init_cache(both.draft, len(tokens), 4, 4)
+        return head.read(both, target, tokens, feature, row, cache, None)[0]
+
+    logits, feature = jax.device_get(read_target(both.target, tokens))
+    fitted = []
     for index, own in enumerate(both.draft):
-        head, columns = heads.head(index, target), tokens.shape[1] - 1 - index
-        row, cache = jnp.arange(columns, dtype=jnp.int32)[None], head.init_cache(both.draft, rows, 4, 4)
-        read = jax.jit(lambda p, t, f, row=row, cache=cache, head=head: head.read(p, target, t, f, row, cache, None)[0])
-        feature = read(both, jnp.asarray(tokens[:, 1 + index :]), feature[:, :columns])
+        columns = tokens.shape[1] - 1 - index
+        feature = np.array(read(both, tokens[:, 1 + index :], feature[:, :columns], heads.head(index, target)))
         at = judged[:, 1 + index :]
-        seen, wanted = np.array(feature)[at], np.array(out.logits[:, 1 + index :])[at]
+        seen, wanted = feature[at], logits[:, 1 + index :][at]
         solved = np.linalg.solve(seen.T @ seen + 0.1 * np.eye(seen.shape[1]), seen.T @ wanted)
-        fitted.append(dataclasses.replace(own, lm_head=jnp.asarray(solved, jnp.float32)))
+        fitted.append(dataclasses.replace(own, lm_head=jax.device_put(solved.astype(np.float32))))
     return Params(both.target, tuple(fitted))
 
 
@@ -234,11 +259,9 @@ def assistant_params(clustered: bool = False) -> Params:
 
 def random_assistant(config: Assistant, seed: int = 11) -> AssistantParams:
     """Weights with a spread that keeps logits apart; a head that reads the whole vocabulary."""
-    matrix, width = _matrices(seed, 10 * config.num_layers + 4), config.hidden_size
+    matrix, width = _matrices(seed), config.hidden_size
 
-    def norm(size):
-        return 1 + 0.2 * matrix(1, size)[0]
-
+    norm = functools.partial(_norm, matrix)
     layers = tuple(
         AssistantLayerParams(
             attention_norm=norm(width),
@@ -257,15 +280,15 @@ def random_assistant(config: Assistant, seed: int = 11) -> AssistantParams:
     outer = config.target_hidden_size
     projections = dict(pre_projection=matrix(2 * outer, width), post_projection=matrix(width, outer))
     head = matrix(width, config.vocab_size).T
-    return AssistantParams(**projections, layers=layers, norm=norm(width), head=head, clusters=None)
+    return on_device(AssistantParams(**projections, layers=layers, norm=norm(width), head=head, clusters=None))
 
 
 def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> AssistantParams:
     """The same weights with a head of clusters, whose centroids add up what their tokens' rows say."""
     assert config.clusters is not None and own.head is not None
     ids = np.random.default_rng(seed).permutation(config.vocab_size).reshape(config.clusters.count, -1)
-    head = jnp.take(own.head, ids, axis=0)
-    clusters = ClusterParams(head.sum(1).T, jnp.asarray(ids, jnp.int32), head)
+    head = np.array(own.head)[ids]
+    clusters = on_device(ClusterParams(head.sum(1).T, ids.astype(np.int32), head))
     return dataclasses.replace(own, head=None, clusters=clusters)
 
 
@@ -278,7 +301,7 @@ def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=
     # With the identity as its head, an assistant's logits are what the head reads.
     width = config.hidden_size
     bare = dataclasses.replace(config, vocab_size=width, clusters=None)
-    random = dataclasses.replace(random_assistant(config), head=jnp.eye(width))
+    random = dataclasses.replace(random_assistant(config), head=jax.device_put(np.eye(width, dtype=np.float32)))
     both, drafter = Params(weights, random), FrozenKvMtp(depth=1).bind(target, config)
     bound, capacity = dataclasses.replace(drafter, model=bare), texts.shape[1]
     end = np.full(len(ids), capacity) if limit is None else np.asarray(limit)
@@ -293,22 +316,30 @@ def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=
             hidden = out.hidden
         return jnp.stack(found, axis=1)
 
-    keys = jax.vmap(jax.random.key)(np.zeros(len(ids), np.uint32))
-    count, last = jnp.asarray(length, jnp.int32), jnp.asarray(end, jnp.int32)
+    keys = row_keys(np.zeros(len(ids)))
+    count, last = np.asarray(length, np.int32), np.asarray(end, np.int32)
     static = dict(target=target, drafter=bound, accept=accept.greedy, capacity=capacity, page_size=4)
-    s = decode.jitted_prefill(both, jnp.asarray(ids), count, last, keys, stopping.init(None, len(ids)), **static)
+    s = decode.jitted_prefill(both, ids, count, last, keys, stopping.init(None, len(ids)), **static)
     features, wanted = [], []
-    while not s.done.all():
-        made, lengths = np.array(read(both, s, jnp.asarray(texts))), np.array(s.length)
+    while not np.array(s.done).all():
+        made, lengths = np.array(read(both, s, texts)), np.array(s.length)
         for row, column in zip(*np.nonzero(lengths[:, None] + np.arange(steps) < end[:, None]), strict=True):
             features.append(made[row, column])
             wanted.append(texts[row, lengths[row] + column])
-        s = decode.decode(both, s, s.step + 1, target=target, drafter=bound, accept=accept.greedy)
+        s = decode.decode(both, s, jnp.int32(int(s.step) + 1), target=target, drafter=bound, accept=accept.greedy)
     feature = np.array(features)
     right = np.eye(config.vocab_size, dtype=np.float32)[np.array(wanted)]
     head = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ right).T
-    fitted = dataclasses.replace(random, head=jnp.asarray(8 * head, jnp.float32))
+    fitted = dataclasses.replace(random, head=jax.device_put((8 * head).astype(np.float32)))
     return Params(weights, in_clusters(config, fitted) if config.clusters else fitted)
+
+
+def row_keys(seeds):
+    """A key for each row."""
+    return _keys(np.asarray(seeds, np.uint32))
+
+
+_keys = jax.jit(jax.vmap(jax.random.key))
 
 
 def bound_drafters() -> dict[str, Drafter]:
@@ -322,8 +353,8 @@ def bound_drafters() -> dict[str, Drafter]:
         "mtp_reused_tree": Mtp(depth=3, width=3, num_nodes=12, heads=1).bind(TARGET, HEADS),
         "ngram": Ngram(n=2, depth=4),
         "plain": Plain(),
-        "standalone": Standalone(depth=3).bind(TARGET, TARGET),
-        "standalone_tree": Standalone(depth=4, width=3, num_nodes=16).bind(TARGET, TARGET),
+        "standalone": Standalone(depth=3).bind(TARGET, NEAR),
+        "standalone_tree": Standalone(depth=4, width=3, num_nodes=16).bind(TARGET, NEAR),
     }
 
 
@@ -343,11 +374,11 @@ def start(
 ) -> DecodeState:
     """The state after prefill. limit: by default 24 tokens to generate; seeds: by default 0, 1, ..."""
     limit = np.asarray(length) + 24 if limit is None else limit
-    length, limit = jnp.asarray(length, jnp.int32), jnp.asarray(limit, jnp.int32)
-    keys = jax.vmap(jax.random.key)(np.arange(len(ids), dtype=np.uint32) if seeds is None else np.asarray(seeds))
+    length, limit = np.asarray(length, np.int32), np.asarray(limit, np.int32)
+    keys = row_keys(np.arange(len(ids)) if seeds is None else seeds)
     stop = stopping.init(table, len(ids))
     static = dict(target=TARGET, drafter=drafter, accept=rule, capacity=CAPACITY, page_size=page_size, chunk=chunk)
-    return decode.jitted_prefill(weights, jnp.asarray(ids), length, limit, keys, stop, rows, **static)
+    return decode.jitted_prefill(weights, np.asarray(ids), length, limit, keys, stop, rows, **static)
 
 
 def run(drafter: Drafter, weights: Params, s: DecodeState, until: int = 1000, rule=accept.greedy) -> DecodeState:
@@ -389,7 +420,7 @@ def prefilled(model, prompts, drafter, new_tokens: int):
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     bound = drafter.bind(model.target, model.draft)
-    keys = jax.vmap(jax.random.key)(jnp.arange(len(prompts), dtype=jnp.uint32))
+    keys = row_keys(np.arange(len(prompts)))
     static = dict(target=model.target, drafter=bound, accept=accept.greedy, capacity=128, page_size=4)
-    given = model.params, jnp.asarray(ids), jnp.asarray(length), jnp.asarray(length + new_tokens), keys
+    given = model.params, ids, length, length + np.int32(new_tokens), keys
     return bound, decode.jitted_prefill(*given, stopping.init(None, len(prompts)), **static)

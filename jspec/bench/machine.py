@@ -14,6 +14,8 @@ from jspec.models import layers
 
 WARM_UP = 2
 """Calls before the first that counts: one compiles, and one runs before command buffers are captured."""
+COPIED = {"cpu": 2**26}
+"""Bytes of the array that is copied, by platform, and else 2**30: far more than any cache holds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Bandwidth:
 
 
 def copy_bandwidth(repeats: int) -> Bandwidth:
-    """Bytes read and written by a copy of a GiB (on a CPU 64 MiB), far more than any cache holds."""
-    size = 2**26 if jax.default_backend() == "cpu" else 2**30
+    """Bytes read and written by a copy of `COPIED` bytes."""
+    size = COPIED.get(jax.default_backend(), 2**30)
     source = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
     # An operation, since XLA copies nothing that it can alias.
     return Bandwidth(2 * size, seconds_of(jax.jit(lambda x: x + 1), source, count=10, repeats=repeats))

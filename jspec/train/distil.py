@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
@@ -116,7 +115,7 @@ def agreement(
     recipe, sums, rows = setup.recipe, [], []
     size = min(recipe.length, len(heldout))
     for batch in batches.windows(heldout[:_HELDOUT_TOKENS], batch_tokens=recipe.batch_tokens, length=size - 1):
-        tokens = jnp.asarray(batch)
+        tokens = jax.device_put(batch)
         found = learner.measure(params, ids, tokens, learner.text_mask(tokens), setup=setup)
         sums.append(jax.device_get(found))
         rows.append(len(batch))
@@ -180,7 +179,7 @@ def _advance(setup: DraftSetup, target: Any, sources: tuple[Source, ...], state:
     batch = batches.draw(
         sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length - 1
     )
-    tokens = jnp.asarray(batch)
+    tokens = jax.device_put(batch)
     return learner.train_step(state, target, tokens, learner.text_mask(tokens), setup=setup)
 
 

@@ -109,8 +109,16 @@ class DraftState:
 
     def serve(self, dtype: Any) -> Any:
         """The draft's weights as they are served, in `dtype`: a copy, which lives on when the state is donated."""
-        params = jax.tree.map(lambda leaf: jnp.array(leaf, dtype), self.params)
-        return params if self.ids is None else dataclasses.replace(params, ids=jnp.array(self.ids))
+        params, ids = _copied((self.params, self.ids), dtype=dtype)
+        return params if ids is None else dataclasses.replace(params, ids=ids)
+
+
+@partial(jax.jit, static_argnames=("dtype",))
+def _copied(weights: Any, *, dtype: Any) -> Any:
+    def copy(leaf):
+        return jnp.copy(leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf)
+
+    return jax.tree.map(copy, weights)
 
 
 def init(setup: DraftSetup, target: Any, ids: np.ndarray | None) -> DraftState:
@@ -118,7 +126,7 @@ def init(setup: DraftSetup, target: Any, ids: np.ndarray | None) -> DraftState:
 
     ids: the draft's vocabulary, Int[Vd]; None: all.
     """
-    return _init(target, None if ids is None else jnp.asarray(ids, jnp.int32), setup=setup)
+    return _init(target, None if ids is None else np.asarray(ids, np.int32), setup=setup)
 
 
 @partial(jax.jit, static_argnames=("setup",))
@@ -188,4 +196,6 @@ def observe(
 
 def text_mask(tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """The mask of a text of which all counts. Nothing follows its last token, from which padding would be learnt."""
-    return jnp.ones(tokens.shape, jnp.float32).at[:, -1].set(0.0)
+    mask = np.ones(tokens.shape, np.float32)
+    mask[:, -1] = 0.0
+    return jax.device_put(mask)

@@ -9,7 +9,6 @@ import math
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspec import checkpoint
@@ -61,7 +60,7 @@ def train(
         batch = batches.draw(
             sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length
         )
-        return objective.train_step(state, teacher, jnp.asarray(batch), setup=setup)
+        return objective.train_step(state, teacher, jax.device_put(batch), setup=setup)
 
     return loop.run(
         directory,
@@ -87,7 +86,7 @@ def evaluate(
     nats = distance = agreed = tokens = size = 0.0
     recipe = setup.recipe
     for batch in batches.windows(heldout.tokens, batch_tokens=recipe.batch_tokens, length=recipe.length):
-        sums = objective.measure(params, teacher, jnp.asarray(batch), setup=setup)
+        sums = objective.measure(params, teacher, jax.device_put(batch), setup=setup)
         nats, distance, agreed = (float(new) + old for new, old in zip(sums, (nats, distance, agreed), strict=True))
         tokens += batch[:, 1:].size
         size += float(heldout.byte_counts[batch[:, 1:]].sum())

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,6 +77,7 @@ class CausalAttention:
         return out[:, :length]
 
 
+@partial(jax.jit, static_argnames=("config",))
 def init_params(config: Llama, key: Key[Array, ""]) -> LlamaParams:
     """Random weights in float32: matrices of spread in^-0.5, those that end a residual branch less by depth."""
     keys = iter(jax.random.split(key, 4 * config.num_layers + 2))

@@ -64,6 +64,7 @@ class TrainState:
     step: Int[Array, ""]
 
 
+@partial(jax.jit, static_argnames=("setup",))
 def init(setup: Setup) -> TrainState:
     """The state before the first step, from the recipe's seed."""
     params: Any = model.init_params(setup.config, jax.random.key(setup.recipe.seed))

@@ -49,13 +49,13 @@ def _complete(config: LanguageModel, params: Any, prompts: list[list[int]], widt
     ids = np.zeros((len(prompts), longest), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
-    length = jnp.array([len(prompt) for prompt in prompts], jnp.int32)
+    length = np.array([len(prompt) for prompt in prompts], np.int32)
     weights, parts = Params(params), {"target": config, "drafter": Plain(), "accept": accept.greedy}
     state = decode.jitted_prefill(
         weights,
-        jnp.asarray(ids),
+        ids,
         length,
-        jnp.full_like(length, width),
+        np.full_like(length, width),
         jax.random.split(jax.random.key(0), len(prompts)),
         stopping.init(None, len(prompts)),
         **parts,

@@ -12,13 +12,14 @@ from jspec.types import DraftTree
 KIND = RecurrentLayer(key_heads=2, value_heads=4, key_dim=8, value_dim=6)
 B, NODES, BEFORE = 3, 14, 5
 CLOSE = dict(rtol=0, atol=1e-5)
-conv = jnp.asarray(np.random.default_rng(9).normal(size=(4, KIND.channels)), jnp.float32)
+NAN = np.float32(np.nan)
+conv = np.random.default_rng(9).normal(size=(4, KIND.channels)).astype(np.float32)
 
 
 @jax.jit
 def attend(cache, given, start, mask=None, earlier=None):
     """Output and rows of the one layer."""
-    return cache.attend(0, given[0], conv, given[1], given[2], start, mask, earlier)
+    return cache.attend(0, given[0], jnp.asarray(conv), given[1], given[2], start, mask, earlier)
 
 
 @jax.jit
@@ -30,22 +31,23 @@ def tokens(rng, count):
     """A convolution's inputs, decays and rates."""
     inputs = rng.normal(size=(B, count, KIND.channels))
     g, beta = -np.exp(rng.normal(size=(B, count, 4))), rng.uniform(size=(B, count, 4))
-    return [jnp.asarray(x, jnp.float32) for x in (inputs, g, beta)]
+    return [x.astype(np.float32) for x in (inputs, g, beta)]
 
 
 def of(given, index):
     """The tokens at `index` [B, A]."""
-    return [jnp.take_along_axis(x, jnp.asarray(index)[..., None], axis=1) for x in given]
+    return [np.take_along_axis(x, np.asarray(index)[..., None], axis=1) for x in given]
 
 
 @pytest.fixture(scope="module")
 def before():
     """A cache with `BEFORE` committed tokens; one more sequence has none, and NaN in their place."""
     cache = KIND.empty(B, 64, 16, layers=1, dtype=jnp.float32)
-    start = jnp.array([BEFORE, BEFORE - 2, 0])
+    start = np.array([BEFORE, BEFORE - 2, 0], np.int32)
     given = tokens(np.random.default_rng(0), BEFORE)
-    cache = commit(cache, attend(cache, given, None)[1], jnp.zeros(B, jnp.int32), None, start)
-    states, windows = cache.states[0].at[2].set(jnp.nan), cache.windows.at[:, 2].set(jnp.nan)
+    cache = commit(cache, attend(cache, given, None)[1], np.zeros(B, np.int32), None, start)
+    states, windows = np.array(cache.states[0]), np.array(cache.windows)
+    states[2] = windows[:, 2] = np.nan
     return RecurrentCache((states,), windows), start
 
 
@@ -54,14 +56,15 @@ def plainly(cache, given, start, count):
     outs, caches = [], [cache]
     for i in range(count):
         out, rows = attend(cache, of(given, np.full((B, 1), i)), start + i)
-        cache = commit(cache, rows, start + i, None, jnp.ones(B, jnp.int32))
+        cache = commit(cache, rows, start + i, None, np.ones(B, np.int32))
         outs.append(out)
         caches.append(cache)
-    return jnp.concatenate(outs, axis=1), caches
+    return np.concatenate(outs, axis=1), jax.device_get(caches)
 
 
 def assert_remembers(got, wanted, sequence):
     """Two caches agree on a sequence."""
+    got = jax.device_get(got)
     np.testing.assert_allclose(got.states[0][sequence], wanted.states[0][sequence], **CLOSE)
     np.testing.assert_allclose(got.windows[0, sequence], wanted.windows[0, sequence], **CLOSE)
 
@@ -72,7 +75,7 @@ def random_path(rng, parents, mask):
     paths = [np.nonzero(row[n])[0] for row, n in zip(mask, end, strict=True)]
     most = max(map(len, paths))
     padded = [np.pad(path, (0, most - len(path)), mode="edge") for path in paths]
-    return jnp.asarray(np.stack(padded), jnp.int32), np.array([len(path) for path in paths])
+    return np.stack(padded).astype(np.int32), np.array([len(path) for path in paths])
 
 
 def test_a_path_of_a_tree_commits_what_its_tokens_alone_would(before):
@@ -90,7 +93,7 @@ def test_a_path_of_a_tree_commits_what_its_tokens_alone_would(before):
     # What is not on the path is broken, and leaves no trace.
     on_path = np.zeros((B, NODES), bool)
     np.put_along_axis(on_path, np.array(path), True, axis=1)
-    broken = jax.tree.map(lambda x: jnp.where(on_path.reshape(B, NODES, *[1] * (x.ndim - 2)), x, jnp.nan), rows)
+    broken = jax.tree.map(lambda x: np.where(on_path.reshape(B, NODES, *[1] * (x.ndim - 2)), x, NAN), rows)
     got = commit(cache, broken, start, path, jnp.asarray(length))
     for b, count in enumerate(length):
         np.testing.assert_allclose(out[b, path[b, :count]], wanted[b, :count], **CLOSE)
@@ -108,7 +111,7 @@ def test_a_chain_commits_what_its_tokens_alone_would(before, count):
     np.testing.assert_allclose(out, wanted, **CLOSE)
     length = np.array([count, 1, count - 1])
     behind = np.arange(count)[None] >= length[:, None]
-    broken = jax.tree.map(lambda x: jnp.where(behind.reshape(B, count, *[1] * (x.ndim - 2)), jnp.nan, x), rows)
+    broken = jax.tree.map(lambda x: np.where(behind.reshape(B, count, *[1] * (x.ndim - 2)), NAN, x), rows)
     got = commit(cache, broken, start, None, jnp.asarray(length))
     for b, size in enumerate(length):
         assert_remembers(got, after[size], b)
@@ -117,9 +120,9 @@ def test_a_chain_commits_what_its_tokens_alone_would(before, count):
 def test_sequences_that_have_ended_stay_as_they_are_bit_for_bit(before):
     cache, start = before
     given = tokens(np.random.default_rng(3), 4)
-    rows = jax.tree.map(lambda x: x * jnp.nan, attend(cache, given, start)[1])
-    for path in (None, jnp.zeros((B, 3), jnp.int32)):
-        after = commit(cache, rows, start, path, jnp.zeros(B, jnp.int32))
+    rows = jax.tree.map(lambda x: np.full_like(x, np.nan), attend(cache, given, start)[1])
+    for path in (None, np.zeros((B, 3), np.int32)):
+        after = commit(cache, rows, start, path, np.zeros(B, np.int32))
         jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
@@ -135,7 +138,7 @@ def test_later_forwards_of_a_round_see_the_rows_of_earlier_ones(before):
         here = of(given, np.tile(np.arange(first, last), (B, 1)))
         own, earlier = attend(cache, here, start, mask[:, first:last, :last], earlier)
         found.append(own)
-    np.testing.assert_allclose(jnp.concatenate(found, axis=1), out, **CLOSE)
+    np.testing.assert_allclose(np.concatenate(found, axis=1), out, **CLOSE)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **CLOSE), earlier, rows)
 
 

@@ -25,13 +25,20 @@ def attend(cache, layer, q, k, v, start, mask, positions):
 commit = jax.jit(SlidingCache.commit)
 
 
+@jax.jit
+def depths_and_mask(tokens, parents):
+    draft = DraftTree(tokens, parents)
+    return tree.depths(draft), tree.ancestor_mask(draft)
+
+
 def empty(window, page_size, rng):
     """An empty cache in a pool with spare pages, its own in no order."""
-    cache = SlidingCache.empty(BATCH, CAPACITY, page_size, **SHAPE, window=window)
+    make = partial(SlidingCache.empty, BATCH, CAPACITY, page_size, **SHAPE, window=window)
+    cache = jax.jit(make)()
     pages = cache.pool.shape[2] + 3
     moved = rng.permutation(pages)[: cache.pool.shape[2]].astype(np.int32)
-    pool = jnp.full((LAYERS, 2, pages, *cache.pool.shape[3:]), jnp.nan)
-    return dataclasses.replace(cache, pool=pool, page_table=jnp.asarray(moved)[cache.page_table])
+    pool = np.full((LAYERS, 2, pages, *cache.pool.shape[3:]), np.float32(np.nan))
+    return dataclasses.replace(cache, pool=pool, page_table=moved[np.array(cache.page_table)])
 
 
 def forget(cache, length):
@@ -86,9 +93,8 @@ def test_rounds_equal_dense_attention_over_each_nodes_window(window, page_size):
     for count, chain in ((25, True), (1, True), (12, False), (5, True), (12, False), (25, True)):
         q, rows, parents, paths = random_round(rng, count, chain)
         paths = [path if b else [] for b, path in enumerate(paths)] if count == 5 else paths
-        draft = DraftTree(jnp.zeros((BATCH, count), jnp.int32), None if chain else jnp.asarray(parents))
-        positions = length[:, None] + np.asarray(tree.depths(draft))
-        mask = tree.ancestor_mask(draft)
+        depths, mask = depths_and_mask(np.zeros((BATCH, count), np.int32), None if chain else parents)
+        positions = length[:, None] + np.asarray(depths)
         for layer in range(LAYERS):
             out = np.asarray(attend(cache, layer, q, *rows[layer], length, mask, positions))
             for b, n in np.ndindex(BATCH, count):
@@ -97,8 +103,7 @@ def test_rounds_equal_dense_attention_over_each_nodes_window(window, page_size):
                 np.testing.assert_allclose(out[b, n], dense(q[b, n], seen), rtol=1e-5, atol=1e-5)
         taken = np.array([len(path) for path in paths], np.int32)
         padded = None if chain else np.array([path + [0] * (count - len(path)) for path in paths], np.int32)
-        pairs = tuple((jnp.asarray(k), jnp.asarray(v)) for k, v in rows)
-        cache = commit(cache, pairs, length, padded, taken)
+        cache = commit(cache, tuple(map(tuple, rows)), length, padded, taken)
         for layer, b in committed:
             committed[layer, b] += [rows[layer, :, b, m] for m in paths[b]]
         length = length + taken

@@ -55,7 +55,7 @@ def recur(state, q, k, v, g, beta, parents):
 
 
 def narrow(*arrays):
-    return [jnp.asarray(x, jnp.float32) for x in arrays]
+    return [x.astype(np.float32) for x in arrays]
 
 
 @backends
@@ -147,14 +147,16 @@ def test_nodes_of_later_forwards_see_the_rows_of_earlier_ones(live):
     out, u, _ = recur(held, *inputs, parents)
     if live is not None:
         state[1] = np.nan
-        live = jnp.array(live)
-    state, q, k, v, g, beta = narrow(state, *inputs)
-    mask = jnp.asarray(ancestors(parents))
-    first = (q[:, :earlier], k[:, :earlier], v[:, :earlier], g[:, :earlier], beta[:, :earlier])
-    a, u1 = delta_rule.tree_delta_rule(state, *first, mask[:, :earlier, :earlier], None, live)
-    b, u2 = delta_rule.tree_delta_rule(
-        state, q[:, earlier:], k, v[:, earlier:], g, beta[:, earlier:], mask[:, earlier:], u1, live
-    )
+        live = np.array(live)
+
+    @jax.jit
+    def both(state, q, k, v, g, beta, mask, live):
+        first = (q[:, :earlier], k[:, :earlier], v[:, :earlier], g[:, :earlier], beta[:, :earlier])
+        a, u1 = delta_rule.tree_delta_rule(state, *first, mask[:, :earlier, :earlier], None, live)
+        later = (q[:, earlier:], k, v[:, earlier:], g, beta[:, earlier:], mask[:, earlier:], u1, live)
+        return a, *delta_rule.tree_delta_rule(state, *later)
+
+    a, b, u2 = both(*narrow(state, *inputs), ancestors(parents), live)
     np.testing.assert_allclose(np.concatenate([a, b], 1), out, **TOLERANCE)
     np.testing.assert_allclose(u2, u, **TOLERANCE)
 
@@ -172,15 +174,20 @@ def test_long_chains_are_read_in_blocks(count, slow):
     np.testing.assert_allclose(got_u, u, **TOLERANCE)
     length = np.array([count, 70 if count > 70 else 3])
     # What stands behind a path is not read.
-    behind = [x.at[1, length[1] :].set(jnp.nan) for x in (given[2], got_u, given[4])]
-    after = jax.jit(delta_rule.advance)(given[0], *behind, jnp.asarray(length))
+    read = np.arange(count)[None] < length[:, None]
+    behind = [
+        np.where(read.reshape(B, count, *[1] * (x.ndim - 2)), x, np.float32(np.nan))
+        for x in map(np.array, (given[2], got_u, given[4]))
+    ]
+    after = jax.jit(delta_rule.advance)(given[0], *behind, length)
     np.testing.assert_allclose(after, states[np.arange(B), length - 1], **TOLERANCE)
 
 
 def test_a_path_of_no_nodes_leaves_the_state_bit_for_bit():
     rng = np.random.default_rng(0)
     state, _, k, v, g, _ = narrow(rng.normal(size=(B, H * G, K, V)), *random_inputs(rng, 6))
-    after = delta_rule.advance(state, k * jnp.nan, v * jnp.nan, g * jnp.nan, jnp.array([0, 0]))
+    broken = [np.full_like(x, np.nan) for x in (k, v, g)]
+    after = jax.jit(delta_rule.advance)(state, *broken, np.array([0, 0]))
     np.testing.assert_array_equal(after, state)
 
 
@@ -189,7 +196,7 @@ def test_the_inverse_of_unit_lower_triangles(count):
     """The second one has powers with entries of up to 10^18, its inverse has none above 1."""
     lower = np.tril(np.random.default_rng(0).uniform(-1, 1, (count, count)) / 4, -1)
     for matrix in (lower, np.tril(np.ones((count, count)), -1)):
-        inverse = unit_lower_inverse(jnp.asarray(matrix, jnp.float32))
+        inverse = jax.jit(unit_lower_inverse)(matrix.astype(np.float32))
         np.testing.assert_allclose(inverse, np.linalg.inv(np.eye(count) + matrix), atol=2e-6)
 
 
@@ -207,9 +214,9 @@ def test_the_convolution_reads_the_nearest_ancestors(tree):
                 line.append(inputs[b, node])
             line += [*window[b, ::-1]]
             wanted[b, n] = sum(weight[3 - d] * line[d] for d in range(4))
-    mask = jnp.asarray(ancestors(parents)) if tree else None
-    window, inputs, weight = narrow(window, inputs, weight)
-    np.testing.assert_allclose(delta_rule.short_conv(window, inputs, weight, mask, count), wanted, atol=1e-5)
+    mask = ancestors(parents) if tree else None
+    given, read = narrow(window, inputs, weight), jax.jit(delta_rule.short_conv, static_argnums=4)
+    np.testing.assert_allclose(read(*given, mask, count), wanted, atol=1e-5)
     mask = mask[:, earlier:] if tree else None
-    last = delta_rule.short_conv(window, inputs, weight, mask, count - earlier)
+    last = read(*given, mask, count - earlier)
     np.testing.assert_allclose(last, wanted[:, earlier:], atol=1e-5)
