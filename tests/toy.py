@@ -100,7 +100,7 @@ def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParam
         for _ in range(config.num_layers)
     )
     head = None if config.tie_embeddings else matrix(width, config.vocab_size)
-    return on_device(LlamaParams(matrix(config.vocab_size, width), layers, ones, head))
+    return jax.device_put(LlamaParams(matrix(config.vocab_size, width), layers, ones, head))
 
 
 def _matrices(seed: int, dtype=np.float32):
@@ -117,14 +117,9 @@ def _norm(matrix, size: int):
     return 1 + np.float32(0.2) * matrix(1, size)[0]
 
 
-def on_device(tree):
-    """The same weights on the device, where no program has to put them as `jnp.asarray`'s does."""
-    return jax.device_put(tree)
-
-
 def near(params, other, share: float = 0.1):
     """Weights that are off by this share of the way to the others', so that a draft with them is often right."""
-    return on_device(jax.tree.map(lambda a, b: np.array(a) + np.float32(share) * (np.array(b) - a), params, other))
+    return jax.device_put(jax.tree.map(lambda a, b: np.array(a) + np.float32(share) * (np.array(b) - a), params, other))
 
 
 IDS = np.random.default_rng(5).integers(0, TARGET.vocab_size, (3, 9)).astype(np.int32)
@@ -178,7 +173,7 @@ def fit_head(target: Llama, head: EagleHead, weights: LlamaParams, tokens: np.nd
         lm_head=matrix(width, head.draft_vocab_size),
         ids=ids,
     )
-    random = on_device(made)
+    random = jax.device_put(made)
     read = jax.jit(_read, static_argnames=("target", "head"))
     logits, feature = read(Params(weights, random), tokens, target=target, head=head)
     feature = np.array(feature).reshape(-1, width)
@@ -213,7 +208,7 @@ def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, .
         matrix, own = _matrices(seed + index), random_params(layer, seed=seed + index)
         norms = (_norm(matrix, width) for _ in range(3))
         made.append(MtpParams(next(norms), next(norms), matrix(2 * width, width), own.layers[0], next(norms)))
-    return on_device(tuple(made))
+    return jax.device_put(tuple(made))
 
 
 def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray, judged: np.ndarray | None = None) -> Params:
@@ -280,7 +275,7 @@ def random_assistant(config: Assistant, seed: int = 11) -> AssistantParams:
     outer = config.target_hidden_size
     projections = dict(pre_projection=matrix(2 * outer, width), post_projection=matrix(width, outer))
     head = matrix(width, config.vocab_size).T
-    return on_device(AssistantParams(**projections, layers=layers, norm=norm(width), head=head, clusters=None))
+    return jax.device_put(AssistantParams(**projections, layers=layers, norm=norm(width), head=head, clusters=None))
 
 
 def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> AssistantParams:
@@ -288,7 +283,7 @@ def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> Assis
     assert config.clusters is not None and own.head is not None
     ids = np.random.default_rng(seed).permutation(config.vocab_size).reshape(config.clusters.count, -1)
     head = np.array(own.head)[ids]
-    clusters = on_device(ClusterParams(head.sum(1).T, ids.astype(np.int32), head))
+    clusters = jax.device_put(ClusterParams(head.sum(1).T, ids.astype(np.int32), head))
     return dataclasses.replace(own, head=None, clusters=clusters)
 
 

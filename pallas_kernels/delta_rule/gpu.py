@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import platform
+from pallas_kernels.delta_rule.reference import unit_lower_inverse
 
 MOST_NODES = 32
 """Of a tree: the kernel holds what they are to each other, for which more would not leave it the registers."""
@@ -112,23 +113,10 @@ def _kernel(
         total = jnp.exp(decay.sum(1))[:, None]
         held, out = read
         value, out = value - total * held, total * out
-    u = _dot(_unit_lower_inverse(system, nodes), beta[:, None] * value)
+    u = _dot(unit_lower_inverse(system, nodes), beta[:, None] * value)
     out = out + _dot(weight * of_q, u)
     for ref, made in ((out_ref, out), (u_ref, u)):
         pltriton.store(ref.at[b, node[:, None], head, column[None]], made, mask=inside)
-
-
-def _unit_lower_inverse(lower, count):
-    """As `reference.unit_lower_inverse`, of a matrix whose first `count` rows are not those of the unit matrix."""
-    index = jnp.arange(lower.shape[0])
-    inverse = (index[:, None] == index[None]).astype(jnp.float32)
-    size = 1
-    while size < count:
-        block = index // size
-        below = jnp.where((block[:, None] % 2 == 1) & (block[None] == block[:, None] - 1), lower, 0.0)
-        inverse = inverse - (below if size == 1 else _dot(_dot(inverse, below), inverse))
-        size *= 2
-    return inverse
 
 
 def _dot(a, b):

@@ -178,16 +178,17 @@ def slide(
     return jnp.take_along_axis(line, index[:, :, None], axis=1, mode="clip")
 
 
-def unit_lower_inverse(lower: Float[Array, "*batch N N"]) -> Float[Array, "*batch N N"]:
+def unit_lower_inverse(lower: Float[Array, "*batch N N"], count: int | None = None) -> Float[Array, "*batch N N"]:
     """(I + lower)^-1 of strictly lower triangular matrices, by matrix products alone.
 
     Blocks on the diagonal are inverted, twice as large ones each time: the inverse of [[P, 0], [M, Q]] is that of P and
     Q less, below them, Q^-1 M P^-1. No power of `lower` is taken: its entries may be large where the inverse's are not.
+
+    count: the first rows, behind which all are 0; None: there may be none such.
     """
-    size, count = 1, lower.shape[-1]
-    index = jnp.arange(count)
-    inverse = jnp.broadcast_to(jnp.eye(count, dtype=lower.dtype), lower.shape)
-    while size < count:
+    size, index = 1, jnp.arange(lower.shape[-1])
+    inverse = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
+    while size < (count or lower.shape[-1]):
         block = index // size
         below = jnp.where((block[:, None] % 2 == 1) & (block[None] == block[:, None] - 1), lower, 0)
         if size == 1:
