@@ -71,7 +71,9 @@ def routed_mlp(x: Float[Array, "*batch E"], experts: RoutedParams, routed: Route
     if routed.shared:
         gate = jnp.ones((1, 1), jnp.float32)
         if experts.shared_gate is not None:
-            gate = jax.nn.sigmoid(layers.linear(flat, experts.shared_gate).astype(jnp.float32))
+            # Else XLA makes this product again, in one thread, for each number of the weights below.
+            logit = lax.optimization_barrier(layers.linear(flat, experts.shared_gate))
+            gate = jax.nn.sigmoid(logit.astype(jnp.float32))
         weights = jnp.concatenate([weights, jnp.broadcast_to(gate, (len(flat), routed.shared))], axis=1)
     return experts_mlp(flat, ids, weights, experts.gate_up, experts.down, jax.nn.silu).reshape(x.shape)
 

@@ -38,8 +38,9 @@ def default_config(*, rows: int, groups: int, dtype) -> Config:
         return Config(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
     each = pl.cdiv(rows, groups)
     if each <= 16:
-        # A matrix is read by one block of rows: there is nothing to compute, and much to have under way.
-        return Config(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=3)
+        # A matrix is read by one block of rows: there is nothing to compute, and much to have under way, 128 bytes of a
+        # row of the matrix or more at once, in each half, too.
+        return Config(block_m=16, block_n=128, block_k=64, num_warps=4, num_stages=4)
     block_m = min(max(pl.next_power_of_2(each), 32), 128)
     return Config(block_m, block_n=128, block_k=64, num_warps=4 if block_m < 128 else 8, num_stages=3)
 
