@@ -1,12 +1,14 @@
 """Latent attention as one Triton kernel for decode, verify and the prefill of a chunk.
 
-A program owns a tile of the query rows of a sequence, all heads of all nodes (row = node * H + h), and a share of the
-prefix; the round's own rows are a share of their own. What it reads of the cache is read once, as keys and as values. A
-second kernel merges the results of several shares.
+A program owns a tile of the query rows of a sequence, all heads of all nodes (row = node * H + h), and a share of what
+they see: of the blocks of the prefix and, behind those, of the round's own rows. What it reads of the cache is read
+once, as keys and as values. A second kernel merges the results of several shares.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import platform
-from pallas_kernels.paged_attention.gpu import DTYPES, MOST_SPLITS, absorb, dot, int32_or_none, merge, padded
+from pallas_kernels.paged_attention.gpu import DTYPES, absorb, dot, int32_or_none, merge, padded
 from pallas_kernels.paged_attention.scores import in_base_2
 
 
@@ -28,13 +30,15 @@ class Config:
     block_k: int
     """Rows of the cache that it takes at a time. Where it divides the page size, each block lies in one page."""
     splits: int
-    """Shares of the prefix that run in parallel; where there are several, the round's own rows are one more."""
+    """Shares of the blocks that run in parallel, of one size but for one block."""
     num_warps: int
     num_stages: int
 
 
-TILES = {16: (64, 4, 2), 32: (32, 4, 3), 64: (64, 8, 2)}
-"""Rows of the cache at a time, warps and stages for each number of query rows: the fastest on an H100 in bfloat16."""
+TILES = {16: (32, 4, 3, 2), 32: (32, 4, 3, 2), 64: (64, 8, 2, 1)}
+"""For each number of query rows: rows of the cache at a time, warps, stages, and how many programs fit a multiprocessor
+of an H100, in bfloat16."""
+MOST_SPLITS = 128
 
 
 def default_config(*, batch: int, rows: int, keys: int, latent: int, dtype, prefix: bool = True) -> Config:
@@ -45,14 +49,15 @@ def default_config(*, batch: int, rows: int, keys: int, latent: int, dtype, pref
     wide = jnp.dtype(dtype).itemsize > 2 or padded(latent) > 512
     # The sum of a tile is held in registers, `latent` numbers of float32 a row.
     block_m = 16 if wide else min(padded(rows), 64)
-    block_k, num_warps, num_stages = (16, 4, 2) if wide else TILES[block_m]
+    block_k, num_warps, num_stages, each = (16, 4, 2, 1) if wide else TILES[block_m]
     block_k = max(16, min(block_k, padded(keys)))
-    programs = batch * pl.cdiv(rows, block_m)
-    shares = keys // max(block_k, block_m) if prefix else 1
+    room = each * platform.processors() // (batch * pl.cdiv(rows, block_m))
+    # Of two blocks the second is under way while the first is absorbed.
+    shares = pl.cdiv(keys, 2 * block_k) if prefix else 1
     return Config(
         block_m=block_m,
         block_k=block_k,
-        splits=max(min(platform.processors() // programs, shares, MOST_SPLITS), 1),
+        splits=max(min(room, shares, MOST_SPLITS), 1),
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -93,19 +98,19 @@ def mla_attention(
         batch=batch, rows=count, keys=max(capacity, own), latent=latent, dtype=q_latent.dtype, prefix=pool is not None
     )
     interpret = platform.interpret() if interpret is None else interpret
-    tiles, shares = pl.cdiv(count, config.block_m), config.splits + (config.splits > 1)
+    tiles = pl.cdiv(count, config.block_m)
     if config.splits == 1:
         out_shape = [jax.ShapeDtypeStruct((batch, count, latent), q_latent.dtype)]
         out_specs = [_sequence(count, latent)]
     else:
-        partials = (shares, batch, count)
+        partials = (config.splits, batch, count)
         out_shape = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (partials, partials, (*partials, latent))]
         out_specs = [_partial(count), _partial(count), _partial(count, latent)]
     out = pl.pallas_call(
         functools.partial(_kernel, config=config, tiles=tiles, heads=heads, scale=scale),
         out_shape=out_shape,
         # The tiles of a share run together, and read the same rows.
-        grid=(tiles, batch, shares),
+        grid=(tiles, batch, config.splits),
         in_specs=[
             _sequence(count, latent),
             _sequence(count, q_rope.shape[3]),
@@ -169,27 +174,34 @@ def _kernel(
     real, node = row < count, row // heads
     q = [_load(ref, (), row, real, 0, ref.shape[1]) for ref in (q_latent_ref, q_rope_ref)]
 
-    def attend(blocks, state):
-        begin, end, fetch = blocks
-
-        def body(i, state):
-            parts, visible = fetch(i)
+    def attend(begin, end, find, fetch, state):
+        def body(i, carry):
+            where, state = carry
+            parts, visible = fetch(i, where)
             keys, shared = (part.astype(q[0].dtype) for part in parts)
             products = dot(q[0], keys.T) + dot(q[1], shared.T)
-            return absorb(jnp.where(visible, in_base_2(products, scale, None), -jnp.inf), keys, state)
+            scores = jnp.where(visible, in_base_2(products, scale, None), -jnp.inf)
+            return find(i + 1), absorb(scores, keys, state)
 
-        return lax.fori_loop(begin, end, body, state)
+        # Where a block lies is read a turn ahead. Read in its own turn it would take a stage of the loop's pipeline, and
+        # what is read from there would not be under way while the block before is absorbed.
+        return lax.fori_loop(begin, end, body, (find(begin), state))[1]
 
     state = (
         jnp.full(config.block_m, -jnp.inf, jnp.float32),
         jnp.zeros(config.block_m, jnp.float32),
         jnp.zeros(q[0].shape, jnp.float32),
     )
+    seen: list[tuple[Any, Callable, Callable]] = [_own(rows_ref, mask_ref, node, real, count // heads, latent, config)]
     if length_ref is not None:
         refs = pool_ref, layer_ref[...], table_ref, length_ref[...], prefix_mask_ref
-        state = attend(_committed(*refs, node, real, latent, share, config), state)
-    nodes = count // heads
-    peak, total, summed = attend(_own(rows_ref, mask_ref, node, real, nodes, latent, share, config), state)
+        seen.insert(0, _committed(*refs, node, real, latent, config))
+    blocks = sum(each for each, _, _ in seen)
+    begin, end = share * blocks // config.splits, (share + 1) * blocks // config.splits
+    for each, find, fetch in seen:
+        state = attend(jnp.clip(begin, 0, each), jnp.clip(end, 0, each), find, fetch, state)
+        begin, end = begin - each, end - each
+    peak, total, summed = state
     column = jnp.arange(summed.shape[1])[None]
     stored, inside = (row[:, None], column), real[:, None] & (column < latent)
     if config.splits == 1:
@@ -200,40 +212,42 @@ def _kernel(
         pltriton.store(out_refs[2].at[stored], summed, mask=inside)
 
 
-def _committed(pool_ref, layer, table_ref, length, prefix_mask_ref, node, real, latent, share, config):
-    """The blocks of one share of the prefix: from, to, and what fetches one as its two parts, and who sees which."""
+def _committed(pool_ref, layer, table_ref, length, prefix_mask_ref, node, real, latent, config):
+    """The blocks of the prefix: how many, what finds the page of one, or those of its rows, and what fetches it from
+    there as its two parts, and who sees which."""
     page_size = pool_ref.shape[3]
     upper = jnp.minimum(length, table_ref.shape[0] * page_size)
-    blocks = pl.cdiv(upper, config.block_k)
-    each = pl.cdiv(blocks, config.splits)
 
-    def fetch(i):
-        position = i * config.block_k + jnp.arange(config.block_k)
+    def find(i):
+        first = i * config.block_k
+        if page_size % config.block_k:
+            first += jnp.arange(config.block_k)
+        return pltriton.load(table_ref.at[first // page_size], mask=first < upper, other=0)
+
+    def fetch(i, page):
+        first, number = i * config.block_k, jnp.arange(config.block_k)
+        position = first + number
         # A weight of zero does not silence a NaN, and what lies outside may be a free page: it is not read.
         used = position < upper
         if page_size % config.block_k:
-            page = pltriton.load(table_ref.at[position // page_size], mask=used, other=0)[:, None]
+            page, row = page[:, None], position % page_size
         else:
-            page = table_ref[i * config.block_k // page_size]
-        parts = _parts(pool_ref, (layer, 0, page), position % page_size, used, latent)
+            row = first % page_size + number
+        parts = _parts(pool_ref, (layer, 0, page), row, used, latent)
         if prefix_mask_ref is None:
             return parts, used[None]
         there = prefix_mask_ref.at[node[:, None], position[None]]
         return parts, pltriton.load(there, mask=real[:, None] & used[None], other=False)
 
-    return share * each, jnp.minimum(share * each + each, blocks), fetch
+    return pl.cdiv(upper, config.block_k), find, fetch
 
 
-def _own(rows_ref, mask_ref, node, real, nodes, latent, share, config):
-    """The blocks of the round's own rows, as `_committed` gives those of the prefix: all for the last share."""
+def _own(rows_ref, mask_ref, node, real, nodes, latent, config):
+    """The blocks of the round's own rows, as `_committed` gives those of the prefix."""
     rows = rows_ref.shape[0]
     seen = rows if mask_ref is not None else rows - nodes + jnp.minimum(node.max(), nodes - 1) + 1
-    blocks = pl.cdiv(seen, config.block_k)
-    if config.splits > 1:
-        # A quotient, as Triton's lowering takes a choice between two constants for one of truth values.
-        blocks = share // config.splits * blocks
 
-    def fetch(i):
+    def fetch(i, _):
         position = i * config.block_k + jnp.arange(config.block_k)
         used = position < rows
         parts = _parts(rows_ref, (), position, used, latent)
@@ -242,7 +256,7 @@ def _own(rows_ref, mask_ref, node, real, nodes, latent, share, config):
         there = mask_ref.at[node[:, None], position[None]]
         return parts, pltriton.load(there, mask=real[:, None] & used[None], other=False)
 
-    return 0, blocks, fetch
+    return pl.cdiv(seen, config.block_k), lambda i: None, fetch
 
 
 def _parts(ref, lead, row, used, latent):

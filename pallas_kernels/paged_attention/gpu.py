@@ -21,6 +21,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 LONG = 1024
 """Keys of a share that are worth a tile of more than 64 rows, or a second one on each multiprocessor."""
 MOST_SPLITS = 31
+MERGED = 4096
+"""Numbers that a program of the merge reads at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,16 +323,18 @@ def merge(partials, dtype, interpret):
     peaks, totals, sums = partials
     splits, dim = peaks.shape[0], sums.shape[-1]
     rows = peaks[0].size
+    # Of a long row several programs own some columns each: what one holds stays in registers.
+    block = min(max(MERGED // pl.next_power_of_2(splits), 16), padded(dim))
     return pl.pallas_call(
-        _merge_kernel,
+        functools.partial(_merge_kernel, block=block),
         out_shape=jax.ShapeDtypeStruct((rows, dim), dtype),
-        grid=(rows,),
+        grid=(rows, pl.cdiv(dim, block)),
         in_specs=[
-            pl.BlockSpec((splits, None), lambda i: (0, i)),
-            pl.BlockSpec((splits, None), lambda i: (0, i)),
-            pl.BlockSpec((splits, None, dim), lambda i: (0, i, 0)),
+            pl.BlockSpec((splits, None), lambda i, j: (0, i)),
+            pl.BlockSpec((splits, None), lambda i, j: (0, i)),
+            pl.BlockSpec((splits, None, dim), lambda i, j: (0, i, 0)),
         ],
-        out_specs=pl.BlockSpec((None, dim), lambda i: (i, 0)),
+        out_specs=pl.BlockSpec((None, dim), lambda i, j: (i, 0)),
         compiler_params=pltriton.CompilerParams(num_warps=4 if splits > 4 else 1, num_stages=1),
         interpret=interpret,
         name="paged_attention_merge",
@@ -342,9 +346,11 @@ def _merge_kernel(
     total_ref,  # [splits]
     sum_ref,  # [splits, D]
     out_ref,  # [D]
+    *,
+    block,
 ):
     splits, dim = sum_ref.shape
-    share, dims = jnp.arange(pl.next_power_of_2(splits)), jnp.arange(padded(dim))
+    share, dims = jnp.arange(pl.next_power_of_2(splits)), pl.program_id(1) * block + jnp.arange(block)
     peak = pltriton.load(peak_ref.at[share], mask=share < splits, other=-jnp.inf)
     total = pltriton.load(total_ref.at[share], mask=share < splits, other=0)
     inside = (share < splits)[:, None] & (dims < dim)[None]
