@@ -1,4 +1,4 @@
-"""The command line: `jspec generate`, `jspec evaluate`, `jspec bench`, `jspec train`."""
+"""The command line: `jspec generate`, `jspec evaluate`, `jspec bench`, `jspec bench-kernels`, `jspec train`."""
 
 import argparse
 import dataclasses
@@ -12,6 +12,7 @@ import jax
 
 from jspec import accept, drafters
 from jspec.bench import cli as bench
+from jspec.bench import kernels
 from jspec.evaluate import Evaluation, evaluate, heldout_prompts, read_prompts
 from jspec.generate import DEFAULT_PAGE_SIZE, Generation, choose, generate, stream
 from jspec.model import Model, bundled_draft, load
@@ -56,6 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_evaluate(commands)
     summary = "what a round costs at a model's true shape, and where the time goes"
     bench.add_arguments(commands.add_parser("bench", help=summary, description=bench.__doc__))
+    summary = "what attention and experts cost alone, beside the bytes they read"
+    kernels.add_arguments(commands.add_parser("bench-kernels", help=summary, description=kernels.__doc__))
     commands.add_parser("train", help="prepare data, train a language model or a draft")
     return parser
 

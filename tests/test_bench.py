@@ -18,7 +18,7 @@ from hlo import loop_body, opcode
 import jspec
 from jspec import accept, checkpoint, cli, decode, memory, plots, stopping
 from jspec.bench import cli as bench
-from jspec.bench import machine, phases, report, weights
+from jspec.bench import kernels, machine, phases, report, weights
 from jspec.bench.measure import Setup, from_host, measure
 from jspec.bench.presets import PRESETS, eagle_head
 from jspec.bench.unfolded import Unfolded, seed
@@ -545,3 +545,52 @@ def test_a_figure_stacks_the_phases_up_to_the_round(needs):
     with pytest.raises(ValueError, match="no row was measured: does not fit"):
         plots.bench_report(report_of(rows[2]))
     plt.close("all")
+
+
+# Kernels alone
+
+
+def run_kernels(capsys, *arguments):
+    status = cli.main(["bench-kernels", *arguments, "--batch", "2", "--nodes", "3", "--repeats", "1"])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("preset", "row_bytes"), [("tiny", 2 * 8 * 4), ("tiny-qwen3-next", 2 * 8 * 4), ("tiny-deepseek", 24 * 4)]
+)
+def test_attention_alone_reads_the_rows_of_the_prefix(preset, row_bytes, monkeypatch):
+    works = []
+    monkeypatch.setattr(
+        kernels, "measure", lambda work, *_: works.append(work) or [("default", 1e-6), ("2x3", "no room")]
+    )
+    shape = ["--batch", "2", "--nodes", "3", "--context", "100", "--page-size", "16", "--dtype", "float32"]
+    assert cli.main(["bench-kernels", "attention", "--preset", preset, *shape]) == 0
+    (work,) = works
+    assert work.bytes == 2 * 100 * row_bytes
+    assert len(work.calls) == len(work.static) == kernels.CALLS
+    layers = {static["layer"] for static in work.static}
+    assert layers == set(range(work.shared[3].shape[0]))
+
+
+def test_experts_alone_read_those_that_were_chosen(capsys):
+    status, out, _ = run_kernels(capsys, "experts", "--preset", "tiny-deepseek", "--dtype", "float32")
+    assert status == 0
+    heading, columns, *rows = out.splitlines()
+    assert heading.startswith("tiny-deepseek, batch 2, float32; ")
+    assert columns.split()[:3] == ["kernel", "nodes", "tile"]
+    assert [row.split("  ")[0] for row in rows if " default " in row] == ["grouped_matmul, gated", "grouped_matmul"]
+    gated, other = kernels.experts(PRESETS["tiny-deepseek"].target, 6, jnp.float32)
+    chosen = [int((call["sizes"] > 0).sum()) for call in gated.calls]
+    assert gated.bytes == pytest.approx(np.mean(chosen) * 16 * 16 * 4)
+    assert other.bytes == gated.bytes / 2
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a platform without tiles")
+def test_kernels_alone_refuse_what_does_not_fit(capsys):
+    for arguments, message in (
+        (["experts", "--preset", "tiny"], "tiny has no experts; qwen3-next"),
+        (["attention", "--preset", "tiny", "--tile", "16xa"], "--tile 16xa: whole numbers with x between them"),
+        (["attention", "--preset", "tiny", "--tile", "16x16"], "--tile 16x16: only kernels of GPUs have tiles"),
+    ):
+        status, _, err = run_kernels(capsys, *arguments)
+        assert status == 2 and message in err

@@ -73,25 +73,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: eagle if the preset has a head, or what --draft is made for",
     )
     parser.add_argument("--mode", nargs="+", choices=(*MODES, *FROM_HOST), default=MODES, help=_MODE_HELP)
-    parser.add_argument("--batch", nargs="+", type=_positive, metavar="ROWS", help="default: 1 8 32; tiny ones: 1")
+    parser.add_argument("--batch", nargs="+", type=positive, metavar="ROWS", help="default: 1 8 32; tiny ones: 1")
     parser.add_argument(
-        "--context", nargs="+", type=_positive, metavar="N", help="default: 512 4096 32768; tiny ones: 64"
+        "--context", nargs="+", type=positive, metavar="N", help="default: 512 4096 32768; tiny ones: 64"
     )
     shape = parser.add_argument_group("the draft's shape")
-    shape.add_argument("--depth", type=_positive, metavar="N", help="tokens of the longest chain; default: 5")
-    shape.add_argument("--width", type=_positive, metavar="N", help="children of a node of a tree; default: 8")
-    shape.add_argument("--num-nodes", type=_positive, metavar="N", help="of a tree, root included; default: 32")
+    shape.add_argument("--depth", type=positive, metavar="N", help="tokens of the longest chain; default: 5")
+    shape.add_argument("--width", type=positive, metavar="N", help="children of a node of a tree; default: 8")
+    shape.add_argument("--num-nodes", type=positive, metavar="N", help="of a tree, root included; default: 32")
     shape.add_argument(
         "--tokens-per-round",
         type=float,
         metavar="X",
         help="imposed accept length, bonus token included; default: 3",
     )
-    parser.add_argument("--rounds", type=_positive, default=85, metavar="N", help="timed together; default: 85")
-    parser.add_argument("--repeats", type=_positive, default=5, metavar="N", help="of each figure; default: 5")
+    parser.add_argument("--rounds", type=positive, default=85, metavar="N", help="timed together; default: 85")
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="of each figure; default: 5")
     parser.add_argument("--no-split", action="store_true", help="leave the phases out, which take as long as all else")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bfloat16, float32 on CPU")
-    parser.add_argument("--page-size", type=_positive, default=DEFAULT_PAGE_SIZE, metavar="ROWS", help="default: 64")
+    parser.add_argument("--page-size", type=positive, default=DEFAULT_PAGE_SIZE, metavar="ROWS", help="default: 64")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, after each row")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them there; needs matplotlib")
     parser.set_defaults(run=main)
@@ -245,7 +245,8 @@ def _describe(options: argparse.Namespace, subject: Subject, params: Params, cop
     }
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An option's value as a whole number from 1 up."""
     value = int(text) if text.lstrip("+-").isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 up")

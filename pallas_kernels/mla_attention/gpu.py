@@ -183,8 +183,8 @@ def _kernel(
             scores = jnp.where(visible, in_base_2(products, scale, None), -jnp.inf)
             return find(i + 1), absorb(scores, keys, state)
 
-        # Where a block lies is read a turn ahead. Read in its own turn it would take a stage of the loop's pipeline, and
-        # what is read from there would not be under way while the block before is absorbed.
+        # Where a block lies is read a turn ahead. Read in its own turn it takes a stage of the loop's pipeline, and the
+        # block itself is not under way while the one before is absorbed.
         return lax.fori_loop(begin, end, body, (find(begin), state))[1]
 
     state = (
