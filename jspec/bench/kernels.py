@@ -104,8 +104,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def measure(work: Work, tiles: Sequence[tuple[int, ...]], repeats: int) -> Iterator[tuple[str, float | str]]:
-    """What each way to run a kernel is called, and the median seconds of a call, or why it does not run: this platform's
-    own, its tiles, XLA's."""
+    """This platform's own way to run a kernel, its tiles and XLA's way: the median seconds of a call of each, or why it
+    does not run."""
     name = work.package.__name__.split(".")[-1]
     api = getattr(work.package, name)
     ways: list[tuple[str, Callable]] = [("default", api)]

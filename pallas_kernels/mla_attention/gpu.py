@@ -7,8 +7,6 @@ once, as keys and as values. A second kernel merges the results of several share
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,10 +190,10 @@ def _kernel(
         jnp.zeros(config.block_m, jnp.float32),
         jnp.zeros(q[0].shape, jnp.float32),
     )
-    seen: list[tuple[Any, Callable, Callable]] = [_own(rows_ref, mask_ref, node, real, count // heads, latent, config)]
+    seen = (_own(rows_ref, mask_ref, node, real, count // heads, latent, config),)
     if length_ref is not None:
         refs = pool_ref, layer_ref[...], table_ref, length_ref[...], prefix_mask_ref
-        seen.insert(0, _committed(*refs, node, real, latent, config))
+        seen = (_committed(*refs, node, real, latent, config), *seen)
     blocks = sum(each for each, _, _ in seen)
     begin, end = share * blocks // config.splits, (share + 1) * blocks // config.splits
     for each, find, fetch in seen:
