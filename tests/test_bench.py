@@ -585,12 +585,36 @@ def test_experts_alone_read_those_that_were_chosen(capsys):
     assert other.bytes == gated.bytes / 2
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs a platform without tiles")
-def test_kernels_alone_refuse_what_does_not_fit(capsys):
-    for arguments, message in (
-        (["experts", "--preset", "tiny"], "tiny has no experts; qwen3-next"),
-        (["attention", "--preset", "tiny", "--tile", "16xa"], "--tile 16xa: whole numbers with x between them"),
-        (["attention", "--preset", "tiny", "--tile", "16x16"], "--tile 16x16: only kernels of GPUs have tiles"),
+def test_kernels_alone_refuse_what_does_not_fit(capsys, monkeypatch):
+    fields = "block_m, block_k, splits, num_warps, num_stages"
+    for platform, arguments, message in (
+        ("gpu", ["experts", "--preset", "tiny"], "--preset tiny has no experts; qwen3-next"),
+        ("gpu", ["experts", "--preset", "tiny-deepseek", "--page-size", "16"], "--page-size 16: experts read no cache"),
+        (
+            "gpu",
+            ["attention", "--preset", "tiny", "--tile", "16x16"],
+            f"--tile 16x16: 5 whole numbers with x between them: {fields}",
+        ),
+        ("gpu", ["attention", "--preset", "tiny", "--tile", "1x2x3x4xa"], "--tile 1x2x3x4xa: 5 whole numbers"),
+        ("cpu", ["attention", "--preset", "tiny", "--tile", "16x16x1x4x2"], "only kernels of GPUs have tiles"),
     ):
+        monkeypatch.setattr(kernels.platform, "platform", lambda platform=platform: platform)
         status, _, err = run_kernels(capsys, *arguments)
         assert status == 2 and message in err
+
+
+def test_a_kernel_alone_runs_in_each_way(monkeypatch):
+    """With a GPU's tiles, which the interpreter runs here, and a tile that does not fit."""
+    work = kernels.attention(PRESETS["tiny-deepseek"].target, 1, 2, 16, 16, jnp.float32)
+    work = dataclasses.replace(work, calls=work.calls[:1], static=work.static[:1])
+    config = work.package.gpu.Config
+
+    def fails(*args, config, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory\nmore")
+
+    found = dict(kernels.measure(work, [config(16, 16, 1, 4, 2)], 1))
+    assert list(found)[:2] == ["default", "16x16x1x4x2"] and all(seconds > 0 for seconds in found.values())
+    monkeypatch.setattr(work.package.gpu, "mla_attention", fails)
+    assert (
+        dict(kernels.measure(work, [config(32, 16, 1, 4, 2)], 1))["32x16x1x4x2"] == "RESOURCE_EXHAUSTED: Shared memory"
+    )

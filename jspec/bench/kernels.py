@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=presets, required=True, help="the model whose shapes they are")
     parser.add_argument("--batch", type=positive, default=8, metavar="ROWS", help="sequences; default: 8")
     parser.add_argument("--nodes", type=positive, nargs="+", default=(1, 6, 32), metavar="N", help="default: 1 6 32")
-    parser.add_argument("--context", type=positive, default=8192, metavar="N", help="committed tokens; default: 8192")
-    parser.add_argument("--page-size", type=positive, default=DEFAULT_PAGE_SIZE, metavar="ROWS", help="default: 64")
+    parser.add_argument("--context", type=positive, metavar="N", help="committed tokens; default: 8192")
+    parser.add_argument("--page-size", type=positive, metavar="ROWS", help="default: 64")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bfloat16, float32 on CPU")
     parser.add_argument("--repeats", type=positive, default=7, metavar="N", help="of each figure; default: 7")
     parser.add_argument(
@@ -75,13 +75,10 @@ def main(options: argparse.Namespace) -> int:
     Raises:
       ValueError: options that do not fit together.
     """
-    tiles = [_tile(text) for text in options.tile]
-    if tiles and platform.platform() != "gpu":
-        raise ValueError(f"--tile {' '.join(options.tile)}: only kernels of GPUs have tiles, this is a {_here()}")
     target, dtype = PRESETS[options.preset].target, resolve_dtype(options.dtype)
-    if options.kernel == "experts" and getattr(target, "experts", None) is None:
-        others = ", ".join(name for name, preset in PRESETS.items() if getattr(preset.target, "experts", None))
-        raise ValueError(f"--preset {options.preset} has no experts; {others} have")
+    check(options, target)
+    tiles = [_tile(text, _package(options.kernel, target)) for text in options.tile]
+    context, page_size = options.context or 8192, options.page_size or DEFAULT_PAGE_SIZE
     copy = machine.copy_bandwidth(options.repeats).gb_per_second
     given = f"{options.preset}, batch {options.batch}, {jnp.dtype(dtype).name}"
     print(f"{given}; {_here()}, jax {jax.__version__}; copy {copy:.0f} GB/s")
@@ -90,7 +87,7 @@ def main(options: argparse.Namespace) -> int:
         if options.kernel == "experts":
             works = experts(target, options.batch * nodes, dtype)
         else:
-            works = iter([attention(target, options.batch, nodes, options.context, options.page_size, dtype)])
+            works = iter([attention(target, options.batch, nodes, context, page_size, dtype)])
         for work in works:
             for tile, seconds in measure(work, tiles, options.repeats):
                 floor = work.bytes / copy / 1e9
@@ -103,20 +100,30 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def measure(work: Work, tiles: Sequence[tuple[int, ...]], repeats: int) -> Iterator[tuple[str, float | str]]:
+def check(options: argparse.Namespace, target: Any) -> None:
+    """Raises where options do not fit together."""
+    if options.tile and platform.platform() != "gpu":
+        raise ValueError(f"--tile {' '.join(options.tile)}: only kernels of GPUs have tiles, this is a {_here()}")
+    if options.kernel == "attention":
+        return
+    for name in ("context", "page_size"):
+        value = getattr(options, name)
+        if value is not None:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: experts read no cache, only attention does")
+    if getattr(target, "experts", None) is None:
+        others = ", ".join(name for name, preset in PRESETS.items() if getattr(preset.target, "experts", None))
+        raise ValueError(f"--preset {options.preset} has no experts; {others} have")
+
+
+def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[str, float | str]]:
     """This platform's own way to run a kernel, its tiles and XLA's way: the median seconds of a call of each, or why it
     does not run."""
     name = work.package.__name__.split(".")[-1]
     api = getattr(work.package, name)
     ways: list[tuple[str, Callable]] = [("default", api)]
     for tile in tiles:
-        kernel, config = getattr(work.package.gpu, name), work.package.gpu.Config
-        fields = [field.name for field in dataclasses.fields(config)]
-        if len(tile) != len(fields):
-            raise ValueError(
-                f"--tile {'x'.join(map(str, tile))}: {name} takes {len(fields)} numbers: {', '.join(fields)}"
-            )
-        ways.append(("x".join(map(str, tile)), functools.partial(kernel, config=config(*tile))))
+        label = "x".join(map(str, dataclasses.astuple(tile)))
+        ways.append((label, functools.partial(getattr(work.package.gpu, name), config=tile)))
     if platform.KERNELS.get(platform.platform()) in work.package.BACKENDS:
         ways.append(("XLA", functools.partial(api, backend="xla")))
     for label, way in ways:
@@ -137,19 +144,21 @@ def attention(target: Any, batch: int, nodes: int, context: int, page_size: int,
     total = batch * (pages + 1)
     table = np.random.default_rng(0).permutation(total).reshape(batch, -1).astype(np.int32)
     prefix = jnp.asarray(table), jnp.full(batch, context, jnp.int32)
-    if isinstance(target, Deepseek):
-        package, latent = mla_attention, target.latent
+    package = _package("attention", target)
+    if package is mla_attention:
+        latent = target.latent
         heads, width = (batch, nodes, target.num_heads), latent.width
         own = _random(dtype, (*heads, latent.size), (*heads, latent.rope), (batch, nodes, width))
         (pool,) = _random(dtype, (CALLS, 1, total, page_size, width))
     else:
-        package, keys = paged_attention, (target.num_kv_heads, target.head_dim)
+        keys = target.num_kv_heads, target.head_dim
         own = _random(dtype, (batch, nodes, target.num_heads, target.head_dim), *[(batch, nodes, *keys)] * 2)
         (pool,) = _random(dtype, (CALLS, 2, total, page_size, *keys))
     static = [{"layer": layer, "scale": 0.1} for layer in range(CALLS)]
     row_bytes = pool.shape[1] * math.prod(pool.shape[4:]) * pool.dtype.itemsize
     name = package.__name__.split(".")[-1]
-    return Work(name, package, (*own, pool, *prefix), [{}] * CALLS, static, batch * context * row_bytes)
+    chain = None
+    return Work(name, package, (*own, pool, *prefix, chain), [{}] * CALLS, static, batch * context * row_bytes)
 
 
 def experts(target: Any, tokens: int, dtype: Any) -> Iterator[Work]:
@@ -179,11 +188,18 @@ def _random(dtype: Any, *shapes: tuple[int, ...]) -> list[jax.Array]:
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def _tile(text: str) -> tuple[int, ...]:
-    numbers = text.split("x")
-    if not all(number.isdigit() for number in numbers):
-        raise ValueError(f"--tile {text}: whole numbers with x between them, as 16x64x16x4x2")
-    return tuple(map(int, numbers))
+def _package(kernel: str, target: Any) -> Any:
+    if kernel == "experts":
+        return grouped_matmul
+    return mla_attention if isinstance(target, Deepseek) else paged_attention
+
+
+def _tile(text: str, package: Any) -> Any:
+    """The Config of a package's kernel for GPUs."""
+    names, numbers = [field.name for field in dataclasses.fields(package.gpu.Config)], text.split("x")
+    if len(numbers) != len(names) or not all(number.isdigit() for number in numbers):
+        raise ValueError(f"--tile {text}: {len(names)} whole numbers with x between them: {', '.join(names)}")
+    return package.gpu.Config(*map(int, numbers))
 
 
 def _here() -> str:

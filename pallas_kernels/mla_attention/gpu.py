@@ -254,7 +254,7 @@ def _own(rows_ref, mask_ref, node, real, nodes, latent, config):
         there = mask_ref.at[node[:, None], position[None]]
         return parts, pltriton.load(there, mask=real[:, None] & used[None], other=False)
 
-    return pl.cdiv(seen, config.block_k), lambda i: None, fetch
+    return pl.cdiv(seen, config.block_k), lambda i: i, fetch
 
 
 def _parts(ref, lead, row, used, latent):

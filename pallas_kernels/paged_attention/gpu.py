@@ -215,14 +215,17 @@ def _kernel(
     q = pltriton.load(q_ref.at[stored], mask=inside, other=0)
 
     def attend(blocks, state):
-        begin, end, fetch = blocks
+        begin, end, find, fetch = blocks
 
-        def body(i, state):
-            keys, values, visible = fetch(i)
+        def body(i, carry):
+            where, state = carry
+            keys, values, visible = fetch(i, where)
             scores = in_base_2(dot(q, keys.astype(q.dtype).T), scale, soft_cap)
-            return absorb(jnp.where(visible, scores, -jnp.inf), values.astype(q.dtype), state)
+            return find(i + 1), absorb(jnp.where(visible, scores, -jnp.inf), values.astype(q.dtype), state)
 
-        return lax.fori_loop(begin, end, body, state)
+        # Where a block lies is read a turn ahead. Read in its own turn it takes a stage of the loop's pipeline, and the
+        # block itself is not under way while the one before is absorbed.
+        return lax.fori_loop(begin, end, body, (find(begin), state))[1]
 
     state = (
         jnp.full(config.block_m, -jnp.inf, jnp.float32),
@@ -246,7 +249,8 @@ def _kernel(
 
 
 def _committed(pool_ref, layer, table_ref, length, starts, share, config):
-    """The blocks of one share of the prefix: from, to, and what fetches one as keys, values, and who sees which.
+    """The blocks of one share of the prefix: from, to, what finds the page of one, or those of its rows, and what
+    fetches it from there as keys, values, and who sees which.
 
     `starts` says where the window of each row begins, Int[block_m]; None: at 0.
     """
@@ -257,19 +261,26 @@ def _committed(pool_ref, layer, table_ref, length, starts, share, config):
     each = pl.cdiv(last - first, config.splits)
     begin = first + share * each
 
-    def fetch(i):
-        position = i * config.block_k + jnp.arange(config.block_k)
+    def find(i):
+        at = i * config.block_k
+        if page_size % config.block_k:
+            at += jnp.arange(config.block_k)
+        return pltriton.load(table_ref.at[at // page_size], mask=at < upper, other=0)
+
+    def fetch(i, page):
+        at, number = i * config.block_k, jnp.arange(config.block_k)
+        position = at + number
         # A weight of zero does not silence a NaN, and what lies outside may be a free page: it is not read.
         used = (position >= lower) & (position < upper)
         if page_size % config.block_k:
-            page = pltriton.load(table_ref.at[position // page_size], mask=used, other=0)[:, None]
+            page, row = page[:, None], position % page_size
         else:
-            page = table_ref[i * config.block_k // page_size]
-        keys, values = (_load(pool_ref, (layer, kind, page), position % page_size, used) for kind in (0, 1))
+            row = at % page_size + number
+        keys, values = (_load(pool_ref, (layer, kind, page), row, used) for kind in (0, 1))
         visible = used[None] if starts is None else used[None] & (position[None] >= starts[:, None])
         return keys, values, visible
 
-    return begin, jnp.minimum(begin + each, last), fetch
+    return begin, jnp.minimum(begin + each, last), find, fetch
 
 
 def _own(k_ref, v_ref, mask_ref, node, real, nodes, share, config):
@@ -281,7 +292,7 @@ def _own(k_ref, v_ref, mask_ref, node, real, nodes, share, config):
         # A quotient, as Triton's lowering takes a choice between two constants for one of truth values.
         blocks = share // config.splits * blocks
 
-    def fetch(i):
+    def fetch(i, _):
         position = i * config.block_k + jnp.arange(config.block_k)
         used = position < rows
         keys, values = (_load(ref, (), position, used) for ref in (k_ref, v_ref))
@@ -290,7 +301,7 @@ def _own(k_ref, v_ref, mask_ref, node, real, nodes, share, config):
         there = mask_ref.at[node[:, None], position[None]]
         return keys, values, pltriton.load(there, mask=real[:, None] & used[None], other=False)
 
-    return 0, blocks, fetch
+    return 0, blocks, lambda i: i, fetch
 
 
 def _load(ref, lead, row, used):
