@@ -550,6 +550,12 @@ def test_a_figure_stacks_the_phases_up_to_the_round(needs):
 # Kernels alone
 
 
+@pytest.fixture
+def one_gb_per_second(monkeypatch):
+    """In place of a copy, which takes longer than all else."""
+    monkeypatch.setattr(machine, "copy_bandwidth", lambda repeats: machine.Bandwidth(10**9, [1.0]))
+
+
 def run_kernels(capsys, *arguments):
     status = cli.main(["bench-kernels", *arguments, "--batch", "2", "--nodes", "3", "--repeats", "1"])
     return status, *capsys.readouterr()
@@ -558,7 +564,7 @@ def run_kernels(capsys, *arguments):
 @pytest.mark.parametrize(
     ("preset", "row_bytes"), [("tiny", 2 * 8 * 4), ("tiny-qwen3-next", 2 * 8 * 4), ("tiny-deepseek", 24 * 4)]
 )
-def test_attention_alone_reads_the_rows_of_the_prefix(preset, row_bytes, monkeypatch):
+def test_attention_alone_reads_the_rows_of_the_prefix(preset, row_bytes, one_gb_per_second, monkeypatch):
     works = []
     monkeypatch.setattr(
         kernels, "measure", lambda work, *_: works.append(work) or [("default", 1e-6), ("2x3", "no room")]
@@ -572,7 +578,7 @@ def test_attention_alone_reads_the_rows_of_the_prefix(preset, row_bytes, monkeyp
     assert layers == set(range(work.shared[3].shape[0]))
 
 
-def test_experts_alone_read_those_that_were_chosen(capsys):
+def test_experts_alone_read_those_that_were_chosen(capsys, one_gb_per_second):
     status, out, _ = run_kernels(capsys, "experts", "--preset", "tiny-deepseek", "--dtype", "float32")
     assert status == 0
     heading, columns, *rows = out.splitlines()
