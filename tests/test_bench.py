@@ -65,6 +65,25 @@ def small_copies(monkeypatch):
     monkeypatch.setattr(machine, "COPIED", {jax.default_backend(): 2**16})
 
 
+def test_a_call_takes_the_mean_of_many_in_a_row(monkeypatch):
+    """Beside 5 s of the host, calls of 1 s take 60 at least."""
+    now, calls = [0.0], []
+
+    def function(x):
+        calls.append(x)
+        now[0] += 1
+        return x
+
+    def await_all(_):
+        now[0] += 5
+
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(machine.jax, "block_until_ready", await_all)
+    assert machine.seconds_of(function, "x", repeats=2, burst=60) == [69 / 64] * 2
+    assert machine.seconds_of(function, "x", repeats=3, burst=0) == [6] * 3
+    assert calls == ["x"] * (2 + 127 + 2 * 64 + 2 + 1 + 3)
+
+
 # Presets and their bytes
 
 

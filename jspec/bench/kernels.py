@@ -132,7 +132,7 @@ def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[st
             return [way(*shared, **call, **static) for call, static in zip(calls, work.static, strict=True)]
 
         try:
-            seconds = machine.seconds_of(jax.jit(program), work.shared, work.calls, count=4, repeats=repeats)
+            seconds = machine.seconds_of(jax.jit(program), work.shared, work.calls, repeats=repeats)
             yield label, statistics.median(seconds) / len(work.calls)
         except jax.errors.JaxRuntimeError as error:
             yield label, str(error).splitlines()[0]

@@ -14,6 +14,9 @@ from jspec.models import layers
 
 WARM_UP = 2
 """Calls before the first that counts: one compiles, and one runs before command buffers are captured."""
+BURST = 0.1
+"""Seconds that calls in a row take at least, of which the host's part, to begin and to learn of the end, is 0.4 ms on a
+machine with an H100."""
 COPIED = {"cpu": 2**26}
 """Bytes of the array that is copied, by platform, and else 2**30: far more than any cache holds."""
 
@@ -36,7 +39,7 @@ def copy_bandwidth(repeats: int) -> Bandwidth:
     size = COPIED.get(jax.default_backend(), 2**30)
     source = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
     # An operation, since XLA copies nothing that it can alias.
-    return Bandwidth(2 * size, seconds_of(jax.jit(lambda x: x + 1), source, count=10, repeats=repeats))
+    return Bandwidth(2 * size, seconds_of(jax.jit(lambda x: x + 1), source, repeats=repeats))
 
 
 def gemv_bandwidth(hidden_size: int, vocab_size: int, dtype: Any, repeats: int) -> Bandwidth:
@@ -44,21 +47,26 @@ def gemv_bandwidth(hidden_size: int, vocab_size: int, dtype: Any, repeats: int) 
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (1, hidden_size), dtype)
     weight = jax.random.normal(keys[1], (hidden_size, vocab_size), dtype)
-    return Bandwidth(weight.nbytes, seconds_of(jax.jit(layers.linear), x, weight, count=10, repeats=repeats))
+    return Bandwidth(weight.nbytes, seconds_of(jax.jit(layers.linear), x, weight, repeats=repeats))
 
 
-def seconds_of(function: Callable, *arguments: Any, count: int, repeats: int) -> list[float]:
-    """Seconds of a call, `repeats` times: each the mean of `count` calls in a row; the host awaits the last."""
-    seconds, out = [], None
-    for turn in range(WARM_UP + repeats):
-        out = None  # frees what the turn before has left
-        began = time.perf_counter()
+def seconds_of(function: Callable, *arguments: Any, repeats: int, burst: float = BURST) -> list[float]:
+    """Seconds of a call, `repeats` times: each the mean of as many calls in a row as take `burst` seconds; the host
+    awaits the last."""
+
+    def elapsed(count):
+        out, began = None, time.perf_counter()
         for _ in range(count):
             out = function(*arguments)
         jax.block_until_ready(out)
-        if turn >= WARM_UP:
-            seconds.append((time.perf_counter() - began) / count)
-    return seconds
+        return time.perf_counter() - began
+
+    for _ in range(WARM_UP):
+        elapsed(1)
+    count = 1
+    while elapsed(count) < burst:
+        count *= 2
+    return [elapsed(count) / count for _ in range(repeats)]
 
 
 def environment() -> dict[str, Any]:

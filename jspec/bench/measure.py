@@ -132,7 +132,7 @@ def _measure(setup: Setup, row: Row, drafter: Drafter, report: Callable[[str], A
         return
     start, rounds = programs
     report("first token")
-    row.first_token_seconds = machine.seconds_of(start, count=1, repeats=FIRST_TOKENS)
+    row.first_token_seconds = machine.seconds_of(start, repeats=FIRST_TOKENS, burst=0)
     report("rounds")
     s = _time_rounds(setup, row, rounds, start())
     if setup.split and row.mode not in FROM_HOST:

@@ -1,7 +1,7 @@
 """Latent attention as one Triton kernel for decode, verify and the prefill of a chunk.
 
 A program owns a tile of the query rows of a sequence, all heads of all nodes (row = node * H + h), and a share of what
-they see: of the blocks of the prefix and, behind those, of the round's own rows. What it reads of the cache is read
+they see: of the round's own rows and, behind those, of the blocks of the prefix. What it reads of the cache is read
 once, as keys and as values. A second kernel merges the results of several shares.
 """
 
@@ -28,15 +28,16 @@ class Config:
     block_k: int
     """Rows of the cache that it takes at a time. Where it divides the page size, each block lies in one page."""
     splits: int
-    """Shares of the blocks that run in parallel, of one size but for one block."""
+    """Shares of the blocks that run in parallel, of one size but for one block; the first one's first is on top."""
     num_warps: int
     num_stages: int
 
 
-TILES = {16: (32, 4, 3, 2), 32: (32, 4, 3, 2), 64: (64, 8, 2, 1)}
-"""For each number of query rows: rows of the cache at a time, warps, stages, and how many programs fit a multiprocessor
-of an H100, in bfloat16."""
+TILES = {16: (32, 4, 3), 32: (32, 4, 3), 64: (64, 8, 2)}
+"""Rows of the cache at a time, warps and stages for each number of query rows: the fastest on an H100 in bfloat16."""
 MOST_SPLITS = 128
+CHAIN = 128
+"""Columns of the latent part that a tile of up to 32 rows multiplies in one chain of products."""
 
 
 def default_config(*, batch: int, rows: int, keys: int, latent: int, dtype, prefix: bool = True) -> Config:
@@ -47,9 +48,13 @@ def default_config(*, batch: int, rows: int, keys: int, latent: int, dtype, pref
     wide = jnp.dtype(dtype).itemsize > 2 or padded(latent) > 512
     # The sum of a tile is held in registers, `latent` numbers of float32 a row.
     block_m = 16 if wide else min(padded(rows), 64)
-    block_k, num_warps, num_stages, each = (16, 4, 2, 1) if wide else TILES[block_m]
+    # Three tiles of 32 rows take less time than two of 64, one of them half empty: two at once on each multiprocessor.
+    three = not wide and 64 < rows <= 96
+    if three:
+        block_m = 32
+    block_k, num_warps, num_stages = (16, 4, 2) if wide else TILES[block_m]
     block_k = max(16, min(block_k, padded(keys)))
-    room = each * platform.processors() // (batch * pl.cdiv(rows, block_m))
+    room = (1 + three) * platform.processors() // (batch * pl.cdiv(rows, block_m))
     # Of two blocks the second is under way while the first is absorbed.
     shares = pl.cdiv(keys, 2 * block_k) if prefix else 1
     return Config(
@@ -168,49 +173,73 @@ def _kernel(
     count, latent = q_latent_ref.shape
     share = pl.program_id(2)
     # The last nodes of a chain see the most rows: they go first, so that short tiles fill the gaps at the end.
-    row = (tiles - 1 - pl.program_id(0)) * config.block_m + jnp.arange(config.block_m)
+    first_row = (tiles - 1 - pl.program_id(0)) * config.block_m
+    last_node = (jnp.minimum(first_row + config.block_m, count) - 1) // heads
+    row = first_row + jnp.arange(config.block_m)
     real, node = row < count, row // heads
-    q = [_load(ref, (), row, real, 0, ref.shape[1]) for ref in (q_latent_ref, q_rope_ref)]
-
-    def attend(begin, end, find, fetch, state):
-        def body(i, carry):
-            where, state = carry
-            parts, visible = fetch(i, where)
-            keys, shared = (part.astype(q[0].dtype) for part in parts)
-            products = dot(q[0], keys.T) + dot(q[1], shared.T)
-            scores = jnp.where(visible, in_base_2(products, scale, None), -jnp.inf)
-            return find(i + 1), absorb(scores, keys, state)
-
-        # Where a block lies is read a turn ahead. Read in its own turn it takes a stage of the loop's pipeline, and the
-        # block itself is not under way while the one before is absorbed.
-        return lax.fori_loop(begin, end, body, (find(begin), state))[1]
-
+    columns = _columns(latent, config)
+    seen = (_own(rows_ref, mask_ref, node, real, last_node, count // heads, columns, config),)
+    if length_ref is not None:
+        refs = pool_ref, layer_ref[...], table_ref, length_ref[...], prefix_mask_ref
+        seen = (*seen, _committed(*refs, node, real, columns, config))
+    # A block of own rows is mostly empty, and comes on top.
+    rest = sum(blocks for blocks, _, _ in seen) - 1
+    begin = share * rest // config.splits + jnp.minimum(share, 1)
+    end = (share + 1) * rest // config.splits + 1
+    loops = []
+    for blocks, find, fetch in seen:
+        first, last = jnp.clip(begin, 0, blocks), jnp.clip(end, 0, blocks)
+        loops.append((first, last, find(first), find, fetch))
+        begin, end = begin - blocks, end - blocks
+    # Behind the first page, which all else of the prefix waits for.
+    q = [_load(q_latent_ref, (), row, real, *part) for part in columns]
+    q.append(_load(q_rope_ref, (), row, real, 0, q_rope_ref.shape[1]))
     state = (
         jnp.full(config.block_m, -jnp.inf, jnp.float32),
         jnp.zeros(config.block_m, jnp.float32),
-        jnp.zeros(q[0].shape, jnp.float32),
+        [jnp.zeros(part.shape, jnp.float32) for part in q[:-1]],
     )
-    seen = (_own(rows_ref, mask_ref, node, real, count // heads, latent, config),)
-    if length_ref is not None:
-        refs = pool_ref, layer_ref[...], table_ref, length_ref[...], prefix_mask_ref
-        seen = (_committed(*refs, node, real, latent, config), *seen)
-    blocks = sum(each for each, _, _ in seen)
-    begin, end = share * blocks // config.splits, (share + 1) * blocks // config.splits
-    for each, find, fetch in seen:
-        state = attend(jnp.clip(begin, 0, each), jnp.clip(end, 0, each), find, fetch, state)
-        begin, end = begin - each, end - each
-    peak, total, summed = state
-    column = jnp.arange(summed.shape[1])[None]
-    stored, inside = (row[:, None], column), real[:, None] & (column < latent)
-    if config.splits == 1:
-        pltriton.store(out_refs[0].at[stored], (summed / total[:, None]).astype(out_refs[0].dtype), mask=inside)
-    else:
+    for first, last, where, find, fetch in loops:
+
+        def body(i, carry, find=find, fetch=fetch):
+            where, state = carry
+            parts, visible = fetch(i, where)
+            keys = [part.astype(q[0].dtype) for part in parts]
+            scores = jnp.where(visible, _scores(q, keys, scale), -jnp.inf)
+            return find(i + 1), absorb(scores, keys[:-1], state)
+
+        # Where a block lies is read a turn ahead. Read in its own turn it takes a stage of the loop's pipeline, and the
+        # block itself is not under way while the one before is absorbed.
+        state = lax.fori_loop(first, last, body, (where, state))[1]
+    peak, total, sums = state
+    if config.splits > 1:
         pltriton.store(out_refs[0].at[row], peak, mask=real)
         pltriton.store(out_refs[1].at[row], total, mask=real)
-        pltriton.store(out_refs[2].at[stored], summed, mask=inside)
+    for (first, width), summed in zip(columns, sums, strict=True):
+        number = jnp.arange(summed.shape[1])[None]
+        out = summed / total[:, None] if config.splits == 1 else summed
+        there = out_refs[-1].at[row[:, None], first + number]
+        pltriton.store(there, out.astype(out_refs[-1].dtype), mask=real[:, None] & (number < width))
 
 
-def _committed(pool_ref, layer, table_ref, length, prefix_mask_ref, node, real, latent, config):
+def _columns(latent, config):
+    """The first column and the width of each part of the latent rows, which are multiplied part by part."""
+    # A program of few rows waits for its products, and shorter chains run side by side. More rows have no registers for
+    # them.
+    width = CHAIN if config.block_m <= 32 else latent
+    return [(first, min(width, latent - first)) for first in range(0, latent, width)]
+
+
+def _scores(q, keys, scale):
+    """Of query rows with the rows of a block, in base 2, from the parts of both."""
+    products = [dot(a, b.T) for a, b in zip(q, keys, strict=True)]
+    if len(products) == 2:
+        return in_base_2(products[0] + products[1], scale, None)
+    # Triton makes one chain of products that are added. What is scaled before it leaves apart.
+    return functools.reduce(jnp.add, [in_base_2(product, scale, None) for product in products])
+
+
+def _committed(pool_ref, layer, table_ref, length, prefix_mask_ref, node, real, columns, config):
     """The blocks of the prefix: how many, what finds the page of one, or those of its rows, and what fetches it from
     there as its two parts, and who sees which."""
     page_size = pool_ref.shape[3]
@@ -231,7 +260,7 @@ def _committed(pool_ref, layer, table_ref, length, prefix_mask_ref, node, real, 
             page, row = page[:, None], position % page_size
         else:
             row = first % page_size + number
-        parts = _parts(pool_ref, (layer, 0, page), row, used, latent)
+        parts = _parts(pool_ref, (layer, 0, page), row, used, columns)
         if prefix_mask_ref is None:
             return parts, used[None]
         there = prefix_mask_ref.at[node[:, None], position[None]]
@@ -240,27 +269,31 @@ def _committed(pool_ref, layer, table_ref, length, prefix_mask_ref, node, real, 
     return pl.cdiv(upper, config.block_k), find, fetch
 
 
-def _own(rows_ref, mask_ref, node, real, nodes, latent, config):
+def _own(rows_ref, mask_ref, node, real, last_node, nodes, columns, config):
     """The blocks of the round's own rows, as `_committed` gives those of the prefix."""
     rows = rows_ref.shape[0]
-    seen = rows if mask_ref is not None else rows - nodes + jnp.minimum(node.max(), nodes - 1) + 1
+    seen = rows if mask_ref is not None else rows - nodes + last_node + 1
 
-    def fetch(i, _):
+    def find(i):
+        return i
+
+    def fetch(i, page):
+        del page
         position = i * config.block_k + jnp.arange(config.block_k)
         used = position < rows
-        parts = _parts(rows_ref, (), position, used, latent)
+        parts = _parts(rows_ref, (), position, used, columns)
         if mask_ref is None:
             return parts, position[None] <= rows - nodes + node[:, None]
         there = mask_ref.at[node[:, None], position[None]]
         return parts, pltriton.load(there, mask=real[:, None] & used[None], other=False)
 
-    return pl.cdiv(seen, config.block_k), lambda i: i, fetch
+    return pl.cdiv(seen, config.block_k), find, fetch
 
 
-def _parts(ref, lead, row, used, latent):
-    """The latent and the rotary part of rows, [block_k, padded C] and [block_k, padded R]."""
-    width = ref.shape[-1]
-    return _load(ref, lead, row, used, 0, latent), _load(ref, lead, row, used, latent, width - latent)
+def _parts(ref, lead, row, used, columns):
+    """The parts of the latent rows and the rotary one, [block_k, padded width] each."""
+    latent = sum(columns[-1])
+    return [_load(ref, lead, row, used, *part) for part in (*columns, (latent, ref.shape[-1] - latent))]
 
 
 def _load(ref, lead, row, used, first, count):

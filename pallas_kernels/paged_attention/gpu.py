@@ -51,15 +51,16 @@ def default_config(
     block_m = min(padded(rows), min(largest_m, 64) if short else largest_m)
     block_k = max(16, min(64, 16384 // row_bytes, padded(keys)))
     programs = heads * pl.cdiv(rows, block_m)
-    each = 2 if block_m <= 32 or keys >= LONG * processors // programs else 1
+    tall = block_m > 64
+    each = 2 if block_m <= 32 or (not tall and keys >= LONG * processors // programs) else 1
     # A share that is shorter than its tile is high costs more to merge than it saves.
     shares = 1 if page_size is None else keys // max(block_k, block_m)
     return Config(
         block_m=block_m,
         block_k=block_k,
         splits=max(min(each * processors // programs, shares, MOST_SPLITS), 1),
-        num_warps=4,
-        num_stages=3 if page_size is None and row_bytes <= 256 else 2,
+        num_warps=8 if tall else 4,
+        num_stages=3 if tall or (page_size is None and row_bytes <= 256) else 2,
     )
 
 
@@ -311,14 +312,20 @@ def _load(ref, lead, row, used):
 
 
 def absorb(scores, values, state):
-    """A block's scores, in base 2, and values go into the running peak, total and weighted sum of a softmax."""
+    """A block's scores, in base 2, and values go into the running peak, total and weighted sum of a softmax.
+
+    Values and sum are arrays, or lists of them, each of some columns.
+    """
     peak, total, summed = state
     higher = jnp.maximum(peak, scores.max(1))
     # A row that has seen nothing yet has no peak to subtract.
     base = jnp.where(higher == -jnp.inf, 0.0, higher)
     weights, fade = jnp.exp2(scores - base[:, None]), jnp.exp2(peak - base)
-    summed = summed * fade[:, None] + dot(weights.astype(values.dtype), values)
-    return higher, total * fade + weights.sum(1), summed
+
+    def grown(part, columns):
+        return part * fade[:, None] + dot(weights.astype(columns.dtype), columns)
+
+    return higher, total * fade + weights.sum(1), jax.tree.map(grown, summed, values)
 
 
 def dot(a, b):

@@ -176,6 +176,17 @@ def test_shares_of_the_prefix_are_merged(case, splits, masked):
     assert_close(attend(*args, prefix_mask=seen, config=config), oracle(*args, prefix_mask=seen))
 
 
+@kernels
+def test_latent_rows_are_multiplied_part_by_part(monkeypatch):
+    """Of 16 columns here, the last of 8."""
+    monkeypatch.setattr(gpu, "CHAIN", 16)
+    case = dataclasses.replace(SHARED, name="parts", head_dim=40)
+    for splits in (1, 3):
+        config = gpu.Config(block_m=16, block_k=16, splits=splits, num_warps=4, num_stages=2)
+        args = inputs(case)
+        assert_close(attend(*args, config=config), oracle(*args))
+
+
 DEEPSEEK = {"head_dim": 512, "dtype": "bfloat16", "page_size": 64, "pages": 128, "layers": 27}
 REAL = (
     Case("decode", **DEEPSEEK, heads=16, prefix=(0,), nodes=1),
