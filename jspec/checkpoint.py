@@ -44,12 +44,13 @@ class Checkpoint:
     eos: tuple[int, ...]
 
 
-def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
+def load(directory: str | Path, *, dtype: str | None = None, mtp: bool = True) -> Checkpoint:
     """Loads a Llama, Qwen3, Gemma 4, DeepSeek, Qwen3-Next or Qwen3.5 checkpoint onto the default device.
 
     Args:
       directory: holds config.json and model.safetensors, or its shards with model.safetensors.index.json.
       dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
+      mtp: whether heads for multi-token prediction are read where there are some.
 
     Raises:
       CheckpointError: a file that is missing or damaged, an unsupported architecture or option, a tensor that is
@@ -64,13 +65,13 @@ def load(directory: str | Path, *, dtype: str | None = None) -> Checkpoint:
     where = str(directory / "config.json")
     with _open(directory, raw, resolve_dtype(dtype), where) as tensors:
         if family_of(raw, deepseek_config.ARCHITECTURES):
-            config = deepseek_checkpoint.with_mtp_of(deepseek_config.parse_config(raw, where), tensors)
+            config = deepseek_checkpoint.with_mtp_of(deepseek_config.parse_config(raw, where), tensors, mtp)
             params = deepseek_checkpoint.read_params(config, tensors)
         elif family_of(raw, gemma4_config.ARCHITECTURES):
             config = gemma4_config.parse_config(raw, where)
             params = gemma4_checkpoint.read_params(config, tensors)
         elif family_of(raw, qwen3_next_config.ARCHITECTURES):
-            config = qwen3_next_checkpoint.with_mtp_of(qwen3_next_config.parse_config(raw, where), tensors)
+            config = qwen3_next_checkpoint.with_mtp_of(qwen3_next_config.parse_config(raw, where), tensors, mtp)
             params = qwen3_next_checkpoint.read_params(config, tensors)
         else:
             config = parse_config(raw, where=where)

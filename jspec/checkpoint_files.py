@@ -67,7 +67,7 @@ class Tensors:
             self.weight_map = None
         self.open_files: dict[str, Any] = {}
         self.asked: set[str] = set()
-        """The names that were asked for."""
+        """The names that were asked for, or left."""
 
     def __enter__(self):
         return self
@@ -111,6 +111,10 @@ class Tensors:
     def fused(self, parts: list[tuple[str, int]], width: int) -> jax.Array:
         """Weights [out, in] with one input, as one weight [in, sum of outs] on the device."""
         return on_device(np.concatenate([self.read(name, out, width, transpose=True) for name, out in parts], axis=1))
+
+    def leave(self, *prefixes: str) -> None:
+        """Tensors whose names begin so belong to something that is not wanted: `refuse_unread` lets them be."""
+        self.asked |= {name for name in self.names() if name.startswith(prefixes)}
 
     def refuse_unread(self, owner: str, spare: Callable[[str], bool]) -> None:
         """Raises where there are tensors that nothing asked for.

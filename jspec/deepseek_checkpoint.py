@@ -21,14 +21,17 @@ SHARED = "shared_experts."
 """Where the MLP stands that every token goes through."""
 
 
-def with_mtp_of(config: Deepseek, tensors: Tensors) -> Deepseek:
-    """The configuration with as many layers for multi-token prediction as there are tensors of: all, or none.
+def with_mtp_of(config: Deepseek, tensors: Tensors, wanted: bool) -> Deepseek:
+    """The configuration with as many layers for multi-token prediction as are read: none where they are not wanted, and
+    else as many as there are tensors of, all or none.
 
     Checkpoints that `transformers` has written name a number of them, and hold none.
     """
-    first = f"model.layers.{config.num_layers}."
-    found = any(name.startswith(first) for name in tensors.names())
-    return config if found else dataclasses.replace(config, mtp_layers=0)
+    prefixes = tuple(f"model.layers.{config.num_layers + index}." for index in range(config.mtp_layers))
+    if wanted and any(name.startswith(prefixes) for name in tensors.names()):
+        return config
+    tensors.leave(*prefixes)
+    return dataclasses.replace(config, mtp_layers=0)
 
 
 def read_params(config: Deepseek, tensors: Tensors) -> DeepseekParams:

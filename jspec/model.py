@@ -75,7 +75,7 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
     """
     directory = locate(source)
     draft = bundled_draft(source) if draft is None else draft
-    loaded, heads, head_params = _load_target(directory, dtype)
+    loaded, heads, head_params = _load_target(directory, dtype, mtp=draft is None)
     tokenizer = Tokenizer.load(directory)
     if draft is None:
         return Model(str(source), loaded.config, Params(loaded.params, head_params), tokenizer, loaded.eos, heads)
@@ -86,16 +86,16 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
     elif eagle_checkpoint.is_head(draft_directory):
         small = eagle_checkpoint.load(draft_directory, target=loaded.config, dtype=dtype)
     else:
-        small, *_ = _load_target(draft_directory, dtype)
+        small = checkpoint.load(draft_directory, dtype=dtype, mtp=False)
     params = Params(loaded.params, small.params)
     return Model(str(source), loaded.config, params, tokenizer, loaded.eos, small.config)
 
 
 def _load_target(
-    directory: Path, dtype: str | None
+    directory: Path, dtype: str | None, *, mtp: bool
 ) -> tuple[Checkpoint, MtpHeads | None, tuple[MtpParams, ...] | None]:
-    """A language model, and apart from it the MTP heads that its checkpoint holds, or None and None."""
-    loaded: Any = checkpoint.load(directory, dtype=dtype)
+    """A language model, and apart from it the MTP heads that its checkpoint holds if wanted, or None and None."""
+    loaded: Any = checkpoint.load(directory, dtype=dtype, mtp=mtp)
     if not loaded.config.mtp_layers:
         return loaded, None, None
     config, params = (dataclasses.replace(loaded.config, mtp_layers=0), dataclasses.replace(loaded.params, mtp=()))

@@ -28,12 +28,16 @@ MTP = "mtp."
 """Beginning of the names of the tensors of the head for multi-token prediction."""
 
 
-def with_mtp_of(config: Qwen3Next, tensors: Tensors) -> Qwen3Next:
-    """The configuration with the head for multi-token prediction that there are tensors of: one, or none.
+def with_mtp_of(config: Qwen3Next, tensors: Tensors, wanted: bool) -> Qwen3Next:
+    """The configuration with the head for multi-token prediction that is read: none where it is not wanted, and else
+    the one that there are tensors of.
 
     Checkpoints that `transformers` has written hold none, whatever config.json says.
     """
-    return dataclasses.replace(config, mtp_layers=int(any(name.startswith(MTP) for name in tensors.names())))
+    found = any(name.startswith(MTP) for name in tensors.names())
+    if not wanted:
+        tensors.leave(MTP)
+    return dataclasses.replace(config, mtp_layers=int(found and wanted))
 
 
 def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:

@@ -13,6 +13,7 @@ import toy
 
 import jspec
 from jspec import tree
+from jspec.checkpoint_files import Tensors
 from jspec.drafters import Mtp
 from jspec.models import MtpHeads
 
@@ -85,6 +86,18 @@ def test_heads_of_the_checkpoint_are_the_models_draft(checkpoints, family, heads
     assert model.params.target.mtp == ()
     assert f"{heads} MTP head{'s' * (heads > 1)})" in repr(model)
     assert all(own.embed is None and own.lm_head is None for own in model.params.draft), "they are the target's"
+
+
+@pytest.mark.parametrize(("family", "heads"), [("deepseek-v3", 2), pytest.param("qwen3_5", 1, marks=pytest.mark.slow)])
+def test_heads_are_not_read_beside_another_draft(checkpoints, family, heads, monkeypatch):
+    directory, _ = checkpoints(family, heads)
+    asked, get = [], Tensors.get
+    monkeypatch.setattr(Tensors, "get", lambda self, name: (asked.append(name), get(self, name))[1])
+    model = jspec.load(directory, draft=directory)
+    assert model.draft == model.target and not model.params.target.mtp and not model.params.draft.mtp
+    without = len(set(asked))
+    assert jspec.load(directory).draft.count == heads
+    assert len(set(asked)) > without
 
 
 CHAINS, TREE = [Mtp(depth=depth, heads=1) for depth in (1, 2, 3)], Mtp(depth=4, width=3, num_nodes=14, heads=1)

@@ -105,10 +105,11 @@ def main(options: argparse.Namespace) -> int:
     """
     check(options)
     subject = _subject(options)
+    drafters = {mode: _drafter(mode, options, subject) for mode in options.mode}
+    _check_room(subject)
     copy = machine.copy_bandwidth(options.repeats)
     head = subject.params.target.embed
     gemv = machine.gemv_bandwidth(subject.target.hidden_size, subject.target.vocab_size, head.dtype, options.repeats)
-    drafters = {mode: _drafter(mode, options, subject) for mode in options.mode}
     params = _make(subject)
     shared = {name: getattr(options, name) for name in ("tokens_per_round", "rounds", "repeats", "page_size")}
     setup = Setup(subject.target, params, split=not options.no_split, **shared)
@@ -208,8 +209,8 @@ def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Any:
     return Unfolded(drafter) if mode == "unfolded" else drafter
 
 
-def _make(subject: Subject) -> Params:
-    """The weights, where they are only shapes so far."""
+def _check_room(subject: Subject) -> None:
+    """Raises where the weights that are only shapes so far do not fit the device."""
     missing = [leaf for leaf in jax.tree.leaves(subject.params) if not isinstance(leaf, jax.Array)]
     has, needed = memory.free_bytes(), memory.tree_bytes(missing)
     if has is not None and needed > has[0]:
@@ -217,6 +218,10 @@ def _make(subject: Subject) -> Params:
             f"{subject.name}: {needed / 1e9:.1f} GB of weights do not fit, {has[0] / 1e9:.1f} of {has[1] / 1e9:.1f} GB "
             "are free; the environment's XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets JAX have more than 75% of the device"
         )
+
+
+def _make(subject: Subject) -> Params:
+    """The weights, random ones where they are only shapes so far."""
     return jax.block_until_ready(weights.random_weights(subject.params, subject.target.vocab_size))
 
 
