@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs `jspec train text`."""
     directory = locate(args.model)
-    loaded = checkpoint.load(directory)
+    loaded = checkpoint.load(directory, mtp=False)
     texts = [record["prompt"] for record in json.loads(args.prompts.read_text(encoding="utf-8"))]
     # With the token that begins a text, where there is one, as in `generate`.
     encodings = tokenizer.load(directory).encode_batch_fast(texts)

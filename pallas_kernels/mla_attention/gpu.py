@@ -241,7 +241,7 @@ def _scores(q, keys, scale):
 
 def _committed(pool_ref, layer, table_ref, length, prefix_mask_ref, node, real, columns, config):
     """The blocks of the prefix: how many, what finds the page of one, or those of its rows, and what fetches it from
-    there as its two parts, and who sees which."""
+    there in its parts, and who sees which."""
     page_size = pool_ref.shape[3]
     upper = jnp.minimum(length, table_ref.shape[0] * page_size)
 
