@@ -1,10 +1,12 @@
 """Speculative decoding for JAX, on GPU and TPU: pure functions and one XLA program that loops on the device."""
 
+from jspec.analysis.check_drafter import check_drafter
+from jspec.analysis.inspect_round import Round, look_at_round
+from jspec.core.sampling import Sampling
+from jspec.core.xla_options import loop_options
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
-from jspec.generate import Generation, GenerationStats, Piece, generate, generate_ids, stream
-from jspec.look import Round, look_at_round
-from jspec.model import Model, load
-from jspec.sampling import Sampling
+from jspec.engine.generate import Generation, GenerationStats, Piece, generate, generate_ids, stream
+from jspec.engine.model import Model, load
 
 __all__ = [
     "Eagle",
@@ -19,9 +21,11 @@ __all__ = [
     "Round",
     "Sampling",
     "Standalone",
+    "check_drafter",
     "generate",
     "generate_ids",
     "load",
     "look_at_round",
+    "loop_options",
     "stream",
 ]

@@ -10,14 +10,15 @@ from typing import Any
 
 import jax
 
-from jspec import accept, drafters
+from jspec import drafters
+from jspec.analysis.evaluate import Evaluation, evaluate, heldout_prompts, read_prompts
 from jspec.bench import cli as bench
 from jspec.bench import kernels
-from jspec.evaluate import Evaluation, evaluate, heldout_prompts, read_prompts
-from jspec.generate import DEFAULT_PAGE_SIZE, Generation, choose, generate, stream
-from jspec.model import Model, bundled_draft, load
-from jspec.sampling import Sampling
-from jspec.startup import keep_compiled_programs, saying_if_slow
+from jspec.core import accept
+from jspec.core.sampling import Sampling
+from jspec.engine.generate import DEFAULT_PAGE_SIZE, Generation, choose, generate, stream
+from jspec.engine.model import Model, bundled_draft, load
+from jspec.engine.startup import keep_compiled_programs, saying_if_slow
 
 _COMPILING = "jspec: compiling (programs are kept: the next start with this model and shape is quicker)"
 _SHAPE = {"depth": "drafts no tokens", "width": "proposes no trees", "num_nodes": "proposes no trees"}

@@ -20,10 +20,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Not modules that define pytrees: JAX rebuilds those with leaves that are no arrays.
 ARRAYS_ONLY = [
-    "jspec.tree",
-    "jspec.grow",
-    "jspec.propose",
-    "jspec.accept",
+    "jspec.core.tree",
+    "jspec.core.grow",
+    "jspec.core.propose",
+    "jspec.core.accept",
     "jspec.cache.pages",
     "jspec.models.layers",
     "jspec.drafters.ngram",

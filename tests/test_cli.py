@@ -8,7 +8,8 @@ import sys
 import pytest
 
 import jspec
-from jspec import cli, startup
+from jspec import cli
+from jspec.engine import startup
 from jspec.models import Assistant, EagleHead, Llama
 
 PAIR = ("--model", "bundled:python-tiny", "--draft", "bundled:python-tiny", "--drafter", "standalone")
@@ -129,7 +130,7 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
 def test_chat_uses_the_template(capsys, tmp_path):
     import shutil
 
-    from jspec.model import locate
+    from jspec.engine.model import locate
 
     directory = tmp_path / "chatty"
     shutil.copytree(locate("bundled:python-tiny"), directory)

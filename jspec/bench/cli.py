@@ -15,18 +15,19 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jspec import memory, plots
-from jspec.accept import Imposed
+from jspec.analysis import plots
 from jspec.bench import machine, report, weights
 from jspec.bench.measure import FROM_HOST, Setup, measure
 from jspec.bench.presets import PRESETS, Preset, eagle_head
 from jspec.bench.unfolded import Unfolded
-from jspec.checkpoint_files import DTYPES, resolve_dtype
+from jspec.checkpoints.files import DTYPES, resolve_dtype
+from jspec.core.accept import Imposed
+from jspec.core.types import Params
 from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
-from jspec.generate import DEFAULT_PAGE_SIZE
-from jspec.model import load
+from jspec.engine import memory
+from jspec.engine.generate import DEFAULT_PAGE_SIZE
+from jspec.engine.model import load
 from jspec.models.llama import require_llama
-from jspec.types import Params
 
 MODES = ("plain", "chain", "tree")
 _CHAINS = (*MODES[1:], *FROM_HOST)

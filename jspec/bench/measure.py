@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import accept, decode, grow, memory, stopping
 from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.bench.unfolded import Unfolded, seed
-from jspec.generate import prefill_chunk
+from jspec.core import accept, decode, grow, stopping
+from jspec.core.types import DecodeState, Drafter, Params
+from jspec.engine import memory
+from jspec.engine.generate import prefill_chunk
 from jspec.models import LanguageModel
-from jspec.types import DecodeState, Drafter, Params
 
 FROM_HOST = ("stepped", "unfolded")
 """Modes in which the host calls each round: a chain in one program, and one whose seed is a program of its own."""

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from jspec import decode, sampling, tree
 from jspec.bench.machine import WARM_UP
 from jspec.cache import RecurrentCache
-from jspec.capture import loop_options
-from jspec.types import Accept, Committed, DecodeState, Drafter, DraftTree, ForwardOutput, Params, Target
+from jspec.core import decode, sampling, tree
+from jspec.core.types import Accept, Committed, DecodeState, Drafter, DraftTree, ForwardOutput, Params, Target
+from jspec.core.xla_options import loop_options
 
 
 @dataclasses.dataclass(frozen=True)

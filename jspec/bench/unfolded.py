@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jspec.core.struct import struct
+from jspec.core.types import Committed, DecodeState, DraftTree, Params, Proposal
 from jspec.drafters import FrozenKvMtp
-from jspec.struct import struct
-from jspec.types import Committed, DecodeState, DraftTree, Params, Proposal
 
 
 @struct

@@ -9,7 +9,8 @@ import numpy as np
 
 from jspec.cache import LayerKeys
 from jspec.cache.mla import UpProjections
-from jspec.memory import tree_bytes
+from jspec.core.types import Params
+from jspec.engine.memory import tree_bytes
 from jspec.models import (
     Assistant,
     AssistantParams,
@@ -31,7 +32,6 @@ from jspec.models.gemma4 import ExpertParams, Gemma4LayerParams, PerLayerInputPa
 from jspec.models.llama import LayerParams
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.qwen3_next import AttentionParams, DeltaParams, Qwen3NextLayerParams
-from jspec.types import Params
 
 SPREAD = 0.02
 """Standard deviation of random matrices: activations stay finite through any depth."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from jspec.cache.mha import MhaCache
 from jspec.cache.swa import SlidingCache
-from jspec.struct import struct
+from jspec.core.struct import struct
 
 
 class Group(Protocol):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
-from jspec.struct import struct
+from jspec.core.struct import struct
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.paged_attention import paged_attention
 

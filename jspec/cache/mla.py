@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
-from jspec.struct import struct
+from jspec.core.struct import struct
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.paged_attention import paged_attention

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec.struct import struct
+from jspec.core.struct import struct
 from pallas_kernels import delta_rule
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
 from jspec.cache.mha import MhaCache, Rows
-from jspec.struct import struct
+from jspec.core.struct import struct
 from pallas_kernels.paged_attention import paged_attention
 
 

@@ -1,12 +1,12 @@
 """Ways to propose tokens, one module each, and the one table of their names."""
 
+from jspec.core.types import Drafter
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.frozen_kv_mtp import FrozenKvMtp
 from jspec.drafters.mtp import Mtp
 from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
 from jspec.drafters.standalone import Standalone
-from jspec.types import Drafter
 
 DRAFTERS = {
     "eagle": Eagle,

@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.grow import check_shape, grow, take_parents
-from jspec.propose import propose
-from jspec.struct import struct
-from jspec.tree import where_rows
-from jspec.types import Committed, DecodeState, DraftTree, Params, Proposal
+from jspec.core.grow import check_shape, grow, take_parents
+from jspec.core.propose import propose
+from jspec.core.struct import struct
+from jspec.core.tree import where_rows
+from jspec.core.types import Committed, DecodeState, DraftTree, Params, Proposal
 
 
 @struct

@@ -10,11 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.grow import check_shape, grow, take_parents
+from jspec.core.grow import check_shape, grow, take_parents
+from jspec.core.propose import propose
+from jspec.core.tree import where_rows
+from jspec.core.types import Committed, DecodeState, DraftTree, Frontier, Params, Proposal
 from jspec.models import Assistant
-from jspec.propose import propose
-from jspec.tree import where_rows
-from jspec.types import Committed, DecodeState, DraftTree, Frontier, Params, Proposal
 
 POSITIONS = ("committed", "root")
 """Where an assistant stands: at the last committed row, as in SGLang and vLLM, or at the root, as in transformers."""

@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.core.grow import check_shape, grow
+from jspec.core.propose import propose
+from jspec.core.struct import struct
+from jspec.core.tree import where_rows
+from jspec.core.types import Committed, DecodeState, Drafter, DraftTree, Params, Proposal
 from jspec.drafters.eagle import Eagle
-from jspec.grow import check_shape, grow
 from jspec.models import MtpHead, MtpHeads, layers
-from jspec.propose import propose
-from jspec.struct import struct
-from jspec.tree import where_rows
-from jspec.types import Committed, DecodeState, Drafter, DraftTree, Params, Proposal
 
 
 @struct

@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jspec import tree
-from jspec.types import Committed, DecodeState, DraftTree, Params
+from jspec.core import tree
+from jspec.core.types import Committed, DecodeState, DraftTree, Params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,8 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from jspec import tree
-from jspec.types import Committed, DecodeState, DraftTree, Params
+from jspec.core import tree
+from jspec.core.types import Committed, DecodeState, DraftTree, Params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jspec.core.struct import struct
+from jspec.core.types import Params
 from jspec.models import layers
-from jspec.struct import struct
-from jspec.types import Params
 from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.topk import topk
 

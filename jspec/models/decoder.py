@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jspec import tree
 from jspec.cache import LayerKeys
+from jspec.core import tree
+from jspec.core.types import DraftTree, ForwardOutput
 from jspec.models import layers
-from jspec.types import DraftTree, ForwardOutput
 
 
 class Decoder(abc.ABC):

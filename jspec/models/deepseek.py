@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, Int
 from jspec.cache import DsaCache, LayerKeys, MlaCache
 from jspec.cache.dsa import DsaRows, IndexQuery
 from jspec.cache.mla import MlaRows, UpProjections
+from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.models.mtp_head import MtpParams
-from jspec.struct import struct
 
 LATENT_EPS = 1e-6
 """What the norms of queries and latents add to the mean square, whatever other norms do."""

@@ -14,10 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import MhaCache
 from jspec.cache.mha import Rows
+from jspec.core.struct import struct
+from jspec.core.types import Params
 from jspec.models import layers
 from jspec.models.llama import LayerParams, decoder_layer, empty_cache
-from jspec.struct import struct
-from jspec.types import Params
 
 
 @struct

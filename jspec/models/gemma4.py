@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.cache import HybridCache, LayerKeys
+from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, experts_mlp, router_logits
-from jspec.struct import struct
 from pallas_kernels.residual_norm import residual_norm
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]

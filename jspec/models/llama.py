@@ -15,10 +15,10 @@ from jaxtyping import Array, Float, Int
 
 from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
+from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, RoutedParams, layer_mlp
-from jspec.struct import struct
 from pallas_kernels.split_heads import split_heads
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.router import Router
-from jspec.struct import struct
 from pallas_kernels.group_rows import group_rows
 from pallas_kernels.grouped_matmul import grouped_matmul
 

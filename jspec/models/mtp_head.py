@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jspec.core.struct import struct
+from jspec.core.types import Params
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import HeadOutput
-from jspec.struct import struct
-from jspec.types import Params
 
 
 @struct

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.cache import HybridCache, LayerKeys, RecurrentLayer, RecurrentRows
+from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.models.mtp_head import MtpParams
-from jspec.struct import struct
 from pallas_kernels.split_heads import rotate
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]

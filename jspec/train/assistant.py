@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from jspec.core.struct import struct
+from jspec.core.types import ForwardOutput, Params
 from jspec.drafters import FrozenKvMtp
 from jspec.models import Assistant, AssistantParams, Gemma4, Gemma4Params, LanguageModel, Llama, LlamaParams
 from jspec.models.assistant import AssistantLayerParams
 from jspec.models.decoder import Decoder
-from jspec.struct import struct
 from jspec.train import model, ttt
 from jspec.train.batches import Source
 from jspec.train.model import CausalAttention
-from jspec.types import ForwardOutput, Params
 
 Pair = tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]
 

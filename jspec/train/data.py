@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from jspec.model import locate
+from jspec.engine.model import locate
 from jspec.train import corpus, prompts, tokenizer
 from jspec.train.corpus import Corpus, Document
 

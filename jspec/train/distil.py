@@ -10,15 +10,15 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from jspec.analysis.evaluate import evaluate, read_prompts
+from jspec.core.types import Params
 from jspec.drafters import DRAFTERS
-from jspec.evaluate import evaluate, read_prompts
-from jspec.model import Model, load, locate
-from jspec.text import Tokenizer
+from jspec.engine.model import Model, load, locate
+from jspec.text.tokenizer import Tokenizer
 from jspec.train import batches, learner, loop, options
 from jspec.train.batches import Source
 from jspec.train.learner import DraftRecipe, DraftSetup, DraftState, Learner
 from jspec.train.loop import DEFAULT_INTERVALS, Intervals
-from jspec.types import Params
 
 _HELDOUT_TOKENS = 2**18
 

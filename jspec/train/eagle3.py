@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import eagle_checkpoint
-from jspec.eagle_config import LAYOUTS
-from jspec.model import Model
+from jspec.checkpoints import eagle
+from jspec.checkpoints.eagle_config import LAYOUTS
+from jspec.engine.model import Model
 from jspec.models import EagleHead
 from jspec.models.llama import require_llama
 from jspec.train import data, distil, draft_card, head
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
     config = head.configure(shape, capture=None if args.capture is None else tuple(args.capture), **given)
     setup, state = distil.run(HeadLearner(config, shape), model, args)
     name = data.public_name(args.target)
-    eagle_checkpoint.save(args.out, config, state.serve(jnp.float32), layout=args.layout, verifier=name)
+    eagle.save(args.out, config, state.serve(jnp.float32), layout=args.layout, verifier=name)
     kind = describe(config, count(state.params), args)
     card = draft_card.write(setup, state, kind, args, device=jax.devices()[0].device_kind)
     (args.out / "README.md").write_text(card, encoding="utf-8")

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec import assistant_checkpoint
-from jspec.model import Model
+from jspec.checkpoints import assistant as assistant_checkpoint
+from jspec.engine.model import Model
 from jspec.models import Assistant
 from jspec.train import assistant, data, distil, draft_card
 from jspec.train.assistant import AssistantLearner

@@ -14,10 +14,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jspec.cache.mha import Rows
+from jspec.core.types import ForwardOutput, Params
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
 from jspec.train import model, ttt
 from jspec.train.batches import Source
-from jspec.types import ForwardOutput, Params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Key
 
+from jspec.core.struct import struct
+from jspec.core.types import ForwardOutput, Params
 from jspec.models import Gemma4, Llama
-from jspec.struct import struct
 from jspec.train import model, ttt
 from jspec.train.batches import Source
-from jspec.types import ForwardOutput, Params
 
 
 class Learner(ttt.Unrolled, Protocol):

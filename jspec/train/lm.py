@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jspec import checkpoint
+from jspec.checkpoints import language_model
 from jspec.models import LlamaParams
 from jspec.models.llama import require_llama
 from jspec.train import batches, card, loop, model, objective, options, tokenizer
@@ -136,10 +136,10 @@ def main(args: argparse.Namespace) -> int:
     config = (
         model.SHAPES[args.shape]
         if args.shape
-        else checkpoint.parse_config(checkpoint.read_json(args.config / "config.json"))
+        else language_model.parse_config(language_model.read_json(args.config / "config.json"))
     )
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    teacher = None if args.teacher is None else checkpoint.load(args.teacher, dtype=dtype)
+    teacher = None if args.teacher is None else language_model.load(args.teacher, dtype=dtype)
     heldout = Heldout(
         batches.open_tokens(args.data / "heldout.npy", vocab_size=config.vocab_size), tokenizer.byte_counts(bpe)
     )
@@ -164,7 +164,7 @@ def export(out: Path, setup: Setup, state: TrainState, args: argparse.Namespace)
     bpe = tokenizer.load(args.data)
     end = tokenizer.end_of_text(bpe)
     eos = () if end is None else (bpe.get_vocab()[end],)
-    checkpoint.save(out, setup.config, state.params, eos=eos, max_shard_bytes=MAX_SHARD_BYTES)
+    language_model.save(out, setup.config, state.params, eos=eos, max_shard_bytes=MAX_SHARD_BYTES)
     tokenizer.save(bpe, out, setup.config.max_length)
     (out / "README.md").write_text(
         card.write(setup, state, args, device=jax.devices()[0].device_kind), encoding="utf-8"

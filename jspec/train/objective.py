@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from jspec.core.struct import struct
 from jspec.models import Llama, LlamaParams
-from jspec.struct import struct
 from jspec.train import model
 
 

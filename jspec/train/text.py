@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from jspec import accept, checkpoint, decode, stopping
+from jspec.checkpoints import language_model
+from jspec.core import accept, decode, stopping
+from jspec.core.types import Params
 from jspec.drafters import Plain
-from jspec.model import locate
+from jspec.engine.model import locate
 from jspec.models import LanguageModel
 from jspec.train import batches, tokenizer
-from jspec.types import Params
 
 _PAGE = 64
 
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Runs `jspec train text`."""
     directory = locate(args.model)
-    loaded = checkpoint.load(directory, mtp=False)
+    loaded = language_model.load(directory, mtp=False)
     texts = [record["prompt"] for record in json.loads(args.prompts.read_text(encoding="utf-8"))]
     # With the token that begins a text, where there is one, as in `generate`.
     encodings = tokenizer.load(directory).encode_batch_fast(texts)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jspec import text
+from jspec.text import tokenizer as text
 from jspec.train import batches
 
 END_OF_TEXT = "<|endoftext|>"

@@ -14,8 +14,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jspec.struct import struct
-from jspec.types import Params
+from jspec.core.struct import struct
+from jspec.core.types import Params
 
 
 class Unrolled(Protocol):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import memory
 from jspec.cache import HybridCache, LayerKeys, MhaCache, SlidingCache
+from jspec.engine import memory
 
 SLIDING, FULL = LayerKeys(kv_heads=2, head_dim=8, window=4), LayerKeys(kv_heads=1, head_dim=16)
 LAYERS = (SLIDING, FULL, SLIDING, FULL, 2, 3, 2)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import toy
 
-from jspec import tree
 from jspec.cache import MhaCache
+from jspec.core import tree
 
 LAYERS, KV_HEADS, HEADS, DIM, BATCH, CAPACITY, NODES = 2, 2, 4, 16, 3, 21, 5
 SCALE = 0.25

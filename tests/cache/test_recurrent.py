@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import tree
 from jspec.cache import HybridCache, LayerKeys, MhaCache, RecurrentCache, RecurrentLayer
-from jspec.types import DraftTree
+from jspec.core import tree
+from jspec.core.types import DraftTree
 
 KIND = RecurrentLayer(key_heads=2, value_heads=4, key_dim=8, value_dim=6)
 B, NODES, BEFORE = 3, 14, 5

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec import tree
 from jspec.cache import SlidingCache, mha
 from jspec.cache.swa import window_mask
-from jspec.types import DraftTree
+from jspec.core import tree
+from jspec.core.types import DraftTree
 
 LAYERS, KV_HEADS, HEADS, DIM, BATCH, CAPACITY = 2, 1, 2, 16, 3, 90
 SHAPE = dict(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, dtype=jnp.float32)

@@ -1,0 +1,165 @@
+"""MLPs, experts and routers in Hugging Face checkpoints; matrices of single experts are stacked as they are read."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jspec.checkpoints.files import Tensors, on_device
+from jspec.models.moe import Routed, RoutedParams
+
+
+def read_layer_mlp(
+    experts: Routed | None, tensors: Tensors, prefix: str, inner: int, width: int, shared: str = "shared_expert."
+) -> dict[str, Any]:
+    """The `gate_up` and `down` of a layer, or the `experts` that stand in their place; None what it has not.
+
+    inner: width of the MLP. width: of what it, or the experts, read and write.
+    shared: as in `read_experts`.
+
+    Raises:
+      CheckpointError: a tensor that is missing or has another shape than the configuration says.
+    """
+    if experts is None:
+        return {**read_mlp(tensors, prefix, inner, width), "experts": None}
+    return {"gate_up": None, "down": None, "experts": read_experts(experts, tensors, prefix, width, shared)}
+
+
+def read_experts(
+    experts: Routed, tensors: Tensors, prefix: str, width: int, shared: str = "shared_expert."
+) -> RoutedParams:
+    """The experts of a layer and their router.
+
+    width: of what they read and write.
+    shared: name of the MLP that reads every token, where there is one.
+
+    Raises:
+      CheckpointError: a tensor that is missing or has another shape than the configuration says.
+    """
+    count, router = experts.router.count, experts.router
+    stacked = prefix + "experts.gate_up_proj" in tensors.names()
+    matrices = _Matrices.empty(count + experts.shared, experts.width, width, tensors.dtype)
+    (matrices.read_stacked if stacked else matrices.read_single)(tensors, prefix + "experts.", count)
+    if experts.shared:
+        matrices.read_shared(tensors, prefix + shared, count, experts.shared_width)
+    gate = tensors.stored(prefix + "gate.weight", count, width)
+    bias = tensors.stored(prefix + "gate.e_score_correction_bias", count) if router.sigmoid else None
+    return RoutedParams(
+        router=on_device(gate.astype(np.float32)),
+        bias=None if bias is None else on_device(bias.astype(np.float32)),
+        **matrices.device(),
+        shared_gate=tensors.fused([(prefix + "shared_expert_gate.weight", 1)], width) if experts.shared_gate else None,
+    )
+
+
+def read_stacked(tensors: Tensors, prefix: str, count: int, inner: int, width: int) -> dict[str, jax.Array]:
+    """The `gate_up` and `down` of `count` experts that are one tensor for all, [X, out, in].
+
+    Raises:
+      CheckpointError: a tensor that is missing or has another shape than the configuration says.
+    """
+    matrices = _Matrices.empty(count, inner, width, tensors.dtype)
+    matrices.read_stacked(tensors, prefix, count)
+    return matrices.device()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matrices:
+    """Those of all experts of a layer, in the host's memory, filled tensor by tensor."""
+
+    gate_up: np.ndarray
+    down: np.ndarray
+
+    @classmethod
+    def empty(cls, count: int, inner: int, width: int, dtype: Any) -> "_Matrices":
+        return cls(np.empty((count, width, 2 * inner), dtype), np.empty((count, inner, width), dtype))
+
+    def device(self) -> dict[str, jax.Array]:
+        """The `gate_up` and `down` of a layer's weights."""
+        return {"gate_up": on_device(self.gate_up), "down": on_device(self.down)}
+
+    def read_stacked(self, tensors: Tensors, prefix: str, count: int) -> None:
+        """The first `count` from a tensor for all."""
+        inner, width = self.down.shape[1:]
+        self.gate_up[:count] = tensors.read(prefix + "gate_up_proj", count, 2 * inner, width).swapaxes(1, 2)
+        self.down[:count] = tensors.read(prefix + "down_proj", count, width, inner).swapaxes(1, 2)
+
+    def read_single(self, tensors: Tensors, prefix: str, count: int) -> None:
+        """The first `count` from tensors of each, one at a time."""
+        inner, width = self.down.shape[1:]
+        for index in range(count):
+            expert = f"{prefix}{index}."
+            self.gate_up[index, :, :inner] = tensors.read(expert + "gate_proj.weight", inner, width, transpose=True)
+            self.gate_up[index, :, inner:] = tensors.read(expert + "up_proj.weight", inner, width, transpose=True)
+            self.down[index] = tensors.read(expert + "down_proj.weight", width, inner, transpose=True)
+
+    def read_shared(self, tensors: Tensors, prefix: str, first: int, total: int) -> None:
+        """Those from `first` on: an MLP of width `total`, cut into pieces, and zeros behind it."""
+        inner, width = self.down.shape[1:]
+        gate, up = (
+            tensors.read(f"{prefix}{name}_proj.weight", total, width, transpose=True) for name in ("gate", "up")
+        )
+        down = tensors.read(prefix + "down_proj.weight", width, total, transpose=True)
+        self.gate_up[first:], self.down[first:] = 0, 0
+        for index in range(first, len(self.down)):
+            piece = slice((index - first) * inner, min((index - first + 1) * inner, total))
+            size = piece.stop - piece.start
+            self.gate_up[index, :, :size] = gate[:, piece]
+            self.gate_up[index, :, inner : inner + size] = up[:, piece]
+            self.down[index, :size] = down[piece]
+
+
+def read_mlp(tensors: Tensors, prefix: str, inner: int, width: int) -> dict[str, jax.Array]:
+    """The `gate_up` and `down` of a gated MLP.
+
+    Raises:
+      CheckpointError: a tensor that is missing or has another shape than the configuration says.
+    """
+    return {
+        "gate_up": tensors.fused([(f"{prefix}{name}_proj.weight", inner) for name in ("gate", "up")], width),
+        "down": tensors.fused([(prefix + "down_proj.weight", width)], inner),
+    }
+
+
+def name_layer_mlp(layer: Any, config: Any, prefix: str, shared: str = "shared_expert.") -> Iterator[tuple[str, Any]]:
+    """What `read_layer_mlp` reads, under its Hugging Face names, [out, in].
+
+    config: says experts, where the layer has some.
+    """
+    if layer.experts is None:
+        yield from name_mlp(prefix, layer.gate_up, layer.down)
+    else:
+        yield from name_experts(layer.experts, config.experts, prefix, shared)
+
+
+def name_experts(
+    params: RoutedParams, experts: Routed, prefix: str, shared: str = "shared_expert."
+) -> Iterator[tuple[str, Any]]:
+    """The experts of a layer and their router under their Hugging Face names, [out, in].
+
+    shared: as in `read_experts`.
+    """
+    yield prefix + "gate.weight", params.router
+    if params.bias is not None:
+        yield prefix + "gate.e_score_correction_bias", params.bias
+    if params.shared_gate is not None:
+        yield prefix + "shared_expert_gate.weight", np.asarray(params.shared_gate).T
+    count = experts.router.count
+    for index in range(count):
+        yield from name_mlp(f"{prefix}experts.{index}.", params.gate_up[index], params.down[index])
+    if experts.shared:
+        gate, up = (
+            np.concatenate(half, axis=-1)[:, : experts.shared_width]
+            for half in np.split(np.asarray(params.gate_up[count:]), 2, axis=-1)
+        )
+        down = np.concatenate(np.asarray(params.down[count:]))[: experts.shared_width]
+        yield from name_mlp(prefix + shared, np.concatenate([gate, up], axis=1), down)
+
+
+def name_mlp(prefix: str, gate_up: Any, down: Any) -> Iterator[tuple[str, Any]]:
+    """The three matrices of a gated MLP."""
+    for name, part in zip(("gate", "up"), np.split(np.asarray(gate_up).T, 2), strict=True):
+        yield f"{prefix}{name}_proj.weight", part
+    yield prefix + "down_proj.weight", np.asarray(down).T

@@ -1,0 +1,166 @@
+"""Files of `torch.save`, read without torch: EAGLE heads come as `pytorch_model.bin`, lists of hot tokens as `.pt`.
+
+Such a file is a zip archive that holds a pickle, which describes the tensors, and the bytes of each storage. A pickle
+can call any function it names. Here it may name only what rebuilds tensors, and the functions that stand for those
+names make plain records, so that a file cannot run anything. The bytes are mapped into memory, not read.
+"""
+
+import io
+import math
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jspec.checkpoints.files import CheckpointError
+
+_DTYPES = {
+    "BFloat16Storage": ml_dtypes.bfloat16,
+    "BoolStorage": np.bool_,
+    "ByteStorage": np.uint8,
+    "CharStorage": np.int8,
+    "DoubleStorage": np.float64,
+    "FloatStorage": np.float32,
+    "HalfStorage": np.float16,
+    "IntStorage": np.int32,
+    "LongStorage": np.int64,
+    "ShortStorage": np.int16,
+}
+
+
+class _Storage(NamedTuple):
+    kind: str
+    key: str
+    count: int
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Refused(pickle.UnpicklingError):
+    """The pickle asks for something that is not read here."""
+
+
+def read(path: str | Path) -> Any:
+    """What was saved: dicts, lists and tuples as they are, tensors as numpy arrays of their shape and dtype.
+
+    Raises:
+      CheckpointError: no such file; a file that is damaged, of the format before torch 1.6, or holds anything else than
+        tensors, numbers, strings and containers of them.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            if file.read(1) == b"\x80":
+                raise _Refused(
+                    "has torch's format before 1.6, which is not read here: "
+                    "load it with torch and write it as model.safetensors"
+                )
+            with zipfile.ZipFile(file) as archive:
+                folder = _folder(archive)
+                value = _Unpickler(io.BytesIO(archive.read(folder + "data.pkl"))).load()
+                return _arrays(value, archive, folder, {})
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except _Refused as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except Exception as error:  # what damaged bytes make the unpickler raise has no common class
+        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error})") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the few names that tensors are rebuilt with; what it makes has no attributes a pickle could set."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return self.tensor
+        if (module, name) == ("torch._utils", "_rebuild_parameter"):
+            return self.parameter
+        if module == "torch" and name in _DTYPES:
+            return name
+        raise _Refused(f"names {module}.{name}, which is no part of a tensor, and is not loaded")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        tag, kind, key, _, count = pid
+        if tag != "storage" or kind not in _DTYPES:
+            raise _Refused(f"refers to {tag!r} of the kind {kind!r}, which is no storage of a tensor")
+        return _Storage(kind, str(key), int(count))
+
+    def tensor(self, storage, offset, shape, strides, _requires_grad=False, _hooks=None, metadata=None) -> _Tensor:
+        """Stands for `torch._utils._rebuild_tensor_v2`."""
+        if metadata:
+            raise _Refused(f"has a tensor with the metadata {metadata!r}, which is not read here")
+        return _Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
+
+    def parameter(self, tensor, _requires_grad=False, _hooks=None) -> _Tensor:
+        """Stands for `torch._utils._rebuild_parameter`."""
+        return tensor
+
+
+def _folder(archive: zipfile.ZipFile) -> str:
+    """The folder inside of the archive, with its slash; it has the name that the file had when it was saved."""
+    found = [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
+    if len(found) != 1:
+        raise _Refused("is a zip archive that torch.save has not made: there is no data.pkl in it")
+    folder = found[0].removesuffix("data.pkl")
+    if folder + "byteorder" in archive.namelist() and archive.read(folder + "byteorder") != b"little":
+        raise _Refused("was saved on a big-endian machine, which is not read here")
+    return folder
+
+
+def _arrays(value: Any, archive: zipfile.ZipFile, folder: str, storages: dict[_Storage, np.ndarray]) -> Any:
+    """`value` with its records as arrays. storages: those read before, which several tensors may share."""
+    if isinstance(value, _Tensor):
+        if value.storage not in storages:
+            storages[value.storage] = _map_storage(value.storage, archive, folder)
+        return _view(storages[value.storage], value)
+    if isinstance(value, dict):
+        return {key: _arrays(item, archive, folder, storages) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_arrays(item, archive, folder, storages) for item in value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise _Refused(f"holds a {type(value).__name__}, which is neither a tensor nor a plain value")
+
+
+def _map_storage(storage: _Storage, archive: zipfile.ZipFile, folder: str) -> np.ndarray:
+    """The elements of a storage, from where its bytes lie in the file: torch does not compress them."""
+    entry, dtype = archive.getinfo(f"{folder}data/{storage.key}"), np.dtype(_DTYPES[storage.kind])
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != storage.count * dtype.itemsize:
+        raise ValueError(f"storage {storage.key} has {entry.file_size} bytes for {storage.count} elements of {dtype}")
+    if storage.count == 0:
+        return np.empty(0, dtype)
+    file = archive.fp
+    assert file is not None
+    file.seek(entry.header_offset)
+    # A local header of the zip format: 30 bytes, which end with the lengths of the name and of the extra field.
+    mark, name_length, extra_length = struct.unpack("<4s22xHH", file.read(30))
+    if mark != b"PK\x03\x04":
+        raise ValueError(f"storage {storage.key} has no header")
+    start = entry.header_offset + 30 + name_length + extra_length
+    return np.memmap(file, dtype, "r", start, (storage.count,)).view(np.ndarray)
+
+
+def _view(flat: np.ndarray, tensor: _Tensor) -> np.ndarray:
+    """The elements that a tensor has of its storage. An offset or stride may not lead out of it."""
+    shape, strides = tensor.shape, tensor.strides
+    if len(shape) != len(strides) or min((tensor.offset, *shape, *strides)) < 0:
+        raise ValueError(f"a tensor with the shape {shape}, the strides {strides} and the offset {tensor.offset}")
+    if math.prod(shape) == 0:
+        return np.empty(shape, flat.dtype)
+    last = tensor.offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if last >= flat.size:
+        raise ValueError(f"a tensor reads element {last} of a storage of {flat.size}")
+    steps = [stride * flat.itemsize for stride in strides]
+    return np.lib.stride_tricks.as_strided(flat[tensor.offset :], shape, steps, writeable=False)

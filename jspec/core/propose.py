@@ -1,0 +1,84 @@
+"""From the logits of a draft model to the tokens that it proposes. Arrays only."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core import sampling
+from jspec.core.types import DecodeState, Proposal
+from pallas_kernels.topk import topk
+
+
+def propose(
+    s: DecodeState,
+    logits: Float[Array, "B M Vd"],
+    path: Int[Array, "B M g"],
+    *,
+    width: int,
+    vocab_size: int,
+    ids: Int[Array, " Vd"] | Int[Array, "B M Vd"] | None = None,
+    drawn: bool = False,
+) -> Proposal:
+    """The `width` best children of M nodes, g tokens behind the committed ones.
+
+    In rows that sample, the target's choice after a node is the argmax of its processed logits plus the noise of that
+    position (`accept.coupled`). Drafts are ranked by their own processed logits plus the same noise, so that a draft
+    that knows the target's logits proposes its choice; and since the noise is known, the softmax of that sum, not q,
+    is what it says of a token's chances.
+
+    Args:
+      path: the tokens from the first draft to each node.
+      vocab_size: the target's.
+      ids: target ids of the draft's vocabulary, or of each node's own; None: the target's.
+      drawn: draw the children from q, without replacement and with noise of their own, and return q: for the rules of
+        acceptance that need it.
+    """
+    rows: sampling.RowSampling | None = s.sampling
+    if rows is None:
+        index, scores = _best(logits, width)
+        return Proposal(_tokens(index, ids), scores, None)
+    if ids is not None:
+        logits = _spread(logits, ids, vocab_size)
+    logits = sampling.temper(rows, sampling.adjust(s, logits, path))
+    if rows.temperature is None:
+        tokens, scores = _best(logits, width)
+        return Proposal(tokens, scores, None)
+    noise = _noise(s, logits.shape, path.shape[2], drawn)
+    noisy = logits + jnp.where((rows.temperature > 0).reshape(-1, 1, 1), noise, 0.0)
+    tokens, scores = _best(noisy, width)
+    return Proposal(tokens, scores, jax.nn.softmax(logits, axis=-1) if drawn else None)
+
+
+def _tokens(index: Int[Array, "B M W"], ids: Array | None) -> Int[Array, "B M W"]:
+    """The target's ids of what stands at `index`; `ids` as in `propose`."""
+    if ids is None:
+        return index
+    return ids.at[index].get(mode="clip") if ids.ndim == 1 else jnp.take_along_axis(ids, index, axis=2, mode="clip")
+
+
+def _spread(logits: Float[Array, "B M Vd"], ids: Array, vocab_size: int) -> Float[Array, "B M V"]:
+    """The logits at the target's ids, and -inf elsewhere."""
+    everywhere = jnp.full((*logits.shape[:2], vocab_size), -jnp.inf)
+    if ids.ndim == 1:
+        return everywhere.at[:, :, ids].set(logits)
+    batch, nodes = (jnp.arange(count, dtype=jnp.int32) for count in logits.shape[:2])
+    return everywhere.at[batch[:, None, None], nodes[None, :, None], ids].set(logits)
+
+
+def _noise(s: DecodeState, shape, generation: int, drawn: bool) -> Array:
+    """Float[B, 1, V], the noise of the target's choice at the children's position, or [B, M, V], one for each node."""
+    batch, nodes, vocabulary = shape
+    position = s.length + generation
+    if not drawn:
+        return sampling.gumbel(s.key, sampling.NOISE, position, 1, vocabulary)
+    keys = sampling.stream(s.key, sampling.DRAFT, s.length)
+    draw = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, generation), (nodes, vocabulary)))
+    return draw(keys)
+
+
+def _best(logits: Float[Array, "B M V"], width: int) -> tuple[Int[Array, "B M W"], Float[Array, "B M W"] | None]:
+    """The tokens with the highest logits, and the logarithms of their shares; for one token, without a ranking."""
+    if width == 1:
+        return jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32), None
+    best, tokens, log_sum_exp = topk(logits, width)
+    return tokens, best - log_sum_exp[..., None]

@@ -1,0 +1,83 @@
+"""Token trees: from parents to depths, ancestors and paths. Arrays only.
+
+A chain has no parents (None), so that all that follows from its shape is a constant of the program.
+`jspec.grow` makes the trees.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jspec.core.types import DraftTree
+
+
+def chain(tokens: Int[Array, "B N"]) -> DraftTree:
+    """The tree in which each token follows the one before it; tokens[:, 0] is the root."""
+    return DraftTree(tokens, None)
+
+
+def ancestor_mask(draft_tree: DraftTree) -> Bool[Array, "B N N"] | None:
+    """mask[b, n, m]: node m is node n or an ancestor of it. None for a chain (the causal mask).
+
+    Pointer doubling: after i steps each node knows its ancestors up to 2^i - 1 generations away.
+    """
+    parents = draft_tree.parents
+    if parents is None:
+        return None
+    nodes = parents.shape[1]
+    reach = jnp.broadcast_to(jnp.eye(nodes, dtype=bool)[None], (parents.shape[0], nodes, nodes))
+    jump = parents
+    generations = nodes - 1 if draft_tree.depth is None else draft_tree.depth
+    for _ in range(generations.bit_length()):
+        reach = reach | jnp.take_along_axis(reach, jump[:, :, None], axis=1)
+        jump = jnp.take_along_axis(jump, jump, axis=1)
+    return reach
+
+
+def depths(draft_tree: DraftTree) -> Int[Array, "#B N"]:
+    """Generations between each node and the root, whose depth is 0."""
+    mask = ancestor_mask(draft_tree)
+    if mask is None:
+        return jnp.arange(draft_tree.tokens.shape[1], dtype=jnp.int32)[None]
+    return mask.sum(-1, dtype=jnp.int32) - 1
+
+
+def take_path(x: Array | None, path: Int[Array, "B A"] | None) -> Array | None:
+    """Rows of `x` [B, N, ...] along a path; `x` itself where the path is a chain's or there is no `x`."""
+    if x is None or path is None:
+        return x
+    return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def where_rows(keep: Bool[Array, " B"], new: Any, old: Any) -> Any:
+    """The arrays of `new` in the rows to keep, and those of `old` in the others; both are pytrees of one structure."""
+
+    def choose(a, b):
+        return jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(choose, new, old)
+
+
+def paths(draft_tree: DraftTree) -> Int[Array, "B N g"]:
+    """The tokens between the root and each node, which is the last of them; -1 behind it. The root's own is not there.
+
+    So the paths of two nodes of one depth hold as many tokens, and g is the depth of the tree.
+    """
+    tokens = draft_tree.tokens
+    batch, nodes = tokens.shape
+    generations = nodes - 1 if draft_tree.depth is None else draft_tree.depth
+    if draft_tree.parents is None:
+        column, node = jnp.arange(generations, dtype=jnp.int32), jnp.arange(nodes, dtype=jnp.int32)
+        on_path = (column[None] < node[:, None])[None]
+        return jnp.where(on_path, jnp.broadcast_to(tokens[:, None, 1:], (batch, nodes, generations)), -1)
+    depth, node = depths(draft_tree), jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], tokens.shape)
+    found = jnp.full((batch, nodes, generations), -1, jnp.int32)
+    column = jnp.arange(generations, dtype=jnp.int32)[None, None]
+    for _ in range(generations):
+        at = jnp.take_along_axis(depth, node, axis=1) - 1
+        token = jnp.take_along_axis(tokens, node, axis=1)
+        found = jnp.where(column == at[:, :, None], token[:, :, None], found)
+        node = jnp.take_along_axis(draft_tree.parents, node, axis=1)
+    return found

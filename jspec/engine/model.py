@@ -1,0 +1,146 @@
+"""What a user loads: a target with its weights and tokenizer, and a draft beside it."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+
+from jspec.checkpoints import assistant, eagle, language_model
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.language_model import Checkpoint
+from jspec.core.types import Params
+from jspec.models import Assistant, EagleHead, LanguageModel, MtpHeads, MtpParams
+from jspec.text.tokenizer import Tokenizer
+
+BUNDLED = {
+    "python-small": {"eagle": "python-eagle3", "standalone": "python-tiny", "frozen-kv-mtp": "python-assistant"},
+    "python-tiny": {},
+}
+"""Models that ship with the package -> drafter -> its draft, which ships too; the first is the default."""
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+# The EAGLE authors' heads are published in this file alone. A repository that has it beside model.safetensors makes the
+# download of a draft, which is small, twice as long.
+_DRAFT_FILES = [*_HUB_FILES, "pytorch_model.bin"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A target ready to generate.
+
+    name: where it was loaded from.
+    target, draft: configurations; `draft` is a language model's, an EAGLE head's, an assistant's or that of the MTP
+      heads of the target's own checkpoint; None where none was loaded.
+    params: weights of both.
+    tokenizer: None for a checkpoint without one, which takes and gives token ids only.
+    eos: ids that end a text.
+    """
+
+    name: str
+    target: LanguageModel
+    params: Params
+    tokenizer: Tokenizer | None
+    eos: tuple[int, ...]
+    draft: LanguageModel | EagleHead | Assistant | MtpHeads | None = None
+
+    def __repr__(self) -> str:
+        draft = "no draft" if self.draft is None else f"draft of {self.draft.num_layers} layers"
+        if isinstance(self.draft, EagleHead):
+            draft = f"EAGLE-{self.draft.version} head"
+        if isinstance(self.draft, Assistant):
+            draft = f"assistant of {self.draft.num_layers} layers"
+        if isinstance(self.draft, MtpHeads):
+            draft = f"{self.draft.count} MTP head{'s' * (self.draft.count > 1)}"
+        shape = f"{self.target.num_layers} layers, width {self.target.hidden_size}, vocabulary {self.target.vocab_size}"
+        return f"Model({self.name!r}: {shape}, {self.params.target.embed.dtype}; {draft})"
+
+
+def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | None = None) -> Model:
+    """Loads a target, and a draft for it, onto the default device.
+
+    Args:
+      source: "bundled:python-small", a Hugging Face directory, or a hub id such as "org/name".
+      draft: a checkpoint of a draft, named the same way: a small language model with the target's vocabulary, or an
+        EAGLE head or an assistant that was made for this target. None: what the target comes with: a bundled model's
+        draft, the MTP heads in its own checkpoint, or none.
+      dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
+
+    Raises:
+      CheckpointError: files missing or damaged, or of an unsupported kind.
+      ValueError: an unknown dtype or bundled model, or a draft whose tokenizer is another one.
+    """
+    directory = locate(source)
+    draft = bundled_draft(source) if draft is None else draft
+    loaded, heads, head_params = _load_target(directory, dtype, mtp=draft is None)
+    tokenizer = Tokenizer.load(directory)
+    if draft is None:
+        return Model(str(source), loaded.config, Params(loaded.params, head_params), tokenizer, loaded.eos, heads)
+    draft_directory = locate(draft, _DRAFT_FILES)
+    _check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
+    if assistant.is_assistant(draft_directory):
+        small = assistant.load(draft_directory, target=loaded.config, dtype=dtype)
+    elif eagle.is_head(draft_directory):
+        small = eagle.load(draft_directory, target=loaded.config, dtype=dtype)
+    else:
+        small = language_model.load(draft_directory, dtype=dtype, mtp=False)
+    params = Params(loaded.params, small.params)
+    return Model(str(source), loaded.config, params, tokenizer, loaded.eos, small.config)
+
+
+def _load_target(
+    directory: Path, dtype: str | None, *, mtp: bool
+) -> tuple[Checkpoint, MtpHeads | None, tuple[MtpParams, ...] | None]:
+    """A language model, and apart from it the MTP heads that its checkpoint holds if wanted, or None and None."""
+    loaded: Any = language_model.load(directory, dtype=dtype, mtp=mtp)
+    if not loaded.config.mtp_layers:
+        return loaded, None, None
+    config, params = (dataclasses.replace(loaded.config, mtp_layers=0), dataclasses.replace(loaded.params, mtp=()))
+    heads = MtpHeads(loaded.config.mtp_layer(), loaded.config.mtp_layers)
+    return dataclasses.replace(loaded, config=config, params=params), heads, loaded.params.mtp
+
+
+def bundled_draft(source: str | Path, drafter: str | None = None) -> str | None:
+    """The bundled draft of a bundled model for a drafter; None: its default. None where there is none."""
+    drafts = BUNDLED.get(str(source).removeprefix("bundled:"), {}) if str(source).startswith("bundled:") else {}
+    name = next(iter(drafts.values()), None) if drafter is None else drafts.get(drafter)
+    return name and f"bundled:{name}"
+
+
+def locate(source: str | Path, files: Sequence[str] = _HUB_FILES) -> Path:
+    """The directory of a checkpoint, downloaded from the hub if it is a hub id.
+
+    files: patterns of the files that are downloaded.
+
+    Raises:
+      ValueError: an unknown bundled model.
+      CheckpointError: neither a directory nor a hub id, or a download that failed.
+    """
+    name = str(source)
+    if name.startswith("bundled:"):
+        short = name.removeprefix("bundled:")
+        known = sorted({*BUNDLED, *(draft for drafts in BUNDLED.values() for draft in drafts.values())})
+        if short not in known:
+            raise ValueError(f"{name!r} is unknown; bundled models are {', '.join(known)}")
+        return Path(str(resources.files("jspec"))) / "assets" / short
+    if Path(source).is_dir():
+        return Path(source)
+    if isinstance(source, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise CheckpointError(f'{name}: no such directory (and no hub id of the form "organisation/name")')
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+    except Exception as error:
+        raise CheckpointError(f"{name}: no such directory, and the hub gave none ({error})") from error
+
+
+def _check_same_tokens(target: Tokenizer | None, draft: Tokenizer | None, source, draft_source) -> None:
+    """Raises where both tokenizers are there and an id means different tokens in them."""
+    if target is None or draft is None or target.vocabulary() == draft.vocabulary():
+        return
+    raise ValueError(
+        f"draft={str(draft_source)!r} has another tokenizer than {str(source)!r}: "
+        "a draft must give every token id the same meaning as its target"
+    )

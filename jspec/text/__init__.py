@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, streamed text, stop strings and highlighted tokens."""

@@ -1,0 +1,321 @@
+"""`check_drafter` passes every drafter of the package, and names what a broken one breaks."""
+
+import dataclasses
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from planted import weights_of
+
+import jspec
+from jspec.analysis import check_drafter as contract
+from jspec.analysis.check_drafter import check_drafter
+from jspec.core import accept, tree
+from jspec.core.types import DraftTree, Params
+from jspec.drafters import Ngram
+from jspec.models import Llama
+
+IDS = [[3], [5, 6, 7, 5, 6, 7, 5]]
+KNOWN = [row[:length].tolist() for row, length in zip(toy.IDS[:2], toy.LENGTHS[:2], strict=True)]
+"""Prompts on whose continuations the drafts of `toy` were fitted."""
+
+
+def model_for(drafter):
+    draft = getattr(drafter, "model", None)
+    if draft is None:
+        # One layer is enough for what has no model to read a second one.
+        return jspec.Model("toy", toy.NEAR, Params(toy.params().draft), None, ())
+    return jspec.Model("toy", toy.TARGET, weights_of(drafter), None, (), draft)
+
+
+def check(drafter, prompts=IDS):
+    return check_drafter(drafter, model_for(drafter), prompts, max_new_tokens=20)
+
+
+SLOWER = ("ngram", "mtp", "mtp_reused_tree", "plain", "eagle_tree", "frozen_kv_mtp", "frozen_kv_mtp_tree")
+
+
+@pytest.mark.parametrize("name", ("standalone", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWER)))
+def test_the_drafters_of_this_package_keep_the_contract(name):
+    drafter = toy.bound_drafters()[name]
+    report = check(drafter, None if name == "ngram" else KNOWN)
+    assert len(report.checks) == 8
+    assert 1 <= report.accept_length <= drafter.depth + 1
+    assert (report.accept_length > 1) == (name != "plain")
+    lines = repr(report).splitlines()
+    assert lines[0] == f"{drafter!r} keeps the contract"
+    assert lines[-1].startswith(f"accept length {report.accept_length:.2f} greedy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """Repeats the last token; what the broken drafters below are made from."""
+
+    depth: int = 2
+    capture = ()
+
+    def bind(self, target, draft):
+        return self
+
+    def init(self, params, batch, capacity, page_size):
+        return jnp.zeros(batch, jnp.int32)
+
+    def draft(self, params, s):
+        return self.tree(jnp.repeat(self.last(s), self.depth + 1, axis=1)), s.draft
+
+    def extend(self, params, s, committed):
+        return s.draft
+
+    def tree(self, tokens):
+        return tree.chain(tokens)
+
+    def last(self, s):
+        return jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)
+
+
+# The attributes and methods
+
+
+class NoExtend:
+    depth, capture = 1, ()
+
+    def bind(self, target, draft): ...
+
+    def init(self, params, batch, capacity, page_size): ...
+
+    def draft(self, params, s): ...
+
+
+class Unhashable(Repeat):
+    __hash__ = None
+
+
+class BindsToNothing(Repeat):
+    def bind(self, target, draft):
+        return None
+
+
+class ListOfLayers(Repeat):
+    capture = [1]
+
+
+# Its state
+
+
+class StateGrows(Repeat):
+    def draft(self, params, s):
+        return super().draft(params, s)[0], jnp.zeros((*s.draft.shape, 1), jnp.int32)
+
+
+class StateTurnsFloat(Repeat):
+    def extend(self, params, s, committed):
+        return s.draft if committed.first else s.draft.astype(jnp.float32)
+
+
+class StateGetsAName(Repeat):
+    def extend(self, params, s, committed):
+        return s.draft if committed.first else {"count": s.draft}
+
+
+class NoState(Repeat):
+    def draft(self, params, s):
+        return super().draft(params, s)[0]
+
+
+# Its trees
+
+
+class NoTree(Repeat):
+    def tree(self, tokens):
+        return tokens
+
+
+class FloatTokens(Repeat):
+    def tree(self, tokens):
+        return DraftTree(tokens.astype(jnp.float32))  # pyright: ignore
+
+
+class LongChain(Repeat):
+    def tree(self, tokens):
+        return tree.chain(jnp.concatenate([tokens, tokens], axis=1))
+
+
+class OtherRoot(Repeat):
+    def tree(self, tokens):
+        return tree.chain((tokens + 1) % 61)
+
+
+@pytest.mark.parametrize(
+    "drafter, message",
+    [
+        (NoExtend(), "NoExtend is not a drafter: it has no extend"),
+        (Repeat, "give an object, not a class"),
+        (Repeat(depth=-1), "Repeat: depth=-1: give the tokens of the longest chain"),
+        (Repeat(depth=2.0), "Repeat: depth=2.0"),
+        (Unhashable(), "Unhashable: unhashable type: .* so make it a frozen dataclass"),
+        (BindsToNothing(), "bind returns the drafter to use, and this NoneType has no depth"),
+        (ListOfLayers(), r"capture=\[1\]: give a tuple of layers"),
+        (StateGrows(), r"state that draft returns .*: itself is int32\[4, 1\], and was int32\[4\]"),
+        (StateTurnsFloat(), r"state that extend returns .*: itself is float32\[4\], and was int32\[4\]"),
+        (StateGetsAName(), r"state that extend returns .*: itself is nothing, and was int32\[4\]"),
+        (NoState(), r"draft returns a DraftTree: give \(DraftTree, state\)"),
+        (NoTree(), "as tree: give a jspec.types.DraftTree"),
+        (FloatTokens(), r"the tree's tokens are float32\[4, 3\]: give int32\[4, nodes\]"),
+        (LongChain(), "a chain of 5 tokens, more than its depth=2"),
+        (OtherRoot(), "round 0, row 0: node 0 of the tree has the token 52, and the row's last token is 51"),
+    ],
+    ids=lambda value: (
+        (value if isinstance(value, type) else type(value)).__name__ if not isinstance(value, str) else ""
+    ),
+)
+def test_a_broken_drafter_is_named(drafter, message):
+    with pytest.raises(AssertionError, match=message):
+        check(drafter)
+
+
+@pytest.mark.parametrize(
+    "tokens, parents, options, message",
+    [
+        ([3, 61, 4], None, {}, "node 1 of the tree has the token 61: ids are 0 to 60"),
+        ([3, 4, -1], [0, 0, 0], {}, "node 2 of the tree has the token -1"),
+        ([4, 4, 4], None, {}, "node 0 of the tree has the token 4, and the row's last token is 3"),
+        ([3, 4, 5], [0, 2, 0], {}, "the parent of node 1 is 2: a parent stands before its children"),
+        ([3, 4, 5], [0, 0, -1], {}, "the parent of node 2 is -1"),
+        ([3, 4, 5], [1, 0, 0], {}, "the parent of node 0 is 1"),
+        ([3, 4, 5, 6], [0, 0, 1, 2], {}, "the tree has depth 3, more than the drafter's depth=2"),
+        ([3, 4, 5], [0, 0, 1], {"depth": 1}, "the tree has depth 2, more than the tree's own depth=1"),
+        ([3, 4, 5, 6, 7], [0, 0, 0, 0, 1], {"width": 2}, "the tree has width 3, more than the tree's own width=2"),
+        ([3, 4, 5, 6], [0, 0, 0, 1], {"width": 2, "depth": 2}, None),
+        ([3, 4, 5], None, {}, None),
+        ([3], [0], {}, None),
+    ],
+)
+def test_a_broken_tree_is_named(tokens, parents, options, message):
+    draft_tree = DraftTree(np.array([tokens]), None if parents is None else np.array([parents]), **options)
+    broken = contract._broken(draft_tree, row=0, last=3, depth=2, vocab_size=61)
+    assert broken is None if message is None else message in broken
+
+
+# What comes out
+
+
+@dataclasses.dataclass(frozen=True)
+class Siblings(Ngram):
+    """What Ngram proposes, behind a wrong child of the root."""
+
+    def draft(self, params, s):
+        chain, state = super().draft(params, s)
+        tokens = jnp.insert(chain.tokens, 1, (chain.tokens[:, 1] + 1) % 61, axis=1)
+        parents = jnp.array([[0, 0, 0, *range(2, self.depth + 1)]], jnp.int32)
+        return DraftTree(tokens, jnp.broadcast_to(parents, tokens.shape), self.depth), state
+
+
+class Careless(Llama):
+    """A target that reads a tree as though it were a chain."""
+
+    def forward(self, params, draft_tree, cache, start, **options):
+        return super().forward(params, tree.chain(draft_tree.tokens), cache, start, **options)
+
+
+def test_greedy_output_is_compared_with_plain_decoding():
+    """This target judges node 2 as though node 1, which is no ancestor of it, stood before it."""
+    careless = Careless(**{field.name: getattr(toy.NEAR, field.name) for field in dataclasses.fields(toy.NEAR)})
+    drafter = Siblings()
+    model = dataclasses.replace(model_for(drafter), target=careless)
+    with pytest.raises(AssertionError, match="Siblings: greedy output of row . is not plain decoding's from new token"):
+        check_drafter(drafter, model, IDS, max_new_tokens=20)
+
+
+def test_sampled_output_is_compared_with_plain_sampling(monkeypatch):
+    def other_noise(key, draft_tree, logits, position):
+        return accept.coupled(key, draft_tree, logits, position + int(draft_tree.tokens.shape[1] > 1))
+
+    monkeypatch.setitem(accept.RULES, "coupled", other_noise)
+    with pytest.raises(AssertionError, match="Ngram: sampled output of row 2 is not plain decoding's from new token 1"):
+        check(Ngram())
+
+
+# Rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Moody(Ngram):
+    """Sometimes proposes other tokens, by a coin that is no argument."""
+
+    def draft(self, params, s):
+        draft_tree, state = super().draft(params, s)
+        shift = jax.experimental.io_callback(lambda: np.int32(COIN.randrange(2)), jax.ShapeDtypeStruct((), np.int32))
+        tokens = draft_tree.tokens.at[:, 1:].add(shift) % 61
+        return dataclasses.replace(draft_tree, tokens=tokens), state
+
+
+COIN = random.Random(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class GivesUp(Ngram):
+    """Proposes nonsense from the first call of `extend` on that has nothing for a row."""
+
+    def init(self, params, batch, capacity, page_size):
+        return jnp.ones(batch, jnp.int32)
+
+    def draft(self, params, s):
+        draft_tree, _ = super().draft(params, s)
+        shifted = draft_tree.tokens.at[:, 1:].add(1 - s.draft[:, None]) % 61
+        return dataclasses.replace(draft_tree, tokens=shifted), s.draft
+
+    def extend(self, params, s, committed):
+        return s.draft if committed.first else s.draft * jnp.minimum(committed.length, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copycat(Ngram):
+    """Proposes for all rows what it would propose for the first."""
+
+    def draft(self, params, s):
+        draft_tree, state = super().draft(params, s)
+        first = jnp.broadcast_to(draft_tree.tokens[:1, 1:], draft_tree.tokens[:, 1:].shape)
+        return tree.chain(jnp.concatenate([draft_tree.tokens[:, :1], first], axis=1)), state
+
+
+@dataclasses.dataclass(frozen=True)
+class NeverEqual(Repeat):
+    """Binds to another value each time."""
+
+    number: int = 0
+
+    def bind(self, target, draft):
+        return dataclasses.replace(self, number=next(NUMBERS))
+
+
+NUMBERS = itertools.count()
+
+
+@pytest.mark.parametrize(
+    "drafter, message",
+    [
+        (Moody(), "takes other rounds in one call than round by round"),
+        pytest.param(GivesUp(), "takes other rounds where its prompt is read in chunks", marks=pytest.mark.slow),
+        (Copycat(), "row 1 takes other rounds alone than in a batch"),
+        (NeverEqual(), "other prompts of the same shape compile the program again"),
+    ],
+    ids=("moody", "gives_up", "copycat", "never_equal"),
+)
+def test_rounds_are_a_function_of_the_row(drafter, message):
+    with pytest.raises(AssertionError, match=f"{type(drafter).__name__}: .*{message}"):
+        check(drafter)
+
+
+class Raises(Repeat):
+    def draft(self, params, s):
+        raise KeyError("mine")
+
+
+def test_an_error_of_the_drafter_comes_through_with_a_note():
+    with pytest.raises(KeyError, match="mine") as raised:
+        check(Raises())
+    assert any("check_drafter(Raises(...))" in note for note in raised.value.__notes__)

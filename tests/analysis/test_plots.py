@@ -1,0 +1,170 @@
+"""Rounds taken apart, and what is drawn of them."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+import toy
+
+import jspec
+from jspec.analysis import plots
+from jspec.drafters import Ngram
+
+PROMPT = [5, 6, 7, 5, 6]
+TREE = jspec.Standalone(depth=4, width=3, num_nodes=12)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jspec.Model("toy", toy.TARGET, toy.params(), None, (), toy.NEAR)
+
+
+@pytest.fixture
+def axes(needs):
+    needs("matplotlib")
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")
+    yield plt
+    plt.close("all")
+
+
+# look_at_round
+
+
+@pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    (
+        (Ngram(depth=3), None),
+        pytest.param(Ngram(depth=3), jspec.Sampling(temperature=0.7), marks=pytest.mark.slow),
+        pytest.param(TREE, None, marks=pytest.mark.slow),
+        (TREE, jspec.Sampling(temperature=0.7)),
+    ),
+    ids=("greedy chain", "sampled chain", "greedy tree", "sampled tree"),
+)
+def test_a_round_is_the_one_that_generate_runs(model, drafter, sampling):
+    options = {"drafter": drafter, "sampling": sampling, "seed": 2}
+    out = jspec.generate(model, PROMPT, max_new_tokens=24, **options)
+    rounds = out.rounds_of()
+    for number in (0, 2, 3):
+        start = 1 + sum(rounds[:number])
+        seen = jspec.look_at_round(model, PROMPT, round=number, **options)
+        assert seen.number == number
+        assert seen.before == PROMPT + out.tokens[:start] and seen.tokens[0] == seen.before[-1]
+        assert seen.appended == out.tokens[start : start + rounds[number]]
+        assert seen.tokens[seen.accepted[1:]].tolist() == seen.appended[:-1]
+        # What was accepted is what the target wanted there, and no child of the last node is.
+        assert seen.choices[seen.accepted].tolist() == seen.appended
+        children = np.flatnonzero(seen.parents[1:] == seen.accepted[-1]) + 1
+        assert seen.appended[-1] not in seen.tokens[children]
+        assert [seen.depths[node] for node in seen.accepted] == list(range(len(seen.accepted)))
+        assert (seen.depths[1:] == seen.depths[seen.parents[1:]] + 1).all() and seen.depths[0] == 0
+
+
+def test_a_round_that_the_end_of_the_text_cuts(model):
+    prompt = [4, 3, 2, 1]
+    whole = jspec.look_at_round(model, prompt, drafter=TREE, round=0)
+    first, second, *_ = new = [whole.before[-1], *whole.appended]
+    assert first != second and len(whole.accepted) > 2, (
+        "this test needs a round with two accepted drafts, the first new"
+    )
+    ending = dataclasses.replace(model, eos=(second,))
+    cut = jspec.look_at_round(ending, prompt, drafter=TREE, round=0)
+    assert cut.appended == new[1:2] and cut.accepted == whole.accepted[:2]
+    with pytest.raises(ValueError, match="round=1: the text ends in round 0; give a smaller number"):
+        jspec.look_at_round(ending, prompt, drafter=TREE, round=1)
+    ending = dataclasses.replace(model, eos=(first,))
+    with pytest.raises(ValueError, match="round=0: the text ends with its first token, before any round"):
+        jspec.look_at_round(ending, prompt, drafter=TREE, round=0)
+
+
+@pytest.mark.parametrize(
+    "prompt, options, message",
+    [
+        (PROMPT, {"round": -1}, "round=-1"),
+        (PROMPT, {"round": True}, "round=True"),
+        ([PROMPT, PROMPT], {}, "prompt is a list of prompts: give one of them"),
+        ([], {}, "at least one prompt"),
+        (PROMPT, {"drafter": "medusa"}, "'medusa' is unknown"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_named(model, prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        jspec.look_at_round(model, prompt, **options)
+
+
+# Figures
+
+
+def bars(ax):
+    """Height by centre of each bar, in the order in which they were drawn."""
+    return [(round(bar.get_x() + bar.get_width() / 2, 3), bar.get_y() + bar.get_height()) for bar in ax.patches]
+
+
+def stats(*counts):
+    return jspec.GenerationStats(np.array([sum(counts)]), np.array([counts]), 1.0)
+
+
+def test_acceptance_by_position(axes):
+    ax = plots.acceptance_by_position(stats(1, 1, 2))
+    assert bars(ax) == [(1, 0.75), (2, 0.5)] and ax.get_legend() is None
+    ax = plots.acceptance_by_position({"a": stats(1, 1, 2), "b": stats(0, 1), "none": stats(4)})
+    assert [high for _, high in bars(ax)] == [0.75, 0.5, 1]
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "a: accept length 2.25",
+        "b: accept length 2.00",
+    ]
+    with pytest.raises(ValueError, match="nothing was drafted"):
+        plots.acceptance_by_position(stats(4))
+
+
+def test_tokens_per_round(axes, model):
+    out = jspec.generate(model, [PROMPT, PROMPT[:2]], drafter=Ngram(depth=3), max_new_tokens=24)
+    own = axes.figure().add_subplot()
+    for row in range(2):
+        ax = plots.tokens_per_round(out, row, ax=own if row else None)
+        highest = [max(high for at, high in bars(ax) if at == i) for i in range(len(out.rounds_of(row)))]
+        assert highest == out.rounds_of(row)
+    assert ax is own
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    (
+        None,
+        Ngram(depth=3),
+        TREE,
+        pytest.param(jspec.Standalone(depth=3, width=8, num_nodes=64), marks=pytest.mark.slow),
+    ),
+    ids=("plain", "chain", "tree", "large"),
+)
+def test_draft_tree(axes, model, drafter):
+    seen = jspec.look_at_round(model, PROMPT, drafter=drafter)
+    ax = plots.draft_tree(seen)
+    labels = [text.get_text() for text in ax.texts]
+    assert labels == [f"{token} " for token in [*seen.tokens, seen.appended[-1]]]
+    places = [text.get_position() for text in ax.texts]
+    assert len(set(places)) == len(places), "no two nodes in one place"
+    assert [x for x, _ in places[:-1]] == seen.depths.tolist() and places[-1][0] == len(seen.accepted)
+    bold = [line for line in ax.lines if line.get_linewidth() > 2]
+    assert len(ax.lines) == len(seen.tokens) and len(bold) == len(seen.accepted)
+    ax.figure.canvas.draw()
+
+
+def test_a_label_is_one_short_line():
+    tokenizer = jspec.load("bundled:python-tiny").tokenizer
+    assert tokenizer is not None
+    for text in ("\n    ", " documentation", "\t$x$"):
+        labels = [plots._label(tokenizer, [1], token) for token in tokenizer.encode(text)]
+        assert not set("".join(labels)) & set(" \n\t") and max(map(len, labels)) <= 12
+    assert plots._label(tokenizer, [1], tokenizer.encode("\n    ")[0])[0] == "↵"
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r'jspec.analysis.plots needs matplotlib.*pip install "jspec\[notebooks\]"'
+    ):
+        plots.acceptance_by_position(stats(1, 1))

@@ -1,0 +1,651 @@
+"""`jspec bench` at tiny shapes: presets, byte counts, the phases of a round, and the command as a user types it."""
+
+import dataclasses
+import functools
+import json
+import re
+from functools import partial
+
+import gemma
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwen
+import toy
+from hlo import loop_body, opcode
+
+import jspec
+from jspec import cli
+from jspec.analysis import plots
+from jspec.bench import cli as bench
+from jspec.bench import kernels, machine, phases, report, weights
+from jspec.bench.measure import Setup, from_host, measure
+from jspec.bench.presets import PRESETS, eagle_head
+from jspec.bench.unfolded import Unfolded, seed
+from jspec.checkpoints import language_model
+from jspec.core import accept, decode, stopping
+from jspec.core.types import Params
+from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
+from jspec.engine import memory
+from jspec.models.moe import Routed
+from jspec.models.router import Router
+
+RULE = accept.Imposed(2.5)
+ROUTED = Routed(Router(count=8, chosen=2), width=8)
+TINY, GEMMA = PRESETS["tiny"], PRESETS["tiny-gemma-4"]
+DRAFTERS = {
+    "plain": Plain(),
+    "chain": Standalone(depth=2).bind(TINY.target, TINY.standalone),
+    "tree": Eagle(depth=2, width=2, num_nodes=6).bind(TINY.target, TINY.head),
+    "assistant": FrozenKvMtp(depth=2, width=2, num_nodes=6).bind(GEMMA.target, GEMMA.assistant),
+}
+
+
+def target_of(drafter):
+    return GEMMA.target if isinstance(drafter, FrozenKvMtp) else TINY.target
+
+
+@functools.cache
+def params_of(drafter):
+    target, model = target_of(drafter), getattr(drafter, "model", None)
+    shapes = Params(*(each and weights.shapes_of(each, jnp.float32) for each in (target, model)))
+    return weights.random_weights(shapes, target.vocab_size)
+
+
+def prefilled(drafter):
+    """Three rows of 9 tokens."""
+    target = target_of(drafter)
+    ids = np.random.default_rng(0).integers(0, target.vocab_size, (3, 9), np.int32)
+    keys = jax.vmap(jax.random.key)(np.arange(3, dtype=np.uint32))
+    length, stop = np.full(3, 9, np.int32), stopping.init(None, 3)
+    shape = {"target": target, "drafter": drafter, "accept": RULE, "capacity": 40, "page_size": 4}
+    return decode.jitted_prefill(params_of(drafter), ids, length, length + 30, keys, stop, **shape)
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch):
+    """What is measured of the machine is a figure of reports, and no test looks at how large it is."""
+    monkeypatch.setattr(machine, "COPIED", {jax.default_backend(): 2**16})
+
+
+def test_a_call_takes_the_mean_of_many_in_a_row(monkeypatch):
+    """Beside 5 s of the host, calls of 1 s take 60 at least."""
+    now, calls = [0.0], []
+
+    def function(x):
+        calls.append(x)
+        now[0] += 1
+        return x
+
+    def await_all(_):
+        now[0] += 5
+
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(machine.jax, "block_until_ready", await_all)
+    assert machine.seconds_of(function, "x", repeats=2, burst=60) == [69 / 64] * 2
+    assert machine.seconds_of(function, "x", repeats=3, burst=0) == [6] * 3
+    assert calls == ["x"] * (2 + 127 + 2 * 64 + 2 + 1 + 3)
+
+
+# Presets and their bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    (
+        ("llama-3.1-8b", 8.03e9),
+        ("llama-3.2-1b", 1.24e9),
+        ("qwen3-8b", 8.19e9),
+        ("qwen3-0.6b", 0.60e9),
+        ("qwen3-32b", 32.8e9),
+        ("gemma-4-31b", 30.7e9),
+        ("deepseek-v2-lite", 15.7e9),
+        ("qwen3-30b-a3b", 30.5e9),
+        # 8 billion with the encoders of images and sound, of 150 and 300 million.
+        ("gemma-4-e4b", 7.5e9),
+        ("qwen3-next", 79.7e9),
+        ("qwen3.5-9b", 9.0e9),
+    ),
+)
+def test_a_preset_has_the_published_number_of_parameters(name, published):
+    shapes = weights.shapes_of(PRESETS[name].target, jnp.bfloat16)
+    assert weights.count(shapes) == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "target", "step", "extend", "kv"),
+    (
+        ("llama-3.1-8b", 424.7e6, 15.01e9, 0.749e9, 0.849e9, 128 * 1024),
+        ("qwen3-8b", 399.5e6, 15.14e9, 0.698e9, 0.799e9, 144 * 1024),
+    ),
+)
+def test_bytes_are_those_of_the_literature(name, head, target, step, extend, kv):
+    """Worked out by hand from the published shapes, in bfloat16."""
+    preset = PRESETS[name]
+    params = _shapes(name)
+    assert weights.count(params.draft) == pytest.approx(head, rel=1e-3)
+    assert weights.forward_bytes(params.target) == pytest.approx(target, rel=1e-3)
+    assert weights.draft_step_bytes(params) == pytest.approx(step, rel=1e-3)
+    assert weights.extend_bytes(params) == pytest.approx(extend, rel=1e-3)
+    assert weights.kv_bytes(preset.target, 1, 2) == kv
+    assert weights.kv_bytes(preset.target, 512, 2) == 512 * kv
+    plain = weights.round_bytes(params, preset.target, None, depth=0, batch=8, context=512)
+    assert plain == weights.forward_bytes(params.target) + 8 * 512 * kv
+    chain = weights.round_bytes(params, preset.target, preset.head, depth=5, batch=8, context=512)
+    assert chain - plain == pytest.approx(extend + 4 * step + 5 * 8 * 512 * 4096, rel=1e-3)
+
+
+def test_a_tied_model_reads_its_embedding_as_the_head():
+    params = _shapes("llama-3.2-1b")
+    assert weights.forward_bytes(params.target) == memory.tree_bytes(params.target)
+    # A draft that is a language model reads in `extend` what it reads in a step.
+    pair = Params(_shapes("llama-3.1-8b").target, params.target)
+    assert weights.extend_bytes(pair) == weights.draft_step_bytes(pair) == memory.tree_bytes(params.target)
+
+
+def test_bytes_of_an_assistants_round():
+    """Worked out by hand, in bfloat16: 31B, and E4B's head of clusters; windows bound what is read of a context."""
+    params, preset = _shapes("gemma-4-31b"), PRESETS["gemma-4-31b"]
+    assert weights.forward_bytes(params.target) == pytest.approx(61.4e9, rel=1e-3)
+    windows, full = 50 * 1024 * 2 * 16 * 256 * 2, 10 * 2 * 4 * 512 * 2
+    assert weights.kv_bytes(preset.target, 32_768, 2) == windows + 32_768 * full
+    assert weights.kv_bytes(preset.target, 100, 2) == 100 * (windows // 1024 + full)
+    # Projections, then queries, outputs and MLPs of three sliding layers and a full one, then the head.
+    layers = 3 * 2 * 32 * 256 * 1024 + 2 * 32 * 512 * 1024 + 4 * 3 * 1024 * 8192
+    step = 2 * (3 * 5376 * 1024 + layers + 262_144 * 1024)
+    assert weights.draft_step_bytes(params, preset.assistant) == pytest.approx(step, rel=1e-4)
+    plain = weights.round_bytes(params, preset.target, None, depth=0, batch=2, context=4096)
+    chain = weights.round_bytes(params, preset.target, preset.assistant, depth=5, batch=2, context=4096)
+    read = 2 * (3 * 1024 * 2 * 16 * 256 * 2 + 4096 * 2 * 4 * 512 * 2)
+    assert chain - plain == pytest.approx(5 * step + 5 * read, rel=1e-4), "and nothing for an extension"
+    small = PRESETS["gemma-4-e4b"]
+    layers = 3 * 2 * 8 * 256 * 256 + 2 * 8 * 512 * 256 + 4 * 3 * 256 * 2048
+    step = 2 * (3 * 2560 * 256 + layers + 2048 * 256 + 32 * 128 * 256)
+    assert weights.draft_step_bytes(_shapes("gemma-4-e4b"), small.assistant) == pytest.approx(step, rel=1e-3)
+
+
+def test_bytes_of_recurrent_layers_and_of_the_experts_that_are_read():
+    """Worked out by hand, in bfloat16: 80B-A3B has 36 layers with states and 12 with keys."""
+    params, preset = _shapes("qwen3-next"), PRESETS["qwen3-next"]
+    state = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
+    assert weights.state_bytes(preset.target, 2) == state
+    assert weights.kv_bytes(preset.target, 100, 2) == 100 * 12 * 2 * 2 * 256 * 2
+    expert = 48 * 3 * 2048 * 512 * 2
+    plain = weights.round_bytes(params, preset.target, None, depth=0, batch=1, context=100)
+    every = weights.forward_bytes(params.target, preset.target, 10_000)
+    assert plain == pytest.approx(every - 502 * expert + 100 * 24_576 + 2 * state, rel=1e-6)
+    two = weights.round_bytes(params, preset.target, None, depth=0, batch=2, context=100)
+    # The second token chooses 100 / 512 experts that the first one has chosen, too.
+    assert two - plain == pytest.approx((10 - 100 / 512) * expert + 100 * 24_576 + 2 * state, rel=1e-6)
+
+
+def test_bytes_of_experts_are_those_that_are_chosen():
+    """Worked out by hand, in bfloat16: 6 of the 64 experts of each of 26 layers for a token, all of them for many."""
+    config = PRESETS["deepseek-v2-lite"].target
+    params = weights.shapes_of(config, jnp.bfloat16)
+    expert, routers = 2 * 3 * 2048 * 1408, 26 * 4 * 2048 * 64
+    attention = 2048 * (16 * 192 + 576) + 16 * (128 + 128) * 512 + 16 * 128 * 2048
+    shared = 26 * 2 * expert + 2 * 3 * 2048 * 10_944 + 2 * 27 * attention + 2 * 2048 * 102_400 + routers
+    assert weights.forward_bytes(params, config) == pytest.approx(shared + 26 * 6 * expert, rel=1e-3)
+    two = 64 * (1 - (1 - 6 / 64) ** 2)
+    assert weights.forward_bytes(params, config, 2) == pytest.approx(shared + 26 * two * expert, rel=1e-3)
+    everything = memory.tree_bytes(params) - memory.tree_bytes(params.embed)
+    assert weights.forward_bytes(params, config, 1000) == everything
+    assert weights.kv_bytes(config, 100, 2) == 100 * 27 * 576 * 2
+    draft = PRESETS["deepseek-v2-lite"].standalone
+    pair = Params(params, weights.shapes_of(draft, jnp.bfloat16))
+    plain = weights.round_bytes(pair, config, None, depth=0, batch=1, context=0)
+    assert plain == weights.forward_bytes(params, config)
+    chain = weights.round_bytes(pair, config, draft, depth=3, batch=2, context=0)
+    drafting = 3 * weights.forward_bytes(pair.draft, draft)
+    assert chain == weights.forward_bytes(params, config, 8) + drafting
+    grown = weights.round_bytes(pair, config, draft, depth=3, batch=2, context=0, nodes=12)
+    assert grown == weights.forward_bytes(params, config, 24) + drafting
+
+
+def test_the_floor_of_a_tree_is_that_of_all_its_nodes():
+    preset = PRESETS["tiny-deepseek"]
+    params = Params(*(weights.shapes_of(config, jnp.float32) for config in (preset.target, preset.standalone)))
+    setup = Setup(preset.target, params, tokens_per_round=2, rounds=4, repeats=1, page_size=8)
+    drafter = Standalone(depth=2, width=2, num_nodes=6).bind(preset.target, preset.standalone)
+    row = measure(setup, "tree", drafter, 3, preset.target.max_length, lambda _: None)
+    sizes = {"depth": 2, "batch": 3, "context": preset.target.max_length, "nodes": 6}
+    assert row.problem is not None and "the context holds" in row.problem
+    assert row.floor_bytes == weights.round_bytes(params, preset.target, preset.standalone, **sizes)
+
+
+def test_shapes_of_deepseek_and_of_experts_are_those_of_their_checkpoints(tmp_path):
+    for config in (PRESETS["tiny-deepseek"].target, dataclasses.replace(TINY.target, qk_norm=True, experts=ROUTED)):
+        shapes = weights.shapes_of(config, jnp.float32)
+        language_model.save(tmp_path, config, weights.random_weights(shapes, 128), dtype="float32")
+        loaded = language_model.load(tmp_path, dtype="float32")
+        assert loaded.config == config
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), loaded.params) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), shapes
+        )
+
+
+def _shapes(name):
+    """Of a target and its first draft."""
+    preset = PRESETS[name]
+    return Params(*(weights.shapes_of(each, jnp.bfloat16) for each in (preset.target, preset.head or preset.assistant)))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_drafts_of_a_preset_suit_its_target(name):
+    preset = PRESETS[name]
+    drafts = {Eagle: preset.head, Standalone: preset.standalone, FrozenKvMtp: preset.assistant}
+    assert any(drafts.values())
+    for drafter, draft in drafts.items():
+        assert draft is None or drafter(depth=5, width=8).bind(preset.target, draft)
+    count = preset.target.num_layers
+    assert preset.head is None or name.startswith("tiny") or preset.head.capture == (2, count // 2, count - 3)
+
+
+def test_shapes_are_those_that_the_model_runs_with():
+    for kind in gemma.KINDS:
+        shapes = weights.shapes_of(gemma.KINDS[kind], jnp.float32)
+        assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, gemma.params(kind))
+    for kind, config in qwen.KINDS.items():
+        shapes = weights.shapes_of(config, jnp.float32)
+        assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, qwen.params(kind))
+    own = toy.random_assistant(toy.ASSISTANT)
+    for config, made in ((toy.ASSISTANT, own), (toy.CLUSTERED, toy.in_clusters(toy.CLUSTERED, own))):
+        shapes = weights.shapes_of(config, jnp.float32)
+        assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, made)
+
+
+def test_random_weights_are_what_the_shapes_say_and_keep_what_is_there():
+    target, head = PRESETS["tiny"].target, PRESETS["tiny"].head
+    shapes = Params(weights.llama_shapes(target, jnp.bfloat16), weights.head_shapes(head, jnp.bfloat16))
+    made = weights.random_weights(shapes, target.vocab_size)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)
+    assert np.std(np.asarray(made.target.layers[1].gate_up, np.float32)) == pytest.approx(weights.SPREAD, rel=0.1)
+    assert not np.array_equal(made.target.layers[0].qkv, made.target.layers[1].qkv)
+    np.testing.assert_array_equal(made.draft.ids, 2 * np.arange(64))
+    kept = weights.random_weights(Params(made.target, shapes.draft), target.vocab_size)
+    assert all(a is b for a, b in zip(jax.tree.leaves(kept.target), jax.tree.leaves(made.target), strict=True))
+
+
+# Imposed acceptance in the loop
+
+
+@pytest.mark.parametrize("shape", ({"width": 1}, {"width": 2, "num_nodes": 6}), ids=("chain", "tree"))
+def test_generate_takes_the_rule(shape):
+    model = jspec.Model("tiny", TINY.target, params_of(DRAFTERS["chain"]), None, (), TINY.standalone)
+    drafter = jspec.Standalone(depth=2, **shape)
+    out = jspec.generate(model, [[5, 6, 7], [1, 2]], drafter=drafter, max_new_tokens=50, accept=RULE)
+    # With their first tokens rows have 4 and 3, and they end at 53 and 52. Rounds end at 5, 7, 10, ..., 50, 52, but for
+    # the first ones, which begin between two of these: from 4 it is 3 tokens to 7, and from 3 it is 2 to 5. The limit
+    # cuts the last one of the longer row.
+    assert [np.bincount(rounds).tolist() for rounds in map(out.rounds_of, (0, 1))] == [[0, 1, 9, 10], [0, 0, 11, 9]]
+
+
+def _dots(text):
+    """The types of all products of a compiled program."""
+    return sorted(re.search(r" = (\S+?)[{ ]", line)[1] for line in text.splitlines() if opcode(line) == "dot")
+
+
+def test_imposed_acceptance_leaves_no_work_out(optimised):
+    """A whole figure is a constant; the drafts behind it and their logits are computed all the same."""
+    drafter = DRAFTERS["chain"]
+    s, parts = prefilled(drafter), {"target": TINY.target, "drafter": drafter}
+    programs = [
+        decode.decode.lower(params_of(drafter), s, jnp.int32(9), accept=rule, **parts).compile().as_text()
+        for rule in (accept.greedy, accept.Imposed(2.0))
+    ]
+    greedy, imposed = map(_dots, programs)
+    assert imposed == greedy and len(greedy) > 10
+
+
+@pytest.fixture
+def optimised():
+    """Compiles as for a user, which tests do not by default (conftest.py)."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+# Phases
+
+
+@pytest.mark.parametrize("mode", DRAFTERS)
+def test_the_phases_are_the_round(mode):
+    drafter = DRAFTERS[mode]
+    params, parts = params_of(drafter), {"target": target_of(drafter), "drafter": drafter, "accept": RULE}
+    expected = jax.jit(partial(decode.step, **parts))(params, prefilled(drafter))
+    seconds, got = phases.time_phases(params, prefilled(drafter), phases.Phases(**parts), count=3, repeats=2)
+    assert list(seconds) == (["verify", "accept_commit"] if mode == "plain" else list(report.PHASES)[:-1])
+    assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
+    for a, b in zip(toy.arrays(got), toy.arrays(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("phase", ("draft", "verify"))
+def test_nothing_of_a_repeated_phase_leaves_the_loop(phase, optimised):
+    drafter = DRAFTERS["chain"]
+    params, s, parts = params_of(drafter), prefilled(drafter), phases.Phases(TINY.target, drafter, RULE)
+    given = s if phase == "draft" else (s, jax.jit(drafter.draft)(params, s)[0])
+    repeated = phases.repeat.lower(params, given, None, phase=getattr(parts, phase), count=7).compile().as_text()
+    inside = _dots("\n".join(loop_body(repeated)))
+    # A GPU's compiler makes a sum of one of the small ones.
+    assert inside == _dots(repeated) and len(inside) > (4 if jax.default_backend() == "gpu" else 5)
+    # Nor do reads of the prefix, which the loop does not write.
+    pages = [line for line in loop_body(repeated) if opcode(line) == "gather"]
+    assert len(pages) >= repeated.count(" gather(") > 0
+
+
+# The command
+
+
+def run(capsys, *arguments):
+    status = cli.main(["bench", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_report_of_the_tiny_preset(capsys, tmp_path, needs):
+    needs("matplotlib")
+    files = ("--json", tmp_path / "report.json", "--plot", tmp_path / "report.png")
+    shape = (
+        "--depth",
+        2,
+        "--width",
+        2,
+        "--num-nodes",
+        6,
+        "--rounds",
+        8,
+        "--repeats",
+        2,
+        "--batch",
+        2,
+        "--dtype",
+        "bfloat16",
+    )
+    status, out, err = run(capsys, "--preset", "tiny", *shape, *files)
+    assert status == 0 and "3/3" in err, "a progress bar"
+    headline, heading, *lines = out.splitlines()
+    parts = "tiny: 8,784 parameters + eagle draft of 4,672, bfloat16, imposed acceptance"
+    assert headline.startswith(f"{parts}; {jax.devices()[0].device_kind}, jax {jax.__version__}")
+    assert [line.split()[:3] for line in lines] == [[mode, "2", "64"] for mode in ("plain", "chain", "tree")]
+    assert {len(line) for line in lines} == {len(heading)}
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["settings"]["drafter"] == "eagle" and written["environment"]["dtype"] == "bfloat16"
+    assert all(len(each["seconds"]) == 2 and each["gb_per_second"] > 0 for each in written["bandwidth"].values())
+    for row in written["rows"]:
+        assert row["problem"] is None and len(row["round_seconds"]) == 2 and len(row["first_token_seconds"]) == 3
+        assert row["accept_length"] == (1 if row["mode"] == "plain" else 3)
+        assert row["tokens_per_second"] == pytest.approx(2 * row["accept_length"] / row["round"])
+        assert sum(row["phases"].values()) == pytest.approx(row["round"]), "what is not explained is shown"
+        assert all(seconds > 0 for name, seconds in row["phases"].items() if name != "rest")
+        assert row["floor"] > 0 and set(row["compile_seconds"]) == {"prefill", "decode"}
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_checkpoints_choose_the_drafter_and_the_split_can_be_left_out(capsys):
+    sizes = ("--batch", 1, "--context", 16, "--depth", 2, "--tokens-per-round", 1.5, "--rounds", 4, "--repeats", 1)
+    models = ("--checkpoint", "bundled:python-tiny", "--draft", "bundled:python-tiny")
+    status, out, _ = run(capsys, *models, "--mode", "chain", "--no-split", *sizes)
+    assert status == 0 and out.startswith("bundled:python-tiny: 1.12 M parameters + standalone draft of 1.12 M")
+    assert out.splitlines()[-1].split()[5:11] == ["1.25", *5 * "-"]
+
+
+def test_a_checkpoint_without_a_draft_gets_a_random_head():
+    options = cli.build_parser().parse_args(["bench", "--checkpoint", "bundled:python-tiny", "--mode", "tree"])
+    subject = bench._subject(options)
+    bench.check(options)
+    drafter = bench._drafter("tree", options, subject)
+    assert drafter == Eagle(5, 8, 32).bind(subject.target, eagle_head(subject.target))
+    made = bench._make(subject)
+    assert made.target is subject.params.target or made.target.embed is subject.params.target.embed
+    assert made.draft.lm_head.shape == (subject.target.hidden_size, subject.target.vocab_size)
+
+
+def test_rows_that_do_not_fit_are_named_and_the_others_run(capsys, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda: (400_000, 1_000_000))
+    sizes = ("--batch", 1, "--context", 16, 2000, 4096)
+    status, out, _ = run(
+        capsys, "--preset", "tiny", "--mode", "plain", "--no-split", "--rounds", 2, "--repeats", 1, *sizes
+    )
+    assert status == 0
+    *_, measured, large, long = out.splitlines()
+    assert measured.split()[:3] == ["plain", "1", "16"]
+    assert large.startswith("plain 1 x 2000: does not fit: 0.00 GB of caches and buffers for 1 x 2005 tokens")
+    assert long == "plain 1 x 4096: 4101 tokens, those of 2 rounds included, and the context holds 4096"
+
+
+def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, monkeypatch):
+    free = [(10**9, 10**9)] * 2 + [(60_000, 10**9)] * 9
+    monkeypatch.setattr(memory, "free_bytes", lambda: free.pop(0))
+    status, out, _ = run(capsys, "--preset", "tiny", "--mode", "plain", "--context", 200, "--rounds", 2, "--repeats", 1)
+    assert status == 0 and "GB of workspace of prefill, and 0.00 of 1.00 GB are free beside 0.00 GB of weights" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ("--mode chain --width 4", "--width 4: only --mode tree has it, and --mode is chain"),
+        ("--mode plain chain --num-nodes 9", "--num-nodes 9: only --mode tree has it, and --mode is plain chain"),
+        (
+            "--mode plain --depth 3",
+            "--depth 3: only --mode chain or tree or stepped or unfolded has it, and --mode is plain",
+        ),
+        ("--mode plain --drafter eagle", "--drafter eagle: only --mode chain or tree or stepped or unfolded has it"),
+        ("--tokens-per-round 7", "--tokens-per-round 7: with --depth 5 at most 6"),
+        ("--tokens-per-round 0.5", "Imposed(tokens_per_round=0.5): give a finite number from 1 up"),
+        ("--width 1", "--width 1: that is a chain"),
+        ("--num-nodes 500", "num_nodes, root included, is at least depth + 1 = 6 and at most"),
+        ("--draft x", "--draft x: the weights of a preset are random"),
+        ("--json /no/such/file", "--json /no/such/file: there is no directory /no/such"),
+    ),
+)
+def test_options_that_do_not_fit_together_are_refused_at_once(capsys, monkeypatch, arguments, message):
+    """Before anything is measured."""
+    monkeypatch.setattr(machine, "copy_bandwidth", None)
+    status, out, err = run(capsys, "--preset", "tiny", *arguments.split())
+    assert status == 2 and message in err and not out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ("", "one of the arguments --preset --checkpoint is required"),
+        ("--preset gpt-2", "invalid choice: 'gpt-2'"),
+        ("--preset tiny --batch 0", "argument --batch: '0': give a whole number from 1 up"),
+        ("--preset tiny --context 1.5", "argument --context: '1.5': give a whole number from 1 up"),
+        ("--preset tiny --mode star", "invalid choice: 'star'"),
+    ),
+)
+def test_options_of_the_wrong_kind_are_refused(capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        run(capsys, *arguments.split())
+    assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_preset_without_a_smaller_model_says_which_have_one(capsys):
+    status, _, err = run(capsys, "--preset", "llama-3.2-1b", "--drafter", "standalone")
+    assert status == 2 and "llama-3.2-1b has no smaller model of its vocabulary; llama-3.1-8b, qwen3-8b" in err
+    status, _, err = run(capsys, "--preset", "gemma-4-31b", "--drafter", "eagle")
+    assert status == 2 and "gemma-4-31b has no EAGLE head; llama-3.1-8b" in err
+
+
+def test_an_unfolded_seed_changes_no_token():
+    """Nor how many each round appends."""
+    drafter = toy.bound_drafters()["frozen_kv_mtp"]
+    both = toy.assistant_params()
+    expected = toy.run(drafter, both, toy.start(drafter, both))
+    unfolded = Unfolded(drafter)
+    run = partial(decode.decode, both, target=toy.TARGET, drafter=unfolded, accept=accept.greedy)
+    s = from_host(lambda s, until: run(s, until), partial(seed, both, drafter=unfolded), toy.start(unfolded, both), 12)
+    assert toy.generated(s) == toy.generated(expected)
+    toy.assert_same(s.stats, expected.stats)
+    with pytest.raises(ValueError, match="give a bound chain that is not drawn"):
+        Unfolded(FrozenKvMtp())
+
+
+def test_rounds_that_the_host_calls(capsys):
+    sizes = ("--depth", 2, "--rounds", 4, "--repeats", 1, "--tokens-per-round", 2)
+    status, out, _ = run(capsys, "--preset", "tiny-gemma-4", "--mode", "stepped", "unfolded", *sizes)
+    assert status == 0
+    lines = [line.split() for line in out.splitlines()[2:]]
+    assert [line[0] for line in lines] == ["stepped", "unfolded"]
+    assert all(line[5] == "2.00" and line[6:11] == ["-"] * 5 for line in lines), "no split"
+    status, _, err = run(capsys, "--preset", "tiny", "--mode", "unfolded")
+    assert status == 2 and "--mode unfolded: only the drafter frozen-kv-mtp has a seed, and this one is eagle" in err
+
+
+def test_a_report_of_an_assistant(capsys):
+    """What the preset has is taken; the extension of a state of one vector is a phase, too."""
+    sizes = ("--depth", 2, "--rounds", 4, "--repeats", 1, "--tokens-per-round", 2)
+    status, out, _ = run(capsys, "--preset", "tiny-gemma-4", "--dtype", "float32", "--mode", "chain", *sizes)
+    assert status == 0
+    headline, _, line = out.splitlines()
+    assert headline.startswith("tiny-gemma-4: 15,264 parameters + frozen-kv-mtp draft of 4,532, float32")
+    assert line.split()[:3] == ["chain", "1", "64"] and line.split()[5] == "2.00" and "-" not in line.split()
+
+
+def test_weights_that_do_not_fit_are_refused(capsys, monkeypatch):
+    """Before anything is measured."""
+    monkeypatch.setattr(machine, "copy_bandwidth", None)
+    monkeypatch.setattr(memory, "free_bytes", lambda: (10**9, 8 * 10**9))
+    small = dataclasses.replace(PRESETS["tiny"].target, vocab_size=2**24)
+    preset = dataclasses.replace(PRESETS["tiny"], target=small, head=eagle_head(small))
+    monkeypatch.setitem(PRESETS, "tiny", preset)
+    status, _, err = run(capsys, "--preset", "tiny", "--dtype", "float32")
+    assert status == 2 and "tiny: 2.1 GB of weights do not fit, 1.0 of 8.0 GB are free" in err
+
+
+# Tables and figures of rows by hand
+
+
+def row(mode="tree", **changes):
+    given = {"mode": mode, "batch": 8, "context": 512, "problem": None, "round": 0.008, "floor": 0.006}
+    given |= {"tokens_per_second": 3000.0, "accept_length": 3.0, "first_token_seconds": [0.02, 0.03, 0.021]}
+    given |= {"compile_seconds": {"prefill": 5.0, "decode": 6.5}}
+    given |= {"phases": {"draft": 0.001, "verify": 0.006, "accept_commit": 0.0005, "extend": 0.001, "rest": -0.0005}}
+    return given | changes
+
+
+def report_of(*rows):
+    return {
+        "model": "m",
+        "environment": {"device": "H", "dtype": "bfloat16", "jax": "1"},
+        "settings": {"drafter": "eagle", "tokens_per_round": 3.0, "rounds": 85},
+        "parameters": {"target": 8_030_261_248, "draft": 424_700_000},
+        "bandwidth": {"copy": {"gb_per_second": 3026.4}, "gemv": {"gb_per_second": 2846.0}},
+        "rows": rows,
+    }
+
+
+def test_a_table_says_what_was_not_reached():
+    unfit = row("plain", round=None, problem="does not fit: 1 GB")
+    text = report.table(report_of(row(accept_length=2.4), unfit))
+    headline, _, cells, missing, short = text.splitlines()
+    assert headline == (
+        "m: 8.03 B parameters + eagle draft of 424.70 M, bfloat16, imposed acceptance; H, jax 1; "
+        "copy 3026 GB/s, gemv 2846 GB/s"
+    )
+    assert cells.split() == (
+        "tree 8 512 8.000 3000.0 2.40 1.000 6.000 0.5000 1.000 -0.5000 6.000 75% 21.00 11.5".split()
+    )
+    assert missing == "plain 8 x 512: does not fit: 1 GB"
+    assert short == "tree 8 x 512: 2.40 tokens a round, not 3, as not all trees are so deep"
+
+
+def test_a_figure_stacks_the_phases_up_to_the_round(needs):
+    needs("matplotlib")
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")
+    rows = [row(), row("chain", phases={}), row("plain", round=None, problem="does not fit")]
+    ax = plots.bench_report(report_of(*rows))
+    assert [bar.get_y() + bar.get_height() for bar in ax.containers[-1]] == pytest.approx([8.0, 8.0])
+    assert [bar.get_height() for bar in ax.containers[1]] == [6.0, 0.0]
+    (floor,) = ax.collections
+    assert [segment[0][1] for segment in floor.get_segments()] == [6.0, 6.0]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["tree\n8 x 512", "chain\n8 x 512"]
+    with pytest.raises(ValueError, match="no row was measured: does not fit"):
+        plots.bench_report(report_of(rows[2]))
+    plt.close("all")
+
+
+# Kernels alone
+
+
+@pytest.fixture
+def one_gb_per_second(monkeypatch):
+    """In place of a copy, which takes longer than all else."""
+    monkeypatch.setattr(machine, "copy_bandwidth", lambda repeats: machine.Bandwidth(10**9, [1.0]))
+
+
+def run_kernels(capsys, *arguments):
+    status = cli.main(["bench-kernels", *arguments, "--batch", "2", "--nodes", "3", "--repeats", "1"])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("preset", "row_bytes"), [("tiny", 2 * 8 * 4), ("tiny-qwen3-next", 2 * 8 * 4), ("tiny-deepseek", 24 * 4)]
+)
+def test_attention_alone_reads_the_rows_of_the_prefix(preset, row_bytes, one_gb_per_second, monkeypatch):
+    works = []
+    monkeypatch.setattr(
+        kernels, "measure", lambda work, *_: works.append(work) or [("default", 1e-6), ("2x3", "no room")]
+    )
+    shape = ["--batch", "2", "--nodes", "3", "--context", "100", "--page-size", "16", "--dtype", "float32"]
+    assert cli.main(["bench-kernels", "attention", "--preset", preset, *shape]) == 0
+    (work,) = works
+    assert work.bytes == 2 * 100 * row_bytes
+    assert len(work.calls) == len(work.static) == kernels.CALLS
+    layers = {static["layer"] for static in work.static}
+    assert layers == set(range(work.shared[3].shape[0]))
+
+
+def test_experts_alone_read_those_that_were_chosen(capsys, one_gb_per_second):
+    status, out, _ = run_kernels(capsys, "experts", "--preset", "tiny-deepseek", "--dtype", "float32")
+    assert status == 0
+    heading, columns, *rows = out.splitlines()
+    assert heading.startswith("tiny-deepseek, batch 2, float32; ")
+    assert columns.split()[:3] == ["kernel", "nodes", "tile"]
+    assert [row.split("  ")[0] for row in rows if " default " in row] == ["grouped_matmul, gated", "grouped_matmul"]
+    gated, other = kernels.experts(PRESETS["tiny-deepseek"].target, 6, jnp.float32)
+    chosen = [int((call["sizes"] > 0).sum()) for call in gated.calls]
+    assert gated.bytes == pytest.approx(np.mean(chosen) * 16 * 16 * 4)
+    assert other.bytes == gated.bytes / 2
+
+
+def test_kernels_alone_refuse_what_does_not_fit(capsys, monkeypatch):
+    fields = "block_m, block_k, splits, num_warps, num_stages"
+    for platform, arguments, message in (
+        ("gpu", ["experts", "--preset", "tiny"], "--preset tiny has no experts; qwen3-next"),
+        ("gpu", ["experts", "--preset", "tiny-deepseek", "--page-size", "16"], "--page-size 16: experts read no cache"),
+        (
+            "gpu",
+            ["attention", "--preset", "tiny", "--tile", "16x16"],
+            f"--tile 16x16: 5 whole numbers with x between them: {fields}",
+        ),
+        ("gpu", ["attention", "--preset", "tiny", "--tile", "1x2x3x4xa"], "--tile 1x2x3x4xa: 5 whole numbers"),
+        ("cpu", ["attention", "--preset", "tiny", "--tile", "16x16x1x4x2"], "only kernels of GPUs have tiles"),
+    ):
+        monkeypatch.setattr(kernels.platform, "platform", lambda platform=platform: platform)
+        status, _, err = run_kernels(capsys, *arguments)
+        assert status == 2 and message in err
+
+
+def test_a_kernel_alone_runs_in_each_way(monkeypatch):
+    """With a GPU's tiles, which the interpreter runs here, and a tile that does not fit."""
+    work = kernels.attention(PRESETS["tiny-deepseek"].target, 1, 2, 16, 16, jnp.float32)
+    work = dataclasses.replace(work, calls=work.calls[:1], static=work.static[:1])
+    config = work.package.gpu.Config
+
+    def fails(*args, config, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory\nmore")
+
+    found = dict(kernels.measure(work, [config(16, 16, 1, 4, 2)], 1))
+    assert list(found)[:2] == ["default", "16x16x1x4x2"] and all(seconds > 0 for seconds in found.values())
+    monkeypatch.setattr(work.package.gpu, "mla_attention", fails)
+    assert (
+        dict(kernels.measure(work, [config(32, 16, 1, 4, 2)], 1))["32x16x1x4x2"] == "RESOURCE_EXHAUSTED: Shared memory"
+    )

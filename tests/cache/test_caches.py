@@ -1,0 +1,112 @@
+"""Every kind of cache with chains and trees, at any page size, with NaN in all that nobody may read.
+
+A new kind of cache is a row of `KINDS`.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import deepseek
+import gemma
+import jax
+import jax.numpy as jnp
+import numpy as np
+import poison
+import pytest
+import qwen
+import toy
+from planted import RandomTree
+
+from jspec.core import accept, decode, stopping, tree
+from jspec.core.types import Params
+from jspec.drafters import Ngram, Standalone
+from jspec.models.decoder import Decoder
+
+KINDS = {
+    "mha": (toy.TARGET, functools.cache(lambda seed: toy.random_params(toy.TARGET, seed))),
+    "sliding": (gemma.KINDS["shared"], lambda seed: gemma.params("shared", seed)),
+    "mla": (deepseek.KINDS["mla"], lambda seed: deepseek.params("mla", seed)),
+    "dsa": (deepseek.KINDS["dsa"], lambda seed: deepseek.params("dsa", seed)),
+    "recurrent": (qwen.KINDS["dense"], lambda seed: qwen.params("dense", seed)),
+}
+"""A target, and a function from a seed to weights. All but the first and the third have layers of two kinds."""
+DRAFTERS = {
+    "ngram": Ngram(n=2, depth=4),
+    "random_tree": RandomTree(depth=3),
+    "chain": Standalone(depth=3),
+    "tree": Standalone(depth=3, width=2, num_nodes=9),
+}
+PAGE_SIZES = (1, 4, 16)
+CHUNKS = (None, 5, 2)
+OFTEN = [
+    ("mha", "chain", 16, None),
+    ("sliding", "tree", 4, None),
+    ("mla", "random_tree", 1, None),
+    ("dsa", "tree", 4, None),
+    ("recurrent", "tree", 16, 5),
+]
+"""Kind, drafter, page size and columns of a chunk."""
+RARELY = [
+    (*point, CHUNKS[(i + i // len(PAGE_SIZES)) % len(CHUNKS)])
+    for i, point in enumerate(itertools.product(KINDS, DRAFTERS, PAGE_SIZES))
+]
+CAPACITY = 40
+NEW = np.array([24, 9, 24])
+"""Tokens of each row: the second one ends long before the others."""
+
+
+def matrix():
+    yield from itertools.starmap(pytest.param, OFTEN)
+    yield from (pytest.param(*point, marks=pytest.mark.slow) for point in RARELY if point not in OFTEN)
+
+
+@functools.cache
+def plain_tokens(kind: str) -> np.ndarray:
+    """What plain decoding fills the buffer with, from forwards over whole texts: no cache is read."""
+    target, weights = KINDS[kind]
+    cache = target.init_cache(weights(0), 3, 1, 1)
+    forward = jax.jit(lambda p, t: jnp.argmax(target.forward(p, tree.chain(t), cache, None).logits, axis=-1))
+    tokens, row = np.zeros((3, CAPACITY), np.int32), np.arange(3)
+    tokens[:, : toy.IDS.shape[1]] = toy.IDS
+    for column in range(toy.LENGTHS.min(), CAPACITY):
+        chosen = np.array(forward(weights(0), tokens))[:, column - 1]
+        tokens[:, column] = np.where(column < toy.LENGTHS, tokens[row, column], chosen)
+    return tokens
+
+
+def weights_of(kind: str, drafter: Any) -> Params:
+    """The target's weights; as draft the tokens to plant, or the target's own a little off."""
+    _, weights = KINDS[kind]
+    if isinstance(drafter, RandomTree):
+        return Params(weights(0), jnp.asarray(plain_tokens(kind)))
+    off = jax.tree.map(lambda a, b: jnp.asarray(0.95 * np.array(a) + 0.05 * np.array(b)), weights(0), weights(1))
+    return Params(weights(0), off)
+
+
+def spoiled(s, spare: int = 0):
+    """The state with NaN in all of both caches that is not in use; rows that have ended use nothing."""
+    cache = poison.spoil(s.cache, np.where(s.done, 0, s.length - 1), spare=spare)
+    if not hasattr(s.draft, "cache"):
+        return dataclasses.replace(s, cache=cache)
+    draft = poison.spoil(s.draft.cache, np.where(s.done, 0, s.draft.length), spare=spare)
+    return dataclasses.replace(s, cache=cache, draft=dataclasses.replace(s.draft, cache=draft))
+
+
+@pytest.mark.parametrize(("kind", "drafter", "page_size", "chunk"), list(matrix()))
+def test_output_is_that_of_plain_decoding(kind, drafter, page_size, chunk, monkeypatch):
+    """Both caches are NaN before the first token, and all that is not in use is so between rounds."""
+    wanted, target = plain_tokens(kind), KINDS[kind][0]
+    empty = Decoder.init_cache
+    monkeypatch.setattr(Decoder, "init_cache", lambda *given: poison.fill(empty(*given)))
+    bound, weights = DRAFTERS[drafter].bind(target, target), weights_of(kind, DRAFTERS[drafter])
+    length = jnp.asarray(toy.LENGTHS)
+    given = weights, jnp.asarray(toy.IDS), length, length + NEW, jax.vmap(jax.random.key)(np.arange(3, dtype=np.uint32))
+    static = dict(target=target, drafter=bound, accept=accept.greedy)
+    shape = dict(capacity=CAPACITY, page_size=page_size, chunk=chunk)
+    s = spoiled(decode.jitted_prefill(*given, stopping.init(None, 3), **static, **shape), spare=5)
+    while not s.done.all():
+        s = spoiled(decode.decode(weights, s, s.step + 1, **static))
+    assert toy.generated(s) == [list(row[:n]) for row, n in zip(wanted, toy.LENGTHS + NEW, strict=True)]
+    assert drafter == "ngram" or np.array(s.stats.accept_counts)[:, 1:].any(), "nothing was ever accepted"

@@ -1,0 +1,191 @@
+"""Checkpoints round-trip, in every layout; what is missing, damaged or unsupported is named."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import toy
+from safetensors.numpy import load_file, save_file
+
+from jspec.checkpoints import files, language_model
+from jspec.checkpoints.language_model import CheckpointError
+from jspec.models.layers import Llama3Rope
+
+ROPE = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    language_model.save(tmp_path, toy.TARGET, toy.random_params(toy.TARGET), dtype="float32", eos=(3,))
+    return tmp_path
+
+
+def edit_config(directory, **changes):
+    path = directory / "config.json"
+    raw = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value != "absent"}))
+
+
+def equal(a, b):
+    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(
+        jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b)
+    )
+
+
+@pytest.mark.parametrize("max_shard_bytes", [None, 10_000, 1])
+@pytest.mark.parametrize(
+    "config", [toy.TARGET, toy.DRAFT, replace(toy.DRAFT, rope_scaling=ROPE)], ids=["qwen3", "tied", "llama3"]
+)
+def test_round_trip(tmp_path, config, max_shard_bytes):
+    params = toy.random_params(config)
+    language_model.save(tmp_path, config, params, dtype="float32", eos=(3, 9), max_shard_bytes=max_shard_bytes)
+    loaded = language_model.load(tmp_path, dtype="float32")
+    assert loaded.config == config
+    assert equal(loaded.params, params)
+    assert loaded.eos == (3, 9)
+    names = [path.name for path in tmp_path.glob("*.safetensors")]
+    assert (names == ["model.safetensors"]) == (max_shard_bytes is None)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_precision_of_weights_and_logits(saved, dtype):
+    loaded = language_model.load(saved, dtype=dtype)
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded.params)} == {jnp.dtype(dtype)}
+    cache = loaded.config.init_cache(loaded.params, 1, 16, 16)
+    assert cache.pool.dtype == jnp.dtype(dtype)
+    out = jax.jit(loaded.config.apply)(
+        loaded.params, np.array([[1, 2]], np.int32), np.array([[0, 1]], np.int32), cache, None
+    )
+    assert out.logits.dtype == jnp.float32
+
+
+def test_bfloat16_on_disk(saved):
+    path = saved / "model.safetensors"
+    halves = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in load_file(path).items()}
+    save_file(halves, path)
+    loaded = language_model.load(saved, dtype="float32")
+    wanted = halves["model.norm.weight"].astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(loaded.params.norm), wanted)
+
+
+def test_default_precision_is_the_platforms(saved):
+    wanted = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    assert language_model.load(saved).params.embed.dtype == wanted
+
+
+def test_unknown_dtype(saved):
+    with pytest.raises(ValueError, match="dtype='int4': give one of float32, bfloat16, float16"):
+        language_model.load(saved, dtype="int4")
+
+
+@pytest.mark.parametrize(
+    "config_eos, generation_eos, wanted", [(2, [5, 4], (2, 4, 5)), (None, 7, (7,)), (7, None, (7,))]
+)
+def test_eos_is_the_union_of_both_files(saved, config_eos, generation_eos, wanted):
+    edit_config(saved, eos_token_id=config_eos)
+    (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": generation_eos}))
+    assert language_model.load(saved).eos == wanted
+
+
+def test_both_generations_of_config():
+    new = language_model.describe(replace(toy.TARGET, rope_scaling=ROPE, rope_theta=5e5))
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    scaling = {key: value for key, value in new["rope_parameters"].items() if key != "rope_theta"}
+    scaling["type"] = scaling.pop("rope_type")
+    old |= {"rope_theta": 5e5, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
+    assert language_model.parse_config(old) == language_model.parse_config(new)
+    assert language_model.parse_config(old).rope_scaling == ROPE
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*not supported.*LlamaForCausalLM"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"use_sliding_window": True}, "sliding_window"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor.*missing"),
+        ({"num_hidden_layers": "absent"}, "num_hidden_layers.*missing"),
+        ({"vocab_size": None}, "wrong type"),
+        ({"num_key_value_heads": 3}, "multiple"),
+    ],
+)
+def test_unsupported_config(saved, changes, message):
+    edit_config(saved, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        language_model.load(saved)
+
+
+def test_missing_directory(tmp_path):
+    with pytest.raises(CheckpointError, match="nowhere: no such directory"):
+        language_model.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_missing_file(saved, file):
+    (saved / file).unlink()
+    with pytest.raises(CheckpointError, match=f"{file}: no such file"):
+        language_model.load(saved)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+def test_damaged_config(saved, content):
+    (saved / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match="config.json"):
+        language_model.load(saved)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -100])
+def test_truncated_weights(saved, keep):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="model.safetensors: damaged"):
+        language_model.load(saved)
+
+
+def test_missing_tensor(saved):
+    path = saved / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"'model.layers.1.mlp.up_proj.weight' is missing"):
+        language_model.load(saved)
+
+
+def test_wrong_shape(saved):
+    edit_config(saved, intermediate_size=65)
+    with pytest.raises(
+        CheckpointError, match=r"gate_proj.weight has the shape \(64, 32\), config.json says \(65, 32\)"
+    ):
+        language_model.load(saved)
+
+
+def test_missing_shard_and_missing_entry(tmp_path):
+    language_model.save(tmp_path, toy.DRAFT, toy.random_params(toy.DRAFT), max_shard_bytes=1000)
+    index = tmp_path / "model.safetensors.index.json"
+    raw = json.loads(index.read_text())
+    shard = raw["weight_map"].pop("model.norm.weight")
+    index.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="names no file for the tensor 'model.norm.weight'"):
+        language_model.load(tmp_path)
+    raw["weight_map"]["model.norm.weight"] = shard
+    index.write_text(json.dumps(raw))
+    (tmp_path / shard).unlink()
+    with pytest.raises(CheckpointError, match=f"{shard}: no such file"):
+        language_model.load(tmp_path)
+
+
+def test_loading_holds_one_tensor_at_a_time(saved, monkeypatch):
+    """What the host makes while loading is one fused tensor at most, never the model."""
+    sizes = []
+    on_device = files.on_device
+    monkeypatch.setattr(files, "on_device", lambda x: sizes.append(x.nbytes) or on_device(x))
+    loaded = language_model.load(saved)
+    leaves = [leaf.nbytes for leaf in jax.tree.leaves(loaded.params)]
+    assert sorted(sizes) == sorted(leaves), "each weight goes to the device once, fused and by itself"

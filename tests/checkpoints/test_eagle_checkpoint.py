@@ -1,0 +1,345 @@
+"""EAGLE heads of every layout are read as the oracle reads them, written back alike, and refused where they differ."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import eagle_files
+import eagle_oracle as oracle
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import toy
+from eagle_files import HEADS, TARGET, V, load, random_head, write
+from safetensors.numpy import load_file
+
+import jspec
+from jspec.checkpoints import eagle, eagle_config, language_model
+from jspec.checkpoints.language_model import CheckpointError
+from jspec.core.types import Params
+from jspec.engine import model
+from jspec.models import EagleHead, Llama, LlamaParams
+
+
+@pytest.fixture
+def head(tmp_path):
+    """A function that writes a random head."""
+    return partial(eagle_files.make_head, tmp_path / "head")
+
+
+def equal(a, b):
+    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(
+        jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b)
+    )
+
+
+def random_inputs(version, count=9):
+    """The target's embedding and LM head [V, E], tokens and captured hidden states."""
+    random = np.random.default_rng(7)
+    embed, lm_head = random.standard_normal((2, V, 16)).astype(np.float32) / 4
+    tokens = random.integers(0, V, count).astype(np.int32)
+    return embed, lm_head, tokens, random.standard_normal((count, 16 if version == 1 else 48)).astype(np.float32)
+
+
+@partial(jax.jit, static_argnums=0)
+def apply(config, params, *args):
+    return config.apply(params, TARGET, *args)
+
+
+fuse = jax.jit(lambda config, params, hidden: config.fuse(params, hidden), static_argnums=0)
+commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_forward_is_the_oracles(head, name):
+    directory = head(**HEADS[name])
+    raw, stored = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    loaded = load(directory)
+    config, draft = loaded.config, loaded.params
+    assert config.version == oracle.version(stored)
+    embed, lm_head, tokens, hidden = random_inputs(config.version)
+    wanted = oracle.fuse(raw, stored, hidden)
+    logits, after = oracle.forward(raw, stored, embed, lm_head, tokens, wanted)
+
+    feature = np.array(fuse(config, draft, hidden[None]))
+    np.testing.assert_allclose(feature[0], wanted, atol=1e-5)
+    target = LlamaParams(embed, (), np.ones(16, np.float32), lm_head.T)
+    params, cache = Params(target, draft), config.init_cache(draft, 1, 16, 4)
+    zero, five, ids = np.array([0], np.int32), np.array([5], np.int32), tokens[None]
+    positions = np.arange(len(tokens), dtype=np.int32)[None]
+    out = apply(config, params, ids, feature, positions, cache, None)
+    np.testing.assert_allclose(np.array(out.logits)[0], logits, atol=1e-5)
+    np.testing.assert_allclose(np.array(out.feature)[0], after, atol=1e-5)
+
+    cache = commit(cache, out.rows, zero, None, five)
+    out = apply(config, params, ids[:, 5:], feature[:, 5:], positions[:, 5:], cache, five)
+    np.testing.assert_allclose(np.array(out.logits)[0], logits[5:], atol=1e-5)
+    np.testing.assert_allclose(np.array(out.feature)[0], after[5:], atol=1e-5)
+    if draft.ids is not None:
+        np.testing.assert_array_equal(draft.ids, oracle.target_ids(stored))
+        assert draft.ids.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_round_trip_in_each_layout(head, tmp_path, name):
+    loaded = load(head(**HEADS[name]))
+    unsuited = {"eagle1": "EAGLE-3 heads only", "eagle3 own": "fc_bias"}
+    for layout in eagle_config.LAYOUTS:
+        out, write_head = tmp_path / layout, partial(eagle.save, layout=layout, dtype="float32")
+        refused = [message for start, message in unsuited.items() if name.startswith(start)]
+        if layout == "speculators" and refused:
+            with pytest.raises(ValueError, match=refused[0]):
+                write_head(out, loaded.config, loaded.params)
+            continue
+        write_head(out, loaded.config, loaded.params)
+        again = load(out)
+        assert again.config == loaded.config and equal(again.params, loaded.params)
+        assert eagle.is_head(out)
+
+
+def test_what_sglang_reads(head, tmp_path):
+    loaded = load(head(num_layers=2, later_norm="hidden_norm", fc_norm="fc_norm"))
+    eagle.save(tmp_path / "out", loaded.config, loaded.params, layout="safeailab")
+    raw, stored = json.loads((tmp_path / "out/config.json").read_text()), load_file(tmp_path / "out/model.safetensors")
+    assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["model_type"] == "llama"
+    assert raw["draft_vocab_size"] == 23 and raw["fc_norm"] is True and raw["norm_output"] is False
+    assert raw["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True}
+    assert stored["d2t"].dtype == np.int64 and stored["t2d"].dtype == bool and stored["t2d"].sum() == 23
+    assert stored["midlayer.self_attn.q_proj.weight"].shape == (32, 32)
+    assert stored["fc.weight"].shape == (16, 48) and stored["fc.weight"].dtype == ml_dtypes.bfloat16
+    later = ["layers.1.hidden_norm.weight", "layers.1.input_layernorm.weight"]
+    np.testing.assert_array_equal(*[stored[name] for name in later])
+    assert "embed_tokens.weight" not in stored
+
+
+def test_what_vllm_reads(head, tmp_path):
+    language_model.save(tmp_path / "target", toy.DRAFT, toy.random_params(toy.DRAFT))
+    loaded = load(head(layout="speculators", qk_norm=True))
+    save = partial(eagle.save, tmp_path / "out", loaded.config, loaded.params, layout="speculators")
+    save(verifier=str(tmp_path / "target"))
+    raw, stored = json.loads((tmp_path / "out/config.json").read_text()), load_file(tmp_path / "out/model.safetensors")
+    assert raw["architectures"] == ["Eagle3Speculator"] and raw["speculators_model_type"] == "eagle3"
+    assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    verifier = {"name_or_path": str(tmp_path / "target"), "architectures": ["LlamaForCausalLM"]}
+    assert raw["speculators_config"]["verifier"] == verifier
+    assert raw["transformer_layer_config"]["model_type"] == "qwen3"
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5] and raw["norm_before_residual"] is False
+    assert "layers.0.hidden_norm.weight" in stored and "layers.0.self_attn.q_norm.weight" in stored
+    save(verifier="org/name")
+    raw = json.loads((tmp_path / "out/config.json").read_text())
+    assert raw["speculators_config"]["verifier"] == {"name_or_path": "org/name", "architectures": []}
+
+
+def test_precision(head):
+    halves = {"fc.weight": random_head()[1]["fc.weight"].astype(ml_dtypes.bfloat16)}
+    for dtype in ("float32", "bfloat16"):
+        params = load(head(tensors=halves), dtype=dtype).params
+        assert {leaf.dtype for leaf in jax.tree.leaves(replace(params, ids=None))} == {jnp.dtype(dtype)}
+    with pytest.raises(ValueError, match="dtype='int4': give one of"):
+        load(head(), dtype="int4")
+
+
+@pytest.mark.parametrize("name", ["eagle1 biases", "eagle3", "eagle3 two layers"])
+def test_pytorch_model_bin(needs, head, tmp_path, name):
+    torch = needs("torch")
+    directory = head(**HEADS[name])
+    wanted = load(directory)
+    stored = {key: torch.from_numpy(value) for key, value in load_file(directory / "model.safetensors").items()}
+    (directory / "model.safetensors").unlink()
+    torch.save(stored, directory / "pytorch_model.bin")
+    assert eagle.is_head(directory)
+    loaded = load(directory)
+    assert loaded.config == wanted.config and equal(loaded.params, wanted.params)
+    del stored["fc.weight"]
+    torch.save(stored, directory / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="the tensor 'fc.weight' is missing"):
+        load(directory)
+    torch.save([1, 2], directory / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="no table of tensors"):
+        load(directory)
+
+
+def test_missing_files(head):
+    directory = head()
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="neither model.safetensors nor pytorch_model.bin"):
+        load(directory)
+    with pytest.raises(CheckpointError, match="config.json: no such file"):
+        load(directory.parent)
+    with pytest.raises(CheckpointError, match="nowhere: no such directory"):
+        load(directory / "nowhere")
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_tensor_is_needed_and_checked(head, name):
+    """A head without one of its tensors, or with one of another shape, is refused; but some have other meanings."""
+    directory = head(**HEADS[name])
+    wanted, stored = load(directory), load_file(directory / "model.safetensors")
+    raw = json.loads((directory / "config.json").read_text())
+    same = {"t2d"} | ({"embed_tokens.weight"} if wanted.params.embed is None else set())
+    free = {"fc.bias"} | {name for name in stored if name.endswith("o_proj.bias")}
+    if wanted.params.ids is None:
+        free.add("lm_head.weight")
+    for key in stored:
+        write(directory, raw, {name: tensor for name, tensor in stored.items() if name != key})
+        if key in same | free:
+            assert equal(load(directory).params, wanted.params) == (key in same)
+        else:
+            with pytest.raises(CheckpointError, match=key.split(".")[0].removesuffix("_low")):
+                load(directory)
+        if key not in same - {"t2d"}:
+            write(directory, raw, {**stored, key: stored[key][:-1]})
+            with pytest.raises(CheckpointError, match=f"{key} has the shape"):
+                load(directory)
+
+
+@pytest.mark.parametrize("layout", ["eagle1", "eagle3", "speculators"])
+@pytest.mark.parametrize(
+    "name", ["mask_hidden", "layers.0.self_attn.q_proj.weight_scale", "layers.1.mlp.up_proj.weight", "extra.bias"]
+)
+def test_a_tensor_that_nothing_reads(head, layout, name):
+    with pytest.raises(CheckpointError, match=f"has tensors that an EAGLE-. head has not.*: {name}$"):
+        load(head(layout=layout, tensors={name: np.zeros(2, np.float32)}))
+
+
+def test_tensors_that_are_copies(head):
+    """Frozen copies of the target's, in whatever shape, and tables that torch modules keep."""
+    zeros = np.zeros((V, 16), np.float32)
+    names = ["embed_tokens.weight", "verifier_lm_head.weight", "layers.0.self_attn.rotary_emb.inv_freq"]
+    loaded = load(head(tensors=dict.fromkeys(names, zeros)))
+    assert loaded.params.embed is None
+    assert load(head(layout="eagle1", tensors={"lm_head.weight": zeros})).params.lm_head is None
+
+
+def test_vocabulary_maps(head):
+    stored = random_head()[1]
+    ids = oracle.target_ids(stored)
+    for d2t in (ids, stored["d2t"] - 1 - ids[0], np.where(np.arange(23) == 5, 0, stored["d2t"])):
+        with pytest.raises(CheckpointError, match="d2t leads to .* do not ascend inside of a vocabulary of 61"):
+            load(head(tensors={"d2t": d2t}))
+    marked = np.isin(np.arange(V), ids)
+    with pytest.raises(CheckpointError, match="t2d marks other tokens"):
+        load(head(tensors={"t2d": np.roll(marked, 1)}))
+    np.testing.assert_array_equal(load(head(drop=["t2d"])).params.ids, ids)
+    with pytest.raises(CheckpointError, match="'d2t' is missing"):
+        load(head(drop=["d2t"]))
+
+
+def test_a_map_of_the_whole_vocabulary_is_none(head):
+    """SpecForge writes both maps always."""
+    maps = {"d2t": np.zeros(V, np.int64), "t2d": np.ones(V, bool)}
+    assert load(head(draft_vocab=None, tensors=maps)).params.ids is None
+
+
+def test_two_norms_of_a_later_layer(head):
+    stored = random_head(num_layers=2)[1]
+    norm = stored["layers.1.input_layernorm.weight"]
+    both = load(head(num_layers=2, tensors={"layers.1.hidden_norm.weight": norm}))
+    np.testing.assert_array_equal(both.params.layers[1].attention_norm, norm)
+    with pytest.raises(CheckpointError, match="layers.1.input_layernorm.weight and layers.1.hidden_norm.weight differ"):
+        load(head(num_layers=2, tensors={"layers.1.hidden_norm.weight": norm + 1}))
+
+
+def test_heads_that_no_layout_holds(head, tmp_path):
+    loaded = load(head(layout="eagle1"))
+    target = LlamaParams(jnp.ones((V, 16)), (), jnp.ones(16), None)
+    cut = eagle.with_hot_tokens(loaded.config, loaded.params, target, [3, 1])
+    save = partial(eagle.save, tmp_path / "out")
+    with pytest.raises(ValueError, match="no place in an EAGLE-1 checkpoint"):
+        save(cut.config, cut.params, layout="safeailab")
+    with pytest.raises(ValueError, match="layout='sglang': give one of safeailab, speculators"):
+        save(loaded.config, loaded.params, layout="sglang")
+    with pytest.raises(ValueError, match="dtype='int4'"):
+        save(loaded.config, loaded.params, layout="safeailab", dtype="int4")
+    loaded = load(head(qkv_bias=True))
+    with pytest.raises(ValueError, match="biases for q, k, v and o together"):
+        save(loaded.config, loaded.params, layout="speculators")
+    both = replace(loaded.params, input_norm=jnp.ones(48), fc_norms=(jnp.ones(16),) * 3)
+    with pytest.raises(ValueError, match="either input_norm or fc_norms"):
+        save(loaded.config, both, layout="safeailab")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("options", [dict(layout="eagle1"), dict(draft_vocab=None)], ids=["eagle1", "eagle3"])
+def test_hot_tokens(head, tied, options):
+    """The logits of the cut head are those of the whole one, at the tokens that are left."""
+    loaded = load(head(**options))
+    embed, lm_head, tokens, hidden = random_inputs(loaded.config.version)
+    target = LlamaParams(jnp.asarray(embed), (), jnp.ones(16), None if tied else jnp.asarray(lm_head.T))
+    ids = [40, 3, 17, 60, 0]
+    cut = eagle.with_hot_tokens(loaded.config, loaded.params, target, ids)
+    assert cut.config == replace(loaded.config, draft_vocab_size=5)
+    assert cut.params.ids is not None
+    np.testing.assert_array_equal(cut.params.ids, sorted(ids))
+    feature = fuse(loaded.config, loaded.params, hidden[None])
+    positions, ids = np.arange(9, dtype=np.int32)[None], tokens[None]
+    logits = []
+    for part in (loaded, cut):
+        params, cache = Params(target, part.params), part.config.init_cache(part.params, 1, 16, 4)
+        logits.append(apply(part.config, params, ids, feature, positions, cache, None).logits)
+    np.testing.assert_allclose(logits[1], np.array(logits[0])[:, :, np.array(cut.params.ids)], atol=1e-6)
+
+
+def test_hot_tokens_that_are_none(head):
+    target = LlamaParams(jnp.ones((V, 16)), (), jnp.ones(16), None)
+    loaded = load(head(layout="eagle1"))
+    for ids, message in (
+        ([3, 4, 3], "ids has 3 entries, of which only 2 differ"),
+        ([3, 61], "ids reaches from 3 to 61: the vocabulary has 61 tokens"),
+        ([-1, 3], "ids reaches from -1 to 3"),
+        ([], "give a list of token ids"),
+        ([[1, 2]], "give a list of token ids"),
+        ([1.5], "give a list of token ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            eagle.with_hot_tokens(loaded.config, loaded.params, target, ids)
+    loaded = load(head())
+    with pytest.raises(ValueError, match="cut to 23 tokens already"):
+        eagle.with_hot_tokens(loaded.config, loaded.params, target, [1])
+
+
+def test_reading_a_list_of_hot_tokens(needs, tmp_path):
+    torch, read = needs("torch"), eagle.read_hot_tokens
+    (tmp_path / "a.json").write_text("[5, 2, 9]")
+    torch.save([5, 2, 9], tmp_path / "a.pt")
+    torch.save(torch.tensor([5, 2, 9]), tmp_path / "b.pt")
+    for name in ("a.json", "a.pt", "b.pt"):
+        assert read(tmp_path / name) == [5, 2, 9]
+    torch.save(torch.tensor([[5.0]]), tmp_path / "b.pt")
+    (tmp_path / "b.json").write_text('{"a": 1}')
+    (tmp_path / "c.json").write_text("[")
+    for name, message in (("b.pt", "no list of integers"), ("b.json", "no list of integers"), ("c.json", "as JSON")):
+        with pytest.raises(CheckpointError, match=message):
+            read(tmp_path / name)
+    for name in ("d.json", "d.pt"):
+        with pytest.raises(CheckpointError, match="no such file"):
+            read(tmp_path / name)
+
+
+def test_a_model_with_a_head(head, tmp_path, monkeypatch):
+    target = replace(toy.TARGET, hidden_size=16)
+    language_model.save(tmp_path / "target", target, toy.random_params(target), dtype="float32")
+    language_model.save(tmp_path / "lm", toy.DRAFT, toy.random_params(toy.DRAFT), dtype="float32")
+    assert not eagle.is_head(tmp_path / "target")
+    ids = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
+    for options, version in ((dict(layout="eagle1"), 1), (dict(eagle_config=ids), 3)):
+        directory = head(**options)
+        assert eagle.is_head(directory)
+        loaded = jspec.load(tmp_path / "target", draft=directory, dtype="float32")
+        assert isinstance(loaded.draft, EagleHead) and loaded.draft.version == version
+        assert equal(loaded.params.draft, load(directory, target).params)
+        assert f"EAGLE-{version} head" in repr(loaded) and loaded.tokenizer is None
+    assert isinstance(jspec.load(tmp_path / "target", draft=tmp_path / "lm").draft, Llama)
+
+    asked = {}
+
+    def snapshot_download(name, allow_patterns):
+        asked[name] = allow_patterns
+        return str(tmp_path / name.split("/")[1])
+
+    monkeypatch.setattr(model.huggingface_hub, "snapshot_download", snapshot_download)
+    jspec.load("somebody/target", draft="somebody/head", dtype="float32")
+    assert "pytorch_model.bin" in asked["somebody/head"] and "pytorch_model.bin" not in asked["somebody/target"]

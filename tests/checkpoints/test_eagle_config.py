@@ -1,0 +1,177 @@
+"""The config.json of EAGLE heads: what the keys of each layout mean, and what is refused."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import eagle_files
+import pytest
+from eagle_files import TARGET, edit, load, random_head
+from eagle_oracle import layer_config
+
+from jspec.checkpoints import eagle, eagle_config
+from jspec.checkpoints.language_model import CheckpointError
+from jspec.models.layers import Llama3Rope
+
+
+@pytest.fixture
+def head(tmp_path):
+    """A function that writes a random head."""
+    return partial(eagle_files.make_head, tmp_path / "head")
+
+
+def test_the_layers_configuration_is_a_difference(head):
+    """Keys that are not there have the values of the layer's kind, not those that a Llama's config.json would have."""
+
+    def shorten(raw, kind):
+        keep = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_hidden_layers",
+            "head_dim",
+        )
+        layer = {key: raw["transformer_layer_config"][key] for key in keep}
+        return edit(raw, transformer_layer_config={**layer, "num_key_value_heads": 2, "model_type": kind})
+
+    config = load(head(partial(shorten, kind="llama"), layout="speculators")).config
+    assert (config.rms_norm_eps, config.rope_theta, config.max_length) == (1e-6, 1e4, 2048)
+    config = load(head(partial(shorten, kind="qwen3"), layout="speculators", qk_norm=True)).config
+    assert (config.rms_norm_eps, config.rope_theta, config.max_length) == (1e-6, 1e4, 32768)
+    with pytest.raises(CheckpointError, match="'layers.0.self_attn.q_norm.weight' is missing"):
+        load(head(partial(shorten, kind="qwen3"), layout="speculators"))
+
+
+def test_layer_defaults_are_those_of_transformers(needs):
+    transformers = needs("transformers")
+    for kind, defaults in eagle_config.LAYER_DEFAULTS.items():
+        theirs = transformers.AutoConfig.for_model(kind).to_dict()
+        assert defaults == {key: theirs[key] for key in defaults}
+        assert theirs["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4}
+        assert theirs["head_dim"] == 128 and theirs["num_key_value_heads"] == 32
+
+
+def test_defaults_of_the_older_layout(head):
+    config = load(head(lambda raw: edit(raw, max_position_embeddings="absent", rms_norm_eps="absent"))).config
+    assert (config.max_length, config.rope_theta, config.capture) == (512, 1e4, (2, 4, 5))
+    assert config.rms_norm_eps == 1e-6
+
+
+@pytest.mark.parametrize(
+    "layout, keys, capture",
+    [
+        ("eagle1", {}, (9,)),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}}, (2, 5, 8)),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 4, 6]}}, (0, 5, 7)),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 4, 5)),
+        ("speculators", {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}, (1, 4, 8)),
+        ("speculators", {"eagle_aux_hidden_state_layer_ids": None}, (2, 4, 5)),
+    ],
+)
+def test_captured_layers(head, layout, keys, capture):
+    assert load(head(layout=layout, **keys)).config.capture == capture
+
+
+def test_captured_layers_in_number(head):
+    """Two layers are read where two are named."""
+    raw, stored = random_head()
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 4]}
+    two = {"fc.weight": stored["fc.weight"][:, :32]}
+    loaded = load(head(eagle_config=ids, tensors=two, num_aux_hidden_states=2))
+    assert loaded.config.capture == (2, 5) and loaded.params.fc.shape == (32, 16)
+    with pytest.raises(CheckpointError, match=r"fc.weight has the shape \(16, 48\), config.json says \(16, 32\)"):
+        load(head(eagle_config=ids))
+    with pytest.raises(CheckpointError, match="num_aux_hidden_states=3, but .* stands for 2 layers"):
+        load(head(eagle_config=ids, tensors=two, num_aux_hidden_states=3))
+
+
+@pytest.mark.parametrize(
+    "layers, ids, message",
+    [
+        (6, None, r"eagle_aux_hidden_state_layer_ids is not set, .*\(2, 3, 3\) of a target with 6 layers"),
+        (8, [4, 1, 6], r"=\[4, 1, 6\] stands for the inputs of layers \(5, 2, 7\).*ascend from -1 to 7"),
+        (8, [1, 4, 8], r"\(2, 5, 9\)"),
+        (8, [1, 1, 4], r"\(2, 2, 5\)"),
+    ],
+)
+def test_captured_layers_that_are_none(head, layers, ids, message):
+    directory = head(eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
+    with pytest.raises(CheckpointError, match=message):
+        load(directory, replace(TARGET, num_layers=layers))
+
+
+@pytest.mark.parametrize(
+    "layout, changes, message",
+    [
+        ("eagle3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("eagle3", {"mlp_bias": True}, "mlp_bias"),
+        ("eagle3", {"hidden_act": "gelu"}, "gelu"),
+        ("eagle3", {"parallel_drafting": True}, "parallel_drafting"),
+        ("eagle3", {"architectures": ["PEagleDraftModel"]}, "PEagleDraftModel"),
+        ("eagle3", {"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ("eagle3", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("eagle3", {"logit_scale": 0.25}, "logit_scale"),
+        ("eagle3", {"is_causal": False}, "is_causal"),
+        ("eagle3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ("eagle3", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor.*missing"),
+        ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state=False"),
+        ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm"),
+        ("eagle3", {"eagle_config": {"new_option": 3}}, "eagle_config.new_option=3"),
+        ("eagle3", {"fc_norm": True}, r"fc_norm=True.*'fc_norm.0.weight' is missing"),
+        ("eagle3", {"norm_before_fc": True}, r"norm_before_fc=True.*'input_norm.weight' is missing"),
+        ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "norm_before_fc together with fc_norm"),
+        ("eagle3", {"vocab_size": 62}, "vocab_size=62, but the target has 61"),
+        ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size=62 is not between 1 and vocab_size=61"),
+        ("eagle3", {"draft_vocab_size": 22}, r"lm_head.weight has the shape \(23, 16\)"),
+        ("eagle3", {"target_hidden_size": 32}, "target_hidden_size=32, but the target's width is 16"),
+        ("eagle3", {"num_key_value_heads": 3}, "multiple"),
+        ("eagle3", {"num_hidden_layers": "absent"}, "num_hidden_layers.*missing"),
+        ("eagle3", {"intermediate_size": "wide"}, "wrong type"),
+        ("eagle3", {"num_hidden_layers": 2}, "layers.1.input_layernorm.weight' is missing"),
+        ("eagle1", {"mlp_bias": True}, "mlp_bias"),
+        ("eagle1", {"architectures": ["LlamaForCausalLMEagle3"]}, "missing"),
+        ("speculators", {"speculators_model_type": "eagle"}, "speculators_model_type='eagle'"),
+        ("speculators", {"speculators_model_type": "peagle", "mask_token_id": 5}, "mask_token_id=5"),
+        ("speculators", {"transformer_layer_config": "absent"}, "'transformer_layer_config' is missing"),
+        (
+            "speculators",
+            {"transformer_layer_config": {"model_type": "gemma"}},
+            "'gemma' is not supported.*llama, qwen3",
+        ),
+        ("speculators", {"norm_before_residual": "absent"}, "'norm_before_residual' is missing.*vLLM true"),
+        ("speculators", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ],
+)
+def test_refused_configurations(head, layout, changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        load(head(lambda raw: edit(raw, **changes), layout=layout))
+
+
+def test_flags_that_the_weights_deny(head):
+    for options, flag in (({"fc_norm": "fc_norm"}, "fc_norm"), ({"norm_before_fc": True}, "norm_before_fc")):
+        with pytest.raises(CheckpointError, match=f"{flag}=False, but the tensor .* is there"):
+            load(head(lambda raw, flag=flag: edit(raw, **{flag: False}), **options))
+        load(head(lambda raw, flag=flag: edit(raw, **{flag: "absent"}), **options))
+
+
+def test_an_option_of_the_layer_in_speculators(head):
+    def change(raw):
+        return edit(raw, transformer_layer_config={**raw["transformer_layer_config"], "mlp_bias": True})
+
+    with pytest.raises(CheckpointError, match="mlp_bias"):
+        load(head(change, layout="speculators"))
+
+
+def test_transformers_reads_the_written_config(needs, head, tmp_path):
+    transformers = needs("transformers")
+    rope = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
+    loaded = load(head())
+    config = replace(loaded.config, rope_theta=5e5, rope_scaling=rope)
+    for layout in eagle_config.LAYOUTS:
+        eagle.save(tmp_path / layout, config, loaded.params, layout=layout)
+        assert load(tmp_path / layout).config == config
+        layer = layer_config(json.loads((tmp_path / layout / "config.json").read_text()))
+        read = transformers.LlamaConfig.from_dict(layer)
+        assert read.rope_parameters["rope_theta"] == 5e5 and read.rope_parameters["rope_type"] == "llama3"
+        assert (read.hidden_size, read.num_key_value_heads, read.head_dim, read.rms_norm_eps) == (16, 2, 8, 1e-5)

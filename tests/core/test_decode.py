@@ -1,0 +1,279 @@
+"""The loop: what it commits, where rows end, and what it leaves alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import poison
+import pytest
+import toy
+from planted import (
+    GREEDY,
+    STATIC,
+    Planted,
+    RandomTree,
+    all_drafters,
+    all_drafters_but_slow,
+    assert_counted,
+    complete,
+    each_name,
+    pools,
+    weights_of,
+)
+
+from jspec.core import decode, stopping, tree
+from jspec.core.types import Params
+from jspec.drafters import Ngram, Plain
+
+# What is committed
+
+
+def test_plain_decoding_is_the_argmax_of_one_forward_over_its_own_output():
+    s = complete(Plain())
+    target, weights = toy.TARGET, toy.params().target
+    cache = target.init_cache(weights, *s.tokens.shape, 4)
+    choice = np.argmax(jax.jit(target.forward)(weights, tree.chain(s.tokens), cache, None).logits, axis=-1)
+    for b, tokens in enumerate(toy.generated(s)):
+        prompt = toy.LENGTHS[b]
+        assert tokens[:prompt] == list(toy.IDS[b, :prompt])
+        assert tokens[prompt:] == list(choice[b, prompt - 1 : len(tokens) - 1])
+        assert len(tokens) == prompt + 24
+
+
+@all_drafters
+def test_every_drafter_commits_the_tokens_of_plain_decoding(drafter):
+    check_tokens(drafter, page_size=4)
+
+
+# A page of one row says nothing new of a drafter that has no pages of its own, nor of a further one that has.
+@all_drafters_but_slow("plain", "ngram", "mtp", "frozen_kv_mtp_tree", "standalone_tree")
+def test_pages_of_one_row_change_nothing(drafter):
+    check_tokens(drafter, page_size=1)
+
+
+def check_tokens(drafter, page_size):
+    s = complete(drafter, page_size=page_size)
+    assert toy.generated(s) == toy.generated(complete(Plain()))
+    assert_counted(s)
+    lengths = np.array(s.stats.accept_counts).sum(0)
+    assert drafter.depth == 0 or lengths[1:].any(), "nothing was ever accepted: the case shows little"
+    assert not isinstance(drafter, RandomTree) or lengths[1:4].all()
+
+
+def test_a_page_longer_than_most_sequences_changes_nothing():
+    assert toy.generated(complete(RandomTree(), page_size=16)) == toy.generated(complete(Plain()))
+
+
+def test_hidden_states_and_tokens_reach_the_drafter_in_step():
+    """The input of layer 0 is the embedding: of the very token at that position, along the path that was accepted."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Recorder(RandomTree):
+        capture = (0,)
+
+        def init(self, params, batch, capacity, page_size):
+            hidden = jnp.full((batch, capacity, toy.TARGET.hidden_size), jnp.nan)
+            return hidden, jnp.full((batch, capacity), -1)
+
+        def extend(self, params, s, committed):
+            column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
+            at = jnp.where(column < committed.length[:, None], committed.start[:, None] + column, s.tokens.shape[1])
+            row = jnp.arange(at.shape[0])[:, None]
+            hidden, following = s.draft
+            return (
+                hidden.at[row, at].set(committed.hidden, mode="drop"),
+                following.at[row, at].set(committed.tokens, mode="drop"),
+            )
+
+    s = complete(Recorder())
+    hidden, following = (np.array(x) for x in s.draft)
+    for b, tokens in enumerate(toy.generated(s)):
+        np.testing.assert_array_equal(hidden[b, : len(tokens) - 1], toy.params().target.embed[np.array(tokens[:-1])])
+        assert list(following[b, : len(tokens) - 1]) == tokens[1:]
+        assert np.isnan(hidden[b, len(tokens) - 1 :]).all()
+
+
+@pytest.mark.parametrize("chunk", (pytest.param(2, marks=pytest.mark.slow), 5))
+@each_name
+def test_a_prompt_read_in_chunks_is_the_prompt_read_at_once(name, chunk):
+    """Rows of 1, 5 and 9 tokens in chunks of 2 or 5: some end in the first chunk, some at the end of one, and the root
+    of some is the first token of the next.
+    """
+    drafter = toy.bound_drafters()[name]
+    whole, parts = complete(drafter), complete(drafter, chunk=chunk)
+    toy.assert_same(
+        (parts.tokens, parts.length, parts.finish, parts.stats), (whole.tokens, whole.length, whole.finish, whole.stats)
+    )
+    for a, b in zip(toy.arrays(parts.draft), toy.arrays(whole.draft), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+# Where rows end
+
+
+@pytest.mark.parametrize("drafter", [Planted(depth) for depth in range(1, 7)] + [RandomTree(depth=3)], ids=str)
+def test_rows_end_exactly_at_their_limit(drafter):
+    """Seven rows with one prompt and limits of 0 to 6 more tokens: before, inside and behind an accepted run."""
+    new, prompt = np.arange(7), 5
+    truth = toy.plain_tokens()[1]
+    weights = Params(toy.params().target, jnp.asarray(np.tile(truth, (7, 1))))
+    s = toy.start(drafter, weights, ids=np.tile(toy.IDS[1], (7, 1)), length=np.full(7, prompt), limit=prompt + new)
+    s = toy.run(drafter, weights, s)
+    assert toy.generated(s) == [list(truth[: prompt + n]) for n in new]
+    assert set(map(int, s.finish)) == {stopping.LENGTH}
+    assert_counted(s, prompt)
+    behind = np.array(s.tokens)[:, max(toy.IDS.shape[1], prompt + 6) :]
+    assert not behind.any(), "something was written behind the limit"
+    if type(drafter) is Planted:
+        np.testing.assert_array_equal(s.stats.rounds, -(-np.maximum(new - 1, 0) // (drafter.depth + 1)))
+
+
+def first_offsets(row):
+    """For each token that plain decoding generates in a row: how many come before its first occurrence."""
+    generated = list(toy.plain_tokens()[row, toy.LENGTHS[row] :])
+    return {int(token): generated.index(token) for token in generated}
+
+
+def eos_inside_a_run(depth):
+    """A token that row 1 generates for the first time neither first nor last in a round of depth + 1 tokens."""
+    # The first token of all comes of the prompt.
+    places = {token: at - 1 for token, at in first_offsets(1).items()}
+    return next(token for token, at in places.items() if at > depth and 0 < at % (depth + 1) < depth)
+
+
+@pytest.mark.parametrize("drafter", (Plain(), Planted(4), RandomTree()), ids=str)
+def test_an_eos_inside_an_accepted_run_ends_the_row_there(drafter):
+    eos = eos_inside_a_run(4)
+    s = complete(drafter, table=stopping.build_table(toy.TARGET.vocab_size, [eos]))
+    codes = set()
+    for b, tokens in enumerate(toy.generated(s)):
+        new = min(first_offsets(b).get(eos, 99) + 1, 24)
+        assert tokens == list(toy.plain_tokens()[b, : toy.LENGTHS[b] + new])
+        assert s.finish[b] == (stopping.EOS if tokens[-1] == eos else stopping.LENGTH)
+        codes.add(int(s.finish[b]))
+    assert codes == {stopping.EOS, stopping.LENGTH}
+    assert_counted(s)
+
+
+@pytest.mark.parametrize(("short", "code"), ((0, stopping.EOS), (1, stopping.LENGTH)))
+def test_an_eos_at_the_limit_is_an_eos_and_one_behind_it_is_not_seen(short, code):
+    eos = eos_inside_a_run(4)
+    limit = toy.LENGTHS + first_offsets(1)[eos] + 1 - short
+    s = complete(Planted(4), table=stopping.build_table(toy.TARGET.vocab_size, [eos]), limit=limit)
+    assert (int(s.length[1]), int(s.finish[1])) == (limit[1], code)
+
+
+# One call or many
+
+
+@all_drafters
+def test_pieces_give_the_state_of_one_call(drafter):
+    weights, whole = weights_of(drafter), complete(drafter)
+    s = toy.start(drafter, weights)
+    for until in (1, 3, 4, 7, 12, 1000):
+        s = toy.run(drafter, weights, s, until)
+        assert s.step == min(until, int(whole.step))
+    toy.assert_same(s, whole)
+
+
+@all_drafters_but_slow("ngram", "mtp", "standalone_tree")
+def test_single_steps_give_the_state_of_one_call(drafter):
+    weights, whole = weights_of(drafter), complete(drafter)
+    step = jax.jit(decode.step, static_argnames=STATIC)
+    s = toy.start(drafter, weights)
+    while not s.done.all():
+        s = step(weights, s, drafter=drafter, **GREEDY)
+    toy.assert_same((s.tokens, s.length, s.finish, s.stats), (whole.tokens, whole.length, whole.finish, whole.stats))
+    # Alone, the round is fused in another way than in the loop, so that keys and values may differ by a rounding.
+    for a, b in zip(toy.arrays(s), toy.arrays(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+TRACES = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(Ngram):
+    def draft(self, params, s):
+        TRACES.append(self.depth)
+        return super().draft(params, s)
+
+
+def test_a_configuration_is_traced_once():
+    """An equal drafter, other prompts, limits and bounds, and a state that has been through the loop: one program."""
+    TRACES.clear()
+    programs = decode.decode._cache_size()
+    s = toy.run(Counted(depth=2), toy.params(), toy.start(Counted(depth=2), toy.params()), until=2)
+    traces = len(TRACES)
+    toy.run(Counted(depth=2), toy.params(), s, until=5)
+    other = toy.start(Counted(depth=2), toy.params(), ids=toy.IDS[::-1], length=[3, 2, 1], limit=[9, 30, 5])
+    other = toy.run(Counted(depth=2), toy.params(), other)
+    assert (len(TRACES), decode.decode._cache_size()) == (traces, programs + 1)
+    decode.decode.lower(toy.params(), other, jnp.int32(1), drafter=Counted(depth=3), **GREEDY)
+    assert len(TRACES) > traces, "the counter does not count"
+
+
+# What does not matter, and what is left alone
+
+
+@each_name
+def test_rows_are_independent_of_each_other_and_of_padding(name):
+    drafter = toy.bound_drafters()[name]
+    whole = complete(drafter)
+    expected, rounds = toy.generated(whole), list(np.array(whole.stats.rounds))
+    turned = complete(drafter, ids=toy.IDS[::-1], length=toy.LENGTHS[::-1])
+    assert toy.generated(turned)[::-1] == expected
+    assert list(np.array(turned.stats.rounds))[::-1] == rounds
+    beyond = np.arange(toy.IDS.shape[1])[None] >= toy.LENGTHS[:, None]
+    padded = complete(drafter, ids=np.where(beyond, (toy.IDS + 7) % 61, toy.IDS))
+    assert toy.generated(padded) == expected
+    for b in range(len(toy.IDS)):
+        alone = complete(drafter, ids=toy.IDS[b : b + 1], length=toy.LENGTHS[b : b + 1])
+        assert toy.generated(alone) == expected[b : b + 1]
+        assert alone.stats.rounds[0] == rounds[b]
+
+
+@all_drafters_but_slow("plain", "ngram")
+def test_free_pages_and_rows_behind_the_committed_ones_are_never_read(drafter):
+    weights = weights_of(drafter)
+    s = toy.start(drafter, weights)
+    changes = {"cache": poison.spoil(s.cache, s.length - 1, spare=5)}
+    if hasattr(s.draft, "cache"):
+        changes["draft"] = dataclasses.replace(
+            s.draft, cache=poison.spoil(s.draft.cache, getattr(s.draft, "length", s.length - 1), spare=5)
+        )
+    s = toy.run(drafter, weights, dataclasses.replace(s, **changes))
+    whole = complete(drafter)
+    toy.assert_same((s.tokens, s.length, s.stats), (whole.tokens, whole.length, whole.stats))
+
+
+def row_of(s, b):
+    """All that belongs to one row: its columns, counters and pages."""
+    # The draft's page table is the target's: both pools are dealt out alike.
+    pages = [pool[:, :, s.cache.page_table[b]] for pool in pools(s)]
+    return s.tokens[b], s.length[b], s.finish[b], s.stats.rounds[b], s.stats.accept_counts[b], pages
+
+
+@all_drafters
+def test_a_finished_row_keeps_every_bit_while_others_go_on(drafter):
+    weights = weights_of(drafter)
+    s = toy.start(drafter, weights, limit=toy.LENGTHS + [24, 3, 24])
+    while not s.done[1]:
+        s = toy.run(drafter, weights, s, int(s.step) + 1)
+    assert not s.done[0] and not s.done[2]
+    before = jax.tree.map(np.array, row_of(s, 1))
+    s = toy.run(drafter, weights, s)
+    assert s.done.all()
+    toy.assert_same(row_of(s, 1), before)
+
+
+def test_a_row_that_the_host_declares_finished_stays_so():
+    """Neither the limit nor the stop automaton holds this row back: only its finish code does."""
+    drafter = toy.bound_drafters()["ngram"]
+    s = toy.run(drafter, toy.params(), toy.start(drafter, toy.params()), until=2)
+    s = dataclasses.replace(s, finish=jnp.array([stopping.RUNNING, stopping.STOP, stopping.RUNNING], jnp.int32))
+    before = jax.tree.map(np.array, row_of(s, 1))
+    s = toy.run(drafter, toy.params(), s)
+    toy.assert_same(row_of(s, 1), before)
+    assert list(map(int, s.finish)) == [stopping.LENGTH, stopping.STOP, stopping.LENGTH]

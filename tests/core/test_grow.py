@@ -1,0 +1,253 @@
+"""How trees grow, against a walk in Python; and that a chain is the narrowest of trees."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from planted import best_first_by_hand
+
+from jspec.core import grow, tree
+from jspec.core.types import Proposal
+
+BATCH, VOCABULARY = 4, 11
+ROOT = np.arange(BATCH, dtype=np.int32)
+SHAPES = ((1, 2, 3), (2, 3, 4), (3, 2, 11), (4, 3, 12), (6, 2, 20), (5, 8, 32), (3, 8, 64))
+
+
+def law(path):
+    """Log-probabilities of the token behind a path: some function of it, ties and all."""
+    total = sum((i + 3) * (token + 1) for i, token in enumerate(path))
+    x = np.array([((total * 7 + 5 * v) % 13) / 2 for v in range(VOCABULARY)])
+    return (x - np.log(np.exp(x).sum())).astype(np.float32)
+
+
+@functools.cache
+def table(generations):
+    """The laws behind all paths of each length up to `generations`, in the order of the paths as numbers."""
+    return [np.stack([law(digits(n, g)) for n in range(VOCABULARY**g)]) for g in range(generations + 1)]
+
+
+def digits(number, count):
+    return [number // VOCABULARY**i % VOCABULARY for i in range(count)]
+
+
+def number_of(place):
+    """What a token counts in the number of its path."""
+    return np.int32(VOCABULARY) ** place[None, None]
+
+
+def propose(logp, width):
+    scores, tokens = jax.lax.top_k(logp, width)
+    return Proposal(tokens.astype(jnp.int32), scores, None)
+
+
+def expand_by_table(tables, width, spoil=None):
+    """The law depends on the row of the batch, too: row b sees its path's first token moved by b."""
+
+    def look_up(path):
+        place = np.arange(path.shape[2], dtype=np.int32)
+        moved = (path + np.arange(BATCH, dtype=np.int32)[:, None, None] * (place == 0).astype(np.int32)) % VOCABULARY
+        found = jnp.asarray(tables[len(place)])[(moved * number_of(place)).sum(-1)]
+        return found if spoil is None else spoil(found)
+
+    def expand(masks, frontier):
+        return [*masks, frontier], propose(look_up(frontier.path), width)
+
+    return expand, propose(look_up(jnp.zeros((BATCH, 1, 0), jnp.int32)), width)
+
+
+def grown(depth, width, nodes, function=grow.grow, **options):
+    """A tree, grown in one program."""
+
+    @jax.jit
+    def run(root):
+        expand, first = expand_by_table(table(min(depth - 1, 3)), width, **options)
+        return function(root, first, expand, [], depth=depth, width=width, num_nodes=nodes)
+
+    return jax.device_get(run(ROOT))
+
+
+@pytest.mark.parametrize(("depth", "width", "nodes"), [shape for shape in SHAPES if shape[0] <= 4])
+def test_the_best_tree_is_the_one_found_by_hand(depth, width, nodes):
+    draft_tree = grown(depth, width, nodes)
+    assert draft_tree.depth == depth
+    for b in range(BATCH):
+        moved = functools.partial(lambda b, path: law([(t + b * (i == 0)) % VOCABULARY for i, t in enumerate(path)]), b)
+        tokens, parents = best_first_by_hand(moved, b, depth, width, nodes)
+        assert list(map(int, draft_tree.tokens[b])) == tokens
+        assert list(map(int, draft_tree.parents[b])) == parents
+
+
+@pytest.mark.parametrize("count", (1, 8, 31))
+@pytest.mark.parametrize("kind", ("normal", "ties", "all equal", "minus infinity"))
+def test_the_best_are_those_of_a_sort(kind, count):
+    """In the same order, equal ones by number."""
+    x = np.random.default_rng(0).normal(size=(BATCH, 264)).astype(np.float32)
+    x = {
+        "normal": x,
+        "ties": np.round(x),
+        "all equal": np.full_like(x, -2.5),
+        "minus infinity": np.where(x > 1.8, x, np.float32(-np.inf)),
+    }[kind]
+    best, sorted_best = jax.jit(lambda x: (grow._best(x, count), jax.lax.top_k(x, count)[1]))(x)
+    np.testing.assert_array_equal(best, sorted_best)
+
+
+def test_a_tree_grows_without_a_sort():
+    """None may be in a loop that a GPU is to run as one graph."""
+
+    def proposal(places):
+        tokens = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (BATCH, places, 8))
+        return Proposal(tokens, -jnp.exp2(tokens.astype(jnp.float32)), None)
+
+    def expand(carry, frontier):
+        return carry, proposal(frontier.tokens.shape[1])
+
+    def tree_under(root):
+        return grow.grow(root, proposal(1), expand, None, depth=5, width=8, num_nodes=32)
+
+    program = str(jax.make_jaxpr(tree_under)(jnp.zeros(BATCH, jnp.int32)))
+    assert "reduce_sum" in program, "the program is not understood"
+    assert not re.search(r"\b(sort|top_k|approx_top_k|cumsum)\b", program)
+
+
+@pytest.mark.parametrize("depth", range(1, 7))
+def test_a_chain_is_the_tree_of_width_one(depth):
+    """The path that is known while tracing and the one that is ranked give the same nodes."""
+    tables = table(3)
+    laws = [tables[min(g, 3)] for g in range(depth)]
+
+    def expand(carry, frontier):
+        path = frontier.path[:, :, :3]
+        number = (path * number_of(np.arange(path.shape[2], dtype=np.int32))).sum(-1)
+        return carry, propose(jnp.asarray(laws[frontier.path.shape[2]])[number], 1)
+
+    @jax.jit
+    def both(root):
+        first = propose(jnp.asarray(np.broadcast_to(laws[0][None], (BATCH, 1, VOCABULARY))), 1)
+        chain = grow.grow(root, first, expand, None, depth=depth, width=1)
+        return chain, grow._grow_best(root, first, expand, None, depth, 1, depth + 1, True)
+
+    chain, general = jax.device_get(both(ROOT))
+    assert chain.parents is None
+    np.testing.assert_array_equal(chain.tokens, general.tokens)
+    np.testing.assert_array_equal(general.parents[0], np.maximum(np.arange(depth + 1) - 1, 0))
+    np.testing.assert_array_equal(tree.depths(chain), tree.depths(general)[:1])
+
+
+@pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
+@pytest.mark.parametrize("spoil", ("ties", "nan", "some nan", "minus infinity"))
+def test_whatever_the_draft_says_the_tree_is_a_tree(depth, width, nodes, spoil):
+    """Parents before children, depths within bounds, siblings that differ: with all scores equal, and with NaN."""
+    spoilers = {
+        "ties": lambda x: jnp.zeros_like(x),
+        "nan": lambda x: jnp.full_like(x, jnp.nan),
+        "some nan": lambda x: jnp.where(x > jnp.median(x), jnp.nan, x),
+        "minus infinity": lambda x: jnp.where(x < x.max(-1, keepdims=True), -jnp.inf, 0.0),
+    }
+    draft_tree = grown(min(depth, 4), width, min(nodes, grow.size(min(depth, 4), width, None)), spoil=spoilers[spoil])
+    tokens, parents = np.array(draft_tree.tokens), np.array(draft_tree.parents)
+    assert (parents <= np.maximum(np.arange(tokens.shape[1]) - 1, 0)).all()
+    assert np.array(tree.depths(draft_tree)).max() <= depth
+    for b in range(BATCH):
+        children = [(parents[b, n], tokens[b, n]) for n in range(1, tokens.shape[1])]
+        assert len(set(children)) == len(children)
+
+
+@pytest.mark.parametrize("exact", (True, False))
+def test_a_node_sees_the_rows_of_its_ancestors(exact):
+    """Each frontier's mask against its path: the node in place j of generation g is the one its own path names."""
+    depth, width = 5, 3
+
+    @jax.jit
+    def frontiers(root):
+        expand, first = expand_by_table(table(3), width)
+        seen = []
+
+        def watch(carry, frontier):
+            if frontier.path.shape[2] <= 3:
+                seen.append((frontier.mask, frontier.path))
+            cut = frontier.path[:, :, :3]
+            return expand([], type(frontier)(frontier.tokens, frontier.parent, frontier.mask, cut))
+
+        grow.grow(root, first, watch, [], depth=depth, width=width, num_nodes=24, exact=exact)
+        return seen
+
+    seen = jax.device_get(frontiers(np.zeros(BATCH, np.int32)))
+    wrong = 0
+    for g, (mask, path) in enumerate(seen):
+        for b in range(BATCH):
+            for j in range(width):
+                if not exact:
+                    assert list(np.flatnonzero(mask[b, j])) == [width * k + j for k in range(g + 1)]
+                rows = np.flatnonzero(mask[b, j])
+                lines = [list(seen[r // width][1][b, r % width]) for r in rows]
+                wrong += lines != [list(path[b, j, : k + 1]) for k in range(g + 1)]
+    assert (wrong == 0) == exact
+
+
+def draws(depth, width, nodes):
+    """A tree of draws whose q says which node it stands behind: generation and place of the frontier.
+
+    And the mask and the path of each frontier.
+    """
+
+    def q(generation, places):
+        value = jnp.arange(places, dtype=jnp.float32).reshape(1, -1, 1) + 100.0 * generation
+        return jnp.broadcast_to(value, (BATCH, places, VOCABULARY))
+
+    def propose(path):
+        ranks = np.arange(width, dtype=np.int32)[None, None]
+        tokens = (path.sum(-1, keepdims=True) + ranks) % VOCABULARY
+        return Proposal(tokens, None, q(path.shape[2], path.shape[1]))
+
+    @jax.jit
+    def run(root):
+        rows = []
+
+        def expand(carry, frontier):
+            rows.append((frontier.mask, frontier.path))
+            return carry, propose(frontier.path)
+
+        first = propose(jnp.zeros((BATCH, 1, 0), jnp.int32))
+        return grow.grow(root, first, expand, None, depth=depth, width=width, num_nodes=nodes), rows
+
+    return jax.device_get(run(ROOT))
+
+
+@pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
+def test_a_tree_of_draws_has_a_fixed_topology_and_its_nodes_their_laws(depth, width, nodes):
+    draft_tree, frontiers = draws(depth, width, nodes)
+    parents = grow.draw_topology(depth, width, nodes)
+    assert len(parents) == nodes and all(parents[n] < max(n, 1) for n in range(nodes))
+    np.testing.assert_array_equal(draft_tree.parents, np.tile(parents, (BATCH, 1)))
+    assert (draft_tree.depth, draft_tree.width) == (depth, width)
+    generation = np.array(tree.depths(draft_tree))[0]
+    assert generation.max() <= depth
+    inner = sorted(set(parents[1:]))
+    for g in range(generation.max() + 1):
+        nodes_here = [n for n in inner if generation[n] == g]
+        assert len(nodes_here) <= width
+        for place, node in enumerate(nodes_here):
+            np.testing.assert_array_equal(draft_tree.probs[:, node], np.float32(100 * g + place))
+    leaves = [n for n in range(nodes) if n not in inner]
+    assert not np.array(draft_tree.probs)[:, leaves].any()
+    paths = np.array(tree.paths(draft_tree))
+    for node in range(1, nodes):
+        above = paths[:, parents[node], : generation[parents[node]]].sum(-1)
+        rank = [n for n in range(1, nodes) if parents[n] == parents[node]].index(node)
+        np.testing.assert_array_equal(draft_tree.tokens[:, node], (above + rank) % VOCABULARY)
+    for mask, path in frontiers:
+        assert (mask[0].sum(-1) == path.shape[-1]).all(), "a node sees as many rows as it has ancestors, and itself"
+
+
+def test_the_shape_of_a_tree_is_checked():
+    grow.check_shape("X", 2, 3, 13)
+    assert grow.size(2, 3, None) == 13 and grow.size(5, 8, None) == 32 and grow.size(40, 2, None) == 41
+    with pytest.raises(ValueError, match=r"X\(depth=2, width=3, num_nodes=14\): .* at most .* = 13"):
+        grow.check_shape("X", 2, 3, 14)
+    with pytest.raises(ValueError, match="at least depth . 1 = 3"):
+        grow.check_shape("X", 2, 3, 2)

@@ -1,0 +1,88 @@
+"""The checks that `debug` adds to each round: they find nothing wrong where nothing is, and every broken rule."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+import toy
+from jax.experimental import checkify
+from planted import Planted, all_drafters, complete, planted_params, weights_of
+
+from jspec.core import accept, decode
+from jspec.core.types import DraftTree, Params
+from jspec.drafters import Plain
+
+
+def checked(drafter, weights, s, rule=accept.greedy):
+    return decode.decode_checked(weights, s, jnp.int32(1000), target=toy.TARGET, drafter=drafter, accept=rule)
+
+
+@all_drafters
+def test_checked_rounds_find_nothing_wrong_and_change_nothing(drafter):
+    err, s = checked(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter)))
+    assert err.get() is None
+    assert toy.generated(s) == toy.generated(complete(drafter))
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(Planted):
+    """Breaks one rule, in round 2 only."""
+
+    depth: int = 2
+    rule: str = ""
+
+    def draft(self, params, s):
+        draft_tree, state = super().draft(params, s)
+        now = (s.step == 2).astype(jnp.int32)
+        tokens, parents = draft_tree.tokens, jnp.tile(jnp.array([[0, 0, 1]], jnp.int32), (len(toy.IDS), 1))
+        if self.rule == "vocabulary":
+            tokens = tokens.at[1, 2].add(toy.TARGET.vocab_size * now)
+        if self.rule == "negative":
+            tokens = tokens.at[1, 2].add(-toy.TARGET.vocab_size * now)
+        if self.rule == "root":
+            tokens = tokens.at[2, 0].set((tokens[2, 0] + now) % toy.TARGET.vocab_size)
+        if self.rule == "parent":
+            parents = parents.at[0, 1].add(2 * now)
+        return DraftTree(tokens, parents), state
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    (
+        ("vocabulary", "round 2: the drafter proposed a token outside the vocabulary"),
+        ("negative", "round 2: the drafter proposed a token outside the vocabulary"),
+        ("root", "round 2: node 0 is not the last committed token"),
+        ("parent", "round 2: a parent does not stand before its child"),
+    ),
+)
+def test_a_drafter_that_breaks_a_rule_is_caught(rule, message):
+    drafter = Broken(rule=rule)
+    err, _ = checked(drafter, planted_params(), toy.start(drafter, planted_params()))
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        err.throw()
+
+
+def test_weights_that_are_nan_are_caught():
+    s = toy.start(Plain(), toy.params())
+    weights = Params(dataclasses.replace(toy.params().target, norm=jnp.full(toy.TARGET.hidden_size, jnp.nan)))
+    err, _ = checked(Plain(), weights, s)
+    with pytest.raises(checkify.JaxRuntimeError, match="round 0: the target's logits hold a NaN"):
+        err.throw()
+
+
+def test_a_rule_of_acceptance_that_accepts_nothing_is_caught():
+    def nothing(key, draft_tree, logits, position):
+        accepted = accept.greedy(key, draft_tree, logits, position)
+        return dataclasses.replace(accepted, length=jnp.zeros_like(accepted.length))
+
+    # Nothing is ever appended: the limit of 1000 rounds ends it.
+    err, _ = checked(Plain(), toy.params(), toy.start(Plain(), toy.params()), rule=nothing)
+    with pytest.raises(checkify.JaxRuntimeError, match="round 0: an accept length is out of range"):
+        err.throw()
+
+
+def test_a_limit_beyond_the_buffer_is_caught():
+    s = toy.start(Plain(), toy.params(), limit=[toy.CAPACITY + 1] * 3)
+    err, _ = checked(Plain(), toy.params(), s)
+    with pytest.raises(checkify.JaxRuntimeError, match="round 0: a row is longer than its limit or the buffer"):
+        err.throw()

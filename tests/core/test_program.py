@@ -1,0 +1,186 @@
+"""The loop as a program: what its state and its compiled text hold, and the checks that `debug` adds."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toy
+from crosslower import cross_lower
+from hlo import check_in_place, computations, loop_body, made, opcode, pool_writes
+from planted import (
+    GREEDY,
+    RandomTree,
+    each_name,
+    each_name_and_trees,
+    planted_params,
+    pools,
+    weights_of,
+)
+
+from jspec.core import accept, decode, tree
+from jspec.drafters import Standalone
+from pallas_kernels import platform
+
+TEXT_AS_SHIPPED = True
+
+# What the state and the program hold
+
+
+def kinds(x):
+    return jax.tree.structure(x), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
+
+
+@each_name
+def test_the_state_keeps_its_structure_and_types(name):
+    drafter = toy.bound_drafters()[name]
+    weights = weights_of(drafter)
+    s = jax.eval_shape(functools.partial(toy.start, drafter), weights)
+    draft_tree, draft_state = jax.eval_shape(drafter.draft, weights, s)
+    assert kinds(draft_state) == kinds(s.draft)
+    assert kinds(jax.eval_shape(functools.partial(decode.step, drafter=drafter, **GREEDY), weights, s)) == kinds(s)
+
+
+@each_name
+def test_a_drafter_that_wants_no_hidden_states_has_none_anywhere(name):
+    drafter, seen = toy.bound_drafters()[name], []
+    if drafter.capture:
+        return
+
+    class Spy(type(drafter)):
+        def extend(self, params, s, committed):
+            seen.append(committed.hidden)
+            return super().extend(params, s, committed)
+
+    spy = Spy(**{field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)})
+    s = jax.eval_shape(functools.partial(toy.start, spy, toy.params()))
+    s = jax.eval_shape(functools.partial(decode.step, drafter=spy, **GREEDY), toy.params(), s)
+    assert seen == [None, None], "prefill and a round"
+    assert not any(toy.TARGET.hidden_size in leaf.shape for leaf in jax.tree.leaves(s))
+    assert isinstance(drafter, Standalone) or s.draft is None
+
+
+def lone_pool(name):
+    """A drafter and the state after prefill. Pages of 5 rows: but for a pool, nothing has a pool's shape."""
+    drafter = toy.bound_drafters().get(name, RandomTree())
+    weights = weights_of(drafter)
+    if isinstance(drafter, Standalone):
+        # With a draft of another shape than the target, the two pools can be told apart.
+        drafter, weights = drafter.bind(toy.TARGET, toy.DRAFT), toy.params(toy.DRAFT)
+    return drafter, weights, toy.start(drafter, weights, page_size=5)
+
+
+@functools.cache
+def program(name):
+    """The compiled text of `decode`, and its pools' types as the text has them."""
+    drafter, weights, s = lone_pool(name)
+    types = [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]
+    return decode.decode.lower(weights, s, jnp.int32(9), drafter=drafter, **GREEDY).compile().as_text(), types
+
+
+@each_name
+def test_the_program_is_one_loop_that_never_leaves_the_device(name):
+    text, _ = program(name)
+    opcodes = [opcode(line) for line in text.splitlines()]
+    assert opcodes.count("while") == 1
+    assert opcodes.count("dot") > 4, "the text is not understood"
+    assert not set(opcodes) & {"infeed", "outfeed", "send", "send-done", "recv", "recv-done", "conditional"}
+    assert "callback" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "multiplying", "writing"),
+    [
+        ("eagle_tree", {"draft", "verify", "extend"}, {"commit", "extend"}),
+        ("frozen_kv_mtp_tree", {"draft", "verify"}, {"commit"}),
+        ("plain", {"verify"}, {"commit"}),
+    ],
+)
+def test_operations_bear_the_name_of_their_phase(name, multiplying, writing):
+    """For a profile: all products, the writes of the pools, and something of each phase."""
+    text, types = program(name)
+    body = [(line, re.search(r'op_name="[^"]*/while/body/(\w+)', line)) for line in loop_body(text)]
+    named = [(line, found[1]) for line, found in body if found]
+    phases = {"draft", "verify", "accept", "commit", "extend"}
+    assert {phase for _, phase in named} & phases == phases - ({"extend"} if name == "plain" else set())
+    assert {phase for line, phase in named if opcode(line) == "dot"} == multiplying
+    assert {phase for line, phase in named if any(pool_writes([line], pool) for pool in types)} == writing
+
+
+@each_name
+def test_a_chain_needs_no_sort(name):
+    if getattr(toy.bound_drafters()[name], "width", 1) > 1:
+        return
+    text, _ = program(name)
+    assert not {opcode(line) for line in text.splitlines()} & {"sort", "topk"}
+    assert not re.search("topk|top_k", text, re.IGNORECASE)
+
+
+@each_name
+def test_on_a_gpu_a_tree_needs_no_sort_either(name, monkeypatch):
+    """A sort would keep the GPU from running the loop as one graph. There, kernels rank the vocabulary."""
+    drafter, weights = toy.bound_drafters()[name], weights_of(toy.bound_drafters()[name])
+    s = jax.eval_shape(functools.partial(toy.start, drafter), weights)
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    rounds = functools.partial(decode.run_rounds, drafter=drafter, **GREEDY)
+    text = cross_lower(rounds, "cuda", weights, s, jnp.int32(9))
+    assert ('name = "topk_of_rows"' in text) == (getattr(drafter, "width", 1) > 1)
+    assert "kv_compact" in text
+    assert not re.search(r"\bsort\b|top_k|TopK", text)
+
+
+@each_name_and_trees
+def test_each_pool_is_written_once_a_round_and_never_copied(name):
+    """In the loop nothing makes an array of a pool's shape but the commit's write."""
+    text, types = program(name)
+    for shape in types:
+        check_in_place(loop_body(text), shape)
+
+
+@pytest.mark.parametrize("select", (False, True))
+def test_the_last_layer_goes_on_with_the_selected_tokens_alone(select):
+    """Of its MLP, and so of the head too; keys and values are those of all tokens."""
+    batch, width = toy.IDS.shape
+    weights = toy.params().target
+    cache = toy.TARGET.init_cache(weights, batch, width, 4)
+    ids, last = tree.chain(jnp.asarray(toy.IDS)), jnp.asarray(toy.LENGTHS) - 1 if select else None
+    run = jax.jit(lambda last: toy.TARGET.forward(weights, ids, cache, None, select=last))
+    # The projections to heads are as wide as gate and up together.
+    wide = 2 * toy.TARGET.intermediate_size
+    shapes = re.findall(rf"dot_general.*-> tensor<{batch}x(\d+)x{wide}xf32>", run.lower(last).as_text())
+    rest = [str(width)] * (2 * toy.TARGET.num_layers - 1)
+    assert shapes == [*rest, "1" if select else str(width)]
+    assert all(part.shape[:2] == (batch, width) for pair in run(last).rows for part in pair)
+
+
+@each_name
+def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
+    drafter, weights, s = lone_pool(name)
+    shape = dict(capacity=40, page_size=5, chunk=4)
+    prefill = functools.partial(decode.prefill, target=toy.TARGET, drafter=drafter, accept=accept.greedy, **shape)
+    lowered = jax.jit(prefill).lower(weights, jnp.asarray(toy.IDS), s.length, s.limit, s.key, s.stop)
+    body = loop_body(lowered.compile().as_text())
+    for shape in [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]:
+        check_in_place(body, shape)
+
+
+@each_name
+def test_the_donated_pools_are_the_result(name):
+    text, types = program(name)
+    for shape in types:
+        (line,) = [line for line in computations(text)["ENTRY"] if made([line], shape) == ["parameter"]]
+        (number,) = re.findall(r"parameter\((\d+)\)", line)
+        assert re.search(rf"input_output_alias={{.*\({number}, {{}}", text.splitlines()[0])
+    drafter, weights, s = lone_pool(name)
+    addresses = [pool.unsafe_buffer_pointer() for pool in pools(s)]
+    s = toy.run(drafter, weights, s)
+    assert [pool.unsafe_buffer_pointer() for pool in pools(s)] == addresses
+
+
+def test_without_debug_no_check_is_in_the_program():
+    rounds = functools.partial(decode.run_rounds, drafter=RandomTree(), **GREEDY)
+    args = planted_params(), toy.start(RandomTree(), planted_params()), jnp.int32(1)
+    assert " check[" not in str(jax.make_jaxpr(rounds)(*args))
+    assert " check[" in str(jax.make_jaxpr(functools.partial(rounds, debug=True))(*args))

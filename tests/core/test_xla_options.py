@@ -1,0 +1,50 @@
+"""The loop as one CUDA graph: the options it is compiled with, and on a GPU the dump that shows it."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jspec.core.xla_options import loop_options
+
+PROGRAM = """
+import jspec
+model = jspec.load("bundled:python-small", dtype="bfloat16")
+for drafter in (None, jspec.Ngram(depth=4), jspec.Eagle(depth=5), jspec.Eagle(depth=5, width=8, num_nodes=32)):
+    first, second = (jspec.generate(model, "def f(x):", drafter=drafter, max_new_tokens=48) for _ in range(2))
+    assert first.tokens == second.tokens, drafter
+"""
+
+
+def test_flags_of_the_user_stand():
+    few, many = loop_options(flags=""), loop_options(many=True, flags="")
+    products = {"xla_gpu_enable_triton_gemm": False}
+    assert "WHILE" in few["xla_gpu_enable_command_buffer"] and many == few | products
+    assert loop_options(many=True, flags="--xla_dump_to=somewhere") == many
+    assert loop_options(many=True, flags="--xla_gpu_enable_command_buffer=") == products
+    assert loop_options(flags="--xla_cpu_x=1 --xla_gpu_graph_min_graph_size=5") == {}
+    assert loop_options(many=True, flags="--xla_gpu_enable_triton_gemm=true") == few
+
+
+@pytest.mark.parametrize("many", (False, True))
+def test_the_options_are_known_to_the_compiler_and_change_nothing_elsewhere(many):
+    options = loop_options(many=many, flags="")
+    loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: x + 2, x), compiler_options=options)
+    assert loop(jnp.int32(0)) == 10
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU as JAX's default backend")
+def test_the_loop_is_one_command_buffer_and_runs_again(tmp_path):
+    """Of each program of `decode`, all that runs is a command buffer, with the loop in it."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={tmp_path} --xla_dump_hlo_pass_re=.*thunk.*"
+    environment = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
+    dumps = sorted(tmp_path.glob("*jit_decode*.thunk_sequence_after_thunk_passes.txt"))
+    assert len(dumps) >= 4
+    for dump in dumps:
+        outer = [line for line in dump.read_text().splitlines() if line[:3].isdigit()]
+        assert len(outer) == 1 and "kCommandBuffer" in outer[0], f"{dump.name}: {outer}"
+        assert "kWhile" in dump.read_text(), dump.name

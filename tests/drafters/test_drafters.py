@@ -1,0 +1,263 @@
+"""Every drafter keeps the contract of `jspec.types.Drafter`; and what each of them proposes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import each_name, weights_of
+
+from jspec.core import tree
+from jspec.core.types import Params
+from jspec.drafters import DRAFTERS, Eagle, FrozenKvMtp, Ngram, Plain, Standalone, resolve
+from jspec.drafters.ngram import continue_match
+from jspec.models.assistant import Clusters
+
+# The contract
+
+
+def test_every_drafter_is_under_test():
+    assert {type(drafter) for drafter in toy.bound_drafters().values()} == set(DRAFTERS.values()), "add the new one"
+
+
+@each_name
+def test_a_proposal_is_a_tree_of_tokens_that_starts_at_the_last_one(name):
+    drafter = toy.bound_drafters()[name]
+    weights, draft = weights_of(drafter), jax.jit(drafter.draft)
+    s = toy.start(drafter, weights)
+    for until in (1, 2, 4, 9):
+        draft_tree, _ = draft(weights, s)
+        tokens, nodes = np.array(draft_tree.tokens), draft_tree.tokens.shape[1]
+        assert [int(row[0]) for row in tokens] == [tokens[-1] for tokens in toy.generated(s)]
+        assert tokens.dtype == np.int32
+        assert ((tokens >= 0) & (tokens < toy.TARGET.vocab_size)).all()
+        if draft_tree.parents is None:
+            assert nodes == drafter.depth + 1
+        else:
+            assert nodes == drafter.num_nodes
+            assert (np.array(draft_tree.parents) <= np.maximum(np.arange(nodes) - 1, 0)).all()
+        assert np.array(tree.depths(draft_tree)).max() <= drafter.depth
+        s = toy.run(drafter, weights, s, until)
+
+
+@each_name
+def test_a_drafter_is_a_value(name):
+    """Static arguments are compared by value: an equal drafter hits the program that its twin was compiled to."""
+    drafter, twin = (toy.bound_drafters()[name] for _ in range(2))
+    assert drafter is not twin
+    assert (drafter, hash(drafter)) == (twin, hash(twin))
+    for field in dataclasses.fields(drafter):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(drafter, field.name, None)
+
+
+@each_name
+def test_binding_twice_is_binding_once(name):
+    drafter = toy.bound_drafters()[name]
+    assert drafter.bind(toy.TARGET, getattr(drafter, "model", None)) == drafter
+
+
+# Names and errors
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_name_stands_for_the_defaults_of_its_class(name):
+    assert resolve(name) == DRAFTERS[name]()
+
+
+def test_no_drafter_is_plain_decoding_and_an_object_is_itself():
+    drafter = Ngram(depth=7)
+    assert resolve(None) == Plain()
+    assert resolve(drafter) is drafter
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_names():
+    with pytest.raises(ValueError, match=f"drafter='eagel' is unknown; there are {', '.join(sorted(DRAFTERS))}"):
+        resolve("eagel")
+
+
+def test_a_class_in_place_of_an_object_is_an_error():
+    with pytest.raises(TypeError, match="drafter=Ngram is not a drafter: give an object, not a class"):
+        resolve(Ngram)
+
+
+def test_an_object_that_is_no_drafter_is_an_error_that_names_what_it_lacks():
+    class Half:
+        depth, capture = 1, ()
+
+    with pytest.raises(TypeError, match="drafter=Half is not a drafter: it has no bind, init, draft, extend"):
+        resolve(Half())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    (
+        (lambda: Ngram(depth=0), r"Ngram\(depth=0\): at least 1 token is proposed"),
+        (lambda: Ngram(n=0), r"Ngram\(n=0\): a match has at least 1 token"),
+        (lambda: Standalone(depth=0), r"Standalone\(depth=0, .*: at least 1 token is proposed"),
+        (lambda: Standalone(width=0), r"Standalone\(depth=4, width=0, .*: a node has at least 1 child"),
+        (lambda: Eagle(depth=2, width=2, num_nodes=8), "at least depth . 1 = 3 and at most .* = 7"),
+        (lambda: Eagle(depth=5, num_nodes=5), "at least depth . 1 = 6"),
+        (lambda: Standalone(width=62).bind(toy.TARGET, toy.TARGET), r"Standalone\(width=62\): the vocabulary has 61"),
+        (lambda: Eagle(width=49).bind(toy.TARGET, toy.HEAD), r"Eagle\(width=49\): the head's vocabulary has 48"),
+        (lambda: Standalone().bind(toy.TARGET, None), "needs a language model as draft, and none is loaded"),
+        (lambda: Standalone().bind(toy.TARGET, toy.HEAD), "and a EagleHead is loaded"),
+        (lambda: Eagle().bind(toy.TARGET, toy.TARGET), "needs an EAGLE head as draft, and a Llama is loaded"),
+        (
+            lambda: Eagle().bind(toy.TARGET, dataclasses.replace(toy.HEAD, target_hidden_size=64)),
+            "target with hidden size 64, and this target's is 32",
+        ),
+        (
+            lambda: Eagle().bind(toy.TARGET, dataclasses.replace(toy.HEAD, capture=(2, 1))),
+            "they must ascend, from 0 to 3",
+        ),
+        (
+            lambda: FrozenKvMtp(position="last"),
+            r"FrozenKvMtp\(position='last'\): give one of 'committed', 'root'",
+        ),
+        (lambda: FrozenKvMtp(depth=0), r"FrozenKvMtp\(depth=0, .*: at least 1 token is proposed"),
+        (lambda: FrozenKvMtp().bind(toy.TARGET, None), "needs an assistant as draft, and none is loaded"),
+        (lambda: FrozenKvMtp().bind(toy.TARGET, toy.HEAD), "and a EagleHead is loaded"),
+        (lambda: FrozenKvMtp(width=41).bind(toy.TARGET, toy.CLUSTERED), r"width=41\): the assistant gives 40 tokens"),
+        (
+            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, vocab_size=60)),
+            "target with vocabulary 60, and this target's is 61",
+        ),
+        (
+            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, target_hidden_size=64)),
+            "target with hidden size 64, and this target's is 32",
+        ),
+        (
+            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, reads=(0, 2))),
+            "reads layer 2, and this target has the layers 0 to 1",
+        ),
+        (
+            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, head_dims=(16, 8))),
+            "reads layer 0 with 4 heads of dimension 8, and this target has 2 key heads of dimension 16",
+        ),
+        (
+            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, num_heads=3)),
+            "reads layer 1 with 3 heads",
+        ),
+        (lambda: dataclasses.replace(toy.ASSISTANT, reads=(0,)), "each layer, of at least 1, has one of both"),
+        (lambda: dataclasses.replace(toy.ASSISTANT, clusters=Clusters(60, 4)), "61 tokens are no multiple of 60"),
+        (lambda: dataclasses.replace(toy.ASSISTANT, clusters=Clusters(61, 62)), "between 1 and 61 are chosen"),
+        (
+            lambda: Standalone().bind(toy.TARGET, dataclasses.replace(toy.DRAFT, vocab_size=60)),
+            "the draft's vocabulary has 60 tokens and the target's 61",
+        ),
+    ),
+)
+def test_settings_that_cannot_work_are_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Ngram
+
+
+def continue_by_hand(tokens, n, depth):
+    """The longest earlier match of the last tokens, the latest of equally long ones; then copy, new tokens included."""
+    longest, found = 0, None
+    for end in range(len(tokens) - 1):
+        matched = 0
+        while matched < n and matched <= end and tokens[end - matched] == tokens[-1 - matched]:
+            matched += 1
+        if matched and matched >= longest:
+            longest, found = matched, end
+    copied = list(tokens)
+    for i in range(depth):
+        copied.append(tokens[-1] if found is None else copied[found + 1 + i])
+    return copied[len(tokens) - 1 :]
+
+
+COLUMNS, ROWS = 14, 4
+jitted_match = jax.jit(continue_match, static_argnames=("n", "depth"))
+
+
+@st.composite
+def buffers(draw):
+    """Rows of tokens of few kinds, so that matches of all lengths occur; behind each row stands anything."""
+    vocabulary = draw(st.integers(1, 4))
+    row = st.lists(st.integers(0, vocabulary), min_size=COLUMNS, max_size=COLUMNS)
+    tokens = draw(st.lists(row, min_size=ROWS, max_size=ROWS))
+    return np.array(tokens, np.int32), np.array([draw(st.integers(1, COLUMNS)) for _ in range(ROWS)], np.int32)
+
+
+@pytest.mark.parametrize(("n", "depth"), ((1, 3), (2, 1), (3, 6)))
+def test_ngram_continues_as_by_hand(n, depth):
+    @settings(max_examples=150, deadline=None)
+    @given(buffers())
+    def check(case):
+        tokens, length = case
+        got = jitted_match(jnp.asarray(tokens), jnp.asarray(length), n=n, depth=depth)
+        for b in range(ROWS):
+            assert list(map(int, np.array(got)[b])) == continue_by_hand(list(tokens[b, : length[b]]), n, depth)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "proposed"),
+    (
+        ([1, 2, 3, 9, 1, 2, 3], [3, 9, 1, 2, 3]),  # what followed is copied
+        ([1, 2, 8, 5, 2, 9, 1, 2], [2, 8, 5, 2, 9]),  # the longer match beats the later one
+        ([2, 8, 3, 2, 9, 4, 2], [2, 9, 4, 2, 9]),  # the later of equally long ones
+        ([7, 1, 2, 1, 2, 1, 2], [2, 1, 2, 1, 2]),  # a match one period back goes on with the period
+        ([4, 6, 6], [6, 6, 6, 6, 6]),
+        ([1, 2, 3], [3, 3, 3, 3, 3]),  # nothing matches: the last token again
+        ([5], [5, 5, 5, 5, 5]),
+    ),
+    ids=str,
+)
+def test_ngram_by_example(tokens, proposed):
+    buffer = np.full((1, COLUMNS), 3, np.int32)
+    buffer[0, : len(tokens)] = tokens
+    got = jitted_match(jnp.asarray(buffer), jnp.array([len(tokens)], jnp.int32), n=3, depth=4)
+    assert list(map(int, got[0])) == proposed
+
+
+# Standalone
+
+
+@functools.cache
+def itself():
+    """The target as its own draft."""
+    return Params(toy.params().target, toy.params().target)
+
+
+@pytest.mark.parametrize("depth", (1, 5))
+def test_a_draft_that_is_the_target_is_always_right(depth):
+    drafter, new = Standalone(depth=depth).bind(toy.TARGET, toy.TARGET), 24
+    s = toy.run(drafter, itself(), toy.start(drafter, itself()))
+    full, rest = divmod(new - 1, depth + 1)  # the first token comes of the prompt
+    expected = np.zeros(depth + 1, int)
+    expected[depth] = full
+    expected[rest - 1] += rest > 0
+    np.testing.assert_array_equal(s.stats.accept_counts, np.tile(expected, (len(toy.IDS), 1)))
+
+
+@pytest.mark.parametrize("config", (toy.DRAFT, None), ids=("wrong_draft", "good_draft"))
+def test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes(config):
+    """After any number of rounds the draft has read each row once, and knows the token that comes next."""
+    weights, model = toy.params(config), config or toy.NEAR
+    drafter = Standalone(depth=3).bind(toy.TARGET, model)
+    s = toy.start(drafter, weights)
+    fresh = jax.jit(model.forward)
+    for until in (0, 3, 1000):
+        s = toy.run(drafter, weights, s, until)
+        np.testing.assert_array_equal(s.draft.length, s.length)
+        out = fresh(weights.draft, tree.chain(s.tokens), s.draft.cache, None)
+        pool = np.array(s.draft.cache.pool)
+        for b, length in enumerate(np.array(s.length)):
+            at = np.array(s.draft.cache.page_table)[b]
+            for layer, pair in enumerate(out.rows):
+                for i, rows in enumerate(pair):
+                    committed = pool[layer, i, at].reshape(-1, *pool.shape[4:])[:length]
+                    np.testing.assert_allclose(committed, rows[b, :length], rtol=1e-4, atol=1e-5)
+            assert s.done[b] or s.draft.proposal.tokens[b, 0, 0] == np.argmax(out.logits[b, length - 1])

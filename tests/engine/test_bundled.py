@@ -1,0 +1,194 @@
+"""The models that ship with the package: ordinary checkpoints, lossless with their draft, and worth their size."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import jspec
+from jspec.analysis.evaluate import count_repeated, evaluate, heldout_prompts
+from jspec.core import tree
+from jspec.drafters import DRAFTERS
+from jspec.engine.generate import choose
+from jspec.engine.model import BUNDLED, locate
+
+MEGABYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The target with each of its drafts, by drafter."""
+    drafts = {name: f"bundled:{draft}" for name, draft in BUNDLED["python-small"].items()}
+    return {name: jspec.load("bundled:python-small", draft=draft, dtype="float32") for name, draft in drafts.items()}
+
+
+def model_for(models, drafter):
+    """The model with the draft of a drafter; any where it needs none."""
+    return next((models[name] for name in models if type(drafter) is DRAFTERS[name]), models["standalone"])
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models["standalone"]
+
+
+def test_the_eagle_head_is_the_default_draft():
+    model = jspec.load("bundled:python-small")
+    assert repr(model).endswith("EAGLE-3 head)")
+    assert model.draft.draft_vocab_size < model.target.vocab_size
+    assert isinstance(choose("auto", model), jspec.Eagle)
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
+    transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
+    import torch
+
+    # Two threads only slow such small models down.
+    torch.set_num_threads(1)
+
+    def load(name):
+        directory = locate(f"bundled:{name}")
+        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    return load
+
+
+def logits_of(name, ids):
+    loaded = jspec.load(f"bundled:{name}", dtype="float32")
+
+    @jax.jit
+    def read(params, ids):
+        cache = loaded.target.init_cache(params, 1, 16, 16)
+        return loaded.target.forward(params, tree.chain(ids), cache, None).logits
+
+    return np.asarray(read(loaded.params.target, ids))
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_logits_equal_transformers(model, oracle, name):
+    import torch
+
+    ids = model.tokenizer.encode(heldout_prompts()[0])[:200]
+    with torch.no_grad():
+        wanted = oracle(name)(torch.tensor([ids])).logits.numpy()
+    np.testing.assert_allclose(logits_of(name, np.array([ids], np.int32)), wanted, atol=2e-4, rtol=0)
+
+
+PROMPTS, NEW_TOKENS = slice(0, 6), 48
+PAGE_SIZES = (1, 16, 64)
+TREE_OF_EAGLE = jspec.Eagle(depth=5, width=8, num_nodes=32)
+# Each depth and each page size; all their pairs are in test_parity.py, on smaller models.
+SETTINGS = [(None, page_size) for page_size in PAGE_SIZES]
+SETTINGS += [(jspec.Ngram(depth=depth), PAGE_SIZES[depth % 3]) for depth in (1, 3, 5)]
+SETTINGS += [(jspec.Standalone(depth=depth), PAGE_SIZES[(depth + 1) % 3]) for depth in (2, 6)]
+SETTINGS += [(jspec.Eagle(depth=depth), PAGE_SIZES[depth % 3]) for depth in (3, 5)]
+SETTINGS += [(jspec.FrozenKvMtp(depth=depth), PAGE_SIZES[(depth + 2) % 3]) for depth in (3, 4)]
+SETTINGS += [(TREE_OF_EAGLE, 16), (jspec.Standalone(depth=4, width=3), 1)]
+SETTINGS += [(jspec.FrozenKvMtp(depth=5, width=8, num_nodes=32), 16)]
+# The programs of `test_a_draft_is_worth_its_time`.
+SETTINGS += [(TREE_OF_EAGLE, 64), (jspec.FrozenKvMtp(depth=4), 64)]
+
+
+@pytest.fixture(scope="module")
+def continued(model, oracle):
+    """What `transformers` continues some held-out prompts with, and the same with stop strings."""
+    import hf
+    import transformers
+
+    reference, eos = oracle("python-small"), {"eos_token_id": list(model.eos), "pad_token_id": model.eos[0]}
+    stops = ["return", "\n\n", "if "]
+    fast = transformers.PreTrainedTokenizerFast.from_pretrained(locate("bundled:python-small"))
+    ids = [model.tokenizer.encode(prompt) for prompt in heldout_prompts()[PROMPTS]]
+    whole = [hf.greedy(reference, row, NEW_TOKENS, **eos) for row in ids]
+    stopped = [hf.greedy(reference, row, NEW_TOKENS, **eos, stop_strings=stops, tokenizer=fast) for row in ids]
+    return reference, ids, whole, stops, stopped
+
+
+def often_or_slow(drafter, page_size):
+    """One setting of each drafter runs always."""
+    always = [(None, 16), (jspec.Ngram(depth=3), 1), (jspec.Standalone(depth=2), 1)]
+    always += [(TREE_OF_EAGLE, 64), (jspec.FrozenKvMtp(depth=4), 64)]
+    marks = () if (drafter, page_size) in always else pytest.mark.slow
+    return pytest.param(drafter, page_size, id=f"{drafter}-{page_size}", marks=marks)
+
+
+@pytest.mark.parametrize("drafter, page_size", [often_or_slow(*setting) for setting in SETTINGS])
+def test_greedy_output_equals_transformers(models, continued, drafter, page_size):
+    import hf
+
+    reference, ids, whole, *_ = continued
+    model = model_for(models, drafter)
+    out = jspec.generate(model, ids, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
+    for prompt, ours, theirs in zip(ids, out.tokens, whole, strict=True):
+        assert ours == theirs, hf.margin(reference, prompt, ours, theirs)
+
+
+# Stop strings with every drafter are in test_generate.py.
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        jspec.Ngram(depth=4),
+        pytest.param(jspec.Standalone(depth=4), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_stop_strings_end_where_transformers_ends(model, continued, drafter):
+    _, ids, whole, stops, stopped = continued
+    out = jspec.generate(model, ids, drafter=drafter, max_new_tokens=NEW_TOKENS, stop=stops)
+    assert out.tokens == stopped != whole
+    assert "stop" in out.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("drafter", "floor"),
+    (
+        pytest.param(jspec.Standalone(depth=4), 1.9, marks=pytest.mark.slow),
+        pytest.param(jspec.Eagle(depth=5), 2.5, marks=pytest.mark.slow),
+        (TREE_OF_EAGLE, 3.2),
+        (jspec.FrozenKvMtp(depth=4), 2.8),
+    ),
+    ids=str,
+)
+def test_a_draft_is_worth_its_time(models, drafter, floor):
+    """A floor well under the figure of docs/log.md, on a few prompts: a draft that has come loose falls far below."""
+    prompts = heldout_prompts()[PROMPTS]
+    out = evaluate(model_for(models, drafter), prompts, drafter, max_new_tokens=NEW_TOKENS, batch=len(prompts))
+    assert out.accept_length > floor
+    assert (np.diff(out.acceptance_by_position) <= 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [jspec.Eagle, jspec.FrozenKvMtp])
+def test_sampling_with_a_draft_is_plain_sampling(models, kind):
+    options = dict(sampling=jspec.Sampling(temperature=0.9, top_p=0.95), seed=5, max_new_tokens=32)
+    prompts, drafters = heldout_prompts()[:4], (kind(depth=5), kind(depth=5, width=8, num_nodes=32))
+    model = model_for(models, drafters[0])
+    plain = jspec.generate(model, prompts, drafter=None, **options)
+    for drafter in drafters:
+        assert jspec.generate(model, prompts, drafter=drafter, **options).tokens == plain.tokens
+
+
+def test_heldout_prompts_are_what_the_card_says():
+    directory = locate("bundled:python-small").parent
+    records = json.loads((directory / "heldout_prompts.json").read_text(encoding="utf-8"))
+    assert len(records) >= 64
+    assert all(record["package"] and record["licence"] and '"""' in record["prompt"] for record in records)
+    card = (directory / "python-small" / "README.md").read_text(encoding="utf-8")
+    assert all(record["package"] in card for record in records)
+
+
+def test_assets_stay_small():
+    directory = locate("bundled:python-small").parent
+    assert sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) < 32 * MEGABYTE
+
+
+def test_repeated_text_is_counted():
+    run = list(range(16))
+    assert count_repeated(run, run) == 1
+    assert count_repeated([], run + [99] + run + [5]) == 1
+    assert count_repeated([], [7] * 20) == 4
+    assert count_repeated(run, list(range(20, 40))) == 0

@@ -1,0 +1,371 @@
+"""The user's calls: `generate`, `stream`, `generate_ids`, on tiny random models with a byte tokenizer."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+import toy
+
+import jspec
+from jspec.core import decode, tree
+from jspec.core.accept import LossyThresholds
+from jspec.core.sampling import RowSampling
+from jspec.core.types import Params
+from jspec.text.tokenizer import Tokenizer
+
+VOCAB = 300
+PROMPTS = ["def f(x):", "a", "for i in range(10):\n    print(i)"]
+WARM = jspec.Sampling(temperature=0.8, top_p=0.95)
+DRAFTERS = [None, "ngram", "standalone", jspec.Ngram(n=2, depth=6), jspec.Standalone(depth=2)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A random target and a draft near it, over a byte-level vocabulary with a few merges and an EOS token."""
+    directory = tmp_path_factory.mktemp("tokenizer")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<eos>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["for i in range(10): print(i) return x def f(x): é 漢字 🙂"] * 4, trainer)
+    bpe.save(str(directory / "tokenizer.json"))
+    target = replace(toy.TARGET, vocab_size=VOCAB, num_layers=1)
+    params = toy.random_params(target)
+    noise = toy.random_params(target, seed=1)
+    near = jax.jit(partial(jax.tree.map, lambda a, b: a + 0.1 * (b - a)))(params, noise)
+    return jspec.Model("toy", target, Params(params, near), Tokenizer.load(directory), (), target)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return jspec.generate(model, PROMPTS, drafter=None, max_new_tokens=40)
+
+
+def readable(text, start):
+    """Two characters from `start` on that are no replacement for bytes which spell nothing."""
+    return next(text[i : i + 2] for i in range(start, len(text) - 1) if "\ufffd" not in text[i : i + 2])
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+def test_tokens_do_not_depend_on_the_drafter(model, plain, drafter):
+    out = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=40)
+    assert out.tokens == plain.tokens
+    assert out.text == plain.text
+    assert out.finish_reason == ["length"] * 3
+    assert out.stats.new_tokens == 120
+    assert (out.stats.accept_counts.sum(1) == out.stats.rounds).all()
+    assert out.stats.accept_length == pytest.approx(117 / out.stats.rounds.sum()), "three came of the prompts"
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5, 7, 39])
+def test_max_new_tokens_is_exact_inside_an_accepted_run(model, plain, max_new_tokens):
+    out = jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=5), max_new_tokens=max_new_tokens)
+    assert out.tokens == [row[:max_new_tokens] for row in plain.tokens]
+
+
+def test_single_prompts_give_single_values(model, plain):
+    text = jspec.generate(model, PROMPTS[0], max_new_tokens=40)
+    ids = jspec.generate(model, model.tokenizer.encode(PROMPTS[0]), max_new_tokens=40)
+    array = jspec.generate(model, np.array(model.tokenizer.encode(PROMPTS[0])), max_new_tokens=40)
+    assert text.tokens == ids.tokens == array.tokens == plain.tokens[0]
+    assert text.text == ids.text == plain.text[0]
+    assert text.finish_reason == "length"
+
+
+def test_a_checkpoint_without_a_tokenizer_works_with_ids(model, plain):
+    bare = replace(model, tokenizer=None)
+    out = jspec.generate(bare, [model.tokenizer.encode(p) for p in PROMPTS], max_new_tokens=40)
+    assert out.tokens == plain.tokens
+    assert out.text is None
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
+def test_a_stop_string_cuts_text_and_tokens(model, plain, drafter):
+    stops = [readable(plain.text[0], 17), readable(plain.text[2], 9)]
+    out = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=40, stop=stops)
+    for text, tokens, reason, whole, ids in zip(
+        out.text, out.tokens, out.finish_reason, plain.text, plain.tokens, strict=True
+    ):
+        found = [whole.find(stop) for stop in stops if stop in whole]
+        assert (reason == "stop") == bool(found)
+        assert tokens == ids[: len(tokens)]
+        if found:
+            assert text == whole[: len(text)] and not any(stop in text for stop in stops)
+            assert any(whole[len(text) :].startswith(stop) for stop in stops)
+            shorter = model.tokenizer.decode(tokens[:-1])
+            assert not any(stop in shorter for stop in stops), "ends at the token that completes the stop string"
+    assert "stop" in out.finish_reason
+
+
+def test_other_stop_strings_and_lengths_run_the_same_program(model):
+    def run(prompts, **options):
+        return jspec.generate(model, prompts, drafter=jspec.Ngram(depth=3), page_size=32, **options)
+
+    run(PROMPTS, max_new_tokens=40, stop="abc")
+    traces = decode.decode._cache_size()
+    run([p + "x" for p in PROMPTS], max_new_tokens=37, stop="xyz", seed=3)
+    run(PROMPTS, max_new_tokens=33, stop=["\n\n\n"])
+    assert decode.decode._cache_size() == traces
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 50])
+def test_streaming_gives_the_same_in_pieces(model, plain, rounds):
+    stop = readable(plain.text[1], 15)
+    whole = jspec.generate(model, PROMPTS, max_new_tokens=40, stop=stop)
+    pieces = list(jspec.stream(model, PROMPTS, max_new_tokens=40, stop=stop, rounds=rounds))
+    for row in range(3):
+        assert "".join(piece.text for piece in pieces if piece.row == row) == whole.text[row]
+        assert sum((piece.tokens for piece in pieces if piece.row == row), []) == whole.tokens[row]
+
+
+def test_stream_returns_the_generation(model, plain):
+    def drive():
+        out = yield from jspec.stream(model, PROMPTS, max_new_tokens=40)
+        assert out.tokens == plain.tokens and out.text == plain.text
+        yield "end"
+
+    assert list(drive())[-1] == "end"
+
+
+def test_progress_bar_and_debug_change_nothing(model, plain, capsys):
+    out = jspec.generate(model, PROMPTS, max_new_tokens=40, progress=True, debug=True)
+    assert out.tokens == plain.tokens
+    assert "120/120" in capsys.readouterr().err
+
+
+def test_statistics():
+    counts = np.array([[1, 0, 2], [3, 1, 0]])
+    stats = jspec.GenerationStats(rounds=np.array([3, 4]), accept_counts=counts, seconds=2.0)
+    assert stats.new_tokens == 12 + 2, "and a first token of each row"
+    assert stats.accept_length == pytest.approx(12 / 7)
+    assert stats.tokens_per_second == 6
+    np.testing.assert_allclose(stats.acceptance_by_position, [3 / 7, 2 / 7])
+
+
+def test_generate_ids_inside_a_users_jit(model, plain):
+    """The whole generation as part of another program: scored there, with a traced bound, under vmap-free jit."""
+    traces = []
+
+    @jax.jit
+    def total_length(params, ids, lengths, key, bound):
+        traces.append(1)
+        out = jspec.generate_ids(
+            params,
+            ids,
+            lengths,
+            key,
+            target=model.target,
+            draft=model.draft,
+            drafter="standalone",
+            max_new_tokens=bound,
+            max_length=96,
+        )
+        return out, (out.length - lengths).sum()
+
+    encoded = [model.tokenizer.encode(p) for p in PROMPTS]
+    width = max(map(len, encoded))
+    ids = np.array([row + [0] * (width - len(row)) for row in encoded], np.int32)
+    lengths = np.array([len(row) for row in encoded], np.int32)
+    for bound in (40, 11):
+        out, total = jax.device_get(total_length(model.params, ids, lengths, jax.random.key(0), jnp.int32(bound)))
+        assert int(total) == 3 * bound
+        assert out.stats.rounds.sum() < 3 * bound
+        assert out.logprobs is None
+        for row, prompt, wanted, end in zip(out.tokens, encoded, plain.tokens, out.length, strict=True):
+            assert row[: int(end)].tolist() == prompt + wanted[:bound]
+            assert not row[int(end) :].any()
+    assert len(traces) == 1
+    out, _ = total_length(model.params, ids, lengths, jax.random.key(0), jnp.array([1, 2, 3], jnp.int32))
+    assert [int((row != 0).sum()) for row in np.array(out.tokens)] <= [
+        len(p) + n for p, n in zip(encoded, (1, 2, 3), strict=True)
+    ]
+
+
+def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
+    ids = np.array([model.tokenizer.encode(PROMPTS[0])], np.int32)
+    n = ids.shape[1]
+    arrays = model.params, ids, np.array([n], np.int32), jax.random.key(0)
+
+    def run(**options):
+        call = partial(jspec.generate_ids, target=model.target, drafter="ngram", **options)
+        out = jax.device_get(jax.jit(call)(*arrays))
+        return out.tokens[0].tolist(), int(out.length[0])
+
+    tokens, _ = run(max_new_tokens=6)
+    assert len(tokens) == n + 6 and tokens[n:] == plain.tokens[0][:6]
+    tokens, length = run(max_new_tokens=40, max_length=n + 3, eos=())
+    assert length == n + 3 and tokens[n:] == plain.tokens[0][:3]
+    eos = plain.tokens[0][4]
+    tokens, length = run(max_new_tokens=40, eos=(eos,))
+    assert tokens[n:length] == plain.tokens[0][: plain.tokens[0].index(eos) + 1]
+    with pytest.raises(ValueError, match="max_length=None"):
+        jspec.generate_ids(*arrays, target=model.target, max_new_tokens=jnp.int32(4))
+    with pytest.raises(ValueError, match=f"max_length=2 is less than the prompts' {n}"):
+        jspec.generate_ids(*arrays, target=model.target, max_new_tokens=4, max_length=2)
+
+
+@pytest.mark.parametrize(
+    "prompts, options, error, message",
+    [
+        ([], {}, ValueError, r"prompts=\[\]"),
+        ("", {}, ValueError, "prompts is empty"),
+        (["a", ""], {}, ValueError, r"prompts\[1\] is empty"),
+        ([[1, 2], []], {}, ValueError, r"prompts\[1\] is empty"),
+        ([[1, VOCAB]], {}, ValueError, "holds the id 300: ids are 0 to 299"),
+        ([[1, -1]], {}, ValueError, "holds the id -1"),
+        ([[1.5]], {}, TypeError, "float64"),
+        (7, {}, TypeError, "prompts is a int: give text, token ids, or a list of them"),
+        ([[[1]]], {}, TypeError, "flat list"),
+        ([1] * 512, {}, ValueError, "512 tokens: the model's context holds 512"),
+        ([1] * 500, {"max_new_tokens": 13}, ValueError, "at most 12 fit"),
+        ("a", {"max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
+        ("a", {"max_new_tokens": 1.5}, TypeError, "max_new_tokens=1.5"),
+        ("a", {"page_size": 0}, ValueError, "page_size=0: a page holds at least 1 row"),
+        ("a", {"seed": -1}, ValueError, "seed=-1"),
+        (
+            "a",
+            {"drafter": "medusa"},
+            ValueError,
+            "'medusa' is unknown; there are eagle, frozen-kv-mtp, mtp, ngram, plain, standalone",
+        ),
+        ("a", {"drafter": jspec.Ngram}, TypeError, "give an object, not a class"),
+        ("a", {"drafter": 4}, TypeError, "drafter=int is not a drafter: it has no depth"),
+        ("a", {"stop": ""}, ValueError, "stop"),
+        ("a", {"stop": [3]}, TypeError, "stop"),
+        ("a", {"sampling": 0.7}, TypeError, "give a jspec.Sampling"),
+        (["a", "b"], {"sampling": [WARM]}, ValueError, "1 of them for 2 rows"),
+        ("a", {"sampling": jspec.Sampling(logit_bias={VOCAB: 1.0})}, ValueError, "ids are 0 to 299"),
+        (["a", "b"], {"seed": [1, 2, 3]}, ValueError, "3 seeds for 2 rows"),
+        ("a", {"seed": 2**32}, ValueError, "a seed is less than 2.32"),
+        ("a", {"sampling": WARM, "accept": "greedy"}, ValueError, "would not sample"),
+        ("a", {"sampling": WARM, "accept": "typical"}, ValueError, "there are greedy, coupled, rejection, block"),
+        ("a", {"sampling": WARM, "accept": 3}, TypeError, "accept=3"),
+        (
+            "a",
+            {"sampling": WARM, "accept": "block", "drafter": jspec.Standalone(width=2)},
+            ValueError,
+            "judges chains only: give Standalone width=1",
+        ),
+        (
+            "a",
+            {"accept": LossyThresholds(single=0.5)},
+            ValueError,
+            "thresholds change nothing where all rows are greedy",
+        ),
+    ],
+)
+def test_bad_input_is_named_before_anything_runs(model, prompts, options, error, message):
+    traces = decode.decode._cache_size()
+    with pytest.raises(error, match=message):
+        jspec.generate(model, prompts, **options)
+    assert decode.decode._cache_size() == traces
+
+
+def test_what_a_model_lacks_is_named(model):
+    bare = replace(model, tokenizer=None)
+    with pytest.raises(ValueError, match="toy has no tokenizer: give token ids"):
+        jspec.generate(bare, "text")
+    with pytest.raises(ValueError, match="stop.*tokenizer"):
+        jspec.generate(bare, [1], stop="x")
+    with pytest.raises(ValueError, match="needs a language model as draft, and none is loaded"):
+        jspec.generate(replace(model, draft=None), "text", drafter="standalone")
+    with pytest.raises(ValueError, match="the draft's vocabulary has 61 tokens and the target's 300"):
+        jspec.generate(replace(model, draft=toy.DRAFT), "text", drafter="standalone")
+    with pytest.raises(ValueError, match="rounds=0"):
+        jspec.stream(model, "text", rounds=0)
+
+
+MIXED = [WARM, None, jspec.Sampling(top_k=30, repetition_penalty=1.3, min_new_tokens=5)]
+
+
+@pytest.mark.parametrize("rule", ("greedy", "coupled", "rejection", "block"))
+def test_every_lossless_rule_is_greedy_where_all_rows_are(model, plain, rule):
+    out = jspec.generate(model, PROMPTS, drafter="standalone", accept=rule, max_new_tokens=40)
+    assert out.tokens == plain.tokens
+
+
+def test_a_row_of_a_batch_is_the_row_alone_with_its_seed_and_its_parameters(model):
+    whole = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED, seed=3, max_new_tokens=20)
+    plain = jspec.generate(model, PROMPTS, drafter=None, sampling=MIXED, seed=[3, 4, 5], max_new_tokens=20)
+    assert whole.tokens == plain.tokens
+    for i, prompt in enumerate(PROMPTS):
+        alone = jspec.generate(model, prompt, drafter="ngram", sampling=MIXED[i], seed=3 + i, max_new_tokens=20)
+        assert alone.tokens == whole.tokens[i]
+    other = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED, seed=4, max_new_tokens=20)
+    assert (other.tokens[0] != whole.tokens[0], other.tokens[1]) == (True, whole.tokens[1])
+
+
+def test_copies_of_a_prompt_are_different_samples(model):
+    out = jspec.generate(model, ["ab"] * 4, drafter=None, sampling=jspec.Sampling(), max_new_tokens=12)
+    assert len({tuple(row) for row in out.tokens}) == 4
+
+
+@pytest.mark.parametrize("accept", (None, "rejection"))
+def test_logprobs_are_those_of_one_forward_over_the_output(model, accept):
+    options = dict(sampling=MIXED, accept=accept, max_new_tokens=20, logprobs=True)
+    out = jspec.generate(model, PROMPTS, drafter="standalone", **options)
+
+    @jax.jit
+    def read(params, ids):
+        cache = model.target.init_cache(params, len(ids), 4, 4)
+        return jax.nn.log_softmax(model.target.forward(params, tree.chain(ids), cache, None).logits)
+
+    rows = [model.tokenizer.encode(prompt) + new for prompt, new in zip(PROMPTS, out.tokens, strict=True)]
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for row, tokens in zip(padded, rows, strict=True):
+        row[: len(tokens)] = tokens
+    laws = np.array(read(model.params.target, padded))
+    for law, row, new, logprobs in zip(laws, rows, out.tokens, out.logprobs, strict=True):
+        expected = law[np.arange(len(row) - len(new) - 1, len(row) - 1), new]
+        np.testing.assert_allclose(logprobs, expected, atol=2e-5)
+
+
+def test_the_origin_of_each_token_adds_up_to_the_counters(model):
+    out = jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=3, width=2), max_new_tokens=40)
+    for b, origin in enumerate(out.origin):
+        rounds, run = [], 0
+        assert origin[0] == 0, "the first token comes of the prompt"
+        for place in origin[1:]:
+            run += 1
+            assert place in (0, run), "drafts of a round count up from 1, and its own token ends it"
+            if place == 0:
+                rounds.append(run)
+                run = 0
+        rounds += [run] if run else []
+        assert len(rounds) == out.stats.rounds[b]
+        np.testing.assert_array_equal(np.bincount(rounds, minlength=5)[1:], out.stats.accept_counts[b])
+    assert max(max(row) for row in out.origin) == 3
+
+
+def test_drafted_sampling_in_a_users_jit_equals_plain_sampling(model):
+    """Parameters that are arrays of the program, and keys of each row."""
+
+    def run(drafter):
+        @jax.jit
+        def inner(params, temperature, key):
+            rows = RowSampling(temperature=temperature, top_p=jnp.full(2, 0.95))
+            arguments = dict(target=model.target, draft=model.draft, max_new_tokens=12, logprobs=True)
+            ids = jnp.asarray([[5, 6, 7], [5, 6, 7]], jnp.int32)
+            return jspec.generate_ids(params, ids, jnp.array([3, 3]), key, drafter=drafter, sampling=rows, **arguments)
+
+        return inner(model.params, jnp.array([1.0, 0.0]), jax.random.split(jax.random.key(1), 2))
+
+    plain, drafted = run(None), run("standalone")
+    np.testing.assert_array_equal(plain.tokens, drafted.tokens)
+    np.testing.assert_allclose(plain.logprobs, drafted.logprobs, atol=1e-5)
+    assert (plain.tokens[0] != plain.tokens[1]).any() and plain.logprobs[0, 3:].all()
+
+
+def test_auto_takes_ngram_without_a_draft(model, plain):
+    out = jspec.generate(replace(model, draft=None), PROMPTS, max_new_tokens=40)
+    assert out.tokens == plain.tokens
+    assert out.stats.accept_counts.shape == (3, jspec.Ngram().depth + 1)

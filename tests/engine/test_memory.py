@@ -1,0 +1,123 @@
+"""The caches are sized from what is free, and a generation that does not fit says so with its arithmetic."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toy
+
+import jspec
+from jspec.core import decode
+from jspec.core.types import Params
+from jspec.drafters import Plain, Standalone
+from jspec.engine import memory
+from jspec.models import Llama
+from pallas_kernels import platform
+
+TEXT_AS_SHIPPED = True
+
+STANDALONE = Standalone(depth=3).bind(toy.TARGET, toy.TARGET)
+# Keys and values of both layers, 2 heads of 16, in float32; the draft is of the target's shape.
+PER_TOKEN = 2 * 2 * 2 * 16 * 4
+
+
+def both():
+    """The target's weights, twice."""
+    return Params(toy.params().target, toy.params().target)
+
+
+def model():
+    return jspec.Model("toy", toy.TARGET, both(), None, (), toy.TARGET)
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """A function that sets what the device says of its memory."""
+
+    def set_bytes(count, limit=1_000_000):
+        monkeypatch.setattr(memory, "free_bytes", lambda device: (count, limit))
+
+    return set_bytes
+
+
+@pytest.mark.parametrize("page_size, rows", [(1, 40), (16, 48), (64, 64)])
+def test_the_need_is_that_of_the_arrays_that_prefill_makes(page_size, rows):
+    asked = memory.need(both(), toy.TARGET, STANDALONE, 3, 40, page_size)
+    s = jax.eval_shape(partial(toy.start, STANDALONE, both(), page_size=page_size))
+    assert asked.target == memory.tree_bytes(s.cache)
+    assert asked.draft == memory.tree_bytes((s.draft.cache, s.draft.length))
+    assert memory.tree_bytes(s.cache.pool) == 3 * rows * PER_TOKEN
+    assert memory.tree_bytes(s.key) == 0, "keys have no size that numpy knows of"
+
+
+def test_a_capacity_is_a_power_of_two_where_that_fits_and_else_what_is_needed(free):
+    asked = (toy.params(), toy.TARGET, Plain(), 2, 1)
+    free(2 * 128 * (PER_TOKEN + 4) + 50_000)
+    assert memory.fit(*asked, 128, 70) == 128
+    free(2 * 128 * (PER_TOKEN + 4) + 50_000 - 1)
+    assert memory.fit(*asked, 128, 70) == 70
+
+
+def test_a_generation_that_does_not_fit_is_refused_with_the_arithmetic(free):
+    free(300_000)
+    with pytest.raises(ValueError, match="this generation does not fit") as refused:
+        jspec.generate(model(), [[1] * 9] * 2, drafter=Standalone(depth=3), max_new_tokens=300)
+    text = str(refused.value)
+    assert "2 rows of 309 tokens take" in text
+    fits = int(re.search(r"is left: (\d+) in each of 2 rows", text)[1])
+    out = jspec.generate(model(), [[1] * 9] * 2, drafter=Standalone(depth=3), max_new_tokens=fits - 64 - 9)
+    assert len(out.tokens[0]) == fits - 64 - 9, "less the rest of a page"
+
+
+def test_an_error_of_the_allocator_is_explained(monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: "cpu")
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.")
+    memory.explain(error, memory.Need(8, 4096, 4_000_000_000, 500_000_000))
+    assert error.__notes__ == [
+        "jspec: 8 rows of 4096 tokens take 4.50 GB, 137,329 bytes a token: 4.00 GB for the target's cache and 0.50 GB "
+        "for the draft's, beside the weights and the activations"
+    ]
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    memory.explain(error, memory.Need(1, 1, 1, 1))
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95" in error.__notes__[1]
+    other = jax.errors.JaxRuntimeError("INTERNAL: something else")
+    memory.explain(other, memory.Need(1, 1, 1, 1))
+    assert not hasattr(other, "__notes__")
+
+
+def test_a_cpu_says_nothing_of_its_memory_and_is_not_asked():
+    if jax.default_backend() != "cpu":
+        pytest.skip("needs a CPU as JAX's default backend")
+    assert memory.free_bytes() is None
+
+
+WIDE = Llama(
+    vocab_size=64,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=64,
+    max_length=4096,
+)
+
+
+@pytest.mark.parametrize("depth", (0, 3), ids=("plain", "standalone"))
+def test_no_second_copy_of_weights_is_ever_made(depth):
+    """Beside its arguments the loop takes a small part of a model's weights; of the pools see test_program.py."""
+    weights = toy.random_params(WIDE)
+    params = Params(weights, weights if depth else None)
+    drafter = Standalone(depth=depth).bind(WIDE, WIDE) if depth else Plain()
+    ids = jnp.ones((1, 16), jnp.int32)
+    one = jnp.full(1, 16, jnp.int32)
+    keys, stop = jax.random.split(jax.random.key(0), 1), decode.stopping.init(None, 1)
+    static = {"target": WIDE, "drafter": drafter, "accept": jspec.accept.greedy}
+    s = decode.jitted_prefill(params, ids, one, one + 64, keys, stop, **static, capacity=80, page_size=16)
+    loop = decode.decode.lower(params, s, jnp.int32(9), **static).compile()
+    used = loop.memory_analysis()
+    assert used.alias_size_in_bytes >= (1 + bool(depth)) * s.cache.pool.nbytes, "the donated state is not the result"
+    assert used.temp_size_in_bytes < memory.tree_bytes(weights) / 4

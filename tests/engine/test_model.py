@@ -1,0 +1,84 @@
+"""Where models come from: bundled names, directories, the hub; and a draft that does not fit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import toy
+
+import jspec
+from jspec.checkpoints import language_model
+from jspec.checkpoints.language_model import CheckpointError
+from jspec.engine import model
+
+
+@pytest.fixture
+def directories(tmp_path):
+    for name, config in (("target", toy.TARGET), ("draft", toy.DRAFT)):
+        language_model.save(tmp_path / name, config, toy.random_params(config), dtype="float32", eos=(3,))
+    return tmp_path
+
+
+def test_a_directory_with_its_draft(directories):
+    loaded = jspec.load(directories / "target", draft=str(directories / "draft"), dtype="float32")
+    assert (loaded.target, loaded.draft) == (toy.TARGET, toy.DRAFT)
+    assert loaded.eos == (3,) and loaded.tokenizer is None
+    assert "2 layers" in repr(loaded) and "draft of 1 layers" in repr(loaded)
+    assert jspec.generate(loaded, [1, 2], max_new_tokens=4).tokens == (
+        jspec.generate(loaded, [1, 2], max_new_tokens=4, drafter=None).tokens
+    )
+
+
+def test_a_directory_without_draft(directories):
+    loaded = jspec.load(directories / "target")
+    assert loaded.draft is None and loaded.params.draft is None
+    assert "no draft" in repr(loaded)
+
+
+def test_a_hub_id_is_downloaded(directories, monkeypatch):
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(directories / name.split("/")[1])
+
+    monkeypatch.setattr(model.huggingface_hub, "snapshot_download", snapshot_download)
+    loaded = jspec.load("somebody/target", draft="somebody/draft")
+    assert loaded.target == toy.TARGET and loaded.draft == toy.DRAFT
+    assert [name for name, _ in asked] == ["somebody/target", "somebody/draft"]
+    assert "*.safetensors" in asked[0][1]
+
+
+def test_a_download_that_fails_says_both_things(monkeypatch):
+    def snapshot_download(name, allow_patterns):
+        raise OSError("offline")
+
+    monkeypatch.setattr(model.huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match="somebody/target: no such directory, and the hub gave none .offline"):
+        jspec.load("somebody/target")
+
+
+def test_unknown_names():
+    with pytest.raises(
+        ValueError,
+        match="'bundled:gpt' is unknown; bundled models are python-assistant, python-eagle3, python-small, python-tiny",
+    ):
+        jspec.load("bundled:gpt")
+    with pytest.raises(CheckpointError, match="/no/such/place: no such directory"):
+        jspec.load("/no/such/place")
+
+
+def test_a_draft_with_another_tokenizer_is_refused(directories):
+    assets = Path(model.__file__).parents[1] / "assets" / "python-small"
+    for name in ("target", "draft"):
+        shutil.copy(assets / "tokenizer_config.json", directories / name)
+        shutil.copy(assets / "tokenizer.json", directories / name)
+    assert jspec.load(directories / "target", draft=directories / "draft").tokenizer is not None
+    path = directories / "draft" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        jspec.load(directories / "target", draft=directories / "draft")

@@ -1,0 +1,31 @@
+"""Tiny random models of the families of DeepSeek, made without `transformers`."""
+
+import dataclasses
+import functools
+
+import gemma
+
+from jspec.checkpoints import deepseek
+from jspec.models.deepseek import Deepseek, DeepseekParams, Indexer, Latent
+from jspec.models.moe import Routed
+from jspec.models.router import Router
+
+MLA = Deepseek(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    latent=Latent(query=24, size=20, key=12, rope=8, value=16),
+    experts=Routed(Router(count=6, chosen=2, sigmoid=True, normalize=True), width=16, shared_width=16),
+    dense_layers=1,
+    max_length=512,
+)
+KINDS = {"mla": MLA, "dsa": dataclasses.replace(MLA, indexer=Indexer(heads=16, size=12, top_k=12))}
+"""V3; and V3.2, whose attention reads 12 tokens."""
+
+
+@functools.cache
+def params(kind: str, seed: int = 0) -> DeepseekParams:
+    """Weights with a spread that keeps logits apart."""
+    return deepseek.read_params(KINDS[kind], gemma.RandomTensors(seed))

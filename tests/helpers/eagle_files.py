@@ -1,0 +1,162 @@
+"""Random EAGLE heads on disk, in every layout and with every option."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from jspec.checkpoints import eagle
+from jspec.checkpoints.eagle import EagleCheckpoint
+from jspec.models import Llama
+
+V = 61
+"""Tokens of the target's vocabulary."""
+
+TARGET = Llama(
+    vocab_size=V,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=8,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    max_length=512,
+)
+HEADS = {
+    "eagle1": dict(layout="eagle1"),
+    "eagle1 biases": dict(layout="eagle1", fc_bias=True, qkv_bias=True, embed=True, bias=False),
+    "eagle1 two layers": dict(layout="eagle1", fc_bias=True, num_layers=2, rope_theta=500.0),
+    "eagle3": dict(),
+    "eagle3 shared head": dict(draft_vocab=None, lm_head=False),
+    "eagle3 whole vocabulary": dict(draft_vocab=None),
+    "eagle3 narrow": dict(width=8, embed=True, target_hidden_size=16),
+    "eagle3 own embedding": dict(embed=True, embed_requires_grad=True, fc_bias=True),
+    "eagle3 fc_norm": dict(fc_norm="fc_norm", norm_output=True),
+    "eagle3 aux_norm": dict(fc_norm="aux_norm", use_aux_norm=True, o_bias=True, qkv_bias=True),
+    "eagle3 norm_before_fc": dict(norm_before_fc=True, norm_before_residual=True),
+    "eagle3 two layers": dict(num_layers=2, later_norm="hidden_norm", qk_norm=True),
+    "speculators": dict(layout="speculators", norm_before_residual=True),
+    "speculators qwen3": dict(layout="speculators", qk_norm=True, norm_output=True, fc_norm="fc_norm"),
+    "speculators two layers": dict(layout="speculators", num_layers=2, norm_before_fc=True),
+    "speculators biases": dict(layout="speculators", o_bias=True, qkv_bias=True, draft_vocab=None),
+}
+
+
+def load(directory: Path, target: Llama = TARGET, dtype: str = "float32") -> EagleCheckpoint:
+    return eagle.load(directory, target=target, dtype=dtype)
+
+
+def edit(raw: dict, **changes) -> dict:
+    """A config.json with other values; the value "absent" takes a key away."""
+    return {key: value for key, value in {**raw, **changes}.items() if value != "absent"}
+
+
+def write(directory: Path, raw: dict, tensors: dict[str, np.ndarray]) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+def make_head(
+    directory: Path, change: Callable[[dict], dict] | None = None, *, tensors: dict | None = None, drop=(), **options
+) -> Path:
+    """Writes what `random_head` makes. change: of config.json; tensors, drop: those that are added and taken away."""
+    raw, stored = random_head(**options)
+    stored = {name: t for name, t in {**stored, **(tensors or {})}.items() if name not in drop}
+    return write(directory, raw if change is None else change(raw), stored)
+
+
+def random_head(
+    layout: str = "eagle3",
+    *,
+    seed: int = 0,
+    width: int = 16,
+    target_width: int = 16,
+    num_layers: int = 1,
+    draft_vocab: int | None = 23,
+    lm_head: bool = True,
+    fc_bias: bool = False,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm: bool = False,
+    fc_norm: str | None = None,
+    norm_before_fc: bool = False,
+    later_norm: str = "input_layernorm",
+    embed: bool = False,
+    **top,
+) -> tuple[dict, dict[str, np.ndarray]]:
+    """config.json and tensors of a head for a target of 8 layers.
+
+    layout: "eagle1", "eagle3" (SafeAILab, SpecForge) or "speculators".
+    fc_norm: "fc_norm" or the older "aux_norm"; later_norm: the name that a later layer has its attention's norm under.
+    embed: an embedding of its own lies there. top: further keys of config.json.
+    """
+    random = np.random.default_rng(seed)
+    t: dict[str, np.ndarray] = {}
+
+    def weight(name: str, *shape: int):
+        spread = random.standard_normal(shape)
+        # Norms and biases are random too, or one that is dropped or swapped would not show.
+        values = spread * shape[-1] ** -0.5 if len(shape) == 2 else 0.2 * spread + (name.endswith(".weight"))
+        t[name] = values.astype(np.float32)
+
+    heads, kv_heads, dim, mlp, three = 4, 2, 8, 24, layout != "eagle1"
+    for n in range(num_layers):
+        prefix = "midlayer." if layout == "eagle3" and n == 0 else f"layers.{n}."
+        reads = 2 * width if three and n == 0 else width
+        for name, out in (("q", heads * dim), ("k", kv_heads * dim), ("v", kv_heads * dim)):
+            weight(f"{prefix}self_attn.{name}_proj.weight", out, reads)
+            if qkv_bias:
+                weight(f"{prefix}self_attn.{name}_proj.bias", out)
+            if qk_norm and name != "v":
+                weight(f"{prefix}self_attn.{name}_norm.weight", dim)
+        weight(prefix + "self_attn.o_proj.weight", width, heads * dim)
+        if o_bias:
+            weight(prefix + "self_attn.o_proj.bias", width)
+        for name, shape in (("gate", (mlp, width)), ("up", (mlp, width)), ("down", (width, mlp))):
+            weight(f"{prefix}mlp.{name}_proj.weight", *shape)
+        weight(prefix + "post_attention_layernorm.weight", width)
+        if n or three:
+            weight(f"{prefix}{later_norm if n else 'input_layernorm'}.weight", width)
+        if n == 0 and three:
+            weight(prefix + "hidden_norm.weight", width)
+    weight("fc.weight", width, 3 * target_width if three else 2 * width)
+    if fc_bias:
+        weight("fc.bias", width)
+    if three:
+        weight("norm.weight", width)
+    if fc_norm:
+        for name in (0, 1, 2) if fc_norm == "fc_norm" else ("low", "mid", "high"):
+            weight(f"fc_norm.{name}.weight" if fc_norm == "fc_norm" else f"aux_norm_{name}.weight", target_width)
+    if norm_before_fc:
+        weight("input_norm.weight", 3 * target_width)
+    if three and lm_head:
+        weight("lm_head.weight", draft_vocab or V, width)
+    if three and draft_vocab:
+        ids = np.sort(random.permutation(V)[:draft_vocab])
+        t["d2t"], t["t2d"] = ids - np.arange(draft_vocab), np.isin(np.arange(V), ids)
+    if embed:
+        weight("embed_tokens.weight", V, width)
+    layer = {
+        "vocab_size": V,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "model_type": "llama",
+    }
+    if layout == "eagle1":
+        return {"architectures": ["LlamaForCausalLM"], **layer, **top}, t
+    flags = {"draft_vocab_size": draft_vocab, "norm_before_fc": norm_before_fc, "fc_norm": fc_norm is not None}
+    if layout == "eagle3":
+        return {"architectures": ["LlamaForCausalLMEagle3"], **layer, **flags, **top}, t
+    layer["model_type"] = "qwen3" if qk_norm else "llama"
+    raw = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "norm_before_residual": False}
+    return {**raw, "transformer_layer_config": layer, **flags, **top}, t

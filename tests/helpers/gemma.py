@@ -1,0 +1,44 @@
+"""Tiny random models of the kinds of Gemma 4, made without `transformers`."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jspec.checkpoints import gemma4
+from jspec.checkpoints.files import Tensors
+from jspec.models.gemma4 import Attention, Gemma4, Gemma4Params
+from jspec.models.moe import Routed
+from jspec.models.router import Router
+
+SLIDING = Attention(kv_heads=2, head_dim=8, window=8, rope_theta=1e4)
+FULL = Attention(kv_heads=2, head_dim=16, window=None, rope_theta=1e6, rotary_share=0.25)
+VALUES_ARE_KEYS = dataclasses.replace(FULL, kv_heads=1, values_are_keys=True)
+SHAPE = dict(vocab_size=61, hidden_size=32, intermediate_size=64, num_heads=4, max_length=512, soft_cap=30.0)
+EXPERTS = Routed(Router(count=6, chosen=2, normalize=True), width=16)
+KINDS = {
+    "dense": Gemma4(**SHAPE, attention=(SLIDING, SLIDING, VALUES_ARE_KEYS)),
+    "shared": Gemma4(**SHAPE, attention=(SLIDING, FULL) * 2, shared_layers=2, double_wide_mlp=True, per_layer_size=8),
+    "experts": Gemma4(**SHAPE, attention=(SLIDING, VALUES_ARE_KEYS), experts=EXPERTS),
+}
+
+
+class RandomTensors(Tensors):
+    """A checkpoint that holds whatever it is asked for."""
+
+    def __init__(self, seed):
+        self.directory, self.dtype, self.asked = "nowhere", np.float32, set()
+        self.generator = np.random.default_rng(seed)
+
+    def names(self):
+        return set()
+
+    def stored(self, name, *shape):
+        values = self.generator.normal(size=shape)
+        return values * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.2 * values
+
+
+@functools.cache
+def params(kind: str, seed: int = 0) -> Gemma4Params:
+    """Weights with a spread that keeps logits apart."""
+    return gemma4.read_params(KINDS[kind], RandomTensors(seed))

@@ -1,0 +1,129 @@
+"""Drafters for tests whose proposals are right where they should be, and what the tests of the loop share."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+from jspec.core import accept, tree
+from jspec.core.types import DraftTree, Params
+from jspec.drafters import Eagle, FrozenKvMtp
+from jspec.models import MtpHead, MtpHeads
+
+STATIC = ("target", "drafter", "accept")
+GREEDY = dict(target=toy.TARGET, accept=accept.greedy)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """A chain of right tokens. Its weights, `params.draft`, are the tokens of plain decoding."""
+
+    depth: int = 4
+    capture = ()
+
+    def bind(self, target, draft):
+        return self
+
+    def init(self, params, batch, capacity, page_size):
+        return None
+
+    def draft(self, params, s):
+        position = s.length[:, None] - 1 + jnp.arange(self.depth + 1, dtype=jnp.int32)[None]
+        return tree.chain(jnp.take_along_axis(params.draft, position, axis=1, mode="clip")), s.draft
+
+    def extend(self, params, s, committed):
+        return s.draft
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomTree(Planted):
+    """Other trees in each row and round: a node's parent is any node of a layer above; half the tokens are right."""
+
+    width: int = 3
+
+    def draft(self, params, s):
+        index = np.arange(1 + self.width * self.depth)
+        above = np.maximum((index - 1) // self.width * self.width + 1, 1).astype(np.float32)
+        parent_key, token_key, right_key = jax.random.split(jax.random.fold_in(s.key[0], s.length.sum()), 3)
+        shape = (s.length.shape[0], len(index))
+        parents = jnp.floor(jax.random.uniform(parent_key, shape) * above[None]).astype(jnp.int32)
+        wrong = jax.random.randint(token_key, shape, 0, toy.TARGET.vocab_size)
+        position = s.length[:, None] - 1 + tree.depths(DraftTree(wrong, parents, self.depth))
+        right = jnp.take_along_axis(params.draft, position, axis=1, mode="clip")
+        keep = jax.random.bernoulli(right_key, 0.5, shape) | (index == 0)[None]
+        return DraftTree(jnp.where(keep, right, wrong), parents, self.depth), s.draft
+
+
+REPEATED = ("eagle", "frozen_kv_mtp", "mtp_reused_tree", "standalone")
+"""Slow points of the tests of all drafters: another shape of each is among the quick ones."""
+
+
+def _points(drafters, slow=REPEATED):
+    return [pytest.param(x, id=name, marks=[pytest.mark.slow] * (name in slow)) for name, x in drafters.items()]
+
+
+def all_drafters_but_slow(*names):
+    """Each drafter; those of these names, and of `REPEATED`, as slow points."""
+    every = toy.bound_drafters() | {"random_tree": RandomTree()}
+    return pytest.mark.parametrize("drafter", _points(every, (*REPEATED, *names)))
+
+
+all_drafters = all_drafters_but_slow()
+each_name = pytest.mark.parametrize("name", _points({name: name for name in toy.bound_drafters()}))
+each_name_and_trees = pytest.mark.parametrize(
+    "name", _points({name: name for name in (*toy.bound_drafters(), "random_tree")})
+)
+
+
+@functools.cache
+def planted_params():
+    return Params(toy.params().target, toy.plain_tokens())
+
+
+def weights_of(drafter):
+    """The weights that a drafter of `toy.bound_drafters` or of this module runs with."""
+    if isinstance(drafter, Planted):
+        return planted_params()
+    if isinstance(drafter, FrozenKvMtp):
+        return toy.assistant_params(drafter.model.clusters is not None)
+    if isinstance(getattr(drafter, "model", None), MtpHead | MtpHeads):
+        return toy.mtp_params()
+    return toy.head_params() if isinstance(drafter, Eagle) else toy.params()
+
+
+def complete(drafter, **options):
+    return toy.run(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter), **options))
+
+
+def assert_counted(s, prompt=toy.LENGTHS):
+    """The counters add up to the rounds and tokens of each row, but for the first, which comes of its prompt."""
+    counts = np.array(s.stats.accept_counts)
+    np.testing.assert_array_equal(counts.sum(1), s.stats.rounds)
+    in_rounds = np.maximum(np.array(s.length) - prompt - 1, 0)
+    np.testing.assert_array_equal(counts @ np.arange(1, counts.shape[1] + 1), in_rounds)
+
+
+def pools(s):
+    """The pools of the target's cache and, where it has one, of the drafter's."""
+    return [cache.pool for cache in (s.cache, getattr(s.draft, "cache", None)) if cache is not None]
+
+
+def best_first_by_hand(law, root, depth, width, nodes):
+    """Tokens and parents of the tree that EAGLE-2 keeps, of all that it proposes; law: path -> log-probabilities."""
+    proposed, frontier = [], [((), np.float32(0), None)]
+    for _ in range(depth):
+        fresh = []
+        for path, score, number in frontier:
+            logp = law(path)
+            for token in np.argsort(-logp, kind="stable")[:width]:
+                proposed.append(((*path, int(token)), score + logp[token], number))
+                fresh.append((*proposed[-1][:2], len(proposed) - 1))
+        frontier = sorted(fresh, key=lambda node: -node[1])[:width]
+    best = sorted(sorted(range(len(proposed)), key=lambda i: -proposed[i][1])[: nodes - 1])
+    tokens = [root] + [proposed[i][0][-1] for i in best]
+    parents = [0] + [0 if proposed[i][2] is None else best.index(proposed[i][2]) + 1 for i in best]
+    return tokens, parents

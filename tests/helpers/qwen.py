@@ -1,0 +1,33 @@
+"""Tiny random models of the families of Qwen3-Next, made without `transformers`."""
+
+import functools
+
+import gemma
+
+from jspec.cache import RecurrentLayer
+from jspec.checkpoints import qwen3_next
+from jspec.models.moe import Routed
+from jspec.models.qwen3_next import Qwen3Next, Qwen3NextParams
+from jspec.models.router import Router
+
+SHAPE = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_length=512,
+    state=RecurrentLayer(key_heads=2, value_heads=4, key_dim=8, value_dim=12),
+)
+EXPERTS = Routed(Router(count=6, chosen=2, normalize=True), width=16, shared_width=24, shared_gate=True)
+KINDS = {
+    "dense": Qwen3Next(**SHAPE, full=(False, True, False)),
+    "experts": Qwen3Next(**SHAPE, full=(False, False, True), experts=EXPERTS),
+}
+
+
+@functools.cache
+def params(kind: str, seed: int = 0) -> Qwen3NextParams:
+    """Weights with a spread that keeps logits apart."""
+    return qwen3_next.read_params(KINDS[kind], gemma.RandomTensors(seed))

@@ -1,0 +1,421 @@
+"""Tiny random models, so that the whole loop runs in seconds, and what it takes to run it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspec.core import accept, decode, stopping, tree
+from jspec.core.types import DecodeState, Drafter, Params
+from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
+from jspec.models import (
+    Assistant,
+    AssistantParams,
+    EagleHead,
+    EagleParams,
+    Llama,
+    LlamaParams,
+    MtpHeads,
+    MtpParams,
+)
+from jspec.models.assistant import AssistantLayerParams, ClusterParams, Clusters
+from jspec.models.llama import LayerParams
+
+TARGET = Llama(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_length=512,
+    qk_norm=True,
+)
+NEAR = dataclasses.replace(TARGET, num_layers=1)
+"""The draft of `bound_drafters`: with the target's own weights, a little off, it is often right."""
+DRAFT = Llama(
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    max_length=512,
+    tie_embeddings=True,
+)
+
+HEAD = EagleHead(
+    version=3,
+    vocab_size=61,
+    draft_vocab_size=48,
+    hidden_size=96,
+    target_hidden_size=32,
+    intermediate_size=64,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=24,
+    max_length=512,
+    capture=(0, 1, 2),
+)
+ASSISTANT = Assistant(
+    vocab_size=61,
+    hidden_size=128,
+    target_hidden_size=32,
+    intermediate_size=64,
+    num_heads=4,
+    reads=(1, 0),
+    head_dims=(16, 16),
+)
+CLUSTERED = dataclasses.replace(ASSISTANT, clusters=Clusters(count=61, chosen=40))
+"""Chooses more clusters than one top-k finds."""
+
+HEAD_LAYER = dataclasses.replace(TARGET, num_layers=1)
+HEADS = MtpHeads(HEAD_LAYER, count=3)
+
+
+def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParams:
+    """Weights with a spread that keeps logits apart, so that the argmax is no matter of rounding."""
+    matrix = _matrices(seed, dtype)
+
+    width, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    ones, norm = np.ones(width, dtype), np.ones(dim, dtype) if config.qk_norm else None
+    layers = tuple(
+        LayerParams(
+            attention_norm=ones,
+            qkv=matrix(width, (heads + 2 * kv_heads) * dim),
+            qkv_bias=None,
+            q_norm=norm,
+            k_norm=norm,
+            o=matrix(heads * dim, width),
+            o_bias=None,
+            mlp_norm=ones,
+            gate_up=matrix(width, 2 * config.intermediate_size),
+            down=matrix(config.intermediate_size, width),
+        )
+        for _ in range(config.num_layers)
+    )
+    head = None if config.tie_embeddings else matrix(width, config.vocab_size)
+    return jax.device_put(LlamaParams(matrix(config.vocab_size, width), layers, ones, head))
+
+
+def _matrices(seed: int, dtype=np.float32):
+    """Random matrices of NumPy's: outside of a program each operation of JAX's is compiled for each shape."""
+    generator = np.random.default_rng(seed)
+
+    def matrix(*shape):
+        return (generator.normal(size=shape) * shape[0] ** -0.5).astype(dtype)
+
+    return matrix
+
+
+def _norm(matrix, size: int):
+    return 1 + np.float32(0.2) * matrix(1, size)[0]
+
+
+def near(params, other, share: float = 0.1):
+    """Weights that are off by this share of the way to the others', so that a draft with them is often right."""
+    return jax.device_put(jax.tree.map(lambda a, b: np.array(a) + np.float32(share) * (np.array(b) - a), params, other))
+
+
+IDS = np.random.default_rng(5).integers(0, TARGET.vocab_size, (3, 9)).astype(np.int32)
+LENGTHS = np.array([1, 5, 9], np.int32)
+"""Three prompts of different lengths in one padded batch; what stands behind a prompt is no part of it."""
+CAPACITY = 40
+
+
+@functools.cache
+def params(draft: Llama | None = None) -> Params:
+    """The target's weights; as draft those of `draft`, or of `NEAR`."""
+    target = random_params(TARGET)
+    if draft is not None:
+        return Params(target, random_params(draft, seed=1))
+    off = near(target, random_params(TARGET, seed=1))
+    return Params(target, dataclasses.replace(off, layers=off.layers[: NEAR.num_layers]))
+
+
+@functools.cache
+def head_params() -> Params:
+    """The target's weights and a head that is often right on the texts of `plain_tokens`."""
+    return fit_head(TARGET, HEAD, params().target, plain_tokens())
+
+
+def fit_head(target: Llama, head: EagleHead, weights: LlamaParams, tokens: np.ndarray) -> Params:
+    """An EAGLE-3 head that is random, but for an LM head that is fitted to the target's logits on some texts."""
+    matrix, width = _matrices(7), head.hidden_size
+    common = np.argsort(-np.bincount(tokens.ravel(), minlength=head.vocab_size), kind="stable")
+    ids = np.sort(common[: head.draft_vocab_size]).astype(np.int32)
+    layer = LayerParams(
+        attention_norm=np.ones(target.hidden_size, np.float32),
+        qkv=matrix(target.hidden_size + width, (head.num_heads + 2 * head.num_kv_heads) * head.head_dim),
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        o=matrix(head.num_heads * head.head_dim, width),
+        o_bias=None,
+        mlp_norm=np.ones(width, np.float32),
+        gate_up=matrix(width, 2 * head.intermediate_size),
+        down=matrix(head.intermediate_size, width),
+    )
+    made = EagleParams(
+        embed=None,
+        fc=matrix(len(head.capture) * target.hidden_size, width),
+        fc_bias=None,
+        fc_norms=None,
+        input_norm=None,
+        hidden_norm=np.ones(width, np.float32),
+        layers=(layer,),
+        norm=np.ones(width, np.float32),
+        lm_head=matrix(width, head.draft_vocab_size),
+        ids=ids,
+    )
+    random = jax.device_put(made)
+    read = jax.jit(_read, static_argnames=("target", "head"))
+    logits, feature = read(Params(weights, random), tokens, target=target, head=head)
+    feature = np.array(feature).reshape(-1, width)
+    feature /= np.sqrt((feature**2).mean(-1, keepdims=True) + head.rms_norm_eps)
+    wanted = np.array(logits)[:, 1:, ids].reshape(len(feature), -1)
+    fitted = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ wanted)
+    return Params(weights, dataclasses.replace(random, lm_head=jax.device_put(fitted.astype(np.float32))))
+
+
+def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
+    """The target's logits over whole sequences, and what the head makes of all pairs of them."""
+    rows = len(tokens)
+    cache = target.init_cache(both.target, rows, 4, 4)
+    out = target.forward(both.target, tree.chain(tokens), cache, None, capture=head.capture)
+    feature = head.fuse(both.draft, out.hidden[:, :-1])
+    positions = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
+    cache = head.init_cache(both.draft, rows, 4, 4)
+    return out.logits, head.apply(both, target, tokens[:, 1:], feature, positions, cache, None).feature
+
+
+@functools.cache
+def mtp_params() -> Params:
+    """The target's weights and MTP heads that are often right on the texts of `plain_tokens`."""
+    random = random_heads(HEAD_LAYER, HEADS.count)
+    return fit_heads(TARGET, HEADS, Params(params().target, random), plain_tokens())
+
+
+def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, ...]:
+    """Weights with a spread that keeps logits apart; the embedding and the LM head are the target's."""
+    width, made = layer.hidden_size, []
+    for index in range(count):
+        matrix, own = _matrices(seed + index), random_params(layer, seed=seed + index)
+        norms = (_norm(matrix, width) for _ in range(3))
+        made.append(MtpParams(next(norms), next(norms), matrix(2 * width, width), own.layers[0], next(norms)))
+    return jax.device_put(tuple(made))
+
+
+def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray, judged: np.ndarray | None = None) -> Params:
+    """The same weights, but for LM heads of the MTP heads that are fitted to the target's logits on some texts.
+
+    judged: behind which tokens the logits are; None: all.
+    """
+    judged = np.ones(tokens.shape, bool) if judged is None else judged
+    layer = target.num_layers + 1
+
+    @jax.jit
+    def read_target(params, tokens):
+        cache = target.init_cache(params, len(tokens), 4, 4)
+        out = target.forward(params, tree.chain(tokens), cache, None, capture=(layer,))
+        return out.logits, out.hidden
+
+    @functools.partial(jax.jit, static_argnames="head")
+    def read(both, tokens, feature, head):
+        row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        cache = head.init_cache(both.draft, len(tokens), 4, 4)
+        return head.read(both, target, tokens, feature, row, cache, None)[0]
+
+    logits, feature = jax.device_get(read_target(both.target, tokens))
+    fitted = []
+    for index, own in enumerate(both.draft):
+        columns = tokens.shape[1] - 1 - index
+        feature = np.array(read(both, tokens[:, 1 + index :], feature[:, :columns], heads.head(index, target)))
+        at = judged[:, 1 + index :]
+        seen, wanted = feature[at], logits[:, 1 + index :][at]
+        solved = np.linalg.solve(seen.T @ seen + 0.1 * np.eye(seen.shape[1]), seen.T @ wanted)
+        fitted.append(dataclasses.replace(own, lm_head=jax.device_put(solved.astype(np.float32))))
+    return Params(both.target, tuple(fitted))
+
+
+@functools.cache
+def assistant_params(clustered: bool = False) -> Params:
+    """The target's weights and an assistant that is often right on the texts of `plain_tokens`."""
+    if clustered:
+        both = assistant_params()
+        return Params(both.target, in_clusters(CLUSTERED, both.draft))
+    return fit_assistant(TARGET, ASSISTANT, params().target, IDS, LENGTHS, plain_tokens())
+
+
+def random_assistant(config: Assistant, seed: int = 11) -> AssistantParams:
+    """Weights with a spread that keeps logits apart; a head that reads the whole vocabulary."""
+    matrix, width = _matrices(seed), config.hidden_size
+
+    norm = functools.partial(_norm, matrix)
+    layers = tuple(
+        AssistantLayerParams(
+            attention_norm=norm(width),
+            q=matrix(width, config.num_heads * head_dim),
+            q_norm=norm(head_dim),
+            o=matrix(config.num_heads * head_dim, width),
+            attention_out_norm=norm(width),
+            mlp_norm=norm(width),
+            gate_up=matrix(width, 2 * config.intermediate_size),
+            down=matrix(config.intermediate_size, width),
+            mlp_out_norm=norm(width),
+            scalar=norm(1)[0],
+        )
+        for head_dim in config.head_dims
+    )
+    outer = config.target_hidden_size
+    projections = dict(pre_projection=matrix(2 * outer, width), post_projection=matrix(width, outer))
+    head = matrix(width, config.vocab_size).T
+    return jax.device_put(AssistantParams(**projections, layers=layers, norm=norm(width), head=head, clusters=None))
+
+
+def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> AssistantParams:
+    """The same weights with a head of clusters, whose centroids add up what their tokens' rows say."""
+    assert config.clusters is not None and own.head is not None
+    ids = np.random.default_rng(seed).permutation(config.vocab_size).reshape(config.clusters.count, -1)
+    head = np.array(own.head)[ids]
+    clusters = jax.device_put(ClusterParams(head.sum(1).T, ids.astype(np.int32), head))
+    return dataclasses.replace(own, head=None, clusters=clusters)
+
+
+def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=None, steps: int = 3) -> Params:
+    """An assistant that is random, but for a head that is fitted to the continuations of some prompts.
+
+    ids, length: the prompts, as `decode.prefill` takes them. texts, limit: prompts with their continuations, and how
+    many tokens these are; None: all columns. steps: of each round's chain that it is fitted to.
+    """
+    # With the identity as its head, an assistant's logits are what the head reads.
+    width = config.hidden_size
+    bare = dataclasses.replace(config, vocab_size=width, clusters=None)
+    random = dataclasses.replace(random_assistant(config), head=jax.device_put(np.eye(width, dtype=np.float32)))
+    both, drafter = Params(weights, random), FrozenKvMtp(depth=1).bind(target, config)
+    bound, capacity = dataclasses.replace(drafter, model=bare), texts.shape[1]
+    end = np.full(len(ids), capacity) if limit is None else np.asarray(limit)
+
+    @jax.jit
+    def read(both, s, texts):
+        hidden, found = s.draft, []
+        for ahead in range(steps):
+            token = jnp.take_along_axis(texts, s.length[:, None] - 1 + ahead, axis=1, mode="clip")
+            out = bare.apply(both, target, token, hidden, s.cache, s.length - 1, jnp.maximum(s.length - 2, 0))
+            found.append(out.logits[:, 0])
+            hidden = out.hidden
+        return jnp.stack(found, axis=1)
+
+    keys = row_keys(np.zeros(len(ids)))
+    count, last = np.asarray(length, np.int32), np.asarray(end, np.int32)
+    static = dict(target=target, drafter=bound, accept=accept.greedy, capacity=capacity, page_size=4)
+    s = decode.jitted_prefill(both, ids, count, last, keys, stopping.init(None, len(ids)), **static)
+    features, wanted = [], []
+    while not np.array(s.done).all():
+        made, lengths = np.array(read(both, s, texts)), np.array(s.length)
+        for row, column in zip(*np.nonzero(lengths[:, None] + np.arange(steps) < end[:, None]), strict=True):
+            features.append(made[row, column])
+            wanted.append(texts[row, lengths[row] + column])
+        s = decode.decode(both, s, jnp.int32(int(s.step) + 1), target=target, drafter=bound, accept=accept.greedy)
+    feature = np.array(features)
+    right = np.eye(config.vocab_size, dtype=np.float32)[np.array(wanted)]
+    head = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ right).T
+    fitted = dataclasses.replace(random, head=jax.device_put((8 * head).astype(np.float32)))
+    return Params(weights, in_clusters(config, fitted) if config.clusters else fitted)
+
+
+def row_keys(seeds):
+    """A key for each row."""
+    return _keys(np.asarray(seeds, np.uint32))
+
+
+_keys = jax.jit(jax.vmap(jax.random.key))
+
+
+def bound_drafters() -> dict[str, Drafter]:
+    """Drafters for each name in `DRAFTERS`, to be run with `planted.weights_of`. A new drafter is added here."""
+    return {
+        "eagle": Eagle(depth=3).bind(TARGET, HEAD),
+        "eagle_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, HEAD),
+        "frozen_kv_mtp": FrozenKvMtp(depth=3).bind(TARGET, ASSISTANT),
+        "frozen_kv_mtp_tree": FrozenKvMtp(depth=4, width=3, num_nodes=12).bind(TARGET, CLUSTERED),
+        "mtp": Mtp(depth=3).bind(TARGET, HEADS),
+        "mtp_reused_tree": Mtp(depth=3, width=3, num_nodes=12, heads=1).bind(TARGET, HEADS),
+        "ngram": Ngram(n=2, depth=4),
+        "plain": Plain(),
+        "standalone": Standalone(depth=3).bind(TARGET, NEAR),
+        "standalone_tree": Standalone(depth=4, width=3, num_nodes=16).bind(TARGET, NEAR),
+    }
+
+
+def start(
+    drafter: Drafter,
+    weights: Params,
+    *,
+    limit=None,
+    ids=IDS,
+    length=LENGTHS,
+    page_size=4,
+    table=None,
+    rows=None,
+    seeds=None,
+    chunk=None,
+    rule=accept.greedy,
+) -> DecodeState:
+    """The state after prefill. limit: by default 24 tokens to generate; seeds: by default 0, 1, ..."""
+    limit = np.asarray(length) + 24 if limit is None else limit
+    length, limit = np.asarray(length, np.int32), np.asarray(limit, np.int32)
+    keys = row_keys(np.arange(len(ids)) if seeds is None else seeds)
+    stop = stopping.init(table, len(ids))
+    static = dict(target=TARGET, drafter=drafter, accept=rule, capacity=CAPACITY, page_size=page_size, chunk=chunk)
+    return decode.jitted_prefill(weights, np.asarray(ids), length, limit, keys, stop, rows, **static)
+
+
+def run(drafter: Drafter, weights: Params, s: DecodeState, until: int = 1000, rule=accept.greedy) -> DecodeState:
+    """`decode` with the target and a rule of acceptance."""
+    return decode.decode(weights, s, jnp.int32(until), target=TARGET, drafter=drafter, accept=rule)
+
+
+def generated(s: DecodeState) -> list[list[int]]:
+    """Each row's tokens, prompt included, without what stands behind them."""
+    return [list(map(int, row[:length])) for row, length in zip(np.array(s.tokens), np.array(s.length), strict=True)]
+
+
+@functools.cache
+def plain_tokens() -> np.ndarray:
+    """The buffer after plain decoding to the last column: what every drafter has to reproduce."""
+    return np.array(run(Plain(), params(), start(Plain(), params(), limit=[CAPACITY] * len(IDS))).tokens)
+
+
+def arrays(tree) -> list[np.ndarray]:
+    """The leaves of a state, copied, so that they outlive its donation; keys as their bits."""
+    return [
+        np.array(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+        for leaf in jax.tree.leaves(tree)
+    ]
+
+
+def assert_same(got, expected):
+    """Bit for bit, NaN included."""
+    for a, b in zip(arrays(got), arrays(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def prefilled(model, prompts, drafter, new_tokens: int):
+    """The bound drafter, and the state after prefill as `generate` makes it, with room for so many new tokens."""
+    ids, length = (
+        np.zeros((len(prompts), max(map(len, prompts))), np.int32),
+        np.array(list(map(len, prompts)), np.int32),
+    )
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    bound = drafter.bind(model.target, model.draft)
+    keys = row_keys(np.arange(len(prompts)))
+    static = dict(target=model.target, drafter=bound, accept=accept.greedy, capacity=128, page_size=4)
+    given = model.params, ids, length, length + np.int32(new_tokens), keys
+    return bound, decode.jitted_prefill(*given, stopping.init(None, len(prompts)), **static)

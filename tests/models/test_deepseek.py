@@ -1,0 +1,331 @@
+"""DeepSeek V2, V2-Lite, V3 and V3.2: output and logits equal `transformers`; checkpoints load or say why not."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import hf
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import toy
+from safetensors.numpy import load_file, save_file
+
+import jspec
+from jspec.checkpoints import deepseek_config, language_model
+from jspec.checkpoints.files import CheckpointError
+from jspec.core import tree
+from jspec.drafters import Ngram, Standalone
+from jspec.engine import generate
+from jspec.models import layers
+from pallas_kernels import platform
+
+torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
+transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
+
+NEW_TOKENS = 24
+LENGTHS = (1, 9, 30, 70)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Two threads only slow such small models down."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A function that makes of a kind a target with a noisy copy as its draft, and the target's oracle."""
+
+    @functools.cache
+    def make(kind):
+        return hf.noisy_pair(lambda: hf.build(f"deepseek-{kind}"), 0.03, tmp_path_factory.mktemp(kind))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    """A function that makes prompts of several lengths and what the oracle continues them with."""
+
+    @functools.cache
+    def make(kind):
+        return hf.continuations(pair(kind)[1], LENGTHS, NEW_TOKENS)
+
+    return make
+
+
+CHAIN, TREE = Standalone(depth=4), Standalone(depth=4, width=3, num_nodes=16)
+OFTEN = [("v2", TREE, 1, None), ("v2_groups", CHAIN, 16, 20), ("v3", None, 1, None)]
+"""Kind, drafter, page size and columns of a chunk."""
+RARELY = [
+    (kind, drafter, (1, 16, 5)[(i + k) % 3], (None, 20, 7)[i % 3])
+    for i, kind in enumerate(hf.DEEPSEEK_KINDS)
+    for k, drafter in enumerate((None, Ngram(depth=6), CHAIN, TREE))
+]
+
+
+def matrix():
+    for i, point in enumerate([*OFTEN, *RARELY]):
+        yield pytest.param(*point, marks=() if i < len(OFTEN) else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("kind", "drafter", "page_size", "chunk"), list(matrix()))
+def test_greedy_output_equals_transformers(pair, expected, kind, drafter, page_size, chunk, monkeypatch):
+    model, oracle = pair(kind)
+    prompts, wanted = expected(kind)
+    if chunk is not None:
+        monkeypatch.setattr(generate, "prefill_chunk", lambda batch: chunk)
+    out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
+    for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
+        assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)
+    if isinstance(drafter, Standalone):
+        assert out.stats.accept_length > 1.2
+
+
+# Checkpoints
+
+
+def read_logits(config, params, ids):
+    cache = config.init_cache(params, len(ids), 16, 16)
+    return np.asarray(jax.jit(config.forward)(params, tree.chain(jnp.asarray(ids, jnp.int32)), cache, None).logits)
+
+
+def check_logits(oracle, directory):
+    loaded = language_model.load(directory, dtype="float32")
+    ids = np.random.default_rng(1).integers(0, loaded.config.vocab_size, (2, 100))
+    with torch.no_grad():
+        wanted = oracle(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(read_logits(loaded.config, loaded.params, ids), wanted, atol=5e-5, rtol=0)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "saved"),
+    [
+        ("v3", {"norm_topk_prob": False, "n_group": 1, "topk_group": 1}, {"old_config": True, "sharded": True}),
+        ("v2", {"tie_word_embeddings": True, "routed_scaling_factor": 1.5, "rms_norm_eps": 1e-3}, {}),
+        ("v3", {"q_lora_rank": None, "num_hidden_layers": 1}, {}),
+    ],
+)
+def test_options(tmp_path, kind, changes, saved):
+    oracle = hf.build(f"deepseek-{kind}", seed=4, **changes)
+    check_logits(oracle, hf.save(oracle, tmp_path, **saved))
+
+
+YARN = hf.DEEPSEEK_KINDS["v3"]["rope_parameters"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mscale": 0.7, "mscale_all_dim": 0.3, "factor": 40.0},
+        {"mscale": None, "mscale_all_dim": None, "beta_fast": 4, "truncate": False},
+        {"attention_factor": 1.3, "original_max_position_embeddings": 4096},
+    ],
+)
+def test_yarn(changes):
+    rope = {key: value for key, value in {**YARN, **changes}.items() if value is not None}
+    theirs = transformers.DeepseekV3Config(**{**hf.DEEPSEEK, "rope_parameters": rope, "qk_rope_head_dim": 32})
+    raw = {**theirs.to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}
+    ours = deepseek_config.parse_config(raw)
+    made = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3RotaryEmbedding(theirs)
+    np.testing.assert_allclose(ours.layer_frequencies(0), made.inv_freq.numpy(), rtol=2e-6)
+    assert ours.rope_scaling.magnitude == pytest.approx(made.attention_scaling)
+    attention = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention(theirs, 0)
+    assert ours.layer_scale(0) == pytest.approx(attention.scaling)
+    assert deepseek_config.parse_config(deepseek_config.describe(ours)) == ours
+
+
+def test_the_magnitude_of_yarn_reaches_the_scores(tmp_path):
+    rope = {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0, "factor": 40.0}
+    oracle = hf.build("deepseek-v3", rope_parameters=rope)
+    loaded = check_logits(oracle, hf.save(oracle, tmp_path))
+    assert loaded.config.rope_scaling.magnitude < 0.9
+
+
+def published(directory, *, shared: bool = True):
+    """A tiny V3 as it is published: behind the last a layer for multi-token prediction, with embedding and head."""
+    oracle, last = hf.build("deepseek-v3"), "model.layers.2."
+    tensors = hf.add_mtp(hf.save(oracle, directory))
+    if not shared:
+        tensors[last + "embed_tokens.weight"] = tensors[last + "embed_tokens.weight"] + np.float32(1)
+        tensors[last + "shared_head.head.weight"] = tensors[last + "shared_head.head.weight"] * np.float32(2)
+    tensors[last + "self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(tensors, directory / "model.safetensors")
+    return oracle, tensors
+
+
+@pytest.mark.parametrize("shared", (True, False))
+def test_a_published_checkpoint_loads_completely(tmp_path, shared):
+    oracle, tensors = published(tmp_path, shared=shared)
+    loaded = check_logits(oracle, tmp_path)
+    assert loaded.config.mtp_layers == 1
+    (mtp,) = loaded.params.mtp
+    np.testing.assert_array_equal(mtp.projection, tensors["model.layers.2.eh_proj.weight"].T)
+    np.testing.assert_array_equal(mtp.layer.experts.down[5], tensors["model.layers.2.mlp.experts.5.down_proj.weight"].T)
+    assert (mtp.embed is None, mtp.lm_head is None) == (shared, shared)
+    language_model.save(tmp_path / "again", loaded.config, loaded.params, dtype="float32")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    copies = ("inv_freq", *(("2.embed_tokens.weight", "shared_head.head.weight") if shared else ()))
+    assert set(tensors) - set(again) == {name for name in tensors if name.endswith(copies)}
+    for name, tensor in again.items():
+        np.testing.assert_array_equal(tensor, tensors[name], name)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_a_proj.bias", "model.layers.3.x", "model.layers.2.norm"])
+def test_a_tensor_that_nothing_reads_is_an_error(tmp_path, name):
+    published(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), name: np.zeros(3, np.float32)}, path)
+    with pytest.raises(CheckpointError, match=f"1 tensors are nothing that this model has: {name}"):
+        language_model.load(tmp_path)
+
+
+def test_a_part_of_a_layer_for_prediction_is_an_error(tmp_path):
+    published(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.2.hnorm.weight"]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=r"'model.layers.2.hnorm.weight' is missing"):
+        language_model.load(tmp_path)
+
+
+def edit(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 24], "activation_scheme": "dynamic"}
+
+
+def test_block_scaled_matrices_are_widened(tmp_path):
+    """Blocks that divide neither side of most matrices."""
+    oracle = hf.build("deepseek-v3")
+    hf.save(oracle, tmp_path)
+    path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
+    tensors, stored = load_file(path), {}
+    for name, tensor in tensors.items():
+        if "proj.weight" not in name or name.endswith("weights_proj.weight"):
+            stored[name] = tensor
+            continue
+        scale = rng.uniform(0.01, 0.02, [-(-n // each) for n, each in zip(tensor.shape, (16, 24), strict=True)])
+        scale = scale.astype(np.float32)
+        whole = np.kron(scale, np.ones((16, 24), np.float32))[: tensor.shape[0], : tensor.shape[1]]
+        stored[name] = (tensor / whole).astype(ml_dtypes.float8_e4m3fn)
+        stored[name + "_scale_inv"] = scale
+        tensors[name] = stored[name].astype(np.float32) * whole
+    save_file(stored, path)
+    edit(tmp_path, quantization_config=FP8)
+    oracle.load_state_dict(_fused(tensors), strict=False)
+    check_logits(oracle, tmp_path)
+    with pytest.raises(CheckpointError, match=r"o_proj.weight_scale_inv' is missing"):
+        save_file(
+            {name: x for name, x in stored.items() if not name.endswith("0.self_attn.o_proj.weight_scale_inv")}, path
+        )
+        language_model.load(tmp_path)
+
+
+def _fused(tensors):
+    """As `transformers` holds them: the experts of a layer in one tensor."""
+    own = {name: torch.tensor(x) for name, x in tensors.items() if ".experts." not in name}
+    for layer in (1,):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        parts = {
+            part: [torch.tensor(tensors[f"{prefix}{i}.{part}_proj.weight"]) for i in range(8)]
+            for part in ("gate", "up", "down")
+        }
+        own[prefix + "gate_up_proj"] = torch.cat([torch.stack(parts["gate"]), torch.stack(parts["up"])], 1)
+        own[prefix + "down_proj"] = torch.stack(parts["down"])
+    return own
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("v3", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*awq.* is not supported"),
+        ("v3", {"quantization_config": {**FP8, "weight_block_size": None}}, "weight_block_size"),
+        ("v3", {"attention_bias": True}, "attention_bias=True"),
+        ("v3", {"rope_interleave": False}, "rope_interleave=False"),
+        ("v3", {"scoring_func": "softmax"}, "not supported in deepseek_v3: scoring_func='softmax'"),
+        ("v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
+        ("v3", {"n_shared_experts": None}, "n_shared_experts=None"),
+        ("v3", {"n_group": 3}, "groups=3: 8 experts are so many groups of one size"),
+        ("v3", {"topk_group": 5}, "kept_groups=5"),
+        ("v3", {"n_group": 8}, "best_of_group=2: 1 or 2 of the 1 experts"),
+        ("v3", {"num_experts_per_tok": 5}, "chosen=5: 2 groups have 4 experts"),
+        ("v32", {"q_lora_rank": None}, "q_lora_rank=None"),
+        ("v32", {"index_topk": "absent"}, "'index_topk' is missing"),
+        ("v32", {"mlp_layer_types": ["sparse", "dense"]}, "first the dense, then the sparse"),
+        ("v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
+        ("v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("v2", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3' is not supported"),
+        ("v2", {"kv_lora_rank": "absent"}, "'kv_lora_rank' is missing"),
+        ("v2", {"kv_lora_rank": None}, "wrong type"),
+    ],
+)
+def test_what_a_config_may_not_say(tmp_path, kind, change, message):
+    settings = {**hf.DEEPSEEK, **hf.DEEPSEEK_KINDS[kind], "architectures": [f"Deepseek{kind.upper()}ForCausalLM"]}
+    raw = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, **settings, **change}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        language_model.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", hf.DEEPSEEK_KINDS)
+def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, kind):
+    model, oracle = pair(kind)
+    language_model.save(
+        tmp_path, model.target, model.params.target, dtype="float32", eos=(1, 6), max_shard_bytes=30_000
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert type(theirs) is type(oracle)
+    ids = torch.tensor(np.random.default_rng(1).integers(0, 97, (1, 40)))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, oracle(ids).logits, atol=1e-6, rtol=0)
+    ours = language_model.load(tmp_path, dtype="float32")
+    assert (ours.config, ours.eos) == (model.target, (1, 6))
+    toy.assert_same(ours.params, model.params.target)
+
+
+# The cache
+
+
+def test_a_prefix_is_read_as_latents(pair, monkeypatch):
+    """No head has keys (12 or with the rotated ones 20 numbers) or values (16) of its 40 positions.
+
+    This is so in the reference, whose arrays can be seen; the kernels have none.
+    """
+    monkeypatch.setattr(platform, "platform", lambda: "cpu")
+    model, _ = pair("v3")
+    cache = model.target.init_cache(model.params.target, 2, 40, 4)
+    given = tree.chain(jnp.zeros((2, 5), jnp.int32)), cache, jnp.array([9, 30])
+    program = str(jax.make_jaxpr(model.target.forward)(model.params.target, *given))
+    assert "f32[2,40,1,28]" in program
+    assert not re.search(r"f32\[2,(40,4|4,40),\d+\]", program)
+
+
+def test_an_assistant_finds_no_keys_of_heads(pair):
+    model, _ = pair("v2")
+    draft = dataclasses.replace(
+        toy.ASSISTANT, vocab_size=97, reads=(0, 1), head_dims=(28, 28), num_heads=4, target_hidden_size=32
+    )
+    with pytest.raises(ValueError, match="reads layer 0, which keeps latents there"):
+        jspec.FrozenKvMtp(depth=2).bind(model.target, draft)
+
+
+def test_interleaved_positions():
+    """Weights that are permuted on load are why no round permutes anything."""
+    x = np.random.default_rng(0).normal(size=(1, 3, 1, 8)).astype(np.float32)
+    order = np.arange(8).reshape(-1, 2).T.reshape(-1)
+    cos, sin = layers.rotation(jnp.arange(3)[None], layers.rope_frequencies(8, 1e4, None), jnp.float32)
+    even, odd = x[..., ::2], x[..., 1::2]
+    wide = [np.asarray(turn)[:, :, None] for turn in (cos, sin)]
+    wanted = np.concatenate([even * wide[0] - odd * wide[1], odd * wide[0] + even * wide[1]], axis=-1)
+    np.testing.assert_allclose(layers.rotate(jnp.asarray(x[..., order]), cos, sin), wanted, rtol=1e-6)

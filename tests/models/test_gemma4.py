@@ -1,0 +1,244 @@
+"""Gemma 4: output and logits equal `transformers`, in contexts of many windows, and nothing behind them is read."""
+
+import dataclasses
+import functools
+import json
+
+import hf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from safetensors.numpy import load_file, save_file
+
+import jspec
+from jspec.checkpoints import language_model
+from jspec.checkpoints.files import CheckpointError
+from jspec.core import tree
+from jspec.drafters import Ngram, Standalone
+from jspec.engine import generate
+
+torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
+transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
+
+NEW_TOKENS = 24
+LENGTHS = (1, 9, 30, 70)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Two threads only slow such small models down."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A function that makes of a kind and a window a target with a noisy copy as its draft, and the target's oracle."""
+
+    @functools.cache
+    def make(kind, window):
+        return hf.noisy_pair(
+            lambda: hf.build(f"gemma4-{kind}", sliding_window=window), 0.1, tmp_path_factory.mktemp(kind)
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    """A function that makes prompts of several lengths and what the oracle continues them with."""
+
+    @functools.cache
+    def make(kind, window):
+        return hf.continuations(pair(kind, window)[1], LENGTHS, NEW_TOKENS)
+
+    return make
+
+
+def with_head(model, expected):
+    """The same target with an EAGLE head that has seen the outputs."""
+    texts = np.zeros((len(LENGTHS), max(LENGTHS) + NEW_TOKENS), np.int32)
+    for row, prompt, new in zip(texts, *expected, strict=True):
+        row[: len(prompt) + len(new)] = prompt + new
+    shape = dict(vocab_size=97, draft_vocab_size=80, target_hidden_size=32, capture=(0, 1, 2))
+    head = dataclasses.replace(toy.HEAD, **shape)
+    return dataclasses.replace(model, params=toy.fit_head(model.target, head, model.params.target, texts), draft=head)
+
+
+CHAIN, TREE = Standalone(depth=4), Standalone(depth=4, width=3, num_nodes=24)
+"""The tree has more nodes than the shortest window has tokens; it is 4 deep."""
+OFTEN = [
+    ("dense", 8, Ngram(depth=12), 1, 20),
+    ("dense", 16, TREE, 16, None),
+    ("shared", 8, TREE, 1, 7),
+    ("shared", 16, None, 16, 20),
+    ("experts", 8, CHAIN, 16, 20),
+]
+"""Kind, window, drafter, page size and columns of a chunk. A chain of 12 and a chunk of 20 are longer than a window."""
+RARELY = [
+    (kind, window, drafter, page_size, chunk)
+    for i, kind in enumerate(hf.GEMMA4_KINDS)
+    for j, window in enumerate((8, 16, 64))
+    for k, drafter in enumerate((None, Ngram(depth=12), CHAIN, TREE, jspec.Eagle(depth=3), jspec.Eagle(4, width=3)))
+    for page_size, chunk in (((1, 16, 5)[(i + j + k) % 3], (None, 20, 7)[(i + k) % 3]),)
+]
+
+
+def matrix():
+    for i, (kind, window, drafter, page_size, chunk) in enumerate([*OFTEN, *RARELY]):
+        marks = () if i < len(OFTEN) else pytest.mark.slow
+        yield pytest.param(kind, window, drafter, page_size, chunk, marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "window", "drafter", "page_size", "chunk"), list(matrix()))
+def test_greedy_output_equals_transformers(pair, expected, kind, window, drafter, page_size, chunk, monkeypatch):
+    model, oracle = pair(kind, window)
+    prompts, wanted = expected(kind, window)
+    if isinstance(drafter, jspec.Eagle):
+        model = with_head(model, (prompts, wanted))
+    if chunk is not None:
+        monkeypatch.setattr(generate, "prefill_chunk", lambda batch: chunk)
+    out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
+    for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
+        assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)
+    if isinstance(drafter, Standalone | jspec.Eagle):
+        assert out.stats.accept_length > (1.2 if isinstance(drafter, Standalone) else 1.05)
+
+
+# Checkpoints
+
+
+def read_logits(config, params, ids):
+    cache = config.init_cache(params, len(ids), 16, 16)
+    return np.asarray(jax.jit(config.forward)(params, tree.chain(jnp.asarray(ids, jnp.int32)), cache, None).logits)
+
+
+def check_logits(oracle, directory):
+    loaded = language_model.load(directory, dtype="float32")
+    ids = np.random.default_rng(1).integers(0, loaded.config.vocab_size, (2, 100))
+    with torch.no_grad():
+        wanted = oracle(torch.tensor(ids)).logits.numpy()
+    # Products add up in another order on each kind of processor, and in `transformers`.
+    np.testing.assert_allclose(read_logits(loaded.config, loaded.params, ids), wanted, atol=1e-4, rtol=0)
+    return loaded
+
+
+def edit(directory, change):
+    path = directory / "config.json"
+    raw = json.loads(path.read_text())
+    changed = change(raw)
+    path.write_text(json.dumps(raw if changed is None else changed))
+
+
+def as_on_the_hub(raw):
+    """The older generation: what is particular to full layers stands in keys of its own."""
+    (own, *_) = raw.pop("per_layer_config").values()
+    raw["global_head_dim"], raw["num_global_key_value_heads"] = own["head_dim"], own.get("num_key_value_heads")
+    raw["torch_dtype"] = raw.pop("dtype")
+    if raw["moe_intermediate_size"] is not None:
+        raw["expert_intermediate_size"] = raw.pop("moe_intermediate_size")
+
+
+@pytest.mark.parametrize("old_config", [False, True], ids=["new config", "old config"])
+@pytest.mark.parametrize("kind", hf.GEMMA4_KINDS)
+def test_logits_equal_transformers(tmp_path, kind, old_config):
+    oracle = hf.build(f"gemma4-{kind}", seed=3)
+    hf.save(oracle, tmp_path, sharded=old_config)
+    if old_config:
+        edit(tmp_path, as_on_the_hub)
+    check_logits(oracle, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("dense", {"attention_k_eq_v": False, "num_global_key_value_heads": None}),
+        ("dense", {"final_logit_softcapping": None, "num_attention_heads": 8}),
+        ("dense", {"layer_types": ["full_attention"] * 2}),
+        ("dense", {"layer_types": ["sliding_attention"] * 5 + ["full_attention"], "sliding_window": 1}),
+        ("shared", {"use_double_wide_mlp": False}),
+        ("shared", {"num_kv_shared_layers": 0}),
+    ],
+)
+def test_options(tmp_path, kind, changes):
+    oracle = hf.build(f"gemma4-{kind}", seed=4, **changes)
+    check_logits(oracle, hf.save(oracle, tmp_path))
+
+
+def test_the_text_model_of_a_multimodal_one(tmp_path):
+    vision = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8, intermediate_size=16)
+    text = hf.gemma4_config("shared")
+    config = transformers.Gemma4Config(text_config=text.to_dict(), vision_config=vision, audio_config=None)
+    whole = hf.randomize(transformers.Gemma4ForConditionalGeneration(config).eval(), seed=3)
+    hf.save(whole, tmp_path)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("model.vision_tower.") for name in names), "there is nothing to skip"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 106]}))
+    edit(tmp_path, lambda raw: raw["text_config"].update(eos_token_id=7))
+    loaded = check_logits(lambda ids: whole(input_ids=ids), tmp_path)
+    assert loaded.eos == (1, 7, 106)
+
+
+def test_a_tied_head_and_projections_of_sharing_layers_may_be_there(tmp_path):
+    oracle = hf.build("gemma4-shared")
+    hf.save(oracle, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+        tensors[f"model.layers.2.self_attn.{name}"] = tensors[f"model.layers.0.self_attn.{name}"]
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, path)
+    check_logits(oracle, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.bias", "model.towers.weight", "model.layers.3.x"])
+def test_a_tensor_that_nothing_reads_is_an_error(tmp_path, name):
+    hf.save(hf.build("gemma4-dense"), tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({**load_file(path), name: np.zeros(3, np.float32)}, path)
+    with pytest.raises(CheckpointError, match=f"1 tensors are nothing that this text model has: {name}"):
+        language_model.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_activation": "silu"}, "hidden_activation='silu'"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+        ({"vocab_size_per_layer_input": 50}, "vocab_size_per_layer_input=50 beside vocab_size=97"),
+        ({"layer_types": ["sliding_attention"] * 4}, "the last layer is one of full_attention"),
+        ({"layer_types": ["full_attention"] * 3}, "4 layers are each one of"),
+        ({"layer_types": ["linear_attention"] * 4}, "each one of sliding_attention, full_attention"),
+        ({"per_layer_config": {"1": {"rope_theta": 1.0}}}, "per_layer_config of layer 1"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1.0}}}, "rope_type is default"),
+        ({"num_kv_shared_layers": 3}, "layer 1 finds no layer of its kind among the first 1"),
+        ({"num_key_value_heads": 3}, "no multiple of 3 key heads"),
+        ({"sliding_window": None}, "wrong type"),
+        ({"head_dim": "absent"}, "'head_dim' is missing"),
+    ],
+)
+def test_what_a_config_may_not_say(tmp_path, change, message):
+    raw = {**hf.gemma4_config("shared").to_dict(), "architectures": ["Gemma4ForCausalLM"], **change}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        language_model.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", hf.GEMMA4_KINDS)
+def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, kind):
+    model, oracle = pair(kind, 16)
+    language_model.save(
+        tmp_path, model.target, model.params.target, dtype="float32", eos=(1, 106), max_shard_bytes=30_000
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert type(theirs) is type(oracle)
+    ids = torch.tensor(np.random.default_rng(1).integers(0, 97, (1, 40)))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, oracle(ids).logits, atol=1e-6, rtol=0)
+    ours = language_model.load(tmp_path, dtype="float32")
+    assert (ours.config, ours.eos) == (model.target, (1, 106))
+    toy.assert_same(ours.params, model.params.target)

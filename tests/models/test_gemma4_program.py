@@ -1,0 +1,115 @@
+"""Gemma 4's loop as a program: what it takes of memory, and that no pool in it is copied."""
+
+import re
+import types
+from functools import partial
+
+import gemma
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from crosslower import cross_lower
+from hlo import check_in_place, loop_body
+
+from jspec.core import accept, decode, stopping
+from jspec.core.types import Params
+from jspec.drafters import FrozenKvMtp, Ngram, Plain, Standalone
+from jspec.engine import memory
+from jspec.models import Assistant
+from jspec.models.assistant import Clusters
+from jspec.models.gemma4 import Attention, Gemma4
+from pallas_kernels import platform
+
+TEXT_AS_SHIPPED = True
+
+IDS = np.random.default_rng(0).integers(0, 61, (2, 30)).astype(np.int32)
+# Each drafter, and each kind of model, in one of them.
+CASES = pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [
+        ("shared", Plain()),
+        pytest.param("dense", Standalone(depth=3, width=2), marks=pytest.mark.slow),
+        pytest.param("experts", Ngram(depth=3), marks=pytest.mark.slow),
+        ("shared", FrozenKvMtp(depth=3, width=2)),
+    ],
+    ids=["shared", "dense", "experts", "assistant"],
+)
+ASSISTANT = Assistant(61, 24, 32, 48, num_heads=4, reads=(2, 3), head_dims=(8, 16), clusters=Clusters(61, 20))
+
+
+def parts(kind, drafter):
+    target, draft, own = gemma.KINDS[kind], gemma.KINDS[kind], gemma.params(kind, seed=1)
+    if isinstance(drafter, FrozenKvMtp):
+        draft, own = ASSISTANT, toy.in_clusters(ASSISTANT, toy.random_assistant(ASSISTANT))
+    return Params(gemma.params(kind), own), dict(target=target, drafter=drafter.bind(target, draft))
+
+
+def prefill(kind, drafter, chunk=None):
+    """`decode.prefill` with its static arguments, and the others. Pages of 5 rows: only a pool has a pool's shape."""
+    weights, static = parts(kind, drafter)
+    length = jnp.array([30, 17], jnp.int32)
+    keys = jax.vmap(jax.random.key)(jnp.arange(2, dtype=jnp.uint32))
+    given = weights, jnp.asarray(IDS), length, length + 20, keys, stopping.init(None, 2)
+    return partial(decode.prefill, **static, accept=accept.greedy, capacity=64, page_size=5, chunk=chunk), given
+
+
+def check_pools(text, s):
+    """In the loop nothing makes an array of a pool's shape but the write of a commit."""
+    body = loop_body(text)
+    caches = [s.cache, *([s.draft.cache] if hasattr(s.draft, "cache") else [])]
+    shapes = [f"f32[{','.join(map(str, group.pool.shape))}]" for cache in caches for group in cache.groups]
+    assert len(set(shapes)) == 2, "sliding and full layers"
+    for shape in shapes:
+        check_in_place(body, shape, shapes.count(shape))
+
+
+@CASES
+def test_each_pool_is_written_once_a_round_and_never_copied(kind, drafter):
+    function, given = prefill(kind, drafter)
+    s = jax.eval_shape(function, *given)
+    weights, static = parts(kind, drafter)
+    lowered = decode.decode.lower(weights, s, jnp.int32(9), **static, accept=accept.greedy)
+    check_pools(lowered.compile().as_text(), s)
+
+
+@CASES
+def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(kind, drafter):
+    """In chunks that are longer than the ring."""
+    function, given = prefill(kind, drafter, chunk=12)
+    check_pools(jax.jit(function).lower(*given).compile().as_text(), jax.eval_shape(function, *given))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "drafter"), [*((kind, Plain()) for kind in gemma.KINDS), ("shared", FrozenKvMtp(depth=3))]
+)
+def test_on_a_gpu_the_loop_needs_no_sort(kind, drafter, monkeypatch):
+    """A sort would keep the GPU from running the loop as one graph: experts and clusters are chosen without."""
+    function, given = prefill(kind, drafter)
+    s = jax.eval_shape(function, *given)
+    weights, static = parts(kind, drafter)
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    rounds = partial(decode.run_rounds, **static, accept=accept.greedy)
+    text = cross_lower(rounds, "cuda", weights, s, jnp.int32(9))
+    assert "kv_compact" in text and "paged_attention" in text
+    assert ('name = "topk_of_rows"' in text) == (kind == "experts" or drafter.depth > 0)
+    assert not re.search(r"\bsort\b|top_k|TopK", text)
+
+
+def test_a_context_of_32k_tokens_takes_the_windows_and_the_full_layers():
+    """The shape of 31B in bfloat16: 50 of 60 layers have windows of 1024."""
+    sliding, full = Attention(16, 256, 1024, 1e4), Attention(4, 512, None, 1e6, 0.25, values_are_keys=True)
+    kinds = tuple(full if i % 6 == 5 else sliding for i in range(60))
+    target = Gemma4(262_144, 5376, 21_504, 32, kinds, max_length=262_144)
+    weights = types.SimpleNamespace(embed=jax.ShapeDtypeStruct((262_144, 5376), jnp.bfloat16))
+
+    def taken(capacity):
+        cache = jax.eval_shape(partial(target.init_cache, weights, 1, capacity, 16))
+        return [memory.tree_bytes(group.pool) for group in cache.groups]
+
+    windows, token = 50 * 2 * 1024 * 16 * 256 * 2, 10 * 2 * 4 * 512 * 2
+    assert taken(32_768) == [windows, 32_768 * token]
+    assert taken(65_536) == [windows, 65_536 * token]
+    assert windows * 32 == 50 * 2 * 32_768 * 16 * 256 * 2, "without windows it would be 32 times as much"

@@ -1,0 +1,187 @@
+"""MTP heads as checkpoints of each family hold them: drafts of `transformers`, and output of plain decoding."""
+
+import dataclasses
+import functools
+
+import hf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import jspec
+from jspec.checkpoints.files import Tensors
+from jspec.core import tree
+from jspec.drafters import Mtp
+from jspec.engine import generate
+from jspec.models import MtpHeads
+
+torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
+transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
+
+NEW_TOKENS = 24
+LENGTHS = (1, 9, 30, 50)
+LAYER_TYPES = {
+    "qwen3_next": ["linear_attention", "full_attention"] * 2,
+    "qwen3_5": ["linear_attention", "full_attention"],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Two threads only slow such small models down."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A function that writes a checkpoint of a family with so many heads: its directory, and the target's oracle."""
+
+    @functools.cache
+    def make(family, heads):
+        types = LAYER_TYPES.get(family)
+        oracle = hf.build(family, **({"layer_types": types, "num_hidden_layers": len(types)} if types else {}))
+        directory = hf.save(oracle, tmp_path_factory.mktemp("family"))
+        hf.add_mtp(directory, heads)
+        return directory, oracle
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def models(checkpoints):
+    """A function that loads such a checkpoint, and fits the heads to what its oracle continues some prompts with.
+
+    Returns the model, its oracle, the prompts and the oracle's new tokens.
+    """
+
+    @functools.cache
+    def make(family, heads):
+        directory, oracle = checkpoints(family, heads)
+        model = jspec.load(directory, dtype="float32")
+        rng = np.random.default_rng(0)
+        prompts = [rng.integers(0, 97, n).tolist() for n in LENGTHS]
+        wanted = [hf.greedy(oracle, prompt, NEW_TOKENS) for prompt in prompts]
+        texts = np.zeros((len(LENGTHS), max(LENGTHS) + NEW_TOKENS), np.int32)
+        for row, prompt, new in zip(texts, prompts, wanted, strict=True):
+            row[: len(prompt) + len(new)] = prompt + new
+        ahead = np.arange(texts.shape[1])[None] - np.array(LENGTHS)[:, None]
+        judged = (ahead >= -1) & (ahead < NEW_TOKENS)
+        params = toy.fit_heads(model.target, model.draft, model.params, texts, judged)
+        return dataclasses.replace(model, params=params), oracle, prompts, wanted
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "heads"),
+    [("deepseek-v3", 2), *(pytest.param(f, 1, marks=pytest.mark.slow) for f in ("deepseek-v32", "qwen3_5"))],
+)
+def test_heads_of_the_checkpoint_are_the_models_draft(checkpoints, family, heads):
+    directory, _ = checkpoints(family, heads)
+    model = jspec.load(directory)
+    assert isinstance(model.draft, MtpHeads)
+    assert (model.draft.count, len(model.params.draft), model.target.mtp_layers) == (heads, heads, 0)
+    assert model.params.target.mtp == ()
+    assert f"{heads} MTP head{'s' * (heads > 1)})" in repr(model)
+    assert all(own.embed is None and own.lm_head is None for own in model.params.draft), "they are the target's"
+
+
+@pytest.mark.parametrize(("family", "heads"), [("deepseek-v3", 2), pytest.param("qwen3_5", 1, marks=pytest.mark.slow)])
+def test_heads_are_not_read_beside_another_draft(checkpoints, family, heads, monkeypatch):
+    directory, _ = checkpoints(family, heads)
+    asked, get = [], Tensors.get
+    monkeypatch.setattr(Tensors, "get", lambda self, name: (asked.append(name), get(self, name))[1])
+    model = jspec.load(directory, draft=directory)
+    assert model.draft == model.target and not model.params.target.mtp and not model.params.draft.mtp
+    without = len(set(asked))
+    assert jspec.load(directory).draft.count == heads
+    assert len(set(asked)) > without
+
+
+CHAINS, TREE = [Mtp(depth=depth, heads=1) for depth in (1, 2, 3)], Mtp(depth=4, width=3, num_nodes=14, heads=1)
+OFTEN = [("deepseek-v3", 2, "auto", 16, None), ("qwen3_5", 1, TREE, 1, 20)]
+"""Family, heads, drafter, page size and columns of a chunk."""
+FAMILIES = [("deepseek-v3", 1), ("deepseek-v3", 2), ("deepseek-v32", 1), ("qwen3_next", 1), ("qwen3_5", 1)]
+RARELY = [
+    (*family, drafter, (1, 16, 5)[(i + k) % 3], (None, 20, 7)[(2 * i + k) % 3])
+    for i, family in enumerate(FAMILIES)
+    for k, drafter in enumerate(("auto", *CHAINS, TREE, *([Mtp(depth=2)] if family[1] == 2 else [])))
+]
+
+
+def matrix():
+    for i, point in enumerate([*OFTEN, *RARELY]):
+        yield pytest.param(*point, marks=() if i < len(OFTEN) else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("family", "heads", "drafter", "page_size", "chunk"), list(matrix()))
+def test_greedy_output_equals_transformers(models, family, heads, drafter, page_size, chunk, monkeypatch):
+    model, oracle, prompts, wanted = models(family, heads)
+    if chunk is not None:
+        monkeypatch.setattr(generate, "prefill_chunk", lambda batch: chunk)
+    out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
+    for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
+        assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)
+    assert out.stats.accept_length > 1.05
+
+
+# What the heads propose
+
+
+@pytest.fixture
+def theirs(checkpoints, monkeypatch):
+    """A function that loads DeepSeek-V3 and so many heads in `transformers`."""
+    from transformers.modeling_layers import MtpModel
+
+    def load(heads):
+        directory, oracle = checkpoints("deepseek-v3", heads)
+        # Which tensors are of heads is said by this pattern, which knows published checkpoints only.
+        pattern = [rf"model\.layers\.{oracle.config.num_hidden_layers + index}\..*" for index in range(heads)]
+        monkeypatch.setattr(transformers.DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", pattern)
+        transformers.utils.logging.disable_progress_bar()
+        target = transformers.DeepseekV3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        return target, MtpModel.from_pretrained(target).eval()
+
+    return load
+
+
+@pytest.mark.parametrize("heads", (pytest.param(1, marks=pytest.mark.slow), 2))
+def test_logits_of_each_head_equal_transformers(checkpoints, theirs, heads):
+    """Of the heads of DeepSeek-V3, each over a whole text."""
+    model = jspec.load(checkpoints("deepseek-v3", heads)[0], dtype="float32")
+    target, oracle = theirs(heads)
+    text = np.random.default_rng(3).integers(0, 97, (1, 41))
+    ids = torch.tensor(text)
+    with torch.no_grad():
+        hidden = target(ids[:, :-1], output_hidden_states=True).hidden_states[-1]
+        position, cache = (
+            torch.arange(1, 41)[None],
+            transformers.cache_utils.MtpCache(config=target.config.get_mtp_config()),
+        )
+        drafts, logits, _ = oracle(ids[:, 1:], hidden, torch.ones_like(ids[:, 1:]), position, cache)
+    own = model.target.init_cache(model.params.target, 1, 4, 4)
+    read = functools.partial(model.target.forward, capture=(model.target.num_layers + 1,))
+    feature = jax.jit(read)(model.params.target, tree.chain(jnp.asarray(text[:, :-1], jnp.int32)), own, None).hidden
+    np.testing.assert_allclose(feature, hidden.numpy(), atol=1e-4, rtol=0)
+    known, row = np.concatenate([text, drafts.numpy()], axis=1).astype(np.int32), jnp.arange(40, dtype=jnp.int32)[None]
+    for index in range(heads):
+        head = model.draft.head(index, model.target)
+        cache = head.init_cache(model.params.draft, 1, 4, 4)
+        tokens = jnp.asarray(known[:, 1 + index : 41 + index])
+        out = jax.jit(lambda p, t, f, head=head, cache=cache: head.apply(p, model.target, t, f, row, cache, None))(
+            model.params, tokens, feature
+        )
+        np.testing.assert_allclose(out.logits[:, -1], logits[:, index].numpy(), atol=1e-4, rtol=0)
+        feature = out.feature
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", (1, 2))
+def test_output_equals_that_of_transformers_with_the_same_heads(checkpoints, theirs, heads):
+    directory, _ = checkpoints("deepseek-v3", heads)
+    target, _ = theirs(heads)
+    prompt = np.random.default_rng(4).integers(0, 97, 20).tolist()
+    out = jspec.generate(jspec.load(directory, dtype="float32"), [prompt], max_new_tokens=NEW_TOKENS)
+    assert out.tokens == [hf.greedy(target, prompt, NEW_TOKENS, use_mtp=True)]

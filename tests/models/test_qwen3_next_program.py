@@ -1,0 +1,106 @@
+"""The loop of a model with recurrent layers as a program: no state in it is copied, and on a GPU it is one graph."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import qwen
+from crosslower import cross_lower
+from hlo import check_in_place, loop_body, made
+
+from jspec.bench import weights
+from jspec.core import accept, decode, stopping
+from jspec.core.types import Params
+from jspec.drafters import Ngram, Plain, Standalone
+from pallas_kernels import platform
+
+TEXT_AS_SHIPPED = True
+
+IDS = np.random.default_rng(0).integers(0, 61, (2, 30)).astype(np.int32)
+CASES = pytest.mark.parametrize(
+    ("kind", "drafter"),
+    [
+        ("dense", Ngram(depth=3)),
+        ("dense", Standalone(depth=3, width=2)),
+        pytest.param("experts", Plain(), marks=pytest.mark.slow),
+        pytest.param("experts", Standalone(depth=3), marks=pytest.mark.slow),
+    ],
+    ids=["chain", "tree", "plain", "experts"],
+)
+
+
+def parts(kind, drafter):
+    target = qwen.KINDS[kind]
+    return Params(qwen.params(kind), qwen.params(kind, 1)), dict(target=target, drafter=drafter.bind(target, target))
+
+
+def prefill(kind, drafter, chunk=None):
+    """`decode.prefill` with its static arguments, and the others. Pages of 5 rows: only a pool has a pool's shape."""
+    params, static = parts(kind, drafter)
+    length = jnp.array([30, 17], jnp.int32)
+    keys = jax.vmap(jax.random.key)(jnp.arange(2, dtype=jnp.uint32))
+    given = params, jnp.asarray(IDS), length, length + 20, keys, stopping.init(None, 2)
+    return partial(decode.prefill, **static, accept=accept.greedy, capacity=64, page_size=5, chunk=chunk), given
+
+
+def check_states(text, s):
+    """Nothing in the loop makes an array of a state's shape but the sum of a commit, in place; pools are as ever."""
+    body = loop_body(text)
+    caches = [s.cache, *([s.draft.cache] if hasattr(s.draft, "cache") else [])]
+    groups = [group for cache in caches for group in cache.groups]
+    states = [state for group in groups for state in getattr(group, "states", ())]
+    makers = made(body, f"f32[{','.join(map(str, states[0].shape))}]")
+    if jax.default_backend() != "gpu":  # which makes several results in one fusion, a tuple
+        assert makers.count("fusion") == len(states)
+    assert not {"copy", "copy-start", "scatter", "dynamic-slice", "concatenate"} & set(makers), makers
+    pools = [f"f32[{','.join(map(str, group.pool.shape))}]" for group in groups if hasattr(group, "pool")]
+    for shape in set(pools):
+        check_in_place(body, shape, pools.count(shape))
+
+
+@CASES
+def test_no_state_is_copied_in_a_round(kind, drafter):
+    function, given = prefill(kind, drafter)
+    s = jax.eval_shape(function, *given)
+    params, static = parts(kind, drafter)
+    lowered = decode.decode.lower(params, s, jnp.int32(9), **static, accept=accept.greedy)
+    check_states(lowered.compile().as_text(), s)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("kind", "drafter"), [("experts", Plain()), ("dense", Standalone(depth=3, width=2))])
+def test_on_a_gpu_the_loop_needs_no_sort_and_no_loop_within(kind, drafter, monkeypatch):
+    function, given = prefill(kind, drafter)
+    s = jax.eval_shape(function, *given)
+    params, static = parts(kind, drafter)
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    rounds = partial(decode.run_rounds, **static, accept=accept.greedy)
+    text = cross_lower(rounds, "cuda", params, s, jnp.int32(9))
+    assert not re.search(r"\bsort\b|top_k|TopK|triangular_solve|cusolver|callback", text)
+    assert len(re.findall(r"stablehlo.while\b", text)) == 1
+
+
+def test_a_model_in_half_precision_keeps_its_states_in_float32():
+    """All of a round, in types alone: nothing is widened by accident, which the strict rules of promotion forbid."""
+    target = qwen.KINDS["experts"]
+    shapes = weights.shapes_of(target, jnp.bfloat16)
+    drafter = Standalone(depth=2, width=2).bind(target, target)
+    static = dict(target=target, drafter=drafter, accept=accept.greedy)
+    length = jax.ShapeDtypeStruct((2,), jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+    given = Params(shapes, shapes), jax.ShapeDtypeStruct(IDS.shape, jnp.int32), length, length, keys
+    start = partial(decode.prefill, **static, capacity=64, page_size=5, chunk=12)
+    s = jax.eval_shape(start, *given, stopping.init(None, 2))
+    after = jax.eval_shape(partial(decode.step, **static), given[0], s)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), s)
+    recurrent, paged = after.cache.groups
+    assert {state.dtype for state in recurrent.states} == {jnp.dtype(jnp.float32)}
+    assert recurrent.windows.dtype == paged.pool.dtype == jnp.bfloat16
+
+
+def test_layers_with_states_have_no_keys():
+    with pytest.raises(ValueError, match="layer 0 keeps a state, and has no keys"):
+        qwen.KINDS["dense"].layer_keys(0)

@@ -1,0 +1,200 @@
+"""Tokens in colour: HTML, ANSI and repr of a `Generation`."""
+
+import dataclasses
+import html.parser
+import re
+
+import numpy as np
+import pytest
+import tokenizers
+
+import jspec
+from jspec.text import highlight
+from jspec.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One id a byte, and a special token: every character outside ASCII takes several tokens."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.add_special_tokens(["<eos>"])
+    return Tokenizer(bpe)
+
+
+def make(tokenizer, rows, depth=2, prompt="p:"):
+    """A generation of given rows: (text or ids, origin, finish reason)."""
+    tokens = [tokenizer.encode(text) if isinstance(text, str) else text for text, _, _ in rows]
+    origin = [list(np.resize(origin, len(ids))) for ids, (_, origin, _) in zip(tokens, rows, strict=True)]
+    counts = np.tile(np.array([[1, 0, 1]])[:, : depth + 1], (len(rows), 1))
+    stats = jspec.GenerationStats(np.full(len(rows), 2), counts, 0.5)
+    texts = [tokenizer.decode(ids) for ids in tokens]
+    prompts = [tokenizer.encode(prompt)] * len(rows)
+    reasons = [reason for *_, reason in rows]
+    return jspec.Generation(tokens, texts, reasons, stats, origin, None, prompts, tokenizer)
+
+
+def one(generation):
+    """The first row, as a single prompt gives it."""
+    first = {name: getattr(generation, name)[0] for name in ("tokens", "text", "finish_reason", "origin", "prompt")}
+    return dataclasses.replace(generation, **first)
+
+
+class Spans(html.parser.HTMLParser):
+    """Text and title of each span that has a title; and that every tag is closed."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.found, self.text = [], [], ""
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.open.append((tag, attrs))
+        if attrs.get("title"):
+            self.found.append([attrs["title"], ""])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()[0] == tag
+
+    def handle_data(self, data):
+        self.text += data
+        if any(attrs.get("title") for _, attrs in self.open):
+            self.found[-1][1] += data
+
+
+def plain(text):
+    """Without colours and marks of line ends."""
+    return re.sub("\x1b\\[[0-9;]*m|↵", "", text)
+
+
+# The texts of tokens
+
+
+def test_a_character_stands_with_its_last_token(tokenizer):
+    ids = tokenizer.encode("a漢é\n")
+    assert highlight.token_texts(tokenizer, [], ids) == ["a", "", "", "漢", "", "é", "\n"]
+
+
+def test_what_has_no_text_is_named(tokenizer):
+    eos = tokenizer.special_ids["<eos>"]
+    half = tokenizer.encode("é")[0]
+    assert highlight.token_texts(tokenizer, [], [eos, 9999, half]) == ["<eos>", "<9999>", "\ufffd"]
+    assert highlight.token_texts(tokenizer, [half], tokenizer.encode("é")[1:]) == ["é"]
+    assert highlight.token_texts(None, [], [4, 50]) == ["4 ", "50 "]
+    assert highlight.token_texts(tokenizer, [], []) == []
+
+
+def test_texts_of_a_generation(tokenizer):
+    out = make(tokenizer, [("ab", [0], "length"), ("é", [1, 0], "eos")])
+    assert out.token_texts == [["a", "b"], ["", "é"]]
+    assert one(out).token_texts == ["a", "b"]
+
+
+# HTML
+
+
+def test_html_holds_each_token_with_its_origin(tokenizer):
+    out = make(tokenizer, [("<b>&é", [1, 2, 0], "eos")])
+    page = one(out)._repr_html_()
+    found = Spans(page).found
+    ids = out.tokens[0]
+    assert [text for _, text in found] == ["<", "b", ">", "&", "é"]
+    assert found[1][0] == f"draft 2, id {ids[1]}"
+    assert found[4][0] == f"target's own, id {ids[4]} {ids[5]}", "the origin of the token that completes it"
+    assert "<b>" not in page and "6 new tokens in 2 rounds, accept length 2.50, finish: eos" in page
+    assert "p:" in Spans(page).text
+
+
+def test_html_keeps_lines_and_shows_control_characters(tokenizer):
+    page = one(make(tokenizer, [("a\n\n  b\x1b[31m\r\t", [0], "length")]))._repr_html_()
+    assert "white-space:pre-wrap" in page
+    assert Spans(page).text.endswith("a↵\n↵\n  b␛[31m␍\t")
+
+
+def test_a_batch_shows_its_rows_up_to_a_number(tokenizer):
+    several = make(tokenizer, [("ab", [0], "length"), ("c", [1], "stop")])
+    page = several._repr_html_()
+    assert "row 0: 2 new tokens" in page and "row 1: 1 new tokens" in page and "more rows" not in page
+    many = make(tokenizer, [("ab", [0], "length")] * (highlight.MOST_ROWS + 3))
+    page = many._repr_html_()
+    assert page.count("<pre") == highlight.MOST_ROWS and "and 3 more rows" in page
+
+
+def test_without_drafts_the_legend_has_no_depths(tokenizer):
+    assert "by depth" not in make(tokenizer, [("ab", [0], "length")], depth=0)._repr_html_()
+    assert "by depth" in make(tokenizer, [("ab", [0], "length")])._repr_html_()
+
+
+@pytest.mark.parametrize("depth", (1, 2, 4, 7, 15))
+def test_colours_darken_with_depth_and_leave_text_readable(depth):
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [((c + 0.055) / 1.055) ** 2.4 if c > 0.04045 else c / 12.92 for c in parts]
+        return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    shown = [highlight.colours(origin, depth) for origin in range(depth + 1)]
+    for background, text in shown:
+        high, low = sorted((luminance(background), luminance(text)), reverse=True)
+        assert (high + 0.05) / (low + 0.05) >= 4.5  # WCAG 2, level AA
+    blues = [luminance(background) for background, _ in shown[1:]]
+    assert blues == sorted(blues, reverse=True)
+    assert len(set(shown)) == min(depth, len(highlight.BLUES)) + 1
+
+
+# The terminal
+
+
+def test_ansi_is_the_text_in_colour(tokenizer):
+    out = one(make(tokenizer, [("a\n\n  é", [1, 0], "length")]))
+    shown = out.to_ansi()
+    text, legend = plain(shown).rsplit("\n", 1)
+    assert text == "p:a\n\n  é" and legend == " target's own token  accepted draft, by depth:  1  2 "
+    for line in shown.split("\n"):
+        assert line.count("\x1b[0m") == line.count("\x1b[48;5;"), "no colour runs over the end of a line"
+    assert shown.index("\x1b[48;5;195") < shown.index("\x1b[48;5;214"), "draft, then the target's own"
+
+
+def test_ansi_of_a_batch_names_its_rows(tokenizer):
+    shown = plain(make(tokenizer, [("ab", [0], "length"), ("c", [1], "stop")]).to_ansi())
+    assert shown.startswith("row 0: 2 new tokens in 2 rounds") and "finish: stop\np:c\n" in shown
+
+
+def test_control_characters_do_not_reach_the_terminal(tokenizer):
+    shown = one(make(tokenizer, [("\x1b]0;x\x07\x9b", [0], "length")])).to_ansi()
+    assert not set(plain(shown)) & {"\x1b", "\x07", "\x9b"}
+
+
+# repr
+
+
+def test_repr_is_short(tokenizer):
+    text = one(make(tokenizer, [("x" * 200, [0], "length")]))
+    shown = repr(text)
+    assert shown.startswith("Generation('xxx") and len(shown) < 200 and "finish: length" in shown
+    several = repr(make(tokenizer, [("a", [0], "length"), ("b", [0], "eos"), ("c", [0], "eos"), ("d", [0], "eos")]))
+    assert several.startswith("Generation(4 rows: ['a', 'b', 'c', ...], ") and several.endswith("1 length, 3 eos)")
+
+
+def test_without_a_tokenizer_there_are_ids(tokenizer):
+    out = dataclasses.replace(one(make(tokenizer, [("abc", [0], "length")])), tokenizer=None, text=None)
+    ids = " ".join(map(str, out.tokens))
+    assert ids in Spans(out._repr_html_()).text and ids in plain(out.to_ansi())
+    assert repr(out).startswith(f"Generation({out.tokens}, ")
+
+
+# Rounds
+
+
+@pytest.mark.parametrize(
+    "origin, rounds",
+    [([0, 1, 2, 0, 1, 0], [3, 2]), ([0, 1, 2], [2]), ([0, 1, 2, 0, 1], [3, 1]), ([0], []), ([0, 0, 0], [1, 1])],
+)
+def test_rounds_end_with_the_targets_own_token(tokenizer, origin, rounds):
+    """The first token is in none."""
+    out = make(tokenizer, [("x" * len(origin), origin, "length"), ("ab", [0], "eos")])
+    assert out.rounds_of() == rounds == one(out).rounds_of()
+    assert out.rounds_of(1) == [1]

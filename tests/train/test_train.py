@@ -1,0 +1,245 @@
+"""Training on a CPU in seconds: it learns, resumes exactly, distils, and writes a checkpoint that loads again."""
+
+import dataclasses
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
+ocp = pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+
+import train_files  # noqa: E402
+from train_files import lines, run  # noqa: E402
+
+from jspec.checkpoints import language_model  # noqa: E402
+from jspec.core import tree  # noqa: E402
+from jspec.models import Llama  # noqa: E402
+from jspec.train import batches, lm, model, objective, text, tokenizer  # noqa: E402
+from jspec.train.loop import Intervals  # noqa: E402
+from jspec.train.objective import Recipe, Setup  # noqa: E402
+
+SMALL = Llama(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_length=32,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+TINY = dataclasses.replace(SMALL, hidden_size=16, qk_norm=False, tie_embeddings=False)
+RECIPE = Recipe(steps=12, batch_tokens=128, length=16, learning_rate=1e-2, warmup=2)
+OFTEN = Intervals(log=1, evaluate=6, checkpoint=4)
+LOGITS = jax.jit(model.logits, static_argnums=(0, 3))
+
+
+@pytest.fixture(scope="module")
+def sources():
+    """A text in which each token follows from the one before."""
+    return (batches.Source((np.arange(2000) * 7 % 61).astype(np.uint16)),)
+
+
+@pytest.fixture(scope="module")
+def heldout():
+    return lm.Heldout((np.arange(600) * 7 % 61).astype(np.uint16), np.full(61, 2, np.int32))
+
+
+def setup_for(config=SMALL, recipe=RECIPE, teacher=None):
+    return Setup(config, recipe, teacher, "float32")
+
+
+@pytest.mark.parametrize("config", [SMALL, TINY], ids=["qwen3-tied", "llama-untied"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_training_forward_is_the_models_own(config, layers):
+    config, length = dataclasses.replace(config, num_layers=layers), 14 + layers
+    params = model.init_params(config, jax.random.key(1))
+    tokens = np.random.default_rng(2).integers(0, config.vocab_size, (3, length), np.int32)
+
+    @jax.jit
+    def serve(params, tokens):
+        return config.forward(params, tree.chain(tokens), config.init_cache(params, 3, length, 4), None).logits
+
+    wanted = serve(params, tokens)
+    with jax.default_matmul_precision("highest"):
+        logits = LOGITS(config, params, tokens, "float32")
+    np.testing.assert_allclose(logits, wanted, atol=1e-5)
+
+
+def test_the_loss_falls_and_metrics_say_so(sources, heldout, tmp_path):
+    recipe = dataclasses.replace(RECIPE, steps=40)
+    state = lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=OFTEN)
+    losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
+    assert int(state.step) == len(losses) == 40
+    assert losses[0] == pytest.approx(math.log(61), abs=0.5)
+    assert losses[-1] < 0.5 * losses[0]
+    evaluations = [line["heldout_bits_per_byte"] for line in lines(tmp_path) if "heldout_bits_per_byte" in line]
+    assert evaluations[-1] < evaluations[0]
+    # The text of the training repeats itself, so the held-out windows are of the same kind.
+    assert evaluations[-1] == pytest.approx(losses[-1] / math.log(2) / 2, rel=0.5)
+
+
+def test_resuming_continues_exactly(sources, heldout, tmp_path):
+    setup = setup_for()
+    unbroken = lm.train(setup, sources, heldout, directory=tmp_path / "whole", intervals=OFTEN)
+    lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=OFTEN, stop_after=7)
+    resumed = lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=OFTEN, resume=True)
+    # A GPU adds the gradients of a token's row in no fixed order.
+    tolerance = 1e-3 if jax.default_backend() == "gpu" else 0
+    close = {"atol": tolerance, "rtol": tolerance, "equal_nan": False}
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **close), unbroken, resumed)
+    whole, parts = ({line["step"]: line.get("loss") for line in lines(tmp_path / name)} for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("whole", "parts")]
+    np.testing.assert_allclose(losses[0], losses[1], **close)
+    seconds = [line["seconds"] for line in lines(tmp_path / "parts")]
+    assert seconds == sorted(seconds)
+
+
+def test_distillation_brings_the_draft_to_its_teacher(sources, heldout, tmp_path):
+    teacher = model.init_params(SMALL, jax.random.key(5))
+    teacher = dataclasses.replace(teacher, embed=20 * teacher.embed)
+    recipe = dataclasses.replace(RECIPE, steps=40, cross_entropy=0.01)
+    setup = setup_for(TINY, recipe, SMALL)
+    before = lm.evaluate(objective.init(setup).params, heldout, setup, teacher)
+    lm.train(setup, sources, heldout, teacher=teacher, directory=tmp_path, intervals=OFTEN)
+    after = lines(tmp_path)[-1]
+    assert after["heldout_divergence"] < 0.5 * before["heldout_divergence"]
+    assert after["heldout_agreement"] > 0.5 > before["heldout_agreement"]
+
+
+def test_divergence_and_cross_entropy():
+    p, q = jnp.array([[[0.5, 0.25, 0.25]]]), jnp.array([[[0.25, 0.25, 0.5]]])
+    wanted = 0.5 * math.log(2) - 0.25 * math.log(2)
+    assert objective.divergence(jnp.log(p), jnp.log(q))[0, 0] == pytest.approx(wanted, abs=1e-6)
+    assert objective.divergence(jnp.log(p), jnp.log(p) + 3)[0, 0] == pytest.approx(0, abs=1e-6)
+    assert objective.cross_entropy(jnp.log(q), jnp.array([[2]]))[0, 0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_bits_per_byte_of_a_model_that_knows_nothing(heldout):
+    params = jax.tree.map(np.zeros_like, model.init_params(SMALL, jax.random.key(0)))
+    result = lm.evaluate(params, heldout, setup_for())
+    assert result["heldout_bits_per_byte"] == pytest.approx(math.log2(61) / 2, rel=1e-5)
+    assert "heldout_agreement" not in result
+
+
+def test_a_text_is_the_models_greedy_output():
+    params = model.init_params(SMALL, jax.random.key(3))
+    prompts = [[5, 9, 2], [7], [1, 1, 1, 1, 1]]
+    rows = text.complete(SMALL, params, prompts, width=12, batch=3)
+    assert rows.dtype == np.uint16 and rows.shape == (3, 12)
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert row[: len(prompt)].tolist() == prompt
+        choices = np.argmax(LOGITS(SMALL, params, row[None].astype(np.int32), "float32"), axis=-1)[0]
+        assert choices[len(prompt) - 1 : -1].tolist() == row[len(prompt) :].tolist()
+
+
+def test_ids_beyond_16_bits_have_32():
+    """As in the vocabularies of Llama 3, Qwen3 and Gemma 4."""
+    config = dataclasses.replace(TINY, vocab_size=70_000)
+    rows = text.complete(config, model.init_params(config, jax.random.key(3)), [[69_999, 65_536]], width=4, batch=1)
+    assert rows.dtype == np.uint32 and rows[0, :2].tolist() == [69_999, 65_536]
+
+
+def test_the_bundled_shapes_have_their_sizes():
+    sizes = {
+        name: sum(
+            leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda c=c: model.init_params(c, jax.random.key(0))))
+        )
+        for name, c in model.SHAPES.items()
+    }
+    assert 8e6 < sizes["python-small"] < 12e6
+    assert 0.9e6 < sizes["python-tiny"] < 1.3e6
+    assert all(config.max_length >= 1024 for config in model.SHAPES.values())
+
+
+@pytest.fixture(scope="module")
+def data_directory(tmp_path_factory):
+    """What `jspec train data` writes, of a made-up text."""
+    directory = tmp_path_factory.mktemp("data")
+    train_files.write(directory)
+    for name, config in (("small", SMALL), ("tiny", TINY)):
+        (directory / name).mkdir()
+        described = language_model.describe(dataclasses.replace(config, vocab_size=280))
+        (directory / name / "config.json").write_text(json.dumps(described))
+    return directory
+
+
+def test_the_commands_write_models_that_load_again(data_directory, tmp_path):
+    common = {"data": data_directory, "steps": 4, "batch_tokens": 64, "length": 16}
+    small, tiny, rows = tmp_path / "small", tmp_path / "tiny", tmp_path / "rows.npy"
+    run("lm", **common, work=tmp_path / "w1", out=small, config=data_directory / "small", stop_after=2)
+    run("lm", **common, work=tmp_path / "w1", out=small, config=data_directory / "small", resume=True)
+    run("text", model=small, prompts=data_directory / "train_prompts.json", out=rows, width=17, rows=3)
+    assert np.load(rows).shape == (3, 17)
+    distil = {"config": data_directory / "tiny", "teacher": small, "rows": rows, "rows_share": 0.25}
+    run("lm", **common, work=tmp_path / "w2", out=tiny, **distil)
+
+    loaded = language_model.load(tiny, dtype="float32")
+    assert loaded.config == dataclasses.replace(TINY, vocab_size=280) and loaded.eos == (0,)
+    recipe = Recipe(steps=4, batch_tokens=64, length=16)
+    with ocp.CheckpointManager((tmp_path / "w2" / "checkpoints").resolve()) as manager:
+        like = jax.eval_shape(lambda: objective.init(setup_for(loaded.config, recipe)))
+        trained = manager.restore(4, args=ocp.args.StandardRestore(like)).params
+    tokens = np.arange(16, dtype=np.int32)[None]
+    rounded = jax.tree.map(lambda leaf: np.array(leaf).astype(jnp.bfloat16).astype(np.float32), trained)
+    wanted = LOGITS(loaded.config, rounded, tokens, "float32")
+    np.testing.assert_allclose(LOGITS(loaded.config, loaded.params, tokens, "float32"), wanted, atol=1e-5)
+
+    card = (tiny / "README.md").read_text()
+    assert "bits per byte" in card and "| apart | 1 | MIT |" in card and "KL divergence to small" in card
+    assert "jspec train text --model small" in card and "--rows 3 --width 17" in card and "--steps 4" in card
+    assert str(tmp_path) not in card
+    assert tokenizer.load(tiny).get_vocab() == tokenizer.load(data_directory).get_vocab()
+
+
+def test_what_does_not_fit_is_refused(sources, heldout, tmp_path):
+    def train(**changes):
+        setup = setup_for(**changes)
+        lm.train(setup, sources, heldout, directory=tmp_path, intervals=OFTEN)
+
+    with pytest.raises(ValueError, match="length=33: the model's context is 32 tokens"):
+        train(recipe=dataclasses.replace(RECIPE, length=33))
+    with pytest.raises(ValueError, match="the teacher's vocabulary has 60 tokens and the model's 61"):
+        train(teacher=dataclasses.replace(SMALL, vocab_size=60))
+    with pytest.raises(ValueError, match="the teacher's context is 8 tokens"):
+        train(teacher=dataclasses.replace(SMALL, max_length=8))
+    with pytest.raises(ValueError, match="the tokenizer has 61 tokens and the model vocab_size=64"):
+        train(config=dataclasses.replace(SMALL, vocab_size=64))
+    with pytest.raises(ValueError, match="steps=1"):
+        train(recipe=dataclasses.replace(RECIPE, steps=1))
+    params = model.init_params(SMALL, jax.random.key(0))
+    with pytest.raises(ValueError, match="width=33: the model's context is 32 tokens"):
+        text.complete(SMALL, params, [[1]], width=33, batch=1)
+    with pytest.raises(ValueError, match="prompts of up to 12 tokens: give prompts of 1 to 11"):
+        text.complete(SMALL, params, [[1] * 12], width=12, batch=1)
+
+
+def test_resuming_is_checked(sources, heldout, tmp_path):
+    def train(recipe=RECIPE, **options):
+        lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=OFTEN, **options)
+
+    with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
+        train(resume=True)
+    train(stop_after=2)
+    with pytest.raises(FileExistsError, match="holds a checkpoint of step 2; resume"):
+        train()
+    with pytest.raises(ValueError, match=r"another recipe: seed=1 \(was 0\)"):
+        train(recipe=dataclasses.replace(RECIPE, seed=1), resume=True)
+
+
+def test_the_commands_name_what_is_missing(data_directory, tmp_path):
+    common = {"steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
+    with pytest.raises(FileNotFoundError, match="absent"):
+        run("lm", data=tmp_path / "absent", shape="python-tiny", **common)
+    with pytest.raises(ValueError, match="give --shape or --config"):
+        run("lm", data=data_directory, **common)
+    with pytest.raises(ValueError, match="absent: no such directory"):
+        run("lm", data=data_directory, config=data_directory / "tiny", teacher=tmp_path / "absent", **common)

@@ -1,0 +1,412 @@
+"""Training of EAGLE-3 heads: the losses are SafeAILab's, what is trained is what is served, and runs resume exactly."""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
+pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+
+import train_files  # noqa: E402
+from train_files import lines, run  # noqa: E402
+
+import jspec  # noqa: E402
+from jspec.checkpoints import eagle, language_model  # noqa: E402
+from jspec.core.types import Params  # noqa: E402
+from jspec.models import EagleHead, EagleParams, Llama, LlamaParams  # noqa: E402
+from jspec.models.llama import LayerParams  # noqa: E402
+from jspec.train import batches, distil, eagle3, head, learner, model, text, tokenizer, ttt  # noqa: E402
+from jspec.train.head import HeadLearner  # noqa: E402
+from jspec.train.learner import DraftRecipe, DraftSetup  # noqa: E402
+from jspec.train.loop import Intervals  # noqa: E402
+
+STEPS = 7
+TARGET = Llama(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_length=64,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+RECIPE = DraftRecipe(steps=30, batch_tokens=96, length=24, learning_rate=1e-2, warmup=2, ttt_steps=3)
+CONFIG = head.configure(TARGET, capture=(1, 2, 4), draft_vocab_size=40)
+LEARNER = HeadLearner(CONFIG, TARGET)
+SETUP = DraftSetup(LEARNER, RECIPE, "float32")
+OBSERVE = jax.jit(learner.observe, static_argnums=0)
+TEACH = jax.jit(ttt.teach)
+FIGURES = jax.jit(ttt.figures, static_argnums=(0, 6))
+OFTEN = Intervals(log=1, evaluate=10, checkpoint=10)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Random weights and inputs of a head, and what SafeAILab's own torch layer makes of them: the losses of its
+    training-time test (without attention mask) and the gradients of their sum weighted by 0.8^k.
+    """
+    with np.load(Path(__file__).parent / "ttt_ref.npz") as stored:
+        return dict(stored)
+
+
+def read_head(reference, prefix):
+    """The arrays under the names that a checkpoint has, as the weights of a head."""
+    named = {name.removeprefix(prefix): reference[name] for name in reference if name.startswith(prefix)}
+    attention, mlp = "midlayer.self_attn.{}_proj.weight", "midlayer.mlp.{}_proj.weight"
+    layer = LayerParams(
+        attention_norm=named["midlayer.input_layernorm.weight"],
+        qkv=np.concatenate([named[attention.format(name)] for name in "qkv"]).T,
+        qkv_bias=None,
+        q_norm=None,
+        k_norm=None,
+        o=named[attention.format("o")].T,
+        o_bias=None,
+        mlp_norm=named["midlayer.post_attention_layernorm.weight"],
+        gate_up=np.concatenate([named[mlp.format(name)] for name in ("gate", "up")]).T,
+        down=named[mlp.format("down")].T,
+    )
+    return EagleParams(
+        embed=None,
+        fc=named["fc.weight"].T,
+        fc_bias=None,
+        fc_norms=None,
+        input_norm=None,
+        hidden_norm=named["midlayer.hidden_norm.weight"],
+        layers=(layer,),
+        norm=named["norm.weight"],
+        lm_head=named["lm_head.weight"].T,
+        ids=None,
+    )
+
+
+def test_losses_and_gradients_are_those_of_the_authors(reference):
+    shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
+    target = Llama(num_layers=7, head_dim=8, max_length=64, **shape)
+    config = head.configure(target, draft_vocab_size=24)
+    assert config.capture == (2, 3, 4) and config.rms_norm_eps == 1e-5 and config.rope_theta == 10000
+    frozen = LlamaParams(jnp.asarray(reference["emb"]), (), np.ones(32, np.float32), None)
+    tokens = jnp.asarray(reference["ids"], jnp.int32)
+    lesson = TEACH(reference["tlogits"], np.flatnonzero(reference["t2d"]).astype(np.int32))
+
+    @jax.jit
+    @partial(jax.grad, has_aux=True)
+    def run(params):
+        inputs = (tokens, jnp.asarray(reference["aux"]), lesson, jnp.asarray(reference["lm"]))
+        found = ttt.figures(HeadLearner(config, target), Params(frozen, params), *inputs, STEPS)
+        return ttt.total(found.loss, 0.8), found.loss
+
+    gradient, losses = run(read_head(reference, "w:"))
+    np.testing.assert_allclose(losses, reference["losses"], rtol=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(read_head(reference, "g:")), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6 * float(abs(theirs).max()))
+
+
+@pytest.fixture(scope="module")
+def target():
+    """Random weights; the embedding is large, so that the target is sure of what it says."""
+    params = model.init_params(TARGET, jax.random.key(3))
+    return dataclasses.replace(params, embed=jax.device_put(20 * np.array(params.embed)))
+
+
+@pytest.fixture(scope="module")
+def rows(target):
+    """Text that the target writes."""
+    prompts = np.random.default_rng(0).integers(0, 61, (32, 4)).tolist()
+    return text.complete(TARGET, target, prompts, width=24, batch=32)
+
+
+@pytest.fixture(scope="module")
+def sources(rows):
+    return (batches.Source(rows, 0.75), batches.Source((np.arange(2000) * 7 % 61).astype(np.uint16), 0.25))
+
+
+@pytest.fixture(scope="module")
+def heldout(rows):
+    return rows[:8].reshape(-1)
+
+
+def random_head(target):
+    """Weights whose norms and matrices all matter."""
+    ids = np.arange(0, 60, 60 / CONFIG.draft_vocab_size).astype(np.int32)
+    begun = jax.device_get(learner.init(SETUP, target, ids).params)
+    random = np.random.default_rng(6)
+    params = jax.tree.map(lambda leaf: leaf + random.normal(0, 0.2, leaf.shape).astype(np.float32), begun)
+    return dataclasses.replace(params, ids=ids)
+
+
+def random_tokens(batch, length):
+    return np.random.default_rng(2).integers(0, 61, (batch, length), np.int32)
+
+
+def test_what_is_trained_is_what_is_served(target):
+    """Step k of row p is the k-th draft of a decoder whose cache holds the rows 0 to p."""
+    params, tokens = Params(target, random_head(target)), random_tokens(2, 12)
+    hidden = OBSERVE(SETUP, target, tokens, None)[0]
+    fused = np.array(jax.jit(CONFIG.fuse)(params.draft, hidden))
+    handed, trained = jax.jit(LEARNER.begin)(params, hidden), []
+    forward, apply = jax.jit(LEARNER.forward, static_argnums=4), jax.jit(CONFIG.apply, static_argnums=1)
+    commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
+    for step in range(3):
+        logits, handed = forward(params, tokens, hidden, handed, step)
+        trained.append(jax.device_get((logits, handed[0])))
+    for p in (0, 7):
+        cache = CONFIG.init_cache(params.draft, 2, 12, 4)
+        positions = np.arange(p + 1, dtype=np.int32)[None]
+        last, count = np.full(2, p, np.int32), np.full(2, p + 1, np.int32)
+        out = apply(params, TARGET, tokens[:, 1 : p + 2], fused[:, : p + 1], positions, cache, None, select=last)
+        cache, rows = commit(cache, out.rows, np.zeros(2, np.int32), None, count), None
+        for step, wanted in enumerate(trained):
+            if step:
+                token, at = tokens[:, p + step + 1, None], np.full((1, 1), p + step, np.int32)
+                out = apply(params, TARGET, token, out.feature, at, cache, count, earlier=rows)
+                rows = out.rows
+            np.testing.assert_allclose(np.array(out.logits)[:, 0], wanted[0][:, p], atol=2e-5)
+            np.testing.assert_allclose(np.array(out.feature)[:, 0], wanted[1][:, p], atol=2e-5)
+
+
+def test_what_the_mask_leaves_out_changes_nothing(target):
+    params, tokens = dataclasses.replace(random_head(target), ids=None), random_tokens(2, 12)
+    ids = np.arange(0, 60, 1.5).astype(np.int32)
+    hidden = np.array(OBSERVE(SETUP, target, tokens, None)[0])
+    logits = np.random.default_rng(1).normal(size=(2, 12, 61)).astype(np.float32)
+    mask = np.random.default_rng(4).integers(0, 2, (2, 12)).astype(np.float32)
+    mask[:, 7:] = 0.0
+    assert mask[:, :7].min() == 0
+
+    @jax.jit
+    def run(params, tokens, hidden, logits):
+        def total(params):
+            both = Params(target, params)
+            found = ttt.figures(LEARNER, both, tokens, hidden, ttt.teach(logits, ids), mask, 3)
+            return ttt.total(found.loss, 0.8), found
+
+        return jax.grad(total, has_aux=True)(params)
+
+    gradient, found = run(params, tokens, hidden, logits)
+    assert found.counted.tolist() == [int(mask[:, step:].sum()) for step in range(3)]
+    # The token after a masked one is not predicted from it; nothing reads what follows the last that counts.
+    unread = np.pad(mask, ((0, 0), (1, 0)))[:, :12, None] == 0
+    column = np.arange(12)[None]
+    others = np.where(column < 8, tokens, 1), np.where(column[..., None] < 7, hidden, np.float32(3))
+    other = run(params, *others, np.where(unread, logits[:, ::-1], logits))
+    same = jax.tree.map(np.array_equal, (gradient, found), other)
+    assert jax.tree.all(same)
+    changed = run(params, np.where(column == 7, 1, tokens), hidden, logits)[1]
+    assert not np.array_equal(changed.loss, found.loss)
+
+
+def test_figures_count_what_agrees(target):
+    """Against a lesson made of the head's own choices, of which some are then changed."""
+    params, tokens = Params(target, random_head(target)), random_tokens(1, 10)
+    hidden = np.random.default_rng(0).normal(size=(1, 10, 96)).astype(np.float32)
+    forward = jax.jit(LEARNER.forward, static_argnums=4)
+    first, handed = forward(params, tokens, hidden, jax.jit(LEARNER.begin)(params, hidden), 0)
+    second, _ = forward(params, tokens, hidden, handed, 1)
+    choices = [np.asarray(logits)[0].argmax(-1) for logits in (first, second)]
+    wanted = np.concatenate([[0], choices[0][:-1]])
+    wanted[4] = choices[1][2]
+    wanted[[6, 7]] = (wanted[[6, 7]] + 1) % 40
+    known = np.arange(10) != 3
+    lesson = ttt.Lesson(np.eye(40, dtype=np.float32)[wanted][None], known[None], np.array(False))
+    agreed = [[choices[k][p] == wanted[p + k + 1] and known[p + k + 1] for p in range(9 - k)] for k in range(2)]
+    both = sum(a and b for a, b in zip(*agreed, strict=False))
+    found = FIGURES(LEARNER, params, tokens, hidden, lesson, learner.text_mask(tokens), 2)
+    assert found.agreed.tolist() == [sum(agreed[0]), sum(agreed[1])]
+    assert found.chained.tolist() == [sum(agreed[0]), both] and both < sum(agreed[1])
+    assert found.counted.tolist() == [9, 8]
+    assert 4 <= sum(agreed[0]) <= 6
+
+
+def test_a_choice_outside_the_drafts_vocabulary_counts_nothing():
+    logits = np.log(np.array([[[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]], np.float32))
+    lesson = TEACH(logits, np.array([0, 2]))
+    np.testing.assert_allclose(lesson.probs, [[[0.25, 0.75], [2 / 3, 1 / 3]]], rtol=1e-6)
+    assert lesson.known.tolist() == [[False, True]] and bool(lesson.beyond)
+    assert not bool(TEACH(logits, np.array([1, 2])).beyond)
+    assert np.array(TEACH(logits, None).known).all()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_behind_the_end_the_target_counts_as_undecided(target, first):
+    """Where the mask has the last token count, its logits are zeros: a uniform law, and token 0 as the choice."""
+    tokens, ids = random_tokens(1, 6), np.arange(first, 40 + first, dtype=np.int32)
+    random = np.random.default_rng(0)
+    hidden, logits = (random.normal(size=(1, 6, width)).astype(np.float32) for width in (96, 61))
+    params = Params(target, random_head(target))
+    lessons = [TEACH(logits, ids), TEACH(np.pad(logits, ((0, 0), (0, 2), (0, 0))), ids)]
+    ours = FIGURES(LEARNER, params, tokens, hidden, lessons[0], np.ones((1, 6), np.float32), 2)
+    longer = np.pad(tokens, ((0, 0), (0, 2))), np.pad(hidden, ((0, 0), (0, 2), (0, 0)))
+    mask = np.array([[1, 1, 1, 1, 1, 1, 0, 0]], np.float32)
+    wanted = FIGURES(LEARNER, params, *longer, lessons[1], mask, 2)
+    np.testing.assert_allclose(np.array(ours.loss) * 6, np.array(wanted.loss) * 8, rtol=1e-5)
+    assert ours.counted.tolist() == wanted.counted.tolist() == [6, 5]
+
+
+def test_the_vocabulary_is_what_is_most_common():
+    assert head.most_common(np.array([3, 0, 5, 5, 1, 0]), 3).tolist() == [0, 2, 3]
+    assert head.most_common(np.array([3, 0, 5, 5, 1, 0]), 5).tolist() == [0, 1, 2, 3, 4]
+    assert head.most_common(np.array([1, 2, 2, 2]), 2).tolist() == [1, 2]
+    tokens, mask = np.array([[1, 2, 2], [5, 5, 5]], np.uint16), np.array([[1, 1, 0], [0, 0, 1]])
+    assert head.count_tokens(tokens, 6).tolist() == [0, 1, 2, 0, 0, 3]
+    assert head.count_tokens(tokens, 6, mask).tolist() == [0, 1, 1, 0, 0, 1]
+    long = np.arange(200_000, dtype=np.int64) % 3
+    assert head.count_tokens(long, 4).tolist() == [66667, 66667, 66666, 0]
+    small = (batches.Source(np.array([9, 9, 8], np.uint16), 0.8), batches.Source(np.full(100, 7, np.uint16), 0.2))
+    assert head.vocabulary(dataclasses.replace(CONFIG, draft_vocab_size=2), small).tolist() == [8, 9]
+    assert head.vocabulary(head.configure(TARGET, capture=(1,)), small) is None
+
+
+def test_training_lowers_the_loss_and_leaves_the_vocabulary(target, sources, heldout, tmp_path):
+    judged = []
+
+    def judge(params):
+        judged.append(params)
+        return {"accept_length": 1.5}
+
+    state = distil.train(SETUP, target, sources, heldout, directory=tmp_path, intervals=OFTEN, judge=judge)
+    losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
+    assert int(state.step) == len(losses) == RECIPE.steps
+    assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:3])
+    found = [line for line in lines(tmp_path) if "heldout_agreement" in line]
+    assert found[-1]["heldout_chain"] > found[0]["heldout_chain"] and len(found[-1]["heldout_loss"]) == 3
+    assert found[-1]["accept_length"] == 1.5 and len(judged) == len(found)
+    # What was served early lives on, though the state of that step was donated.
+    assert float(abs(judged[0].fc - judged[-1].fc).max()) > 0
+    share = found[-1]["heldout_agreement"]
+    assert found[-1]["heldout_estimate"] == pytest.approx(1 + sum(np.cumprod(share)))
+
+    ids = LEARNER.vocabulary(sources)
+    assert state.ids.dtype == jnp.int32 and state.ids.tolist() == ids.tolist() == judged[-1].ids.tolist()
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+    assert state.params.ids is None and state.params.embed is None
+    first = learner.init(SETUP, target, ids)
+    assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, first.params, state.params)))
+
+
+def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
+    def train(name, **options):
+        return distil.train(SETUP, target, sources, heldout, directory=tmp_path / name, intervals=OFTEN, **options)
+
+    unbroken = train("whole", stop_after=12)
+    train("parts", stop_after=7)
+    resumed = train("parts", resume=True, stop_after=12)
+    assert jax.tree.all(jax.tree.map(np.array_equal, unbroken, resumed))
+    losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("whole", "parts")]
+    assert losses[0] == losses[1]
+    other = HeadLearner(dataclasses.replace(CONFIG, capture=(0, 2, 4)), TARGET)
+    with pytest.raises(ValueError, match=r"another recipe: capture=\[0, 2, 4\] \(was \[1, 2, 4\]\)"):
+        distil.train(
+            DraftSetup(other, RECIPE, "float32"), target, sources, heldout, directory=tmp_path / "parts", resume=True
+        )
+
+
+def test_a_head_trained_in_memory_drafts_losslessly(target, rows):
+    plain = jspec.Model("tiny", TARGET, Params(target), None, ())
+    options = {"capture": (1, 2, 4), "ttt_steps": 2, "learning_rate": 1e-2, "warmup": 5, "draft_vocab_size": 50}
+    drafted = eagle3.train_head(plain, rows, steps=60, batch_tokens=256, progress=False, **options)
+    assert isinstance(drafted.draft, EagleHead) and drafted.params.target is target
+    prompts = rows[:4, :6].astype(int).tolist()
+    wanted = jspec.generate(plain, prompts, drafter=None, max_new_tokens=24)
+    out = jspec.generate(drafted, prompts, drafter=jspec.Eagle(depth=3), max_new_tokens=24)
+    assert out.tokens == wanted.tokens
+    assert out.stats.accept_length > 2
+
+
+@pytest.fixture(scope="module")
+def data_directory(tmp_path_factory):
+    """What `jspec train data` writes, of a made-up text, a target with its tokenizer, and text that it wrote."""
+    directory = tmp_path_factory.mktemp("data")
+    bpe = train_files.write(directory)
+    small = dataclasses.replace(TARGET, vocab_size=280, max_length=256)
+    language_model.save(
+        directory / "small", small, model.init_params(small, jax.random.key(0)), dtype="float32", eos=(0,)
+    )
+    tokenizer.save(bpe, directory / "small", 256)
+    return directory
+
+
+def test_the_command_writes_a_head_that_loads_again(data_directory, tmp_path):
+    common = {"data": data_directory, "target": data_directory / "small", "capture": (1, 2, 4), "ttt_steps": 2}
+    common |= {"steps": 4, "batch_tokens": 64, "length": 16, "draft_vocab_size": 200, "depth": 2, "prompts": 2}
+    common |= {"work": tmp_path / "work", "rows": data_directory / "rows.npy", "rows_share": 0.5}
+    common |= {"intermediate_size": 40, "num_kv_heads": 1}
+    out = tmp_path / "head"
+    run("eagle3", **common, out=out, stop_after=2)
+    run("eagle3", **common, out=out, resume=True, layout="speculators")
+    loaded = jspec.load(data_directory / "small", draft=out, dtype="float32")
+    assert isinstance(loaded.draft, EagleHead)
+    assert loaded.draft.draft_vocab_size == 200 and loaded.draft.capture == (1, 2, 4)
+    assert loaded.draft.intermediate_size == 40 and loaded.draft.num_kv_heads == 1
+    assert json.loads((out / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"] == "small"
+    assert loaded.params.draft.ids.tolist() == np.unique(loaded.params.draft.ids).tolist()
+
+    final = lines(tmp_path / "work")[-1]
+    assert final["step"] == 4 and len(final["acceptance_by_position"]) == 2
+    prompts = ["def f0(a, b):", "def f1(a, b):"]
+    served = distil.accept_length(loaded, loaded.draft, loaded.params.draft, prompts, depth=2)
+    assert final["accept_length"] == pytest.approx(served["accept_length"], abs=0.1)
+    card = (out / "README.md").read_text()
+    assert "An EAGLE-3 head (arXiv 2503.01840) for small" in card and "200 of the target's 280 tokens" in card
+    assert "jspec train data --out data --tokenizer small" in card and "| free | 1 | MIT |" in card
+    assert "--capture 1 2 4 --intermediate-size 40 --num-kv-heads 1 --draft-vocab-size 200 --steps 4" in card
+    assert str(tmp_path) not in card and str(data_directory) not in card
+
+
+@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
+def test_a_head_of_another_width_has_an_embedding_of_its_own(target, layout, tmp_path):
+    config = head.configure(TARGET, capture=(1, 2, 4), hidden_size=16, draft_vocab_size=40)
+    setup = DraftSetup(HeadLearner(config, TARGET), dataclasses.replace(RECIPE, ttt_steps=1), "float32")
+    ids = np.arange(10, 50)
+    state = learner.init(setup, target, ids)
+    assert state.params.embed.shape == (61, 16)
+    tokens = random_tokens(2, 8)
+    state, loss, _ = learner.train_step(state, target, tokens, learner.text_mask(tokens), setup=setup)
+    assert np.isfinite(float(loss))
+    eagle.save(tmp_path, config, state.serve("float32"), layout=layout, dtype="float32", verifier="tiny")
+    read = eagle.load(tmp_path, target=TARGET, dtype="float32")
+    assert read.config == config
+    assert jax.tree.all(jax.tree.map(np.array_equal, read.params, state.serve("float32")))
+
+
+def test_what_does_not_fit_is_refused(target, sources, heldout, data_directory, tmp_path):
+    def train(**changes):
+        setup = DraftSetup(LEARNER, dataclasses.replace(RECIPE, **changes), "float32")
+        distil.train(setup, target, sources, heldout, directory=tmp_path / "w")
+
+    with pytest.raises(ValueError, match="length=65: give 3 to 64, the target's context"):
+        train(length=65)
+    with pytest.raises(ValueError, match="steps=1: give at least 2"):
+        train(steps=1)
+    with pytest.raises(ValueError, match="ttt_steps=0"):
+        train(ttt_steps=0)
+    with pytest.raises(ValueError, match="capture=None: a target of 4 layers has no default"):
+        head.configure(TARGET)
+    with pytest.raises(ValueError, match=r"capture=\(2, 1\): give layers in ascending order, from 0 to 4"):
+        head.configure(TARGET, capture=(2, 1))
+    with pytest.raises(ValueError, match=r"capture=\(2, 5\)"):
+        head.configure(TARGET, capture=(2, 5))
+    with pytest.raises(ValueError, match="draft_vocab_size=62: give 1 to 61"):
+        head.configure(TARGET, capture=(2,), draft_vocab_size=62)
+    with pytest.raises(ValueError, match="num_heads=4 is no multiple of num_kv_heads=3"):
+        head.configure(TARGET, capture=(2,), num_kv_heads=3)
+    common = {"data": data_directory, "steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
+    with pytest.raises(ValueError, match="has another tokenizer than bundled:python-tiny"):
+        run("eagle3", **common, target="bundled:python-tiny")
+    with pytest.raises(ValueError, match="rows-share=2.0: give a share from 0 to 1"):
+        run(
+            "eagle3",
+            **common,
+            target=data_directory / "small",
+            capture=(1, 2),
+            rows=data_directory / "rows.npy",
+            rows_share=2,
+        )
