@@ -1,7 +1,7 @@
 """Speculative decoding for JAX, on GPU and TPU: pure functions and one XLA program that loops on the device."""
 
 from jspec.analysis.check_drafter import check_drafter
-from jspec.analysis.inspect_round import Round, look_at_round
+from jspec.analysis.inspect_round import Round, inspect_round
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
@@ -25,7 +25,7 @@ __all__ = [
     "generate",
     "generate_ids",
     "load",
-    "look_at_round",
+    "inspect_round",
     "loop_options",
     "stream",
 ]

@@ -100,8 +100,8 @@ class _Counted:
         return self.drafter.depth
 
     @property
-    def capture(self) -> tuple[int, ...]:
-        return self.drafter.capture
+    def capture_layers(self) -> tuple[int, ...]:
+        return self.drafter.capture_layers
 
     def bind(self, target: Any, draft: Any) -> "_Counted":
         return _Counted(self.drafter.bind(target, draft), self.traces)
@@ -161,14 +161,16 @@ def _check_interface(drafter: Any, model: Model) -> Drafter:
             f"{name}: {error}: a drafter is a static argument, so make it a frozen dataclass"
         ) from None
     bound = chosen.bind(model.target, model.draft)
-    missing = [part for part in ("depth", "capture", "bind", "init", "draft", "extend") if not hasattr(bound, part)]
+    missing = [
+        part for part in ("depth", "capture_layers", "bind", "init", "draft", "extend") if not hasattr(bound, part)
+    ]
     if missing:
         given = type(bound).__name__
         raise AssertionError(f"{name}: bind returns the drafter to use, and this {given} has no {', '.join(missing)}")
     if isinstance(bound.depth, bool) or not isinstance(bound.depth, int) or bound.depth < 0:
         raise AssertionError(f"{name}: depth={bound.depth!r}: give the tokens of the longest chain, an int from 0 up")
-    if not isinstance(bound.capture, tuple):
-        raise AssertionError(f"{name}: capture={bound.capture!r}: give a tuple of layers, () for none")
+    if not isinstance(bound.capture_layers, tuple):
+        raise AssertionError(f"{name}: capture_layers={bound.capture_layers!r}: give a tuple of layers, () for none")
     return chosen
 
 

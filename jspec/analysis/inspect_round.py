@@ -40,7 +40,7 @@ class Round:
     appended: list[int]
 
 
-def look_at_round(
+def inspect_round(
     model: Model,
     prompt: str | Sequence[int],
     *,
@@ -70,7 +70,7 @@ def look_at_round(
     most = min(max(128, 1 + (round + 1) * (depth + 1)), max(1, model.target.max_length - len(ids)))
     run = Run(model, ids, chosen, most, sampling, None, (), seed, False, DEFAULT_PAGE_SIZE, False)
     if run.advance(round):
-        last = int(run.state.step) - 1
+        last = int(run.state.round_index) - 1
         where = f"in round {last}; give a smaller number" if last >= 0 else "with its first token, before any round"
         raise ValueError(f"round={round}: the text ends {where}")
     s = run.state
@@ -102,10 +102,10 @@ def _take_apart(
     how many tokens it would append.
     """
     draft_tree, _ = drafter.draft(params, s)
-    out = target.forward(params.target, draft_tree, s.cache, s.length - 1, capture=drafter.capture)
+    out = target.forward(params.target, draft_tree, s.cache, s.length - 1, capture_layers=drafter.capture_layers)
     logits = sampling.process(s, out.logits, tree.paths(draft_tree))
     accepted = accept(s.key, draft_tree, logits, s.length)
-    kept, _, _ = decode.cut(s, accepted)
+    kept, _, _ = decode.truncate_at_stop(s, accepted)
     # A tree of one node has no drafts to accept: what a rule appends to it is the target's choice.
     nodes = draft_tree.tokens.shape[1]
     alone = accept(

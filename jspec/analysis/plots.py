@@ -80,7 +80,7 @@ def draft_tree(round: Round, tokenizer: Tokenizer | None = None, ax: Any = None)
     """The tree of a round, from the root at the left; what the round appended is in colour, the rest is grey.
 
     Args:
-      round: from `jspec.look_at_round`.
+      round: from `jspec.inspect_round`.
       tokenizer: the model's, for the texts of the tokens; None: their ids.
     """
     tokens, parents, depths = round.tokens.tolist(), round.parents.tolist(), round.depths.tolist()

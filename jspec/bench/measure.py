@@ -216,8 +216,10 @@ def _time_rounds(setup: Setup, row: Row, rounds: Callable[..., DecodeState], s: 
         s = jax.block_until_ready(rounds(s, jnp.int32(setup.rounds)))
         if turn >= machine.WARM_UP:
             row.round_seconds.append((time.perf_counter() - began) / setup.rounds)
-    if int(s.step) != setup.rounds:
-        raise RuntimeError(f"{int(s.step)} rounds ran, not {setup.rounds}: rows ended at the limit of {row.capacity}")
+    if int(s.round_index) != setup.rounds:
+        raise RuntimeError(
+            f"{int(s.round_index)} rounds ran, not {setup.rounds}: rows ended at the limit of {row.capacity}"
+        )
     row.accept_length = float(np.mean(np.asarray(s.length) - row.context - 1)) / setup.rounds
     return _rewind(s, before)
 

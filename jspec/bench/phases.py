@@ -35,7 +35,9 @@ class Phases:
     def verify(self, params: Params, given: tuple[DecodeState, DraftTree], cache: None) -> tuple[ForwardOutput, None]:
         """State and tree -> the target's output."""
         s, draft_tree = given
-        out = self.target.forward(params.target, draft_tree, s.cache, s.length - 1, capture=self.drafter.capture)
+        out = self.target.forward(
+            params.target, draft_tree, s.cache, s.length - 1, capture_layers=self.drafter.capture_layers
+        )
         return out, cache
 
     def accept_commit(
@@ -45,10 +47,10 @@ class Phases:
         s, draft_tree, out = given
         start = s.length - 1
         accepted = self.accept(s.key, draft_tree, sampling.process(s, out.logits, tree.paths(draft_tree)), s.length)
-        kept, stop, finish = decode.cut(s, accepted)
+        kept, stop, finish = decode.truncate_at_stop(s, accepted)
         cache = cache.commit(out.rows, start, kept.path, kept.length)
-        counted = {"step": s.step + 1, "stats": decode.count_round(s, kept)}
-        s = decode.append(s, kept, accepted.length - 1, stop=stop, finish=finish, **counted)
+        counted = {"round_index": s.round_index + 1, "stats": decode.count_round(s, kept)}
+        s = decode.append(s, kept, accepted.length - 1, stop=stop, finish_code=finish, **counted)
         return (s, Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)), cache
 
     def extend(self, params: Params, given: tuple[DecodeState, Committed], cache: Any) -> tuple[Any, Any]:

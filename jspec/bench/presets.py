@@ -51,7 +51,7 @@ def eagle_head(target: Llama | Qwen3Next, *, draft_vocab_size: int = DRAFT_VOCAB
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
         max_length=target.max_length,
-        capture=(2, count // 2, count - 3) if count >= 8 else (0, count // 2, count),
+        capture_layers=(2, count // 2, count - 3) if count >= 8 else (0, count // 2, count),
         rms_norm_eps=target.rms_norm_eps,
         rope_theta=target.rope_theta,
         rope_scaling=target.rope_scaling if isinstance(target, Llama) else None,

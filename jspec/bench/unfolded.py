@@ -29,7 +29,7 @@ class Unfolded:
     folded: FrozenKvMtp
 
     def __post_init__(self):
-        if self.folded.width > 1 or self.folded.drawn or self.folded.model is None:
+        if self.folded.width > 1 or self.folded.sampled or self.folded.model is None:
             raise ValueError(f"Unfolded({self.folded}): give a bound chain that is not drawn")
 
     @property
@@ -38,9 +38,9 @@ class Unfolded:
         return self.folded.depth
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def capture_layers(self) -> tuple[int, ...]:
         """As the drafter's."""
-        return self.folded.capture
+        return self.folded.capture_layers
 
     @property
     def model(self) -> Any:

@@ -70,7 +70,7 @@ def head_shapes(config: EagleHead, dtype: Any) -> EagleParams:
     """The weights of an EAGLE-3 head with its own LM head and the target's embedding, as `jax.ShapeDtypeStruct`s."""
     shape = _shape_of(dtype)
     width = config.hidden_size
-    captured = len(config.capture) * config.target_hidden_size
+    captured = len(config.capture_layers) * config.target_hidden_size
     layers = tuple(
         _layer_shapes(config, width if index else config.target_hidden_size + width, dtype)
         for index in range(config.num_layers)

@@ -123,7 +123,7 @@ class _HeadTensors(Tensors):
 
 def _read_params(config: EagleHead, raw: Mapping[str, Any], tensors: _HeadTensors, where: str) -> EagleParams:
     names, width, eagle3 = tensors.names(), config.hidden_size, config.version == 3
-    vocab, captured = config.draft_vocab_size, len(config.capture) * config.target_hidden_size
+    vocab, captured = config.draft_vocab_size, len(config.capture_layers) * config.target_hidden_size
     first = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
     qk_norm = (raw.get("transformer_layer_config") or {}).get("model_type") == "qwen3"
     layers = tuple(
@@ -136,7 +136,7 @@ def _read_params(config: EagleHead, raw: Mapping[str, Any], tensors: _HeadTensor
     fc_norms = None
     if eagle3:
         legacy = ["aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"]
-        chunks = legacy if legacy[0] in names else [f"fc_norm.{i}.weight" for i in range(len(config.capture))]
+        chunks = legacy if legacy[0] in names else [f"fc_norm.{i}.weight" for i in range(len(config.capture_layers))]
         if _check_flags(raw, ("fc_norm", "use_aux_norm"), chunks[0], names, where):
             fc_norms = tuple(tensors.device(name, config.target_hidden_size) for name in chunks)
     return EagleParams(

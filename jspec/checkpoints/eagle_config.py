@@ -88,7 +88,7 @@ def parse_config(raw: Mapping[str, Any], names: set[str], target: LanguageModel,
             num_kv_heads=int(layer.get("num_key_value_heads") or heads),
             head_dim=int(layer.get("head_dim") or width // heads),
             max_length=int(layer.get("max_position_embeddings") or target.max_length),
-            capture=_capture(raw, version, target, where),
+            capture_layers=_capture(raw, version, target, where),
             rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling=scaling,
@@ -169,17 +169,19 @@ def _capture(raw: Mapping[str, Any], version: int, target: LanguageModel, where:
     else:
         key, shift = "eagle_config.eagle_aux_hidden_state_layer_ids", 1
         ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    capture = tuple(int(i) + shift for i in ids or ()) or (2, count // 2, count - 3)
-    if list(capture) != sorted(set(capture)) or not all(0 <= i <= count for i in capture):
+    capture_layers = tuple(int(i) + shift for i in ids or ()) or (2, count // 2, count - 3)
+    if list(capture_layers) != sorted(set(capture_layers)) or not all(0 <= i <= count for i in capture_layers):
         given = f"{key}={ids}" if ids else f"{key} is not set, and the default is made for deeper targets: it"
         raise CheckpointError(
-            f"{where}: {given} stands for the inputs of layers {capture} of a target with {count} layers: "
+            f"{where}: {given} stands for the inputs of layers {capture_layers} of a target with {count} layers: "
             f"set {key} to ids that ascend from {-shift} to {count - shift}"
         )
     said = raw.get("num_aux_hidden_states")
-    if said not in (None, len(capture)):
-        raise CheckpointError(f"{where}: num_aux_hidden_states={said}, but {key} stands for {len(capture)} layers")
-    return capture
+    if said not in (None, len(capture_layers)):
+        raise CheckpointError(
+            f"{where}: num_aux_hidden_states={said}, but {key} stands for {len(capture_layers)} layers"
+        )
+    return capture_layers
 
 
 def _check_config(config: EagleHead, target: LanguageModel, where: str) -> None:
@@ -287,7 +289,7 @@ def _describe_safeailab(config: EagleHead, params: EagleParams) -> dict[str, Any
         "draft_vocab_size": None if shared else config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.capture],
+            "eagle_aux_hidden_state_layer_ids": [i - 1 for i in config.capture_layers],
             "use_aux_hidden_state": True,
         },
     }
@@ -314,6 +316,6 @@ def _describe_speculators(config: EagleHead, params: EagleParams, verifier: str 
         **_describe_norms(config, params),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None if config.hidden_size == config.target_hidden_size else config.target_hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(config.capture),
+        "eagle_aux_hidden_state_layer_ids": list(config.capture_layers),
         "tie_word_embeddings": False,
     }

@@ -55,16 +55,16 @@ def prefill(
         tokens=jnp.zeros((batch, room), jnp.int32).at[:, :width].set(ids),
         length=length,
         limit=limit,
-        finish=jnp.where(length >= limit, jnp.int32(stopping.LENGTH), jnp.int32(stopping.RUNNING)),
+        finish_code=jnp.where(length >= limit, jnp.int32(stopping.LENGTH), jnp.int32(stopping.RUNNING)),
         stop=stop,
         cache=target.init_cache(params.target, batch, room, page_size),
         draft=drafter.init(params, batch, room, page_size),
         sampling=rows,
         key=key,
-        prompt=length,
+        prompt_length=length,
         origin=jnp.zeros((batch, room), jnp.int8),
         logprobs=jnp.zeros((batch, room), jnp.float32) if logprobs else None,
-        step=jnp.zeros((), jnp.int32),
+        round_index=jnp.zeros((), jnp.int32),
         stats=Stats(jnp.zeros(batch, jnp.int32), jnp.zeros((batch, drafter.depth + 1), jnp.int32)),
     )
     size = width if chunk is None else min(chunk, width)
@@ -89,21 +89,23 @@ def _read_prompt(
 
     Rows whose prompt ends here get their first token, chosen as in a round without drafts.
     """
-    begin = jnp.zeros_like(s.prompt) if start is None else jnp.minimum(start, s.prompt)
-    count = jnp.minimum(s.prompt - begin, size)
+    begin = jnp.zeros_like(s.prompt_length) if start is None else jnp.minimum(start, s.prompt_length)
+    count = jnp.minimum(s.prompt_length - begin, size)
     column, last = jnp.arange(size, dtype=jnp.int32)[None], jnp.maximum(count - 1, 0)
     tokens = jnp.take_along_axis(s.tokens, begin[:, None] + column, axis=1, mode="clip")
     prefix = None if start is None else begin
-    out = target.forward(params.target, tree.chain(tokens), s.cache, prefix, capture=drafter.capture, select=last)
+    out = target.forward(
+        params.target, tree.chain(tokens), s.cache, prefix, capture_layers=drafter.capture_layers, select=last
+    )
     root = tree.chain(jnp.take_along_axis(tokens, last[:, None], axis=1))
     chosen = accept(s.key, root, sampling.process(s, out.logits, tree.paths(root)), s.length)
-    ends = (count > 0) & (begin + count == s.prompt)
-    kept, stop, finish = cut(s, dataclasses.replace(chosen, length=jnp.where(ends, chosen.length, 0)))
-    # Orders the write behind the last layer's read, as in `cut`.
+    ends = (count > 0) & (begin + count == s.prompt_length)
+    kept, stop, finish = truncate_at_stop(s, dataclasses.replace(chosen, length=jnp.where(ends, chosen.length, 0)))
+    # Orders the write behind the last layer's read, as in `truncate_at_stop`.
     count = jnp.where(kept.tokens[:, 0] < 0, 0, count)
     logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
     cache = s.cache.commit(out.rows, begin, None, count)
-    s = append(s, kept, jnp.zeros_like(kept.length), logprobs, stop=stop, finish=finish, cache=cache)
+    s = append(s, kept, jnp.zeros_like(kept.length), logprobs, stop=stop, finish_code=finish, cache=cache)
     following = jnp.take_along_axis(s.tokens, begin[:, None] + column + 1, axis=1, mode="clip")
     committed = Committed(begin, following, out.hidden, count, first=start is None)
     return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
@@ -123,25 +125,33 @@ def step(
         draft_tree, draft_state = drafter.draft(params, s)
     start = s.length - 1
     with jax.named_scope("verify"):
-        out = target.forward(params.target, draft_tree, s.cache, start, capture=drafter.capture)
+        out = target.forward(params.target, draft_tree, s.cache, start, capture_layers=drafter.capture_layers)
     with jax.named_scope("accept"):
         accepted = accept(s.key, draft_tree, sampling.process(s, out.logits, tree.paths(draft_tree)), s.length)
         if debug:
             check_round(s, draft_tree, out.logits, accepted, target.vocab_size)
-        kept, stop, finish = cut(s, accepted)
+        kept, stop, finish = truncate_at_stop(s, accepted)
         logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
     with jax.named_scope("commit"):
         cache = s.cache.commit(out.rows, start, kept.path, kept.length)
-        counted = {"step": s.step + 1, "stats": count_round(s, kept)}
+        counted = {"round_index": s.round_index + 1, "stats": count_round(s, kept)}
         s = append(
-            s, kept, accepted.length - 1, logprobs, stop=stop, finish=finish, cache=cache, draft=draft_state, **counted
+            s,
+            kept,
+            accepted.length - 1,
+            logprobs,
+            stop=stop,
+            finish_code=finish,
+            cache=cache,
+            draft=draft_state,
+            **counted,
         )
     with jax.named_scope("extend"):
         committed = Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)
         return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
 
 
-def cut(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, stopping.Stop, Int[Array, " B"]]:
+def truncate_at_stop(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, stopping.Stop, Int[Array, " B"]]:
     """Shortens what was accepted to the limit and to the first stop; to nothing in finished rows."""
     room = jnp.where(s.done, 0, s.limit - s.length)
     # Every choice is a token, so this orders only: the pages are written after the last layer has read them. Without
@@ -150,7 +160,7 @@ def cut(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, stopping.Stop
     stop, length, finish = stopping.run(s.stop, accepted.tokens, jnp.minimum(accepted.length, room))
     full = s.length + length >= s.limit
     finish = jnp.where((finish == stopping.RUNNING) & full, stopping.LENGTH, finish)
-    finish = jnp.where(s.done, s.finish, finish)
+    finish = jnp.where(s.done, s.finish_code, finish)
     return dataclasses.replace(accepted, length=length), stop, finish
 
 
@@ -201,9 +211,9 @@ def count_round(s: DecodeState, accepted: Acceptance) -> Stats:
 def run_rounds(
     params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept, debug: bool = False
 ) -> DecodeState:
-    """Rounds until every row is done or `s.step` reaches `until`. Pure; `decode` is the same, jitted."""
+    """Rounds until every row is done or `s.round_index` reaches `until`. Pure; `decode` is the same, jitted."""
     body = partial(step, params, target=target, drafter=drafter, accept=accept, debug=debug)
-    return lax.while_loop(lambda s: ~jnp.all(s.done) & (s.step < until), body, s)
+    return lax.while_loop(lambda s: ~jnp.all(s.done) & (s.round_index < until), body, s)
 
 
 _STATIC = ("target", "drafter", "accept")
@@ -212,7 +222,7 @@ _STATIC = ("target", "drafter", "accept")
 def _jitted(many: bool):
     @partial(jax.jit, static_argnames=_STATIC, donate_argnames=("s",), compiler_options=loop_options(many=many))
     def decode(params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept) -> DecodeState:
-        """Rounds on the device until every row is done or `s.step` reaches `until`; the state is donated.
+        """Rounds on the device until every row is done or `s.round_index` reaches `until`; the state is donated.
 
         A host that streams, shows progress or stops early calls it again with a later `until`: the tokens are the same.
         """
@@ -249,16 +259,18 @@ def check_round(s: DecodeState, draft_tree, logits, accepted: Acceptance, vocab_
     """Invariants of a round, for `checkify`: indices in range, parents before children, no NaN."""
     tokens, nodes = draft_tree.tokens, draft_tree.tokens.shape[1]
     in_vocabulary = (tokens >= 0) & (tokens < vocab_size)
-    checkify.check(jnp.all(in_vocabulary), "round {s}: the drafter proposed a token outside the vocabulary", s=s.step)
+    checkify.check(
+        jnp.all(in_vocabulary), "round {s}: the drafter proposed a token outside the vocabulary", s=s.round_index
+    )
     root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)
-    checkify.check(jnp.all(tokens[:, :1] == root), "round {s}: node 0 is not the last committed token", s=s.step)
+    checkify.check(jnp.all(tokens[:, :1] == root), "round {s}: node 0 is not the last committed token", s=s.round_index)
     if draft_tree.parents is not None:
         before = jnp.maximum(jnp.arange(nodes, dtype=jnp.int32) - 1, 0)[None]
         ordered = (draft_tree.parents >= 0) & (draft_tree.parents <= before)
-        checkify.check(jnp.all(ordered), "round {s}: a parent does not stand before its child", s=s.step)
+        checkify.check(jnp.all(ordered), "round {s}: a parent does not stand before its child", s=s.round_index)
     finite = ~jnp.isnan(logits).any((1, 2)) | s.done
-    checkify.check(jnp.all(finite), "round {s}: the target's logits hold a NaN", s=s.step)
+    checkify.check(jnp.all(finite), "round {s}: the target's logits hold a NaN", s=s.round_index)
     fits = (accepted.length >= 1) & (accepted.length <= accepted.tokens.shape[1])
-    checkify.check(jnp.all(fits), "round {s}: an accept length is out of range", s=s.step)
+    checkify.check(jnp.all(fits), "round {s}: an accept length is out of range", s=s.round_index)
     within = (s.length >= 1) & (s.length <= s.limit) & (s.limit <= s.tokens.shape[1])
-    checkify.check(jnp.all(within), "round {s}: a row is longer than its limit or the buffer", s=s.step)
+    checkify.check(jnp.all(within), "round {s}: a row is longer than its limit or the buffer", s=s.round_index)

@@ -17,7 +17,7 @@ def propose(
     width: int,
     vocab_size: int,
     ids: Int[Array, " Vd"] | Int[Array, "B M Vd"] | None = None,
-    drawn: bool = False,
+    sampled: bool = False,
 ) -> Proposal:
     """The `width` best children of M nodes, g tokens behind the committed ones.
 
@@ -30,7 +30,7 @@ def propose(
       path: the tokens from the first draft to each node.
       vocab_size: the target's.
       ids: target ids of the draft's vocabulary, or of each node's own; None: the target's.
-      drawn: draw the children from q, without replacement and with noise of their own, and return q: for the rules of
+      sampled: draw the children from q, without replacement and with noise of their own, and return q: for the rules of
         acceptance that need it.
     """
     rows: sampling.RowSampling | None = s.sampling
@@ -43,10 +43,10 @@ def propose(
     if rows.temperature is None:
         tokens, scores = _best(logits, width)
         return Proposal(tokens, scores, None)
-    noise = _noise(s, logits.shape, path.shape[2], drawn)
+    noise = _noise(s, logits.shape, path.shape[2], sampled)
     noisy = logits + jnp.where((rows.temperature > 0).reshape(-1, 1, 1), noise, 0.0)
     tokens, scores = _best(noisy, width)
-    return Proposal(tokens, scores, jax.nn.softmax(logits, axis=-1) if drawn else None)
+    return Proposal(tokens, scores, jax.nn.softmax(logits, axis=-1) if sampled else None)
 
 
 def _tokens(index: Int[Array, "B M W"], ids: Array | None) -> Int[Array, "B M W"]:
@@ -65,11 +65,11 @@ def _spread(logits: Float[Array, "B M Vd"], ids: Array, vocab_size: int) -> Floa
     return everywhere.at[batch[:, None, None], nodes[None, :, None], ids].set(logits)
 
 
-def _noise(s: DecodeState, shape, generation: int, drawn: bool) -> Array:
+def _noise(s: DecodeState, shape, generation: int, sampled: bool) -> Array:
     """Float[B, 1, V], the noise of the target's choice at the children's position, or [B, M, V], one for each node."""
     batch, nodes, vocabulary = shape
     position = s.length + generation
-    if not drawn:
+    if not sampled:
         return sampling.gumbel(s.key, sampling.NOISE, position, 1, vocabulary)
     keys = sampling.stream(s.key, sampling.DRAFT, s.length)
     draw = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, generation), (nodes, vocabulary)))

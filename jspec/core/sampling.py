@@ -157,11 +157,11 @@ def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M 
     """Penalties, bias and min_new_tokens."""
     rows: RowSampling = s.sampling
     if rows.repetition_penalty is not None:
-        seen = _count(s, path, jnp.zeros_like(s.prompt), logits.shape[-1]) > 0
+        seen = _count(s, path, jnp.zeros_like(s.prompt_length), logits.shape[-1]) > 0
         penalty = rows.repetition_penalty.reshape(-1, 1, 1)
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if rows.presence_penalty is not None or rows.frequency_penalty is not None:
-        count = _count(s, path, s.prompt, logits.shape[-1])
+        count = _count(s, path, s.prompt_length, logits.shape[-1])
         if rows.presence_penalty is not None:
             logits = logits - jnp.where(count > 0, rows.presence_penalty.reshape(-1, 1, 1), 0.0)
         if rows.frequency_penalty is not None:
@@ -169,7 +169,7 @@ def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M 
     if rows.logit_bias is not None:
         logits = logits + rows.logit_bias[:, None]
     if rows.min_new_tokens is not None and s.stop.table is not None:
-        new = (s.length - s.prompt)[:, None] + (path >= 0).sum(-1, dtype=jnp.int32)
+        new = (s.length - s.prompt_length)[:, None] + (path >= 0).sum(-1, dtype=jnp.int32)
         early = new < rows.min_new_tokens[:, None]
         logits = jnp.where(early[:, :, None] & _ends_text(s, path), -jnp.inf, logits)
     return logits

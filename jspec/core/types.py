@@ -123,7 +123,7 @@ class DecodeState:
     """Tokens of each row, prompt included. tokens[b, length[b] - 1] is in no cache yet."""
     limit: Int[Array, " B"]
     """The length at which a row ends."""
-    finish: Int[Array, " B"]
+    finish_code: Int[Array, " B"]
     """A code of `stopping`: RUNNING, EOS, STOP or LENGTH."""
     stop: Stop
     cache: Any
@@ -133,19 +133,19 @@ class DecodeState:
     """Parameters of the choice of tokens, for each row; None: all rows are greedy."""
     key: Key[Array, " B"]
     """A row's random numbers are functions of its key and of positions, and of nothing else."""
-    prompt: Int[Array, " B"]
+    prompt_length: Int[Array, " B"]
     """Tokens of each prompt."""
     origin: Int8[Array, "B C"]
     """Where a token came from: the depth of the draft that was accepted, or 0 for the target's own (and the prompt)."""
     logprobs: Float[Array, "B C"] | None
     """log p of each new token under the target's unprocessed logits; None where it was not asked for."""
-    step: Int[Array, ""]
+    round_index: Int[Array, ""]
     stats: Stats
 
     @property
     def done(self) -> Bool[Array, " B"]:
         """Rows that have ended."""
-        return self.finish != 0
+        return self.finish_code != 0
 
 
 class Cache(Protocol):
@@ -180,7 +180,7 @@ class Target(Protocol):
         cache: Any,
         start: Array | None,
         *,
-        capture: tuple[int, ...] = (),
+        capture_layers: tuple[int, ...] = (),
         select: Array | None = None,
     ) -> ForwardOutput:
         """Reads a tree whose root stands at position `start`; None: position 0, with nothing committed.
@@ -199,7 +199,7 @@ class Drafter(Protocol):
         ...
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def capture_layers(self) -> tuple[int, ...]:
         """Target layers whose hidden states `extend` wants; () for none."""
         ...
 

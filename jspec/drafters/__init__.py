@@ -32,7 +32,9 @@ def resolve(drafter: "str | Drafter | None") -> Drafter:
         if drafter not in DRAFTERS:
             raise ValueError(f"drafter={drafter!r} is unknown; there are {', '.join(sorted(DRAFTERS))}")
         return DRAFTERS[drafter]()
-    missing = [name for name in ("depth", "capture", "bind", "init", "draft", "extend") if not hasattr(drafter, name)]
+    missing = [
+        name for name in ("depth", "capture_layers", "bind", "init", "draft", "extend") if not hasattr(drafter, name)
+    ]
     if missing or isinstance(drafter, type):
         given = drafter.__name__ if isinstance(drafter, type) else type(drafter).__name__
         why = "give an object, not a class" if isinstance(drafter, type) else f"it has no {', '.join(missing)}"

@@ -33,7 +33,7 @@ class Eagle:
     depth: tokens of the longest chain, at least 1.
     width: children of a node at most, and nodes that are expanded in a generation; 1 is a chain.
     num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
-    drawn: propose draws from the head's own law, as the rule "rejection" is at its best with.
+    sampled: propose draws from the head's own law, as the rule "rejection" is at its best with.
     exact: in a tree, a node sees the head's rows of its own ancestors. False: of what stood in its place of the beam
       before, as in SGLang; no cheaper here, and there to be compared with.
     target, model: the configurations of the target and of the head; `bind` sets them.
@@ -42,7 +42,7 @@ class Eagle:
     depth: int = 5
     width: int = 1
     num_nodes: int | None = None
-    drawn: bool = False
+    sampled: bool = False
     exact: bool = True
     target: Any = None
     model: Any = None
@@ -51,9 +51,9 @@ class Eagle:
         check_shape("Eagle", self.depth, self.width, self.num_nodes)
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def capture_layers(self) -> tuple[int, ...]:
         """The target's layers that the head reads; none are known before `bind`."""
-        return () if self.model is None else self.model.capture
+        return () if self.model is None else self.model.capture_layers
 
     def bind(self, target, draft) -> "Eagle":
         """Takes the head's configuration; it must have been made for a target of this shape."""
@@ -67,8 +67,10 @@ class Eagle:
             if ours != theirs:
                 raise ValueError(f"the head was made for a target with {name} {ours}, and this target's is {theirs}")
         last = target.num_layers + 1
-        if list(draft.capture) != sorted(set(draft.capture)) or not all(0 <= i <= last for i in draft.capture):
-            raise ValueError(f"the head reads the layers {draft.capture}: they must ascend, from 0 to {last}")
+        if list(draft.capture_layers) != sorted(set(draft.capture_layers)) or not all(
+            0 <= i <= last for i in draft.capture_layers
+        ):
+            raise ValueError(f"the head reads the layers {draft.capture_layers}: they must ascend, from 0 to {last}")
         if self.width > draft.draft_vocab_size:
             raise ValueError(f"Eagle(width={self.width}): the head's vocabulary has {draft.draft_vocab_size} tokens")
         return dataclasses.replace(self, target=target, model=draft)
@@ -114,7 +116,7 @@ class Eagle:
             select=jnp.maximum(committed.length - 1, 0),
         )
         proposal = self._propose(params, s, out.logits, jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32))
-        # Orders the write behind the last layer's read, as in `decode.cut`.
+        # Orders the write behind the last layer's read, as in `decode.truncate_at_stop`.
         length = jnp.where(proposal.tokens[:, 0, 0] < 0, 0, committed.length)
         feature = out.feature
         if not committed.first:
@@ -124,4 +126,4 @@ class Eagle:
 
     def _propose(self, params: Params, s: DecodeState, logits, path) -> Proposal:
         ids, vocabulary = self.model.ids(params.draft), self.target.vocab_size
-        return propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, drawn=self.drawn)
+        return propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, sampled=self.sampled)

@@ -31,7 +31,7 @@ class FrozenKvMtp:
     depth: tokens of the longest chain, at least 1.
     width: children of a node at most, and nodes that are expanded in a generation; 1 is a chain.
     num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
-    drawn: propose draws from the assistant's own law, as the rule "rejection" is at its best with.
+    sampled: propose draws from the assistant's own law, as the rule "rejection" is at its best with.
     position: one of `POSITIONS`. Drafts may differ, and so the speed; the output does not.
     target, model: the configurations of the target and of the assistant; `bind` sets them.
     """
@@ -39,7 +39,7 @@ class FrozenKvMtp:
     depth: int = 5
     width: int = 1
     num_nodes: int | None = None
-    drawn: bool = False
+    sampled: bool = False
     position: str = "committed"
     target: Any = None
     model: Any = None
@@ -50,7 +50,7 @@ class FrozenKvMtp:
             raise ValueError(f"FrozenKvMtp(position={self.position!r}): give one of {', '.join(map(repr, POSITIONS))}")
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def capture_layers(self) -> tuple[int, ...]:
         """The target's hidden state after its final norm; of which layer is not known before `bind`."""
         return () if self.target is None else (self.target.num_layers + 1,)
 
@@ -119,7 +119,7 @@ class FrozenKvMtp:
         before = take_parents(hidden, frontier)
         out = self.model.apply(params, self.target, frontier.tokens, before, s.cache, committed, position)
         vocabulary = self.target.vocab_size
-        shape = {"width": self.width, "vocab_size": vocabulary, "ids": out.ids, "drawn": self.drawn}
+        shape = {"width": self.width, "vocab_size": vocabulary, "ids": out.ids, "sampled": self.sampled}
         return out.hidden, propose(s, out.logits, frontier.path, **shape)
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> Float[Array, "B 1 E"]:

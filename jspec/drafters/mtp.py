@@ -41,7 +41,7 @@ class Mtp:
       head: an int once `bind` has seen how many there are.
     width: children of a node at most; 1 is a chain. Trees are grown by one head.
     num_nodes: nodes of a tree, root included; None: 32, or as many as there can be.
-    drawn: propose draws from the heads' own law, as the rule "rejection" is at its best with.
+    sampled: propose draws from the heads' own law, as the rule "rejection" is at its best with.
     heads: how many are used; None: all, or as many as a smaller `depth`.
     target, model: the configurations of the target and of the heads; `bind` sets them.
     """
@@ -49,7 +49,7 @@ class Mtp:
     depth: Any = None
     width: int = 1
     num_nodes: int | None = None
-    drawn: bool = False
+    sampled: bool = False
     heads: int | None = None
     target: Any = None
     model: MtpHeads | None = None
@@ -60,7 +60,7 @@ class Mtp:
             raise ValueError(f"Mtp(heads={self.heads}): give at least 1")
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def capture_layers(self) -> tuple[int, ...]:
         """The target's hidden state after its final norm; of which layer is not known before `bind`."""
         return () if self.target is None else (self.target.num_layers + 1,)
 
@@ -83,7 +83,7 @@ class Mtp:
         heads = min(draft.count, self._chain(draft.count)) if self.heads is None else self.heads
         depth = self._chain(heads)
         if heads == 1:
-            shape = {name: getattr(self, name) for name in ("width", "num_nodes", "drawn")}
+            shape = {name: getattr(self, name) for name in ("width", "num_nodes", "sampled")}
             return Eagle(depth=depth, **shape).bind(target, draft.head(0, target))
         if depth != heads or self.width > 1:
             raise ValueError(
@@ -122,8 +122,8 @@ class Mtp:
             out, rows = head.read(params, self.target, tokens, feature, row, cache, prefix)
             last = layers.take_token(out, jnp.maximum(end - 1 - start, 0))
             logits = head.unembed(params, self.target, last)
-            proposal = propose(s, logits, drafts, width=1, vocab_size=self.target.vocab_size, drawn=self.drawn)
-            # Orders the write behind the last layer's read, as in `decode.cut`.
+            proposal = propose(s, logits, drafts, width=1, vocab_size=self.target.vocab_size, sampled=self.sampled)
+            # Orders the write behind the last layer's read, as in `decode.truncate_at_stop`.
             known = jnp.where(proposal.tokens[:, 0, 0] < 0, 0, jnp.maximum(end - index, 0) - start)
             caches.append(cache.commit(rows, start, None, jnp.where(committed.length > 0, known, 0)))
             features.append(layers.take_token(out, jnp.maximum(known - 1, 0)))

@@ -22,7 +22,7 @@ class Ngram:
 
     n: int = 3
     depth: int = 4
-    capture = ()
+    capture_layers = ()
 
     def __post_init__(self):
         if self.n < 1:

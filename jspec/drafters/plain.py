@@ -13,7 +13,7 @@ class Plain:
     """Proposes nothing: the tree is its root alone, and each round adds the target's next token."""
 
     depth = 0
-    capture = ()
+    capture_layers = ()
 
     def bind(self, target, draft) -> "Plain":
         """Suits any models."""

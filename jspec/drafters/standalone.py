@@ -29,16 +29,16 @@ class Standalone:
     depth: tokens of the longest chain, at least 1.
     width: children of a node at most, and nodes that are expanded in a generation; 1 is a chain.
     num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
-    drawn: propose draws from the draft's own law, as the rule "rejection" is at its best with.
+    sampled: propose draws from the draft's own law, as the rule "rejection" is at its best with.
     model: the draft's configuration; `bind` sets it from the draft that was loaded.
     """
 
     depth: int = 4
     width: int = 1
     num_nodes: int | None = None
-    drawn: bool = False
+    sampled: bool = False
     model: Any = None
-    capture = ()
+    capture_layers = ()
 
     def __post_init__(self):
         check_shape("Standalone", self.depth, self.width, self.num_nodes)
@@ -96,11 +96,11 @@ class Standalone:
         last = jnp.maximum(count - 1, 0)
         out = self.model.apply(params.draft, tokens, positions, s.draft.cache, prefix, select=last)
         proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
-        # Orders the write behind the last layer's read, as in `decode.cut`.
+        # Orders the write behind the last layer's read, as in `decode.truncate_at_stop`.
         count = jnp.where(proposal.tokens[:, 0, 0] < 0, 0, count)
         if not committed.first:
             proposal = where_rows(count > 0, proposal, s.draft.proposal)
         return StandaloneState(s.draft.cache.commit(out.rows, start, None, count), end, proposal)
 
     def _propose(self, s: DecodeState, logits, path) -> Proposal:
-        return propose(s, logits, path, width=self.width, vocab_size=self.model.vocab_size, drawn=self.drawn)
+        return propose(s, logits, path, width=self.width, vocab_size=self.model.vocab_size, sampled=self.sampled)

@@ -277,8 +277,8 @@ class Run:
 
     def advance(self, rounds: int | None) -> bool:
         """Runs at most `rounds` rounds (None: all that are left) and takes what came out; True when all rows ended."""
-        self._advance_to(np.iinfo(np.int32).max if rounds is None else int(self.state.step) + rounds)
-        buffer, lengths, finish = jax.device_get((self.state.tokens, self.state.length, self.state.finish))
+        self._advance_to(np.iinfo(np.int32).max if rounds is None else int(self.state.round_index) + rounds)
+        buffer, lengths, finish = jax.device_get((self.state.tokens, self.state.length, self.state.finish_code))
         for row, prompt in enumerate(self.prompts):
             ended = finish[row] != stopping.RUNNING and self.finish[row] == stopping.RUNNING
             new = buffer[row, len(prompt) + len(self.tokens[row]) : lengths[row]].tolist()
@@ -364,8 +364,8 @@ def choose_rule(rule: str | Accept | None, rows: RowSampling | None, drafter: Dr
         raise ValueError("accept='greedy' with a temperature above 0 would not sample: leave it out, or name 'coupled'")
     if rule == "block" and getattr(drafter, "width", 1) > 1:
         raise ValueError(f"accept='block' judges chains only: give {type(drafter).__name__} width=1, or another rule")
-    if rule in ("rejection", "block") and hasattr(drafter, "drawn"):
-        drafter = dataclasses.replace(drafter, drawn=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if rule in ("rejection", "block") and hasattr(drafter, "sampled"):
+        drafter = dataclasses.replace(drafter, sampled=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return accept.RULES[rule], drafter
 
 

@@ -95,7 +95,7 @@ class Decoder(abc.ABC):
         cache: Any,
         start: Int[Array, " B"] | None,
         *,
-        capture: tuple[int, ...] = (),
+        capture_layers: tuple[int, ...] = (),
         select: Int[Array, " B"] | None = None,
     ) -> ForwardOutput:
         """Reads all nodes of a token tree whose root stands at position `start[b]`; writes nothing (see `apply`)."""
@@ -110,7 +110,7 @@ class Decoder(abc.ABC):
             start,
             mask=tree.ancestor_mask(draft_tree),
             select=select,
-            capture=capture,
+            capture_layers=capture_layers,
         )
 
     def apply(
@@ -124,7 +124,7 @@ class Decoder(abc.ABC):
         mask: Bool[Array, "#B N R"] | None = None,
         earlier: Any = None,
         select: Int[Array, " B"] | None = None,
-        capture: tuple[int, ...] = (),
+        capture_layers: tuple[int, ...] = (),
     ) -> ForwardOutput:
         """One forward over N tokens a sequence, given the first `start[b]` committed rows of `cache`.
 
@@ -133,8 +133,8 @@ class Decoder(abc.ABC):
           mask: which of the round's R rows each token sees; None: all up to its own.
           earlier: R - N rows of this round from earlier forwards, before the N new ones.
           select: the only token of each sequence that is sent to the LM head; logits are then [B, 1, V].
-          capture: what is returned, concatenated in the order of the layers, as `hidden`: i < L for the input of layer
-            i (the residual stream), L for the output of the last layer, L + 1 for the same after the final norm.
+          capture_layers: what is returned, concatenated in the order of the layers, as `hidden`: i < L for the input of
+            layer i (the residual stream), L for the output of the last layer, L + 1 for the same after the final norm.
 
         Returns:
           logits in float32, the rows of this round ([B, R] of them), and the hidden states or None.
@@ -142,15 +142,17 @@ class Decoder(abc.ABC):
         embedded = self.embed(params, tokens)
         attend = partial(cache.attend, start=start, mask=mask)
         rows, states = [], [embedded]
-        only = layers.Only.of(select, mask, tokens, earlier) if max(capture, default=0) < self.num_layers else None
+        only = (
+            layers.Only.of(select, mask, tokens, earlier) if max(capture_layers, default=0) < self.num_layers else None
+        )
         for state, own in self.run_layers(params, tokens, embedded, positions, attend, earlier, only):
             rows.append(own)
             states.append(state)
         x = states[-1]
-        if len(rows) + 1 in capture:
+        if len(rows) + 1 in capture_layers:
             states.append(self.norm(x, params.norm))
         if select is not None and x.shape[1] > 1:
             x = layers.take_token(x, select)
         logits = self.unembed(params, self.norm(x, params.norm))
-        captured = [state for index, state in enumerate(states) if index in capture]
+        captured = [state for index, state in enumerate(states) if index in capture_layers]
         return ForwardOutput(logits, tuple(rows), jnp.concatenate(captured, axis=-1) if captured else None)

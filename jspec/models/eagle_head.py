@@ -60,7 +60,7 @@ class EagleHead:
 
     version: 3, or 1 for EAGLE-1 and EAGLE-2, whose weights are alike.
     vocab_size: the target's.
-    capture: what it reads of the target, as in `Decoder.apply`: for EAGLE-1, L + 1 (after the final norm).
+    capture_layers: what it reads of the target, as in `Decoder.apply`: for EAGLE-1, L + 1 (after the final norm).
     norm_before_residual: EAGLE-3: the normed feature, not the feature, starts the residual stream (`speculators`).
     norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
     """
@@ -76,7 +76,7 @@ class EagleHead:
     num_kv_heads: int
     head_dim: int
     max_length: int
-    capture: tuple[int, ...]
+    capture_layers: tuple[int, ...]
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: layers.Llama3Rope | None = None

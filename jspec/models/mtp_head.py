@@ -57,7 +57,7 @@ class MtpHead:
     reads: int
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def capture_layers(self) -> tuple[int, ...]:
         """What it reads of the target."""
         return (self.reads,)
 

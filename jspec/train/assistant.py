@@ -88,7 +88,7 @@ class AssistantLearner:
             )
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def capture_layers(self) -> tuple[int, ...]:
         """The hidden state after the final norm."""
         return (self.target.num_layers + 1,)
 

@@ -41,7 +41,7 @@ def train_head(
     *,
     steps: int,
     batch_tokens: int = 2048,
-    capture: tuple[int, ...] | None = None,
+    capture_layers: tuple[int, ...] | None = None,
     draft_vocab_size: int | None = None,
     progress: bool = True,
     **numbers: Any,
@@ -53,7 +53,7 @@ def train_head(
       rows: Int[rows, T] text that the target wrote itself, such as `jspec.train.text.complete` returns.
       steps: of the training, 2 or more.
       batch_tokens: tokens a step.
-      capture: the target's layers that the head reads; None: (2, L // 2, L - 3).
+      capture_layers: the target's layers that the head reads; None: (2, L // 2, L - 3).
       draft_vocab_size: tokens that the head can propose, the most common ones of the rows; None: all.
       progress: shows a bar with the loss.
       numbers: other fields of `DraftRecipe`.
@@ -62,7 +62,7 @@ def train_head(
       ValueError: arguments that do not fit together; see the message.
     """
     shape = require_llama(model.target, "the training of an EAGLE-3 head")
-    config = head.configure(shape, capture=capture, draft_vocab_size=draft_vocab_size)
+    config = head.configure(shape, capture_layers=capture_layers, draft_vocab_size=draft_vocab_size)
     recipe = DraftRecipe(steps=steps, batch_tokens=batch_tokens, length=rows.shape[1], **numbers)
     setup = DraftSetup(HeadLearner(config, shape), recipe, str(model.params.target.embed.dtype))
     return distil.train_in_memory(setup, model, rows, progress=progress)
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout", choices=LAYOUTS, default=LAYOUTS[0], help="of the checkpoint (default: %(default)s)"
     )
     parser.add_argument(
-        "--capture",
+        "--capture-layers",
         type=int,
         nargs="+",
         metavar="LAYER",
@@ -93,7 +93,9 @@ def main(args: argparse.Namespace) -> int:
     model = distil.load_target(args)
     shape = require_llama(model.target, "jspec train eagle3")
     given = {name: getattr(args, name) for name in (*_SHAPE, "draft_vocab_size")}
-    config = head.configure(shape, capture=None if args.capture is None else tuple(args.capture), **given)
+    config = head.configure(
+        shape, capture_layers=None if args.capture_layers is None else tuple(args.capture_layers), **given
+    )
     setup, state = distil.run(HeadLearner(config, shape), model, args)
     name = data.public_name(args.target)
     eagle.save(args.out, config, state.serve(jnp.float32), layout=args.layout, verifier=name)
@@ -112,7 +114,7 @@ def describe(config: EagleHead, weights: int, args: argparse.Namespace) -> Kind:
         architecture=f"An EAGLE-3 head (arXiv 2503.01840) for {data.public_name(args.target)}: {weights:,} parameters, "
         f"one decoder layer of width {config.hidden_size} ({config.num_heads} heads of {config.head_dim}, "
         f"{config.num_kv_heads} key heads, MLP of {config.intermediate_size}) over the residual stream entering the "
-        f"target's layers {', '.join(str(layer) for layer in config.capture)}, {kept}, weights in bfloat16, in the "
-        f"layout `{args.layout}`.",
-        options=draft_card.given(args, "layout", "capture", *_SHAPE, "draft_vocab_size"),
+        f"target's layers {', '.join(str(layer) for layer in config.capture_layers)}, {kept}, weights in bfloat16, "
+        f"in the layout `{args.layout}`.",
+        options=draft_card.given(args, "layout", "capture_layers", *_SHAPE, "draft_vocab_size"),
     )

@@ -70,9 +70,9 @@ class HeadLearner:
     target: Llama
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def capture_layers(self) -> tuple[int, ...]:
         """The layers whose input it reads."""
-        return self.config.capture
+        return self.config.capture_layers
 
     def vocabulary(self, sources: tuple[Source, ...]) -> np.ndarray | None:
         """What is most common in the sources, see `vocabulary`."""
@@ -108,14 +108,18 @@ class HeadLearner:
 
 
 def configure(
-    target: Llama, *, capture: tuple[int, ...] | None = None, draft_vocab_size: int | None = None, **shape: int | None
+    target: Llama,
+    *,
+    capture_layers: tuple[int, ...] | None = None,
+    draft_vocab_size: int | None = None,
+    **shape: int | None,
 ) -> EagleHead:
     """A head of one layer for a target: of the target's shape, except for what is given.
 
     It reads the target's embedding, unless its width is another: then it has one of its own, which is trained, too.
 
     Args:
-      capture: layers whose input it reads, ascending, L for the output of the last; None: (2, L // 2, L - 3).
+      capture_layers: layers whose input it reads, ascending, L for the output of the last; None: (2, L // 2, L - 3).
       shape: hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim; None: the target's.
 
     Raises:
@@ -123,12 +127,16 @@ def configure(
     """
     given = {name: value for name, value in shape.items() if value is not None}
     count = target.num_layers
-    if capture is None:
-        capture = (2, count // 2, count - 3)
+    if capture_layers is None:
+        capture_layers = (2, count // 2, count - 3)
         if count < 7:
-            raise ValueError(f"capture=None: a target of {count} layers has no default; give the layers to read")
-    if not capture or list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] <= count:
-        raise ValueError(f"capture={capture}: give layers in ascending order, from 0 to {count}")
+            raise ValueError(f"capture_layers=None: a target of {count} layers has no default; give the layers to read")
+    if (
+        not capture_layers
+        or list(capture_layers) != sorted(set(capture_layers))
+        or not 0 <= capture_layers[0] <= capture_layers[-1] <= count
+    ):
+        raise ValueError(f"capture_layers={capture_layers}: give layers in ascending order, from 0 to {count}")
     vocabulary = draft_vocab_size or target.vocab_size
     if not 0 < vocabulary <= target.vocab_size:
         raise ValueError(f"draft_vocab_size={vocabulary}: give 1 to {target.vocab_size}, the target's vocabulary")
@@ -142,7 +150,7 @@ def configure(
         draft_vocab_size=vocabulary,
         target_hidden_size=target.hidden_size,
         num_layers=1,
-        capture=tuple(capture),
+        capture_layers=tuple(capture_layers),
         **ours,
     )
 
@@ -181,7 +189,7 @@ def vocabulary(config: EagleHead, sources: tuple[Source, ...]) -> np.ndarray | N
 def init_params(config: EagleHead, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Array) -> EagleParams:
     """First weights in float32: random, except for norm and LM head, which are the target's where the widths agree."""
     keys = iter(jax.random.split(key, 7))
-    width, captured = config.hidden_size, len(config.capture) * config.target_hidden_size
+    width, captured = config.hidden_size, len(config.capture_layers) * config.target_hidden_size
     fc, head = (
         model.init_matrix(next(keys), captured, width),
         model.init_matrix(next(keys), width, config.draft_vocab_size),

@@ -34,7 +34,7 @@ class Learner(ttt.Unrolled, Protocol):
         ...
 
     @property
-    def capture(self) -> tuple[int, ...]:
+    def capture_layers(self) -> tuple[int, ...]:
         """The target's hidden states that it reads, as in `Decoder.apply`."""
         ...
 
@@ -190,7 +190,7 @@ def observe(
     """What the draft reads of the target at each token, and what it is to learn from it."""
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     attention = model.causal_attention(setup.target, setup.dtype)
-    out = setup.target.apply(target, tokens, positions, attention, None, capture=setup.learner.capture)
+    out = setup.target.apply(target, tokens, positions, attention, None, capture_layers=setup.learner.capture_layers)
     return setup.learner.see(out), ttt.teach(out.logits, ids)
 
 

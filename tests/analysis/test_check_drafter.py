@@ -56,7 +56,7 @@ class Repeat:
     """Repeats the last token; what the broken drafters below are made from."""
 
     depth: int = 2
-    capture = ()
+    capture_layers = ()
 
     def bind(self, target, draft):
         return self
@@ -81,7 +81,7 @@ class Repeat:
 
 
 class NoExtend:
-    depth, capture = 1, ()
+    depth, capture_layers = 1, ()
 
     def bind(self, target, draft): ...
 
@@ -100,7 +100,7 @@ class BindsToNothing(Repeat):
 
 
 class ListOfLayers(Repeat):
-    capture = [1]
+    capture_layers = [1]
 
 
 # Its state
@@ -158,7 +158,7 @@ class OtherRoot(Repeat):
         (Repeat(depth=2.0), "Repeat: depth=2.0"),
         (Unhashable(), "Unhashable: unhashable type: .* so make it a frozen dataclass"),
         (BindsToNothing(), "bind returns the drafter to use, and this NoneType has no depth"),
-        (ListOfLayers(), r"capture=\[1\]: give a tuple of layers"),
+        (ListOfLayers(), r"capture_layers=\[1\]: give a tuple of layers"),
         (StateGrows(), r"state that draft returns .*: itself is int32\[4, 1\], and was int32\[4\]"),
         (StateTurnsFloat(), r"state that extend returns .*: itself is float32\[4\], and was int32\[4\]"),
         (StateGetsAName(), r"state that extend returns .*: itself is nothing, and was int32\[4\]"),

@@ -30,7 +30,7 @@ def axes(needs):
     plt.close("all")
 
 
-# look_at_round
+# inspect_round
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_round_is_the_one_that_generate_runs(model, drafter, sampling):
     rounds = out.rounds_of()
     for number in (0, 2, 3):
         start = 1 + sum(rounds[:number])
-        seen = jspec.look_at_round(model, PROMPT, round=number, **options)
+        seen = jspec.inspect_round(model, PROMPT, round=number, **options)
         assert seen.number == number
         assert seen.before == PROMPT + out.tokens[:start] and seen.tokens[0] == seen.before[-1]
         assert seen.appended == out.tokens[start : start + rounds[number]]
@@ -64,19 +64,19 @@ def test_a_round_is_the_one_that_generate_runs(model, drafter, sampling):
 
 def test_a_round_that_the_end_of_the_text_cuts(model):
     prompt = [4, 3, 2, 1]
-    whole = jspec.look_at_round(model, prompt, drafter=TREE, round=0)
+    whole = jspec.inspect_round(model, prompt, drafter=TREE, round=0)
     first, second, *_ = new = [whole.before[-1], *whole.appended]
     assert first != second and len(whole.accepted) > 2, (
         "this test needs a round with two accepted drafts, the first new"
     )
     ending = dataclasses.replace(model, eos=(second,))
-    cut = jspec.look_at_round(ending, prompt, drafter=TREE, round=0)
+    cut = jspec.inspect_round(ending, prompt, drafter=TREE, round=0)
     assert cut.appended == new[1:2] and cut.accepted == whole.accepted[:2]
     with pytest.raises(ValueError, match="round=1: the text ends in round 0; give a smaller number"):
-        jspec.look_at_round(ending, prompt, drafter=TREE, round=1)
+        jspec.inspect_round(ending, prompt, drafter=TREE, round=1)
     ending = dataclasses.replace(model, eos=(first,))
     with pytest.raises(ValueError, match="round=0: the text ends with its first token, before any round"):
-        jspec.look_at_round(ending, prompt, drafter=TREE, round=0)
+        jspec.inspect_round(ending, prompt, drafter=TREE, round=0)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_round_that_the_end_of_the_text_cuts(model):
 )
 def test_what_cannot_be_looked_at_is_named(model, prompt, options, message):
     with pytest.raises(ValueError, match=message):
-        jspec.look_at_round(model, prompt, **options)
+        jspec.inspect_round(model, prompt, **options)
 
 
 # Figures
@@ -140,7 +140,7 @@ def test_tokens_per_round(axes, model):
     ids=("plain", "chain", "tree", "large"),
 )
 def test_draft_tree(axes, model, drafter):
-    seen = jspec.look_at_round(model, PROMPT, drafter=drafter)
+    seen = jspec.inspect_round(model, PROMPT, drafter=drafter)
     ax = plots.draft_tree(seen)
     labels = [text.get_text() for text in ax.texts]
     assert labels == [f"{token} " for token in [*seen.tokens, seen.appended[-1]]]

@@ -240,7 +240,7 @@ def test_the_drafts_of_a_preset_suit_its_target(name):
     for drafter, draft in drafts.items():
         assert draft is None or drafter(depth=5, width=8).bind(preset.target, draft)
     count = preset.target.num_layers
-    assert preset.head is None or name.startswith("tiny") or preset.head.capture == (2, count // 2, count - 3)
+    assert preset.head is None or name.startswith("tiny") or preset.head.capture_layers == (2, count // 2, count - 3)
 
 
 def test_shapes_are_those_that_the_model_runs_with():

@@ -107,6 +107,6 @@ def test_output_is_that_of_plain_decoding(kind, drafter, page_size, chunk, monke
     shape = dict(capacity=CAPACITY, page_size=page_size, chunk=chunk)
     s = spoiled(decode.jitted_prefill(*given, stopping.init(None, 3), **static, **shape), spare=5)
     while not s.done.all():
-        s = spoiled(decode.decode(weights, s, s.step + 1, **static))
+        s = spoiled(decode.decode(weights, s, s.round_index + 1, **static))
     assert toy.generated(s) == [list(row[:n]) for row, n in zip(wanted, toy.LENGTHS + NEW, strict=True)]
     assert drafter == "ngram" or np.array(s.stats.accept_counts)[:, 1:].any(), "nothing was ever accepted"

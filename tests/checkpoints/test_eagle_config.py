@@ -54,12 +54,12 @@ def test_layer_defaults_are_those_of_transformers(needs):
 
 def test_defaults_of_the_older_layout(head):
     config = load(head(lambda raw: edit(raw, max_position_embeddings="absent", rms_norm_eps="absent"))).config
-    assert (config.max_length, config.rope_theta, config.capture) == (512, 1e4, (2, 4, 5))
+    assert (config.max_length, config.rope_theta, config.capture_layers) == (512, 1e4, (2, 4, 5))
     assert config.rms_norm_eps == 1e-6
 
 
 @pytest.mark.parametrize(
-    "layout, keys, capture",
+    "layout, keys, capture_layers",
     [
         ("eagle1", {}, (9,)),
         ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 7]}}, (2, 5, 8)),
@@ -69,8 +69,8 @@ def test_defaults_of_the_older_layout(head):
         ("speculators", {"eagle_aux_hidden_state_layer_ids": None}, (2, 4, 5)),
     ],
 )
-def test_captured_layers(head, layout, keys, capture):
-    assert load(head(layout=layout, **keys)).config.capture == capture
+def test_captured_layers(head, layout, keys, capture_layers):
+    assert load(head(layout=layout, **keys)).config.capture_layers == capture_layers
 
 
 def test_captured_layers_in_number(head):
@@ -79,7 +79,7 @@ def test_captured_layers_in_number(head):
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 4]}
     two = {"fc.weight": stored["fc.weight"][:, :32]}
     loaded = load(head(eagle_config=ids, tensors=two, num_aux_hidden_states=2))
-    assert loaded.config.capture == (2, 5) and loaded.params.fc.shape == (32, 16)
+    assert loaded.config.capture_layers == (2, 5) and loaded.params.fc.shape == (32, 16)
     with pytest.raises(CheckpointError, match=r"fc.weight has the shape \(16, 48\), config.json says \(16, 32\)"):
         load(head(eagle_config=ids))
     with pytest.raises(CheckpointError, match="num_aux_hidden_states=3, but .* stands for 2 layers"):

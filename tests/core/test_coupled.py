@@ -83,7 +83,7 @@ def expected():
 
 def test_the_rows_show_what_is_under_test():
     """Rows that end early and late, and texts that differ from greedy ones."""
-    finish, new = np.array(plain_state().finish), np.array(plain_state().length) - LENGTHS
+    finish, new = np.array(plain_state().finish_code), np.array(plain_state().length) - LENGTHS
     assert {stopping.EOS, stopping.LENGTH} == set(map(int, finish)), finish
     assert 12 < new[6] < 24 and len(set(map(int, new))) > 2
     assert len({tuple(tokens[-4:]) for tokens in expected()}) == BATCH

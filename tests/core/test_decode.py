@@ -70,7 +70,7 @@ def test_hidden_states_and_tokens_reach_the_drafter_in_step():
 
     @dataclasses.dataclass(frozen=True)
     class Recorder(RandomTree):
-        capture = (0,)
+        capture_layers = (0,)
 
         def init(self, params, batch, capacity, page_size):
             hidden = jnp.full((batch, capacity, toy.TARGET.hidden_size), jnp.nan)
@@ -103,7 +103,8 @@ def test_a_prompt_read_in_chunks_is_the_prompt_read_at_once(name, chunk):
     drafter = toy.bound_drafters()[name]
     whole, parts = complete(drafter), complete(drafter, chunk=chunk)
     toy.assert_same(
-        (parts.tokens, parts.length, parts.finish, parts.stats), (whole.tokens, whole.length, whole.finish, whole.stats)
+        (parts.tokens, parts.length, parts.finish_code, parts.stats),
+        (whole.tokens, whole.length, whole.finish_code, whole.stats),
     )
     for a, b in zip(toy.arrays(parts.draft), toy.arrays(whole.draft), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
@@ -121,7 +122,7 @@ def test_rows_end_exactly_at_their_limit(drafter):
     s = toy.start(drafter, weights, ids=np.tile(toy.IDS[1], (7, 1)), length=np.full(7, prompt), limit=prompt + new)
     s = toy.run(drafter, weights, s)
     assert toy.generated(s) == [list(truth[: prompt + n]) for n in new]
-    assert set(map(int, s.finish)) == {stopping.LENGTH}
+    assert set(map(int, s.finish_code)) == {stopping.LENGTH}
     assert_counted(s, prompt)
     behind = np.array(s.tokens)[:, max(toy.IDS.shape[1], prompt + 6) :]
     assert not behind.any(), "something was written behind the limit"
@@ -150,8 +151,8 @@ def test_an_eos_inside_an_accepted_run_ends_the_row_there(drafter):
     for b, tokens in enumerate(toy.generated(s)):
         new = min(first_offsets(b).get(eos, 99) + 1, 24)
         assert tokens == list(toy.plain_tokens()[b, : toy.LENGTHS[b] + new])
-        assert s.finish[b] == (stopping.EOS if tokens[-1] == eos else stopping.LENGTH)
-        codes.add(int(s.finish[b]))
+        assert s.finish_code[b] == (stopping.EOS if tokens[-1] == eos else stopping.LENGTH)
+        codes.add(int(s.finish_code[b]))
     assert codes == {stopping.EOS, stopping.LENGTH}
     assert_counted(s)
 
@@ -161,7 +162,7 @@ def test_an_eos_at_the_limit_is_an_eos_and_one_behind_it_is_not_seen(short, code
     eos = eos_inside_a_run(4)
     limit = toy.LENGTHS + first_offsets(1)[eos] + 1 - short
     s = complete(Planted(4), table=stopping.build_table(toy.TARGET.vocab_size, [eos]), limit=limit)
-    assert (int(s.length[1]), int(s.finish[1])) == (limit[1], code)
+    assert (int(s.length[1]), int(s.finish_code[1])) == (limit[1], code)
 
 
 # One call or many
@@ -173,7 +174,7 @@ def test_pieces_give_the_state_of_one_call(drafter):
     s = toy.start(drafter, weights)
     for until in (1, 3, 4, 7, 12, 1000):
         s = toy.run(drafter, weights, s, until)
-        assert s.step == min(until, int(whole.step))
+        assert s.round_index == min(until, int(whole.round_index))
     toy.assert_same(s, whole)
 
 
@@ -184,7 +185,9 @@ def test_single_steps_give_the_state_of_one_call(drafter):
     s = toy.start(drafter, weights)
     while not s.done.all():
         s = step(weights, s, drafter=drafter, **GREEDY)
-    toy.assert_same((s.tokens, s.length, s.finish, s.stats), (whole.tokens, whole.length, whole.finish, whole.stats))
+    toy.assert_same(
+        (s.tokens, s.length, s.finish_code, s.stats), (whole.tokens, whole.length, whole.finish_code, whole.stats)
+    )
     # Alone, the round is fused in another way than in the loop, so that keys and values may differ by a rounding.
     for a, b in zip(toy.arrays(s), toy.arrays(whole), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -252,7 +255,7 @@ def row_of(s, b):
     """All that belongs to one row: its columns, counters and pages."""
     # The draft's page table is the target's: both pools are dealt out alike.
     pages = [pool[:, :, s.cache.page_table[b]] for pool in pools(s)]
-    return s.tokens[b], s.length[b], s.finish[b], s.stats.rounds[b], s.stats.accept_counts[b], pages
+    return s.tokens[b], s.length[b], s.finish_code[b], s.stats.rounds[b], s.stats.accept_counts[b], pages
 
 
 @all_drafters
@@ -260,7 +263,7 @@ def test_a_finished_row_keeps_every_bit_while_others_go_on(drafter):
     weights = weights_of(drafter)
     s = toy.start(drafter, weights, limit=toy.LENGTHS + [24, 3, 24])
     while not s.done[1]:
-        s = toy.run(drafter, weights, s, int(s.step) + 1)
+        s = toy.run(drafter, weights, s, int(s.round_index) + 1)
     assert not s.done[0] and not s.done[2]
     before = jax.tree.map(np.array, row_of(s, 1))
     s = toy.run(drafter, weights, s)
@@ -272,8 +275,8 @@ def test_a_row_that_the_host_declares_finished_stays_so():
     """Neither the limit nor the stop automaton holds this row back: only its finish code does."""
     drafter = toy.bound_drafters()["ngram"]
     s = toy.run(drafter, toy.params(), toy.start(drafter, toy.params()), until=2)
-    s = dataclasses.replace(s, finish=jnp.array([stopping.RUNNING, stopping.STOP, stopping.RUNNING], jnp.int32))
+    s = dataclasses.replace(s, finish_code=jnp.array([stopping.RUNNING, stopping.STOP, stopping.RUNNING], jnp.int32))
     before = jax.tree.map(np.array, row_of(s, 1))
     s = toy.run(drafter, toy.params(), s)
     toy.assert_same(row_of(s, 1), before)
-    assert list(map(int, s.finish)) == [stopping.LENGTH, stopping.STOP, stopping.LENGTH]
+    assert list(map(int, s.finish_code)) == [stopping.LENGTH, stopping.STOP, stopping.LENGTH]

@@ -33,7 +33,7 @@ class Broken(Planted):
 
     def draft(self, params, s):
         draft_tree, state = super().draft(params, s)
-        now = (s.step == 2).astype(jnp.int32)
+        now = (s.round_index == 2).astype(jnp.int32)
         tokens, parents = draft_tree.tokens, jnp.tile(jnp.array([[0, 0, 1]], jnp.int32), (len(toy.IDS), 1))
         if self.rule == "vocabulary":
             tokens = tokens.at[1, 2].add(toy.TARGET.vocab_size * now)

@@ -46,7 +46,7 @@ def test_the_state_keeps_its_structure_and_types(name):
 @each_name
 def test_a_drafter_that_wants_no_hidden_states_has_none_anywhere(name):
     drafter, seen = toy.bound_drafters()[name], []
-    if drafter.capture:
+    if drafter.capture_layers:
         return
 
     class Spy(type(drafter)):

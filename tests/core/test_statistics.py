@@ -90,7 +90,7 @@ def laws(of_draft=False):
         full = jnp.asarray(length)
         s = decode.prefill(own, jnp.asarray(ids), full, full, keys, stop, rows, **static)
         read, _, _ = stopping.run(stop, jnp.asarray(new), jnp.asarray(count))
-        s = dataclasses.replace(s, prompt=jnp.asarray(length - count), stop=read)
+        s = dataclasses.replace(s, prompt_length=jnp.asarray(length - count), stop=read)
         draft_tree, _ = Plain().draft(own, s)
         out = MODEL.forward(own.target, draft_tree, s.cache, s.length - 1)
         return jax.nn.softmax(sampling.process(s, out.logits, tree.paths(draft_tree)), axis=-1)[:, 0]
@@ -240,7 +240,7 @@ def test_the_power_suffices_to_find_a_wrong_rule():
     assert stats.ncx2.cdf(critical(freedom), freedom, away) < 1e-300
     # A law a fifth of the way to the wrong one: squares of differences are 25 times smaller.
     assert stats.ncx2.cdf(critical(freedom), freedom, away / 25) < 1e-6
-    found, _ = counts(dataclasses.replace(CHAIN, drawn=True), without_residual)
+    found, _ = counts(dataclasses.replace(CHAIN, sampled=True), without_residual)
     statistic, freedom = chi_squared(found, wrong)
     assert statistic < critical(freedom), "the power was computed for another rule than the one that ran"
     assert chi_squared(found, expected())[0] > critical(freedom)
@@ -259,7 +259,7 @@ def test_drafts_are_drawn_without_replacement_from_the_law_that_comes_with_them(
         keys = jax.vmap(jax.random.key)(seeds)
         s = DecodeState(**unused | {"length": length, "sampling": parameters, "key": keys})
         logits = jnp.broadcast_to(jnp.log(jnp.asarray(q, jnp.float32))[None] / 2, (rows, 2, 4))
-        return propose(s, logits, jnp.zeros((rows, 2, 1), jnp.int32), width=3, vocab_size=4, drawn=True)
+        return propose(s, logits, jnp.zeros((rows, 2, 1), jnp.int32), width=3, vocab_size=4, sampled=True)
 
     found = triples(np.arange(rows, dtype=np.uint32))
     np.testing.assert_allclose(found.probs, np.broadcast_to(q[None], found.probs.shape), atol=1e-6)

@@ -88,7 +88,7 @@ def test_a_class_in_place_of_an_object_is_an_error():
 
 def test_an_object_that_is_no_drafter_is_an_error_that_names_what_it_lacks():
     class Half:
-        depth, capture = 1, ()
+        depth, capture_layers = 1, ()
 
     with pytest.raises(TypeError, match="drafter=Half is not a drafter: it has no bind, init, draft, extend"):
         resolve(Half())
@@ -113,7 +113,7 @@ def test_an_object_that_is_no_drafter_is_an_error_that_names_what_it_lacks():
             "target with hidden size 64, and this target's is 32",
         ),
         (
-            lambda: Eagle().bind(toy.TARGET, dataclasses.replace(toy.HEAD, capture=(2, 1))),
+            lambda: Eagle().bind(toy.TARGET, dataclasses.replace(toy.HEAD, capture_layers=(2, 1))),
             "they must ascend, from 0 to 3",
         ),
         (

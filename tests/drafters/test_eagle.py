@@ -21,7 +21,7 @@ ROUNDS = (0, 1, 4)
 @functools.cache
 def forwards():
     """The target's and the head's forward over whole sequences, jitted."""
-    target = jax.jit(functools.partial(toy.TARGET.forward, capture=toy.HEAD.capture))
+    target = jax.jit(functools.partial(toy.TARGET.forward, capture_layers=toy.HEAD.capture_layers))
     return target, jax.jit(toy.HEAD.apply, static_argnums=1)
 
 
@@ -152,20 +152,20 @@ def test_captured_layers_are_inputs_of_layers_the_last_output_and_its_norm():
     """L = 2 layers: 0 and 1 enter them, 2 leaves the last, and 3 is what the LM head reads."""
     weights, target = toy.params().target, toy.TARGET
     chain, cache = tree.chain(jnp.asarray(toy.IDS)), target.init_cache(weights, 3, 4, 4)
-    run = jax.jit(target.forward, static_argnames="capture")
-    out = run(weights, chain, cache, None, capture=(0, 1, 2, 3))
+    run = jax.jit(target.forward, static_argnames="capture_layers")
+    out = run(weights, chain, cache, None, capture_layers=(0, 1, 2, 3))
     states = jnp.split(out.hidden, 4, axis=-1)
     np.testing.assert_array_equal(states[0], weights.embed[toy.IDS])
     np.testing.assert_allclose(target.unembed(weights, states[3]), out.logits, atol=1e-5)
     np.testing.assert_allclose(layers.rms_norm(states[2], weights.norm, target.rms_norm_eps), states[3], atol=1e-6)
     deeper = dataclasses.replace(weights, layers=weights.layers[1:])
     again = dataclasses.replace(target, num_layers=1)
-    beyond = jax.jit(functools.partial(again.apply, capture=(1,)))
+    beyond = jax.jit(functools.partial(again.apply, capture_layers=(1,)))
     skipped = dataclasses.replace(deeper, embed=states[1].reshape(-1, target.hidden_size))
     index = jnp.arange(toy.IDS.size, dtype=jnp.int32).reshape(toy.IDS.shape)
     positions = jnp.arange(toy.IDS.shape[1], dtype=jnp.int32)[None]
     np.testing.assert_allclose(beyond(skipped, index, positions, cache, None).hidden, states[2], atol=1e-5)
-    for capture in ((1,), (0, 2)):
-        narrow = run(weights, chain, cache, None, capture=capture).hidden
-        np.testing.assert_array_equal(narrow, jnp.concatenate([states[i] for i in capture], axis=-1))
+    for capture_layers in ((1,), (0, 2)):
+        narrow = run(weights, chain, cache, None, capture_layers=capture_layers).hidden
+        np.testing.assert_array_equal(narrow, jnp.concatenate([states[i] for i in capture_layers], axis=-1))
     assert run(weights, chain, cache, None).hidden is None

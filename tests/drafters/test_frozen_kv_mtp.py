@@ -133,7 +133,7 @@ def seen(name):
     """The target's keys and values of each layer that is read, over the whole texts, and its last hidden states."""
     target, config, weights = parts(name)
     cache = target.init_cache(weights.target, len(IDS), 8, 8)
-    forward = jax.jit(functools.partial(target.forward, capture=(target.num_layers + 1,)))
+    forward = jax.jit(functools.partial(target.forward, capture_layers=(target.num_layers + 1,)))
     out = forward(weights.target, tree.chain(jnp.asarray(IDS)), cache, None)
     sources = [read if isinstance(target, Llama) else target.source(read) for read in config.reads]
     pairs = [tuple(np.asarray(part, np.float64) for part in out.rows[source]) for source in sources]
@@ -251,7 +251,7 @@ def test_the_state_is_the_targets_hidden_state_at_the_last_committed_row(name):
     copied = jax.tree.map(jnp.copy, s)
     s = decode.decode(weights, copied, jnp.int32(99), target=target, drafter=bound, accept=accept.greedy)
     cache = target.init_cache(weights.target, 4, 8, 8)
-    forward = jax.jit(functools.partial(target.forward, capture=(target.num_layers + 1,)))
+    forward = jax.jit(functools.partial(target.forward, capture_layers=(target.num_layers + 1,)))
     hidden = forward(weights.target, tree.chain(s.tokens), cache, None).hidden
     for row, length in enumerate(np.asarray(s.length)):
         np.testing.assert_allclose(s.draft[row, 0], hidden[row, length - 2], atol=2e-5, rtol=0)
@@ -289,7 +289,7 @@ def test_nothing_but_windows_and_full_layers_is_read(shape):
 def test_drawn_drafts_say_from_what_law(name):
     """The law of the tokens that have a logit; there is none outside the chosen clusters."""
     bound, weights, s = prefilled(name)
-    drafter = dataclasses.replace(bound, drawn=True)
+    drafter = dataclasses.replace(bound, sampled=True)
     s = dataclasses.replace(s, sampling=per_row(Sampling(temperature=0.7), 4, 61))
     draft_tree = jax.jit(drafter.draft)(weights, s)[0]
     tokens = np.asarray(draft_tree.tokens)

@@ -22,7 +22,9 @@ def read_all():
     def predict(params, text):
         rows = text.shape[1] - 1
         cache = TARGET.init_cache(params.target, 1, 4, 4)
-        out = TARGET.forward(params.target, tree.chain(text[:, :-1]), cache, None, capture=(TARGET.num_layers + 1,))
+        out = TARGET.forward(
+            params.target, tree.chain(text[:, :-1]), cache, None, capture_layers=(TARGET.num_layers + 1,)
+        )
         assert out.hidden is not None
         feature, position, drafts = out.hidden, jnp.arange(rows, dtype=jnp.int32)[None], []
         for index in range(HEADS.count):
@@ -55,7 +57,7 @@ def test_one_head_is_drafted_with_as_an_eagle_head_is():
     bound = Mtp(depth=4, width=2, heads=1).bind(TARGET, HEADS)
     assert bound == Eagle(depth=4, width=2).bind(TARGET, HEADS.head(0, TARGET))
     assert bound == Mtp(depth=4, width=2).bind(TARGET, dataclasses.replace(HEADS, count=1))
-    assert bound.capture == (TARGET.num_layers + 1,)
+    assert bound.capture_layers == (TARGET.num_layers + 1,)
 
 
 def test_a_chain_is_as_long_as_there_are_heads_unless_said_otherwise():

@@ -23,7 +23,7 @@ class Planted:
     """A chain of right tokens. Its weights, `params.draft`, are the tokens of plain decoding."""
 
     depth: int = 4
-    capture = ()
+    capture_layers = ()
 
     def bind(self, target, draft):
         return self

@@ -60,7 +60,7 @@ HEAD = EagleHead(
     num_kv_heads=1,
     head_dim=24,
     max_length=512,
-    capture=(0, 1, 2),
+    capture_layers=(0, 1, 2),
 )
 ASSISTANT = Assistant(
     vocab_size=61,
@@ -163,7 +163,7 @@ def fit_head(target: Llama, head: EagleHead, weights: LlamaParams, tokens: np.nd
     )
     made = EagleParams(
         embed=None,
-        fc=matrix(len(head.capture) * target.hidden_size, width),
+        fc=matrix(len(head.capture_layers) * target.hidden_size, width),
         fc_bias=None,
         fc_norms=None,
         input_norm=None,
@@ -187,7 +187,7 @@ def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
     """The target's logits over whole sequences, and what the head makes of all pairs of them."""
     rows = len(tokens)
     cache = target.init_cache(both.target, rows, 4, 4)
-    out = target.forward(both.target, tree.chain(tokens), cache, None, capture=head.capture)
+    out = target.forward(both.target, tree.chain(tokens), cache, None, capture_layers=head.capture_layers)
     feature = head.fuse(both.draft, out.hidden[:, :-1])
     positions = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
     cache = head.init_cache(both.draft, rows, 4, 4)
@@ -222,7 +222,7 @@ def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray, judged:
     @jax.jit
     def read_target(params, tokens):
         cache = target.init_cache(params, len(tokens), 4, 4)
-        out = target.forward(params, tree.chain(tokens), cache, None, capture=(layer,))
+        out = target.forward(params, tree.chain(tokens), cache, None, capture_layers=(layer,))
         return out.logits, out.hidden
 
     @functools.partial(jax.jit, static_argnames="head")
@@ -321,7 +321,9 @@ def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=
         for row, column in zip(*np.nonzero(lengths[:, None] + np.arange(steps) < end[:, None]), strict=True):
             features.append(made[row, column])
             wanted.append(texts[row, lengths[row] + column])
-        s = decode.decode(both, s, jnp.int32(int(s.step) + 1), target=target, drafter=bound, accept=accept.greedy)
+        s = decode.decode(
+            both, s, jnp.int32(int(s.round_index) + 1), target=target, drafter=bound, accept=accept.greedy
+        )
     feature = np.array(features)
     right = np.eye(config.vocab_size, dtype=np.float32)[np.array(wanted)]
     head = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ right).T

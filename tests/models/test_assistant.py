@@ -121,7 +121,7 @@ def their_steps(model, target, assistant, prompt, tokens):
     on ours, so that what two targets round is no matter of the assistant's.
     """
     last = model.target.num_layers + 1
-    forward = jax.jit(functools.partial(model.target.forward, capture=(last,)))
+    forward = jax.jit(functools.partial(model.target.forward, capture_layers=(last,)))
     chain = tree.chain(jnp.asarray([prompt[:-1]], jnp.int32))
     ours = forward(model.params.target, chain, model.target.init_cache(model.params.target, 1, 8, 8), None)
     with torch.no_grad():

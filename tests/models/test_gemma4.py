@@ -61,7 +61,7 @@ def with_head(model, expected):
     texts = np.zeros((len(LENGTHS), max(LENGTHS) + NEW_TOKENS), np.int32)
     for row, prompt, new in zip(texts, *expected, strict=True):
         row[: len(prompt) + len(new)] = prompt + new
-    shape = dict(vocab_size=97, draft_vocab_size=80, target_hidden_size=32, capture=(0, 1, 2))
+    shape = dict(vocab_size=97, draft_vocab_size=80, target_hidden_size=32, capture_layers=(0, 1, 2))
     head = dataclasses.replace(toy.HEAD, **shape)
     return dataclasses.replace(model, params=toy.fit_head(model.target, head, model.params.target, texts), draft=head)
 

@@ -162,7 +162,7 @@ def test_logits_of_each_head_equal_transformers(checkpoints, theirs, heads):
         )
         drafts, logits, _ = oracle(ids[:, 1:], hidden, torch.ones_like(ids[:, 1:]), position, cache)
     own = model.target.init_cache(model.params.target, 1, 4, 4)
-    read = functools.partial(model.target.forward, capture=(model.target.num_layers + 1,))
+    read = functools.partial(model.target.forward, capture_layers=(model.target.num_layers + 1,))
     feature = jax.jit(read)(model.params.target, tree.chain(jnp.asarray(text[:, :-1], jnp.int32)), own, None).hidden
     np.testing.assert_allclose(feature, hidden.numpy(), atol=1e-4, rtol=0)
     known, row = np.concatenate([text, drafts.numpy()], axis=1).astype(np.int32), jnp.arange(40, dtype=jnp.int32)[None]

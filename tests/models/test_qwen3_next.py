@@ -106,7 +106,7 @@ def test_greedy_output_equals_transformers(pair, expected, family, drafter, page
         texts = np.zeros((len(LENGTHS), max(LENGTHS) + NEW_TOKENS), np.int32)
         for row, prompt, new in zip(texts, prompts, wanted, strict=True):
             row[: len(prompt) + len(new)] = prompt + new
-        head = dataclasses.replace(toy.HEAD, vocab_size=97, draft_vocab_size=80, capture=(0, 1, 2))
+        head = dataclasses.replace(toy.HEAD, vocab_size=97, draft_vocab_size=80, capture_layers=(0, 1, 2))
         params = toy.fit_head(model.target, head, model.params.target, texts)
         model = dataclasses.replace(model, params=params, draft=head)
     if chunk is not None:

@@ -40,7 +40,7 @@ TARGET = Llama(
     qk_norm=True,
 )
 RECIPE = DraftRecipe(steps=30, batch_tokens=96, length=24, learning_rate=1e-2, warmup=2, ttt_steps=3)
-CONFIG = head.configure(TARGET, capture=(1, 2, 4), draft_vocab_size=40)
+CONFIG = head.configure(TARGET, capture_layers=(1, 2, 4), draft_vocab_size=40)
 LEARNER = HeadLearner(CONFIG, TARGET)
 SETUP = DraftSetup(LEARNER, RECIPE, "float32")
 OBSERVE = jax.jit(learner.observe, static_argnums=0)
@@ -92,7 +92,7 @@ def test_losses_and_gradients_are_those_of_the_authors(reference):
     shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
     target = Llama(num_layers=7, head_dim=8, max_length=64, **shape)
     config = head.configure(target, draft_vocab_size=24)
-    assert config.capture == (2, 3, 4) and config.rms_norm_eps == 1e-5 and config.rope_theta == 10000
+    assert config.capture_layers == (2, 3, 4) and config.rms_norm_eps == 1e-5 and config.rope_theta == 10000
     frozen = LlamaParams(jnp.asarray(reference["emb"]), (), np.ones(32, np.float32), None)
     tokens = jnp.asarray(reference["ids"], jnp.int32)
     lesson = TEACH(reference["tlogits"], np.flatnonzero(reference["t2d"]).astype(np.int32))
@@ -262,7 +262,7 @@ def test_the_vocabulary_is_what_is_most_common():
     assert head.count_tokens(long, 4).tolist() == [66667, 66667, 66666, 0]
     small = (batches.Source(np.array([9, 9, 8], np.uint16), 0.8), batches.Source(np.full(100, 7, np.uint16), 0.2))
     assert head.vocabulary(dataclasses.replace(CONFIG, draft_vocab_size=2), small).tolist() == [8, 9]
-    assert head.vocabulary(head.configure(TARGET, capture=(1,)), small) is None
+    assert head.vocabulary(head.configure(TARGET, capture_layers=(1,)), small) is None
 
 
 def test_training_lowers_the_loss_and_leaves_the_vocabulary(target, sources, heldout, tmp_path):
@@ -302,8 +302,8 @@ def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
     assert jax.tree.all(jax.tree.map(np.array_equal, unbroken, resumed))
     losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("whole", "parts")]
     assert losses[0] == losses[1]
-    other = HeadLearner(dataclasses.replace(CONFIG, capture=(0, 2, 4)), TARGET)
-    with pytest.raises(ValueError, match=r"another recipe: capture=\[0, 2, 4\] \(was \[1, 2, 4\]\)"):
+    other = HeadLearner(dataclasses.replace(CONFIG, capture_layers=(0, 2, 4)), TARGET)
+    with pytest.raises(ValueError, match=r"another recipe: capture_layers=\[0, 2, 4\] \(was \[1, 2, 4\]\)"):
         distil.train(
             DraftSetup(other, RECIPE, "float32"), target, sources, heldout, directory=tmp_path / "parts", resume=True
         )
@@ -311,7 +311,7 @@ def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
 
 def test_a_head_trained_in_memory_drafts_losslessly(target, rows):
     plain = jspec.Model("tiny", TARGET, Params(target), None, ())
-    options = {"capture": (1, 2, 4), "ttt_steps": 2, "learning_rate": 1e-2, "warmup": 5, "draft_vocab_size": 50}
+    options = {"capture_layers": (1, 2, 4), "ttt_steps": 2, "learning_rate": 1e-2, "warmup": 5, "draft_vocab_size": 50}
     drafted = eagle3.train_head(plain, rows, steps=60, batch_tokens=256, progress=False, **options)
     assert isinstance(drafted.draft, EagleHead) and drafted.params.target is target
     prompts = rows[:4, :6].astype(int).tolist()
@@ -335,7 +335,7 @@ def data_directory(tmp_path_factory):
 
 
 def test_the_command_writes_a_head_that_loads_again(data_directory, tmp_path):
-    common = {"data": data_directory, "target": data_directory / "small", "capture": (1, 2, 4), "ttt_steps": 2}
+    common = {"data": data_directory, "target": data_directory / "small", "capture_layers": (1, 2, 4), "ttt_steps": 2}
     common |= {"steps": 4, "batch_tokens": 64, "length": 16, "draft_vocab_size": 200, "depth": 2, "prompts": 2}
     common |= {"work": tmp_path / "work", "rows": data_directory / "rows.npy", "rows_share": 0.5}
     common |= {"intermediate_size": 40, "num_kv_heads": 1}
@@ -344,7 +344,7 @@ def test_the_command_writes_a_head_that_loads_again(data_directory, tmp_path):
     run("eagle3", **common, out=out, resume=True, layout="speculators")
     loaded = jspec.load(data_directory / "small", draft=out, dtype="float32")
     assert isinstance(loaded.draft, EagleHead)
-    assert loaded.draft.draft_vocab_size == 200 and loaded.draft.capture == (1, 2, 4)
+    assert loaded.draft.draft_vocab_size == 200 and loaded.draft.capture_layers == (1, 2, 4)
     assert loaded.draft.intermediate_size == 40 and loaded.draft.num_kv_heads == 1
     assert json.loads((out / "config.json").read_text())["speculators_config"]["verifier"]["name_or_path"] == "small"
     assert loaded.params.draft.ids.tolist() == np.unique(loaded.params.draft.ids).tolist()
@@ -357,13 +357,13 @@ def test_the_command_writes_a_head_that_loads_again(data_directory, tmp_path):
     card = (out / "README.md").read_text()
     assert "An EAGLE-3 head (arXiv 2503.01840) for small" in card and "200 of the target's 280 tokens" in card
     assert "jspec train data --out data --tokenizer small" in card and "| free | 1 | MIT |" in card
-    assert "--capture 1 2 4 --intermediate-size 40 --num-kv-heads 1 --draft-vocab-size 200 --steps 4" in card
+    assert "--capture-layers 1 2 4 --intermediate-size 40 --num-kv-heads 1 --draft-vocab-size 200 --steps 4" in card
     assert str(tmp_path) not in card and str(data_directory) not in card
 
 
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])
 def test_a_head_of_another_width_has_an_embedding_of_its_own(target, layout, tmp_path):
-    config = head.configure(TARGET, capture=(1, 2, 4), hidden_size=16, draft_vocab_size=40)
+    config = head.configure(TARGET, capture_layers=(1, 2, 4), hidden_size=16, draft_vocab_size=40)
     setup = DraftSetup(HeadLearner(config, TARGET), dataclasses.replace(RECIPE, ttt_steps=1), "float32")
     ids = np.arange(10, 50)
     state = learner.init(setup, target, ids)
@@ -388,16 +388,16 @@ def test_what_does_not_fit_is_refused(target, sources, heldout, data_directory, 
         train(steps=1)
     with pytest.raises(ValueError, match="ttt_steps=0"):
         train(ttt_steps=0)
-    with pytest.raises(ValueError, match="capture=None: a target of 4 layers has no default"):
+    with pytest.raises(ValueError, match="capture_layers=None: a target of 4 layers has no default"):
         head.configure(TARGET)
-    with pytest.raises(ValueError, match=r"capture=\(2, 1\): give layers in ascending order, from 0 to 4"):
-        head.configure(TARGET, capture=(2, 1))
-    with pytest.raises(ValueError, match=r"capture=\(2, 5\)"):
-        head.configure(TARGET, capture=(2, 5))
+    with pytest.raises(ValueError, match=r"capture_layers=\(2, 1\): give layers in ascending order, from 0 to 4"):
+        head.configure(TARGET, capture_layers=(2, 1))
+    with pytest.raises(ValueError, match=r"capture_layers=\(2, 5\)"):
+        head.configure(TARGET, capture_layers=(2, 5))
     with pytest.raises(ValueError, match="draft_vocab_size=62: give 1 to 61"):
-        head.configure(TARGET, capture=(2,), draft_vocab_size=62)
+        head.configure(TARGET, capture_layers=(2,), draft_vocab_size=62)
     with pytest.raises(ValueError, match="num_heads=4 is no multiple of num_kv_heads=3"):
-        head.configure(TARGET, capture=(2,), num_kv_heads=3)
+        head.configure(TARGET, capture_layers=(2,), num_kv_heads=3)
     common = {"data": data_directory, "steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
     with pytest.raises(ValueError, match="has another tokenizer than bundled:python-tiny"):
         run("eagle3", **common, target="bundled:python-tiny")
@@ -406,7 +406,7 @@ def test_what_does_not_fit_is_refused(target, sources, heldout, data_directory, 
             "eagle3",
             **common,
             target=data_directory / "small",
-            capture=(1, 2),
+            capture_layers=(1, 2),
             rows=data_directory / "rows.npy",
             rows_share=2,
         )
