@@ -5,8 +5,9 @@ from jspec.analysis.inspect_round import Round, inspect_round
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
-from jspec.engine.generate import Generation, GenerationStats, Piece, generate, generate_ids, stream
+from jspec.engine.generate import generate, generate_ids, stream
 from jspec.engine.model import Model, load
+from jspec.engine.result import Generation, GenerationStats, Piece
 
 __all__ = [
     "Eagle",

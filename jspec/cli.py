@@ -16,8 +16,10 @@ from jspec.bench import cli as bench
 from jspec.bench import kernels
 from jspec.core import accept
 from jspec.core.sampling import Sampling
-from jspec.engine.generate import DEFAULT_PAGE_SIZE, Generation, choose, generate, stream
+from jspec.engine.generate import generate, stream
 from jspec.engine.model import Model, bundled_draft, load
+from jspec.engine.options import DEFAULT_PAGE_SIZE, choose
+from jspec.engine.result import Generation
 from jspec.engine.startup import keep_compiled_programs, saying_if_slow
 
 _COMPILING = "jspec: compiling (programs are kept: the next start with this model and shape is quicker)"

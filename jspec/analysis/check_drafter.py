@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jspec.core import accept, decode, stopping
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Committed, DecodeState, Drafter, DraftTree, Params
-from jspec.engine.generate import DEFAULT_PAGE_SIZE, Run, choose, encode_prompts
 from jspec.engine.model import Model
+from jspec.engine.options import DEFAULT_PAGE_SIZE, choose
 from jspec.engine.result import Generation
+from jspec.engine.run import Run, encode_prompts
 
 PROMPTS = ("x", "def f(x):", "a = b\na = b")
 """Of different lengths, the shortest of one token, which leaves the caches empty; all of one program's shape."""

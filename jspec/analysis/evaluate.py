@@ -12,8 +12,9 @@ from tqdm import tqdm
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter
 from jspec.drafters import resolve
-from jspec.engine.generate import Generation, GenerationStats, generate
+from jspec.engine.generate import generate
 from jspec.engine.model import Model
+from jspec.engine.result import Generation, GenerationStats
 
 REPEAT = 16
 """Tokens that must recur for a text to count as repeated."""

@@ -12,8 +12,9 @@ from jaxtyping import Array, Int
 from jspec.core import decode, sampling, tree
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Acceptance, DecodeState, Drafter, DraftTree, Params, Target
-from jspec.engine.generate import DEFAULT_PAGE_SIZE, Run, choose, encode_prompts
 from jspec.engine.model import Model
+from jspec.engine.options import DEFAULT_PAGE_SIZE, choose
+from jspec.engine.run import Run, encode_prompts
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,8 +25,8 @@ from jspec.core.accept import Imposed
 from jspec.core.types import Params
 from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
 from jspec.engine import memory
-from jspec.engine.generate import DEFAULT_PAGE_SIZE
 from jspec.engine.model import load
+from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models.llama import require_llama
 
 MODES = ("plain", "chain", "tree")

@@ -20,7 +20,7 @@ from jspec.bench import machine
 from jspec.bench.cli import positive
 from jspec.bench.presets import PRESETS
 from jspec.checkpoints.files import DTYPES, resolve_dtype
-from jspec.engine.generate import DEFAULT_PAGE_SIZE
+from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models import Deepseek, Llama, Qwen3Next
 from pallas_kernels import grouped_matmul, mla_attention, paged_attention, platform
 from pallas_kernels.group_rows import group_rows

@@ -19,7 +19,7 @@ from jspec.bench.unfolded import Unfolded, seed
 from jspec.core import accept, decode, grow, stopping
 from jspec.core.types import DecodeState, Drafter, Params
 from jspec.engine import memory
-from jspec.engine.generate import prefill_chunk
+from jspec.engine.run import prefill_chunk
 from jspec.models import LanguageModel
 
 FROM_HOST = ("stepped", "unfolded")

@@ -9,7 +9,8 @@ import dataclasses
 import html
 from collections.abc import Iterator, Sequence
 
-from jspec.text.tokenizer import TextStream, Tokenizer
+from jspec.text.stream import TextStream
+from jspec.text.tokenizer import Tokenizer
 
 OWN = "#e69f00"
 BLUES = ("#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#08519c", "#08306b")

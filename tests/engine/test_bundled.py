@@ -10,8 +10,8 @@ import jspec
 from jspec.analysis.evaluate import count_repeated, evaluate, heldout_prompts
 from jspec.core import tree
 from jspec.drafters import DRAFTERS
-from jspec.engine.generate import choose
 from jspec.engine.model import BUNDLED, locate
+from jspec.engine.options import choose
 
 MEGABYTE = 1 << 20
 

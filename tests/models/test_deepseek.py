@@ -19,7 +19,7 @@ from jspec.checkpoints import deepseek_config, language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.core import tree
 from jspec.drafters import Ngram, Standalone
-from jspec.engine import generate
+from jspec.engine import run
 from jspec.models import layers
 from pallas_kernels import platform
 
@@ -78,7 +78,7 @@ def test_greedy_output_equals_transformers(pair, expected, kind, drafter, page_s
     model, oracle = pair(kind)
     prompts, wanted = expected(kind)
     if chunk is not None:
-        monkeypatch.setattr(generate, "prefill_chunk", lambda batch: chunk)
+        monkeypatch.setattr(run, "prefill_chunk", lambda batch: chunk)
     out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
     for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
         assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)

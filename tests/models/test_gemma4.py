@@ -17,7 +17,7 @@ from jspec.checkpoints import language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.core import tree
 from jspec.drafters import Ngram, Standalone
-from jspec.engine import generate
+from jspec.engine import run
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
 transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
@@ -98,7 +98,7 @@ def test_greedy_output_equals_transformers(pair, expected, kind, window, drafter
     if isinstance(drafter, jspec.Eagle):
         model = with_head(model, (prompts, wanted))
     if chunk is not None:
-        monkeypatch.setattr(generate, "prefill_chunk", lambda batch: chunk)
+        monkeypatch.setattr(run, "prefill_chunk", lambda batch: chunk)
     out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
     for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
         assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)

@@ -14,7 +14,7 @@ import jspec
 from jspec.checkpoints.files import Tensors
 from jspec.core import tree
 from jspec.drafters import Mtp
-from jspec.engine import generate
+from jspec.engine import run
 from jspec.models import MtpHeads
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
@@ -120,7 +120,7 @@ def matrix():
 def test_greedy_output_equals_transformers(models, family, heads, drafter, page_size, chunk, monkeypatch):
     model, oracle, prompts, wanted = models(family, heads)
     if chunk is not None:
-        monkeypatch.setattr(generate, "prefill_chunk", lambda batch: chunk)
+        monkeypatch.setattr(run, "prefill_chunk", lambda batch: chunk)
     out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
     for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
         assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)

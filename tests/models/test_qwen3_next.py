@@ -18,7 +18,7 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.core import tree
 from jspec.core.types import DraftTree, Params
 from jspec.drafters import Ngram, Standalone
-from jspec.engine import generate
+from jspec.engine import run
 from jspec.models import MtpParams
 
 torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
@@ -110,7 +110,7 @@ def test_greedy_output_equals_transformers(pair, expected, family, drafter, page
         params = toy.fit_head(model.target, head, model.params.target, texts)
         model = dataclasses.replace(model, params=params, draft=head)
     if chunk is not None:
-        monkeypatch.setattr(generate, "prefill_chunk", lambda batch: chunk)
+        monkeypatch.setattr(run, "prefill_chunk", lambda batch: chunk)
     out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
     for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
         assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)

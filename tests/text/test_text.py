@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jspec.checkpoints.language_model import CheckpointError
-from jspec.text.tokenizer import TextStream, Tokenizer, compile_stops, full_text
+from jspec.text.stream import TextStream, compile_stops, full_text
+from jspec.text.tokenizer import Tokenizer
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, naïve café déjà vu. ",
