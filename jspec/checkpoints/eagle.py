@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.checkpoints import eagle_config, torch_file
 from jspec.checkpoints.files import CheckpointError, Tensors, on_device, read_json, resolve_dtype, write_tensors
-from jspec.checkpoints.language_model import name_layer, read_layer
+from jspec.checkpoints.llama import name_layer, read_layer
 from jspec.models import EagleHead, EagleParams, LanguageModel, LlamaParams
 from jspec.models.llama import LayerParams
 

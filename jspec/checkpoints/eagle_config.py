@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jspec.checkpoints.files import CheckpointError, read_json
-from jspec.checkpoints.language_model import describe_scaling, parse_rope, refuse_options
+from jspec.checkpoints.llama import describe_scaling, parse_rope, refuse_options
 from jspec.models import EagleHead, EagleParams, LanguageModel
 
 LAYOUTS = ("safeailab", "speculators")

@@ -11,7 +11,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jspec.checkpoints import language_model
+from jspec.checkpoints import language_model, llama
+from jspec.checkpoints.files import read_json
 from jspec.models import LlamaParams
 from jspec.models.llama import require_llama
 from jspec.train import batches, card, loop, model, objective, options, tokenizer
@@ -133,11 +134,7 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError("give --shape or --config, one of the two")
     recipe = options.recipe(args, Recipe)
     bpe = tokenizer.load(args.data)
-    config = (
-        model.SHAPES[args.shape]
-        if args.shape
-        else language_model.parse_config(language_model.read_json(args.config / "config.json"))
-    )
+    config = model.SHAPES[args.shape] if args.shape else llama.parse_config(read_json(args.config / "config.json"))
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     teacher = None if args.teacher is None else language_model.load(args.teacher, dtype=dtype)
     heldout = Heldout(

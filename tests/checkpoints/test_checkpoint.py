@@ -11,7 +11,7 @@ import pytest
 import toy
 from safetensors.numpy import load_file, save_file
 
-from jspec.checkpoints import files, language_model
+from jspec.checkpoints import files, language_model, llama
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.models.layers import Llama3Rope
 
@@ -92,13 +92,13 @@ def test_eos_is_the_union_of_both_files(saved, config_eos, generation_eos, wante
 
 
 def test_both_generations_of_config():
-    new = language_model.describe(replace(toy.TARGET, rope_scaling=ROPE, rope_theta=5e5))
+    new = llama.describe(replace(toy.TARGET, rope_scaling=ROPE, rope_theta=5e5))
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
     scaling = {key: value for key, value in new["rope_parameters"].items() if key != "rope_theta"}
     scaling["type"] = scaling.pop("rope_type")
     old |= {"rope_theta": 5e5, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
-    assert language_model.parse_config(old) == language_model.parse_config(new)
-    assert language_model.parse_config(old).rope_scaling == ROPE
+    assert llama.parse_config(old) == llama.parse_config(new)
+    assert llama.parse_config(old).rope_scaling == ROPE
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ ocp = pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pi
 import train_files  # noqa: E402
 from train_files import lines, run  # noqa: E402
 
-from jspec.checkpoints import language_model  # noqa: E402
+from jspec.checkpoints import language_model, llama  # noqa: E402
 from jspec.core import tree  # noqa: E402
 from jspec.models import Llama  # noqa: E402
 from jspec.train import batches, lm, model, objective, text, tokenizer  # noqa: E402
@@ -167,7 +167,7 @@ def data_directory(tmp_path_factory):
     train_files.write(directory)
     for name, config in (("small", SMALL), ("tiny", TINY)):
         (directory / name).mkdir()
-        described = language_model.describe(dataclasses.replace(config, vocab_size=280))
+        described = llama.describe(dataclasses.replace(config, vocab_size=280))
         (directory / name / "config.json").write_text(json.dumps(described))
     return directory
 
