@@ -1,0 +1,189 @@
+"""Measurements as data: the schema of their lines, and the pages rendered from them."""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jspec.bench import measurement
+from jspec.bench.measurement import Measurement
+
+ROOT = Path(__file__).parent.parent
+_SPEC = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
+assert _SPEC and _SPEC.loader
+render = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(render)
+
+ROUND = "h100/llama-3.1-8b/chain/b1/c512/round/2026-11-22-372f3f7"
+"""The id of a round in the README's table, 7.01 ms."""
+EXAMPLE = Measurement(
+    id="h100/m/plain/2026-01-02",
+    date="2026-01-02",
+    device="H100",
+    subject="m",
+    mode="plain",
+    metric="round",
+    unit="ms",
+    values=[5.25, 5.5, 6.0],
+    floor=4.4,
+)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the pages and their data."""
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return tmp_path
+
+
+def texts(tree):
+    return {page.relative_to(tree): page.read_text(encoding="utf-8") for page in render.pages(tree)}
+
+
+def replace_line(tree, name, **changes):
+    """Changes fields of the line with this id."""
+    for path in (tree / "benchmarks" / "results").glob("*.jsonl"):
+        lines = [dataclasses.replace(line, **changes) if line.id == name else line for line in measurement.read(path)]
+        measurement.write(path, lines)
+
+
+def test_every_page_is_up_to_date(capsys):
+    assert render.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_every_line_is_valid():
+    """Fields and types, unique ids, one day and machine per file, and superseding lines that exist."""
+    results = render.Results(ROOT / "benchmarks" / "results")
+    assert len(results.by_id) > 700
+    for name, lines in results.files.items():
+        assert name.startswith(lines[0].date[:10]), name
+        for line in lines:
+            assert measurement.parse(line.to_json()) == line
+
+
+def test_rendering_is_idempotent(tree, capsys):
+    before = texts(tree)
+    assert render.main([], tree) == 0
+    assert texts(tree) == before and not capsys.readouterr().out
+
+
+def test_a_changed_line_changes_the_pages(tree, capsys):
+    """The README and the page of all results."""
+    replace_line(tree, ROUND, values=[6.87], median=None)
+    assert render.main(["--check"], tree) == 1
+    assert "README.md is out of date" in capsys.readouterr().out
+    before = texts(tree)
+    assert render.main([], tree) == 0
+    after = texts(tree)
+    changed = {str(page) for page in after if after[page] != before[page]}
+    assert {"README.md", "docs/benchmarks.md"} <= changed
+    counts = [text[Path("README.md")].count(number) for text, number in ((before, "7.01"), (after, "6.87"))]
+    assert counts[0] == counts[1] > 0
+    assert render.main(["--check"], tree) == 0
+
+
+def test_a_superseded_line_is_replaced_everywhere(tree):
+    line = render.Results(tree / "benchmarks" / "results").by_id[ROUND]
+    later = dataclasses.replace(
+        line, id="h100/llama-3.1-8b/chain/b1/c512/round/2027-01-01", date="2027-01-01", values=[6.543], median=None
+    )
+    measurement.write(tree / "benchmarks" / "results" / "2027-01-01-h100-llama-3.1-8b.jsonl", [later])
+    replace_line(tree, ROUND, superseded_by=later.id)
+    assert render.main([], tree) == 0
+    pages = texts(tree)
+    assert "6.54" in pages[Path("README.md")] and "7.01" not in pages[Path("README.md")]
+    assert "6.543" in pages[Path("docs/benchmarks.md")]
+
+
+def test_machines_have_separate_tables(tree):
+    results = tree / "benchmarks" / "results"
+    for path in results.glob("*"):
+        path.unlink()
+    measurement.write(results / "2026-01-02-h100-m.jsonl", [EXAMPLE])
+    for count, file in ((1, "h200"), (2, "h200-x2")):
+        line = dataclasses.replace(
+            EXAMPLE, id=f"{file}/m", device="H200", device_count=count, values=[4.0], median=None, date="2026-01-03"
+        )
+        measurement.write(results / f"2026-01-03-{file}-m.jsonl", [line])
+    text = render.render("<!-- bench:all -->\n<!-- /bench -->", render.Results(results), tree)
+    heads = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
+    assert sorted(heads[:2]) == ["2 x H200", "H200"] and heads[2] == "H100"
+    assert "| plain |  |  |  |  | 2026-01-02 | 5.50 | 4.40 | 80% |" in text
+
+
+def test_marks_name_fields_and_formats(tmp_path):
+    later = dataclasses.replace(EXAMPLE, id="h100/m/later", values=[1.0, 3.0], median=None, floor=None)
+    old = dataclasses.replace(EXAMPLE, id="old", values=[9.0], median=None, superseded_by=later.id)
+    measurement.write(tmp_path / "2026-01-02-h100-m.jsonl", [EXAMPLE, later, old])
+    (tmp_path / "t.md").write_text("| {old:.1f} | {h100/m/plain/2026-01-02.share:.0%} |\n")
+    results = render.Results(tmp_path)
+    for mark, expected in (
+        ("h100/m/plain/2026-01-02", "5.5"),
+        ("h100/m/plain/2026-01-02 .3f", "5.500"),
+        ("h100/m/plain/2026-01-02.floor .2f", "4.40"),
+        ("h100/m/plain/2026-01-02.max", "6.0"),
+        ("h100/m/plain/2026-01-02.date", "2026-01-02"),
+        ("old.min", "1.0"),
+    ):
+        assert render.render(f"a <!-- n:{mark} -->x<!-- /n -->", results, tmp_path).endswith(
+            f"-->{expected}<!-- /n -->"
+        )
+    block = render.render("<!-- bench:t -->\nx\n<!-- /bench -->", results, tmp_path)
+    assert block == "<!-- bench:t -->\n\n| 2.0 | 80% |\n\n<!-- /bench -->"
+    file = render.render("<!-- bench:results/2026-01-02-h100-m -->\n<!-- /bench -->", results, tmp_path)
+    assert "1.00 to 3.00" in file and "~~9.00~~" in file
+    for text, message in (
+        ("<!-- bench:other -->\n<!-- /bench -->", "bench:other: there is neither"),
+        ("<!-- n:other --><!-- /n -->", "other: no measurement has this id"),
+        ("<!-- n:h100/m/later.floor --><!-- /n -->", "h100/m/later.floor: must be one number or text, not None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            render.render(text, results, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    (
+        ({"id": "A b"}, "id='A b': must be lowercase words"),
+        ({"date": "yesterday"}, "Invalid isoformat"),
+        ({"commit": "main"}, "commit='main': must be a hash"),
+        ({"batch": 1.5}, "batch=1.5: must be int or NoneType"),
+        ({"batch": True}, "batch=True: must be int or NoneType"),
+        ({"device_count": 0}, "device_count=0: must be at least 1"),
+        ({"values": ["5"], "median": None}, r"values=\[.5.\]: must be finite numbers"),
+        ({"values": [], "median": None}, "values is empty: note must say why"),
+        ({"median": 4.0}, "median=4.0: the median of values is 5.5"),
+        ({"expected": [1]}, r"expected=\[1\]: must be a number or \[lowest, highest\]"),
+        ({"settings": {"a": []}}, r"settings\['a'\]=\[\]: must be a string"),
+        ({"color": "blue"}, "missing or unknown fields: color"),
+        ({"note": ...}, "missing or unknown fields: note"),
+    ),
+)
+def test_an_invalid_line_is_refused(changes, message, tmp_path):
+    raw = {key: value for key, value in (json.loads(EXAMPLE.to_json()) | changes).items() if value is not ...}
+    path = tmp_path / "2026-01-02-h100-m.jsonl"
+    path.write_text(json.dumps(raw) + "\n")
+    with pytest.raises(ValueError, match=f"2026-01-02-h100-m.jsonl, line 1: {message}"):
+        measurement.read(path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    (
+        ([EXAMPLE, EXAMPLE], "the id h100/m/plain/2026-01-02 occurs twice"),
+        ([dataclasses.replace(EXAMPLE, superseded_by="x")], "x: no measurement has this id, which supersedes h100/m"),
+        ([dataclasses.replace(EXAMPLE, superseded_by=EXAMPLE.id)], "supersedes itself"),
+        ([EXAMPLE, dataclasses.replace(EXAMPLE, id="b", device="H200")], "must hold measurements of one day and one"),
+        ([EXAMPLE, dataclasses.replace(EXAMPLE, id="b", date="2026-01-03")], "must hold measurements of one day"),
+    ),
+)
+def test_inconsistent_files_are_refused(lines, message, tmp_path):
+    measurement.write(tmp_path / "2026-01-02-h100-m.jsonl", lines)
+    with pytest.raises(ValueError, match=message):
+        render.Results(tmp_path)
