@@ -1,4 +1,4 @@
-"""One round, taken apart to learn from: what was drafted, what the target wanted, what stands."""
+"""One round in detail: what was drafted, what the target chose, and what was accepted."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jspec.core import decode, sampling, tree
+from jspec.core import decode, tree
 from jspec.core.sampling import Sampling
-from jspec.core.types import Accept, Acceptance, DecodeState, Drafter, DraftTree, Params, Target
+from jspec.core.types import Accept, DecodeState, Drafter, DraftTree, Params, Target
 from jspec.engine.model import Model
 from jspec.engine.options import DEFAULT_PAGE_SIZE, choose
 from jspec.engine.run import Run, encode_prompts
@@ -19,19 +19,19 @@ from jspec.engine.run import Run, encode_prompts
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One round of one row. Node 0 is the root, the last token that stood before the round.
+    """One round of one sequence. Node 0 is the root, the last token before the round.
 
-    number: rounds before this one.
-    before: ids that stood before the round, prompt included; the root's is the last of them.
+    round_index: rounds before this one.
+    before: ids before the round, prompt included; the last one is the root's.
     tokens: Int[N] drafted token of each node.
     parents: Int[N] parent of each node; the root's is itself.
     depths: Int[N] generations between each node and the root.
-    choices: Int[N] the token that the target wants after each node.
+    choices: Int[N] the token that the target chooses after each node.
     accepted: nodes on the accepted path, root first.
-    appended: ids that the round added: the accepted drafts, then the target's own token, unless the text ended before.
+    appended: ids that the round added: the accepted drafts, then the bonus token, unless the text ended before it.
     """
 
-    number: int
+    round_index: int
     before: list[int]
     tokens: np.ndarray
     parents: np.ndarray
@@ -46,45 +46,46 @@ def inspect_round(
     prompt: str | Sequence[int],
     *,
     drafter: str | Drafter = "auto",
-    round: int = 3,
+    round_index: int = 3,
     sampling: Sampling | None = None,
     seed: int = 0,
 ) -> Round:
-    """Continues a prompt for `round` rounds, and takes the next one apart.
+    """Continues a prompt for `round_index` rounds, and returns the next round.
 
     Args:
       prompt: one prompt, as text or as token ids.
-      round: rounds before the one that is returned; 0 is the first.
-      drafter, sampling, seed: as in `jspec.generate`; drafts are accepted by the rule that is chosen by itself.
+      round_index: rounds before the one that is returned; 0 is the first.
+      drafter, sampling, seed: as in `jspec.generate`; the rule of acceptance is the default one.
 
     Raises:
       ValueError, TypeError: as `jspec.generate`; more than one prompt; or a text that ends before that round.
     """
-    if isinstance(round, bool) or not isinstance(round, int) or round < 0:
-        raise ValueError(f"round={round!r}: give the number of rounds before the one to look at, from 0")
+    if isinstance(round_index, bool) or not isinstance(round_index, int) or round_index < 0:
+        raise ValueError(f"round_index={round_index!r}: must be an int of at least 0")
     single, (ids, *_) = encode_prompts(model, prompt)
     if not single:
         raise ValueError("prompt is a list of prompts: give one of them")
     chosen = choose(drafter, model)
     depth = chosen.bind(model.target, model.draft).depth
-    # Not less than `generate` takes by default, so that both run one program.
-    most = min(max(128, 1 + (round + 1) * (depth + 1)), max(1, model.target.max_length - len(ids)))
+    # At least the default of `generate`, so that both run the same program.
+    most = min(max(128, 1 + (round_index + 1) * (depth + 1)), max(1, model.target.max_length - len(ids)))
     run = Run(model, ids, chosen, most, sampling, None, (), seed, False, DEFAULT_PAGE_SIZE, False)
-    if run.advance(round):
+    if run.advance(round_index):
         last = int(run.state.round_index) - 1
-        where = f"in round {last}; give a smaller number" if last >= 0 else "with its first token, before any round"
-        raise ValueError(f"round={round}: the text ends {where}")
+        where = f"in round {last}; pass a smaller index" if last >= 0 else "with its first token, before any round"
+        raise ValueError(f"round_index={round_index}: the text ends {where}")
     s = run.state
-    draft_tree, choices, accepted, length = jax.device_get(_take_apart(model.params, s, **run.parts))
+    draft_tree, choices, decision = jax.device_get(_run_round(model.params, s, **run.parts))
+    accepted = decision.accepted
     nodes = draft_tree.tokens.shape[1]
     parents = np.maximum(np.arange(nodes) - 1, 0) if draft_tree.parents is None else draft_tree.parents[0]
     depths = np.zeros(nodes, int)
     for node in range(1, nodes):
         depths[node] = depths[parents[node]] + 1
     path = np.arange(nodes) if accepted.path is None else accepted.path[0]
-    appended = accepted.tokens[0, : int(length[0])].tolist()
+    appended = accepted.tokens[0, : int(decision.kept.length[0])].tolist()
     return Round(
-        number=round,
+        round_index=round_index,
         before=[*run.prompts[0], *run.tokens[0]],
         tokens=draft_tree.tokens[0],
         parents=parents,
@@ -96,23 +97,19 @@ def inspect_round(
 
 
 @partial(jax.jit, static_argnames=("target", "drafter", "accept"))
-def _take_apart(
+def _run_round(
     params: Params, s: DecodeState, *, target: Target, drafter: Drafter, accept: Accept
-) -> tuple[DraftTree, Int[Array, " N"], Acceptance, Int[Array, " 1"]]:
-    """Of a state's only row: the tree, the target's choice after each node, what `decode.step` would accept of it, and
-    how many tokens it would append.
-    """
-    draft_tree, _ = drafter.draft(params, s)
-    out = target.forward(params.target, draft_tree, s.cache, s.length - 1, capture_layers=drafter.capture_layers)
-    logits = sampling.process(s, out.logits, tree.paths(draft_tree))
-    accepted = accept(s.key, draft_tree, logits, s.length)
-    kept, _, _ = decode.truncate_at_stop(s, accepted)
-    # A tree of one node has no drafts to accept: what a rule appends to it is the target's choice.
+) -> tuple[DraftTree, Int[Array, " N"], decode.Decision]:
+    """The tree, the target's choice after each node, and what is accepted, for a state with one sequence."""
+    draft_tree, s = decode.draft(params, s, drafter=drafter)
+    out = decode.verify(params, s, draft_tree, target=target, drafter=drafter)
+    decision = decode.accept_drafts(s, draft_tree, out, accept=accept)
+    # In a tree of one node there is no draft to accept: the token that a rule appends to it is the target's choice.
     nodes = draft_tree.tokens.shape[1]
     alone = accept(
         jnp.broadcast_to(s.key, (nodes,)),
         tree.chain(draft_tree.tokens.reshape(nodes, 1)),
-        logits.reshape(nodes, 1, -1),
+        decode.node_logits(s, draft_tree, out).reshape(nodes, 1, -1),
         s.length + jnp.broadcast_to(tree.depths(draft_tree), (1, nodes))[0],
     )
-    return draft_tree, alone.tokens[:, 0], accepted, kept.length
+    return draft_tree, alone.tokens[:, 0], decision

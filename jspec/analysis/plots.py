@@ -108,7 +108,7 @@ def draft_tree(round: Round, tokenizer: Tokenizer | None = None, ax: Any = None)
         label = _label(tokenizer, round.before, token)
         ax.text(depths[node], heights[node], label, color=colour, bbox=box, parse_math=False, **style)
     ax.set(xlim=(-0.6, longest + 0.6), ylim=(max(heights) + 0.7, -0.7), xticks=range(longest + 1), yticks=[])
-    count = f"round {round.number}: {drafts} of {len(round.tokens) - 1} drafts accepted (blue)"
+    count = f"round {round.round_index}: {drafts} of {len(round.tokens) - 1} drafts accepted (blue)"
     own = ", then the target's own token (orange)" if len(tokens) > len(round.tokens) else ""
     ax.set_title(count + own, fontsize=10, loc="left")
     ax.set(xlabel="depth")

@@ -11,14 +11,14 @@ from jaxtyping import Array, Int
 
 from jspec.bench.machine import WARM_UP
 from jspec.cache import RecurrentCache
-from jspec.core import decode, sampling, tree
-from jspec.core.types import Accept, Committed, DecodeState, Drafter, DraftTree, ForwardOutput, Params, Target
-from jspec.core.xla_options import loop_options
+from jspec.core import decode
+from jspec.core.types import Accept, Cache, Committed, DecodeState, Drafter, DraftTree, ForwardOutput, Params, Target
+from jspec.core.xla_options import LoopProgram
 
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """The statements of `decode.step`, as (params, what is given, cache that is written) -> (result, that cache).
+    """The steps of a round, as functions (params, inputs, cache that is written) -> (result, that cache).
 
     A drafter whose `draft` returns the state it was given, and whose state has its cache, if any, as `cache`, suits.
     """
@@ -29,35 +29,28 @@ class Phases:
 
     def draft(self, params: Params, given: DecodeState, cache: None) -> tuple[DraftTree, None]:
         """State -> tree."""
-        draft_tree, _ = self.drafter.draft(params, given)
+        draft_tree, _ = decode.draft(params, given, drafter=self.drafter)
         return draft_tree, cache
 
     def verify(self, params: Params, given: tuple[DecodeState, DraftTree], cache: None) -> tuple[ForwardOutput, None]:
         """State and tree -> the target's output."""
-        s, draft_tree = given
-        out = self.target.forward(
-            params.target, draft_tree, s.cache, s.length - 1, capture_layers=self.drafter.capture_layers
-        )
-        return out, cache
+        return decode.verify(params, *given, target=self.target, drafter=self.drafter), cache
 
     def accept_commit(
-        self, params: Params, given: tuple[DecodeState, DraftTree, ForwardOutput], cache: Any
-    ) -> tuple[tuple[DecodeState, Committed], Any]:
+        self, params: Params, given: tuple[DecodeState, DraftTree, ForwardOutput], cache: Cache
+    ) -> tuple[tuple[DecodeState, Committed], Cache]:
         """State without caches, tree, output and the target's cache -> state, what was committed; the cache written."""
         s, draft_tree, out = given
-        start = s.length - 1
-        accepted = self.accept(s.key, draft_tree, sampling.process(s, out.logits, tree.paths(draft_tree)), s.length)
-        kept, stop, finish = decode.truncate_at_stop(s, accepted)
-        cache = cache.commit(out.rows, start, kept.path, kept.length)
-        counted = {"round_index": s.round_index + 1, "stats": decode.count_round(s, kept)}
-        s = decode.append(s, kept, accepted.length - 1, stop=stop, finish_code=finish, **counted)
-        return (s, Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)), cache
+        s = dataclasses.replace(s, cache=cache)
+        decision = decode.accept_drafts(s, draft_tree, out, accept=self.accept)
+        s, committed = decode.commit_round(s, out, decision)
+        return (dataclasses.replace(s, cache=None), committed), s.cache
 
     def extend(self, params: Params, given: tuple[DecodeState, Committed], cache: Any) -> tuple[Any, Any]:
         """State whose draft lacks its cache, what was committed, and that cache -> the draft's state; cache written."""
         s, committed = given
         s = dataclasses.replace(s, draft=with_cache(s.draft, cache))
-        return apart(self.drafter.extend(params, s, committed))
+        return apart(decode.extend(params, s, committed, drafter=self.drafter).draft)
 
 
 def apart(state: Any) -> tuple[Any, Any]:
@@ -95,12 +88,7 @@ def _repeat(params: Params, given: Any, cache: Any, *, phase: Any, count: int) -
 
 
 repeat, repeat_many = (
-    jax.jit(
-        _repeat,
-        static_argnames=("phase", "count"),
-        donate_argnames=("cache",),
-        compiler_options=loop_options(many=many),
-    )
+    LoopProgram(_repeat, many=many, static_argnames=("phase", "count"), donate_argnames=("cache",))
     for many in (False, True)
 )
 """As `decode` and `decode_many` are compiled."""

@@ -1,6 +1,7 @@
 """The loop: prefill once, then rounds of draft, verify, accept, commit, extend, in one XLA program.
 
-Target, drafter and rule of acceptance are handed in as static arguments; this module knows none of them.
+Target, drafter and rule of acceptance are static arguments; this module knows none of them by name. The five steps of a
+round are five functions. `step` calls them in order; so do benchmarks and inspection, each in its own way.
 """
 
 import dataclasses
@@ -10,11 +11,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.core import sampling, stopping, tree
-from jspec.core.types import Accept, Acceptance, Committed, DecodeState, Drafter, Params, Stats, Target
-from jspec.core.xla_options import FEW, loop_options
+from jspec.core.commit import commit_rows
+from jspec.core.struct import struct
+from jspec.core.types import (
+    Accept,
+    Acceptance,
+    Committed,
+    DecodeState,
+    Drafter,
+    DraftTree,
+    ForwardOutput,
+    Params,
+    Stats,
+    Target,
+)
+from jspec.core.xla_options import TRITON_GEMM_MAX_TOKENS, LoopProgram
+
+# Prefill
 
 
 def prefill(
@@ -24,7 +40,7 @@ def prefill(
     limit: Int[Array, " B"],
     key: Key[Array, " B"],
     stop: stopping.Stop,
-    rows: sampling.RowSampling | None = None,
+    row_sampling: sampling.RowSampling | None = None,
     *,
     target: Target,
     drafter: Drafter,
@@ -34,36 +50,36 @@ def prefill(
     logprobs: bool = False,
     chunk: int | None = None,
 ) -> DecodeState:
-    """The state before the first round: the prompt is in the caches, and behind it stands the first new token.
+    """The state before the first round: prompts in the caches, first generated token appended.
 
     Args:
       ids: prompts, padded on the right to one width.
       length: tokens of each prompt, at least 1.
-      limit: the length at which each row ends, prompt included.
-      key: of each row's random numbers.
-      rows: parameters of the choice of tokens; None: greedy.
-      accept: the rule that chooses, as in the rounds.
+      limit: the length at which each sequence ends, prompt included.
+      key: random key of each sequence.
+      row_sampling: sampling parameters of each sequence; None: greedy.
+      accept: the rule of acceptance, as in the rounds.
       capacity: columns of the token buffer, at least max(limit).
       logprobs: record the log-probability of each new token.
-      chunk: columns that are read at once, which bounds the memory it takes; longer prompts are read in a loop, of as
-        many turns as the longest needs. None: all.
+      chunk: columns that are read at once, which bounds the memory of activations; longer prompts are read in a loop,
+        of as many iterations as the longest prompt needs. None: all columns.
     """
     batch, width = ids.shape
-    # The last round may propose past the limit; those rows need somewhere to be dropped from, not a place.
-    room = max(capacity, width)
+    # Tokens proposed past the limit are dropped, so they need no slots.
+    buffer_len = max(capacity, width)
     s = DecodeState(
-        tokens=jnp.zeros((batch, room), jnp.int32).at[:, :width].set(ids),
+        tokens=jnp.zeros((batch, buffer_len), jnp.int32).at[:, :width].set(ids),
         length=length,
         limit=limit,
         finish_code=jnp.where(length >= limit, jnp.int32(stopping.LENGTH), jnp.int32(stopping.RUNNING)),
         stop=stop,
-        cache=target.init_cache(params.target, batch, room, page_size),
-        draft=drafter.init(params, batch, room, page_size),
-        sampling=rows,
+        cache=target.init_cache(params.target, batch, buffer_len, page_size),
+        draft=drafter.init(params, batch, buffer_len, page_size),
+        sampling=row_sampling,
         key=key,
         prompt_length=length,
-        origin=jnp.zeros((batch, room), jnp.int8),
-        logprobs=jnp.zeros((batch, room), jnp.float32) if logprobs else None,
+        origin=jnp.zeros((batch, buffer_len), jnp.int8),
+        logprobs=jnp.zeros((batch, buffer_len), jnp.float32) if logprobs else None,
         round_index=jnp.zeros((), jnp.int32),
         stats=Stats(jnp.zeros(batch, jnp.int32), jnp.zeros((batch, drafter.depth + 1), jnp.int32)),
     )
@@ -85,133 +101,191 @@ def _read_prompt(
     accept: Accept,
     size: int,
 ) -> DecodeState:
-    """The state with `size` more columns of the prompts read, from column `start` on or, for None, the first ones.
+    """The state after `size` more columns of the prompts are read, from column `start` (None: the first chunk).
 
-    Rows whose prompt ends here get their first token, chosen as in a round without drafts.
+    Sequences whose prompt ends in this chunk get their first token, chosen as in a round without drafts.
     """
+    # The columns of this chunk.
     begin = jnp.zeros_like(s.prompt_length) if start is None else jnp.minimum(start, s.prompt_length)
     count = jnp.minimum(s.prompt_length - begin, size)
     column, last = jnp.arange(size, dtype=jnp.int32)[None], jnp.maximum(count - 1, 0)
     tokens = jnp.take_along_axis(s.tokens, begin[:, None] + column, axis=1, mode="clip")
+    # Verify and accept: the last token of each prompt is the root of a tree without drafts.
     prefix = None if start is None else begin
     out = target.forward(
         params.target, tree.chain(tokens), s.cache, prefix, capture_layers=drafter.capture_layers, select=last
     )
     root = tree.chain(jnp.take_along_axis(tokens, last[:, None], axis=1))
-    chosen = accept(s.key, root, sampling.process(s, out.logits, tree.paths(root)), s.length)
     ends = (count > 0) & (begin + count == s.prompt_length)
-    kept, stop, finish = truncate_at_stop(s, dataclasses.replace(chosen, length=jnp.where(ends, chosen.length, 0)))
-    # Orders the write behind the last layer's read, as in `truncate_at_stop`.
-    count = jnp.where(kept.tokens[:, 0] < 0, 0, count)
-    logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
-    cache = s.cache.commit(out.rows, begin, None, count)
-    s = append(s, kept, jnp.zeros_like(kept.length), logprobs, stop=stop, finish_code=finish, cache=cache)
+    decision = accept_drafts(s, root, out, accept=accept, active=ends)
+    # Commit and extend: all rows of the chunk are permanent.
+    cache = commit_rows(s.cache, out.rows, begin, None, count, after=out.logits)
+    s = dataclasses.replace(append(s, decision), cache=cache)
     following = jnp.take_along_axis(s.tokens, begin[:, None] + column + 1, axis=1, mode="clip")
     committed = Committed(begin, following, out.hidden, count, first=start is None)
-    return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
+    return extend(params, s, committed, drafter=drafter)
 
 
 jitted_prefill = jax.jit(
     prefill, static_argnames=("target", "drafter", "accept", "capacity", "page_size", "logprobs", "chunk")
 )
-"""`prefill` for a host to call; one compiled program for each configuration and shape of the prompts."""
+"""`prefill`, jitted: one compiled program for each configuration and shape of the prompts."""
+
+
+# A round
 
 
 def step(
     params: Params, s: DecodeState, *, target: Target, drafter: Drafter, accept: Accept, debug: bool = False
 ) -> DecodeState:
-    """One round: draft, verify, accept, commit, extend; these are also the names of its parts in a profile."""
+    """One round. The scopes name its parts in a profile."""
     with jax.named_scope("draft"):
-        draft_tree, draft_state = drafter.draft(params, s)
-    start = s.length - 1
+        draft_tree, s = draft(params, s, drafter=drafter)
     with jax.named_scope("verify"):
-        out = target.forward(params.target, draft_tree, s.cache, start, capture_layers=drafter.capture_layers)
+        out = verify(params, s, draft_tree, target=target, drafter=drafter)
     with jax.named_scope("accept"):
-        accepted = accept(s.key, draft_tree, sampling.process(s, out.logits, tree.paths(draft_tree)), s.length)
+        decision = accept_drafts(s, draft_tree, out, accept=accept)
         if debug:
-            check_round(s, draft_tree, out.logits, accepted, target.vocab_size)
-        kept, stop, finish = truncate_at_stop(s, accepted)
-        logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
+            check_round(s, draft_tree, out.logits, decision.accepted, target.vocab_size)
     with jax.named_scope("commit"):
-        cache = s.cache.commit(out.rows, start, kept.path, kept.length)
-        counted = {"round_index": s.round_index + 1, "stats": count_round(s, kept)}
-        s = append(
-            s,
-            kept,
-            accepted.length - 1,
-            logprobs,
-            stop=stop,
-            finish_code=finish,
-            cache=cache,
-            draft=draft_state,
-            **counted,
-        )
+        s, committed = commit_round(s, out, decision)
     with jax.named_scope("extend"):
-        committed = Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)
-        return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
+        return extend(params, s, committed, drafter=drafter)
+
+
+@struct
+class Decision:
+    """The result of `accept_drafts`."""
+
+    accepted: Acceptance
+    """What the rule of acceptance decided."""
+    kept: Acceptance
+    """The same, truncated at the length limit and at the first stop."""
+    stop: stopping.Stop
+    """The stop automaton after the kept tokens."""
+    finish_code: Int[Array, " B"]
+    logprobs: Float[Array, "B A"] | None
+    """log p of each token under the unprocessed logits; None unless the state records them."""
+
+
+def draft(params: Params, s: DecodeState, *, drafter: Drafter) -> tuple[DraftTree, DecodeState]:
+    """The drafter's proposal, and the state with the drafter's new state."""
+    draft_tree, state = drafter.draft(params, s)
+    return draft_tree, dataclasses.replace(s, draft=state)
+
+
+def verify(params: Params, s: DecodeState, draft_tree: DraftTree, *, target: Target, drafter: Drafter) -> ForwardOutput:
+    """One forward of the target over all nodes of the tree; it reads the cache and does not write it."""
+    return target.forward(params.target, draft_tree, s.cache, s.length - 1, capture_layers=drafter.capture_layers)
+
+
+def accept_drafts(
+    s: DecodeState,
+    draft_tree: DraftTree,
+    out: ForwardOutput,
+    *,
+    accept: Accept,
+    active: Bool[Array, " B"] | None = None,
+) -> Decision:
+    """Decides which drafts to keep and which token follows them.
+
+    active: sequences that get tokens; None: all that have not finished.
+    """
+    accepted = accept(s.key, draft_tree, node_logits(s, draft_tree, out), s.length)
+    if active is not None:
+        accepted = dataclasses.replace(accepted, length=jnp.where(active, accepted.length, 0))
+    kept, stop, finish_code = truncate_at_stop(s, accepted)
+    logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
+    return Decision(accepted, kept, stop, finish_code, logprobs)
+
+
+def commit_round(s: DecodeState, out: ForwardOutput, decision: Decision) -> tuple[DecodeState, Committed]:
+    """The state with the kept rows in the cache and the kept tokens appended, and what `extend` absorbs."""
+    start, kept = s.length - 1, decision.kept
+    cache = commit_rows(s.cache, out.rows, start, kept.path, kept.length, after=out.logits)
+    stats = count_round(s, kept)
+    s = dataclasses.replace(append(s, decision), cache=cache, round_index=s.round_index + 1, stats=stats)
+    return s, Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)
+
+
+def extend(params: Params, s: DecodeState, committed: Committed, *, drafter: Drafter) -> DecodeState:
+    """The state after the drafter has absorbed what was committed."""
+    return dataclasses.replace(s, draft=drafter.extend(params, s, committed))
+
+
+# Parts of the steps
+
+
+def node_logits(s: DecodeState, draft_tree: DraftTree, out: ForwardOutput) -> Float[Array, "B N V"]:
+    """The logits from which the token after each node is chosen."""
+    return sampling.process(s, out.logits, tree.paths(draft_tree))
 
 
 def truncate_at_stop(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, stopping.Stop, Int[Array, " B"]]:
-    """Shortens what was accepted to the limit and to the first stop; to nothing in finished rows."""
-    room = jnp.where(s.done, 0, s.limit - s.length)
-    # Every choice is a token, so this orders only: the pages are written after the last layer has read them. Without
-    # it, XLA may see the write and that read as unordered, and copies the pool in every round.
-    room = jnp.where(accepted.tokens[:, 0] < 0, 0, room)
-    stop, length, finish = stopping.run(s.stop, accepted.tokens, jnp.minimum(accepted.length, room))
+    """Truncates the accepted tokens at the length limit or the first stop; to zero in finished sequences.
+
+    Returns the truncated acceptance, the stop automaton after it, and the finish codes.
+    """
+    remaining = jnp.where(s.done, 0, s.limit - s.length)
+    stop, length, finish_code = stopping.run(s.stop, accepted.tokens, jnp.minimum(accepted.length, remaining))
     full = s.length + length >= s.limit
-    finish = jnp.where((finish == stopping.RUNNING) & full, stopping.LENGTH, finish)
-    finish = jnp.where(s.done, s.finish_code, finish)
-    return dataclasses.replace(accepted, length=length), stop, finish
+    finish_code = jnp.where((finish_code == stopping.RUNNING) & full, stopping.LENGTH, finish_code)
+    finish_code = jnp.where(s.done, s.finish_code, finish_code)
+    return dataclasses.replace(accepted, length=length), stop, finish_code
 
 
 def token_logprobs(logits: Float[Array, "B N V"], accepted: Acceptance) -> Float[Array, "B A"]:
     """log p of each appended token under the unprocessed logits of the node before it."""
-    after = tree.take_path(logits, accepted.path)
-    assert after is not None
-    chosen = jnp.take_along_axis(after, accepted.tokens[:, :, None], axis=2)[:, :, 0]
-    return chosen - jax.nn.logsumexp(after, axis=-1)
+    before = tree.take_path(logits, accepted.path)
+    assert before is not None
+    chosen = jnp.take_along_axis(before, accepted.tokens[:, :, None], axis=2)[:, :, 0]
+    return chosen - jax.nn.logsumexp(before, axis=-1)
 
 
-def append(
-    s: DecodeState,
-    accepted: Acceptance,
-    drafted: Int[Array, " B"],
-    logprobs: Float[Array, "B A"] | None = None,
-    **changes,
-) -> DecodeState:
-    """The state with the accepted tokens, of which the first `drafted[b]` are drafts, written behind the others, and
-    `changes` made.
-    """
-    column = jnp.arange(accepted.tokens.shape[1], dtype=jnp.int32)[None]
-    index = jnp.where(column < accepted.length[:, None], s.length[:, None] + column, s.tokens.shape[1])
+def append(s: DecodeState, decision: Decision) -> DecodeState:
+    """The state with the kept tokens in the token buffer."""
+    kept, num_accepted = decision.kept, decision.accepted.length - 1
+    column = jnp.arange(kept.tokens.shape[1], dtype=jnp.int32)[None]
+    index = jnp.where(column < kept.length[:, None], s.length[:, None] + column, s.tokens.shape[1])
 
-    def write(buffer, new):
+    def write(buffer: Array, new: Array) -> Array:
         return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(buffer, index, new)
 
-    origin = jnp.where(column < drafted[:, None], column + 1, 0).astype(s.origin.dtype)
+    origin = jnp.where(column < num_accepted[:, None], column + 1, 0).astype(s.origin.dtype)
     return dataclasses.replace(
         s,
-        tokens=write(s.tokens, accepted.tokens),
+        tokens=write(s.tokens, kept.tokens),
         origin=write(s.origin, origin),
-        logprobs=None if s.logprobs is None else write(s.logprobs, logprobs),
-        length=s.length + accepted.length,
-        **changes,
+        logprobs=None if s.logprobs is None or decision.logprobs is None else write(s.logprobs, decision.logprobs),
+        length=s.length + kept.length,
+        finish_code=decision.finish_code,
+        stop=decision.stop,
     )
 
 
-def count_round(s: DecodeState, accepted: Acceptance) -> Stats:
-    """The counters after a round that `s` has entered."""
+def count_round(s: DecodeState, kept: Acceptance) -> Stats:
+    """The counters of `s` after a round that keeps these tokens."""
     slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
     return Stats(
         jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
-        s.stats.accept_counts + (slots == accepted.length[:, None] - 1).astype(jnp.int32),
+        s.stats.accept_counts + (slots == kept.length[:, None] - 1).astype(jnp.int32),
     )
 
 
+# The loop
+
+
 def run_rounds(
-    params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept, debug: bool = False
+    params: Params,
+    s: DecodeState,
+    until: Int[Array, ""],
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    debug: bool = False,
 ) -> DecodeState:
-    """Rounds until every row is done or `s.round_index` reaches `until`. Pure; `decode` is the same, jitted."""
+    """Rounds until every sequence is done or `s.round_index` reaches `until`. Pure; `decode` is the same, jitted."""
     body = partial(step, params, target=target, drafter=drafter, accept=accept, debug=debug)
     return lax.while_loop(lambda s: ~jnp.all(s.done) & (s.round_index < until), body, s)
 
@@ -219,58 +293,60 @@ def run_rounds(
 _STATIC = ("target", "drafter", "accept")
 
 
-def _jitted(many: bool):
-    @partial(jax.jit, static_argnames=_STATIC, donate_argnames=("s",), compiler_options=loop_options(many=many))
-    def decode(params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept) -> DecodeState:
-        """Rounds on the device until every row is done or `s.round_index` reaches `until`; the state is donated.
+def _loop_program(many: bool) -> LoopProgram:
+    def decode(
+        params: Params, s: DecodeState, until: Int[Array, ""], *, target: Target, drafter: Drafter, accept: Accept
+    ) -> DecodeState:
+        """Rounds on the device until every sequence is done or `s.round_index` reaches `until`; the state is donated.
 
         A host that streams, shows progress or stops early calls it again with a later `until`: the tokens are the same.
         """
         return run_rounds(params, s, until, target=target, drafter=drafter, accept=accept)
 
-    return decode
+    return LoopProgram(decode, many=many, static_argnames=_STATIC, donate_argnames=("s",))
 
 
-decode, decode_many = _jitted(many=False), _jitted(many=True)
-"""The loop, jitted; the second one compiled for rounds that verify many tokens (see `verifies_many`)."""
+decode, decode_many = _loop_program(many=False), _loop_program(many=True)
+"""The loop, jitted; `decode_many` is compiled for rounds that verify many tokens (see `verifies_many`)."""
 _drafted = jax.jit(lambda params, s, drafter: drafter.draft(params, s)[0], static_argnames=("drafter",))
 
 
 def verifies_many(params: Params, s: DecodeState, drafter: Drafter) -> bool:
-    """Whether rounds of these shapes verify so many tokens that `decode_many` is the faster one; only GPUs care."""
-    return jax.default_backend() == "gpu" and _drafted.eval_shape(params, s, drafter=drafter).tokens.size > FEW
+    """Whether rounds of these shapes verify enough tokens for `decode_many` to be faster. Only affects GPUs."""
+    if jax.default_backend() != "gpu":
+        return False
+    return _drafted.eval_shape(params, s, drafter=drafter).tokens.size > TRITON_GEMM_MAX_TOKENS
 
 
-def fastest(params: Params, s: DecodeState, drafter: Drafter):
-    """`decode` or `decode_many`, whichever is compiled better for rounds of these shapes."""
+def fastest(params: Params, s: DecodeState, drafter: Drafter) -> LoopProgram:
+    """`decode` or `decode_many`, whichever is faster for rounds of these shapes."""
     return decode_many if verifies_many(params, s, drafter) else decode
 
 
 @partial(jax.jit, static_argnames=_STATIC)
 def decode_checked(
-    params: Params, s: DecodeState, until: Int[Array, ""], *, target, drafter, accept
+    params: Params, s: DecodeState, until: Int[Array, ""], *, target: Target, drafter: Drafter, accept: Accept
 ) -> tuple[checkify.Error, DecodeState]:
     """`decode` with `check_round` in every round; `error.throw()` raises the first broken invariant."""
     rounds = partial(run_rounds, target=target, drafter=drafter, accept=accept, debug=True)
     return checkify.checkify(rounds, errors=checkify.user_checks)(params, s, until)
 
 
-def check_round(s: DecodeState, draft_tree, logits, accepted: Acceptance, vocab_size: int) -> None:
+def check_round(
+    s: DecodeState, draft_tree: DraftTree, logits: Float[Array, "B N V"], accepted: Acceptance, vocab_size: int
+) -> None:
     """Invariants of a round, for `checkify`: indices in range, parents before children, no NaN."""
-    tokens, nodes = draft_tree.tokens, draft_tree.tokens.shape[1]
-    in_vocabulary = (tokens >= 0) & (tokens < vocab_size)
-    checkify.check(
-        jnp.all(in_vocabulary), "round {s}: the drafter proposed a token outside the vocabulary", s=s.round_index
-    )
-    root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)
-    checkify.check(jnp.all(tokens[:, :1] == root), "round {s}: node 0 is not the last committed token", s=s.round_index)
-    if draft_tree.parents is not None:
-        before = jnp.maximum(jnp.arange(nodes, dtype=jnp.int32) - 1, 0)[None]
-        ordered = (draft_tree.parents >= 0) & (draft_tree.parents <= before)
-        checkify.check(jnp.all(ordered), "round {s}: a parent does not stand before its child", s=s.round_index)
-    finite = ~jnp.isnan(logits).any((1, 2)) | s.done
-    checkify.check(jnp.all(finite), "round {s}: the target's logits hold a NaN", s=s.round_index)
-    fits = (accepted.length >= 1) & (accepted.length <= accepted.tokens.shape[1])
-    checkify.check(jnp.all(fits), "round {s}: an accept length is out of range", s=s.round_index)
+
+    def check(holds: Bool[Array, "..."], broken: str) -> None:
+        checkify.check(jnp.all(holds), "round {s}: " + broken, s=s.round_index)
+
+    tokens, parents = draft_tree.tokens, draft_tree.parents
+    check((tokens >= 0) & (tokens < vocab_size), "the drafter proposed a token outside the vocabulary")
+    check(tokens[:, :1] == s.root, "node 0 is not the last committed token")
+    if parents is not None:
+        before = jnp.maximum(jnp.arange(tokens.shape[1], dtype=jnp.int32) - 1, 0)[None]
+        check((parents >= 0) & (parents <= before), "a parent does not come before its child")
+    check(~jnp.isnan(logits).any((1, 2)) | s.done, "the target's logits contain a NaN")
+    check((accepted.length >= 1) & (accepted.length <= accepted.tokens.shape[1]), "an accept length is out of range")
     within = (s.length >= 1) & (s.length <= s.limit) & (s.limit <= s.tokens.shape[1])
-    checkify.check(jnp.all(within), "round {s}: a row is longer than its limit or the buffer", s=s.round_index)
+    check(within, "a sequence is longer than its limit or the buffer")

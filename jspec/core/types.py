@@ -6,8 +6,9 @@ for them anywhere, and a chain, whose topology is known while tracing, has no pa
 """
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8, Key
 
 from jspec.core.stopping import Stop
@@ -63,7 +64,12 @@ class Frontier:
     mask: Bool[Array, "#B M R"] | None
     """Which of all frontiers' nodes so far, R in all and these last, each descends from; None for a chain."""
     path: Int[Array, "B M g"]
-    """The g tokens that lead from the root, which is not among them, to each node, itself included."""
+    """The g tokens from the root (excluded) to each node (included)."""
+
+    @property
+    def generation(self) -> int:
+        """g: generations between the root and these nodes."""
+        return self.path.shape[2]
 
 
 @struct
@@ -143,6 +149,11 @@ class DecodeState:
     stats: Stats
 
     @property
+    def root(self) -> Int[Array, "B 1"]:
+        """The last committed token of each sequence."""
+        return jnp.take_along_axis(self.tokens, self.length[:, None] - 1, axis=1)
+
+    @property
     def done(self) -> Bool[Array, " B"]:
         """Rows that have ended."""
         return self.finish_code != 0
@@ -151,7 +162,7 @@ class DecodeState:
 class Cache(Protocol):
     """What a target remembers. Frozen inside a round: `commit` returns the next one. docs/adding-a-cache.md has one."""
 
-    def commit(self, rows: Any, start: Array, path: Array | None, length: Array) -> "Cache":
+    def commit(self, rows: Any, start: Array, path: Array | None, length: Array) -> Self:
         """Makes the first `length[b]` rows along `path` permanent, from position `start[b]` on."""
         ...
 

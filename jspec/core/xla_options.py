@@ -1,19 +1,24 @@
-"""What the compiler has to be told about the program that holds the loop.
+"""XLA compiler options for the program that contains the decode loop.
 
-**One CUDA graph.** XLA captures the kernels of a round in graphs by itself, and its host then waits for the device
-after every round, to read one byte: whether there is another. With WHILE among the captured commands, condition and
-rounds become one graph with a loop node, and the host waits once. The loop is the only thing in its program, so the
-least length of what is captured has to be 1 as well: with XLA's own 5, asking for WHILE captures nothing at all.
+**One CUDA graph.** By default XLA captures the kernels of a round in CUDA graphs, and after every round the host waits
+for the device to read one byte: whether there is another round. With WHILE among the captured commands, condition and
+rounds become one graph with a loop node, and the host waits once. The loop is the only command in its program, so the
+minimum length of a captured sequence must be 1 as well: with XLA's default of 5, WHILE captures nothing.
 
-**Products of many tokens.** XLA times candidates for each matrix product with its operands in the GPU's cache, where
-weights are not when a round comes to them, and then prefers its own kernels. For a few tokens these are the fastest;
-for more, cuBLAS is (docs/log.md).
+**Matrix products of many tokens.** XLA times candidates for each matrix product with its operands in the GPU's cache,
+where the weights are not when a round reads them, so it prefers its own Triton kernels too often. They are the fastest
+for a few tokens; for more, cuBLAS is (docs/log.md).
 """
 
+import functools
 import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
-FEW = 32
-"""Tokens that a round verifies, of all rows together, up to which XLA's own matrix products are faster."""
+import jax
+
+TRITON_GEMM_MAX_TOKENS = 32
+"""Tokens that a round verifies, all sequences together, up to which XLA's own matrix products are faster."""
 _CAPTURE = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": "1",
@@ -22,11 +27,50 @@ _PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 
 
 def loop_options(*, many: bool = False, flags: str | None = None) -> dict[str, str | bool]:
-    """Options for `jax.jit(..., compiler_options=...)` of a program that holds the loop; others than GPUs ignore them.
+    """Options for `jax.jit(..., compiler_options=...)` of a program that contains the loop; they only affect GPUs.
 
-    many: each round verifies more than `FEW` tokens.
-    flags: XLA_FLAGS; None: those of this process. What they speak of stays as they say.
+    many: each round verifies more than `TRITON_GEMM_MAX_TOKENS` tokens.
+    flags: XLA_FLAGS; None: those of this process. A group of options that they name is left to them.
     """
     flags = os.environ.get("XLA_FLAGS", "") if flags is None else flags
     wanted = (_CAPTURE, _PRODUCTS) if many else (_CAPTURE,)
     return {name: value for group in wanted if not any(own in flags for own in group) for name, value in group.items()}
+
+
+class LoopProgram:
+    """`jax.jit` of a function that contains the loop, with `loop_options`.
+
+    It is jitted at its first use, because the options depend on the environment, which no import may read.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        many: bool,
+        static_argnames: Sequence[str],
+        donate_argnames: Sequence[str],
+    ):
+        functools.update_wrapper(self, function)
+        self._function, self._many = function, many
+        self._static, self._donated = tuple(static_argnames), tuple(donate_argnames)
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        """The jitted function."""
+        return jax.jit(
+            self._function,
+            static_argnames=self._static,
+            donate_argnames=self._donated,
+            compiler_options=loop_options(many=self._many),
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the jitted function."""
+        return self.jitted(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The jitted function's, such as `lower`."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.jitted, name)

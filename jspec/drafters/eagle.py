@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jspec.core.commit import commit_rows
 from jspec.core.grow import check_shape, grow, take_parents
 from jspec.core.propose import propose
 from jspec.core.struct import struct
@@ -84,13 +85,12 @@ class Eagle:
 
         def expand(carry, frontier):
             rows, feature = carry
-            generation = frontier.path.shape[2]
             out = self.model.apply(
                 params,
                 self.target,
                 frontier.tokens,
                 take_parents(feature, frontier),
-                (s.length + generation - 2)[:, None],
+                (s.length + frontier.generation - 2)[:, None],
                 s.draft.cache,
                 s.length - 1,
                 mask=frontier.mask,
@@ -98,9 +98,8 @@ class Eagle:
             )
             return (out.rows, out.feature), self._propose(params, s, out.logits, frontier.path)
 
-        root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)[:, 0]
         shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes, "exact": self.exact}
-        return grow(root, s.draft.proposal, expand, (None, s.draft.feature), **shape), s.draft
+        return grow(s.root[:, 0], s.draft.proposal, expand, (None, s.draft.feature), **shape), s.draft
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> EagleState:
         """Reads the committed tokens beside the target's features: depth + 1 rows after each round."""
@@ -116,13 +115,12 @@ class Eagle:
             select=jnp.maximum(committed.length - 1, 0),
         )
         proposal = self._propose(params, s, out.logits, jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32))
-        # Orders the write behind the last layer's read, as in `decode.truncate_at_stop`.
-        length = jnp.where(proposal.tokens[:, 0, 0] < 0, 0, committed.length)
         feature = out.feature
         if not committed.first:
             old = s.draft.feature, s.draft.proposal
-            feature, proposal = where_rows(length > 0, (feature, proposal), old)
-        return EagleState(s.draft.cache.commit(out.rows, committed.start, None, length), feature, proposal)
+            feature, proposal = where_rows(committed.length > 0, (feature, proposal), old)
+        cache = commit_rows(s.draft.cache, out.rows, committed.start, None, committed.length, after=out.logits)
+        return EagleState(cache, feature, proposal)
 
     def _propose(self, params: Params, s: DecodeState, logits, path) -> Proposal:
         ids, vocabulary = self.model.ids(params.draft), self.target.vocab_size

@@ -104,14 +104,15 @@ class FrozenKvMtp:
 
         hidden: the drafter's state.
         """
-        root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)
-        return self._step(params, s, hidden, Frontier(root, None, None, jnp.zeros((*root.shape, 0), jnp.int32)))
+        frontier = Frontier(s.root, None, None, jnp.zeros((*s.root.shape, 0), jnp.int32))
+        return self._step(params, s, hidden, frontier)
 
     def grow_from(self, params: Params, s: DecodeState, hidden: Float[Array, "B 1 E"], first: Proposal) -> DraftTree:
         """The tree, given what `seed` has made."""
-        root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)[:, 0]
         shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes}
-        return grow(root, first, lambda hidden, frontier: self._step(params, s, hidden, frontier), hidden, **shape)
+        return grow(
+            s.root[:, 0], first, lambda hidden, frontier: self._step(params, s, hidden, frontier), hidden, **shape
+        )
 
     def _step(self, params: Params, s: DecodeState, hidden, frontier: Frontier) -> tuple[Array, Proposal]:
         committed = s.length - 1

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.core.commit import commit_rows
 from jspec.core.grow import check_shape, grow
 from jspec.core.propose import propose
 from jspec.core.struct import struct
@@ -99,10 +100,11 @@ class Mtp:
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, MtpState]:
         """The chain of what `extend` has proposed; no forward."""
-        root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)[:, 0]
         first, *others = s.draft.proposals
         following = iter(others)
-        return grow(root, first, lambda _, frontier: (None, next(following)), None, depth=self.depth, width=1), s.draft
+        return grow(
+            s.root[:, 0], first, lambda _, frontier: (None, next(following)), None, depth=self.depth, width=1
+        ), s.draft
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> MtpState:
         """Every head reads what was committed, and where that ends, the drafts of the heads before it."""
@@ -123,9 +125,8 @@ class Mtp:
             last = layers.take_token(out, jnp.maximum(end - 1 - start, 0))
             logits = head.unembed(params, self.target, last)
             proposal = propose(s, logits, drafts, width=1, vocab_size=self.target.vocab_size, sampled=self.sampled)
-            # Orders the write behind the last layer's read, as in `decode.truncate_at_stop`.
-            known = jnp.where(proposal.tokens[:, 0, 0] < 0, 0, jnp.maximum(end - index, 0) - start)
-            caches.append(cache.commit(rows, start, None, jnp.where(committed.length > 0, known, 0)))
+            known = jnp.maximum(end - index, 0) - start
+            caches.append(commit_rows(cache, rows, start, None, jnp.where(committed.length > 0, known, 0), after=out))
             features.append(layers.take_token(out, jnp.maximum(known - 1, 0)))
             proposals.append(proposal)
             drafts = jnp.concatenate([drafts, proposal.tokens[:, :, 0][:, :, None]], axis=2)

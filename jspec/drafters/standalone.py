@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from jspec.core.commit import commit_rows
 from jspec.core.grow import check_shape, grow
 from jspec.core.propose import propose
 from jspec.core.struct import struct
@@ -68,11 +69,10 @@ class Standalone:
         """One forward a generation after the first, which `extend` has proposed. Their rows touch no page."""
 
         def expand(rows, frontier):
-            generation = frontier.path.shape[2]
             out = self.model.apply(
                 params.draft,
                 frontier.tokens,
-                (s.length + generation - 1)[:, None],
+                (s.length + frontier.generation - 1)[:, None],
                 s.draft.cache,
                 s.draft.length,
                 mask=frontier.mask,
@@ -80,9 +80,8 @@ class Standalone:
             )
             return out.rows, self._propose(s, out.logits, frontier.path)
 
-        root = jnp.take_along_axis(s.tokens, s.length[:, None] - 1, axis=1)[:, 0]
         shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes}
-        return grow(root, s.draft.proposal, expand, None, **shape), s.draft
+        return grow(s.root[:, 0], s.draft.proposal, expand, None, **shape), s.draft
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> StandaloneState:
         """Reads the tokens its cache lacks, up to the root that follows the committed ones."""
@@ -96,11 +95,10 @@ class Standalone:
         last = jnp.maximum(count - 1, 0)
         out = self.model.apply(params.draft, tokens, positions, s.draft.cache, prefix, select=last)
         proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
-        # Orders the write behind the last layer's read, as in `decode.truncate_at_stop`.
-        count = jnp.where(proposal.tokens[:, 0, 0] < 0, 0, count)
         if not committed.first:
             proposal = where_rows(count > 0, proposal, s.draft.proposal)
-        return StandaloneState(s.draft.cache.commit(out.rows, start, None, count), end, proposal)
+        cache = commit_rows(s.draft.cache, out.rows, start, None, count, after=out.logits)
+        return StandaloneState(cache, end, proposal)
 
     def _propose(self, s: DecodeState, logits, path) -> Proposal:
         return propose(s, logits, path, width=self.width, vocab_size=self.model.vocab_size, sampled=self.sampled)

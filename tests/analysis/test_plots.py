@@ -49,8 +49,8 @@ def test_a_round_is_the_one_that_generate_runs(model, drafter, sampling):
     rounds = out.rounds_of()
     for number in (0, 2, 3):
         start = 1 + sum(rounds[:number])
-        seen = jspec.inspect_round(model, PROMPT, round=number, **options)
-        assert seen.number == number
+        seen = jspec.inspect_round(model, PROMPT, round_index=number, **options)
+        assert seen.round_index == number
         assert seen.before == PROMPT + out.tokens[:start] and seen.tokens[0] == seen.before[-1]
         assert seen.appended == out.tokens[start : start + rounds[number]]
         assert seen.tokens[seen.accepted[1:]].tolist() == seen.appended[:-1]
@@ -64,26 +64,26 @@ def test_a_round_is_the_one_that_generate_runs(model, drafter, sampling):
 
 def test_a_round_that_the_end_of_the_text_cuts(model):
     prompt = [4, 3, 2, 1]
-    whole = jspec.inspect_round(model, prompt, drafter=TREE, round=0)
+    whole = jspec.inspect_round(model, prompt, drafter=TREE, round_index=0)
     first, second, *_ = new = [whole.before[-1], *whole.appended]
     assert first != second and len(whole.accepted) > 2, (
         "this test needs a round with two accepted drafts, the first new"
     )
     ending = dataclasses.replace(model, eos=(second,))
-    cut = jspec.inspect_round(ending, prompt, drafter=TREE, round=0)
+    cut = jspec.inspect_round(ending, prompt, drafter=TREE, round_index=0)
     assert cut.appended == new[1:2] and cut.accepted == whole.accepted[:2]
-    with pytest.raises(ValueError, match="round=1: the text ends in round 0; give a smaller number"):
-        jspec.inspect_round(ending, prompt, drafter=TREE, round=1)
+    with pytest.raises(ValueError, match="round_index=1: the text ends in round 0; pass a smaller index"):
+        jspec.inspect_round(ending, prompt, drafter=TREE, round_index=1)
     ending = dataclasses.replace(model, eos=(first,))
-    with pytest.raises(ValueError, match="round=0: the text ends with its first token, before any round"):
-        jspec.inspect_round(ending, prompt, drafter=TREE, round=0)
+    with pytest.raises(ValueError, match="round_index=0: the text ends with its first token, before any round"):
+        jspec.inspect_round(ending, prompt, drafter=TREE, round_index=0)
 
 
 @pytest.mark.parametrize(
     "prompt, options, message",
     [
-        (PROMPT, {"round": -1}, "round=-1"),
-        (PROMPT, {"round": True}, "round=True"),
+        (PROMPT, {"round_index": -1}, "round_index=-1"),
+        (PROMPT, {"round_index": True}, "round_index=True"),
         ([PROMPT, PROMPT], {}, "prompt is a list of prompts: give one of them"),
         ([], {}, "at least one prompt"),
         (PROMPT, {"drafter": "medusa"}, "'medusa' is unknown"),

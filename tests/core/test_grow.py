@@ -123,7 +123,7 @@ def test_a_chain_is_the_tree_of_width_one(depth):
     def expand(carry, frontier):
         path = frontier.path[:, :, :3]
         number = (path * number_of(np.arange(path.shape[2], dtype=np.int32))).sum(-1)
-        return carry, propose(jnp.asarray(laws[frontier.path.shape[2]])[number], 1)
+        return carry, propose(jnp.asarray(laws[frontier.generation])[number], 1)
 
     @jax.jit
     def both(root):
@@ -168,7 +168,7 @@ def test_a_node_sees_the_rows_of_its_ancestors(exact):
         seen = []
 
         def watch(carry, frontier):
-            if frontier.path.shape[2] <= 3:
+            if frontier.generation <= 3:
                 seen.append((frontier.mask, frontier.path))
             cut = frontier.path[:, :, :3]
             return expand([], type(frontier)(frontier.tokens, frontier.parent, frontier.mask, cut))

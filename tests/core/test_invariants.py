@@ -52,7 +52,7 @@ class Broken(Planted):
         ("vocabulary", "round 2: the drafter proposed a token outside the vocabulary"),
         ("negative", "round 2: the drafter proposed a token outside the vocabulary"),
         ("root", "round 2: node 0 is not the last committed token"),
-        ("parent", "round 2: a parent does not stand before its child"),
+        ("parent", "round 2: a parent does not come before its child"),
     ),
 )
 def test_a_drafter_that_breaks_a_rule_is_caught(rule, message):
@@ -66,7 +66,7 @@ def test_weights_that_are_nan_are_caught():
     s = toy.start(Plain(), toy.params())
     weights = Params(dataclasses.replace(toy.params().target, norm=jnp.full(toy.TARGET.hidden_size, jnp.nan)))
     err, _ = checked(Plain(), weights, s)
-    with pytest.raises(checkify.JaxRuntimeError, match="round 0: the target's logits hold a NaN"):
+    with pytest.raises(checkify.JaxRuntimeError, match="round 0: the target's logits contain a NaN"):
         err.throw()
 
 
@@ -84,5 +84,5 @@ def test_a_rule_of_acceptance_that_accepts_nothing_is_caught():
 def test_a_limit_beyond_the_buffer_is_caught():
     s = toy.start(Plain(), toy.params(), limit=[toy.CAPACITY + 1] * 3)
     err, _ = checked(Plain(), toy.params(), s)
-    with pytest.raises(checkify.JaxRuntimeError, match="round 0: a row is longer than its limit or the buffer"):
+    with pytest.raises(checkify.JaxRuntimeError, match="round 0: a sequence is longer than its limit or the buffer"):
         err.throw()

@@ -1,0 +1,34 @@
+"""The one way to write accepted rows to a cache."""
+
+from typing import TypeVar
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int, PyTree
+
+from jspec.core.types import Cache
+
+C = TypeVar("C", bound=Cache)
+
+_NEVER = 0x7F800001
+"""Bits of a signaling NaN, which no arithmetic produces."""
+
+
+def commit_rows(
+    cache: C,
+    rows: PyTree,
+    start: Int[Array, " B"],
+    path: Int[Array, "B A"] | None,
+    length: Int[Array, " B"],
+    *,
+    after: Array,
+) -> C:
+    """`cache.commit(rows, start, path, length)`, for rows of the forward that returned `after`.
+
+    after: [B, ...], logits or hidden states that the forward returned.
+    """
+    # XLA must see that the cache is written after the forward's last read of it; otherwise it copies the whole cache
+    # in every round. So the length is made to depend on an output of the forward, by a condition that is never true.
+    value = after.reshape(after.shape[0], -1)[:, 0].astype(jnp.float32)
+    length = jnp.where(lax.bitcast_convert_type(value, jnp.int32) == _NEVER, 0, length)
+    return cache.commit(rows, start, path, length)
