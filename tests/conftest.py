@@ -1,6 +1,7 @@
-"""Strict numerics for every test: no implicit promotion of dtypes or ranks; warnings are errors (pyproject.toml).
+"""Settings of all tests: the two tiers, the compilation cache, strict numerics and checked shapes.
 
-The shapes in the annotations of the modules that only take arrays are checked at run time, too.
+Implicit promotion of dtypes or ranks is an error, and so are warnings (pyproject.toml). Shape annotations are checked
+at run time in the modules that only take arrays.
 """
 
 import ctypes
@@ -8,17 +9,24 @@ import gc
 import os
 import pathlib
 
-import jax
-import jaxtyping
 import pytest
 
-# On a GPU the processes of a run share its memory, and none times products to choose the fastest, which takes longer
-# than the tests. What a user set stands.
+# Compiled programs are kept between runs, which halves the time of a run. Subprocesses inherit these settings.
+CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# On a GPU the test processes share its memory, and autotuning would take longer than the tests. Flags that the user
+# sets come last and win.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}".rstrip()
+
+import jax  # noqa: E402, after the environment that JAX reads when it is imported
+import jaxtyping  # noqa: E402
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Not modules that define pytrees: JAX rebuilds those with leaves that are no arrays.
+# Modules that define pytrees are left out: JAX rebuilds those with leaves that are not arrays.
 ARRAYS_ONLY = [
     "jspec.core.tree",
     "jspec.core.grow",
@@ -30,18 +38,47 @@ ARRAYS_ONLY = [
 ]
 jaxtyping.install_import_hook([*ARRAYS_ONLY, "pallas_kernels"], "beartype.beartype")
 
-SLOW = "JSPEC_SLOW"
-"""Set in the environment, it runs the long notebooks, and the tests that repeat what others show at one more point."""
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="run both tiers: the slow tests as well")
 
 
-def pytest_collection_modifyitems(items):
-    """Skips the slow tests where they were not asked for."""
-    if not os.environ.get(SLOW):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(
-                    pytest.mark.skip(reason=f"one more point of a large matrix, or a long notebook: needs {SLOW}=1")
-                )
+def pytest_configure(config):
+    """Selects the fast tier, unless --full or a marker expression such as `-m slow` selects something else."""
+    if not config.option.markexpr and not config.option.full:
+        config.option.markexpr = "not slow"
+    if not hasattr(config, "workerinput"):
+        trim_compilation_cache()
+        config.stash[UNSELECTED] = 0
+
+
+UNSELECTED = pytest.StashKey[int]()
+
+
+def pytest_deselected(items):
+    """Counts what is not selected; every worker process of pytest-xdist collects all tests and counts the same."""
+    config = items[0].config
+    if hasattr(config, "workerinput"):
+        config.workeroutput["unselected"] = config.workeroutput.get("unselected", 0) + len(items)
+    else:
+        config.stash[UNSELECTED] += len(items)
+
+
+class Workers:
+    """The hook of pytest-xdist that brings the count of a worker; without that plugin the hook is unknown."""
+
+    def pytest_testnodedown(self, node):
+        node.config.stash[UNSELECTED] = getattr(node, "workeroutput", {}).get("unselected", 0)
+
+
+def pytest_plugin_registered(plugin_name, manager):
+    if plugin_name == "dsession":
+        manager.register(Workers())
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.stash[UNSELECTED]:
+        terminalreporter.write_line(f"{config.stash[UNSELECTED]} tests not selected (-m {config.option.markexpr!r})")
 
 
 EXTRAS = {
@@ -53,8 +90,22 @@ EXTRAS = {
 }
 
 
+CACHE_BYTES = 2**30
+"""The compilation cache is trimmed to this size when a run starts."""
+
+
+def trim_compilation_cache():
+    """Deletes the oldest programs of our own cache directory beyond `CACHE_BYTES`; another directory is left alone."""
+    newest_first = sorted(CACHE.glob("*-cache"), key=lambda path: path.stat().st_mtime, reverse=True)
+    total = 0
+    for path in newest_first:
+        total += path.stat().st_size
+        if total > CACHE_BYTES:
+            path.unlink(missing_ok=True)
+
+
 def forget_programs():
-    """Drops compiled programs and gives their memory back, which the C library keeps until it is asked for it."""
+    """Drops compiled programs and returns their memory, which the C library would keep otherwise."""
     jax.clear_caches()
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -40,7 +40,8 @@ def test_the_options_are_known_to_the_compiler_and_change_nothing_elsewhere(many
 def test_the_loop_is_one_command_buffer_and_runs_again(tmp_path):
     """Of each program of `decode`, all that runs is a command buffer, with the loop in it."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={tmp_path} --xla_dump_hlo_pass_re=.*thunk.*"
-    environment = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    # A program that comes from the compilation cache is not dumped.
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
     subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
     dumps = sorted(tmp_path.glob("*jit_decode*.thunk_sequence_after_thunk_passes.txt"))
     assert len(dumps) >= 4

@@ -19,6 +19,7 @@ def caches(tmp_path, monkeypatch):
     """A user's cache directory that is empty, and JAX's settings as they were, afterwards."""
     before = jax.config.jax_compilation_cache_dir
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
     yield tmp_path / "jspec" / "compiled"
     jax.config.update("jax_compilation_cache_dir", before)
 
@@ -30,7 +31,7 @@ def chosen():
 
 def test_a_command_keeps_its_programs_for_the_next(tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    environment.pop("JAX_COMPILATION_CACHE_DIR")
     directory = tmp_path / "jspec" / "compiled"
 
     def programs():
