@@ -187,3 +187,15 @@ def test_inconsistent_files_are_refused(lines, message, tmp_path):
     measurement.write(tmp_path / "2026-01-02-h100-m.jsonl", lines)
     with pytest.raises(ValueError, match=message):
         render.Results(tmp_path)
+
+
+def test_the_links_of_notes_and_decisions_lead_somewhere():
+    """And every note decided something."""
+    docs = ROOT / "docs"
+    pages = [docs / "decisions.md", docs / "benchmarks.md", ROOT / "benchmarks" / "README.md", *docs.glob("notes/*.md")]
+    links = {
+        page: re.findall(r"\]\(([^)#:]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+        for page in pages
+    }
+    assert [link for page, found in links.items() for link in found if not (page.parent / link).exists()] == []
+    assert {f"notes/{note.name}" for note in docs.glob("notes/*.md")} <= set(links[docs / "decisions.md"])

@@ -7,7 +7,7 @@ minimum length of a captured sequence must be 1 as well: with XLA's default of 5
 
 **Matrix products of many tokens.** XLA times candidates for each matrix product with its operands in the GPU's cache,
 where the weights are not when a round reads them, so it prefers its own Triton kernels too often. They are the fastest
-for a few tokens; for more, cuBLAS is (docs/log.md).
+for a few tokens; for more, cuBLAS is (docs/decisions.md).
 """
 
 import functools

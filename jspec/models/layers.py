@@ -1,5 +1,5 @@
 """The parts models are made of. Weights are stored [in, out], checkpoints hold them the other way round: with the
-contracted dimension first, XLA on CPU multiplies five rows by them 2.5 times faster (docs/log.md).
+contracted dimension first, XLA on CPU multiplies five rows by them 2.5 times faster (docs/decisions.md).
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from pallas_kernels.platform import platform
 
 SMALL = 10_000_000
 """Weights of a matrix below which XLA, on a GPU, makes its product with a single row a sum over columns, which takes
-longer than its matrix product with six (docs/log.md). Two equal rows are a matrix product.
+longer than its matrix product with six (docs/decisions.md). Two equal rows are a matrix product.
 """
 
 

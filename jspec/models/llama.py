@@ -2,7 +2,7 @@
 
 Features: grouped-query attention, rotary positions with Llama 3 scaling, SwiGLU, tied or separate LM head. The
 query, key and value projections are one matrix and so are gate and up; layers are separate arrays, unrolled in the
-program (docs/log.md: scanning stacked layers costs 2.8 times the time of a decoding step).
+program (docs/decisions.md: scanning stacked layers costs 2.8 times the time of a decoding step).
 """
 
 import dataclasses

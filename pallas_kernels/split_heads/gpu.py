@@ -1,4 +1,4 @@
-"""The heads of a layer on a GPU, in one kernel: XLA makes one of each output (docs/log.md)."""
+"""The heads of a layer on a GPU, in one kernel: XLA makes one of each output (docs/decisions.md)."""
 
 import functools
 
