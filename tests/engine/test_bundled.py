@@ -154,7 +154,7 @@ def test_stop_strings_end_where_transformers_ends(model, continued, drafter):
     ids=str,
 )
 def test_a_draft_is_worth_its_time(models, drafter, floor):
-    """A floor well under the accept length in docs/benchmarks.md, on a few prompts: a draft that has come loose falls far below."""
+    """The floors are well below the accept lengths in docs/benchmarks.md; a broken draft falls far below them."""
     prompts = heldout_prompts()[PROMPTS]
     out = evaluate(model_for(models, drafter), prompts, drafter, max_new_tokens=NEW_TOKENS, batch=len(prompts))
     assert out.accept_length > floor
