@@ -1,12 +1,13 @@
-"""Rules of acceptance: which drafted tokens stand, and which token follows them. Arrays only.
+"""Rules of acceptance: which drafted tokens are accepted, and which token follows them. Arrays only.
 
-p is the target's law after a node, the softmax of its processed logits (`sampling.process`); q is the law from which a
-draft was drawn. A rule is lossless if the tokens that it appends have the law p along their path, whatever was drafted.
-All random numbers of a row are functions of its key and of positions.
+p is the target's distribution at a node, the softmax of its processed logits (`sampling.process`); q is the
+distribution from which a draft was sampled. A rule is lossless if the tokens that it appends have the distribution p
+along their path, whatever was drafted. All random draws of a sequence are functions of its key and of positions.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import jax
@@ -15,15 +16,20 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jspec.core import sampling, tree
-from jspec.core.types import Acceptance, DraftTree
+from jspec.core.types import Accept, Acceptance, DraftNeeds, DraftTree
+
+Memory = Array | None
+"""What a rule remembers from sibling to sibling: q without the tokens tried, [B, V], or their mass, [B]."""
+Judge = Callable[[Array, Memory, Array, Array, Array], tuple[Array, Memory, Array]]
+"""(coin, memory, residual distribution, token, node) -> (token accepted, and if it is not: memory, residual)."""
 
 
 def greedy(
     key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
 ) -> Acceptance:
-    """Keeps the drafts that equal the target's argmax, so that the output is the target's own greedy output.
+    """Accepts the drafts that equal the target's argmax, so that the output is the target's own greedy output.
 
-    Walks from the root: while the current node has a child with the token that the target puts highest, go there.
+    Walks from the root: while the current node has a child with the target's most probable token, go to that child.
     (Stern, Shazeer and Uszkoreit, arXiv 1811.03115, section 3, for chains; Miao et al., arXiv 2305.09781, for trees.)
     """
     del key, position
@@ -33,10 +39,10 @@ def greedy(
 def coupled(
     key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
 ) -> Acceptance:
-    """Draws the target's choice after each node with noise that belongs to the position, and follows the choices.
+    """Samples the target's choice after each node with noise that belongs to the position, and follows the choices.
 
-    The argmax of log p plus Gumbel noise has the law p, and the noise is a function of the row's key and the position
-    alone: so the output is that of plain sampling with this key, token for token, whatever was drafted
+    The argmax of log p plus Gumbel noise has the distribution p, and the noise is a function of the sequence's key and
+    the position alone. So the output is that of plain sampling with this key, token for token, whatever was drafted
     (drafter-invariant coupling; Daliri, Musco and Suresh, arXiv 2408.07978, section 3).
     """
     noise = sampling.gumbel(key, sampling.NOISE, position, _generations(draft_tree) + 1, logits.shape[-1])
@@ -46,12 +52,13 @@ def coupled(
 
 
 def follow(draft_tree: DraftTree, choice: Int[Array, "B N"]) -> Acceptance:
-    """Walks the tree along `choice`, the token that the target wants after each node."""
+    """Walks the tree along `choice`, the token that the target chooses after each node."""
     tokens, parents = draft_tree.tokens, draft_tree.parents
     if parents is None:
         agrees = tokens[:, 1:] == choice[:, :-1]
         accepted = jnp.cumprod(agrees, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
         return Acceptance(None, choice, accepted + 1)
+    # One generation per iteration; sequences whose walk has ended stay at their last node.
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     node = jnp.zeros(tokens.shape[0], jnp.int32)
     walking = jnp.ones(tokens.shape[0], bool)
@@ -73,12 +80,12 @@ def follow(draft_tree: DraftTree, choice: Int[Array, "B N"]) -> Acceptance:
 def rejection(
     key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
 ) -> Acceptance:
-    """Takes a draft x with probability min(1, p(x) / q(x)), and draws from what is left of p where it takes none.
+    """Accepts a draft x with probability min(1, p(x) / q(x)); after a rejection samples the residual distribution.
 
     On a chain this is Leviathan, Kalman and Matias, arXiv 2211.17192, section 2.3. In a tree the children of a node
-    are tried in the order in which they were drawn without replacement: after each rejection p becomes what is left,
-    norm(max(p - q, 0)), and q the law of the next draw, without the token that was rejected (Jeon et al., arXiv
-    2402.14160, section 3.2). Where the tree has no `probs` its tokens are certain: q is 1 at the draft.
+    are tried in the order in which they were sampled without replacement: after each rejection p becomes the residual
+    distribution norm(max(p - q, 0)), and q the distribution of the next draft, without the rejected token (Jeon et al.,
+    arXiv 2402.14160, section 3.2). If the tree has no `probs`, its tokens are certain: q is 1 at the draft.
     """
     p = jax.nn.softmax(logits, axis=-1)
     if draft_tree.parents is not None:
@@ -86,10 +93,10 @@ def rejection(
     drafts = draft_tree.tokens[:, 1:]
     q = _chain_probs(draft_tree, p)
     coin = _coins(key, position, drafts.shape[1])
-    stands = coin * _at(q, drafts) < _at(p[:, :-1], drafts)
-    accepted = jnp.cumprod(stands, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
-    left = jnp.concatenate([_normalised(jnp.maximum(p[:, :-1] - q, 0.0), p[:, :-1]), p[:, -1:]], axis=1)
-    return _finish_chain(key, draft_tree, left, accepted, position)
+    passes = coin * _at(q, drafts) < _at(p[:, :-1], drafts)
+    accepted = jnp.cumprod(passes, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
+    residual = jnp.concatenate([_normalize(jnp.maximum(p[:, :-1] - q, 0.0), p[:, :-1]), p[:, -1:]], axis=1)
+    return _finish_chain(key, draft_tree, residual, accepted, position)
 
 
 def block(
@@ -103,11 +110,12 @@ def block(
       ValueError: a tree.
     """
     if draft_tree.parents is not None:
-        raise ValueError("accept='block' judges chains only: give the drafter width=1, or another rule")
+        raise ValueError("accept='block' judges chains only: give the drafter width=1, or use another rule")
     p = jax.nn.softmax(logits, axis=-1)
     drafts, q = draft_tree.tokens[:, 1:], _chain_probs(draft_tree, p)
     if not drafts.shape[1]:
         return _finish_chain(key, draft_tree, p, jnp.zeros_like(position), position)
+    # weight[:, i]: the probability that the first i + 1 drafts are kept, judged together.
     coin = _coins(key, position, drafts.shape[1])
     ratio = _at(p[:, :-1], drafts) / jnp.maximum(_at(q, drafts), jnp.finfo(q.dtype).tiny)
     weight, weights = jnp.ones_like(ratio[:, 0]), []
@@ -115,26 +123,27 @@ def block(
         weight = jnp.minimum(weight * ratio[:, i], 1.0)
         weights.append(weight)
     weight = jnp.stack(weights, axis=1)
-    # left[:, i]: what is left of p after i accepted drafts; after all of them, p itself.
+    # residual[:, i]: the unnormalized residual distribution after i accepted drafts; after all of them, p itself.
     scaled = jnp.concatenate([jnp.ones_like(weight[:, :1]), weight[:, :-1]], axis=1)
-    left = jnp.maximum(scaled[:, :, None] * p[:, :-1] - q, 0.0)
-    mass = left.sum(-1)[:, 1:]
+    residual = jnp.maximum(scaled[:, :, None] * p[:, :-1] - q, 0.0)
+    mass = residual.sum(-1)[:, 1:]
     inner = mass / jnp.maximum(mass + 1.0 - weight[:, :-1], jnp.finfo(q.dtype).tiny)
-    stands = coin < jnp.concatenate([inner, weight[:, -1:]], axis=1)
+    # The longest prefix that passes is accepted.
+    passes = coin < jnp.concatenate([inner, weight[:, -1:]], axis=1)
     count = jnp.arange(1, drafts.shape[1] + 1, dtype=jnp.int32)[None]
-    accepted = jnp.where(stands, count, 0).max(1)
-    left = jnp.concatenate([_normalised(left, p[:, :-1]), p[:, -1:]], axis=1)
-    return _finish_chain(key, draft_tree, left, accepted, position)
+    accepted = jnp.where(passes, count, 0).max(1)
+    residual = jnp.concatenate([_normalize(residual, p[:, :-1]), p[:, -1:]], axis=1)
+    return _finish_chain(key, draft_tree, residual, accepted, position)
 
 
 @dataclasses.dataclass(frozen=True)
 class LossyThresholds:
-    """SGLang's acceptance by thresholds: **not lossless** unless both are 1. Never chosen by itself.
+    """SGLang's acceptance by thresholds: **not lossless** unless both are 1. Never a default.
 
-    A draft x stands if p(x) >= single, or if a coin falls below (the mass of the siblings tried so far and x) / total.
+    A draft x is accepted if p(x) >= single, or with probability (p of x and of the siblings tried before it) / total.
 
-    single: from 0 to 1; 1 accepts no draft for its probability alone.
-    total: above 0 to 1; 1 raises no probability.
+    single: from 0 to 1; with 1 no draft is accepted for its probability alone.
+    total: above 0 and at most 1; with 1 no probability is raised.
     """
 
     single: float = 1.0
@@ -143,7 +152,8 @@ class LossyThresholds:
     def __post_init__(self):
         for name, value, good in (("single", self.single, self.single >= 0), ("total", self.total, self.total > 0)):
             if not good or value > 1:
-                raise ValueError(f"LossyThresholds({name}={value}): give a number up to 1, and total above 0")
+                valid = "from 0 to 1" if name == "single" else "above 0 and at most 1"
+                raise ValueError(f"LossyThresholds({name}={value}): must be {valid}")
 
     def __call__(
         self,
@@ -152,26 +162,30 @@ class LossyThresholds:
         logits: Float[Array, "B N V"],
         position: Int[Array, " B"],
     ) -> Acceptance:
-        """Decides, from the processed logits after each node, which of them stand."""
+        """Decides which drafts to accept, from the processed logits after each node."""
         p = jax.nn.softmax(logits, axis=-1)
 
-        def judge(coin, tried, left, token, _):
-            tried = tried + _one(left, token)
-            chosen = (_one(left, token) > 0) & ((coin < tried / self.total) | (_one(left, token) >= self.single))
-            return chosen, tried, _without(left, token)
+        def judge(coin: Array, tried: Memory, residual: Array, token: Array, node: Array):
+            del node
+            assert tried is not None
+            tried = tried + _at_index(residual, token)
+            chosen = (_at_index(residual, token) > 0) & (
+                (coin < tried / self.total) | (_at_index(residual, token) >= self.single)
+            )
+            return chosen, tried, _without(residual, token)
 
         return _walk(key, _with_parents(draft_tree), p, position, judge, jnp.zeros_like(position, jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
 class Imposed:
-    """Accepts a given number of drafts, right or wrong: **the output is not the target's**. For measuring engines only.
+    """Accepts a given number of drafts, right or wrong: **the output is not the target's**. Only for measuring engines.
 
-    The round does its full work, so that with random weights it costs what it costs with trained ones that reach this
-    accept length.
+    The round does its full work, so with random weights it costs as much as with trained ones that reach this accept
+    length.
 
-    tokens_per_round: mean of the tokens that a round appends, bonus included; at least 1. A round appends the whole
-      number below it or above it, but no more than the path to the tree's deepest node and the bonus token.
+    tokens_per_round: mean number of tokens that a round appends, bonus included; at least 1. Each round appends the
+      integer below or above it, but no more than the path to the tree's deepest node and the bonus token.
     """
 
     tokens_per_round: float
@@ -179,8 +193,8 @@ class Imposed:
     def __post_init__(self):
         if not 1 <= self.tokens_per_round < math.inf:
             raise ValueError(
-                f"Imposed(tokens_per_round={self.tokens_per_round}): give a finite number from 1 up, "
-                "as the bonus token is one of them"
+                f"Imposed(tokens_per_round={self.tokens_per_round}): must be finite and at least 1, "
+                "which is the bonus token"
             )
 
     def __call__(
@@ -190,11 +204,11 @@ class Imposed:
         logits: Float[Array, "B N V"],
         position: Int[Array, " B"],
     ) -> Acceptance:
-        """Keeps the path to the first node of the wanted depth, or of the greatest; then the target's argmax."""
+        """Accepts the path to the first node of the wanted depth, or the greatest; then appends the target's argmax."""
         del key
         drafts = self._tokens(position) - 1
         choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        # A whole figure is a constant, by which XLA could make a simpler program than that of real accept lengths.
+        # A constant number of drafts would let XLA simplify the program, unlike with real accept lengths.
         choice, drafts = lax.optimization_barrier((choice, drafts))
         column = jnp.arange(_generations(draft_tree) + 1, dtype=jnp.int32)[None]
         if draft_tree.parents is None:
@@ -213,80 +227,102 @@ class Imposed:
         return Acceptance(path, jnp.where(column == drafts[:, None], following, kept), drafts + 1)
 
     def _tokens(self, position: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The whole number below or above, such that rounds end at floor(k * tokens_per_round), k = 0, 1, ...
+        """The integer below or above tokens_per_round, such that rounds end at floor(k * tokens_per_round) for all k.
 
-        From a position between two of these, rounds take the number above until they meet one. So the tokens of any
-        number of rounds are their mean's to within tokens_per_round; a coin would be off by 0.05 a round after 85.
+        From a position between two of these, rounds append the integer above until they meet one. So any number of
+        rounds has the right total to within tokens_per_round; with random draws the mean would still be off by 0.05
+        after 85 rounds.
         """
-        figure = Fraction(self.tokens_per_round).limit_denominator(1000)
-        n, d = figure.numerator, figure.denominator
-        # q = floor(k n / d) for some k if and only if the multiple of n at or behind q d lies before (q + 1) d.
+        mean = Fraction(self.tokens_per_round).limit_denominator(1000)
+        n, d = mean.numerator, mean.denominator
+        # q = floor(k n / d) for some k if and only if the first multiple of n from q d on is before (q + 1) d.
         meets = (-(position + n // d) * d) % n < d
         return jnp.where(meets, n // d, -(-n // d)).astype(jnp.int32)
 
 
-def _reject_in_tree(key, draft_tree: DraftTree, p, position) -> Acceptance:
-    def judge(coin, q, left, token, node):
-        if draft_tree.probs is None:
-            return coin < _one(left, token), q, _normalised(_without(left, token), left)
-        # Where q has fewer tokens than the node has children, the last of these were not drawn.
-        stands = (_one(q, token) > 0) & (coin * _one(q, token) < _one(left, token))
-        rest = _normalised(jnp.maximum(left - q, 0.0), left)
+def _reject_in_tree(
+    key: Key[Array, " B"], draft_tree: DraftTree, p: Float[Array, "B N V"], position: Int[Array, " B"]
+) -> Acceptance:
+    """`rejection` in a tree."""
+
+    def judge(coin: Array, q: Memory, residual: Array, token: Array, node: Array):
+        del node
+        if q is None:
+            return coin < _at_index(residual, token), q, _normalize(_without(residual, token), residual)
+        # If q has fewer tokens than the node has children, the last children were not sampled.
+        accepted = (_at_index(q, token) > 0) & (coin * _at_index(q, token) < _at_index(residual, token))
+        rest = _normalize(jnp.maximum(residual - q, 0.0), residual)
         without = _without(q, token)
-        return stands, _normalised(without, without), rest
+        return accepted, _normalize(without, without), rest
 
     return _walk(key, draft_tree, p, position, judge, draft_tree.probs)
 
 
-def _walk(key, draft_tree: DraftTree, p: Float[Array, "B N V"], position, judge, memory) -> Acceptance:
-    """From the root down, trying the children of each node in order; then a token from what is left of p.
+def _walk(
+    key: Key[Array, " B"],
+    draft_tree: DraftTree,
+    p: Float[Array, "B N V"],
+    position: Int[Array, " B"],
+    judge: Judge,
+    memory: Memory,
+) -> Acceptance:
+    """From the root down, tries the children of each node in order; then samples from the residual distribution.
 
-    judge: (coin, memory, what is left of p, token, node) -> (the token stands, memory, what is left if not). The memory
-      starts anew at each node: from its row of a [B, N, V] array, or as it is given.
+    memory: at the start of each node's children: its row of a [B, N, V] array, or [B] as it is given.
     """
     tokens, parents = draft_tree.tokens, draft_tree.parents
     batch, nodes = tokens.shape
     index = jnp.arange(nodes, dtype=jnp.int32)[None]
     coins = _coins(key, position, nodes)
     node, walking = jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool)
-    left = p[:, 0]
+    residual = p[:, 0]
     path, drafts, length = [node], [], jnp.ones(batch, jnp.int32)
-    tried_most = nodes - 1 if draft_tree.width is None else draft_tree.width
+    max_children = nodes - 1 if draft_tree.width is None else draft_tree.width
     for _ in range(_generations(draft_tree)):
+        # Try the children of `parent` in order, until one is accepted.
         last, taken = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
         notes = _row(memory, node) if memory is not None and memory.ndim == 3 else memory
-        parent, shared = node, _one(coins, node)
-        for _ in range(tried_most):
+        parent, shared = node, _at_index(coins, node)
+        for _ in range(max_children):
             child = (parents == parent[:, None]) & (index > last[:, None])
             trying = walking & ~taken & child.any(1)
             last = jnp.where(trying, jnp.argmax(child, axis=1).astype(jnp.int32), last)
-            token = _one(tokens, last)
-            # A rule that compares one coin with the growing mass of siblings uses its parent's; the others each theirs.
-            coin = shared if notes is not None and notes.ndim == 1 else _one(coins, last)
-            stands, after, rest = judge(coin, notes, left, token, parent)
-            stands = trying & stands
-            taken, node = taken | stands, jnp.where(stands, last, node)
-            failed = trying & ~stands
-            left = jnp.where(failed[:, None], rest, left)
-            if notes is not None:
+            token = _at_index(tokens, last)
+            # A rule that compares one coin with the growing mass of siblings uses the parent's coin; the others use one
+            # coin per child.
+            coin = shared if notes is not None and notes.ndim == 1 else _at_index(coins, last)
+            accepted, after, rest = judge(coin, notes, residual, token, parent)
+            accepted = trying & accepted
+            taken, node = taken | accepted, jnp.where(accepted, last, node)
+            failed = trying & ~accepted
+            residual = jnp.where(failed[:, None], rest, residual)
+            if notes is not None and after is not None:
                 notes = jnp.where(failed.reshape(-1, *[1] * (notes.ndim - 1)), after, notes)
+        # Go down to the accepted child; where there is none, the walk ends.
         walking = walking & taken
-        left = jnp.where(walking[:, None], _row(p, node), left)
+        residual = jnp.where(walking[:, None], _row(p, node), residual)
         length = length + walking.astype(jnp.int32)
         path.append(node)
-        drafts.append(_one(tokens, node))
-    drawn = _draw(key, left, position)
+        drafts.append(_at_index(tokens, node))
+    # The bonus token.
+    bonus = _sample(key, residual, position)
     column = jnp.arange(len(path), dtype=jnp.int32)[None]
-    drafts = jnp.stack([*drafts, drawn], axis=1)
-    following = jnp.where(column == length[:, None] - 1, drawn[:, None], drafts)
+    following = jnp.where(column == length[:, None] - 1, bonus[:, None], jnp.stack([*drafts, bonus], axis=1))
     return Acceptance(jnp.stack(path, axis=1), following, length)
 
 
-def _finish_chain(key, draft_tree: DraftTree, left: Float[Array, "B N V"], accepted, position) -> Acceptance:
-    drawn = _draw(key, _row(left, accepted), position)
-    column = jnp.arange(left.shape[1], dtype=jnp.int32)[None]
-    drafts = jnp.concatenate([draft_tree.tokens[:, 1:], drawn[:, None]], axis=1)
-    return Acceptance(None, jnp.where(column == accepted[:, None], drawn[:, None], drafts), accepted + 1)
+def _finish_chain(
+    key: Key[Array, " B"],
+    draft_tree: DraftTree,
+    residual: Float[Array, "B N V"],
+    accepted: Int[Array, " B"],
+    position: Int[Array, " B"],
+) -> Acceptance:
+    """The accepted drafts of a chain, then a token sampled from the residual distribution after them."""
+    bonus = _sample(key, _row(residual, accepted), position)
+    column = jnp.arange(residual.shape[1], dtype=jnp.int32)[None]
+    drafts = jnp.concatenate([draft_tree.tokens[:, 1:], bonus[:, None]], axis=1)
+    return Acceptance(None, jnp.where(column == accepted[:, None], bonus[:, None], drafts), accepted + 1)
 
 
 def _chain_probs(draft_tree: DraftTree, p: Float[Array, "B N V"]) -> Float[Array, "B D V"]:
@@ -313,22 +349,22 @@ def _coins(key: Key[Array, " B"], position: Int[Array, " B"], count: int) -> Flo
     return jax.vmap(lambda key: jax.random.uniform(key, (count,), jnp.float32))(keys)
 
 
-def _draw(key: Key[Array, " B"], law: Float[Array, "B V"], position: Int[Array, " B"]) -> Int[Array, " B"]:
-    noise = sampling.gumbel(key, sampling.FINAL, position, 1, law.shape[-1])[:, 0]
-    return jnp.argmax(jnp.log(law) + noise, axis=-1).astype(jnp.int32)
+def _sample(key: Key[Array, " B"], distribution: Float[Array, "B V"], position: Int[Array, " B"]) -> Int[Array, " B"]:
+    noise = sampling.gumbel(key, sampling.FINAL, position, 1, distribution.shape[-1])[:, 0]
+    return jnp.argmax(jnp.log(distribution) + noise, axis=-1).astype(jnp.int32)
 
 
-def _normalised(law: Float[Array, "*B V"], otherwise: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
-    """A law of the same proportions; `otherwise` where nothing is left, which only rounding brings about."""
-    mass = law.sum(-1, keepdims=True)
-    return jnp.where(mass > 0, law / jnp.maximum(mass, jnp.finfo(law.dtype).tiny), otherwise)
+def _normalize(distribution: Float[Array, "*B V"], otherwise: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+    """The normalized distribution; `otherwise` where the mass is 0, which only rounding can cause."""
+    mass = distribution.sum(-1, keepdims=True)
+    return jnp.where(mass > 0, distribution / jnp.maximum(mass, jnp.finfo(distribution.dtype).tiny), otherwise)
 
 
 def _at(x: Float[Array, "B D V"], tokens: Int[Array, "B D"]) -> Float[Array, "B D"]:
     return jnp.take_along_axis(x, tokens[:, :, None], axis=2)[:, :, 0]
 
 
-def _one(x: Array, index: Int[Array, " B"]) -> Array:
+def _at_index(x: Array, index: Int[Array, " B"]) -> Array:
     return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
 
 
@@ -336,9 +372,11 @@ def _row(x: Float[Array, "B N V"], index: Int[Array, " B"]) -> Float[Array, "B V
     return jnp.take_along_axis(x, index[:, None, None], axis=1)[:, 0]
 
 
-def _without(law: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, "B V"]:
-    return jnp.where(jnp.arange(law.shape[1])[None] == token[:, None], 0.0, law)
+def _without(distribution: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, "B V"]:
+    return jnp.where(jnp.arange(distribution.shape[1])[None] == token[:, None], 0.0, distribution)
 
 
-RULES = {"greedy": greedy, "coupled": coupled, "rejection": rejection, "block": block}
-"""Name -> rule; all of them lossless."""
+RULES: dict[str, Accept] = {"greedy": greedy, "coupled": coupled, "rejection": rejection, "block": block}
+"""Name -> rule; all of them are lossless."""
+NEEDS = {"rejection": DraftNeeds(sampled=True), "block": DraftNeeds(sampled=True, chains=True)}
+"""Name -> what a rule needs of the drafts; the rules that are missing here accept any."""

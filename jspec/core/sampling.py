@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from jspec.core.struct import struct
-from jspec.core.types import DecodeState
+from jspec.core.types import DecodeState, RowSampling
 
 NOISE, DRAFT, COINS, FINAL = range(4)
 """Streams of random numbers of a row, independent of each other: the noise of the target's choice (which drafts may
@@ -82,22 +81,6 @@ class Sampling:
 
 def _whole(value, least: int) -> bool:
     return isinstance(value, int | np.integer) and bool(value >= least)
-
-
-@struct
-class RowSampling:
-    """The parameters of each row. None: no row uses the option, and the program has nothing of it."""
-
-    temperature: Float[Array, " B"] | None = None
-    """None: all rows are greedy."""
-    top_k: Int[Array, " B"] | None = None
-    top_p: Float[Array, " B"] | None = None
-    min_p: Float[Array, " B"] | None = None
-    repetition_penalty: Float[Array, " B"] | None = None
-    presence_penalty: Float[Array, " B"] | None = None
-    frequency_penalty: Float[Array, " B"] | None = None
-    logit_bias: Float[Array, "B V"] | None = None
-    min_new_tokens: Int[Array, " B"] | None = None
 
 
 def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, vocab_size: int) -> RowSampling | None:

@@ -1,57 +1,60 @@
 """The values that pass between the parts of a round, and the protocols of the parts.
 
-Dimensions: B batch, N nodes of a tree, A accepted nodes at most, T tokens, C columns of the token buffer, E width,
-V vocabulary, W width of a tree. An optional part is a None leaf: a drafter that wants no hidden states has no buffer
-for them anywhere, and a chain, whose topology is known while tracing, has no parents.
+Dimensions: B batch, N nodes of a tree, A maximum accepted nodes, T tokens, C columns of the token buffer, E hidden
+size, V vocabulary, W width of a tree. An optional part is a None leaf: a drafter that wants no hidden states has no
+buffer for them anywhere, and a chain, whose topology is known while tracing, has no parents.
 """
 
 import dataclasses
-from typing import Any, Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int8, Key
+from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
 from jspec.core.stopping import Stop
 from jspec.core.struct import struct
+
+Rows = PyTree
+"""What the nodes of a forward leave in a cache if they are committed: one entry per layer, of the cache's own kind."""
 
 
 @struct
 class Params:
     """Weights: the target's, and the draft's or None."""
 
-    target: Any
-    draft: Any = None
+    target: PyTree
+    draft: PyTree = None
 
 
 @struct
 class DraftTree:
     """A proposal. Node 0 is the root: the last committed token, which is in no cache yet.
 
-    A node's children carry tokens that differ, or the first of equal ones is taken.
+    Siblings should have distinct tokens; of duplicates only the first can be accepted.
     """
 
     tokens: Int[Array, "B N"]
     parents: Int[Array, "B N"] | None = None
     """parents[b, n] < n, and the root's is itself. None: a chain, parents[b, n] = n - 1."""
     depth: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Generations below the root, at most; None: N - 1."""
+    """Maximum generations below the root; None: N - 1."""
     width: int | None = dataclasses.field(default=None, metadata={"static": True})
-    """Children of a node, at most; None: N - 1."""
+    """Maximum children of a node; None: N - 1."""
     probs: Float[Array, "B N V"] | None = None
-    """probs[b, n]: the law q from which the children of node n were drawn, without replacement and in their order.
-    None: the drafts are no draws that a rule of acceptance may count on."""
+    """probs[b, n]: the distribution q from which the children of node n were sampled, in order and without replacement.
+    None: the drafts were not sampled from a known distribution."""
 
 
 @struct
 class Proposal:
-    """What a draft model would put after each of M nodes."""
+    """The tokens that a draft model proposes after each of M nodes."""
 
     tokens: Int[Array, "B M W"]
     """Best first."""
     scores: Float[Array, "B M W"] | None
-    """Log-probabilities, as far as the drafter knows, that the target takes them; None where W is 1."""
+    """The drafter's estimates of the log-probability that the target chooses each token; None where W is 1."""
     probs: Float[Array, "B M V"] | None
-    """The law from which the tokens were drawn, without replacement; None where they were not drawn."""
+    """The distribution from which the tokens were sampled, without replacement; None if they were not sampled."""
 
 
 @struct
@@ -60,9 +63,9 @@ class Frontier:
 
     tokens: Int[Array, "B M"]
     parent: Int[Array, "#B M"] | None
-    """Their parents' places in the frontier before; None: there is one."""
+    """Index of each node's parent in the previous frontier; None: there is one node."""
     mask: Bool[Array, "#B M R"] | None
-    """Which of all frontiers' nodes so far, R in all and these last, each descends from; None for a chain."""
+    """Which of the R nodes of all frontiers so far, this one last, each node descends from; None for a chain."""
     path: Int[Array, "B M g"]
     """The g tokens from the root (excluded) to each node (included)."""
 
@@ -77,10 +80,9 @@ class ForwardOutput:
     """What a forward of a target or a draft model returns."""
 
     logits: Float[Array, "B N V"]
-    rows: Any
-    """What the cache's `commit` takes: for each layer, keys and values of the round's nodes."""
+    rows: Rows
     hidden: Float[Array, "B N E"] | None
-    """The captured layers' inputs, concatenated; None if none was asked for."""
+    """The captured hidden states, concatenated; None if none were requested."""
 
 
 @struct
@@ -90,61 +92,94 @@ class Acceptance:
     path: Int[Array, "B A"] | None
     """Accepted nodes, root first; the tail repeats the last one. None: a chain, path[b, i] = i."""
     tokens: Int[Array, "B A"]
-    """Tokens to append: the accepted drafts, then the bonus token; what follows `length` is never read."""
+    """Tokens to append: the accepted drafts, then the bonus token; anything after `length` is never read."""
     length: Int[Array, " B"]
-    """Tokens to append, bonus included: at least 1, or 0 for a finished row."""
+    """Number of tokens to append, bonus included: at least 1, or 0 in a finished sequence."""
 
 
 @struct
 class Committed:
-    """What `Drafter.extend` absorbs: a prompt, or one chunk of it after the other, and what each round appends."""
+    """What `Drafter.extend` absorbs: a prompt, chunk by chunk, and then the tokens of each round."""
 
     start: Int[Array, " B"]
     """Position of hidden[:, 0]."""
     tokens: Int[Array, "B T"]
     """The token that follows hidden[:, t], at position start + t + 1."""
     hidden: Float[Array, "B T E"] | None
+    """The target's hidden states of `Drafter.capture_layers`; None if there are no such layers."""
     length: Int[Array, " B"]
-    """Columns that count; the rest is padding. 0: the row has ended, or its prompt was read in an earlier chunk."""
+    """Valid columns; the others are padding. 0: the sequence has finished, or its prompt ended in an earlier chunk."""
     first: bool = dataclasses.field(default=False, metadata={"static": True})
     """The first chunk of a prompt: start is 0 and nothing was committed before, so there is no prefix to attend to."""
 
 
 @struct
 class Stats:
-    """Counters of a generation, per row."""
+    """Counters of a generation, per sequence."""
 
     rounds: Int[Array, " B"]
-    """Rounds in which the row was active."""
+    """Rounds in which the sequence was active."""
     accept_counts: Int[Array, "B A"]
     """accept_counts[b, i]: rounds that appended i + 1 tokens."""
 
 
 @struct
+class RowSampling:
+    """Sampling parameters of each sequence. None: no sequence uses the option, and it is not part of the program."""
+
+    temperature: Float[Array, " B"] | None = None
+    """None: all sequences are greedy."""
+    top_k: Int[Array, " B"] | None = None
+    top_p: Float[Array, " B"] | None = None
+    min_p: Float[Array, " B"] | None = None
+    repetition_penalty: Float[Array, " B"] | None = None
+    presence_penalty: Float[Array, " B"] | None = None
+    frequency_penalty: Float[Array, " B"] | None = None
+    logit_bias: Float[Array, "B V"] | None = None
+    min_new_tokens: Int[Array, " B"] | None = None
+
+
+class Cache(Protocol):
+    """What a model remembers of committed tokens; see docs/adding-a-cache.md.
+
+    It does not change inside a round: `commit` returns the next one.
+    """
+
+    def commit(
+        self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
+    ) -> Self:
+        """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on.
+
+        Call it through `jspec.core.commit.commit_rows`.
+        """
+        ...
+
+
+@struct
 class DecodeState:
-    """All that changes from round to round."""
+    """Everything that changes from round to round."""
 
     tokens: Int[Array, "B C"]
     length: Int[Array, " B"]
-    """Tokens of each row, prompt included. tokens[b, length[b] - 1] is in no cache yet."""
+    """Tokens of each sequence, prompt included. tokens[b, length[b] - 1] is in no cache yet."""
     limit: Int[Array, " B"]
-    """The length at which a row ends."""
+    """The length at which each sequence ends."""
     finish_code: Int[Array, " B"]
     """A code of `stopping`: RUNNING, EOS, STOP or LENGTH."""
     stop: Stop
-    cache: Any
-    draft: Any
+    cache: Cache
+    """The target's."""
+    draft: PyTree
     """The drafter's own state."""
-    sampling: Any
-    """Parameters of the choice of tokens, for each row; None: all rows are greedy."""
+    sampling: RowSampling | None
+    """None: all sequences are greedy, without penalties."""
     key: Key[Array, " B"]
-    """A row's random numbers are functions of its key and of positions, and of nothing else."""
+    """Every random draw of a sequence is a function of its key and of positions only."""
     prompt_length: Int[Array, " B"]
-    """Tokens of each prompt."""
     origin: Int8[Array, "B C"]
-    """Where a token came from: the depth of the draft that was accepted, or 0 for the target's own (and the prompt)."""
+    """Where a token came from: the depth of the accepted draft, or 0 for the target's own tokens and the prompt."""
     logprobs: Float[Array, "B C"] | None
-    """log p of each new token under the target's unprocessed logits; None where it was not asked for."""
+    """log p of each new token under the target's unprocessed logits; None if it was not requested."""
     round_index: Int[Array, ""]
     stats: Stats
 
@@ -155,20 +190,13 @@ class DecodeState:
 
     @property
     def done(self) -> Bool[Array, " B"]:
-        """Rows that have ended."""
+        """Sequences that have finished."""
         return self.finish_code != 0
 
 
-class Cache(Protocol):
-    """What a target remembers. Frozen inside a round: `commit` returns the next one. docs/adding-a-cache.md has one."""
-
-    def commit(self, rows: Any, start: Array, path: Array | None, length: Array) -> Self:
-        """Makes the first `length[b]` rows along `path` permanent, from position `start[b]` on."""
-        ...
-
-
+@runtime_checkable
 class Target(Protocol):
-    """A model that verifies: a frozen dataclass of static numbers; its weights are arguments."""
+    """A model that verifies: a frozen dataclass of hyperparameters; its weights are arguments."""
 
     @property
     def vocab_size(self) -> int:
@@ -176,70 +204,116 @@ class Target(Protocol):
         ...
 
     @property
+    def hidden_size(self) -> int:
+        """E: width of the residual stream."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        ...
+
+    @property
     def max_length(self) -> int:
         """Tokens of the context."""
         ...
 
-    def init_cache(self, params: Any, batch: int, capacity: int, page_size: int) -> Any:
+    def init_cache(self, params: PyTree, batch: int, capacity: int, page_size: int) -> Cache:
         """An empty cache."""
+        ...
+
+    def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
+        """Input of the first layer."""
+        ...
+
+    def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
+        """The LM head: logits, in float32, of hidden states after the final norm."""
         ...
 
     def forward(
         self,
-        params: Any,
+        params: PyTree,
         draft_tree: DraftTree,
-        cache: Any,
-        start: Array | None,
+        cache: PyTree,
+        start: Int[Array, " B"] | None,
         *,
         capture_layers: tuple[int, ...] = (),
-        select: Array | None = None,
+        select: Int[Array, " B"] | None = None,
     ) -> ForwardOutput:
-        """Reads a tree whose root stands at position `start`; None: position 0, with nothing committed.
+        """Reads a tree whose root is at position `start`; None: position 0, with nothing committed.
 
-        select: the only node of each sequence whose logits are wanted, [B, 1, V] of them.
+        capture_layers: layers whose hidden states to return.
+        select: the only node of each sequence whose logits are needed, [B, 1, V]; None: all nodes.
         """
         ...
 
 
 class Drafter(Protocol):
-    """A way to propose tokens: a frozen dataclass of static numbers. docs/adding-a-drafter.md walks through one."""
+    """A way to propose tokens: a frozen dataclass of hyperparameters; see docs/adding-a-drafter.md."""
 
     @property
     def depth(self) -> int:
-        """Tokens of the longest chain it proposes; of one that `bind` returns, where the models have a say in it."""
+        """Tokens of the longest chain it proposes; may depend on the models, and is then known after `bind`."""
         ...
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """Target layers whose hidden states `extend` wants; () for none."""
+        """Target layers whose hidden states `extend` needs; () for none. May raise before `bind`."""
         ...
 
-    def bind(self, target: Any, draft: Any) -> "Drafter":
-        """Called once, before tracing, with the two models' configurations (draft: None where none was loaded).
+    def bind(self, target: Target, draft: object) -> "Drafter":
+        """Called once, before tracing, with the two models' configurations (draft: None if none is loaded).
 
-        Returns the drafter to use; raises ValueError where the models do not suit it.
+        Returns the drafter to use; raises ValueError if it does not work with these models.
         """
         ...
 
-    def init(self, params: Params, batch: int, capacity: int, page_size: int) -> Any:
-        """Its state for `batch` empty sequences of at most `capacity` tokens."""
+    def init(self, params: Params, batch: int, capacity: int, page_size: int) -> PyTree:
+        """The drafter's state for `batch` empty sequences of at most `capacity` tokens."""
         ...
 
-    def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, Any]:
-        """A tree whose root is the last token of each row, and its state."""
+    def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, PyTree]:
+        """A tree whose root is the last token of each sequence, and the drafter's new state."""
         ...
 
-    def extend(self, params: Params, s: DecodeState, committed: Committed) -> Any:
-        """Absorbs what was appended to `s`; returns its state. May read all of `s`."""
+    def extend(self, params: Params, s: DecodeState, committed: Committed) -> PyTree:
+        """Absorbs what was appended to `s`; returns the drafter's new state. May read all of `s`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftNeeds:
+    """What a rule of acceptance needs of the drafts.
+
+    sampled: drafts sampled from the drafter's own distribution, which the tree holds as `probs`.
+    chains: chains, no trees.
+    """
+
+    sampled: bool = False
+    chains: bool = False
+
+
+@runtime_checkable
+class AdaptiveDrafter(Protocol):
+    """A drafter that adapts its drafts to the rule of acceptance. Optional: others draft alike for all rules."""
+
+    def adapt(self, needs: DraftNeeds) -> Drafter:
+        """The drafter to use with a rule of these needs; raises ValueError if it cannot meet them."""
         ...
 
 
 class Accept(Protocol):
     """A rule of acceptance: arrays in, `Acceptance` out."""
 
-    def __call__(self, key: Array, draft_tree: DraftTree, logits: Array, position: Array) -> Acceptance:
-        """Decides, from the processed logits after each node, which of them stand.
+    def __call__(
+        self,
+        key: Key[Array, " B"],
+        draft_tree: DraftTree,
+        logits: Float[Array, "B N V"],
+        position: Int[Array, " B"],
+    ) -> Acceptance:
+        """Decides which drafts to accept, from the processed logits after each node.
 
-        key [B] and position [B], that of the token after the root, are what random numbers are made from.
+        key, position: the inputs of every random draw; position[b] is that of the token after the root.
         """
         ...

@@ -1,4 +1,4 @@
-"""Ways to propose tokens, one module each, and the one table of their names."""
+"""Ways to propose tokens: one module each, and the table of their names."""
 
 from jspec.core.types import Drafter
 from jspec.drafters.eagle import Eagle
@@ -8,7 +8,7 @@ from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
 from jspec.drafters.standalone import Standalone
 
-DRAFTERS = {
+DRAFTERS: dict[str, type[Drafter]] = {
     "eagle": Eagle,
     "frozen-kv-mtp": FrozenKvMtp,
     "mtp": Mtp,
@@ -16,27 +16,27 @@ DRAFTERS = {
     "plain": Plain,
     "standalone": Standalone,
 }
-"""Name -> class; a name alone stands for the class's defaults."""
+"""Name -> class; a name alone selects the class with its defaults."""
 
 
-def resolve(drafter: "str | Drafter | None") -> Drafter:
-    """The drafter that a name, an object or None (plain decoding) stands for.
+def resolve(drafter: str | Drafter | None) -> Drafter:
+    """The drafter of a name, an object or None (plain decoding).
 
     Raises:
       ValueError: an unknown name.
-      TypeError: an object that is no drafter.
+      TypeError: an object that is not a drafter.
     """
     if drafter is None:
         return Plain()
     if isinstance(drafter, str):
         if drafter not in DRAFTERS:
-            raise ValueError(f"drafter={drafter!r} is unknown; there are {', '.join(sorted(DRAFTERS))}")
+            raise ValueError(f"drafter={drafter!r} is unknown; valid names are {', '.join(sorted(DRAFTERS))}")
         return DRAFTERS[drafter]()
-    missing = [
-        name for name in ("depth", "capture_layers", "bind", "init", "draft", "extend") if not hasattr(drafter, name)
-    ]
-    if missing or isinstance(drafter, type):
-        given = drafter.__name__ if isinstance(drafter, type) else type(drafter).__name__
-        why = "give an object, not a class" if isinstance(drafter, type) else f"it has no {', '.join(missing)}"
-        raise TypeError(f"drafter={given} is not a drafter: {why}")
+    if isinstance(drafter, type):
+        raise TypeError(f"drafter={drafter.__name__} is not a drafter: give an object, not a class")
+    # Not `hasattr`, which would evaluate `capture_layers`, and that may raise before `bind`.
+    required = ("depth", "capture_layers", "bind", "init", "draft", "extend")
+    missing = [name for name in required if name not in dir(drafter)]
+    if missing:
+        raise TypeError(f"drafter={type(drafter).__name__} is not a drafter: it has no {', '.join(missing)}")
     return drafter

@@ -1,29 +1,42 @@
 """EAGLE: a head that continues the target's hidden states (arXiv 2401.15077, 2406.16858, 2503.01840)."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jspec.core.commit import commit_rows
 from jspec.core.grow import check_shape, grow, take_parents
 from jspec.core.propose import propose
 from jspec.core.struct import struct
 from jspec.core.tree import where_rows
-from jspec.core.types import Committed, DecodeState, DraftTree, Params, Proposal
+from jspec.core.types import (
+    Cache,
+    Committed,
+    DecodeState,
+    DraftNeeds,
+    DraftTree,
+    Frontier,
+    Params,
+    Proposal,
+    Rows,
+    Target,
+)
+from jspec.drafters.binding import bound, check_made_for, check_needs, describe_loaded
+from jspec.drafters.feature_head import FeatureHead
 
 
 @struct
 class EagleState:
     """The head's cache, its output at the last committed row, and what it proposes there.
 
-    Row p of the cache stands for the target's feature at position p and the token at p + 1: all committed tokens but
-    the last have one, as in the target's own cache.
+    Row p of the cache belongs to the target's feature at position p and the token at p + 1: every committed token but
+    the last has one, as in the target's own cache.
     """
 
-    cache: Any
+    cache: Cache
     feature: Float[Array, "B 1 E"] | None
+    """None before the first chunk of the prompt; so is `proposal`."""
     proposal: Proposal | None
 
 
@@ -32,12 +45,12 @@ class Eagle:
     """Proposes with an EAGLE-1, EAGLE-2 or EAGLE-3 head.
 
     depth: tokens of the longest chain, at least 1.
-    width: children of a node at most, and nodes that are expanded in a generation; 1 is a chain.
+    width: maximum children of a node, and nodes that are expanded per generation; 1 is a chain.
     num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
-    sampled: propose draws from the head's own law, as the rule "rejection" is at its best with.
-    exact: in a tree, a node sees the head's rows of its own ancestors. False: of what stood in its place of the beam
-      before, as in SGLang; no cheaper here, and there to be compared with.
-    target, model: the configurations of the target and of the head; `bind` sets them.
+    sampled: sample the drafts from the head's own distribution, as the rule "rejection" needs.
+    exact: in a tree, a node attends to the head's rows of its own ancestors. False: to those of whichever nodes held
+      its slot in the previous frontiers, as in SGLang; no cheaper here, and available for comparison.
+    target, model: the configurations of the target and of the head; set by `bind`.
     """
 
     depth: int = 5
@@ -45,53 +58,63 @@ class Eagle:
     num_nodes: int | None = None
     sampled: bool = False
     exact: bool = True
-    target: Any = None
-    model: Any = None
+    target: Target | None = None
+    model: FeatureHead | None = None
 
     def __post_init__(self):
         check_shape("Eagle", self.depth, self.width, self.num_nodes)
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """The target's layers that the head reads; none are known before `bind`."""
-        return () if self.model is None else self.model.capture_layers
+        """The target's layers that the head reads.
 
-    def bind(self, target, draft) -> "Eagle":
+        Raises:
+          ValueError: before `bind`.
+        """
+        return self._model.capture_layers
+
+    def bind(self, target: Target, draft: object) -> "Eagle":
         """Takes the head's configuration; it must have been made for a target of this shape."""
-        if not hasattr(draft, "fuse"):
-            given = "none is loaded" if draft is None else f"a {type(draft).__name__} is loaded"
-            raise ValueError(f'drafter Eagle needs an EAGLE head as draft, and {given}: jspec.load(..., draft="...")')
-        for name, ours, theirs in (
-            ("vocabulary", draft.vocab_size, target.vocab_size),
-            ("hidden size", draft.target_hidden_size, target.hidden_size),
-        ):
-            if ours != theirs:
-                raise ValueError(f"the head was made for a target with {name} {ours}, and this target's is {theirs}")
-        last = target.num_layers + 1
-        if list(draft.capture_layers) != sorted(set(draft.capture_layers)) or not all(
-            0 <= i <= last for i in draft.capture_layers
-        ):
-            raise ValueError(f"the head reads the layers {draft.capture_layers}: they must ascend, from 0 to {last}")
+        if not isinstance(draft, FeatureHead):
+            raise ValueError(
+                f'drafter Eagle needs an EAGLE head as draft, {describe_loaded(draft)}: jspec.load(..., draft="...")'
+            )
+        check_made_for("head", target, vocab_size=draft.vocab_size, hidden_size=draft.target_hidden_size)
+        layers, last = draft.capture_layers, target.num_layers + 1
+        if list(layers) != sorted(set(layers)) or not all(0 <= layer <= last for layer in layers):
+            raise ValueError(f"the head reads the layers {layers}: they must ascend, from 0 to {last}")
         if self.width > draft.draft_vocab_size:
             raise ValueError(f"Eagle(width={self.width}): the head's vocabulary has {draft.draft_vocab_size} tokens")
         return dataclasses.replace(self, target=target, model=draft)
 
+    def adapt(self, needs: DraftNeeds) -> "Eagle":
+        """Samples the drafts if the rule of acceptance needs that."""
+        check_needs(self, self.width, needs)
+        return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
+
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> EagleState:
         """An empty cache."""
-        return EagleState(self.model.init_cache(params.draft, batch, capacity, page_size), None, None)
+        return EagleState(self._model.init_cache(params.draft, batch, capacity, page_size), None, None)
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, EagleState]:
-        """One forward a generation after the first, which `extend` has proposed. Their rows touch no page."""
+        """One forward per generation, after the first generation, which `extend` has proposed.
 
-        def expand(carry, frontier):
+        The rows of these forwards are passed from one to the next and never written to the cache.
+        """
+        state: EagleState = s.draft
+        assert state.proposal is not None and state.feature is not None
+
+        def expand(
+            carry: tuple[Rows | None, Float[Array, "B F E"]], frontier: Frontier
+        ) -> tuple[tuple[Rows, Float[Array, "B M E"]], Proposal]:
             rows, feature = carry
-            out = self.model.apply(
+            out = self._model.apply(
                 params,
-                self.target,
+                self._target,
                 frontier.tokens,
                 take_parents(feature, frontier),
                 (s.length + frontier.generation - 2)[:, None],
-                s.draft.cache,
+                state.cache,
                 s.length - 1,
                 mask=frontier.mask,
                 earlier=rows,
@@ -99,29 +122,41 @@ class Eagle:
             return (out.rows, out.feature), self._propose(params, s, out.logits, frontier.path)
 
         shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes, "exact": self.exact}
-        return grow(s.root[:, 0], s.draft.proposal, expand, (None, s.draft.feature), **shape), s.draft
+        return grow(s.root[:, 0], state.proposal, expand, (None, state.feature), **shape), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> EagleState:
-        """Reads the committed tokens beside the target's features: depth + 1 rows after each round."""
+        """Reads the committed tokens with the target's features: depth + 1 rows after each round."""
+        state: EagleState = s.draft
+        assert committed.hidden is not None
         column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
-        out = self.model.apply(
+        out = self._model.apply(
             params,
-            self.target,
+            self._target,
             committed.tokens,
-            self.model.fuse(params.draft, committed.hidden),
+            self._model.fuse(params.draft, committed.hidden),
             committed.start[:, None] + column,
-            s.draft.cache,
+            state.cache,
             None if committed.first else committed.start,
             select=jnp.maximum(committed.length - 1, 0),
         )
         proposal = self._propose(params, s, out.logits, jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32))
+        cache = commit_rows(state.cache, out.rows, committed.start, None, committed.length, after=out.logits)
         feature = out.feature
         if not committed.first:
-            old = s.draft.feature, s.draft.proposal
+            old = state.feature, state.proposal
             feature, proposal = where_rows(committed.length > 0, (feature, proposal), old)
-        cache = commit_rows(s.draft.cache, out.rows, committed.start, None, committed.length, after=out.logits)
         return EagleState(cache, feature, proposal)
 
-    def _propose(self, params: Params, s: DecodeState, logits, path) -> Proposal:
-        ids, vocabulary = self.model.ids(params.draft), self.target.vocab_size
+    @property
+    def _target(self) -> Target:
+        return bound(self, self.target)
+
+    @property
+    def _model(self) -> FeatureHead:
+        return bound(self, self.model)
+
+    def _propose(
+        self, params: Params, s: DecodeState, logits: Float[Array, "B M Vd"], path: Int[Array, "B M g"]
+    ) -> Proposal:
+        ids, vocabulary = self._model.ids(params.draft), self._target.vocab_size
         return propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, sampled=self.sampled)

@@ -1,4 +1,4 @@
-"""MTP: the heads that a target's own checkpoint holds as the draft (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+"""MTP: the heads of a target's own checkpoint as the draft (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
 import dataclasses
 from typing import Any
@@ -11,20 +11,32 @@ from jspec.core.grow import check_shape, grow
 from jspec.core.propose import propose
 from jspec.core.struct import struct
 from jspec.core.tree import where_rows
-from jspec.core.types import Committed, DecodeState, Drafter, DraftTree, Params, Proposal
+from jspec.core.types import (
+    Cache,
+    Committed,
+    DecodeState,
+    Drafter,
+    DraftNeeds,
+    DraftTree,
+    Frontier,
+    Params,
+    Proposal,
+    Target,
+)
+from jspec.drafters.binding import bound, check_made_for, check_needs, describe_loaded
 from jspec.drafters.eagle import Eagle
 from jspec.models import MtpHead, MtpHeads, layers
 
 
 @struct
 class MtpState:
-    """What each head remembers and proposes.
+    """The cache and the proposal of each head.
 
-    Row p of head i stands for the token at p + 1 + i. So when the target's cache holds n rows, that of head i holds
-    n - i: the tokens of the other i are drafts yet, and what a head makes of them is of this round alone.
+    Row p of head i belongs to the token at p + 1 + i. So when the target's cache has n rows, that of head i has n - i:
+    the other i tokens are drafts, and the rows for them are not kept beyond this round.
     """
 
-    caches: tuple[Any, ...]
+    caches: tuple[Cache, ...]
     features: tuple[Float[Array, "B 1 E"], ...]
     """For each head but the last, its output at the last row of its cache, which the next head reads first."""
     proposals: tuple[Proposal, ...]
@@ -34,17 +46,17 @@ class MtpState:
 class Mtp:
     """Proposes with the target's own MTP heads.
 
-    One head is used again for each token, and `bind` returns the drafter that does so: an EAGLE head is one whose
-    feature is not the target's own, and otherwise the same. Of several heads each proposes one token: all of them run
-    in `extend`, where a head absorbs what was committed, predicts, and hands its output and its token to the next.
+    A single head is reused for each token: `bind` then returns an `Eagle`, because such a head is an EAGLE head whose
+    feature is the target's hidden state itself. Of several heads each proposes one token. All of them run in `extend`:
+    a head absorbs what was committed, predicts, and passes its output and its token to the next head.
 
-    depth: tokens of the longest chain, at least 1; several heads propose as many as are used. None: that, and 3 of one
-      head: an int once `bind` has seen how many there are.
-    width: children of a node at most; 1 is a chain. Trees are grown by one head.
+    depth: tokens of the longest chain, at least 1; with several heads, one token each. None: a token of each head, or 3
+      of a single head; an int after `bind`.
+    width: maximum children of a node; 1 is a chain. Trees need heads=1.
     num_nodes: nodes of a tree, root included; None: 32, or as many as there can be.
-    sampled: propose draws from the heads' own law, as the rule "rejection" is at its best with.
-    heads: how many are used; None: all, or as many as a smaller `depth`.
-    target, model: the configurations of the target and of the heads; `bind` sets them.
+    sampled: sample the drafts from the heads' own distribution, as the rule "rejection" needs.
+    heads: number of heads to use; None: all, or as many as a smaller `depth`.
+    target, model: the configurations of the target and of the heads; set by `bind`.
     """
 
     depth: Any = None
@@ -52,46 +64,49 @@ class Mtp:
     num_nodes: int | None = None
     sampled: bool = False
     heads: int | None = None
-    target: Any = None
+    target: Target | None = None
     model: MtpHeads | None = None
 
     def __post_init__(self):
         check_shape("Mtp", self._chain(1), self.width, self.num_nodes)
         if self.heads is not None and self.heads < 1:
-            raise ValueError(f"Mtp(heads={self.heads}): give at least 1")
+            raise ValueError(f"Mtp(heads={self.heads}): heads must be at least 1")
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """The target's hidden state after its final norm; of which layer is not known before `bind`."""
-        return () if self.target is None else (self.target.num_layers + 1,)
+        """The target's hidden state after its final norm.
 
-    def bind(self, target, draft) -> Drafter:
-        """Takes the heads' configuration; they must be of a target of this shape."""
+        Raises:
+          ValueError: before `bind`.
+        """
+        return (self._target.num_layers + 1,)
+
+    def bind(self, target: Target, draft: object) -> Drafter:
+        """Takes the heads' configuration; they must have been made for a target of this shape."""
         if not isinstance(draft, MtpHeads):
-            given = "none are loaded" if draft is None else f"a {type(draft).__name__} is loaded"
             raise ValueError(
-                f"drafter Mtp needs the heads of the target's own checkpoint as draft, and {given}: "
-                "jspec.load(...) takes them where there are any and no other draft is named"
+                f"drafter Mtp needs the heads of the target's own checkpoint as draft, {describe_loaded(draft)}: "
+                "jspec.load(...) loads them if the checkpoint has any and no other draft is named"
             )
-        for name, ours, theirs in (
-            ("vocabulary", draft.layer.vocab_size, target.vocab_size),
-            ("hidden size", draft.layer.hidden_size, target.hidden_size),
-        ):
-            if ours != theirs:
-                raise ValueError(f"the heads were made for a target with {name} {ours}, and this target's is {theirs}")
+        check_made_for("heads", target, vocab_size=draft.layer.vocab_size, hidden_size=draft.layer.hidden_size)
         if self.heads is not None and self.heads > draft.count:
             raise ValueError(f"Mtp(heads={self.heads}): the checkpoint has {draft.count}")
         heads = min(draft.count, self._chain(draft.count)) if self.heads is None else self.heads
         depth = self._chain(heads)
         if heads == 1:
-            shape = {name: getattr(self, name) for name in ("width", "num_nodes", "sampled")}
-            return Eagle(depth=depth, **shape).bind(target, draft.head(0, target))
+            reused = Eagle(depth=depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
+            return reused.bind(target, draft.head(0, target))
         if depth != heads or self.width > 1:
             raise ValueError(
                 f"Mtp(depth={self.depth}, width={self.width}, heads={self.heads}): {heads} heads propose a chain of "
-                f"{heads} tokens; give depth={heads} and width=1, or heads=1, which is used again for each token"
+                f"{heads} tokens; set depth={heads} and width=1, or heads=1 to reuse the first head for each token"
             )
         return dataclasses.replace(self, depth=depth, target=target, model=draft)
+
+    def adapt(self, needs: DraftNeeds) -> "Mtp":
+        """Samples the drafts if the rule of acceptance needs that."""
+        check_needs(self, self.width, needs)
+        return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> MtpState:
         """Empty caches."""
@@ -99,32 +114,40 @@ class Mtp:
         return MtpState(tuple(caches), (), ())
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, MtpState]:
-        """The chain of what `extend` has proposed; no forward."""
-        first, *others = s.draft.proposals
-        following = iter(others)
-        return grow(
-            s.root[:, 0], first, lambda _, frontier: (None, next(following)), None, depth=self.depth, width=1
-        ), s.draft
+        """The chain that `extend` has proposed; no forward."""
+        state: MtpState = s.draft
+        first, *others = state.proposals
+        proposals = iter(others)
+
+        def expand(carry: None, frontier: Frontier) -> tuple[None, Proposal]:
+            return None, next(proposals)
+
+        return grow(s.root[:, 0], first, expand, None, depth=self.depth, width=1), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> MtpState:
-        """Every head reads what was committed, and where that ends, the drafts of the heads before it."""
+        """Every head reads what was committed and, after it, the drafts of the heads before it."""
+        state: MtpState = s.draft
         assert committed.hidden is not None
         end = committed.start + committed.length
         feature, before = committed.hidden, committed.start
         caches, features, proposals = [], [], []
         drafts = jnp.zeros((end.shape[0], 1, 0), jnp.int32)
-        for index, (head, cache) in enumerate(zip(self._heads(), s.draft.caches, strict=True)):
-            # With the first chunk, every cache begins at row 0 and nothing is left over from before.
+        for index, (head, cache) in enumerate(zip(self._heads(), state.caches, strict=True)):
+            # The features that this head reads: outputs of the head before, from the end of its own cache on. In the
+            # first chunk every cache begins at row 0, so no feature is left over from before.
             start = jnp.maximum(committed.start - index, 0)
             if index and not committed.first:
-                feature = _behind(s.draft.features[index - 1], feature, before - start)
+                feature = _prepend(state.features[index - 1], feature, before - start)
             row = start[:, None] + jnp.arange(feature.shape[1], dtype=jnp.int32)[None]
             tokens = _tokens(s, row + 1 + index, drafts[:, 0])
+            # Forward and proposal.
             prefix = None if committed.first else start
-            out, rows = head.read(params, self.target, tokens, feature, row, cache, prefix)
+            out, rows = head.read(params, self._target, tokens, feature, row, cache, prefix)
             last = layers.take_token(out, jnp.maximum(end - 1 - start, 0))
-            logits = head.unembed(params, self.target, last)
-            proposal = propose(s, logits, drafts, width=1, vocab_size=self.target.vocab_size, sampled=self.sampled)
+            logits = head.unembed(params, self._target, last)
+            vocabulary = self._target.vocab_size
+            proposal = propose(s, logits, drafts, width=1, vocab_size=vocabulary, sampled=self.sampled)
+            # Rows of committed tokens are permanent; those of drafts are not.
             known = jnp.maximum(end - index, 0) - start
             caches.append(commit_rows(cache, rows, start, None, jnp.where(committed.length > 0, known, 0), after=out))
             features.append(layers.take_token(out, jnp.maximum(known - 1, 0)))
@@ -133,31 +156,35 @@ class Mtp:
             feature, before = out, start
         kept = tuple(features[:-1]), tuple(proposals)
         if not committed.first:
-            kept = where_rows(committed.length > 0, kept, (s.draft.features, s.draft.proposals))
+            kept = where_rows(committed.length > 0, kept, (state.features, state.proposals))
         return MtpState(tuple(caches), *kept)
 
+    @property
+    def _target(self) -> Target:
+        return bound(self, self.target)
+
     def _chain(self, heads: int) -> int:
-        """Tokens of the longest chain where so many heads are used."""
+        """Tokens of the longest chain with this number of heads."""
         if self.depth is not None:
             return self.depth
         return heads if heads > 1 else 3
 
     def _heads(self) -> list[MtpHead]:
-        assert self.model is not None
-        return [self.model.head(index, self.target) for index in range(self.depth)]
+        model = bound(self, self.model)
+        return [model.head(index, self._target) for index in range(self.depth)]
 
 
-def _behind(
+def _prepend(
     kept: Float[Array, "B 1 E"], feature: Float[Array, "B T E"], missing: Int[Array, " B"]
 ) -> Float[Array, "B T1 E"]:
-    """One row more: `kept` before the others where it is `missing`, which is 1 or 0, and padding behind them if not."""
+    """One more row: `kept` before the others in sequences where `missing` is 1, padding after them where it is 0."""
     joined = jnp.concatenate([kept, feature], axis=1)
     column = (1 - missing)[:, None] + jnp.arange(joined.shape[1], dtype=jnp.int32)[None]
     return jnp.take_along_axis(joined, column[:, :, None], axis=1, mode="clip")
 
 
 def _tokens(s: DecodeState, position: Int[Array, "B T"], drafts: Int[Array, "B d"]) -> Int[Array, "B T"]:
-    """The tokens that stand at these positions, or are to stand there by the `drafts` behind the last token."""
+    """The tokens at these positions; after the last committed token, the `drafts`."""
     known = jnp.take_along_axis(s.tokens, position, axis=1, mode="clip")
     if drafts.shape[1] == 0:
         return known

@@ -1,9 +1,9 @@
-"""No draft: plain decoding, one token a round."""
+"""No draft: plain decoding, one token per round."""
 
 import dataclasses
 
 from jspec.core import tree
-from jspec.core.types import Committed, DecodeState, DraftTree, Params
+from jspec.core.types import Committed, DecodeState, DraftTree, Params, Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,12 +13,12 @@ class Plain:
     depth = 0
     capture_layers = ()
 
-    def bind(self, target, draft) -> "Plain":
-        """Suits any models."""
+    def bind(self, target: Target, draft: object) -> "Plain":
+        """Works with any target."""
         return self
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> None:
-        """Has no state."""
+        """No state."""
         return None
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, None]:
@@ -26,5 +26,5 @@ class Plain:
         return tree.chain(s.root), None
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> None:
-        """Absorbs nothing."""
+        """No-op."""
         return None

@@ -1,104 +1,132 @@
 """A small language model as the draft (Leviathan, Kalman and Matias, arXiv 2211.17192)."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jspec.core.commit import commit_rows
 from jspec.core.grow import check_shape, grow
 from jspec.core.propose import propose
 from jspec.core.struct import struct
 from jspec.core.tree import where_rows
-from jspec.core.types import Committed, DecodeState, DraftTree, Params, Proposal
+from jspec.core.types import (
+    Cache,
+    Committed,
+    DecodeState,
+    DraftNeeds,
+    DraftTree,
+    Frontier,
+    Params,
+    Proposal,
+    Rows,
+    Target,
+)
+from jspec.drafters.binding import bound, check_needs, describe_loaded
+from jspec.models.decoder import Decoder
 
 
 @struct
 class StandaloneState:
     """The draft's cache with the first `length[b]` tokens, and what the draft proposes after them."""
 
-    cache: Any
+    cache: Cache
     length: Int[Array, " B"]
     proposal: Proposal | None
+    """None before the first chunk of the prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Standalone:
-    """Proposes the draft model's own continuations. The draft sees tokens only, no hidden states.
+    """Proposes the draft model's own continuations. The draft reads tokens only, no hidden states of the target.
 
     depth: tokens of the longest chain, at least 1.
-    width: children of a node at most, and nodes that are expanded in a generation; 1 is a chain.
+    width: maximum children of a node, and nodes that are expanded per generation; 1 is a chain.
     num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
-    sampled: propose draws from the draft's own law, as the rule "rejection" is at its best with.
-    model: the draft's configuration; `bind` sets it from the draft that was loaded.
+    sampled: sample the drafts from the draft's own distribution, as the rule "rejection" needs.
+    model: the draft's configuration; set by `bind`.
     """
 
     depth: int = 4
     width: int = 1
     num_nodes: int | None = None
     sampled: bool = False
-    model: Any = None
+    model: Decoder | None = None
     capture_layers = ()
 
     def __post_init__(self):
         check_shape("Standalone", self.depth, self.width, self.num_nodes)
 
-    def bind(self, target, draft) -> "Standalone":
+    def bind(self, target: Target, draft: object) -> "Standalone":
         """Takes the draft's configuration; it must be a language model with the target's vocabulary."""
-        if draft is None or not hasattr(draft, "forward"):
-            given = "none is loaded" if draft is None else f"a {type(draft).__name__} is loaded"
+        if not isinstance(draft, Decoder):
             raise ValueError(
-                f'drafter Standalone needs a language model as draft, and {given}: jspec.load(..., draft="...")'
+                f"drafter Standalone needs a language model as draft, {describe_loaded(draft)}: "
+                'jspec.load(..., draft="...")'
             )
         if draft.vocab_size != target.vocab_size:
             raise ValueError(
-                f"the draft's vocabulary has {draft.vocab_size} tokens and the target's {target.vocab_size}: "
-                "Standalone needs a draft with the target's own vocabulary"
+                f"Standalone needs a draft with the target's vocabulary: the draft has {draft.vocab_size} tokens, "
+                f"the target {target.vocab_size}"
             )
         if self.width > target.vocab_size:
             raise ValueError(f"Standalone(width={self.width}): the vocabulary has {target.vocab_size} tokens")
         return dataclasses.replace(self, model=draft)
 
+    def adapt(self, needs: DraftNeeds) -> "Standalone":
+        """Samples the drafts if the rule of acceptance needs that."""
+        check_needs(self, self.width, needs)
+        return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
+
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> StandaloneState:
         """An empty cache."""
-        cache = self.model.init_cache(params.draft, batch, capacity, page_size)
+        cache = self._model.init_cache(params.draft, batch, capacity, page_size)
         return StandaloneState(cache, jnp.zeros(batch, jnp.int32), None)
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, StandaloneState]:
-        """One forward a generation after the first, which `extend` has proposed. Their rows touch no page."""
+        """One forward per generation, after the first generation, which `extend` has proposed.
 
-        def expand(rows, frontier):
-            out = self.model.apply(
+        The rows of these forwards are passed from one to the next and never written to the cache.
+        """
+        state: StandaloneState = s.draft
+        assert state.proposal is not None
+
+        def expand(rows: Rows | None, frontier: Frontier) -> tuple[Rows, Proposal]:
+            out = self._model.apply(
                 params.draft,
                 frontier.tokens,
                 (s.length + frontier.generation - 1)[:, None],
-                s.draft.cache,
-                s.draft.length,
+                state.cache,
+                state.length,
                 mask=frontier.mask,
                 earlier=rows,
             )
             return out.rows, self._propose(s, out.logits, frontier.path)
 
         shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes}
-        return grow(s.root[:, 0], s.draft.proposal, expand, None, **shape), s.draft
+        return grow(s.root[:, 0], state.proposal, expand, None, **shape), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> StandaloneState:
-        """Reads the tokens its cache lacks, up to the root that follows the committed ones."""
-        start, end = s.draft.length, committed.start + committed.length + 1
+        """Reads the tokens that the cache lacks, up to the root, and proposes the first generation after it."""
+        state: StandaloneState = s.draft
+        start, end = state.length, committed.start + committed.length + 1
         count = end - start
-        # It starts level with the target, and is a token ahead from then on.
+        # At first its cache is as long as the target's; from then on it is one token ahead.
         columns = committed.tokens.shape[1] + committed.first
         positions = start[:, None] + jnp.arange(columns, dtype=jnp.int32)[None]
         tokens = jnp.take_along_axis(s.tokens, positions, axis=1, mode="clip")
         prefix = None if committed.first else start
         last = jnp.maximum(count - 1, 0)
-        out = self.model.apply(params.draft, tokens, positions, s.draft.cache, prefix, select=last)
+        out = self._model.apply(params.draft, tokens, positions, state.cache, prefix, select=last)
         proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
         if not committed.first:
-            proposal = where_rows(count > 0, proposal, s.draft.proposal)
-        cache = commit_rows(s.draft.cache, out.rows, start, None, count, after=out.logits)
+            proposal = where_rows(count > 0, proposal, state.proposal)
+        cache = commit_rows(state.cache, out.rows, start, None, count, after=out.logits)
         return StandaloneState(cache, end, proposal)
 
-    def _propose(self, s: DecodeState, logits, path) -> Proposal:
-        return propose(s, logits, path, width=self.width, vocab_size=self.model.vocab_size, sampled=self.sampled)
+    @property
+    def _model(self) -> Decoder:
+        return bound(self, self.model)
+
+    def _propose(self, s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Proposal:
+        return propose(s, logits, path, width=self.width, vocab_size=self._model.vocab_size, sampled=self.sampled)

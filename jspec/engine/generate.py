@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from jspec import drafters
 from jspec.core import decode, stopping
-from jspec.core.sampling import RowSampling, Sampling, per_row
+from jspec.core.sampling import Sampling, per_row
 from jspec.core.struct import struct
-from jspec.core.types import Accept, Drafter, Params, Stats, Target
+from jspec.core.types import Accept, Drafter, Params, RowSampling, Stats, Target
 from jspec.engine.model import Model
 from jspec.engine.options import DEFAULT_PAGE_SIZE, choose_rule
 from jspec.engine.result import Generation, Piece

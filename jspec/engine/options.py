@@ -1,13 +1,10 @@
 """The options of a generation: defaults, the choice of drafter and rule of acceptance, and validation."""
 
-import dataclasses
-
 import numpy as np
 
 from jspec import drafters
 from jspec.core import accept
-from jspec.core.sampling import RowSampling
-from jspec.core.types import Accept, Drafter, Target
+from jspec.core.types import Accept, AdaptiveDrafter, Drafter, RowSampling, Target
 from jspec.engine.model import Model
 
 DEFAULT_PAGE_SIZE = 64
@@ -42,10 +39,8 @@ def choose_rule(rule: str | Accept | None, rows: RowSampling | None, drafter: Dr
         return accept.greedy, drafter
     if rule == "greedy":
         raise ValueError("accept='greedy' with a temperature above 0 would not sample: leave it out, or name 'coupled'")
-    if rule == "block" and getattr(drafter, "width", 1) > 1:
-        raise ValueError(f"accept='block' judges chains only: give {type(drafter).__name__} width=1, or another rule")
-    if rule in ("rejection", "block") and hasattr(drafter, "sampled"):
-        drafter = dataclasses.replace(drafter, sampled=True)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if rule in accept.NEEDS and isinstance(drafter, AdaptiveDrafter):
+        drafter = drafter.adapt(accept.NEEDS[rule])
     return accept.RULES[rule], drafter
 
 

@@ -435,7 +435,7 @@ def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, mon
         ),
         ("--mode plain --drafter eagle", "--drafter eagle: only --mode chain or tree or stepped or unfolded has it"),
         ("--tokens-per-round 7", "--tokens-per-round 7: with --depth 5 at most 6"),
-        ("--tokens-per-round 0.5", "Imposed(tokens_per_round=0.5): give a finite number from 1 up"),
+        ("--tokens-per-round 0.5", "Imposed(tokens_per_round=0.5): must be finite and at least 1"),
         ("--width 1", "--width 1: that is a chain"),
         ("--num-nodes 500", "num_nodes, root included, is at least depth + 1 = 6 and at most"),
         ("--draft x", "--draft x: the weights of a preset are random"),

@@ -303,5 +303,5 @@ def test_imposed_lengths_keep_their_mean_from_any_position_on(figure):
 
 @pytest.mark.parametrize("figure", (0.99, 0.0, -1.0, float("nan"), float("inf")))
 def test_imposed_figures_that_no_round_can_have_are_refused(figure):
-    with pytest.raises(ValueError, match=rf"Imposed\(tokens_per_round={figure}\): give a finite number from 1 up"):
+    with pytest.raises(ValueError, match=rf"Imposed\(tokens_per_round={figure}\): must be finite and at least 1"):
         accept.Imposed(figure)

@@ -294,12 +294,12 @@ SHAPES = {
     "chain of 1": (4, chain(1)),
     "chain of 2": (3, chain(2)),
     "chain of 3": (3, chain(3)),
-    "siblings": (4, grow.draw_topology(1, 3, 4)),
-    "more siblings than tokens have mass": (4, grow.draw_topology(1, 4, 5)),
-    "tree of 2": (3, grow.draw_topology(2, 2, 7)),
-    "ragged tree of 2": (4, grow.draw_topology(2, 3, 8)),
-    "tree of 3": (2, grow.draw_topology(3, 2, 10)),
-    "ragged tree of 3": (3, grow.draw_topology(3, 2, 7)),
+    "siblings": (4, grow.sampled_topology(1, 3, 4)),
+    "more siblings than tokens have mass": (4, grow.sampled_topology(1, 4, 5)),
+    "tree of 2": (3, grow.sampled_topology(2, 2, 7)),
+    "ragged tree of 2": (4, grow.sampled_topology(2, 3, 8)),
+    "tree of 3": (2, grow.sampled_topology(3, 2, 10)),
+    "ragged tree of 3": (3, grow.sampled_topology(3, 2, 7)),
 }
 RULES = {"coupled": coupled, "rejection": rejection, "block": block, "thresholds": thresholds(1, 1)}
 

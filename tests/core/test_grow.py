@@ -221,7 +221,7 @@ def draws(depth, width, nodes):
 @pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
 def test_a_tree_of_draws_has_a_fixed_topology_and_its_nodes_their_laws(depth, width, nodes):
     draft_tree, frontiers = draws(depth, width, nodes)
-    parents = grow.draw_topology(depth, width, nodes)
+    parents = grow.sampled_topology(depth, width, nodes)
     assert len(parents) == nodes and all(parents[n] < max(n, 1) for n in range(nodes))
     np.testing.assert_array_equal(draft_tree.parents, np.tile(parents, (BATCH, 1)))
     assert (draft_tree.depth, draft_tree.width) == (depth, width)

@@ -22,7 +22,7 @@ import jspec
 from jspec.core import accept, decode, sampling, stopping, tree
 from jspec.core.propose import propose
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import DecodeState, Params
+from jspec.core.types import DecodeState, Params, RowSampling
 from jspec.drafters import Ngram, Plain, Standalone
 from jspec.models import Llama
 
@@ -219,7 +219,7 @@ def without_residual(key, draft_tree, logits, position):
     out = accept.rejection(key, draft_tree, logits, position)
     p = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), out.length[:, None, None] - 1, axis=1)[:, 0]
     column = jnp.arange(out.tokens.shape[1], dtype=jnp.int32)[None]
-    drawn = accept._draw(key, p, position)
+    drawn = accept._sample(key, p, position)
     return dataclasses.replace(out, tokens=jnp.where(column == out.length[:, None] - 1, drawn[:, None], out.tokens))
 
 
@@ -253,7 +253,7 @@ def test_drafts_are_drawn_without_replacement_from_the_law_that_comes_with_them(
 
     @jax.jit
     def triples(seeds):
-        parameters = sampling.RowSampling(temperature=jnp.full(rows, 0.5))
+        parameters = RowSampling(temperature=jnp.full(rows, 0.5))
         length = jnp.zeros(rows, jnp.int32)
         unused = {field.name: None for field in dataclasses.fields(DecodeState)}
         keys = jax.vmap(jax.random.key)(seeds)

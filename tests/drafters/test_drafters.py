@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from planted import each_name, weights_of
 
 from jspec.core import tree
-from jspec.core.types import Params
-from jspec.drafters import DRAFTERS, Eagle, FrozenKvMtp, Ngram, Plain, Standalone, resolve
+from jspec.core.types import DraftNeeds, Params
+from jspec.drafters import DRAFTERS, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, resolve
 from jspec.drafters.ngram import continue_match
 from jspec.models.assistant import Clusters
 
@@ -77,7 +77,7 @@ def test_no_drafter_is_plain_decoding_and_an_object_is_itself():
 
 
 def test_an_unknown_name_is_an_error_that_lists_the_names():
-    with pytest.raises(ValueError, match=f"drafter='eagel' is unknown; there are {', '.join(sorted(DRAFTERS))}"):
+    with pytest.raises(ValueError, match=f"drafter='eagel' is unknown; valid names are {', '.join(sorted(DRAFTERS))}"):
         resolve("eagel")
 
 
@@ -97,20 +97,23 @@ def test_an_object_that_is_no_drafter_is_an_error_that_names_what_it_lacks():
 @pytest.mark.parametrize(
     ("make", "message"),
     (
-        (lambda: Ngram(depth=0), r"Ngram\(depth=0\): at least 1 token is proposed"),
-        (lambda: Ngram(n=0), r"Ngram\(n=0\): a match has at least 1 token"),
-        (lambda: Standalone(depth=0), r"Standalone\(depth=0, .*: at least 1 token is proposed"),
-        (lambda: Standalone(width=0), r"Standalone\(depth=4, width=0, .*: a node has at least 1 child"),
+        (lambda: Ngram(depth=0), r"Ngram\(depth=0\): depth must be at least 1"),
+        (lambda: Ngram(n=0), r"Ngram\(n=0\): n must be at least 1"),
+        (lambda: Standalone(depth=0), r"Standalone\(depth=0, .*: depth must be at least 1"),
+        (lambda: Standalone(width=0), r"Standalone\(depth=4, width=0, .*: width must be at least 1"),
         (lambda: Eagle(depth=2, width=2, num_nodes=8), "at least depth . 1 = 3 and at most .* = 7"),
         (lambda: Eagle(depth=5, num_nodes=5), "at least depth . 1 = 6"),
         (lambda: Standalone(width=62).bind(toy.TARGET, toy.TARGET), r"Standalone\(width=62\): the vocabulary has 61"),
         (lambda: Eagle(width=49).bind(toy.TARGET, toy.HEAD), r"Eagle\(width=49\): the head's vocabulary has 48"),
-        (lambda: Standalone().bind(toy.TARGET, None), "needs a language model as draft, and none is loaded"),
-        (lambda: Standalone().bind(toy.TARGET, toy.HEAD), "and a EagleHead is loaded"),
-        (lambda: Eagle().bind(toy.TARGET, toy.TARGET), "needs an EAGLE head as draft, and a Llama is loaded"),
+        (lambda: Standalone().bind(toy.TARGET, None), "needs a language model as draft, but none is loaded"),
+        (lambda: Standalone().bind(toy.TARGET, toy.HEAD), "but the loaded draft is of type EagleHead"),
+        (
+            lambda: Eagle().bind(toy.TARGET, toy.TARGET),
+            "needs an EAGLE head as draft, but the loaded draft is of type Llama",
+        ),
         (
             lambda: Eagle().bind(toy.TARGET, dataclasses.replace(toy.HEAD, target_hidden_size=64)),
-            "target with hidden size 64, and this target's is 32",
+            "target with hidden size 64, but this target has 32",
         ),
         (
             lambda: Eagle().bind(toy.TARGET, dataclasses.replace(toy.HEAD, capture_layers=(2, 1))),
@@ -118,27 +121,30 @@ def test_an_object_that_is_no_drafter_is_an_error_that_names_what_it_lacks():
         ),
         (
             lambda: FrozenKvMtp(position="last"),
-            r"FrozenKvMtp\(position='last'\): give one of 'committed', 'root'",
+            r"FrozenKvMtp\(position='last'\): position must be one of 'committed', 'root'",
         ),
-        (lambda: FrozenKvMtp(depth=0), r"FrozenKvMtp\(depth=0, .*: at least 1 token is proposed"),
-        (lambda: FrozenKvMtp().bind(toy.TARGET, None), "needs an assistant as draft, and none is loaded"),
-        (lambda: FrozenKvMtp().bind(toy.TARGET, toy.HEAD), "and a EagleHead is loaded"),
-        (lambda: FrozenKvMtp(width=41).bind(toy.TARGET, toy.CLUSTERED), r"width=41\): the assistant gives 40 tokens"),
+        (lambda: FrozenKvMtp(depth=0), r"FrozenKvMtp\(depth=0, .*: depth must be at least 1"),
+        (lambda: FrozenKvMtp().bind(toy.TARGET, None), "needs an assistant as draft, but none is loaded"),
+        (lambda: FrozenKvMtp().bind(toy.TARGET, toy.HEAD), "but the loaded draft is of type EagleHead"),
+        (
+            lambda: FrozenKvMtp(width=41).bind(toy.TARGET, toy.CLUSTERED),
+            r"width=41\): width exceeds the 40 candidate tokens",
+        ),
         (
             lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, vocab_size=60)),
-            "target with vocabulary 60, and this target's is 61",
+            "target with vocabulary 60, but this target has 61",
         ),
         (
             lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, target_hidden_size=64)),
-            "target with hidden size 64, and this target's is 32",
+            "target with hidden size 64, but this target has 32",
         ),
         (
             lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, reads=(0, 2))),
-            "reads layer 2, and this target has the layers 0 to 1",
+            "reads layer 2, but this target has layers 0 to 1",
         ),
         (
             lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, head_dims=(16, 8))),
-            "reads layer 0 with 4 heads of dimension 8, and this target has 2 key heads of dimension 16",
+            "reads layer 0 with 4 heads of dimension 8, but this target has 2 key heads of dimension 16",
         ),
         (
             lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, num_heads=3)),
@@ -149,13 +155,31 @@ def test_an_object_that_is_no_drafter_is_an_error_that_names_what_it_lacks():
         (lambda: dataclasses.replace(toy.ASSISTANT, clusters=Clusters(61, 62)), "between 1 and 61 are chosen"),
         (
             lambda: Standalone().bind(toy.TARGET, dataclasses.replace(toy.DRAFT, vocab_size=60)),
-            "the draft's vocabulary has 60 tokens and the target's 61",
+            "the draft has 60 tokens, the target 61",
         ),
     ),
 )
 def test_settings_that_cannot_work_are_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("drafter", (Eagle(), FrozenKvMtp(), Mtp()))
+def test_a_drafter_that_is_not_bound_has_no_layers_to_capture(drafter):
+    assert resolve(drafter) is drafter
+    with pytest.raises(ValueError, match=f"this {type(drafter).__name__} is not bound: use what its bind"):
+        _ = drafter.capture_layers
+
+
+@pytest.mark.parametrize("drafter", (Eagle(), FrozenKvMtp(), Mtp(), Standalone()))
+def test_drafters_with_a_model_adapt_to_the_rule_of_acceptance(drafter):
+    sampled = dataclasses.replace(drafter, sampled=True)
+    assert drafter.adapt(DraftNeeds()) == drafter and sampled.adapt(DraftNeeds()) == sampled
+    assert drafter.adapt(DraftNeeds(sampled=True)) == drafter.adapt(DraftNeeds(sampled=True, chains=True)) == sampled
+    wide = dataclasses.replace(drafter, width=2)
+    assert wide.adapt(DraftNeeds(sampled=True)) == dataclasses.replace(wide, sampled=True)
+    with pytest.raises(ValueError, match=f"judges chains only: give {type(drafter).__name__} width=1"):
+        wide.adapt(DraftNeeds(chains=True))
 
 
 # Ngram

@@ -70,13 +70,13 @@ def test_a_chain_is_as_long_as_there_are_heads_unless_said_otherwise():
 @pytest.mark.parametrize(
     ("drafter", "draft", "message"),
     (
-        (Mtp(), None, "needs the heads of the target's own checkpoint as draft, and none are loaded"),
-        (Mtp(), toy.DRAFT, "a Llama is loaded"),
+        (Mtp(), None, "needs the heads of the target's own checkpoint as draft, but none is loaded"),
+        (Mtp(), toy.DRAFT, "but the loaded draft is of type Llama"),
         (Mtp(heads=4), HEADS, r"Mtp\(heads=4\): the checkpoint has 3"),
-        (Mtp(depth=4), HEADS, "3 heads propose a chain of 3 tokens; give depth=3 and width=1, or heads=1"),
+        (Mtp(depth=4), HEADS, "3 heads propose a chain of 3 tokens; set depth=3 and width=1, or heads=1"),
         (Mtp(depth=2, heads=3), HEADS, "3 heads propose a chain of 3 tokens"),
-        (Mtp(depth=3, width=2), HEADS, "give depth=3 and width=1"),
-        (Mtp(), MtpHeads(toy.DRAFT, 3), "hidden size 16, and this target's is"),
+        (Mtp(depth=3, width=2), HEADS, "set depth=3 and width=1"),
+        (Mtp(), MtpHeads(toy.DRAFT, 3), "hidden size 16, but this target has"),
     ),
 )
 def test_what_does_not_fit_is_refused(drafter, draft, message):

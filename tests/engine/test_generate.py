@@ -13,8 +13,7 @@ import toy
 import jspec
 from jspec.core import decode, tree
 from jspec.core.accept import LossyThresholds
-from jspec.core.sampling import RowSampling
-from jspec.core.types import Params
+from jspec.core.types import Params, RowSampling
 from jspec.text.tokenizer import Tokenizer
 
 VOCAB = 300
@@ -235,7 +234,7 @@ def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
             "a",
             {"drafter": "medusa"},
             ValueError,
-            "'medusa' is unknown; there are eagle, frozen-kv-mtp, mtp, ngram, plain, standalone",
+            "'medusa' is unknown; valid names are eagle, frozen-kv-mtp, mtp, ngram, plain, standalone",
         ),
         ("a", {"drafter": jspec.Ngram}, TypeError, "give an object, not a class"),
         ("a", {"drafter": 4}, TypeError, "drafter=int is not a drafter: it has no depth"),
@@ -276,9 +275,9 @@ def test_what_a_model_lacks_is_named(model):
         jspec.generate(bare, "text")
     with pytest.raises(ValueError, match="stop.*tokenizer"):
         jspec.generate(bare, [1], stop="x")
-    with pytest.raises(ValueError, match="needs a language model as draft, and none is loaded"):
+    with pytest.raises(ValueError, match="needs a language model as draft, but none is loaded"):
         jspec.generate(replace(model, draft=None), "text", drafter="standalone")
-    with pytest.raises(ValueError, match="the draft's vocabulary has 61 tokens and the target's 300"):
+    with pytest.raises(ValueError, match="the draft has 61 tokens, the target 300"):
         jspec.generate(replace(model, draft=toy.DRAFT), "text", drafter="standalone")
     with pytest.raises(ValueError, match="rounds=0"):
         jspec.stream(model, "text", rounds=0)

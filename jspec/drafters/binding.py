@@ -1,0 +1,51 @@
+"""What drafters with a draft model share: the checks of `bind`, and those before it."""
+
+from typing import TypeVar
+
+from jspec.core.types import DraftNeeds, Target
+
+T = TypeVar("T")
+
+
+def describe_loaded(draft: object) -> str:
+    """The end of an error message about a draft of the wrong type."""
+    return "but none is loaded" if draft is None else f"but the loaded draft is of type {type(draft).__name__}"
+
+
+def check_made_for(name: str, target: Target, *, vocab_size: int, hidden_size: int) -> None:
+    """Checks that a draft model fits its target.
+
+    name: what the draft model is, for the message.
+    vocab_size, hidden_size: those of the target that it was made for.
+
+    Raises:
+      ValueError: the target differs.
+    """
+    for field, wanted, given in (
+        ("vocabulary", vocab_size, target.vocab_size),
+        ("hidden size", hidden_size, target.hidden_size),
+    ):
+        if wanted != given:
+            raise ValueError(f"the {name} was made for a target with {field} {wanted}, but this target has {given}")
+
+
+def bound(drafter: object, part: T | None) -> T:
+    """A field that `bind` sets.
+
+    Raises:
+      ValueError: the drafter is not bound.
+    """
+    if part is None:
+        raise ValueError(f"this {type(drafter).__name__} is not bound: use what its bind(target, draft) returns")
+    return part
+
+
+def check_needs(drafter: object, width: int, needs: DraftNeeds) -> None:
+    """Checks that trees of this width suit a rule of acceptance.
+
+    Raises:
+      ValueError: the rule needs chains.
+    """
+    if needs.chains and width > 1:
+        name = type(drafter).__name__
+        raise ValueError(f"accept='block' judges chains only: give {name} width=1, or use another rule")
