@@ -87,6 +87,7 @@ EXTRAS = {
     "ipykernel": "notebooks",
     "matplotlib": "notebooks",
     "nbclient": "notebooks",
+    "mkdocs": "docs",
 }
 
 

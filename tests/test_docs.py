@@ -1,4 +1,4 @@
-"""The Python in the README and in the pages runs as printed."""
+"""The Python of the README and of the pages runs as printed, and the API pages list every public name."""
 
 import re
 from pathlib import Path
@@ -6,23 +6,38 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")})
+PAGES_WITH_CODE = [path for path in PAGES if "```python\n" in path.read_text(encoding="utf-8")]
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/adding-a-cache.md", "docs/adding-a-drafter.md", "docs/profiling.md"]
-)
-def test_code_runs(page, capsys, tmp_path, monkeypatch):
+def page_name(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", PAGES_WITH_CODE, ids=page_name)
+def test_code_runs(path, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert blocks
+    blocks = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     names: dict = {}
     for block in blocks:
-        exec(compile(block, page, "exec"), names)
+        exec(compile(block, page_name(path), "exec"), names)
     if "jspec.generate(" in "".join(blocks):
         assert names["out"].stats.accept_length >= 1
+
+
+def test_pages_with_code_are_found():
+    wanted = {"README.md", "docs/adding-a-cache.md", "docs/adding-a-drafter.md", "docs/profiling.md"}
+    assert wanted | {"docs/guide/generating.md"} <= set(map(page_name, PAGES_WITH_CODE))
 
 
 def test_ci_finds_the_readmes_test_command():
     commands = re.findall(r"^pip install -e .*&& pytest$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     assert commands == ['pip install -e ".[test]" && pytest']
     assert "README.md" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_every_public_name_is_on_the_api_page():
+    import jspec
+
+    page = (ROOT / "docs" / "api" / "jspec.md").read_text() + (ROOT / "docs" / "api" / "drafters.md").read_text()
+    assert set(re.findall(r"^::: jspec\.(\w+)$", page, flags=re.MULTILINE)) == set(jspec.__all__)
