@@ -1,19 +1,33 @@
-"""Speculative decoding for JAX, on GPU and TPU: pure functions and one XLA program that loops on the device."""
+"""Speculative decoding for JAX: pure functions, and one XLA program that runs the whole loop on the device.
 
-from jspec.analysis.check_drafter import check_drafter
+    model = jspec.load("bundled:python-small")
+    print(jspec.generate(model, "def quicksort(items):").text)
+
+Public are the names in `__all__`, and those of the modules that docs/structure.md lists as public. Everything else may
+change in any release.
+"""
+
+from jspec.analysis.check_drafter import DrafterReport, check_drafter
 from jspec.analysis.inspect_round import Round, inspect_round
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
-from jspec.engine.generate import generate, generate_ids, stream
+from jspec.engine.generate import GeneratedIds, generate, generate_ids, stream
 from jspec.engine.model import Model, load
-from jspec.engine.result import Generation, GenerationStats, Piece
+from jspec.engine.options import GenerateOptions
+from jspec.engine.result import Generation, Generations, GenerationStats, Piece
+
+__version__ = "0.1.0"
 
 __all__ = [
+    "DrafterReport",
     "Eagle",
     "FrozenKvMtp",
+    "GenerateOptions",
+    "GeneratedIds",
     "Generation",
     "GenerationStats",
+    "Generations",
     "Model",
     "Mtp",
     "Ngram",
@@ -25,8 +39,8 @@ __all__ = [
     "check_drafter",
     "generate",
     "generate_ids",
-    "load",
     "inspect_round",
+    "load",
     "loop_options",
     "stream",
 ]

@@ -18,7 +18,7 @@ PAIR = ("--model", "bundled:python-tiny", "--draft", "bundled:python-tiny", "--d
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """No line on standard error depends on how fast this machine is."""
-    monkeypatch.setattr(startup, "SLOW", 1000.0)
+    monkeypatch.setattr(startup, "NOTICE_DELAY", 1000.0)
 
 
 def run(capsys, *arguments):
@@ -86,7 +86,7 @@ def test_it_is_greedy_unless_told_to_sample(arguments, sampling):
 def test_compare_knows_that_other_rules_draw_other_tokens(capsys):
     arguments = ("--max-new-tokens", "16", "--temperature", "1", "--accept", "rejection", "--compare")
     status, _, err = run(capsys, "generate", "def add(a, b):", "--model", "bundled:python-tiny", *arguments)
-    assert status == 0 and "other tokens of the same law, as --accept rejection draws them" in err
+    assert status == 0 and "different samples from the same distribution (--accept rejection)" in err
 
 
 def test_a_stop_string_ends_the_text(capsys):
@@ -107,8 +107,8 @@ def test_a_stop_string_ends_the_text(capsys):
         (["generate", "x", "--page-size", "0"], "page_size=0"),
         (["generate", "x", "--depth", "0"], "depth=0"),
         (["generate", "x", "--drafter", "plain", "--depth", "3"], "--depth 3: the drafter plain drafts no tokens"),
-        (["generate", "x", "--drafter", "ngram", "--width", "3"], "--width 3: the drafter ngram proposes no trees"),
-        (["generate", "x", "--drafter", "ngram", "--num-nodes", "9"], "--num-nodes 9: the drafter ngram proposes no"),
+        (["generate", "x", "--drafter", "ngram", "--width", "3"], "--width 3: the drafter ngram drafts no trees"),
+        (["generate", "x", "--drafter", "ngram", "--num-nodes", "9"], "--num-nodes 9: the drafter ngram drafts no"),
         (["generate", "x", *PAIR, "--depth", "4", "--num-nodes", "3"], "num_nodes"),
         (["generate", "x", "--model", "bundled:python-tiny", "--drafter", "eagle"], "needs an EAGLE head"),
         (["generate", "x", "--temperature", "-1"], "temperature=-1"),
@@ -116,7 +116,7 @@ def test_a_stop_string_ends_the_text(capsys):
         (["generate", "x", "--top-p", "1.5"], "top_p=1.5"),
         (["generate", "x", "--repetition-penalty", "0"], "repetition_penalty=0"),
         (["generate", "x", "--temperature", "1", "--accept", "greedy"], "accept='greedy'"),
-        (["evaluate", "--drafter", "ngram", "--width", "2"], "--width 2: the drafter ngram proposes no trees"),
+        (["evaluate", "--drafter", "ngram", "--width", "2"], "--width 2: the drafter ngram drafts no trees"),
         (["generate", "x", "--chat"], "chat template"),
         (["evaluate", "--batch", "0"], "--batch 0"),
     ],
@@ -151,7 +151,7 @@ def test_evaluate_writes_figures(capsys, tmp_path):
     plain, ngram = json.loads(figures.read_text())
     assert plain["accept_length"] == 1 and ngram["accept_length"] >= 1
     assert len(ngram["acceptance_by_position"]) == 4
-    assert out.count("rows unlike plain: 0") == 2
+    assert out.count("sequences that differ from plain: 0") == 2
 
 
 def test_evaluate_samples_alike_in_batches_of_any_size(capsys, tmp_path):
@@ -162,13 +162,13 @@ def test_evaluate_samples_alike_in_batches_of_any_size(capsys, tmp_path):
     for batch in ("1", "3"):
         options = ("--prompts", str(prompts), "--json", str(figures), "--batch", batch, "--seed", "5")
         _, out, _ = run(capsys, "evaluate", *model, *options)
-        assert out.count("rows unlike plain: 0") == 2 and "; temperature 1\n" in out
+        assert out.count("sequences that differ from plain: 0") == 2 and "; temperature 1\n" in out
         records = json.loads(figures.read_text())
         assert records[1]["sampling"]["temperature"] == 1 and records[1]["seed"] == 5
         seen.append([record["accept_length"] for record in records])
     assert seen[0] == seen[1]
     _, out, _ = run(capsys, "evaluate", *model, "--prompts", str(prompts), "--accept", "block")
-    assert out.count("rows unlike plain: not compared, as --accept block draws other tokens of the same law") == 2
+    assert out.count("sequences that differ from plain: not compared (--accept block gives different samples") == 2
 
 
 def test_a_bundled_model_comes_with_the_draft_of_each_drafter():

@@ -1,4 +1,4 @@
-"""Measures drafters on a set of prompts: accept length, speed beside plain decoding, repeated text."""
+"""Metrics of drafters on a set of prompts: accept length, speed, and how much of the text is repeated."""
 
 import dataclasses
 import json
@@ -11,26 +11,26 @@ from tqdm import tqdm
 
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter
-from jspec.drafters import resolve
-from jspec.engine.generate import generate
 from jspec.engine.model import Model
-from jspec.engine.result import Generation, GenerationStats
+from jspec.engine.options import GenerateOptions, choose_drafter
+from jspec.engine.result import Generations, GenerationStats
+from jspec.engine.run import Run
 
-REPEAT = 16
-"""Tokens that must recur for a text to count as repeated."""
+REPEAT_LENGTH = 16
+"""Tokens that must occur again for a text to count as repeated."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Evaluation:
-    """A drafter's figures over all prompts.
+    """Metrics of a drafter over all prompts.
 
-    drafter: how it was set.
-    accept_length: mean tokens a round, bonus included.
-    acceptance_by_position: [depth] share of rounds that kept the draft at each position.
+    drafter: its repr, with all options.
+    accept_length: mean number of tokens per round, bonus token included.
+    acceptance_by_position: [depth] share of rounds that accepted the draft token at each position.
     tokens_per_second: new tokens over the time of the rounds, without prefill and compilation.
-    new_tokens: in all.
-    repeated: share of the new tokens that end a run of REPEAT tokens seen before in their row.
-    generations: the outputs, a batch each.
+    new_tokens: in total.
+    repeated: share of the new tokens that end a run of REPEAT_LENGTH tokens that occurred earlier in their sequence.
+    generations: the output of each batch.
     """
 
     drafter: str
@@ -39,16 +39,16 @@ class Evaluation:
     tokens_per_second: float
     new_tokens: int
     repeated: float
-    generations: list[Generation] = dataclasses.field(repr=False)
+    generations: list[Generations] = dataclasses.field(repr=False)
 
     @property
     def tokens(self) -> list[list[int]]:
         """New ids of each prompt."""
-        return [row for out in self.generations for row in out.tokens]
+        return [generation.tokens for batch in self.generations for generation in batch]
 
 
 def heldout_prompts() -> list[str]:
-    """The prompts that ship with the bundled models: from packages that those were not trained on."""
+    """The prompts that ship with the bundled models, from packages that were not used to train them."""
     path = resources.files("jspec") / "assets" / "heldout_prompts.json"
     return [record["prompt"] for record in json.loads(path.read_text(encoding="utf-8"))]
 
@@ -57,13 +57,13 @@ def read_prompts(path: Path) -> list[str]:
     """Prompts from a JSON list of strings, or of objects with the key `prompt`.
 
     Raises:
-      ValueError: another content.
+      ValueError: any other content.
     """
     records = json.loads(path.read_text(encoding="utf-8"))
     given = [record.get("prompt") if isinstance(record, dict) else record for record in records]
     prompts = [prompt for prompt in given if isinstance(prompt, str)]
     if not given or len(prompts) < len(given):
-        raise ValueError(f"{path}: give a JSON list of strings, or of objects with the key 'prompt'")
+        raise ValueError(f"{path}: must be a JSON list of strings, or of objects with the key 'prompt'")
     return prompts
 
 
@@ -79,30 +79,37 @@ def evaluate(
     accept: str | Accept | None = None,
     seed: int = 0,
 ) -> Evaluation:
-    """Generates after each prompt, `batch` rows at a time, with one drafter.
+    """Continues the prompts, `batch` of them at a time, with one drafter.
 
-    The first batch runs twice and counts once, so that no first use of anything is in the time. Prompt i has the seed
-    `seed + i` in batches of any size.
+    The first batch runs twice and is measured once, so that the time contains no warm-up. Prompt i uses `seed + i` for
+    every batch size.
+
+    Args:
+      drafter, max_new_tokens, sampling, accept, seed: as in `jspec.generate`.
+      progress: whether to show a progress bar.
+
+    Raises:
+      ValueError, TypeError: as in `jspec.generate`.
     """
+    options = GenerateOptions(
+        drafter=drafter, max_new_tokens=max_new_tokens, sampling=sampling, accept=accept, seed=seed
+    )
     batches = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
-    settings = {"drafter": drafter, "max_new_tokens": max_new_tokens, "sampling": sampling, "accept": accept}
     outputs = []
     with tqdm(total=len(batches), desc=f"{drafter}: compiling", disable=not progress) as bar:
-        generate(model, batches[0], seed=seed, **settings)
+        Run(model, batches[0], options).finish()
         bar.set_description(str(drafter))
-        for i, rows in enumerate(batches):
-            outputs.append(generate(model, rows, seed=seed + i * batch, **settings))
+        for i, texts in enumerate(batches):
+            outputs.append(Run(model, texts, dataclasses.replace(options, seed=seed + i * batch)).finish())
             bar.update()
     stats = GenerationStats(
         rounds=np.concatenate([out.stats.rounds for out in outputs]),
         accept_counts=np.concatenate([out.stats.accept_counts for out in outputs]),
         seconds=sum(out.stats.seconds for out in outputs),
     )
-    ids = [model.tokenizer.encode(prompt) if model.tokenizer else [] for prompt in prompts]
-    rows = [row for out in outputs for row in out.tokens]
-    repeated = sum(count_repeated(prompt, row) for prompt, row in zip(ids, rows, strict=True))
+    repeated = sum(count_repeated(item.prompt, item.tokens) for out in outputs for item in out)
     return Evaluation(
-        drafter=repr(resolve(drafter)),
+        drafter=repr(choose_drafter(drafter, model)),
         accept_length=stats.accept_length,
         acceptance_by_position=stats.acceptance_by_position,
         tokens_per_second=stats.tokens_per_second,
@@ -113,10 +120,10 @@ def evaluate(
 
 
 def count_repeated(prompt: Sequence[int], new: Sequence[int]) -> int:
-    """How many of the new tokens end a run of REPEAT tokens that occurred earlier in the row."""
-    row, seen, repeated = [*prompt, *new], set(), 0
-    for end in range(REPEAT, len(row) + 1):
-        run = tuple(row[end - REPEAT : end])
+    """How many of the new tokens end a run of REPEAT_LENGTH tokens that occurred earlier in the sequence."""
+    tokens, seen, repeated = [*prompt, *new], set(), 0
+    for end in range(REPEAT_LENGTH, len(tokens) + 1):
+        run = tuple(tokens[end - REPEAT_LENGTH : end])
         repeated += run in seen and end > len(prompt)
         seen.add(run)
     return repeated

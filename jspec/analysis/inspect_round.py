@@ -13,7 +13,7 @@ from jspec.core import decode, tree
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, DecodeState, Drafter, DraftTree, Params, Target
 from jspec.engine.model import Model
-from jspec.engine.options import DEFAULT_PAGE_SIZE, choose
+from jspec.engine.options import GenerateOptions, choose_drafter
 from jspec.engine.run import Run, encode_prompts
 
 
@@ -65,11 +65,11 @@ def inspect_round(
     single, (ids, *_) = encode_prompts(model, prompt)
     if not single:
         raise ValueError("prompt is a list of prompts: give one of them")
-    chosen = choose(drafter, model)
+    chosen = choose_drafter(drafter, model)
     depth = chosen.bind(model.target, model.draft).depth
     # At least the default of `generate`, so that both run the same program.
     most = min(max(128, 1 + (round_index + 1) * (depth + 1)), max(1, model.target.max_length - len(ids)))
-    run = Run(model, ids, chosen, most, sampling, None, (), seed, False, DEFAULT_PAGE_SIZE, False)
+    run = Run(model, ids, GenerateOptions(drafter=chosen, max_new_tokens=most, sampling=sampling, seed=seed))
     if run.advance(round_index):
         last = int(run.state.round_index) - 1
         where = f"in round {last}; pass a smaller index" if last >= 0 else "with its first token, before any round"

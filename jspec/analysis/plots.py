@@ -1,116 +1,132 @@
-"""Figures, drawn with matplotlib in the colours of `show`: on the axes `ax`, or on a new figure where it is None.
+"""Plots of generations, draft trees and benchmark reports, with matplotlib.
 
-All functions return the axes, and raise ModuleNotFoundError where matplotlib is not installed.
+Colors are those of `jspec.text.highlight`. All functions draw on the axes `ax`, or on those of a new figure if it is
+None; they return the axes and raise ModuleNotFoundError if matplotlib is not installed.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jspec.analysis.inspect_round import Round
-from jspec.engine.result import Generation, GenerationStats
+from jspec.engine.result import Generation, Generations, GenerationStats
 from jspec.text import highlight
 from jspec.text.tokenizer import Tokenizer
 
-_NAMED = ("#2171b5", "#e69f00", "#009e73", "#cc79a7", "#999999", "#56b4e9")
-"""Colours that the colour-blind tell apart (Okabe and Ito, Color Universal Design)."""
-_GREY = "#9a9a9a"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SERIES_COLORS = ("#2171b5", "#e69f00", "#009e73", "#cc79a7", "#999999", "#56b4e9")
+"""Colors that the color-blind can distinguish (Okabe and Ito, Color Universal Design)."""
+_GRAY = "#9a9a9a"
+_DARK_GRAY = "#5a5a5a"
 
 
 def acceptance_by_position(
-    given: Generation | GenerationStats | Mapping[str, Generation | GenerationStats], ax: Any = None
-) -> Any:
-    """How often the draft token at each position stands, as bars.
+    generations: Generation | Generations | GenerationStats | Mapping[str, Generation | Generations | GenerationStats],
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """A bar chart of the acceptance rate at each position of the draft.
 
     Args:
-      given: a generation or its statistics; or several by name, to be compared.
+      generations: a result of `generate` or its statistics; or several by name, to compare.
 
     Raises:
       ValueError: nothing was drafted.
     """
-    named = dict(given) if isinstance(given, Mapping) else {"": given}
-    stats = {name: one.stats if isinstance(one, Generation) else one for name, one in named.items()}
-    drafted = {name: one for name, one in stats.items() if len(one.acceptance_by_position)}
+    named = dict(generations) if isinstance(generations, Mapping) else {"": generations}
+    stats = {name: one if isinstance(one, GenerationStats) else one.stats for name, one in named.items()}
+    drafted = {name: one for name, one in stats.items() if one.depth}
     if not drafted:
-        raise ValueError("nothing was drafted: give a generation with a drafter")
-    depth = max(len(one.acceptance_by_position) for one in drafted.values())
+        raise ValueError("nothing was drafted: give a generation that has a drafter")
+    depth = max(one.depth for one in drafted.values())
     ax = _axes(ax, (max(5.0, 0.3 * depth * len(drafted)), 3.2))
     width = 0.8 / len(drafted)
     for i, (name, one) in enumerate(drafted.items()):
         share = one.acceptance_by_position
         at = np.arange(1, len(share) + 1) + (i - (len(drafted) - 1) / 2) * width
-        ax.bar(at, share, width, color=_NAMED[i % len(_NAMED)], label=f"{name}: accept length {one.accept_length:.2f}")
+        ax.bar(
+            at,
+            share,
+            width,
+            color=_SERIES_COLORS[i % len(_SERIES_COLORS)],
+            label=f"{name}: accept length {one.accept_length:.2f}",
+        )
     ax.set(xlabel="position in the draft", ylabel="share of rounds", ylim=(0, 1), xticks=range(1, depth + 1))
-    if isinstance(given, Mapping):
+    if isinstance(generations, Mapping):
         ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
     return ax
 
 
-def tokens_per_round(generation: Generation, row: int = 0, ax: Any = None) -> Any:
-    """The tokens that each round appended to a row, one upon the other in the order of the text, and their mean.
+def tokens_per_round(generation: Generation, ax: "Axes | None" = None) -> "Axes":
+    """The tokens that each round appended, stacked in the order of the text and colored by origin; and their mean.
 
-    The first token comes of no round; the last round may have been cut by the end of the text.
-
-    Args:
-      row: where the generation has several.
+    The first token comes from prefill and is not shown; the last round may be cut off by the end of the text.
 
     Raises:
-      ValueError: a row that its first token ended.
+      ValueError: the first token ended the text.
     """
-    rounds, depth = generation.rounds_of(row), generation.stats.accept_counts.shape[1] - 1
+    rounds, depth = generation.tokens_per_round, generation.stats.depth
     if not rounds:
-        raise ValueError(f"row={row}: its first token ended it, before any round")
+        raise ValueError("the generation has no rounds: its first token ended the text")
     ax = _axes(ax, (min(12.0, max(5.0, 0.12 * len(rounds))), 2.8))
-    above, level = (np.concatenate([part(count) for count in rounds]) for part in (np.ones, np.arange))
+    # One bar of height 1 per token: at its round, on top of the tokens before it.
     at = np.repeat(np.arange(len(rounds)), rounds)
-    origin = np.array(generation.origin[row] if isinstance(generation.finish_reason, list) else generation.origin)[1:]
-    for source in range(depth + 1):
-        of, label = origin == source, f"draft {source}" if source else "target's own"
-        if of.any():
-            ax.bar(at[of], above[of], 0.9, bottom=level[of], color=highlight.colours(source, depth)[0], label=label)
+    level = np.concatenate([np.arange(count) for count in rounds])
+    origin = np.array(generation.origin)[1:]
+    for depth_of_token in range(depth + 1):
+        shown = origin == depth_of_token
+        if shown.any():
+            color = highlight.token_colors(depth_of_token, depth)[0]
+            label = f"draft {depth_of_token}" if depth_of_token else "target's own"
+            ax.bar(at[shown], 1.0, 0.9, bottom=level[shown], color=color, label=label)
     mean = len(origin) / len(rounds)
-    ax.axhline(mean, color=_GREY, linestyle="--", label=f"mean {mean:.2f}")
+    ax.axhline(mean, color=_GRAY, linestyle="--", label=f"mean {mean:.2f}")
     ax.set(xlabel="round", ylabel="tokens", xlim=(-0.7, len(rounds) - 0.3), yticks=range(0, depth + 2))
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 
 
-def draft_tree(round: Round, tokenizer: Tokenizer | None = None, ax: Any = None) -> Any:
-    """The tree of a round, from the root at the left; what the round appended is in colour, the rest is grey.
+def draft_tree(inspected: Round, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None) -> "Axes":
+    """The tree of a round, with the root on the left. What the round appended is colored, the rest is gray.
 
     Args:
-      round: from `jspec.inspect_round`.
-      tokenizer: the model's, for the texts of the tokens; None: their ids.
+      inspected: from `jspec.inspect_round`.
+      tokenizer: shows the texts of the tokens; None: their ids.
     """
-    tokens, parents, depths = round.tokens.tolist(), round.parents.tolist(), round.depths.tolist()
-    drafts = len(round.accepted) - 1
-    if len(round.appended) > drafts:
-        tokens.append(round.appended[-1])
-        parents.append(round.accepted[-1])
-        depths.append(drafts + 1)
+    # The token that the target appended becomes one more node.
+    tokens, parents, depths = inspected.tokens.tolist(), inspected.parents.tolist(), inspected.depths.tolist()
+    num_nodes, num_accepted = len(tokens), len(inspected.accepted) - 1
+    has_own_token = len(inspected.appended) > num_accepted
+    if has_own_token:
+        tokens.append(inspected.appended[-1])
+        parents.append(inspected.accepted[-1])
+        depths.append(num_accepted + 1)
     heights = _heights(parents)
-    deepest, longest = int(round.depths.max()), max(depths)
+    deepest, longest = int(inspected.depths.max()), max(depths)
     ax = _axes(ax, (1.4 * (longest + 1) + 0.6, 0.34 * (max(heights) + 1) + 0.7))
-    kept = [*round.accepted, *range(len(round.tokens), len(tokens))]
+
+    kept = [*inspected.accepted, *range(num_nodes, len(tokens))]
     for node in range(1, len(tokens)):
         ends = (depths[parents[node]], depths[node]), (heights[parents[node]], heights[node])
-        style = {"color": "black", "linewidth": 2.2} if node in kept else {"color": _GREY, "linewidth": 0.8}
-        ax.plot(*ends, zorder=1, **style)
+        color, width = ("black", 2.2) if node in kept else (_GRAY, 0.8)
+        ax.plot(*ends, zorder=1, color=color, linewidth=width)
+
     for node, token in enumerate(tokens):
-        fill, colour, edge = "white", "#5a5a5a", _GREY
+        fill, color, edge = "white", _DARK_GRAY, _GRAY
         if node in kept:
-            origin = 0 if node == len(round.tokens) else depths[node]
-            fill, colour = highlight.colours(origin, deepest) if node else ("#e8e8e8", "black")
+            origin = 0 if node == num_nodes else depths[node]
+            fill, color = highlight.token_colors(origin, deepest) if node else ("#e8e8e8", "black")
             edge = "black"
         box = {"boxstyle": "round,pad=0.25", "facecolor": fill, "edgecolor": edge}
-        style = {"ha": "center", "va": "center", "family": "monospace", "fontsize": 9, "zorder": 2}
-        label = _label(tokenizer, round.before, token)
-        ax.text(depths[node], heights[node], label, color=colour, bbox=box, parse_math=False, **style)
+        style: dict[str, Any] = {"ha": "center", "va": "center", "family": "monospace", "fontsize": 9, "zorder": 2}
+        label = _label(tokenizer, inspected.before, token)
+        ax.text(depths[node], heights[node], label, color=color, bbox=box, parse_math=False, **style)
+
     ax.set(xlim=(-0.6, longest + 0.6), ylim=(max(heights) + 0.7, -0.7), xticks=range(longest + 1), yticks=[])
-    count = f"round {round.round_index}: {drafts} of {len(round.tokens) - 1} drafts accepted (blue)"
-    own = ", then the target's own token (orange)" if len(tokens) > len(round.tokens) else ""
-    ax.set_title(count + own, fontsize=10, loc="left")
+    title = f"round {inspected.round_index}: {num_accepted} of {num_nodes - 1} drafts accepted (blue)"
+    ax.set_title(title + (", then the target's own token (orange)" if has_own_token else ""), fontsize=10, loc="left")
     ax.set(xlabel="depth")
     ax.spines[["left", "right", "top"]].set_visible(False)
     return ax
@@ -123,48 +139,50 @@ _PHASES = {
     "extend": ("#cc79a7", ""),
     "rest": ("none", "////"),
 }
-"""Phases of a round, from the bottom up: colour and hatching."""
+"""Phases of a round, bottom to top: color and hatching."""
 
 
-def bench_report(report: Mapping[str, Any], ax: Any = None) -> Any:
-    """A round of each measured row as a bar of its phases, with its floor as a line.
+def bench_report(report: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
+    """The time of a round in each measured configuration: a bar of its phases, and a line at its floor.
 
     Args:
-      report: what `jspec bench --json` wrote. The phases were measured alone; hatched is what they leave of the round,
-        or where they are more than the round, what is too much.
+      report: the JSON that `jspec bench --json` writes. Phases are measured separately. The hatched part is the
+        remainder of the round, or the excess if they take longer than the round.
 
     Raises:
-      ValueError: no row was measured.
+      ValueError: nothing was measured.
     """
     rows = [row for row in report["rows"] if row["round"]]
     if not rows:
-        raise ValueError("no row was measured: " + "; ".join(row["problem"] for row in report["rows"]))
+        raise ValueError("the report has no measurement: " + "; ".join(row["problem"] for row in report["rows"]))
     ax = _axes(ax, (min(16.0, max(5.0, 0.6 * len(rows) + 2)), 4.0))
     at, bottom = np.arange(len(rows)), 0.0
     split = [row["phases"] or {"rest": row["round"]} for row in rows]
-    for name, (colour, hatch) in _PHASES.items():
+    for name, (color, hatch) in _PHASES.items():
         height = np.array([1e3 * phases.get(name, 0.0) for phases in split])
-        style = {"color": colour, "hatch": hatch, "edgecolor": "#5a5a5a", "label": name.replace("_", "+")}
-        ax.bar(at, height, 0.8, bottom=bottom, **style)
+        label = name.replace("_", "+")
+        ax.bar(at, height, 0.8, bottom=bottom, color=color, hatch=hatch, edgecolor=_DARK_GRAY, label=label)
         bottom = bottom + height
     ax.hlines([1e3 * row["floor"] for row in rows], at - 0.45, at + 0.45, color="black", linewidth=2, label="floor")
-    ax.set(ylabel="ms a round", xticks=at, xlim=(-0.6, len(rows) - 0.4))
+    ax.set(ylabel="ms per round", xticks=at, xlim=(-0.6, len(rows) - 0.4))
     ax.set_xticklabels([f"{row['mode']}\n{row['batch']} x {row['context']}" for row in rows], fontsize=8)
     ax.set_title(f"{report['model']}, {report['environment']['device']}", fontsize=10, loc="left")
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
 
 
-def _axes(ax: Any, size: tuple[float, float]) -> Any:
+def _axes(ax: "Axes | None", size: tuple[float, float]) -> "Axes":
     try:
         import matplotlib.pyplot as plt
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f'jspec.analysis.plots needs {error.name}: pip install "jspec[notebooks]"') from None
+        raise ModuleNotFoundError(
+            f'jspec.analysis.plots requires {error.name}: pip install "jspec[notebooks]"'
+        ) from None
     return plt.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
 
 
 def _heights(parents: Sequence[int]) -> list[float]:
-    """Each leaf on a line of its own, in the order of the children, and a parent in the middle of its children."""
+    """The height of each node: every leaf on its own line, and every parent centered between its children."""
     children = [[n for n in range(1, len(parents)) if parents[n] == node] for node in range(len(parents))]
     heights, lines = [0.0] * len(parents), 0
 
@@ -181,9 +199,9 @@ def _heights(parents: Sequence[int]) -> list[float]:
     return heights
 
 
-def _label(tokenizer: Tokenizer | None, before: Sequence[int], token: int, most: int = 12) -> str:
-    """A token's text on one line, spaces made visible."""
+def _label(tokenizer: Tokenizer | None, before: Sequence[int], token: int, max_length: int = 12) -> str:
+    """The text of a token on one line, with visible spaces."""
     (text,) = highlight.token_texts(tokenizer, before, [token])
     if tokenizer is not None:
         text = text.replace(" ", "·").replace("\n", "↵").replace("\t", "→")
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= max_length else text[: max_length - 1] + "…"

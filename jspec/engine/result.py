@@ -1,150 +1,242 @@
-"""What `generate` and `stream` return, and how it shows itself."""
+"""What `generate` and `stream` return, and how it is displayed."""
 
 import dataclasses
 import itertools
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias, overload
 
 import numpy as np
+from jaxtyping import Int
 
 from jspec.text import highlight
 from jspec.text.tokenizer import Tokenizer
 
+FinishReason: TypeAlias = Literal["eos", "stop", "length"]
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class GenerationStats:
-    """What a generation took. The first token of each row comes of reading its prompt, and so of no round.
+    """Counters of a generation of B sequences. The first token of each comes from prefill, not from a round.
 
-    rounds: [B] rounds in which each row was active.
-    accept_counts: [B, depth + 1]; accept_counts[b, i] counts the rounds that appended i + 1 tokens.
-    seconds: wall time of the rounds, without prefill and compilation.
+    rounds: [B] rounds in which each sequence was active.
+    accept_counts: [B, depth + 1]; accept_counts[b, i] is the number of rounds that appended i + 1 tokens.
+    seconds: wall time of all rounds, without prefill and compilation.
     """
 
-    rounds: np.ndarray
-    accept_counts: np.ndarray
+    rounds: Int[np.ndarray, " B"]
+    accept_counts: Int[np.ndarray, "B A"]
     seconds: float
 
     @property
     def new_tokens(self) -> int:
-        """New tokens of all rows."""
-        return len(self.rounds) + self._in_rounds
+        """New tokens of all sequences."""
+        return len(self.rounds) + self._tokens_of_rounds
 
     @property
     def accept_length(self) -> float:
-        """Mean tokens a round, bonus token included: 1 is plain decoding, depth + 1 the most there can be."""
-        return self._in_rounds / max(int(self.rounds.sum()), 1)
+        """Mean number of tokens per round, bonus token included: 1 for plain decoding, at most depth + 1."""
+        return self._tokens_of_rounds / max(int(self.rounds.sum()), 1)
 
     @property
     def acceptance_by_position(self) -> np.ndarray:
-        """[depth] share of the rounds that kept the draft token at each position."""
+        """[depth] share of rounds that accepted the draft token at each position."""
         at_least = np.cumsum(self.accept_counts.sum(0)[::-1])[::-1]
         return at_least[1:] / max(int(self.rounds.sum()), 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all rounds and rows over `seconds`."""
-        return self._in_rounds / self.seconds if self.seconds else float("nan")
+        """Tokens of all rounds and sequences per second."""
+        return self._tokens_of_rounds / self.seconds if self.seconds else float("nan")
 
     @property
-    def _in_rounds(self) -> int:
+    def depth(self) -> int:
+        """Tokens of the longest chain that was drafted; 0 for plain decoding."""
+        return self.accept_counts.shape[1] - 1
+
+    def of_sequence(self, index: int) -> "GenerationStats":
+        """The counters of one sequence; `seconds` remains the time of all."""
+        return GenerationStats(self.rounds[index, None], self.accept_counts[index, None], self.seconds)
+
+    @property
+    def _tokens_of_rounds(self) -> int:
         return int((self.accept_counts * np.arange(1, self.accept_counts.shape[1] + 1)).sum())
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Generation:
-    """The result of `generate`. A single prompt gives single values, a list of prompts gives lists.
+    """The continuation of one prompt. A notebook displays its tokens colored by origin; `to_ansi` is for a terminal.
 
-    In a notebook it shows each token in the colour of where it came from; `to_ansi` does so for a terminal.
-
-    tokens: new ids, with the EOS id or up to the token that completes a stop string.
-    text: their text without special tokens and without the stop string; None for a checkpoint without a tokenizer.
-    finish_reason: "eos", "stop" (a stop string) or "length".
-    origin: where each token came from: the depth of the draft that was accepted, or 0 for the target's own.
-    logprobs: log-probability of each token under the target's own logits, unprocessed; None unless asked for.
+    tokens: new ids, up to and including the EOS id or the token that completes a stop string.
+    text: text of the new tokens, without special tokens and the stop string; None if the model has no tokenizer.
+    finish_reason: "eos", "stop" (a stop string) or "length"; None while the generation runs.
+    stats: counters of this sequence; its `seconds` are those of the whole batch.
+    origin: for each new token the depth of the accepted draft that it comes from, or 0 for the target's own.
+    logprobs: log-probability of each new token under the target's own, unprocessed logits; None unless requested.
     prompt: ids of the prompt.
-    tokenizer: the model's, to show tokens with; or None.
+    tokenizer: the model's, which displays the tokens; or None.
     """
 
-    tokens: list
-    text: Any
-    finish_reason: Any
+    tokens: list[int]
+    text: str | None
+    finish_reason: FinishReason | None
     stats: GenerationStats
-    origin: list
-    logprobs: list | None
-    prompt: list
+    origin: list[int]
+    logprobs: list[float] | None
+    prompt: list[int]
     tokenizer: Tokenizer | None
 
     @property
-    def token_texts(self) -> list:
-        """The text of each token, for a reader: special tokens are named, and without a tokenizer it is the id."""
-        rows = zip(*self._rows(self.prompt, self.tokens), strict=True)
-        texts = [highlight.token_texts(self.tokenizer, prompt, tokens) for prompt, tokens in rows]
-        return texts if self._several else texts[0]
+    def token_texts(self) -> list[str]:
+        """The text of each new token, for display: special tokens by name; ids if there is no tokenizer."""
+        return highlight.token_texts(self.tokenizer, self.prompt, self.tokens)
 
-    def rounds_of(self, row: int = 0) -> list[int]:
-        """Tokens that each round appended to a row, behind its first one. The last round may have been cut."""
-        origin = self._rows(self.origin)[0][row]
-        ends = [i + 1 for i, depth in enumerate(origin) if depth == 0]
-        ends += [len(origin)] * (not ends or ends[-1] < len(origin))
+    @property
+    def tokens_per_round(self) -> list[int]:
+        """How many tokens each round appended. The first new token comes from prefill; the last round may be cut off
+        by the end of the text.
+        """
+        ends = [i + 1 for i, depth in enumerate(self.origin) if depth == 0]
+        if not ends or ends[-1] < len(self.origin):
+            ends.append(len(self.origin))
         return [end - start for start, end in itertools.pairwise(ends)]
 
     def to_ansi(self) -> str:
-        """Prompts and tokens in colour, and a last line that says what the colours mean."""
-        rows = self._shown()
-        texts = [highlight.to_ansi(row, self._depth) for row in rows]
-        if self._several:
-            texts = [f"{row.heading}\n{text}\n" for row, text in zip(rows, texts, strict=True)]
-        return "\n".join([*texts, highlight.ansi_legend(self._depth)])
+        """The prompt and the new tokens in color, and a legend as the last line."""
+        depth = self.stats.depth
+        return f"{highlight.to_ansi(_displayed(self), depth)}\n{highlight.ansi_legend(depth)}"
 
     def _repr_html_(self) -> str:
-        return highlight.to_html(self._shown(), self._depth)
+        return highlight.to_html([_displayed(self)], self.stats.depth)
 
     def __repr__(self) -> str:
-        contents, reasons = self._rows(self.tokens if self.text is None else self.text, self.finish_reason)
-        shown = [_beginning(content) for content in contents[:3]] + ["..."] * (len(contents) > 3)
-        content = f"{len(contents)} rows: [{', '.join(shown)}]" if self._several else shown[0]
+        return f"Generation({_beginning(self)}, {_summary(self.stats)}, finish: {self.finish_reason})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Generations(Sequence[Generation]):
+    """The continuations of a list of prompts: indexing and iteration give a `Generation` for each prompt.
+
+    The properties are lists with one entry per prompt. A notebook displays the tokens of all sequences, colored by
+    origin.
+
+    items: the continuation of each prompt.
+    stats: counters of the whole batch.
+    """
+
+    items: Sequence[Generation]
+    stats: GenerationStats
+
+    @overload
+    def __getitem__(self, index: int) -> Generation: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Generation]: ...
+
+    def __getitem__(self, index: int | slice) -> Generation | Sequence[Generation]:
+        return self.items[index]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(self.items)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """New ids."""
+        return [item.tokens for item in self.items]
+
+    @property
+    def text(self) -> list[str] | None:
+        """Texts of the new tokens; None if the model has no tokenizer."""
+        texts = [item.text for item in self.items if item.text is not None]
+        return texts if len(texts) == len(self.items) else None
+
+    @property
+    def finish_reason(self) -> list[FinishReason | None]:
+        """Why each sequence ended."""
+        return [item.finish_reason for item in self.items]
+
+    @property
+    def origin(self) -> list[list[int]]:
+        """Where each new token comes from, as in `Generation.origin`."""
+        return [item.origin for item in self.items]
+
+    @property
+    def logprobs(self) -> list[list[float]] | None:
+        """Log-probabilities of the new tokens; None unless requested."""
+        logprobs = [item.logprobs for item in self.items if item.logprobs is not None]
+        return logprobs if len(logprobs) == len(self.items) else None
+
+    @property
+    def prompt(self) -> list[list[int]]:
+        """Ids of the prompts."""
+        return [item.prompt for item in self.items]
+
+    @property
+    def token_texts(self) -> list[list[str]]:
+        """Texts of the new tokens one by one, as in `Generation.token_texts`."""
+        return [item.token_texts for item in self.items]
+
+    @property
+    def tokens_per_round(self) -> list[list[int]]:
+        """How many tokens each round appended, as in `Generation.tokens_per_round`."""
+        return [item.tokens_per_round for item in self.items]
+
+    def to_ansi(self) -> str:
+        """The prompts and the new tokens in color, and a legend as the last line."""
+        depth = self.stats.depth
+        shown = [f"{entry.heading}\n{highlight.to_ansi(entry, depth)}\n" for entry in self._displayed()]
+        return "\n".join([*shown, highlight.ansi_legend(depth)])
+
+    def _repr_html_(self) -> str:
+        return highlight.to_html(self._displayed(), self.stats.depth)
+
+    def __repr__(self) -> str:
+        shown = [_beginning(item) for item in self.items[:3]] + ["..."] * (len(self.items) > 3)
+        reasons = self.finish_reason
         ends = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
-        return (
-            f"Generation({content}, {self.stats.new_tokens} new tokens in {int(self.stats.rounds.sum())} rounds, "
-            f"accept length {self.stats.accept_length:.2f}, {self.stats.tokens_per_second:.1f} tokens/s, "
-            f"finish: {ends if self._several else reasons[0]})"
-        )
+        content = f"{len(self.items)} sequences: [{', '.join(shown)}]"
+        return f"Generations({content}, {_summary(self.stats)}, finish: {ends})"
 
-    @property
-    def _several(self) -> bool:
-        return isinstance(self.finish_reason, list)
-
-    @property
-    def _depth(self) -> int:
-        return self.stats.accept_counts.shape[1] - 1
-
-    def _rows(self, *columns) -> list[list]:
-        return list(columns) if self._several else [[column] for column in columns]
-
-    def _shown(self) -> list[highlight.Row]:
-        columns = self._rows(self.tokens, self.token_texts, self.origin, self.finish_reason, self.prompt)
-        rows = []
-        for i, (tokens, texts, origin, reason, prompt) in enumerate(zip(*columns, strict=True)):
-            rounds = int(self.stats.rounds[i])
-            heading = (
-                f"{f'row {i}: ' if self._several else ''}{len(tokens)} new tokens in {rounds} rounds, "
-                f"accept length {(len(tokens) - 1) / max(rounds, 1):.2f}, finish: {reason}"
-            )
-            before = "".join(highlight.token_texts(self.tokenizer, (), prompt))
-            rows.append(highlight.Row(tokens, texts, origin, heading, before))
-        return rows
+    def _displayed(self) -> list[highlight.DisplayedSequence]:
+        return [_displayed(item, f"sequence {i}: ") for i, item in enumerate(self.items)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """New text and ids of one row; what `stream` yields."""
+    """New text and ids of one sequence; what `stream` yields.
 
-    row: int
+    index: which sequence of the batch.
+    """
+
+    index: int
     text: str
     tokens: list[int]
 
 
-def _beginning(content, most: int = 40) -> str:
-    """The first characters of a text, or the first ids."""
-    if isinstance(content, str):
-        return repr(content) if len(content) <= most else repr(content[:most]) + "..."
-    return repr(content) if len(content) <= most // 4 else f"[{', '.join(map(str, content[: most // 4]))}, ...]"
+def _summary(stats: GenerationStats) -> str:
+    return (
+        f"{stats.new_tokens} new tokens in {int(stats.rounds.sum())} rounds, "
+        f"accept length {stats.accept_length:.2f}, {stats.tokens_per_second:.1f} tokens/s"
+    )
+
+
+def _displayed(generation: Generation, name: str = "") -> highlight.DisplayedSequence:
+    new_tokens, rounds = len(generation.tokens), int(generation.stats.rounds.sum())
+    heading = (
+        f"{name}{new_tokens} new tokens in {rounds} rounds, "
+        f"accept length {(new_tokens - 1) / max(rounds, 1):.2f}, finish: {generation.finish_reason}"
+    )
+    prompt = "".join(highlight.token_texts(generation.tokenizer, (), generation.prompt))
+    return highlight.DisplayedSequence(
+        generation.tokens, generation.token_texts, generation.origin, heading=heading, prompt=prompt
+    )
+
+
+def _beginning(generation: Generation, max_characters: int = 40, max_ids: int = 10) -> str:
+    """The first characters of the text, or the first ids if there is no text."""
+    text, tokens = generation.text, generation.tokens
+    if text is not None:
+        return repr(text) if len(text) <= max_characters else f"{text[:max_characters]!r}..."
+    return repr(tokens) if len(tokens) <= max_ids else f"[{', '.join(map(str, tokens[:max_ids]))}, ...]"

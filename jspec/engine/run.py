@@ -1,161 +1,211 @@
-"""`Run`: one generation as the host drives it, and the preparation of its inputs."""
+"""`Run`: the host's side of one generation."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
 from jspec.core import decode, stopping
 from jspec.core.sampling import per_row
-from jspec.core.types import DecodeState
+from jspec.core.types import Accept, DecodeState, Drafter, Params, Target
 from jspec.engine import memory
 from jspec.engine.model import Model
-from jspec.engine.options import check_fits, check_int, check_seeds, choose, choose_rule
-from jspec.engine.result import Generation, GenerationStats, Piece
+from jspec.engine.options import GenerateOptions, check_fits, choose_drafter, choose_rule
+from jspec.engine.result import FinishReason, Generation, Generations, GenerationStats, Piece
 from jspec.text.stream import TextStream, compile_stops
 from pallas_kernels import platform
 
-FINISH_REASONS = {stopping.RUNNING: None, stopping.EOS: "eos", stopping.STOP: "stop", stopping.LENGTH: "length"}
+Prompt: TypeAlias = str | Sequence[int]
+"""Text or token ids."""
+
+FINISH_REASONS: dict[int, FinishReason | None] = {
+    stopping.RUNNING: None,
+    stopping.EOS: "eos",
+    stopping.STOP: "stop",
+    stopping.LENGTH: "length",
+}
 PREFILL_TOKENS = {"cpu": 1024}
-"""Tokens of all prompts that are read at once, by platform, and else 4096: enough to keep the matrix products busy, and
-few enough that their activations are small beside the weights."""
+"""Prompt tokens of the whole batch that are read at once, by platform; 4096 on the others. Enough to keep the matrix
+units busy, and few enough that activations are small compared with the weights."""
+
+
+class Parts(TypedDict):
+    """The static arguments of `decode.decode`."""
+
+    target: Target
+    drafter: Drafter
+    accept: Accept
 
 
 class Run:
-    """One generation as the host sees it: a decode state that it advances, and the text that came out.
+    """Host-side driver of one generation: owns the decode state and the decoded text.
 
-    Arguments and errors are those of `generate`; chunk: columns of the prompts that are read at once.
+    `__init__` reads the prompts and compiles the loop; `advance` runs rounds.
 
-    model: the model, whose weights every round takes.
-    parts: target, bound drafter and rule of acceptance, as `decode.decode` takes them.
-    state: the decode state.
+    Args:
+      model, prompts: as in `jspec.generate`.
+      options: the other arguments of `jspec.generate`.
+      chunk: columns of the prompts that are read at once; None: `prefill_chunk`.
+
+    Attributes:
+      model: the model.
+      options: the options.
+      single: whether a single prompt was given, not a list of them.
+      prompts: ids of each prompt.
+      parts: target, bound drafter and rule of acceptance, as `decode.decode` takes them.
+      state: the decode state.
+      tokens, texts: new ids and text of each sequence so far.
+
+    Raises:
+      ValueError, TypeError: as `jspec.generate`.
     """
 
     def __init__(
         self,
-        model,
-        prompts,
-        drafter,
-        max_new_tokens,
-        sampling,
-        accept,
-        stop,
-        seed,
-        logprobs,
-        page_size,
-        debug,
-        chunk=None,
+        model: Model,
+        prompts: Prompt | Sequence[Prompt],
+        options: GenerateOptions,
+        *,
+        chunk: int | None = None,
     ):
+        # Validate what depends on the model and the prompts.
         self.single, self.prompts = encode_prompts(model, prompts)
-        self.model, self.tokenizer = model, model.tokenizer
-        check_int("max_new_tokens", max_new_tokens, 1, "at least 1 token is generated")
-        check_int("page_size", page_size, 1, "a page holds at least 1 row")
-        seeds = check_seeds(seed, len(self.prompts))
-        longest = max(len(prompt) for prompt in self.prompts)
-        check_fits(model.target, longest, max_new_tokens)
-        rows = per_row(sampling, len(self.prompts), model.target.vocab_size)
-        rule, chosen = choose_rule(accept, rows, choose(drafter, model))
-        bound = chosen.bind(model.target, model.draft)
-        table = compile_stops(self.tokenizer, model.target.vocab_size, model.eos, stop)
-        self.streams = [TextStream(self.tokenizer, p, stop) for p in self.prompts] if self.tokenizer else None
-        self.texts = [""] * len(self.prompts)
-        self.parts = {"target": model.target, "drafter": bound, "accept": rule}
-        self.debug, self.seconds = debug, 0.0
+        self.model, self.options = model, options
+        batch, longest = len(self.prompts), max(map(len, self.prompts))
+        seeds = options.seeds(batch)
+        check_fits(model.target, longest, options.max_new_tokens)
+        rows = per_row(options.sampling, batch, model.target.vocab_size)
+        rule, drafter = choose_rule(options.accept, rows, choose_drafter(options.drafter, model))
+        self.parts: Parts = {"target": model.target, "drafter": drafter.bind(model.target, model.draft), "accept": rule}
+        table = compile_stops(model.tokenizer, model.target.vocab_size, model.eos, options.stop)
+
+        # What the host collects.
+        self.tokens: list[list[int]] = [[] for _ in self.prompts]
+        self.texts = [""] * batch
+        self.finish_codes = [stopping.RUNNING] * batch
+        self.seconds = 0.0
+        self._new_pieces: list[Piece] = []
+        self._streams: list[TextStream] | None = None
+        if model.tokenizer is not None:
+            self._streams = [TextStream(model.tokenizer, prompt, options.stop) for prompt in self.prompts]
+
+        # Allocate, read the prompts, and compile the loop.
         ids, lengths = _pad(self.prompts)
-        self.most_tokens = len(self.prompts) * max_new_tokens
-        places = model.params, model.target, bound, len(self.prompts)
-        least = max(ids.shape[1], longest + max_new_tokens)
-        capacity = memory.fit(*places, page_size, bucket(longest + max_new_tokens), least)
+        needed = max(ids.shape[1], longest + options.max_new_tokens)
+        sizes = model.params, model.target, self.parts["drafter"], batch
+        capacity = memory.fit(*sizes, options.page_size, bucket(longest + options.max_new_tokens), needed)
         try:
             self.state: DecodeState = decode.jitted_prefill(
                 model.params,
                 ids,
                 lengths,
-                lengths + np.int32(max_new_tokens),
+                lengths + np.int32(options.max_new_tokens),
                 _keys(seeds),
-                stopping.init(_bucket_states(table), len(self.prompts)),
+                stopping.init(_bucket_states(table), batch),
                 rows,
                 **self.parts,
                 capacity=capacity,
-                page_size=page_size,
-                logprobs=logprobs,
-                chunk=prefill_chunk(len(self.prompts)) if chunk is None else chunk,
+                page_size=options.page_size,
+                logprobs=options.logprobs,
+                chunk=prefill_chunk(batch) if chunk is None else chunk,
             )
             self._decode = self._choose_decode()
-            self._advance_to(0)  # compiles, and runs no round
+            self._run_until(0)  # compiles and runs no round
         except jax.errors.JaxRuntimeError as error:
-            memory.explain(error, memory.need(*places, capacity, page_size))
+            memory.explain(error, memory.need(*sizes, capacity, options.page_size))
             raise
         self.seconds = 0.0
-        self.tokens: list[list[int]] = [[] for _ in self.prompts]
-        self.finish = [0] * len(self.prompts)
-        self._new: list[Piece] = []
 
     @property
     def new_tokens(self) -> int:
-        """Tokens that came out so far, of all rows."""
-        return sum(len(row) for row in self.tokens)
+        """New tokens of all sequences so far."""
+        return sum(map(len, self.tokens))
 
     def advance(self, rounds: int | None) -> bool:
-        """Runs at most `rounds` rounds (None: all that are left) and takes what came out; True when all rows ended."""
-        self._advance_to(np.iinfo(np.int32).max if rounds is None else int(self.state.round_index) + rounds)
-        buffer, lengths, finish = jax.device_get((self.state.tokens, self.state.length, self.state.finish_code))
-        for row, prompt in enumerate(self.prompts):
-            ended = finish[row] != stopping.RUNNING and self.finish[row] == stopping.RUNNING
-            new = buffer[row, len(prompt) + len(self.tokens[row]) : lengths[row]].tolist()
+        """Runs up to `rounds` rounds (None: all) and collects what they appended; True when every sequence has ended.
+
+        Rounds are counted from the last call. Without a bound the loop leaves the device only when all have ended.
+        """
+        unbounded = int(np.iinfo(np.int32).max)
+        self._run_until(unbounded if rounds is None else int(self.state.round_index) + rounds)
+        buffer, lengths, codes = jax.device_get((self.state.tokens, self.state.length, self.state.finish_code))
+        for i, prompt in enumerate(self.prompts):
+            new = buffer[i, len(prompt) + len(self.tokens[i]) : lengths[i]].tolist()
+            has_ended = codes[i] != stopping.RUNNING and self.finish_codes[i] == stopping.RUNNING
             text = ""
-            if self.streams is not None:
-                text = self.streams[row].push(new) + (self.streams[row].finish() if ended else "")
-            self.tokens[row] += new
-            self.texts[row] += text
-            self.finish[row] = int(finish[row])
+            if self._streams is not None:
+                text = self._streams[i].push(new) + (self._streams[i].finish() if has_ended else "")
+            self.tokens[i] += new
+            self.texts[i] += text
+            self.finish_codes[i] = int(codes[i])
             if new or text:
-                self._new.append(Piece(row, text, new))
-        return all(code != stopping.RUNNING for code in self.finish)
+                self._new_pieces.append(Piece(i, text, new))
+        return all(code != stopping.RUNNING for code in self.finish_codes)
+
+    def finish(self) -> Generations:
+        """Runs all remaining rounds; returns the result."""
+        self.advance(None)
+        return self.result()
+
+    def stream(self, rounds: int) -> Iterator[Piece]:
+        """Runs all remaining rounds and yields what came out, after every `rounds` of them."""
+        finished = self.advance(0)  # each sequence has its first token from prefill
+        yield from self.pieces()
+        while not finished:
+            finished = self.advance(rounds)
+            yield from self.pieces()
 
     def pieces(self) -> list[Piece]:
         """What came out since the last call."""
-        new, self._new = self._new, []
+        new, self._new_pieces = self._new_pieces, []
         return new
 
-    def result(self) -> Generation:
+    def result(self) -> Generations:
         """What came out so far."""
         stats = jax.device_get(self.state.stats)
         stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds)
-        columns: list[Any] = [
-            self.tokens,
-            self.texts if self.tokenizer else None,
-            [FINISH_REASONS[code] for code in self.finish],
-            self._new_columns(self.state.origin),
-            None if self.state.logprobs is None else self._new_columns(self.state.logprobs),
-            self.prompts,
+        origin = self._new_columns(self.state.origin)
+        logprobs = None if self.state.logprobs is None else self._new_columns(self.state.logprobs)
+        tokenizer = self.model.tokenizer
+        items = [
+            Generation(
+                tokens=self.tokens[i],
+                text=None if tokenizer is None else self.texts[i],
+                finish_reason=FINISH_REASONS[self.finish_codes[i]],
+                stats=stats.of_sequence(i),
+                origin=origin[i],
+                logprobs=None if logprobs is None else logprobs[i],
+                prompt=prompt,
+                tokenizer=tokenizer,
+            )
+            for i, prompt in enumerate(self.prompts)
         ]
-        if self.single:
-            columns = [column and column[0] for column in columns]
-        tokens, texts, reasons, origin, logprobs, prompt = columns
-        return Generation(tokens, texts, reasons, stats, origin, logprobs, prompt, self.tokenizer)
+        return Generations(items, stats)
 
-    def _new_columns(self, buffer) -> list[list]:
+    def _new_columns(self, buffer: Array) -> list[list]:
+        """The columns of a [B, C] buffer that belong to new tokens."""
         rows = zip(jax.device_get(buffer), self.prompts, self.tokens, strict=True)
         return [row[len(prompt) : len(prompt) + len(new)].tolist() for row, prompt, new in rows]
 
-    def _choose_decode(self) -> Callable[..., Any]:
-        if self.debug:
-            return partial(decode.decode_checked, **self.parts)
-        return partial(decode.fastest(self.model.params, self.state, self.parts["drafter"]), **self.parts)
+    def _choose_decode(self) -> Callable[[Params, DecodeState, Int[Array, ""]], DecodeState]:
+        if not self.options.debug:
+            return partial(decode.fastest(self.model.params, self.state, self.parts["drafter"]), **self.parts)
 
-    def _advance_to(self, until: int) -> None:
-        began = time.perf_counter()
-        out = self._decode(self.model.params, self.state, jnp.int32(until))
-        if self.debug:
-            error, out = out
+        def checked(params: Params, s: DecodeState, until: Int[Array, ""]) -> DecodeState:
+            error, s = decode.decode_checked(params, s, until, **self.parts)
             error.throw()
-        self.state = jax.block_until_ready(out)
+            return s
+
+        return checked
+
+    def _run_until(self, round_index: int) -> None:
+        began = time.perf_counter()
+        self.state = jax.block_until_ready(self._decode(self.model.params, self.state, jnp.int32(round_index)))
         self.seconds += time.perf_counter() - began
 
 
@@ -165,55 +215,56 @@ def prefill_chunk(batch: int) -> int:
 
 
 def bucket(size: int, least: int = 16) -> int:
-    """The next power of two: sizes in one bucket share a compiled program."""
+    """The next power of two, at least `least`: sizes in one bucket share a compiled program."""
     return max(least, 1 << (size - 1).bit_length())
 
 
 def _bucket_states(table: np.ndarray | None) -> np.ndarray | None:
-    """The automaton padded with states that are never entered, so that other stop strings run the same program."""
+    """The stop automaton padded with unreachable states, so that other stop strings run the same program."""
     if table is None:
         return None
     padding = bucket(len(table), least=1) - len(table)
     return np.pad(table, ((0, padding), (0, 0)))
 
 
-def encode_prompts(model: Model, prompts) -> tuple[bool, list[list[int]]]:
-    """Whether a single prompt was given, and the ids of each prompt.
+def encode_prompts(model: Model, prompts: Prompt | Sequence[Prompt]) -> tuple[bool, list[list[int]]]:
+    """Whether `prompts` is a single prompt, and the ids of each prompt.
 
     Raises:
-      ValueError, TypeError: an argument that is no prompt and no list of prompts.
+      ValueError, TypeError: neither a prompt nor a list of prompts, or ids outside the vocabulary.
     """
     if not isinstance(prompts, str | Sequence | np.ndarray):
-        raise TypeError(f"prompts is a {type(prompts).__name__}: give text, token ids, or a list of them")
+        raise TypeError(f"prompts is of type {type(prompts).__name__}: must be text, token ids, or a list of them")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
-    rows = [prompts] if single else list(prompts)
-    if not rows:
-        raise ValueError("prompts=[]: give at least one prompt")
+    given = [prompts] if single else list(prompts)
+    if not given:
+        raise ValueError("prompts=[]: must contain at least one prompt")
     encoded = []
-    for i, row in enumerate(rows):
-        where = "prompts" if single else f"prompts[{i}]"
-        if isinstance(row, str):
+    for i, prompt in enumerate(given):
+        name = "prompts" if single else f"prompts[{i}]"
+        if isinstance(prompt, str):
             if model.tokenizer is None:
-                raise ValueError(f"{where} is text, and {model.name} has no tokenizer: give token ids")
-            row = model.tokenizer.encode(row)
-        ids = np.asarray(row)
+                raise ValueError(f"{name} is text, but {model.name} has no tokenizer: give token ids")
+            prompt = model.tokenizer.encode(prompt)
+        ids = np.asarray(prompt)
         if ids.size == 0:
-            raise ValueError(f"{where} is empty: give at least one token")
+            raise ValueError(f"{name} is empty: must have at least one token")
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TypeError(f"{where}: a prompt is text or a flat list of token ids, not {ids.dtype} of {ids.shape}")
+            raise TypeError(f"{name}: must be text or a flat list of token ids, not {ids.dtype} of shape {ids.shape}")
         if ids.min() < 0 or ids.max() >= model.target.vocab_size:
             bad = ids[(ids < 0) | (ids >= model.target.vocab_size)][0]
-            raise ValueError(f"{where} holds the id {bad}: ids are 0 to {model.target.vocab_size - 1}")
+            raise ValueError(f"{name} contains the id {bad}: ids must be from 0 to {model.target.vocab_size - 1}")
         encoded.append(ids.tolist())
     return single, encoded
 
 
 _keys = jax.jit(jax.vmap(jax.random.key))
-"""Seeds to keys. As everything on the way to prefill it is one program or none, as each is compiled for each shape."""
+"""Seeds to keys, in a single jitted program: every eager op would compile once per shape."""
 
 
 def _pad(prompts: list[list[int]]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
-    width = bucket(max(len(prompt) for prompt in prompts))
+    """Prompts padded on the right to a common width, and their lengths."""
+    width = bucket(max(map(len, prompts)))
     ids = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt

@@ -1,19 +1,18 @@
-"""Text that appears while tokens are produced, and stop strings.
+"""Streaming text, and stop strings.
 
-Text is made from the bytes that each token adds to it, so that what a user sees and what the automaton of `stopping`
-reads on the device are one sequence, however it is cut into tokens and rounds.
+Text is built from the bytes that each token adds. The automaton of `stopping` reads the same bytes on the device, so
+both agree for any split of the text into tokens and rounds.
 """
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from jspec.core import stopping
 from jspec.text.tokenizer import Tokenizer
 
-_LONGEST_CHARACTER = 4  # bytes, in UTF-8
+_MAX_CHARACTER_BYTES = 4  # of UTF-8
 
 
 def compile_stops(
@@ -22,34 +21,34 @@ def compile_stops(
     """The table of `stopping.build_table` for EOS ids and stop strings.
 
     Args:
-      tokenizer: needed where there are stop strings.
-      vocab_size: the model's.
+      tokenizer: required if there are stop strings.
+      vocab_size: the model's vocabulary size.
       eos: ids that end a text.
-      stop: a string or several. The content of a special token stands for its id, as that adds nothing to the text.
+      stop: one or several stop strings. The content of a special token, which adds nothing to the text, means its id.
 
     Raises:
       TypeError: `stop` is neither a string nor a sequence of strings.
-      ValueError: no tokenizer, one of an unknown kind, an empty string, an id outside the vocabulary.
+      ValueError: an empty string, an id outside the vocabulary, or a missing or unsupported tokenizer.
     """
-    entries = _check_stop(stop)
-    if not entries:
+    given = check_stop(stop)
+    if not given:
         return stopping.build_table(vocab_size, eos)
     if tokenizer is None:
-        raise ValueError(f"stop={stop!r}: stop strings need a tokenizer; this checkpoint has none: give stop token ids")
-    ids, strings = _split_stop(tokenizer, entries)
+        raise ValueError(f"stop={stop!r}: requires a tokenizer, which this checkpoint does not have")
+    ids, strings = _split_stop(tokenizer, given)
     return stopping.build_table(vocab_size, {*eos, *ids}, strings, tokenizer.token_bytes() if strings else None)
 
 
 class TextStream:
-    """The text of one row, piece by piece as its tokens come.
+    """The text of one sequence, piece by piece as its tokens arrive.
 
-    A piece is final: a character comes whole, and what may be the beginning of a stop string is held back. The text
-    ends before the first stop string to be complete, of several that end together before the longest. Bytes that are
-    no UTF-8 become U+FFFD. A character that the prompt leaves incomplete belongs to the text.
+    Pieces are final: characters are emitted whole, and text that may be the beginning of a stop string is held back.
+    The text ends before the first stop string that is complete; if several end at the same byte, before the longest.
+    Invalid UTF-8 becomes U+FFFD. A character that begins in the prompt belongs to the text.
 
     Args:
-      prompt_ids: what the tokens continue; it decides what becomes of a space that only marks the first word.
-      stop: as in `compile_stops`; other ids that end a row need not be known here.
+      prompt_ids: ids before the text. They decide whether the word-boundary space before the first word is dropped.
+      stop: as in `compile_stops`. Other ids that end a sequence are not required here.
 
     Attributes:
       stopped: whether a stop string, or a special token given as one, has ended the text.
@@ -60,14 +59,14 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int], stop: str | Sequence[str] = ()):
         self._tokenizer, self._bytes = tokenizer, tokenizer.token_bytes()
-        self._stop_ids, self._strings = _split_stop(tokenizer, _check_stop(stop))
+        self._stop_ids, self._strings = _split_stop(tokenizer, check_stop(stop))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._incomplete, self._begun = self._read_prompt(list(prompt_ids))
         self._held, self._to_drop = b"", 0
         self.stopped = False
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes the next ids; returns the text that is now final. Ids behind the end of the text are passed over.
+        """Takes the next ids; returns the text that is now final. Ids after the end of the text are ignored.
 
         Raises:
           ValueError: a negative id.
@@ -88,17 +87,17 @@ class TextStream:
         return self._emit(bytes(final))
 
     def finish(self) -> str:
-        """The rest of the text, where nothing follows any more."""
+        """The rest of the text, after the last token."""
         held, self._held = self._held, b""
         return self._emit(held, last=True)
 
     def _spelled(self, token: int) -> bytes:
         if token < 0:
-            raise ValueError(f"token id {token}: ids are not negative")
+            raise ValueError(f"token id {token}: must be at least 0")
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def _read(self, byte: int) -> bytes:
-        """Takes a byte; returns those that no stop string can begin with any more."""
+        """Takes a byte; returns the bytes that can no longer belong to a stop string."""
         if self.stopped:
             return b""
         text = self._held + bytes([byte])
@@ -121,11 +120,11 @@ class TextStream:
         return self._decoder.decode(final, last)
 
     def _read_prompt(self, ids: list[int]) -> tuple[bytes, bool]:
-        """The bytes of a character that the prompt leaves incomplete, and whether the prompt has any text."""
+        """The bytes of an incomplete character at the end of the prompt, and whether the prompt has any text."""
         tail = b""
         for token in reversed(ids):
             tail = self._spelled(token) + tail
-            if len(tail) >= _LONGEST_CHARACTER:
+            if len(tail) >= _MAX_CHARACTER_BYTES:
                 break
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(tail)
@@ -135,22 +134,28 @@ class TextStream:
 def full_text(
     tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: Iterable[int], stop: str | Sequence[str] = ()
 ) -> str:
-    """The text that `ids` add to a prompt, up to the first stop string; the rules are those of `TextStream`."""
+    """The text that `ids` add to a prompt, up to the first stop string; see `TextStream`."""
     stream = TextStream(tokenizer, prompt_ids, stop)
     return stream.push(ids) + stream.finish()
 
 
-def _check_stop(stop: str | Sequence[str]) -> list[str]:
-    entries: list[Any] = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Iterable) else [stop]
-    if not all(isinstance(entry, str) for entry in entries):
-        raise TypeError(f"stop={stop!r}: give a string or a list of strings")
-    if "" in entries:
-        raise ValueError(f'stop={stop!r}: "" would end every text at once; give strings of at least one character')
-    return entries
+def check_stop(stop: str | Sequence[str]) -> list[str]:
+    """The stop strings as a list.
+
+    Raises:
+      TypeError: neither a string nor a sequence of strings.
+      ValueError: an empty string.
+    """
+    strings = [stop] if isinstance(stop, str) or not isinstance(stop, Iterable) else list(stop)
+    if not all(isinstance(string, str) for string in strings):
+        raise TypeError(f"stop={stop!r}: must be a string or a list of strings")
+    if "" in strings:
+        raise ValueError(f"stop={stop!r}: must not contain an empty string, which would end every text at once")
+    return strings
 
 
-def _split_stop(tokenizer: Tokenizer, entries: Iterable[str]) -> tuple[set[int], list[bytes]]:
-    """The ids of entries that are special tokens, and the bytes of the others."""
+def _split_stop(tokenizer: Tokenizer, strings: Iterable[str]) -> tuple[set[int], list[bytes]]:
+    """The ids of the strings that are special tokens, and the bytes of the others."""
     special = tokenizer.special_ids
-    ids = {special[entry] for entry in entries if entry in special}
-    return ids, [entry.encode() for entry in entries if entry not in special]
+    ids = {special[string] for string in strings if string in special}
+    return ids, [string.encode() for string in strings if string not in special]

@@ -47,7 +47,7 @@ def test_the_drafters_of_this_package_keep_the_contract(name):
     assert 1 <= report.accept_length <= drafter.depth + 1
     assert (report.accept_length > 1) == (name != "plain")
     lines = repr(report).splitlines()
-    assert lines[0] == f"{drafter!r} keeps the contract"
+    assert lines[0] == f"{drafter!r} satisfies the contract"
     assert lines[-1].startswith(f"accept length {report.accept_length:.2f} greedy")
 
 
@@ -154,19 +154,25 @@ class OtherRoot(Repeat):
     [
         (NoExtend(), "NoExtend is not a drafter: it has no extend"),
         (Repeat, "give an object, not a class"),
-        (Repeat(depth=-1), "Repeat: depth=-1: give the tokens of the longest chain"),
+        (Repeat(depth=-1), "Repeat: depth=-1: must be the length of the longest chain"),
         (Repeat(depth=2.0), "Repeat: depth=2.0"),
         (Unhashable(), "Unhashable: unhashable type: .* so make it a frozen dataclass"),
-        (BindsToNothing(), "bind returns the drafter to use, and this NoneType has no depth"),
-        (ListOfLayers(), r"capture_layers=\[1\]: give a tuple of layers"),
-        (StateGrows(), r"state that draft returns .*: itself is int32\[4, 1\], and was int32\[4\]"),
-        (StateTurnsFloat(), r"state that extend returns .*: itself is float32\[4\], and was int32\[4\]"),
-        (StateGetsAName(), r"state that extend returns .*: itself is nothing, and was int32\[4\]"),
-        (NoState(), r"draft returns a DraftTree: give \(DraftTree, state\)"),
-        (NoTree(), "as tree: give a jspec.types.DraftTree"),
-        (FloatTokens(), r"the tree's tokens are float32\[4, 3\]: give int32\[4, nodes\]"),
+        (BindsToNothing(), "bind must return a drafter, but this NoneType has no depth"),
+        (ListOfLayers(), r"capture_layers=\[1\]: must be a tuple of layers"),
+        (StateGrows(), r"draft returns a state of another form .*: the state is int32\[4, 1\], but was int32\[4\]"),
+        (
+            StateTurnsFloat(),
+            r"extend returns a state of another form .*: the state is float32\[4\], but was int32\[4\]",
+        ),
+        (StateGetsAName(), r"extend returns a state of another form .*: the state is missing, but was int32\[4\]"),
+        (NoState(), r"draft returns a DraftTree: must return \(DraftTree, state\)"),
+        (NoTree(), "as tree: must be a jspec.core.types.DraftTree"),
+        (FloatTokens(), r"the tree's tokens are float32\[4, 3\]: must be int32\[4, nodes\]"),
         (LongChain(), "a chain of 5 tokens, more than its depth=2"),
-        (OtherRoot(), "round 0, row 0: node 0 of the tree has the token 52, and the row's last token is 51"),
+        (
+            OtherRoot(),
+            "round 0, sequence 0: node 0 of the tree has the token 52, but the last token of the sequence is 51",
+        ),
     ],
     ids=lambda value: (
         (value if isinstance(value, type) else type(value)).__name__ if not isinstance(value, str) else ""
@@ -180,10 +186,10 @@ def test_a_broken_drafter_is_named(drafter, message):
 @pytest.mark.parametrize(
     "tokens, parents, options, message",
     [
-        ([3, 61, 4], None, {}, "node 1 of the tree has the token 61: ids are 0 to 60"),
+        ([3, 61, 4], None, {}, "node 1 of the tree has the token 61: must be from 0 to 60"),
         ([3, 4, -1], [0, 0, 0], {}, "node 2 of the tree has the token -1"),
-        ([4, 4, 4], None, {}, "node 0 of the tree has the token 4, and the row's last token is 3"),
-        ([3, 4, 5], [0, 2, 0], {}, "the parent of node 1 is 2: a parent stands before its children"),
+        ([4, 4, 4], None, {}, "node 0 of the tree has the token 4, but the last token of the sequence is 3"),
+        ([3, 4, 5], [0, 2, 0], {}, "the parent of node 1 is 2: must come before its children"),
         ([3, 4, 5], [0, 0, -1], {}, "the parent of node 2 is -1"),
         ([3, 4, 5], [1, 0, 0], {}, "the parent of node 0 is 1"),
         ([3, 4, 5, 6], [0, 0, 1, 2], {}, "the tree has depth 3, more than the drafter's depth=2"),
@@ -196,8 +202,8 @@ def test_a_broken_drafter_is_named(drafter, message):
 )
 def test_a_broken_tree_is_named(tokens, parents, options, message):
     draft_tree = DraftTree(np.array([tokens]), None if parents is None else np.array([parents]), **options)
-    broken = contract._broken(draft_tree, row=0, last=3, depth=2, vocab_size=61)
-    assert broken is None if message is None else message in broken
+    fault = contract._find_fault(draft_tree, sequence=0, last=3, depth=2, vocab_size=61)
+    assert fault is None if message is None else message in fault
 
 
 # What comes out
@@ -226,7 +232,9 @@ def test_greedy_output_is_compared_with_plain_decoding():
     careless = Careless(**{field.name: getattr(toy.NEAR, field.name) for field in dataclasses.fields(toy.NEAR)})
     drafter = Siblings()
     model = dataclasses.replace(model_for(drafter), target=careless)
-    with pytest.raises(AssertionError, match="Siblings: greedy output of row . is not plain decoding's from new token"):
+    with pytest.raises(
+        AssertionError, match="Siblings: greedy output of sequence . differs from plain decoding at new token"
+    ):
         check_drafter(drafter, model, IDS, max_new_tokens=20)
 
 
@@ -235,7 +243,9 @@ def test_sampled_output_is_compared_with_plain_sampling(monkeypatch):
         return accept.coupled(key, draft_tree, logits, position + int(draft_tree.tokens.shape[1] > 1))
 
     monkeypatch.setitem(accept.RULES, "coupled", other_noise)
-    with pytest.raises(AssertionError, match="Ngram: sampled output of row 2 is not plain decoding's from new token 1"):
+    with pytest.raises(
+        AssertionError, match="Ngram: sampled output of sequence 2 differs from plain decoding at new token 1"
+    ):
         check(Ngram())
 
 
@@ -298,9 +308,9 @@ NUMBERS = itertools.count()
 @pytest.mark.parametrize(
     "drafter, message",
     [
-        (Moody(), "takes other rounds in one call than round by round"),
-        pytest.param(GivesUp(), "takes other rounds where its prompt is read in chunks", marks=pytest.mark.slow),
-        (Copycat(), "row 1 takes other rounds alone than in a batch"),
+        (Moody(), "takes different rounds in a single call than round by round"),
+        pytest.param(GivesUp(), "takes different rounds if its prompt is read in chunks", marks=pytest.mark.slow),
+        (Copycat(), "sequence 1 takes different rounds alone than in a batch"),
         (NeverEqual(), "other prompts of the same shape compile the program again"),
     ],
     ids=("moody", "gives_up", "copycat", "never_equal"),

@@ -46,7 +46,7 @@ def axes(needs):
 def test_a_round_is_the_one_that_generate_runs(model, drafter, sampling):
     options = {"drafter": drafter, "sampling": sampling, "seed": 2}
     out = jspec.generate(model, PROMPT, max_new_tokens=24, **options)
-    rounds = out.rounds_of()
+    rounds = out.tokens_per_round
     for number in (0, 2, 3):
         start = 1 + sum(rounds[:number])
         seen = jspec.inspect_round(model, PROMPT, round_index=number, **options)
@@ -122,10 +122,11 @@ def test_acceptance_by_position(axes):
 def test_tokens_per_round(axes, model):
     out = jspec.generate(model, [PROMPT, PROMPT[:2]], drafter=Ngram(depth=3), max_new_tokens=24)
     own = axes.figure().add_subplot()
-    for row in range(2):
-        ax = plots.tokens_per_round(out, row, ax=own if row else None)
-        highest = [max(high for at, high in bars(ax) if at == i) for i in range(len(out.rounds_of(row)))]
-        assert highest == out.rounds_of(row)
+    for i, generation in enumerate(out):
+        ax = plots.tokens_per_round(generation, ax=own if i else None)
+        rounds = generation.tokens_per_round
+        highest = [max(high for at, high in bars(ax) if at == n) for n in range(len(rounds))]
+        assert highest == rounds
     assert ax is own
 
 
@@ -165,6 +166,6 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(
-        ModuleNotFoundError, match=r'jspec.analysis.plots needs matplotlib.*pip install "jspec\[notebooks\]"'
+        ModuleNotFoundError, match=r'jspec.analysis.plots requires matplotlib.*pip install "jspec\[notebooks\]"'
     ):
         plots.acceptance_by_position(stats(1, 1))

@@ -279,7 +279,7 @@ def test_generate_takes_the_rule(shape):
     # With their first tokens rows have 4 and 3, and they end at 53 and 52. Rounds end at 5, 7, 10, ..., 50, 52, but for
     # the first ones, which begin between two of these: from 4 it is 3 tokens to 7, and from 3 it is 2 to 5. The limit
     # cuts the last one of the longer row.
-    assert [np.bincount(rounds).tolist() for rounds in map(out.rounds_of, (0, 1))] == [[0, 1, 9, 10], [0, 0, 11, 9]]
+    assert [np.bincount(rounds).tolist() for rounds in out.tokens_per_round] == [[0, 1, 9, 10], [0, 0, 11, 9]]
 
 
 def _dots(text):

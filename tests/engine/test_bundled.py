@@ -11,7 +11,7 @@ from jspec.analysis.evaluate import count_repeated, evaluate, heldout_prompts
 from jspec.core import tree
 from jspec.drafters import DRAFTERS
 from jspec.engine.model import BUNDLED, locate
-from jspec.engine.options import choose
+from jspec.engine.options import choose_drafter
 
 MEGABYTE = 1 << 20
 
@@ -37,7 +37,7 @@ def test_the_eagle_head_is_the_default_draft():
     model = jspec.load("bundled:python-small")
     assert repr(model).endswith("EAGLE-3 head)")
     assert model.draft.draft_vocab_size < model.target.vocab_size
-    assert isinstance(choose("auto", model), jspec.Eagle)
+    assert isinstance(choose_drafter("auto", model), jspec.Eagle)
 
 
 @pytest.fixture(scope="module")

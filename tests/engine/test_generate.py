@@ -121,9 +121,9 @@ def test_streaming_gives_the_same_in_pieces(model, plain, rounds):
     stop = readable(plain.text[1], 15)
     whole = jspec.generate(model, PROMPTS, max_new_tokens=40, stop=stop)
     pieces = list(jspec.stream(model, PROMPTS, max_new_tokens=40, stop=stop, rounds=rounds))
-    for row in range(3):
-        assert "".join(piece.text for piece in pieces if piece.row == row) == whole.text[row]
-        assert sum((piece.tokens for piece in pieces if piece.row == row), []) == whole.tokens[row]
+    for i in range(3):
+        assert "".join(piece.text for piece in pieces if piece.index == i) == whole.text[i]
+        assert sum((piece.tokens for piece in pieces if piece.index == i), []) == whole.tokens[i]
 
 
 def test_stream_returns_the_generation(model, plain):
@@ -208,7 +208,7 @@ def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
     assert tokens[n:length] == plain.tokens[0][: plain.tokens[0].index(eos) + 1]
     with pytest.raises(ValueError, match="max_length=None"):
         jspec.generate_ids(*arrays, target=model.target, max_new_tokens=jnp.int32(4))
-    with pytest.raises(ValueError, match=f"max_length=2 is less than the prompts' {n}"):
+    with pytest.raises(ValueError, match=f"max_length=2: must be at least the {n} columns of the prompts"):
         jspec.generate_ids(*arrays, target=model.target, max_new_tokens=4, max_length=2)
 
 
@@ -219,16 +219,16 @@ def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
         ("", {}, ValueError, "prompts is empty"),
         (["a", ""], {}, ValueError, r"prompts\[1\] is empty"),
         ([[1, 2], []], {}, ValueError, r"prompts\[1\] is empty"),
-        ([[1, VOCAB]], {}, ValueError, "holds the id 300: ids are 0 to 299"),
-        ([[1, -1]], {}, ValueError, "holds the id -1"),
+        ([[1, VOCAB]], {}, ValueError, "contains the id 300: ids must be from 0 to 299"),
+        ([[1, -1]], {}, ValueError, "contains the id -1"),
         ([[1.5]], {}, TypeError, "float64"),
-        (7, {}, TypeError, "prompts is a int: give text, token ids, or a list of them"),
+        (7, {}, TypeError, "prompts is of type int: must be text, token ids, or a list of them"),
         ([[[1]]], {}, TypeError, "flat list"),
-        ([1] * 512, {}, ValueError, "512 tokens: the model's context holds 512"),
+        ([1] * 512, {}, ValueError, "512 tokens, which leaves no space for new ones in the model's context of 512"),
         ([1] * 500, {"max_new_tokens": 13}, ValueError, "at most 12 fit"),
         ("a", {"max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
         ("a", {"max_new_tokens": 1.5}, TypeError, "max_new_tokens=1.5"),
-        ("a", {"page_size": 0}, ValueError, "page_size=0: a page holds at least 1 row"),
+        ("a", {"page_size": 0}, ValueError, "page_size=0: must be at least 1"),
         ("a", {"seed": -1}, ValueError, "seed=-1"),
         (
             "a",
@@ -243,10 +243,10 @@ def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
         ("a", {"sampling": 0.7}, TypeError, "give a jspec.Sampling"),
         (["a", "b"], {"sampling": [WARM]}, ValueError, "1 of them for 2 rows"),
         ("a", {"sampling": jspec.Sampling(logit_bias={VOCAB: 1.0})}, ValueError, "ids are 0 to 299"),
-        (["a", "b"], {"seed": [1, 2, 3]}, ValueError, "3 seeds for 2 rows"),
-        ("a", {"seed": 2**32}, ValueError, "a seed is less than 2.32"),
-        ("a", {"sampling": WARM, "accept": "greedy"}, ValueError, "would not sample"),
-        ("a", {"sampling": WARM, "accept": "typical"}, ValueError, "there are greedy, coupled, rejection, block"),
+        (["a", "b"], {"seed": [1, 2, 3]}, ValueError, "3 seeds for 2 sequences"),
+        ("a", {"seed": 2**32}, ValueError, "must be less than 2..32"),
+        ("a", {"sampling": WARM, "accept": "greedy"}, ValueError, "ignores the temperature; omit it, or use 'coupled'"),
+        ("a", {"sampling": WARM, "accept": "typical"}, ValueError, "must be one of greedy, coupled, rejection, block"),
         ("a", {"sampling": WARM, "accept": 3}, TypeError, "accept=3"),
         (
             "a",
@@ -258,7 +258,7 @@ def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
             "a",
             {"accept": LossyThresholds(single=0.5)},
             ValueError,
-            "thresholds change nothing where all rows are greedy",
+            "LossyThresholds has no effect when every sequence is greedy; omit it",
         ),
     ],
 )
@@ -322,9 +322,9 @@ def test_logprobs_are_those_of_one_forward_over_the_output(model, accept):
     padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for row, tokens in zip(padded, rows, strict=True):
         row[: len(tokens)] = tokens
-    laws = np.array(read(model.params.target, padded))
-    for law, row, new, logprobs in zip(laws, rows, out.tokens, out.logprobs, strict=True):
-        expected = law[np.arange(len(row) - len(new) - 1, len(row) - 1), new]
+    distributions = np.array(read(model.params.target, padded))
+    for log_p, row, new, logprobs in zip(distributions, rows, out.tokens, out.logprobs, strict=True):
+        expected = log_p[np.arange(len(row) - len(new) - 1, len(row) - 1), new]
         np.testing.assert_allclose(logprobs, expected, atol=2e-5)
 
 

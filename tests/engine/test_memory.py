@@ -9,7 +9,7 @@ import pytest
 import toy
 
 import jspec
-from jspec.core import decode
+from jspec.core import accept, decode
 from jspec.core.types import Params
 from jspec.drafters import Plain, Standalone
 from jspec.engine import memory
@@ -115,7 +115,7 @@ def test_no_second_copy_of_weights_is_ever_made(depth):
     ids = jnp.ones((1, 16), jnp.int32)
     one = jnp.full(1, 16, jnp.int32)
     keys, stop = jax.random.split(jax.random.key(0), 1), decode.stopping.init(None, 1)
-    static = {"target": WIDE, "drafter": drafter, "accept": jspec.accept.greedy}
+    static = {"target": WIDE, "drafter": drafter, "accept": accept.greedy}
     s = decode.jitted_prefill(params, ids, one, one + 64, keys, stop, **static, capacity=80, page_size=16)
     loop = decode.decode.lower(params, s, jnp.int32(9), **static).compile()
     used = loop.memory_analysis()

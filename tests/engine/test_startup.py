@@ -25,7 +25,7 @@ def caches(tmp_path, monkeypatch):
 
 
 def chosen():
-    startup.keep_compiled_programs()
+    startup.enable_compilation_cache()
     return jax.config.jax_compilation_cache_dir
 
 
@@ -63,21 +63,21 @@ def test_a_directory_that_others_may_write_is_not_used(caches, capsys):
     caches.mkdir(parents=True)
     caches.chmod(0o770)
     assert chosen() is None
-    assert f"others may write or read {caches}" in capsys.readouterr().err
+    assert f"other users can read or write {caches}" in capsys.readouterr().err
 
 
 def test_a_directory_that_cannot_be_made_is_done_without(caches, capsys):
     caches.parent.parent.mkdir(exist_ok=True)
     caches.parent.write_text("a file")
     assert chosen() is None
-    assert "compiled programs are not kept" in capsys.readouterr().err
+    assert "compilation cache disabled" in capsys.readouterr().err
 
 
 def test_a_long_silence_is_explained_and_a_short_one_is_not(capsys, monkeypatch):
-    monkeypatch.setattr(startup, "SLOW", 0.05)
-    with startup.saying_if_slow("compiling"):
+    monkeypatch.setattr(startup, "NOTICE_DELAY", 0.05)
+    with startup.notify_if_slow("compiling"):
         pass
     assert capsys.readouterr().err == ""
-    with startup.saying_if_slow("compiling"):
+    with startup.notify_if_slow("compiling"):
         time.sleep(0.5)
     assert capsys.readouterr().err == "compiling\n"

@@ -24,22 +24,17 @@ def tokenizer():
     return Tokenizer(bpe)
 
 
-def make(tokenizer, rows, depth=2, prompt="p:"):
-    """A generation of given rows: (text or ids, origin, finish reason)."""
-    tokens = [tokenizer.encode(text) if isinstance(text, str) else text for text, _, _ in rows]
-    origin = [list(np.resize(origin, len(ids))) for ids, (_, origin, _) in zip(tokens, rows, strict=True)]
-    counts = np.tile(np.array([[1, 0, 1]])[:, : depth + 1], (len(rows), 1))
-    stats = jspec.GenerationStats(np.full(len(rows), 2), counts, 0.5)
-    texts = [tokenizer.decode(ids) for ids in tokens]
-    prompts = [tokenizer.encode(prompt)] * len(rows)
-    reasons = [reason for *_, reason in rows]
-    return jspec.Generation(tokens, texts, reasons, stats, origin, None, prompts, tokenizer)
-
-
-def one(generation):
-    """The first row, as a single prompt gives it."""
-    first = {name: getattr(generation, name)[0] for name in ("tokens", "text", "finish_reason", "origin", "prompt")}
-    return dataclasses.replace(generation, **first)
+def make(tokenizer, sequences, depth=2, prompt="p:"):
+    """The generations of given sequences: (text or ids, origin, finish reason)."""
+    counts = np.tile(np.array([[1, 0, 1]])[:, : depth + 1], (len(sequences), 1))
+    stats = jspec.GenerationStats(np.full(len(sequences), 2), counts, 0.5)
+    items = []
+    for i, (text, origin, reason) in enumerate(sequences):
+        ids = tokenizer.encode(text) if isinstance(text, str) else text
+        origin = list(np.resize(origin, len(ids)))
+        text, prompt_ids = tokenizer.decode(ids), tokenizer.encode(prompt)
+        items.append(jspec.Generation(ids, text, reason, stats.of_sequence(i), origin, None, prompt_ids, tokenizer))
+    return jspec.Generations(items, stats)
 
 
 class Spans(html.parser.HTMLParser):
@@ -91,7 +86,7 @@ def test_what_has_no_text_is_named(tokenizer):
 def test_texts_of_a_generation(tokenizer):
     out = make(tokenizer, [("ab", [0], "length"), ("é", [1, 0], "eos")])
     assert out.token_texts == [["a", "b"], ["", "é"]]
-    assert one(out).token_texts == ["a", "b"]
+    assert out[0].token_texts == ["a", "b"]
 
 
 # HTML
@@ -99,7 +94,7 @@ def test_texts_of_a_generation(tokenizer):
 
 def test_html_holds_each_token_with_its_origin(tokenizer):
     out = make(tokenizer, [("<b>&é", [1, 2, 0], "eos")])
-    page = one(out)._repr_html_()
+    page = out[0]._repr_html_()
     found = Spans(page).found
     ids = out.tokens[0]
     assert [text for _, text in found] == ["<", "b", ">", "&", "é"]
@@ -110,7 +105,7 @@ def test_html_holds_each_token_with_its_origin(tokenizer):
 
 
 def test_html_keeps_lines_and_shows_control_characters(tokenizer):
-    page = one(make(tokenizer, [("a\n\n  b\x1b[31m\r\t", [0], "length")]))._repr_html_()
+    page = make(tokenizer, [("a\n\n  b\x1b[31m\r\t", [0], "length")])[0]._repr_html_()
     assert "white-space:pre-wrap" in page
     assert Spans(page).text.endswith("a↵\n↵\n  b␛[31m␍\t")
 
@@ -118,10 +113,10 @@ def test_html_keeps_lines_and_shows_control_characters(tokenizer):
 def test_a_batch_shows_its_rows_up_to_a_number(tokenizer):
     several = make(tokenizer, [("ab", [0], "length"), ("c", [1], "stop")])
     page = several._repr_html_()
-    assert "row 0: 2 new tokens" in page and "row 1: 1 new tokens" in page and "more rows" not in page
-    many = make(tokenizer, [("ab", [0], "length")] * (highlight.MOST_ROWS + 3))
+    assert "sequence 0: 2 new tokens" in page and "sequence 1: 1 new tokens" in page and "more sequences" not in page
+    many = make(tokenizer, [("ab", [0], "length")] * (highlight.MAX_SEQUENCES + 3))
     page = many._repr_html_()
-    assert page.count("<pre") == highlight.MOST_ROWS and "and 3 more rows" in page
+    assert page.count("<pre") == highlight.MAX_SEQUENCES and "and 3 more sequences" in page
 
 
 def test_without_drafts_the_legend_has_no_depths(tokenizer):
@@ -136,20 +131,20 @@ def test_colours_darken_with_depth_and_leave_text_readable(depth):
         linear = [((c + 0.055) / 1.055) ** 2.4 if c > 0.04045 else c / 12.92 for c in parts]
         return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
-    shown = [highlight.colours(origin, depth) for origin in range(depth + 1)]
+    shown = [highlight.token_colors(origin, depth) for origin in range(depth + 1)]
     for background, text in shown:
         high, low = sorted((luminance(background), luminance(text)), reverse=True)
         assert (high + 0.05) / (low + 0.05) >= 4.5  # WCAG 2, level AA
     blues = [luminance(background) for background, _ in shown[1:]]
     assert blues == sorted(blues, reverse=True)
-    assert len(set(shown)) == min(depth, len(highlight.BLUES)) + 1
+    assert len(set(shown)) == min(depth, len(highlight.DRAFT_COLORS)) + 1
 
 
 # The terminal
 
 
 def test_ansi_is_the_text_in_colour(tokenizer):
-    out = one(make(tokenizer, [("a\n\n  é", [1, 0], "length")]))
+    out = make(tokenizer, [("a\n\n  é", [1, 0], "length")])[0]
     shown = out.to_ansi()
     text, legend = plain(shown).rsplit("\n", 1)
     assert text == "p:a\n\n  é" and legend == " target's own token  accepted draft, by depth:  1  2 "
@@ -160,11 +155,11 @@ def test_ansi_is_the_text_in_colour(tokenizer):
 
 def test_ansi_of_a_batch_names_its_rows(tokenizer):
     shown = plain(make(tokenizer, [("ab", [0], "length"), ("c", [1], "stop")]).to_ansi())
-    assert shown.startswith("row 0: 2 new tokens in 2 rounds") and "finish: stop\np:c\n" in shown
+    assert shown.startswith("sequence 0: 2 new tokens in 2 rounds") and "finish: stop\np:c\n" in shown
 
 
 def test_control_characters_do_not_reach_the_terminal(tokenizer):
-    shown = one(make(tokenizer, [("\x1b]0;x\x07\x9b", [0], "length")])).to_ansi()
+    shown = make(tokenizer, [("\x1b]0;x\x07\x9b", [0], "length")])[0].to_ansi()
     assert not set(plain(shown)) & {"\x1b", "\x07", "\x9b"}
 
 
@@ -172,15 +167,16 @@ def test_control_characters_do_not_reach_the_terminal(tokenizer):
 
 
 def test_repr_is_short(tokenizer):
-    text = one(make(tokenizer, [("x" * 200, [0], "length")]))
-    shown = repr(text)
+    shown = repr(make(tokenizer, [("x" * 200, [0], "length")])[0])
     assert shown.startswith("Generation('xxx") and len(shown) < 200 and "finish: length" in shown
     several = repr(make(tokenizer, [("a", [0], "length"), ("b", [0], "eos"), ("c", [0], "eos"), ("d", [0], "eos")]))
-    assert several.startswith("Generation(4 rows: ['a', 'b', 'c', ...], ") and several.endswith("1 length, 3 eos)")
+    assert several.startswith("Generations(4 sequences: ['a', 'b', 'c', ...], ") and several.endswith(
+        "1 length, 3 eos)"
+    )
 
 
 def test_without_a_tokenizer_there_are_ids(tokenizer):
-    out = dataclasses.replace(one(make(tokenizer, [("abc", [0], "length")])), tokenizer=None, text=None)
+    out = dataclasses.replace(make(tokenizer, [("abc", [0], "length")])[0], tokenizer=None, text=None)
     ids = " ".join(map(str, out.tokens))
     assert ids in Spans(out._repr_html_()).text and ids in plain(out.to_ansi())
     assert repr(out).startswith(f"Generation({out.tokens}, ")
@@ -196,5 +192,5 @@ def test_without_a_tokenizer_there_are_ids(tokenizer):
 def test_rounds_end_with_the_targets_own_token(tokenizer, origin, rounds):
     """The first token is in none."""
     out = make(tokenizer, [("x" * len(origin), origin, "length"), ("ab", [0], "eos")])
-    assert out.rounds_of() == rounds == one(out).rounds_of()
-    assert out.rounds_of(1) == [1]
+    assert out.tokens_per_round == [rounds, [1]]
+    assert out[0].tokens_per_round == rounds
