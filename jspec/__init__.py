@@ -3,7 +3,7 @@
     model = jspec.load("bundled:python-small")
     print(jspec.generate(model, "def quicksort(items):").text)
 
-Public are the names in `__all__`, and those of the modules that docs/structure.md lists as public. Everything else may
+The public names are those of `__all__` and of the modules on the API pages of the documentation; anything else may
 change in any release.
 """
 

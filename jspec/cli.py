@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -31,7 +31,7 @@ _SAMPLING_OFF = {field.name: field.default for field in dataclasses.fields(Sampl
 """Values of the sampling parameters that have no effect."""
 _ROUNDS_PER_PIECE = 4
 
-_Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The models that ship with the package: ordinary checkpoints, lossless with their draft, and worth their size."""
+"""The bundled models: logits and outputs equal those of transformers, and their drafts are accepted often enough."""
 
 import json
 
@@ -18,13 +18,13 @@ MEGABYTE = 1 << 20
 
 @pytest.fixture(scope="module")
 def models():
-    """The target with each of its drafts, by drafter."""
+    """Drafter -> the target with the draft for it."""
     drafts = {name: f"bundled:{draft}" for name, draft in BUNDLED["python-small"].items()}
     return {name: jspec.load("bundled:python-small", draft=draft, dtype="float32") for name, draft in drafts.items()}
 
 
 def model_for(models, drafter):
-    """The model with the draft of a drafter; any where it needs none."""
+    """The model with the draft for a drafter; any of them if it uses no draft."""
     return next((models[name] for name in models if type(drafter) is DRAFTERS[name]), models["standalone"])
 
 
@@ -46,7 +46,7 @@ def oracle():
     transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
     import torch
 
-    # Two threads only slow such small models down.
+    # Models this small are faster with one thread.
     torch.set_num_threads(1)
 
     def load(name):
@@ -79,22 +79,22 @@ def test_logits_equal_transformers(model, oracle, name):
 
 PROMPTS, NEW_TOKENS = slice(0, 6), 48
 PAGE_SIZES = (1, 16, 64)
-TREE_OF_EAGLE = jspec.Eagle(depth=5, width=8, num_nodes=32)
-# Each depth and each page size; all their pairs are in test_parity.py, on smaller models.
+EAGLE_TREE = jspec.Eagle(depth=5, width=8, num_nodes=32)
+# Every depth and every page size. test_parity.py has all pairs, with smaller models.
 SETTINGS = [(None, page_size) for page_size in PAGE_SIZES]
 SETTINGS += [(jspec.Ngram(depth=depth), PAGE_SIZES[depth % 3]) for depth in (1, 3, 5)]
 SETTINGS += [(jspec.Standalone(depth=depth), PAGE_SIZES[(depth + 1) % 3]) for depth in (2, 6)]
 SETTINGS += [(jspec.Eagle(depth=depth), PAGE_SIZES[depth % 3]) for depth in (3, 5)]
 SETTINGS += [(jspec.FrozenKvMtp(depth=depth), PAGE_SIZES[(depth + 2) % 3]) for depth in (3, 4)]
-SETTINGS += [(TREE_OF_EAGLE, 16), (jspec.Standalone(depth=4, width=3), 1)]
+SETTINGS += [(EAGLE_TREE, 16), (jspec.Standalone(depth=4, width=3), 1)]
 SETTINGS += [(jspec.FrozenKvMtp(depth=5, width=8, num_nodes=32), 16)]
-# The programs of `test_a_draft_is_worth_its_time`.
-SETTINGS += [(TREE_OF_EAGLE, 64), (jspec.FrozenKvMtp(depth=4), 64)]
+# These programs are shared with `test_accept_length`.
+SETTINGS += [(EAGLE_TREE, 64), (jspec.FrozenKvMtp(depth=4), 64)]
 
 
 @pytest.fixture(scope="module")
 def continued(model, oracle):
-    """What `transformers` continues some held-out prompts with, and the same with stop strings."""
+    """Continuations of some held-out prompts by `transformers`, with and without stop strings."""
     import hf
     import transformers
 
@@ -107,15 +107,15 @@ def continued(model, oracle):
     return reference, ids, whole, stops, stopped
 
 
-def often_or_slow(drafter, page_size):
-    """One setting of each drafter runs always."""
-    always = [(None, 16), (jspec.Ngram(depth=3), 1), (jspec.Standalone(depth=2), 1)]
-    always += [(TREE_OF_EAGLE, 64), (jspec.FrozenKvMtp(depth=4), 64)]
-    marks = () if (drafter, page_size) in always else pytest.mark.slow
+def setting_param(drafter, page_size):
+    """One setting per drafter runs in the fast tier."""
+    fast = [(None, 16), (jspec.Ngram(depth=3), 1), (jspec.Standalone(depth=2), 1)]
+    fast += [(EAGLE_TREE, 64), (jspec.FrozenKvMtp(depth=4), 64)]
+    marks = () if (drafter, page_size) in fast else pytest.mark.slow
     return pytest.param(drafter, page_size, id=f"{drafter}-{page_size}", marks=marks)
 
 
-@pytest.mark.parametrize("drafter, page_size", [often_or_slow(*setting) for setting in SETTINGS])
+@pytest.mark.parametrize("drafter, page_size", [setting_param(*setting) for setting in SETTINGS])
 def test_greedy_output_equals_transformers(models, continued, drafter, page_size):
     import hf
 
@@ -136,7 +136,7 @@ def test_greedy_output_equals_transformers(models, continued, drafter, page_size
     ],
     ids=str,
 )
-def test_stop_strings_end_where_transformers_ends(model, continued, drafter):
+def test_stop_strings_end_the_text_where_transformers_does(model, continued, drafter):
     _, ids, whole, stops, stopped = continued
     out = jspec.generate(model, ids, drafter=drafter, max_new_tokens=NEW_TOKENS, stop=stops)
     assert out.tokens == stopped != whole
@@ -148,12 +148,12 @@ def test_stop_strings_end_where_transformers_ends(model, continued, drafter):
     (
         pytest.param(jspec.Standalone(depth=4), 1.9, marks=pytest.mark.slow),
         pytest.param(jspec.Eagle(depth=5), 2.5, marks=pytest.mark.slow),
-        (TREE_OF_EAGLE, 3.2),
+        (EAGLE_TREE, 3.2),
         (jspec.FrozenKvMtp(depth=4), 2.8),
     ),
     ids=str,
 )
-def test_a_draft_is_worth_its_time(models, drafter, floor):
+def test_accept_length(models, drafter, floor):
     """The floors are well below the accept lengths in docs/benchmarks.md; a broken draft falls far below them."""
     prompts = heldout_prompts()[PROMPTS]
     out = evaluate(model_for(models, drafter), prompts, drafter, max_new_tokens=NEW_TOKENS, batch=len(prompts))
@@ -163,7 +163,7 @@ def test_a_draft_is_worth_its_time(models, drafter, floor):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [jspec.Eagle, jspec.FrozenKvMtp])
-def test_sampling_with_a_draft_is_plain_sampling(models, kind):
+def test_sampling_with_a_draft_equals_plain_sampling(models, kind):
     options = dict(sampling=jspec.Sampling(temperature=0.9, top_p=0.95), seed=5, max_new_tokens=32)
     prompts, drafters = heldout_prompts()[:4], (kind(depth=5), kind(depth=5, width=8, num_nodes=32))
     model = model_for(models, drafters[0])
@@ -172,7 +172,7 @@ def test_sampling_with_a_draft_is_plain_sampling(models, kind):
         assert jspec.generate(model, prompts, drafter=drafter, **options).tokens == plain.tokens
 
 
-def test_heldout_prompts_are_what_the_card_says():
+def test_the_card_lists_the_packages_of_the_heldout_prompts():
     directory = locate("bundled:python-small").parent
     records = json.loads((directory / "heldout_prompts.json").read_text(encoding="utf-8"))
     assert len(records) >= 64
@@ -186,7 +186,7 @@ def test_assets_stay_small():
     assert sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) < 32 * MEGABYTE
 
 
-def test_repeated_text_is_counted():
+def test_count_repeated():
     run = list(range(16))
     assert count_repeated(run, run) == 1
     assert count_repeated([], run + [99] + run + [5]) == 1

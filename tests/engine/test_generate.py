@@ -1,4 +1,4 @@
-"""The user's calls: `generate`, `stream`, `generate_ids`, on tiny random models with a byte tokenizer."""
+"""`generate`, `stream` and `generate_ids`, on tiny random models with a byte tokenizer."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,13 +18,13 @@ from jspec.text.tokenizer import Tokenizer
 
 VOCAB = 300
 PROMPTS = ["def f(x):", "a", "for i in range(10):\n    print(i)"]
-WARM = jspec.Sampling(temperature=0.8, top_p=0.95)
+SAMPLED = jspec.Sampling(temperature=0.8, top_p=0.95)
 DRAFTERS = [None, "ngram", "standalone", jspec.Ngram(n=2, depth=6), jspec.Standalone(depth=2)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A random target and a draft near it, over a byte-level vocabulary with a few merges and an EOS token."""
+    """A random target and a similar draft, over a byte-level vocabulary with a few merges and an EOS token."""
     directory = tmp_path_factory.mktemp("tokenizer")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -50,7 +50,7 @@ def plain(model):
 
 
 def readable(text, start):
-    """Two characters from `start` on that are no replacement for bytes which spell nothing."""
+    """The first two characters from `start` on that contain no replacement character."""
     return next(text[i : i + 2] for i in range(start, len(text) - 1) if "\ufffd" not in text[i : i + 2])
 
 
@@ -62,22 +62,43 @@ def test_tokens_do_not_depend_on_the_drafter(model, plain, drafter):
     assert out.finish_reason == ["length"] * 3
     assert out.stats.new_tokens == 120
     assert (out.stats.accept_counts.sum(1) == out.stats.rounds).all()
-    assert out.stats.accept_length == pytest.approx(117 / out.stats.rounds.sum()), "three came of the prompts"
+    assert out.stats.accept_length == pytest.approx(117 / out.stats.rounds.sum()), "three come from prefill"
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5, 7, 39])
-def test_max_new_tokens_is_exact_inside_an_accepted_run(model, plain, max_new_tokens):
+def test_max_new_tokens_is_exact_within_an_accepted_run(model, plain, max_new_tokens):
     out = jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=5), max_new_tokens=max_new_tokens)
-    assert out.tokens == [row[:max_new_tokens] for row in plain.tokens]
+    assert out.tokens == [tokens[:max_new_tokens] for tokens in plain.tokens]
 
 
-def test_single_prompts_give_single_values(model, plain):
+def test_a_single_prompt_gives_a_generation(model, plain):
     text = jspec.generate(model, PROMPTS[0], max_new_tokens=40)
     ids = jspec.generate(model, model.tokenizer.encode(PROMPTS[0]), max_new_tokens=40)
     array = jspec.generate(model, np.array(model.tokenizer.encode(PROMPTS[0])), max_new_tokens=40)
     assert text.tokens == ids.tokens == array.tokens == plain.tokens[0]
     assert text.text == ids.text == plain.text[0]
     assert text.finish_reason == "length"
+
+
+def test_a_list_of_prompts_gives_generations(model, plain):
+    out = jspec.generate(model, PROMPTS, max_new_tokens=8, logprobs=True)
+    assert isinstance(out, jspec.Generations) and len(out) == 3
+    assert all(isinstance(item, jspec.Generation) for item in out)
+    for name in ("tokens", "text", "finish_reason", "origin", "logprobs", "prompt", "token_texts", "tokens_per_round"):
+        assert getattr(out, name) == [getattr(item, name) for item in out], name
+    assert [item.tokens for item in out[1:]] == out.tokens[1:]
+    assert out[0].stats.new_tokens == 8 and out.stats.new_tokens == 24
+    assert (out[2].stats.accept_counts == out.stats.accept_counts[2:]).all()
+    alone = jspec.generate(model, PROMPTS[2], max_new_tokens=8)
+    np.testing.assert_array_equal(alone.stats.accept_counts, out[2].stats.accept_counts)
+
+
+def test_options_are_validated_and_frozen():
+    options = jspec.GenerateOptions(stop="x", seed=[1, 2])
+    assert options == jspec.GenerateOptions(stop=["x"], seed=(1, 2)) and hash(options) == hash(replace(options))
+    assert options.seeds(2).tolist() == [1, 2] and jspec.GenerateOptions(seed=3).seeds(2).tolist() == [3, 4]
+    with pytest.raises(ValueError, match="page_size=0: must be at least 1"):
+        replace(options, page_size=0)
 
 
 def test_a_checkpoint_without_a_tokenizer_works_with_ids(model, plain):
@@ -88,7 +109,7 @@ def test_a_checkpoint_without_a_tokenizer_works_with_ids(model, plain):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
-def test_a_stop_string_cuts_text_and_tokens(model, plain, drafter):
+def test_a_stop_string_ends_text_and_tokens(model, plain, drafter):
     stops = [readable(plain.text[0], 17), readable(plain.text[2], 9)]
     out = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=40, stop=stops)
     for text, tokens, reason, whole, ids in zip(
@@ -117,7 +138,7 @@ def test_other_stop_strings_and_lengths_run_the_same_program(model):
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 50])
-def test_streaming_gives_the_same_in_pieces(model, plain, rounds):
+def test_streaming_gives_the_same_output_in_pieces(model, plain, rounds):
     stop = readable(plain.text[1], 15)
     whole = jspec.generate(model, PROMPTS, max_new_tokens=40, stop=stop)
     pieces = list(jspec.stream(model, PROMPTS, max_new_tokens=40, stop=stop, rounds=rounds))
@@ -144,14 +165,14 @@ def test_progress_bar_and_debug_change_nothing(model, plain, capsys):
 def test_statistics():
     counts = np.array([[1, 0, 2], [3, 1, 0]])
     stats = jspec.GenerationStats(rounds=np.array([3, 4]), accept_counts=counts, seconds=2.0)
-    assert stats.new_tokens == 12 + 2, "and a first token of each row"
+    assert stats.new_tokens == 12 + 2, "including the first token of each sequence"
     assert stats.accept_length == pytest.approx(12 / 7)
     assert stats.tokens_per_second == 6
     np.testing.assert_allclose(stats.acceptance_by_position, [3 / 7, 2 / 7])
 
 
 def test_generate_ids_inside_a_users_jit(model, plain):
-    """The whole generation as part of another program: scored there, with a traced bound, under vmap-free jit."""
+    """The generation is part of another program, with a traced bound; its result is used there."""
     traces = []
 
     @jax.jit
@@ -189,7 +210,7 @@ def test_generate_ids_inside_a_users_jit(model, plain):
     ]
 
 
-def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
+def test_generate_ids_ends_when_the_buffer_is_full(model, plain):
     ids = np.array([model.tokenizer.encode(PROMPTS[0])], np.int32)
     n = ids.shape[1]
     arrays = model.params, ids, np.array([n], np.int32), jax.random.key(0)
@@ -241,16 +262,26 @@ def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
         ("a", {"stop": ""}, ValueError, "stop"),
         ("a", {"stop": [3]}, TypeError, "stop"),
         ("a", {"sampling": 0.7}, TypeError, "give a jspec.Sampling"),
-        (["a", "b"], {"sampling": [WARM]}, ValueError, "1 of them for 2 rows"),
+        (["a", "b"], {"sampling": [SAMPLED]}, ValueError, "1 of them for 2 rows"),
         ("a", {"sampling": jspec.Sampling(logit_bias={VOCAB: 1.0})}, ValueError, "ids are 0 to 299"),
         (["a", "b"], {"seed": [1, 2, 3]}, ValueError, "3 seeds for 2 sequences"),
         ("a", {"seed": 2**32}, ValueError, "must be less than 2..32"),
-        ("a", {"sampling": WARM, "accept": "greedy"}, ValueError, "ignores the temperature; omit it, or use 'coupled'"),
-        ("a", {"sampling": WARM, "accept": "typical"}, ValueError, "must be one of greedy, coupled, rejection, block"),
-        ("a", {"sampling": WARM, "accept": 3}, TypeError, "accept=3"),
         (
             "a",
-            {"sampling": WARM, "accept": "block", "drafter": jspec.Standalone(width=2)},
+            {"sampling": SAMPLED, "accept": "greedy"},
+            ValueError,
+            "ignores the temperature; omit it, or use 'coupled'",
+        ),
+        (
+            "a",
+            {"sampling": SAMPLED, "accept": "typical"},
+            ValueError,
+            "must be one of greedy, coupled, rejection, block",
+        ),
+        ("a", {"sampling": SAMPLED, "accept": 3}, TypeError, "accept=3"),
+        (
+            "a",
+            {"sampling": SAMPLED, "accept": "block", "drafter": jspec.Standalone(width=2)},
             ValueError,
             "judges chains only: give Standalone width=1",
         ),
@@ -262,14 +293,14 @@ def test_generate_ids_ends_where_the_buffer_is_full(model, plain):
         ),
     ],
 )
-def test_bad_input_is_named_before_anything_runs(model, prompts, options, error, message):
+def test_invalid_arguments_are_errors_before_anything_is_compiled(model, prompts, options, error, message):
     traces = decode.decode._cache_size()
     with pytest.raises(error, match=message):
         jspec.generate(model, prompts, **options)
     assert decode.decode._cache_size() == traces
 
 
-def test_what_a_model_lacks_is_named(model):
+def test_arguments_that_the_model_does_not_support(model):
     bare = replace(model, tokenizer=None)
     with pytest.raises(ValueError, match="toy has no tokenizer: give token ids"):
         jspec.generate(bare, "text")
@@ -283,34 +314,36 @@ def test_what_a_model_lacks_is_named(model):
         jspec.stream(model, "text", rounds=0)
 
 
-MIXED = [WARM, None, jspec.Sampling(top_k=30, repetition_penalty=1.3, min_new_tokens=5)]
+MIXED_SAMPLING = [SAMPLED, None, jspec.Sampling(top_k=30, repetition_penalty=1.3, min_new_tokens=5)]
 
 
 @pytest.mark.parametrize("rule", ("greedy", "coupled", "rejection", "block"))
-def test_every_lossless_rule_is_greedy_where_all_rows_are(model, plain, rule):
+def test_every_lossless_rule_is_greedy_if_all_sequences_are(model, plain, rule):
     out = jspec.generate(model, PROMPTS, drafter="standalone", accept=rule, max_new_tokens=40)
     assert out.tokens == plain.tokens
 
 
-def test_a_row_of_a_batch_is_the_row_alone_with_its_seed_and_its_parameters(model):
-    whole = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED, seed=3, max_new_tokens=20)
-    plain = jspec.generate(model, PROMPTS, drafter=None, sampling=MIXED, seed=[3, 4, 5], max_new_tokens=20)
+def test_a_sequence_of_a_batch_equals_the_sequence_alone_with_its_seed_and_parameters(model):
+    whole = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED_SAMPLING, seed=3, max_new_tokens=20)
+    plain = jspec.generate(model, PROMPTS, drafter=None, sampling=MIXED_SAMPLING, seed=[3, 4, 5], max_new_tokens=20)
     assert whole.tokens == plain.tokens
     for i, prompt in enumerate(PROMPTS):
-        alone = jspec.generate(model, prompt, drafter="ngram", sampling=MIXED[i], seed=3 + i, max_new_tokens=20)
+        alone = jspec.generate(
+            model, prompt, drafter="ngram", sampling=MIXED_SAMPLING[i], seed=3 + i, max_new_tokens=20
+        )
         assert alone.tokens == whole.tokens[i]
-    other = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED, seed=4, max_new_tokens=20)
+    other = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED_SAMPLING, seed=4, max_new_tokens=20)
     assert (other.tokens[0] != whole.tokens[0], other.tokens[1]) == (True, whole.tokens[1])
 
 
 def test_copies_of_a_prompt_are_different_samples(model):
     out = jspec.generate(model, ["ab"] * 4, drafter=None, sampling=jspec.Sampling(), max_new_tokens=12)
-    assert len({tuple(row) for row in out.tokens}) == 4
+    assert len({tuple(tokens) for tokens in out.tokens}) == 4
 
 
 @pytest.mark.parametrize("accept", (None, "rejection"))
 def test_logprobs_are_those_of_one_forward_over_the_output(model, accept):
-    options = dict(sampling=MIXED, accept=accept, max_new_tokens=20, logprobs=True)
+    options = dict(sampling=MIXED_SAMPLING, accept=accept, max_new_tokens=20, logprobs=True)
     out = jspec.generate(model, PROMPTS, drafter="standalone", **options)
 
     @jax.jit
@@ -332,21 +365,21 @@ def test_the_origin_of_each_token_adds_up_to_the_counters(model):
     out = jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=3, width=2), max_new_tokens=40)
     for b, origin in enumerate(out.origin):
         rounds, run = [], 0
-        assert origin[0] == 0, "the first token comes of the prompt"
-        for place in origin[1:]:
+        assert origin[0] == 0, "the first token comes from prefill"
+        for depth in origin[1:]:
             run += 1
-            assert place in (0, run), "drafts of a round count up from 1, and its own token ends it"
-            if place == 0:
+            assert depth in (0, run), "drafts of a round count up from 1, and the target's own token ends it"
+            if depth == 0:
                 rounds.append(run)
                 run = 0
         rounds += [run] if run else []
         assert len(rounds) == out.stats.rounds[b]
         np.testing.assert_array_equal(np.bincount(rounds, minlength=5)[1:], out.stats.accept_counts[b])
-    assert max(max(row) for row in out.origin) == 3
+    assert max(map(max, out.origin)) == 3
 
 
 def test_drafted_sampling_in_a_users_jit_equals_plain_sampling(model):
-    """Parameters that are arrays of the program, and keys of each row."""
+    """The sampling parameters are traced arrays, and each sequence has its own key."""
 
     def run(drafter):
         @jax.jit
@@ -364,7 +397,7 @@ def test_drafted_sampling_in_a_users_jit_equals_plain_sampling(model):
     assert (plain.tokens[0] != plain.tokens[1]).any() and plain.logprobs[0, 3:].all()
 
 
-def test_auto_takes_ngram_without_a_draft(model, plain):
+def test_auto_is_ngram_without_a_draft(model, plain):
     out = jspec.generate(replace(model, draft=None), PROMPTS, max_new_tokens=40)
     assert out.tokens == plain.tokens
     assert out.stats.accept_counts.shape == (3, jspec.Ngram().depth + 1)

@@ -1,4 +1,4 @@
-"""Where models come from: bundled names, directories, the hub; and a draft that does not fit."""
+"""`load`: bundled names, directories and hub ids, and drafts with another tokenizer."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def directories(tmp_path):
     return tmp_path
 
 
-def test_a_directory_with_its_draft(directories):
+def test_a_directory_with_a_draft(directories):
     loaded = jspec.load(directories / "target", draft=str(directories / "draft"), dtype="float32")
     assert (loaded.target, loaded.draft) == (toy.TARGET, toy.DRAFT)
     assert loaded.eos == (3,) and loaded.tokenizer is None
@@ -30,27 +30,27 @@ def test_a_directory_with_its_draft(directories):
     )
 
 
-def test_a_directory_without_draft(directories):
+def test_a_directory_without_a_draft(directories):
     loaded = jspec.load(directories / "target")
     assert loaded.draft is None and loaded.params.draft is None
     assert "no draft" in repr(loaded)
 
 
 def test_a_hub_id_is_downloaded(directories, monkeypatch):
-    asked = []
+    downloads = []
 
     def snapshot_download(name, allow_patterns):
-        asked.append((name, allow_patterns))
+        downloads.append((name, allow_patterns))
         return str(directories / name.split("/")[1])
 
     monkeypatch.setattr(model.huggingface_hub, "snapshot_download", snapshot_download)
     loaded = jspec.load("somebody/target", draft="somebody/draft")
     assert loaded.target == toy.TARGET and loaded.draft == toy.DRAFT
-    assert [name for name, _ in asked] == ["somebody/target", "somebody/draft"]
-    assert "*.safetensors" in asked[0][1]
+    assert [name for name, _ in downloads] == ["somebody/target", "somebody/draft"]
+    assert "*.safetensors" in downloads[0][1]
 
 
-def test_a_download_that_fails_says_both_things(monkeypatch):
+def test_a_failed_download_is_an_error(monkeypatch):
     def snapshot_download(name, allow_patterns):
         raise OSError("offline")
 
@@ -69,7 +69,7 @@ def test_unknown_names():
         jspec.load("/no/such/place")
 
 
-def test_a_draft_with_another_tokenizer_is_refused(directories):
+def test_a_draft_with_another_tokenizer_is_an_error(directories):
     assets = Path(model.__file__).parents[1] / "assets" / "python-small"
     for name in ("target", "draft"):
         shutil.copy(assets / "tokenizer_config.json", directories / name)

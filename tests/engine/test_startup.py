@@ -1,4 +1,4 @@
-"""Compiled programs are kept in a private place, and long silences are explained."""
+"""The compilation cache is private, and slow compilation prints a notice."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ COMMAND += ["--max-new-tokens", "4"]
 
 @pytest.fixture
 def caches(tmp_path, monkeypatch):
-    """A user's cache directory that is empty, and JAX's settings as they were, afterwards."""
+    """An empty cache directory; restores the JAX configuration afterwards."""
     before = jax.config.jax_compilation_cache_dir
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
@@ -24,12 +24,12 @@ def caches(tmp_path, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-def chosen():
+def configured_directory():
     startup.enable_compilation_cache()
     return jax.config.jax_compilation_cache_dir
 
 
-def test_a_command_keeps_its_programs_for_the_next(tmp_path):
+def test_a_second_command_runs_cached_programs(tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     environment.pop("JAX_COMPILATION_CACHE_DIR")
     directory = tmp_path / "jspec" / "compiled"
@@ -40,40 +40,40 @@ def test_a_command_keeps_its_programs_for_the_next(tmp_path):
 
     first = programs()
     assert any("decode" in name for name in first) and any("prefill" in name for name in first)
-    assert programs() == first, "the second run compiled something that the first had not kept"
+    assert programs() == first, "the second run compiled a program that the first one did not cache"
     assert directory.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_place_that_the_user_chose_stays(caches, tmp_path):
+def test_a_directory_configured_by_the_user_is_kept(caches, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
-    assert chosen() == str(tmp_path / "mine")
+    assert configured_directory() == str(tmp_path / "mine")
     assert not caches.exists()
 
 
-def test_a_cache_that_is_switched_off_stays_off(caches):
+def test_a_disabled_cache_stays_disabled(caches):
     jax.config.update("jax_enable_compilation_cache", False)
     try:
-        assert chosen() is None
+        assert configured_directory() is None
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
     assert not caches.exists()
 
 
-def test_a_directory_that_others_may_write_is_not_used(caches, capsys):
+def test_a_directory_that_other_users_can_write_is_not_used(caches, capsys):
     caches.mkdir(parents=True)
     caches.chmod(0o770)
-    assert chosen() is None
+    assert configured_directory() is None
     assert f"other users can read or write {caches}" in capsys.readouterr().err
 
 
-def test_a_directory_that_cannot_be_made_is_done_without(caches, capsys):
+def test_the_cache_is_disabled_if_its_directory_cannot_be_created(caches, capsys):
     caches.parent.parent.mkdir(exist_ok=True)
     caches.parent.write_text("a file")
-    assert chosen() is None
+    assert configured_directory() is None
     assert "compilation cache disabled" in capsys.readouterr().err
 
 
-def test_a_long_silence_is_explained_and_a_short_one_is_not(capsys, monkeypatch):
+def test_a_notice_is_printed_only_if_the_block_is_slow(capsys, monkeypatch):
     monkeypatch.setattr(startup, "NOTICE_DELAY", 0.05)
     with startup.notify_if_slow("compiling"):
         pass

@@ -1,4 +1,4 @@
-"""Tokens in colour: HTML, ANSI and repr of a `Generation`."""
+"""Tokens in color: HTML, ANSI and repr of `Generation` and `Generations`."""
 
 import dataclasses
 import html.parser
@@ -15,7 +15,7 @@ from jspec.text.tokenizer import Tokenizer
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One id a byte, and a special token: every character outside ASCII takes several tokens."""
+    """One id per byte, and a special token: every character outside ASCII takes several tokens."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,7 +38,7 @@ def make(tokenizer, sequences, depth=2, prompt="p:"):
 
 
 class Spans(html.parser.HTMLParser):
-    """Text and title of each span that has a title; and that every tag is closed."""
+    """Collects the text and title of each span that has a title; asserts that every tag is closed."""
 
     def __init__(self, page):
         super().__init__()
@@ -62,19 +62,19 @@ class Spans(html.parser.HTMLParser):
 
 
 def plain(text):
-    """Without colours and marks of line ends."""
+    """The text without colors and line-end marks."""
     return re.sub("\x1b\\[[0-9;]*m|↵", "", text)
 
 
 # The texts of tokens
 
 
-def test_a_character_stands_with_its_last_token(tokenizer):
+def test_the_last_token_of_a_character_has_its_text(tokenizer):
     ids = tokenizer.encode("a漢é\n")
     assert highlight.token_texts(tokenizer, [], ids) == ["a", "", "", "漢", "", "é", "\n"]
 
 
-def test_what_has_no_text_is_named(tokenizer):
+def test_tokens_without_text_are_named(tokenizer):
     eos = tokenizer.special_ids["<eos>"]
     half = tokenizer.encode("é")[0]
     assert highlight.token_texts(tokenizer, [], [eos, 9999, half]) == ["<eos>", "<9999>", "\ufffd"]
@@ -83,7 +83,7 @@ def test_what_has_no_text_is_named(tokenizer):
     assert highlight.token_texts(tokenizer, [], []) == []
 
 
-def test_texts_of_a_generation(tokenizer):
+def test_token_texts_of_generations(tokenizer):
     out = make(tokenizer, [("ab", [0], "length"), ("é", [1, 0], "eos")])
     assert out.token_texts == [["a", "b"], ["", "é"]]
     assert out[0].token_texts == ["a", "b"]
@@ -92,7 +92,7 @@ def test_texts_of_a_generation(tokenizer):
 # HTML
 
 
-def test_html_holds_each_token_with_its_origin(tokenizer):
+def test_html_has_each_token_with_its_origin(tokenizer):
     out = make(tokenizer, [("<b>&é", [1, 2, 0], "eos")])
     page = out[0]._repr_html_()
     found = Spans(page).found
@@ -110,7 +110,7 @@ def test_html_keeps_lines_and_shows_control_characters(tokenizer):
     assert Spans(page).text.endswith("a↵\n↵\n  b␛[31m␍\t")
 
 
-def test_a_batch_shows_its_rows_up_to_a_number(tokenizer):
+def test_html_of_a_batch_shows_a_limited_number_of_sequences(tokenizer):
     several = make(tokenizer, [("ab", [0], "length"), ("c", [1], "stop")])
     page = several._repr_html_()
     assert "sequence 0: 2 new tokens" in page and "sequence 1: 1 new tokens" in page and "more sequences" not in page
@@ -119,15 +119,15 @@ def test_a_batch_shows_its_rows_up_to_a_number(tokenizer):
     assert page.count("<pre") == highlight.MAX_SEQUENCES and "and 3 more sequences" in page
 
 
-def test_without_drafts_the_legend_has_no_depths(tokenizer):
+def test_the_legend_has_no_depths_without_drafts(tokenizer):
     assert "by depth" not in make(tokenizer, [("ab", [0], "length")], depth=0)._repr_html_()
     assert "by depth" in make(tokenizer, [("ab", [0], "length")])._repr_html_()
 
 
 @pytest.mark.parametrize("depth", (1, 2, 4, 7, 15))
-def test_colours_darken_with_depth_and_leave_text_readable(depth):
-    def luminance(colour):
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+def test_colors_darken_with_depth_and_keep_text_readable(depth):
+    def luminance(color):
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [((c + 0.055) / 1.055) ** 2.4 if c > 0.04045 else c / 12.92 for c in parts]
         return sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
@@ -143,17 +143,17 @@ def test_colours_darken_with_depth_and_leave_text_readable(depth):
 # The terminal
 
 
-def test_ansi_is_the_text_in_colour(tokenizer):
+def test_ansi_is_the_text_in_color(tokenizer):
     out = make(tokenizer, [("a\n\n  é", [1, 0], "length")])[0]
     shown = out.to_ansi()
     text, legend = plain(shown).rsplit("\n", 1)
     assert text == "p:a\n\n  é" and legend == " target's own token  accepted draft, by depth:  1  2 "
     for line in shown.split("\n"):
-        assert line.count("\x1b[0m") == line.count("\x1b[48;5;"), "no colour runs over the end of a line"
+        assert line.count("\x1b[0m") == line.count("\x1b[48;5;"), "no color crosses the end of a line"
     assert shown.index("\x1b[48;5;195") < shown.index("\x1b[48;5;214"), "draft, then the target's own"
 
 
-def test_ansi_of_a_batch_names_its_rows(tokenizer):
+def test_ansi_of_a_batch_has_headings(tokenizer):
     shown = plain(make(tokenizer, [("ab", [0], "length"), ("c", [1], "stop")]).to_ansi())
     assert shown.startswith("sequence 0: 2 new tokens in 2 rounds") and "finish: stop\np:c\n" in shown
 
@@ -175,7 +175,7 @@ def test_repr_is_short(tokenizer):
     )
 
 
-def test_without_a_tokenizer_there_are_ids(tokenizer):
+def test_ids_are_shown_without_a_tokenizer(tokenizer):
     out = dataclasses.replace(make(tokenizer, [("abc", [0], "length")])[0], tokenizer=None, text=None)
     ids = " ".join(map(str, out.tokens))
     assert ids in Spans(out._repr_html_()).text and ids in plain(out.to_ansi())
@@ -189,8 +189,8 @@ def test_without_a_tokenizer_there_are_ids(tokenizer):
     "origin, rounds",
     [([0, 1, 2, 0, 1, 0], [3, 2]), ([0, 1, 2], [2]), ([0, 1, 2, 0, 1], [3, 1]), ([0], []), ([0, 0, 0], [1, 1])],
 )
-def test_rounds_end_with_the_targets_own_token(tokenizer, origin, rounds):
-    """The first token is in none."""
+def test_tokens_per_round(tokenizer, origin, rounds):
+    """A round ends with the target's own token. The first token belongs to no round."""
     out = make(tokenizer, [("x" * len(origin), origin, "length"), ("ab", [0], "eos")])
     assert out.tokens_per_round == [rounds, [1]]
     assert out[0].tokens_per_round == rounds

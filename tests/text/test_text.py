@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates against `tokenizers` and `transformers`; streamed text against a search in bytes."""
+"""Tokenizers and chat templates, compared with `tokenizers` and `transformers`; streams, with a search in bytes."""
 
 import json
 
@@ -42,7 +42,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def sentencepiece_like() -> tokenizers.Tokenizer:
-    """As converted from Llama 2: spaces are ▁, unknown characters fall back to bytes, one space is put in front."""
+    """Like a converted Llama 2 tokenizer: spaces are ▁, unknown characters become bytes, and a space is prepended."""
     trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=120, limit_alphabet=50, show_progress=False)
@@ -88,7 +88,7 @@ def save(directory, *, backend=None, config=None, template=None):
 
 
 def draw_ids(data, tokenizer) -> list[int]:
-    """Ids of texts, broken ones, special ones, and some that are in no vocabulary."""
+    """Ids of valid and invalid text, of special tokens, and some outside the vocabulary."""
     some_id = st.integers(0, tokenizer.vocab_size + 3)
     parts = data.draw(
         st.lists(TEXTS.map(lambda text: tokenizer.encode(text, special=False)) | some_id.map(lambda i: [i]), max_size=8)
@@ -102,14 +102,14 @@ def spell(tokenizer, ids) -> bytes:
 
 
 def draw_stops(data, tokenizer, ids) -> list[str]:
-    """Stop strings, most of which are somewhere in the text."""
+    """Stop strings, most of which occur in the text."""
     text = spell(tokenizer, ids).decode(errors="ignore")
     cut = st.tuples(st.integers(0, max(len(text) - 1, 0)), st.integers(1, 6)).map(lambda c: text[c[0] : sum(c)])
     return data.draw(st.lists((cut | TEXTS).filter(len), max_size=3))
 
 
 def stream_in_groups(data, tokenizer, prompt, ids, stop=()) -> tuple[list[str], TextStream]:
-    """The pieces of a stream whose pushes hold any number of ids."""
+    """The pieces of a stream when ids are pushed in groups of random size."""
     stream, pieces, rest = TextStream(tokenizer, prompt, stop), [], ids
     while rest:
         size = data.draw(st.integers(0, 4))
@@ -119,7 +119,7 @@ def stream_in_groups(data, tokenizer, prompt, ids, stop=()) -> tuple[list[str], 
 
 
 def naive_stop(raw: bytes, stops: list[bytes]) -> bytes:
-    """The bytes before the stop string that ends first, and of those the longest."""
+    """The bytes before the stop string that ends first; before the longest if several end there."""
     for end in range(len(raw) + 1):
         found = [len(stop) for stop in stops if raw[:end].endswith(stop)]
         if found:
@@ -132,7 +132,7 @@ def naive_stop(raw: bytes, stops: list[bytes]) -> bytes:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_token_bytes_spell_what_byte_level_decodes(data):
+def test_token_bytes_equal_byte_level_decoding(data):
     tokenizer = TOKENIZERS["byte_level"]
     ids = draw_ids(data, tokenizer)
     assert spell(tokenizer, ids).decode(errors="replace") == tokenizer.decode(ids)
@@ -141,16 +141,16 @@ def test_token_bytes_spell_what_byte_level_decodes(data):
 @all_tokenizers
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_continuation_is_what_decoding_adds_to_the_prompt(tokenizer, data):
+def test_full_text_is_what_the_ids_add_to_the_decoded_prompt(tokenizer, data):
     prompt, ids = draw_ids(data, tokenizer), draw_ids(data, tokenizer)
     before, both = tokenizer.decode(prompt), tokenizer.decode(prompt + ids)
     text = full_text(tokenizer, prompt, ids)
-    # Where bytes are no UTF-8, the library's byte fallback also gives up the characters next to them.
+    # For invalid UTF-8, the library's byte fallback also replaces neighboring characters.
     if "\ufffd" not in before + both + text:
         assert before + text == both
 
 
-def test_special_tokens_add_no_bytes_and_other_added_tokens_their_content():
+def test_special_tokens_add_no_bytes_and_other_added_tokens_add_their_content():
     tokenizer = TOKENIZERS["byte_level"]
     spelled, ids = tokenizer.token_bytes(), tokenizer.vocabulary()
     assert len(spelled) == tokenizer.vocab_size == max(ids.values()) + 1
@@ -171,21 +171,21 @@ def test_special_tokens_add_no_bytes_and_other_added_tokens_their_content():
         (None, "null"),
     ],
 )
-def test_unknown_decoder_is_named(decoder, name):
+def test_an_unsupported_decoder_is_an_error(decoder, name):
     backend = byte_level()
     backend.decoder = decoder
-    with pytest.raises(ValueError, match=rf"decoder step .*{name}.* not supported"):
+    with pytest.raises(ValueError, match=rf"unsupported decoder step .*{name}"):
         Tokenizer(backend).token_bytes()
 
 
-def test_encode_frames_the_text_unless_told_not_to():
+def test_encode_adds_special_tokens_by_default():
     tokenizer = TOKENIZERS["sentencepiece_like"]
     framed, bare = tokenizer.encode("the fox"), tokenizer.encode("the fox", special=False)
     assert framed == [1, *bare]
     assert tokenizer.decode(framed) == "the fox"
 
 
-def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path):
+def test_truncation_and_padding_of_the_file_are_turned_off(tmp_path):
     backend = byte_level()
     backend.enable_truncation(4)
     backend.enable_padding(length=64)
@@ -200,7 +200,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path):
 @all_tokenizers
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_stream_is_the_full_text_in_any_grouping(tokenizer, data):
+def test_a_stream_gives_the_full_text_for_any_grouping(tokenizer, data):
     prompt, ids = draw_ids(data, tokenizer), draw_ids(data, tokenizer)
     stops = draw_stops(data, tokenizer, ids)
     pieces, stream = stream_in_groups(data, tokenizer, prompt, ids, stops)
@@ -210,7 +210,7 @@ def test_stream_is_the_full_text_in_any_grouping(tokenizer, data):
 @all_tokenizers
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_stream_ends_before_the_first_stop_string(tokenizer, data):
+def test_a_stream_ends_before_the_first_stop_string(tokenizer, data):
     prompt = tokenizer.encode("a", special=False)
     ids = draw_ids(data, tokenizer)
     stops = draw_stops(data, tokenizer, ids)
@@ -223,7 +223,7 @@ def test_stream_ends_before_the_first_stop_string(tokenizer, data):
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_stream_and_automaton_stop_at_the_same_token(data):
+def test_a_stream_and_the_automaton_stop_at_the_same_token(data):
     tokenizer = TOKENIZERS["byte_level"]
     ids = draw_ids(data, tokenizer)
     stops = [*draw_stops(data, tokenizer, ids), *data.draw(st.lists(st.just("<|im_end|>"), max_size=1))]
@@ -238,7 +238,7 @@ def test_stream_and_automaton_stop_at_the_same_token(data):
 
 
 @pytest.mark.parametrize("character", ["é", "你", "👋", "👩‍👩‍👧"])
-def test_character_comes_whole(character):
+def test_characters_are_emitted_whole(character):
     tokenizer = TOKENIZERS["sentencepiece_like"]
     ids = [3 + byte for byte in character.encode()]
     stream = TextStream(tokenizer, [])
@@ -247,7 +247,7 @@ def test_character_comes_whole(character):
     assert stream.finish() == ""
 
 
-def test_invalid_bytes_come_once_they_cannot_become_valid():
+def test_invalid_bytes_are_emitted_once_they_cannot_become_valid():
     tokenizer = TOKENIZERS["sentencepiece_like"]
     stream = TextStream(tokenizer, [])
     begun, letter = [3 + 0xF0, 3 + 0x9F], [3 + ord("x")]
@@ -260,7 +260,7 @@ def test_invalid_bytes_come_once_they_cannot_become_valid():
     assert stream.finish() == ""
 
 
-def test_character_begun_by_the_prompt_is_completed():
+def test_a_character_that_begins_in_the_prompt_is_completed():
     tokenizer = TOKENIZERS["sentencepiece_like"]
     ids = [3 + byte for byte in "a👋".encode()]
     for cut in range(2, len(ids)):
@@ -269,7 +269,7 @@ def test_character_begun_by_the_prompt_is_completed():
 
 
 @pytest.mark.parametrize("name", ["sentencepiece_like", "metaspace"])
-def test_leading_space_is_kept_in_a_continuation_only(name):
+def test_a_leading_space_is_kept_only_after_other_text(name):
     tokenizer = TOKENIZERS[name]
     word = tokenizer.encode(" b" if name == "metaspace" else "b", special=False)
     assert full_text(tokenizer, tokenizer.encode("a"), word) == " b"
@@ -285,9 +285,9 @@ def test_leading_space_is_kept_in_a_continuation_only(name):
     [
         (["STOP"], ["xS", "TO", "P y"], ["x", "", ""]),  # across tokens
         (["bc"], ["abcd", "e"], ["a", ""]),  # within one
-        (["aab", "ab"], ["xa", "a", "b"], ["x", "", ""]),  # the longer of two that end together
+        (["aab", "ab"], ["xa", "a", "b"], ["x", "", ""]),  # the longer of two that end at the same byte
         (["abcd", "bc"], ["ab", "cd"], ["", "a"]),  # the one that ends first
-        (["aab"], ["aa", "a", "c"], ["", "a", "aac"]),  # held back, then let go
+        (["aab"], ["aa", "a", "c"], ["", "a", "aac"]),  # held back, then released
         (["ab", "ac"], ["a", "a", "c"], ["", "a", ""]),
         ("end", ["the e", "n"], ["the ", "", "en"]),  # held back at the end of the tokens
     ],
@@ -300,7 +300,7 @@ def test_stop_strings_step_by_step(stops, pieces, expected):
     assert got + ([rest] if rest else []) == expected
 
 
-def test_stop_may_be_a_special_token():
+def test_a_stop_string_can_be_a_special_token():
     tokenizer = TOKENIZERS["byte_level"]
     end = tokenizer.special_ids["<|im_end|>"]
     table = compile_stops(tokenizer, 500, [7], "<|im_end|>")
@@ -310,24 +310,24 @@ def test_stop_may_be_a_special_token():
     assert stream.stopped and stream.push(tokenizer.encode("more")) == "" == stream.finish()
 
 
-def test_what_a_stream_keeps_does_not_grow_with_the_text():
+def test_the_memory_of_a_stream_does_not_grow_with_the_text():
     tokenizer = TOKENIZERS["byte_level"]
-    stream = TextStream(tokenizer, [], ["never in it"])
+    stream = TextStream(tokenizer, [], ["never a match"])
     word = tokenizer.encode(" quick brown n")
 
-    def kept():
+    def sizes():
         stream.push(word)
         return {name: len(value) for name, value in vars(stream).items() if hasattr(value, "__len__")}
 
-    first = kept()
+    first = sizes()
     for _ in range(100):
         stream.push(word)
-    assert kept() == first and first["_held"] > 0
+    assert sizes() == first and first["_held"] > 0
 
 
-def test_errors_of_stops_name_the_argument():
+def test_invalid_stop_strings():
     tokenizer = TOKENIZERS["byte_level"]
-    with pytest.raises(ValueError, match=r"stop=\['x'\]: .*need a tokenizer; this checkpoint has none"):
+    with pytest.raises(ValueError, match=r"stop=\['x'\]: requires a tokenizer"):
         compile_stops(None, 10, [], ["x"])
     for make in (lambda stop: compile_stops(tokenizer, 500, [], stop), lambda stop: TextStream(tokenizer, [], stop)):
         with pytest.raises(ValueError, match=r"stop=\['a', ''\]"):
@@ -339,7 +339,7 @@ def test_errors_of_stops_name_the_argument():
         TextStream(tokenizer, []).push([-1])
 
 
-def test_without_stop_strings_no_tokenizer_is_needed():
+def test_no_tokenizer_is_required_without_stop_strings():
     assert compile_stops(None, 10, []) is None
     assert np.flatnonzero(compile_stops(None, 10, [3])[0]).tolist() == [3]
 
@@ -350,27 +350,27 @@ def test_without_stop_strings_no_tokenizer_is_needed():
 def test_directory_without_a_tokenizer(tmp_path):
     assert Tokenizer.load(tmp_path) is None
     (tmp_path / "tokenizer.model").write_bytes(b"\n")
-    with pytest.raises(CheckpointError, match=r"a tokenizer\.json is needed; .*save_pretrained"):
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json, which is required; .*save_pretrained"):
         Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_damaged_file_is_named(tmp_path, name):
+def test_a_damaged_file_is_named(tmp_path, name):
     (save(tmp_path) / name).write_bytes(b'{"model": \xff')
     with pytest.raises(CheckpointError, match="chat template" if name.endswith("jinja") else name):
         Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize("template", [3, [3], [{"name": "default"}]])
-def test_chat_template_of_the_wrong_type(tmp_path, template):
-    with pytest.raises(CheckpointError, match="neither a string nor a list"):
+def test_a_chat_template_of_the_wrong_type(tmp_path, template):
+    with pytest.raises(CheckpointError, match="chat_template must be a string or a list"):
         Tokenizer.load(save(tmp_path, config={"chat_template": template}))
 
 
 # Chat templates
 
 
-def test_templates_come_from_the_file_then_from_the_configuration(tmp_path):
+def test_template_files_take_precedence_over_the_configuration(tmp_path):
     directory = save(tmp_path, config={"chat_template": "string"})
     assert Tokenizer.load(directory).apply_chat_template(MESSAGES) == "string"
     named = [{"name": "default", "template": "listed"}, {"name": "tool_use", "template": "{{ tools | tojson }}é"}]
@@ -385,15 +385,15 @@ def test_templates_come_from_the_file_then_from_the_configuration(tmp_path):
     assert tokenizer.apply_chat_template(MESSAGES, tools=[]) == "file for tools"
 
 
-def test_missing_template_says_so(tmp_path):
+def test_a_missing_template_is_an_error(tmp_path):
     tokenizer = Tokenizer.load(save(tmp_path))
     with pytest.raises(ValueError, match="has no chat template"):
         tokenizer.chat(MESSAGES)
-    with pytest.raises(ValueError, match=r"it has \['rag'\], and no 'default'"):
+    with pytest.raises(ValueError, match=r"it has \['rag'\], but not 'default'"):
         Tokenizer(byte_level(), {"rag": ""}).chat(MESSAGES)
 
 
-def test_chat_encodes_the_text_without_framing_it_again():
+def test_chat_adds_no_special_tokens_beyond_those_of_the_template():
     tokenizer = Tokenizer(
         sentencepiece_like(), {"default": "{{ bos_token }}{{ messages[0].content }}"}, {"bos_token": "<s>"}
     )
@@ -422,17 +422,17 @@ def test_special_tokens_of_the_configuration_reach_the_template(tmp_path):
         ("{{ 'name' in messages[0] }}", "False"),
     ],
 )
-def test_what_a_template_may_use(source, expected):
+def test_features_of_templates(source, expected):
     tokenizer = Tokenizer(byte_level(), {"default": source})
     messages = [{**MESSAGES[0], "name": None}, MESSAGES[1]]
     assert tokenizer.apply_chat_template(messages, enable_thinking=False) == expected
 
 
-def test_template_may_refuse_the_messages():
+def test_a_template_can_reject_the_messages():
     tokenizer = Tokenizer(byte_level(), {"default": "{{ raise_exception('roles must alternate') }}"})
     with pytest.raises(ValueError, match="roles must alternate"):
         tokenizer.chat(MESSAGES)
-    with pytest.raises(ValueError, match="refuses"):
+    with pytest.raises(ValueError, match="rejects"):
         Tokenizer(byte_level(), {"default": "{{ ''.__class__.__mro__ }}"}).chat(MESSAGES)
     with pytest.raises(CheckpointError, match="line 2"):
         Tokenizer(byte_level(), {"default": "a\n{% for %}"}).chat(MESSAGES)
@@ -440,12 +440,12 @@ def test_template_may_refuse_the_messages():
 
 @pytest.mark.parametrize("messages", ["hello", [], {"role": "user", "content": "hello"}, ["hello"]])
 def test_messages_of_the_wrong_type(messages):
-    with pytest.raises(ValueError, match="messages=.*give a list"):
+    with pytest.raises(ValueError, match="messages=.*must be a list"):
         Tokenizer(byte_level(), {"default": ""}).chat(messages)
 
 
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_chat_is_that_of_transformers(tmp_path, add_generation_prompt):
+def test_chat_equals_transformers(tmp_path, add_generation_prompt):
     transformers = pytest.importorskip("transformers", reason="needs the extra parity")
     source = "{{ bos_token }}{% generation %}\n" + CHATML + "{% endgeneration %}{{ tools | tojson }}"
     theirs = transformers.PreTrainedTokenizerFast(

@@ -1,0 +1,46 @@
+"""The public names of the package."""
+
+import dataclasses
+import importlib
+import inspect
+import tomllib
+import types
+import typing
+from pathlib import Path
+
+import pytest
+
+import jspec
+from jspec.engine.options import GenerateKeywords, GenerateOptions
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("name", jspec.__all__)
+def test_a_public_name_is_documented(name):
+    value = getattr(jspec, name)
+    documentation = inspect.cleandoc(value.__doc__ or "")
+    assert documentation, f"jspec.{name} has no docstring"
+    assert not documentation.startswith(f"{name}("), f"jspec.{name} has only the docstring that dataclasses generate"
+
+
+def test_the_module_and_the_function_generate_are_both_reachable():
+    module = importlib.import_module("jspec.engine.generate")
+    assert isinstance(jspec.engine.generate, types.ModuleType) and jspec.engine.generate is module
+    assert jspec.generate is module.generate and inspect.isfunction(jspec.generate)
+
+
+def test_the_version_is_that_of_the_package():
+    assert jspec.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def test_generate_and_stream_have_the_keywords_of_the_options():
+    fields = {field.name: field.default for field in dataclasses.fields(GenerateOptions)}
+    assert typing.get_type_hints(GenerateOptions) == typing.get_type_hints(GenerateKeywords)
+    for function, others in ((jspec.generate, {"progress"}), (jspec.stream, {"rounds"})):
+        keywords = {
+            name: parameter.default
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY and name not in others
+        }
+        assert keywords == fields, function.__name__
