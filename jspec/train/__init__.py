@@ -1,4 +1,4 @@
 """Training of the bundled models: data, language models from scratch, drafts distilled from a target.
 
-Needs the extra `train` (optax, orbax-checkpoint), except for the data.
+Needs the extra `train` (flax, optax, orbax-checkpoint), except for the data.
 """

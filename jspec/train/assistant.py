@@ -1,16 +1,15 @@
-"""An assistant as a learner: its shape, its first weights, and how it is unrolled over the target's keys and values.
+"""Assistants in training: shape, initial weights, and unrolling over the target's keys and values.
 
-A chain that starts at row p reads the keys and values of the rows 0 to p and stands at position p in all of its steps,
-as `drafters.FrozenKvMtp` has it. So the rows of a text, each a chain of its own, attend causally to the target's rows.
+A chain that starts at row p reads the keys and values of rows 0 to p and stays at position p in all of its steps, as in
+`drafters.FrozenKvMtp`. So the rows of a text, each a chain of its own, attend causally to the target's rows.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jspec.core.struct import struct
 from jspec.core.types import ForwardOutput, Params
@@ -25,24 +24,24 @@ from jspec.train.model import CausalAttention
 Pair = tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]
 
 DEFAULT_LAYERS = 4
-"""Layers of an assistant of Gemma 4."""
+"""Layers of the assistants of Gemma 4."""
 
 
 @struct
-class Seen:
+class Observed:
     """What an assistant reads of its target's forward over a text."""
 
     hidden: Float[Array, "B T Et"]
-    """After the final norm."""
+    """The hidden states after the final norm."""
     rows: dict[int, Pair]
-    """Keys and values, by the layer that made them."""
+    """Keys and values, by the layer that computed them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenRows:
-    """Stands in for a cache: each of B T sequences, of one node each, has the first rows of one of B texts.
+    """Takes the place of a cache: B T sequences of one node each, whose prefixes are those of B texts.
 
-    rows: of the texts, by the layer that reads them.
+    rows: keys and values of the texts, by the layer that reads them.
     causal: attention among the tokens of a text.
     """
 
@@ -56,13 +55,13 @@ class FrozenRows:
         k: Float[Array, "BT 1 K D"],
         v: Float[Array, "BT 1 K D"],
         start: Int[Array, " BT"],
-        mask: Any,
+        mask: Array | None,
         scale: float,
-        positions: Any,
+        positions: Array | None,
     ) -> Float[Array, "BT 1 H D"]:
-        """Attention of sequence b T + p over the rows 0 to p of text b: `start` must be p + 1 there.
+        """Attention of sequence b T + p over rows 0 to p of text b, where `start` must be p + 1.
 
-        No node sees itself, so that `k`, `v` and `mask` say nothing; nor do the positions, which are those of the rows.
+        No node attends to itself, so `k`, `v` and `mask` are unused; positions are those of the rows.
         """
         keys, values = self.rows[layer]
         queries = q.reshape(*keys.shape[:2], *q.shape[2:])
@@ -74,7 +73,7 @@ class AssistantLearner:
     """An assistant for a target, as `learner.Learner`.
 
     Raises:
-      ValueError: an LM head of clusters: what it learns from is a distribution over all tokens.
+      ValueError: an LM head of clusters, since the targets are distributions over all tokens.
     """
 
     config: Assistant
@@ -83,7 +82,7 @@ class AssistantLearner:
     def __post_init__(self):
         if self.config.clusters is not None:
             raise ValueError(
-                f"clusters={self.config.clusters}: an assistant with an LM head of clusters cannot be trained; give "
+                f"clusters={self.config.clusters}: an assistant with an LM head of clusters cannot be trained; use "
                 "clusters=None"
             )
 
@@ -96,32 +95,32 @@ class AssistantLearner:
         """All tokens."""
 
     def init(self, target: LlamaParams | Gemma4Params, ids: Array | None, key: Key[Array, ""]) -> AssistantParams:
-        """First weights, see `init_params`."""
+        """Initial weights, see `init_params`."""
         assert ids is None
         return init_params(self.config, self.target, target, key)
 
-    def see(self, out: ForwardOutput) -> Seen:
+    def observe(self, out: ForwardOutput) -> Observed:
         """The hidden states, and the keys and values of the layers that it reads."""
         assert out.hidden is not None
         sources = {self.target.source(layer) for layer in self.config.reads}
-        return Seen(out.hidden, {layer: out.rows[layer] for layer in sources})
+        return Observed(out.hidden, {layer: out.rows[layer] for layer in sources})
 
-    def begin(self, params: Params, seen: Seen) -> Float[Array, "B T Et"]:
+    def begin(self, params: Params, observed: Observed) -> Float[Array, "B T Et"]:
         """The target's hidden states."""
-        return seen.hidden
+        return observed.hidden
 
     def forward(
-        self, params: Params, tokens: Int[Array, "B T"], seen: Seen, handed: Float[Array, "B T Et"], step: int
+        self, params: Params, tokens: Int[Array, "B T"], observed: Observed, carry: Float[Array, "B T Et"], step: int
     ) -> tuple[Float[Array, "B T V"], Float[Array, "B T Et"]]:
-        """Hands on its own hidden states."""
+        """The carry is its own hidden states."""
         batch, length = tokens.shape
-        rows = {layer: seen.rows[self.target.source(layer)] for layer in self.config.reads}
-        cache = FrozenRows(rows, model.causal_attention(self.target, str(handed.dtype)))
+        rows = {layer: observed.rows[self.target.source(layer)] for layer in self.config.reads}
+        cache = FrozenRows(rows, model.causal_attention(self.target, str(carry.dtype)))
         position = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
         read = ttt.shift(tokens, step + 1).reshape(-1, 1)
-        hidden = handed.reshape(batch * length, 1, -1)
+        hidden = carry.reshape(batch * length, 1, -1)
         out = self.config.apply(params, self.target, read, hidden, cache, position + 1, position)
-        return out.logits.reshape(batch, length, -1), out.hidden.reshape(handed.shape)
+        return out.logits.reshape(batch, length, -1), out.hidden.reshape(carry.shape)
 
 
 def configure(
@@ -132,26 +131,26 @@ def configure(
     target_head: bool = False,
     **shape: int | None,
 ) -> Assistant:
-    """An assistant for a target: of the target's shape, except for what is given.
+    """An assistant for a target, with the target's shape except for what is given.
 
     Args:
-      reads: for each of its layers the target's layer that it reads; None: see `default_reads`.
-      num_layers: None: as many as there are `reads`, or else 4, and no more than the target has.
-      target_head: the target's LM head is its own, too.
+      reads: for each of its layers, the target's layer that it reads; None: see `default_reads`.
+      num_layers: None: the length of `reads`; without `reads`, 4 or the target's number of layers if that is less.
+      target_head: use the target's LM head instead of its own.
       shape: hidden_size, intermediate_size, num_heads; None: the target's.
 
     Raises:
-      ValueError: layers that the target lacks, or a number of layers or heads that does not fit.
+      ValueError: a layer that the target does not have, or a number of layers or heads that does not fit.
     """
     if reads is None:
         count = min(DEFAULT_LAYERS, target.num_layers) if num_layers is None else num_layers
         reads = default_reads(target, count)
     elif num_layers not in (None, len(reads)):
-        raise ValueError(f"num_layers={num_layers}: reads={reads} is for {len(reads)} layers; give one of the two")
+        raise ValueError(f"num_layers={num_layers}: must be {len(reads)}, the length of reads={reads}, or be omitted")
     if not all(0 <= layer < target.num_layers for layer in reads):
-        raise ValueError(f"reads={reads}: give layers of the target, 0 to {target.num_layers - 1}")
-    ours: dict[str, Any] = {name: getattr(target, name) for name in ("hidden_size", "intermediate_size", "num_heads")}
-    ours |= {name: value for name, value in shape.items() if value is not None}
+        raise ValueError(f"reads={reads}: each must be between 0 and {target.num_layers - 1}, a layer of the target")
+    fields = {name: getattr(target, name) for name in ("hidden_size", "intermediate_size", "num_heads")}
+    fields |= {name: value for name, value in shape.items() if value is not None}
     config = Assistant(
         vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
@@ -159,38 +158,41 @@ def configure(
         head_dims=tuple(target.layer_keys(layer).head_dim for layer in reads),
         rms_norm_eps=target.rms_norm_eps,
         target_head=target_head,
-        **ours,
+        **fields,
     )
     FrozenKvMtp().bind(target, config)
     return config
 
 
 def require_keys(target: LanguageModel) -> Llama | Gemma4:
-    """`target`, where an assistant can be trained for it: each of its layers has keys and values of heads.
+    """`target`, if an assistant can be trained for it: each of its layers has per-head keys and values.
 
     Raises:
-      ValueError: some of them keep other things.
+      ValueError: a target of another family.
     """
     if isinstance(target, Llama | Gemma4):
         return target
     raise ValueError(
-        "an assistant can be trained for targets of the Llama shape and for Gemma 4, and this is a "
-        f"{type(target).__name__}"
+        "an assistant can only be trained for targets of the Llama shape and for Gemma 4, "
+        f"but the target is of type {type(target).__name__}"
     )
 
 
 def default_reads(target: Llama | Gemma4, count: int) -> tuple[int, ...]:
-    """The layers that an assistant of `count` layers reads: the last ones, in the target's order.
+    """The target layers that an assistant of `count` layers reads: the last ones, in the target's order.
 
-    Of a target with layers of several kinds the last of each kind, the first of them by all layers that are over: as in
-    the assistants of Gemma 4, whose last layer reads a full one and the others a sliding one.
+    If the target has layers of several kinds, they are the last layer of each kind, and the first of these repeats to
+    make up the count: as in the assistants of Gemma 4, whose last layer reads full attention and the others a sliding
+    window.
 
     Raises:
-      ValueError: more layers than the target has, or fewer than it has kinds of layers.
+      ValueError: a `count` above the target's number of layers or below its number of kinds.
     """
     last = sorted({target.layer_keys(layer): layer for layer in range(target.num_layers)}.values())
     if not len(last) <= count <= target.num_layers:
-        raise ValueError(f"num_layers={count}: give {len(last)} to {target.num_layers}, or the layers to read")
+        raise ValueError(
+            f"num_layers={count}: must be between {len(last)} and {target.num_layers}; or name the layers in reads"
+        )
     if len(last) > 1:
         return (*last[:1] * (count - len(last)), *last)
     return tuple(range(target.num_layers - count, target.num_layers))
@@ -199,9 +201,9 @@ def default_reads(target: Llama | Gemma4, count: int) -> tuple[int, ...]:
 def init_params(
     config: Assistant, target: Llama | Gemma4, params: LlamaParams | Gemma4Params, key: Key[Array, ""]
 ) -> AssistantParams:
-    """First weights in float32: random, except for what makes the last norm's output the target's own.
+    """Initial weights in float32: random, except for the last layers if the widths agree.
 
-    Where the widths agree, that norm and the LM head are the target's, and what the next step reads is that output.
+    Then the final norm and the LM head are the target's, and the next step reads the output of that norm unchanged.
     """
     keys = iter(jax.random.split(key, 5 * config.num_layers + 4))
     width, outer = config.hidden_size, config.target_hidden_size
@@ -213,7 +215,7 @@ def init_params(
         norm, post = params.norm.astype(jnp.float32), jnp.eye(width, dtype=jnp.float32)
         head = jnp.array(params.embed if full is None else full.T, jnp.float32)
     return AssistantParams(
-        # Embeddings may be smaller than hidden states by far; here both have the same part in what is read.
+        # Embeddings may be much smaller than hidden states; scaling gives both the same weight.
         pre_projection=model.init_matrix(next(keys), 2 * outer, width) / spreads[:, None],
         layers=tuple(_init_layer(config, target, layer, keys) for layer in range(config.num_layers)),
         norm=norm,
@@ -223,8 +225,8 @@ def init_params(
     )
 
 
-def _embedded(target: Decoder, params: Any) -> Float[Array, "1 N E"]:
-    """What the target reads of some tokens."""
+def _embedded(target: Decoder, params: PyTree) -> Float[Array, "1 N E"]:
+    """The target's embeddings of some tokens."""
     return target.embed(params, jnp.arange(min(len(params.embed), 1024), dtype=jnp.int32)[None])
 
 
@@ -235,7 +237,7 @@ def _spread(x: Float[Array, "*shape"]) -> Float[Array, ""]:
 def _init_layer(
     config: Assistant, target: Llama | Gemma4, layer: int, keys: Iterator[Key[Array, ""]]
 ) -> AssistantLayerParams:
-    """Random weights; norms of 1, but for queries where the target's scale leaves products large."""
+    """Random weights, with norms of 1, except that of queries if the target's scale leaves large products."""
     width, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dims[layer]
     ones, queries = jnp.ones(width, jnp.float32), config.num_heads * dim
     return AssistantLayerParams(

@@ -1,40 +1,38 @@
 """`jspec train frozen-kv-mtp`: trains an assistant for a target, which drafts from the target's keys and values.
 
 Writes a checkpoint of the assistant with a model card, metrics as JSON lines, and checkpoints to resume from. Targets
-are models of the Llama shape (Llama 3.x, Qwen3) and Gemma 4. What the assistant reads of its target, the keys, values
-and hidden states of a text, is made in each step. It is best trained on text that the target wrote itself.
+are models of the Llama shape (Llama 3.x, Qwen3) and Gemma 4. Each step computes what the assistant reads of its target:
+the keys, values and hidden states of a text. It is best trained on text that the target wrote itself.
 
   jspec train data --out data --tokenizer TARGET --processes 16
   jspec train text --model TARGET --prompts data/train_prompts.json --out rows.npy
   jspec train frozen-kv-mtp --data data --target TARGET --rows rows.npy --work work --out assistant --steps 2000
 
-The training is that of an EAGLE-3 head (`jspec train eagle3`, which says what a run costs), with the assistant in its
-place: it predicts from the same states, by the same losses, but has no keys and values of its own. The card of the
-bundled assistant says what its run took.
+Training and cost are those of an EAGLE-3 head (see `jspec train eagle3`): the assistant predicts from the same states
+with the same losses, but has no keys and values of its own. The card of the bundled assistant states what its training
+took.
 """
 
 import argparse
-from typing import Any
+from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from jspec.checkpoints import assistant as assistant_checkpoint
 from jspec.engine.model import Model
-from jspec.models import Assistant
-from jspec.train import assistant, data, distil, draft_card
+from jspec.models import Assistant, LanguageModel
+from jspec.train import assistant, distill
 from jspec.train.assistant import AssistantLearner
-from jspec.train.draft_card import Kind
-from jspec.train.learner import DraftRecipe, DraftSetup
-from jspec.train.model import count
+from jspec.train.draft import DraftKind
+from jspec.train.learner import Learner
 
 _SHAPE = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "target_head")
 
 
 def train_assistant(
     model: Model,
-    rows: np.ndarray,
+    sequences: np.ndarray,
     *,
     steps: int,
     batch_tokens: int = 2048,
@@ -42,70 +40,77 @@ def train_assistant(
     num_layers: int | None = None,
     target_head: bool = False,
     progress: bool = True,
-    **numbers: Any,
+    **recipe_options: float,
 ) -> Model:
-    """Trains an assistant in memory, and returns the model with it as its draft: for `jspec.generate(...)`.
+    """Trains an assistant in memory and returns the model with it as its draft, for `jspec.generate`.
 
     Args:
-      model: the target; a draft that it has is left out of the result.
-      rows: Int[rows, T] text that the target wrote itself, such as `jspec.train.text.complete` returns.
-      steps: of the training, 2 or more.
-      batch_tokens: tokens a step.
-      reads, num_layers, target_head: of the assistant, see `assistant.configure`.
-      progress: shows a bar with the loss.
-      numbers: other fields of `DraftRecipe`.
+      model: the target; a draft that it has is not in the result.
+      sequences: Int[sequences, T] text that the target wrote itself, such as `jspec.train.text.complete` returns.
+      steps: training steps, at least 2.
+      batch_tokens: tokens per step.
+      reads, num_layers, target_head: shape of the assistant, see `assistant.configure`.
+      progress: show a bar with the loss.
+      recipe_options: other fields of `DraftRecipe`.
 
     Raises:
       ValueError: arguments that do not fit together; see the message.
     """
     target = assistant.require_keys(model.target)
     config = assistant.configure(target, reads=reads, num_layers=num_layers, target_head=target_head)
-    recipe = DraftRecipe(steps=steps, batch_tokens=batch_tokens, length=rows.shape[1], **numbers)
-    setup = DraftSetup(AssistantLearner(config, target), recipe, str(model.params.target.embed.dtype))
-    return distil.train_in_memory(setup, model, rows, progress=progress)
+    learner = AssistantLearner(config, target)
+    return distill.train_in_memory(
+        learner, model, sequences, steps=steps, batch_tokens=batch_tokens, progress=progress, **recipe_options
+    )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jspec train frozen-kv-mtp`."""
-    distil.add_arguments(parser)
+def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reads",
         type=int,
         nargs="+",
         metavar="LAYER",
-        help="for each layer the target's layer whose keys and values it reads (default: the last ones, of each kind)",
+        help="for each layer, the target's layer whose keys and values it reads (default: the last ones, of each kind)",
     )
-    parser.add_argument("--num-layers", type=int, help="of the assistant (default: as many as it reads, or else 4)")
+    parser.add_argument("--num-layers", type=int, help="of the assistant (default: as many as it reads, otherwise 4)")
     for name in ("hidden_size", "intermediate_size", "num_heads"):
         parser.add_argument("--" + name.replace("_", "-"), type=int, help="of the assistant (default: the target's)")
-    parser.add_argument("--target-head", action="store_true", help="the target's LM head serves, in place of its own")
+    parser.add_argument("--target-head", action="store_true", help="use the target's LM head instead of its own")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Runs `jspec train frozen-kv-mtp`."""
-    model = distil.load_target(args)
+def _make_learner(target: LanguageModel, args: argparse.Namespace) -> AssistantLearner:
+    shape = assistant.require_keys(target)
     given = {name: getattr(args, name) for name in _SHAPE}
-    target = assistant.require_keys(model.target)
-    config = assistant.configure(target, reads=None if args.reads is None else tuple(args.reads), **given)
-    setup, state = distil.run(AssistantLearner(config, target), model, args)
-    assistant_checkpoint.save(args.out, config, state.serve(jnp.float32))
-    kind = describe(config, count(state.params), args)
-    card = draft_card.write(setup, state, kind, args, device=jax.devices()[0].device_kind)
-    (args.out / "README.md").write_text(card, encoding="utf-8")
-    return 0
+    reads = None if args.reads is None else tuple(args.reads)
+    return AssistantLearner(assistant.configure(shape, reads=reads, **given), shape)
 
 
-def describe(config: Assistant, weights: int, args: argparse.Namespace) -> Kind:
-    """What a card says of an assistant of so many weights."""
+def _save(directory: Path, learner: Learner, params: PyTree, name: str, args: argparse.Namespace) -> None:
+    assert isinstance(learner.config, Assistant)
+    assistant_checkpoint.save(directory, learner.config, params)
+
+
+def _describe(learner: Learner, weights: int, name: str, args: argparse.Namespace) -> str:
+    config = learner.config
+    assert isinstance(config, Assistant)
     heads = " and ".join(f"{size}" for size in sorted(set(config.head_dims)))
-    return Kind(
-        command="frozen-kv-mtp",
-        noun="assistant",
-        architecture=f"An assistant for {data.public_name(args.target)} (frozen-KV MTP, as the assistants of Gemma 4): "
-        f"{weights:,} parameters, {config.num_layers} layers of width {config.hidden_size} ({config.num_heads} heads "
-        f"of {heads}, MLP of {config.intermediate_size}) that read the keys and values of the target's layers "
+    return (
+        f"An assistant for {name} (frozen-KV MTP, as the assistants of Gemma 4): {weights:,} parameters, "
+        f"{config.num_layers} layers of width {config.hidden_size} ({config.num_heads} heads of {heads}, MLP of "
+        f"{config.intermediate_size}) that read the keys and values of the target's layers "
         f"{', '.join(str(layer) for layer in config.reads)}, "
         f"{'the LM head of the target' if config.target_head else 'an LM head of its own'}, weights in bfloat16. It "
-        "keeps no cache.",
-        options=draft_card.given(args, "reads", *_SHAPE),
+        "has no cache."
     )
+
+
+KIND = DraftKind(
+    name="frozen-kv-mtp",
+    noun="assistant",
+    add_shape=_add_shape,
+    shape=("reads", *_SHAPE),
+    make_learner=_make_learner,
+    save=_save,
+    describe=_describe,
+)
+"""Assistants, for `draft.main`."""

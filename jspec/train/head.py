@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as a learner: its shape, its vocabulary, its first weights, and how it is unrolled.
+"""EAGLE-3 heads in training: shape, vocabulary, initial weights, and unrolling.
 
 Recipe and losses follow Li et al., EAGLE-3, arXiv 2503.01840, section 3, and SafeAILab's code; see `ttt`.
 """
@@ -22,7 +22,7 @@ from jspec.train.batches import Source
 
 @dataclasses.dataclass(frozen=True)
 class TttAttention:
-    """Stands in for a cache: what a row of step k would see of a cache and of its own chain while drafting.
+    """Takes the place of a cache: a row of step k attends to what it would see of a cache and its own chain.
 
     length: T, the rows of a step.
     """
@@ -39,11 +39,12 @@ class TttAttention:
         mask: None,
         scale: float,
     ) -> Float[Array, "B T H D"]:
-        """Attention of row p at step k, over the rows 0 to p of step 0 and the row p of the steps 1 to k.
+        """Attention of row p at step k, over rows 0 to p of step 0 and row p of the steps 1 to k.
 
-        R = (k + 1) T: the steps' rows, one step after the other. `start` and `mask` must be None.
+        R = (k + 1) T: the rows of all steps, step by step. `start` and `mask` must be None.
         """
         assert start is None and mask is None
+        # Rows of step 0, which a cache would hold, and those of later steps.
         batch, length, heads, dim = q.shape
         kv_heads = k.shape[2]
         shape, dot = (batch, -1, length, kv_heads, dim), partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -53,7 +54,7 @@ class TttAttention:
         own = dot("btkgd,bitkd->bkgti", query, own_k, preferred_element_type=jnp.float32) * scale
         column = jnp.arange(length, dtype=jnp.int32)
         causal = jnp.where((column[:, None] >= column[None])[None, None, None], causal, -jnp.inf)
-        # One softmax over both, without an array that holds both.
+        # One softmax over both, without concatenating them.
         highest = jnp.maximum(causal.max(-1, keepdims=True), own.max(-1, keepdims=True, initial=-jnp.inf))
         causal, own = (jnp.exp(scores - lax.stop_gradient(highest)) for scores in (causal, own))
         total = causal.sum(-1) + own.sum(-1)
@@ -71,36 +72,36 @@ class HeadLearner:
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """The layers whose input it reads."""
+        """The target's layers whose input it reads."""
         return self.config.capture_layers
 
     def vocabulary(self, sources: tuple[Source, ...]) -> np.ndarray | None:
-        """What is most common in the sources, see `vocabulary`."""
+        """The most common tokens of the sources, see `vocabulary`."""
         return vocabulary(self.config, sources)
 
     def init(self, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> EagleParams:
-        """First weights, see `init_params`."""
+        """Initial weights, see `init_params`."""
         return init_params(self.config, target, ids, key)
 
-    def see(self, out: ForwardOutput) -> Float[Array, "B T C"]:
-        """What the captured layers hold."""
+    def observe(self, out: ForwardOutput) -> Float[Array, "B T C"]:
+        """The captured hidden states."""
         assert out.hidden is not None
         return out.hidden
 
-    def begin(self, params: Params, seen: Float[Array, "B T C"]) -> tuple[Float[Array, "B T E"], None]:
-        """The feature of what was captured, and no rows."""
-        return self.config.fuse(params.draft, seen), None
+    def begin(self, params: Params, observed: Float[Array, "B T C"]) -> tuple[Float[Array, "B T E"], None]:
+        """The fused feature, and no rows."""
+        return self.config.fuse(params.draft, observed), None
 
     def forward(
         self,
         params: Params,
         tokens: Int[Array, "B T"],
-        seen: Float[Array, "B T C"],
-        handed: tuple[Float[Array, "B T E"], Rows | None],
+        observed: Float[Array, "B T C"],
+        carry: tuple[Float[Array, "B T E"], Rows | None],
         step: int,
     ) -> tuple[Float[Array, "B T Vd"], tuple[Float[Array, "B T E"], Rows]]:
-        """Hands on its feature and the rows of all steps so far."""
-        feature, earlier = handed
+        """The carry is its feature and the rows of all steps so far."""
+        feature, earlier = carry
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] + step
         attention, read = TttAttention(tokens.shape[1]), ttt.shift(tokens, step + 1)
         out = self.config.apply(params, self.target, read, feature, positions, attention, None, earlier=earlier)
@@ -114,49 +115,52 @@ def configure(
     draft_vocab_size: int | None = None,
     **shape: int | None,
 ) -> EagleHead:
-    """A head of one layer for a target: of the target's shape, except for what is given.
+    """A head of one layer for a target, with the target's shape except for what is given.
 
-    It reads the target's embedding, unless its width is another: then it has one of its own, which is trained, too.
+    It uses the target's embedding. If its width differs, it has an embedding of its own, which is also trained.
 
     Args:
-      capture_layers: layers whose input it reads, ascending, L for the output of the last; None: (2, L // 2, L - 3).
+      capture_layers: layers whose input it reads, ascending; L is the output of the last one; None: (2, L // 2, L - 3).
       shape: hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim; None: the target's.
 
     Raises:
-      ValueError: layers that the target lacks, or a vocabulary or a number of heads that does not fit.
+      ValueError: a layer that the target does not have, or a vocabulary or number of heads that does not fit.
     """
     given = {name: value for name, value in shape.items() if value is not None}
     count = target.num_layers
     if capture_layers is None:
         capture_layers = (2, count // 2, count - 3)
         if count < 7:
-            raise ValueError(f"capture_layers=None: a target of {count} layers has no default; give the layers to read")
+            raise ValueError(f"capture_layers=None: a target of {count} layers has no default; name the layers to read")
     if (
         not capture_layers
         or list(capture_layers) != sorted(set(capture_layers))
         or not 0 <= capture_layers[0] <= capture_layers[-1] <= count
     ):
-        raise ValueError(f"capture_layers={capture_layers}: give layers in ascending order, from 0 to {count}")
+        raise ValueError(f"capture_layers={capture_layers}: must be ascending, each between 0 and {count}")
     vocabulary = draft_vocab_size or target.vocab_size
     if not 0 < vocabulary <= target.vocab_size:
-        raise ValueError(f"draft_vocab_size={vocabulary}: give 1 to {target.vocab_size}, the target's vocabulary")
+        raise ValueError(
+            f"draft_vocab_size={vocabulary}: must be between 1 and {target.vocab_size}, the target's vocabulary"
+        )
     same = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_length", "rms_norm_eps")
-    ours: dict[str, Any] = {name: getattr(target, name) for name in (*same, "rope_theta", "rope_scaling", "vocab_size")}
-    ours |= given
-    if ours["num_heads"] % ours["num_kv_heads"]:
-        raise ValueError(f"num_heads={ours['num_heads']} is no multiple of num_kv_heads={ours['num_kv_heads']}")
+    fields: dict[str, Any] = {
+        name: getattr(target, name) for name in (*same, "rope_theta", "rope_scaling", "vocab_size")
+    } | given
+    if fields["num_heads"] % fields["num_kv_heads"]:
+        raise ValueError(f"num_heads={fields['num_heads']} is not a multiple of num_kv_heads={fields['num_kv_heads']}")
     return EagleHead(
         version=3,
         draft_vocab_size=vocabulary,
         target_hidden_size=target.hidden_size,
         num_layers=1,
         capture_layers=tuple(capture_layers),
-        **ours,
+        **fields,
     )
 
 
 def most_common(counts: np.ndarray, size: int) -> np.ndarray:
-    """The `size` most common tokens, Int32[size] ascending; of equally common ones, unused ones too, the lower ids.
+    """The `size` most common tokens, Int32[size] ascending; among equally common ones, even unused, the lower ids.
 
     counts: [V] how often each token occurs, or a weight.
     """
@@ -164,9 +168,9 @@ def most_common(counts: np.ndarray, size: int) -> np.ndarray:
 
 
 def count_tokens(tokens: np.ndarray, vocab_size: int, mask: np.ndarray | None = None) -> np.ndarray:
-    """Int64[V]: how often each token occurs in `tokens`, where `mask` is not 0."""
+    """Int64[V]: how often each token occurs in `tokens` where `mask` is not 0."""
     counts = np.zeros(vocab_size, np.int64)
-    # In pieces: the file may be larger than memory, and `bincount` widens what it is given.
+    # In pieces, because the file may be larger than memory and `bincount` converts its input to int64.
     for i in range(0, len(tokens), 2**16):
         piece = tokens[i : i + 2**16]
         kept = piece if mask is None else piece[mask[i : i + 2**16] != 0]
@@ -177,7 +181,7 @@ def count_tokens(tokens: np.ndarray, vocab_size: int, mask: np.ndarray | None = 
 def vocabulary(config: EagleHead, sources: tuple[Source, ...]) -> np.ndarray | None:
     """The draft's vocabulary, Int32[Vd]: the most common tokens of the sources, each source weighted by its share.
 
-    None where the draft has the target's own.
+    None if the draft has the vocabulary of the target.
     """
     size, full = config.draft_vocab_size, config.vocab_size
     if size == full:
@@ -187,7 +191,7 @@ def vocabulary(config: EagleHead, sources: tuple[Source, ...]) -> np.ndarray | N
 
 
 def init_params(config: EagleHead, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Array) -> EagleParams:
-    """First weights in float32: random, except for norm and LM head, which are the target's where the widths agree."""
+    """Initial weights in float32: random, except for norm and LM head, which are the target's if the widths agree."""
     keys = iter(jax.random.split(key, 7))
     width, captured = config.hidden_size, len(config.capture_layers) * config.target_hidden_size
     fc, head = (

@@ -1,6 +1,6 @@
-"""`jspec train lm`: trains a language model from scratch, or as the draft of a teacher by distillation.
+"""`jspec train lm`: trains a language model from scratch, or a small one as a draft by distillation from a teacher.
 
-Writes an ordinary Hugging Face directory with a model card, metrics as JSON lines, and checkpoints to resume from.
+Writes a Hugging Face directory with a model card, metrics as JSON lines, and checkpoints to resume from.
 """
 
 import argparse
@@ -15,25 +15,26 @@ from jspec.checkpoints import language_model, llama
 from jspec.checkpoints.files import read_json
 from jspec.models import LlamaParams
 from jspec.models.llama import require_llama
-from jspec.train import batches, card, loop, model, objective, options, tokenizer
+from jspec.train import batches, lm_card, loop, model, objective, options, tokenizer, trainer
 from jspec.train.batches import Source
-from jspec.train.loop import DEFAULT_INTERVALS, Intervals
-from jspec.train.objective import Recipe, Setup, TrainState
+from jspec.train.loop import DEFAULT_INTERVALS, Intervals, Metrics
+from jspec.train.objective import LmRecipe, LmSetup
+from jspec.train.trainer import State
 
 MAX_SHARD_BYTES = 9_000_000
-"""Weight files are cut so that they can live in a source repository."""
+"""Weight files are split at this size, so that a source repository can hold them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Heldout:
-    """Text to evaluate on: its tokens, UInt[tokens], and the bytes that each id of the vocabulary stands for."""
+    """Text to evaluate on: its tokens, UInt[tokens], and how many bytes of text each id of the vocabulary encodes."""
 
     tokens: np.ndarray
     byte_counts: np.ndarray
 
 
 def train(
-    setup: Setup,
+    setup: LmSetup,
     sources: tuple[Source, ...],
     heldout: Heldout,
     *,
@@ -42,26 +43,26 @@ def train(
     resume: bool = False,
     intervals: Intervals = DEFAULT_INTERVALS,
     stop_after: int | None = None,
-) -> TrainState:
-    """Trains to the recipe's last step, or to step `stop_after`, and leaves a checkpoint there.
+) -> State:
+    """Trains to the recipe's last step, or to step `stop_after`, and writes a checkpoint there.
 
     Args:
-      directory: gets metrics.jsonl, recipe.json and the checkpoints.
-      resume: continue from the latest checkpoint in `directory`; the steps are those of an unbroken run.
+      directory: where metrics.jsonl, recipe.json and the checkpoints are written.
+      resume: continue from the latest checkpoint in `directory`; the result equals that of an uninterrupted run.
 
     Raises:
       ValueError: a model, data and recipe that do not fit together, or a checkpoint of another recipe.
-      FileNotFoundError: nothing to resume from.
-      FileExistsError: checkpoints there, and `resume` not asked for.
+      FileNotFoundError: no checkpoint to resume from.
+      FileExistsError: `directory` has checkpoints and `resume` is False.
     """
     check(setup, heldout)
     recipe = setup.recipe
 
-    def advance(state: TrainState, step: int):
-        batch = batches.draw(
+    def advance(state: State, step: int):
+        batch = batches.sample(
             sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length
         )
-        return objective.train_step(state, teacher, jax.device_put(batch), setup=setup)
+        return trainer.train_step(state, teacher, jax.device_put(batch), setup=setup)
 
     return loop.run(
         directory,
@@ -77,12 +78,11 @@ def train(
     )
 
 
-def evaluate(
-    params: LlamaParams, heldout: Heldout, setup: Setup, teacher: LlamaParams | None = None
-) -> dict[str, float]:
-    """Bits per byte of the held-out text, in windows of the recipe's length; with a teacher, the distance to it too.
+def evaluate(params: LlamaParams, heldout: Heldout, setup: LmSetup, teacher: LlamaParams | None = None) -> Metrics:
+    """Bits per byte of the held-out text, in windows of the recipe's length; with a teacher, also the distance to it.
 
-    `divergence` is in nats a token and `agreement` is the share of positions where both models choose one token.
+    heldout_divergence is in nats per token; heldout_agreement is the share of positions where both models choose the
+    same token.
     """
     nats = distance = agreed = tokens = size = 0.0
     recipe = setup.recipe
@@ -91,48 +91,49 @@ def evaluate(
         nats, distance, agreed = (float(new) + old for new, old in zip(sums, (nats, distance, agreed), strict=True))
         tokens += batch[:, 1:].size
         size += float(heldout.byte_counts[batch[:, 1:]].sum())
-    result = {"heldout_bits_per_byte": nats / math.log(2) / size, "heldout_nats_per_token": nats / tokens}
+    result: Metrics = {"heldout_bits_per_byte": nats / math.log(2) / size, "heldout_nats_per_token": nats / tokens}
     if teacher is not None:
         result |= {"heldout_divergence": distance / tokens, "heldout_agreement": agreed / tokens}
     return result
 
 
-def check(setup: Setup, heldout: Heldout) -> None:
-    """Refuses what cannot be trained.
+def check(setup: LmSetup, heldout: Heldout) -> None:
+    """Checks that model, teacher, data and recipe fit together.
 
     Raises:
-      ValueError: sequences longer than the model's context, or vocabularies that differ.
+      ValueError: sequences longer than a model's context, vocabularies that differ, or fewer than 2 steps.
     """
     config, teacher, recipe = setup.config, setup.teacher, setup.recipe
     for name, other in (("model", config), ("teacher", teacher)):
         if other is not None and recipe.length > other.max_length:
-            raise ValueError(f"length={recipe.length}: the {name}'s context is {other.max_length} tokens")
+            raise ValueError(f"length={recipe.length}: exceeds the {name}'s context of {other.max_length} tokens")
     if teacher is not None and teacher.vocab_size != config.vocab_size:
         raise ValueError(
             f"the teacher's vocabulary has {teacher.vocab_size} tokens and the model's {config.vocab_size}: "
-            "distillation needs one vocabulary"
+            "they must be the same"
         )
     if len(heldout.byte_counts) != config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {len(heldout.byte_counts)} tokens and the model vocab_size={config.vocab_size}"
+            f"vocab_size={config.vocab_size}: must be {len(heldout.byte_counts)}, the tokenizer's vocabulary"
         )
     if recipe.steps < 2:
-        raise ValueError(f"steps={recipe.steps}: give at least 2")
+        raise ValueError(f"steps={recipe.steps}: must be at least 2")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `jspec train lm`."""
-    options.add(parser, Recipe)
-    parser.add_argument("--shape", choices=sorted(model.SHAPES), help="a shape by name")
-    parser.add_argument("--config", type=Path, help="or a directory whose config.json describes the model")
-    parser.add_argument("--teacher", type=Path, help="directory of a model to distil from (default: none)")
+    options.add(parser, LmRecipe)
+    parser.add_argument("--shape", choices=sorted(model.SHAPES), help="a bundled model whose shape to use")
+    parser.add_argument("--config", type=Path, help="directory with the config.json of the model, instead of --shape")
+    parser.add_argument("--teacher", type=Path, help="directory of the model to distill from (default: none)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `jspec train lm`."""
+    """Runs `jspec train lm`; returns its exit status."""
     if (args.shape is None) == (args.config is None):
-        raise ValueError("give --shape or --config, one of the two")
-    recipe = options.recipe(args, Recipe)
+        raise ValueError("exactly one of --shape and --config must be given")
+    # The model, its teacher and the data.
+    recipe = options.recipe(args, LmRecipe)
     bpe = tokenizer.load(args.data)
     config = model.SHAPES[args.shape] if args.shape else llama.parse_config(read_json(args.config / "config.json"))
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
@@ -141,7 +142,8 @@ def main(args: argparse.Namespace) -> int:
         batches.open_tokens(args.data / "heldout.npy", vocab_size=config.vocab_size), tokenizer.byte_counts(bpe)
     )
     shape = None if teacher is None else require_llama(teacher.config, "the teacher of jspec train lm")
-    setup = Setup(config, recipe, shape, dtype)
+    # The run.
+    setup = LmSetup(config, recipe, shape, dtype)
     state = train(
         setup,
         options.sources(args, config.vocab_size),
@@ -156,7 +158,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def export(out: Path, setup: Setup, state: TrainState, args: argparse.Namespace) -> None:
+def export(out: Path, setup: LmSetup, state: State, args: argparse.Namespace) -> None:
     """Writes the model as a Hugging Face directory: weights in bfloat16, tokenizer, model card."""
     bpe = tokenizer.load(args.data)
     end = tokenizer.end_of_text(bpe)
@@ -164,5 +166,5 @@ def export(out: Path, setup: Setup, state: TrainState, args: argparse.Namespace)
     language_model.save(out, setup.config, state.params, eos=eos, max_shard_bytes=MAX_SHARD_BYTES)
     tokenizer.save(bpe, out, setup.config.max_length)
     (out / "README.md").write_text(
-        card.write(setup, state, args, device=jax.devices()[0].device_kind), encoding="utf-8"
+        lm_card.write(setup, state, args, device=jax.devices()[0].device_kind), encoding="utf-8"
     )

@@ -1,13 +1,13 @@
-"""A model while it is trained: its first weights, and its forward over whole sequences without a cache."""
+"""Language models in training: initial weights, and the forward over whole sequences without a cache."""
 
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jspec.models import Llama, LlamaParams
 from jspec.models.decoder import Decoder
@@ -40,19 +40,19 @@ SHAPES = {
 }
 """The shapes of the bundled models, by name."""
 
-_LARGEST_FUSED = 128
-"""Dimensions of a head that cuDNN's attention takes on every GPU that has it."""
+_MAX_FUSED_HEAD_DIM = 128
+"""Head dimension up to which cuDNN has attention on every GPU that it supports."""
 
 EMBEDDING_SPREAD = 0.02
-"""Of an embedding's first values."""
+"""Standard deviation of initial embeddings."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CausalAttention:
-    """Stands in for a cache: each token attends to its sequence up to itself, and nothing is kept.
+    """Takes the place of a cache: each token attends to its sequence up to itself, and nothing is stored.
 
-    windows: of each layer, the positions that a token sees, its own included; None: all.
-    fused: cuDNN computes what it can, layers without a window and heads of up to 128 dimensions; XLA the rest.
+    windows: for each layer, how many positions a token attends to, its own included; None: all.
+    fused: use cuDNN for layers without a window and with heads of up to 128 dimensions, and XLA for the others.
     """
 
     windows: tuple[int | None, ...]
@@ -62,8 +62,8 @@ class CausalAttention:
         """Causal attention among the N tokens; `start` and `mask` must be None, and `positions` consecutive."""
         assert start is None and mask is None
         length, window = q.shape[1], self.windows[layer]
-        fused = self.fused and window is None and q.shape[-1] <= _LARGEST_FUSED
-        # cuDNN's backward pass takes even lengths only, and no token sees one that stands behind it.
+        fused = self.fused and window is None and q.shape[-1] <= _MAX_FUSED_HEAD_DIM
+        # cuDNN's backward pass needs an even length; with causal attention no token sees the padding.
         q, k, v = (jnp.pad(x, ((0, 0), (0, length % 2), (0, 0), (0, 0))) for x in (q, k, v))
         out = jax.nn.dot_product_attention(
             q,
@@ -79,7 +79,7 @@ class CausalAttention:
 
 @partial(jax.jit, static_argnames=("config",))
 def init_params(config: Llama, key: Key[Array, ""]) -> LlamaParams:
-    """Random weights in float32: matrices of spread in^-0.5, those that end a residual branch less by depth."""
+    """Random weights in float32: matrices with a standard deviation of in^-0.5, smaller at the end of a branch."""
     keys = iter(jax.random.split(key, 4 * config.num_layers + 2))
     width = config.hidden_size
     branch = (2 * config.num_layers) ** -0.5
@@ -91,19 +91,53 @@ def init_params(config: Llama, key: Key[Array, ""]) -> LlamaParams:
 
 
 def init_matrix(key: Key[Array, ""], rows: int, columns: int, factor: float = 1.0) -> Float[Array, "rows columns"]:
-    """Random weights in float32 of spread factor * rows^-0.5."""
+    """Random weights in float32 with a standard deviation of factor * rows^-0.5."""
     return jax.random.normal(key, (rows, columns), jnp.float32) * (factor * rows**-0.5)
 
 
+class LayerShape(Protocol):
+    """The configuration of a model, as far as a decoder layer needs it."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        ...
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of the MLP."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a head."""
+        ...
+
+
 def init_layer(
-    config: Any, keys: Iterator[Key[Array, ""]], *, read: int, branch: float, qk_norm: bool = False, bias: bool = False
+    config: LayerShape,
+    keys: Iterator[Key[Array, ""]],
+    *,
+    read: int,
+    branch: float,
+    qk_norm: bool = False,
+    bias: bool = False,
 ) -> LayerParams:
     """Random weights of a decoder layer.
 
-    config: says hidden_size, intermediate_size, num_heads, num_kv_heads and head_dim.
-    keys: four of them are taken.
-    read: width of what the attention reads.
-    branch: factor of the matrices that end a residual branch.
+    keys: four of them are used.
+    read: width of the input of the attention.
+    branch: scale of the matrices that end a residual branch.
     """
     width, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries = config.num_heads * dim
@@ -122,7 +156,7 @@ def init_layer(
     )
 
 
-def count(params: Any) -> int:
+def count(params: PyTree) -> int:
     """The number of weights."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
@@ -131,7 +165,7 @@ def logits(config: Llama, params: LlamaParams, tokens: Int[Array, "B N"], dtype:
     """Logits in float32 of sequences that start at position 0, computed in `dtype` from weights of any precision."""
     batch, length = tokens.shape
     cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    # Looked up here, so that the gradient of a frequent token is summed in the precision of the weights.
+    # Embedded outside of the cast, so that the gradient of a frequent token is summed in the precision of the weights.
     rows = jnp.take(params.embed, tokens.reshape(-1), axis=0, mode="clip").astype(dtype)
     head = cast.embed.T if cast.lm_head is None else cast.lm_head
     cast = dataclasses.replace(cast, embed=rows, lm_head=head)
@@ -141,6 +175,6 @@ def logits(config: Llama, params: LlamaParams, tokens: Int[Array, "B N"], dtype:
 
 
 def causal_attention(config: Decoder, dtype: str) -> CausalAttention:
-    """The fastest `CausalAttention` of a model, on this machine and in this precision."""
+    """The fastest `CausalAttention` for a model on this machine in this precision."""
     windows = tuple(config.layer_keys(layer).window for layer in range(config.num_layers))
     return CausalAttention(windows, fused=jax.default_backend() == "gpu" and dtype != "float32")

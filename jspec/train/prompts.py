@@ -1,16 +1,16 @@
-"""Prompts for completion: a function's signature and docstring, cut right after the docstring."""
+"""Prompts for completion: a function's signature and docstring, without its body."""
 
 import ast
 import warnings
 
-LEAST_STATEMENTS = 3
-"""A body of fewer statements, docstring aside, gives too little to complete."""
+MIN_STATEMENTS = 3
+"""Shorter bodies, not counting the docstring, give too little to complete."""
 
 
 def from_source(source: str) -> list[str]:
-    """The prompts in a module: its functions, and the methods of its classes under a `class` line of their own.
+    """The prompts in a module: its functions, and the methods of its classes, each after a `class` line.
 
-    Source that does not parse has none. Decorators are left out.
+    Source that does not parse has none. Decorators are omitted.
     """
     try:
         with warnings.catch_warnings():
@@ -31,8 +31,8 @@ def from_source(source: str) -> list[str]:
 
 
 def _cut(lines: list[str], node: ast.FunctionDef, before: str = "") -> str | None:
-    """The lines from `def` to the end of the docstring; None for a function that makes no prompt."""
-    if len(node.body) <= LEAST_STATEMENTS or ast.get_docstring(node) is None:
+    """The lines from `def` to the end of the docstring; None for a function that is not suitable."""
+    if len(node.body) <= MIN_STATEMENTS or ast.get_docstring(node) is None:
         return None
     docstring = node.body[0]
     assert docstring.end_lineno is not None and docstring.end_col_offset is not None

@@ -1,4 +1,4 @@
-"""A byte-level BPE for source code: every text round-trips, and a line's indentation is one token."""
+"""A byte-level BPE for source code: every text round-trips, and the indentation of a line is one token."""
 
 import json
 from collections.abc import Iterable
@@ -11,24 +11,24 @@ from jspec.text import tokenizer as text
 from jspec.train import batches
 
 END_OF_TEXT = "<|endoftext|>"
-"""Ends a text, and separates documents in token files, in the tokenizers that are trained here."""
+"""Ends a text and separates documents in token files, in the tokenizers trained here."""
 
 ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
-"""The same in others: Qwen's, Llama 3's, Gemma's, Llama 2's. Of several, the first that a vocabulary has."""
+"""The same token of Qwen, Llama 3, Gemma and Llama 2; the first that a vocabulary has is used."""
 
 # A word with the space, dot or underscore before it; one digit; punctuation; line ends with the indentation that
-# follows; other white space, of which the last space goes to the word behind it.
+# follows; other white space, whose last space belongs to the next word.
 _PIECES = r"[ ._]?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]*[\r\n]+(?:[ \t]*[\r\n]+)*[ \t]*|\s+(?!\S)|\s"
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains a tokenizer of at most `vocab_size` tokens, `END_OF_TEXT` (id 0) and the 256 bytes among them.
+    """Trains a tokenizer of at most `vocab_size` tokens, including `END_OF_TEXT` (id 0) and the 256 bytes.
 
     Raises:
-      ValueError: a vocabulary without room for the bytes.
+      ValueError: a vocabulary that is too small for the bytes.
     """
     if vocab_size < 258:
-        raise ValueError(f"vocab_size={vocab_size}: give at least 258 (256 bytes, one special token)")
+        raise ValueError(f"vocab_size={vocab_size}: must be at least 258 (256 bytes and a special token)")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -49,7 +49,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json as `transformers` reads them."""
+    """Writes tokenizer.json and tokenizer_config.json in the format of `transformers`."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -65,7 +65,7 @@ def load(directory: Path) -> Tokenizer:
     """The tokenizer in a directory.
 
     Raises:
-      FileNotFoundError: no tokenizer.json there.
+      FileNotFoundError: the directory has no tokenizer.json.
     """
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
@@ -74,24 +74,24 @@ def load(directory: Path) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> str | None:
-    """The token of a vocabulary that ends a text, of those in `ENDS`; None: it has none of them."""
+    """The first token of `ENDS` that the vocabulary has; None: it has none of them."""
     return next((token for token in ENDS if tokenizer.token_to_id(token) is not None), None)
 
 
 def check(tokenizer: Tokenizer, source: str | Path) -> None:
-    """Refuses a tokenizer that no token files can be written with.
+    """Checks that token files can be written with a tokenizer.
 
     Raises:
-      ValueError: no token in it that ends a text.
+      ValueError: it has no token that ends a text.
     """
     if end_of_text(tokenizer) is None:
-        raise ValueError(f"{source}: its tokenizer has no token that ends a text: {', '.join(ENDS)}")
+        raise ValueError(f"{source}: the tokenizer has no token that ends a text; it needs one of {', '.join(ENDS)}")
 
 
 def encode_documents(tokenizer: Tokenizer, texts: list[str], batch: int = 512) -> np.ndarray:
-    """All texts as one UInt[tokens], each followed by the token that ends a text; ids as `batches.id_dtype` has them.
+    """All texts as one UInt[tokens] of dtype `batches.id_dtype`, each followed by the token that ends a text.
 
-    tokenizer: one that `check` lets pass.
+    tokenizer: one that passes `check`.
     """
     vocabulary, token = tokenizer.get_vocab(), end_of_text(tokenizer)
     assert token is not None
@@ -105,7 +105,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str], batch: int = 512) -
 
 
 def byte_counts(tokenizer: Tokenizer) -> np.ndarray:
-    """Int32[V]: the bytes of text that each id stands for; none for special tokens, such as the one that ends a text.
+    """Int32[V]: how many bytes of text each id encodes; 0 for special tokens, such as the one that ends a text.
 
     Raises:
       ValueError: a tokenizer of an unknown kind.

@@ -1,134 +1,134 @@
-"""The training-time test of EAGLE-3: a draft is unrolled over its own output as in drafting, and learns from all of it
+"""The training-time test of EAGLE-3: a draft is unrolled over its own output, as when drafting, and learns at each step
 (Li et al., EAGLE-3, arXiv 2503.01840, section 3).
 
-Row p starts with what the target says of position p. At step k it reads its own output of step k - 1 and the text's
-token at p + k + 1, and is to say what the target says there, of the token at p + k + 2.
+Row p starts from the target's state at position p. At step k it reads its own output of step k - 1 and the text's token
+at p + k + 1, and learns the target's distribution there, that of the token at p + k + 2.
 """
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from jspec.core.struct import struct
 from jspec.core.types import Params
 
 
 class Unrolled(Protocol):
-    """A draft as the test runs it."""
+    """A draft that the training-time test can unroll."""
 
-    def begin(self, params: Params, seen: Any) -> Any:
-        """What step 0 is handed in place of an earlier step's.
+    def begin(self, params: Params, observed: PyTree) -> PyTree:
+        """The carry into step 0.
 
-        seen: what the draft reads of the target.
+        observed: what the draft reads of the target.
         """
         ...
 
     def forward(
-        self, params: Params, tokens: Int[Array, "B T"], seen: Any, handed: Any, step: int
-    ) -> tuple[Float[Array, "B T Vd"], Any]:
-        """Step `step`: all rows at once, each as the chain that starts there.
+        self, params: Params, tokens: Int[Array, "B T"], observed: PyTree, carry: PyTree, step: int
+    ) -> tuple[Float[Array, "B T Vd"], PyTree]:
+        """Step `step` of all rows at once, each row the chain that starts there.
 
-        tokens: the text; row p reads the token at p + step + 1, and 0 behind its end.
-        handed: what the step before returned.
+        tokens: the text; row p reads the token at p + step + 1, or 0 after the end.
+        carry: as returned by the previous step.
 
-        Returns the logits, and what the next step is handed.
+        Returns the logits, and the carry into the next step.
         """
         ...
 
 
 @struct
-class Lesson:
-    """What the target says after each token of a text."""
+class Targets:
+    """What a draft learns: the target's distribution after each token of a text."""
 
     probs: Float[Array, "B T Vd"]
-    """Its distribution within the draft's vocabulary."""
+    """The distribution, restricted to the draft's vocabulary."""
     known: Bool[Array, "B T"]
-    """Its choice lies in the draft's vocabulary."""
+    """Whether the target's choice is in the draft's vocabulary."""
     beyond: Bool[Array, ""]
-    """What `known` is taken for behind the end of the text, where the logits count as zeros."""
+    """The value of `known` after the end of the text, where all logits count as 0."""
 
 
 @struct
-class Figures:
-    """Of each of K steps, over a batch."""
+class StepMetrics:
+    """Metrics of each of K steps, over a batch."""
 
     loss: Float[Array, " K"]
-    """Cross-entropy from the target's distribution in nats, summed over the rows that count, by B T."""
+    """Cross-entropy from the target's distribution in nats, summed over the rows that count and divided by B T."""
     agreed: Int[Array, " K"]
-    """Rows that count where the draft's choice is the target's."""
+    """Rows that count and where draft and target choose the same token."""
     chained: Int[Array, " K"]
-    """Those that agreed at all earlier steps, too: chains of which a decoder would keep more than k tokens."""
+    """Rows that also agreed at all earlier steps: chains of which a decoder would accept more than k drafts."""
     counted: Int[Array, " K"]
-    """Rows within the loss mask."""
+    """Rows inside the mask."""
 
 
-def teach(logits: Float[Array, "B T V"], ids: Int[Array, " Vd"] | None) -> Lesson:
-    """The lesson in a target's logits.
+def make_targets(logits: Float[Array, "B T V"], ids: Int[Array, " Vd"] | None) -> Targets:
+    """Targets from the logits of the target model.
 
     ids: the draft's vocabulary, as target ids; None: all.
     """
     if ids is None:
-        return Lesson(jax.nn.softmax(logits), jnp.ones(logits.shape[:2], bool), jnp.array(True))
+        return Targets(jax.nn.softmax(logits), jnp.ones(logits.shape[:2], bool), jnp.array(True))
     inside = jnp.zeros(logits.shape[-1], bool).at[ids].set(True)
     probs = jax.nn.softmax(jnp.take(logits, ids, axis=-1, mode="clip"))
-    return Lesson(probs, jnp.take(inside, jnp.argmax(logits, axis=-1), mode="clip"), inside[0])
+    return Targets(probs, jnp.take(inside, jnp.argmax(logits, axis=-1), mode="clip"), inside[0])
 
 
-def figures(
+def unroll(
     draft: Unrolled,
     params: Params,
     tokens: Int[Array, "B T"],
-    seen: Any,
-    lesson: Lesson,
+    observed: PyTree,
+    targets: Targets,
     mask: Float[Array, "B T"],
     steps: int,
     *,
     recompute: bool = True,
-) -> Figures:
-    """Unrolls a draft over `steps` steps and compares each with the target, differentiable in `params.draft`.
+) -> StepMetrics:
+    """Unrolls a draft over `steps` steps and compares each with the target; differentiable in `params.draft`.
 
     Args:
       params: weights of the draft and of its target, in the precision of the forward.
       tokens: the text.
-      seen: what the draft reads of the target.
-      lesson: what the target said after each token.
-      mask: 1 where the text counts, 0 elsewhere. Row p of step k counts if the token at p + k does.
-      recompute: the backward pass makes what is inside of a step anew, most of all its logits, and keeps what K steps
-        hand on only.
+      observed: what the draft reads of the target.
+      targets: the target's distribution after each token.
+      mask: 1 for text that counts, 0 elsewhere. Row p of step k counts if the token at p + k does.
+      recompute: the backward pass recomputes the inside of each step, above all its logits, so that only the carries
+        of the K steps are stored.
     """
     chain = jnp.ones(tokens.shape, bool)
-    handed, found = draft.begin(params, seen), []
+    carry, metrics = draft.begin(params, observed), []
     for step in range(steps):
         run = partial(_step, draft, step=step)
         run = jax.checkpoint(run) if recompute else run
-        handed, loss, agreed = run(params, tokens, seen, handed, lesson, mask)
+        carry, loss, agreed = run(params, tokens, observed, carry, targets, mask)
         chain = chain & agreed
         counts = [jnp.sum(x, dtype=jnp.int32) for x in (agreed, chain, shift(mask, step) > 0)]
-        found.append((loss, *counts))
-    return Figures(*(jnp.stack(column) for column in zip(*found, strict=True)))
+        metrics.append((loss, *counts))
+    return StepMetrics(*(jnp.stack(column) for column in zip(*metrics, strict=True)))
 
 
 def total(loss: Float[Array, " K"], decay: float) -> Float[Array, ""]:
-    """The loss of all steps, of which step k counts decay^k."""
+    """The sum of the losses of all steps, with step k weighted by decay^k."""
     return jnp.sum(loss * jnp.asarray(decay ** np.arange(loss.size), jnp.float32))
 
 
-def _step(draft: Unrolled, params: Params, tokens, seen, handed, lesson: Lesson, mask, *, step: int):
-    """What the next step is handed, the loss of this one, and the counting rows that agree with the target."""
-    logits, handed = draft.forward(params, tokens, seen, handed, step)
-    probs = shift(lesson.probs, step + 1, jnp.float32(1 / lesson.probs.shape[-1]))
-    weight = shift(mask, step) * shift(lesson.known, step + 1, lesson.beyond).astype(mask.dtype)
+def _step(draft: Unrolled, params: Params, tokens, observed, carry, targets: Targets, mask, *, step: int):
+    """The carry into the next step, the loss of this one, and the rows that count and agree with the target."""
+    logits, carry = draft.forward(params, tokens, observed, carry, step)
+    probs = shift(targets.probs, step + 1, 1 / targets.probs.shape[-1])
+    weight = shift(mask, step) * shift(targets.known, step + 1, targets.beyond).astype(mask.dtype)
     loss = jnp.mean(weight * optax.softmax_cross_entropy(logits, probs))
     agreed = (weight > 0) & (jnp.argmax(logits, axis=-1) == jnp.argmax(probs, axis=-1))
-    return handed, loss, agreed
+    return carry, loss, agreed
 
 
-def shift(x: Shaped[Array, "B T *rest"], count: int, fill: Any = 0) -> Shaped[Array, "B T *rest"]:
-    """Moves everything `count` rows to the left; `fill` comes in behind the end."""
+def shift(x: Shaped[Array, "B T *rest"], count: int, fill: float | Array = 0) -> Shaped[Array, "B T *rest"]:
+    """Moves everything `count` rows to the left and puts `fill` in the rows after the end."""
     kept = x[:, count:]
     return jnp.concatenate([kept, jnp.full_like(x[:, : x.shape[1] - kept.shape[1]], fill)], axis=1)

@@ -176,7 +176,7 @@ def test_the_card_lists_the_packages_of_the_heldout_prompts():
     directory = locate("bundled:python-small").parent
     records = json.loads((directory / "heldout_prompts.json").read_text(encoding="utf-8"))
     assert len(records) >= 64
-    assert all(record["package"] and record["licence"] and '"""' in record["prompt"] for record in records)
+    assert all(record["package"] and record["license"] and '"""' in record["prompt"] for record in records)
     card = (directory / "python-small" / "README.md").read_text(encoding="utf-8")
     assert all(record["package"] in card for record in records)
 

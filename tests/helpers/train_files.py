@@ -20,7 +20,7 @@ def write(directory):
     np.save(directory / "heldout.npy", tokens[:200])
     np.save(directory / "rows.npy", tokens[:400].reshape(25, 16))
     side = {"packages": 1, "files": 2, "bytes": 2 * len(_SOURCE), "tokens": len(tokens)}
-    package = {"version": "1", "licence": "MIT", "files": 1, "bytes": len(_SOURCE)}
+    package = {"version": "1", "license": "MIT", "files": 1, "bytes": len(_SOURCE)}
     packages = [{"name": "free", "heldout": False, **package}, {"name": "apart", "heldout": True, **package}]
     manifest = {"train": side, "heldout": side, "vocab_size": VOCABULARY, "skipped": {"empty file": 3}}
     (directory / "data.json").write_text(json.dumps({**manifest, "packages": packages, "tokenizer": "small"}))

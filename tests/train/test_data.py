@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jspec.train import batches, corpus, data, licences, prompts, tokenizer
+from jspec.train import batches, corpus, data, licenses, prompts, tokenizer
 
 FUNCTION = '''def {name}(items, start=0):
     """Adds up what {name} finds among the items, beginning at a start of its own."""
@@ -75,8 +75,8 @@ def test_only_permissive_packages_are_taken_and_the_rest_is_counted(collected):
     assert {document.path for document in collected.train} == {"free/__init__.py", "free/again.py"}
     assert {document.package for document in collected.train} == {"free-package"}
     assert collected.skipped == {
-        "package without a permissive licence": 2,
-        "file without a permissive licence": 2,
+        "package without a permissive license": 2,
+        "file without a permissive license": 2,
         "file named as a held-out package": 1,
         "duplicate file": 2,
         "file not in UTF-8": 1,
@@ -95,7 +95,7 @@ def test_heldout_names_are_checked(site):
     packages = corpus.installed(site)
     with pytest.raises(ValueError, match=r"heldout=\['absent'\]: not installed"):
         corpus.collect(packages, ["absent"])
-    with pytest.raises(ValueError, match="heldout='strong': its licence is 'GPL-3.0-or-later'"):
+    with pytest.raises(ValueError, match="heldout='strong': its license is 'GPL-3.0-or-later'"):
         corpus.collect(packages, ["strong"])
     assert corpus.collect(packages, ["Free.Package"]).heldout
 
@@ -132,11 +132,11 @@ def test_the_standard_library_is_a_package():
         ([], ("unknown", False)),
     ],
 )
-def test_licences(fields, wanted):
+def test_licenses(fields, wanted):
     metadata = Message()
     for name, value in fields:
         metadata[name] = value
-    name, permissive = licences.judge(metadata)
+    name, permissive = licenses.classify(metadata)
     assert permissive == wanted[1]
     assert wanted[0] is None or name == wanted[0]
 
@@ -174,7 +174,7 @@ class Thing(Base):
 
 @pytest.fixture
 def built(collected, tmp_path):
-    limits = data.PromptLimits(heldout=8, train=8, least_tokens=1, most_tokens=200)
+    limits = data.PromptLimits(heldout=8, train=8, min_tokens=1, max_tokens=200)
     manifest = data.build(tmp_path / "data", collected, vocab_size=300, max_length=64, limits=limits)
     return tmp_path / "data", manifest
 
@@ -185,7 +185,7 @@ def test_build_writes_what_the_manifest_says(built, collected):
     assert read["packages"][0] == {
         "name": "apart",
         "version": "1.0",
-        "licence": "MIT",
+        "license": "MIT",
         "heldout": True,
         "files": 2,
         "bytes": sum(len(document.text.encode()) for document in collected.heldout),
@@ -205,7 +205,7 @@ def test_prompts_come_from_their_side_and_not_from_tests(built):
     directory, _ = built
     heldout = json.loads((directory / "heldout_prompts.json").read_text())
     assert [(record["package"], record["file"]) for record in heldout] == [("apart", "apart/__init__.py")]
-    assert heldout[0]["licence"] == "MIT" and heldout[0]["prompt"].startswith("def held(")
+    assert heldout[0]["license"] == "MIT" and heldout[0]["prompt"].startswith("def held(")
     trained = json.loads((directory / "train_prompts.json").read_text())
     assert len(trained) == 8 and {record["package"] for record in trained} == {"free-package"}
 
@@ -233,7 +233,7 @@ def test_transformers_reads_the_tokenizer(built):
 
 def test_a_given_tokenizer_is_used(built, collected, tmp_path):
     directory, _ = built
-    limits = data.PromptLimits(heldout=8, train=8, least_tokens=1, most_tokens=200)
+    limits = data.PromptLimits(heldout=8, train=8, min_tokens=1, max_tokens=200)
     options = {"vocab_size": 4096, "max_length": 64, "limits": limits, "given": directory}
     manifest = data.build(tmp_path / "again", collected, **options)
     assert manifest["tokenizer"] == "data" and manifest["vocab_size"] == 300
@@ -246,7 +246,8 @@ def test_a_given_tokenizer_is_used(built, collected, tmp_path):
     (other / "tokenizer.json").write_text(text)
     with pytest.raises(
         ValueError,
-        match=r"other: its tokenizer has no token that ends a text: <\|endoftext\|>, <\|end_of_text\|>, <eos>",
+        match=r"other: the tokenizer has no token that ends a text; "
+        r"it needs one of <\|endoftext\|>, <\|end_of_text\|>, <eos>",
     ):
         data.build(tmp_path / "c", collected, **{**options, "given": other})
     with pytest.raises(ValueError, match="absent: no such directory"):
@@ -266,15 +267,15 @@ def test_a_vocabulary_as_large_as_those_of_real_models(end, collected, tmp_path)
     assert json.loads((tmp_path / "data" / "tokenizer_config.json").read_text())["eos_token"] == end
     tokens = batches.open_tokens(tmp_path / "data" / "train.npy", vocab_size=70_000)
     assert tokens.dtype == np.uint32 and (tokens == 69_999).sum() == len(collected.train) and 65_537 in tokens
-    batch = batches.draw((batches.Source(tokens),), seed=0, step=0, batch_tokens=len(tokens), length=len(tokens) - 1)
+    batch = batches.sample((batches.Source(tokens),), seed=0, step=0, batch_tokens=len(tokens), length=len(tokens) - 1)
     assert batch.dtype == np.int32 and batch.max() == 69_999
 
 
 def test_bad_arguments_are_named(collected, tmp_path):
     limits = data.PromptLimits()
-    with pytest.raises(ValueError, match="vocab_size=100: give at least 258"):
+    with pytest.raises(ValueError, match="vocab_size=100: must be at least 258"):
         data.build(tmp_path / "a", collected, vocab_size=100, max_length=64, limits=limits)
-    with pytest.raises(ValueError, match="heldout: no file of a permissive package"):
+    with pytest.raises(ValueError, match="heldout: has no file of a permissive package"):
         empty = corpus.Corpus(collected.train, (), collected.packages, collected.skipped)
         data.build(tmp_path / "b", empty, vocab_size=300, max_length=64, limits=limits)
     with pytest.raises(FileNotFoundError, match="jspec train data"):
@@ -285,13 +286,13 @@ def test_batches_follow_from_seed_and_step():
     flat = np.arange(1000, dtype=np.uint16)
     whole = np.arange(2000, 2000 + 40 * 9, dtype=np.uint16).reshape(40, 9)
     sources = (batches.Source(flat, 0.5), batches.Source(whole, 0.5))
-    drawn = [batches.draw(sources, seed=3, step=step, batch_tokens=64, length=16) for step in range(40)]
-    again = [batches.draw(sources, seed=3, step=step, batch_tokens=64, length=16) for step in range(40)]
-    other = batches.draw(sources, seed=4, step=0, batch_tokens=64, length=16)
-    assert all(np.array_equal(a, b) for a, b in zip(drawn, again, strict=True))
-    assert not np.array_equal(other, drawn[0])
-    assert {batch.shape for batch in drawn} == {(4, 17), (8, 9)}
-    for batch in drawn:
+    sampled = [batches.sample(sources, seed=3, step=step, batch_tokens=64, length=16) for step in range(40)]
+    again = [batches.sample(sources, seed=3, step=step, batch_tokens=64, length=16) for step in range(40)]
+    other = batches.sample(sources, seed=4, step=0, batch_tokens=64, length=16)
+    assert all(np.array_equal(a, b) for a, b in zip(sampled, again, strict=True))
+    assert not np.array_equal(other, sampled[0])
+    assert {batch.shape for batch in sampled} == {(4, 17), (8, 9)}
+    for batch in sampled:
         assert (np.diff(batch, axis=1) == 1).all()
         if batch.shape == (8, 9):
             assert ((batch[:, 0] - 2000) % 9 == 0).all()
@@ -310,9 +311,9 @@ def test_token_files_are_checked(tmp_path):
     with pytest.raises(ValueError, match=r"holds int64\[4\]"):
         batches.open_tokens(tmp_path / "wide.npy", vocab_size=10)
     np.save(tmp_path / "high.npy", np.array([3, 10], np.uint16))
-    with pytest.raises(ValueError, match="holds the token 10, but the model has vocab_size=10"):
+    with pytest.raises(ValueError, match="holds token 10, but the model has vocab_size=10"):
         batches.open_tokens(tmp_path / "high.npy", vocab_size=10)
-    with pytest.raises(ValueError, match="10 tokens: one sequence takes length . 1 = 11"):
-        batches.draw((batches.Source(np.zeros(10, np.uint16)),), seed=0, step=0, batch_tokens=64, length=10)
-    with pytest.raises(ValueError, match="one window takes"):
+    with pytest.raises(ValueError, match="10 tokens: a sequence needs length . 1 = 11"):
+        batches.sample((batches.Source(np.zeros(10, np.uint16)),), seed=0, step=0, batch_tokens=64, length=10)
+    with pytest.raises(ValueError, match="a window needs"):
         next(batches.windows(np.zeros(10, np.uint16), batch_tokens=64, length=10))

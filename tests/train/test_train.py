@@ -21,9 +21,9 @@ from jspec.core import tree  # noqa: E402
 from jspec.models import Llama  # noqa: E402
 from jspec.train import batches, lm, model, objective, text, tokenizer  # noqa: E402
 from jspec.train.loop import Intervals  # noqa: E402
-from jspec.train.objective import Recipe, Setup  # noqa: E402
+from jspec.train.objective import LmRecipe, LmSetup  # noqa: E402
 
-SMALL = Llama(
+MODEL = Llama(
     vocab_size=61,
     hidden_size=32,
     intermediate_size=48,
@@ -35,9 +35,9 @@ SMALL = Llama(
     tie_embeddings=True,
     qk_norm=True,
 )
-TINY = dataclasses.replace(SMALL, hidden_size=16, qk_norm=False, tie_embeddings=False)
-RECIPE = Recipe(steps=12, batch_tokens=128, length=16, learning_rate=1e-2, warmup=2)
-OFTEN = Intervals(log=1, evaluate=6, checkpoint=4)
+DRAFT = dataclasses.replace(MODEL, hidden_size=16, qk_norm=False, tie_embeddings=False)
+RECIPE = LmRecipe(steps=12, batch_tokens=128, length=16, learning_rate=1e-2, warmup=2)
+EVERY_FEW_STEPS = Intervals(log=1, evaluate=6, checkpoint=4)
 LOGITS = jax.jit(model.logits, static_argnums=(0, 3))
 
 
@@ -52,11 +52,11 @@ def heldout():
     return lm.Heldout((np.arange(600) * 7 % 61).astype(np.uint16), np.full(61, 2, np.int32))
 
 
-def setup_for(config=SMALL, recipe=RECIPE, teacher=None):
-    return Setup(config, recipe, teacher, "float32")
+def setup_for(config=MODEL, recipe=RECIPE, teacher=None):
+    return LmSetup(config, recipe, teacher, "float32")
 
 
-@pytest.mark.parametrize("config", [SMALL, TINY], ids=["qwen3-tied", "llama-untied"])
+@pytest.mark.parametrize("config", [MODEL, DRAFT], ids=["qwen3-tied", "llama-untied"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_training_forward_is_the_models_own(config, layers):
     config, length = dataclasses.replace(config, num_layers=layers), 14 + layers
@@ -75,7 +75,7 @@ def test_the_training_forward_is_the_models_own(config, layers):
 
 def test_the_loss_falls_and_metrics_say_so(sources, heldout, tmp_path):
     recipe = dataclasses.replace(RECIPE, steps=40)
-    state = lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=OFTEN)
+    state = lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=EVERY_FEW_STEPS)
     losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
     assert int(state.step) == len(losses) == 40
     assert losses[0] == pytest.approx(math.log(61), abs=0.5)
@@ -88,9 +88,9 @@ def test_the_loss_falls_and_metrics_say_so(sources, heldout, tmp_path):
 
 def test_resuming_continues_exactly(sources, heldout, tmp_path):
     setup = setup_for()
-    unbroken = lm.train(setup, sources, heldout, directory=tmp_path / "whole", intervals=OFTEN)
-    lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=OFTEN, stop_after=7)
-    resumed = lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=OFTEN, resume=True)
+    unbroken = lm.train(setup, sources, heldout, directory=tmp_path / "whole", intervals=EVERY_FEW_STEPS)
+    lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=EVERY_FEW_STEPS, stop_after=7)
+    resumed = lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=EVERY_FEW_STEPS, resume=True)
     # A GPU adds the gradients of a token's row in no fixed order.
     tolerance = 1e-3 if jax.default_backend() == "gpu" else 0
     close = {"atol": tolerance, "rtol": tolerance, "equal_nan": False}
@@ -104,12 +104,12 @@ def test_resuming_continues_exactly(sources, heldout, tmp_path):
 
 
 def test_distillation_brings_the_draft_to_its_teacher(sources, heldout, tmp_path):
-    teacher = model.init_params(SMALL, jax.random.key(5))
+    teacher = model.init_params(MODEL, jax.random.key(5))
     teacher = dataclasses.replace(teacher, embed=20 * teacher.embed)
     recipe = dataclasses.replace(RECIPE, steps=40, cross_entropy=0.01)
-    setup = setup_for(TINY, recipe, SMALL)
+    setup = setup_for(DRAFT, recipe, MODEL)
     before = lm.evaluate(objective.init(setup).params, heldout, setup, teacher)
-    lm.train(setup, sources, heldout, teacher=teacher, directory=tmp_path, intervals=OFTEN)
+    lm.train(setup, sources, heldout, teacher=teacher, directory=tmp_path, intervals=EVERY_FEW_STEPS)
     after = lines(tmp_path)[-1]
     assert after["heldout_divergence"] < 0.5 * before["heldout_divergence"]
     assert after["heldout_agreement"] > 0.5 > before["heldout_agreement"]
@@ -124,26 +124,26 @@ def test_divergence_and_cross_entropy():
 
 
 def test_bits_per_byte_of_a_model_that_knows_nothing(heldout):
-    params = jax.tree.map(np.zeros_like, model.init_params(SMALL, jax.random.key(0)))
+    params = jax.tree.map(np.zeros_like, model.init_params(MODEL, jax.random.key(0)))
     result = lm.evaluate(params, heldout, setup_for())
     assert result["heldout_bits_per_byte"] == pytest.approx(math.log2(61) / 2, rel=1e-5)
     assert "heldout_agreement" not in result
 
 
 def test_a_text_is_the_models_greedy_output():
-    params = model.init_params(SMALL, jax.random.key(3))
+    params = model.init_params(MODEL, jax.random.key(3))
     prompts = [[5, 9, 2], [7], [1, 1, 1, 1, 1]]
-    rows = text.complete(SMALL, params, prompts, width=12, batch=3)
+    rows = text.complete(MODEL, params, prompts, width=12, batch=3)
     assert rows.dtype == np.uint16 and rows.shape == (3, 12)
     for row, prompt in zip(rows, prompts, strict=True):
         assert row[: len(prompt)].tolist() == prompt
-        choices = np.argmax(LOGITS(SMALL, params, row[None].astype(np.int32), "float32"), axis=-1)[0]
+        choices = np.argmax(LOGITS(MODEL, params, row[None].astype(np.int32), "float32"), axis=-1)[0]
         assert choices[len(prompt) - 1 : -1].tolist() == row[len(prompt) :].tolist()
 
 
 def test_ids_beyond_16_bits_have_32():
     """As in the vocabularies of Llama 3, Qwen3 and Gemma 4."""
-    config = dataclasses.replace(TINY, vocab_size=70_000)
+    config = dataclasses.replace(DRAFT, vocab_size=70_000)
     rows = text.complete(config, model.init_params(config, jax.random.key(3)), [[69_999, 65_536]], width=4, batch=1)
     assert rows.dtype == np.uint32 and rows[0, :2].tolist() == [69_999, 65_536]
 
@@ -165,7 +165,7 @@ def data_directory(tmp_path_factory):
     """What `jspec train data` writes, of a made-up text."""
     directory = tmp_path_factory.mktemp("data")
     train_files.write(directory)
-    for name, config in (("small", SMALL), ("tiny", TINY)):
+    for name, config in (("small", MODEL), ("tiny", DRAFT)):
         (directory / name).mkdir()
         described = llama.describe(dataclasses.replace(config, vocab_size=280))
         (directory / name / "config.json").write_text(json.dumps(described))
@@ -179,12 +179,12 @@ def test_the_commands_write_models_that_load_again(data_directory, tmp_path):
     run("lm", **common, work=tmp_path / "w1", out=small, config=data_directory / "small", resume=True)
     run("text", model=small, prompts=data_directory / "train_prompts.json", out=rows, width=17, rows=3)
     assert np.load(rows).shape == (3, 17)
-    distil = {"config": data_directory / "tiny", "teacher": small, "rows": rows, "rows_share": 0.25}
-    run("lm", **common, work=tmp_path / "w2", out=tiny, **distil)
+    distilled = {"config": data_directory / "tiny", "teacher": small, "rows": rows, "rows_share": 0.25}
+    run("lm", **common, work=tmp_path / "w2", out=tiny, **distilled)
 
     loaded = language_model.load(tiny, dtype="float32")
-    assert loaded.config == dataclasses.replace(TINY, vocab_size=280) and loaded.eos == (0,)
-    recipe = Recipe(steps=4, batch_tokens=64, length=16)
+    assert loaded.config == dataclasses.replace(DRAFT, vocab_size=280) and loaded.eos == (0,)
+    recipe = LmRecipe(steps=4, batch_tokens=64, length=16)
     with ocp.CheckpointManager((tmp_path / "w2" / "checkpoints").resolve()) as manager:
         like = jax.eval_shape(lambda: objective.init(setup_for(loaded.config, recipe)))
         trained = manager.restore(4, args=ocp.args.StandardRestore(like)).params
@@ -203,33 +203,33 @@ def test_the_commands_write_models_that_load_again(data_directory, tmp_path):
 def test_what_does_not_fit_is_refused(sources, heldout, tmp_path):
     def train(**changes):
         setup = setup_for(**changes)
-        lm.train(setup, sources, heldout, directory=tmp_path, intervals=OFTEN)
+        lm.train(setup, sources, heldout, directory=tmp_path, intervals=EVERY_FEW_STEPS)
 
-    with pytest.raises(ValueError, match="length=33: the model's context is 32 tokens"):
+    with pytest.raises(ValueError, match="length=33: exceeds the model's context of 32 tokens"):
         train(recipe=dataclasses.replace(RECIPE, length=33))
     with pytest.raises(ValueError, match="the teacher's vocabulary has 60 tokens and the model's 61"):
-        train(teacher=dataclasses.replace(SMALL, vocab_size=60))
-    with pytest.raises(ValueError, match="the teacher's context is 8 tokens"):
-        train(teacher=dataclasses.replace(SMALL, max_length=8))
-    with pytest.raises(ValueError, match="the tokenizer has 61 tokens and the model vocab_size=64"):
-        train(config=dataclasses.replace(SMALL, vocab_size=64))
-    with pytest.raises(ValueError, match="steps=1"):
+        train(teacher=dataclasses.replace(MODEL, vocab_size=60))
+    with pytest.raises(ValueError, match="exceeds the teacher's context of 8 tokens"):
+        train(teacher=dataclasses.replace(MODEL, max_length=8))
+    with pytest.raises(ValueError, match="vocab_size=64: must be 61, the tokenizer's vocabulary"):
+        train(config=dataclasses.replace(MODEL, vocab_size=64))
+    with pytest.raises(ValueError, match="steps=1: must be at least 2"):
         train(recipe=dataclasses.replace(RECIPE, steps=1))
-    params = model.init_params(SMALL, jax.random.key(0))
-    with pytest.raises(ValueError, match="width=33: the model's context is 32 tokens"):
-        text.complete(SMALL, params, [[1]], width=33, batch=1)
-    with pytest.raises(ValueError, match="prompts of up to 12 tokens: give prompts of 1 to 11"):
-        text.complete(SMALL, params, [[1] * 12], width=12, batch=1)
+    params = model.init_params(MODEL, jax.random.key(0))
+    with pytest.raises(ValueError, match="width=33: exceeds the model's context of 32 tokens"):
+        text.complete(MODEL, params, [[1]], width=33, batch=1)
+    with pytest.raises(ValueError, match="prompts of up to 12 tokens: must have 1 to 11"):
+        text.complete(MODEL, params, [[1] * 12], width=12, batch=1)
 
 
 def test_resuming_is_checked(sources, heldout, tmp_path):
     def train(recipe=RECIPE, **options):
-        lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=OFTEN, **options)
+        lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=EVERY_FEW_STEPS, **options)
 
     with pytest.raises(FileNotFoundError, match="no checkpoint to resume from"):
         train(resume=True)
     train(stop_after=2)
-    with pytest.raises(FileExistsError, match="holds a checkpoint of step 2; resume"):
+    with pytest.raises(FileExistsError, match="has a checkpoint of step 2; resume"):
         train()
     with pytest.raises(ValueError, match=r"another recipe: seed=1 \(was 0\)"):
         train(recipe=dataclasses.replace(RECIPE, seed=1), resume=True)
@@ -239,7 +239,7 @@ def test_the_commands_name_what_is_missing(data_directory, tmp_path):
     common = {"steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
     with pytest.raises(FileNotFoundError, match="absent"):
         run("lm", data=tmp_path / "absent", shape="python-tiny", **common)
-    with pytest.raises(ValueError, match="give --shape or --config"):
+    with pytest.raises(ValueError, match="exactly one of --shape and --config"):
         run("lm", data=data_directory, **common)
     with pytest.raises(ValueError, match="absent: no such directory"):
         run("lm", data=data_directory, config=data_directory / "tiny", teacher=tmp_path / "absent", **common)

@@ -21,7 +21,7 @@ from jspec.checkpoints import eagle, language_model  # noqa: E402
 from jspec.core.types import Params  # noqa: E402
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams  # noqa: E402
 from jspec.models.llama import LayerParams  # noqa: E402
-from jspec.train import batches, distil, eagle3, head, learner, model, text, tokenizer, ttt  # noqa: E402
+from jspec.train import batches, distill, eagle3, head, learner, model, text, tokenizer, trainer, ttt  # noqa: E402
 from jspec.train.head import HeadLearner  # noqa: E402
 from jspec.train.learner import DraftRecipe, DraftSetup  # noqa: E402
 from jspec.train.loop import Intervals  # noqa: E402
@@ -43,10 +43,10 @@ RECIPE = DraftRecipe(steps=30, batch_tokens=96, length=24, learning_rate=1e-2, w
 CONFIG = head.configure(TARGET, capture_layers=(1, 2, 4), draft_vocab_size=40)
 LEARNER = HeadLearner(CONFIG, TARGET)
 SETUP = DraftSetup(LEARNER, RECIPE, "float32")
-OBSERVE = jax.jit(learner.observe, static_argnums=0)
-TEACH = jax.jit(ttt.teach)
-FIGURES = jax.jit(ttt.figures, static_argnums=(0, 6))
-OFTEN = Intervals(log=1, evaluate=10, checkpoint=10)
+READ_TARGET = jax.jit(learner.read_target, static_argnums=0)
+MAKE_TARGETS = jax.jit(ttt.make_targets)
+UNROLL = jax.jit(ttt.unroll, static_argnums=(0, 6))
+INTERVALS = Intervals(log=1, evaluate=10, checkpoint=10)
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +95,13 @@ def test_losses_and_gradients_are_those_of_the_authors(reference):
     assert config.capture_layers == (2, 3, 4) and config.rms_norm_eps == 1e-5 and config.rope_theta == 10000
     frozen = LlamaParams(jnp.asarray(reference["emb"]), (), np.ones(32, np.float32), None)
     tokens = jnp.asarray(reference["ids"], jnp.int32)
-    lesson = TEACH(reference["tlogits"], np.flatnonzero(reference["t2d"]).astype(np.int32))
+    targets = MAKE_TARGETS(reference["tlogits"], np.flatnonzero(reference["t2d"]).astype(np.int32))
 
     @jax.jit
     @partial(jax.grad, has_aux=True)
     def run(params):
-        inputs = (tokens, jnp.asarray(reference["aux"]), lesson, jnp.asarray(reference["lm"]))
-        found = ttt.figures(HeadLearner(config, target), Params(frozen, params), *inputs, STEPS)
+        inputs = (tokens, jnp.asarray(reference["aux"]), targets, jnp.asarray(reference["lm"]))
+        found = ttt.unroll(HeadLearner(config, target), Params(frozen, params), *inputs, STEPS)
         return ttt.total(found.loss, 0.8), found.loss
 
     gradient, losses = run(read_head(reference, "w:"))
@@ -150,14 +150,14 @@ def random_tokens(batch, length):
 def test_what_is_trained_is_what_is_served(target):
     """Step k of row p is the k-th draft of a decoder whose cache holds the rows 0 to p."""
     params, tokens = Params(target, random_head(target)), random_tokens(2, 12)
-    hidden = OBSERVE(SETUP, target, tokens, None)[0]
+    hidden = READ_TARGET(SETUP, target, tokens, None)[0]
     fused = np.array(jax.jit(CONFIG.fuse)(params.draft, hidden))
-    handed, trained = jax.jit(LEARNER.begin)(params, hidden), []
+    carry, trained = jax.jit(LEARNER.begin)(params, hidden), []
     forward, apply = jax.jit(LEARNER.forward, static_argnums=4), jax.jit(CONFIG.apply, static_argnums=1)
     commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
     for step in range(3):
-        logits, handed = forward(params, tokens, hidden, handed, step)
-        trained.append(jax.device_get((logits, handed[0])))
+        logits, carry = forward(params, tokens, hidden, carry, step)
+        trained.append(jax.device_get((logits, carry[0])))
     for p in (0, 7):
         cache = CONFIG.init_cache(params.draft, 2, 12, 4)
         positions = np.arange(p + 1, dtype=np.int32)[None]
@@ -176,7 +176,7 @@ def test_what_is_trained_is_what_is_served(target):
 def test_what_the_mask_leaves_out_changes_nothing(target):
     params, tokens = dataclasses.replace(random_head(target), ids=None), random_tokens(2, 12)
     ids = np.arange(0, 60, 1.5).astype(np.int32)
-    hidden = np.array(OBSERVE(SETUP, target, tokens, None)[0])
+    hidden = np.array(READ_TARGET(SETUP, target, tokens, None)[0])
     logits = np.random.default_rng(1).normal(size=(2, 12, 61)).astype(np.float32)
     mask = np.random.default_rng(4).integers(0, 2, (2, 12)).astype(np.float32)
     mask[:, 7:] = 0.0
@@ -186,7 +186,7 @@ def test_what_the_mask_leaves_out_changes_nothing(target):
     def run(params, tokens, hidden, logits):
         def total(params):
             both = Params(target, params)
-            found = ttt.figures(LEARNER, both, tokens, hidden, ttt.teach(logits, ids), mask, 3)
+            found = ttt.unroll(LEARNER, both, tokens, hidden, ttt.make_targets(logits, ids), mask, 3)
             return ttt.total(found.loss, 0.8), found
 
         return jax.grad(total, has_aux=True)(params)
@@ -205,21 +205,21 @@ def test_what_the_mask_leaves_out_changes_nothing(target):
 
 
 def test_figures_count_what_agrees(target):
-    """Against a lesson made of the head's own choices, of which some are then changed."""
+    """Against a targets made of the head's own choices, of which some are then changed."""
     params, tokens = Params(target, random_head(target)), random_tokens(1, 10)
     hidden = np.random.default_rng(0).normal(size=(1, 10, 96)).astype(np.float32)
     forward = jax.jit(LEARNER.forward, static_argnums=4)
-    first, handed = forward(params, tokens, hidden, jax.jit(LEARNER.begin)(params, hidden), 0)
-    second, _ = forward(params, tokens, hidden, handed, 1)
+    first, carry = forward(params, tokens, hidden, jax.jit(LEARNER.begin)(params, hidden), 0)
+    second, _ = forward(params, tokens, hidden, carry, 1)
     choices = [np.asarray(logits)[0].argmax(-1) for logits in (first, second)]
     wanted = np.concatenate([[0], choices[0][:-1]])
     wanted[4] = choices[1][2]
     wanted[[6, 7]] = (wanted[[6, 7]] + 1) % 40
     known = np.arange(10) != 3
-    lesson = ttt.Lesson(np.eye(40, dtype=np.float32)[wanted][None], known[None], np.array(False))
+    targets = ttt.Targets(np.eye(40, dtype=np.float32)[wanted][None], known[None], np.array(False))
     agreed = [[choices[k][p] == wanted[p + k + 1] and known[p + k + 1] for p in range(9 - k)] for k in range(2)]
     both = sum(a and b for a, b in zip(*agreed, strict=False))
-    found = FIGURES(LEARNER, params, tokens, hidden, lesson, learner.text_mask(tokens), 2)
+    found = UNROLL(LEARNER, params, tokens, hidden, targets, learner.text_mask(tokens), 2)
     assert found.agreed.tolist() == [sum(agreed[0]), sum(agreed[1])]
     assert found.chained.tolist() == [sum(agreed[0]), both] and both < sum(agreed[1])
     assert found.counted.tolist() == [9, 8]
@@ -228,11 +228,11 @@ def test_figures_count_what_agrees(target):
 
 def test_a_choice_outside_the_drafts_vocabulary_counts_nothing():
     logits = np.log(np.array([[[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]], np.float32))
-    lesson = TEACH(logits, np.array([0, 2]))
-    np.testing.assert_allclose(lesson.probs, [[[0.25, 0.75], [2 / 3, 1 / 3]]], rtol=1e-6)
-    assert lesson.known.tolist() == [[False, True]] and bool(lesson.beyond)
-    assert not bool(TEACH(logits, np.array([1, 2])).beyond)
-    assert np.array(TEACH(logits, None).known).all()
+    targets = MAKE_TARGETS(logits, np.array([0, 2]))
+    np.testing.assert_allclose(targets.probs, [[[0.25, 0.75], [2 / 3, 1 / 3]]], rtol=1e-6)
+    assert targets.known.tolist() == [[False, True]] and bool(targets.beyond)
+    assert not bool(MAKE_TARGETS(logits, np.array([1, 2])).beyond)
+    assert np.array(MAKE_TARGETS(logits, None).known).all()
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -242,11 +242,11 @@ def test_behind_the_end_the_target_counts_as_undecided(target, first):
     random = np.random.default_rng(0)
     hidden, logits = (random.normal(size=(1, 6, width)).astype(np.float32) for width in (96, 61))
     params = Params(target, random_head(target))
-    lessons = [TEACH(logits, ids), TEACH(np.pad(logits, ((0, 0), (0, 2), (0, 0))), ids)]
-    ours = FIGURES(LEARNER, params, tokens, hidden, lessons[0], np.ones((1, 6), np.float32), 2)
+    both_targets = [MAKE_TARGETS(logits, ids), MAKE_TARGETS(np.pad(logits, ((0, 0), (0, 2), (0, 0))), ids)]
+    ours = UNROLL(LEARNER, params, tokens, hidden, both_targets[0], np.ones((1, 6), np.float32), 2)
     longer = np.pad(tokens, ((0, 0), (0, 2))), np.pad(hidden, ((0, 0), (0, 2), (0, 0)))
     mask = np.array([[1, 1, 1, 1, 1, 1, 0, 0]], np.float32)
-    wanted = FIGURES(LEARNER, params, *longer, lessons[1], mask, 2)
+    wanted = UNROLL(LEARNER, params, *longer, both_targets[1], mask, 2)
     np.testing.assert_allclose(np.array(ours.loss) * 6, np.array(wanted.loss) * 8, rtol=1e-5)
     assert ours.counted.tolist() == wanted.counted.tolist() == [6, 5]
 
@@ -266,26 +266,28 @@ def test_the_vocabulary_is_what_is_most_common():
 
 
 def test_training_lowers_the_loss_and_leaves_the_vocabulary(target, sources, heldout, tmp_path):
-    judged = []
+    measured = []
 
-    def judge(params):
-        judged.append(params)
+    def measure(params):
+        measured.append(params)
         return {"accept_length": 1.5}
 
-    state = distil.train(SETUP, target, sources, heldout, directory=tmp_path, intervals=OFTEN, judge=judge)
+    state = distill.train(
+        SETUP, target, sources, heldout, directory=tmp_path, intervals=INTERVALS, measure_draft=measure
+    )
     losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
     assert int(state.step) == len(losses) == RECIPE.steps
     assert np.mean(losses[-5:]) < 0.6 * np.mean(losses[:3])
     found = [line for line in lines(tmp_path) if "heldout_agreement" in line]
     assert found[-1]["heldout_chain"] > found[0]["heldout_chain"] and len(found[-1]["heldout_loss"]) == 3
-    assert found[-1]["accept_length"] == 1.5 and len(judged) == len(found)
+    assert found[-1]["accept_length"] == 1.5 and len(measured) == len(found)
     # What was served early lives on, though the state of that step was donated.
-    assert float(abs(judged[0].fc - judged[-1].fc).max()) > 0
+    assert float(abs(measured[0].fc - measured[-1].fc).max()) > 0
     share = found[-1]["heldout_agreement"]
     assert found[-1]["heldout_estimate"] == pytest.approx(1 + sum(np.cumprod(share)))
 
     ids = LEARNER.vocabulary(sources)
-    assert state.ids.dtype == jnp.int32 and state.ids.tolist() == ids.tolist() == judged[-1].ids.tolist()
+    assert state.ids.dtype == jnp.int32 and state.ids.tolist() == ids.tolist() == measured[-1].ids.tolist()
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
     assert state.params.ids is None and state.params.embed is None
     first = learner.init(SETUP, target, ids)
@@ -294,7 +296,7 @@ def test_training_lowers_the_loss_and_leaves_the_vocabulary(target, sources, hel
 
 def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
     def train(name, **options):
-        return distil.train(SETUP, target, sources, heldout, directory=tmp_path / name, intervals=OFTEN, **options)
+        return distill.train(SETUP, target, sources, heldout, directory=tmp_path / name, intervals=INTERVALS, **options)
 
     unbroken = train("whole", stop_after=12)
     train("parts", stop_after=7)
@@ -304,7 +306,7 @@ def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
     assert losses[0] == losses[1]
     other = HeadLearner(dataclasses.replace(CONFIG, capture_layers=(0, 2, 4)), TARGET)
     with pytest.raises(ValueError, match=r"another recipe: capture_layers=\[0, 2, 4\] \(was \[1, 2, 4\]\)"):
-        distil.train(
+        distill.train(
             DraftSetup(other, RECIPE, "float32"), target, sources, heldout, directory=tmp_path / "parts", resume=True
         )
 
@@ -352,7 +354,7 @@ def test_the_command_writes_a_head_that_loads_again(data_directory, tmp_path):
     final = lines(tmp_path / "work")[-1]
     assert final["step"] == 4 and len(final["acceptance_by_position"]) == 2
     prompts = ["def f0(a, b):", "def f1(a, b):"]
-    served = distil.accept_length(loaded, loaded.draft, loaded.params.draft, prompts, depth=2)
+    served = distill.accept_length(loaded, loaded.draft, loaded.params.draft, prompts, depth=2)
     assert final["accept_length"] == pytest.approx(served["accept_length"], abs=0.1)
     card = (out / "README.md").read_text()
     assert "An EAGLE-3 head (arXiv 2503.01840) for small" in card and "200 of the target's 280 tokens" in card
@@ -369,7 +371,7 @@ def test_a_head_of_another_width_has_an_embedding_of_its_own(target, layout, tmp
     state = learner.init(setup, target, ids)
     assert state.params.embed.shape == (61, 16)
     tokens = random_tokens(2, 8)
-    state, loss, _ = learner.train_step(state, target, tokens, learner.text_mask(tokens), setup=setup)
+    state, loss, _ = trainer.train_step(state, target, (tokens, learner.text_mask(tokens)), setup=setup)
     assert np.isfinite(float(loss))
     eagle.save(tmp_path, config, state.serve("float32"), layout=layout, dtype="float32", verifier="tiny")
     read = eagle.load(tmp_path, target=TARGET, dtype="float32")
@@ -380,28 +382,28 @@ def test_a_head_of_another_width_has_an_embedding_of_its_own(target, layout, tmp
 def test_what_does_not_fit_is_refused(target, sources, heldout, data_directory, tmp_path):
     def train(**changes):
         setup = DraftSetup(LEARNER, dataclasses.replace(RECIPE, **changes), "float32")
-        distil.train(setup, target, sources, heldout, directory=tmp_path / "w")
+        distill.train(setup, target, sources, heldout, directory=tmp_path / "w")
 
-    with pytest.raises(ValueError, match="length=65: give 3 to 64, the target's context"):
+    with pytest.raises(ValueError, match="length=65: must be between 3 and 64, the target's context"):
         train(length=65)
-    with pytest.raises(ValueError, match="steps=1: give at least 2"):
+    with pytest.raises(ValueError, match="steps=1: must be at least 2"):
         train(steps=1)
-    with pytest.raises(ValueError, match="ttt_steps=0"):
+    with pytest.raises(ValueError, match="ttt_steps=0: must be at least 1"):
         train(ttt_steps=0)
     with pytest.raises(ValueError, match="capture_layers=None: a target of 4 layers has no default"):
         head.configure(TARGET)
-    with pytest.raises(ValueError, match=r"capture_layers=\(2, 1\): give layers in ascending order, from 0 to 4"):
+    with pytest.raises(ValueError, match=r"capture_layers=\(2, 1\): must be ascending, each between 0 and 4"):
         head.configure(TARGET, capture_layers=(2, 1))
     with pytest.raises(ValueError, match=r"capture_layers=\(2, 5\)"):
         head.configure(TARGET, capture_layers=(2, 5))
-    with pytest.raises(ValueError, match="draft_vocab_size=62: give 1 to 61"):
+    with pytest.raises(ValueError, match="draft_vocab_size=62: must be between 1 and 61"):
         head.configure(TARGET, capture_layers=(2,), draft_vocab_size=62)
-    with pytest.raises(ValueError, match="num_heads=4 is no multiple of num_kv_heads=3"):
+    with pytest.raises(ValueError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
         head.configure(TARGET, capture_layers=(2,), num_kv_heads=3)
     common = {"data": data_directory, "steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
-    with pytest.raises(ValueError, match="has another tokenizer than bundled:python-tiny"):
+    with pytest.raises(ValueError, match="the tokenizer is not that of bundled:python-tiny"):
         run("eagle3", **common, target="bundled:python-tiny")
-    with pytest.raises(ValueError, match="rows-share=2.0: give a share from 0 to 1"):
+    with pytest.raises(ValueError, match="rows-share=2.0: must be between 0 and 1"):
         run(
             "eagle3",
             **common,

@@ -23,7 +23,7 @@ from jspec.core.types import Params  # noqa: E402
 from jspec.drafters import FrozenKvMtp  # noqa: E402
 from jspec.models import Assistant  # noqa: E402
 from jspec.models.assistant import Clusters  # noqa: E402
-from jspec.train import assistant, batches, distil, frozen_kv_mtp, learner, text, tokenizer  # noqa: E402
+from jspec.train import assistant, batches, distill, frozen_kv_mtp, learner, text, tokenizer  # noqa: E402
 from jspec.train.assistant import AssistantLearner  # noqa: E402
 from jspec.train.learner import DraftRecipe, DraftSetup  # noqa: E402
 from jspec.train.loop import Intervals  # noqa: E402
@@ -59,11 +59,11 @@ def test_what_is_trained_is_what_is_served(name, target_head):
 
     @jax.jit
     def unroll(params, tokens):
-        seen, _ = learner.observe(setup, params.target, tokens, None)
-        handed, found = draft.begin(params, seen), []
+        observed, _ = learner.read_target(setup, params.target, tokens, None)
+        carry, found = draft.begin(params, observed), []
         for step in range(STEPS):
-            logits, handed = draft.forward(params, tokens, seen, handed, step)
-            found.append((logits, handed))
+            logits, carry = draft.forward(params, tokens, observed, carry, step)
+            found.append((logits, carry))
         return found
 
     with jax.default_matmul_precision("highest"):
@@ -104,11 +104,11 @@ def fit(setup, model, rows, directory, **options):
     """Trains on the rows."""
     sources, heldout = (batches.Source(rows),), rows[:8].reshape(-1)
     often = Intervals(log=1, evaluate=15, checkpoint=15)
-    return distil.train(setup, model.params.target, sources, heldout, directory=directory, intervals=often, **options)
+    return distill.train(setup, model.params.target, sources, heldout, directory=directory, intervals=often, **options)
 
 
 @pytest.fixture(scope="module")
-def lesson():
+def task():
     """The numbers of a training, a tiny target, and text that it wrote."""
     target, weights = TARGETS["qwen3"], target_params("qwen3")
     # Certain of what it says, so that there is something to learn.
@@ -125,18 +125,18 @@ def prompts(rows):
 
 
 @pytest.fixture(scope="module")
-def trained(lesson, tmp_path_factory):
+def trained(task, tmp_path_factory):
     """The directory and the last state of a run that is judged half-way and at its end."""
-    setup, model, rows = lesson
+    setup, model, rows = task
     directory = tmp_path_factory.mktemp("whole")
 
-    def judge(params):
-        return distil.accept_length(model, setup.learner.config, params, prompts(rows), depth=2, max_new_tokens=24)
+    def measure(params):
+        return distill.accept_length(model, setup.learner.config, params, prompts(rows), depth=2, max_new_tokens=24)
 
-    return directory, fit(*lesson, directory, judge=judge)
+    return directory, fit(*task, directory, measure_draft=measure)
 
 
-def test_training_lowers_the_loss_and_lengthens_drafts(lesson, trained):
+def test_training_lowers_the_loss_and_lengthens_drafts(task, trained):
     directory, state = trained
     losses = [line["loss"] for line in lines(directory) if "loss" in line]
     assert len(losses) == int(state.step) == 30
@@ -144,27 +144,27 @@ def test_training_lowers_the_loss_and_lengthens_drafts(lesson, trained):
     first, last = (line for line in lines(directory) if "accept_length" in line)
     assert last["accept_length"] > first["accept_length"] > 1
     assert last["heldout_chain"] > first["heldout_chain"]
-    setup, model, _ = lesson
+    setup, model, _ = task
     begun = learner.init(setup, model.params.target, None)
     kept = jax.tree.map(np.array_equal, begun.params, state.params)
     assert not any(jax.tree.leaves(kept)), "no weight is left out"
 
 
-def test_resuming_continues_exactly(lesson, trained, tmp_path):
+def test_resuming_continues_exactly(task, trained, tmp_path):
     directory, unbroken = trained
-    fit(*lesson, tmp_path, stop_after=7)
-    resumed = fit(*lesson, tmp_path, resume=True)
+    fit(*task, tmp_path, stop_after=7)
+    resumed = fit(*task, tmp_path, resume=True)
     toy.assert_same(resumed, unbroken)
     losses = [[line["loss"] for line in lines(path) if "loss" in line] for path in (directory, tmp_path)]
     assert losses[0] == losses[1]
-    setup, model, rows = lesson
+    setup, model, rows = task
     other = AssistantLearner(assistant.configure(model.target, reads=(1, 1)), model.target)
     with pytest.raises(ValueError, match=r"another recipe: reads=\[1, 1\] \(was \[0, 1\]\)"):
         fit(dataclasses.replace(setup, learner=other), model, rows, tmp_path, resume=True)
 
 
-def test_what_was_trained_drafts_losslessly(lesson, trained):
-    setup, model, rows = lesson
+def test_what_was_trained_drafts_losslessly(task, trained):
+    setup, model, rows = task
     params = Params(model.params.target, trained[1].serve("float32"))
     drafted = dataclasses.replace(model, params=params, draft=setup.learner.config)
     out = jspec.generate(drafted, prompts(rows), drafter=FrozenKvMtp(depth=2), max_new_tokens=24)
@@ -206,7 +206,7 @@ def test_the_command_writes_an_assistant_that_loads_again(data_directory, tmp_pa
 
     final = lines(tmp_path / "work")[-1]
     assert final["step"] == 4 and len(final["acceptance_by_position"]) == 1
-    served = distil.accept_length(loaded, loaded.draft, loaded.params.draft, train_files.PROMPTS[:2], depth=1)
+    served = distill.accept_length(loaded, loaded.draft, loaded.params.draft, train_files.PROMPTS[:2], depth=1)
     assert final["accept_length"] == pytest.approx(served["accept_length"], abs=0.1)
     card = (out / "README.md").read_text()
     assert "An assistant for small (frozen-KV MTP" in card and "of the target's layers 1, 0, 1, the LM head of" in card
@@ -218,11 +218,11 @@ def test_the_command_writes_an_assistant_that_loads_again(data_directory, tmp_pa
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("llama", {"reads": (2,)}, r"reads=\(2,\): give layers of the target, 0 to 1"),
-        ("llama", {"reads": (0,), "num_layers": 2}, r"num_layers=2: reads=\(0,\) is for 1 layers"),
-        ("llama", {"num_layers": 3}, "num_layers=3: give 1 to 2"),
+        ("llama", {"reads": (2,)}, r"reads=\(2,\): each must be between 0 and 1"),
+        ("llama", {"reads": (0,), "num_layers": 2}, r"num_layers=2: must be 1, the length of reads=\(0,\)"),
+        ("llama", {"num_layers": 3}, "num_layers=3: must be between 1 and 2"),
         ("llama", {"num_heads": 3}, "reads layer 0 with 3 heads of dimension 16, and this target has 2 key heads"),
-        ("shared", {"num_layers": 1}, "num_layers=1: give 2 to 4, or the layers to read"),
+        ("shared", {"num_layers": 1}, "num_layers=1: must be between 2 and 4; or name the layers in reads"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(name, shape, message):

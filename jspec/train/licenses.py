@@ -1,15 +1,14 @@
-"""Which installed packages may be trained on: those whose metadata name a permissive licence, and no other."""
+"""Which installed packages may be trained on: those whose metadata state a permissive license and no other."""
 
 import re
 from email.message import Message
-from typing import Any
 
 PERMISSIVE = frozenset(
     """0BSD AFL-2.1 AFL-3.0 Apache-2.0 Artistic-2.0 BlueOak-1.0.0 BSD-1-Clause BSD-2-Clause BSD-3-Clause BSL-1.0
     CC0-1.0 CNRI-Python HPND HPND-Markus-Kuhn ISC MIT MIT-0 MIT-CMU MulanPSL-2.0 NCSA PostgreSQL PSF-2.0 Python-2.0
     Unicode-3.0 Unicode-DFS-2016 Unlicense W3C Zlib ZPL-2.1""".split()
 )
-"""SPDX identifiers of licences that allow any use of the text, on the condition of a notice at most."""
+"""SPDX identifiers of licenses that allow any use of the text and require at most a notice."""
 
 _COPYLEFT = re.compile(
     r"\b([AL]?GPL|MPL|EPL|EUPL|CDDL|CeCILL|SSPL|BUSL|GNU|Mozilla|copyleft|proprietary|non-?commercial)", re.IGNORECASE
@@ -22,16 +21,16 @@ _NAMES = re.compile(
 _PHRASES = ("Permission is hereby granted, free of charge", "Redistribution and use in source and binary forms")
 
 
-def judge(metadata: Message | Any) -> tuple[str, bool]:
-    """The licence that a distribution's metadata name, and whether it is permissive.
+def classify(metadata: Message) -> tuple[str, bool]:
+    """The license that a distribution's metadata state, and whether it is permissive.
 
-    Looks at License-Expression, then at the classifiers, then at the License field. What none of them settles is
-    ("unknown", False).
+    Reads License-Expression, then the classifiers, then the License field. Without a license in any of them, the result
+    is ("unknown", False).
     """
     expression = metadata.get("License-Expression")
     if expression:
         return expression, is_permissive_expression(expression)
-    classifiers = [line.split("::")[-1].strip() for line in metadata.get_all("Classifier") or [] if _is_licence(line)]
+    classifiers = [line.split("::")[-1].strip() for line in metadata.get_all("Classifier") or [] if _is_license(line)]
     if classifiers:
         return ", ".join(classifiers), all(_is_permissive_name(name) for name in classifiers)
     field = (metadata.get("License") or "").strip()
@@ -46,7 +45,7 @@ def judge(metadata: Message | Any) -> tuple[str, bool]:
 
 
 def is_permissive_expression(expression: str) -> bool:
-    """Whether an SPDX expression allows a permissive choice: one side of an OR, both sides of an AND."""
+    """Whether an SPDX expression allows a permissive license: on one side of an OR, on both sides of an AND."""
     tokens = re.findall(r"[()]|[^\s()]+", expression)
     try:
         value, rest = _either(tokens)
@@ -80,7 +79,7 @@ def _single(tokens: list[str]) -> tuple[bool, list[str]]:
     return tokens[0] in PERMISSIVE, rest
 
 
-def _is_licence(classifier: str) -> bool:
+def _is_license(classifier: str) -> bool:
     return classifier.startswith("License ::") and classifier.strip() != "License :: OSI Approved"
 
 

@@ -1,0 +1,192 @@
+"""Trains a draft of any kind for a target, with checkpoints in a directory or in memory."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int, PyTree
+from tqdm import tqdm
+
+from jspec.analysis.evaluate import evaluate
+from jspec.core.types import Params
+from jspec.drafters import DRAFTERS
+from jspec.engine.model import Model
+from jspec.models import Assistant, EagleHead
+from jspec.train import batches, learner, loop, trainer
+from jspec.train.batches import Source
+from jspec.train.learner import DraftRecipe, DraftSetup, DraftState, Learner
+from jspec.train.loop import DEFAULT_INTERVALS, Intervals, Metrics
+
+_MAX_HELDOUT_TOKENS = 2**18
+
+
+def train(
+    setup: DraftSetup,
+    target: PyTree,
+    sources: tuple[Source, ...],
+    heldout: np.ndarray,
+    *,
+    directory: Path,
+    measure_draft: Callable[[PyTree], Metrics] | None = None,
+    resume: bool = False,
+    intervals: Intervals = DEFAULT_INTERVALS,
+    stop_after: int | None = None,
+) -> DraftState:
+    """Trains to the recipe's last step, or to step `stop_after`, and writes a checkpoint there.
+
+    Args:
+      target: the target's weights, in the setup's precision.
+      sources: text to train on; best, text that the target wrote itself.
+      heldout: text to evaluate on, [tokens].
+      directory: where metrics.jsonl, recipe.json and the checkpoints are written.
+      measure_draft: from the draft's weights as they are served, more metrics to log at each evaluation, such as
+        `accept_length`.
+      resume: continue from the latest checkpoint in `directory`; the result equals that of an uninterrupted run.
+
+    Raises:
+      ValueError: a target, data and recipe that do not fit together, or a checkpoint of another recipe.
+      FileNotFoundError: no checkpoint to resume from.
+      FileExistsError: `directory` has checkpoints and `resume` is False.
+    """
+    check(setup, sources)
+    ids = setup.learner.vocabulary(sources)
+
+    def evaluate_state(state: DraftState) -> Metrics:
+        served = state.serve(setup.dtype)
+        found = agreement(Params(target, served), heldout, setup, state.ids)
+        return found | ({} if measure_draft is None else measure_draft(served))
+
+    return loop.run(
+        directory,
+        init=lambda: learner.init(setup, target, ids),
+        advance=lambda state, step: _advance(setup, target, sources, state, step),
+        evaluate=evaluate_state,
+        steps=setup.recipe.steps,
+        schedule=setup.recipe.schedule(),
+        recipe=dataclasses.asdict(setup.recipe) | dataclasses.asdict(setup.learner.config),
+        resume=resume,
+        intervals=intervals,
+        stop_after=stop_after,
+    )
+
+
+def train_in_memory(
+    draft: Learner,
+    model: Model,
+    sequences: np.ndarray,
+    *,
+    steps: int,
+    batch_tokens: int,
+    progress: bool,
+    **recipe_options: float,
+) -> Model:
+    """The model with the trained draft instead of its own.
+
+    Args:
+      sequences: Int[sequences, T] text to train on.
+      steps, batch_tokens, recipe_options: fields of `DraftRecipe`.
+      progress: show a bar with the loss.
+
+    Raises:
+      ValueError: a target, text and recipe that do not fit together.
+    """
+    recipe = DraftRecipe(steps=steps, batch_tokens=batch_tokens, length=sequences.shape[1])
+    recipe = dataclasses.replace(recipe, **recipe_options)
+    sources, target = (Source(np.asarray(sequences)),), model.params.target
+    setup = DraftSetup(draft, recipe, str(target.embed.dtype))
+    check(setup, sources)
+    state = learner.init(setup, target, draft.vocabulary(sources))
+    bar = tqdm(range(steps), disable=not progress)
+    for step in bar:
+        state, loss, _ = _advance(setup, target, sources, state, step)
+        if progress and step % 10 == 0:
+            bar.set_postfix(loss=f"{float(loss):.3f}")
+    return dataclasses.replace(model, params=Params(target, state.serve(setup.dtype)), draft=draft.config)
+
+
+def agreement(params: Params, heldout: np.ndarray, setup: DraftSetup, ids: Int[Array, " Vd"] | None = None) -> Metrics:
+    """Metrics of a draft in the training-time test on held-out text, in windows of the recipe's length.
+
+    Args:
+      params: both models' weights, in the setup's precision.
+      ids: the draft's vocabulary; None: all.
+
+    Returns:
+      heldout_loss, heldout_agreement: for each step, the loss in nats and the share of rows where draft and target
+        choose the same token.
+      heldout_chain: tokens per round of a chain of `ttt_steps` drafts, bonus included, if the target wrote the held-out
+        text; heldout_estimate: the same from the agreements a_k alone, as if the steps were independent:
+        1 + a_0 + a_0 a_1 + ...
+    """
+    # Sums over all windows.
+    recipe, sums, sizes = setup.recipe, [], []
+    size = min(recipe.length, len(heldout))
+    for batch in batches.windows(heldout[:_MAX_HELDOUT_TOKENS], batch_tokens=recipe.batch_tokens, length=size - 1):
+        tokens = jax.device_put(batch)
+        found = learner.measure(params, ids, tokens, learner.text_mask(tokens), setup=setup)
+        sums.append(jax.device_get(found))
+        sizes.append(len(batch))
+    # Averages: steps differ in how many rows count, and the last batch is smaller.
+    agreed, chained, counted = (
+        np.sum([getattr(s, name) for s in sums], 0) for name in ("agreed", "chained", "counted")
+    )
+    share = agreed / np.maximum(counted, 1)
+    return {
+        "heldout_loss": np.average([s.loss for s in sums], axis=0, weights=sizes).tolist(),
+        "heldout_agreement": share.tolist(),
+        "heldout_chain": 1 + float(np.sum(chained / np.maximum(counted, 1))),
+        "heldout_estimate": 1 + float(np.cumprod(share).sum()),
+    }
+
+
+def accept_length(
+    model: Model,
+    config: EagleHead | Assistant,
+    params: PyTree,
+    prompts: Sequence[str],
+    *,
+    depth: int = 5,
+    max_new_tokens: int = 128,
+    batch: int = 32,
+) -> Metrics:
+    """Tokens per round and acceptance by draft position, of decoding after each prompt with chains of `depth` drafts.
+
+    config, params: of the draft.
+    """
+    drafted = dataclasses.replace(model, params=Params(model.params.target, params), draft=config)
+    drafter = dataclasses.replace(DRAFTERS[config.drafter](), depth=depth)
+    out = evaluate(drafted, prompts, drafter, max_new_tokens=max_new_tokens, batch=batch)
+    return {
+        "accept_length": out.accept_length,
+        "acceptance_by_position": out.acceptance_by_position.tolist(),
+        "repeated": out.repeated,
+    }
+
+
+def check(setup: DraftSetup, sources: tuple[Source, ...]) -> None:
+    """Checks that target, data and recipe fit together.
+
+    Raises:
+      ValueError: sequences longer than the target's context, or a hyperparameter out of range.
+    """
+    recipe, limit = setup.recipe, setup.target.max_length
+    widths = [source.tokens.shape[1] for source in sources if source.tokens.ndim == 2]
+    for name, length in [("length", recipe.length), *(("length of --rows", width) for width in widths)]:
+        if not 2 < length <= limit:
+            raise ValueError(f"{name}={length}: must be between 3 and {limit}, the target's context")
+    if recipe.steps < 2:
+        raise ValueError(f"steps={recipe.steps}: must be at least 2")
+    if recipe.ttt_steps < 1:
+        raise ValueError(f"ttt_steps={recipe.ttt_steps}: must be at least 1")
+
+
+def _advance(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], state: DraftState, step: int):
+    recipe = setup.recipe
+    # One token fewer than a language model's batch, whose last column is only predicted.
+    batch = batches.sample(
+        sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length - 1
+    )
+    tokens = jax.device_put(batch)
+    return trainer.train_step(state, target, (tokens, learner.text_mask(tokens)), setup=setup)

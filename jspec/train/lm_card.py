@@ -1,0 +1,89 @@
+"""The model card of a language model: what it is, how it was trained, how good it is, and how to reproduce it."""
+
+import argparse
+
+from jspec.train import card, model, options
+from jspec.train.card import FinalMetrics
+from jspec.train.data import Manifest
+from jspec.train.objective import LmRecipe, LmSetup
+from jspec.train.trainer import State
+
+_USE = """## Use and limits
+
+A small model to demonstrate and test speculative decoding with: it completes Python functions in form, seldom in
+substance. It is not an assistant, follows no instructions, and repeats itself in long greedy text. Its context is
+{context} tokens; it was trained on sequences of {length}. Text it writes may resemble the packages below; their
+licenses apply to what is copied from them."""
+
+
+def write(setup: LmSetup, state: State, args: argparse.Namespace, *, device: str) -> str:
+    """The card in Markdown, from the data's manifest, the metrics of the run and its options.
+
+    device: the hardware it was trained on.
+    """
+    manifest, final = card.read(args, "heldout_bits_per_byte")
+    return card.assemble(
+        args.out.name,
+        pipeline="text-generation",
+        architecture=_architecture(setup, state),
+        training=_training(setup, manifest, final, int(state.step), args, device),
+        sections=[_USE.format(context=setup.config.max_length, length=setup.recipe.length)],
+        commands=_commands(setup.recipe, manifest, args),
+        manifest=manifest,
+    )
+
+
+def _architecture(setup: LmSetup, state: State) -> str:
+    config, kind = setup.config, "Qwen3" if setup.config.qk_norm else "Llama"
+    role = "A draft model, distilled from its target" if setup.teacher else "A language model of Python source"
+    return (
+        f"{role}: {kind}-shaped, {model.count(state.params):,} parameters ({config.num_layers} layers of width "
+        f"{config.hidden_size}, {config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} key heads, MLP of "
+        f"{config.intermediate_size}, {'tied' if config.tie_embeddings else 'separate'} embeddings), "
+        f"a byte-level BPE of {config.vocab_size} tokens, weights in bfloat16."
+    )
+
+
+def _training(
+    setup: LmSetup, manifest: Manifest, final: FinalMetrics, steps: int, args: argparse.Namespace, device: str
+) -> list[str]:
+    # The data and the run.
+    recipe, train, heldout = setup.recipe, manifest["train"], manifest["heldout"]
+    lines = [
+        f"data: {train['tokens']:,} tokens ({train['bytes']:,} bytes, {train['files']:,} files) of "
+        f"{train['packages']} packages under permissive licenses; duplicates and generated files removed",
+        f"held out: {heldout['tokens']:,} tokens ({heldout['bytes']:,} bytes) of {heldout['packages']} packages",
+        card.optimization(recipe, steps),
+    ]
+    if setup.teacher is not None:
+        loss = f"loss: KL divergence to {args.teacher.name}"
+        if recipe.cross_entropy:
+            loss += f", {recipe.cross_entropy:g} of it replaced by cross-entropy"
+        if args.rows:
+            loss += f"; {args.rows_share:.0%} of the batches are text that the target wrote greedily itself"
+        lines.append(loss)
+    lines.append(card.hardware(device, final))
+    # The result.
+    lines.append(
+        f"**{final['heldout_bits_per_byte']:.4f} bits per byte** on all held-out text "
+        f"({final['heldout_nats_per_token']:.4f} nats per token), in windows of {recipe.length} tokens"
+    )
+    if "heldout_agreement" in final:
+        lines.append(
+            f"on held-out text it chooses the target's token at {final['heldout_agreement']:.1%} of positions "
+            f"(KL {final['heldout_divergence']:.4f} nats per token)"
+        )
+    return lines
+
+
+def _commands(recipe: LmRecipe, manifest: Manifest, args: argparse.Namespace) -> list[str]:
+    """The commands that make this model again, with relative paths."""
+    lines = [card.data_command(manifest)]
+    train = f"jspec train lm --data data --work runs/{args.out.name} --out {args.out.name}"
+    train += f" --shape {args.shape}" if args.shape else " --config CONFIG"
+    if args.rows is not None:
+        lines.append(card.text_command(args.rows, args.teacher.name))
+        train += f" --rows rows.npy --rows-share {args.rows_share}"
+    if args.teacher is not None:
+        train += f" --teacher {args.teacher.name}"
+    return [*lines, train + options.describe(recipe)]
