@@ -1,13 +1,13 @@
-"""The phases of a round, each on its own and repeated inside one program, to see where a round's time goes."""
+"""The phases of a round, each repeated alone inside one program, to measure where the time of a round goes."""
 
 import dataclasses
 import time
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from jspec.bench.machine import WARM_UP
 from jspec.cache import RecurrentCache
@@ -18,70 +18,77 @@ from jspec.core.xla_options import LoopProgram
 
 @dataclasses.dataclass(frozen=True)
 class Phases:
-    """The steps of a round, as functions (params, inputs, cache that is written) -> (result, that cache).
+    """The steps of a round, as functions (params, inputs, cache to write) -> (result, that cache).
 
-    A drafter whose `draft` returns the state it was given, and whose state has its cache, if any, as `cache`, suits.
+    They work with drafters whose `draft` does not change the state and whose state has its cache, if any, in `cache`.
     """
 
     target: Target
     drafter: Drafter
     accept: Accept
 
-    def draft(self, params: Params, given: DecodeState, cache: None) -> tuple[DraftTree, None]:
+    def draft(self, params: Params, inputs: DecodeState, cache: None) -> tuple[DraftTree, None]:
         """State -> tree."""
-        draft_tree, _ = decode.draft(params, given, drafter=self.drafter)
+        draft_tree, _ = decode.draft(params, inputs, drafter=self.drafter)
         return draft_tree, cache
 
-    def verify(self, params: Params, given: tuple[DecodeState, DraftTree], cache: None) -> tuple[ForwardOutput, None]:
+    def verify(self, params: Params, inputs: tuple[DecodeState, DraftTree], cache: None) -> tuple[ForwardOutput, None]:
         """State and tree -> the target's output."""
-        return decode.verify(params, *given, target=self.target, drafter=self.drafter), cache
+        return decode.verify(params, *inputs, target=self.target, drafter=self.drafter), cache
 
     def accept_commit(
-        self, params: Params, given: tuple[DecodeState, DraftTree, ForwardOutput], cache: Cache
+        self, params: Params, inputs: tuple[DecodeState, DraftTree, ForwardOutput], cache: Cache
     ) -> tuple[tuple[DecodeState, Committed], Cache]:
-        """State without caches, tree, output and the target's cache -> state, what was committed; the cache written."""
-        s, draft_tree, out = given
+        """State without caches, tree, output; the target's cache -> state and what was committed; the cache."""
+        s, draft_tree, out = inputs
         s = dataclasses.replace(s, cache=cache)
         decision = decode.accept_drafts(s, draft_tree, out, accept=self.accept)
         s, committed = decode.commit_round(s, out, decision)
         return (dataclasses.replace(s, cache=None), committed), s.cache
 
-    def extend(self, params: Params, given: tuple[DecodeState, Committed], cache: Any) -> tuple[Any, Any]:
-        """State whose draft lacks its cache, what was committed, and that cache -> the draft's state; cache written."""
-        s, committed = given
+    def extend(
+        self, params: Params, inputs: tuple[DecodeState, Committed], cache: Cache | None
+    ) -> tuple[PyTree, Cache | None]:
+        """State whose drafter lacks its cache, what was committed; that cache -> the drafter's state; the cache."""
+        s, committed = inputs
         s = dataclasses.replace(s, draft=with_cache(s.draft, cache))
-        return apart(decode.extend(params, s, committed, drafter=self.drafter).draft)
+        return without_cache(decode.extend(params, s, committed, drafter=self.drafter).draft)
 
 
-def apart(state: Any) -> tuple[Any, Any]:
-    """A drafter's state without its cache, and that; None where it has none."""
+def without_cache(state: PyTree) -> tuple[PyTree, Cache | None]:
+    """A drafter's state without its cache, and the cache; None if it has none."""
     return (dataclasses.replace(state, cache=None), state.cache) if hasattr(state, "cache") else (state, None)
 
 
-def with_cache(state: Any, cache: Any) -> Any:
-    """The state that `apart` has taken apart."""
+def with_cache(state: PyTree, cache: Cache | None) -> PyTree:
+    """The state that `without_cache` has split."""
     return dataclasses.replace(state, cache=cache) if hasattr(state, "cache") else state
 
 
-def _repeat(params: Params, given: Any, cache: Any, *, phase: Any, count: int) -> tuple[Any, Any]:
-    """A phase `count` times, one after the other; the last result.
+Phase = Callable[[Params, PyTree, PyTree], tuple[PyTree, PyTree]]
+"""A method of `Phases`."""
 
-    What a compiler may do to such a loop would make the phase look cheaper than it is, so:
-    - nothing can be hoisted: each run adds a zero to all that it is given, and that zero is computed from the result of
-      the run before, so that XLA knows neither that it is one nor that the operands repeat. The addition is fused into
-      what reads the operand. The pools of keys and values, too large for that, are read through page tables, which
-      have it; weights are the same in every round of `decode`, too. Of recurrent layers the inputs of the convolution
-      have it, which come before all that reads a state.
-    - nothing can be left out: the whole result is carried by the loop and returned.
-    - nothing can run at once with the next run, as that waits for the zero.
+
+def _repeat(
+    params: Params, inputs: PyTree, cache: Cache | None, *, phase: Phase, count: int
+) -> tuple[PyTree, Cache | None]:
+    """Runs a phase `count` times in sequence; returns the last result.
+
+    A compiler could optimize such a loop so that the phase looks cheaper than it is. Therefore:
+    - Nothing can be hoisted: each run adds a data-dependent zero to every input, computed from the previous result, so
+      XLA knows neither that it is zero nor that the inputs repeat. The addition is fused into the readers of the input.
+      The pools of keys and values are too large for that, and are read through page tables, which get the zero; in
+      recurrent layers the inputs of the convolution get it. Weights are the same in every round of `decode` as well.
+    - Nothing can be omitted: the loop carries the whole result and returns it.
+    - No run can overlap with the next one, which waits for the zero.
     """
 
-    def body(_, loop):
+    def body(_: int, loop: tuple[PyTree, Cache | None, Array]) -> tuple[PyTree, Cache | None, Array]:
         _, cache, zero = loop
-        result, cache = phase(params, tie(given, zero), cache)
+        result, cache = phase(params, add_zero(inputs, zero), cache)
         return result, cache, zero_of(result)
 
-    result, _ = jax.eval_shape(phase, params, given, cache)
+    result, _ = jax.eval_shape(phase, params, inputs, cache)
     first = jax.tree.map(_blank, result)
     result, cache, _ = lax.fori_loop(0, count, body, (first, cache, jnp.int32(0)))
     return result, cache
@@ -91,34 +98,34 @@ repeat, repeat_many = (
     LoopProgram(_repeat, many=many, static_argnames=("phase", "count"), donate_argnames=("cache",))
     for many in (False, True)
 )
-"""As `decode` and `decode_many` are compiled."""
+"""Compiled like `decode` and `decode_many`."""
 
 
-def tie(given: Any, zero: Int[Array, ""]) -> Any:
+def add_zero(inputs: PyTree, zero: Int[Array, ""]) -> PyTree:
     """The same values, made to depend on `zero`."""
 
-    def add(x):
+    def add(x: PyTree) -> PyTree:
         if isinstance(x, RecurrentCache):
             return dataclasses.replace(x, windows=x.windows + zero.astype(x.windows.dtype))
         if is_cache(x):
             return dataclasses.replace(x, page_table=x.page_table + zero)
         return x + zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.number) else x
 
-    return jax.tree.map(add, given, is_leaf=is_cache)
+    return jax.tree.map(add, inputs, is_leaf=is_cache)
 
 
-def zero_of(result: Any) -> Int[Array, ""]:
-    """0, as no token and no logit is so large; computed from the first number of the first array."""
+def zero_of(result: PyTree) -> Int[Array, ""]:
+    """0, computed from the first element of the first array: no token and no logit exceeds 1e30."""
     first = jax.tree.leaves(result)[0]
     return (first[(0,) * first.ndim].astype(jnp.float32) > 1e30).astype(jnp.int32)
 
 
-def is_cache(x: Any) -> bool:
-    """Whether a part of a state is a cache of one kind, and neither an array nor made of such caches."""
+def is_cache(x: object) -> bool:
+    """Whether a part of a state is a cache of a single kind, not an array and not a `HybridCache`."""
     return hasattr(x, "page_table") or isinstance(x, RecurrentCache)
 
 
-def _blank(shape: Any) -> Array:
+def _blank(shape: jax.ShapeDtypeStruct) -> Array:
     if jnp.issubdtype(shape.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0), shape.shape)
     return jnp.zeros(shape.shape, shape.dtype)
@@ -127,20 +134,20 @@ def _blank(shape: Any) -> Array:
 def time_phases(
     params: Params, s: DecodeState, phases: Phases, count: int, repeats: int
 ) -> tuple[dict[str, list[float]], DecodeState]:
-    """Seconds of each phase of the round after `s`, `repeats` times the mean over `count` runs; the state after it.
+    """Seconds of each phase of the round after `s`: `repeats` means over `count` runs. And the state after the round.
 
-    The buffers of `s` are used up.
+    The buffers of `s` are donated.
     """
     seconds: dict[str, list[float]] = {}
     times = repeat_many if decode.verifies_many(params, s, phases.drafter) else repeat
 
-    def run(name: str, given: Any, cache: Any = None) -> tuple[Any, Any]:
+    def run(name: str, inputs: PyTree, cache: PyTree = None) -> tuple[PyTree, PyTree]:
         seconds[name], result = [], None
         for turn in range(WARM_UP + repeats):
-            result = None  # frees the one before
+            result = None  # frees the previous one
             began = time.perf_counter()
             phase = getattr(phases, name)
-            result, cache = jax.block_until_ready(times(params, given, cache, phase=phase, count=count))
+            result, cache = jax.block_until_ready(times(params, inputs, cache, phase=phase, count=count))
             if turn >= WARM_UP:
                 seconds[name].append((time.perf_counter() - began) / count)
         return result, cache
@@ -152,9 +159,9 @@ def time_phases(
     (after, committed), cache = run("accept_commit", (bare, draft_tree, out), s.cache)
     state = s.draft
     if drafts:
-        bare, draft_cache = apart(s.draft)
-        given = dataclasses.replace(after, draft=bare), committed
-        state, draft_cache = run("extend", given, draft_cache)
+        bare, draft_cache = without_cache(s.draft)
+        inputs = dataclasses.replace(after, draft=bare), committed
+        state, draft_cache = run("extend", inputs, draft_cache)
         state = with_cache(state, draft_cache)
     else:
         del seconds["draft"]

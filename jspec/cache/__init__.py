@@ -1,4 +1,4 @@
-"""What a model remembers of committed tokens: one module a kind of cache."""
+"""What a model remembers of committed tokens: one module per kind of cache."""
 
 from jspec.cache.dsa import DsaCache
 from jspec.cache.hybrid import HybridCache, LayerKeys

@@ -1,7 +1,7 @@
 """Paged cache of DeepSeek's sparse attention (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
 
-Beside its latent row a token leaves a key for each layer's indexer, a light attention that says which `top_k` of all
-tokens, those of a round's tree included, a node attends to. Both are committed together.
+Besides its latent row, a token has a key for the indexer of each layer: a light attention that selects the `top_k` of
+all tokens, those of the round's tree included, that a node attends to. Both are committed together.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache.mla import MlaCache, UpProjections
@@ -18,14 +19,14 @@ from jspec.core.struct import struct
 from pallas_kernels.paged_attention.reference import row_mask
 
 DsaRows = tuple[tuple[Float[Array, "B M W"], Float[Array, "B M I"]], ...]
-"""The row and the indexer's key of each of a round's nodes, for each layer."""
-AT_ONCE = 1 << 28
-"""Products of indexers' heads that are held at once; those of a prompt are more, and are made one head at a time."""
+"""Latent rows and indexer keys of a round's nodes, for each layer."""
+MAX_MATERIALIZED_SCORES = 1 << 28
+"""Scores of all indexer heads that are materialized together; beyond that, as for prompts, one head at a time."""
 
 
 @struct
 class IndexQuery:
-    """What an indexer asks: queries of J heads, which share keys of I numbers, and the weight of each head's answer."""
+    """Queries of an indexer: J heads, which share keys of I features, and the weight of each head's score."""
 
     heads: Float[Array, "B N J I"]
     weights: Float[Array, "B N J"]
@@ -33,24 +34,33 @@ class IndexQuery:
 
 @struct
 class DsaCache:
-    """Latent rows and indexers' keys of committed tokens. A forward reads them; only `commit` writes them."""
+    """Latent rows and indexer keys of committed tokens. A forward reads them; only `commit` writes them."""
 
     latent: MlaCache
     index: MlaCache
     top_k: int = dataclasses.field(metadata={"static": True})
-    """Tokens that a node attends to, at most."""
+    """Maximum tokens that a node attends to."""
 
     @classmethod
     def empty(
-        cls, batch: int, capacity: int, page_size: int, *, layers: int, width: int, index_width: int, top_k: int, dtype
+        cls,
+        batch: int,
+        capacity: int,
+        page_size: int,
+        *,
+        layers: int,
+        width: int,
+        index_width: int,
+        top_k: int,
+        dtype: DTypeLike,
     ) -> "DsaCache":
-        """A cache of `batch` sequences with room for `capacity` rows each, rounded up to whole pages.
+        """An empty cache for `batch` sequences of `capacity` rows each, rounded up to whole pages.
 
         Raises:
           ValueError: `page_size` or `top_k` below 1.
         """
         if top_k < 1:
-            raise ValueError(f"top_k={top_k}: a token attends to one token at least")
+            raise ValueError(f"top_k={top_k}: must be at least 1")
         latent, index = (
             MlaCache.empty(batch, capacity, page_size, layers=layers, width=each, dtype=dtype)
             for each in (width, index_width)
@@ -69,14 +79,17 @@ class DsaCache:
         keys: Float[Array, "B M I"],
         query: IndexQuery,
     ) -> Float[Array, "B N H V"]:
-        """As `MlaCache.attend`, over the tokens that the indexer selects for each node, of those it may see.
+        """Like `MlaCache.attend`, over the tokens that the indexer selects for each node among the visible ones.
 
-        keys: the indexer's, of the round's rows.
+        keys: the indexer's keys of the round's rows.
+        query: the indexer's queries.
         """
+        # With at most `top_k` tokens every visible one is selected.
         committed = None if start is None else self.index.committed(layer)
         count = rows.shape[1] + (0 if committed is None else committed.shape[1])
         if count <= self.top_k:
             return self.latent.attend(layer, q, rows, up, start, mask, scale)
+        # Select among the round's own rows, and among committed rows if there are any.
         visible = row_mask(mask, q.shape[1], rows.shape[1])
         scores = _scores(query, keys)
         if committed is None:
@@ -94,7 +107,7 @@ class DsaCache:
     def commit(
         self, rows: DsaRows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
-        """The cache with the first `length[b]` rows along `path` (None: a chain) made permanent from `start[b]` on."""
+        """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
         parts = (tuple((each,) for each in part) for part in zip(*rows, strict=True))
         latent, index = (
             cache.commit(part, start, path, length)
@@ -104,15 +117,15 @@ class DsaCache:
 
 
 def _scores(query: IndexQuery, keys: Float[Array, "B S I"]) -> Float[Array, "B N S"]:
-    """The weighted sum of what each head's query finds in a key, where that is above 0; in float32."""
+    """The weighted sum over heads of relu(query . key), in float32."""
     heads, keys = query.heads.astype(jnp.float32) * keys.shape[-1] ** -0.5, keys.astype(jnp.float32)
     weights = query.weights.astype(jnp.float32)
 
-    def of_heads(heads, weights):
+    def of_heads(heads: Float[Array, "B N j I"], weights: Float[Array, "B N j"]) -> Float[Array, "B N S"]:
         products = jnp.einsum("bnji,bsi->bnjs", heads, keys, precision=lax.Precision.HIGHEST)
         return jnp.einsum("bnj,bnjs->bns", weights, jax.nn.relu(products), precision=lax.Precision.HIGHEST)
 
-    if weights.size * keys.shape[1] <= AT_ONCE:
+    if weights.size * keys.shape[1] <= MAX_MATERIALIZED_SCORES:
         return of_heads(heads, weights)
     total = jnp.zeros((*weights.shape[:2], keys.shape[1]), jnp.float32)
     each = jnp.moveaxis(heads, 2, 0)[:, :, :, None], jnp.moveaxis(weights, 2, 0)[:, :, :, None]

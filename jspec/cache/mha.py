@@ -1,9 +1,10 @@
-"""Paged cache of multi-head and grouped-query attention, all layers in one pool."""
+"""Paged cache of multi-head and grouped-query attention; all layers share one pool."""
 
 import dataclasses
 from typing import Self
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
@@ -12,21 +13,21 @@ from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.paged_attention import paged_attention
 
 Rows = tuple[tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]], ...]
-"""Keys and values of a round's nodes, a pair for each layer."""
+"""Keys and values of a round's nodes, one pair per layer."""
 
 
 @struct
 class MhaCache:
-    """Keys and values of committed tokens. A forward reads it; only `commit`, once a round, writes it."""
+    """Keys and values of committed tokens. A forward reads it; only `commit`, once per round, writes it."""
 
     pool: Float[Array, "L 2 P page K D"]
     page_table: Int[Array, "B pages"]
 
     @classmethod
     def empty(
-        cls, batch: int, capacity: int, page_size: int, *, layers: int, kv_heads: int, head_dim: int, dtype
+        cls, batch: int, capacity: int, page_size: int, *, layers: int, kv_heads: int, head_dim: int, dtype: DTypeLike
     ) -> "MhaCache":
-        """A cache of `batch` sequences with room for `capacity` rows each, rounded up to whole pages.
+        """An empty cache for `batch` sequences of `capacity` rows each, rounded up to whole pages.
 
         Raises:
           ValueError: `page_size` below 1.
@@ -48,13 +49,13 @@ class MhaCache:
     ) -> Float[Array, "B N H D"]:
         """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`.
 
-        positions: where the nodes stand, which only a sliding window asks for.
+        positions: unused; only a sliding window needs them.
         """
         return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
-        """The cache with the first `length[b]` rows along `path` (None: a chain) made permanent from `start[b]` on."""
+        """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
         pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)

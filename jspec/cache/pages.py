@@ -11,7 +11,7 @@ def pages_for(rows: int, page_size: int) -> int:
       ValueError: `page_size` below 1.
     """
     if page_size < 1:
-        raise ValueError(f"page_size={page_size}: a page holds at least 1 row")
+        raise ValueError(f"page_size={page_size}: must be at least 1")
     return -(-rows // page_size)
 
 
@@ -21,5 +21,5 @@ def contiguous_table(batch: int, pages: int) -> Int[Array, "B pages"]:
 
 
 def cyclic_table(batch: int, pages: int, ring: int) -> Int[Array, "B pages"]:
-    """The page table in which sequence b owns `ring` pages, which hold its positions over and over."""
+    """The page table in which sequence b owns `ring` pages and reuses them cyclically."""
     return contiguous_table(batch, ring)[:, jnp.arange(pages, dtype=jnp.int32) % max(ring, 1)]

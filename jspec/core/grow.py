@@ -67,16 +67,17 @@ def grow(
 
 def _grow_chain(root: Int[Array, " B"], first: Proposal, expand: Expand, carry: PyTree, depth: int) -> DraftTree:
     proposal, tokens = first, [root[:, None]]
-    probs: list[Array | None] = []
+    probs: list[Array] = []
     path = jnp.zeros((root.shape[0], 1, 0), jnp.int32)
     for generation in range(depth):
         if generation:
             carry, proposal = expand(carry, Frontier(tokens[-1], None, None, path))
         tokens.append(proposal.tokens[:, :, 0])
-        probs.append(proposal.probs)
+        if proposal.probs is not None:
+            probs.append(proposal.probs)
         path = jnp.concatenate([path, proposal.tokens[:, :, :1]], axis=2)
-    draws = None if first.probs is None else jnp.concatenate([*probs, jnp.zeros_like(first.probs)], axis=1)
-    return DraftTree(jnp.concatenate(tokens, axis=1), None, probs=draws)
+    all_probs = None if first.probs is None else jnp.concatenate([*probs, jnp.zeros_like(first.probs)], axis=1)
+    return DraftTree(jnp.concatenate(tokens, axis=1), None, probs=all_probs)
 
 
 def _grow_best(

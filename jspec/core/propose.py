@@ -1,4 +1,4 @@
-"""From the logits of a draft model to the tokens that it proposes. Arrays only."""
+"""Turns the logits of a draft model into proposed tokens. Arrays only."""
 
 import jax
 import jax.numpy as jnp
@@ -19,21 +19,21 @@ def propose(
     ids: Int[Array, " Vd"] | Int[Array, "B M Vd"] | None = None,
     sampled: bool = False,
 ) -> Proposal:
-    """The `width` best children of M nodes, g tokens behind the committed ones.
+    """The `width` best children of M nodes, which are g tokens after the committed ones.
 
-    In rows that sample, the target's choice after a node is the argmax of its processed logits plus the noise of that
-    position (`accept.coupled`). Drafts are ranked by their own processed logits plus the same noise, so that a draft
-    that knows the target's logits proposes its choice; and since the noise is known, the softmax of that sum, not q,
-    is what it says of a token's chances.
+    With sampling, the target's choice after a node is the argmax of its processed logits plus the noise of that
+    position (`accept.coupled`). Drafts are ranked by their own processed logits plus the same noise, so a draft with
+    the target's logits proposes the target's choice. Because the noise is known, the softmax of that sum, not q, is the
+    drafter's estimate of a token's probability of acceptance.
 
     Args:
       path: the tokens from the first draft to each node.
       vocab_size: the target's.
-      ids: target ids of the draft's vocabulary, or of each node's own; None: the target's.
-      sampled: draw the children from q, without replacement and with noise of their own, and return q: for the rules of
+      ids: target ids of the draft's vocabulary, shared or per node; None: the target's vocabulary.
+      sampled: sample the children from q, without replacement and with independent noise, and return q, for rules of
         acceptance that need it.
     """
-    rows: sampling.RowSampling | None = s.sampling
+    rows = s.sampling
     if rows is None:
         index, scores = _best(logits, width)
         return Proposal(_tokens(index, ids), scores, None)
@@ -50,14 +50,14 @@ def propose(
 
 
 def _tokens(index: Int[Array, "B M W"], ids: Array | None) -> Int[Array, "B M W"]:
-    """The target's ids of what stands at `index`; `ids` as in `propose`."""
+    """The target's ids of these indices; `ids` as in `propose`."""
     if ids is None:
         return index
     return ids.at[index].get(mode="clip") if ids.ndim == 1 else jnp.take_along_axis(ids, index, axis=2, mode="clip")
 
 
 def _spread(logits: Float[Array, "B M Vd"], ids: Array, vocab_size: int) -> Float[Array, "B M V"]:
-    """The logits at the target's ids, and -inf elsewhere."""
+    """Logits over the target's vocabulary; -inf for ids without one."""
     everywhere = jnp.full((*logits.shape[:2], vocab_size), -jnp.inf)
     if ids.ndim == 1:
         return everywhere.at[:, :, ids].set(logits)
@@ -65,9 +65,9 @@ def _spread(logits: Float[Array, "B M Vd"], ids: Array, vocab_size: int) -> Floa
     return everywhere.at[batch[:, None, None], nodes[None, :, None], ids].set(logits)
 
 
-def _noise(s: DecodeState, shape, generation: int, sampled: bool) -> Array:
-    """Float[B, 1, V], the noise of the target's choice at the children's position, or [B, M, V], one for each node."""
-    batch, nodes, vocabulary = shape
+def _noise(s: DecodeState, shape: tuple[int, ...], generation: int, sampled: bool) -> Float[Array, "B _ V"]:
+    """The noise of the target's choice at the children's position, [B, 1, V]; if `sampled`, independent noise."""
+    _, nodes, vocabulary = shape
     position = s.length + generation
     if not sampled:
         return sampling.gumbel(s.key, sampling.NOISE, position, 1, vocabulary)
@@ -77,7 +77,7 @@ def _noise(s: DecodeState, shape, generation: int, sampled: bool) -> Array:
 
 
 def _best(logits: Float[Array, "B M V"], width: int) -> tuple[Int[Array, "B M W"], Float[Array, "B M W"] | None]:
-    """The tokens with the highest logits, and the logarithms of their shares; for one token, without a ranking."""
+    """The tokens with the highest logits and their log-probabilities; for a single token, no log-probability."""
     if width == 1:
         return jnp.argmax(logits, axis=-1, keepdims=True).astype(jnp.int32), None
     best, tokens, log_sum_exp = topk(logits, width)

@@ -1,7 +1,7 @@
-"""How the next token is chosen from the target's logits, and the random numbers of that choice.
+"""How the next token is chosen from the target's logits, and the noise of that choice.
 
 Logits are processed in this order: repetition penalty, frequency and presence penalty, logit bias, min_new_tokens,
-temperature, top-k, top-p, min-p. Each holds exactly at every node of a tree, along the node's own path.
+temperature, top-k, top-p, min-p. Each is applied exactly at every node of a tree, along the node's own path.
 """
 
 import dataclasses
@@ -14,28 +14,28 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jspec.core.bits import ordered_bits
 from jspec.core.types import DecodeState, RowSampling
 
 NOISE, DRAFT, COINS, FINAL = range(4)
-"""Streams of random numbers of a row, independent of each other: the noise of the target's choice (which drafts may
-share), drafts that are drawn, coins of a rule of acceptance, and the token that such a rule draws at the end."""
+"""Independent random streams of a sequence: the noise of the target's choice (which drafts may share), sampled drafts,
+coins of a rule of acceptance, and the final token that such a rule samples."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Parameters of the choice of tokens.
+    """Sampling parameters of a sequence.
 
-    temperature: divides the logits; 0 takes the highest (greedy).
-    top_k: keeps the k highest logits, and those that equal the last of them. None: all.
-    top_p: keeps the tokens that are not outweighed: those for which all tokens that are more probable have less than
-      this mass together. None: all.
-    min_p: keeps tokens with at least this share of the highest probability. None: all.
-    repetition_penalty: divides positive logits, multiplies negative ones, of all tokens seen, the prompt's too (Keskar
-      et al., arXiv 1909.05858, section 4.1). 1: none.
+    temperature: divides the logits; 0 chooses the highest (greedy).
+    top_k: keeps the k highest logits, ties included. None: all.
+    top_p: nucleus sampling: keeps the fewest most probable tokens whose mass reaches top_p, ties included. None: all.
+    min_p: keeps tokens with at least this fraction of the highest probability. None: all.
+    repetition_penalty: divides positive and multiplies negative logits of all tokens seen, prompt included (Keskar et
+      al., arXiv 1909.05858, section 4.1). 1: off.
     presence_penalty: subtracted from the logits of the tokens generated so far.
     frequency_penalty: the same, once for each time the token was generated.
-    logit_bias: token id -> what is added to its logit; -inf forbids it.
-    min_new_tokens: while a row has fewer new tokens, no token is chosen that would end its text.
+    logit_bias: token id -> value added to its logit; -inf forbids the token.
+    min_new_tokens: until the sequence has this many new tokens, no token that ends the text is chosen.
     """
 
     temperature: float = 1.0
@@ -51,14 +51,14 @@ class Sampling:
     def __post_init__(self):
         temperature = self.temperature
         for name, value, good, wanted in (
-            # Lower ones would divide a logit to infinity, and infinities have no law.
+            # Lower values would divide a logit to infinity, which has no softmax.
             (
                 "temperature",
                 temperature,
                 temperature == 0 or 1e-6 <= temperature < math.inf,
                 "0 (greedy) or at least 1e-6",
             ),
-            ("top_k", self.top_k, self.top_k is None or _whole(self.top_k, 1), "a whole number from 1 up, or None"),
+            ("top_k", self.top_k, self.top_k is None or _is_int(self.top_k, 1), "an int of at least 1, or None"),
             ("top_p", self.top_p, self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or None"),
             ("min_p", self.min_p, self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1, or None"),
             (
@@ -67,35 +67,37 @@ class Sampling:
                 0 < self.repetition_penalty < math.inf,
                 "above 0; 1 is off",
             ),
-            ("presence_penalty", self.presence_penalty, math.isfinite(self.presence_penalty), "a number; 0 is off"),
-            ("frequency_penalty", self.frequency_penalty, math.isfinite(self.frequency_penalty), "a number; 0 is off"),
-            ("min_new_tokens", self.min_new_tokens, _whole(self.min_new_tokens, 0), "a whole number from 0 up"),
+            ("presence_penalty", self.presence_penalty, math.isfinite(self.presence_penalty), "finite; 0 is off"),
+            ("frequency_penalty", self.frequency_penalty, math.isfinite(self.frequency_penalty), "finite; 0 is off"),
+            ("min_new_tokens", self.min_new_tokens, _is_int(self.min_new_tokens, 0), "an int of at least 0"),
         ):
             if not good:
-                raise ValueError(f"Sampling({name}={value!r}): give {wanted}")
+                raise ValueError(f"Sampling({name}={value!r}): must be {wanted}")
         if any(math.isnan(bias) or bias == math.inf for bias in (self.logit_bias or {}).values()):
-            raise ValueError(
-                f"Sampling(logit_bias={self.logit_bias!r}): give finite numbers, or -inf to forbid a token"
-            )
+            raise ValueError(f"Sampling(logit_bias={self.logit_bias!r}): must be finite, or -inf to forbid a token")
 
 
-def _whole(value, least: int) -> bool:
+def _is_int(value: object, least: int) -> bool:
     return isinstance(value, int | np.integer) and bool(value >= least)
 
 
 def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, vocab_size: int) -> RowSampling | None:
-    """The parameters as arrays: one `Sampling` for all rows, or one for each; None where every row is merely greedy.
+    """The parameters as arrays; None if every sequence is greedy and without other options.
+
+    sampling: one `Sampling` for all sequences, or one for each.
 
     Raises:
-      TypeError: something else.
-      ValueError: not as many as rows, or a bias for a token outside the vocabulary.
+      TypeError: anything else.
+      ValueError: a list whose length is not `batch`, or a bias for a token outside the vocabulary.
     """
     given = [sampling] * batch if sampling is None or isinstance(sampling, Sampling) else sampling
     if not isinstance(given, Sequence) or not all(row is None or isinstance(row, Sampling) for row in given):
-        raise TypeError(f"sampling={sampling!r}: give a jspec.Sampling, one for each row, or None for greedy decoding")
+        raise TypeError(
+            f"sampling={sampling!r}: must be a jspec.Sampling, a list with one per sequence, or None (greedy)"
+        )
     rows = [Sampling(temperature=0.0) if row is None else row for row in given]
     if len(rows) != batch:
-        raise ValueError(f"sampling: {len(rows)} of them for {batch} rows; give one, or one for each row")
+        raise ValueError(f"sampling: {len(rows)} for {batch} sequences; must be one, or one per sequence")
     off = {"top_k": vocab_size, "top_p": 1.0, "min_p": 0.0}
     columns = {}
     for field in dataclasses.fields(Sampling):
@@ -115,15 +117,15 @@ def _bias_matrix(rows: Sequence[Sampling], vocab_size: int) -> np.ndarray:
     for i, row in enumerate(rows):
         for token, value in (row.logit_bias or {}).items():
             if not 0 <= token < vocab_size:
-                raise ValueError(f"logit_bias names the token {token}: ids are 0 to {vocab_size - 1}")
+                raise ValueError(f"logit_bias={{{token}: ...}}: token ids must be from 0 to {vocab_size - 1}")
             bias[i, token] = value
     return bias
 
 
 def process(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:
-    """Logits whose softmax is the law of the token after each of M nodes; a point mass in greedy rows.
+    """Logits whose softmax is the distribution of the token after each of M nodes; a point mass in greedy sequences.
 
-    path: the tokens between the committed ones and each token to be chosen; -1 where there are fewer.
+    path: the tokens after the committed ones up to each node, then -1.
     """
     rows = s.sampling
     if rows is None:
@@ -138,7 +140,8 @@ def process(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M
 
 def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:
     """Penalties, bias and min_new_tokens."""
-    rows: RowSampling = s.sampling
+    rows = s.sampling
+    assert rows is not None
     if rows.repetition_penalty is not None:
         seen = _count(s, path, jnp.zeros_like(s.prompt_length), logits.shape[-1]) > 0
         penalty = rows.repetition_penalty.reshape(-1, 1, 1)
@@ -159,7 +162,7 @@ def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M 
 
 
 def _count(s: DecodeState, path: Int[Array, "B M g"], first: Int[Array, " B"], vocabulary: int) -> Int[Array, "B M V"]:
-    """How often each token stands from position `first` on, on the way to each node."""
+    """How often each token occurs from position `first` on, up to each node."""
     nodes = path.shape[1]
     column = jnp.arange(s.tokens.shape[1], dtype=jnp.int32)[None]
     counted = (column >= first[:, None]) & (column < s.length[:, None])
@@ -167,29 +170,28 @@ def _count(s: DecodeState, path: Int[Array, "B M g"], first: Int[Array, " B"], v
     count = jnp.zeros((path.shape[0], vocabulary), jnp.int32)
     count = count.at[row[:, None], s.tokens].add(counted.astype(jnp.int32), mode="drop")
     count = jnp.broadcast_to(count[:, None], (path.shape[0], nodes, vocabulary))
-    # Where the path is shorter, an index outside the vocabulary, which is dropped.
+    # The -1 after shorter paths become an index outside the vocabulary, which is dropped.
     at = jnp.where(path < 0, vocabulary, path)
     return count.at[row[:, None, None], jnp.arange(nodes)[None, :, None], at].add(1, mode="drop")
 
 
 def _ends_text(s: DecodeState, path: Int[Array, "B M g"]) -> Bool[Array, "B M V"]:
-    """Whether a token would end the text after each node: as an EOS, or by completing a stop string."""
+    """Whether a token would end the text after each node, as an EOS or by completing a stop string."""
     assert s.stop.table is not None and s.stop.state is not None
     state = jnp.broadcast_to(s.stop.state[:, None], path.shape[:2])
     for i in range(path.shape[2]):
         read = s.stop.table.at[state, path[:, :, i]].get(mode="clip")
         state = jnp.where(path[:, :, i] >= 0, read, state)
-    # Behind a token that ends the text no choice counts, whatever row of the table stands for it.
+    # Choices after an end-of-text token are ignored, so any table row will do.
     return s.stop.table.at[jnp.maximum(state, 0)].get(mode="clip") < 0
 
 
 def temper(rows: RowSampling, logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
-    """Temperature (greedy rows: 1), then what top-k, top-p and min-p leave; -inf elsewhere."""
+    """Logits after temperature (greedy sequences: 1), top-k, top-p and min-p; -inf for removed tokens."""
     if rows.temperature is not None:
         logits = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0).reshape(-1, 1, 1)
     if rows.top_k is not None:
-        ones = jnp.ones_like(logits)
-        logits = _keep_heaviest(logits, ones, rows.top_k.astype(jnp.float32))
+        logits = _keep_heaviest(logits, jnp.ones_like(logits), rows.top_k.astype(jnp.float32))
     if rows.top_p is not None:
         bound = jnp.where(rows.top_p < 1, rows.top_p, jnp.inf)
         logits = _keep_heaviest(logits, jax.nn.softmax(logits, axis=-1), bound)
@@ -199,21 +201,21 @@ def temper(rows: RowSampling, logits: Float[Array, "B M V"]) -> Float[Array, "B 
     return logits
 
 
-def _keep_heaviest(logits, weights, bound):
-    """Keeps a token if the weights of those with higher logits sum to less than `bound`.
+def _keep_heaviest(
+    logits: Float[Array, "B M V"], weights: Float[Array, "B M V"], bound: Float[Array, " B"]
+) -> Float[Array, "B M V"]:
+    """Keeps a token if the weights of all tokens with higher logits sum to less than `bound`.
 
-    The threshold is found by bisection over the 2^32 bit patterns of a float, ordered as the floats are: 32 sums, no
+    The threshold is found by bisection over the 2^32 bit patterns of a float, in the order of the floats: 32 sums, no
     sort, and exact.
     """
-    # -0 equals 0, but its bits do not.
-    bits = lax.bitcast_convert_type(jnp.where(logits == 0, 0.0, logits).astype(jnp.float32), jnp.int32)
-    order = bits ^ ((bits >> 31) & jnp.int32(0x7FFFFFFF))
-    low = jnp.full((*logits.shape[:2], 1), np.iinfo(np.int32).min, jnp.int32)
-    high = jnp.full_like(low, np.iinfo(np.int32).max)
+    order = ordered_bits(logits)
+    low = jnp.zeros((*logits.shape[:2], 1), jnp.uint32)
+    high = jnp.full_like(low, np.iinfo(np.uint32).max)
 
-    def halve(_, ends):
+    def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
-        middle = (low & high) + ((low ^ high) >> 1)
+        middle = low + ((high - low) >> 1)
         above = jnp.where(order > middle, weights, 0.0).sum(-1, keepdims=True)
         enough = above < bound.reshape(-1, 1, 1)
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
@@ -223,14 +225,14 @@ def _keep_heaviest(logits, weights, bound):
 
 
 def stream(key: Key[Array, " B"], name: int, position: Int[Array, " B"]) -> Key[Array, " B"]:
-    """The key of one stream of random numbers at a position, for each row."""
+    """The key of one random stream at a position, for each sequence."""
     return jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, name), at))(key, position)
 
 
 def gumbel(
     key: Key[Array, " B"], name: int, position: Int[Array, " B"], count: int, vocab_size: int
 ) -> Float[Array, "B count V"]:
-    """Standard Gumbel noise of each token at `count` positions from `position` on, each position's its own."""
+    """Standard Gumbel noise of each token at `count` positions from `position` on, independent between positions."""
     steps = [stream(key, name, position + i) for i in range(count)]
     draw = jax.vmap(lambda key: jax.random.gumbel(key, (vocab_size,), jnp.float32))
     return jnp.stack([draw(keys) for keys in steps], axis=1)

@@ -10,5 +10,5 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def struct(cls: type[T]) -> type[T]:
-    """A frozen dataclass whose fields are pytree children, so that a value of it crosses jit and while_loop."""
+    """A frozen dataclass whose fields are pytree children, so instances can cross jit and while_loop."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))

@@ -1,16 +1,18 @@
 """Token trees: from parents to depths, ancestors and paths. Arrays only.
 
-A chain has no parents (None), so that all that follows from its shape is a constant of the program.
-`jspec.grow` makes the trees.
+A chain has no parents (None), so everything that follows from its shape is a constant of the program. `jspec.core.grow`
+makes the trees.
 """
 
-from typing import Any
+from typing import TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jspec.core.types import DraftTree
+
+T = TypeVar("T")
 
 
 def chain(tokens: Int[Array, "B N"]) -> DraftTree:
@@ -44,26 +46,30 @@ def depths(draft_tree: DraftTree) -> Int[Array, "#B N"]:
     return mask.sum(-1, dtype=jnp.int32) - 1
 
 
+@overload
+def take_path(x: Array, path: Int[Array, "B A"] | None) -> Array: ...
+@overload
+def take_path(x: None, path: Int[Array, "B A"] | None) -> None: ...
 def take_path(x: Array | None, path: Int[Array, "B A"] | None) -> Array | None:
-    """Rows of `x` [B, N, ...] along a path; `x` itself where the path is a chain's or there is no `x`."""
+    """The nodes of `x` [B, N, ...] along a path; `x` itself if the path is None (a chain) or `x` is."""
     if x is None or path is None:
         return x
-    return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1)
+    return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), axis=1, mode="clip")
 
 
-def where_rows(keep: Bool[Array, " B"], new: Any, old: Any) -> Any:
-    """The arrays of `new` in the rows to keep, and those of `old` in the others; both are pytrees of one structure."""
+def where_sequences(keep: Bool[Array, " B"], new: T, old: T) -> T:
+    """The arrays of `new` in sequences where `keep` holds, and those of `old` in the others."""
 
-    def choose(a, b):
+    def choose(a: Array, b: Array) -> Array:
         return jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b)
 
     return jax.tree.map(choose, new, old)
 
 
 def paths(draft_tree: DraftTree) -> Int[Array, "B N g"]:
-    """The tokens between the root and each node, which is the last of them; -1 behind it. The root's own is not there.
+    """The tokens from the root (excluded) to each node (included), then -1. g is the depth of the tree.
 
-    So the paths of two nodes of one depth hold as many tokens, and g is the depth of the tree.
+    The paths of two nodes of the same depth have the same number of tokens.
     """
     tokens = draft_tree.tokens
     batch, nodes = tokens.shape
@@ -72,6 +78,7 @@ def paths(draft_tree: DraftTree) -> Int[Array, "B N g"]:
         column, node = jnp.arange(generations, dtype=jnp.int32), jnp.arange(nodes, dtype=jnp.int32)
         on_path = (column[None] < node[:, None])[None]
         return jnp.where(on_path, jnp.broadcast_to(tokens[:, None, 1:], (batch, nodes, generations)), -1)
+    # Walk from every node to the root, and write each token into the column of its depth.
     depth, node = depths(draft_tree), jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], tokens.shape)
     found = jnp.full((batch, nodes, generations), -1, jnp.int32)
     column = jnp.arange(generations, dtype=jnp.int32)[None, None]

@@ -13,7 +13,7 @@ for a few tokens; for more, cuBLAS is (docs/decisions.md).
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
@@ -37,7 +37,11 @@ def loop_options(*, many: bool = False, flags: str | None = None) -> dict[str, s
     return {name: value for group in wanted if not any(own in flags for own in group) for name, value in group.items()}
 
 
-class LoopProgram:
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class LoopProgram(Generic[P, R]):
     """`jax.jit` of a function that contains the loop, with `loop_options`.
 
     It is jitted at its first use, because the options depend on the environment, which no import may read.
@@ -45,7 +49,7 @@ class LoopProgram:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[P, R],
         *,
         many: bool,
         static_argnames: Sequence[str],
@@ -65,7 +69,7 @@ class LoopProgram:
             compiler_options=loop_options(many=self._many),
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the jitted function."""
         return self.jitted(*args, **kwargs)
 

@@ -9,7 +9,7 @@ from jspec.core.commit import commit_rows
 from jspec.core.grow import check_shape, grow, take_parents
 from jspec.core.propose import propose
 from jspec.core.struct import struct
-from jspec.core.tree import where_rows
+from jspec.core.tree import where_sequences
 from jspec.core.types import (
     Cache,
     Committed,
@@ -121,8 +121,17 @@ class Eagle:
             )
             return (out.rows, out.feature), self._propose(params, s, out.logits, frontier.path)
 
-        shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes, "exact": self.exact}
-        return grow(s.root[:, 0], state.proposal, expand, (None, state.feature), **shape), state
+        draft_tree = grow(
+            s.root[:, 0],
+            state.proposal,
+            expand,
+            (None, state.feature),
+            depth=self.depth,
+            width=self.width,
+            num_nodes=self.num_nodes,
+            exact=self.exact,
+        )
+        return draft_tree, state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> EagleState:
         """Reads the committed tokens with the target's features: depth + 1 rows after each round."""
@@ -144,7 +153,7 @@ class Eagle:
         feature = out.feature
         if not committed.first:
             old = state.feature, state.proposal
-            feature, proposal = where_rows(committed.length > 0, (feature, proposal), old)
+            feature, proposal = where_sequences(committed.length > 0, (feature, proposal), old)
         return EagleState(cache, feature, proposal)
 
     @property

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jspec.core.grow import check_shape, grow, take_parents
 from jspec.core.propose import propose
-from jspec.core.tree import where_rows
+from jspec.core.tree import where_sequences
 from jspec.core.types import Committed, DecodeState, DraftNeeds, DraftTree, Frontier, Params, Proposal, Target
 from jspec.drafters.binding import bound, check_made_for, check_needs, describe_loaded
 from jspec.models import Assistant
@@ -120,15 +120,15 @@ class FrozenKvMtp:
         def expand(hidden: Float[Array, "B F E"], frontier: Frontier) -> tuple[Float[Array, "B M E"], Proposal]:
             return self._step(params, s, hidden, frontier)
 
-        shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes}
-        return grow(s.root[:, 0], first, expand, hidden, **shape)
+        depth, width, num_nodes = self.depth, self.width, self.num_nodes
+        return grow(s.root[:, 0], first, expand, hidden, depth=depth, width=width, num_nodes=num_nodes)
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> Float[Array, "B 1 E"]:
         """Keeps the target's hidden state at the last committed row."""
         assert committed.hidden is not None
         last = jnp.maximum(committed.length - 1, 0)
         hidden = jnp.take_along_axis(committed.hidden, last[:, None, None], axis=1, mode="clip")
-        return where_rows(committed.length > 0, hidden, s.draft)
+        return where_sequences(committed.length > 0, hidden, s.draft)
 
     @property
     def _target(self) -> Decoder:

@@ -10,7 +10,7 @@ from jspec.core.commit import commit_rows
 from jspec.core.grow import check_shape, grow
 from jspec.core.propose import propose
 from jspec.core.struct import struct
-from jspec.core.tree import where_rows
+from jspec.core.tree import where_sequences
 from jspec.core.types import (
     Cache,
     Committed,
@@ -156,7 +156,7 @@ class Mtp:
             feature, before = out, start
         kept = tuple(features[:-1]), tuple(proposals)
         if not committed.first:
-            kept = where_rows(committed.length > 0, kept, (state.features, state.proposals))
+            kept = where_sequences(committed.length > 0, kept, (state.features, state.proposals))
         return MtpState(tuple(caches), *kept)
 
     @property

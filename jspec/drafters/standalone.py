@@ -9,7 +9,7 @@ from jspec.core.commit import commit_rows
 from jspec.core.grow import check_shape, grow
 from jspec.core.propose import propose
 from jspec.core.struct import struct
-from jspec.core.tree import where_rows
+from jspec.core.tree import where_sequences
 from jspec.core.types import (
     Cache,
     Committed,
@@ -103,8 +103,8 @@ class Standalone:
             )
             return out.rows, self._propose(s, out.logits, frontier.path)
 
-        shape = {"depth": self.depth, "width": self.width, "num_nodes": self.num_nodes}
-        return grow(s.root[:, 0], state.proposal, expand, None, **shape), state
+        depth, width, num_nodes = self.depth, self.width, self.num_nodes
+        return grow(s.root[:, 0], state.proposal, expand, None, depth=depth, width=width, num_nodes=num_nodes), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> StandaloneState:
         """Reads the tokens that the cache lacks, up to the root, and proposes the first generation after it."""
@@ -120,7 +120,7 @@ class Standalone:
         out = self._model.apply(params.draft, tokens, positions, state.cache, prefix, select=last)
         proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
         if not committed.first:
-            proposal = where_rows(count > 0, proposal, state.proposal)
+            proposal = where_sequences(count > 0, proposal, state.proposal)
         cache = commit_rows(state.cache, out.rows, start, None, count, after=out.logits)
         return StandaloneState(cache, end, proposal)
 

@@ -1,4 +1,4 @@
-"""Every kind of cache with chains and trees, at any page size, with NaN in all that nobody may read.
+"""Every kind of cache with chains and trees, at any page size, with NaN in everything that must not be read.
 
 A new kind of cache is a row of `KINDS`.
 """
@@ -31,7 +31,7 @@ KINDS = {
     "dsa": (deepseek.KINDS["dsa"], lambda seed: deepseek.params("dsa", seed)),
     "recurrent": (qwen.KINDS["dense"], lambda seed: qwen.params("dense", seed)),
 }
-"""A target, and a function from a seed to weights. All but the first and the third have layers of two kinds."""
+"""A target, and a function from a seed to weights. All but the first and the third have two kinds of layers."""
 DRAFTERS = {
     "ngram": Ngram(n=2, depth=4),
     "random_tree": RandomTree(depth=3),
@@ -40,7 +40,7 @@ DRAFTERS = {
 }
 PAGE_SIZES = (1, 4, 16)
 CHUNKS = (None, 5, 2)
-OFTEN = [
+ALWAYS = [
     ("mha", "chain", 16, None),
     ("sliding", "tree", 4, None),
     ("mla", "random_tree", 1, None),
@@ -48,23 +48,23 @@ OFTEN = [
     ("recurrent", "tree", 16, 5),
 ]
 """Kind, drafter, page size and columns of a chunk."""
-RARELY = [
+SLOW_POINTS = [
     (*point, CHUNKS[(i + i // len(PAGE_SIZES)) % len(CHUNKS)])
     for i, point in enumerate(itertools.product(KINDS, DRAFTERS, PAGE_SIZES))
 ]
 CAPACITY = 40
 NEW = np.array([24, 9, 24])
-"""Tokens of each row: the second one ends long before the others."""
+"""New tokens of each sequence: the second one ends long before the others."""
 
 
 def matrix():
-    yield from itertools.starmap(pytest.param, OFTEN)
-    yield from (pytest.param(*point, marks=pytest.mark.slow) for point in RARELY if point not in OFTEN)
+    yield from itertools.starmap(pytest.param, ALWAYS)
+    yield from (pytest.param(*point, marks=pytest.mark.slow) for point in SLOW_POINTS if point not in ALWAYS)
 
 
 @functools.cache
 def plain_tokens(kind: str) -> np.ndarray:
-    """What plain decoding fills the buffer with, from forwards over whole texts: no cache is read."""
+    """The token buffer of plain decoding, from forwards over whole texts, which read no cache."""
     target, weights = KINDS[kind]
     cache = target.init_cache(weights(0), 3, 1, 1)
     forward = jax.jit(lambda p, t: jnp.argmax(target.forward(p, tree.chain(t), cache, None).logits, axis=-1))
@@ -77,7 +77,7 @@ def plain_tokens(kind: str) -> np.ndarray:
 
 
 def weights_of(kind: str, drafter: Any) -> Params:
-    """The target's weights; as draft the tokens to plant, or the target's own a little off."""
+    """The target's weights, and as draft the tokens to plant, or the target's weights slightly perturbed."""
     _, weights = KINDS[kind]
     if isinstance(drafter, RandomTree):
         return Params(weights(0), jnp.asarray(plain_tokens(kind)))
@@ -86,7 +86,7 @@ def weights_of(kind: str, drafter: Any) -> Params:
 
 
 def spoiled(s, spare: int = 0):
-    """The state with NaN in all of both caches that is not in use; rows that have ended use nothing."""
+    """The state with NaN in all unused parts of both caches; finished sequences use nothing."""
     cache = poison.spoil(s.cache, np.where(s.done, 0, s.length - 1), spare=spare)
     if not hasattr(s.draft, "cache"):
         return dataclasses.replace(s, cache=cache)
@@ -95,8 +95,8 @@ def spoiled(s, spare: int = 0):
 
 
 @pytest.mark.parametrize(("kind", "drafter", "page_size", "chunk"), list(matrix()))
-def test_output_is_that_of_plain_decoding(kind, drafter, page_size, chunk, monkeypatch):
-    """Both caches are NaN before the first token, and all that is not in use is so between rounds."""
+def test_output_equals_plain_decoding(kind, drafter, page_size, chunk, monkeypatch):
+    """Both caches are NaN before the first token, and their unused parts are NaN between rounds."""
     wanted, target = plain_tokens(kind), KINDS[kind][0]
     empty = Decoder.init_cache
     monkeypatch.setattr(Decoder, "init_cache", lambda *given: poison.fill(empty(*given)))

@@ -1,4 +1,4 @@
-"""The cache of layers of several kinds: which pool each reads and writes, and what it takes of memory."""
+"""The cache of several kinds of layers: which pool each layer reads and writes, and how much memory it takes."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ LAYERS = (SLIDING, FULL, SLIDING, FULL, 2, 3, 2)
 
 
 def rows_of(layers, count, batch=2):
-    """Rows in which all numbers of a layer's row t are 100 * layer + t."""
+    """Rows in which all features of row t of a layer are 100 * layer + t."""
     rows = []
     for index, layer in enumerate(layers):
         if isinstance(layer, int):
@@ -24,7 +24,7 @@ def rows_of(layers, count, batch=2):
     return tuple(rows)
 
 
-def test_layers_of_one_kind_have_one_pool_and_those_that_share_none():
+def test_layers_with_equal_specs_share_a_pool_and_sharing_layers_have_none():
     cache = HybridCache.empty(2, 32, 4, layers=LAYERS, dtype=jnp.float32)
     sliding, full = cache.groups
     assert isinstance(sliding, SlidingCache) and type(full) is MhaCache
@@ -42,7 +42,7 @@ def test_each_layer_reads_what_its_source_has_committed(layers):
         kind = layers[source]
         q = jnp.zeros((2, 1, 2, kind.head_dim))
         blank = jnp.zeros((2, 1, kind.kv_heads, kind.head_dim))
-        # With equal scores the result is the mean of what is seen; of the round's own rows that is nothing.
+        # With equal scores the result is the mean of the visible rows; none of the round's own rows is visible.
         none = jnp.zeros((1, 1, 1), bool)
         out = cache.attend(index, q, blank, blank, length, none, 1.0, length[:, None] - 1)
         for b, end in enumerate((7, 3)):
@@ -50,7 +50,7 @@ def test_each_layer_reads_what_its_source_has_committed(layers):
             np.testing.assert_allclose(out[b], 100 * source + seen.mean(), rtol=1e-6)
 
 
-def test_a_long_context_takes_the_windows_and_the_full_layers():
+def test_a_long_context_needs_memory_for_windows_and_full_layers():
     """Gemma 4 31B: 50 sliding layers with a window of 1024 and 10 full ones."""
     sliding, full = LayerKeys(16, 256, 1024), LayerKeys(4, 512)
     layers = [full if i % 6 == 5 else sliding for i in range(60)]
@@ -65,7 +65,7 @@ def test_a_long_context_takes_the_windows_and_the_full_layers():
     assert bytes_of(32768, 1) == [windows, contexts]
 
 
-def test_sharing_with_a_layer_that_makes_no_keys_is_an_error():
+def test_sharing_with_a_layer_without_keys_is_an_error():
     for layers in ((SLIDING, 0, 1), (0,), (1, SLIDING)):
-        with pytest.raises(ValueError, match="which makes none before it"):
+        with pytest.raises(ValueError, match="which has none before it"):
             HybridCache.empty(1, 8, 4, layers=layers, dtype=jnp.float32)

@@ -1,4 +1,4 @@
-"""The paged cache against dense attention over the same tokens laid out in a row."""
+"""The paged cache against dense attention over the same tokens in one array."""
 
 import dataclasses
 from functools import partial
@@ -25,7 +25,7 @@ commit = jax.jit(MhaCache.commit)
 
 
 def empty(page_size, rng, *, scrambled):
-    """An empty cache; scrambled: with spare pages, its own in random order, and NaN in all of them."""
+    """An empty cache; scrambled: with spare pages, pages in random order, and NaN in all of them."""
     cache = MhaCache.empty(
         BATCH, CAPACITY, page_size, layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, dtype=jnp.float32
     )
@@ -58,7 +58,7 @@ def test_rounds_of_commits_equal_dense_attention_over_the_committed_tokens(page_
     for _ in range(5):
         q = rng.normal(size=(BATCH, NODES, HEADS, DIM)).astype(np.float32)
         rows = rng.normal(size=(LAYERS, 2, BATCH, NODES, KV_HEADS, DIM)).astype(np.float32)
-        # Node n sees a random subset of those before it: more shapes than trees have.
+        # Node n sees a random subset of the nodes before it, which is more general than a tree.
         mask = np.tril(rng.random((BATCH, NODES, NODES)) < 0.5) | np.eye(NODES, dtype=bool)
         for layer in range(LAYERS):
             out = np.asarray(attend(cache, layer, q, *rows[layer], start, mask))
@@ -76,7 +76,7 @@ def test_rounds_of_commits_equal_dense_attention_over_the_committed_tokens(page_
     assert start.max() > min(page_size, 8), "too little was committed to cross a page"
 
 
-def test_a_commit_leaves_the_cache_it_was_called_on_as_it_was():
+def test_a_commit_does_not_change_the_old_cache():
     rng = np.random.default_rng(0)
     cache = empty(4, rng, scrambled=True)
     before = np.array(cache.pool)
@@ -110,5 +110,5 @@ def test_capacity_is_rounded_up_to_whole_pages(rows, page_size, pages):
 
 @pytest.mark.parametrize("page_size", (0, -1))
 def test_a_page_of_no_rows_is_an_error(page_size):
-    with pytest.raises(ValueError, match=f"page_size={page_size}: a page holds at least 1 row"):
+    with pytest.raises(ValueError, match=f"page_size={page_size}: must be at least 1"):
         MhaCache.empty(1, 8, page_size, layers=1, kv_heads=1, head_dim=4, dtype=jnp.float32)

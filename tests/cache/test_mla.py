@@ -1,4 +1,4 @@
-"""Caches of latent rows, alone and with indexers: both forms of attention agree, and trees commit as chains do."""
+"""Caches of latent rows, alone and with indexers: both forms of attention agree, and trees commit like chains."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ WIDTH, SCALE = LATENT + ROPE, 0.3
 LENGTHS = np.array([7, 0, 12], np.int32)
 TOTAL, TOP_K = 16, 6
 PARENTS = np.array([0, 0, 0, 1])
-"""Two children of the root, and one of the first of them."""
+"""Two children of the root, and a child of the first one."""
 PATH = np.array([0, 1, 3], np.int32)
 RNG = np.random.default_rng(0)
 
@@ -38,7 +38,7 @@ def empty(kind, page_size):
 
 
 def rows_of(kind, rows, keys):
-    """Two layers', the second one's scaled."""
+    """The rows of two layers; the second layer's are scaled."""
     rows, keys = jnp.asarray(rows), jnp.asarray(keys)
     return tuple((rows * s,) if kind == "mla" else (rows * s, keys * s) for s in (1, 2))
 
@@ -68,12 +68,12 @@ def kind(request):
 
 @pytest.fixture
 def whole(kind):
-    """What attention gives where all tokens are read at once, with the keys and values of each head."""
+    """The result of attention over all tokens at once, with the keys and values of each head."""
     return np.asarray(attend(empty(kind, 4), kind, Q, ROWS, KEYS, ASKED, None, None))
 
 
 def committed(kind, page_size):
-    """A cache that holds the first tokens of each sequence, and no number anywhere else."""
+    """A cache with the first tokens of each sequence, and NaN everywhere else."""
     cache = empty(kind, page_size)
     first = jnp.zeros(3, jnp.int32)
     filled = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float32 else x, cache)
@@ -81,15 +81,15 @@ def committed(kind, page_size):
 
 
 @pytest.mark.parametrize("page_size", (1, 16))
-def test_a_chain_behind_a_prefix_is_read_as_all_at_once(kind, whole, page_size):
+def test_a_chain_after_a_prefix_equals_all_at_once(kind, whole, page_size):
     given = part((Q, ROWS, KEYS, ASKED), LENGTHS, 4)
     out = attend(committed(kind, page_size), kind, *given, jnp.asarray(LENGTHS), None)
     np.testing.assert_allclose(out, part(whole, LENGTHS, 4), atol=1e-5)
 
 
 @pytest.mark.parametrize("page_size", (3,))
-def test_a_path_of_a_tree_is_read_and_committed_as_a_chain(kind, whole, page_size):
-    """Nodes 0, 1 and 3 are the next tokens; node 2 is a sibling, with a key that moves what an indexer selects."""
+def test_a_path_of_a_tree_is_read_and_committed_like_a_chain(kind, whole, page_size):
+    """Nodes 0, 1 and 3 are the next tokens; node 2 is a sibling whose key changes the selection of an indexer."""
     start, nodes = jnp.asarray(LENGTHS), np.array([0, 1, 3, 2])
     q, rows, keys, asked = jax.tree.map(lambda x: x[:, nodes], part((Q, ROWS, KEYS, ASKED), LENGTHS, 4))
     keys[:, 2] *= 100
@@ -104,7 +104,7 @@ def test_a_path_of_a_tree_is_read_and_committed_as_a_chain(kind, whole, page_siz
 
 
 def test_an_indexer_selects(whole, kind):
-    """Else the tests above would say nothing of it: most tokens see more than it selects."""
+    """Most tokens see more tokens than the indexer selects; otherwise the tests above would not cover it."""
     if kind == "dsa":
         cache = MlaCache.empty(3, TOTAL, 4, layers=2, width=WIDTH, dtype=jnp.float32)
         dense = np.asarray(attend(cache, "mla", Q, ROWS, KEYS, ASKED, None, None))
@@ -112,10 +112,10 @@ def test_an_indexer_selects(whole, kind):
         assert np.abs(whole[:, TOP_K:] - dense[:, TOP_K:]).max((2, 3)).min() > 1e-3
 
 
-def test_heads_of_an_indexer_one_at_a_time_say_the_same(monkeypatch):
+def test_heads_of_an_indexer_one_at_a_time_give_the_same_scores(monkeypatch):
     query, keys = part((ASKED, KEYS), LENGTHS, 3)
     together = dsa._scores(query, keys)
-    monkeypatch.setattr(dsa, "AT_ONCE", 1)
+    monkeypatch.setattr(dsa, "MAX_MATERIALIZED_SCORES", 1)
     np.testing.assert_allclose(dsa._scores(query, keys), together, rtol=1e-5, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The cache of recurrent layers: what a path commits is what its tokens alone would have made, and nothing else."""
+"""The cache of recurrent layers: committing a path equals reading its tokens alone."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def commit(cache, rows, start, path, length):
 
 
 def tokens(rng, count):
-    """A convolution's inputs, decays and rates."""
+    """Inputs of the convolution, decays and rates."""
     inputs = rng.normal(size=(B, count, KIND.channels))
     g, beta = -np.exp(rng.normal(size=(B, count, 4))), rng.uniform(size=(B, count, 4))
     return [x.astype(np.float32) for x in (inputs, g, beta)]
@@ -41,7 +41,7 @@ def of(given, index):
 
 @pytest.fixture(scope="module")
 def before():
-    """A cache with `BEFORE` committed tokens; one more sequence has none, and NaN in their place."""
+    """A cache with `BEFORE` committed tokens, and one more sequence with none and NaN in their place."""
     cache = KIND.empty(B, 64, 16, layers=1, dtype=jnp.float32)
     start = np.array([BEFORE, BEFORE - 2, 0], np.int32)
     given = tokens(np.random.default_rng(0), BEFORE)
@@ -52,7 +52,7 @@ def before():
 
 
 def plainly(cache, given, start, count):
-    """Token by token: what each reads, and the cache after each."""
+    """Token by token: the output of each, and the cache after each."""
     outs, caches = [], [cache]
     for i in range(count):
         out, rows = attend(cache, of(given, np.full((B, 1), i)), start + i)
@@ -70,7 +70,7 @@ def assert_remembers(got, wanted, sequence):
 
 
 def random_path(rng, parents, mask):
-    """A path to some node, its end repeated, and its length."""
+    """A path to a node, with its end repeated, and its length."""
     end = rng.integers(len(parents[0]) // 2, len(parents[0]), B)
     paths = [np.nonzero(row[n])[0] for row, n in zip(mask, end, strict=True)]
     most = max(map(len, paths))
@@ -78,7 +78,7 @@ def random_path(rng, parents, mask):
     return np.stack(padded).astype(np.int32), np.array([len(path) for path in paths])
 
 
-def test_a_path_of_a_tree_commits_what_its_tokens_alone_would(before):
+def test_committing_a_path_of_a_tree_equals_reading_its_tokens_alone(before):
     cache, start = before
     rng = np.random.default_rng(1)
     parents = jnp.asarray(
@@ -87,10 +87,10 @@ def test_a_path_of_a_tree_commits_what_its_tokens_alone_would(before):
     given = tokens(rng, NODES)
     mask = tree.ancestor_mask(DraftTree(jnp.zeros((B, NODES), jnp.int32), parents))
     out, rows = attend(cache, given, start, mask)
-    assert np.isfinite(out).all(), "NaN that no sequence remembers is read"
+    assert np.isfinite(out).all(), "unused NaN values were read"
     path, length = random_path(rng, np.array(parents), np.array(mask))
     wanted, after = plainly(cache, of(given, path), start, path.shape[1])
-    # What is not on the path is broken, and leaves no trace.
+    # Nodes off the path are NaN and leave no trace.
     on_path = np.zeros((B, NODES), bool)
     np.put_along_axis(on_path, np.array(path), True, axis=1)
     broken = jax.tree.map(lambda x: np.where(on_path.reshape(B, NODES, *[1] * (x.ndim - 2)), x, NAN), rows)
@@ -101,12 +101,12 @@ def test_a_path_of_a_tree_commits_what_its_tokens_alone_would(before):
 
 
 @pytest.mark.parametrize("count", [3, 70])
-def test_a_chain_commits_what_its_tokens_alone_would(before, count):
-    """Each sequence another number of them; longer ones are read in blocks."""
+def test_committing_a_chain_equals_reading_its_tokens_alone(before, count):
+    """Each sequence commits a different number of tokens; long chains are read in blocks."""
     cache, start = before
     given = tokens(np.random.default_rng(2), count)
     out, rows = attend(cache, given, start)
-    assert np.isfinite(out).all(), "NaN that no sequence remembers is read"
+    assert np.isfinite(out).all(), "unused NaN values were read"
     wanted, after = plainly(cache, given, start, count)
     np.testing.assert_allclose(out, wanted, **CLOSE)
     length = np.array([count, 1, count - 1])
@@ -117,7 +117,7 @@ def test_a_chain_commits_what_its_tokens_alone_would(before, count):
         assert_remembers(got, after[size], b)
 
 
-def test_sequences_that_have_ended_stay_as_they_are_bit_for_bit(before):
+def test_finished_sequences_stay_bitwise_unchanged(before):
     cache, start = before
     given = tokens(np.random.default_rng(3), 4)
     rows = jax.tree.map(lambda x: np.full_like(x, np.nan), attend(cache, given, start)[1])
@@ -154,8 +154,8 @@ def test_a_hybrid_cache_has_groups_of_any_kind():
     assert jax.tree.map(jnp.shape, longer.groups[0].states[:1]) == ((B, 4, 8, 6),)
 
 
-def test_what_a_layer_may_not_be():
-    with pytest.raises(ValueError, match="value_heads=3 are no multiple of key_heads=2"):
+def test_invalid_specs_are_refused():
+    with pytest.raises(ValueError, match="value_heads=3 is not a multiple of key_heads=2"):
         RecurrentLayer(2, 3, 8, 8)
-    with pytest.raises(ValueError, match="kernel=1: a convolution reads the token before"):
+    with pytest.raises(ValueError, match="kernel=1: must be at least 2"):
         RecurrentLayer(2, 2, 8, 8, kernel=1)

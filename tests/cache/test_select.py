@@ -37,13 +37,13 @@ select = jax.jit(largest, static_argnames="k")
 def test_equals_a_stable_sort(kind):
     scores = scores_of(kind)
     seen = np.random.default_rng(0).random(SHAPE) < np.array([0.1, 0.6, 1.0])[None, :, None]
-    # What is not visible may be anything.
+    # Invisible scores may be anything.
     given = np.where(seen, scores, np.nan).astype(np.float32)
     for k in (1, 16, 44, 45):
         np.testing.assert_array_equal(select(given, seen, k=k), oracle(scores, seen, k))
 
 
-def test_one_mask_serves_all_rows():
+def test_one_mask_applies_to_all_rows():
     scores, seen = scores_of("ties"), np.arange(SHAPE[2])[None, None] < 30
     everywhere = np.broadcast_to(seen, SHAPE)
     np.testing.assert_array_equal(select(scores, seen, k=9), select(scores, everywhere, k=9))

@@ -1,4 +1,4 @@
-"""The sliding-window cache against dense attention over the end of each path; all that may be forgotten is NaN."""
+"""The sliding-window cache against dense attention over the end of each path; everything beyond a window is NaN."""
 
 import dataclasses
 from functools import partial
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import SlidingCache, mha
+from jspec.cache import SlidingCache, swa
 from jspec.cache.swa import window_mask
 from jspec.core import tree
 from jspec.core.types import DraftTree
@@ -32,7 +32,7 @@ def depths_and_mask(tokens, parents):
 
 
 def empty(window, page_size, rng):
-    """An empty cache in a pool with spare pages, its own in no order."""
+    """An empty cache in a pool with spare pages, with its pages in random order."""
     make = partial(SlidingCache.empty, BATCH, CAPACITY, page_size, **SHAPE, window=window)
     cache = jax.jit(make)()
     pages = cache.pool.shape[2] + 3
@@ -42,7 +42,7 @@ def empty(window, page_size, rng):
 
 
 def forget(cache, length):
-    """The cache with NaN wherever no row of the last window lies."""
+    """The cache with NaN in every row outside the last window."""
     pool, table = np.array(cache.pool), np.array(cache.page_table)
     kept, page_size = np.full_like(pool, np.nan), pool.shape[3]
     for b, end in enumerate(length):
@@ -85,7 +85,7 @@ def dense(q, pairs):
     ],
 )
 def test_rounds_equal_dense_attention_over_each_nodes_window(window, page_size):
-    """Chains and trees, shorter and longer than window and ring, in rounds that go several times around it."""
+    """Chains and trees, shorter and longer than window and ring, in rounds that wrap around the ring several times."""
     rng = np.random.default_rng(window + page_size)
     cache = empty(window, page_size, rng)
     committed = {at: [] for at in np.ndindex(LAYERS, BATCH)}
@@ -112,7 +112,7 @@ def test_rounds_equal_dense_attention_over_each_nodes_window(window, page_size):
 
 
 def test_a_query_at_the_last_committed_position_finds_its_whole_window():
-    """As drafters do that only read: so the ring holds a row more than a round needs."""
+    """Drafters that only read do this, so the ring has one more row than a round needs."""
     rng, window = np.random.default_rng(0), 8
     cache = empty(window, 4, rng)
     _, rows, _, _ = random_round(rng, 25, True)
@@ -128,7 +128,7 @@ def test_a_query_at_the_last_committed_position_finds_its_whole_window():
         np.testing.assert_allclose(out[b, 0], dense(q[b, 0], seen), rtol=1e-5, atol=1e-5)
 
 
-def test_a_finished_row_keeps_its_pages():
+def test_a_finished_sequence_keeps_its_pages():
     rng = np.random.default_rng(0)
     cache = empty(8, 4, rng)
     _, rows, _, _ = random_round(rng, 25, True)
@@ -140,10 +140,10 @@ def test_a_finished_row_keeps_its_pages():
 
 
 @pytest.mark.parametrize("chain", [True, False])
-def test_no_place_is_written_twice_in_a_commit(monkeypatch, chain):
-    """Which of two rows a scatter leaves there is nothing that every backend agrees on."""
+def test_no_slot_is_written_twice_in_a_commit(monkeypatch, chain):
+    """Backends differ in which of two rows a scatter keeps."""
     written = []
-    monkeypatch.setattr(mha, "kv_compact", lambda pool, rows, table, *which: written.append(which) or pool)
+    monkeypatch.setattr(swa, "kv_compact", lambda pool, rows, table, *which: written.append(which) or pool)
     rng = np.random.default_rng(0)
     _, rows, _, _ = random_round(rng, 25, True)
     path = None if chain else np.arange(25, dtype=np.int32)[None].repeat(BATCH, 0)
@@ -155,12 +155,12 @@ def test_no_place_is_written_twice_in_a_commit(monkeypatch, chain):
     assert path.tolist()[0] == list(range(16, 25)) and path.tolist()[2][:5] == list(range(5))
 
 
-def test_the_pool_is_of_the_windows_size_however_long_the_context():
+def test_the_pool_has_the_size_of_the_window_at_any_context_length():
     made = jax.eval_shape(lambda: SlidingCache.empty(2, 32768, 16, **SHAPE, window=1000))
     assert made.pool.shape == (LAYERS, 2, 2 * 63, 16, KV_HEADS, DIM)
     assert made.page_table.shape == (2, 2048)
     short = jax.eval_shape(lambda: SlidingCache.empty(2, 40, 16, **SHAPE, window=1000))
-    assert short.pool.shape[2] == 2 * 3, "a context shorter than the window takes no more than its own pages"
+    assert short.pool.shape[2] == 2 * 3, "a context shorter than the window needs only its own pages"
 
 
 def test_no_two_sequences_share_a_page():
@@ -170,13 +170,13 @@ def test_no_two_sequences_share_a_page():
 
 
 @pytest.mark.parametrize("chain", [True, False])
-def test_rows_no_further_apart_than_the_window_need_no_mask_of_their_own(chain):
+def test_rounds_within_the_window_keep_their_mask(chain):
     mask = None if chain else jnp.ones((1, 8, 8), bool)
     assert window_mask(mask, 8, 8, 8) is mask
 
 
-def test_a_window_of_nothing_is_an_error():
-    with pytest.raises(ValueError, match="window=0: a token sees itself at least"):
+def test_an_empty_window_is_an_error():
+    with pytest.raises(ValueError, match="window=0: must be at least 1"):
         SlidingCache.empty(1, 8, 4, **SHAPE, window=0)
 
 

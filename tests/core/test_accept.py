@@ -1,4 +1,4 @@
-"""Greedy acceptance against a walk from node to node in Python; and what holds for all rules.
+"""Greedy acceptance against a node-by-node walk in Python, and properties of all rules.
 
 That the other rules are exact is proved in test_exact.py.
 """
@@ -28,7 +28,7 @@ def greedy(draft_tree, logits):
 
 
 def random_case(seed, nodes, vocabulary):
-    """Trees whose children often carry equal tokens, and logits of three values, so that ties are common."""
+    """Trees whose siblings often have equal tokens, and logits of three values, so ties are common."""
     rng = np.random.default_rng(seed)
     parents = rng.integers(0, np.maximum(np.arange(nodes), 1), (BATCH, nodes)).astype(np.int32)
     tokens = rng.integers(0, vocabulary, (BATCH, nodes)).astype(np.int32)
@@ -37,7 +37,7 @@ def random_case(seed, nodes, vocabulary):
 
 
 def naive(tokens, parents, logits):
-    """Path and tokens of one row: from the root, to the first child with the token of the highest logit."""
+    """Path and tokens of one sequence: from the root to the first child with the token of the highest logit."""
     path, appended = [0], []
     while True:
         appended.append(int(np.argmax(logits[path[-1]])))
@@ -57,7 +57,7 @@ def depth_of(parents):
 @pytest.mark.parametrize("static_depth", (False, True))
 @pytest.mark.parametrize("vocabulary", (2, 6))
 @pytest.mark.parametrize("nodes", (1, 2, 5, 16))
-def test_a_tree_is_walked_as_by_hand(nodes, vocabulary, static_depth):
+def test_a_tree_is_walked_like_by_hand(nodes, vocabulary, static_depth):
     tokens, parents, logits = random_case(nodes, nodes, vocabulary)
     depth = depth_of(parents) if static_depth else None
     out = greedy(DraftTree(tokens, parents, depth), logits)
@@ -66,11 +66,11 @@ def test_a_tree_is_walked_as_by_hand(nodes, vocabulary, static_depth):
         path, appended = naive(tokens[b], parents[b], logits[b])
         assert out.length[b] == len(appended)
         np.testing.assert_array_equal(out.tokens[b, : len(appended)], appended)
-        # The tail repeats the last node, so that what follows `length` is a node that exists.
+        # The tail repeats the last node, so everything after `length` is an existing node.
         expected = path + [path[-1]] * (out.path.shape[1] - len(path))
         np.testing.assert_array_equal(out.path[b], expected)
         lengths.add(len(appended))
-    assert nodes == 1 or len(lengths) > 1, "the case accepts nothing: it would pass with a rule that never does"
+    assert nodes == 1 or len(lengths) > 1, "the case accepts nothing: a rule that never accepts would pass"
 
 
 @pytest.mark.parametrize("nodes", (1, 2, 6))
@@ -87,8 +87,8 @@ def test_a_chain_accepts_what_the_same_chain_with_parents_accepts(nodes):
 
 
 @pytest.mark.parametrize("explicit", (False, True))
-def test_a_chain_is_cut_at_its_first_rejection_wherever_that_is(explicit):
-    """Row d of the batch agrees with the target everywhere but in token d + 1; the last row agrees everywhere."""
+def test_a_chain_ends_at_its_first_rejection(explicit):
+    """Sequence d agrees with the target everywhere but in token d + 1; the last one agrees everywhere."""
     depth, vocabulary = 6, 11
     tokens = np.tile(np.arange(depth + 1, dtype=np.int32), (depth + 1, 1))
     logits = np.eye(vocabulary, dtype=np.float32)[tokens + 1]
@@ -101,7 +101,7 @@ def test_a_chain_is_cut_at_its_first_rejection_wherever_that_is(explicit):
         np.testing.assert_array_equal(out.tokens[row, : row + 1], np.arange(row + 1) + 1)
 
 
-def test_of_equal_logits_the_lowest_id_wins():
+def test_the_lowest_id_wins_a_tie():
     logits = np.zeros((1, 3, 4), np.float32)
     logits[:, :, 2:] = 1.0
     tokens = np.array([[0, 3, 2]], np.int32)
@@ -109,8 +109,8 @@ def test_of_equal_logits_the_lowest_id_wins():
     assert (int(out.length[0]), int(out.path[0, 1]), int(out.tokens[0, 0])) == (2, 2, 2)
 
 
-def test_of_children_with_equal_tokens_the_first_is_taken():
-    """Only the second twin has the child that the target wants next; the walk stops at the first."""
+def test_the_first_of_children_with_equal_tokens_is_taken():
+    """Only the second twin has the child that the target chooses next; the walk stops at the first."""
     tokens, parents = np.array([[0, 1, 1, 2]], np.int32), np.array([[0, 0, 0, 2]], np.int32)
     logits = np.eye(4, dtype=np.float32)[np.array([[1, 2, 2, 3]])]
     out = greedy(DraftTree(tokens, parents), logits)
@@ -122,7 +122,7 @@ def test_of_children_with_equal_tokens_the_first_is_taken():
 # All rules
 
 
-def random_laws(seed, nodes, vocabulary):
+def random_dists(seed, nodes, vocabulary):
     """Logits of any value, and q."""
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(BATCH, nodes, vocabulary)).astype(np.float32)
@@ -131,7 +131,7 @@ def random_laws(seed, nodes, vocabulary):
 
 def one_of(shape, nodes, vocabulary):
     tokens, parents, _ = random_case(0, nodes, vocabulary)
-    logits, q = random_laws(1, nodes, vocabulary)
+    logits, q = random_dists(1, nodes, vocabulary)
     if shape == "chain":
         return DraftTree(tokens, None), logits
     return DraftTree(tokens, parents, probs=q if shape == "drawn tree" else None), logits
@@ -145,7 +145,7 @@ all_cases = pytest.mark.parametrize(
 
 
 @all_cases
-def test_rows_do_not_see_each_other(name, shape):
+def test_sequences_do_not_influence_each_other(name, shape):
     draft_tree, logits = one_of(shape, 5, 2)
     order = np.random.default_rng(1).permutation(BATCH)
     out = decide(name, draft_tree, logits)
@@ -157,7 +157,7 @@ def test_rows_do_not_see_each_other(name, shape):
 
 
 @all_cases
-def test_a_decision_hangs_on_the_key_of_the_row_and_on_the_position(name, shape):
+def test_a_decision_depends_on_the_key_of_the_sequence_and_on_the_position(name, shape):
     draft_tree, logits = one_of(shape, 5, 2)
     out, other = decide(name, draft_tree, logits), jax.vmap(jax.random.key)(np.arange(BATCH, dtype=np.uint32) + 99)
     for again in (
@@ -177,8 +177,8 @@ def test_a_decision_hangs_on_the_key_of_the_row_and_on_the_position(name, shape)
         ("thresholds", [(sampling.COINS, 0), (sampling.FINAL, 0)]),
     ),
 )
-def test_no_rule_draws_from_a_stream_that_decides_about_drafts(monkeypatch, name, streams):
-    """Drafts may hang on NOISE, and drawn ones on DRAFT: coins from there would know the drafts they judge.
+def test_no_rule_uses_a_random_stream_that_decides_about_drafts(monkeypatch, name, streams):
+    """Drafts may depend on NOISE, sampled ones on DRAFT: coins from those streams would correlate with the drafts.
 
     Nor from a position that is not ahead of the round: an earlier round has used it.
     """
@@ -207,8 +207,8 @@ def test_without_a_draft_every_rule_appends_one_token(name):
 
 
 @all_cases
-def test_a_row_whose_law_is_a_point_mass_gets_its_greedy_tokens(name, shape):
-    """In a batch of rows that sample, a greedy row's logits are 0 at the argmax and -inf elsewhere."""
+def test_a_sequence_whose_distribution_is_a_point_mass_gets_its_greedy_tokens(name, shape):
+    """In a batch that samples, the logits of a greedy sequence are 0 at the argmax and -inf elsewhere."""
     draft_tree, logits = one_of(shape, 5, 2)
     best = logits == logits.max(-1, keepdims=True)
     out, expected = decide(name, draft_tree, np.where(best, np.float32(0), -np.inf)), greedy(draft_tree, logits)
@@ -225,7 +225,7 @@ def test_block_refuses_a_tree():
 
 
 @pytest.mark.parametrize(
-    ("numbers", "message"),
+    ("values", "message"),
     (
         ({"single": -0.1}, r"LossyThresholds\(single=-0.1\)"),
         ({"single": 1.5}, r"LossyThresholds\(single=1.5\)"),
@@ -234,16 +234,16 @@ def test_block_refuses_a_tree():
         ({"total": float("nan")}, r"LossyThresholds\(total=nan\)"),
     ),
 )
-def test_thresholds_that_mean_nothing_are_refused(numbers, message):
+def test_invalid_thresholds_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        accept.LossyThresholds(**numbers)
+        accept.LossyThresholds(**values)
 
 
 # Imposed acceptance
 
 
 def naive_path(parents, length):
-    """The first node of depth length - 1, or of the greatest, and its ancestors, root first."""
+    """The first node of depth length - 1, or of the greatest depth, and its ancestors, root first."""
     depth = [0]
     for node in range(1, len(parents)):
         depth.append(depth[parents[node]] + 1)
@@ -254,32 +254,28 @@ def naive_path(parents, length):
 
 
 @pytest.mark.parametrize("static_depth", (False, True))
-@pytest.mark.parametrize("figure", (1.0, 3.5, 20.0))
+@pytest.mark.parametrize("mean", (1.0, 3.5, 20.0))
 @pytest.mark.parametrize("nodes", (1, 5, 16))
-def test_an_imposed_length_takes_a_path_of_the_tree(nodes, figure, static_depth):
+def test_an_imposed_length_is_a_path_of_the_tree(nodes, mean, static_depth):
     tokens, parents, logits = random_case(nodes, nodes, 6)
     depth = depth_of(parents) if static_depth else None
-    rule = jax.jit(accept.Imposed(figure))
+    rule = jax.jit(accept.Imposed(mean))
     out = jax.tree.map(np.asarray, rule(KEYS, DraftTree(tokens, parents, depth), logits, POSITION))
     for b in range(BATCH):
-        paths = [naive_path(parents[b], length) for length in {int(np.floor(figure)), int(np.ceil(figure))}]
+        paths = [naive_path(parents[b], length) for length in {int(np.floor(mean)), int(np.ceil(mean))}]
         length = out.length[b]
         path = out.path[b, :length].tolist()
         assert path in paths
         np.testing.assert_array_equal(out.path[b, length:], path[-1])
         expected = [*tokens[b, path[1:]], np.argmax(logits[b, path[-1]])]
         np.testing.assert_array_equal(out.tokens[b, :length], expected)
-    assert (figure, nodes) != (3.5, 5) or set(out.length) == {2, 3, 4}, (
-        "trees that are not so deep are part of the case"
-    )
+    assert (mean, nodes) != (3.5, 5) or set(out.length) == {2, 3, 4}, "the case includes trees that are not deep enough"
 
 
-@pytest.mark.parametrize(
-    ("figure", "nodes", "lengths"), ((1.0, 6, {1}), (2.5, 6, {2, 3}), (3.0, 6, {3}), (9.0, 4, {4}))
-)
-def test_an_imposed_length_cuts_a_chain(figure, nodes, lengths):
+@pytest.mark.parametrize(("mean", "nodes", "lengths"), ((1.0, 6, {1}), (2.5, 6, {2, 3}), (3.0, 6, {3}), (9.0, 4, {4})))
+def test_an_imposed_length_truncates_a_chain(mean, nodes, lengths):
     tokens, _, logits = random_case(3, nodes, 7)
-    rule = jax.jit(accept.Imposed(figure))
+    rule = jax.jit(accept.Imposed(mean))
     out = jax.tree.map(np.asarray, rule(KEYS, tree.chain(jnp.asarray(tokens)), logits, POSITION))
     assert out.path is None and set(out.length) == lengths
     for b, length in enumerate(out.length):
@@ -287,21 +283,21 @@ def test_an_imposed_length_cuts_a_chain(figure, nodes, lengths):
         np.testing.assert_array_equal(out.tokens[b, :length], expected)
 
 
-@pytest.mark.parametrize("figure", (1.0, 1.2, 2.1, 2.9, 3.0, 3.3, 4.75, 5.01))
-def test_imposed_lengths_keep_their_mean_from_any_position_on(figure):
-    """A coin of 3.5 would be off by 0.05 a round after 85 rounds, and by 0.15 in one run of 370."""
+@pytest.mark.parametrize("mean", (1.0, 1.2, 2.1, 2.9, 3.0, 3.3, 4.75, 5.01))
+def test_imposed_lengths_have_the_right_mean_from_any_position_on(mean):
+    """Random lengths of mean 3.5 would be off by 0.05 per round after 85 rounds, and by 0.15 in one run of 370."""
     first = np.concatenate([np.arange(1, 200), 131_072 + np.arange(20)]).astype(np.int32)
-    lengths = jax.jit(accept.Imposed(figure)._tokens)
+    lengths = jax.jit(accept.Imposed(mean)._tokens)
     position, taken = first, set()
     for rounds in range(1, 86):
         step = np.array(lengths(position))
         taken |= set(map(int, step))
         position = position + step
-        assert np.abs(position - first - rounds * figure).max() < figure
-    assert taken == {int(np.floor(figure)), int(np.ceil(figure))}
+        assert np.abs(position - first - rounds * mean).max() < mean
+    assert taken == {int(np.floor(mean)), int(np.ceil(mean))}
 
 
-@pytest.mark.parametrize("figure", (0.99, 0.0, -1.0, float("nan"), float("inf")))
-def test_imposed_figures_that_no_round_can_have_are_refused(figure):
-    with pytest.raises(ValueError, match=rf"Imposed\(tokens_per_round={figure}\): must be finite and at least 1"):
-        accept.Imposed(figure)
+@pytest.mark.parametrize("mean", (0.99, 0.0, -1.0, float("nan"), float("inf")))
+def test_imposed_means_below_one_are_refused(mean):
+    with pytest.raises(ValueError, match=rf"Imposed\(tokens_per_round={mean}\): must be finite and at least 1"):
+        accept.Imposed(mean)

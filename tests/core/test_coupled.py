@@ -1,4 +1,4 @@
-"""Under the default rule drafted sampling is plain sampling with the same seed, token for token.
+"""With the default rule, drafted sampling equals plain sampling with the same seed, token for token.
 
 Eight rows with parameters of their own: the noise of a position decides its token, whatever was drafted, and in
 whatever shape, batch or page size.
@@ -18,14 +18,14 @@ from jspec.core.types import Params
 from jspec.drafters import Plain, Standalone
 
 EOS = (7, 40)
-# So few tokens are likely that a penalty decides about most of them, and an EOS comes as soon as it may.
-FEW = {token: 4.0 for token in range(20, 26)}
+# Few tokens are likely, so penalties decide most choices, and an EOS comes as soon as it is allowed.
+LIKELY_BIAS = {token: 4.0 for token in range(20, 26)}
 ROWS = (
     Sampling(),
     Sampling(temperature=0.7, top_p=0.9),
     Sampling(temperature=1.3, top_k=5, min_p=0.05),
-    Sampling(temperature=0.5, repetition_penalty=1.3, logit_bias=FEW),
-    Sampling(temperature=0.8, frequency_penalty=0.4, presence_penalty=0.3, logit_bias=FEW),
+    Sampling(temperature=0.5, repetition_penalty=1.3, logit_bias=LIKELY_BIAS),
+    Sampling(temperature=0.8, frequency_penalty=0.4, presence_penalty=0.3, logit_bias=LIKELY_BIAS),
     Sampling(temperature=0.6, logit_bias={3: 2.0, 17: -np.inf}),
     Sampling(min_new_tokens=12, logit_bias={EOS[0]: 9.0}),
     Sampling(temperature=0.0),
@@ -35,7 +35,7 @@ IDS = np.random.default_rng(11).integers(0, toy.TARGET.vocab_size, (BATCH, 9)).a
 LENGTHS = np.array([1, 9, 4, 6, 2, 8, 5, 3], np.int32)
 SEEDS = np.arange(100, 100 + BATCH, dtype=np.uint32)
 SHAPES = ((1, 1), (6, 1), (1, 8), (2, 2), (6, 2, 12), (5, 8, 64))
-"""Depth, width and nodes of drafters beside those of `toy.bound_drafters`: slow points."""
+"""Depth, width and nodes of more drafters than those of `toy.bound_drafters`: slow points."""
 
 
 def drafters():
@@ -45,7 +45,7 @@ def drafters():
 
 def weights_for(drafter, rows):
     if isinstance(drafter, RandomTree):
-        # Half of what it proposes is what this very text goes on with.
+        # Half of its proposals are the tokens of this very text.
         return Params(toy.params().target, plain_state().tokens[np.array(rows)])
     return weights_of(drafter)
 
@@ -56,7 +56,7 @@ def parameters():
 
 
 def complete(drafter, rows=range(BATCH), page_size=4, sampling=None, seeds=SEEDS):
-    """Some of the rows, in one batch."""
+    """Some of the sequences, in one batch."""
     rows, weights = list(rows), weights_for(drafter, rows)
     s = toy.start(
         drafter,
@@ -81,8 +81,8 @@ def expected():
     return toy.generated(plain_state())
 
 
-def test_the_rows_show_what_is_under_test():
-    """Rows that end early and late, and texts that differ from greedy ones."""
+def test_the_sequences_cover_the_cases():
+    """Sequences that end early and late, and texts that differ from greedy ones."""
     finish, new = np.array(plain_state().finish_code), np.array(plain_state().length) - LENGTHS
     assert {stopping.EOS, stopping.LENGTH} == set(map(int, finish)), finish
     assert 12 < new[6] < 24 and len(set(map(int, new))) > 2
@@ -90,17 +90,17 @@ def test_the_rows_show_what_is_under_test():
 
 
 def often_or_slow(name):
-    """One shape of each drafter runs always."""
+    """One shape of each drafter always runs."""
     slow = name in REPEATED or name[0].isdigit()
     return pytest.param(name, marks=pytest.mark.slow if slow else ())
 
 
 @pytest.mark.parametrize("name", [often_or_slow(name) for name in drafters() if name != "plain"])
-def test_drafted_sampling_gives_the_tokens_of_plain_sampling(name):
+def test_drafted_sampling_equals_plain_sampling(name):
     s = complete(drafters()[name])
     assert toy.generated(s) == expected()
     accepted = np.array(s.stats.accept_counts)[:7, 1:].sum()
-    assert accepted > 5, "hardly any draft of a row that samples was accepted: the case shows little"
+    assert accepted > 5, "hardly any draft of a sampling sequence was accepted: the case shows little"
 
 
 @pytest.mark.parametrize(
@@ -112,14 +112,14 @@ def test_drafted_sampling_gives_the_tokens_of_plain_sampling(name):
         pytest.param("standalone_tree", 1, marks=pytest.mark.slow),
     ),
 )
-def test_a_row_alone_on_other_pages_gets_the_tokens_that_it_gets_in_a_batch(name, page_size):
+def test_a_sequence_alone_on_other_pages_gets_the_same_tokens_as_in_a_batch(name, page_size):
     for row in range(BATCH):
         alone = complete(drafters()[name], rows=[row], page_size=page_size)
         assert toy.generated(alone) == expected()[row : row + 1]
 
 
-def test_the_options_of_other_rows_change_no_token():
-    """Alone, the first row's program holds nothing of the options that only others use."""
+def test_options_of_other_sequences_change_no_token():
+    """Alone, the first sequence runs a program without the options that only others use."""
     alone = per_row(ROWS[0], 1, toy.TARGET.vocab_size)
     assert toy.generated(complete(Plain(), rows=[0], sampling=alone)) == expected()[:1]
 

@@ -1,4 +1,4 @@
-"""The loop: what it commits, where rows end, and what it leaves alone."""
+"""The loop: what it commits, where sequences end, and what it leaves unchanged."""
 
 import dataclasses
 
@@ -46,7 +46,7 @@ def test_every_drafter_commits_the_tokens_of_plain_decoding(drafter):
     check_tokens(drafter, page_size=4)
 
 
-# A page of one row says nothing new of a drafter that has no pages of its own, nor of a further one that has.
+# Drafters without pages of their own, and further ones with pages, are slow points: they add nothing here.
 @all_drafters_but_slow("plain", "ngram", "mtp", "frozen_kv_mtp_tree", "standalone_tree")
 def test_pages_of_one_row_change_nothing(drafter):
     check_tokens(drafter, page_size=1)
@@ -65,8 +65,8 @@ def test_a_page_longer_than_most_sequences_changes_nothing():
     assert toy.generated(complete(RandomTree(), page_size=16)) == toy.generated(complete(Plain()))
 
 
-def test_hidden_states_and_tokens_reach_the_drafter_in_step():
-    """The input of layer 0 is the embedding: of the very token at that position, along the path that was accepted."""
+def test_hidden_states_and_tokens_of_the_drafter_match():
+    """The input of layer 0 is the embedding of the token at that position, along the accepted path."""
 
     @dataclasses.dataclass(frozen=True)
     class Recorder(RandomTree):
@@ -96,9 +96,9 @@ def test_hidden_states_and_tokens_reach_the_drafter_in_step():
 
 @pytest.mark.parametrize("chunk", (pytest.param(2, marks=pytest.mark.slow), 5))
 @each_name
-def test_a_prompt_read_in_chunks_is_the_prompt_read_at_once(name, chunk):
-    """Rows of 1, 5 and 9 tokens in chunks of 2 or 5: some end in the first chunk, some at the end of one, and the root
-    of some is the first token of the next.
+def test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once(name, chunk):
+    """Prompts of 1, 5 and 9 tokens in chunks of 2 or 5: some end in the first chunk, some at the end of a chunk, and
+    the root of some is the first token of the next chunk.
     """
     drafter = toy.bound_drafters()[name]
     whole, parts = complete(drafter), complete(drafter, chunk=chunk)
@@ -110,12 +110,12 @@ def test_a_prompt_read_in_chunks_is_the_prompt_read_at_once(name, chunk):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
-# Where rows end
+# Where sequences end
 
 
 @pytest.mark.parametrize("drafter", [Planted(depth) for depth in range(1, 7)] + [RandomTree(depth=3)], ids=str)
-def test_rows_end_exactly_at_their_limit(drafter):
-    """Seven rows with one prompt and limits of 0 to 6 more tokens: before, inside and behind an accepted run."""
+def test_sequences_end_exactly_at_their_limit(drafter):
+    """Seven sequences with one prompt and limits of 0 to 6 more tokens: before, inside and after an accepted run."""
     new, prompt = np.arange(7), 5
     truth = toy.plain_tokens()[1]
     weights = Params(toy.params().target, jnp.asarray(np.tile(truth, (7, 1))))
@@ -125,26 +125,26 @@ def test_rows_end_exactly_at_their_limit(drafter):
     assert set(map(int, s.finish_code)) == {stopping.LENGTH}
     assert_counted(s, prompt)
     behind = np.array(s.tokens)[:, max(toy.IDS.shape[1], prompt + 6) :]
-    assert not behind.any(), "something was written behind the limit"
+    assert not behind.any(), "something was written beyond the limit"
     if type(drafter) is Planted:
         np.testing.assert_array_equal(s.stats.rounds, -(-np.maximum(new - 1, 0) // (drafter.depth + 1)))
 
 
 def first_offsets(row):
-    """For each token that plain decoding generates in a row: how many come before its first occurrence."""
+    """For each token that plain decoding generates in a sequence: how many tokens precede its first occurrence."""
     generated = list(toy.plain_tokens()[row, toy.LENGTHS[row] :])
     return {int(token): generated.index(token) for token in generated}
 
 
 def eos_inside_a_run(depth):
-    """A token that row 1 generates for the first time neither first nor last in a round of depth + 1 tokens."""
-    # The first token of all comes of the prompt.
+    """A token that sequence 1 first generates neither first nor last in a round of depth + 1 tokens."""
+    # The very first token comes from prefill.
     places = {token: at - 1 for token, at in first_offsets(1).items()}
     return next(token for token, at in places.items() if at > depth and 0 < at % (depth + 1) < depth)
 
 
 @pytest.mark.parametrize("drafter", (Plain(), Planted(4), RandomTree()), ids=str)
-def test_an_eos_inside_an_accepted_run_ends_the_row_there(drafter):
+def test_an_eos_inside_an_accepted_run_ends_the_sequence_there(drafter):
     eos = eos_inside_a_run(4)
     s = complete(drafter, table=stopping.build_table(toy.TARGET.vocab_size, [eos]))
     codes = set()
@@ -158,7 +158,7 @@ def test_an_eos_inside_an_accepted_run_ends_the_row_there(drafter):
 
 
 @pytest.mark.parametrize(("short", "code"), ((0, stopping.EOS), (1, stopping.LENGTH)))
-def test_an_eos_at_the_limit_is_an_eos_and_one_behind_it_is_not_seen(short, code):
+def test_an_eos_at_the_limit_is_an_eos_and_one_after_it_is_not_seen(short, code):
     eos = eos_inside_a_run(4)
     limit = toy.LENGTHS + first_offsets(1)[eos] + 1 - short
     s = complete(Planted(4), table=stopping.build_table(toy.TARGET.vocab_size, [eos]), limit=limit)
@@ -169,7 +169,7 @@ def test_an_eos_at_the_limit_is_an_eos_and_one_behind_it_is_not_seen(short, code
 
 
 @all_drafters
-def test_pieces_give_the_state_of_one_call(drafter):
+def test_several_calls_give_the_state_of_one_call(drafter):
     weights, whole = weights_of(drafter), complete(drafter)
     s = toy.start(drafter, weights)
     for until in (1, 3, 4, 7, 12, 1000):
@@ -188,7 +188,7 @@ def test_single_steps_give_the_state_of_one_call(drafter):
     toy.assert_same(
         (s.tokens, s.length, s.finish_code, s.stats), (whole.tokens, whole.length, whole.finish_code, whole.stats)
     )
-    # Alone, the round is fused in another way than in the loop, so that keys and values may differ by a rounding.
+    # A single round is fused differently than in the loop, so keys and values may differ by rounding.
     for a, b in zip(toy.arrays(s), toy.arrays(whole), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -204,7 +204,7 @@ class Counted(Ngram):
 
 
 def test_a_configuration_is_traced_once():
-    """An equal drafter, other prompts, limits and bounds, and a state that has been through the loop: one program."""
+    """Equal drafters, other prompts, limits and bounds, and a state from the loop share one program."""
     TRACES.clear()
     programs = decode.decode._cache_size()
     s = toy.run(Counted(depth=2), toy.params(), toy.start(Counted(depth=2), toy.params()), until=2)
@@ -217,17 +217,17 @@ def test_a_configuration_is_traced_once():
     assert len(TRACES) > traces, "the counter does not count"
 
 
-# What does not matter, and what is left alone
+# What has no influence, and what stays unchanged
 
 
 @each_name
-def test_rows_are_independent_of_each_other_and_of_padding(name):
+def test_sequences_are_independent_of_each_other_and_of_padding(name):
     drafter = toy.bound_drafters()[name]
     whole = complete(drafter)
     expected, rounds = toy.generated(whole), list(np.array(whole.stats.rounds))
-    turned = complete(drafter, ids=toy.IDS[::-1], length=toy.LENGTHS[::-1])
-    assert toy.generated(turned)[::-1] == expected
-    assert list(np.array(turned.stats.rounds))[::-1] == rounds
+    reversed_batch = complete(drafter, ids=toy.IDS[::-1], length=toy.LENGTHS[::-1])
+    assert toy.generated(reversed_batch)[::-1] == expected
+    assert list(np.array(reversed_batch.stats.rounds))[::-1] == rounds
     beyond = np.arange(toy.IDS.shape[1])[None] >= toy.LENGTHS[:, None]
     padded = complete(drafter, ids=np.where(beyond, (toy.IDS + 7) % 61, toy.IDS))
     assert toy.generated(padded) == expected
@@ -238,7 +238,7 @@ def test_rows_are_independent_of_each_other_and_of_padding(name):
 
 
 @all_drafters_but_slow("plain", "ngram")
-def test_free_pages_and_rows_behind_the_committed_ones_are_never_read(drafter):
+def test_free_pages_and_rows_after_the_committed_ones_are_never_read(drafter):
     weights = weights_of(drafter)
     s = toy.start(drafter, weights)
     changes = {"cache": poison.spoil(s.cache, s.length - 1, spare=5)}
@@ -252,14 +252,14 @@ def test_free_pages_and_rows_behind_the_committed_ones_are_never_read(drafter):
 
 
 def row_of(s, b):
-    """All that belongs to one row: its columns, counters and pages."""
-    # The draft's page table is the target's: both pools are dealt out alike.
+    """The columns, counters and pages of one sequence."""
+    # The draft's page table equals the target's.
     pages = [pool[:, :, s.cache.page_table[b]] for pool in pools(s)]
     return s.tokens[b], s.length[b], s.finish_code[b], s.stats.rounds[b], s.stats.accept_counts[b], pages
 
 
 @all_drafters
-def test_a_finished_row_keeps_every_bit_while_others_go_on(drafter):
+def test_a_finished_sequence_keeps_every_bit_while_others_continue(drafter):
     weights = weights_of(drafter)
     s = toy.start(drafter, weights, limit=toy.LENGTHS + [24, 3, 24])
     while not s.done[1]:
@@ -271,8 +271,8 @@ def test_a_finished_row_keeps_every_bit_while_others_go_on(drafter):
     toy.assert_same(row_of(s, 1), before)
 
 
-def test_a_row_that_the_host_declares_finished_stays_so():
-    """Neither the limit nor the stop automaton holds this row back: only its finish code does."""
+def test_a_sequence_that_the_host_finishes_stays_finished():
+    """Neither the limit nor the stop automaton ends this sequence: only its finish code does."""
     drafter = toy.bound_drafters()["ngram"]
     s = toy.run(drafter, toy.params(), toy.start(drafter, toy.params()), until=2)
     s = dataclasses.replace(s, finish_code=jnp.array([stopping.RUNNING, stopping.STOP, stopping.RUNNING], jnp.int32))

@@ -1,9 +1,9 @@
-"""Each rule of acceptance, exactly: every draw of drafts and every cell between the thresholds of its coins.
+"""Each rule of acceptance, exactly: all possible drafts, and every cell between the thresholds of its coins.
 
-Two steps prove a rule. It is written once more below, as a program of choices whose probabilities are known: all ways
-through it give the law of the output, which has to be the target's. And the rule of `jspec.accept` has to decide as
-that program does, whatever the coins: they are put close to the thresholds, on both sides, and what is left of p for
-the last token is compared.
+A rule is proved in two steps. It is written again below, as a program of choices with known probabilities: all paths
+through the program together give the distribution of the output, which must be the target's. And the rule of
+`jspec.core.accept` must decide like that program for any coins: they are placed close to the thresholds, on both sides,
+and the residual distribution of the last token is compared.
 """
 
 import functools
@@ -20,21 +20,21 @@ from jspec.core.types import DraftTree
 
 
 class Scripted:
-    """Makes the choices of a script, then the first that is possible; `others` are the scripts that part from it."""
+    """Makes the choices of a script, then the first possible ones; `others` are the scripts that diverge from it."""
 
     def __init__(self, script):
         self.script, self.made, self.weight, self.others = script, [], 1.0, []
 
-    def pick(self, law):
-        """An index, with the probabilities of `law`."""
-        possible = [i for i, mass in enumerate(law) if mass > 0]
+    def pick(self, dist):
+        """An index, with the probabilities of `distribution`."""
+        possible = [i for i, mass in enumerate(dist) if mass > 0]
         if len(self.made) < len(self.script):
             choice = self.script[len(self.made)]
         else:
             choice = possible[0]
             self.others += [(*self.made, other) for other in possible[1:]]
         self.made.append(choice)
-        self.weight *= law[choice]
+        self.weight *= dist[choice]
         return choice
 
     def cell(self, at, thresholds):
@@ -53,7 +53,7 @@ def outcomes(program):
 
 
 class Probing:
-    """Makes any choice that is not too unlikely, and notes coins just inside the edges of the cells it chose."""
+    """Makes any choice that is not too unlikely, and records coins just inside the edges of the chosen cells."""
 
     def __init__(self, rng, coins):
         self.rng, self.coins = rng, coins
@@ -70,7 +70,7 @@ class Probing:
 # What is drafted
 
 
-def laws(seed, kind, vocabulary):
+def dists(seed, kind, vocabulary):
     """p and q of each prefix; the kinds differ in where they are zero."""
 
     @functools.cache
@@ -96,49 +96,49 @@ KINDS = ("dense", "zeros", "apart", "points", "equal")
 
 
 class Drafted:
-    """A tree whose nodes are drawn only when a rule looks at them: what it does not look at sums to 1.
+    """A tree whose nodes are sampled only when a rule reads them: unread nodes sum to probability 1.
 
-    tokens: of all nodes, where they are certain; None: drawn from q.
+    tokens: the certain tokens of all nodes; None: sampled from q.
     """
 
     def __init__(self, choices, parents, p, q, tokens=None):
-        self.choices, self.parents, self.law_p, self.law_q = choices, parents, p, q
+        self.choices, self.parents, self.dist_p, self.dist_q = choices, parents, p, q
         self.tokens = dict(enumerate([] if tokens is None else tokens))
-        self.drawn = tokens is None
+        self.sampled = tokens is None
         self.prefix = {0: ()}
 
     def p(self, node):
-        return self.law_p(self.prefix[node])
+        return self.dist_p(self.prefix[node])
 
     def q(self, node):
-        return self.law_q(self.prefix[node]) if self.drawn else None
+        return self.dist_q(self.prefix[node]) if self.sampled else None
 
     def children(self, node):
         found = [n for n in range(1, len(self.parents)) if self.parents[n] == node]
-        if self.drawn:
-            self.tokens.update(zip(found, draw_distinct(self.choices.pick, self.q(node), len(found)), strict=True))
+        if self.sampled:
+            self.tokens.update(zip(found, sample_distinct(self.choices.pick, self.q(node), len(found)), strict=True))
         self.prefix.update({n: (*self.prefix[node], int(self.tokens[n])) for n in found})
         return found
 
 
 class Given:
-    """One row of arrays."""
+    """The arrays of one sequence."""
 
     def __init__(self, tokens, parents, p, q):
-        self.tokens, self.parents, self.law_p, self.law_q = tokens, parents, p, q
+        self.tokens, self.parents, self.dist_p, self.dist_q = tokens, parents, p, q
 
     def p(self, node):
-        return self.law_p[node]
+        return self.dist_p[node]
 
     def q(self, node):
-        return None if self.law_q is None else self.law_q[node]
+        return None if self.dist_q is None else self.dist_q[node]
 
     def children(self, node):
         return [n for n in range(1, len(self.parents)) if self.parents[n] == node]
 
 
-def draw_distinct(pick, q, count):
-    """Tokens drawn from q without replacement; where q has no more of them, the lowest ids that are left."""
+def sample_distinct(pick, q, count):
+    """Tokens sampled from q without replacement; once q is exhausted, the lowest remaining ids."""
     tokens = []
     for _ in range(count):
         left = without(q, tokens)
@@ -147,15 +147,15 @@ def draw_distinct(pick, q, count):
     return tokens
 
 
-def without(law, tokens):
-    return np.where(np.isin(np.arange(len(law)), tokens), 0.0, law)
+def without(dist, tokens):
+    return np.where(np.isin(np.arange(len(dist)), tokens), 0.0, dist)
 
 
-def normalised(law, otherwise):
-    return law / law.sum() if law.sum() > 1e-12 else otherwise
+def normalised(dist, otherwise):
+    return dist / dist.sum() if dist.sum() > 1e-12 else otherwise
 
 
-# The rules, once more: (choices, tree) -> (accepted nodes, the law of the token behind them)
+# The rules, once more: (choices, tree) -> (accepted nodes, the distribution of the token behind them)
 
 
 def greedy(choices, drafted):
@@ -182,12 +182,12 @@ def rejection(choices, drafted, residual=True):
         left, q, tried = drafted.p(path[-1]), drafted.q(path[-1]), []
         for child in drafted.children(path[-1]):
             token = drafted.tokens[child]
-            law = np.eye(len(left))[token] if q is None else normalised(without(q, tried), 0 * q)
-            ratio = min(1.0, left[token] / law[token]) if law[token] > 0 else 0.0
+            dist = np.eye(len(left))[token] if q is None else normalised(without(q, tried), 0 * q)
+            ratio = min(1.0, left[token] / dist[token]) if dist[token] > 0 else 0.0
             if choices.cell(child, [ratio]) == 0:
                 path.append(child)
                 break
-            left = normalised(np.maximum(left - law, 0), left) if residual else left
+            left = normalised(np.maximum(left - dist, 0), left) if residual else left
             tried.append(token)
         else:
             return path[1:], left
@@ -235,20 +235,20 @@ def thresholds(single, total):
     return rule
 
 
-# The law of the output
+# The distribution of the output
 
 
 def first_tokens(count, vocabulary, p):
-    """The target's law of the first tokens."""
-    law = np.zeros((vocabulary,) * count)
-    for sequence in np.ndindex(law.shape):
-        law[sequence] = np.prod([p(sequence[:i])[token] for i, token in enumerate(sequence)])
-    return law
+    """The target's distribution of the first tokens."""
+    dist = np.zeros((vocabulary,) * count)
+    for sequence in np.ndindex(dist.shape):
+        dist[sequence] = np.prod([p(sequence[:i])[token] for i, token in enumerate(sequence)])
+    return dist
 
 
 def output(rule, p, vocabulary, count, drafted):
-    """The law of the first tokens when a round appends what a rule decides and the target draws the others."""
-    law, cache = np.zeros((vocabulary,) * count), {}
+    """The distribution of the first tokens if a rule decides about a round and the target samples the others."""
+    dist, cache = np.zeros((vocabulary,) * count), {}
 
     def behind(prefix):
         if prefix not in cache:
@@ -262,16 +262,16 @@ def output(rule, p, vocabulary, count, drafted):
 
     for weight, (tokens, last) in outcomes(program):
         if len(tokens) >= count:
-            law[tokens[:count]] += weight
+            dist[tokens[:count]] += weight
             continue
         for token in np.flatnonzero(last):
-            law[(*tokens, token)] += weight * last[token] * behind((*tokens, int(token)))
-    return law
+            dist[(*tokens, token)] += weight * last[token] * behind((*tokens, int(token)))
+    return dist
 
 
 def distance(rule, seed, kind, vocabulary, parents, certain=False):
-    """Between the laws of the first tokens with a rule and without: half of what they differ by in all."""
-    p, q = laws(seed, kind, vocabulary)
+    """Between the distributions of the first tokens with a rule and without: half of what they differ by in all."""
+    p, q = dists(seed, kind, vocabulary)
     tokens = np.random.default_rng(seed).integers(0, vocabulary, len(parents)) if certain else None
     count = max(3, 1 + max(generations(parents)))
     got = output(rule, p, vocabulary, count, lambda choices: Drafted(choices, parents, p, q, tokens))
@@ -304,10 +304,10 @@ SHAPES = {
 RULES = {"coupled": coupled, "rejection": rejection, "block": block, "thresholds": thresholds(1, 1)}
 
 
-@pytest.mark.parametrize("certain", (False, True), ids=("drawn", "certain"))
+@pytest.mark.parametrize("certain", (False, True), ids=("sampled", "certain"))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", RULES)
-def test_the_first_tokens_have_the_law_of_the_target(name, shape, certain):
+def test_the_first_tokens_have_the_distribution_of_the_target(name, shape, certain):
     if name == "block" and "chain" not in shape:
         return
     vocabulary, parents = SHAPES[shape]
@@ -316,10 +316,10 @@ def test_the_first_tokens_have_the_law_of_the_target(name, shape, certain):
             assert distance(RULES[name], seed, kind, vocabulary, parents, certain) < 1e-9, (kind, seed)
 
 
-def test_of_greedy_rows_greedy_acceptance_keeps_the_law():
+def test_greedy_acceptance_keeps_the_distribution_of_greedy_sequences():
     vocabulary, parents = SHAPES["ragged tree of 3"]
     for seed in range(9):
-        p, q = laws(seed, "dense", vocabulary)
+        p, q = dists(seed, "dense", vocabulary)
 
         def sharp(prefix, p=p):
             return np.eye(vocabulary)[np.argmax(p(prefix))]
@@ -329,7 +329,7 @@ def test_of_greedy_rows_greedy_acceptance_keeps_the_law():
 
 
 def mean_length(rule, seed):
-    p, q = laws(seed, "dense", 3)
+    p, q = dists(seed, "dense", 3)
     found = outcomes(lambda choices: rule(choices, Drafted(choices, chain(3), p, q)))
     return sum(weight * len(path) for weight, (path, _) in found)
 
@@ -347,8 +347,8 @@ def test_block_accepts_more_than_rejection():
     ),
     ids=("single 0.3", "total 0.5", "no residual"),
 )
-def test_a_rule_that_is_not_lossless_is_told_from_those_that_are(rule, expected):
-    """The total variation distances of three tokens' laws are those in the list: 0 would be lossless."""
+def test_a_rule_that_is_not_lossless_is_detected(rule, expected):
+    """The total variation distances of three tokens' distributions are those in the list: 0 would be lossless."""
     assert distance(rule, 0, "dense", 3, chain(3)) == pytest.approx(expected, abs=5e-4)
 
 
@@ -359,47 +359,49 @@ ROWS, WORDS = 400, 4
 
 @functools.cache
 def compiled(rule):
-    """A rule with its coins and the last token given; it returns the law of that token, too."""
+    """A rule with its coins and the last token given; it returns the distribution of that token, too."""
 
     @jax.jit
-    def run(draft_tree, logits, coins, drawn):
+    def run(draft_tree, logits, coins, final):
         seen = []
 
         def toss(key, position, count):
             assert coins.shape[1] == count
             return coins
 
-        def draw(key, law, position):
-            seen.append(law)
-            return drawn
+        def sample(key, dist, position):
+            seen.append(dist)
+            return final
 
         rows = coins.shape[0]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(accept, "_coins", toss)
-            patch.setattr(accept, "_draw", draw)
+            patch.setattr(accept, "_sample", sample)
             keys = jax.random.split(jax.random.key(0), rows)
             out = rule(keys, draft_tree, logits, jnp.zeros(rows, jnp.int32))
-        (law,) = seen
-        return out, law
+        (dist,) = seen
+        return out, dist
 
     return run
 
 
-def random_rows(seed, parents, drawn):
-    """Trees with their laws, all kinds of them in turn: tokens and q as a drafter would have them, or certain ones."""
+def random_rows(seed, parents, sampled):
+    """Trees with p and q of all kinds in turn; tokens sampled like those of a drafter, or certain ones."""
     rng = np.random.default_rng(seed)
     nodes = parents.shape[1]
     p, q = np.zeros((2, ROWS, nodes, WORDS))
     tokens = rng.integers(0, WORDS, (ROWS, nodes))
     for b in range(ROWS):
-        law_p, law_q = laws(seed, KINDS[b % len(KINDS)], WORDS)
+        dist_p, dist_q = dists(seed, KINDS[b % len(KINDS)], WORDS)
         for node in range(nodes):
-            p[b, node], q[b, node] = law_p((b, node)), law_q((b, node))
+            p[b, node], q[b, node] = dist_p((b, node)), dist_q((b, node))
             children = np.flatnonzero((parents[b] == node) & (np.arange(nodes) > 0))
-            if drawn:
+            if sampled:
                 pick = functools.partial(rng.choice, WORDS)
-                tokens[b, children] = draw_distinct(lambda law, pick=pick: int(pick(p=law)), q[b, node], len(children))
-    return tokens, p, q if drawn else None
+                tokens[b, children] = sample_distinct(
+                    lambda dist, pick=pick: int(pick(p=dist)), q[b, node], len(children)
+                )
+    return tokens, p, q if sampled else None
 
 
 def random_parents(seed, nodes):
@@ -410,9 +412,9 @@ def fixed(parents):
     return np.tile(np.array(parents), (ROWS, 1))
 
 
-def assert_same_decisions(rule, program, parents, drawn, *, is_chain=False, width=None, depth=None, at_child=0):
+def assert_same_decisions(rule, program, parents, sampled, *, is_chain=False, width=None, depth=None, at_child=0):
     """at_child: which coin is a node's, counted from the node's own number."""
-    tokens, p, q = random_rows(1, parents, drawn)
+    tokens, p, q = random_rows(1, parents, sampled)
     rng = np.random.default_rng(2)
     coins = rng.random((ROWS, parents.shape[1]))
     expected = []
@@ -430,28 +432,28 @@ def assert_same_decisions(rule, program, parents, drawn, *, is_chain=False, widt
     with np.errstate(divide="ignore"):
         logits = np.log(p).astype(np.float32)
     coins = coins[:, at_child:].astype(np.float32)
-    out, law = jax.tree.map(np.asarray, compiled(rule)(draft_tree, logits, coins, last))
-    law = law / law.sum(-1, keepdims=True)
+    out, dist = jax.tree.map(np.asarray, compiled(rule)(draft_tree, logits, coins, last))
+    dist = dist / dist.sum(-1, keepdims=True)
     for b, (path, left) in enumerate(expected):
         assert out.length[b] == len(path) + 1, b
         taken = np.arange(out.length[b]) if is_chain else out.path[b, : out.length[b]]
         np.testing.assert_array_equal(taken, [0, *path])
         np.testing.assert_array_equal(out.tokens[b, : len(path) + 1], [*tokens[b, path], last[b]])
-        np.testing.assert_allclose(law[b], left, atol=1e-4, err_msg=str(b))
+        np.testing.assert_allclose(dist[b], left, atol=1e-4, err_msg=str(b))
     lengths = np.bincount(out.length)
-    assert (lengths[1:4] > 4).all(), "hardly any row accepts, or rejects: the case shows little"
+    assert (lengths[1:4] > 4).all(), "hardly any sequence accepts, or rejects: the case shows little"
 
 
-@pytest.mark.parametrize("drawn", (True, False), ids=("drawn", "certain"))
+@pytest.mark.parametrize("sampled", (True, False), ids=("sampled", "certain"))
 @pytest.mark.parametrize("depth", (1, 2, 4))
 @pytest.mark.parametrize("name", ("rejection", "block"))
-def test_on_chains_the_code_decides_as_the_program(name, depth, drawn):
+def test_on_chains_the_code_decides_like_the_program(name, depth, sampled):
     rule, program = accept.RULES[name], RULES[name]
-    assert_same_decisions(rule, program, fixed(chain(depth)), drawn, is_chain=True, at_child=1)
+    assert_same_decisions(rule, program, fixed(chain(depth)), sampled, is_chain=True, at_child=1)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if "tree" in shape or "siblings" in shape])
-def test_in_trees_of_draws_rejection_decides_as_the_program(shape):
+def test_in_trees_of_sampled_drafts_rejection_decides_like_the_program(shape):
     _, parents = SHAPES[shape]
     depth, width = max(generations(parents)), max(parents.count(node) - (node == 0) for node in parents)
     assert_same_decisions(accept.rejection, rejection, fixed(parents), True, width=width, depth=depth)
@@ -459,21 +461,21 @@ def test_in_trees_of_draws_rejection_decides_as_the_program(shape):
 
 @pytest.mark.parametrize("nodes", (2, 6))
 @pytest.mark.parametrize("name", ("rejection", "single 0.3", "total 0.5", "lossless thresholds"))
-def test_in_any_tree_of_certain_tokens_the_code_decides_as_the_program(name, nodes):
+def test_in_any_tree_of_certain_tokens_the_code_decides_like_the_program(name, nodes):
     numbers = {"single 0.3": (0.3, 1.0), "total 0.5": (1.0, 0.5), "lossless thresholds": (1.0, 1.0)}.get(name)
     rule = accept.LossyThresholds(*numbers) if numbers else accept.rejection
     program = thresholds(*numbers) if numbers else rejection
     assert_same_decisions(rule, program, random_parents(nodes, nodes), False)
 
 
-def test_on_a_chain_thresholds_decide_as_the_program():
+def test_on_a_chain_thresholds_decide_like_the_program():
     parents = fixed(chain(3))
     assert_same_decisions(accept.LossyThresholds(0.3, 0.5), thresholds(0.3, 0.5), parents, False, is_chain=True)
 
 
 @pytest.mark.parametrize("is_chain", (False, True), ids=("tree", "chain"))
 def test_coupled_acceptance_takes_each_choice_from_the_noise_of_its_position(monkeypatch, is_chain):
-    """Which noise is which position's, and that it is the same whatever is drafted, is under test elsewhere."""
+    """Other tests check which noise belongs to which position, and that it does not depend on the drafts."""
     nodes = 5
     parents = fixed(chain(nodes - 1)) if is_chain else random_parents(3, nodes)
     tokens, p, _ = random_rows(3, parents, False)

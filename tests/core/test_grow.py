@@ -1,4 +1,4 @@
-"""How trees grow, against a walk in Python; and that a chain is the narrowest of trees."""
+"""How trees grow, against a walk in Python; and that a chain is the tree of width 1."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ ROOT = np.arange(BATCH, dtype=np.int32)
 SHAPES = ((1, 2, 3), (2, 3, 4), (3, 2, 11), (4, 3, 12), (6, 2, 20), (5, 8, 32), (3, 8, 64))
 
 
-def law(path):
+def dist(path):
     """Log-probabilities of the token behind a path: some function of it, ties and all."""
     total = sum((i + 3) * (token + 1) for i, token in enumerate(path))
     x = np.array([((total * 7 + 5 * v) % 13) / 2 for v in range(VOCABULARY)])
@@ -26,8 +26,8 @@ def law(path):
 
 @functools.cache
 def table(generations):
-    """The laws behind all paths of each length up to `generations`, in the order of the paths as numbers."""
-    return [np.stack([law(digits(n, g)) for n in range(VOCABULARY**g)]) for g in range(generations + 1)]
+    """The distributions behind all paths of each length up to `generations`, in the order of the paths as numbers."""
+    return [np.stack([dist(digits(n, g)) for n in range(VOCABULARY**g)]) for g in range(generations + 1)]
 
 
 def digits(number, count):
@@ -45,7 +45,7 @@ def propose(logp, width):
 
 
 def expand_by_table(tables, width, spoil=None):
-    """The law depends on the row of the batch, too: row b sees its path's first token moved by b."""
+    """The distribution depends on the row of the batch, too: row b sees its path's first token moved by b."""
 
     def look_up(path):
         place = np.arange(path.shape[2], dtype=np.int32)
@@ -75,7 +75,9 @@ def test_the_best_tree_is_the_one_found_by_hand(depth, width, nodes):
     draft_tree = grown(depth, width, nodes)
     assert draft_tree.depth == depth
     for b in range(BATCH):
-        moved = functools.partial(lambda b, path: law([(t + b * (i == 0)) % VOCABULARY for i, t in enumerate(path)]), b)
+        moved = functools.partial(
+            lambda b, path: dist([(t + b * (i == 0)) % VOCABULARY for i, t in enumerate(path)]), b
+        )
         tokens, parents = best_first_by_hand(moved, b, depth, width, nodes)
         assert list(map(int, draft_tree.tokens[b])) == tokens
         assert list(map(int, draft_tree.parents[b])) == parents
@@ -84,7 +86,7 @@ def test_the_best_tree_is_the_one_found_by_hand(depth, width, nodes):
 @pytest.mark.parametrize("count", (1, 8, 31))
 @pytest.mark.parametrize("kind", ("normal", "ties", "all equal", "minus infinity"))
 def test_the_best_are_those_of_a_sort(kind, count):
-    """In the same order, equal ones by number."""
+    """In the same order, ties by number."""
     x = np.random.default_rng(0).normal(size=(BATCH, 264)).astype(np.float32)
     x = {
         "normal": x,
@@ -97,7 +99,7 @@ def test_the_best_are_those_of_a_sort(kind, count):
 
 
 def test_a_tree_grows_without_a_sort():
-    """None may be in a loop that a GPU is to run as one graph."""
+    """A sort would keep a GPU from running the loop as one graph."""
 
     def proposal(places):
         tokens = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (BATCH, places, 8))
@@ -110,24 +112,24 @@ def test_a_tree_grows_without_a_sort():
         return grow.grow(root, proposal(1), expand, None, depth=5, width=8, num_nodes=32)
 
     program = str(jax.make_jaxpr(tree_under)(jnp.zeros(BATCH, jnp.int32)))
-    assert "reduce_sum" in program, "the program is not understood"
+    assert "reduce_sum" in program, "the program text was not parsed"
     assert not re.search(r"\b(sort|top_k|approx_top_k|cumsum)\b", program)
 
 
 @pytest.mark.parametrize("depth", range(1, 7))
 def test_a_chain_is_the_tree_of_width_one(depth):
-    """The path that is known while tracing and the one that is ranked give the same nodes."""
+    """The path that is known while tracing and the ranked one have the same nodes."""
     tables = table(3)
-    laws = [tables[min(g, 3)] for g in range(depth)]
+    dists = [tables[min(g, 3)] for g in range(depth)]
 
     def expand(carry, frontier):
         path = frontier.path[:, :, :3]
         number = (path * number_of(np.arange(path.shape[2], dtype=np.int32))).sum(-1)
-        return carry, propose(jnp.asarray(laws[frontier.generation])[number], 1)
+        return carry, propose(jnp.asarray(dists[frontier.generation])[number], 1)
 
     @jax.jit
     def both(root):
-        first = propose(jnp.asarray(np.broadcast_to(laws[0][None], (BATCH, 1, VOCABULARY))), 1)
+        first = propose(jnp.asarray(np.broadcast_to(dists[0][None], (BATCH, 1, VOCABULARY))), 1)
         chain = grow.grow(root, first, expand, None, depth=depth, width=1)
         return chain, grow._grow_best(root, first, expand, None, depth, 1, depth + 1, True)
 
@@ -140,8 +142,8 @@ def test_a_chain_is_the_tree_of_width_one(depth):
 
 @pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
 @pytest.mark.parametrize("spoil", ("ties", "nan", "some nan", "minus infinity"))
-def test_whatever_the_draft_says_the_tree_is_a_tree(depth, width, nodes, spoil):
-    """Parents before children, depths within bounds, siblings that differ: with all scores equal, and with NaN."""
+def test_any_scores_of_the_draft_give_a_valid_tree(depth, width, nodes, spoil):
+    """Parents before children, depths within bounds, distinct siblings: with all scores equal, and with NaN."""
     spoilers = {
         "ties": lambda x: jnp.zeros_like(x),
         "nan": lambda x: jnp.full_like(x, jnp.nan),
@@ -189,8 +191,8 @@ def test_a_node_sees_the_rows_of_its_ancestors(exact):
     assert (wrong == 0) == exact
 
 
-def draws(depth, width, nodes):
-    """A tree of draws whose q says which node it stands behind: generation and place of the frontier.
+def sampled_tree(depth, width, nodes):
+    """A tree of sampled drafts whose q encodes its node: generation and index in the frontier.
 
     And the mask and the path of each frontier.
     """
@@ -219,8 +221,8 @@ def draws(depth, width, nodes):
 
 
 @pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
-def test_a_tree_of_draws_has_a_fixed_topology_and_its_nodes_their_laws(depth, width, nodes):
-    draft_tree, frontiers = draws(depth, width, nodes)
+def test_a_tree_of_sampled_drafts_has_a_fixed_topology_and_the_probs_of_its_nodes(depth, width, nodes):
+    draft_tree, frontiers = sampled_tree(depth, width, nodes)
     parents = grow.sampled_topology(depth, width, nodes)
     assert len(parents) == nodes and all(parents[n] < max(n, 1) for n in range(nodes))
     np.testing.assert_array_equal(draft_tree.parents, np.tile(parents, (BATCH, 1)))
@@ -241,7 +243,7 @@ def test_a_tree_of_draws_has_a_fixed_topology_and_its_nodes_their_laws(depth, wi
         rank = [n for n in range(1, nodes) if parents[n] == parents[node]].index(node)
         np.testing.assert_array_equal(draft_tree.tokens[:, node], (above + rank) % VOCABULARY)
     for mask, path in frontiers:
-        assert (mask[0].sum(-1) == path.shape[-1]).all(), "a node sees as many rows as it has ancestors, and itself"
+        assert (mask[0].sum(-1) == path.shape[-1]).all(), "a node sees its ancestors and itself"
 
 
 def test_the_shape_of_a_tree_is_checked():

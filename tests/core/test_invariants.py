@@ -1,4 +1,4 @@
-"""The checks that `debug` adds to each round: they find nothing wrong where nothing is, and every broken rule."""
+"""The checks that `debug` adds to each round: they pass valid rounds and find every broken rule."""
 
 import dataclasses
 
@@ -75,7 +75,7 @@ def test_a_rule_of_acceptance_that_accepts_nothing_is_caught():
         accepted = accept.greedy(key, draft_tree, logits, position)
         return dataclasses.replace(accepted, length=jnp.zeros_like(accepted.length))
 
-    # Nothing is ever appended: the limit of 1000 rounds ends it.
+    # Nothing is ever appended: the limit of 1000 rounds ends the loop.
     err, _ = checked(Plain(), toy.params(), toy.start(Plain(), toy.params()), rule=nothing)
     with pytest.raises(checkify.JaxRuntimeError, match="round 0: an accept length is out of range"):
         err.throw()

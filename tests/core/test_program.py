@@ -1,4 +1,4 @@
-"""The loop as a program: what its state and its compiled text hold, and the checks that `debug` adds."""
+"""The loop as a program: its state, its compiled text, and the checks that `debug` adds."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from pallas_kernels import platform
 
 TEXT_AS_SHIPPED = True
 
-# What the state and the program hold
+# The state and the program
 
 
 def kinds(x):
@@ -44,7 +44,7 @@ def test_the_state_keeps_its_structure_and_types(name):
 
 
 @each_name
-def test_a_drafter_that_wants_no_hidden_states_has_none_anywhere(name):
+def test_without_captured_layers_there_are_no_hidden_states_anywhere(name):
     drafter, seen = toy.bound_drafters()[name], []
     if drafter.capture_layers:
         return
@@ -63,18 +63,18 @@ def test_a_drafter_that_wants_no_hidden_states_has_none_anywhere(name):
 
 
 def lone_pool(name):
-    """A drafter and the state after prefill. Pages of 5 rows: but for a pool, nothing has a pool's shape."""
+    """A drafter and the state after prefill. With pages of 5 rows, only a pool has the shape of a pool."""
     drafter = toy.bound_drafters().get(name, RandomTree())
     weights = weights_of(drafter)
     if isinstance(drafter, Standalone):
-        # With a draft of another shape than the target, the two pools can be told apart.
+        # With a draft of another shape than the target, the two pools have different shapes.
         drafter, weights = drafter.bind(toy.TARGET, toy.DRAFT), toy.params(toy.DRAFT)
     return drafter, weights, toy.start(drafter, weights, page_size=5)
 
 
 @functools.cache
 def program(name):
-    """The compiled text of `decode`, and its pools' types as the text has them."""
+    """The compiled text of `decode`, and the types of its pools in that text."""
     drafter, weights, s = lone_pool(name)
     types = [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]
     return decode.decode.lower(weights, s, jnp.int32(9), drafter=drafter, **GREEDY).compile().as_text(), types
@@ -85,7 +85,7 @@ def test_the_program_is_one_loop_that_never_leaves_the_device(name):
     text, _ = program(name)
     opcodes = [opcode(line) for line in text.splitlines()]
     assert opcodes.count("while") == 1
-    assert opcodes.count("dot") > 4, "the text is not understood"
+    assert opcodes.count("dot") > 4, "the program text was not parsed"
     assert not set(opcodes) & {"infeed", "outfeed", "send", "send-done", "recv", "recv-done", "conditional"}
     assert "callback" not in text
 
@@ -98,8 +98,8 @@ def test_the_program_is_one_loop_that_never_leaves_the_device(name):
         ("plain", {"verify"}, {"commit"}),
     ],
 )
-def test_operations_bear_the_name_of_their_phase(name, multiplying, writing):
-    """For a profile: all products, the writes of the pools, and something of each phase."""
+def test_operations_have_the_name_of_their_phase(name, multiplying, writing):
+    """For a profile: all matrix products, the writes of the pools, and at least one operation of each phase."""
     text, types = program(name)
     body = [(line, re.search(r'op_name="[^"]*/while/body/(\w+)', line)) for line in loop_body(text)]
     named = [(line, found[1]) for line, found in body if found]
@@ -120,7 +120,7 @@ def test_a_chain_needs_no_sort(name):
 
 @each_name
 def test_on_a_gpu_a_tree_needs_no_sort_either(name, monkeypatch):
-    """A sort would keep the GPU from running the loop as one graph. There, kernels rank the vocabulary."""
+    """A sort would keep a GPU from running the loop as one graph: a kernel ranks the vocabulary instead."""
     drafter, weights = toy.bound_drafters()[name], weights_of(toy.bound_drafters()[name])
     s = jax.eval_shape(functools.partial(toy.start, drafter), weights)
     monkeypatch.setattr(platform, "platform", lambda: "gpu")
@@ -132,16 +132,16 @@ def test_on_a_gpu_a_tree_needs_no_sort_either(name, monkeypatch):
 
 
 @each_name_and_trees
-def test_each_pool_is_written_once_a_round_and_never_copied(name):
-    """In the loop nothing makes an array of a pool's shape but the commit's write."""
+def test_each_pool_is_written_once_per_round_and_never_copied(name):
+    """In the loop only the commit creates an array of a pool's shape, by writing in place."""
     text, types = program(name)
     for shape in types:
         check_in_place(loop_body(text), shape)
 
 
 @pytest.mark.parametrize("select", (False, True))
-def test_the_last_layer_goes_on_with_the_selected_tokens_alone(select):
-    """Of its MLP, and so of the head too; keys and values are those of all tokens."""
+def test_the_last_layer_continues_with_the_selected_tokens_only(select):
+    """Its MLP and the LM head read the selected tokens; keys and values are those of all tokens."""
     batch, width = toy.IDS.shape
     weights = toy.params().target
     cache = toy.TARGET.init_cache(weights, batch, width, 4)

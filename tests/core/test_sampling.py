@@ -1,4 +1,4 @@
-"""The choice of tokens against a computation in numpy, node by node, and against `transformers`."""
+"""The choice of tokens, against a node-by-node computation in NumPy and against `transformers`."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ TABLE = stopping.build_table(WORDS, [EOS], STRINGS, SPELLED)
 
 process, adjust, temper = jax.jit(sampling.process), jax.jit(sampling.adjust), jax.jit(sampling.temper)
 
-# The same in numpy
+# The same in NumPy
 
 
 def ends_text(generated):
@@ -33,7 +33,7 @@ def ends_text(generated):
 
 
 def plain_adjust(logits, row, prompt, generated):
-    """Logits of one place, behind all of `prompt` and `generated`."""
+    """Logits at one position, after all of `prompt` and `generated`."""
     logits = logits.copy()
     for token in range(WORDS):
         if token in prompt + generated:
@@ -49,16 +49,16 @@ def plain_adjust(logits, row, prompt, generated):
 
 
 def plain_temper(logits, row):
-    """Logits over the temperature; which tokens are kept; and which are so near a bound that rounding may decide."""
+    """Logits over the temperature; the tokens kept; and those so close to a bound that rounding may decide."""
     logits = logits / np.float32(row.temperature or 1)
     kept = near = logits >= np.sort(logits)[-min(row.top_k or len(logits), len(logits))]
-    law = np.exp(np.where(kept, logits, -np.inf).astype(np.float64) - logits.max())
-    law /= law.sum()
+    dist = np.exp(np.where(kept, logits, -np.inf).astype(np.float64) - logits.max())
+    dist /= dist.sum()
     if row.top_p is not None and row.top_p < 1:
-        above = np.array([law[logits > x].sum() for x in logits])
+        above = np.array([dist[logits > x].sum() for x in logits])
         kept, near = kept & (above < row.top_p - 1e-5), near & (above < row.top_p + 1e-5)
     if row.min_p is not None:
-        share = law / law.max()
+        share = dist / dist.max()
         kept, near = kept & (share > row.min_p * (1 + 1e-5)), near & (share > row.min_p * (1 - 1e-5))
     return logits, kept, near & ~kept
 
@@ -92,7 +92,7 @@ def random_sampling(rng):
 
 
 def state_of(rows, prompts, generated, seeds=None):
-    """A decode state with these tokens, and others behind them that are not there yet."""
+    """A decode state with these tokens, and other tokens after them that are not committed."""
     batch = len(prompts)
     tokens = np.random.default_rng(9).integers(0, WORDS, (batch, COLUMNS)).astype(np.int32)
     automaton = np.zeros(batch, np.int16)
@@ -123,7 +123,7 @@ def state_of(rows, prompts, generated, seeds=None):
 
 @functools.cache
 def random_case(seed):
-    """Rows with parameters of their own; trees of tokens under each; logits of which many are equal."""
+    """Sequences with parameters of their own, a tree of tokens under each, and logits of which many are equal."""
     rng = np.random.default_rng(seed)
     rows = [random_sampling(rng) for _ in range(ROWS)]
     prompts = [rng.integers(0, WORDS, rng.integers(1, 6)).tolist() for _ in rows]
@@ -150,7 +150,7 @@ def line_of(tokens, parents, node):
 
 
 def places(case):
-    """(row, node, the tokens on the way to it) where the text has not ended on the way."""
+    """(sequence, node, tokens on its path) for nodes before which the text has not ended."""
     _, _, generated, tokens, parents, _ = case
     for b in range(ROWS):
         for node in range(NODES):
@@ -179,7 +179,7 @@ def test_penalties_and_bias_hold_at_every_node_along_its_own_path(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_law_at_every_node_is_the_one_that_all_options_together_say(seed):
+def test_the_distribution_at_every_node_follows_all_options_together(seed):
     rows, prompts, generated, tokens, parents, logits = case = random_case(seed)
     s = state_of(rows, prompts, generated)
     path = paths(DraftTree(tokens, parents))
@@ -195,8 +195,8 @@ def test_the_law_at_every_node_is_the_one_that_all_options_together_say(seed):
     assert greedy
 
 
-def test_a_node_has_to_the_bit_the_law_that_it_has_once_its_path_is_committed():
-    """Otherwise what plain decoding draws there might differ."""
+def test_the_distribution_at_a_node_is_bitwise_that_after_its_path_is_committed():
+    """Otherwise plain decoding might sample another token there."""
     rows, prompts, generated, tokens, parents, logits = case = random_case(0)
     got = np.array(process(state_of(rows, prompts, generated), logits, paths(DraftTree(tokens, parents))))
     at = list(places(case))
@@ -211,7 +211,7 @@ def test_a_node_has_to_the_bit_the_law_that_it_has_once_its_path_is_committed():
 
 
 def test_a_node_does_not_count_the_tokens_of_its_siblings():
-    """Two children of the root and a child of the second: what each is behind is its own line only."""
+    """Two children of the root and a child of the second: each counts the tokens of its own path only."""
     tokens, parents = np.array([[5, 0, 1, 2]], np.int32), np.array([[0, 0, 0, 2]], np.int32)
     s = state_of([Sampling(frequency_penalty=1.0, presence_penalty=0.25)], [[5, 5]], [[3]])
     got = np.array(adjust(s, np.zeros((1, 4, WORDS), np.float32), paths(DraftTree(tokens, parents))))
@@ -225,8 +225,8 @@ def test_no_token_ends_the_text_before_its_time_even_by_completing_a_stop_string
     s = state_of([Sampling(min_new_tokens=4)], [[1]], [[0]])
     tokens, parents = np.array([[0, 1, 4, 2, 0]], np.int32), np.array([[0, 0, 1, 2, 1]], np.int32)
     got = process(s, np.zeros((1, 5, WORDS), np.float32), paths(DraftTree(tokens, parents)))
-    forbidden = [set(map(int, np.flatnonzero(np.isneginf(law)))) for law in np.array(got[0])]
-    # Behind "ab" any of "b", "c" and "ca" would end it, and a token without text changes nothing about that.
+    forbidden = [set(map(int, np.flatnonzero(np.isneginf(dist)))) for dist in np.array(got[0])]
+    # After "ab", any of "b", "c" and "ca" would end the text, and a token without bytes does not change that.
     assert forbidden == [{EOS}, {EOS, 1, 3, 5}, {EOS, 1, 3, 5}, set(), {EOS}]
 
 
@@ -257,7 +257,7 @@ def logits_and_rows(draw):
 
 
 def all_columns(rows, words=WORDS):
-    """With every option that `temper` knows, used or not, so that all examples share a program."""
+    """With every option of `temper`, used or not, so all examples share a program."""
     found = per_row(rows, len(rows), words)
     off = {"top_k": jnp.int32(words), "top_p": jnp.float32(1), "min_p": jnp.float32(0)}
     missing = {name: jnp.full(len(rows), value) for name, value in off.items() if getattr(found, name) is None}
@@ -266,7 +266,7 @@ def all_columns(rows, words=WORDS):
 
 @given(logits_and_rows())
 @settings(max_examples=300, deadline=None)
-def test_what_top_k_top_p_and_min_p_leave_is_what_a_search_leaves(case):
+def test_top_k_top_p_and_min_p_keep_the_same_tokens_as_a_search(case):
     logits, rows = case
     got = np.array(temper(all_columns(rows), logits[:, None]))[:, 0]
     for b, row in enumerate(rows):
@@ -288,16 +288,16 @@ def test_what_top_k_top_p_and_min_p_leave_is_what_a_search_leaves(case):
         (Sampling(min_p=0.49), [0, 1, 2]),
         (Sampling(min_p=0.0), range(6)),
         (Sampling(min_p=1.0), [0]),
-        # What top-k leaves counts as all for top-p: 4, 2 and 2 eighths.
+        # top-p works on the renormalized result of top-k: 4, 2 and 2 eighths.
         (Sampling(top_k=3, top_p=0.49), [0]),
         (Sampling(top_p=0.85, min_p=0.3), [0, 1, 2]),
     ),
     ids=str,
 )
-def test_the_bounds_are_where_they_are_said_to_be(row, kept):
-    """Of laws 0.4, 0.2, 0.2, 0.1, 0.05, 0.05."""
-    law = np.array([0.4, 0.2, 0.2, 0.1, 0.05, 0.05], np.float32)
-    got = np.array(temper(per_row(row, 1, 6), np.log(law)[None, None]))[0, 0]
+def test_the_bounds_are_as_documented(row, kept):
+    """Of distributions 0.4, 0.2, 0.2, 0.1, 0.05, 0.05."""
+    dist = np.array([0.4, 0.2, 0.2, 0.1, 0.05, 0.05], np.float32)
+    got = np.array(temper(per_row(row, 1, 6), np.log(dist)[None, None]))[0, 0]
     assert list(np.flatnonzero(~np.isneginf(got))) == list(kept)
 
 
@@ -308,7 +308,7 @@ def test_zero_and_minus_zero_are_a_tie():
         assert list(np.isneginf(got)) == [False, False, True], row
 
 
-def test_the_law_is_the_one_of_the_processors_of_transformers(needs):
+def test_the_distribution_is_the_one_of_the_processors_of_transformers(needs):
     """On logits without ties, where its definitions and ours are the same."""
     torch, transformers = needs("torch"), needs("transformers")
     rng = np.random.default_rng(0)
@@ -346,11 +346,11 @@ def test_the_law_is_the_one_of_the_processors_of_transformers(needs):
         np.testing.assert_allclose(got[b], torch.softmax(wanted, -1)[0].numpy(), atol=1e-6, err_msg=str(row))
 
 
-# Rows and their parameters
+# Sequences and their parameters
 
 
-def test_a_row_has_to_the_bit_the_law_that_it_has_alone():
-    """Whatever options other rows use: an option that a row does not use changes nothing in it."""
+def test_the_distribution_of_a_sequence_is_bitwise_that_alone():
+    """Options that only other sequences use change nothing."""
     rows, prompts, generated, tokens, parents, logits = random_case(1)
     rows = [*rows[:-2], Sampling(), Sampling(temperature=0.0)]
     path = np.array(paths(DraftTree(tokens, parents)))
@@ -364,7 +364,7 @@ def test_a_row_has_to_the_bit_the_law_that_it_has_alone():
         np.testing.assert_array_equal(got[b], alone)
 
 
-def test_a_changed_row_changes_no_other():
+def test_a_changed_sequence_changes_no_other():
     rows, prompts, generated, tokens, parents, logits = random_case(2)
     path = np.array(paths(DraftTree(tokens, parents)))
     got = np.array(process(state_of(rows, prompts, generated), logits, path))
@@ -375,7 +375,7 @@ def test_a_changed_row_changes_no_other():
     assert not np.array_equal(again[0], got[0])
 
 
-def test_only_the_options_that_some_row_uses_have_arrays():
+def test_only_options_that_some_sequence_uses_have_arrays():
     assert per_row(None, 2, WORDS) is None
     assert per_row(Sampling(temperature=0.0), 2, WORDS) is None
     assert per_row([None, Sampling(temperature=0.0, logit_bias={})], 2, WORDS) is None
@@ -388,13 +388,13 @@ def test_only_the_options_that_some_row_uses_have_arrays():
     assert per_row(Sampling(logit_bias={3: -1.0}), 2, WORDS).logit_bias.shape == (2, WORDS)
 
 
-def test_without_parameters_logits_are_what_they_are():
+def test_without_parameters_logits_stay_unchanged():
     s = state_of(None, [[1]], [[]])
     logits = jnp.zeros((1, 2, WORDS))
     assert sampling.process(s, logits, jnp.zeros((1, 2, 0), jnp.int32)) is logits
 
 
-# Wrong numbers
+# Invalid values
 
 
 @pytest.mark.parametrize(
@@ -409,21 +409,25 @@ def test_without_parameters_logits_are_what_they_are():
     + [("logit_bias", {3: value}) for value in (float("inf"), float("nan"))],
     ids=str,
 )
-def test_a_wrong_number_is_refused_with_its_name_and_value(name, value):
-    with pytest.raises(ValueError, match=re.escape(f"Sampling({name}={value!r}): give ")):
+def test_an_invalid_value_is_refused_with_its_name_and_value(name, value):
+    with pytest.raises(ValueError, match=re.escape(f"Sampling({name}={value!r}): must be ")):
         Sampling(**{name: value})
 
 
 def test_a_list_of_another_length_or_of_other_things_is_refused():
-    with pytest.raises(ValueError, match="sampling: 3 of them for 2 rows; give one, or one for each row"):
+    with pytest.raises(ValueError, match="sampling: 3 for 2 sequences; must be one, or one per sequence"):
         per_row([None] * 3, 2, WORDS)
-    with pytest.raises(TypeError, match=re.escape("sampling=[0.7]: give a jspec.Sampling, one for each row, or None")):
+    with pytest.raises(
+        TypeError, match=re.escape("sampling=[0.7]: must be a jspec.Sampling, a list with one per sequence, or None")
+    ):
         per_row([0.7], 1, WORDS)
 
 
 @pytest.mark.parametrize("token", (-1, WORDS))
 def test_a_bias_for_a_token_outside_the_vocabulary_is_refused(token):
-    with pytest.raises(ValueError, match=f"logit_bias names the token {token}: ids are 0 to {WORDS - 1}"):
+    with pytest.raises(
+        ValueError, match=re.escape(f"logit_bias={{{token}: ...}}: token ids must be from 0 to {WORDS - 1}")
+    ):
         per_row(Sampling(logit_bias={token: 1.0}), 1, WORDS)
 
 
@@ -434,7 +438,7 @@ def keys(count):
     return jax.vmap(jax.random.key)(np.arange(count, dtype=np.uint32))
 
 
-def test_the_noise_of_a_position_is_the_same_however_it_is_asked_for():
+def test_the_noise_of_a_position_does_not_depend_on_the_request():
     position = jnp.array([3, 0, 7], jnp.int32)
     noise = sampling.gumbel(keys(3), sampling.NOISE, position, 4, WORDS)
     for i in range(4):
@@ -445,10 +449,10 @@ def test_the_noise_of_a_position_is_the_same_however_it_is_asked_for():
         np.testing.assert_array_equal(noise[b], alone[0])
 
 
-def test_no_two_streams_positions_or_rows_share_their_noise():
+def test_no_two_streams_positions_or_sequences_share_noise():
     names = (sampling.NOISE, sampling.DRAFT, sampling.COINS, sampling.FINAL)
     noise = [np.array(sampling.gumbel(keys(3), name, jnp.arange(3, dtype=jnp.int32), 4, WORDS)) for name in names]
-    # Row b at place i is position b + i of key b: all of them are different.
+    # Sequence b at index i is position b + i of key b: all are different.
     assert len(np.unique(np.stack(noise))) == 4 * 3 * 4 * WORDS
 
 
@@ -463,11 +467,11 @@ def test_no_option_needs_a_sort():
     rows, logits = per_row(Sampling(0.5, top_k=3, top_p=0.5, min_p=0.1), 2, WORDS), jnp.zeros((2, 3, WORDS))
     sorts = re.compile(r"\bsort|topk", re.IGNORECASE)
     assert not sorts.search(compiled(sampling.temper, rows, logits))
-    assert sorts.search(compiled(jnp.sort, logits)), "the text is not understood"
-    assert sorts.search(compiled(lambda x: jax.lax.top_k(x, 2), logits)), "the text is not understood"
+    assert sorts.search(compiled(jnp.sort, logits)), "the program text was not parsed"
+    assert sorts.search(compiled(lambda x: jax.lax.top_k(x, 2), logits)), "the program text was not parsed"
 
 
-def test_a_program_of_greedy_rows_has_no_random_numbers():
+def test_a_program_of_greedy_sequences_has_no_random_bits():
     drafter, weights = toy.bound_drafters()["standalone"], toy.params()
 
     def text(row, rule):
@@ -479,4 +483,4 @@ def test_a_program_of_greedy_rows_has_no_random_numbers():
     bits = re.compile(r"threefry|\brng|\bxor\b")
     assert not bits.search(text(None, accept.greedy))
     assert not bits.search(text(Sampling(temperature=0.0, repetition_penalty=1.3), accept.greedy))
-    assert bits.search(text(Sampling(), accept.coupled)), "the text is not understood"
+    assert bits.search(text(Sampling(), accept.coupled)), "the program text was not parsed"

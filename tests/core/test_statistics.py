@@ -1,11 +1,11 @@
-"""Drafted sampling from end to end: how often 200,000 rows continue with each three tokens, against the exact law.
+"""Drafted sampling end to end: counts of three-token continuations in 200,000 sequences, against exact probabilities.
 
-The law is computed with the target alone. Rows of one batch have eight sets of parameters in turn; Pearson's
-chi-squared is summed over the sets, with cells that expect fewer than 20 rows taken together. A rule that is right
-exceeds the critical value with probability 1e-8, or 1e-6 if the approximation by chi-squared is a hundred times off so
-far out; and the seeds are fixed. Rejection that draws the token behind a rejected draft from all of p, not from what is
-left of it, passes with probability below 1e-300, and below 1e-6 where only every fifth row decides in that way:
-`test_the_power_suffices_to_find_a_wrong_rule` computes both from that rule's own exact law.
+The probabilities are computed with the target alone. Sequences of a batch have eight sets of parameters in turn;
+Pearson's chi-squared is summed over the sets, with cells that expect fewer than 20 sequences merged. A correct rule
+exceeds the critical value with probability 1e-8, or 1e-6 if the chi-squared approximation is off by a factor of 100
+that far out; the seeds are fixed. A rejection rule that samples the token after a rejected draft from all of p, not
+from the residual distribution, passes with probability below 1e-300, and below 1e-6 if only every fifth sequence does
+so: `test_the_power_suffices_to_find_a_wrong_rule` computes both from the exact distribution of that rule.
 """
 
 import dataclasses
@@ -44,14 +44,14 @@ SETS = (
     Sampling(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3),
     Sampling(logit_bias={0: -np.inf, 1: 1.0, 2: -0.5}),
     Sampling(min_new_tokens=2),
-    # Often the draft has only two tokens left, and a node of a tree of draws three children.
+    # Often the draft has only two tokens left, while a node of a tree of sampled drafts has three children.
     Sampling(temperature=0.6, top_p=0.6),
     Sampling(temperature=0.0),
 )
 PROMPTS = ([1], [2, 0], [3, 3, 1], [0, 2, 0], [2], [1, 3], [3], [0, 1])
 BATCH, CALLS = 20_000, 10
 END = VOCABULARY
-"""Stands behind the end of a text that an EOS ends before the third token."""
+"""Fills the positions after an EOS that comes before the third token."""
 IMPROBABLE = 1e-8
 
 
@@ -69,12 +69,12 @@ def padded(rows):
     return ids, np.array([len(row) for row in rows], np.int32)
 
 
-# Exact laws
+# Exact distributions
 
 
 @functools.cache
-def laws(of_draft=False):
-    """laws()[i][x] is the law of the token behind prompt i and the new tokens x, under the parameters of set i."""
+def dists(of_draft=False):
+    """dists()[i][x]: distribution of the token after prompt i and the new tokens x, with the parameters of set i."""
     contexts = [x for count in range(NEW) for x in np.ndindex((VOCABULARY,) * count)]
     places = [(i, x) for i in range(len(SETS)) for x in contexts]
     ids, length = padded([[*PROMPTS[i], *x] for i, x in places])
@@ -96,31 +96,31 @@ def laws(of_draft=False):
         return jax.nn.softmax(sampling.process(s, out.logits, tree.paths(draft_tree)), axis=-1)[:, 0]
 
     found = [{} for _ in SETS]
-    for (i, x), law in zip(places, np.array(behind(own, rows), np.float64), strict=True):
-        found[i][x] = law / law.sum()
+    for (i, x), dist in zip(places, np.array(behind(own, rows), np.float64), strict=True):
+        found[i][x] = dist / dist.sum()
     return found
 
 
-def continuations(law):
-    """Of a set: the probability of each three tokens, [6, 6, 6], where a text that has ended goes on with END."""
+def continuations(dist):
+    """The probabilities of all continuations by three tokens, [6, 6, 6]; a text that has ended continues with END."""
     found = np.zeros((VOCABULARY + 1,) * NEW)
     for x in np.ndindex((VOCABULARY,) * NEW):
         end = x.index(EOS) + 1 if EOS in x else NEW
         if all(token == EOS for token in x[end:]):
-            found[(*x[:end], *[END] * (NEW - end))] = np.prod([law[x[:i]][x[i]] for i in range(end)])
+            found[(*x[:end], *[END] * (NEW - end))] = np.prod([dist[x[:i]][x[i]] for i in range(end)])
     return found
 
 
 @functools.cache
 def expected():
-    return [continuations(law) for law in laws()]
+    return [continuations(dist) for dist in dists()]
 
 
-# Draws
+# Samples
 
 
 @functools.partial(jax.jit, static_argnames=("drafter", "rule"))
-def draw(params, ids, length, seeds, rows, *, drafter, rule):
+def sample(params, ids, length, seeds, rows, *, drafter, rule):
     keys = jax.vmap(jax.random.key)(seeds)
     out = jspec.generate_ids(
         params,
@@ -142,14 +142,14 @@ def draw(params, ids, length, seeds, rows, *, drafter, rule):
 
 
 def counts(drafter, rule):
-    """How many rows of each set took each continuation, and the mean accept length."""
+    """How many sequences of each set took each continuation, and the mean accept length."""
     which = np.arange(BATCH) % len(SETS)
     ids, length = padded([PROMPTS[i] for i in which])
     rows = per_row([SETS[i] for i in which], BATCH, VOCABULARY)
     found, rounds, appended = np.zeros((len(SETS), (VOCABULARY + 1) ** NEW), int), 0, 0
     for call in range(CALLS):
         seeds = np.arange(BATCH, dtype=np.uint32) + np.uint32(call * BATCH)
-        tokens, counted = draw(weights(), ids, length, seeds, rows, drafter=drafter, rule=rule)
+        tokens, counted = sample(weights(), ids, length, seeds, rows, drafter=drafter, rule=rule)
         tokens = np.array(tokens)
         number = np.ravel_multi_index(tokens.T, (VOCABULARY + 1,) * NEW)
         np.add.at(found, (which, number), 1)
@@ -160,13 +160,13 @@ def counts(drafter, rule):
 # The test
 
 
-def cells(laws_of_sets):
+def cells(dists_of_sets):
     """For each set, the number of the cell that a continuation counts in; -1 for one that cannot be."""
     rows = BATCH * CALLS / len(SETS)
-    for law in laws_of_sets:
-        rare = law * rows < 20
-        number = np.cumsum(~rare).reshape(law.shape)
-        yield np.where(law == 0, -1, np.where(rare, 0, number))
+    for dist in dists_of_sets:
+        rare = dist * rows < 20
+        number = np.cumsum(~rare).reshape(dist.shape)
+        yield np.where(dist == 0, -1, np.where(rare, 0, number))
 
 
 def pooled(values, number):
@@ -174,12 +174,12 @@ def pooled(values, number):
 
 
 def chi_squared(found, wanted):
-    """The statistic and its degrees of freedom; infinite where something impossible was drawn."""
+    """The statistic and its degrees of freedom; infinite if something impossible was sampled."""
     statistic, freedom = 0.0, 0
-    for seen, law, number in zip(found, wanted, cells(wanted), strict=True):
+    for seen, dist, number in zip(found, wanted, cells(wanted), strict=True):
         if seen[number == -1].any():
             return np.inf, 0
-        mass, got = pooled(law, number), pooled(seen, number)
+        mass, got = pooled(dist, number), pooled(seen, number)
         mass, got = mass[mass > 0], got[mass > 0]
         statistic += ((got - got.sum() * mass) ** 2 / (got.sum() * mass)).sum()
         freedom += len(mass) - 1
@@ -200,14 +200,14 @@ CHAIN, SMALL_TREE = Standalone(depth=3), Standalone(depth=2, width=2, num_nodes=
         pytest.param(CHAIN, "block", 1.3, marks=pytest.mark.slow),
         pytest.param(SMALL_TREE, "coupled", 1.3, marks=pytest.mark.slow),
         (Standalone(depth=3, width=3, num_nodes=8), "rejection", 1.4),
-        # Drafts that know the noise of the target's choice, judged by a rule that takes them for certain.
+        # Drafts that know the noise of the target's choice, with a rule that treats them as certain.
         pytest.param(SMALL_TREE, accept.rejection, 1.2, marks=pytest.mark.slow),
         pytest.param(Ngram(n=2, depth=3), "rejection", 1.2, marks=pytest.mark.slow),
     ),
     ids=("chain, rejection", "chain, block", "tree, coupled", "tree, rejection")
     + ("tree of certain tokens, rejection", "ngram, rejection"),
 )
-def test_three_tokens_have_the_law_of_the_target(drafter, rule, least):
+def test_three_tokens_have_the_distribution_of_the_target(drafter, rule, least):
     found, accept_length = counts(drafter, rule)
     statistic, freedom = chi_squared(found, expected())
     assert statistic < critical(freedom)
@@ -215,30 +215,30 @@ def test_three_tokens_have_the_law_of_the_target(drafter, rule, least):
 
 
 def without_residual(key, draft_tree, logits, position):
-    """Rejection on a chain, but for the token after it, which is drawn from all of p."""
+    """Rejection on a chain, except that the token after it is sampled from all of p."""
     out = accept.rejection(key, draft_tree, logits, position)
     p = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), out.length[:, None, None] - 1, axis=1)[:, 0]
     column = jnp.arange(out.tokens.shape[1], dtype=jnp.int32)[None]
-    drawn = accept._sample(key, p, position)
-    return dataclasses.replace(out, tokens=jnp.where(column == out.length[:, None] - 1, drawn[:, None], out.tokens))
+    final = accept._sample(key, p, position)
+    return dataclasses.replace(out, tokens=jnp.where(column == out.length[:, None] - 1, final[:, None], out.tokens))
 
 
 def test_the_power_suffices_to_find_a_wrong_rule():
-    """The wrong rule's own law is exact, too: there is a draft for each token but the first."""
+    """The wrong rule's own distribution is exact, too: there is a draft for each token but the first."""
     wrong = []
-    for law_p, law_q in zip(laws(), laws(of_draft=True), strict=True):
-        both = {x: np.minimum(law_p[x], law_q[x]) for x in law_p}
-        after = {x: both[x] + (1 - both[x].sum()) * law_p[x] for x in law_p}
-        wrong.append(continuations(after | {(): law_p[()]}))
+    for dist_p, dist_q in zip(dists(), dists(of_draft=True), strict=True):
+        both = {x: np.minimum(dist_p[x], dist_q[x]) for x in dist_p}
+        after = {x: both[x] + (1 - both[x].sum()) * dist_p[x] for x in dist_p}
+        wrong.append(continuations(after | {(): dist_p[()]}))
     rows, away, freedom = BATCH * CALLS / len(SETS), 0.0, 0
-    for law, wanted, number in zip(wrong, expected(), cells(expected()), strict=True):
-        assert not law[wanted == 0].any()
-        mass, other = pooled(wanted, number), pooled(law, number)
+    for dist, wanted, number in zip(wrong, expected(), cells(expected()), strict=True):
+        assert not dist[wanted == 0].any()
+        mass, other = pooled(wanted, number), pooled(dist, number)
         mass, other = mass[mass > 0], other[mass > 0]
         away += rows * ((other - mass) ** 2 / mass).sum()
         freedom += len(mass) - 1
     assert stats.ncx2.cdf(critical(freedom), freedom, away) < 1e-300
-    # A law a fifth of the way to the wrong one: squares of differences are 25 times smaller.
+    # A distribution a fifth of the way to the wrong one: squares of differences are 25 times smaller.
     assert stats.ncx2.cdf(critical(freedom), freedom, away / 25) < 1e-6
     found, _ = counts(dataclasses.replace(CHAIN, sampled=True), without_residual)
     statistic, freedom = chi_squared(found, wrong)
@@ -246,8 +246,8 @@ def test_the_power_suffices_to_find_a_wrong_rule():
     assert chi_squared(found, expected())[0] > critical(freedom)
 
 
-def test_drafts_are_drawn_without_replacement_from_the_law_that_comes_with_them():
-    """All ordered triples of children, at two nodes whose draws have to be independent."""
+def test_drafts_are_sampled_without_replacement_from_the_distribution_they_report():
+    """All ordered triples of children, at two nodes whose samples must be independent."""
     rows = 50_000
     q = np.random.default_rng(0).dirichlet(np.ones(4), 2)
 
@@ -263,12 +263,12 @@ def test_drafts_are_drawn_without_replacement_from_the_law_that_comes_with_them(
 
     found = triples(np.arange(rows, dtype=np.uint32))
     np.testing.assert_allclose(found.probs, np.broadcast_to(q[None], found.probs.shape), atol=1e-6)
-    law = np.zeros((2, 4, 4, 4))
-    for node, first, second, third in np.ndindex(law.shape):
+    dist = np.zeros((2, 4, 4, 4))
+    for node, first, second, third in np.ndindex(dist.shape):
         if len({first, second, third}) == 3:
             a, b, c = q[node, [first, second, third]]
-            law[node, first, second, third] = a * b / (1 - a) * c / (1 - a - b)
-    joint = np.einsum("abc,def->abcdef", law[0], law[1]).ravel()
+            dist[node, first, second, third] = a * b / (1 - a) * c / (1 - a - b)
+    joint = np.einsum("abc,def->abcdef", dist[0], dist[1]).ravel()
     number = np.ravel_multi_index(np.array(found.tokens).reshape(rows, 6).T, (4,) * 6)
     seen, often = np.bincount(number, minlength=len(joint)), joint * rows >= 20
     assert not seen[joint == 0].any()

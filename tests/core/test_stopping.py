@@ -1,4 +1,4 @@
-"""The automaton of EOS tokens and stop strings against a search in the text."""
+"""The automaton of EOS tokens and stop strings, against a search in the text."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ run = jax.jit(stopping.run)
 
 @st.composite
 def cases(draw):
-    """Stop strings, a vocabulary of short byte strings (some of its ids without any), EOS ids, and rows of tokens."""
+    """Stop strings, a vocabulary of short byte strings (some ids without any), EOS ids, and sequences of tokens."""
     strings = draw(st.lists(st.lists(LETTERS, min_size=1, max_size=5).map(bytes), max_size=4))
     token_bytes = draw(st.lists(st.lists(LETTERS, max_size=4).map(bytes), min_size=1, max_size=VOCAB + 2))
     eos = draw(st.lists(st.integers(0, VOCAB - 1), max_size=2))
@@ -41,14 +41,14 @@ def naive(strings, token_bytes, eos, tokens) -> tuple[int, int]:
 
 
 def padded(table):
-    """With as many states as all examples have, so that they share a compiled program."""
+    """Padded to the same number of states, so all examples share a compiled program."""
     assert len(table) <= STATES
     return np.pad(table, ((0, STATES - len(table)), (0, 0)))
 
 
 @given(cases())
 @settings(max_examples=150, deadline=None)
-def test_rows_end_where_a_search_finds_the_end(case):
+def test_sequences_end_where_a_search_finds_the_end(case):
     strings, token_bytes, eos, calls, lengths = case
     table = stopping.build_table(VOCAB, eos, strings, token_bytes)
     if not strings and not eos:
@@ -68,7 +68,7 @@ def test_rows_end_where_a_search_finds_the_end(case):
     ("strings", "spelled", "tokens", "expected"),
     [
         ([b"ab"], [b"a", b"b", b"xabx"], [0, 1, 0], (2, STOP)),  # across tokens
-        ([b"ab"], [b"a", b"b", b"xabx"], [1, 2, 0], (2, STOP)),  # inside one, which goes on behind it
+        ([b"ab"], [b"a", b"b", b"xabx"], [1, 2, 0], (2, STOP)),  # inside a token that continues after it
         ([b"aab", b"ab"], [b"a", b"b"], [0, 0, 0], (3, RUNNING)),
         ([b"aab"], [b"a", b"b"], [0, 0, 1], (3, STOP)),
         ([b"aab"], [b"aaa", b"b"], [0, 1, 1], (2, STOP)),  # falls back to a shorter beginning
@@ -84,13 +84,13 @@ def test_examples(strings, spelled, tokens, expected):
     assert (int(read[0]), int(finish[0])) == expected
 
 
-def test_eos_counts_before_a_string_that_the_same_token_completes():
+def test_eos_takes_precedence_over_a_string_that_the_same_token_completes():
     table = stopping.build_table(4, [1], [b"a"], [b"a", b"a"])
     _, read, finish = run(stopping.init(table, 2), jnp.asarray([[0], [1]], jnp.int32), jnp.ones(2, jnp.int32))
     assert (read.tolist(), finish.tolist()) == ([1, 1], [STOP, EOS])
 
 
-def test_ended_row_reads_nothing_more():
+def test_an_ended_sequence_reads_nothing_more():
     stop = stopping.init(stopping.build_table(4, [1]), 1)
     stop, read, finish = run(stop, jnp.asarray([[0, 1, 0]], jnp.int32), jnp.asarray([3], jnp.int32))
     assert (read.tolist(), finish.tolist()) == ([2], [EOS])
@@ -98,7 +98,7 @@ def test_ended_row_reads_nothing_more():
     assert (read.tolist(), finish.tolist()) == ([0], [EOS])
 
 
-def test_without_anything_to_stop_at_all_tokens_are_read():
+def test_without_stops_all_tokens_are_read():
     assert stopping.build_table(4, []) is None
     stop, read, finish = run(stopping.init(None, 2), jnp.zeros((2, 3), jnp.int32), jnp.asarray([1, 3], jnp.int32))
     assert (stop.table, stop.state) == (None, None)

@@ -1,4 +1,4 @@
-"""Ancestors, depths and paths of token trees against a walk from node to node in Python."""
+"""Ancestors, depths and paths of token trees, against a node-by-node walk in Python."""
 
 from functools import partial
 
@@ -58,7 +58,7 @@ def test_ancestors_and_depths_equal_a_walk_to_the_root(nodes):
 
 @pytest.mark.parametrize("nodes", SIZES)
 def test_the_depth_of_the_deepest_tree_is_enough_as_static_depth(nodes):
-    # The two random trees only: with the chain in the batch, the bound would be that of no bound.
+    # Only the two random trees: with the chain in the batch there would be no effective bound.
     parents = random_parents(np.random.default_rng(nodes), nodes)[:2]
     mask, depth = naive(parents)
     got_mask, got_depth = mask_and_depths(parents, int(depth.max()))
@@ -84,7 +84,7 @@ def test_a_chain_needs_no_parents(nodes):
 
 
 @pytest.mark.parametrize("trailing", ((), (3,), (2, 3)))
-def test_take_path_picks_the_rows_of_each_sequence(trailing):
+def test_take_path_selects_the_nodes_of_each_sequence(trailing):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4, 6, *trailing)).astype(np.float32)
     path = rng.integers(0, 6, (4, 5)).astype(np.int32)
@@ -92,7 +92,7 @@ def test_take_path_picks_the_rows_of_each_sequence(trailing):
     np.testing.assert_array_equal(tree.take_path(jnp.asarray(x), jnp.asarray(path)), expected)
 
 
-def test_take_path_leaves_a_chain_and_what_is_absent_alone():
+def test_take_path_returns_chains_and_none_unchanged():
     x = jnp.ones((2, 3))
     assert tree.take_path(x, None) is x
     assert tree.take_path(None, jnp.zeros((2, 3), jnp.int32)) is None
@@ -115,7 +115,7 @@ paths = jax.jit(tree.paths)
 
 @pytest.mark.parametrize("static_depth", (False, True))
 @pytest.mark.parametrize("nodes", (1, 2, 3, 7, 17))
-def test_the_path_of_a_node_holds_the_tokens_from_the_root_to_it(nodes, static_depth):
+def test_the_path_of_a_node_has_the_tokens_from_the_root_to_it(nodes, static_depth):
     rng = np.random.default_rng(nodes)
     parents = random_parents(rng, nodes)[: 2 if static_depth else None]
     tokens = rng.integers(0, 100, parents.shape).astype(np.int32)

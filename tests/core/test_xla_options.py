@@ -1,4 +1,4 @@
-"""The loop as one CUDA graph: the options it is compiled with, and on a GPU the dump that shows it."""
+"""The loop as one CUDA graph: its compiler options, and on a GPU the dump that shows it."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ for drafter in (None, jspec.Ngram(depth=4), jspec.Eagle(depth=5), jspec.Eagle(de
 """
 
 
-def test_flags_of_the_user_stand():
+def test_flags_of_the_user_take_precedence():
     few, many = loop_options(flags=""), loop_options(many=True, flags="")
     products = {"xla_gpu_enable_triton_gemm": False}
     assert "WHILE" in few["xla_gpu_enable_command_buffer"] and many == few | products
@@ -38,7 +38,7 @@ def test_the_options_are_known_to_the_compiler_and_change_nothing_elsewhere(many
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU as JAX's default backend")
 def test_the_loop_is_one_command_buffer_and_runs_again(tmp_path):
-    """Of each program of `decode`, all that runs is a command buffer, with the loop in it."""
+    """Each program of `decode` consists of one command buffer that contains the loop."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={tmp_path} --xla_dump_hlo_pass_re=.*thunk.*"
     # A program that comes from the compilation cache is not dumped.
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}

@@ -1,4 +1,4 @@
-"""Every drafter keeps the contract of `jspec.types.Drafter`; and what each of them proposes."""
+"""Every drafter follows the contract of `jspec.core.types.Drafter`; and what each of them proposes."""
 
 import dataclasses
 import functools
@@ -47,7 +47,7 @@ def test_a_proposal_is_a_tree_of_tokens_that_starts_at_the_last_one(name):
 
 @each_name
 def test_a_drafter_is_a_value(name):
-    """Static arguments are compared by value: an equal drafter hits the program that its twin was compiled to."""
+    """Static arguments are compared by value: equal drafters share a compiled program."""
     drafter, twin = (toy.bound_drafters()[name] for _ in range(2))
     assert drafter is not twin
     assert (drafter, hash(drafter)) == (twin, hash(twin))
@@ -57,7 +57,7 @@ def test_a_drafter_is_a_value(name):
 
 
 @each_name
-def test_binding_twice_is_binding_once(name):
+def test_binding_twice_equals_binding_once(name):
     drafter = toy.bound_drafters()[name]
     assert drafter.bind(toy.TARGET, getattr(drafter, "model", None)) == drafter
 
@@ -66,11 +66,11 @@ def test_binding_twice_is_binding_once(name):
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_name_stands_for_the_defaults_of_its_class(name):
+def test_a_name_selects_the_defaults_of_its_class(name):
     assert resolve(name) == DRAFTERS[name]()
 
 
-def test_no_drafter_is_plain_decoding_and_an_object_is_itself():
+def test_none_is_plain_decoding_and_an_object_is_returned_unchanged():
     drafter = Ngram(depth=7)
     assert resolve(None) == Plain()
     assert resolve(drafter) is drafter
@@ -86,7 +86,7 @@ def test_a_class_in_place_of_an_object_is_an_error():
         resolve(Ngram)
 
 
-def test_an_object_that_is_no_drafter_is_an_error_that_names_what_it_lacks():
+def test_an_object_that_is_not_a_drafter_is_an_error_that_names_what_it_lacks():
     class Half:
         depth, capture_layers = 1, ()
 
@@ -159,7 +159,7 @@ def test_an_object_that_is_no_drafter_is_an_error_that_names_what_it_lacks():
         ),
     ),
 )
-def test_settings_that_cannot_work_are_errors(make, message):
+def test_invalid_settings_are_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -186,7 +186,7 @@ def test_drafters_with_a_model_adapt_to_the_rule_of_acceptance(drafter):
 
 
 def continue_by_hand(tokens, n, depth):
-    """The longest earlier match of the last tokens, the latest of equally long ones; then copy, new tokens included."""
+    """Finds the longest, and of those the latest, earlier match of the last tokens; then copies, new ones included."""
     longest, found = 0, None
     for end in range(len(tokens) - 1):
         matched = 0
@@ -206,7 +206,7 @@ jitted_match = jax.jit(continue_match, static_argnames=("n", "depth"))
 
 @st.composite
 def buffers(draw):
-    """Rows of tokens of few kinds, so that matches of all lengths occur; behind each row stands anything."""
+    """Sequences over a small vocabulary, so matches of all lengths occur; anything may follow the end of a sequence."""
     vocabulary = draw(st.integers(1, 4))
     row = st.lists(st.integers(0, vocabulary), min_size=COLUMNS, max_size=COLUMNS)
     tokens = draw(st.lists(row, min_size=ROWS, max_size=ROWS))
@@ -214,7 +214,7 @@ def buffers(draw):
 
 
 @pytest.mark.parametrize(("n", "depth"), ((1, 3), (2, 1), (3, 6)))
-def test_ngram_continues_as_by_hand(n, depth):
+def test_ngram_continues_like_by_hand(n, depth):
     @settings(max_examples=150, deadline=None)
     @given(buffers())
     def check(case):
@@ -229,10 +229,10 @@ def test_ngram_continues_as_by_hand(n, depth):
 @pytest.mark.parametrize(
     ("tokens", "proposed"),
     (
-        ([1, 2, 3, 9, 1, 2, 3], [3, 9, 1, 2, 3]),  # what followed is copied
+        ([1, 2, 3, 9, 1, 2, 3], [3, 9, 1, 2, 3]),  # the continuation of the match is copied
         ([1, 2, 8, 5, 2, 9, 1, 2], [2, 8, 5, 2, 9]),  # the longer match beats the later one
         ([2, 8, 3, 2, 9, 4, 2], [2, 9, 4, 2, 9]),  # the later of equally long ones
-        ([7, 1, 2, 1, 2, 1, 2], [2, 1, 2, 1, 2]),  # a match one period back goes on with the period
+        ([7, 1, 2, 1, 2, 1, 2], [2, 1, 2, 1, 2]),  # a match one period back continues the period
         ([4, 6, 6], [6, 6, 6, 6, 6]),
         ([1, 2, 3], [3, 3, 3, 3, 3]),  # nothing matches: the last token again
         ([5], [5, 5, 5, 5, 5]),
@@ -259,7 +259,7 @@ def itself():
 def test_a_draft_that_is_the_target_is_always_right(depth):
     drafter, new = Standalone(depth=depth).bind(toy.TARGET, toy.TARGET), 24
     s = toy.run(drafter, itself(), toy.start(drafter, itself()))
-    full, rest = divmod(new - 1, depth + 1)  # the first token comes of the prompt
+    full, rest = divmod(new - 1, depth + 1)  # the first token comes from prefill
     expected = np.zeros(depth + 1, int)
     expected[depth] = full
     expected[rest - 1] += rest > 0
@@ -268,7 +268,7 @@ def test_a_draft_that_is_the_target_is_always_right(depth):
 
 @pytest.mark.parametrize("config", (toy.DRAFT, None), ids=("wrong_draft", "good_draft"))
 def test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes(config):
-    """After any number of rounds the draft has read each row once, and knows the token that comes next."""
+    """After any number of rounds the draft has read each token once, and has proposed the next one."""
     weights, model = toy.params(config), config or toy.NEAR
     drafter = Standalone(depth=3).bind(toy.TARGET, model)
     s = toy.start(drafter, weights)

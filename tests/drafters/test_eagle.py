@@ -1,4 +1,4 @@
-"""The EAGLE drafter against its head run by hand: what it remembers, what it proposes, and what it leaves out."""
+"""The EAGLE drafter against its head run by hand: what it remembers, proposes, and does not compute."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ def forwards():
 
 
 def read_by_hand(tokens):
-    """Features of the target for a row of tokens, and the head's cached keys and values for all pairs of it."""
+    """The target's features of a sequence, and the head's cached keys and values of all its pairs."""
     weights = toy.head_params()
     run, head = forwards()
     row = np.array([tokens + [0] * (toy.CAPACITY + 8 - len(tokens))], np.int32)
@@ -38,8 +38,8 @@ def read_by_hand(tokens):
     return np.array(feature), head(weights, toy.TARGET, following, feature, positions, cache, None).rows
 
 
-def law_by_hand(tokens, feature, path):
-    """Log-probabilities over the draft's vocabulary behind a path: all pairs in one sequence, one step at a time."""
+def dist_by_hand(tokens, feature, path):
+    """Log-probabilities over the draft's vocabulary after a path: all pairs in one sequence, one step at a time."""
     weights, (_, head) = toy.head_params(), forwards()
     known = len(tokens) - 1
     row = tokens[1:] + list(path)
@@ -87,7 +87,7 @@ def test_the_heads_cache_is_what_one_forward_over_all_pairs_makes(until):
     ids=str,
 )
 def test_proposals_are_those_of_a_head_that_sees_each_path_alone(shape):
-    """Each node's law is computed on its own path, in one sequence: its attention saw its ancestors and no one else."""
+    """The distribution of each node is computed on its path as one sequence, so it attended to its ancestors only."""
     depth, width, nodes = shape
     drafter = Eagle(depth=depth, width=width, num_nodes=nodes).bind(toy.TARGET, toy.HEAD)
     s, draft_tree = drafted(drafter, 4)
@@ -96,25 +96,25 @@ def test_proposals_are_those_of_a_head_that_sees_each_path_alone(shape):
         feature, _ = read_by_hand(tokens)
 
         @functools.cache
-        def law(path, tokens=tokens, feature=feature):
+        def dist(path, tokens=tokens, feature=feature):
             logp = np.full(toy.TARGET.vocab_size, -np.inf, np.float32)
-            logp[ids] = law_by_hand(tokens, feature, path)
+            logp[ids] = dist_by_hand(tokens, feature, path)
             return logp
 
-        expected, parents = best_first_by_hand(law, tokens[-1], depth, width, nodes)
+        expected, parents = best_first_by_hand(dist, tokens[-1], depth, width, nodes)
         assert list(map(int, draft_tree.tokens[b])) == expected
         if width > 1:
             assert list(map(int, draft_tree.parents[b])) == parents
 
 
-def test_a_node_that_sees_what_stood_in_its_place_proposes_something_else():
+def test_without_exact_attention_a_node_proposes_something_else():
     shape = dict(depth=4, width=4, num_nodes=40)
     trees = [drafted(Eagle(**shape, exact=exact).bind(toy.TARGET, toy.HEAD), 4)[1] for exact in (True, False)]
     assert not np.array_equal(trees[0].tokens, trees[1].tokens)
 
 
 @pytest.mark.parametrize("name", ("eagle", "eagle_tree"))
-def test_rows_behind_what_was_accepted_cannot_influence_anything(name):
+def test_rows_after_the_accepted_ones_have_no_influence(name):
     drafter, weights = toy.bound_drafters()[name], toy.head_params()
     s, rng, columns = toy.start(drafter, weights), np.random.default_rng(0), drafter.depth + 1
     length = jnp.array([1, 2, columns], jnp.int32)
@@ -136,7 +136,7 @@ def test_only_the_selected_row_reaches_the_lm_head(name):
 
     class Spy(Eagle):
         def extend(self, params, s, committed):
-            assert committed.tokens.shape[1] == drafter.depth + 1, "the stride is uniform, in a tree too"
+            assert committed.tokens.shape[1] == drafter.depth + 1, "the stride is uniform, also in a tree"
             seen.append(str(jax.make_jaxpr(super().extend)(params, s, committed)))
             return super().extend(params, s, committed)
 
@@ -145,11 +145,11 @@ def test_only_the_selected_row_reaches_the_lm_head(name):
     made = {line.split(":")[1].split("=")[0].strip() for line in seen[-1].splitlines() if "dot_general" in line}
     logits = {shape for shape in made if shape.endswith(f",{toy.HEAD.draft_vocab_size}]")}
     assert logits == {f"f32[3,1,{toy.HEAD.draft_vocab_size}]"}
-    assert len(made) > 4, "the text is not understood"
+    assert len(made) > 4, "the program text was not parsed"
 
 
-def test_captured_layers_are_inputs_of_layers_the_last_output_and_its_norm():
-    """L = 2 layers: 0 and 1 enter them, 2 leaves the last, and 3 is what the LM head reads."""
+def test_captured_layers_are_layer_inputs_the_last_output_and_its_norm():
+    """L = 2 layers: 0 and 1 are their inputs, 2 is the output of the last layer, and 3 is the input of the LM head."""
     weights, target = toy.params().target, toy.TARGET
     chain, cache = tree.chain(jnp.asarray(toy.IDS)), target.init_cache(weights, 3, 4, 4)
     run = jax.jit(target.forward, static_argnames="capture_layers")

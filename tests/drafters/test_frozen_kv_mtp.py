@@ -1,4 +1,4 @@
-"""Frozen-KV MTP: what an assistant computes, by hand; and that drafting with it leaves the target's cache alone."""
+"""Frozen-KV MTP: an assistant against a computation by hand; and drafting does not change the target's cache."""
 
 import dataclasses
 import functools
@@ -33,13 +33,13 @@ SHAPE = dict(vocab_size=61, hidden_size=48, target_hidden_size=32, intermediate_
 CASES = {
     "llama": (SCALED, Assistant(**SHAPE, reads=(1, 0, 1), head_dims=(16,) * 3)),
     "dense": (gemma.KINDS["dense"], Assistant(**SHAPE, reads=(1, 0, 2), head_dims=(8, 8, 16))),
-    # The layers 2 and 3 have the keys of 0 and 1.
+    # Layers 2 and 3 share the keys of layers 0 and 1.
     "shared": (gemma.KINDS["shared"], Assistant(**SHAPE, reads=(2, 3), head_dims=(8, 16), clusters=Clusters(61, 20))),
 }
 
 
 def each(argnames, often, *axes):
-    """A test of all points of a matrix, of which those that are not in `often` are slow."""
+    """All points of a matrix; those that are not in `often` are slow points."""
     points = list(itertools.product(*axes)) if len(axes) > 1 else list(axes[0])
     assert set(often) <= set(points)
     slow = [pytest.param(*(point if len(axes) > 1 else [point]), marks=pytest.mark.slow) for point in points]
@@ -56,7 +56,7 @@ def parts(name):
 
 @functools.cache
 def prefilled(name, page_size=4):
-    """A drafter of a small chain, bound; weights, and the state after prefill."""
+    """A bound drafter of a small chain, weights, and the state after prefill."""
     target, config, weights = parts(name)
     bound = FrozenKvMtp(depth=2).bind(target, config)
     keys = toy.row_keys(np.arange(len(IDS)))
@@ -73,7 +73,7 @@ def rms(x, weight, eps=1e-6):
 
 
 def frequencies(target, layer):
-    """Radians a position of each pair of dimensions, of keys of a layer of the target."""
+    """Radians per position of each pair of dimensions, for the keys of a layer of the target."""
     if not isinstance(target, Llama):
         kind = target.attention[layer]
         turning = int(kind.rotary_share * kind.head_dim / 2)
@@ -110,7 +110,7 @@ def attend_by_hand(config, target, layer, read, z, keys, values, position):
 
 
 def step_by_hand(config, target, own, embedded, hidden, pairs, position):
-    """Logits (-inf where there is none) and hidden state after one token; pairs: keys and values of each layer."""
+    """Logits (-inf if there is none) and hidden state after one token; pairs: keys and values of each layer."""
     z = np.concatenate([embedded, hidden]) @ np.asarray(own.pre_projection, np.float64)
     for layer, read, (keys, values) in zip(own.layers, config.reads, pairs, strict=True):
         out = attend_by_hand(config, target, layer, read, z, keys, values, position)
@@ -130,7 +130,7 @@ def step_by_hand(config, target, own, embedded, hidden, pairs, position):
 
 @functools.cache
 def seen(name):
-    """The target's keys and values of each layer that is read, over the whole texts, and its last hidden states."""
+    """The target's keys and values of each layer that the assistant reads, and its last hidden states."""
     target, config, weights = parts(name)
     cache = target.init_cache(weights.target, len(IDS), 8, 8)
     forward = jax.jit(functools.partial(target.forward, capture_layers=(target.num_layers + 1,)))
@@ -141,12 +141,12 @@ def seen(name):
 
 
 def roots(s):
-    """The first token of each row, which is in no cache yet."""
+    """The first token of each sequence, which is in no cache yet."""
     return np.asarray(s.tokens)[np.arange(4), LENGTHS]
 
 
 def chain_by_hand(name, row, tokens, position):
-    """Logits and hidden states of one step after the other, given the tokens that they read."""
+    """Logits and hidden states of consecutive steps that read the given tokens."""
     target, config, weights = parts(name)
     pairs, hiddens = seen(name)
     committed = LENGTHS[row]
@@ -162,7 +162,7 @@ def chain_by_hand(name, row, tokens, position):
 
 
 def spread(out, vocab_size):
-    """The logits of an output over the whole vocabulary, -inf where there is none."""
+    """The logits of an output over the whole vocabulary, -inf for tokens without one."""
     if out.ids is None:
         return np.asarray(out.logits)
     found = np.full((*out.logits.shape[:2], vocab_size), -np.inf)
@@ -171,8 +171,8 @@ def spread(out, vocab_size):
 
 
 @each(("name", "position"), [("llama", "root"), ("shared", "committed")], CASES, POSITIONS)
-def test_logits_and_hidden_states_are_those_by_hand(name, position):
-    """Of the seed and of two steps behind it, in a batch of all lengths."""
+def test_logits_and_hidden_states_equal_those_by_hand(name, position):
+    """The seed and two steps after it, in a batch of all lengths."""
     bound, weights, s = prefilled(name)
     committed = s.length - 1
     at = committed if position == "root" else committed - 1
@@ -187,7 +187,7 @@ def test_logits_and_hidden_states_are_those_by_hand(name, position):
             logits, state = wanted[row][number]
             np.testing.assert_allclose(spread(out, 61)[row, 0], logits, atol=1e-5, rtol=0)
             np.testing.assert_allclose(out.hidden[row, 0], state, atol=1e-5, rtol=0)
-        # Those by hand, so that what float32 rounds does not add up over the steps.
+        # Those by hand, so rounding errors do not accumulate over the steps.
         hidden = jnp.asarray(np.array([[steps[number][1]] for steps in wanted]), jnp.float32)
 
 
@@ -203,7 +203,7 @@ def test_a_chain_is_the_best_token_of_each_step(name, position):
 
 
 @each("name", ["dense"], CASES)
-def test_a_tree_is_the_best_of_all_that_is_proposed(name):
+def test_a_tree_has_the_best_of_all_proposals(name):
     bound, weights, s = prefilled(name)
     drafter = dataclasses.replace(bound, depth=3, width=3, num_nodes=12)
     draft_tree = jax.jit(drafter.draft)(weights, s)[0]
@@ -211,18 +211,18 @@ def test_a_tree_is_the_best_of_all_that_is_proposed(name):
         root = int(roots(s)[row])
 
         @functools.cache
-        def law(path, row=row, root=root):
+        def dist(path, row=row, root=root):
             logits = chain_by_hand(name, row, (root, *path), "committed")[-1][0]
             peak = logits.max()
             return logits - peak - np.log(np.exp(logits - peak).sum())
 
-        tokens, parents = best_first_by_hand(law, root, 3, 3, 12)
+        tokens, parents = best_first_by_hand(dist, root, 3, 3, 12)
         assert np.asarray(draft_tree.tokens)[row].tolist() == tokens
         assert np.asarray(draft_tree.parents)[row].tolist() == parents
 
 
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_round_has_one_forward_a_generation_and_the_seed_is_not_repeated(width, monkeypatch):
+def test_a_round_has_one_forward_per_generation_and_does_not_repeat_the_seed(width, monkeypatch):
     nodes, real = [], Assistant.apply
 
     def count(self, params, target, tokens, *rest):
@@ -241,7 +241,7 @@ def test_a_round_has_one_forward_a_generation_and_the_seed_is_not_repeated(width
 
 @each("name", ["shared"], CASES)
 def test_the_state_is_the_targets_hidden_state_at_the_last_committed_row(name):
-    """After prefill, and after rounds, in rows that have ended too."""
+    """After prefill and after rounds, also in finished sequences."""
     bound, weights, s = prefilled(name)
     _, hiddens = seen(name)
     assert s.draft.shape == (4, 1, 32)
@@ -261,8 +261,8 @@ SHAPES = {"chain": dict(depth=5), "tree": dict(depth=4, width=3)}
 
 
 @each(("name", "shape"), [("llama", "chain"), ("shared", "tree")], CASES, SHAPES)
-def test_drafting_leaves_the_cache_as_it_is(name, shape):
-    """Bit for bit; and of pages of 5 rows, whose shape only a pool has, the program makes no array."""
+def test_drafting_does_not_change_the_cache(name, shape):
+    """Bit for bit; and the program creates no array with pages of 5 rows, which only a pool has."""
     bound, weights, s = prefilled(name, page_size=5)
     before = toy.arrays(s)
     compiled = jax.jit(dataclasses.replace(bound, **SHAPES[shape]).draft).lower(weights, s).compile()
@@ -278,7 +278,7 @@ def test_drafting_leaves_the_cache_as_it_is(name, shape):
 
 
 @each("shape", ["tree"], SHAPES)
-def test_nothing_but_windows_and_full_layers_is_read(shape):
+def test_only_windows_and_full_layers_are_read(shape):
     bound, weights, s = prefilled("dense")
     draft = jax.jit(dataclasses.replace(bound, **SHAPES[shape]).draft)
     forgotten = dataclasses.replace(s, cache=poison.spoil(s.cache, s.length - 1))
@@ -286,8 +286,8 @@ def test_nothing_but_windows_and_full_layers_is_read(shape):
 
 
 @each("name", ["shared"], ["llama", "shared"])
-def test_drawn_drafts_say_from_what_law(name):
-    """The law of the tokens that have a logit; there is none outside the chosen clusters."""
+def test_sampled_drafts_report_their_distribution(name):
+    """A distribution over the tokens that have a logit; tokens outside the chosen clusters have none."""
     bound, weights, s = prefilled(name)
     drafter = dataclasses.replace(bound, sampled=True)
     s = dataclasses.replace(s, sampling=per_row(Sampling(temperature=0.7), 4, 61))
@@ -295,14 +295,14 @@ def test_drawn_drafts_say_from_what_law(name):
     tokens = np.asarray(draft_tree.tokens)
     for row in range(4):
         for number, (logits, _) in enumerate(chain_by_hand(name, row, tokens[row, :-1], "committed")):
-            law = np.exp((logits - logits.max()) / 0.7)
-            np.testing.assert_allclose(draft_tree.probs[row, number], law / law.sum(), atol=1e-5)
-            assert law[tokens[row, number + 1]] > 0
+            dist = np.exp((logits - logits.max()) / 0.7)
+            np.testing.assert_allclose(draft_tree.probs[row, number], dist / dist.sum(), atol=1e-5)
+            assert dist[tokens[row, number + 1]] > 0
 
 
 @each("backend", ["triton"], ["triton", "tpu"])
 def test_kernels_find_the_prefix_alone(backend, monkeypatch):
-    """Nodes that see none of the round's rows, with windows and without."""
+    """Nodes that see no row of the round, with windows and without."""
     bound, weights, s = prefilled("dense")
     length = np.array(s.length)
     given = IDS[:, :3], np.tile(s.draft, (1, 3, 1)), s.cache, length - 1, np.maximum(length - 2, 0)

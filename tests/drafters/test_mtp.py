@@ -1,4 +1,4 @@
-"""MTP heads: what the drafter keeps between rounds is what one pass over the whole text gives."""
+"""MTP heads: the state of the drafter between rounds equals one pass over the whole text."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ TARGET, HEADS = toy.TARGET, toy.HEADS
 
 @pytest.fixture(scope="module")
 def read_all():
-    """What the heads predict behind a text, each from the whole of it: no cache, no round."""
+    """The predictions of the heads after a text, each from the whole text, without a cache."""
 
     def predict(params, text):
         rows = text.shape[1] - 1
@@ -53,14 +53,14 @@ def test_proposals_are_those_of_a_pass_over_the_whole_text(read_all, chunk):
     assert s.done.any() and not s.done.all()
 
 
-def test_one_head_is_drafted_with_as_an_eagle_head_is():
+def test_a_single_head_is_used_like_an_eagle_head():
     bound = Mtp(depth=4, width=2, heads=1).bind(TARGET, HEADS)
     assert bound == Eagle(depth=4, width=2).bind(TARGET, HEADS.head(0, TARGET))
     assert bound == Mtp(depth=4, width=2).bind(TARGET, dataclasses.replace(HEADS, count=1))
     assert bound.capture_layers == (TARGET.num_layers + 1,)
 
 
-def test_a_chain_is_as_long_as_there_are_heads_unless_said_otherwise():
+def test_by_default_a_chain_has_one_token_per_head():
     two = dataclasses.replace(HEADS, count=2)
     assert Mtp().bind(TARGET, two) == Mtp(depth=2).bind(TARGET, HEADS).bind(TARGET, two)
     assert Mtp(heads=2).bind(TARGET, HEADS).depth == 2
@@ -79,12 +79,12 @@ def test_a_chain_is_as_long_as_there_are_heads_unless_said_otherwise():
         (Mtp(), MtpHeads(toy.DRAFT, 3), "hidden size 16, but this target has"),
     ),
 )
-def test_what_does_not_fit_is_refused(drafter, draft, message):
+def test_heads_that_do_not_fit_are_refused(drafter, draft, message):
     with pytest.raises(ValueError, match=message):
         drafter.bind(TARGET, draft)
 
 
-def test_a_configuration_that_cannot_be_is_refused():
+def test_invalid_configurations_are_refused():
     with pytest.raises(ValueError, match=r"Mtp\(heads=0\)"):
         Mtp(heads=0)
     with pytest.raises(ValueError, match="num_layers=2: a head is a decoder of 1 layer"):

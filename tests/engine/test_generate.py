@@ -261,9 +261,9 @@ def test_generate_ids_ends_when_the_buffer_is_full(model, plain):
         ("a", {"drafter": 4}, TypeError, "drafter=int is not a drafter: it has no depth"),
         ("a", {"stop": ""}, ValueError, "stop"),
         ("a", {"stop": [3]}, TypeError, "stop"),
-        ("a", {"sampling": 0.7}, TypeError, "give a jspec.Sampling"),
-        (["a", "b"], {"sampling": [SAMPLED]}, ValueError, "1 of them for 2 rows"),
-        ("a", {"sampling": jspec.Sampling(logit_bias={VOCAB: 1.0})}, ValueError, "ids are 0 to 299"),
+        ("a", {"sampling": 0.7}, TypeError, "must be a jspec.Sampling"),
+        (["a", "b"], {"sampling": [SAMPLED]}, ValueError, "sampling: 1 for 2 sequences"),
+        ("a", {"sampling": jspec.Sampling(logit_bias={VOCAB: 1.0})}, ValueError, "ids must be from 0 to 299"),
         (["a", "b"], {"seed": [1, 2, 3]}, ValueError, "3 seeds for 2 sequences"),
         ("a", {"seed": 2**32}, ValueError, "must be less than 2..32"),
         (

@@ -1,4 +1,4 @@
-"""What the text of a compiled program says."""
+"""Parsing of the text of a compiled program."""
 
 import re
 
@@ -6,7 +6,7 @@ import jax
 
 
 def computations(text):
-    """Instructions of each computation of a program, by name; the main one's is ENTRY."""
+    """Instructions of each computation of a program, by name; the main one is ENTRY."""
     found, name = {}, None
     for line in text.splitlines():
         header = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
@@ -24,7 +24,7 @@ def opcode(line):
 
 
 def loop_body(text):
-    """The instructions of the loop's body and of all that it calls."""
+    """The instructions of the loop body and of everything that it calls."""
     parts = computations(text)
     queue, reached = re.findall(r" while\(.*body=%?([\w.-]+)", text), {}
     for name in queue:
@@ -35,19 +35,19 @@ def loop_body(text):
 
 
 def made(lines, shape):
-    """The opcodes of the instructions whose result is of that type."""
+    """The opcodes of the instructions with a result of this type."""
     return [opcode(line) for line in lines if re.search(rf" = {re.escape(shape)}\S* ", line)]
 
 
 def pool_writes(lines, shape):
-    """The writes in place of arrays of that type. On a GPU a kernel makes them, through another view of the array."""
+    """In-place writes of arrays of this type. On a GPU a kernel writes them, through another view of the array."""
     if jax.default_backend() == "gpu":
         return [line for line in lines if made([line], shape) == ["bitcast"] and "/kv_compact/" in line]
     return [line for line in lines if made([line], shape) == ["scatter"]]
 
 
 def check_in_place(lines, shape, writes=1):
-    """That many writes in place are all that makes an array of that type; and it has no copies."""
+    """Arrays of this type are created only by this number of in-place writes, and never copied."""
     assert len(pool_writes(lines, shape)) == writes
     allowed = {"parameter", "get-tuple-element", "bitcast"}
     if jax.default_backend() != "gpu":

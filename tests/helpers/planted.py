@@ -1,4 +1,4 @@
-"""Drafters for tests whose proposals are right where they should be, and what the tests of the loop share."""
+"""Drafters with planted right proposals, and what the tests of the loop share."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ class Planted:
 
 @dataclasses.dataclass(frozen=True)
 class RandomTree(Planted):
-    """Other trees in each row and round: a node's parent is any node of a layer above; half the tokens are right."""
+    """A random tree per sequence and round: parents are any nodes of the layer above; half of the tokens are right."""
 
     width: int = 3
 
@@ -59,7 +59,7 @@ class RandomTree(Planted):
 
 
 REPEATED = ("eagle", "frozen_kv_mtp", "mtp_reused_tree", "standalone")
-"""Slow points of the tests of all drafters: another shape of each is among the quick ones."""
+"""Slow points of the tests of all drafters: another shape of each of them always runs."""
 
 
 def _points(drafters, slow=REPEATED):
@@ -67,7 +67,7 @@ def _points(drafters, slow=REPEATED):
 
 
 def all_drafters_but_slow(*names):
-    """Each drafter; those of these names, and of `REPEATED`, as slow points."""
+    """Each drafter; those with these names or in `REPEATED` as slow points."""
     every = toy.bound_drafters() | {"random_tree": RandomTree()}
     return pytest.mark.parametrize("drafter", _points(every, (*REPEATED, *names)))
 
@@ -100,7 +100,7 @@ def complete(drafter, **options):
 
 
 def assert_counted(s, prompt=toy.LENGTHS):
-    """The counters add up to the rounds and tokens of each row, but for the first, which comes of its prompt."""
+    """The counters add up to the rounds and tokens of each sequence, without the first token, which prefill appends."""
     counts = np.array(s.stats.accept_counts)
     np.testing.assert_array_equal(counts.sum(1), s.stats.rounds)
     in_rounds = np.maximum(np.array(s.length) - prompt - 1, 0)
@@ -108,17 +108,17 @@ def assert_counted(s, prompt=toy.LENGTHS):
 
 
 def pools(s):
-    """The pools of the target's cache and, where it has one, of the drafter's."""
+    """The pools of the target's cache and, if it has one, of the drafter's."""
     return [cache.pool for cache in (s.cache, getattr(s.draft, "cache", None)) if cache is not None]
 
 
-def best_first_by_hand(law, root, depth, width, nodes):
-    """Tokens and parents of the tree that EAGLE-2 keeps, of all that it proposes; law: path -> log-probabilities."""
+def best_first_by_hand(dist, root, depth, width, nodes):
+    """Tokens and parents of the tree that EAGLE-2 keeps. dist: path -> log-probabilities."""
     proposed, frontier = [], [((), np.float32(0), None)]
     for _ in range(depth):
         fresh = []
         for path, score, number in frontier:
-            logp = law(path)
+            logp = dist(path)
             for token in np.argsort(-logp, kind="stable")[:width]:
                 proposed.append(((*path, int(token)), score + logp[token], number))
                 fresh.append((*proposed[-1][:2], len(proposed) - 1))

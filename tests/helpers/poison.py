@@ -1,4 +1,4 @@
-"""NaN in all that no forward may read."""
+"""NaN in everything that no forward may read."""
 
 import dataclasses
 from typing import Any
@@ -11,15 +11,15 @@ from jspec.cache import RecurrentCache
 
 
 def fill(cache: Any) -> Any:
-    """A cache of NaN: whatever an empty one holds is nothing."""
+    """A cache of NaN: the contents of an empty cache are undefined."""
     return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
 
 
 def spoil(cache: Any, lengths: Any, *, spare: int = 0) -> Any:
-    """The cache with NaN wherever no window and no full layer reads what is committed.
+    """The cache with NaN in all rows that neither a window nor a full layer may read.
 
-    lengths: committed rows of each sequence; 0: none of it is in use.
-    spare: pages of no sequence, of NaN; with them all pages are put in another order.
+    lengths: committed rows of each sequence; 0: nothing is in use.
+    spare: unused pages of NaN to add; all pages are then shuffled.
     """
 
     def part(each):

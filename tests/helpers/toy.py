@@ -1,4 +1,4 @@
-"""Tiny random models, so that the whole loop runs in seconds, and what it takes to run it."""
+"""Tiny random models, for which the whole loop runs in seconds, and functions to run it."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ TARGET = Llama(
     qk_norm=True,
 )
 NEAR = dataclasses.replace(TARGET, num_layers=1)
-"""The draft of `bound_drafters`: with the target's own weights, a little off, it is often right."""
+"""The draft of `bound_drafters`: with the target's weights slightly perturbed, it is often right."""
 DRAFT = Llama(
     vocab_size=61,
     hidden_size=16,
@@ -72,14 +72,14 @@ ASSISTANT = Assistant(
     head_dims=(16, 16),
 )
 CLUSTERED = dataclasses.replace(ASSISTANT, clusters=Clusters(count=61, chosen=40))
-"""Chooses more clusters than one top-k finds."""
+"""Chooses more clusters than one call of top-k returns."""
 
 HEAD_LAYER = dataclasses.replace(TARGET, num_layers=1)
 HEADS = MtpHeads(HEAD_LAYER, count=3)
 
 
 def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParams:
-    """Weights with a spread that keeps logits apart, so that the argmax is no matter of rounding."""
+    """Weights whose spread keeps logits apart, so the argmax does not depend on rounding."""
     matrix = _matrices(seed, dtype)
 
     width, heads, kv_heads, dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -104,7 +104,7 @@ def random_params(config: Llama, seed: int = 0, dtype=jnp.float32) -> LlamaParam
 
 
 def _matrices(seed: int, dtype=np.float32):
-    """Random matrices of NumPy's: outside of a program each operation of JAX's is compiled for each shape."""
+    """Random NumPy matrices: eager JAX operations would compile once per shape."""
     generator = np.random.default_rng(seed)
 
     def matrix(*shape):
@@ -118,19 +118,19 @@ def _norm(matrix, size: int):
 
 
 def near(params, other, share: float = 0.1):
-    """Weights that are off by this share of the way to the others', so that a draft with them is often right."""
+    """Weights moved by this fraction towards `other`, so a draft with them is often right."""
     return jax.device_put(jax.tree.map(lambda a, b: np.array(a) + np.float32(share) * (np.array(b) - a), params, other))
 
 
 IDS = np.random.default_rng(5).integers(0, TARGET.vocab_size, (3, 9)).astype(np.int32)
 LENGTHS = np.array([1, 5, 9], np.int32)
-"""Three prompts of different lengths in one padded batch; what stands behind a prompt is no part of it."""
+"""Three prompts of different lengths in one padded batch."""
 CAPACITY = 40
 
 
 @functools.cache
 def params(draft: Llama | None = None) -> Params:
-    """The target's weights; as draft those of `draft`, or of `NEAR`."""
+    """The target's weights, and as draft those of `draft` or of `NEAR`."""
     target = random_params(TARGET)
     if draft is not None:
         return Params(target, random_params(draft, seed=1))
@@ -145,7 +145,7 @@ def head_params() -> Params:
 
 
 def fit_head(target: Llama, head: EagleHead, weights: LlamaParams, tokens: np.ndarray) -> Params:
-    """An EAGLE-3 head that is random, but for an LM head that is fitted to the target's logits on some texts."""
+    """A random EAGLE-3 head with an LM head that is fitted to the target's logits on these texts."""
     matrix, width = _matrices(7), head.hidden_size
     common = np.argsort(-np.bincount(tokens.ravel(), minlength=head.vocab_size), kind="stable")
     ids = np.sort(common[: head.draft_vocab_size]).astype(np.int32)
@@ -184,7 +184,7 @@ def fit_head(target: Llama, head: EagleHead, weights: LlamaParams, tokens: np.nd
 
 
 def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
-    """The target's logits over whole sequences, and what the head makes of all pairs of them."""
+    """The target's logits over whole sequences, and the head's output for all pairs."""
     rows = len(tokens)
     cache = target.init_cache(both.target, rows, 4, 4)
     out = target.forward(both.target, tree.chain(tokens), cache, None, capture_layers=head.capture_layers)
@@ -202,7 +202,7 @@ def mtp_params() -> Params:
 
 
 def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, ...]:
-    """Weights with a spread that keeps logits apart; the embedding and the LM head are the target's."""
+    """Weights whose spread keeps logits apart; the embedding and the LM head are the target's."""
     width, made = layer.hidden_size, []
     for index in range(count):
         matrix, own = _matrices(seed + index), random_params(layer, seed=seed + index)
@@ -212,9 +212,9 @@ def random_heads(layer: Llama, count: int, seed: int = 30) -> tuple[MtpParams, .
 
 
 def fit_heads(target, heads: MtpHeads, both: Params, tokens: np.ndarray, judged: np.ndarray | None = None) -> Params:
-    """The same weights, but for LM heads of the MTP heads that are fitted to the target's logits on some texts.
+    """The same weights, with LM heads of the MTP heads that are fitted to the target's logits on these texts.
 
-    judged: behind which tokens the logits are; None: all.
+    judged: the tokens after which logits are fitted; None: all.
     """
     judged = np.ones(tokens.shape, bool) if judged is None else judged
     layer = target.num_layers + 1
@@ -253,7 +253,7 @@ def assistant_params(clustered: bool = False) -> Params:
 
 
 def random_assistant(config: Assistant, seed: int = 11) -> AssistantParams:
-    """Weights with a spread that keeps logits apart; a head that reads the whole vocabulary."""
+    """Weights whose spread keeps logits apart; a head over the whole vocabulary."""
     matrix, width = _matrices(seed), config.hidden_size
 
     norm = functools.partial(_norm, matrix)
@@ -279,7 +279,7 @@ def random_assistant(config: Assistant, seed: int = 11) -> AssistantParams:
 
 
 def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> AssistantParams:
-    """The same weights with a head of clusters, whose centroids add up what their tokens' rows say."""
+    """The same weights with a clustered head, whose centroids are sums of their tokens' rows."""
     assert config.clusters is not None and own.head is not None
     ids = np.random.default_rng(seed).permutation(config.vocab_size).reshape(config.clusters.count, -1)
     head = np.array(own.head)[ids]
@@ -288,12 +288,12 @@ def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> Assis
 
 
 def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=None, steps: int = 3) -> Params:
-    """An assistant that is random, but for a head that is fitted to the continuations of some prompts.
+    """A random assistant with a head that is fitted to the continuations of these prompts.
 
     ids, length: the prompts, as `decode.prefill` takes them. texts, limit: prompts with their continuations, and how
     many tokens these are; None: all columns. steps: of each round's chain that it is fitted to.
     """
-    # With the identity as its head, an assistant's logits are what the head reads.
+    # With the identity as its head, an assistant's logits are the inputs of the head.
     width = config.hidden_size
     bare = dataclasses.replace(config, vocab_size=width, clusters=None)
     random = dataclasses.replace(random_assistant(config), head=jax.device_put(np.eye(width, dtype=np.float32)))
@@ -332,7 +332,7 @@ def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=
 
 
 def row_keys(seeds):
-    """A key for each row."""
+    """One key per sequence."""
     return _keys(np.asarray(seeds, np.uint32))
 
 
@@ -340,7 +340,7 @@ _keys = jax.jit(jax.vmap(jax.random.key))
 
 
 def bound_drafters() -> dict[str, Drafter]:
-    """Drafters for each name in `DRAFTERS`, to be run with `planted.weights_of`. A new drafter is added here."""
+    """Drafters for each name in `DRAFTERS`, to run with `planted.weights_of`. Add new drafters here."""
     return {
         "eagle": Eagle(depth=3).bind(TARGET, HEAD),
         "eagle_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, HEAD),
@@ -384,18 +384,18 @@ def run(drafter: Drafter, weights: Params, s: DecodeState, until: int = 1000, ru
 
 
 def generated(s: DecodeState) -> list[list[int]]:
-    """Each row's tokens, prompt included, without what stands behind them."""
+    """The tokens of each sequence, prompt included, without padding."""
     return [list(map(int, row[:length])) for row, length in zip(np.array(s.tokens), np.array(s.length), strict=True)]
 
 
 @functools.cache
 def plain_tokens() -> np.ndarray:
-    """The buffer after plain decoding to the last column: what every drafter has to reproduce."""
+    """The buffer after plain decoding to the last column, which every drafter must reproduce."""
     return np.array(run(Plain(), params(), start(Plain(), params(), limit=[CAPACITY] * len(IDS))).tokens)
 
 
 def arrays(tree) -> list[np.ndarray]:
-    """The leaves of a state, copied, so that they outlive its donation; keys as their bits."""
+    """Copies of the leaves of a state, which outlive its donation; keys as their bits."""
     return [
         np.array(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
         for leaf in jax.tree.leaves(tree)
@@ -409,7 +409,7 @@ def assert_same(got, expected):
 
 
 def prefilled(model, prompts, drafter, new_tokens: int):
-    """The bound drafter, and the state after prefill as `generate` makes it, with room for so many new tokens."""
+    """The bound drafter, and the state after prefill as `generate` makes it, with room for `new_tokens` tokens."""
     ids, length = (
         np.zeros((len(prompts), max(map(len, prompts))), np.int32),
         np.array(list(map(len, prompts)), np.int32),
