@@ -11,7 +11,7 @@ from pathlib import Path
 import jspec
 
 PROMPT = "class Point:\n    def __init__(self, x, y):"
-NEW_TOKENS = 88
+NEW_TOKENS = 89
 CELL_WIDTH, LINE_HEIGHT, FONT_SIZE, MARGIN = 8.4, 20, 14, 14
 """Pixels. A cell is one character."""
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
