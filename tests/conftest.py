@@ -52,6 +52,15 @@ def pytest_configure(config):
         config.stash[UNSELECTED] = 0
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Makes the points slow that a test's `fast` marker does not name."""
+    for item in items:
+        marker = item.get_closest_marker("fast")
+        if marker is not None and not any(part in item.callspec.id for part in marker.args):
+            item.add_marker(pytest.mark.slow)
+
+
 UNSELECTED = pytest.StashKey[int]()
 
 
