@@ -1,4 +1,4 @@
-"""What `jspec train data` writes, of a made-up text, and the commands that read it."""
+"""A directory as `jspec train data` writes it, for a made-up text, and the commands that read it."""
 
 import json
 
@@ -12,7 +12,7 @@ _SOURCE = "".join(f"def f{i}(a, b):\n    return a * {i} + b\n\n\n" for i in rang
 
 
 def write(directory):
-    """Fills a directory; `rows.npy`, too, which `jspec train text` would write. Returns the tokenizer."""
+    """Fills a directory, including the `rows.npy` of `jspec train text`. Returns the tokenizer."""
     bpe = tokenizer.train([_SOURCE], VOCABULARY)
     tokenizer.save(bpe, directory, 64)
     tokens = tokenizer.encode_documents(bpe, [_SOURCE, _SOURCE])
@@ -30,7 +30,7 @@ def write(directory):
 
 
 def run(command, **options):
-    """A command of `jspec train`: a tuple is an option with several values, True one without."""
+    """Runs a command of `jspec train`. A tuple is an option with several values, True one without a value."""
     arguments = [command]
     for name, value in options.items():
         values = () if value is True else value if isinstance(value, tuple) else (value,)

@@ -1,4 +1,4 @@
-"""The data for training: which packages are taken, how they are split, the tokenizer, the prompts."""
+"""Training data: which packages are used, how they are split, the tokenizer, the prompts."""
 
 import ast
 import json
@@ -28,7 +28,7 @@ TEXTS = [
 
 
 def distribution(site, name, files, **fields):
-    """An installed distribution as package managers leave it: files, METADATA and RECORD."""
+    """An installed distribution: files, METADATA and RECORD."""
     info = site / f"{name}-1.0.dist-info"
     info.mkdir(parents=True)
     lines = [f"{key.replace('_', '-')}: {value}" for key, value in fields.items()]
@@ -71,7 +71,7 @@ def collected(site):
     return corpus.collect(corpus.installed(site), ["apart"])
 
 
-def test_only_permissive_packages_are_taken_and_the_rest_is_counted(collected):
+def test_only_permissive_packages_are_used_and_the_rest_is_counted(collected):
     assert {document.path for document in collected.train} == {"free/__init__.py", "free/again.py"}
     assert {document.package for document in collected.train} == {"free-package"}
     assert collected.skipped == {
@@ -179,7 +179,7 @@ def built(collected, tmp_path):
     return tmp_path / "data", manifest
 
 
-def test_build_writes_what_the_manifest_says(built, collected):
+def test_the_manifest_matches_the_files(built, collected):
     directory, manifest = built
     read = json.loads((directory / "data.json").read_text())
     assert read["packages"][0] == {
@@ -201,7 +201,7 @@ def test_build_writes_what_the_manifest_says(built, collected):
     assert manifest["heldout_prompts"] == 1
 
 
-def test_prompts_come_from_their_side_and_not_from_tests(built):
+def test_prompts_come_from_their_side_of_the_split_and_not_from_tests(built):
     directory, _ = built
     heldout = json.loads((directory / "heldout_prompts.json").read_text())
     assert [(record["package"], record["file"]) for record in heldout] == [("apart", "apart/__init__.py")]
@@ -256,7 +256,7 @@ def test_a_given_tokenizer_is_used(built, collected, tmp_path):
 
 @pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>"])
 def test_a_vocabulary_as_large_as_those_of_real_models(end, collected, tmp_path):
-    """Its ids take 32 bits, from the tokenizer to a batch, and its end of a text is its own."""
+    """Ids have 32 bits from the tokenizer to a batch, and the end-of-text token is that of the tokenizer."""
     words = {"def": 65_537, "?": 0, end: 69_999} | {f"w{i}": i for i in range(1, 65_537)}
     bpe = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -271,7 +271,7 @@ def test_a_vocabulary_as_large_as_those_of_real_models(end, collected, tmp_path)
     assert batch.dtype == np.int32 and batch.max() == 69_999
 
 
-def test_bad_arguments_are_named(collected, tmp_path):
+def test_invalid_arguments_raise(collected, tmp_path):
     limits = data.PromptLimits()
     with pytest.raises(ValueError, match="vocab_size=100: must be at least 258"):
         data.build(tmp_path / "a", collected, vocab_size=100, max_length=64, limits=limits)
@@ -282,7 +282,7 @@ def test_bad_arguments_are_named(collected, tmp_path):
         tokenizer.load(tmp_path / "absent")
 
 
-def test_batches_follow_from_seed_and_step():
+def test_batches_are_a_function_of_seed_and_step():
     flat = np.arange(1000, dtype=np.uint16)
     whole = np.arange(2000, 2000 + 40 * 9, dtype=np.uint16).reshape(40, 9)
     sources = (batches.Source(flat, 0.5), batches.Source(whole, 0.5))

@@ -1,4 +1,4 @@
-"""Training on a CPU in seconds: it learns, resumes exactly, distils, and writes a checkpoint that loads again."""
+"""Training of language models in seconds on a CPU: it learns, resumes exactly, distills, and writes checkpoints."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 ocp = pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
@@ -43,7 +44,7 @@ LOGITS = jax.jit(model.logits, static_argnums=(0, 3))
 
 @pytest.fixture(scope="module")
 def sources():
-    """A text in which each token follows from the one before."""
+    """A text in which each token determines the next."""
     return (batches.Source((np.arange(2000) * 7 % 61).astype(np.uint16)),)
 
 
@@ -58,7 +59,7 @@ def setup_for(config=MODEL, recipe=RECIPE, teacher=None):
 
 @pytest.mark.parametrize("config", [MODEL, DRAFT], ids=["qwen3-tied", "llama-untied"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_the_training_forward_is_the_models_own(config, layers):
+def test_the_training_forward_equals_the_models(config, layers):
     config, length = dataclasses.replace(config, num_layers=layers), 14 + layers
     params = model.init_params(config, jax.random.key(1))
     tokens = np.random.default_rng(2).integers(0, config.vocab_size, (3, length), np.int32)
@@ -73,7 +74,7 @@ def test_the_training_forward_is_the_models_own(config, layers):
     np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
-def test_the_loss_falls_and_metrics_say_so(sources, heldout, tmp_path):
+def test_the_loss_falls_in_the_metrics(sources, heldout, tmp_path):
     recipe = dataclasses.replace(RECIPE, steps=40)
     state = lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=EVERY_FEW_STEPS)
     losses = [line["loss"] for line in lines(tmp_path) if "loss" in line]
@@ -82,19 +83,19 @@ def test_the_loss_falls_and_metrics_say_so(sources, heldout, tmp_path):
     assert losses[-1] < 0.5 * losses[0]
     evaluations = [line["heldout_bits_per_byte"] for line in lines(tmp_path) if "heldout_bits_per_byte" in line]
     assert evaluations[-1] < evaluations[0]
-    # The text of the training repeats itself, so the held-out windows are of the same kind.
+    # The training text repeats itself, so held-out windows look the same.
     assert evaluations[-1] == pytest.approx(losses[-1] / math.log(2) / 2, rel=0.5)
 
 
 def test_resuming_continues_exactly(sources, heldout, tmp_path):
     setup = setup_for()
-    unbroken = lm.train(setup, sources, heldout, directory=tmp_path / "whole", intervals=EVERY_FEW_STEPS)
+    uninterrupted = lm.train(setup, sources, heldout, directory=tmp_path / "whole", intervals=EVERY_FEW_STEPS)
     lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=EVERY_FEW_STEPS, stop_after=7)
     resumed = lm.train(setup, sources, heldout, directory=tmp_path / "parts", intervals=EVERY_FEW_STEPS, resume=True)
-    # A GPU adds the gradients of a token's row in no fixed order.
+    # A GPU adds the gradients of an embedding row in varying order.
     tolerance = 1e-3 if jax.default_backend() == "gpu" else 0
     close = {"atol": tolerance, "rtol": tolerance, "equal_nan": False}
-    jax.tree.map(functools.partial(np.testing.assert_allclose, **close), unbroken, resumed)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **close), uninterrupted, resumed)
     whole, parts = ({line["step"]: line.get("loss") for line in lines(tmp_path / name)} for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("whole", "parts")]
@@ -103,7 +104,7 @@ def test_resuming_continues_exactly(sources, heldout, tmp_path):
     assert seconds == sorted(seconds)
 
 
-def test_distillation_brings_the_draft_to_its_teacher(sources, heldout, tmp_path):
+def test_distillation_brings_the_draft_closer_to_its_teacher(sources, heldout, tmp_path):
     teacher = model.init_params(MODEL, jax.random.key(5))
     teacher = dataclasses.replace(teacher, embed=20 * teacher.embed)
     recipe = dataclasses.replace(RECIPE, steps=40, cross_entropy=0.01)
@@ -123,14 +124,14 @@ def test_divergence_and_cross_entropy():
     assert objective.cross_entropy(jnp.log(q), jnp.array([[2]]))[0, 0] == pytest.approx(math.log(2), abs=1e-6)
 
 
-def test_bits_per_byte_of_a_model_that_knows_nothing(heldout):
+def test_bits_per_byte_of_a_uniform_model(heldout):
     params = jax.tree.map(np.zeros_like, model.init_params(MODEL, jax.random.key(0)))
     result = lm.evaluate(params, heldout, setup_for())
     assert result["heldout_bits_per_byte"] == pytest.approx(math.log2(61) / 2, rel=1e-5)
     assert "heldout_agreement" not in result
 
 
-def test_a_text_is_the_models_greedy_output():
+def test_complete_returns_the_models_greedy_output():
     params = model.init_params(MODEL, jax.random.key(3))
     prompts = [[5, 9, 2], [7], [1, 1, 1, 1, 1]]
     rows = text.complete(MODEL, params, prompts, width=12, batch=3)
@@ -141,14 +142,14 @@ def test_a_text_is_the_models_greedy_output():
         assert choices[len(prompt) - 1 : -1].tolist() == row[len(prompt) :].tolist()
 
 
-def test_ids_beyond_16_bits_have_32():
+def test_large_vocabularies_have_32_bit_ids():
     """As in the vocabularies of Llama 3, Qwen3 and Gemma 4."""
     config = dataclasses.replace(DRAFT, vocab_size=70_000)
     rows = text.complete(config, model.init_params(config, jax.random.key(3)), [[69_999, 65_536]], width=4, batch=1)
     assert rows.dtype == np.uint32 and rows[0, :2].tolist() == [69_999, 65_536]
 
 
-def test_the_bundled_shapes_have_their_sizes():
+def test_sizes_of_the_bundled_shapes():
     sizes = {
         name: sum(
             leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda c=c: model.init_params(c, jax.random.key(0))))
@@ -162,7 +163,7 @@ def test_the_bundled_shapes_have_their_sizes():
 
 @pytest.fixture(scope="module")
 def data_directory(tmp_path_factory):
-    """What `jspec train data` writes, of a made-up text."""
+    """A directory as `jspec train data` writes it, for a made-up text."""
     directory = tmp_path_factory.mktemp("data")
     train_files.write(directory)
     for name, config in (("small", MODEL), ("tiny", DRAFT)):
@@ -172,7 +173,7 @@ def data_directory(tmp_path_factory):
     return directory
 
 
-def test_the_commands_write_models_that_load_again(data_directory, tmp_path):
+def test_commands_write_models_that_load(data_directory, tmp_path):
     common = {"data": data_directory, "steps": 4, "batch_tokens": 64, "length": 16}
     small, tiny, rows = tmp_path / "small", tmp_path / "tiny", tmp_path / "rows.npy"
     run("lm", **common, work=tmp_path / "w1", out=small, config=data_directory / "small", stop_after=2)
@@ -200,7 +201,7 @@ def test_the_commands_write_models_that_load_again(data_directory, tmp_path):
     assert tokenizer.load(tiny).get_vocab() == tokenizer.load(data_directory).get_vocab()
 
 
-def test_what_does_not_fit_is_refused(sources, heldout, tmp_path):
+def test_mismatched_arguments_raise(sources, heldout, tmp_path):
     def train(**changes):
         setup = setup_for(**changes)
         lm.train(setup, sources, heldout, directory=tmp_path, intervals=EVERY_FEW_STEPS)
@@ -222,7 +223,7 @@ def test_what_does_not_fit_is_refused(sources, heldout, tmp_path):
         text.complete(MODEL, params, [[1] * 12], width=12, batch=1)
 
 
-def test_resuming_is_checked(sources, heldout, tmp_path):
+def test_resume_errors(sources, heldout, tmp_path):
     def train(recipe=RECIPE, **options):
         lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=EVERY_FEW_STEPS, **options)
 
@@ -235,7 +236,7 @@ def test_resuming_is_checked(sources, heldout, tmp_path):
         train(recipe=dataclasses.replace(RECIPE, seed=1), resume=True)
 
 
-def test_the_commands_name_what_is_missing(data_directory, tmp_path):
+def test_command_errors_name_what_is_missing(data_directory, tmp_path):
     common = {"steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
     with pytest.raises(FileNotFoundError, match="absent"):
         run("lm", data=tmp_path / "absent", shape="python-tiny", **common)

@@ -1,4 +1,4 @@
-"""Training of EAGLE-3 heads: the losses are SafeAILab's, what is trained is what is served, and runs resume exactly."""
+"""Training of EAGLE-3 heads: losses equal SafeAILab's, training equals serving, and runs resume exactly."""
 
 import dataclasses
 import json
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
@@ -51,7 +52,7 @@ INTERVALS = Intervals(log=1, evaluate=10, checkpoint=10)
 
 @pytest.fixture(scope="module")
 def reference():
-    """Random weights and inputs of a head, and what SafeAILab's own torch layer makes of them: the losses of its
+    """Random weights and inputs of a head, and the results of SafeAILab's torch layer for them: the losses of its
     training-time test (without attention mask) and the gradients of their sum weighted by 0.8^k.
     """
     with np.load(Path(__file__).parent / "ttt_ref.npz") as stored:
@@ -59,7 +60,7 @@ def reference():
 
 
 def read_head(reference, prefix):
-    """The arrays under the names that a checkpoint has, as the weights of a head."""
+    """Arrays with the tensor names of a checkpoint, as the weights of a head."""
     named = {name.removeprefix(prefix): reference[name] for name in reference if name.startswith(prefix)}
     attention, mlp = "midlayer.self_attn.{}_proj.weight", "midlayer.mlp.{}_proj.weight"
     layer = LayerParams(
@@ -88,7 +89,7 @@ def read_head(reference, prefix):
     )
 
 
-def test_losses_and_gradients_are_those_of_the_authors(reference):
+def test_losses_and_gradients_equal_the_authors(reference):
     shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
     target = Llama(num_layers=7, head_dim=8, max_length=64, **shape)
     config = head.configure(target, draft_vocab_size=24)
@@ -112,14 +113,14 @@ def test_losses_and_gradients_are_those_of_the_authors(reference):
 
 @pytest.fixture(scope="module")
 def target():
-    """Random weights; the embedding is large, so that the target is sure of what it says."""
+    """Random weights with a large embedding, so that the target has sharp distributions."""
     params = model.init_params(TARGET, jax.random.key(3))
     return dataclasses.replace(params, embed=jax.device_put(20 * np.array(params.embed)))
 
 
 @pytest.fixture(scope="module")
 def rows(target):
-    """Text that the target writes."""
+    """Text that the target wrote."""
     prompts = np.random.default_rng(0).integers(0, 61, (32, 4)).tolist()
     return text.complete(TARGET, target, prompts, width=24, batch=32)
 
@@ -135,7 +136,7 @@ def heldout(rows):
 
 
 def random_head(target):
-    """Weights whose norms and matrices all matter."""
+    """Random weights, norms included."""
     ids = np.arange(0, 60, 60 / CONFIG.draft_vocab_size).astype(np.int32)
     begun = jax.device_get(learner.init(SETUP, target, ids).params)
     random = np.random.default_rng(6)
@@ -147,8 +148,8 @@ def random_tokens(batch, length):
     return np.random.default_rng(2).integers(0, 61, (batch, length), np.int32)
 
 
-def test_what_is_trained_is_what_is_served(target):
-    """Step k of row p is the k-th draft of a decoder whose cache holds the rows 0 to p."""
+def test_training_equals_serving(target):
+    """Step k of row p is the k-th draft of a decoder whose cache holds rows 0 to p."""
     params, tokens = Params(target, random_head(target)), random_tokens(2, 12)
     hidden = READ_TARGET(SETUP, target, tokens, None)[0]
     fused = np.array(jax.jit(CONFIG.fuse)(params.draft, hidden))
@@ -173,7 +174,7 @@ def test_what_is_trained_is_what_is_served(target):
             np.testing.assert_allclose(np.array(out.feature)[:, 0], wanted[1][:, p], atol=2e-5)
 
 
-def test_what_the_mask_leaves_out_changes_nothing(target):
+def test_masked_text_changes_nothing(target):
     params, tokens = dataclasses.replace(random_head(target), ids=None), random_tokens(2, 12)
     ids = np.arange(0, 60, 1.5).astype(np.int32)
     hidden = np.array(READ_TARGET(SETUP, target, tokens, None)[0])
@@ -193,7 +194,7 @@ def test_what_the_mask_leaves_out_changes_nothing(target):
 
     gradient, found = run(params, tokens, hidden, logits)
     assert found.counted.tolist() == [int(mask[:, step:].sum()) for step in range(3)]
-    # The token after a masked one is not predicted from it; nothing reads what follows the last that counts.
+    # A masked token predicts nothing, and nothing reads the text after the last unmasked token.
     unread = np.pad(mask, ((0, 0), (1, 0)))[:, :12, None] == 0
     column = np.arange(12)[None]
     others = np.where(column < 8, tokens, 1), np.where(column[..., None] < 7, hidden, np.float32(3))
@@ -204,8 +205,8 @@ def test_what_the_mask_leaves_out_changes_nothing(target):
     assert not np.array_equal(changed.loss, found.loss)
 
 
-def test_figures_count_what_agrees(target):
-    """Against a targets made of the head's own choices, of which some are then changed."""
+def test_metrics_count_agreement(target):
+    """With targets made of the head's own choices, some of which are then changed."""
     params, tokens = Params(target, random_head(target)), random_tokens(1, 10)
     hidden = np.random.default_rng(0).normal(size=(1, 10, 96)).astype(np.float32)
     forward = jax.jit(LEARNER.forward, static_argnums=4)
@@ -226,7 +227,7 @@ def test_figures_count_what_agrees(target):
     assert 4 <= sum(agreed[0]) <= 6
 
 
-def test_a_choice_outside_the_drafts_vocabulary_counts_nothing():
+def test_a_choice_outside_the_drafts_vocabulary_does_not_count():
     logits = np.log(np.array([[[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]], np.float32))
     targets = MAKE_TARGETS(logits, np.array([0, 2]))
     np.testing.assert_allclose(targets.probs, [[[0.25, 0.75], [2 / 3, 1 / 3]]], rtol=1e-6)
@@ -236,8 +237,8 @@ def test_a_choice_outside_the_drafts_vocabulary_counts_nothing():
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_behind_the_end_the_target_counts_as_undecided(target, first):
-    """Where the mask has the last token count, its logits are zeros: a uniform law, and token 0 as the choice."""
+def test_after_the_end_the_target_is_uniform(target, first):
+    """If the mask includes the last token, its logits are zeros: a uniform distribution with token 0 as the choice."""
     tokens, ids = random_tokens(1, 6), np.arange(first, 40 + first, dtype=np.int32)
     random = np.random.default_rng(0)
     hidden, logits = (random.normal(size=(1, 6, width)).astype(np.float32) for width in (96, 61))
@@ -251,7 +252,7 @@ def test_behind_the_end_the_target_counts_as_undecided(target, first):
     assert ours.counted.tolist() == wanted.counted.tolist() == [6, 5]
 
 
-def test_the_vocabulary_is_what_is_most_common():
+def test_the_vocabulary_is_the_most_common_tokens():
     assert head.most_common(np.array([3, 0, 5, 5, 1, 0]), 3).tolist() == [0, 2, 3]
     assert head.most_common(np.array([3, 0, 5, 5, 1, 0]), 5).tolist() == [0, 1, 2, 3, 4]
     assert head.most_common(np.array([1, 2, 2, 2]), 2).tolist() == [1, 2]
@@ -265,7 +266,7 @@ def test_the_vocabulary_is_what_is_most_common():
     assert head.vocabulary(head.configure(TARGET, capture_layers=(1,)), small) is None
 
 
-def test_training_lowers_the_loss_and_leaves_the_vocabulary(target, sources, heldout, tmp_path):
+def test_training_lowers_the_loss_and_keeps_the_vocabulary(target, sources, heldout, tmp_path):
     measured = []
 
     def measure(params):
@@ -281,7 +282,7 @@ def test_training_lowers_the_loss_and_leaves_the_vocabulary(target, sources, hel
     found = [line for line in lines(tmp_path) if "heldout_agreement" in line]
     assert found[-1]["heldout_chain"] > found[0]["heldout_chain"] and len(found[-1]["heldout_loss"]) == 3
     assert found[-1]["accept_length"] == 1.5 and len(measured) == len(found)
-    # What was served early lives on, though the state of that step was donated.
+    # Weights that were served early are still there, though the state of that step was donated.
     assert float(abs(measured[0].fc - measured[-1].fc).max()) > 0
     share = found[-1]["heldout_agreement"]
     assert found[-1]["heldout_estimate"] == pytest.approx(1 + sum(np.cumprod(share)))
@@ -298,10 +299,10 @@ def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
     def train(name, **options):
         return distill.train(SETUP, target, sources, heldout, directory=tmp_path / name, intervals=INTERVALS, **options)
 
-    unbroken = train("whole", stop_after=12)
+    uninterrupted = train("whole", stop_after=12)
     train("parts", stop_after=7)
     resumed = train("parts", resume=True, stop_after=12)
-    assert jax.tree.all(jax.tree.map(np.array_equal, unbroken, resumed))
+    assert jax.tree.all(jax.tree.map(np.array_equal, uninterrupted, resumed))
     losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("whole", "parts")]
     assert losses[0] == losses[1]
     other = HeadLearner(dataclasses.replace(CONFIG, capture_layers=(0, 2, 4)), TARGET)
@@ -325,7 +326,7 @@ def test_a_head_trained_in_memory_drafts_losslessly(target, rows):
 
 @pytest.fixture(scope="module")
 def data_directory(tmp_path_factory):
-    """What `jspec train data` writes, of a made-up text, a target with its tokenizer, and text that it wrote."""
+    """A directory as `jspec train data` writes it, for a made-up text, with a target and its tokenizer."""
     directory = tmp_path_factory.mktemp("data")
     bpe = train_files.write(directory)
     small = dataclasses.replace(TARGET, vocab_size=280, max_length=256)
@@ -336,7 +337,7 @@ def data_directory(tmp_path_factory):
     return directory
 
 
-def test_the_command_writes_a_head_that_loads_again(data_directory, tmp_path):
+def test_the_command_writes_a_head_that_loads(data_directory, tmp_path):
     common = {"data": data_directory, "target": data_directory / "small", "capture_layers": (1, 2, 4), "ttt_steps": 2}
     common |= {"steps": 4, "batch_tokens": 64, "length": 16, "draft_vocab_size": 200, "depth": 2, "prompts": 2}
     common |= {"work": tmp_path / "work", "rows": data_directory / "rows.npy", "rows_share": 0.5}
@@ -364,7 +365,7 @@ def test_the_command_writes_a_head_that_loads_again(data_directory, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])
-def test_a_head_of_another_width_has_an_embedding_of_its_own(target, layout, tmp_path):
+def test_a_head_of_another_width_has_its_own_embedding(target, layout, tmp_path):
     config = head.configure(TARGET, capture_layers=(1, 2, 4), hidden_size=16, draft_vocab_size=40)
     setup = DraftSetup(HeadLearner(config, TARGET), dataclasses.replace(RECIPE, ttt_steps=1), "float32")
     ids = np.arange(10, 50)
@@ -379,7 +380,7 @@ def test_a_head_of_another_width_has_an_embedding_of_its_own(target, layout, tmp
     assert jax.tree.all(jax.tree.map(np.array_equal, read.params, state.serve("float32")))
 
 
-def test_what_does_not_fit_is_refused(target, sources, heldout, data_directory, tmp_path):
+def test_mismatched_arguments_raise(target, sources, heldout, data_directory, tmp_path):
     def train(**changes):
         setup = DraftSetup(LEARNER, dataclasses.replace(RECIPE, **changes), "float32")
         distill.train(setup, target, sources, heldout, directory=tmp_path / "w")

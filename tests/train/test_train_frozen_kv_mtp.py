@@ -1,4 +1,4 @@
-"""Training of assistants: what is trained is what is served, it makes drafts better, and what it writes loads again."""
+"""Training of assistants: training equals serving, drafts improve, and checkpoints load."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import toy
 
+pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
@@ -34,10 +35,10 @@ TARGETS = {
     "llama": dataclasses.replace(toy.TARGET, qk_norm=False),
     "qwen3": dataclasses.replace(toy.TARGET, tie_embeddings=True),
     "dense": gemma.KINDS["dense"],
-    # Its layers 2 and 3 have the keys of 0 and 1.
+    # Layers 2 and 3 share the keys of layers 0 and 1.
     "shared": gemma.KINDS["shared"],
 }
-SLOWLY = pytest.mark.slow
+SLOW = pytest.mark.slow
 
 
 def target_params(name):
@@ -46,10 +47,10 @@ def target_params(name):
 
 @pytest.mark.parametrize(
     ("name", "target_head"),
-    [("llama", False), ("qwen3", True), ("shared", False), pytest.param("dense", True, marks=SLOWLY)],
+    [("llama", False), ("qwen3", True), ("shared", False), pytest.param("dense", True, marks=SLOW)],
 )
-def test_what_is_trained_is_what_is_served(name, target_head):
-    """Step k of row p is the k-th forward of a round whose cache holds the rows 0 to p, when it reads that text."""
+def test_training_equals_serving(name, target_head):
+    """Step k of row p is the k-th forward, on the same text, of a round whose cache holds rows 0 to p."""
     target = TARGETS[name]
     config = assistant.configure(target, hidden_size=48, target_head=target_head)
     own = dataclasses.replace(toy.random_assistant(config), **({"head": None} if target_head else {}))
@@ -68,7 +69,7 @@ def test_what_is_trained_is_what_is_served(name, target_head):
 
     with jax.default_matmul_precision("highest"):
         trained = unroll(params, tokens)
-    # Prompts that end at x[p + 1], which is in no cache yet: behind 2 rows, and behind more than two windows.
+    # Prompts that end at x[p + 1], which is in no cache yet: after 2 rows, and after more than two windows.
     length = jnp.array([3, 12, 18], jnp.int32) - 1
     bound = FrozenKvMtp(depth=STEPS).bind(target, config)
     keys = jax.vmap(jax.random.key)(jnp.arange(3, dtype=jnp.uint32))
@@ -88,7 +89,7 @@ def test_what_is_trained_is_what_is_served(name, target_head):
 
 @pytest.mark.parametrize("target_head", [False, True], ids=["own head", "target's head"])
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_checkpoint_is_read_as_it_was_written(name, target_head, tmp_path):
+def test_checkpoints_round_trip(name, target_head, tmp_path):
     """An assistant of any shape for a target of any family."""
     target = TARGETS[name]
     config = assistant.configure(target, hidden_size=40, intermediate_size=24, target_head=target_head)
@@ -109,9 +110,9 @@ def fit(setup, model, rows, directory, **options):
 
 @pytest.fixture(scope="module")
 def task():
-    """The numbers of a training, a tiny target, and text that it wrote."""
+    """A training setup, a tiny target, and text that it wrote."""
     target, weights = TARGETS["qwen3"], target_params("qwen3")
-    # Certain of what it says, so that there is something to learn.
+    # Sharp distributions, so that there is something to learn.
     weights = dataclasses.replace(weights, embed=jax.device_put(4 * np.array(weights.embed)))
     starts = np.random.default_rng(0).integers(0, 61, (32, 4)).tolist()
     rows = text.complete(target, weights, starts, width=32, batch=32)
@@ -126,7 +127,7 @@ def prompts(rows):
 
 @pytest.fixture(scope="module")
 def trained(task, tmp_path_factory):
-    """The directory and the last state of a run that is judged half-way and at its end."""
+    """The directory and the last state of a run that is evaluated halfway and at its end."""
     setup, model, rows = task
     directory = tmp_path_factory.mktemp("whole")
 
@@ -145,16 +146,16 @@ def test_training_lowers_the_loss_and_lengthens_drafts(task, trained):
     assert last["accept_length"] > first["accept_length"] > 1
     assert last["heldout_chain"] > first["heldout_chain"]
     setup, model, _ = task
-    begun = learner.init(setup, model.params.target, None)
-    kept = jax.tree.map(np.array_equal, begun.params, state.params)
-    assert not any(jax.tree.leaves(kept)), "no weight is left out"
+    first = learner.init(setup, model.params.target, None)
+    kept = jax.tree.map(np.array_equal, first.params, state.params)
+    assert not any(jax.tree.leaves(kept)), "every weight is trained"
 
 
 def test_resuming_continues_exactly(task, trained, tmp_path):
-    directory, unbroken = trained
+    directory, uninterrupted = trained
     fit(*task, tmp_path, stop_after=7)
     resumed = fit(*task, tmp_path, resume=True)
-    toy.assert_same(resumed, unbroken)
+    toy.assert_same(resumed, uninterrupted)
     losses = [[line["loss"] for line in lines(path) if "loss" in line] for path in (directory, tmp_path)]
     assert losses[0] == losses[1]
     setup, model, rows = task
@@ -163,7 +164,7 @@ def test_resuming_continues_exactly(task, trained, tmp_path):
         fit(dataclasses.replace(setup, learner=other), model, rows, tmp_path, resume=True)
 
 
-def test_what_was_trained_drafts_losslessly(task, trained):
+def test_a_trained_assistant_drafts_losslessly(task, trained):
     setup, model, rows = task
     params = Params(model.params.target, trained[1].serve("float32"))
     drafted = dataclasses.replace(model, params=params, draft=setup.learner.config)
@@ -173,7 +174,7 @@ def test_what_was_trained_drafts_losslessly(task, trained):
 
 
 def test_training_in_memory():
-    """For Gemma 4, some of whose layers share another's keys."""
+    """For a Gemma 4 model in which some layers share keys."""
     target = TARGETS["shared"]
     plain = jspec.Model("tiny", target, Params(target_params("shared")), None, ())
     options = {"num_layers": 3, "target_head": True, "batch_tokens": 60, "ttt_steps": 1, "progress": False}
@@ -185,7 +186,7 @@ def test_training_in_memory():
 
 @pytest.fixture(scope="module")
 def data_directory(tmp_path_factory):
-    """What `jspec train data` writes, a target with its tokenizer, and text that it wrote."""
+    """A directory as `jspec train data` writes it, for a made-up text, with a target and its tokenizer."""
     directory = tmp_path_factory.mktemp("data")
     bpe = train_files.write(directory)
     small = dataclasses.replace(toy.TARGET, vocab_size=train_files.VOCABULARY)
@@ -194,7 +195,7 @@ def data_directory(tmp_path_factory):
     return directory
 
 
-def test_the_command_writes_an_assistant_that_loads_again(data_directory, tmp_path):
+def test_the_command_writes_an_assistant_that_loads(data_directory, tmp_path):
     common = {"data": data_directory, "target": data_directory / "small", "work": tmp_path / "work", "ttt_steps": 1}
     common |= {"rows": data_directory / "rows.npy", "rows_share": 0.5, "prompts": 2, "depth": 1, "length": 16}
     common |= {"reads": (1, 0, 1), "intermediate_size": 40, "num_heads": 2, "target_head": True}
@@ -225,7 +226,7 @@ def test_the_command_writes_an_assistant_that_loads_again(data_directory, tmp_pa
         ("shared", {"num_layers": 1}, "num_layers=1: must be between 2 and 4; or name the layers in reads"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(name, shape, message):
+def test_invalid_shapes_raise(name, shape, message):
     with pytest.raises(ValueError, match=message):
         assistant.configure(TARGETS[name], **shape)
 
