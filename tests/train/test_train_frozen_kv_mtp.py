@@ -222,7 +222,7 @@ def test_the_command_writes_an_assistant_that_loads(data_directory, tmp_path):
         ("llama", {"reads": (2,)}, r"reads=\(2,\): each must be between 0 and 1"),
         ("llama", {"reads": (0,), "num_layers": 2}, r"num_layers=2: must be 1, the length of reads=\(0,\)"),
         ("llama", {"num_layers": 3}, "num_layers=3: must be between 1 and 2"),
-        ("llama", {"num_heads": 3}, "reads layer 0 with 3 heads of dimension 16, and this target has 2 key heads"),
+        ("llama", {"num_heads": 3}, "reads layer 0 with 3 heads of dimension 16, but this target has 2 key heads"),
         ("shared", {"num_layers": 1}, "num_layers=1: must be between 2 and 4; or name the layers in reads"),
     ],
 )
