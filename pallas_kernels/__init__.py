@@ -1,1 +1,1 @@
-"""Attention and cache operations as pure functions of arrays: one folder an operation, each with its XLA reference."""
+"""Attention, cache and layer operations as pure functions of arrays, one folder per operation (docs/kernels.md)."""

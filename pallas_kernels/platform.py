@@ -1,57 +1,53 @@
-"""Which platform a program is being traced for, and so which kernels can run in it."""
+"""The platform and the device that a program is traced for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import jax
 
-KERNELS = {"gpu": "triton", "tpu": "tpu"}
-"""The backend of each platform's own kernels. An operation that has no such backend runs in XLA there."""
+T = TypeVar("T")
 _GPUS = ("gpu", "cuda", "rocm")
+H100_PROCESSORS = 132
 
 
 def platform() -> str:
-    """The platform of the default device ("cpu", "gpu", "tpu"; any GPU is a "gpu")."""
-    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    name = jax.default_backend() if device is None else getattr(device, "platform", device)
+    """The platform of the default device: "cpu", "gpu" (any GPU) or "tpu"."""
+    chosen = _default_device()
+    name = jax.default_backend() if chosen is None else getattr(chosen, "platform", chosen)
     return "gpu" if name in _GPUS else name
 
 
+def device() -> Any:
+    """The default device, a `jax.Device`; `platform` is its platform."""
+    chosen = _default_device()
+    return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+
+
+def _default_device() -> Any:
+    return jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def interpret() -> bool:
-    """Whether kernels run in Pallas' interpreter here: a CPU has no other way to run those of another platform."""
+    """Whether kernels run in Pallas' interpreter: only there can a CPU run the kernels of another platform."""
     return platform() == "cpu"
 
 
+def resolve_interpret(requested: T | None) -> T | bool:
+    """The `interpret=` that a caller of a kernel requested; None: `interpret()`."""
+    return interpret() if requested is None else requested
+
+
 def processors() -> int:
-    """Multiprocessors of the GPU that runs a program; those of an H100 where there is none to ask."""
-    return getattr(jax.devices()[0], "core_count", None) or 132
+    """Multiprocessors of the default device; those of an H100 if it does not report them."""
+    return getattr(device(), "core_count", None) or H100_PROCESSORS
 
 
-def choose(
-    operation: str,
-    backend: str | None,
-    backends: Mapping[str, Callable],
-    refuses: Callable[[str], str | None] = lambda name: None,
-) -> Callable:
-    """The implementation that a caller gets of an operation.
+def for_device_kind(table: Mapping[str, T]) -> T:
+    """The entry of `table` for the default device.
 
     Args:
-      backend: a name in `backends`, which runs or raises. None: the kernel of this platform, or "xla" where there is
-        none, or it refuses.
-      refuses: says why the backend of that name cannot do what is asked, or None where it can.
-
-    Raises:
-      ValueError: an unknown name, a kernel of another platform, or one that refuses.
+      table: a value for each kind of device; a key is the beginning of a `device_kind`. The longest key that matches is
+        taken, and the first entry if none matches.
     """
-    here = platform()
-    if backend is None:
-        best = KERNELS.get(here, "xla")
-        return backends["xla" if best not in backends or refuses(best) else best]
-    if backend not in backends:
-        raise ValueError(f"backend={backend!r}: {operation} has {sorted(backends)}")
-    needed = next((name for name, kernel in KERNELS.items() if kernel == backend), here)
-    if here not in (needed, "cpu"):
-        raise ValueError(f"backend={backend!r} of {operation} needs a {needed}: this program is for a {here}")
-    reason = refuses(backend)
-    if reason:
-        raise ValueError(f"backend={backend!r} of {operation} cannot run this: {reason}")
-    return backends[backend]
+    kind = device().device_kind
+    return table[max((key for key in table if kind.startswith(key)), key=len, default=next(iter(table)))]

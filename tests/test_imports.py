@@ -23,7 +23,7 @@ LAYERS = [
     "jspec.cli",
 ]
 """Lowest first: code in a folder imports from its own folder and from those before it."""
-STANDARD = {"collections", "dataclasses", "functools", "math"}
+STANDARD = {"collections", "dataclasses", "functools", "importlib", "math", "types", "typing", "warnings"}
 """What the kernels take of the standard library."""
 FILES = sorted([*ROOT.glob("jspec/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")])
 

@@ -1,48 +1,51 @@
-"""`jspec bench-kernels`: what attention and experts cost alone, beside the bytes that they read.
+"""`jspec bench-kernels`: the time of attention or experts alone, beside the time to copy the bytes that they read.
 
-They run at the shapes of a preset, on random data, several times in one program: each time over another layer's rows,
-or with other experts. The figure is the mean of a call, what lies between two kernels included.
+They run at the shapes of a preset, on random data, several times in one program: each time on another layer's rows, or
+with other experts. The time is the mean of a call, including the gaps between kernels.
 """
 
 import argparse
 import dataclasses
 import functools
+import importlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jspec.bench import machine
 from jspec.bench.cli import positive
 from jspec.bench.presets import PRESETS
 from jspec.checkpoints.files import DTYPES, resolve_dtype
 from jspec.engine.options import DEFAULT_PAGE_SIZE
-from jspec.models import Deepseek, Llama, Qwen3Next
+from jspec.models import LanguageModel
 from pallas_kernels import grouped_matmul, mla_attention, paged_attention, platform
+from pallas_kernels.dispatch import BACKENDS, Operation
 from pallas_kernels.group_rows import group_rows
 
 CALLS = 8
-"""Of a kernel in one program."""
-_ATTENTION = (Deepseek, Llama, Qwen3Next)
+"""Calls of a kernel in one program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A kernel and what it is given.
+    """An operation and its arguments.
 
-    package: `pallas_kernels`' own of it.
-    shared: arrays of all calls. calls: those of each call, by name.
-    static: what else each call is given, by name.
+    shared: arrays of all calls.
+    calls: arrays of each call, by name.
+    static: the other arguments of each call, by name.
     bytes: that a call reads at least.
     """
 
     name: str
-    package: Any
-    shared: Sequence[Any]
+    operation: Operation
+    shared: Sequence[jax.Array | None]
     calls: Sequence[dict[str, jax.Array]]
     static: Sequence[dict[str, Any]]
     bytes: float
@@ -50,21 +53,24 @@ class Work:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options, and sets `run`."""
-    presets = tuple(name for name, preset in PRESETS.items() if isinstance(preset.target, _ATTENTION))
     parser.add_argument("kernel", choices=("attention", "experts"))
-    parser.add_argument("--preset", choices=presets, required=True, help="the model whose shapes they are")
-    parser.add_argument("--batch", type=positive, default=8, metavar="ROWS", help="sequences; default: 8")
-    parser.add_argument("--nodes", type=positive, nargs="+", default=(1, 6, 32), metavar="N", help="default: 1 6 32")
+    parser.add_argument("--preset", choices=tuple(PRESETS), required=True, help="the model whose shapes are used")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences; default: 8")
+    parser.add_argument(
+        "--nodes", type=positive, nargs="+", default=(1, 6, 32), metavar="N", help="per sequence; default: 1 6 32"
+    )
     parser.add_argument("--context", type=positive, metavar="N", help="committed tokens; default: 8192")
-    parser.add_argument("--page-size", type=positive, metavar="ROWS", help="default: 64")
+    parser.add_argument("--page-size", type=positive, metavar="N", help="rows per page; default: 64")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bfloat16, float32 on CPU")
-    parser.add_argument("--repeats", type=positive, default=7, metavar="N", help="of each figure; default: 7")
+    parser.add_argument(
+        "--repeats", type=positive, default=7, metavar="N", help="measurements of each time; default: 7"
+    )
     parser.add_argument(
         "--tile",
         nargs="+",
         default=(),
         metavar="AxBx...",
-        help="tiles of a GPU's kernel to try beside its own: the numbers of its Config, in order",
+        help="configurations of the GPU kernel to try beside its default: the fields of its Config, in order",
     )
     parser.set_defaults(run=main)
 
@@ -73,15 +79,15 @@ def main(options: argparse.Namespace) -> int:
     """Measures and prints; returns the exit status.
 
     Raises:
-      ValueError: options that do not fit together.
+      ValueError: the options do not fit together.
     """
-    target, dtype = PRESETS[options.preset].target, resolve_dtype(options.dtype)
+    dtype, target = resolve_dtype(options.dtype), PRESETS[options.preset].target
     check(options, target)
-    tiles = [_tile(text, _package(options.kernel, target)) for text in options.tile]
+    tiles = [_tile(text, _operation(options.kernel, target)) for text in options.tile]
     context, page_size = options.context or 8192, options.page_size or DEFAULT_PAGE_SIZE
     copy = machine.copy_bandwidth(options.repeats).gb_per_second
-    given = f"{options.preset}, batch {options.batch}, {jnp.dtype(dtype).name}"
-    print(f"{given}; {_here()}, jax {jax.__version__}; copy {copy:.0f} GB/s")
+    setting = f"{options.preset}, batch {options.batch}, {jnp.dtype(dtype).name}"
+    print(f"{setting}; {_device_kind()}, jax {jax.__version__}; copy {copy:.0f} GB/s")
     print(f"{'kernel':<28}{'nodes':>6}  {'tile':<20}{'us':>9}{'floor us':>10}{'of floor':>10}", flush=True)
     for nodes in options.nodes:
         if options.kernel == "experts":
@@ -100,31 +106,34 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def check(options: argparse.Namespace, target: Any) -> None:
-    """Raises where options do not fit together."""
+def check(options: argparse.Namespace, target: LanguageModel) -> None:
+    """Raises a ValueError if the options do not fit together."""
     if options.tile and platform.platform() != "gpu":
-        raise ValueError(f"--tile {' '.join(options.tile)}: only kernels of GPUs have tiles, this is a {_here()}")
+        raise ValueError(f"--tile {' '.join(options.tile)}: requires a GPU, but this device is a {_device_kind()}")
     if options.kernel == "attention":
         return
     for name in ("context", "page_size"):
         value = getattr(options, name)
         if value is not None:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: experts read no cache, only attention does")
-    if getattr(target, "experts", None) is None:
-        others = ", ".join(name for name, preset in PRESETS.items() if getattr(preset.target, "experts", None))
-        raise ValueError(f"--preset {options.preset} has no experts; {others} have")
+            raise ValueError(f"--{name.replace('_', '-')} {value}: experts do not read the cache; omit it")
+    if target.experts is None:
+        others = ", ".join(name for name, preset in PRESETS.items() if preset.target.experts)
+        raise ValueError(f"--preset {options.preset} has no experts; must be one of {others}")
 
 
 def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[str, float | str]]:
-    """This platform's own way to run a kernel, its tiles and XLA's way: the median seconds of a call of each, or why it
-    does not run."""
-    name = work.package.__name__.split(".")[-1]
-    api = getattr(work.package, name)
+    """Times an operation with its default backend, with each tile of the GPU kernel, and with XLA.
+
+    Yields:
+      a label, and the median seconds of a call, or why it cannot run.
+    """
+    operation = work.operation
+    api = getattr(importlib.import_module(operation.package), operation.name)
     ways: list[tuple[str, Callable]] = [("default", api)]
     for tile in tiles:
         label = "x".join(map(str, dataclasses.astuple(tile)))
-        ways.append((label, functools.partial(getattr(work.package.gpu, name), config=tile)))
-    if platform.KERNELS.get(platform.platform()) in work.package.BACKENDS:
+        ways.append((label, functools.partial(getattr(_gpu_kernel(operation), operation.name), config=tile)))
+    if any(kernel in operation.kernels for kernel in BACKENDS.get(platform.platform(), ())):
         ways.append(("XLA", functools.partial(api, backend="xla")))
     for label, way in ways:
 
@@ -138,32 +147,34 @@ def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[st
             yield label, str(error).splitlines()[0]
 
 
-def attention(target: Any, batch: int, nodes: int, context: int, page_size: int, dtype: Any) -> Work:
-    """Attention of a chain of nodes over `context` committed tokens, whose pages lie in no order."""
+def attention(target: LanguageModel, batch: int, nodes: int, context: int, page_size: int, dtype: DTypeLike) -> Work:
+    """Attention of a chain of nodes over `context` committed tokens, in pages of random order, as in the last layer."""
     pages = -(-context // page_size)
     total = batch * (pages + 1)
     table = np.random.default_rng(0).permutation(total).reshape(batch, -1).astype(np.int32)
     prefix = jnp.asarray(table), jnp.full(batch, context, jnp.int32)
-    package = _package("attention", target)
-    if package is mla_attention:
-        latent = target.latent
-        heads, width = (batch, nodes, target.num_heads), latent.width
-        own = _random(dtype, (*heads, latent.size), (*heads, latent.rope), (batch, nodes, width))
-        (pool,) = _random(dtype, (CALLS, 1, total, page_size, width))
+    keys, queries = target.layer_keys(target.num_layers - 1), (batch, nodes, target.num_heads)
+    if keys.latent is not None:
+        rope = keys.head_dim - keys.latent
+        own = _random(dtype, (*queries, keys.latent), (*queries, rope), (batch, nodes, keys.head_dim))
+        (pool,) = _random(dtype, (CALLS, 1, total, page_size, keys.head_dim))
     else:
-        keys = target.num_kv_heads, target.head_dim
-        own = _random(dtype, (batch, nodes, target.num_heads, target.head_dim), *[(batch, nodes, *keys)] * 2)
-        (pool,) = _random(dtype, (CALLS, 2, total, page_size, *keys))
+        row = keys.kv_heads, keys.head_dim
+        own = _random(dtype, (*queries, keys.head_dim), *[(batch, nodes, *row)] * 2)
+        (pool,) = _random(dtype, (CALLS, 2, total, page_size, *row))
     static = [{"layer": layer, "scale": 0.1} for layer in range(CALLS)]
     row_bytes = pool.shape[1] * math.prod(pool.shape[4:]) * pool.dtype.itemsize
-    name = package.__name__.split(".")[-1]
-    chain = None
-    return Work(name, package, (*own, pool, *prefix, chain), [{}] * CALLS, static, batch * context * row_bytes)
+    operation, chain = _operation("attention", target), None
+    return Work(
+        operation.name, operation, (*own, pool, *prefix, chain), [{}] * CALLS, static, batch * context * row_bytes
+    )
 
 
-def experts(target: Any, tokens: int, dtype: Any) -> Iterator[Work]:
+def experts(target: LanguageModel, tokens: int, dtype: DTypeLike) -> Iterator[Work]:
     """Both products of the experts that tokens choose at random, one after the other."""
     routed, rng = target.experts, np.random.default_rng(0)
+    if routed is None:
+        raise ValueError("the target has no experts")
     count, chosen, always = routed.router.count, routed.router.chosen, routed.shared
     ids = [np.stack([rng.permutation(count)[:chosen] for _ in range(tokens)]).astype(np.int32) for _ in range(CALLS)]
     order = jax.jit(functools.partial(group_rows, count=count, always=always))
@@ -180,27 +191,35 @@ def experts(target: Any, tokens: int, dtype: Any) -> Iterator[Work]:
         if rows == tokens:
             calls = [call | {"rows": places} for call, (places, _, _) in zip(calls, orders, strict=True)]
             static = [{"activation": jax.nn.silu}] * CALLS
-        yield Work(name, grouped_matmul, shared, calls, static, read * math.prod(shape) * shared[1].dtype.itemsize)
+        read_bytes = read * math.prod(shape) * shared[1].dtype.itemsize
+        yield Work(name, grouped_matmul.OPERATION, shared, calls, static, read_bytes)
 
 
-def _random(dtype: Any, *shapes: tuple[int, ...]) -> list[jax.Array]:
+def _random(dtype: DTypeLike, *shapes: tuple[int, ...]) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def _package(kernel: str, target: Any) -> Any:
+def _operation(kernel: str, target: LanguageModel) -> Operation:
     if kernel == "experts":
-        return grouped_matmul
-    return mla_attention if isinstance(target, Deepseek) else paged_attention
+        return grouped_matmul.OPERATION
+    latent = target.layer_keys(target.num_layers - 1).latent
+    return paged_attention.OPERATION if latent is None else mla_attention.OPERATION
 
 
-def _tile(text: str, package: Any) -> Any:
-    """The Config of a package's kernel for GPUs."""
-    names, numbers = [field.name for field in dataclasses.fields(package.gpu.Config)], text.split("x")
-    if len(numbers) != len(names) or not all(number.isdigit() for number in numbers):
-        raise ValueError(f"--tile {text}: {len(names)} whole numbers with x between them: {', '.join(names)}")
-    return package.gpu.Config(*map(int, numbers))
+def _gpu_kernel(operation: Operation) -> ModuleType:
+    """The module of the operation's preferred GPU kernel."""
+    return operation.module(next(kernel for kernel in BACKENDS["gpu"] if kernel in operation.kernels))
 
 
-def _here() -> str:
+def _tile(text: str, operation: Operation) -> Any:
+    """The Config of the operation's GPU kernel, such as 16x64x4x4x3."""
+    config = _gpu_kernel(operation).Config
+    names, values = [field.name for field in dataclasses.fields(config)], text.split("x")
+    if len(values) != len(names) or not all(value.isdigit() for value in values):
+        raise ValueError(f"--tile {text}: must be {len(names)} integers joined by x: {', '.join(names)}")
+    return config(*map(int, values))
+
+
+def _device_kind() -> str:
     return jax.devices()[0].device_kind

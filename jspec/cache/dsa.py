@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.cache.mla import MlaCache, UpProjections
 from jspec.cache.select import largest
 from jspec.core.struct import struct
-from pallas_kernels.paged_attention.reference import row_mask
+from pallas_kernels.attention import row_mask
 
 DsaRows = tuple[tuple[Float[Array, "B M W"], Float[Array, "B M I"]], ...]
 """Latent rows and indexer keys of a round's nodes, for each layer."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels import residual_norm, split_heads
+from pallas_kernels import norm, rotary
 from pallas_kernels.platform import platform
 
 SMALL = 10_000_000
@@ -114,14 +114,14 @@ def linear(
 
 def rms_norm(x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*batch E"]:
     """Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467), computed in float32."""
-    return split_heads.rms_norm(x, weight, eps)
+    return norm.rms_norm(x, weight, eps)
 
 
 def wide_rms_norm(
     x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float
 ) -> Float[Array, "*batch E"]:
     """`rms_norm` whose weight (None: 1) is applied in float32 too, before the result is rounded, as Gemma does."""
-    return residual_norm.wide_rms_norm(x, weight, eps)
+    return norm.wide_rms_norm(x, weight, eps)
 
 
 def layer_norm(
@@ -214,4 +214,4 @@ def rotate(
     x: Float[Array, "B N H D"], cos: Float[Array, "#B #N half"], sin: Float[Array, "#B #N half"]
 ) -> Float[Array, "B N H D"]:
     """Rotates the pairs (i, i + D/2) of each head by the angles that `rotation` gives."""
-    return split_heads.rotate(x, cos, sin)
+    return rotary.rotate(x, cos, sin)

@@ -21,7 +21,7 @@ from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, RoutedParams, layer_mlp
 from jspec.models.mtp_head import MtpParams
-from pallas_kernels.split_heads import rotate
+from pallas_kernels.rotary import rotate
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
 

@@ -1,5 +1,5 @@
-"""Rows put in the order of their groups, as products of one matrix a group need them."""
+"""Sorts rows by their groups, the order in which products with one matrix per group read them."""
 
-from pallas_kernels.group_rows.api import BACKENDS, group_rows
+from pallas_kernels.group_rows.api import OPERATION, group_rows
 
-__all__ = ["BACKENDS", "group_rows"]
+__all__ = ["OPERATION", "group_rows"]

@@ -1,5 +1,5 @@
-"""Products of blocks of rows, each with a matrix of its own, of which only those that have rows are read."""
+"""Products of groups of rows with one matrix per group; matrices of empty groups are not read."""
 
-from pallas_kernels.grouped_matmul.api import BACKENDS, grouped_matmul
+from pallas_kernels.grouped_matmul.api import OPERATION, grouped_matmul
 
-__all__ = ["BACKENDS", "grouped_matmul"]
+__all__ = ["OPERATION", "grouped_matmul"]

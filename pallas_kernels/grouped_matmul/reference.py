@@ -1,10 +1,20 @@
-"""Grouped products in XLA: runs on every platform and is the oracle of the kernel beside it."""
+"""Grouped products in plain JAX."""
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 
-def grouped_matmul(x, weight, sizes, *, rows=None, activation=None):
+def grouped_matmul(
+    x: jax.Array,
+    weight: jax.Array,
+    sizes: jax.Array,
+    *,
+    rows: jax.Array | None = None,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
     """Arguments as in `api.grouped_matmul`."""
     if rows is not None:
         x = jnp.take(x, rows, axis=0, mode="clip")

@@ -1,10 +1,13 @@
-"""KV compaction as one XLA scatter: runs on every platform and is the oracle of the kernels beside it."""
+"""KV compaction in plain JAX: one scatter."""
 
+import jax
 import jax.numpy as jnp
 
 
-def kv_compact(pool, rows, page_table, start, length):
-    """Arguments as in `api.kv_compact`, but that `rows` [L * parts, B, A, *row] stand along the path already."""
+def kv_compact(
+    pool: jax.Array, rows: jax.Array, page_table: jax.Array, start: jax.Array, length: jax.Array
+) -> jax.Array:
+    """Arguments as in `api.kv_compact`, except that `rows` [L * parts, B, A, *row] are already in the path's order."""
     num_pages, page_size = pool.shape[2:4]
     step = jnp.arange(rows.shape[2], dtype=start.dtype)[None]
     position = start[:, None] + step

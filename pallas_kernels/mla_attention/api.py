@@ -1,11 +1,11 @@
-"""Dispatch of latent attention: a table of backends, and the checks every backend relies on."""
+"""Latent attention: its backends, and the checks that all of them rely on."""
 
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import platform
-from pallas_kernels.mla_attention import gpu, reference
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.mla_attention import reference
 
-BACKENDS = {"xla": reference.mla_attention, "triton": gpu.mla_attention}
+OPERATION = Operation("mla_attention", "pallas_kernels.mla_attention", reference.mla_attention, ("triton",))
 
 
 def mla_attention(
@@ -22,79 +22,83 @@ def mla_attention(
     prefix_mask: Bool[Array, "B N S"] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B N H C"]:
-    """Attention of N nodes over latent rows: those committed, in pages, and M of this round that are in no page yet.
+    """Attention of N nodes over latent rows: committed ones in pages, and M of this round, which are in no page yet.
 
     The absorbed form of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): all heads of a
-    token read the same row, of W = C + R numbers. Its key is the row, its value the first C of them, so that a row is
-    read once for both.
+    token read the same row of W = C + R elements. The row is the key, and its first C elements are the value, so that
+    each row is read once for both.
 
     Args:
-      q_latent: queries of the nodes as the latent part of a row sees them, the up-projection of keys absorbed.
-      q_rope: queries as the rotary part of a row sees them.
-      rows: those of this round; the last N of them belong to the nodes.
+      q_latent: queries for the latent part of a row, which have absorbed the up-projection of keys.
+      q_rope: queries for the rotary part of a row.
+      rows: the round's rows; the last N of them belong to the nodes.
       pool: the rows of all layers, in pages.
       page_table: the pages of each sequence, in order; position t is in page t // page, row t % page.
-      prefix_length: committed rows of each sequence; what lies beyond them is never read into the result.
-        None: nothing is committed yet, and `pool` and `page_table` are not touched.
-      mask: which rows each node sees (itself and its ancestors). None: a chain, each node sees the rows up to its own.
+      prefix_length: committed rows of each sequence; the result does not depend on the rows after them.
+        None: nothing is committed yet, and `pool` and `page_table` are not read.
+      mask: which rows each node sees: itself and its ancestors. None: a chain, whose nodes see all rows up to their
+        own.
       layer: the layer of the pool to read.
       scale: factor on the scores before the softmax, which runs in float32.
-      prefix_mask: which of the S = pages * page positions each node sees, of those that are committed. None: all.
-      backend: a name in `BACKENDS`, which runs or raises; on a CPU kernels run in Pallas' interpreter.
-        None: the best one of this platform that can run these shapes.
+      prefix_mask: which of the S = pages * page positions each node sees, among the committed ones. None: all.
+      backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
+        None: the best one of this platform that supports the arguments.
 
     Raises:
-      ValueError: an unknown backend, one that cannot run here, or arguments that do not fit together.
+      ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
     """
     _check_rows(q_latent, q_rope, rows, mask)
     _check_prefix(q_latent, rows, pool, page_table, prefix_length, prefix_mask, layer)
 
-    def refuses(name: str) -> str | None:
-        # The interpreter takes any shapes.
-        return None if name == "xla" or platform.interpret() else gpu.refuses(q_latent)
-
-    run = platform.choose("mla_attention", backend, BACKENDS, refuses)
     arrays = (q_latent, q_rope, rows, pool, page_table, prefix_length, mask)
-    return run(*arrays, layer=layer, scale=scale, prefix_mask=prefix_mask)
+    return OPERATION.run(backend, *arrays, layer=layer, scale=scale, prefix_mask=prefix_mask)
 
 
-def _check_rows(q_latent, q_rope, rows, mask):
+def _check_rows(q_latent: Array, q_rope: Array, rows: Array, mask: Array | None) -> None:
     batch, nodes = q_latent.shape[:2]
     width = q_latent.shape[3] + q_rope.shape[3]
     if q_latent.shape[:3] != q_rope.shape[:3]:
-        raise ValueError(f"q_latent {q_latent.shape} and q_rope {q_rope.shape}: both have a part of each head's query")
+        raise ValueError(f"q_latent {q_latent.shape} and q_rope {q_rope.shape} must agree in batch, nodes and heads")
     if (rows.shape[0], rows.shape[2]) != (batch, width):
         raise ValueError(
-            f"rows {rows.shape} do not fit the batch of {batch} and the {width} numbers of q_latent and q_rope"
+            f"rows {rows.shape}: must have the batch of {batch} and the {width} elements of q_latent and q_rope"
         )
     if not q_latent.dtype == q_rope.dtype == rows.dtype:
-        raise ValueError(f"q_latent is {q_latent.dtype}, q_rope {q_rope.dtype}, rows {rows.dtype}: they have one type")
+        dtypes = f"{q_latent.dtype}, {q_rope.dtype} and {rows.dtype}"
+        raise ValueError(f"q_latent, q_rope and rows must have the same dtype, not {dtypes}")
     if rows.shape[1] < nodes:
-        raise ValueError(f"rows {rows.shape} are fewer than the {nodes} nodes, whose rows are the last of them")
+        raise ValueError(f"rows {rows.shape}: must have at least one for each of the {nodes} nodes")
     if mask is not None and mask.shape not in ((batch, nodes, rows.shape[1]), (1, nodes, rows.shape[1])):
         wanted = (batch, nodes, rows.shape[1])
-        raise ValueError(f"mask {mask.shape}: {nodes} nodes of {batch} sequences over these rows need {wanted}")
+        raise ValueError(f"mask {mask.shape}: must be {wanted}, for {batch} sequences, {nodes} nodes and their rows")
 
 
-def _check_prefix(q_latent, rows, pool, page_table, prefix_length, prefix_mask, layer):
+def _check_prefix(
+    q_latent: Array,
+    rows: Array,
+    pool: Array | None,
+    page_table: Array | None,
+    prefix_length: Array | None,
+    prefix_mask: Array | None,
+    layer: int,
+) -> None:
     if prefix_length is None:
         if prefix_mask is not None:
-            raise ValueError("prefix_mask is given: it needs prefix_length, which says how much is committed")
+            raise ValueError("prefix_mask requires prefix_length")
         return
     if pool is None or page_table is None:
-        raise ValueError("prefix_length is given: pool and page_table are needed to read the prefix")
+        raise ValueError("prefix_length requires pool and page_table")
     batch, nodes = q_latent.shape[:2]
     if pool.ndim != 5 or (pool.shape[1], pool.shape[4]) != (1, rows.shape[2]):
-        raise ValueError(
-            f"pool {pool.shape} does not fit rows {rows.shape}: it would be ('L', 1, 'P', 'page', {rows.shape[2]})"
-        )
+        wanted = ("L", 1, "P", "page", rows.shape[2])
+        raise ValueError(f"pool {pool.shape}: must be {wanted} for rows {rows.shape}")
     if not 0 <= layer < pool.shape[0]:
-        raise ValueError(f"layer={layer}: the pool has the layers 0 to {pool.shape[0] - 1}")
+        raise ValueError(f"layer={layer}: must be between 0 and {pool.shape[0] - 1}, the layers of the pool")
     if page_table.shape[0] != batch or prefix_length.shape != (batch,):
         raise ValueError(
             f"page_table {page_table.shape} and prefix_length {prefix_length.shape}: "
-            f"there are {batch} sequences, each with a row of pages and one length"
+            f"must have a row of pages and a length for each of the {batch} sequences"
         )
     wanted = (batch, nodes, page_table.shape[1] * pool.shape[3])
     if prefix_mask is not None and prefix_mask.shape != wanted:
-        raise ValueError(f"prefix_mask {prefix_mask.shape}: one for each node and position would be {wanted}")
+        raise ValueError(f"prefix_mask {prefix_mask.shape}: must be {wanted}, one for each node and position")

@@ -1,5 +1,5 @@
-"""Attention of a round's rows over a paged prefix and over themselves."""
+"""Attention of a round's nodes over a paged prefix and over the round's own rows."""
 
-from pallas_kernels.paged_attention.api import BACKENDS, paged_attention
+from pallas_kernels.paged_attention.api import OPERATION, paged_attention
 
-__all__ = ["BACKENDS", "paged_attention"]
+__all__ = ["OPERATION", "paged_attention"]

@@ -1,6 +1,5 @@
-"""A branch of a layer goes back into the residual stream, and the next branch reads the stream's norm."""
+"""Adds a normed branch to the residual stream, and norms the stream for the next branch."""
 
-from pallas_kernels.residual_norm.api import BACKENDS, residual_norm
-from pallas_kernels.residual_norm.reference import wide_rms_norm
+from pallas_kernels.residual_norm.api import OPERATION, residual_norm
 
-__all__ = ["BACKENDS", "residual_norm", "wide_rms_norm"]
+__all__ = ["OPERATION", "residual_norm"]

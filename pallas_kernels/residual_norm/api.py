@@ -1,11 +1,11 @@
-"""Dispatch of the residual stream's sum and norm: a table of backends, and the checks every backend relies on."""
+"""The residual stream and its norm: its backends, and the checks that all of them rely on."""
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import platform
-from pallas_kernels.residual_norm import gpu, reference
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.residual_norm import reference
 
-BACKENDS = {"xla": reference.residual_norm, "triton": gpu.residual_norm}
+OPERATION = Operation("residual_norm", "pallas_kernels.residual_norm", reference.residual_norm, ("triton",))
 
 
 def residual_norm(
@@ -18,27 +18,27 @@ def residual_norm(
     eps: float,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"] | None]:
-    """The residual stream (x + norm(branch)) * factor, and the norm of it that the next branch reads.
+    """The residual stream (x + norm(branch)) * factor, and its norm, which the next branch reads.
 
-    So do models that norm a branch on both sides, such as Gemma's. Root-mean-square norms after Zhang and Sennrich
-    (arXiv 1910.07467), computed in float32 and rounded behind their weights. Has gradients with every backend.
+    For models that norm a branch on both sides. Root-mean-square norms (Zhang and Sennrich, arXiv 1910.07467), computed
+    in float32 and rounded after their weights. Every backend has gradients.
 
     Args:
       x: the stream before.
-      branch: what attention, or the MLP, makes of it.
+      branch: the output of attention or the MLP.
       weight: of the norm of the branch.
-      following: weight of the norm of the new stream; None: that norm is not wanted.
+      following: weight of the norm of the new stream; None: that norm is not computed.
       factor: on the new stream, in its precision; None: 1.
-      eps: what the norms add to the mean square.
-      backend: a name in `BACKENDS`, which runs or raises; on a CPU kernels run in Pallas' interpreter.
-        None: the best one of this platform.
+      eps: added to the mean square by the norms.
+      backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
+        None: the best one of this platform that supports the arguments.
 
     Returns:
       the new stream, and its norm or None.
 
     Raises:
-      ValueError: an unknown backend, one that cannot run here, or a branch of another precision than the stream's.
+      ValueError: the backend is unknown or cannot run, or the branch has another dtype than the stream.
     """
     if x.dtype != branch.dtype:
-        raise ValueError(f"branch is {branch.dtype}: x is {x.dtype}")
-    return platform.choose("residual_norm", backend, BACKENDS)(x, branch, weight, following, factor, eps=eps)
+        raise ValueError(f"branch is {branch.dtype}: must be {x.dtype}, the dtype of x")
+    return OPERATION.run(backend, x, branch, weight, following, factor, eps=eps)

@@ -1,6 +1,5 @@
-"""The heads of an attention layer: queries, keys and values of one projection, normed and rotated."""
+"""Queries, keys and values of an attention layer from one projection, normed and rotated."""
 
-from pallas_kernels.split_heads.api import BACKENDS, split_heads
-from pallas_kernels.split_heads.reference import rms_norm, rotate
+from pallas_kernels.split_heads.api import OPERATION, split_heads
 
-__all__ = ["BACKENDS", "rms_norm", "rotate", "split_heads"]
+__all__ = ["OPERATION", "split_heads"]

@@ -1,11 +1,11 @@
-"""Dispatch of the heads of a layer: a table of backends, and the checks every backend relies on."""
+"""The heads of an attention layer: its backends, and the checks that all of them rely on."""
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import platform
-from pallas_kernels.split_heads import gpu, reference
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.split_heads import reference
 
-BACKENDS = {"xla": reference.split_heads, "triton": gpu.split_heads}
+OPERATION = Operation("split_heads", "pallas_kernels.split_heads", reference.split_heads, ("triton",))
 
 
 def split_heads(
@@ -19,28 +19,30 @@ def split_heads(
     eps: float,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N K D"], Float[Array, "B N K D"]]:
-    """Queries, keys and values of a projection; queries and keys normed, where there are norms, and rotated.
+    """Queries, keys and values of a projection; queries and keys normed, if there are norms, and rotated.
 
-    Rotary positions after Su et al. (arXiv 2104.09864), with the pairs (i, i + D/2); root-mean-square norms after Zhang
-    and Sennrich (arXiv 1910.07467), computed in float32. Has gradients with every backend.
+    Rotary positions (Su et al., arXiv 2104.09864) with the pairs (i, i + D/2); root-mean-square norms (Zhang and
+    Sennrich, arXiv 1910.07467), computed in float32. Every backend has gradients.
 
     Args:
-      qkv: of the J = H + 2 K heads of each token, the H of queries first, then K of keys, then K of values.
+      qkv: the J = H + 2 K heads of each token: H of queries, then K of keys, then K of values.
       cos, sin: of the angles by which a token's pairs are rotated.
-      q_norm, k_norm: weights of the norms of each query and each key head (Qwen3); None: no norm.
+      q_norm, k_norm: weights of the norms of each query head and each key head; None: no norm.
       kv_heads: K.
-      eps: what the norms add to the mean square.
-      backend: a name in `BACKENDS`, which runs or raises; on a CPU kernels run in Pallas' interpreter.
-        None: the best one of this platform.
+      eps: added to the mean square by the norms.
+      backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
+        None: the best one of this platform that supports the arguments.
 
     Raises:
-      ValueError: an unknown backend, one that cannot run here, or arguments that do not fit together.
+      ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
     """
     *_, total, dim = qkv.shape
     if total <= 2 * kv_heads:
-        raise ValueError(f"kv_heads={kv_heads}: qkv {qkv.shape} has {total} heads, and no query head is left of them")
+        raise ValueError(f"kv_heads={kv_heads}: must be below {total / 2:g}, as qkv {qkv.shape} has {total} heads")
     if dim % 2 or cos.shape[-1] != dim // 2 or cos.shape != sin.shape:
-        raise ValueError(f"cos {cos.shape} and sin {sin.shape}: qkv is {qkv.shape}, its heads have {dim / 2:g} pairs")
+        raise ValueError(
+            f"cos {cos.shape} and sin {sin.shape}: must have {dim / 2:g} pairs, as the heads of qkv {qkv.shape}"
+        )
     if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm: queries and keys are both normed, or neither")
-    return platform.choose("split_heads", backend, BACKENDS)(qkv, cos, sin, q_norm, k_norm, kv_heads=kv_heads, eps=eps)
+        raise ValueError("q_norm and k_norm must both be given, or neither")
+    return OPERATION.run(backend, qkv, cos, sin, q_norm, k_norm, kv_heads=kv_heads, eps=eps)

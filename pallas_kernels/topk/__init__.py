@@ -1,5 +1,5 @@
-"""The largest logits of each row, where they stand, and the logarithm of the sum of all exponentials."""
+"""The largest logits of each row, their indices, and the row's log-sum-exp."""
 
-from pallas_kernels.topk.api import BACKENDS, topk
+from pallas_kernels.topk.api import OPERATION, topk
 
-__all__ = ["BACKENDS", "topk"]
+__all__ = ["OPERATION", "topk"]

@@ -619,15 +619,19 @@ def test_experts_alone_read_those_that_were_chosen(capsys, one_gb_per_second):
 def test_kernels_alone_refuse_what_does_not_fit(capsys, monkeypatch):
     fields = "block_m, block_k, splits, num_warps, num_stages"
     for platform, arguments, message in (
-        ("gpu", ["experts", "--preset", "tiny"], "--preset tiny has no experts; qwen3-next"),
-        ("gpu", ["experts", "--preset", "tiny-deepseek", "--page-size", "16"], "--page-size 16: experts read no cache"),
+        ("gpu", ["experts", "--preset", "tiny"], "--preset tiny has no experts; must be one of qwen3-next"),
+        (
+            "gpu",
+            ["experts", "--preset", "tiny-deepseek", "--page-size", "16"],
+            "--page-size 16: experts do not read the cache",
+        ),
         (
             "gpu",
             ["attention", "--preset", "tiny", "--tile", "16x16"],
-            f"--tile 16x16: 5 whole numbers with x between them: {fields}",
+            f"--tile 16x16: must be 5 integers joined by x: {fields}",
         ),
-        ("gpu", ["attention", "--preset", "tiny", "--tile", "1x2x3x4xa"], "--tile 1x2x3x4xa: 5 whole numbers"),
-        ("cpu", ["attention", "--preset", "tiny", "--tile", "16x16x1x4x2"], "only kernels of GPUs have tiles"),
+        ("gpu", ["attention", "--preset", "tiny", "--tile", "1x2x3x4xa"], "--tile 1x2x3x4xa: must be 5 integers"),
+        ("cpu", ["attention", "--preset", "tiny", "--tile", "16x16x1x4x2"], "requires a GPU, but this device is a"),
     ):
         monkeypatch.setattr(kernels.platform, "platform", lambda platform=platform: platform)
         status, _, err = run_kernels(capsys, *arguments)
@@ -638,14 +642,15 @@ def test_a_kernel_alone_runs_in_each_way(monkeypatch):
     """With a GPU's tiles, which the interpreter runs here, and a tile that does not fit."""
     work = kernels.attention(PRESETS["tiny-deepseek"].target, 1, 2, 16, 16, jnp.float32)
     work = dataclasses.replace(work, calls=work.calls[:1], static=work.static[:1])
-    config = work.package.gpu.Config
+    triton = work.operation.module("triton")
+    config = triton.Config
 
     def fails(*args, config, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory\nmore")
 
     found = dict(kernels.measure(work, [config(16, 16, 1, 4, 2)], 1))
     assert list(found)[:2] == ["default", "16x16x1x4x2"] and all(seconds > 0 for seconds in found.values())
-    monkeypatch.setattr(work.package.gpu, "mla_attention", fails)
+    monkeypatch.setattr(triton, "mla_attention", fails)
     assert (
         dict(kernels.measure(work, [config(32, 16, 1, 4, 2)], 1))["32x16x1x4x2"] == "RESOURCE_EXHAUSTED: Shared memory"
     )

@@ -300,7 +300,7 @@ def test_sampled_drafts_report_their_distribution(name):
             assert dist[tokens[row, number + 1]] > 0
 
 
-@each("backend", ["triton"], ["triton", "tpu"])
+@each("backend", ["triton"], ["triton", "mosaic_tpu"])
 def test_kernels_find_the_prefix_alone(backend, monkeypatch):
     """Nodes that see no row of the round, with windows and without."""
     bound, weights, s = prefilled("dense")

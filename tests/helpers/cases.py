@@ -1,6 +1,6 @@
-"""The cases that every backend of every operation is held to: one table of shapes, and random arrays for a row of it.
+"""Cases for every backend of every operation on a cache: a table of shapes, and random arrays for a case.
 
-A pool is larger than its sequences need, its pages are dealt out in no order, and all that is not committed is NaN.
+A pool is larger than its sequences need, its pages are assigned in random order, and all that is not committed is NaN.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Case:
     dtype: str = "float32"
     soft_cap: float | None = None
     windows: bool = False
-    """Each node sees the prefix from a position of its own on."""
+    """Each node sees the prefix from its own position on."""
 
     @property
     def batch(self) -> int:
@@ -70,17 +70,17 @@ ATTENTION_CASES = (
     Case("head_dim_256", head_dim=256, nodes=2, tree=True),
     Case("8_queries_a_head", heads=8, kv_heads=1, nodes=3, tree=True),
     Case("nodes_64_tree", nodes=64, heads=4, kv_heads=1, tree=True, page_size=16, prefix=(37,)),
-    Case("chunk_behind_a_prefix", nodes=40, heads=4, page_size=16, pages=4, prefix=(64, 3)),
+    Case("chunk_after_a_prefix", nodes=40, heads=4, page_size=16, pages=4, prefix=(64, 3)),
     Case("soft_cap", soft_cap=1.5, tree=True),
     Case("windows_chain", windows=True, nodes=5, heads=4, page_size=2, pages=20, prefix=(40, 33, 0)),
     Case("windows_tree", windows=True, nodes=9, tree=True, page_size=16, pages=4, prefix=(64, 50, 20)),
     Case("bfloat16_windows_soft_cap", dtype="bfloat16", windows=True, soft_cap=2.0, tree=True, head_dim=64),
 )
-"""Those, and what only attention tells apart."""
+"""Those, and cases that differ for attention only."""
 
 
 def rng_of(case: Case) -> np.random.Generator:
-    """Numbers that depend on the case alone."""
+    """A generator seeded by the name of the case."""
     return np.random.default_rng(list(case.name.encode()))
 
 
@@ -89,7 +89,7 @@ def normal(rng, shape, dtype: str) -> np.ndarray:
 
 
 def page_table(rng, case: Case, spare: int = 4) -> tuple[np.ndarray, int]:
-    """Pages of each sequence in random order, and how many there are, `spare` of them nobody's."""
+    """Pages of each sequence in random order, and the number of all pages, of which `spare` belong to no sequence."""
     total = case.batch * case.pages + spare
     table = rng.permutation(total)[: case.batch * case.pages]
     return table.reshape(case.batch, case.pages).astype(np.int32), total
@@ -106,7 +106,7 @@ def pool(rng, case: Case, table: np.ndarray, total: int, lengths, starts=None) -
 
 
 def tree_mask(rng, case: Case) -> np.ndarray:
-    """Which rows each node sees: some of the earlier ones, and of the nodes its ancestors and itself."""
+    """Which rows each node sees: some of the earlier ones, its ancestors and itself."""
     mask = np.zeros((case.batch, case.nodes, case.earlier + case.nodes), bool)
     for b in range(case.batch):
         for node in range(case.nodes):
@@ -119,6 +119,6 @@ def tree_mask(rng, case: Case) -> np.ndarray:
 
 
 def window_starts(rng, case: Case) -> np.ndarray:
-    """The first committed position each node sees: none of the first half, and for some nodes there is none."""
+    """The first committed position that each node sees, in the second half of the prefix; some nodes see none."""
     prefix = np.array(case.prefix, np.int32)
     return rng.integers(prefix[:, None] // 2, prefix[:, None] + 1, (case.batch, case.nodes)).astype(np.int32)

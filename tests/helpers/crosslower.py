@@ -1,4 +1,4 @@
-"""Lowering for a platform that is not there: what a kernel's compiler refuses is refused here, on a CPU."""
+"""Lowering for a platform that this machine does not have: errors of a kernel's compiler show on a CPU."""
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
@@ -11,6 +11,6 @@ _DEVICES = {
 
 
 def cross_lower(f, platform: str, *args) -> str:
-    """The program of `jit(f)` for `platform`, not compiled; raises what lowering raises there."""
+    """The program of `jit(f)` for `platform`, lowered but not compiled; raises what lowering raises there."""
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=_DEVICES[platform])):
         return jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text()

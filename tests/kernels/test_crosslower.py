@@ -1,4 +1,4 @@
-"""The cross-lowering that the tests of kernels rely on does refuse what a platform cannot run."""
+"""Cross-lowering, on which tests of kernels rely, fails where a platform's compiler would."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,6 @@ from crosslower import PLATFORMS, cross_lower
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu, triton
 
-# Newer releases of jax announce that they will drop Triton; the warning comes before the lowering.
 COMPILER_PARAMS = {"cuda": triton.CompilerParams(), "tpu": tpu.CompilerParams()}
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule over trees equals its recurrence along each node's path, written down in float64."""
+"""The gated delta rule over trees equals its recurrence along the path of each node, in float64."""
 
 from functools import partial
 
@@ -6,20 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backends import each_backend, requires
 from crosslower import cross_lower
 
 from pallas_kernels import delta_rule, platform
-from pallas_kernels.delta_rule.reference import unit_lower_inverse
+from pallas_kernels.delta_rule import reference, xla
+from pallas_kernels.delta_rule.linear import unit_lower_inverse
 
 B, H, G, K, V = 2, 2, 3, 8, 5
 TOLERANCE = dict(rtol=0, atol=1e-5)
-HERE = platform.platform()
-on_kernels = pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")
-backends = pytest.mark.parametrize("backend", [pytest.param("triton", marks=on_kernels), "xla"])
+backends = each_backend(delta_rule.OPERATION)
+on_kernels = requires("triton")
 
 
 def random_inputs(rng, count, slow=False):
-    """q, k, v, g, beta of `count` nodes; slow: nothing decays, and all keys are much alike."""
+    """q, k, v, g, beta of `count` nodes; slow: little decays, and all keys are similar."""
     q, k = rng.normal(size=(2, B, count, H, K)) + (2.0 if slow else 0.0)
     q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True)) for x in (q, k))
     v, beta = rng.normal(size=(B, count, H * G, V)), rng.uniform(size=(B, count, H * G))
@@ -72,7 +73,7 @@ def test_every_node_equals_the_recurrence_along_its_path(count, shape, backend):
     got, got_u = jax.jit(partial(delta_rule.tree_delta_rule, backend=backend))(*given, mask)
     np.testing.assert_allclose(got, out, **TOLERANCE)
     np.testing.assert_allclose(got_u, u, **TOLERANCE)
-    # The state behind any node, from what is on its path.
+    # The state after any node, from the rows of its path.
     nodes = rng.integers(0, count, B)
     length = ancestors(parents)[np.arange(B), nodes].sum(-1)
     path = np.stack(
@@ -92,8 +93,8 @@ def test_every_node_equals_the_recurrence_along_its_path(count, shape, backend):
 @on_kernels
 @pytest.mark.parametrize("held", ["none", "all", "some"])
 @pytest.mark.parametrize("sizes", [(8, 5), (40, 37), (64, 32)])
-def test_the_kernel_equals_xla_for_sizes_of_any_kind(sizes, held):
-    """Of keys and values, in parts or filled up; of states that are not there, no number is read."""
+def test_the_kernel_equals_xla_for_any_size(sizes, held):
+    """Sizes of keys and values that need several blocks or padding; states of sequences without one are not read."""
     rng = np.random.default_rng(sum(sizes))
     count, (keys, values) = 19, sizes
     q, k = rng.normal(size=(2, B, count, H, keys)) * keys**-0.5
@@ -131,10 +132,10 @@ def test_the_best_backend(here, count, earlier, call, monkeypatch):
 
 @pytest.mark.parametrize(
     ("count", "earlier", "message"),
-    [(33, 0, "there are 33 nodes, and it takes 32"), (6, 2, "rows of earlier forwards")],
+    [(33, 0, "q has 33 nodes: must be at most 32"), (6, 2, "earlier is given: must be None")],
 )
-def test_what_the_kernel_cannot_take(count, earlier, message):
-    with pytest.raises(ValueError, match=f"'triton' of tree_delta_rule cannot run this: .*{message}"):
+def test_unsupported_arguments(count, earlier, message):
+    with pytest.raises(ValueError, match=f"tree_delta_rule: backend='triton' cannot run: {message}"):
         jax.eval_shape(partial(delta_rule.tree_delta_rule, backend="triton"), *shapes(count, earlier))
 
 
@@ -173,17 +174,32 @@ def test_long_chains_are_read_in_blocks(count, slow):
     np.testing.assert_allclose(got, out, **TOLERANCE)
     np.testing.assert_allclose(got_u, u, **TOLERANCE)
     length = np.array([count, 70 if count > 70 else 3])
-    # What stands behind a path is not read.
+    # Rows after the end of a path are not read.
     read = np.arange(count)[None] < length[:, None]
-    behind = [
+    poisoned = [
         np.where(read.reshape(B, count, *[1] * (x.ndim - 2)), x, np.float32(np.nan))
         for x in map(np.array, (given[2], got_u, given[4]))
     ]
-    after = jax.jit(delta_rule.advance)(given[0], *behind, length)
+    after = jax.jit(delta_rule.advance)(given[0], *poisoned, length)
     np.testing.assert_allclose(after, states[np.arange(B), length - 1], **TOLERANCE)
 
 
-def test_a_path_of_no_nodes_leaves_the_state_bit_for_bit():
+@pytest.mark.parametrize("live", [(True, False), None])
+def test_the_reference_takes_earlier_rows_and_missing_states(live):
+    rng = np.random.default_rng(8)
+    count, earlier = 5, 2
+    arrays = narrow(rng.normal(size=(B, H * G, K, V)), *random_inputs(rng, count))
+    state, q, k, v, g, beta = map(jnp.asarray, arrays)
+    mask = jnp.asarray(ancestors(random_parents(rng, count)))
+    live = None if live is None else jnp.array(live)
+    _, u = xla.tree_delta_rule(state, q, k, v, g, beta, mask, None, live)
+    later = q[:, earlier:], k, v[:, earlier:], g, beta[:, earlier:], mask[:, earlier:], u[:, :earlier], live
+    expected = xla.tree_delta_rule(state, *later)
+    for ours, theirs in zip(reference.tree_delta_rule(state, *later), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, **TOLERANCE)
+
+
+def test_an_empty_path_leaves_the_state_bit_for_bit():
     rng = np.random.default_rng(0)
     state, _, k, v, g, _ = narrow(rng.normal(size=(B, H * G, K, V)), *random_inputs(rng, 6))
     broken = [np.full_like(x, np.nan) for x in (k, v, g)]
@@ -193,7 +209,7 @@ def test_a_path_of_no_nodes_leaves_the_state_bit_for_bit():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 17, 64])
 def test_the_inverse_of_unit_lower_triangles(count):
-    """The second one has powers with entries of up to 10^18, its inverse has none above 1."""
+    """Powers of the second one have entries of up to 10^18; its inverse has none above 1."""
     lower = np.tril(np.random.default_rng(0).uniform(-1, 1, (count, count)) / 4, -1)
     for matrix in (lower, np.tril(np.ones((count, count)), -1)):
         inverse = jax.jit(unit_lower_inverse)(matrix.astype(np.float32))

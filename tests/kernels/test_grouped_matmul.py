@@ -4,35 +4,20 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+from backends import each_backend, requires
 from crosslower import cross_lower
 
 from pallas_kernels import platform
-from pallas_kernels.grouped_matmul import gpu, grouped_matmul
+from pallas_kernels.grouped_matmul import OPERATION, grouped_matmul, triton
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-HERE = platform.platform()
-backends = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("triton", marks=pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")),
-        "xla",
-    ],
-)
-
-
-@pytest.fixture
-def without_jaxtyping():
-    """As for a user: the shapes in annotations are checked in tests only (conftest.py)."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+backends = each_backend(OPERATION)
 
 
 def inputs(sizes, inner=48, columns=40, dtype="float32"):
-    """Arguments of `grouped_matmul`; matrices that no row has are NaN."""
+    """Arguments of `grouped_matmul`; matrices of empty groups are NaN."""
     rng = np.random.default_rng([*sizes, inner, columns])
     x = rng.normal(size=(sum(sizes), inner)).astype(jnp.dtype(dtype))
     weight = (rng.normal(size=(len(sizes), inner, columns)) * inner**-0.5).astype(jnp.dtype(dtype))
@@ -65,7 +50,7 @@ CASES = {
 @backends
 @pytest.mark.parametrize(("sizes", "options"), CASES.values(), ids=CASES)
 def test_equals_a_loop_over_rows(sizes, options, backend):
-    """A matrix that no row has is not read into the result; XLA on a CPU reads all, and multiplies by zero."""
+    """The result does not depend on matrices of empty groups; XLA on a CPU reads them and multiplies by zero."""
     x, weight, counts = inputs(sizes, **options)
     given = np.where(np.isnan(weight), 0, weight).astype(weight.dtype) if backend == "xla" else weight
     out = jax.jit(partial(grouped_matmul, backend=backend))(x, given, counts)
@@ -79,12 +64,12 @@ def test_equals_a_loop_over_rows(sizes, options, backend):
 )
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_rows_are_chosen_and_gated(dtype, activation, backend):
-    """The products of chosen rows, each of which several groups may have, are gated by those of the first half."""
+    """The products of chosen rows, which several groups may share, are gated by those of the first half."""
     sizes = (2, 0, 17, 5)
     x, weight, counts = inputs(sizes, columns=72, dtype=dtype)
     given = np.where(np.isnan(weight), 0, weight).astype(weight.dtype) if backend == "xla" else weight
     rows = np.random.default_rng(1).integers(0, 9, sum(sizes), dtype=np.int32)
-    # Rows that none is made of are not read.
+    # Rows that are not chosen are not read.
     few = np.concatenate([x[:9], np.full_like(x[:2], np.nan)])
     out = jax.jit(partial(grouped_matmul, activation=activation, backend=backend))(few, given, counts, rows=rows)
     expected = oracle(few[rows], weight, counts)
@@ -95,13 +80,13 @@ def test_rows_are_chosen_and_gated(dtype, activation, backend):
     assert_close(out, expected, dtype)
 
 
-@pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")
+@requires("triton")
 @pytest.mark.parametrize("activation", (None, jax.nn.silu), ids=("", "silu"))
 @pytest.mark.parametrize("blocks", ((16, 32, 16), (32, 64, 64), (128, 32, 32)))
 def test_the_result_does_not_depend_on_the_tuning(blocks, activation):
     args = inputs((0, 50, 1, 33, 128))
-    config = gpu.Config(*blocks, num_warps=4, num_stages=2)
-    out = jax.jit(partial(gpu.grouped_matmul, activation=activation, config=config))(*args)
+    config = triton.Config(*blocks, num_warps=4, num_stages=2)
+    out = jax.jit(partial(triton.grouped_matmul, activation=activation, config=config))(*args)
     expected = jax.jit(partial(grouped_matmul, activation=activation, backend="xla"))(*map(np.nan_to_num, args))
     assert_close(out, np.asarray(expected, np.float64))
 
@@ -119,8 +104,8 @@ def test_lowers_for_a_gpu(shape):
     rows, groups, inner, columns, dtype = shape
     new = jax.ShapeDtypeStruct
     args = new((rows, inner), dtype), new((groups, inner, columns), dtype), new((groups,), "int32")
-    assert "gpu.triton" in cross_lower(partial(gpu.grouped_matmul, interpret=False), "cuda", *args)
-    gated = partial(gpu.grouped_matmul, activation=jax.nn.silu, interpret=False)
+    assert "gpu.triton" in cross_lower(partial(triton.grouped_matmul, interpret=False), "cuda", *args)
+    gated = partial(triton.grouped_matmul, activation=jax.nn.silu, interpret=False)
     chosen = new((2 * rows,), "int32")
     assert "gpu.triton" in cross_lower(lambda *args: gated(*args[:3], rows=args[3]), "cuda", *args, chosen)
 
@@ -128,9 +113,9 @@ def test_lowers_for_a_gpu(shape):
 def test_blocks_fit_a_gpu():
     for dtype in ("bfloat16", "float32"):
         for rows in (1, 6, 288, 4096, 100_000):
-            config = gpu.default_config(rows=rows, groups=64, dtype=dtype)
-            numbers = (config.block_m + config.block_n) * config.block_k * config.num_stages
-            assert numbers * jnp.dtype(dtype).itemsize <= 227 * 1024
+            config = triton.default_config(rows=rows, groups=64, dtype=dtype)
+            elements = (config.block_m + config.block_n) * config.block_k * config.num_stages
+            assert elements * jnp.dtype(dtype).itemsize <= 227 * 1024
 
 
 @pytest.mark.parametrize(("here", "call"), (("gpu", "gpu.triton"), ("tpu", None), ("cpu", None)))
@@ -142,26 +127,32 @@ def test_the_best_backend_of_a_platform(here, call, monkeypatch):
     assert (call in text) if call else ("gpu.triton" not in text)
 
 
-def test_what_the_kernel_cannot_take(monkeypatch):
+def test_unsupported_arguments(monkeypatch):
     monkeypatch.setattr(platform, "platform", lambda: "gpu")
     new = jax.ShapeDtypeStruct
     args = new((6, 32), "float8_e4m3fn"), new((4, 32, 64), "float8_e4m3fn"), new((4,), "int32")
-    with pytest.raises(ValueError, match="cannot run this: x is float8_e4m3fn; it takes bfloat16"):
+    with pytest.raises(ValueError, match="cannot run: x is float8_e4m3fn: must be one of bfloat16"):
         jax.eval_shape(partial(grouped_matmul, backend="triton"), *args)
 
 
 def test_an_unknown_backend_is_an_error():
-    with pytest.raises(ValueError, match=r"backend='cray': grouped_matmul has \['triton', 'xla'\]"):
+    with pytest.raises(ValueError, match="grouped_matmul: backend='cray': must be one of triton, xla"):
         grouped_matmul(*map(jnp.asarray, inputs((1, 2))), backend="cray")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     (
-        (lambda x, weight, sizes: (x[:, 1:], weight, sizes), "do not fit: rows of K numbers"),
-        (lambda x, weight, sizes: (x, weight, sizes[1:]), "and X sizes"),
-        (lambda x, weight, sizes: (x.astype(jnp.bfloat16), weight, sizes), "x is bfloat16 and weight float32"),
-        (lambda x, weight, sizes: (x, weight[..., 1:], sizes), "with an activation its columns are two halves"),
+        (lambda x, weight, sizes: (x[:, 1:], weight, sizes), r"must be \[T, K\], \[X, K, N\] and \[X\]"),
+        (lambda x, weight, sizes: (x, weight, sizes[1:]), r"sizes \(1,\): must be"),
+        (
+            lambda x, weight, sizes: (x.astype(jnp.bfloat16), weight, sizes),
+            "must have the same dtype, not bfloat16 and float32",
+        ),
+        (
+            lambda x, weight, sizes: (x, weight[..., 1:], sizes),
+            "must have an even number of columns with an activation",
+        ),
     ),
     ids=("inner", "sizes", "dtype", "halves"),
 )

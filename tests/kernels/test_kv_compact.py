@@ -5,41 +5,22 @@ from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+from backends import HERE, each_backend, requires
 from cases import CASES, Case, normal, page_table, rng_of
 from crosslower import cross_lower
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import platform
-from pallas_kernels.kv_compact import BACKENDS, gpu, kv_compact, tpu
+from pallas_kernels.kv_compact import OPERATION, kv_compact, mosaic_tpu, triton
 
-# Newer releases of jax announce that they will drop Triton.
-HERE = platform.platform()
-
-
-def each_backend():
-    for name in sorted(BACKENDS):
-        needs = next((where for where, preferred in platform.KERNELS.items() if preferred == name), HERE)
-        cannot = HERE not in ("cpu", needs)
-        yield pytest.param(name, marks=pytest.mark.skipif(cannot, reason=f"{name}: needs a {needs}, or a CPU"))
-
-
-backends = pytest.mark.parametrize("backend", list(each_backend()))
+backends = each_backend(OPERATION)
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-@pytest.fixture
-def without_jaxtyping():
-    """As for a user: the shapes in annotations are checked in tests only (conftest.py)."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 def inputs(case: Case, *, with_path: bool, lengths=None):
-    """Arguments of `kv_compact`, in order. Rows start behind the case's prefix, and some do not fit."""
+    """Arguments of `kv_compact`, in order. Rows start after the case's prefix, and some do not fit."""
     rng = rng_of(case)
     table, total = page_table(rng, case)
     shape = (case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim)
@@ -47,7 +28,7 @@ def inputs(case: Case, *, with_path: bool, lengths=None):
     accepted = max(case.nodes - 1, 1) if with_path else case.nodes
     path = np.sort(rng.integers(0, case.nodes, (case.batch, accepted)), axis=1).astype(np.int32) if with_path else None
     if lengths is None:
-        # The first sequence accepts all and the last nothing; those between, any number.
+        # The first sequence accepts all, the last one nothing, the others any number.
         lengths = rng.integers(0, accepted + 1, case.batch)
         lengths[-1], lengths[0] = 0, accepted
     start = np.array(case.prefix or (0,) * case.batch, np.int32)
@@ -82,7 +63,7 @@ def compact(backend, pool, rows, *rest):
 @backends
 @cases
 def test_equals_a_loop_over_rows(case, backend):
-    """All else in the pool keeps its bits: other sequences' pages, free pages, and what lies beside the new rows."""
+    """The rest of the pool keeps its bits: pages of other sequences, free pages, and rows beside the new ones."""
     args = inputs(case, with_path=case.tree)
     np.testing.assert_array_equal(compact(backend, *args), oracle(*args))
 
@@ -107,14 +88,14 @@ def test_length_0_writes_nothing(with_path, backend):
 @backends
 @pytest.mark.parametrize("start", (7, 11, 12, 100))
 def test_rows_beyond_the_last_page_are_dropped(start, backend):
-    """12 rows fit. What does not is written nowhere, in particular not on the last page nor in another sequence's."""
+    """12 rows fit. The others are written nowhere, neither to the last page nor to pages of another sequence."""
     pool, rows, table, _, path, length = inputs(Case("beyond", nodes=6), with_path=True, lengths=(5, 5, 5))
     args = (pool, rows, table, np.array([start, 0, start], np.int32), path, length)
     np.testing.assert_array_equal(compact(backend, *args), oracle(*args))
 
 
 @backends
-def test_rows_that_are_not_taken_do_not_matter(backend):
+def test_rejected_rows_do_not_matter(backend):
     pool, rows, table, start, _, _ = inputs(Case("rejected", prefix=(2, 5)), with_path=False)
     length, poisoned = np.array([1, 3], np.int32), rows.copy()
     for b, taken in enumerate(length):
@@ -146,29 +127,29 @@ def test_a_donated_pool_is_updated_in_place(with_path, backend):
 
 @pytest.mark.parametrize("parts", (1, 4, 8))
 @pytest.mark.parametrize("kv_heads", (2, 3))
-@pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")
+@requires("triton")
 def test_the_result_does_not_depend_on_the_tuning(kv_heads, parts, monkeypatch):
-    """Three layers are six parts, which neither 4 nor 8 divides; three heads of 16 are 48 numbers."""
-    monkeypatch.setattr(gpu, "default_config", lambda **_: gpu.Config(parts, num_warps=2))
+    """Three layers have six parts, which is a multiple of neither 4 nor 8; three heads of 16 have 48 elements."""
+    monkeypatch.setattr(triton, "default_config", lambda **_: triton.Config(parts, num_warps=2))
     args = inputs(Case("tuning", layers=3, heads=kv_heads, kv_heads=kv_heads, tree=True), with_path=True)
     pool, rows, *rest = args
     out = jax.jit(partial(kv_compact, backend="triton"))(pool, pairs(rows), *rest)
     np.testing.assert_array_equal(out, oracle(*args))
 
 
-@pytest.mark.skipif(HERE != "cpu", reason="needs a CPU, whose interpreter of TPU kernels keeps account of their copies")
+@pytest.mark.skipif(HERE != "cpu", reason="requires a CPU, whose interpreter of TPU kernels tracks their copies")
 @pytest.mark.parametrize("in_flight", (1, 3, 16))
-def test_every_copy_of_a_tpu_is_waited_for(in_flight, monkeypatch):
-    """Here a copy takes place when it is waited for."""
-    monkeypatch.setattr(tpu, "IN_FLIGHT", in_flight)
+def test_tpu_kernel_waits_for_its_copies(in_flight, monkeypatch):
+    """The simulation runs a copy when the kernel waits for it."""
+    monkeypatch.setattr(mosaic_tpu, "default_config", lambda: mosaic_tpu.Config(in_flight))
     monkeypatch.setattr(platform, "interpret", lambda: pltpu.InterpretParams(dma_execution_mode="on_wait"))
     pool, rows, *rest = args = inputs(Case("copies", nodes=6, prefix=(2, 5, 8)), with_path=True)
-    out = jax.jit(partial(kv_compact, backend="tpu"))(pool, pairs(rows), *rest)
+    out = jax.jit(partial(kv_compact, backend="mosaic_tpu"))(pool, pairs(rows), *rest)
     np.testing.assert_array_equal(out, oracle(*args))
 
 
 LOWERING = {"gpu": "cuda", "tpu": "tpu"}
-KERNEL = {"triton": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
+KERNEL = {"triton": "__gpu$xla.gpu.triton", "mosaic_tpu": "tpu_custom_call"}
 LLAMA_8B = Case("llama_8b", layers=32, kv_heads=8, head_dim=128, page_size=16, nodes=32, dtype="bfloat16")
 LOWERED = (
     LLAMA_8B,
@@ -178,11 +159,11 @@ LOWERED = (
 )
 
 
-@pytest.mark.parametrize(("where", "backend"), list(platform.KERNELS.items()))
+@pytest.mark.parametrize(("where", "backend"), [("gpu", "triton"), ("tpu", "mosaic_tpu")])
 @pytest.mark.parametrize("with_path", (False, True), ids=("chain", "path"))
 @pytest.mark.parametrize("case", LOWERED, ids=lambda case: case.name)
 def test_lowers_for(case, with_path, where, backend, monkeypatch):
-    """As a kernel that the platform's own compiler takes, whose result is its pool."""
+    """The program has one kernel, for the platform's own compiler, and its result is the pool."""
     monkeypatch.setattr(platform, "platform", lambda: where)
     head = case.kv_heads, case.head_dim
     row = jax.ShapeDtypeStruct((case.batch, case.nodes, *head), case.dtype)
@@ -195,14 +176,14 @@ def test_lowers_for(case, with_path, where, backend, monkeypatch):
 
 
 def test_an_unknown_backend_is_an_error():
-    with pytest.raises(ValueError, match=r"backend='cray': kv_compact has \[.*'xla'"):
+    with pytest.raises(ValueError, match="kv_compact: backend='cray': must be one of mosaic_tpu, triton, xla"):
         compact("cray", *inputs(CASES[0], with_path=True))
 
 
 @backends
 @pytest.mark.parametrize("with_path", (False, True), ids=("chain", "path"))
 def test_a_pool_of_one_part_without_heads(with_path, backend):
-    """As latent attention has it."""
+    """The pool of latent attention."""
     pool, rows, *rest = inputs(Case("latent", heads=1, kv_heads=1, head_dim=24), with_path=with_path)
     pool, rows = pool[:, :1, :, :, 0], rows[:, :1, :, :, 0]
     out = np.asarray(program(backend)(pool, pairs(rows), *rest))
@@ -212,5 +193,5 @@ def test_a_pool_of_one_part_without_heads(with_path, backend):
 @pytest.mark.parametrize("axis", (0, 1, 4, 5), ids=("layers", "parts", "heads", "head_dim"))
 def test_rows_of_another_model_are_an_error(axis, without_jaxtyping):
     pool, rows, *rest = inputs(CASES[0], with_path=False)
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="must have the layers, parts, heads and dimensions of pool"):
         compact("xla", pool, np.concatenate([rows, rows], axis=axis), *rest)

@@ -1,47 +1,25 @@
-"""Every backend of latent attention against one softmax a query, in float64."""
+"""Every backend of latent attention against one softmax per query, in float64."""
 
 import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
+from backends import FAST_COMPILE, HERE, each_backend, params, requires
 from cases import CASES, Case, normal, page_table, rng_of, tree_mask
 from crosslower import cross_lower
 
 from pallas_kernels import platform
-from pallas_kernels.mla_attention import BACKENDS, gpu, mla_attention
-
-# Newer releases of jax announce that they will drop Triton; the warning comes at lowering, long after the call.
+from pallas_kernels.mla_attention import OPERATION, mla_attention, triton
 
 # Values are of unit variance. In bfloat16 the weights of the softmax and the result are rounded to 8 bits.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-HERE = platform.platform()
-# Interpreted kernels are long programs on little data: to optimise them takes longer than to run them.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 ROPE = 8
-"""Rotary numbers of a row; the latent ones are a case's head_dim."""
-
-
-def runs_on(*backends):
-    """Skips what runs elsewhere only; a CPU runs all, kernels in Pallas' interpreter."""
-    there = HERE in ("cpu", "gpu")
-    mark = pytest.mark.skipif(not there, reason="needs a GPU, or a CPU, which interprets the kernel")
-    return [pytest.param(name, marks=[mark] if name == "triton" else []) for name in backends]
-
-
-backends = pytest.mark.parametrize("backend", runs_on(*sorted(BACKENDS)))
-kernels = pytest.mark.skipif(HERE not in ("cpu", "gpu"), reason="needs a GPU, or a CPU")
-
-
-@pytest.fixture
-def without_jaxtyping():
-    """As for a user: the shapes in annotations are checked in tests only (conftest.py)."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+"""Rotary elements of a row; the number of latent ones is a case's head_dim."""
+backends = each_backend(OPERATION)
+kernels = requires("triton")
 
 
 def inputs(case: Case, rope: int = ROPE):
@@ -64,7 +42,7 @@ def inputs(case: Case, rope: int = ROPE):
 
 
 def some_of(case: Case, share: float = 0.4):
-    """A mask of the prefix that leaves some nodes without any committed position."""
+    """A mask of the prefix under which some nodes see no committed position."""
     return rng_of(case).random((case.batch, case.nodes, case.capacity)) < share
 
 
@@ -87,12 +65,12 @@ def oracle(q_latent, q_rope, rows, pool, table, prefix, mask, *, layer=0, scale=
 
 
 def attend(*args, layer=0, scale=1.0, prefix_mask=None, backend=None, config=None):
-    """The operation, jitted: a backend is only ever run inside a program."""
+    """The operation, jitted: backends always run inside a program."""
     interpreted = HERE == "cpu" and (backend == "triton" or config)
-    run = partial(gpu.mla_attention, config=config) if config else partial(mla_attention, backend=backend)
+    run = partial(triton.mla_attention, config=config) if config else partial(mla_attention, backend=backend)
     jitted = jax.jit(
         lambda prefix_mask, *args: run(*args, prefix_mask=prefix_mask, layer=layer, scale=scale),
-        compiler_options=QUICK if interpreted else None,
+        compiler_options=FAST_COMPILE if interpreted else None,
     )
     return jitted(prefix_mask, *args)
 
@@ -105,24 +83,24 @@ MLA_CASES = (
     *CASES,
     Case("latent_20", heads=4, head_dim=20, nodes=5, tree=True),
     Case("sixteen_heads", heads=16, nodes=6, head_dim=32, page_size=16, prefix=(48, 5)),
-    Case("chunk_behind_a_prefix", nodes=40, heads=4, page_size=16, pages=4, prefix=(64, 3)),
+    Case("chunk_after_a_prefix", nodes=40, heads=4, page_size=16, pages=4, prefix=(64, 3)),
 )
-OFTEN = (
+ALWAYS_RUN = (
     "prefix_full_and_empty nothing_committed page_of_1 page_of_3 no_prefix_chain earlier_rows_tree bfloat16_tree "
     "latent_20 sixteen_heads"
 ).split()
-"""Cases that an interpreted kernel, which is slow, is held to in every run."""
+"""Cases that run in every test run; interpreted kernels are slow."""
 POINTS = [
     pytest.param(case, *backend.values, marks=[*backend.marks, *slow], id=f"{case.name}-{backend.values[0]}")
     for case in MLA_CASES
-    for backend in runs_on(*sorted(BACKENDS))
-    for slow in [[pytest.mark.slow] if backend.values != ("xla",) and case.name not in OFTEN else []]
+    for backend in params(*sorted(OPERATION.backends))
+    for slow in [[pytest.mark.slow] if backend.values != ("xla",) and case.name not in ALWAYS_RUN else []]
 ]
 
 
 @pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
-    """Pages that are free and rows beyond the prefix are NaN: one that is read shows."""
+    """Free pages and rows after the prefix are NaN: reading one shows in the result."""
     args = inputs(case)
     options = {"layer": case.layers - 1, "scale": 0.3}
     out = attend(*args, **options, backend=backend)
@@ -140,7 +118,7 @@ def test_a_mask_of_the_prefix(backend, tree):
 
 
 @backends
-def test_one_mask_serves_the_whole_batch(backend):
+def test_one_mask_for_the_whole_batch(backend):
     case = Case("broadcast", tree=True)
     *args, mask = inputs(case)
     each = attend(*args, np.repeat(mask[:1], case.batch, axis=0), backend=backend)
@@ -155,34 +133,34 @@ def test_large_scores_do_not_overflow(backend):
     np.testing.assert_allclose(attend(*args, backend=backend), oracle(*args), rtol=1e-4, atol=1e-4)
 
 
-SHARED = Case("shares", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page_size=16, pages=6)
+SPLIT = Case("splits", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page_size=16, pages=6)
 
 
 @kernels
 @pytest.mark.parametrize(
     ("splits", "masked", "case"),
     (
-        (8, False, SHARED),
-        (3, True, dataclasses.replace(SHARED, name="shares_of_small_pages", page_size=3, pages=32)),
-        (3, False, dataclasses.replace(SHARED, name="shares_of_many_rows", nodes=20, prefix=(50,), tree=False)),
+        (8, False, SPLIT),
+        (3, True, dataclasses.replace(SPLIT, name="splits_of_small_pages", page_size=3, pages=32)),
+        (3, False, dataclasses.replace(SPLIT, name="splits_of_many_rows", nodes=20, prefix=(50,), tree=False)),
     ),
     ids=lambda x: getattr(x, "name", x),
 )
-def test_shares_of_the_prefix_are_merged(case, splits, masked):
-    """Also where there are more of them than blocks of keys, and several tiles of rows."""
+def test_splits_of_the_prefix_are_merged(case, splits, masked):
+    """Including more splits than blocks of keys, and several tiles of rows."""
     seen = some_of(case) if masked else None
-    config = gpu.Config(block_m=16, block_k=16, splits=splits, num_warps=4, num_stages=2)
+    config = triton.Config(block_m=16, block_k=16, splits=splits, num_warps=4, num_stages=2)
     args = inputs(case)
     assert_close(attend(*args, prefix_mask=seen, config=config), oracle(*args, prefix_mask=seen))
 
 
 @kernels
 def test_latent_rows_are_multiplied_part_by_part(monkeypatch):
-    """Of 16 columns here, the last of 8."""
-    monkeypatch.setattr(gpu, "CHAIN", 16)
-    case = dataclasses.replace(SHARED, name="parts", head_dim=40)
+    """Parts of 16 columns, and a last one of 8."""
+    monkeypatch.setattr(triton, "CHAIN_COLUMNS", 16)
+    case = dataclasses.replace(SPLIT, name="parts", head_dim=40)
     for splits in (1, 3):
-        config = gpu.Config(block_m=16, block_k=16, splits=splits, num_warps=4, num_stages=2)
+        config = triton.Config(block_m=16, block_k=16, splits=splits, num_warps=4, num_stages=2)
         args = inputs(case)
         assert_close(attend(*args, config=config), oracle(*args))
 
@@ -201,7 +179,7 @@ REAL = (
 
 
 def shapes(case: Case, rope: int = 64):
-    """As `inputs`, without arrays."""
+    """The shapes of `inputs`."""
     new = jax.ShapeDtypeStruct
     rows, width = case.earlier + case.nodes, case.head_dim + rope
     queries = [new((case.batch, case.nodes, case.heads, size), case.dtype) for size in (case.head_dim, rope)]
@@ -220,19 +198,19 @@ def test_lowers_for_a_gpu(case, masked):
     seen = jax.ShapeDtypeStruct((case.batch, case.nodes, case.capacity), "bool") if masked else None
 
     def run(prefix_mask, *args):
-        return gpu.mla_attention(*args, prefix_mask=prefix_mask, layer=0, scale=0.1, interpret=False)
+        return triton.mla_attention(*args, prefix_mask=prefix_mask, layer=0, scale=0.1, interpret=False)
 
     assert "gpu.triton" in cross_lower(run, "cuda", seen, *shapes(case))
 
 
 SMEM = 227 * 1024
-"""Shared memory that a program of an H100 can have, in bytes."""
+"""Bytes of shared memory that a program of an H100 can have."""
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_blocks_fit_a_gpu(dtype):
     for batch, rows, keys in np.ndindex(3, 5, 3):
-        config = gpu.default_config(
+        config = triton.default_config(
             batch=8**batch, rows=(16, 96, 128, 768, 8192)[rows], keys=(12, 1024, 32768)[keys], latent=512, dtype=dtype
         )
         for size in (config.block_m, config.block_k):
@@ -244,50 +222,53 @@ def test_blocks_fit_a_gpu(dtype):
         assert config.block_m * 512 <= 128 * 32 * config.num_warps
 
 
-def test_a_gpu_is_filled_by_shares_of_long_prefixes_alone():
+def test_splits_of_long_prefixes_alone_fill_the_gpu():
     shape = {"rows": 16, "latent": 512, "dtype": "bfloat16"}
-    assert gpu.default_config(batch=8, keys=8192, **shape).splits * 8 >= 0.9 * platform.processors()
-    assert gpu.default_config(batch=1, keys=16, **shape).splits == 1
-    assert gpu.default_config(batch=256, keys=8192, **shape).splits == 1
+    assert triton.default_config(batch=8, keys=8192, **shape).splits * 8 >= 0.9 * platform.processors()
+    assert triton.default_config(batch=1, keys=16, **shape).splits == 1
+    assert triton.default_config(batch=256, keys=8192, **shape).splits == 1
 
 
 @pytest.mark.parametrize(("here", "call"), (("gpu", "gpu.triton"), ("tpu", None), ("cpu", None)))
 def test_the_best_backend_of_a_platform(here, call, monkeypatch):
-    """A TPU has no kernel of its own."""
+    """There is no TPU kernel."""
     monkeypatch.setattr(platform, "platform", lambda: here)
     text = cross_lower(partial(mla_attention, layer=0, scale=1.0), {"gpu": "cuda"}.get(here, "tpu"), *shapes(REAL[0]))
     assert call in text if call else "custom_call" not in text
 
 
-def test_what_the_kernel_cannot_take(monkeypatch):
-    """It is an error where the kernel was named, and else another's work."""
+def test_unsupported_arguments(monkeypatch):
+    """An error if the kernel is named; otherwise XLA runs them."""
     monkeypatch.setattr(platform, "platform", lambda: "gpu")
     args = shapes(Case("refused", dtype="float8_e4m3fn"))
-    with pytest.raises(ValueError, match="cannot run this: q_latent is float8_e4m3fn; it takes bfloat16"):
+    with pytest.raises(ValueError, match="cannot run: q_latent is float8_e4m3fn: must be one of bfloat16"):
         jax.eval_shape(partial(mla_attention, layer=0, scale=1.0, backend="triton"), *args)
     assert jax.eval_shape(partial(mla_attention, layer=0, scale=1.0), *args).shape == args[0].shape
 
 
 def test_an_unknown_backend_is_an_error():
-    with pytest.raises(ValueError, match=r"backend='cray': mla_attention has \['triton', 'xla'\]"):
+    with pytest.raises(ValueError, match="mla_attention: backend='cray': must be one of triton, xla"):
         attend(*inputs(CASES[0]), backend="cray")
 
 
 WRONG = {
-    "heads": ({"q_rope": lambda q: q[:, :, :1]}, r"q_latent \(.*\) and q_rope \(.*\): both have a part"),
-    "batch": ({"rows": lambda rows: rows[:1]}, r"rows \(1, .*\) do not fit the batch of 3"),
-    "width": ({"rows": lambda rows: rows[..., 1:]}, "do not fit .* the 24 numbers"),
-    "dtype": ({"rows": lambda rows: rows.astype(jnp.bfloat16)}, "q_latent is float32, .* rows bfloat16"),
-    "rows": ({"rows": lambda rows: rows[:, 1:]}, "are fewer than the 4 nodes"),
-    "mask": ({"mask": lambda mask: mask[:2]}, r"mask \(2, 4, 4\): .* need \(3, 4, 4\)"),
-    "pool": ({"pool": lambda pool: pool[..., :8]}, r"pool \(.*\) does not fit rows .*'page', 24\)"),
-    "no_pool": ({"pool": lambda _: None}, "pool and page_table are needed"),
+    "heads": ({"q_rope": lambda q: q[:, :, :1]}, r"q_latent \(.*\) and q_rope \(.*\) must agree in batch"),
+    "batch": ({"rows": lambda rows: rows[:1]}, r"rows \(1, .*\): must have the batch of 3"),
+    "width": ({"rows": lambda rows: rows[..., 1:]}, "must have .* the 24 elements"),
+    "dtype": (
+        {"rows": lambda rows: rows.astype(jnp.bfloat16)},
+        "must have the same dtype, not float32, float32 and bfloat16",
+    ),
+    "rows": ({"rows": lambda rows: rows[:, 1:]}, "must have at least one for each of the 4 nodes"),
+    "mask": ({"mask": lambda mask: mask[:2]}, r"mask \(2, 4, 4\): must be \(3, 4, 4\)"),
+    "pool": ({"pool": lambda pool: pool[..., :8]}, r"pool \(.*\): must be .*'page', 24\) for rows"),
+    "no_pool": ({"pool": lambda _: None}, "prefix_length requires pool and page_table"),
     "page_table": ({"table": lambda table: table[:2]}, r"page_table \(2, 3\) and prefix_length \(3,\)"),
-    "layer": ({"layer": lambda _: 2}, "layer=2: the pool has the layers 0 to 1"),
+    "layer": ({"layer": lambda _: 2}, "layer=2: must be between 0 and 1, the layers of the pool"),
     "prefix_mask": ({"prefix_mask": lambda _: np.ones((3, 4, 5), bool)}, r"prefix_mask \(3, 4, 5\): .* \(3, 4, 12\)"),
     "no_prefix": (
         {"prefix": lambda _: None, "prefix_mask": lambda _: np.ones((3, 4, 12), bool)},
-        "prefix_mask is given: it needs prefix_length",
+        "prefix_mask requires prefix_length",
     ),
 }
 

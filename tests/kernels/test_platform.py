@@ -1,43 +1,11 @@
-"""Which backend of an operation a caller gets."""
+"""The platform, the device and its table entries that kernels are chosen for."""
+
+import types
 
 import jax
 import pytest
 
 from pallas_kernels import platform
-
-BACKENDS = {name: (lambda name=name: name) for name in ("xla", "triton", "tpu")}
-
-
-@pytest.mark.parametrize("here", ("cpu", "gpu", "tpu"))
-def test_left_to_choose_a_platform_takes_its_own_and_it_refuses_another_s(here, monkeypatch):
-    monkeypatch.setattr(platform, "platform", lambda: here)
-    assert platform.choose("op", None, BACKENDS)() == platform.KERNELS.get(here, "xla")
-    assert platform.choose("op", "xla", BACKENDS)() == "xla"
-    for needed, name in platform.KERNELS.items():
-        if here in ("cpu", needed):
-            assert platform.choose("op", name, BACKENDS)() == name
-        else:
-            with pytest.raises(
-                ValueError, match=f"backend='{name}' of op needs a {needed}: this program is for a {here}"
-            ):
-                platform.choose("op", name, BACKENDS)
-
-
-def test_what_a_kernel_refuses_is_done_without_it_unless_it_was_named(monkeypatch):
-    monkeypatch.setattr(platform, "platform", lambda: "gpu")
-
-    def refuses(name):
-        return "too large" if name == "triton" else None
-
-    assert platform.choose("op", None, BACKENDS, refuses)() == "xla"
-    assert platform.choose("op", None, {"xla": BACKENDS["xla"]})() == "xla"
-    with pytest.raises(ValueError, match="backend='triton' of op cannot run this: too large"):
-        platform.choose("op", "triton", BACKENDS, refuses)
-
-
-def test_an_unknown_backend_is_an_error():
-    with pytest.raises(ValueError, match=r"backend='cray': op has \['tpu', 'triton', 'xla'\]"):
-        platform.choose("op", "cray", BACKENDS)
 
 
 def test_the_default_device_decides(monkeypatch):
@@ -47,3 +15,41 @@ def test_the_default_device_decides(monkeypatch):
         assert platform.platform() == "cpu" and platform.interpret()
     with jax.default_device("cpu"):
         assert platform.platform() == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("device", "name"), (("cpu", "cpu"), ("cuda", "gpu"), ("rocm", "gpu"), ("tpu", "tpu"), (None, "gpu"))
+)
+def test_any_kind_of_default_device(device, name, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(type(jax.config), "jax_default_device", device)
+    assert platform.platform() == name
+    assert platform.interpret() == (name == "cpu")
+
+
+def test_the_caller_decides_whether_to_interpret(monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: "cpu")
+    assert platform.resolve_interpret(None) is True
+    assert platform.resolve_interpret(False) is False
+
+
+GPU = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", core_count=114)
+
+
+def test_the_default_device_is_asked_for_its_processors(monkeypatch):
+    assert platform.device() == jax.devices()[0]
+    monkeypatch.setattr(type(jax.config), "jax_default_device", GPU)
+    assert platform.platform() == "gpu"
+    assert platform.processors() == 114
+    monkeypatch.setattr(type(jax.config), "jax_default_device", "cpu")
+    assert platform.device() == jax.devices("cpu")[0]
+    assert platform.processors() == platform.H100_PROCESSORS
+
+
+def test_a_table_by_device_kind(monkeypatch):
+    table = {"NVIDIA A100": "first", "NVIDIA H100": "general", "NVIDIA H100 80GB": "specific"}
+    assert platform.for_device_kind(table) == "first"
+    monkeypatch.setattr(type(jax.config), "jax_default_device", GPU)
+    assert platform.for_device_kind(table) == "specific"
+    del table["NVIDIA H100 80GB"]
+    assert platform.for_device_kind(table) == "general"

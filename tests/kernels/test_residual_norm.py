@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backends import each_backend
 from crosslower import cross_lower
 
 from pallas_kernels import platform
-from pallas_kernels.residual_norm import BACKENDS, residual_norm
+from pallas_kernels.residual_norm import OPERATION, residual_norm
 
-NEEDS_GPU = pytest.mark.skipif(platform.platform() not in ("cpu", "gpu"), reason="triton: needs a gpu, or a CPU")
-backends = pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=NEEDS_GPU if name == "triton" else ()) for name in sorted(BACKENDS)]
-)
+backends = each_backend(OPERATION)
 EPS = 1e-6
 
 
@@ -33,10 +31,10 @@ class Case:
 
 
 CASES = [
-    Case("a few numbers"),
+    Case("a few elements"),
     Case("one token", batch=1, nodes=1),
-    Case("a width that is no power of two", width=40),
-    Case("no norm behind it", following=False),
+    Case("a width that is not a power of two", width=40),
+    Case("no following norm", following=False),
     Case("no factor", factor=False, width=56),
     Case("as Gemma 4 31B, bfloat16", batch=1, nodes=6, width=5376, dtype="bfloat16"),
     Case("as the assistant of E4B, bfloat16", batch=1, nodes=1, width=256, dtype="bfloat16"),
@@ -69,7 +67,7 @@ def program(backend):
 
 @cases
 @backends
-def test_the_equations(case, backend):
+def test_equals_the_equations(case, backend):
     arguments = inputs(case)
     got = [each for each in program(backend)(*arguments) if each is not None]
     limit = {"float32": 1e-5, "bfloat16": 4e-2}[case.dtype]
@@ -87,7 +85,7 @@ def test_the_kernel_rounds_where_the_reference_does(case):
             np.testing.assert_allclose(ours.astype(jnp.float32), theirs.astype(jnp.float32), rtol=step, atol=step)
 
 
-def test_gradients_are_the_references():
+def test_gradients_equal_those_of_the_reference():
     case = CASES[0]
     arguments = tuple(map(jnp.asarray, inputs(case)))
 
@@ -101,16 +99,16 @@ def test_gradients_are_the_references():
 
 
 @pytest.mark.parametrize("case", (CASES[2], CASES[3], CASES[5]), ids=lambda case: case.name)
-def test_it_lowers_for_cuda(case, monkeypatch):
+def test_lowers_for_cuda(case, monkeypatch):
     monkeypatch.setattr(platform, "interpret", lambda: False)
     arrays = jax.tree.map(jnp.asarray, inputs(case))
     lowered = cross_lower(lambda *arrays: residual_norm(*arrays, eps=EPS, backend="triton"), "cuda", *arrays)
     assert "gpu.triton" in lowered
 
 
-def test_what_does_not_fit_is_refused():
+def test_arguments_that_do_not_fit_are_errors():
     x, branch, weight, following, factor = map(jnp.asarray, inputs(CASES[0]))
-    with pytest.raises(ValueError, match="branch is bfloat16: x is float32"):
+    with pytest.raises(ValueError, match="branch is bfloat16: must be float32, the dtype of x"):
         residual_norm(x, branch.astype(jnp.bfloat16), weight, eps=EPS)
-    with pytest.raises(ValueError, match="backend='tpu'"):
-        residual_norm(x, branch, weight, following, factor, eps=EPS, backend="tpu")
+    with pytest.raises(ValueError, match="backend='mosaic_tpu'"):
+        residual_norm(x, branch, weight, following, factor, eps=EPS, backend="mosaic_tpu")

@@ -7,15 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backends import each_backend, requires
 from crosslower import cross_lower
 
 from pallas_kernels import platform
-from pallas_kernels.split_heads import BACKENDS, split_heads
+from pallas_kernels.split_heads import OPERATION, split_heads
 
-NEEDS_GPU = pytest.mark.skipif(platform.platform() not in ("cpu", "gpu"), reason="triton: needs a gpu, or a CPU")
-backends = pytest.mark.parametrize(
-    "backend", [pytest.param(name, marks=NEEDS_GPU if name == "triton" else ()) for name in sorted(BACKENDS)]
-)
+backends = each_backend(OPERATION)
 EPS = 1e-5
 
 
@@ -32,13 +30,13 @@ class Case:
     norms: bool = False
     dtype: str = "float32"
     shared: bool = False
-    """One row of positions for all sequences."""
+    """All sequences have the same positions."""
 
 
 CASES = [
     Case("few heads"),
     Case("one of each kind", batch=1, nodes=1, heads=1, kv_heads=1),
-    Case("heads that fill no block", heads=14, kv_heads=2, dim=64),
+    Case("heads that do not fill a block", heads=14, kv_heads=2, dim=64),
     Case("as Llama 3.1 8B, bfloat16", batch=1, nodes=5, heads=32, kv_heads=8, dim=128, dtype="bfloat16"),
     Case("as Qwen3 8B, bfloat16", batch=1, nodes=5, heads=32, kv_heads=8, dim=128, norms=True, dtype="bfloat16"),
     Case("norms", heads=6, norms=True),
@@ -91,9 +89,9 @@ def test_equals_the_equations(case, backend):
     np.testing.assert_array_equal(got[2], arrays[0][:, :, case.heads + case.kv_heads :])
 
 
-@pytest.mark.skipif(platform.platform() not in ("cpu", "gpu"), reason="triton: needs a gpu, or a CPU")
+@requires("triton")
 @pytest.mark.parametrize("norms", (False, True))
-def test_gradients_are_those_of_the_reference(norms):
+def test_gradients_equal_those_of_the_reference(norms):
     case = Case("gradients", norms=norms)
     arrays = inputs(case)
 
@@ -117,11 +115,11 @@ def test_lowers_for_cuda(case, monkeypatch):
 
 def test_arguments_that_do_not_fit_are_errors():
     qkv, cos, sin, norm = (jnp.asarray(x) for x in (*inputs(CASES[0])[:3], np.ones(16, np.float32)))
-    with pytest.raises(ValueError, match=r"kv_heads=4: qkv \(2, 3, 8, 16\) has 8 heads"):
+    with pytest.raises(ValueError, match=r"kv_heads=4: must be below 4, as qkv \(2, 3, 8, 16\) has 8 heads"):
         split_heads(qkv, cos, sin, kv_heads=4, eps=EPS)
-    with pytest.raises(ValueError, match=r"cos \(2, 3, 4\).*its heads have 8 pairs"):
+    with pytest.raises(ValueError, match=r"cos \(2, 3, 4\).*must have 8 pairs"):
         split_heads(qkv, cos[..., :4], sin[..., :4], kv_heads=2, eps=EPS)
-    with pytest.raises(ValueError, match="both normed, or neither"):
+    with pytest.raises(ValueError, match="must both be given, or neither"):
         split_heads(qkv, cos, sin, norm, kv_heads=2, eps=EPS)
-    with pytest.raises(ValueError, match="split_heads has"):
+    with pytest.raises(ValueError, match="split_heads: backend='cuda': must be one of"):
         split_heads(qkv, cos, sin, kv_heads=2, eps=EPS, backend="cuda")

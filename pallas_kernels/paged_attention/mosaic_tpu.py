@@ -1,94 +1,120 @@
 """Paged attention as one TPU kernel: pages and rows are copied to the core in steps, the next one during each product.
 
 A program owns a tile of the query rows of one sequence (row = node * G + g), for all key heads: a page holds them all.
-Made for the memory of a v5e and later. With head dimensions that are no multiple of 128, or 1 or 3 key heads, XLA lays
-the pool out anew (padded) where it enters and leaves the program; inside, rounds read and write it in place.
+Assumes the VMEM of TPU v5e or newer. If the head dimension is not a multiple of 128, or there are 1 or 3 key heads, XLA
+pads the pool into another layout where it enters and leaves the program; rounds inside read and write it in place.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from pallas_kernels import platform
-from pallas_kernels.paged_attention.scores import in_base_2
+from pallas_kernels._types import Ref
+from pallas_kernels.attention import scores_in_base_2
 
 DTYPES = ("bfloat16", "float32")
 LANES, SUBLANES = 128, 8
-STEP_BYTES = 2**19
-"""Keys of one step, of all heads; as many bytes of values come with them, and each twice for the copy under way."""
-SCORE_BYTES = 2**20
-"""Scores of one step, of all heads."""
-VMEM_BYTES = 48 * 2**20
-"""Memory on the core for buffers, scores and what the compiler spills: more than its default, and there since v5e."""
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+"""Peak [K, block_m, 1], total [K, block_m, 1] and weighted sum [K, block_m, D] of a softmax."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work of one call is cut up."""
+    """How the work of one call is divided."""
 
     block_m: int
     """Query rows of a program."""
     step_pages: int
-    """Pages of the prefix that it takes at a time."""
+    """Pages of the prefix per step."""
     step_rows: int
-    """The round's own rows that it takes at a time."""
+    """The round's own rows per step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Constants of the configuration for a kind of device."""
+
+    step_bytes: int
+    """Keys of one step, of all heads. The values are as many bytes, and both are buffered twice, for the next copy."""
+    score_bytes: int
+    """Scores of one step, of all heads."""
+    vmem_bytes: int
+    """Memory on the core for buffers, scores and what the compiler spills: more than its default."""
+
+
+TUNING = {"TPU v5 lite": Tuning(step_bytes=2**19, score_bytes=2**20, vmem_bytes=48 * 2**20)}
+"""By device kind; the first entry is the default."""
 
 
 def default_config(
-    *, kv_heads: int, rows: int, own_rows: int, pages: int, page_size: int, head_dim: int, dtype
+    *, kv_heads: int, rows: int, own_rows: int, pages: int, page_size: int, head_dim: int, dtype: DTypeLike
 ) -> Config:
-    """The configuration for shapes that are known at trace time: `rows` is N * G, `own_rows` is R."""
+    """The configuration for shapes that are known at trace time.
+
+    Args:
+      rows: N * G.
+      own_rows: R.
+    """
+    tuning = platform.for_device_kind(TUNING)
     row_bytes = _round_up(kv_heads, SUBLANES) * _round_up(head_dim, LANES) * jnp.dtype(dtype).itemsize
-    most_keys = max(STEP_BYTES // row_bytes // LANES * LANES, LANES)
-    step_pages = max(min(most_keys // page_size, pages), 1)
-    step_rows = min(_round_up(own_rows, 16), most_keys)
-    most_rows = SCORE_BYTES // (4 * kv_heads * max(step_pages * page_size, step_rows, LANES))
-    return Config(min(_round_up(rows, 16), max(most_rows // 32 * 32, 32)), step_pages, step_rows)
+    max_keys = max(tuning.step_bytes // row_bytes // LANES * LANES, LANES)
+    step_pages = max(min(max_keys // page_size, pages), 1)
+    step_rows = min(_round_up(own_rows, 16), max_keys)
+    max_rows = tuning.score_bytes // (4 * kv_heads * max(step_pages * page_size, step_rows, LANES))
+    return Config(min(_round_up(rows, 16), max(max_rows // 32 * 32, 32)), step_pages, step_rows)
 
 
-def _round_up(size, multiple):
+def _round_up(size: int, multiple: int) -> int:
     return pl.cdiv(size, multiple) * multiple
 
 
-def refuses(q, k_rows, pool) -> str | None:
-    """Why the compiled kernel cannot take these arrays, or None where it can."""
+def supported(
+    q: jax.Array, *args: object, interpret: bool | pltpu.InterpretParams | None = None, **options: object
+) -> str | None:
+    """None, or why the kernel cannot run these arguments of `paged_attention`."""
+    # The interpreter takes any shape and dtype.
+    if platform.resolve_interpret(interpret):
+        return None
     if q.dtype.name not in DTYPES:
-        return f"q is {q.dtype.name}; it takes {', '.join(DTYPES)}"
+        return f"q is {q.dtype.name}: must be one of {', '.join(DTYPES)}"
     if q.shape[3] < LANES // 2:
-        return f"q has head_dim {q.shape[3]}; it takes {LANES // 2} and more, as it pads a row to {LANES}"
+        return f"q has head_dim {q.shape[3]}: must be at least {LANES // 2}, as the kernel pads a row to {LANES}"
     return None
 
 
 def paged_attention(
-    q,
-    k_rows,
-    v_rows,
-    pool,
-    page_table,
-    prefix_length,
-    mask,
+    q: jax.Array,
+    k_rows: jax.Array,
+    v_rows: jax.Array,
+    pool: jax.Array | None,
+    page_table: jax.Array | None,
+    prefix_length: jax.Array | None,
+    mask: jax.Array | None,
     *,
-    layer,
-    scale,
-    soft_cap=None,
-    prefix_start=None,
+    layer: int,
+    scale: float,
+    soft_cap: float | None = None,
+    prefix_start: jax.Array | None = None,
     config: Config | None = None,
-    interpret=None,
-):
-    """Arguments as in `api.paged_attention`.
-
-    `config` replaces the one that `default_config` takes, and `interpret` (a bool, or `pltpu.InterpretParams`) what the
-    platform of the program says.
-    """
+    interpret: bool | pltpu.InterpretParams | None = None,
+) -> jax.Array:
+    """Arguments as in `api.paged_attention` and `dispatch.Operation`."""
+    # Shapes and the configuration.
     batch, nodes, heads, dim = q.shape
     rows, kv_heads = k_rows.shape[1:3]
     group = heads // kv_heads
-    page_size, pages = (1, 1) if prefix_length is None else (pool.shape[3], page_table.shape[1])
+    page_size, pages = 1, 1
+    if pool is not None and page_table is not None and prefix_length is not None:
+        page_size, pages = pool.shape[3], page_table.shape[1]
     config = config or default_config(
         kv_heads=kv_heads,
         rows=nodes * group,
@@ -98,15 +124,17 @@ def paged_attention(
         head_dim=dim,
         dtype=q.dtype,
     )
+    # Queries and own rows, padded to whole tiles and steps.
     folded = _round_up(nodes * group, config.block_m)
     tiles = folded // config.block_m
     queries = q.reshape(batch, nodes, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
     queries = _pad(queries.reshape(batch, kv_heads, nodes * group, dim), 2, folded)
     own = _pad(jnp.stack((k_rows, v_rows), 1), 2, _round_up(rows, config.step_rows))
     tile = pl.BlockSpec((None, kv_heads, config.block_m, dim), lambda b, t, *_: (b, 0, t, 0))
+    # The prefix, its windows and the mask, where there are any.
     table = lengths = lower = jnp.zeros(batch * tiles, jnp.int32)
     starts = prefix = prefix_scratch = start_spec = mask_spec = None
-    if prefix_length is not None:
+    if pool is not None and page_table is not None and prefix_length is not None:
         prefix, table, lengths = pool, page_table.reshape(-1).astype(jnp.int32), prefix_length.astype(jnp.int32)
         prefix_scratch = _double_buffer((2, config.step_pages, page_size, kv_heads, dim), pool.dtype)
         if prefix_start is not None:
@@ -119,12 +147,13 @@ def paged_attention(
         mask = _pad(_pad(jnp.repeat(mask.astype(jnp.int8), group, axis=1), 1, folded), 2, own.shape[2])
         mask_spec = pl.BlockSpec((None, config.block_m, own.shape[2]), lambda b, t, *_: (0 if shared else b, t, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    vmem_bytes = platform.for_device_kind(TUNING).vmem_bytes
     out = pl.pallas_call(
         functools.partial(
             _kernel,
             config=config,
             pages=pages,
-            last_seen=None if mask is not None else rows - nodes,
+            last_seen=rows - nodes,
             group=group,
             scale=scale,
             soft_cap=soft_cap,
@@ -137,44 +166,45 @@ def paged_attention(
             out_specs=tile,
             scratch_shapes=[_double_buffer((2, config.step_rows, kv_heads, dim), q.dtype), prefix_scratch],
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES),
-        interpret=platform.interpret() if interpret is None else interpret,
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=vmem_bytes),
+        interpret=platform.resolve_interpret(interpret),
         name="paged_attention",
-        # The layer is an array, as XLA compiles a kernel once for all the calls that differ in their arrays alone.
+        # The layer is an array, because XLA compiles a kernel once for all calls that differ only in their arrays.
     )(jnp.full(1, layer, jnp.int32), table, lengths, lower, queries, own, prefix, starts, mask)
     out = out[:, :, : nodes * group].reshape(batch, kv_heads, nodes, group, dim)
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
-def _pad(x, axis, size, mode="constant"):
+def _pad(x: jax.Array, axis: int, size: int, mode: str = "constant") -> jax.Array:
     return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)], mode=mode)
 
 
-def _double_buffer(shape, dtype):
+def _double_buffer(shape: tuple[int, ...], dtype: jnp.dtype) -> tuple:
+    """Memory for the current step and the next one, and a semaphore for each."""
     return pltpu.VMEM((2, *shape), dtype), pltpu.SemaphoreType.DMA((2,))
 
 
 def _kernel(
-    layer_ref,  # [1]
-    table_ref,  # [B * pages]
-    length_ref,  # [B]
-    lower_ref,  # [B * tiles]
-    q_ref,  # [K, block_m, D]
-    own_ref,  # [B, 2, R, K, D]
-    pool_ref,  # [L, 2, P, page, K, D] or None
-    start_ref,  # [block_m, 1] or None
-    mask_ref,  # [block_m, R] or None
-    out_ref,  # [K, block_m, D]
-    own_scratch,  # two of [2, step_rows, K, D], and their semaphores
-    page_scratch,  # two of [2, step_pages, page, K, D], and their semaphores; or None
+    layer_ref: Ref,  # [1]
+    table_ref: Ref,  # [B * pages]
+    length_ref: Ref,  # [B]
+    lower_ref: Ref,  # [B * tiles]
+    q_ref: Ref,  # [K, block_m, D]
+    own_ref: Ref,  # [B, 2, R, K, D]
+    pool_ref: Ref | None,  # [L, 2, P, page, K, D]
+    start_ref: Ref | None,  # [block_m, 1]
+    mask_ref: Ref | None,  # [block_m, R]
+    out_ref: Ref,  # [K, block_m, D]
+    own_scratch: tuple[Ref, Ref],  # two of [2, step_rows, K, D], and their semaphores
+    page_scratch: tuple[Ref, Ref] | None,  # two of [2, step_pages, page, K, D], and their semaphores
     *,
-    config,
-    pages,
-    last_seen,
-    group,
-    scale,
-    soft_cap,
-):
+    config: Config,
+    pages: int,
+    last_seen: int,
+    group: int,
+    scale: float,
+    soft_cap: float | None,
+) -> None:
     sequence, tile = pl.program_id(0), pl.program_id(1)
     q = q_ref[...]
     absorb = functools.partial(_absorb, q, scale=scale, soft_cap=soft_cap)
@@ -183,7 +213,7 @@ def _kernel(
         jnp.zeros((*q.shape[:2], 1), jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
-    if pool_ref is not None:
+    if pool_ref is not None and page_scratch is not None:
         state = _committed(
             pool_ref,
             lambda slot: table_ref[sequence * pages + slot],
@@ -200,7 +230,17 @@ def _kernel(
     out_ref[...] = (summed / total).astype(out_ref.dtype)
 
 
-def _committed(pool_ref, page_at, upper, lower, start_ref, scratch, layer, absorb, state):
+def _committed(
+    pool_ref: Ref,
+    page_at: Callable,
+    upper: jax.Array,
+    lower: jax.Array,
+    start_ref: Ref | None,
+    scratch: tuple[Ref, Ref],
+    layer: jax.Array,
+    absorb: Callable,
+    state: State,
+) -> State:
     """The state after the prefix from `lower` to `upper`, in steps of several pages."""
     buffer, semaphores = scratch
     _, _, step_pages, page_size, kv_heads, dim = buffer.shape
@@ -220,7 +260,7 @@ def _committed(pool_ref, page_at, upper, lower, start_ref, scratch, layer, absor
     def take(i, state):
         @pl.when((i * keys < lower) | ((i + 1) * keys > upper))
         def _():
-            # A weight of zero does not silence a NaN, and what lies outside may be a free page or an old buffer.
+            # 0 * NaN is NaN, and outside of the range there may be a free page or an old buffer: mask the values.
             position = i * keys + _position((step_pages, page_size, 1, 1))
             used = (position >= lower) & (position < upper)
             values = buffer[i % 2, 1]
@@ -233,20 +273,29 @@ def _committed(pool_ref, page_at, upper, lower, start_ref, scratch, layer, absor
     return _stream(lower // keys, pl.cdiv(upper, keys), copies, take, state)
 
 
-def _position(shape):
+def _position(shape: tuple[int, ...]) -> jax.Array:
     """Positions of the rows of several pages, [pages, page, 1, 1]."""
     return lax.broadcasted_iota(jnp.int32, shape, 0) * shape[1] + lax.broadcasted_iota(jnp.int32, shape, 1)
 
 
-def _own(own_ref, mask_ref, scratch, first_row, last_seen, group, absorb, state):
-    """The state after the round's own rows; without a mask node n sees those up to `last_seen` + n."""
+def _own(
+    own_ref: Ref,
+    mask_ref: Ref | None,
+    scratch: tuple[Ref, Ref],
+    first_row: jax.Array,
+    last_seen: int,
+    group: int,
+    absorb: Callable,
+    state: State,
+) -> State:
+    """The state after the round's own rows; without a mask, node n sees the rows up to `last_seen` + n."""
     buffer, semaphores = scratch
     step_rows, rows = buffer.shape[2], own_ref.shape[1]
     block_m = state[0].shape[1]
 
     def copies(i):
-        there = own_ref.at[:, pl.ds(pl.multiple_of(i * step_rows, step_rows), step_rows)]
-        return 1, lambda _: pltpu.make_async_copy(there, buffer.at[i % 2], semaphores.at[i % 2])
+        rows_of_step = own_ref.at[:, pl.ds(pl.multiple_of(i * step_rows, step_rows), step_rows)]
+        return 1, lambda _: pltpu.make_async_copy(rows_of_step, buffer.at[i % 2], semaphores.at[i % 2])
 
     def take(i, state):
         if mask_ref is None:
@@ -263,35 +312,44 @@ def _own(own_ref, mask_ref, scratch, first_row, last_seen, group, absorb, state)
     return _stream(0, pl.cdiv(end, step_rows), copies, take, state)
 
 
-def _stream(begin, end, copies, take, state):
+def _stream(begin: jax.Array | int, end: jax.Array | int, copies: Callable, take: Callable, state: State) -> State:
     """The state after `take(i, state)` for each step, while the copies of the next step run.
 
-    `copies(i)` gives how many copies the step i consists of, and what makes the j-th of them.
+    `copies(i)` returns how many copies step i needs, and a function that makes the j-th one.
     """
 
-    def each(i, act):
+    def run(i, act):
         count, copy = copies(i)
         lax.fori_loop(0, count, lambda j, _: act(copy(j)), None)
 
     @pl.when(begin < end)
     def _():
-        each(begin, lambda copy: copy.start())
+        run(begin, lambda copy: copy.start())
 
     def step(i, state):
         @pl.when(i + 1 < end)
         def _():
-            each(i + 1, lambda copy: copy.start())
+            run(i + 1, lambda copy: copy.start())
 
-        each(i, lambda copy: copy.wait())
+        run(i, lambda copy: copy.wait())
         return take(i, state)
 
     return lax.fori_loop(begin, end, step, state)
 
 
-def _absorb(q, keys, values, visible, state, *, scale, soft_cap):
-    """A step's keys go into the running peak, total and weighted sum of a softmax in base 2, each [K, block_m, ...]."""
+def _absorb(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    visible: jax.Array,
+    state: State,
+    *,
+    scale: float,
+    soft_cap: float | None,
+) -> State:
+    """Adds a step's keys to the running softmax, in base 2."""
     peak, total, summed = state
-    scores = in_base_2(_dot(q, keys.astype(q.dtype), 2, 2), scale, soft_cap)
+    scores = scores_in_base_2(_dot(q, keys.astype(q.dtype), 2, 2), scale, soft_cap)
     scores = jnp.where(visible[None], scores, -jnp.inf)
     higher = jnp.maximum(peak, scores.max(2, keepdims=True))
     # A row that has seen nothing yet has no peak to subtract.
@@ -301,8 +359,8 @@ def _absorb(q, keys, values, visible, state, *, scale, soft_cap):
     return higher, total * fade + weights.sum(2, keepdims=True), summed
 
 
-def _dot(a, b, a_axis, b_axis):
-    """Products of a, [K, ...], and b, [..., K, D], head by head in float32."""
+def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """Products of a [K, ...] and b [..., K, D], head by head in float32."""
     return lax.dot_general(
         a,
         b,

@@ -1,0 +1,143 @@
+"""What the Triton kernels share: the call, loads, products, and the running softmax of attention."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels._types import Ref
+
+DTYPES = ("bfloat16", "float16", "float32")
+"""Of operands that attention and products take."""
+MERGE_ELEMENTS = 4096
+"""Elements of partial sums that a program of `merge` holds in registers at most."""
+
+Columns = TypeVar("Columns", jax.Array, list[jax.Array])
+
+
+def call(
+    kernel: Callable[..., None], *, interpret: bool, num_warps: int, num_stages: int = 1, **options: Any
+) -> Callable[..., Any]:
+    """`pl.pallas_call` on the Triton backend; `options` are its own."""
+    if not interpret:
+        warn_of_removal()
+    params = pltriton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+    return pl.pallas_call(kernel, compiler_params=params, interpret=interpret, **options)
+
+
+@functools.cache
+def warn_of_removal() -> None:
+    """Says once per process that JAX will drop the backend of these kernels.
+
+    JAX warns at every lowering, by a DeprecationWarning that Python hides from users.
+    """
+    if jax.__version_info__ >= (0, 11):
+        warnings.warn(
+            "The Pallas Triton backend is deprecated in JAX 0.11 and later, and the GPU kernels use it. With a version "
+            "of JAX that no longer has it, these operations run on XLA, which is slower.",
+            FutureWarning,
+            stacklevel=2,
+        )
+
+
+def padded(size: int) -> int:
+    """The power of two that holds `size`, 16 or more: Triton has no other blocks, and no smaller products."""
+    return max(16, pl.next_power_of_2(size))
+
+
+def refuse_dtype(name: str, x: jax.Array) -> str | None:
+    """Why the compiled kernel cannot take the array of that name; None if it can."""
+    return None if x.dtype.name in DTYPES else f"{name} is {x.dtype.name}: must be one of {', '.join(DTYPES)}"
+
+
+def int32_or_none(x: jax.Array | None) -> jax.Array | None:
+    """An optional array of integers, as kernels read it."""
+    return None if x is None else x.astype(jnp.int32)
+
+
+def load_rows(ref: Ref, lead: tuple, row: jax.Array, used: jax.Array) -> jax.Array:
+    """Rows of `ref` under the leading indices `lead`, [block, padded width]; zero where they are not used."""
+    column = jnp.arange(padded(ref.shape[-1]))[None]
+    return pltriton.load(ref.at[*lead, row[:, None], column], mask=used[:, None] & (column < ref.shape[-1]), other=0)
+
+
+def load_columns(ref: Ref, lead: tuple, row: jax.Array, used: jax.Array, first: int, width: int) -> jax.Array:
+    """As `load_rows`, of `width` columns from `first` on."""
+    column = jnp.arange(padded(width))[None]
+    inside = used[:, None] & (column < width)
+    return pltriton.load(ref.at[*lead, row[:, None], first + column], mask=inside, other=0)
+
+
+def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The product in full precision for float32, where Triton would otherwise use TF32."""
+    return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def absorb(
+    scores: jax.Array, values: Columns, state: tuple[jax.Array, jax.Array, Columns]
+) -> tuple[jax.Array, jax.Array, Columns]:
+    """Adds a block's scores, in base 2, and values to the running peak, total and weighted sum of a softmax.
+
+    Values and sum are arrays, or lists of arrays of some columns each.
+    """
+    peak, total, summed = state
+    higher = jnp.maximum(peak, scores.max(1))
+    # A row that has seen nothing yet has no peak to subtract.
+    base = jnp.where(higher == -jnp.inf, 0.0, higher)
+    weights, fade = jnp.exp2(scores - base[:, None]), jnp.exp2(peak - base)
+
+    def updated(part, columns):
+        return part * fade[:, None] + dot(weights.astype(columns.dtype), columns)
+
+    return higher, total * fade + weights.sum(1), jax.tree.map(updated, summed, values)
+
+
+def merge(partials: Sequence[jax.Array], dtype: jnp.dtype, interpret: bool) -> jax.Array:
+    """The peaks, totals [S, ...] and sums [S, ..., D] of several splits as one result [rows, D].
+
+    A kernel, because XLA would make two of the same in jnp.
+    """
+    peaks, totals, sums = partials
+    splits, dim = peaks.shape[0], sums.shape[-1]
+    rows = peaks[0].size
+    # Several programs share a long row, so that each keeps its columns in registers.
+    block = min(max(MERGE_ELEMENTS // pl.next_power_of_2(splits), 16), padded(dim))
+    return call(
+        functools.partial(_merge_kernel, block=block),
+        out_shape=jax.ShapeDtypeStruct((rows, dim), dtype),
+        grid=(rows, pl.cdiv(dim, block)),
+        in_specs=[
+            pl.BlockSpec((splits, None), lambda i, j: (0, i)),
+            pl.BlockSpec((splits, None), lambda i, j: (0, i)),
+            pl.BlockSpec((splits, None, dim), lambda i, j: (0, i, 0)),
+        ],
+        out_specs=pl.BlockSpec((None, dim), lambda i, j: (i, 0)),
+        num_warps=4 if splits > 4 else 1,
+        interpret=interpret,
+        name="paged_attention_merge",
+    )(peaks.reshape(splits, rows), totals.reshape(splits, rows), sums.reshape(splits, rows, dim))
+
+
+def _merge_kernel(
+    peak_ref: Ref,  # [splits]
+    total_ref: Ref,  # [splits]
+    sum_ref: Ref,  # [splits, D]
+    out_ref: Ref,  # [D]
+    *,
+    block: int,
+) -> None:
+    splits, dim = sum_ref.shape
+    split, column = jnp.arange(pl.next_power_of_2(splits)), pl.program_id(1) * block + jnp.arange(block)
+    peak = pltriton.load(peak_ref.at[split], mask=split < splits, other=-jnp.inf)
+    total = pltriton.load(total_ref.at[split], mask=split < splits, other=0)
+    inside = (split < splits)[:, None] & (column < dim)[None]
+    summed = pltriton.load(sum_ref.at[split[:, None], column[None]], mask=inside, other=0)
+    weight = jnp.exp2(peak - peak.max())
+    out = (weight[:, None] * summed).sum(0) / (weight * total).sum()
+    pltriton.store(out_ref.at[column], out.astype(out_ref.dtype), mask=column < dim)

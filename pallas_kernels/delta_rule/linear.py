@@ -1,0 +1,39 @@
+"""Sums and inverses that XLA and the kernels share."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+
+def suffix_sum(x: Shaped[Array, "*batch R"]) -> Shaped[Array, "*batch R"]:
+    """For each element the sum of those after it."""
+    moved = jnp.concatenate([x[..., 1:], jnp.zeros_like(x[..., :1])], axis=-1)
+    return lax.cumsum(moved, axis=x.ndim - 1, reverse=True)
+
+
+def unit_lower_inverse(lower: Float[Array, "*batch N N"], count: int | None = None) -> Float[Array, "*batch N N"]:
+    """(I + lower)^-1 of strictly lower triangular matrices, by matrix products alone.
+
+    Blocks on the diagonal are inverted, their size doubled each time: the inverse of [[P, 0], [M, Q]] holds P^-1, Q^-1
+    and, below the diagonal, -Q^-1 M P^-1. No power of `lower` is taken: its entries may be large where those of the
+    inverse are small.
+
+    Args:
+      count: rows before the first one that is all zeros, as are those after it; None: unknown.
+    """
+    size, index = 1, jnp.arange(lower.shape[-1])
+    inverse = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
+    while size < (count or lower.shape[-1]):
+        block = index // size
+        below = jnp.where((block[:, None] % 2 == 1) & (block[None] == block[:, None] - 1), lower, 0)
+        if size == 1:
+            inverse = inverse - below
+        else:
+            inverse = inverse - _matmul(_matmul(inverse, below), inverse)
+        size *= 2
+    return inverse
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

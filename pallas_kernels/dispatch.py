@@ -1,0 +1,98 @@
+"""Which backend runs an operation: one table of preferences, and one function that applies it."""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from pallas_kernels import platform
+
+BACKENDS = {"gpu": ("mosaic_gpu", "triton"), "tpu": ("mosaic_tpu",)}
+"""The kernel backends of each platform, best first. Programs of a platform without one run on XLA."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation and its backends.
+
+    A kernel backend is a module of the operation's package, named like the backend, that has
+
+    - the operation itself, with `config=` (None: `default_config`) and `interpret=` (None: `platform.interpret()`);
+    - `supported`, which takes the operation's arguments and `interpret=` and returns None, or why it cannot run them;
+    - `Config`, a frozen dataclass of tile sizes, warps and the like, and `default_config`, which chooses one by shapes.
+
+    Attributes:
+      name: of the function, the same in every module.
+      package: full name of the operation's package.
+      xla: the operation in plain JAX, which runs on every platform.
+      kernels: names of its kernel backends.
+    """
+
+    name: str
+    package: str
+    xla: Callable[..., Any]
+    kernels: tuple[str, ...]
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The names that `backend=` accepts."""
+        return (*self.kernels, "xla")
+
+    def module(self, kernel: str) -> ModuleType:
+        """The module of a kernel backend.
+
+        Raises:
+          ImportError: the installed JAX does not have what it is built on.
+        """
+        return importlib.import_module(f"{self.package}.{kernel}")
+
+    def run(self, backend: str | None, *args: Any, **options: Any) -> Any:
+        """The operation on the chosen backend.
+
+        Args:
+          backend: one of `backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter. None: the
+            first kernel backend of this platform that is available and supports the arguments, otherwise XLA.
+
+        Raises:
+          ValueError: `backend` is unknown, belongs to another platform, is not available, or does not support the
+            arguments.
+        """
+        return self._choose(backend, args, options)(*args, **options)
+
+    def _choose(self, backend: str | None, args: tuple, options: dict[str, Any]) -> Callable[..., Any]:
+        here = platform.platform()
+        if backend is None:
+            for kernel in BACKENDS.get(here, ()):
+                if kernel in self.kernels and self._refusal(kernel, args, options) is None:
+                    return getattr(self.module(kernel), self.name)
+            return self.xla
+        if backend not in self.backends:
+            raise ValueError(f"{self.name}: backend={backend!r}: must be one of {', '.join(sorted(self.backends))}")
+        if backend == "xla":
+            return self.xla
+        required = next(name for name, kernels in BACKENDS.items() if backend in kernels)
+        if here not in (required, "cpu"):
+            raise ValueError(f"{self.name}: backend={backend!r} requires a {required}, but this program targets {here}")
+        reason = self._refusal(backend, args, options)
+        if reason is not None:
+            raise ValueError(f"{self.name}: backend={backend!r} cannot run: {reason}")
+        return getattr(self.module(backend), self.name)
+
+    def _refusal(self, kernel: str, args: tuple, options: dict[str, Any]) -> str | None:
+        """Why a kernel backend cannot run these arguments; None if it can."""
+        return _unavailable(self, kernel) or self.module(kernel).supported(*args, **options)
+
+
+@functools.cache
+def _unavailable(operation: Operation, kernel: str) -> str | None:
+    """Why a kernel backend cannot be imported; None if it can."""
+    try:
+        operation.module(kernel)
+    except ImportError as error:
+        # An import that fails in our own code is a bug, and XLA must not hide it.
+        if (error.name or "").partition(".")[0] not in ("jax", "jaxlib"):
+            raise
+        return f"not available in this version of JAX: {error}"
+    return None

@@ -1,0 +1,169 @@
+"""Grouped products as one Triton kernel: a program owns some columns of a block of rows that share a matrix.
+
+It finds its rows and its matrix by counting the sizes. There are as many blocks as could be needed; the others end at
+once, so that the bytes read do not depend on the number of matrices.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
+
+from pallas_kernels import platform
+from pallas_kernels._triton import call, dot, refuse_dtype
+from pallas_kernels._types import Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work of one call is divided. All are powers of two, the blocks at least 16."""
+
+    block_m: int
+    """Rows of a program."""
+    block_n: int
+    """Columns of a program; with an activation, half of them in each half."""
+    block_k: int
+    """Elements of a row, and rows of its matrix, per iteration."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Constants of `default_config` for a kind of device."""
+
+    float32: Config
+    few_rows: Config
+    """For up to 16 rows per matrix. One block of rows reads the matrix: there is little to compute and much to load, at
+    least 128 bytes of a row of the matrix at once, in each half."""
+    many_rows: Config
+    """For more of them; with fewer than its rows per matrix, `block_m` is the power of two that holds those."""
+    min_block_m: int
+    """Of `many_rows`."""
+    short_block_warps: int
+    """Warps of smaller blocks than that of `many_rows`."""
+
+
+TUNING = {
+    "NVIDIA H100": Tuning(
+        float32=Config(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2),
+        few_rows=Config(block_m=16, block_n=128, block_k=64, num_warps=4, num_stages=4),
+        many_rows=Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
+        min_block_m=32,
+        short_block_warps=4,
+    )
+}
+"""By device kind; the first entry is the default."""
+
+
+def default_config(*, rows: int, groups: int, dtype: DTypeLike) -> Config:
+    """The configuration for `rows` that are spread over `groups` matrices."""
+    tuning = platform.for_device_kind(TUNING)
+    if jnp.dtype(dtype).itemsize > 2:
+        return tuning.float32
+    rows_per_group = pl.cdiv(rows, groups)
+    if rows_per_group <= 16:
+        return tuning.few_rows
+    block_m = max(pl.next_power_of_2(rows_per_group), tuning.min_block_m)
+    if block_m >= tuning.many_rows.block_m:
+        return tuning.many_rows
+    return dataclasses.replace(tuning.many_rows, block_m=block_m, num_warps=tuning.short_block_warps)
+
+
+def supported(x: jax.Array, *args: object, interpret: bool | None = None, **options: object) -> str | None:
+    """None, or why the kernel cannot run these arguments of `grouped_matmul`."""
+    # The interpreter takes any dtype.
+    return None if platform.resolve_interpret(interpret) else refuse_dtype("x", x)
+
+
+def grouped_matmul(
+    x: jax.Array,
+    weight: jax.Array,
+    sizes: jax.Array,
+    *,
+    rows: jax.Array | None = None,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    config: Config | None = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """Arguments as in `api.grouped_matmul` and `dispatch.Operation`."""
+    count = x.shape[0] if rows is None else rows.shape[0]
+    groups, _, columns = weight.shape
+    config = config or default_config(rows=count, groups=groups, dtype=x.dtype)
+    # Each group has at most one block that is not full.
+    blocks = count // config.block_m + min(groups, count)
+    halves = 1 if activation is None else 2
+    return call(
+        functools.partial(_kernel, activation=activation, config=config),
+        out_shape=jax.ShapeDtypeStruct((count, columns // halves), x.dtype),
+        # The columns of a block run together, because they read adjacent memory.
+        grid=(pl.cdiv(columns, config.block_n), blocks),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=platform.resolve_interpret(interpret),
+        name="grouped_matmul",
+    )(x, weight, *(counts.astype(jnp.int32) for counts in (sizes, rows) if counts is not None))
+
+
+def _kernel(
+    x_ref: Ref,  # [T, K]
+    weight_ref: Ref,  # [X, K, N]
+    sizes_ref: Ref,  # [X]
+    *refs: Ref,  # [S] of the rows, unless they are those of x; [S, M] of the result
+    activation: Callable[[jax.Array], jax.Array] | None,
+    config: Config,
+) -> None:
+    # The program's rows, matrix and columns.
+    *rows_ref, out_ref = refs
+    inner, columns = weight_ref.shape[1], out_ref.shape[1]
+    halves = (0,) if activation is None else (0, columns)
+    width = config.block_n // len(halves)
+    group, first, count = _find(sizes_ref, pl.program_id(1), config.block_m)
+    place = jnp.arange(config.block_m)
+    row, real = first + place, place < count
+    column = pl.program_id(0) * width + jnp.arange(width)
+    inside = column < columns
+
+    # The products of both halves, if there are two, and the gate.
+    @pl.when(count > 0)
+    def _():
+        source = pltriton.load(rows_ref[0].at[row], mask=real, other=0) if rows_ref else row
+
+        def body(i, totals):
+            k = i * config.block_k + jnp.arange(config.block_k)
+            present = k < inner
+            x = pltriton.load(x_ref.at[source[:, None], k[None]], mask=real[:, None] & present[None], other=0)
+            products = []
+            for half in halves:
+                at = weight_ref.at[group, k[:, None], half + column[None]]
+                weight = pltriton.load(at, mask=present[:, None] & inside[None], other=0)
+                products.append(dot(x, weight))
+            return tuple(total + product for total, product in zip(totals, products, strict=True))
+
+        totals = (jnp.zeros((config.block_m, width), jnp.float32),) * len(halves)
+        result, *other = lax.fori_loop(0, pl.cdiv(inner, config.block_k), body, totals)
+        if activation is not None:
+            result = activation(result) * other[0]
+        out = out_ref.at[row[:, None], column[None]]
+        pltriton.store(out, result.astype(out_ref.dtype), mask=real[:, None] & inside[None])
+
+
+def _find(sizes_ref: Ref, block: jax.Array, block_m: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The group of a block of rows, its first row, and how many there are: 0 for a block that is not needed."""
+    groups = sizes_ref.shape[0]
+    index = jnp.arange(pl.next_power_of_2(groups))
+    sizes = pltriton.load(sizes_ref.at[index], mask=index < groups, other=0)
+    blocks = pl.cdiv(sizes, block_m)
+    # The groups all of whose blocks precede this one.
+    before = jnp.cumsum(blocks) <= block
+    group = jnp.minimum(jnp.sum(before.astype(jnp.int32)), groups - 1)
+    earlier = index < group
+    rows, taken = jnp.sum(jnp.where(earlier, sizes, 0)), jnp.sum(jnp.where(earlier, blocks, 0))
+    done = (block - taken) * block_m
+    return group, rows + done, jnp.minimum(sizes_ref[group] - done, block_m)

@@ -1,0 +1,33 @@
+"""The backends of an operation as parameters of a test, and where each of them can run."""
+
+import pytest
+
+from pallas_kernels import platform
+from pallas_kernels.dispatch import BACKENDS, Operation
+
+HERE = platform.platform()
+REQUIRES = {backend: name for name, backends in BACKENDS.items() for backend in backends}
+"""The platform of each kernel backend."""
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiler options for interpreted kernels: long programs on little data, which take longer to optimize than to run."""
+
+
+def interpreted(backend: str | None) -> bool:
+    """Whether a backend runs in Pallas' interpreter here."""
+    return HERE == "cpu" and backend in REQUIRES
+
+
+def requires(backend: str):
+    """A mark that skips what runs on other platforms only; a CPU runs everything, kernels in Pallas' interpreter."""
+    needed = REQUIRES.get(backend, HERE)
+    return pytest.mark.skipif(HERE not in ("cpu", needed), reason=f"{backend} requires a {needed}, or a CPU")
+
+
+def params(*backends: str) -> list:
+    """The backends as parameters, each with its mark."""
+    return [pytest.param(backend, marks=requires(backend)) for backend in backends]
+
+
+def each_backend(operation: Operation):
+    """Parametrizes `backend` with all backends of an operation."""
+    return pytest.mark.parametrize("backend", params(*sorted(operation.backends)))

@@ -1,0 +1,335 @@
+"""Every operation keeps the contract of `dispatch.Operation`: its modules, its backends and their errors."""
+
+import dataclasses
+import importlib
+import inspect
+import pathlib
+import subprocess
+import sys
+import types
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backends import REQUIRES, requires
+
+import pallas_kernels
+from pallas_kernels import dispatch, platform
+from pallas_kernels.dispatch import BACKENDS, Operation
+
+FOLDER = pathlib.Path(pallas_kernels.__path__[0])
+PACKAGES = sorted(path.parent.name for path in FOLDER.glob("*/api.py"))
+OPERATIONS = {name: importlib.import_module(f"pallas_kernels.{name}").OPERATION for name in PACKAGES}
+DEVICE_KINDS = {"gpu": "NVIDIA H100", "tpu": "TPU v5 lite"}
+"""The default entry of the tables of each platform."""
+
+operations = pytest.mark.parametrize("package", PACKAGES)
+kernels = pytest.mark.parametrize(
+    ("package", "kernel"), [(package, kernel) for package in PACKAGES for kernel in OPERATIONS[package].kernels]
+)
+
+
+def normal(*shape):
+    return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)
+
+
+def paged(*row):
+    """A pool of 2 layers and 4 pages of 4 rows, the pages of 2 sequences, and their lengths."""
+    return normal(2, *row[:1], 4, 4, *row[1:]), jnp.array([[3, 0], [1, 2]]), jnp.array([5, 0])
+
+
+def example(package):
+    """Arguments of an operation, and its options."""
+    match package:
+        case "paged_attention":
+            own = normal(2, 3, 1, 64)
+            return (normal(2, 3, 2, 64), own, own, *paged(2, 1, 64), None), {"layer": 1, "scale": 0.1}
+        case "mla_attention":
+            arrays = normal(2, 3, 2, 16), normal(2, 3, 2, 8), normal(2, 3, 24)
+            return (*arrays, *paged(1, 24), None), {"layer": 1, "scale": 0.1}
+        case "kv_compact":
+            pool, table, start = paged(2, 1, 16)
+            row = normal(2, 3, 1, 16)
+            return (pool, ((row, row), (row, row)), table, start, jnp.array([[0, 2], [0, 1]]), jnp.array([2, 1])), {}
+        case "delta_rule":
+            q, k = normal(1, 4, 1, 8) / 3, jnp.flip(normal(1, 4, 1, 8)) / 3
+            g, mask = -jnp.abs(normal(1, 4, 2)), jnp.array([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]])
+            return (normal(1, 2, 8, 5), q, k, normal(1, 4, 2, 5), g, normal(1, 4, 2), mask == 1), {}
+        case "topk":
+            return (normal(2, 40), 3), {}
+        case "grouped_matmul":
+            return (normal(6, 16), normal(3, 16, 8), jnp.array([2, 0, 4])), {}
+        case "group_rows":
+            return (jnp.array([[1, 0], [2, 1], [0, 2]]), 3, 1), {}
+        case "split_heads":
+            return (normal(1, 2, 4, 8), normal(1, 2, 4), normal(1, 2, 4), None, None), {"kv_heads": 1, "eps": 1e-5}
+        case "residual_norm":
+            return (normal(1, 2, 8), normal(1, 2, 8), normal(8), normal(8), None), {"eps": 1e-5}
+    raise NotImplementedError(package)
+
+
+def api(package):
+    return getattr(importlib.import_module(f"pallas_kernels.{package}.api"), OPERATIONS[package].name)
+
+
+def call(package, backend):
+    """The operation on its example as a function of arrays, and those arrays; integers are static."""
+    args, options = example(package)
+    arrays = [None if isinstance(arg, int) else arg for arg in args]
+
+    def run(arrays):
+        given = [arg if isinstance(arg, int) else array for arg, array in zip(args, arrays, strict=True)]
+        return api(package)(*given, **options, backend=backend)
+
+    return run, arrays
+
+
+def captured_arguments(package, monkeypatch):
+    """The arguments with which the API calls a backend."""
+    seen, run = [], Operation.run
+
+    def capture(self, backend, *args, **options):
+        seen.append((args, options))
+        return run(self, "xla", *args, **options)
+
+    args, options = example(package)
+    with monkeypatch.context() as patch:
+        patch.setattr(Operation, "run", capture)
+        api(package)(*args, **options)
+    return seen[0]
+
+
+@operations
+def test_an_operation_has_its_modules(package):
+    operation = OPERATIONS[package]
+    files = {path.stem for path in (FOLDER / package).glob("*.py")}
+    assert {"api", "reference"} <= files
+    assert files & {kernel for kernels in BACKENDS.values() for kernel in kernels} == set(operation.kernels)
+    assert operation.package == f"pallas_kernels.{package}"
+    assert callable(getattr(importlib.import_module(f"{operation.package}.reference"), operation.name))
+    assert operation.xla.__module__ == f"{operation.package}.{'xla' if 'xla' in files else 'reference'}"
+    backend = inspect.signature(api(package)).parameters["backend"]
+    assert (backend.kind, backend.default) == (backend.KEYWORD_ONLY, None)
+
+
+@kernels
+def test_a_kernel_module_has_the_interface(package, kernel):
+    operation = OPERATIONS[package]
+    module = operation.module(kernel)
+    assert dataclasses.is_dataclass(module.Config) and module.Config.__dataclass_params__.frozen
+    shapes = inspect.signature(module.default_config).parameters.values()
+    assert all(shape.kind == shape.KEYWORD_ONLY for shape in shapes)
+    assert next(iter(module.TUNING)) == DEVICE_KINDS[REQUIRES[kernel]]
+    run = inspect.signature(getattr(module, operation.name)).parameters
+    for name in ("config", "interpret"):
+        assert (run[name].kind, run[name].default) == (inspect.Parameter.KEYWORD_ONLY, None)
+    assert [name for name in run if name not in ("config", "interpret")] == list(
+        inspect.signature(operation.xla).parameters
+    )
+
+
+@kernels
+def test_supported_takes_the_arguments_of_the_operation(package, kernel, monkeypatch):
+    args, options = captured_arguments(package, monkeypatch)
+    supported = OPERATIONS[package].module(kernel).supported
+    for interpret in (None, True, False):
+        assert supported(*args, **options, interpret=interpret) is None
+
+
+@operations
+def test_every_backend_equals_the_reference(package, monkeypatch):
+    operation = OPERATIONS[package]
+    args, options = captured_arguments(package, monkeypatch)
+    reference = getattr(importlib.import_module(f"{operation.package}.reference"), operation.name)
+    expected = jax.tree.leaves(reference(*args, **options))
+    for backend in operation.backends:
+        if not requires(backend).args[0]:
+            run, arrays = call(package, backend)
+            found = jax.tree.leaves(jax.jit(run)(arrays))
+            for ours, theirs in zip(found, expected, strict=True):
+                np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5, err_msg=backend)
+
+
+@operations
+def test_the_first_kernel_of_a_platform_runs(package, monkeypatch):
+    operation = OPERATIONS[package]
+    for name, preferred in {**BACKENDS, "cpu": ()}.items():
+        monkeypatch.setattr(platform, "platform", lambda name=name: name)
+        run, arrays = call(package, None)
+        jaxpr = str(jax.make_jaxpr(run)(arrays))
+        assert ("pallas_call" in jaxpr) == any(kernel in operation.kernels for kernel in preferred)
+
+
+@kernels
+def test_a_kernel_of_another_platform_is_an_error(package, kernel, monkeypatch):
+    operation = OPERATIONS[package]
+    for here in {"gpu", "tpu"} - {REQUIRES[kernel]}:
+        monkeypatch.setattr(platform, "platform", lambda here=here: here)
+        run, arrays = call(package, kernel)
+        message = f"{operation.name}: backend='{kernel}' requires a {REQUIRES[kernel]}, but this program targets {here}"
+        with pytest.raises(ValueError, match=message):
+            jax.make_jaxpr(run)(arrays)
+
+
+@operations
+def test_an_unknown_backend_is_an_error(package):
+    run, arrays = call(package, "cray")
+    names = ", ".join(sorted(OPERATIONS[package].backends))
+    with pytest.raises(ValueError, match=f"{OPERATIONS[package].name}: backend='cray': must be one of {names}"):
+        jax.make_jaxpr(run)(arrays)
+
+
+@kernels
+def test_config_and_interpret(package, kernel, monkeypatch):
+    """The default configuration is chosen only if none is given, and both arguments reach the kernel."""
+    operation = OPERATIONS[package]
+    args, options = captured_arguments(package, monkeypatch)
+    module, chosen = operation.module(kernel), []
+    default = module.default_config
+    monkeypatch.setattr(module, "default_config", lambda **shapes: chosen.append(default(**shapes)) or chosen[-1])
+
+    def jaxpr(**given):
+        arrays = [None if isinstance(arg, int) else arg for arg in args]
+
+        def run(arrays):
+            static = [arg if isinstance(arg, int) else array for arg, array in zip(args, arrays, strict=True)]
+            return getattr(module, operation.name)(*static, **options, **given)
+
+        return str(jax.make_jaxpr(run)(arrays))
+
+    interpreted = jaxpr()
+    assert isinstance(chosen[0], module.Config)
+    del chosen[:]
+    assert "interpret=True" in interpreted and "interpret=False" not in interpreted
+    compiled = jaxpr(interpret=False)
+    assert "interpret=False" in compiled and "interpret=True" not in compiled
+    config = chosen.pop()
+    assert "interpret=False" in jaxpr(config=config, interpret=False)
+    assert not chosen
+
+
+# The dispatch itself, on an operation of fake modules
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """An operation whose kernels return their names, and the arguments that they do not support."""
+    refused = set()
+    for kernel in ("mosaic_gpu", "triton", "mosaic_tpu"):
+        module = types.ModuleType(f"fake.{kernel}")
+        module.op = lambda x, kernel=kernel: kernel
+        module.supported = lambda x, kernel=kernel: "x is refused" if (kernel, x) in refused else None
+        monkeypatch.setitem(sys.modules, f"fake.{kernel}", module)
+    return Operation("op", "fake", lambda x: "xla", ("triton", "mosaic_gpu", "mosaic_tpu")), refused
+
+
+def test_the_first_kernel_that_supports_the_arguments_is_chosen(fake, monkeypatch):
+    operation, refused = fake
+    for here, expected in (("cpu", "xla"), ("gpu", "mosaic_gpu"), ("tpu", "mosaic_tpu"), ("other", "xla")):
+        monkeypatch.setattr(platform, "platform", lambda here=here: here)
+        assert operation.run(None, 1) == expected
+        assert operation.run("xla", 1) == "xla"
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    refused.add(("mosaic_gpu", 1))
+    assert (operation.run(None, 1), operation.run(None, 2)) == ("triton", "mosaic_gpu")
+    assert operation.run("triton", 2) == "triton"
+    with pytest.raises(ValueError, match="op: backend='mosaic_gpu' cannot run: x is refused"):
+        operation.run("mosaic_gpu", 1)
+    refused.add(("triton", 1))
+    assert operation.run(None, 1) == "xla"
+
+
+def test_a_cpu_runs_the_kernels_of_all_platforms(fake, monkeypatch):
+    operation, _ = fake
+    monkeypatch.setattr(platform, "platform", lambda: "cpu")
+    assert [operation.run(backend, 1) for backend in operation.backends] == list(operation.backends)
+
+
+def unimportable(monkeypatch, name):
+    real = importlib.import_module
+
+    def fail(module):
+        if module == "fake.mosaic_gpu":
+            raise ImportError(f"No module named '{name}'", name=name)
+        return real(module)
+
+    monkeypatch.setattr(dispatch.importlib, "import_module", fail)
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+
+
+def test_a_kernel_that_jax_cannot_import_is_skipped(fake, monkeypatch):
+    operation, _ = fake
+    unimportable(monkeypatch, "jax.experimental.pallas.mosaic_gpu")
+    assert operation.run(None, 1) == "triton"
+    with pytest.raises(
+        ValueError, match="backend='mosaic_gpu' cannot run: not available in this version of JAX: No mo"
+    ):
+        operation.run("mosaic_gpu", 1)
+
+
+def test_a_failing_import_of_our_own_is_not_hidden(fake, monkeypatch):
+    operation, _ = fake
+    unimportable(monkeypatch, "pallas_kernels.typo")
+    with pytest.raises(ImportError, match="pallas_kernels.typo"):
+        operation.run(None, 1)
+
+
+def test_the_deprecation_of_triton_is_shown_once(monkeypatch):
+    from pallas_kernels import _triton
+    from pallas_kernels.topk import triton
+
+    def lower(**given):
+        return jax.make_jaxpr(lambda x: triton.topk(x, 2, **given))(jnp.zeros((2, 40)))
+
+    _triton.warn_of_removal.cache_clear()
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        lower(interpret=True)
+        assert not shown
+        lower(interpret=False)
+        lower(interpret=False)
+    assert [(each.category, str(each.message)[:42]) for each in shown] == [
+        (FutureWarning, "The Pallas Triton backend is deprecated in")
+    ]
+    _triton.warn_of_removal.cache_clear()
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None
+import types
+import jax
+import numpy as np
+import jspec
+from pallas_kernels import dispatch
+import test_contract
+
+# Dispatch chooses as on a GPU, and the programs run on the CPU.
+dispatch.platform = types.SimpleNamespace(platform=lambda: "gpu")
+for package, operation in test_contract.OPERATIONS.items():
+    run, arrays = test_contract.call(package, None)
+    assert "pallas_call" not in str(jax.make_jaxpr(run)(arrays)), package
+    jax.block_until_ready(jax.jit(run)(arrays))
+    try:
+        jax.make_jaxpr(test_contract.call(package, "triton")[0])(arrays)
+    except ValueError as error:
+        assert "backend='triton' cannot run: not available in this version of JAX" in str(error), error
+    else:
+        raise AssertionError(package)
+model = jspec.load("bundled:python-tiny")
+generation = jspec.generate(model, "def add(a, b):", drafter="ngram", max_new_tokens=8)
+print(len(generation.tokens), [name for name in sys.modules if "pallas.triton" in name or "._triton" in name])
+"""
+
+
+def test_everything_runs_without_triton():
+    """All operations and a whole generation, with `jax.experimental.pallas.triton` unimportable."""
+    here = pathlib.Path(__file__).parent
+    path = [str(FOLDER.parent), str(here), str(here.parent / "helpers")]
+    setup = f"import sys; sys.path[:0] = {path}\n"
+    done = subprocess.run([sys.executable, "-c", setup + WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split("\n")[-2] == "8 ['jax.experimental.pallas.triton']"
