@@ -1,7 +1,7 @@
 """The loop: prefill once, then rounds of draft, verify, accept, commit, extend, in one XLA program.
 
 Target, drafter and rule of acceptance are static arguments; this module knows none of them by name. The five steps of a
-round are five functions. `step` calls them in order; so do benchmarks and inspection, each in its own way.
+round are five functions, which `step` calls in order. Benchmarks and inspection call the same functions.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.core import sampling, stopping, tree
 from jspec.core.commit import commit_rows
+from jspec.core.invariants import check_round
 from jspec.core.struct import struct
 from jspec.core.types import (
     Accept,
@@ -25,6 +26,7 @@ from jspec.core.types import (
     DraftTree,
     ForwardOutput,
     Params,
+    RowSampling,
     Stats,
     Target,
 )
@@ -40,7 +42,7 @@ def prefill(
     limit: Int[Array, " B"],
     key: Key[Array, " B"],
     stop: stopping.Stop,
-    row_sampling: sampling.RowSampling | None = None,
+    row_sampling: RowSampling | None = None,
     *,
     target: Target,
     drafter: Drafter,
@@ -293,7 +295,7 @@ def run_rounds(
 _STATIC = ("target", "drafter", "accept")
 
 
-def _loop_program(many: bool) -> LoopProgram:
+def _loop_program(many: bool) -> LoopProgram[..., DecodeState]:
     def decode(
         params: Params, s: DecodeState, until: Int[Array, ""], *, target: Target, drafter: Drafter, accept: Accept
     ) -> DecodeState:
@@ -318,7 +320,7 @@ def verifies_many(params: Params, s: DecodeState, drafter: Drafter) -> bool:
     return _drafted.eval_shape(params, s, drafter=drafter).tokens.size > TRITON_GEMM_MAX_TOKENS
 
 
-def fastest(params: Params, s: DecodeState, drafter: Drafter) -> LoopProgram:
+def fastest(params: Params, s: DecodeState, drafter: Drafter) -> LoopProgram[..., DecodeState]:
     """`decode` or `decode_many`, whichever is faster for rounds of these shapes."""
     return decode_many if verifies_many(params, s, drafter) else decode
 
@@ -330,23 +332,3 @@ def decode_checked(
     """`decode` with `check_round` in every round; `error.throw()` raises the first broken invariant."""
     rounds = partial(run_rounds, target=target, drafter=drafter, accept=accept, debug=True)
     return checkify.checkify(rounds, errors=checkify.user_checks)(params, s, until)
-
-
-def check_round(
-    s: DecodeState, draft_tree: DraftTree, logits: Float[Array, "B N V"], accepted: Acceptance, vocab_size: int
-) -> None:
-    """Invariants of a round, for `checkify`: indices in range, parents before children, no NaN."""
-
-    def check(holds: Bool[Array, "..."], broken: str) -> None:
-        checkify.check(jnp.all(holds), "round {s}: " + broken, s=s.round_index)
-
-    tokens, parents = draft_tree.tokens, draft_tree.parents
-    check((tokens >= 0) & (tokens < vocab_size), "the drafter proposed a token outside the vocabulary")
-    check(tokens[:, :1] == s.root, "node 0 is not the last committed token")
-    if parents is not None:
-        before = jnp.maximum(jnp.arange(tokens.shape[1], dtype=jnp.int32) - 1, 0)[None]
-        check((parents >= 0) & (parents <= before), "a parent does not come before its child")
-    check(~jnp.isnan(logits).any((1, 2)) | s.done, "the target's logits contain a NaN")
-    check((accepted.length >= 1) & (accepted.length <= accepted.tokens.shape[1]), "an accept length is out of range")
-    within = (s.length >= 1) & (s.length <= s.limit) & (s.limit <= s.tokens.shape[1])
-    check(within, "a sequence is longer than its limit or the buffer")

@@ -1,6 +1,6 @@
 """Every kind of cache with chains and trees, at any page size, with NaN in everything that must not be read.
 
-A new kind of cache is a row of `KINDS`.
+Add a new kind of cache to `KINDS`.
 """
 
 import dataclasses

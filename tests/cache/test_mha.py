@@ -11,6 +11,7 @@ import toy
 
 from jspec.cache import MhaCache
 from jspec.core import tree
+from jspec.core.commit import commit_rows
 
 LAYERS, KV_HEADS, HEADS, DIM, BATCH, CAPACITY, NODES = 2, 2, 4, 16, 3, 21, 5
 SCALE = 0.25
@@ -84,6 +85,18 @@ def test_a_commit_does_not_change_the_old_cache():
     after = commit(cache, rows, jnp.zeros(BATCH, jnp.int32), None, jnp.full(BATCH, 2, jnp.int32))
     np.testing.assert_array_equal(cache.pool, before)
     assert np.isnan(before).all() and not np.isnan(after.pool).all()
+
+
+@pytest.mark.parametrize("value", (0.0, -1.0, np.inf, np.nan))
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16, jnp.int32))
+def test_commit_rows_commits_after_any_output_of_the_forward(value, dtype):
+    if dtype == jnp.int32 and not np.isfinite(value):
+        return
+    cache = empty(4, np.random.default_rng(0), scrambled=True)
+    rows = tuple((jnp.ones((BATCH, NODES, KV_HEADS, DIM)),) * 2 for _ in range(LAYERS))
+    given = cache, rows, jnp.zeros(BATCH, jnp.int32), None, jnp.arange(BATCH, dtype=jnp.int32)
+    out = jnp.full((BATCH, NODES, 7), value, dtype)
+    toy.assert_same(jax.jit(commit_rows)(*given, after=out), commit(*given))
 
 
 def test_a_forward_does_not_change_the_cache():

@@ -110,8 +110,8 @@ def test_committing_a_chain_equals_reading_its_tokens_alone(before, count):
     wanted, after = plainly(cache, given, start, count)
     np.testing.assert_allclose(out, wanted, **CLOSE)
     length = np.array([count, 1, count - 1])
-    behind = np.arange(count)[None] >= length[:, None]
-    broken = jax.tree.map(lambda x: np.where(behind.reshape(B, count, *[1] * (x.ndim - 2)), NAN, x), rows)
+    beyond = np.arange(count)[None] >= length[:, None]
+    broken = jax.tree.map(lambda x: np.where(beyond.reshape(B, count, *[1] * (x.ndim - 2)), NAN, x), rows)
     got = commit(cache, broken, start, None, jnp.asarray(length))
     for b, size in enumerate(length):
         assert_remembers(got, after[size], b)

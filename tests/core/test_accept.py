@@ -1,6 +1,6 @@
 """Greedy acceptance against a node-by-node walk in Python, and properties of all rules.
 
-That the other rules are exact is proved in test_exact.py.
+test_exact.py proves that the other rules are exact.
 """
 
 import jax
@@ -134,13 +134,13 @@ def one_of(shape, nodes, vocabulary):
     logits, q = random_dists(1, nodes, vocabulary)
     if shape == "chain":
         return DraftTree(tokens, None), logits
-    return DraftTree(tokens, parents, probs=q if shape == "drawn tree" else None), logits
+    return DraftTree(tokens, parents, probs=q if shape == "sampled tree" else None), logits
 
 
 all_cases = pytest.mark.parametrize(
     ("name", "shape"),
     [*((name, "chain") for name in RULES), *((name, "tree") for name in RULES if name != "block")]
-    + [("rejection", "drawn tree")],
+    + [("rejection", "sampled tree")],
 )
 
 
@@ -180,7 +180,7 @@ def test_a_decision_depends_on_the_key_of_the_sequence_and_on_the_position(name,
 def test_no_rule_uses_a_random_stream_that_decides_about_drafts(monkeypatch, name, streams):
     """Drafts may depend on NOISE, sampled ones on DRAFT: coins from those streams would correlate with the drafts.
 
-    Nor from a position that is not ahead of the round: an earlier round has used it.
+    Nor may coins use a position before the round: an earlier round has used it.
     """
     used, stream = [], sampling.stream
 

@@ -1,7 +1,7 @@
 """With the default rule, drafted sampling equals plain sampling with the same seed, token for token.
 
-Eight rows with parameters of their own: the noise of a position decides its token, whatever was drafted, and in
-whatever shape, batch or page size.
+Eight sequences with parameters of their own: the noise of a position decides its token, for any drafts, tree shape,
+batch or page size.
 """
 
 import functools

@@ -124,8 +124,8 @@ def test_sequences_end_exactly_at_their_limit(drafter):
     assert toy.generated(s) == [list(truth[: prompt + n]) for n in new]
     assert set(map(int, s.finish_code)) == {stopping.LENGTH}
     assert_counted(s, prompt)
-    behind = np.array(s.tokens)[:, max(toy.IDS.shape[1], prompt + 6) :]
-    assert not behind.any(), "something was written beyond the limit"
+    beyond = np.array(s.tokens)[:, max(toy.IDS.shape[1], prompt + 6) :]
+    assert not beyond.any(), "something was written beyond the limit"
     if type(drafter) is Planted:
         np.testing.assert_array_equal(s.stats.rounds, -(-np.maximum(new - 1, 0) // (drafter.depth + 1)))
 

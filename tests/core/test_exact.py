@@ -155,7 +155,7 @@ def normalised(dist, otherwise):
     return dist / dist.sum() if dist.sum() > 1e-12 else otherwise
 
 
-# The rules, once more: (choices, tree) -> (accepted nodes, the distribution of the token behind them)
+# The rules, once more: (choices, tree) -> (accepted nodes, the distribution of the token after them)
 
 
 def greedy(choices, drafted):
@@ -250,7 +250,7 @@ def output(rule, p, vocabulary, count, drafted):
     """The distribution of the first tokens if a rule decides about a round and the target samples the others."""
     dist, cache = np.zeros((vocabulary,) * count), {}
 
-    def behind(prefix):
+    def after(prefix):
         if prefix not in cache:
             cache[prefix] = first_tokens(count - len(prefix), vocabulary, lambda more: p((*prefix, *more)))
         return cache[prefix]
@@ -265,7 +265,7 @@ def output(rule, p, vocabulary, count, drafted):
             dist[tokens[:count]] += weight
             continue
         for token in np.flatnonzero(last):
-            dist[(*tokens, token)] += weight * last[token] * behind((*tokens, int(token)))
+            dist[(*tokens, token)] += weight * last[token] * after((*tokens, int(token)))
     return dist
 
 

@@ -18,7 +18,7 @@ SHAPES = ((1, 2, 3), (2, 3, 4), (3, 2, 11), (4, 3, 12), (6, 2, 20), (5, 8, 32), 
 
 
 def dist(path):
-    """Log-probabilities of the token behind a path: some function of it, ties and all."""
+    """Log-probabilities of the token after a path: some function of it, ties and all."""
     total = sum((i + 3) * (token + 1) for i, token in enumerate(path))
     x = np.array([((total * 7 + 5 * v) % 13) / 2 for v in range(VOCABULARY)])
     return (x - np.log(np.exp(x).sum())).astype(np.float32)
@@ -26,7 +26,7 @@ def dist(path):
 
 @functools.cache
 def table(generations):
-    """The distributions behind all paths of each length up to `generations`, in the order of the paths as numbers."""
+    """The distributions after all paths of each length up to `generations`, in the order of the paths as numbers."""
     return [np.stack([dist(digits(n, g)) for n in range(VOCABULARY**g)]) for g in range(generations + 1)]
 
 
@@ -45,7 +45,7 @@ def propose(logp, width):
 
 
 def expand_by_table(tables, width, spoil=None):
-    """The distribution depends on the row of the batch, too: row b sees its path's first token moved by b."""
+    """The distribution also depends on the sequence: sequence b sees the first token of its path moved by b."""
 
     def look_up(path):
         place = np.arange(path.shape[2], dtype=np.int32)
@@ -194,7 +194,7 @@ def test_a_node_sees_the_rows_of_its_ancestors(exact):
 def sampled_tree(depth, width, nodes):
     """A tree of sampled drafts whose q encodes its node: generation and index in the frontier.
 
-    And the mask and the path of each frontier.
+    Also returns the mask and the path of each frontier.
     """
 
     def q(generation, places):

@@ -84,7 +84,7 @@ def dists(of_draft=False):
     own = Params(weights().draft if of_draft else weights().target)
 
     @jax.jit
-    def behind(own, rows):
+    def after(own, rows):
         keys = jax.random.split(jax.random.key(0), len(places))
         static = dict(target=MODEL, drafter=Plain(), accept=accept.greedy, capacity=8, page_size=8)
         full = jnp.asarray(length)
@@ -96,7 +96,7 @@ def dists(of_draft=False):
         return jax.nn.softmax(sampling.process(s, out.logits, tree.paths(draft_tree)), axis=-1)[:, 0]
 
     found = [{} for _ in SETS]
-    for (i, x), dist in zip(places, np.array(behind(own, rows), np.float64), strict=True):
+    for (i, x), dist in zip(places, np.array(after(own, rows), np.float64), strict=True):
         found[i][x] = dist / dist.sum()
     return found
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jspec.core.xla_options import loop_options
+from jspec.core import xla_options
+from jspec.core.xla_options import LoopProgram, loop_options
 
 PROGRAM = """
 import jspec
@@ -34,6 +35,16 @@ def test_the_options_are_known_to_the_compiler_and_change_nothing_elsewhere(many
     options = loop_options(many=many, flags="")
     loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: x + 2, x), compiler_options=options)
     assert loop(jnp.int32(0)) == 10
+
+
+def test_the_options_are_read_at_the_first_use(monkeypatch):
+    read = []
+    monkeypatch.setattr(xla_options, "loop_options", lambda *, many: read.append(many) or {})
+    program = LoopProgram(lambda x, *, by: x + by, many=True, static_argnames=("by",), donate_argnames=())
+    assert read == []
+    assert program(jnp.int32(1), by=2) == 3 and program(jnp.int32(2), by=2) == 4
+    assert "add" in program.lower(jnp.int32(1), by=2).as_text()
+    assert read == [True] and program._cache_size() == 1
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU as JAX's default backend")

@@ -120,11 +120,11 @@ def test_rows_after_the_accepted_ones_have_no_influence(name):
     length = jnp.array([1, 2, columns], jnp.int32)
     tokens = jnp.asarray(rng.integers(0, toy.TARGET.vocab_size, (3, columns)), jnp.int32)
     hidden = jnp.asarray(rng.normal(size=(3, columns, 96)), jnp.float32)
-    behind = jnp.arange(columns)[None] >= length[:, None]
+    beyond = jnp.arange(columns)[None] >= length[:, None]
     extend = jax.jit(drafter.extend)
     after = dataclasses.replace(s, length=s.length + length)
     clean = extend(weights, after, Committed(s.length - 1, tokens, hidden, length))
-    tokens, hidden = jnp.where(behind, 7, tokens), jnp.where(behind[:, :, None], 1e3, hidden)
+    tokens, hidden = jnp.where(beyond, 7, tokens), jnp.where(beyond[:, :, None], 1e3, hidden)
     toy.assert_same(extend(weights, after, Committed(s.length - 1, tokens, hidden, length)), clean)
 
 

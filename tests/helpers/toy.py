@@ -290,8 +290,8 @@ def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> Assis
 def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=None, steps: int = 3) -> Params:
     """A random assistant with a head that is fitted to the continuations of these prompts.
 
-    ids, length: the prompts, as `decode.prefill` takes them. texts, limit: prompts with their continuations, and how
-    many tokens these are; None: all columns. steps: of each round's chain that it is fitted to.
+    ids, length: the prompts, as for `decode.prefill`. texts, limit: prompts with their continuations, and their lengths
+    (None: all columns). steps: steps of each round's chain to fit.
     """
     # With the identity as its head, an assistant's logits are the inputs of the head.
     width = config.hidden_size

@@ -1,0 +1,30 @@
+"""Checks of a round, for debugging."""
+
+import jax.numpy as jnp
+from jax.experimental import checkify
+from jaxtyping import Array, Bool, Float
+
+from jspec.core.types import Acceptance, DecodeState, DraftTree
+
+
+def check_round(
+    s: DecodeState, draft_tree: DraftTree, logits: Float[Array, "B N V"], accepted: Acceptance, vocab_size: int
+) -> None:
+    """Checks the invariants of a round with `checkify`: indices in range, parents before children, no NaN.
+
+    s: the state before the round.
+    """
+
+    def check(holds: Bool[Array, "..."], broken: str) -> None:
+        checkify.check(jnp.all(holds), "round {s}: " + broken, s=s.round_index)
+
+    tokens, parents = draft_tree.tokens, draft_tree.parents
+    check((tokens >= 0) & (tokens < vocab_size), "the drafter proposed a token outside the vocabulary")
+    check(tokens[:, :1] == s.root, "node 0 is not the last committed token")
+    if parents is not None:
+        before = jnp.maximum(jnp.arange(tokens.shape[1], dtype=jnp.int32) - 1, 0)[None]
+        check((parents >= 0) & (parents <= before), "a parent does not come before its child")
+    check(~jnp.isnan(logits).any((1, 2)) | s.done, "the target's logits contain a NaN")
+    check((accepted.length >= 1) & (accepted.length <= accepted.tokens.shape[1]), "an accept length is out of range")
+    within = (s.length >= 1) & (s.length <= s.limit) & (s.limit <= s.tokens.shape[1])
+    check(within, "a sequence is longer than its limit or the buffer")
