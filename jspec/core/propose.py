@@ -33,18 +33,18 @@ def propose(
       sampled: sample the children from q, without replacement and with independent noise, and return q, for rules of
         acceptance that need it.
     """
-    rows = s.sampling
-    if rows is None:
+    options = s.sampling
+    if options is None:
         index, scores = _best(logits, width)
         return Proposal(_tokens(index, ids), scores, None)
     if ids is not None:
         logits = _spread(logits, ids, vocab_size)
-    logits = sampling.temper(rows, sampling.adjust(s, logits, path))
-    if rows.temperature is None:
+    logits = sampling.temper(options, sampling.adjust(s, logits, path))
+    if options.temperature is None:
         tokens, scores = _best(logits, width)
         return Proposal(tokens, scores, None)
     noise = _noise(s, logits.shape, path.shape[2], sampled)
-    noisy = logits + jnp.where((rows.temperature > 0).reshape(-1, 1, 1), noise, 0.0)
+    noisy = logits + jnp.where((options.temperature > 0).reshape(-1, 1, 1), noise, 0.0)
     tokens, scores = _best(noisy, width)
     return Proposal(tokens, scores, jax.nn.softmax(logits, axis=-1) if sampled else None)
 

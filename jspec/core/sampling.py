@@ -91,31 +91,31 @@ def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, v
       ValueError: a list whose length is not `batch`, or a bias for a token outside the vocabulary.
     """
     given = [sampling] * batch if sampling is None or isinstance(sampling, Sampling) else sampling
-    if not isinstance(given, Sequence) or not all(row is None or isinstance(row, Sampling) for row in given):
+    if not isinstance(given, Sequence) or not all(one is None or isinstance(one, Sampling) for one in given):
         raise TypeError(
             f"sampling={sampling!r}: must be a jspec.Sampling, a list with one per sequence, or None (greedy)"
         )
-    rows = [Sampling(temperature=0.0) if row is None else row for row in given]
-    if len(rows) != batch:
-        raise ValueError(f"sampling: {len(rows)} for {batch} sequences; must be one, or one per sequence")
+    samplings = [Sampling(temperature=0.0) if one is None else one for one in given]
+    if len(samplings) != batch:
+        raise ValueError(f"sampling: {len(samplings)} for {batch} sequences; must be one, or one per sequence")
     off = {"top_k": vocab_size, "top_p": 1.0, "min_p": 0.0}
     columns = {}
     for field in dataclasses.fields(Sampling):
-        values = [getattr(row, field.name) for row in rows]
+        values = [getattr(one, field.name) for one in samplings]
         unused = 0.0 if field.name == "temperature" else field.default
         if field.name != "logit_bias" and any(value != unused for value in values):
             values = [off[field.name] if value is None else value for value in values]
             kind = np.int32 if field.name in ("top_k", "min_new_tokens") else np.float32
             columns[field.name] = jax.device_put(np.array(values, kind))
-    if any(row.logit_bias for row in rows):
-        columns["logit_bias"] = jax.device_put(_bias_matrix(rows, vocab_size))
+    if any(one.logit_bias for one in samplings):
+        columns["logit_bias"] = jax.device_put(_bias_matrix(samplings, vocab_size))
     return RowSampling(**columns) if columns else None
 
 
-def _bias_matrix(rows: Sequence[Sampling], vocab_size: int) -> np.ndarray:
-    bias = np.zeros((len(rows), vocab_size), np.float32)
-    for i, row in enumerate(rows):
-        for token, value in (row.logit_bias or {}).items():
+def _bias_matrix(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray:
+    bias = np.zeros((len(samplings), vocab_size), np.float32)
+    for i, one in enumerate(samplings):
+        for token, value in (one.logit_bias or {}).items():
             if not 0 <= token < vocab_size:
                 raise ValueError(f"logit_bias={{{token}: ...}}: token ids must be from 0 to {vocab_size - 1}")
             bias[i, token] = value
@@ -127,36 +127,36 @@ def process(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M
 
     path: the tokens after the committed ones up to each node, then -1.
     """
-    rows = s.sampling
-    if rows is None:
+    options = s.sampling
+    if options is None:
         return logits
     logits = adjust(s, logits, path)
-    if rows.temperature is None:
+    if options.temperature is None:
         return logits
-    greedy = (rows.temperature == 0).reshape(-1, 1, 1)
+    greedy = (options.temperature == 0).reshape(-1, 1, 1)
     best = jnp.argmax(logits, axis=-1, keepdims=True) == jnp.arange(logits.shape[-1]).reshape(1, 1, -1)
-    return jnp.where(greedy, jnp.where(best, 0.0, -jnp.inf), temper(rows, logits))
+    return jnp.where(greedy, jnp.where(best, 0.0, -jnp.inf), temper(options, logits))
 
 
 def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:
     """Penalties, bias and min_new_tokens."""
-    rows = s.sampling
-    assert rows is not None
-    if rows.repetition_penalty is not None:
+    options = s.sampling
+    assert options is not None
+    if options.repetition_penalty is not None:
         seen = _count(s, path, jnp.zeros_like(s.prompt_length), logits.shape[-1]) > 0
-        penalty = rows.repetition_penalty.reshape(-1, 1, 1)
+        penalty = options.repetition_penalty.reshape(-1, 1, 1)
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    if rows.presence_penalty is not None or rows.frequency_penalty is not None:
+    if options.presence_penalty is not None or options.frequency_penalty is not None:
         count = _count(s, path, s.prompt_length, logits.shape[-1])
-        if rows.presence_penalty is not None:
-            logits = logits - jnp.where(count > 0, rows.presence_penalty.reshape(-1, 1, 1), 0.0)
-        if rows.frequency_penalty is not None:
-            logits = logits - count.astype(jnp.float32) * rows.frequency_penalty.reshape(-1, 1, 1)
-    if rows.logit_bias is not None:
-        logits = logits + rows.logit_bias[:, None]
-    if rows.min_new_tokens is not None and s.stop.table is not None:
+        if options.presence_penalty is not None:
+            logits = logits - jnp.where(count > 0, options.presence_penalty.reshape(-1, 1, 1), 0.0)
+        if options.frequency_penalty is not None:
+            logits = logits - count.astype(jnp.float32) * options.frequency_penalty.reshape(-1, 1, 1)
+    if options.logit_bias is not None:
+        logits = logits + options.logit_bias[:, None]
+    if options.min_new_tokens is not None and s.stop.table is not None:
         new = (s.length - s.prompt_length)[:, None] + (path >= 0).sum(-1, dtype=jnp.int32)
-        early = new < rows.min_new_tokens[:, None]
+        early = new < options.min_new_tokens[:, None]
         logits = jnp.where(early[:, :, None] & _ends_text(s, path), -jnp.inf, logits)
     return logits
 
@@ -166,13 +166,13 @@ def _count(s: DecodeState, path: Int[Array, "B M g"], first: Int[Array, " B"], v
     nodes = path.shape[1]
     column = jnp.arange(s.tokens.shape[1], dtype=jnp.int32)[None]
     counted = (column >= first[:, None]) & (column < s.length[:, None])
-    row = jnp.arange(path.shape[0])
+    sequence = jnp.arange(path.shape[0])
     count = jnp.zeros((path.shape[0], vocabulary), jnp.int32)
-    count = count.at[row[:, None], s.tokens].add(counted.astype(jnp.int32), mode="drop")
+    count = count.at[sequence[:, None], s.tokens].add(counted.astype(jnp.int32), mode="drop")
     count = jnp.broadcast_to(count[:, None], (path.shape[0], nodes, vocabulary))
     # The -1 after shorter paths become an index outside the vocabulary, which is dropped.
     at = jnp.where(path < 0, vocabulary, path)
-    return count.at[row[:, None, None], jnp.arange(nodes)[None, :, None], at].add(1, mode="drop")
+    return count.at[sequence[:, None, None], jnp.arange(nodes)[None, :, None], at].add(1, mode="drop")
 
 
 def _ends_text(s: DecodeState, path: Int[Array, "B M g"]) -> Bool[Array, "B M V"]:
@@ -186,17 +186,17 @@ def _ends_text(s: DecodeState, path: Int[Array, "B M g"]) -> Bool[Array, "B M V"
     return s.stop.table.at[jnp.maximum(state, 0)].get(mode="clip") < 0
 
 
-def temper(rows: RowSampling, logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
+def temper(options: RowSampling, logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
     """Logits after temperature (greedy sequences: 1), top-k, top-p and min-p; -inf for removed tokens."""
-    if rows.temperature is not None:
-        logits = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0).reshape(-1, 1, 1)
-    if rows.top_k is not None:
-        logits = _keep_heaviest(logits, jnp.ones_like(logits), rows.top_k.astype(jnp.float32))
-    if rows.top_p is not None:
-        bound = jnp.where(rows.top_p < 1, rows.top_p, jnp.inf)
+    if options.temperature is not None:
+        logits = logits / jnp.where(options.temperature > 0, options.temperature, 1.0).reshape(-1, 1, 1)
+    if options.top_k is not None:
+        logits = _keep_heaviest(logits, jnp.ones_like(logits), options.top_k.astype(jnp.float32))
+    if options.top_p is not None:
+        bound = jnp.where(options.top_p < 1, options.top_p, jnp.inf)
         logits = _keep_heaviest(logits, jax.nn.softmax(logits, axis=-1), bound)
-    if rows.min_p is not None:
-        least = logits.max(-1, keepdims=True) + jnp.log(rows.min_p).reshape(-1, 1, 1)
+    if options.min_p is not None:
+        least = logits.max(-1, keepdims=True) + jnp.log(options.min_p).reshape(-1, 1, 1)
         logits = jnp.where(logits >= least, logits, -jnp.inf)
     return logits
 
