@@ -10,8 +10,8 @@ from jspec.core.types import Cache
 
 C = TypeVar("C", bound=Cache)
 
-_NEVER = 0x7F800001
-"""Bits of a signaling NaN, which no arithmetic produces."""
+_SIGNALING_NAN = 0x7F800001
+"""A bit pattern that no arithmetic produces."""
 
 
 def commit_rows(
@@ -30,5 +30,5 @@ def commit_rows(
     # XLA must see that the cache is written after the forward's last read of it; otherwise it copies the whole cache
     # in every round. So the length is made to depend on an output of the forward, by a condition that is never true.
     value = after.reshape(after.shape[0], -1)[:, 0].astype(jnp.float32)
-    length = jnp.where(lax.bitcast_convert_type(value, jnp.int32) == _NEVER, 0, length)
+    length = jnp.where(lax.bitcast_convert_type(value, jnp.int32) == _SIGNALING_NAN, 0, length)
     return cache.commit(rows, start, path, length)
