@@ -1,4 +1,4 @@
-"""The command line, as a user types it."""
+"""The command line."""
 
 import json
 import re
@@ -16,8 +16,8 @@ PAIR = ("--model", "bundled:python-tiny", "--draft", "bundled:python-tiny", "--d
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch):
-    """No line on standard error depends on how fast this machine is."""
+def no_notices(monkeypatch):
+    """Standard error does not depend on the speed of the machine."""
     monkeypatch.setattr(startup, "NOTICE_DELAY", 1000.0)
 
 
@@ -27,24 +27,23 @@ def run(capsys, *arguments):
     return status, captured.out, captured.err
 
 
-def test_generate_streams_text_and_prints_one_line_of_facts(capsys):
+def test_generate_streams_text_and_prints_a_summary(capsys):
     status, out, err = run(capsys, "generate", "def quicksort(items):", "--max-new-tokens", "32", *PAIR)
     assert status == 0
     assert out.startswith("def quicksort(items):") and len(out) > 40
-    facts = err.strip().splitlines()
-    assert len(facts) == 1
-    assert "standalone: 32 new tokens in" in facts[0]
-    assert "accept length" in facts[0] and "tokens/s" in facts[0]
+    (summary,) = err.strip().splitlines()
+    assert "standalone: 32 new tokens in" in summary
+    assert "accept length" in summary and "tokens/s" in summary
 
 
-def test_compare_decodes_plainly_too(capsys):
+def test_compare_runs_plain_decoding(capsys):
     arguments = ("--max-new-tokens", "24", "--compare", "--drafter", "frozen-kv-mtp", "--depth", "4")
     status, _, err = run(capsys, "generate", "def add(a, b):", *arguments)
     assert status == 0 and "frozen-kv-mtp: 24 new tokens" in err
     assert "plain:" in err and "the same tokens" in err and err.strip().endswith("x")
 
 
-def test_show_prints_the_text_once_and_in_colour(capsys):
+def test_show_prints_the_text_once_and_in_color(capsys):
     arguments = ("generate", "def add(a, b):", "--max-new-tokens", "24", *PAIR, "--depth", "2")
     _, plain, _ = run(capsys, *arguments)
     status, out, err = run(capsys, *arguments, "--show")
@@ -55,7 +54,7 @@ def test_show_prints_the_text_once_and_in_colour(capsys):
     assert "24 new tokens" in err
 
 
-def test_options_of_choice_and_shape_reach_generate(capsys):
+def test_sampling_and_shape_options_reach_generate(capsys):
     shape = ("--depth", "3", "--width", "2", "--num-nodes", "6")
     choice = ("--temperature", "0.8", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01", "--seed", "4")
     arguments = ("--max-new-tokens", "16", "--repetition-penalty", "1.1", *PAIR, *shape, *choice)
@@ -79,11 +78,11 @@ def test_options_of_choice_and_shape_reach_generate(capsys):
         (("--seed", "3"), None),
     ],
 )
-def test_it_is_greedy_unless_told_to_sample(arguments, sampling):
+def test_decoding_is_greedy_without_sampling_options(arguments, sampling):
     assert cli._sampling(cli.build_parser().parse_args(["generate", "x", *arguments])) == sampling
 
 
-def test_compare_knows_that_other_rules_draw_other_tokens(capsys):
+def test_compare_does_not_compare_the_tokens_of_rules_that_sample_differently(capsys):
     arguments = ("--max-new-tokens", "16", "--temperature", "1", "--accept", "rejection", "--compare")
     status, _, err = run(capsys, "generate", "def add(a, b):", "--model", "bundled:python-tiny", *arguments)
     assert status == 0 and "different samples from the same distribution (--accept rejection)" in err
@@ -121,13 +120,13 @@ def test_a_stop_string_ends_the_text(capsys):
         (["evaluate", "--batch", "0"], "--batch 0"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(capsys, arguments, message):
+def test_invalid_input_prints_one_line_and_exits_with_status_2(capsys, arguments, message):
     status, _, err = run(capsys, *arguments)
     assert status == 2
     assert err.startswith("jspec: ") and message in err and len(err.strip().splitlines()) == 1
 
 
-def test_chat_uses_the_template(capsys, tmp_path):
+def test_chat_applies_the_template(capsys, tmp_path):
     import shutil
 
     from jspec.engine.model import locate
@@ -142,28 +141,28 @@ def test_chat_uses_the_template(capsys, tmp_path):
     assert plain == "# user: hello\n" + chat
 
 
-def test_evaluate_writes_figures(capsys, tmp_path):
-    prompts, figures = tmp_path / "prompts.json", tmp_path / "figures.json"
+def test_evaluate_writes_metrics(capsys, tmp_path):
+    prompts, metrics = tmp_path / "prompts.json", tmp_path / "metrics.json"
     prompts.write_text(json.dumps(["def f(x):", {"prompt": "class A:"}, "import sys"]))
-    arguments = ["--prompts", str(prompts), "--json", str(figures), "--max-new-tokens", "16", "--batch", "2"]
+    arguments = ["--prompts", str(prompts), "--json", str(metrics), "--max-new-tokens", "16", "--batch", "2"]
     status, out, _ = run(capsys, "evaluate", "--model", "bundled:python-tiny", *arguments)
     assert status == 0
-    plain, ngram = json.loads(figures.read_text())
+    plain, ngram = json.loads(metrics.read_text())
     assert plain["accept_length"] == 1 and ngram["accept_length"] >= 1
     assert len(ngram["acceptance_by_position"]) == 4
     assert out.count("sequences that differ from plain: 0") == 2
 
 
-def test_evaluate_samples_alike_in_batches_of_any_size(capsys, tmp_path):
-    prompts, figures = tmp_path / "prompts.json", tmp_path / "figures.json"
+def test_evaluate_samples_the_same_tokens_for_every_batch_size(capsys, tmp_path):
+    prompts, metrics = tmp_path / "prompts.json", tmp_path / "metrics.json"
     prompts.write_text(json.dumps(["def f(x):", "class A:", "import sys"]))
     model = ("--model", "bundled:python-tiny", "--drafter", "ngram", "--max-new-tokens", "8", "--temperature", "1")
     seen = []
     for batch in ("1", "3"):
-        options = ("--prompts", str(prompts), "--json", str(figures), "--batch", batch, "--seed", "5")
+        options = ("--prompts", str(prompts), "--json", str(metrics), "--batch", batch, "--seed", "5")
         _, out, _ = run(capsys, "evaluate", *model, *options)
         assert out.count("sequences that differ from plain: 0") == 2 and "; temperature 1\n" in out
-        records = json.loads(figures.read_text())
+        records = json.loads(metrics.read_text())
         assert records[1]["sampling"]["temperature"] == 1 and records[1]["seed"] == 5
         seen.append([record["accept_length"] for record in records])
     assert seen[0] == seen[1]
@@ -171,7 +170,7 @@ def test_evaluate_samples_alike_in_batches_of_any_size(capsys, tmp_path):
     assert out.count("sequences that differ from plain: not compared (--accept block gives different samples") == 2
 
 
-def test_a_bundled_model_comes_with_the_draft_of_each_drafter():
+def test_a_bundled_model_has_a_draft_for_each_drafter():
     options, loaded = cli.build_parser().parse_args(["evaluate"]), {}
     kinds = {"auto": EagleHead, "ngram": EagleHead, "eagle": EagleHead, "standalone": Llama}
     kinds |= {"frozen-kv-mtp": Assistant}
@@ -179,10 +178,10 @@ def test_a_bundled_model_comes_with_the_draft_of_each_drafter():
     for name, kind in kinds.items():
         assert type(models[name].draft) is kind
         cli._drafter(name, options, models[name]).bind(models[name].target, models[name].draft)
-    assert models["auto"] is models["ngram"] is models["eagle"], "loaded once"
+    assert models["auto"] is models["ngram"] is models["eagle"], "not loaded once"
 
 
-def test_evaluate_refuses_other_json(capsys, tmp_path):
+def test_evaluate_rejects_other_json(capsys, tmp_path):
     path = tmp_path / "prompts.json"
     path.write_text('[{"text": "x"}]')
     status, _, err = run(capsys, "evaluate", "--prompts", str(path))
@@ -198,8 +197,7 @@ def test_train_has_its_own_help(capsys):
         assert shown in capsys.readouterr().out
 
 
-def test_the_installed_command_needs_no_optional_package():
-    """Neither torch, transformers nor the training stack is imported by what a user starts with."""
+def test_the_command_imports_no_optional_package():
     code = (
         "import sys; import jspec, jspec.cli; "
         "print([m for m in ('torch', 'transformers', 'optax', 'orbax', 'matplotlib', 'flax') if m in sys.modules])"

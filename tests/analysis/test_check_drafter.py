@@ -1,4 +1,4 @@
-"""`check_drafter` passes every drafter of the package, and names what a broken one breaks."""
+"""`check_drafter` accepts every drafter of the package, and reports what is wrong with broken ones."""
 
 import dataclasses
 import itertools
@@ -20,14 +20,14 @@ from jspec.drafters import Ngram
 from jspec.models import Llama
 
 IDS = [[3], [5, 6, 7, 5, 6, 7, 5]]
-KNOWN = [row[:length].tolist() for row, length in zip(toy.IDS[:2], toy.LENGTHS[:2], strict=True)]
-"""Prompts on whose continuations the drafts of `toy` were fitted."""
+FITTED_PROMPTS = [row[:length].tolist() for row, length in zip(toy.IDS[:2], toy.LENGTHS[:2], strict=True)]
+"""Prompts whose continuations the drafts of `toy` were fitted to."""
 
 
 def model_for(drafter):
     draft = getattr(drafter, "model", None)
     if draft is None:
-        # One layer is enough for what has no model to read a second one.
+        # A drafter without a model of its own needs only one layer.
         return jspec.Model("toy", toy.NEAR, Params(toy.params().draft), None, ())
     return jspec.Model("toy", toy.TARGET, weights_of(drafter), None, (), draft)
 
@@ -36,13 +36,15 @@ def check(drafter, prompts=IDS):
     return check_drafter(drafter, model_for(drafter), prompts, max_new_tokens=20)
 
 
-SLOWER = ("ngram", "mtp", "mtp_reused_tree", "plain", "eagle_tree", "frozen_kv_mtp", "frozen_kv_mtp_tree")
+SLOW_DRAFTERS = ("ngram", "mtp", "mtp_reused_tree", "plain", "eagle_tree", "frozen_kv_mtp", "frozen_kv_mtp_tree")
 
 
-@pytest.mark.parametrize("name", ("standalone", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOWER)))
-def test_the_drafters_of_this_package_keep_the_contract(name):
+@pytest.mark.parametrize(
+    "name", ("standalone", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_DRAFTERS))
+)
+def test_the_drafters_of_this_package_satisfy_the_contract(name):
     drafter = toy.bound_drafters()[name]
-    report = check(drafter, None if name == "ngram" else KNOWN)
+    report = check(drafter, None if name == "ngram" else FITTED_PROMPTS)
     assert len(report.checks) == 8
     assert 1 <= report.accept_length <= drafter.depth + 1
     assert (report.accept_length > 1) == (name != "plain")
@@ -53,7 +55,7 @@ def test_the_drafters_of_this_package_keep_the_contract(name):
 
 @dataclasses.dataclass(frozen=True)
 class Repeat:
-    """Repeats the last token; what the broken drafters below are made from."""
+    """Repeats the last token; base class of the broken drafters below."""
 
     depth: int = 2
     capture_layers = ()
@@ -77,7 +79,7 @@ class Repeat:
         return s.root
 
 
-# The attributes and methods
+# Attributes and methods
 
 
 class NoExtend:
@@ -103,7 +105,7 @@ class ListOfLayers(Repeat):
     capture_layers = [1]
 
 
-# Its state
+# State
 
 
 class StateGrows(Repeat):
@@ -111,12 +113,12 @@ class StateGrows(Repeat):
         return super().draft(params, s)[0], jnp.zeros((*s.draft.shape, 1), jnp.int32)
 
 
-class StateTurnsFloat(Repeat):
+class StateBecomesFloat(Repeat):
     def extend(self, params, s, committed):
         return s.draft if committed.first else s.draft.astype(jnp.float32)
 
 
-class StateGetsAName(Repeat):
+class StateBecomesDict(Repeat):
     def extend(self, params, s, committed):
         return s.draft if committed.first else {"count": s.draft}
 
@@ -126,7 +128,7 @@ class NoState(Repeat):
         return super().draft(params, s)[0]
 
 
-# Its trees
+# Trees
 
 
 class NoTree(Repeat):
@@ -161,10 +163,10 @@ class OtherRoot(Repeat):
         (ListOfLayers(), r"capture_layers=\[1\]: must be a tuple of layers"),
         (StateGrows(), r"draft returns a state of another form .*: the state is int32\[4, 1\], but was int32\[4\]"),
         (
-            StateTurnsFloat(),
+            StateBecomesFloat(),
             r"extend returns a state of another form .*: the state is float32\[4\], but was int32\[4\]",
         ),
-        (StateGetsAName(), r"extend returns a state of another form .*: the state is missing, but was int32\[4\]"),
+        (StateBecomesDict(), r"extend returns a state of another form .*: the state is missing, but was int32\[4\]"),
         (NoState(), r"draft returns a DraftTree: must return \(DraftTree, state\)"),
         (NoTree(), "as tree: must be a jspec.core.types.DraftTree"),
         (FloatTokens(), r"the tree's tokens are float32\[4, 3\]: must be int32\[4, nodes\]"),
@@ -178,7 +180,7 @@ class OtherRoot(Repeat):
         (value if isinstance(value, type) else type(value)).__name__ if not isinstance(value, str) else ""
     ),
 )
-def test_a_broken_drafter_is_named(drafter, message):
+def test_a_broken_drafter_is_reported(drafter, message):
     with pytest.raises(AssertionError, match=message):
         check(drafter)
 
@@ -200,18 +202,18 @@ def test_a_broken_drafter_is_named(drafter, message):
         ([3], [0], {}, None),
     ],
 )
-def test_a_broken_tree_is_named(tokens, parents, options, message):
+def test_a_broken_tree_is_reported(tokens, parents, options, message):
     draft_tree = DraftTree(np.array([tokens]), None if parents is None else np.array([parents]), **options)
     fault = contract._find_fault(draft_tree, sequence=0, last=3, depth=2, vocab_size=61)
     assert fault is None if message is None else message in fault
 
 
-# What comes out
+# Output
 
 
 @dataclasses.dataclass(frozen=True)
 class Siblings(Ngram):
-    """What Ngram proposes, behind a wrong child of the root."""
+    """Ngram's proposal, after a wrong child of the root."""
 
     def draft(self, params, s):
         chain, state = super().draft(params, s)
@@ -220,18 +222,18 @@ class Siblings(Ngram):
         return DraftTree(tokens, jnp.broadcast_to(parents, tokens.shape), self.depth), state
 
 
-class Careless(Llama):
-    """A target that reads a tree as though it were a chain."""
+class ChainTarget(Llama):
+    """A target that reads every tree as a chain."""
 
     def forward(self, params, draft_tree, cache, start, **options):
         return super().forward(params, tree.chain(draft_tree.tokens), cache, start, **options)
 
 
 def test_greedy_output_is_compared_with_plain_decoding():
-    """This target judges node 2 as though node 1, which is no ancestor of it, stood before it."""
-    careless = Careless(**{field.name: getattr(toy.NEAR, field.name) for field in dataclasses.fields(toy.NEAR)})
+    """The target scores node 2 as if node 1, which is not its ancestor, came before it."""
+    chain_target = ChainTarget(**{field.name: getattr(toy.NEAR, field.name) for field in dataclasses.fields(toy.NEAR)})
     drafter = Siblings()
-    model = dataclasses.replace(model_for(drafter), target=careless)
+    model = dataclasses.replace(model_for(drafter), target=chain_target)
     with pytest.raises(
         AssertionError, match="Siblings: greedy output of sequence . differs from plain decoding at new token"
     ):
@@ -253,8 +255,8 @@ def test_sampled_output_is_compared_with_plain_sampling(monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class Moody(Ngram):
-    """Sometimes proposes other tokens, by a coin that is no argument."""
+class Impure(Ngram):
+    """Proposes other tokens at random, with randomness that is not an argument."""
 
     def draft(self, params, s):
         draft_tree, state = super().draft(params, s)
@@ -267,8 +269,8 @@ COIN = random.Random(0)
 
 
 @dataclasses.dataclass(frozen=True)
-class GivesUp(Ngram):
-    """Proposes nonsense from the first call of `extend` on that has nothing for a row."""
+class ChangedByEmptyChunks(Ngram):
+    """Proposes wrong tokens after a call of `extend` with length 0."""
 
     def init(self, params, batch, capacity, page_size):
         return jnp.ones(batch, jnp.int32)
@@ -283,8 +285,8 @@ class GivesUp(Ngram):
 
 
 @dataclasses.dataclass(frozen=True)
-class Copycat(Ngram):
-    """Proposes for all rows what it would propose for the first."""
+class SharedDraft(Ngram):
+    """Proposes the tokens of the first sequence for all of them."""
 
     def draft(self, params, s):
         draft_tree, state = super().draft(params, s)
@@ -294,7 +296,7 @@ class Copycat(Ngram):
 
 @dataclasses.dataclass(frozen=True)
 class NeverEqual(Repeat):
-    """Binds to another value each time."""
+    """Binds to another value every time."""
 
     number: int = 0
 
@@ -308,14 +310,16 @@ NUMBERS = itertools.count()
 @pytest.mark.parametrize(
     "drafter, message",
     [
-        (Moody(), "takes different rounds in a single call than round by round"),
-        pytest.param(GivesUp(), "takes different rounds if its prompt is read in chunks", marks=pytest.mark.slow),
-        (Copycat(), "sequence 1 takes different rounds alone than in a batch"),
+        (Impure(), "takes different rounds in a single call than round by round"),
+        pytest.param(
+            ChangedByEmptyChunks(), "takes different rounds if its prompt is read in chunks", marks=pytest.mark.slow
+        ),
+        (SharedDraft(), "sequence 1 takes different rounds alone than in a batch"),
         (NeverEqual(), "other prompts of the same shape compile the program again"),
     ],
-    ids=("moody", "gives_up", "copycat", "never_equal"),
+    ids=("impure", "changed_by_empty_chunks", "shared_draft", "never_equal"),
 )
-def test_rounds_are_a_function_of_the_row(drafter, message):
+def test_rounds_depend_only_on_the_sequence(drafter, message):
     with pytest.raises(AssertionError, match=f"{type(drafter).__name__}: .*{message}"):
         check(drafter)
 
@@ -325,7 +329,7 @@ class Raises(Repeat):
         raise KeyError("mine")
 
 
-def test_an_error_of_the_drafter_comes_through_with_a_note():
+def test_an_exception_of_the_drafter_gets_a_note():
     with pytest.raises(KeyError, match="mine") as raised:
         check(Raises())
     assert any("check_drafter(Raises(...))" in note for note in raised.value.__notes__)

@@ -1,4 +1,4 @@
-"""Rounds taken apart, and what is drawn of them."""
+"""`inspect_round`, and plots."""
 
 import dataclasses
 import sys
@@ -94,11 +94,11 @@ def test_what_cannot_be_looked_at_is_named(model, prompt, options, message):
         jspec.inspect_round(model, prompt, **options)
 
 
-# Figures
+# Plots
 
 
 def bars(ax):
-    """Height by centre of each bar, in the order in which they were drawn."""
+    """Center and top of each bar, in drawing order."""
     return [(round(bar.get_x() + bar.get_width() / 2, 3), bar.get_y() + bar.get_height()) for bar in ax.patches]
 
 
@@ -146,14 +146,14 @@ def test_draft_tree(axes, model, drafter):
     labels = [text.get_text() for text in ax.texts]
     assert labels == [f"{token} " for token in [*seen.tokens, seen.appended[-1]]]
     places = [text.get_position() for text in ax.texts]
-    assert len(set(places)) == len(places), "no two nodes in one place"
+    assert len(set(places)) == len(places), "two nodes at the same place"
     assert [x for x, _ in places[:-1]] == seen.depths.tolist() and places[-1][0] == len(seen.accepted)
     bold = [line for line in ax.lines if line.get_linewidth() > 2]
     assert len(ax.lines) == len(seen.tokens) and len(bold) == len(seen.accepted)
     ax.figure.canvas.draw()
 
 
-def test_a_label_is_one_short_line():
+def test_a_label_is_a_single_short_line():
     tokenizer = jspec.load("bundled:python-tiny").tokenizer
     assert tokenizer is not None
     for text in ("\n    ", " documentation", "\t$x$"):
@@ -162,7 +162,7 @@ def test_a_label_is_one_short_line():
     assert plots._label(tokenizer, [1], tokenizer.encode("\n    ")[0])[0] == "↵"
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch):
+def test_a_missing_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(

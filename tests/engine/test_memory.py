@@ -1,4 +1,4 @@
-"""The caches are sized from what is free, and a generation that does not fit says so with its arithmetic."""
+"""Caches are sized by the free memory; a generation that does not fit is an error that states how much fits."""
 
 import re
 from functools import partial
@@ -19,12 +19,12 @@ from pallas_kernels import platform
 TEXT_AS_SHIPPED = True
 
 STANDALONE = Standalone(depth=3).bind(toy.TARGET, toy.TARGET)
-# Keys and values of both layers, 2 heads of 16, in float32; the draft is of the target's shape.
+# Keys and values of 2 layers with 2 heads of 16 features, in float32. The draft has the shape of the target.
 PER_TOKEN = 2 * 2 * 2 * 16 * 4
 
 
 def both():
-    """The target's weights, twice."""
+    """The weights of the target, also as those of the draft."""
     return Params(toy.params().target, toy.params().target)
 
 
@@ -34,7 +34,7 @@ def model():
 
 @pytest.fixture
 def free(monkeypatch):
-    """A function that sets what the device says of its memory."""
+    """A function that sets the free and total memory that the device reports."""
 
     def set_bytes(count, limit=1_000_000):
         monkeypatch.setattr(memory, "free_bytes", lambda device: (count, limit))
@@ -43,16 +43,16 @@ def free(monkeypatch):
 
 
 @pytest.mark.parametrize("page_size, rows", [(1, 40), (16, 48), (64, 64)])
-def test_the_need_is_that_of_the_arrays_that_prefill_makes(page_size, rows):
+def test_need_equals_the_size_of_the_arrays_of_prefill(page_size, rows):
     asked = memory.need(both(), toy.TARGET, STANDALONE, 3, 40, page_size)
     s = jax.eval_shape(partial(toy.start, STANDALONE, both(), page_size=page_size))
     assert asked.target == memory.tree_bytes(s.cache)
     assert asked.draft == memory.tree_bytes((s.draft.cache, s.draft.length))
     assert memory.tree_bytes(s.cache.pool) == 3 * rows * PER_TOKEN
-    assert memory.tree_bytes(s.key) == 0, "keys have no size that numpy knows of"
+    assert memory.tree_bytes(s.key) == 0, "NumPy does not know the size of keys"
 
 
-def test_a_capacity_is_a_power_of_two_where_that_fits_and_else_what_is_needed(free):
+def test_the_capacity_is_a_power_of_two_if_that_fits_otherwise_the_minimum(free):
     asked = (toy.params(), toy.TARGET, Plain(), 2, 1)
     free(2 * 128 * (PER_TOKEN + 4) + 50_000)
     assert memory.fit(*asked, 128, 70) == 128
@@ -60,18 +60,18 @@ def test_a_capacity_is_a_power_of_two_where_that_fits_and_else_what_is_needed(fr
     assert memory.fit(*asked, 128, 70) == 70
 
 
-def test_a_generation_that_does_not_fit_is_refused_with_the_arithmetic(free):
+def test_a_generation_that_does_not_fit_is_an_error(free):
     free(300_000)
-    with pytest.raises(ValueError, match="this generation does not fit") as refused:
+    with pytest.raises(ValueError, match="this generation does not fit") as raised:
         jspec.generate(model(), [[1] * 9] * 2, drafter=Standalone(depth=3), max_new_tokens=300)
-    text = str(refused.value)
+    text = str(raised.value)
     assert "2 rows of 309 tokens take" in text
     fits = int(re.search(r"is left: (\d+) in each of 2 rows", text)[1])
     out = jspec.generate(model(), [[1] * 9] * 2, drafter=Standalone(depth=3), max_new_tokens=fits - 64 - 9)
-    assert len(out.tokens[0]) == fits - 64 - 9, "less the rest of a page"
+    assert len(out.tokens[0]) == fits - 64 - 9, "minus the rest of a page"
 
 
-def test_an_error_of_the_allocator_is_explained(monkeypatch):
+def test_allocation_errors_get_a_note(monkeypatch):
     monkeypatch.setattr(platform, "platform", lambda: "cpu")
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.")
     memory.explain(error, memory.Need(8, 4096, 4_000_000_000, 500_000_000))
@@ -88,7 +88,7 @@ def test_an_error_of_the_allocator_is_explained(monkeypatch):
     assert not hasattr(other, "__notes__")
 
 
-def test_a_cpu_says_nothing_of_its_memory_and_is_not_asked():
+def test_a_cpu_does_not_report_its_memory():
     if jax.default_backend() != "cpu":
         pytest.skip("needs a CPU as JAX's default backend")
     assert memory.free_bytes() is None
@@ -108,7 +108,7 @@ WIDE = Llama(
 
 @pytest.mark.parametrize("depth", (0, 3), ids=("plain", "standalone"))
 def test_no_second_copy_of_weights_is_ever_made(depth):
-    """Beside its arguments the loop takes a small part of a model's weights; of the pools see test_program.py."""
+    """The temporary memory of the loop is small compared with the weights. test_program.py checks the cache pools."""
     weights = toy.random_params(WIDE)
     params = Params(weights, weights if depth else None)
     drafter = Standalone(depth=depth).bind(WIDE, WIDE) if depth else Plain()
@@ -119,5 +119,7 @@ def test_no_second_copy_of_weights_is_ever_made(depth):
     s = decode.jitted_prefill(params, ids, one, one + 64, keys, stop, **static, capacity=80, page_size=16)
     loop = decode.decode.lower(params, s, jnp.int32(9), **static).compile()
     used = loop.memory_analysis()
-    assert used.alias_size_in_bytes >= (1 + bool(depth)) * s.cache.pool.nbytes, "the donated state is not the result"
+    assert used.alias_size_in_bytes >= (1 + bool(depth)) * s.cache.pool.nbytes, (
+        "the result does not reuse the donated state"
+    )
     assert used.temp_size_in_bytes < memory.tree_bytes(weights) / 4
