@@ -99,7 +99,9 @@ def _add_model(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
     choice = parser.add_argument_group(
         "sampling", "Decoding is greedy unless --temperature, --top-k, --top-p or --min-p is given."
     )
-    choice.add_argument("--temperature", type=float, metavar="T", help="divides the logits; 0 is greedy (default: 1)")
+    choice.add_argument(
+        "--temperature", type=float, metavar="T", help="divides the logits; 0 is greedy (default when sampling: 1)"
+    )
     choice.add_argument("--top-k", type=int, metavar="K", help="sample from the K most probable tokens")
     choice.add_argument(
         "--top-p", type=float, metavar="P", help="sample from the most probable tokens whose total probability is P"
@@ -279,7 +281,7 @@ def _add_evaluate(commands: _Commands) -> None:
     )
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts per batch (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics to FILE, as JSON")
     parser.set_defaults(run=_run_evaluate)
 
 

@@ -1,4 +1,4 @@
-"""What a generation takes of a device's memory, and whether it is there."""
+"""Memory that a generation needs, and whether the device has it."""
 
 import dataclasses
 import math
@@ -12,14 +12,15 @@ from jspec.core.types import Drafter, Params, Target
 from pallas_kernels import platform
 
 HEADROOM = 0.05
-"""Share of a device's memory that is left to activations and logits."""
+"""Fraction of the device's memory that is reserved for activations and logits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Bytes that the state of a generation takes.
+    """Bytes of the state of a generation.
 
-    batch, capacity: its rows, and the tokens that each has room for.
+    batch: number of sequences.
+    capacity: tokens per sequence that the caches can hold.
     target, draft: bytes of the target's cache and of the drafter's state.
     """
 
@@ -30,19 +31,19 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """Bytes in total."""
         return self.target + self.draft
 
     def __str__(self) -> str:
         each = self.total / (self.batch * self.capacity)
         return (
-            f"{self.batch} rows of {self.capacity} tokens take {gigabytes(self.total)}, {each:,.0f} bytes a token: "
-            f"{gigabytes(self.target)} for the target's cache and {gigabytes(self.draft)} for the draft's"
+            f"{self.batch} sequences of {self.capacity} tokens take {gigabytes(self.total)}, {each:,.0f} bytes per "
+            f"token: {gigabytes(self.target)} for the target's cache and {gigabytes(self.draft)} for the draft's"
         )
 
 
 def need(params: Params, target: Target, drafter: Drafter, batch: int, capacity: int, page_size: int) -> Need:
-    """What the caches of a generation will take; nothing is allocated."""
+    """What the caches of a generation need. Allocates nothing."""
     cache = jax.eval_shape(lambda p: target.init_cache(p, batch, capacity, page_size), params.target)
     draft = jax.eval_shape(lambda p: drafter.init(p, batch, capacity, page_size), params)
     return Need(batch, capacity, tree_bytes(cache), tree_bytes(draft))
@@ -55,9 +56,9 @@ def tree_bytes(arrays: Any) -> int:
 
 
 def free_bytes(device: Any = None) -> tuple[int, int] | None:
-    """Bytes that JAX may still take of a device's memory, and those that it may take in all.
+    """Bytes that JAX can still allocate on a device, and its limit; None if the device (a CPU) does not report them.
 
-    device: None: the default one. A CPU does not say: None.
+    device: None: the default device.
     """
     stats = (device or jax.devices()[0]).memory_stats() or {}
     if "bytes_limit" not in stats or "bytes_in_use" not in stats:
@@ -65,39 +66,41 @@ def free_bytes(device: Any = None) -> tuple[int, int] | None:
     return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
 
 
-def fit(params: Params, target: Target, drafter: Drafter, batch: int, page_size: int, wanted: int, least: int) -> int:
-    """The capacity of a generation: `wanted` tokens a row, or where these do not fit the `least` that it needs.
+def fit(
+    params: Params, target: Target, drafter: Drafter, batch: int, page_size: int, preferred: int, minimum: int
+) -> int:
+    """The capacity of a generation, in tokens per sequence: `preferred`, or `minimum` if that does not fit.
 
     Raises:
-      ValueError: the least does not fit either; the message holds the arithmetic.
+      ValueError: `minimum` does not fit, either; the message says what is needed, what is free and how much fits.
     """
     (device, *_) = jax.tree.leaves(params.target)[0].devices()
     memory = free_bytes(device)
     if memory is None:
-        return wanted
+        return preferred
     free, limit = memory
-    room = free - int(HEADROOM * limit)
-    for capacity in (wanted, least):
+    budget = free - int(HEADROOM * limit)
+    for capacity in (preferred, minimum):
         asked = need(params, target, drafter, batch, capacity, page_size)
-        if asked.total <= room:
+        if asked.total <= budget:
             return capacity
-    each = asked.total / (batch * least)
-    left = max(0, int(room / each))
+    each = asked.total / (batch * minimum)
+    left = max(0, int(budget / each))
     raise ValueError(
-        f"this generation does not fit: {asked}. Of the {gigabytes(limit)} that JAX may take of the device, "
-        f"{gigabytes(free)} are free, and {HEADROOM:.0%} of all is kept for activations. Room for {left} tokens is "
-        f"left: {left // batch} in each of {batch} rows, or {left // least} rows of {least}{_advice()}"
+        f"this generation does not fit: {asked}. JAX can use {gigabytes(limit)} of the device: {gigabytes(free)} are "
+        f"free, and {HEADROOM:.0%} of the total is reserved for activations. At most {left} tokens fit: "
+        f"{left // batch} in each of {batch} sequences, or {left // minimum} sequences of {minimum}{_advice()}"
     )
 
 
 def explain(error: Exception, asked: Need) -> None:
-    """Adds to an error of the allocator what was asked of it."""
+    """Adds a note with the size of the caches to an allocation error."""
     if "RESOURCE_EXHAUSTED" in str(error):
-        error.add_note(f"jspec: {asked}, beside the weights and the activations{_advice()}")
+        error.add_note(f"jspec: {asked}, in addition to weights and activations{_advice()}")
 
 
 def gigabytes(count: int) -> str:
-    """A number of bytes, to be read."""
+    """Human-readable byte count."""
     return f"{count / 1e9:,.2f} GB"
 
 
@@ -105,6 +108,6 @@ def _advice() -> str:
     if platform.platform() != "gpu" or "XLA_PYTHON_CLIENT_MEM_FRACTION" in os.environ:
         return ""
     return (
-        ". JAX takes three quarters of a GPU's memory; with XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment, "
-        "set before it starts, it takes more"
+        ". JAX uses three quarters of a GPU's memory by default; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the "
+        "environment, before it starts, to let it use more"
     )

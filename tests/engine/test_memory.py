@@ -65,8 +65,8 @@ def test_a_generation_that_does_not_fit_is_an_error(free):
     with pytest.raises(ValueError, match="this generation does not fit") as raised:
         jspec.generate(model(), [[1] * 9] * 2, drafter=Standalone(depth=3), max_new_tokens=300)
     text = str(raised.value)
-    assert "2 rows of 309 tokens take" in text
-    fits = int(re.search(r"is left: (\d+) in each of 2 rows", text)[1])
+    assert "2 sequences of 309 tokens take" in text
+    fits = int(re.search(r"tokens fit: (\d+) in each of 2 sequences", text)[1])
     out = jspec.generate(model(), [[1] * 9] * 2, drafter=Standalone(depth=3), max_new_tokens=fits - 64 - 9)
     assert len(out.tokens[0]) == fits - 64 - 9, "minus the rest of a page"
 
@@ -76,8 +76,8 @@ def test_allocation_errors_get_a_note(monkeypatch):
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.")
     memory.explain(error, memory.Need(8, 4096, 4_000_000_000, 500_000_000))
     assert error.__notes__ == [
-        "jspec: 8 rows of 4096 tokens take 4.50 GB, 137,329 bytes a token: 4.00 GB for the target's cache and 0.50 GB "
-        "for the draft's, beside the weights and the activations"
+        "jspec: 8 sequences of 4096 tokens take 4.50 GB, 137,329 bytes per token: 4.00 GB for the target's cache and "
+        "0.50 GB for the draft's, in addition to weights and activations"
     ]
     monkeypatch.setattr(platform, "platform", lambda: "gpu")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
