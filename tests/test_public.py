@@ -14,6 +14,7 @@ import jspec
 from jspec.engine.options import GenerateKeywords, GenerateOptions
 
 ROOT = Path(__file__).parent.parent
+API_PAGES = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/api/*.md")))
 
 
 @pytest.mark.parametrize("name", jspec.__all__)
@@ -22,6 +23,7 @@ def test_a_public_name_is_documented(name):
     documentation = inspect.cleandoc(value.__doc__ or "")
     assert documentation, f"jspec.{name} has no docstring"
     assert not documentation.startswith(f"{name}("), f"jspec.{name} has only the docstring that dataclasses generate"
+    assert f"::: jspec.{name}\n" in API_PAGES, f"jspec.{name} is on no API page"
 
 
 def test_the_module_and_the_function_generate_are_both_reachable():

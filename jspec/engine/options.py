@@ -52,7 +52,7 @@ class GenerateOptions:
             object.__setattr__(self, "seed", tuple(self.seed))
             self.seeds(len(self.seed))
 
-    def seeds(self, batch: int) -> UInt32[np.ndarray, " {batch}"]:
+    def seeds(self, batch: int) -> UInt32[np.ndarray, " B"]:
         """The seed of each of `batch` sequences: those given, or `seed + i` for sequence i.
 
         Raises:
