@@ -186,8 +186,8 @@ def _check_interface(drafter: str | Drafter, model: Model) -> Drafter:
 def _check_state(case: _Case) -> str:
     model, bound = case.model, case.drafter.bind(case.model.target, case.model.draft).drafter
     batch, width = 2 * len(case.ids), max(map(len, case.ids))
-    rows = per_row(case.sampling, batch, model.target.vocab_size)
-    for sampling, rule in ((None, accept.greedy), (rows, accept.coupled)):
+    row_sampling = per_row(case.sampling, batch, model.target.vocab_size)
+    for sampling, rule in ((None, accept.greedy), (row_sampling, accept.coupled)):
         static: Parts = {"target": model.target, "drafter": bound, "accept": rule}
         count = jax.ShapeDtypeStruct((batch,), jnp.int32)
         prefill = partial(decode.prefill, **static, capacity=width + case.max_new_tokens, page_size=DEFAULT_PAGE_SIZE)

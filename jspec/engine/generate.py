@@ -218,8 +218,9 @@ def generate_ids(
         max_length = ids.shape[1] + max_new_tokens
     if max_length < ids.shape[1]:
         raise ValueError(f"max_length={max_length}: must be at least the {ids.shape[1]} columns of the prompts")
-    rows = sampling if isinstance(sampling, RowSampling) else per_row(sampling, ids.shape[0], target.vocab_size)
-    rule, chosen = choose_rule(accept, rows, drafters.resolve(drafter))
+    if not isinstance(sampling, RowSampling):
+        sampling = per_row(sampling, ids.shape[0], target.vocab_size)
+    rule, chosen = choose_rule(accept, sampling, drafters.resolve(drafter))
     bound = chosen.bind(target, draft)
     table = stopping.build_table(target.vocab_size, eos)
     limit = jnp.broadcast_to(jnp.minimum(lengths + jnp.asarray(max_new_tokens, jnp.int32), max_length), lengths.shape)
@@ -230,7 +231,7 @@ def generate_ids(
         limit,
         key if key.ndim else jax.random.split(key, ids.shape[0]),
         stopping.init(table, ids.shape[0]),
-        rows,
+        sampling,
         target=target,
         drafter=bound,
         accept=rule,

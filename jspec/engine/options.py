@@ -91,7 +91,9 @@ def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
     return drafters.resolve(drafter)
 
 
-def choose_rule(rule: str | Accept | None, rows: RowSampling | None, drafter: Drafter) -> tuple[Accept, Drafter]:
+def choose_rule(
+    rule: str | Accept | None, row_sampling: RowSampling | None, drafter: Drafter
+) -> tuple[Accept, Drafter]:
     """The rule of acceptance for these sampling parameters, and the drafter configured for that rule.
 
     Raises:
@@ -99,7 +101,7 @@ def choose_rule(rule: str | Accept | None, rows: RowSampling | None, drafter: Dr
       TypeError: neither a name nor a callable.
     """
     _check_rule(rule)
-    all_greedy = rows is None or rows.temperature is None
+    all_greedy = row_sampling is None or row_sampling.temperature is None
     if rule is None:
         rule = "greedy" if all_greedy else "coupled"
     if not isinstance(rule, str):

@@ -8,11 +8,11 @@ from typing import TypeAlias, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Key
 
 from jspec.core import decode, stopping
 from jspec.core.sampling import per_row
-from jspec.core.types import Accept, DecodeState, Drafter, Params, Target
+from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target
 from jspec.engine import memory
 from jspec.engine.model import Model
 from jspec.engine.options import GenerateOptions, check_fits, choose_drafter, choose_rule
@@ -79,8 +79,8 @@ class Run:
         batch, longest = len(self.prompts), max(map(len, self.prompts))
         seeds = options.seeds(batch)
         check_fits(model.target, longest, options.max_new_tokens)
-        rows = per_row(options.sampling, batch, model.target.vocab_size)
-        rule, drafter = choose_rule(options.accept, rows, choose_drafter(options.drafter, model))
+        row_sampling = per_row(options.sampling, batch, model.target.vocab_size)
+        rule, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
         self.parts: Parts = {"target": model.target, "drafter": drafter.bind(model.target, model.draft), "accept": rule}
         table = compile_stops(model.tokenizer, model.target.vocab_size, model.eos, options.stop)
 
@@ -95,25 +95,13 @@ class Run:
             self._streams = [TextStream(model.tokenizer, prompt, options.stop) for prompt in self.prompts]
 
         # Allocate, read the prompts, and compile the loop.
-        ids, lengths = _pad(self.prompts)
-        needed = max(ids.shape[1], longest + options.max_new_tokens)
+        length = longest + options.max_new_tokens
         sizes = model.params, model.target, self.parts["drafter"], batch
-        capacity = memory.fit(*sizes, options.page_size, bucket(longest + options.max_new_tokens), needed)
+        capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(longest), length))
+        chunk = prefill_chunk(batch) if chunk is None else chunk
         try:
-            self.state: DecodeState = decode.jitted_prefill(
-                model.params,
-                ids,
-                lengths,
-                lengths + np.int32(options.max_new_tokens),
-                _keys(seeds),
-                stopping.init(_bucket_states(table), batch),
-                rows,
-                **self.parts,
-                capacity=capacity,
-                page_size=options.page_size,
-                logprobs=options.logprobs,
-                chunk=prefill_chunk(batch) if chunk is None else chunk,
-            )
+            stop = stopping.init(_bucket_states(table), batch)
+            self.state = self._prefill(_keys(seeds), stop, row_sampling, capacity, chunk)
             self._decode = self._choose_decode()
             self._run_until(0)  # compiles and runs no round
         except jax.errors.JaxRuntimeError as error:
@@ -127,9 +115,9 @@ class Run:
         return sum(map(len, self.tokens))
 
     def advance(self, rounds: int | None) -> bool:
-        """Runs up to `rounds` rounds (None: all) and collects what they appended; True when every sequence has ended.
+        """Runs up to `rounds` more rounds (None: all of them, in one call of the device) and collects their tokens.
 
-        Rounds are counted from the last call. Without a bound the loop leaves the device only when all have ended.
+        Returns True when every sequence has ended.
         """
         unbounded = int(np.iinfo(np.int32).max)
         self._run_until(unbounded if rounds is None else int(self.state.round_index) + rounds)
@@ -186,6 +174,30 @@ class Run:
             for i, prompt in enumerate(self.prompts)
         ]
         return Generations(items, stats)
+
+    def _prefill(
+        self,
+        keys: Key[Array, " B"],
+        stop: stopping.Stop,
+        row_sampling: RowSampling | None,
+        capacity: int,
+        chunk: int,
+    ) -> DecodeState:
+        ids, lengths = _pad(self.prompts)
+        return decode.jitted_prefill(
+            self.model.params,
+            ids,
+            lengths,
+            lengths + np.int32(self.options.max_new_tokens),
+            keys,
+            stop,
+            row_sampling,
+            **self.parts,
+            capacity=capacity,
+            page_size=self.options.page_size,
+            logprobs=self.options.logprobs,
+            chunk=chunk,
+        )
 
     def _new_columns(self, buffer: Array) -> list[list]:
         """The columns of a [B, C] buffer that belong to new tokens."""
