@@ -69,7 +69,7 @@ def check_drafter(
       temperature: temperature of the sampled sequences.
 
     Raises:
-      AssertionError: the drafter violates the contract; the message says where and how.
+      AssertionError: the drafter violates the contract; the message states where and how.
       ValueError, TypeError: another invalid argument, or models that the drafter's `bind` does not support.
     """
     chosen = _check_interface(drafter, model)

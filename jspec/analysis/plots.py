@@ -152,20 +152,22 @@ def bench_report(report: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
     Raises:
       ValueError: nothing was measured.
     """
-    rows = [row for row in report["rows"] if row["round"]]
-    if not rows:
-        raise ValueError("the report has no measurement: " + "; ".join(row["problem"] for row in report["rows"]))
-    ax = _axes(ax, (min(16.0, max(5.0, 0.6 * len(rows) + 2)), 4.0))
-    at, bottom = np.arange(len(rows)), 0.0
-    split = [row["phases"] or {"rest": row["round"]} for row in rows]
+    measured = [entry for entry in report["rows"] if entry["round"]]
+    if not measured:
+        raise ValueError("the report has no measurement: " + "; ".join(entry["problem"] for entry in report["rows"]))
+    ax = _axes(ax, (min(16.0, max(5.0, 0.6 * len(measured) + 2)), 4.0))
+    at, bottom = np.arange(len(measured)), 0.0
+    split = [entry["phases"] or {"rest": entry["round"]} for entry in measured]
     for name, (color, hatch) in _PHASES.items():
         height = np.array([1e3 * phases.get(name, 0.0) for phases in split])
         label = name.replace("_", "+")
         ax.bar(at, height, 0.8, bottom=bottom, color=color, hatch=hatch, edgecolor=_DARK_GRAY, label=label)
         bottom = bottom + height
-    ax.hlines([1e3 * row["floor"] for row in rows], at - 0.45, at + 0.45, color="black", linewidth=2, label="floor")
-    ax.set(ylabel="ms per round", xticks=at, xlim=(-0.6, len(rows) - 0.4))
-    ax.set_xticklabels([f"{row['mode']}\n{row['batch']} x {row['context']}" for row in rows], fontsize=8)
+    ax.hlines(
+        [1e3 * entry["floor"] for entry in measured], at - 0.45, at + 0.45, color="black", linewidth=2, label="floor"
+    )
+    ax.set(ylabel="ms per round", xticks=at, xlim=(-0.6, len(measured) - 0.4))
+    ax.set_xticklabels([f"{e['mode']}\n{e['batch']} x {e['context']}" for e in measured], fontsize=8)
     ax.set_title(f"{report['model']}, {report['environment']['device']}", fontsize=10, loc="left")
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax

@@ -72,7 +72,7 @@ def fit(
     """The capacity of a generation, in tokens per sequence: `preferred`, or `minimum` if that does not fit.
 
     Raises:
-      ValueError: `minimum` does not fit, either; the message says what is needed, what is free and how much fits.
+      ValueError: `minimum` does not fit, either; the message states what is needed, what is free and how much fits.
     """
     (device, *_) = jax.tree.leaves(params.target)[0].devices()
     memory = free_bytes(device)
