@@ -85,7 +85,7 @@ class Tokenizer:
         """The text of a complete sequence, without special tokens. For a continuation, use `stream.full_text`."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def chat(self, messages: Sequence[Mapping[str, object]], **options: object) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> list[int]:
         """The prompt of the next turn of a chat, as ids. Arguments are those of `apply_chat_template`."""
         return self.encode(self.apply_chat_template(messages, **options), special=False)
 
