@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -199,7 +199,7 @@ class Run:
             chunk=chunk,
         )
 
-    def _new_columns(self, buffer: Array) -> list[list]:
+    def _new_columns(self, buffer: Array) -> list[list[Any]]:
         """The columns of a [B, C] buffer that belong to new tokens."""
         rows = zip(jax.device_get(buffer), self.prompts, self.tokens, strict=True)
         return [row[len(prompt) : len(prompt) + len(new)].tolist() for row, prompt, new in rows]

@@ -5,7 +5,7 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 from platformdirs import user_cache_path
@@ -37,7 +37,7 @@ def enable_compilation_cache() -> None:
 
 
 @contextlib.contextmanager
-def notify_if_slow(message: str) -> Iterator[None]:
+def notify_if_slow(message: str) -> Generator[None, None, None]:
     """Prints a line on standard error if the `with` block takes longer than `NOTICE_DELAY` seconds."""
     timer = threading.Timer(NOTICE_DELAY, print, args=(message,), kwargs={"file": sys.stderr, "flush": True})
     timer.daemon = True

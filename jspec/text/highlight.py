@@ -24,8 +24,11 @@ MAX_SEQUENCES = 16
 """Sequences of a batch that are displayed."""
 
 # Terminals execute control characters; Unicode has pictures of those in ASCII.
-_CONTROL_PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"}
-_CONTROL_PICTURES |= {0x7F: 0x2421, **dict.fromkeys(range(0x80, 0xA0), 0xFFFD)}
+_CONTROL_PICTURES = {
+    **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
 _RESET = "\x1b[0m"
 
 

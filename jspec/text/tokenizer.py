@@ -7,11 +7,12 @@ from datetime import datetime
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jinja2
 import tokenizers
 from jinja2 import ext, nodes, sandbox
+from jinja2.parser import Parser
 
 from jspec.checkpoints.files import CheckpointError, read_json
 
@@ -249,7 +250,7 @@ class _Generation(ext.Extension):
 
     tags = {"generation"}
 
-    def parse(self, parser):
+    def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
 
@@ -260,10 +261,16 @@ def _environment() -> sandbox.ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation]
     )
 
-    def raise_exception(message):
+    def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    def to_json(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment.filters["tojson"] = to_json
