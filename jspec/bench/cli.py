@@ -27,7 +27,10 @@ from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
 from jspec.engine import memory
 from jspec.engine.model import load
 from jspec.engine.options import DEFAULT_PAGE_SIZE
+from jspec.models.decoder import Decoder
+from jspec.models.draft import Draft
 from jspec.models.llama import require_llama
+from jspec.models.sizes import count_parameters, tree_bytes
 
 MODES = ("plain", "chain", "tree")
 _CHAINS = (*MODES[1:], *FROM_HOST)
@@ -57,8 +60,8 @@ class Subject:
     """What is measured. Leaves of `params` are arrays, or shapes that arrays are still to be made of."""
 
     name: str
-    target: Any
-    draft: Any
+    target: Decoder
+    draft: Draft | None
     params: Params
 
 
@@ -172,7 +175,7 @@ def _loaded(options: argparse.Namespace) -> Subject:
     if model.draft is not None or options.drafter == "standalone":
         return Subject(model.name, model.target, model.draft, model.params)
     head = eagle_head(require_llama(model.target, "a random head"))
-    shapes = weights.head_shapes(head, model.params.target.embed.dtype)
+    shapes = head.param_shapes(model.params.target.embed.dtype)
     return Subject(model.name, model.target, head, Params(model.params.target, shapes))
 
 
@@ -185,17 +188,17 @@ def _shaped(options: argparse.Namespace) -> Subject:
     if draft is None:
         others = ", ".join(name for name, other in PRESETS.items() if _drafts(other)[drafter])
         raise ValueError(f"--drafter {drafter}: {options.preset} has no {_LACKS[drafter]}; {others} have")
-    params = Params(weights.shapes_of(preset.target, dtype), weights.shapes_of(draft, dtype))
+    params = Params(preset.target.param_shapes(dtype), draft.param_shapes(dtype))
     return Subject(options.preset, preset.target, draft, params)
 
 
-def _drafts(preset: Preset) -> dict[str, Any]:
+def _drafts(preset: Preset) -> dict[str, Draft | None]:
     """Drafter -> its draft, or None."""
     return {"eagle": preset.head, "standalone": preset.standalone, "frozen-kv-mtp": preset.assistant}
 
 
 def _drafter_name(options: argparse.Namespace, subject: Subject) -> str:
-    return options.drafter or getattr(subject.draft, "drafter", "eagle")
+    return options.drafter or ("eagle" if subject.draft is None else subject.draft.drafter)
 
 
 def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Any:
@@ -213,7 +216,7 @@ def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Any:
 def _check_room(subject: Subject) -> None:
     """Raises where the weights that are only shapes so far do not fit the device."""
     missing = [leaf for leaf in jax.tree.leaves(subject.params) if not isinstance(leaf, jax.Array)]
-    has, needed = memory.free_bytes(), memory.tree_bytes(missing)
+    has, needed = memory.free_bytes(), tree_bytes(missing)
     if has is not None and needed > has[0]:
         raise ValueError(
             f"{subject.name}: {needed / 1e9:.1f} GB of weights do not fit, {has[0] / 1e9:.1f} of {has[1] / 1e9:.1f} GB "
@@ -231,20 +234,17 @@ def _describe(options: argparse.Namespace, subject: Subject, params: Params, cop
     target, draft, itemsize = subject.target, subject.draft, params.target.embed.dtype.itemsize
     named = ("depth", "width", "num_nodes", "tokens_per_round", "rounds", "repeats", "page_size")
     streamed = {
-        "target": weights.forward_bytes(params.target, target),
-        "kv_token": weights.kv_bytes(target, 1, itemsize),
+        "target": target.forward_bytes(params.target),
+        "kv_token": target.kv_bytes(1, itemsize),
     }
     if draft is not None:
-        streamed["draft_step"], streamed["extend"] = (
-            weights.draft_step_bytes(params, draft),
-            weights.extend_bytes(params, draft),
-        )
-        streamed["draft_kv_token"] = weights.kv_bytes(draft, 1, itemsize, target)
+        streamed["draft_step"], streamed["extend"] = draft.step_bytes(params), draft.extend_bytes(params)
+        streamed["draft_kv_token"] = draft.kv_bytes(1, itemsize, target)
     return {
         "model": subject.name,
         "environment": {**machine.environment(), "dtype": str(params.target.embed.dtype)},
         "settings": {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in named}},
-        "parameters": {"target": weights.count(params.target), "draft": weights.count(params.draft)},
+        "parameters": {"target": count_parameters(params.target), "draft": count_parameters(params.draft)},
         "streamed_bytes": streamed,
         "bandwidth": {"copy": report.bandwidth(copy), "gemv": report.bandwidth(gemv)},
         "rows": [],

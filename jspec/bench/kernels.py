@@ -24,7 +24,7 @@ from jspec.bench.cli import positive
 from jspec.bench.presets import PRESETS
 from jspec.checkpoints.files import DTYPES, resolve_dtype
 from jspec.engine.options import DEFAULT_PAGE_SIZE
-from jspec.models import LanguageModel
+from jspec.models import Decoder
 from pallas_kernels import grouped_matmul, mla_attention, paged_attention, platform
 from pallas_kernels.dispatch import BACKENDS, Operation
 from pallas_kernels.group_rows import group_rows
@@ -106,7 +106,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def check(options: argparse.Namespace, target: LanguageModel) -> None:
+def check(options: argparse.Namespace, target: Decoder) -> None:
     """Raises a ValueError if the options do not fit together."""
     if options.tile and platform.platform() != "gpu":
         raise ValueError(f"--tile {' '.join(options.tile)}: requires a GPU, but this device is a {_device_kind()}")
@@ -147,7 +147,7 @@ def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[st
             yield label, str(error).splitlines()[0]
 
 
-def attention(target: LanguageModel, batch: int, nodes: int, context: int, page_size: int, dtype: DTypeLike) -> Work:
+def attention(target: Decoder, batch: int, nodes: int, context: int, page_size: int, dtype: DTypeLike) -> Work:
     """Attention of a chain of nodes over `context` committed tokens, in pages of random order, as in the last layer."""
     pages = -(-context // page_size)
     total = batch * (pages + 1)
@@ -170,7 +170,7 @@ def attention(target: LanguageModel, batch: int, nodes: int, context: int, page_
     )
 
 
-def experts(target: LanguageModel, tokens: int, dtype: DTypeLike) -> Iterator[Work]:
+def experts(target: Decoder, tokens: int, dtype: DTypeLike) -> Iterator[Work]:
     """Both products of the experts that tokens choose at random, one after the other."""
     routed, rng = target.experts, np.random.default_rng(0)
     if routed is None:
@@ -200,7 +200,7 @@ def _random(dtype: DTypeLike, *shapes: tuple[int, ...]) -> list[jax.Array]:
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def _operation(kernel: str, target: LanguageModel) -> Operation:
+def _operation(kernel: str, target: Decoder) -> Operation:
     if kernel == "experts":
         return grouped_matmul.OPERATION
     latent = target.layer_keys(target.num_layers - 1).latent

@@ -20,7 +20,7 @@ from jspec.core import accept, decode, grow, stopping
 from jspec.core.types import DecodeState, Drafter, Params
 from jspec.engine import memory
 from jspec.engine.run import prefill_chunk
-from jspec.models import LanguageModel
+from jspec.models.decoder import Decoder
 
 FROM_HOST = ("stepped", "unfolded")
 """Modes in which the host calls each round: a chain in one program, and one whose seed is a program of its own."""
@@ -37,7 +37,7 @@ class Setup:
     split: time the phases on their own, too.
     """
 
-    target: LanguageModel
+    target: Decoder
     params: Params
     tokens_per_round: float
     rounds: int

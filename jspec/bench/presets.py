@@ -1,10 +1,11 @@
-"""Shapes of models that people run, from their published config.json, and of the drafts that are made for them."""
+"""Shapes of published models, from their config.json, and of the drafts made for them."""
 
 import dataclasses
 
 from jspec.cache import RecurrentLayer
-from jspec.models import Assistant, Deepseek, EagleHead, Gemma4, LanguageModel, Llama, Qwen3Next
+from jspec.models import Assistant, Deepseek, EagleHead, Gemma4, Llama, Qwen3Next
 from jspec.models.assistant import Clusters
+from jspec.models.decoder import Decoder
 from jspec.models.deepseek import Latent
 from jspec.models.gemma4 import Attention
 from jspec.models.layers import Llama3Rope, YarnRope
@@ -12,31 +13,31 @@ from jspec.models.moe import Routed
 from jspec.models.router import Router
 
 DRAFT_VOCAB_SIZE = 32_000
-"""Tokens that published EAGLE-3 heads for these targets draft."""
+"""Draft vocabulary of the published EAGLE-3 heads for these targets."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A target and its drafts, None where there is none of a kind.
+    """A target and its drafts; None if there is none of a kind.
 
     head: an EAGLE-3 head.
-    standalone: a smaller model of the same vocabulary.
-    assistant: what reads the target's keys and values.
+    standalone: a smaller model with the same vocabulary.
+    assistant: a draft that reads the target's keys and values.
     """
 
-    target: LanguageModel
+    target: Decoder
     head: EagleHead | None = None
-    standalone: LanguageModel | None = None
+    standalone: Decoder | None = None
     assistant: Assistant | None = None
 
 
 def eagle_head(target: Llama | Qwen3Next, *, draft_vocab_size: int = DRAFT_VOCAB_SIZE) -> EagleHead:
-    """An EAGLE-3 head of one layer that is shaped as the target's are.
+    """An EAGLE-3 head of one layer with the shape of the target's layers.
 
-    It reads the inputs of layers 2, L/2 and L - 3, as SpecForge trains heads; in targets too shallow for that, those of
+    It reads the inputs of layers 2, L/2 and L - 3, like heads trained by SpecForge; in shallower targets, the inputs of
     the first and the middle layer and the output of the last.
 
-    draft_vocab_size: cut to the target's.
+    draft_vocab_size: at most the target's.
     """
     count = target.num_layers
     return EagleHead(
@@ -54,7 +55,7 @@ def eagle_head(target: Llama | Qwen3Next, *, draft_vocab_size: int = DRAFT_VOCAB
         capture_layers=(2, count // 2, count - 3) if count >= 8 else (0, count // 2, count),
         rms_norm_eps=target.rms_norm_eps,
         rope_theta=target.rope_theta,
-        rope_scaling=target.rope_scaling if isinstance(target, Llama) else None,
+        rope_scaling=target.rope_scaling,
     )
 
 
@@ -109,26 +110,26 @@ _TINY = Llama(
 
 
 def _gemma4_attention(layers: int, every: int, sliding: Attention, full: Attention) -> tuple[Attention, ...]:
-    """Sliding layers, but for every so manyth."""
+    """Sliding-window layers, with full attention in every `every`-th layer."""
     return tuple(full if i % every == every - 1 else sliding for i in range(layers))
 
 
 def gemma4_assistant(
     target: Gemma4, *, hidden_size: int, intermediate_size: int, clusters: Clusters | None = None
 ) -> Assistant:
-    """An assistant of three layers that read the target's last sliding layer, and one that reads its last full one."""
+    """An assistant of three layers that read the target's last sliding layer and one that reads its last full layer."""
     windows = [kind.window is not None for kind in target.attention]
     sliding = max(index for index, slides in enumerate(windows) if slides)
     full = max(index for index, slides in enumerate(windows) if not slides)
-    reads = (sliding, sliding, sliding, full)
+    target_layers = (sliding, sliding, sliding, full)
     return Assistant(
         vocab_size=target.vocab_size,
         hidden_size=hidden_size,
         target_hidden_size=target.hidden_size,
         intermediate_size=intermediate_size,
         num_heads=target.num_heads,
-        reads=reads,
-        head_dims=tuple(target.attention[index].head_dim for index in reads),
+        target_layers=target_layers,
+        head_dims=tuple(target.attention[index].head_dim for index in target_layers),
         clusters=clusters,
     )
 
@@ -186,12 +187,12 @@ _QWEN3_NEXT = Qwen3Next(
     num_heads=16,
     num_kv_heads=2,
     head_dim=256,
-    full=(False, False, False, True) * 12,
+    is_full_attention=(False, False, False, True) * 12,
     state=RecurrentLayer(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
     max_length=262_144,
     experts=Routed(Router(count=512, chosen=10, normalize=True), width=512, shared_width=512, shared_gate=True),
 )
-_QWEN3_NEXT_16 = dataclasses.replace(_QWEN3_NEXT, full=_QWEN3_NEXT.full[:16])
+_QWEN3_NEXT_16 = dataclasses.replace(_QWEN3_NEXT, is_full_attention=_QWEN3_NEXT.is_full_attention[:16])
 _QWEN3_5_9B = Qwen3Next(
     vocab_size=248_320,
     hidden_size=4096,
@@ -199,7 +200,7 @@ _QWEN3_5_9B = Qwen3Next(
     num_heads=16,
     num_kv_heads=4,
     head_dim=256,
-    full=(False, False, False, True) * 8,
+    is_full_attention=(False, False, False, True) * 8,
     state=RecurrentLayer(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
     max_length=262_144,
 )
@@ -210,7 +211,7 @@ _TINY_QWEN3_NEXT = Qwen3Next(
     num_heads=2,
     num_kv_heads=1,
     head_dim=8,
-    full=(False, True),
+    is_full_attention=(False, True),
     state=RecurrentLayer(key_heads=1, value_heads=2, key_dim=8, value_dim=8),
     max_length=4096,
     experts=Routed(Router(count=8, chosen=2, normalize=True), width=8, shared_width=8, shared_gate=True),
@@ -222,7 +223,7 @@ _DEEPSEEK_V2_LITE = Deepseek(
     intermediate_size=10_944,
     num_layers=27,
     num_heads=16,
-    latent=Latent(query=None, size=512, key=128, rope=64, value=128),
+    latent=Latent(q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
     experts=Routed(Router(count=64, chosen=6), width=1408, shared_width=2816),
     dense_layers=1,
     max_length=163_840,
@@ -242,7 +243,7 @@ _TINY_DEEPSEEK = Deepseek(
     intermediate_size=32,
     num_layers=2,
     num_heads=2,
-    latent=Latent(query=None, size=16, key=8, rope=8, value=8),
+    latent=Latent(q_rank=None, kv_rank=16, nope_dim=8, rope_dim=8, value_dim=8),
     experts=Routed(Router(count=8, chosen=2), width=8, shared_width=16),
     dense_layers=1,
     max_length=4096,
@@ -260,18 +261,18 @@ PRESETS = {
         dataclasses.replace(_TINY, num_layers=1, tie_embeddings=True),
     ),
     "qwen3-next": Preset(_QWEN3_NEXT, eagle_head(_QWEN3_NEXT), _QWEN3_06B),
-    # As many of the 48 layers as one GPU of 80 GB holds.
+    # The 16 of 48 layers that fit on one GPU with 80 GB.
     "qwen3-next-16-layers": Preset(_QWEN3_NEXT_16, eagle_head(_QWEN3_NEXT_16), _QWEN3_06B),
     "qwen3.5-9b": Preset(_QWEN3_5_9B, eagle_head(_QWEN3_5_9B)),
     "tiny-qwen3-next": Preset(_TINY_QWEN3_NEXT, eagle_head(_TINY_QWEN3_NEXT, draft_vocab_size=64)),
-    # Nobody has published a draft for it; this one, its first layer and its head, has the cost of one.
+    # No draft has been published; this one, its first layer and its head, has a typical cost.
     "deepseek-v2-lite": Preset(_DEEPSEEK_V2_LITE, standalone=dataclasses.replace(_DEEPSEEK_V2_LITE, num_layers=1)),
     "qwen3-30b-a3b": Preset(_QWEN3_30B_A3B, eagle_head(dataclasses.replace(_QWEN3_30B_A3B, experts=None)), _QWEN3_06B),
     "tiny-deepseek": Preset(_TINY_DEEPSEEK, standalone=dataclasses.replace(_TINY_DEEPSEEK, num_layers=1)),
     "gemma-4-31b": Preset(
         _GEMMA_4_31B, assistant=gemma4_assistant(_GEMMA_4_31B, hidden_size=1024, intermediate_size=8192)
     ),
-    # The width of E4B's assistant is published; its MLP is a guess, in the proportion of 31B's.
+    # The width of E4B's assistant is published; its MLP is assumed to have the proportions of 31B's.
     "gemma-4-e4b": Preset(
         _GEMMA_4_E4B,
         assistant=gemma4_assistant(
@@ -285,4 +286,4 @@ PRESETS = {
         ),
     ),
 }
-"""Name -> shapes. The tiny ones have some 10,000 parameters, for tests and to see on a CPU what a report is like."""
+"""Name -> shapes. The tiny ones have about 10,000 parameters, for tests and for trying a report on a CPU."""

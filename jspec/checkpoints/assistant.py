@@ -1,25 +1,25 @@
-"""Checkpoint directories of assistants: reading them into a configuration and weights, and writing them.
+"""Checkpoint directories of assistants: reading and writing them.
 
 Tensors have the names of `Gemma4AssistantForCausalLM` in transformers. There are two kinds of config.json: Gemma 4's,
-which says of each layer whether it is a sliding or a full one, and so which of the target's it reads; and one of this
-package's own, for a target of any family, which names the target's layers.
+which states for each layer whether it is a sliding or a full one and so which of the target's layers it reads; and this
+package's own, for a target of any family, which lists the target's layers.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jspec.checkpoints import gemma4_config
 from jspec.checkpoints.config import reading
 from jspec.checkpoints.experts import name_mlp, read_mlp
-from jspec.checkpoints.files import DTYPES, CheckpointError, Tensors, on_device, read_json, resolve_dtype, write_tensors
-from jspec.checkpoints.gemma4 import NORMS
-from jspec.models import Assistant, AssistantParams, Gemma4, LanguageModel
-from jspec.models.assistant import AssistantLayerParams, ClusterParams, Clusters
+from jspec.checkpoints.files import DTYPES, CheckpointError, Json, Tensors, on_device, resolve_dtype, write_tensors
+from jspec.checkpoints.gemma4 import NORMS, match_layers, parse_assistant
+from jspec.checkpoints.source import Source
+from jspec.models.assistant import Assistant, AssistantLayerParams, AssistantParams, ClusterParams, Clusters
+from jspec.models.decoder import Decoder
 
 GEMMA4 = {
     "Gemma4AssistantForCausalLM": "gemma4_assistant",
@@ -38,68 +38,65 @@ class AssistantCheckpoint:
     params: AssistantParams
 
 
-def is_assistant(directory: str | Path) -> bool:
-    """Whether a checkpoint directory holds an assistant.
-
-    Raises:
-      CheckpointError: config.json is missing or damaged.
-    """
-    return _kind(read_json(Path(directory) / "config.json")) is not None
+def matches(source: Source) -> bool:
+    """Whether a checkpoint is an assistant's."""
+    return _kind(source.raw) is not None
 
 
-def load(directory: str | Path, *, target: LanguageModel, dtype: str | None = None) -> AssistantCheckpoint:
+def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) -> AssistantCheckpoint:
     """Loads an assistant onto the default device.
 
     Args:
       directory: holds config.json and model.safetensors, or its shards with model.safetensors.index.json.
-      target: the configuration of the model that it was made for.
-      dtype: as in `checkpoint.load`; give both the same.
+      target: the configuration of the model that it drafts for.
+      dtype: as in `language_model.load`; use the same for both.
 
     Raises:
-      CheckpointError: a file that is missing or damaged, an unsupported option, a tensor that is missing, has another
-        shape than the configuration says or that nothing reads, an assistant that does not suit the target.
+      CheckpointError: a file is missing or damaged, an option is not supported, a tensor is missing, has an unexpected
+        shape or is not used, or the assistant does not suit the target.
       ValueError: an unknown dtype.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such directory")
-    where = str(directory / "config.json")
-    config = parse_config(read_json(directory / "config.json"), target, where)
-    with Tensors(directory, resolve_dtype(dtype)) as tensors:
-        params = read_params(config, tensors)
-    return AssistantCheckpoint(config, params)
+    return read(Source(directory), target, dtype)
 
 
-def parse_config(raw: Mapping[str, Any], target: LanguageModel, where: str = "config.json") -> Assistant:
+def read(source: Source, target: Decoder, dtype: str | None) -> AssistantCheckpoint:
+    """`load` from an open directory."""
+    config = parse_config(source.raw, target, source.where)
+    return AssistantCheckpoint(config, read_params(config, Tensors(source.safetensors, resolve_dtype(dtype))))
+
+
+def parse_config(raw: Json, target: Decoder, where: str = "config.json") -> Assistant:
     """The assistant that a config.json describes.
 
     Raises:
-      CheckpointError: it is no assistant's, has an unsupported option, lacks a key or has one of the wrong type, or
-        does not suit the target.
+      CheckpointError: an unsupported architecture or option, a key that is missing or of the wrong type, or an
+        assistant that does not suit the target.
     """
     kind = _kind(raw)
     if kind is None:
         known = ", ".join([*GEMMA4, OWN[0]])
-        raise CheckpointError(f"{where}: architectures={raw.get('architectures')} is no assistant; there are {known}")
+        raise CheckpointError(
+            f"{where}: architectures={raw.get('architectures')} is not an assistant; must be one of {known}"
+        )
     with reading(where):
         return _parse_own(raw) if kind == OWN[0] else _parse_gemma4(raw, target, where)
 
 
-def _kind(raw: Mapping[str, Any]) -> str | None:
-    """The class that a config.json names, or that its model_type belongs to; None: it is no assistant's."""
+def _kind(raw: Json) -> str | None:
+    """The class that a config.json names, or that its model_type implies; None: it is not an assistant's."""
     known = {**GEMMA4, OWN[0]: OWN[1]}
     named = raw.get("architectures") or [name for name, kind in known.items() if kind == raw.get("model_type")]
     return next((name for name in named if name in known), None)
 
 
-def _parse_own(raw: Mapping[str, Any]) -> Assistant:
+def _parse_own(raw: Json) -> Assistant:
     return Assistant(
         vocab_size=int(raw["vocab_size"]),
         hidden_size=int(raw["hidden_size"]),
         target_hidden_size=int(raw["backbone_hidden_size"]),
         intermediate_size=int(raw["intermediate_size"]),
         num_heads=int(raw["num_attention_heads"]),
-        reads=tuple(int(layer) for layer in raw["target_layers"]),
+        target_layers=tuple(int(layer) for layer in raw["target_layers"]),
         head_dims=tuple(int(size) for size in raw["head_dims"]),
         rms_norm_eps=float(raw["rms_norm_eps"]),
         clusters=_parse_clusters(raw),
@@ -107,50 +104,21 @@ def _parse_own(raw: Mapping[str, Any]) -> Assistant:
     )
 
 
-def _parse_clusters(raw: Mapping[str, Any]) -> Clusters | None:
+def _parse_clusters(raw: Json) -> Clusters | None:
     if not raw.get("use_ordered_embeddings"):
         return None
     return Clusters(int(raw["num_centroids"]), int(raw["centroid_intermediate_top_k"]))
 
 
-def _parse_gemma4(raw: Mapping[str, Any], target: LanguageModel, where: str) -> Assistant:
-    if not isinstance(target, Gemma4):
-        raise CheckpointError(f"{where}: an assistant for a Gemma 4 target, and this one is a {type(target).__name__}")
-    text = {"hidden_size_per_layer_input": 0, **raw["text_config"]}
-    if text.get("num_kv_shared_layers") not in (None, 0, text.get("num_hidden_layers")):
-        raise CheckpointError(
-            f"{where}: num_kv_shared_layers={text['num_kv_shared_layers']}: all {text.get('num_hidden_layers')} layers "
-            "of an assistant read the target's keys and values"
-        )
-    model = gemma4_config.parse_config({**raw, "text_config": {**text, "num_kv_shared_layers": 0}}, where)
-    unsupported = {
-        "hidden_size_per_layer_input": model.per_layer_size,
-        "enable_moe_block": model.experts is not None,
-        "use_double_wide_mlp": model.double_wide_mlp,
-    }
-    if any(unsupported.values()):
-        given = ", ".join(f"{name}={value}" for name, value in unsupported.items() if value)
-        raise CheckpointError(f"{where}: not supported in an assistant: {given}")
-    reads = []
-    for index, kind in enumerate(model.attention):
-        alike = [i for i, other in enumerate(target.attention) if (other.window is None) == (kind.window is None)]
-        if not alike:
-            name = "sliding" if kind.window else "full"
-            raise CheckpointError(f"{where}: layer {index} is a {name} one, and the target has none to read from")
-        theirs = target.attention[alike[-1]]
-        # Whether values are keys is the target's own affair.
-        if dataclasses.replace(kind, values_are_keys=theirs.values_are_keys) != theirs:
-            raise CheckpointError(
-                f"{where}: layer {index} reads {kind}, and layer {alike[-1]} of the target has {theirs}"
-            )
-        reads.append(alike[-1])
+def _parse_gemma4(raw: Json, target: Decoder, where: str) -> Assistant:
+    model = parse_assistant(raw, where)
     return Assistant(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         target_hidden_size=int(raw["backbone_hidden_size"]),
         intermediate_size=model.intermediate_size,
         num_heads=model.num_heads,
-        reads=tuple(reads),
+        target_layers=match_layers(model, target, where),
         head_dims=tuple(kind.head_dim for kind in model.attention),
         rms_norm_eps=model.rms_norm_eps,
         clusters=_parse_clusters(raw),
@@ -161,7 +129,7 @@ def read_params(config: Assistant, tensors: Tensors) -> AssistantParams:
     """The weights of an assistant.
 
     Raises:
-      CheckpointError: a tensor that is missing, has another shape than the configuration says, or that nothing reads.
+      CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
     """
     width, outer = config.hidden_size, config.target_hidden_size
     own_head = config.clusters is None and not config.target_head
@@ -173,7 +141,7 @@ def read_params(config: Assistant, tensors: Tensors) -> AssistantParams:
         head=tensors.device("model.embed_tokens.weight", config.vocab_size, width) if own_head else None,
         clusters=_read_clusters(config, tensors) if config.clusters else None,
     )
-    copy = set() if config.target_head else {"lm_head.weight"}  # of the embedding
+    copy = set() if config.target_head else {"lm_head.weight"}  # a copy of the embedding
     tensors.refuse_unread("assistant", lambda name: name in copy)
     return params
 
@@ -192,13 +160,13 @@ def _read_layer(config: Assistant, tensors: Tensors, index: int, prefix: str) ->
 
 
 def _read_clusters(config: Assistant, tensors: Tensors) -> ClusterParams:
-    """The head with the rows of each cluster beside each other."""
+    """The LM head, with its rows sorted by cluster."""
     assert config.clusters is not None
     count, width, vocabulary = config.clusters.count, config.hidden_size, config.vocab_size
     ids = tensors.stored("masked_embedding.token_ordering", vocabulary).astype(np.int64)
     if not np.array_equal(np.sort(ids), np.arange(vocabulary)):
         raise CheckpointError(
-            f"{tensors.directory}: masked_embedding.token_ordering does not hold each of {vocabulary} tokens once"
+            f"{tensors.directory}: masked_embedding.token_ordering must hold each of the {vocabulary} tokens once"
         )
     head = tensors.read("model.embed_tokens.weight", vocabulary, width)
     return ClusterParams(
@@ -209,7 +177,7 @@ def _read_clusters(config: Assistant, tensors: Tensors) -> ClusterParams:
 
 
 def save(directory: str | Path, config: Assistant, params: AssistantParams, *, dtype: str = "bfloat16") -> None:
-    """Writes config.json, of this package's own kind, and the weights to a directory, which is made if needed.
+    """Writes config.json, of this package's own kind, and the weights to a directory, which is created if needed.
 
     dtype: precision of the stored weights.
     """
@@ -235,7 +203,7 @@ def describe(config: Assistant) -> dict[str, Any]:
         "backbone_hidden_size": config.target_hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_attention_heads": config.num_heads,
-        "target_layers": list(config.reads),
+        "target_layers": list(config.target_layers),
         "head_dims": list(config.head_dims),
         "rms_norm_eps": config.rms_norm_eps,
         "use_ordered_embeddings": config.clusters is not None,

@@ -1,7 +1,7 @@
-"""Tensors of DeepSeek in Hugging Face checkpoints, the layers for multi-token prediction included.
+"""DeepSeek V2, V2-Lite, V3 and V3.2 in Hugging Face checkpoints: config.json and tensors, including MTP heads.
 
 Checkpoints rotate pairs (2 i, 2 i + 1) of dimensions and this package pairs (i, i + R/2): the rotated outputs of the
-projections of queries and keys are put in that order, which no product of a query and a key notices.
+projections of queries and keys are permuted alike, so products of queries and keys do not change.
 """
 
 import dataclasses
@@ -10,22 +10,234 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
 from jspec.cache.mla import UpProjections
+from jspec.checkpoints import block_scaled
+from jspec.checkpoints.config import describe_shape, family_of, read_rope, reading
 from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
-from jspec.checkpoints.files import Tensors, on_device
-from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams
+from jspec.checkpoints.family import Family
+from jspec.checkpoints.files import CheckpointError, Json, Tensors, on_device
+from jspec.checkpoints.source import Source
+from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams, Latent
+from jspec.models.layers import YarnRope
+from jspec.models.moe import Routed
 from jspec.models.mtp_head import MtpParams
+from jspec.models.router import Router
+
+ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
+}
+"""Classes of `transformers` -> model_type."""
+_SUPPORTED = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "hidden_act": ("silu",),
+    "moe_layer_freq": (1,),
+    "pretraining_tp": (1,),
+    "rope_interleave": (True,),
+}
+"""Keys that may be missing or null -> their supported values, in all families."""
+_SUPPORTED_OF = {
+    "deepseek_v2": {
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        # Implementations disagree on how to normalize the weights.
+        "norm_topk_prob": (False,),
+    },
+    "deepseek_v3": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    "deepseek_v32": {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+}
+"""The same for each family."""
+
+
+def parse_config(raw: Json, where: str = "config.json") -> Deepseek:
+    """The model that a config.json of either generation describes.
+
+    Raises:
+      CheckpointError: an unsupported architecture or option, or a key that is missing or of the wrong type.
+    """
+    family = family_of(raw, ARCHITECTURES)
+    if family is None:
+        raise CheckpointError(
+            f"{where}: architectures={raw.get('architectures')} is not supported; must be one of "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    _refuse_options(raw, family, where)
+    with reading(where):
+        theta, scaling = _parse_rope(raw, where)
+        return Deepseek(
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=int(raw["hidden_size"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=int(raw["num_hidden_layers"]),
+            num_heads=int(raw["num_attention_heads"]),
+            latent=_parse_latent(raw),
+            experts=_parse_experts(raw, family),
+            dense_layers=_parse_dense(raw, where),
+            max_length=int(raw["max_position_embeddings"]),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            mtp_layers=int(raw.get("num_nextn_predict_layers") or 0),
+            indexer=_parse_indexer(raw) if family == "deepseek_v32" else None,
+        )
+
+
+def _refuse_options(raw: Json, family: str, where: str) -> None:
+    wrong = [
+        f"{key}={raw[key]!r}"
+        for key, allowed in {**_SUPPORTED, **_SUPPORTED_OF[family]}.items()
+        if raw.get(key) is not None and raw[key] not in allowed
+    ]
+    if family == "deepseek_v32" and raw.get("q_lora_rank") is None:
+        # Indexers read the input of the queries' second step.
+        wrong.append("q_lora_rank=None")
+    if not raw.get("n_shared_experts"):
+        wrong.append(f"n_shared_experts={raw.get('n_shared_experts')}")
+    if wrong:
+        raise CheckpointError(f"{where}: not supported in {family}: {', '.join(wrong)}")
+
+
+def _parse_dense(raw: Json, where: str) -> int:
+    """The number of first layers without experts; V3.2 may list them."""
+    types = raw.get("mlp_layer_types")
+    if types is None:
+        return int(raw["first_k_dense_replace"])
+    dense = sum(each == "dense" for each in types)
+    if list(types) != ["dense"] * dense + ["sparse"] * (int(raw["num_hidden_layers"]) - dense):
+        raise CheckpointError(f"{where}: mlp_layer_types={types}: must have one entry per layer, dense ones first")
+    return dense
+
+
+def _parse_indexer(raw: Json) -> Indexer:
+    return Indexer(int(raw["index_n_heads"]), int(raw["index_head_dim"]), int(raw["index_topk"]))
+
+
+def _parse_latent(raw: Json) -> Latent:
+    q_rank = raw.get("q_lora_rank")
+    return Latent(
+        q_rank=None if q_rank is None else int(q_rank),
+        kv_rank=int(raw["kv_lora_rank"]),
+        nope_dim=int(raw["qk_nope_head_dim"]),
+        rope_dim=int(raw["qk_rope_head_dim"]),
+        value_dim=int(raw["v_head_dim"]),
+    )
+
+
+def _parse_experts(raw: Json, family: str) -> Routed:
+    """The experts. A group's score is that of its best expert in V2, and the sum of its two best in V3."""
+    of_v3 = family != "deepseek_v2"
+    grouped = of_v3 or raw.get("topk_method") == "group_limited_greedy"
+    router = Router(
+        count=int(raw["n_routed_experts"]),
+        chosen=int(raw["num_experts_per_tok"]),
+        sigmoid=of_v3,
+        groups=int(raw["n_group"]) if grouped else 1,
+        kept_groups=int(raw["topk_group"]) if grouped else 1,
+        best_of_group=2 if of_v3 else 1,
+        normalize=of_v3 and bool(raw["norm_topk_prob"]),
+        scale=float(raw["routed_scaling_factor"]),
+    )
+    width = int(raw["moe_intermediate_size"])
+    return Routed(router, width, int(raw["n_shared_experts"]) * width)
+
+
+def _parse_rope(raw: Json, where: str) -> tuple[float, YarnRope | None]:
+    """The base and the scaling of the rotary positions, from a config.json of either generation."""
+    kind, theta, rope = read_rope(raw)
+    if kind == "default":
+        return theta, None
+    if kind != "yarn":
+        raise CheckpointError(f"{where}: rope_type={kind!r} is not supported; must be default or yarn")
+    original = int(rope["original_max_position_embeddings"])
+    return theta, YarnRope(
+        factor=float(rope.get("factor") or int(raw["max_position_embeddings"]) / original),
+        original_length=original,
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        mscale=_float(rope.get("mscale")),
+        mscale_all_dim=_float(rope.get("mscale_all_dim")),
+        attention_factor=_float(rope.get("attention_factor")),
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def _float(value: float | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def describe(config: Deepseek) -> dict[str, Any]:
+    """The config.json of a model, in the newer generation's format."""
+    latent, router = config.latent, config.experts.router
+    family = "deepseek_v32" if config.indexer else "deepseek_v3" if router.sigmoid else "deepseek_v2"
+    architecture = next(name for name, value in ARCHITECTURES.items() if value == family)
+    raw = describe_shape(architecture, family, config) | {
+        "num_key_value_heads": config.num_heads,
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_nope_head_dim": latent.nope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "first_k_dense_replace": config.dense_layers,
+        "n_routed_experts": router.count,
+        "n_shared_experts": config.experts.shared_width // config.experts.width,
+        "num_experts_per_tok": router.chosen,
+        "moe_intermediate_size": config.experts.width,
+        "routed_scaling_factor": router.scale,
+        "norm_topk_prob": router.normalize,
+        "rope_parameters": _describe_rope(config),
+        "tie_word_embeddings": config.tie_embeddings,
+        "num_nextn_predict_layers": config.mtp_layers,
+        "attention_bias": False,
+        "hidden_act": "silu",
+    }
+    if family == "deepseek_v2":
+        raw["topk_method"] = "group_limited_greedy" if router.groups > 1 else "greedy"
+    if router.groups > 1 or router.sigmoid:
+        raw |= {"n_group": router.groups, "topk_group": router.kept_groups}
+    if config.indexer is not None:
+        sizes = config.indexer
+        raw |= {"index_n_heads": sizes.heads, "index_head_dim": sizes.size, "index_topk": sizes.top_k}
+    return raw
+
+
+def _describe_rope(config: Deepseek) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    raw = {
+        "rope_type": "yarn",
+        "rope_theta": config.rope_theta,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_length,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "truncate": scaling.truncate,
+    }
+    optional = {name: getattr(scaling, name) for name in ("mscale", "mscale_all_dim", "attention_factor")}
+    return raw | {name: value for name, value in optional.items() if value is not None}
+
 
 SHARED = "shared_experts."
-"""Where the MLP stands that every token goes through."""
+"""Prefix of the MLP that every token goes through."""
 
 
-def with_mtp_of(config: Deepseek, tensors: Tensors, wanted: bool) -> Deepseek:
-    """The configuration with as many layers for multi-token prediction as are read: none where they are not wanted, and
-    else as many as there are tensors of, all or none.
+def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
+    """The tensors of a checkpoint; block-scaled ones are dequantized when they are read."""
+    block = block_scaled.parse_block(source.raw, source.where)
+    if block is None:
+        return Tensors(source.safetensors, dtype)
+    return block_scaled.BlockScaledTensors(source.safetensors, dtype, block)
 
-    Checkpoints that `transformers` has written name a number of them, and hold none.
+
+def with_mtp(config: Deepseek, tensors: Tensors, wanted: bool) -> Deepseek:
+    """The configuration with all of its MTP heads, or with none if they are not wanted or have no tensors.
+
+    Checkpoints written by `transformers` declare heads but have no tensors of them.
     """
     prefixes = tuple(f"model.layers.{config.num_layers + index}." for index in range(config.mtp_layers))
     if wanted and any(name.startswith(prefixes) for name in tensors.names()):
@@ -38,7 +250,7 @@ def read_params(config: Deepseek, tensors: Tensors) -> DeepseekParams:
     """The weights of a model.
 
     Raises:
-      CheckpointError: a tensor that is missing, has another shape than the configuration says, or that nothing reads.
+      CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
     """
     width, vocabulary = config.hidden_size, config.vocab_size
     embed = tensors.device("model.embed_tokens.weight", vocabulary, width)
@@ -51,30 +263,30 @@ def read_params(config: Deepseek, tensors: Tensors) -> DeepseekParams:
         lm_head=head,
         mtp=tuple(_read_mtp(config, tensors, index) for index in range(count, count + config.mtp_layers)),
     )
-    # Some checkpoints hold what is computed from the configuration, and some tied ones the head all the same.
+    # Some checkpoints contain derived values, and some tied ones contain the LM head.
     spare = {"lm_head.weight"} if config.tie_embeddings else set()
     tensors.refuse_unread("model", lambda name: name in spare or name.endswith(".rotary_emb.inv_freq"))
     return params
 
 
 def _read_layer(config: Deepseek, tensors: Tensors, index: int) -> DeepseekLayerParams:
-    """A layer; those behind the last are what is a layer in the ones for multi-token prediction."""
+    """A layer; those after the last are the layers of MTP heads."""
     prefix, width, mlp = f"model.layers.{index}.", config.hidden_size, config.intermediate_size
     latent, attention = config.latent, prefix + "self_attn."
     up = tensors.read(
-        attention + "kv_b_proj.weight", config.num_heads * (latent.key + latent.value), latent.size
-    ).reshape(config.num_heads, -1, latent.size)
+        attention + "kv_b_proj.weight", config.num_heads * (latent.nope_dim + latent.value_dim), latent.kv_rank
+    ).reshape(config.num_heads, -1, latent.kv_rank)
     query, query_norm, first = _read_queries(config, tensors, attention)
     rows = tensors.read(attention + "kv_a_proj_with_mqa.weight", latent.width, width)
-    down = np.concatenate([first, _halves(rows[None], latent.rope)[0]])
+    down = np.concatenate([first, _halves(rows[None], latent.rope_dim)[0]])
     return DeepseekLayerParams(
         attention_norm=tensors.device(prefix + "input_layernorm.weight", width),
         down_projection=_device(down.T),
         query_norm=query_norm,
         query=query,
-        latent_norm=tensors.device(attention + "kv_a_layernorm.weight", latent.size),
-        up=UpProjections(_device(up[:, : latent.key]), _device(up[:, latent.key :].swapaxes(1, 2))),
-        o=tensors.fused([(attention + "o_proj.weight", width)], config.num_heads * latent.value),
+        latent_norm=tensors.device(attention + "kv_a_layernorm.weight", latent.kv_rank),
+        up=UpProjections(_device(up[:, : latent.nope_dim]), _device(up[:, latent.nope_dim :].swapaxes(1, 2))),
+        o=tensors.fused([(attention + "o_proj.weight", width)], config.num_heads * latent.value_dim),
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
         **read_layer_mlp(config.layer_experts(index), tensors, prefix + "mlp.", mlp, width, SHARED),
         indexer=None
@@ -86,21 +298,21 @@ def _read_layer(config: Deepseek, tensors: Tensors, index: int) -> DeepseekLayer
 def _read_queries(
     config: Deepseek, tensors: Tensors, prefix: str
 ) -> tuple[jax.Array | None, jax.Array | None, np.ndarray]:
-    """The second step of queries and the norm before it, None where there are none, and the first, [out, in]."""
+    """The second step of queries and the norm before it, or None and None, and the first step, [out, in]."""
     latent, width = config.latent, config.hidden_size
-    name = "q_proj" if latent.query is None else "q_b_proj"
-    size = latent.key + latent.rope
-    last = tensors.read(f"{prefix}{name}.weight", config.num_heads * size, latent.query or width)
-    last = _halves(last.reshape(config.num_heads, size, -1), latent.rope).reshape(last.shape)
-    if latent.query is None:
+    name = "q_proj" if latent.q_rank is None else "q_b_proj"
+    size = latent.nope_dim + latent.rope_dim
+    last = tensors.read(f"{prefix}{name}.weight", config.num_heads * size, latent.q_rank or width)
+    last = _halves(last.reshape(config.num_heads, size, -1), latent.rope_dim).reshape(last.shape)
+    if latent.q_rank is None:
         return None, None, last
-    norm = tensors.device(prefix + "q_a_layernorm.weight", latent.query)
-    return _device(last.T), norm, tensors.read(prefix + "q_a_proj.weight", latent.query, width)
+    norm = tensors.device(prefix + "q_a_layernorm.weight", latent.q_rank)
+    return _device(last.T), norm, tensors.read(prefix + "q_a_proj.weight", latent.q_rank, width)
 
 
 def _read_indexer(config: Deepseek, sizes: Indexer, tensors: Tensors, prefix: str) -> IndexerParams:
-    """A layer's indexer, whose rotated dimensions are pairs (i, i + R/2) in checkpoints, too."""
-    width, query = config.hidden_size, config.latent.query
+    """A layer's indexer, whose rotated dimensions are pairs (i, i + R/2) in checkpoints too."""
+    width, query = config.hidden_size, config.latent.q_rank
     assert query is not None
     weights = tensors.stored(prefix + "weights_proj.weight", sizes.heads, width).T
     return IndexerParams(
@@ -113,7 +325,7 @@ def _read_indexer(config: Deepseek, sizes: Indexer, tensors: Tensors, prefix: st
 
 
 def _read_mtp(config: Deepseek, tensors: Tensors, index: int) -> MtpParams:
-    """A layer for multi-token prediction. Embedding and head are kept where they are not the target's."""
+    """An MTP head, with its embedding and LM head if they differ from the target's."""
     prefix, width = f"model.layers.{index}.", config.hidden_size
     target = "model.embed_tokens.weight"
     embed = _unless_equal(config, tensors, prefix + "embed_tokens.weight", target)
@@ -131,7 +343,7 @@ def _read_mtp(config: Deepseek, tensors: Tensors, index: int) -> MtpParams:
 
 
 def _unless_equal(config: Deepseek, tensors: Tensors, name: str, shared: str) -> np.ndarray | None:
-    """A tensor of the vocabulary; None where it is missing, or equals `shared`."""
+    """A tensor [vocabulary, width]; None if it is missing or equals `shared`."""
     if name not in tensors.names():
         return None
     own, others = (tensors.read(each, config.vocab_size, config.hidden_size) for each in (name, shared))
@@ -139,7 +351,7 @@ def _unless_equal(config: Deepseek, tensors: Tensors, name: str, shared: str) ->
 
 
 def _halves(weight: np.ndarray, rope: int) -> np.ndarray:
-    """[heads, out, in] with each head's last `rope` outputs, which rotate in pairs, as first halves, then second."""
+    """[heads, out, in] with the pairs of each head's last `rope` outputs split: first elements, then second ones."""
     order = np.arange(weight.shape[1])
     order[-rope:] = order[-rope:].reshape(-1, 2).T.reshape(-1)
     return weight[:, order]
@@ -157,7 +369,7 @@ def _device(weight: np.ndarray) -> jax.Array:
 
 
 def named_tensors(config: Deepseek, params: DeepseekParams) -> Iterator[tuple[str, Any]]:
-    """All weights under their Hugging Face names, [out, in]. What a layer for prediction shares is not repeated."""
+    """All weights under their Hugging Face names, [out, in]; MTP heads without what they share with the target."""
     yield "model.embed_tokens.weight", params.embed
     for index, layer in enumerate(params.layers):
         yield from _name_layer(config, layer, f"model.layers.{index}.")
@@ -182,15 +394,15 @@ def _name_layer(config: Deepseek, layer: DeepseekLayerParams, prefix: str) -> It
     yield prefix + "input_layernorm.weight", layer.attention_norm
     first, rows = np.split(np.asarray(layer.down_projection).T, [-latent.width])
     last = first if layer.query is None else np.asarray(layer.query).T
-    last = _pairs(last.reshape(config.num_heads, -1, last.shape[1]), latent.rope).reshape(last.shape)
+    last = _pairs(last.reshape(config.num_heads, -1, last.shape[1]), latent.rope_dim).reshape(last.shape)
     yield attention + ("q_proj.weight" if layer.query is None else "q_b_proj.weight"), last
     if layer.query is not None:
         yield attention + "q_a_proj.weight", first
         yield attention + "q_a_layernorm.weight", layer.query_norm
-    yield attention + "kv_a_proj_with_mqa.weight", _pairs(rows[None], latent.rope)[0]
+    yield attention + "kv_a_proj_with_mqa.weight", _pairs(rows[None], latent.rope_dim)[0]
     yield attention + "kv_a_layernorm.weight", layer.latent_norm
     up = np.concatenate([layer.up.keys, np.asarray(layer.up.values).swapaxes(1, 2)], axis=1)
-    yield attention + "kv_b_proj.weight", up.reshape(-1, latent.size)
+    yield attention + "kv_b_proj.weight", up.reshape(-1, latent.kv_rank)
     yield attention + "o_proj.weight", np.asarray(layer.o).T
     if layer.indexer is not None:
         yield attention + "indexer.wq_b.weight", np.asarray(layer.indexer.query).T
@@ -199,4 +411,16 @@ def _name_layer(config: Deepseek, layer: DeepseekLayerParams, prefix: str) -> It
         yield attention + "indexer.k_norm.bias", layer.indexer.key_norm_bias
         yield attention + "indexer.weights_proj.weight", np.asarray(layer.indexer.weights).T
     yield prefix + "post_attention_layernorm.weight", layer.mlp_norm
-    yield from name_layer_mlp(layer, config, prefix + "mlp.", SHARED)
+    yield from name_layer_mlp(layer, config.experts, prefix + "mlp.", SHARED)
+
+
+FAMILY = Family(
+    Deepseek,
+    ARCHITECTURES,
+    parse_config,
+    describe,
+    read_params,
+    named_tensors,
+    open_tensors=open_tensors,
+    with_mtp=with_mtp,
+)

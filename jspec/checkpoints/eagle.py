@@ -1,15 +1,15 @@
-"""Checkpoint directories of EAGLE heads: reading them into a configuration and weights, and writing them.
+"""Checkpoint directories of EAGLE heads: reading and writing them.
 
 There are two layouts (jspec/checkpoints/eagle_config.py): "safeailab" has the first layer of an EAGLE-3 head under
 `midlayer`, "speculators" under `layers.0`.
 
-What is optional in a head's weights is read where it is there, and what nothing here reads is an error, as the drafts
-would silently be others than the head was trained to make.
+Optional weights are read if they exist. A tensor that is not used is an error: without it, the head would silently
+draft other tokens than it was trained to.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jspec.checkpoints import eagle_config, torch_file
-from jspec.checkpoints.files import CheckpointError, Tensors, on_device, read_json, resolve_dtype, write_tensors
+from jspec.checkpoints.files import CheckpointError, Json, Tensors, on_device, resolve_dtype, write_tensors
 from jspec.checkpoints.llama import name_layer, read_layer
-from jspec.models import EagleHead, EagleParams, LanguageModel, LlamaParams
-from jspec.models.llama import LayerParams
+from jspec.checkpoints.source import Source
+from jspec.models.decoder import Decoder
+from jspec.models.eagle_head import EagleHead, EagleParams
+from jspec.models.llama import LayerParams, LlamaParams
 
 _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
-"""Tensors that are copies of the target's, or serve in training only."""
+"""Tensors that are copies of the target's, or that only training uses."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,93 +37,66 @@ class EagleCheckpoint:
     params: EagleParams
 
 
-def is_head(directory: str | Path) -> bool:
-    """Whether a checkpoint directory holds an EAGLE head (of any kind, `load` may refuse it), not a language model.
+def matches(source: Source) -> bool:
+    """Whether a checkpoint is an EAGLE head's, of any kind; `read` may still reject it.
 
     Raises:
-      CheckpointError: a file that is missing or damaged.
+      CheckpointError: a file is missing or damaged.
     """
-    raw = read_json(Path(directory) / "config.json")
-    names = [str(name).lower() for name in raw.get("architectures") or []]
-    if eagle_config.is_speculators(raw) or any("eagle" in name for name in names):
+    names = [str(name).lower() for name in source.raw.get("architectures") or []]
+    if eagle_config.is_speculators(source.raw) or any("eagle" in name for name in names):
         return True
-    # The configuration of an EAGLE-1 head is that of an ordinary Llama.
-    with _HeadTensors(Path(directory), np.float32) as tensors:
-        return "fc.weight" in tensors.names()
+    # The config.json of an EAGLE-1 head is that of an ordinary Llama.
+    return "fc.weight" in source.files.names()
 
 
-def load(directory: str | Path, *, target: LanguageModel, dtype: str | None = None) -> EagleCheckpoint:
+def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) -> EagleCheckpoint:
     """Loads an EAGLE-1, EAGLE-2 or EAGLE-3 head of either layout onto the default device.
 
-    The target's embedding is used, as in SGLang, and not the copy of it that many heads come with, unless the head has
-    another width than the target or says that it trained its own (`embed_requires_grad`).
+    As in SGLang, the target's embedding is used and not the copy that many heads contain, unless the head's width
+    differs or config.json states that the head trained its own (`embed_requires_grad`).
 
     Args:
       directory: holds config.json and model.safetensors (or shards with an index), or pytorch_model.bin.
-      target: the configuration of the model that the head was made for.
-      dtype: as in `checkpoint.load`; give both the same.
+      target: the configuration of the model that the head drafts for.
+      dtype: as in `language_model.load`; use the same for both.
 
     Raises:
-      CheckpointError: a file that is missing or damaged, an option or a tensor that nothing here reads, a tensor that
-        is missing or has another shape than the configuration says, a head that does not suit the target.
+      CheckpointError: a file is missing or damaged, an option is not supported, a tensor is missing, has an unexpected
+        shape or is not used, or the head does not suit the target.
       ValueError: an unknown dtype.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such directory")
-    where = str(directory / "config.json")
-    raw = read_json(directory / "config.json")
-    with _HeadTensors(directory, resolve_dtype(dtype)) as tensors:
-        config = eagle_config.parse_config(raw, tensors.names(), target, where)
-        params = _read_params(config, raw, tensors, where)
-        tensors.check_all_read(config)
+    return read(Source(directory), target, dtype)
+
+
+def read(source: Source, target: Decoder, dtype: str | None) -> EagleCheckpoint:
+    """`load` from an open directory."""
+    tensors = _HeadTensors(source.files, resolve_dtype(dtype))
+    config = eagle_config.parse_config(source.raw, tensors.names(), target, source.where)
+    params = _read_params(config, source.raw, tensors, source.where)
+    tensors.check_all_read(config)
     return EagleCheckpoint(config, params)
 
 
 class _HeadTensors(Tensors):
-    """The tensors of a head, which may also lie in pytorch_model.bin."""
-
-    def __init__(self, directory: Path, dtype):
-        super().__init__(directory, dtype)
-        self.saved: dict[str, np.ndarray] | None = None
-        if self.weight_map is not None or (directory / "model.safetensors").exists():
-            return
-        path = directory / "pytorch_model.bin"
-        if not path.exists():
-            raise CheckpointError(f"{directory}: there is neither model.safetensors nor pytorch_model.bin")
-        saved = torch_file.read(path)
-        if not isinstance(saved, dict) or not all(isinstance(value, np.ndarray) for value in saved.values()):
-            raise CheckpointError(f"{path}: holds no table of tensors by name, which a checkpoint is")
-        self.saved = saved
-
-    def names(self) -> set[str]:
-        return super().names() if self.saved is None else set(self.saved)
-
-    def get(self, name: str) -> np.ndarray:
-        if self.saved is None:
-            return super().get(name)
-        self.asked.add(name)
-        if name not in self.saved:
-            raise CheckpointError(f"{self.directory}: the tensor {name!r} is missing")
-        # Not the mapped file itself, which an array on a CPU could go on to use.
-        return np.array(self.saved[name])
+    """The tensors of a head, some of which are optional."""
 
     def optional(self, name: str, *shape: int) -> Array | None:
-        """A tensor on the device, or None where there is none."""
+        """A tensor on the device; None if there is none."""
         return self.device(name, *shape) if name in self.names() else None
 
     def check_all_read(self, config: EagleHead) -> None:
-        """Raises where there are tensors that would change the forward, had they been read."""
+        """Raises if there are tensors that have not been read but would change the forward."""
         copies = {"lm_head.weight"} if config.version == 1 else set()
         unread = {name for name in self.names() - self.asked - _UNREAD - copies if not name.endswith("inv_freq")}
         if unread:
             raise CheckpointError(
-                f"{self.directory}: has tensors that an EAGLE-{config.version} head has not, so that it is one of "
-                f"another kind, or config.json says too little: {', '.join(sorted(unread))}"
+                f"{self.directory}: has unexpected tensors for an EAGLE-{config.version} head; it may be another kind "
+                f"of head, or config.json is incomplete: {', '.join(sorted(unread))}"
             )
 
 
-def _read_params(config: EagleHead, raw: Mapping[str, Any], tensors: _HeadTensors, where: str) -> EagleParams:
+def _read_params(config: EagleHead, raw: Json, tensors: _HeadTensors, where: str) -> EagleParams:
     names, width, eagle3 = tensors.names(), config.hidden_size, config.version == 3
     vocab, captured = config.draft_vocab_size, len(config.capture_layers) * config.target_hidden_size
     first = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
@@ -153,18 +128,18 @@ def _read_params(config: EagleHead, raw: Mapping[str, Any], tensors: _HeadTensor
     )
 
 
-def _check_flags(raw: Mapping[str, Any], keys: tuple[str, ...], tensor: str, names: set[str], where: str) -> bool:
-    """Whether a tensor is there; raises where a flag in config.json says otherwise."""
-    said = [key for key in keys if raw.get(key) is not None]
-    if said and any(raw[key] for key in said) != (tensor in names):
-        there = "there" if tensor in names else "missing"
-        flags = ", ".join(f"{key}={raw[key]}" for key in said)
-        raise CheckpointError(f"{where}: {flags}, but the tensor {tensor!r} is {there}")
+def _check_flags(raw: Json, keys: tuple[str, ...], tensor: str, names: set[str], where: str) -> bool:
+    """Whether a tensor exists; raises if a flag in config.json contradicts that."""
+    stated = [key for key in keys if raw.get(key) is not None]
+    if stated and any(raw[key] for key in stated) != (tensor in names):
+        state = "present" if tensor in names else "missing"
+        flags = ", ".join(f"{key}={raw[key]}" for key in stated)
+        raise CheckpointError(f"{where}: {flags}, but the tensor {tensor!r} is {state}")
     return tensor in names
 
 
 def _read_head_layer(config: EagleHead, tensors: _HeadTensors, prefix: str, index: int, qk_norm: bool) -> LayerParams:
-    """One decoder layer. qk_norm: it must have norms of heads; it may in any case."""
+    """One decoder layer. qk_norm: whether norms of heads are required; otherwise they are optional."""
     names, width = tensors.names(), config.hidden_size
     own, other = prefix + "input_layernorm.weight", prefix + "hidden_norm.weight"
     norm = None
@@ -174,8 +149,8 @@ def _read_head_layer(config: EagleHead, tensors: _HeadTensors, prefix: str, inde
         norm = tensors.device(own, width)
         if not jnp.array_equal(norm, tensors.device(other, width)):
             raise CheckpointError(
-                f"{tensors.directory}: {own} and {other} differ, and of a later layer vLLM reads the first and SGLang "
-                "the second: keep the one that the head was trained with"
+                f"{tensors.directory}: {own} and {other} differ; vLLM reads the first in later layers and SGLang the "
+                "second: keep only the one that the head was trained with"
             )
     else:
         norm = tensors.device(other if other in names else own, width)
@@ -184,7 +159,7 @@ def _read_head_layer(config: EagleHead, tensors: _HeadTensors, prefix: str, inde
         tensors,
         prefix,
         norm,
-        reads=2 * width if config.version == 3 and index == 0 else width,
+        input_width=2 * width if config.version == 3 and index == 0 else width,
         qkv_bias=prefix + "self_attn.q_proj.bias" in names,
         o_bias=prefix + "self_attn.o_proj.bias" in names,
         qk_norm=qk_norm or prefix + "self_attn.q_norm.weight" in names,
@@ -192,18 +167,18 @@ def _read_head_layer(config: EagleHead, tensors: _HeadTensors, prefix: str, inde
 
 
 def _read_ids(config: EagleHead, tensors: _HeadTensors) -> Int[Array, " Vd"] | None:
-    """The target's ids of the draft's vocabulary. d2t holds what is to be added to an id of the draft."""
+    """The target's ids of the draft's vocabulary. d2t holds the offset of each."""
     names, count, vocab = tensors.names(), config.draft_vocab_size, config.vocab_size
     ids = np.arange(count, dtype=np.int64)
     if "d2t" in names or count != vocab:
         ids = ids + tensors.stored("d2t", count).astype(np.int64)
     if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab:
         raise CheckpointError(
-            f"{tensors.directory}: d2t leads to the token ids {ids[:3]} to {ids[-1]}, which do not ascend inside of a "
-            f"vocabulary of {vocab}: it must hold offsets, id of the target = id of the draft + d2t"
+            f"{tensors.directory}: d2t maps to the token ids {ids[:3]} to {ids[-1]}, which must ascend from 0 to at "
+            f"most {vocab - 1}: d2t must hold offsets, target id = draft id + d2t"
         )
     if "t2d" in names and not np.array_equal(np.flatnonzero(tensors.stored("t2d", vocab)), ids):
-        raise CheckpointError(f"{tensors.directory}: t2d marks other tokens than d2t leads to")
+        raise CheckpointError(f"{tensors.directory}: t2d marks other tokens than d2t maps to")
     return None if count == vocab else on_device(ids.astype(np.int32))
 
 
@@ -216,18 +191,18 @@ def save(
     dtype: str = "bfloat16",
     verifier: str | None = None,
 ) -> None:
-    """Writes config.json and model.safetensors, into a directory that is made if needed.
+    """Writes config.json and model.safetensors to a directory, which is created if needed.
 
-    SGLang reads "safeailab" and vLLM both; but SGLang knows neither `norm_before_residual` and `input_norm` nor norms
-    of heads and biases of the attention, and drafts less well with a head that has them.
+    SGLang reads "safeailab", vLLM both. SGLang ignores `norm_before_residual`, `input_norm`, norms of heads and biases
+    of the attention, and drafts less well with a head that has them.
 
     Args:
       layout: "safeailab", or for EAGLE-3 heads "speculators".
       dtype: precision of the stored weights.
-      verifier: the target's directory or hub id, which "speculators" records for vLLM to serve.
+      verifier: the target's directory or hub id, which "speculators" records for vLLM.
 
     Raises:
-      ValueError: an unknown layout or dtype, or a head that the layout has no place for.
+      ValueError: an unknown layout or dtype, or a head that the layout cannot represent.
     """
     stored = resolve_dtype(dtype)
     raw = eagle_config.describe(layout, config, params, dtype, verifier)
@@ -244,7 +219,7 @@ def save(
 
 
 def _named_tensors(config: EagleHead, params: EagleParams, layout: str) -> Iterator[tuple[str, Any]]:
-    """All weights but the vocabulary's, under their names in a layout, [out, in]."""
+    """All weights except the vocabulary, under their names in a layout, [out, in]."""
     midlayer = config.version == 3 and layout == "safeailab"
     first = "midlayer." if midlayer else "layers.0."
     for index, layer in enumerate(params.layers):
@@ -253,7 +228,7 @@ def _named_tensors(config: EagleHead, params: EagleParams, layout: str) -> Itera
         if layer.attention_norm is not None:
             yield prefix + "input_layernorm.weight", layer.attention_norm
             if midlayer and index:
-                # What SGLang reads in place of the other, as it has one class for all layers.
+                # SGLang reads this one, as it has one class for all layers.
                 yield prefix + "hidden_norm.weight", layer.attention_norm
     for index, norm in enumerate(params.fc_norms or ()):
         yield f"fc_norm.{index}.weight", norm
@@ -273,7 +248,7 @@ def read_hot_tokens(path: str | Path) -> list[int]:
     """A list of token ids from a file: .json, or .pt as the authors of FR-Spec publish them (a list or a tensor).
 
     Raises:
-      CheckpointError: no such file, or no list of integers in it.
+      CheckpointError: the file is missing or does not hold a list of integers.
     """
     path = Path(path)
     if path.suffix == ".json":
@@ -288,35 +263,33 @@ def read_hot_tokens(path: str | Path) -> list[int]:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise CheckpointError(f"{path}: holds no list of integers, which token ids are")
+        raise CheckpointError(f"{path}: must hold a list of token ids")
     return value
 
 
 def with_hot_tokens(
     config: EagleHead, params: EagleParams, target_params: LlamaParams, ids: Sequence[int] | Int[np.ndarray, " Vd"]
 ) -> EagleCheckpoint:
-    """The head with its vocabulary cut to the tokens `ids`, so that its LM head costs less (FR-Spec, arXiv 2502.14856).
+    """The head with its vocabulary reduced to the tokens `ids`, for a cheaper LM head (FR-Spec, arXiv 2502.14856).
 
     Args:
-      config, params: a head with the target's whole vocabulary, as EAGLE-1 and EAGLE-2 heads have.
+      config, params: a head with the target's whole vocabulary, such as EAGLE-1 and EAGLE-2 heads.
       target_params: the target's weights, whose LM head such a head uses.
-      ids: token ids in any order, each once.
+      ids: distinct token ids in any order.
 
     Raises:
-      ValueError: a head whose vocabulary is cut already; ids that are none, are repeated, or are not of the vocabulary.
+      ValueError: the head's vocabulary is already reduced, or ids are invalid, repeated or not in the vocabulary.
     """
     if params.ids is not None:
-        raise ValueError(f"the head's vocabulary is cut to {config.draft_vocab_size} tokens already")
+        raise ValueError(f"the head's vocabulary is already reduced to {config.draft_vocab_size} tokens")
     given = np.asarray(ids)
     if given.ndim != 1 or given.size == 0 or given.dtype.kind not in "iu":
-        raise ValueError(f"ids has the shape {given.shape} and the dtype {given.dtype}: give a list of token ids")
+        raise ValueError(f"ids has shape {given.shape} and dtype {given.dtype}: must be a non-empty list of token ids")
     chosen = np.unique(given)
     if chosen.size != given.size:
-        raise ValueError(f"ids has {given.size} entries, of which only {chosen.size} differ: give each token id once")
+        raise ValueError(f"ids has {given.size} entries, of which only {chosen.size} differ: must be distinct")
     if chosen[0] < 0 or chosen[-1] >= config.vocab_size:
-        raise ValueError(
-            f"ids reaches from {chosen[0]} to {chosen[-1]}: the vocabulary has {config.vocab_size} tokens, from 0 on"
-        )
+        raise ValueError(f"ids range from {chosen[0]} to {chosen[-1]}: must be between 0 and {config.vocab_size - 1}")
     head = _columns(params.lm_head, chosen) if params.lm_head is not None else _target_columns(target_params, chosen)
     cut = dataclasses.replace(params, lm_head=head.astype(params.fc.dtype), ids=on_device(chosen.astype(np.int32)))
     return EagleCheckpoint(dataclasses.replace(config, draft_vocab_size=int(chosen.size)), cut)

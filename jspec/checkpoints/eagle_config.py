@@ -1,17 +1,17 @@
-"""The config.json of EAGLE heads, in both layouts: reading it into a configuration, and writing it.
+"""The config.json of EAGLE heads, in both layouts: reading and writing it.
 
 "safeailab" is the layout of the EAGLE authors (github.com/SafeAILab/EAGLE), which SpecForge writes and SGLang reads:
-the config.json of a Llama with a few keys more. "speculators" (github.com/vllm-project/speculators), which vLLM reads,
-is for EAGLE-3 only: the configuration of the layer stands under `transformer_layer_config`.
+the config.json of a Llama with a few more keys. "speculators" (github.com/vllm-project/speculators), which vLLM reads,
+is for EAGLE-3 only and has the configuration of the layer under `transformer_layer_config`.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jspec.checkpoints.files import CheckpointError, read_json
+from jspec.checkpoints.files import CheckpointError, Json, read_json
 from jspec.checkpoints.llama import describe_scaling, parse_rope, refuse_options
-from jspec.models import EagleHead, EagleParams, LanguageModel
+from jspec.models.decoder import Decoder
+from jspec.models.eagle_head import EagleHead, EagleParams
 
 LAYOUTS = ("safeailab", "speculators")
 
@@ -37,10 +37,10 @@ LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
     },
 }
-"""What `transformers` takes for a key that is not there: `transformer_layer_config` is a difference to these."""
+"""Defaults of `transformers` for missing keys: `transformer_layer_config` only has those that differ."""
 
 _OTHER_METHODS = ("block_size", "dflash_config", "mask_token_id", "parallel_drafting", "pard_token", "ptd_token_id")
-"""Keys of heads that draft several tokens at once (P-EAGLE, PARD, DFlash), some with the tensors of EAGLE-3."""
+"""Keys of heads that draft several tokens at once (P-EAGLE, PARD, DFlash), some of which have EAGLE-3's tensors."""
 
 _EAGLE_CONFIG = {
     "use_aux_hidden_state": True,
@@ -50,25 +50,25 @@ _EAGLE_CONFIG = {
     "next_layer_regular": True,
     "parallel_draft_step": 1,
 }
-"""Options in `eagle_config`, and the value of each for which the forward here is the right one."""
+"""Options in `eagle_config`, and the only value of each that the forward here implements."""
 
 
-def is_speculators(raw: Mapping[str, Any]) -> bool:
+def is_speculators(raw: Json) -> bool:
     """Whether a config.json has the layout "speculators"."""
     return "speculators_model_type" in raw
 
 
-def parse_config(raw: Mapping[str, Any], names: set[str], target: LanguageModel, where: str) -> EagleHead:
+def parse_config(raw: Json, names: set[str], target: Decoder, where: str) -> EagleHead:
     """The head that a config.json of either layout describes.
 
     Args:
-      names: those of the tensors, as the configuration of an EAGLE-1 head is that of an ordinary Llama.
-      target: the model that the head was made for.
-      where: what errors name.
+      names: those of the tensors, as the config.json of an EAGLE-1 head is that of an ordinary Llama.
+      target: the model that the head drafts for.
+      where: the file that errors name.
 
     Raises:
-      CheckpointError: an option that asks for another forward, a key that is missing or of the wrong type, a head that
-        does not suit the target.
+      CheckpointError: an unsupported option, a key that is missing or of the wrong type, or a head that does not suit
+        the target.
     """
     version = _version(raw, names)
     layer = _layer_config(raw, where)
@@ -105,13 +105,13 @@ def parse_config(raw: Mapping[str, Any], names: set[str], target: LanguageModel,
     return config
 
 
-def _version(raw: Mapping[str, Any], names: set[str]) -> int:
+def _version(raw: Json, names: set[str]) -> int:
     """3 for EAGLE-3, which norms the feature; 1 for EAGLE-1 and EAGLE-2."""
-    said = is_speculators(raw) or "eagle_config" in raw or "eagle3" in str(raw.get("architectures")).lower()
-    return 3 if said or {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names else 1
+    stated = is_speculators(raw) or "eagle_config" in raw or "eagle3" in str(raw.get("architectures")).lower()
+    return 3 if stated or {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names else 1
 
 
-def _layer_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _layer_config(raw: Json, where: str) -> Json:
     """The configuration of the decoder layer, complete."""
     if not is_speculators(raw):
         return raw
@@ -122,20 +122,20 @@ def _layer_config(raw: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if kind not in LAYER_DEFAULTS:
         known = ", ".join(LAYER_DEFAULTS)
         raise CheckpointError(
-            f"{where}: transformer_layer_config.model_type={kind!r} is not supported; there are {known}"
+            f"{where}: transformer_layer_config.model_type={kind!r} is not supported; must be one of {known}"
         )
     return {**LAYER_DEFAULTS[kind], **layer}
 
 
-def _refuse(raw: Mapping[str, Any], layer: Mapping[str, Any], where: str) -> None:
-    """Raises where the configuration asks for another forward than that of `EagleHead`."""
+def _refuse(raw: Json, layer: Json, where: str) -> None:
+    """Raises if the configuration requires another forward than that of `EagleHead`."""
     both = {**layer, **raw}
     refuse_options(raw, where)
     refuse_options(layer, where)
     wrong = [f"{key}={both[key]!r}" for key in _OTHER_METHODS if both.get(key)]
     wrong += [f"architectures={name}" for name in raw.get("architectures") or [] if "peagle" in str(name).lower()]
     if raw.get("speculators_model_type", "eagle3") != "eagle3":
-        wrong.append(f"speculators_model_type={raw['speculators_model_type']!r} (only 'eagle3' is)")
+        wrong.append(f"speculators_model_type={raw['speculators_model_type']!r} (must be 'eagle3')")
     wrong += [f"layer_types: {kind}" for kind in both.get("layer_types") or [] if kind != "full_attention"]
     rope = {**both, **(both.get("rope_scaling") or {}), **(both.get("rope_parameters") or {})}
     for key in ("partial_rotary_factor", "logit_scale"):
@@ -148,19 +148,21 @@ def _refuse(raw: Mapping[str, Any], layer: Mapping[str, Any], where: str) -> Non
         if value is not None and not known and _EAGLE_CONFIG.get(key, ...) != value:
             wrong.append(f"eagle_config.{key}={value!r}")
     if raw.get("norm_before_fc") and raw.get("fc_norm"):
-        wrong.append("norm_before_fc together with fc_norm, as no rule says which comes first")
+        wrong.append("norm_before_fc together with fc_norm, whose order is not defined")
     if wrong:
         raise CheckpointError(f"{where}: not supported: {', '.join(wrong)}")
     if is_speculators(raw) and raw.get("norm_before_residual") is None:
         raise CheckpointError(
-            f"{where}: the key 'norm_before_residual' is missing, and speculators takes false for it and vLLM true: "
-            "write the one that the head was trained with"
+            f"{where}: the key 'norm_before_residual' is missing, and its default is false in speculators but true in "
+            "vLLM: add the value that the head was trained with"
         )
 
 
-def _capture(raw: Mapping[str, Any], version: int, target: LanguageModel, where: str) -> tuple[int, ...]:
-    """What the head reads of the target, as in `apply`. In speculators' own key an id is that of the layer whose
-    input is read, in `eagle_config` that of the layer whose output is."""
+def _capture(raw: Json, version: int, target: Decoder, where: str) -> tuple[int, ...]:
+    """The hidden states of the target that the head reads, as in `Decoder.apply`.
+
+    An id in speculators' own key means the input of that layer, one in `eagle_config` its output.
+    """
     if version == 1:
         return (target.num_layers + 1,)
     count = target.num_layers
@@ -171,31 +173,31 @@ def _capture(raw: Mapping[str, Any], version: int, target: LanguageModel, where:
         ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     capture_layers = tuple(int(i) + shift for i in ids or ()) or (2, count // 2, count - 3)
     if list(capture_layers) != sorted(set(capture_layers)) or not all(0 <= i <= count for i in capture_layers):
-        given = f"{key}={ids}" if ids else f"{key} is not set, and the default is made for deeper targets: it"
+        given = f"{key}={ids}" if ids else f"{key} is not set, and its default, for deeper targets,"
         raise CheckpointError(
-            f"{where}: {given} stands for the inputs of layers {capture_layers} of a target with {count} layers: "
-            f"set {key} to ids that ascend from {-shift} to {count - shift}"
+            f"{where}: {given} selects the inputs of layers {capture_layers}, but the target has {count} layers: "
+            f"{key} must ascend, from {-shift} to at most {count - shift}"
         )
-    said = raw.get("num_aux_hidden_states")
-    if said not in (None, len(capture_layers)):
+    stated = raw.get("num_aux_hidden_states")
+    if stated not in (None, len(capture_layers)):
         raise CheckpointError(
-            f"{where}: num_aux_hidden_states={said}, but {key} stands for {len(capture_layers)} layers"
+            f"{where}: num_aux_hidden_states={stated}, but {key} selects {len(capture_layers)} layers"
         )
     return capture_layers
 
 
-def _check_config(config: EagleHead, target: LanguageModel, where: str) -> None:
-    """Raises where the numbers do not agree with each other or with the target's."""
+def _check_config(config: EagleHead, target: Decoder, where: str) -> None:
+    """Raises if the hyperparameters contradict each other or the target's."""
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
-            f"{where}: num_attention_heads={config.num_heads} is no multiple of "
+            f"{where}: num_attention_heads={config.num_heads} is not a multiple of "
             f"num_key_value_heads={config.num_kv_heads}"
         )
     if config.vocab_size != target.vocab_size:
         raise CheckpointError(f"{where}: vocab_size={config.vocab_size}, but the target has {target.vocab_size} tokens")
     if not 1 <= config.draft_vocab_size <= config.vocab_size:
         raise CheckpointError(
-            f"{where}: draft_vocab_size={config.draft_vocab_size} is not between 1 and vocab_size={config.vocab_size}"
+            f"{where}: draft_vocab_size={config.draft_vocab_size}: must be between 1 and vocab_size={config.vocab_size}"
         )
     if config.target_hidden_size != target.hidden_size:
         raise CheckpointError(
@@ -209,12 +211,12 @@ def describe(layout: str, config: EagleHead, params: EagleParams, dtype: str, ve
     """The config.json of a head.
 
     Args:
-      params: which weights there are; their values do not matter.
+      params: determines which weights exist; the values do not matter.
       dtype: precision of the stored weights.
       verifier: the target's directory or hub id, for the layout "speculators".
 
     Raises:
-      ValueError: an unknown layout, or a head that the layout has no place for.
+      ValueError: an unknown layout, or a head that the layout cannot represent.
     """
     _check_layout(layout, config, params)
     if layout == "safeailab":
@@ -226,24 +228,24 @@ def describe(layout: str, config: EagleHead, params: EagleParams, dtype: str, ve
 
 def _check_layout(layout: str, config: EagleHead, params: EagleParams) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}: give one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")
     if config.version == 1 and layout != "safeailab":
-        raise ValueError(f"layout={layout!r} holds EAGLE-3 heads only: give 'safeailab' for this EAGLE-1 head")
+        raise ValueError(f"layout={layout!r}: must be 'safeailab' for an EAGLE-1 head")
     if config.version == 1 and (params.ids is not None or params.lm_head is not None):
         raise ValueError(
-            "a cut vocabulary has no place in an EAGLE-1 checkpoint: save the head uncut, and its list of ids"
+            "an EAGLE-1 checkpoint cannot hold a reduced vocabulary: save the full head and the list of ids instead"
         )
     if params.input_norm is not None and params.fc_norms is not None:
-        raise ValueError("a head has either input_norm or fc_norms, not both")
+        raise ValueError("a head must not have both input_norm and fc_norms")
     if layout == "speculators":
         if params.fc_bias is not None:
-            raise ValueError("layout='speculators' has no place for fc_bias: give 'safeailab'")
+            raise ValueError("layout='speculators' cannot hold fc_bias: use 'safeailab'")
         if any((layer.qkv_bias is None) != (layer.o_bias is None) for layer in params.layers):
-            raise ValueError("layout='speculators' has biases for q, k, v and o together, or none: give 'safeailab'")
+            raise ValueError("layout='speculators' requires biases for all of q, k, v and o, or none: use 'safeailab'")
 
 
 def _describe_layer(config: EagleHead, params: EagleParams) -> dict[str, Any]:
-    """The keys that both layouts have, of the older generation of config.json, which every release reads."""
+    """The keys of both layouts, in the older generation's format, which every release reads."""
     return {
         "model_type": "llama",
         "vocab_size": config.vocab_size,
@@ -266,7 +268,7 @@ def _describe_layer(config: EagleHead, params: EagleParams) -> dict[str, Any]:
 
 
 def _describe_norms(config: EagleHead, params: EagleParams) -> dict[str, Any]:
-    """The options of an EAGLE-3 head, which both layouts have at the top."""
+    """The options of an EAGLE-3 head, at the top level in both layouts."""
     return {
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": params.input_norm is not None,

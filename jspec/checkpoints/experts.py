@@ -1,4 +1,4 @@
-"""MLPs, experts and routers in Hugging Face checkpoints; matrices of single experts are stacked as they are read."""
+"""MLPs, experts and routers in Hugging Face checkpoints; the matrices of single experts are stacked when read."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -6,21 +6,23 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike, DTypeLike
 
 from jspec.checkpoints.files import Tensors, on_device
-from jspec.models.moe import Routed, RoutedParams
+from jspec.models.moe import MlpParams, Routed, RoutedParams
 
 
 def read_layer_mlp(
     experts: Routed | None, tensors: Tensors, prefix: str, inner: int, width: int, shared: str = "shared_expert."
 ) -> dict[str, Any]:
-    """The `gate_up` and `down` of a layer, or the `experts` that stand in their place; None what it has not.
+    """The fields of `MlpParams`: `gate_up` and `down` of a layer, or the `experts` that replace them; the others None.
 
-    inner: width of the MLP. width: of what it, or the experts, read and write.
+    inner: width of the MLP.
+    width: the model's.
     shared: as in `read_experts`.
 
     Raises:
-      CheckpointError: a tensor that is missing or has another shape than the configuration says.
+      CheckpointError: a tensor is missing or has an unexpected shape.
     """
     if experts is None:
         return {**read_mlp(tensors, prefix, inner, width), "experts": None}
@@ -32,11 +34,11 @@ def read_experts(
 ) -> RoutedParams:
     """The experts of a layer and their router.
 
-    width: of what they read and write.
-    shared: name of the MLP that reads every token, where there is one.
+    width: the model's.
+    shared: name of the MLP that every token goes through, if there is one.
 
     Raises:
-      CheckpointError: a tensor that is missing or has another shape than the configuration says.
+      CheckpointError: a tensor is missing or has an unexpected shape.
     """
     count, router = experts.router.count, experts.router
     stacked = prefix + "experts.gate_up_proj" in tensors.names()
@@ -55,10 +57,10 @@ def read_experts(
 
 
 def read_stacked(tensors: Tensors, prefix: str, count: int, inner: int, width: int) -> dict[str, jax.Array]:
-    """The `gate_up` and `down` of `count` experts that are one tensor for all, [X, out, in].
+    """The `gate_up` and `down` of `count` experts that are stacked in the checkpoint, [X, out, in].
 
     Raises:
-      CheckpointError: a tensor that is missing or has another shape than the configuration says.
+      CheckpointError: a tensor is missing or has an unexpected shape.
     """
     matrices = _Matrices.empty(count, inner, width, tensors.dtype)
     matrices.read_stacked(tensors, prefix, count)
@@ -67,13 +69,13 @@ def read_stacked(tensors: Tensors, prefix: str, count: int, inner: int, width: i
 
 @dataclasses.dataclass(frozen=True)
 class _Matrices:
-    """Those of all experts of a layer, in the host's memory, filled tensor by tensor."""
+    """The matrices of all experts of a layer, in host memory, filled tensor by tensor."""
 
     gate_up: np.ndarray
     down: np.ndarray
 
     @classmethod
-    def empty(cls, count: int, inner: int, width: int, dtype: Any) -> "_Matrices":
+    def empty(cls, count: int, inner: int, width: int, dtype: DTypeLike) -> "_Matrices":
         return cls(np.empty((count, width, 2 * inner), dtype), np.empty((count, inner, width), dtype))
 
     def device(self) -> dict[str, jax.Array]:
@@ -81,13 +83,13 @@ class _Matrices:
         return {"gate_up": on_device(self.gate_up), "down": on_device(self.down)}
 
     def read_stacked(self, tensors: Tensors, prefix: str, count: int) -> None:
-        """The first `count` from a tensor for all."""
+        """The first `count` experts, from stacked tensors."""
         inner, width = self.down.shape[1:]
         self.gate_up[:count] = tensors.read(prefix + "gate_up_proj", count, 2 * inner, width).swapaxes(1, 2)
         self.down[:count] = tensors.read(prefix + "down_proj", count, width, inner).swapaxes(1, 2)
 
     def read_single(self, tensors: Tensors, prefix: str, count: int) -> None:
-        """The first `count` from tensors of each, one at a time."""
+        """The first `count` experts, from separate tensors."""
         inner, width = self.down.shape[1:]
         for index in range(count):
             expert = f"{prefix}{index}."
@@ -96,7 +98,7 @@ class _Matrices:
             self.down[index] = tensors.read(expert + "down_proj.weight", width, inner, transpose=True)
 
     def read_shared(self, tensors: Tensors, prefix: str, first: int, total: int) -> None:
-        """Those from `first` on: an MLP of width `total`, cut into pieces, and zeros behind it."""
+        """The experts from `first` on: an MLP of width `total`, split into pieces and padded with zeros."""
         inner, width = self.down.shape[1:]
         gate, up = (
             tensors.read(f"{prefix}{name}_proj.weight", total, width, transpose=True) for name in ("gate", "up")
@@ -115,7 +117,7 @@ def read_mlp(tensors: Tensors, prefix: str, inner: int, width: int) -> dict[str,
     """The `gate_up` and `down` of a gated MLP.
 
     Raises:
-      CheckpointError: a tensor that is missing or has another shape than the configuration says.
+      CheckpointError: a tensor is missing or has an unexpected shape.
     """
     return {
         "gate_up": tensors.fused([(f"{prefix}{name}_proj.weight", inner) for name in ("gate", "up")], width),
@@ -123,15 +125,19 @@ def read_mlp(tensors: Tensors, prefix: str, inner: int, width: int) -> dict[str,
     }
 
 
-def name_layer_mlp(layer: Any, config: Any, prefix: str, shared: str = "shared_expert.") -> Iterator[tuple[str, Any]]:
-    """What `read_layer_mlp` reads, under its Hugging Face names, [out, in].
+def name_layer_mlp(
+    layer: MlpParams, experts: Routed | None, prefix: str, shared: str = "shared_expert."
+) -> Iterator[tuple[str, Any]]:
+    """The tensors of `read_layer_mlp` under their Hugging Face names, [out, in].
 
-    config: says experts, where the layer has some.
+    experts: describes the layer's experts, if it has any.
     """
     if layer.experts is None:
+        assert layer.gate_up is not None and layer.down is not None
         yield from name_mlp(prefix, layer.gate_up, layer.down)
     else:
-        yield from name_experts(layer.experts, config.experts, prefix, shared)
+        assert experts is not None
+        yield from name_experts(layer.experts, experts, prefix, shared)
 
 
 def name_experts(
@@ -158,7 +164,7 @@ def name_experts(
         yield from name_mlp(prefix + shared, np.concatenate([gate, up], axis=1), down)
 
 
-def name_mlp(prefix: str, gate_up: Any, down: Any) -> Iterator[tuple[str, Any]]:
+def name_mlp(prefix: str, gate_up: ArrayLike, down: ArrayLike) -> Iterator[tuple[str, Any]]:
     """The three matrices of a gated MLP."""
     for name, part in zip(("gate", "up"), np.split(np.asarray(gate_up).T, 2), strict=True):
         yield f"{prefix}{name}_proj.weight", part

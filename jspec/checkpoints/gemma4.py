@@ -1,13 +1,18 @@
-"""Tensors of Gemma 4's text models in Hugging Face checkpoints, alone or within the multimodal ones."""
+"""Gemma 4's text models in Hugging Face checkpoints, alone or within the multimodal ones: config.json and tensors."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from jspec.checkpoints.config import describe_shape, reading
 from jspec.checkpoints.experts import name_mlp, read_mlp, read_stacked
-from jspec.checkpoints.files import Tensors
+from jspec.checkpoints.family import Family
+from jspec.checkpoints.files import CheckpointError, Json, Tensors
+from jspec.models.decoder import Decoder
 from jspec.models.gemma4 import (
+    Attention,
     ExpertParams,
     Gemma4,
     Gemma4LayerParams,
@@ -16,16 +21,176 @@ from jspec.models.gemma4 import (
     PerLayerParams,
 )
 from jspec.models.moe import Routed
+from jspec.models.router import Router
+
+ARCHITECTURES = {
+    "Gemma4ForCausalLM": "gemma4_text",
+    "Gemma4ForConditionalGeneration": "gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4_unified_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified",
+}
+"""Classes of `transformers` -> model_type. The unified ones (12B) have the same text model."""
+_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+
+
+def parse_config(raw: Json, where: str = "config.json") -> Gemma4:
+    """The text model that a config.json describes.
+
+    Full layers have their own shape in `global_head_dim` and `num_global_key_value_heads`, or in `per_layer_config` if
+    the file was written by a newer version of `transformers`.
+
+    Raises:
+      CheckpointError: an unsupported option, or a key that is missing or of the wrong type.
+    """
+    text = raw.get("text_config") or raw
+    _refuse_options(raw, text, where)
+    with reading(where):
+        size = text.get("hidden_size_per_layer_input", 0 if "unified" in text.get("model_type", "") else 256) or 0
+        return Gemma4(
+            vocab_size=int(text["vocab_size"]),
+            hidden_size=int(text["hidden_size"]),
+            intermediate_size=int(text["intermediate_size"]),
+            num_heads=int(text["num_attention_heads"]),
+            attention=_parse_attention(text, where),
+            max_length=int(text["max_position_embeddings"]),
+            rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+            shared_layers=int(text.get("num_kv_shared_layers") or 0),
+            double_wide_mlp=bool(text.get("use_double_wide_mlp", False)),
+            per_layer_size=int(size),
+            experts=_parse_experts(text),
+            soft_cap=text.get("final_logit_softcapping"),
+        )
+
+
+def _refuse_options(raw: Json, text: Json, where: str) -> None:
+    wrong = []
+    if raw.get("quantization_config") or text.get("quantization_config"):
+        wrong.append("quantization_config")
+    if text.get("attention_bias"):
+        wrong.append("attention_bias=true")
+    if text.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        wrong.append(f"hidden_activation={text['hidden_activation']!r}")
+    if text.get("use_bidirectional_attention") == "all":
+        wrong.append("use_bidirectional_attention='all'")
+    if not (raw.get("tie_word_embeddings", True) and text.get("tie_word_embeddings", True)):
+        wrong.append("tie_word_embeddings=false")
+    tokens = text.get("vocab_size_per_layer_input")
+    if text.get("hidden_size_per_layer_input") and tokens not in (None, text.get("vocab_size")):
+        wrong.append(f"vocab_size_per_layer_input={tokens} with vocab_size={text.get('vocab_size')}")
+    if wrong:
+        raise CheckpointError(f"{where}: not supported: {', '.join(wrong)}")
+
+
+def _parse_attention(text: Json, where: str) -> tuple[Attention, ...]:
+    """The attention of each layer."""
+    count = int(text["num_hidden_layers"])
+    types = text.get("layer_types") or [list(_ROPE)[(i + 1) % 6 == 0] for i in range(count)]
+    if len(types) != count or not set(types) <= set(_ROPE):
+        raise CheckpointError(f"{where}: layer_types={types}: must be {count} of {', '.join(_ROPE)}")
+    if types[-1] != "full_attention":
+        raise CheckpointError(f"{where}: layer_types={types}: the last layer must be full_attention")
+    shape = {"head_dim": text["head_dim"], "num_key_value_heads": text["num_key_value_heads"]}
+    own = text.get("per_layer_config")
+    if own is None:
+        full = {"head_dim": text.get("global_head_dim", 512)}
+        if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads") is not None:
+            full["num_key_value_heads"] = text["num_global_key_value_heads"]
+        own = {str(i): full for i, name in enumerate(types) if name == "full_attention"}
+    ropes = {name: _parse_rope(name, (text.get("rope_parameters") or {}).get(name) or {}, where) for name in _ROPE}
+    found = []
+    for index, name in enumerate(types):
+        changes = own.get(str(index)) or {}
+        if not set(changes) <= set(shape):
+            raise CheckpointError(f"{where}: per_layer_config of layer {index} is {changes}; supported: {list(shape)}")
+        layer, sliding = shape | changes, name == "sliding_attention"
+        theta, share = ropes[name]
+        found.append(
+            Attention(
+                kv_heads=int(layer["num_key_value_heads"]),
+                head_dim=int(layer["head_dim"]),
+                window=int(text["sliding_window"]) if sliding else None,
+                rope_theta=theta,
+                rotary_share=share,
+                values_are_keys=bool(text.get("attention_k_eq_v")) and not sliding,
+            )
+        )
+    return tuple(found)
+
+
+def _parse_rope(name: str, given: Json, where: str) -> tuple[float, float]:
+    """The base of a kind of layers, and the share of the dimensions that rotate."""
+    rope = given or _ROPE[name]
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "proportional") or rope.get("factor", 1.0) != 1.0:
+        raise CheckpointError(
+            f"{where}: rope_parameters of {name} are {dict(rope)}: rope_type must be default, or proportional "
+            "without a factor"
+        )
+    share = rope.get("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0
+    return float(rope["rope_theta"]), float(share)
+
+
+def _parse_experts(text: Json) -> Routed | None:
+    if not text.get("enable_moe_block"):
+        return None
+    width = text.get("moe_intermediate_size") or text["expert_intermediate_size"]
+    router = Router(int(text["num_experts"]), int(text["top_k_experts"]), normalize=True)
+    return Routed(router, int(width))
+
+
+def describe(config: Gemma4) -> dict[str, Any]:
+    """The config.json of a text model, for versions of `transformers` with and without `per_layer_config`."""
+    kinds = {"full_attention" if kind.window is None else "sliding_attention": kind for kind in config.attention}
+    full = kinds["full_attention"]
+    base = kinds.get("sliding_attention", full)
+    types = ["full_attention" if kind.window is None else "sliding_attention" for kind in config.attention]
+    raw = describe_shape("Gemma4ForCausalLM", ARCHITECTURES["Gemma4ForCausalLM"], config) | {
+        "num_key_value_heads": base.kv_heads,
+        "head_dim": base.head_dim,
+        "global_head_dim": full.head_dim,
+        "num_global_key_value_heads": full.kv_heads,
+        "per_layer_config": {
+            str(i): {"head_dim": kind.head_dim, "num_key_value_heads": kind.kv_heads}
+            for i, kind in enumerate(config.attention)
+            if kind.window is None
+        },
+        "layer_types": types,
+        "sliding_window": base.window or 512,
+        "rope_parameters": {name: _describe_rope(kind) for name, kind in kinds.items()},
+        "attention_k_eq_v": full.values_are_keys,
+        "num_kv_shared_layers": config.shared_layers,
+        "use_double_wide_mlp": config.double_wide_mlp,
+        "hidden_size_per_layer_input": config.per_layer_size,
+        "vocab_size_per_layer_input": config.vocab_size if config.per_layer_size else 0,
+        "final_logit_softcapping": config.soft_cap,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+    }
+    if config.experts is not None:
+        router = config.experts.router
+        raw |= {"enable_moe_block": True, "num_experts": router.count, "top_k_experts": router.chosen}
+        raw["moe_intermediate_size"] = config.experts.width
+    return raw
+
+
+def _describe_rope(kind: Attention) -> dict[str, Any]:
+    if kind.rotary_share == 1.0:
+        return {"rope_type": "default", "rope_theta": kind.rope_theta}
+    return {"rope_type": "proportional", "rope_theta": kind.rope_theta, "partial_rotary_factor": kind.rotary_share}
+
 
 OTHER_MODALITIES = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
-"""Beginnings of the names of tensors that text does not need."""
+"""Prefixes of tensors that text does not need."""
 NORMS = {
     "attention_norm": "input_layernorm.weight",
     "attention_out_norm": "post_attention_layernorm.weight",
     "mlp_norm": "pre_feedforward_layernorm.weight",
     "mlp_out_norm": "post_feedforward_layernorm.weight",
 }
-"""The norms of a layer's weights, as this package and as checkpoints call them."""
+"""The norms of a layer: field -> name in checkpoints."""
 _EXPERT_NORMS = {
     "norm": "pre_feedforward_layernorm_2.weight",
     "out_norm": "post_feedforward_layernorm_2.weight",
@@ -33,11 +198,61 @@ _EXPERT_NORMS = {
 }
 
 
+def parse_assistant(raw: Json, where: str) -> Gemma4:
+    """The layers of an assistant of Gemma 4, as a text model.
+
+    Raises:
+      CheckpointError: an unsupported option, or a key that is missing or of the wrong type.
+    """
+    text = {"hidden_size_per_layer_input": 0, **raw["text_config"]}
+    if text.get("num_kv_shared_layers") not in (None, 0, text.get("num_hidden_layers")):
+        raise CheckpointError(
+            f"{where}: num_kv_shared_layers={text['num_kv_shared_layers']}: must be 0 or "
+            f"{text.get('num_hidden_layers')}: all layers of an assistant read the target's keys and values"
+        )
+    model = parse_config({**raw, "text_config": {**text, "num_kv_shared_layers": 0}}, where)
+    unsupported = {
+        "hidden_size_per_layer_input": model.per_layer_size,
+        "enable_moe_block": model.experts is not None,
+        "use_double_wide_mlp": model.double_wide_mlp,
+    }
+    if any(unsupported.values()):
+        given = ", ".join(f"{name}={value}" for name, value in unsupported.items() if value)
+        raise CheckpointError(f"{where}: not supported in an assistant: {given}")
+    return model
+
+
+def match_layers(model: Gemma4, target: Decoder, where: str) -> tuple[int, ...]:
+    """For each layer of an assistant, the layer of the target that it reads: the last of the same kind.
+
+    Raises:
+      CheckpointError: the target is not a Gemma 4 model, or has no layer of that kind and shape.
+    """
+    if not isinstance(target, Gemma4):
+        raise CheckpointError(
+            f"{where}: this assistant requires a Gemma 4 target, but the target is of type {type(target).__name__}"
+        )
+    found = []
+    for index, kind in enumerate(model.attention):
+        alike = [i for i, other in enumerate(target.attention) if (other.window is None) == (kind.window is None)]
+        if not alike:
+            name = "sliding" if kind.window else "full"
+            raise CheckpointError(f"{where}: layer {index} is a {name} layer, but the target has none to read")
+        theirs = target.attention[alike[-1]]
+        # Whether values are keys only matters to the target.
+        if dataclasses.replace(kind, values_are_keys=theirs.values_are_keys) != theirs:
+            raise CheckpointError(
+                f"{where}: layer {index} reads {kind}, but layer {alike[-1]} of the target has {theirs}"
+            )
+        found.append(alike[-1])
+    return tuple(found)
+
+
 def read_params(config: Gemma4, tensors: Tensors) -> Gemma4Params:
     """The weights of a text model.
 
     Raises:
-      CheckpointError: a tensor that is missing, has another shape than the configuration says, or that nothing reads.
+      CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
     """
     names = tensors.names()
     wrapped = any(name.startswith("model.language_model.") for name in names)
@@ -48,11 +263,11 @@ def read_params(config: Gemma4, tensors: Tensors) -> Gemma4Params:
         layers=tuple(_read_layer(config, tensors, i, f"{root}layers.{i}.") for i in range(config.num_layers)),
         norm=tensors.device(root + "norm.weight", width),
     )
-    # Some tied checkpoints hold the head all the same, and some hold projections that sharing layers do not use.
+    # Some tied checkpoints contain the LM head, and some contain projections that sharing layers do not use.
     spare = {"lm_head.weight"} | {
         f"{root}layers.{i}.self_attn.{part}.weight"
         for i in range(config.num_layers)
-        if config.source(i) != i
+        if config.kv_source_layer(i) != i
         for part in ("k_proj", "v_proj", "k_norm")
     }
     tensors.refuse_unread("text model", lambda name: name in spare or name.startswith(OTHER_MODALITIES))
@@ -71,7 +286,7 @@ def _read_per_layer_inputs(config: Gemma4, tensors: Tensors, root: str) -> PerLa
 def _read_layer(config: Gemma4, tensors: Tensors, index: int, prefix: str) -> Gemma4LayerParams:
     kind, width, mlp = config.attention[index], config.hidden_size, config.mlp_width(index)
     query = config.num_heads * kind.head_dim
-    own = config.source(index) == index
+    own = config.kv_source_layer(index) == index
     outs = [(f"{prefix}self_attn.{name}_proj.weight", out) for name, out in _projections(config, index)]
     per_layer = None
     if size := config.per_layer_size:
@@ -94,11 +309,11 @@ def _read_layer(config: Gemma4, tensors: Tensors, index: int, prefix: str) -> Ge
 
 
 def _projections(config: Gemma4, index: int) -> list[tuple[str, int]]:
-    """The letters of a layer's projections, which are one matrix here, and how many numbers each makes."""
+    """The parts of a layer's fused projection: letter and width of each."""
     kind = config.attention[index]
     keys = kind.kv_heads * kind.head_dim
-    made = "q" if config.source(index) != index else "qk" if kind.values_are_keys else "qkv"
-    return [(name, config.num_heads * kind.head_dim if name == "q" else keys) for name in made]
+    letters = "q" if config.kv_source_layer(index) != index else "qk" if kind.values_are_keys else "qkv"
+    return [(name, config.num_heads * kind.head_dim if name == "q" else keys) for name in letters]
 
 
 def _read_experts(experts: Routed, tensors: Tensors, prefix: str, width: int) -> ExpertParams:
@@ -149,3 +364,6 @@ def _name_layer(config: Gemma4, index: int, layer: Gemma4LayerParams) -> Iterato
         yield "router.per_expert_scale", layer.experts.scales
         yield "experts.gate_up_proj", np.asarray(layer.experts.gate_up).swapaxes(1, 2)
         yield "experts.down_proj", np.asarray(layer.experts.down).swapaxes(1, 2)
+
+
+FAMILY = Family(Gemma4, ARCHITECTURES, parse_config, describe, read_params, named_tensors)

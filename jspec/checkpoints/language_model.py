@@ -1,124 +1,124 @@
-"""Hugging Face checkpoint directories: reading them into a configuration and weights, and writing them.
+"""Checkpoint directories of language models of all families: reading and writing them.
 
-Reading takes one tensor at a time from the memory-mapped files to the device, so that the host never holds the model.
+Reading copies one tensor at a time from the memory-mapped files to the device, so the host never holds the whole model.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jspec.checkpoints import (
-    block_scaled,
-    deepseek,
-    deepseek_config,
-    gemma4,
-    gemma4_config,
-    llama,
-    qwen3_next,
-    qwen3_next_config,
-)
+from jaxtyping import PyTree
+
+from jspec.checkpoints import deepseek, gemma4, llama, qwen3_next
 from jspec.checkpoints.config import family_of
-from jspec.checkpoints.files import DTYPES, CheckpointError, Tensors, read_json, resolve_dtype, write_shards
-from jspec.models import Deepseek, Gemma4, LanguageModel, Qwen3Next
+from jspec.checkpoints.family import Family
+from jspec.checkpoints.files import DTYPES, CheckpointError, Json, read_json, resolve_dtype, write_shards
+from jspec.checkpoints.source import Source
+from jspec.models.decoder import Decoder
+
+FAMILIES: tuple[Family[Any], ...] = (llama.FAMILY, gemma4.FAMILY, deepseek.FAMILY, qwen3_next.FAMILY)
+"""All families of language models; a new one is one more entry."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A loaded model and what its directory says of its use."""
+    """A loaded language model."""
 
-    config: LanguageModel
-    params: Any
-    """The family's own: `LlamaParams`, `Gemma4Params`, ..."""
+    config: Decoder
+    params: PyTree
+    """The family's own, such as `LlamaParams`."""
     eos: tuple[int, ...]
+    """Ids that end a text."""
 
 
 def load(directory: str | Path, *, dtype: str | None = None, mtp: bool = True) -> Checkpoint:
-    """Loads a Llama, Qwen3, Gemma 4, DeepSeek, Qwen3-Next or Qwen3.5 checkpoint onto the default device.
+    """Loads a checkpoint of any family in `FAMILIES` onto the default device.
 
     Args:
       directory: holds config.json and model.safetensors, or its shards with model.safetensors.index.json.
       dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
-      mtp: whether heads for multi-token prediction are read where there are some.
+      mtp: whether to read MTP heads, if there are any.
 
     Raises:
-      CheckpointError: a file that is missing or damaged, an unsupported architecture or option, a tensor that is
-        missing or has another shape than the configuration says, or in the families that have modules of their own one
-        that nothing reads.
+      CheckpointError: a file is missing or damaged, the architecture or an option is not supported, a tensor is missing
+        or has an unexpected shape, or, in all families but Llama, a tensor is not used.
       ValueError: an unknown dtype.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such directory")
-    raw = read_json(directory / "config.json")
-    where = str(directory / "config.json")
-    with _open(directory, raw, resolve_dtype(dtype), where) as tensors:
-        if family_of(raw, deepseek_config.ARCHITECTURES):
-            config = deepseek.with_mtp_of(deepseek_config.parse_config(raw, where), tensors, mtp)
-            params = deepseek.read_params(config, tensors)
-        elif family_of(raw, gemma4_config.ARCHITECTURES):
-            config = gemma4_config.parse_config(raw, where)
-            params = gemma4.read_params(config, tensors)
-        elif family_of(raw, qwen3_next_config.ARCHITECTURES):
-            config = qwen3_next.with_mtp_of(qwen3_next_config.parse_config(raw, where), tensors, mtp)
-            params = qwen3_next.read_params(config, tensors)
-        elif family_of(raw, llama.ARCHITECTURES):
-            config = llama.parse_config(raw, where)
-            params = llama.read_params(config, tensors)
-        else:
-            families = (llama, gemma4_config, deepseek_config, qwen3_next_config)
-            known = ", ".join(name for family in families for name in family.ARCHITECTURES)
-            architectures = raw.get("architectures") or []
-            raise CheckpointError(f"{where}: architectures={architectures} is not supported; must be one of {known}")
-    return Checkpoint(config, params, _read_eos(directory, raw))
+    return read(Source(directory), dtype=dtype, mtp=mtp)
 
 
-def _open(directory: Path, raw: Mapping[str, Any], dtype: Any, where: str) -> Tensors:
-    """The tensors of a checkpoint, widened as they are read where they are block-scaled ones of DeepSeek."""
-    block = block_scaled.parse_block(raw, where) if family_of(raw, deepseek_config.ARCHITECTURES) else None
-    return Tensors(directory, dtype) if block is None else block_scaled.BlockScaledTensors(directory, dtype, block)
+def read(source: Source, *, dtype: str | None = None, mtp: bool = True) -> Checkpoint:
+    """`load` from an open directory."""
+    family = _family_of(source.raw, source.where)
+    tensors = family.open_tensors(source, resolve_dtype(dtype))
+    config = family.with_mtp(family.parse_config(source.raw, source.where), tensors, mtp)
+    return Checkpoint(config, family.read_params(config, tensors), _read_eos(source))
 
 
-def _read_eos(directory: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
-    """All ids that end a text: config.json may know fewer of them than generation_config.json."""
+def parse_config(raw: Json, where: str = "config.json") -> Decoder:
+    """The configuration that a config.json describes.
+
+    Raises:
+      CheckpointError: an unsupported architecture or option, or a key that is missing or of the wrong type.
+    """
+    return _family_of(raw, where).parse_config(raw, where)
+
+
+def describe(config: Decoder) -> dict[str, Any]:
+    """The config.json of a configuration."""
+    return _family_by_config(config).describe(config)
+
+
+def _family_of(raw: Json, where: str) -> Family[Any]:
+    for family in FAMILIES:
+        if family_of(raw, family.architectures) is not None:
+            return family
+    known = ", ".join(name for family in FAMILIES for name in family.architectures)
+    architectures = raw.get("architectures") or []
+    raise CheckpointError(f"{where}: architectures={architectures} is not supported; must be one of {known}")
+
+
+def _family_by_config(config: Decoder) -> Family[Any]:
+    for family in FAMILIES:
+        if type(config) is family.config:
+            return family
+    raise ValueError(f"{type(config).__name__} is not the configuration of a family in FAMILIES")
+
+
+def _read_eos(source: Source) -> tuple[int, ...]:
+    """All ids that end a text: config.json may list fewer of them than generation_config.json."""
     found: set[int] = set()
-    generation = directory / "generation_config.json"
-    for source in (raw, raw.get("text_config") or {}, read_json(generation) if generation.exists() else {}):
-        ids = source.get("eos_token_id")
+    generation = source.directory / "generation_config.json"
+    texts = source.raw.get("text_config") or {}
+    for raw in (source.raw, texts, read_json(generation) if generation.exists() else {}):
+        ids = raw.get("eos_token_id")
         found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return tuple(sorted(found))
 
 
 def save(
     directory: str | Path,
-    config: LanguageModel,
-    params: Any,
+    config: Decoder,
+    params: PyTree,
     *,
     dtype: str = "bfloat16",
     eos: tuple[int, ...] = (),
     max_shard_bytes: int | None = None,
 ) -> None:
-    """Writes config.json, generation_config.json and the weights as a Hugging Face directory, which is made if needed.
+    """Writes config.json, generation_config.json and the weights to a directory, which is created if needed.
 
     Args:
       dtype: precision of the stored weights.
       eos: ids that end a text.
-      max_shard_bytes: starts a new file where the next tensor would make one larger than this; None: one file.
+      max_shard_bytes: a new file is started before the next tensor would exceed this size; None: one file.
     """
+    family = _family_by_config(config)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    if isinstance(config, Gemma4):
-        raw, named = gemma4_config.describe(config), gemma4.named_tensors(config, params)
-    elif isinstance(config, Qwen3Next):
-        raw, named = qwen3_next_config.describe(config), qwen3_next.named_tensors(config, params)
-    elif isinstance(config, Deepseek):
-        raw, named = deepseek_config.describe(config), deepseek.named_tensors(config, params)
-    else:
-        raw, named = llama.describe(config), llama.named_tensors(config, params)
-    raw["dtype"] = dtype
+    raw = family.describe(config) | {"dtype": dtype}
     if eos:
         raw["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": list(eos)}, indent=2) + "\n")
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    write_shards(directory, named, DTYPES[dtype], max_shard_bytes)
+    write_shards(directory, family.named_tensors(config, params), DTYPES[dtype], max_shard_bytes)

@@ -1,25 +1,34 @@
 """Llama and Qwen3, dense or with experts: config.json and tensors to a configuration and weights, and back."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jspec.checkpoints.config import describe_experts, family_of, parse_dense_layers, parse_experts, read_rope, reading
+from jspec.checkpoints.config import (
+    describe_experts,
+    describe_shape,
+    family_of,
+    parse_dense_layers,
+    parse_experts,
+    read_rope,
+    reading,
+)
 from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
-from jspec.checkpoints.files import CheckpointError, Tensors
+from jspec.checkpoints.family import Family
+from jspec.checkpoints.files import CheckpointError, Json, Tensors
 from jspec.models.layers import Llama3Rope
-from jspec.models.llama import LayerParams, Llama, LlamaParams
+from jspec.models.llama import LayerParams, LayerShape, Llama, LlamaParams
 from jspec.models.moe import Routed
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 """Classes of `transformers` -> model_type."""
 
 
-def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Llama:
-    """The Llama or Qwen3 model, dense or with experts, that a config.json describes, of either generation.
+def parse_config(raw: Json, where: str = "config.json") -> Llama:
+    """The Llama or Qwen3 model that a config.json of either generation describes.
 
     Raises:
       CheckpointError: an unsupported architecture or option, or a key that is missing or of the wrong type.
@@ -52,14 +61,14 @@ def parse_config(raw: Mapping[str, Any], where: str = "config.json") -> Llama:
         )
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(
-            f"{where}: num_attention_heads={config.num_heads} is no multiple of "
+            f"{where}: num_attention_heads={config.num_heads} is not a multiple of "
             f"num_key_value_heads={config.num_kv_heads}"
         )
     return config
 
 
-def _parse_experts(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """What a config.json says of experts, and of the layers that have none."""
+def _parse_experts(raw: Json, family: str) -> dict[str, Any]:
+    """The experts, and the layers without them."""
     count = raw.get("num_experts", raw.get("num_local_experts"))
     if family != "qwen3_moe" or count == 0:
         return {}
@@ -68,11 +77,11 @@ def _parse_experts(raw: Mapping[str, Any], family: str) -> dict[str, Any]:
     return {"experts": parse_experts(raw, int(count), normalize=False), "dense_layers": parse_dense_layers(raw)}
 
 
-def refuse_options(raw: Mapping[str, Any], where: str) -> None:
-    """Raises where the configuration asks for something that the models here do not compute.
+def refuse_options(raw: Json, where: str) -> None:
+    """Raises if the configuration has options that the models here do not implement.
 
     Raises:
-      CheckpointError: names the options, and `where` they stand.
+      CheckpointError: names the options and the file, `where`.
     """
     wrong = []
     if raw.get("quantization_config"):
@@ -89,18 +98,18 @@ def refuse_options(raw: Mapping[str, Any], where: str) -> None:
         raise CheckpointError(f"{where}: not supported: {', '.join(wrong)}")
 
 
-def parse_rope(raw: Mapping[str, Any], where: str) -> tuple[float, Llama3Rope | None]:
+def parse_rope(raw: Json, where: str) -> tuple[float, Llama3Rope | None]:
     """The base and the scaling of the rotary positions, from a config.json of either generation.
 
     Raises:
-      CheckpointError: a kind of scaling that is not supported.
-      KeyError: a number of the scaling is missing.
+      CheckpointError: an unsupported kind of scaling.
+      KeyError: a parameter of the scaling is missing.
     """
     kind, theta, rope = read_rope(raw)
     if kind == "default":
         return theta, None
     if kind != "llama3":
-        raise CheckpointError(f"{where}: rope_type={kind!r} is not supported; there are default and llama3")
+        raise CheckpointError(f"{where}: rope_type={kind!r} is not supported; must be default or llama3")
     return theta, Llama3Rope(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
@@ -125,33 +134,32 @@ def read_params(config: Llama, tensors: Tensors) -> LlamaParams:
         prefix = f"model.layers.{index}."
         norm, bias = tensors.device(prefix + "input_layernorm.weight", width), config.attention_bias
         options = {"qkv_bias": bias, "o_bias": bias, "qk_norm": config.qk_norm, "experts": config.layer_experts(index)}
-        layers.append(read_layer(config, tensors, prefix, norm, reads=width, **options))
+        layers.append(read_layer(config, tensors, prefix, norm, input_width=width, **options))
     return LlamaParams(embed, tuple(layers), tensors.device("model.norm.weight", width), head)
 
 
 def read_layer(
-    config: Any,
+    config: LayerShape,
     tensors: Tensors,
     prefix: str,
     attention_norm: Float[Array, " E"] | None,
     *,
-    reads: int,
+    input_width: int,
     qkv_bias: bool,
     o_bias: bool,
     qk_norm: bool,
     experts: Routed | None = None,
 ) -> LayerParams:
-    """One decoder layer, whose names start with `prefix`.
+    """One decoder layer, whose tensors start with `prefix`.
 
     Args:
-      config: says hidden_size, intermediate_size, num_heads, num_kv_heads and head_dim.
-      attention_norm: becomes the layer's; where it stands depends on the model.
-      reads: the width of what its attention reads.
+      attention_norm: the norm before the attention, which has a different name in each kind of model.
+      input_width: width of the attention's input.
       qkv_bias, o_bias, qk_norm: which optional weights there are.
-      experts: those that the layer has in place of an MLP.
+      experts: the experts that replace the MLP.
 
     Raises:
-      CheckpointError: a tensor that is missing or has another shape than the configuration says.
+      CheckpointError: a tensor is missing or has an unexpected shape.
     """
     width, mlp = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -159,7 +167,7 @@ def read_layer(
     bias = [tensors.device(f"{attention}{name}.bias", out) for name, out in outs] if qkv_bias else None
     return LayerParams(
         attention_norm=attention_norm,
-        qkv=tensors.fused([(f"{attention}{name}.weight", out) for name, out in outs], reads),
+        qkv=tensors.fused([(f"{attention}{name}.weight", out) for name, out in outs], input_width),
         qkv_bias=None if bias is None else jnp.concatenate(bias),
         q_norm=tensors.device(f"{attention}q_norm.weight", config.head_dim) if qk_norm else None,
         k_norm=tensors.device(f"{attention}k_norm.weight", config.head_dim) if qk_norm else None,
@@ -182,28 +190,19 @@ def describe_scaling(scaling: Llama3Rope) -> dict[str, Any]:
 
 
 def describe(config: Llama) -> dict[str, Any]:
-    """The config.json of a Llama or Qwen3 model, of the newer generation."""
+    """The config.json of a Llama or Qwen3 model, in the newer generation's format."""
     family = "qwen3_moe" if config.experts else "qwen3" if config.qk_norm else "llama"
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         rope |= describe_scaling(config.rope_scaling)
-    raw = {
-        "architectures": [next(name for name, value in ARCHITECTURES.items() if value == family)],
-        "model_type": family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
+    architecture = next(name for name, value in ARCHITECTURES.items() if value == family)
+    raw = describe_shape(architecture, family, config) | {
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_length,
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": rope,
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.attention_bias,
         "hidden_act": "silu",
-        "bos_token_id": None,
     }
     return raw | (describe_experts(config.experts, config.dense_layers) if config.experts else {})
 
@@ -212,17 +211,19 @@ def named_tensors(config: Llama, params: LlamaParams) -> Iterator[tuple[str, Any
     """All weights under their Hugging Face names, [out, in]."""
     yield "model.embed_tokens.weight", params.embed
     for i, layer in enumerate(params.layers):
-        yield from name_layer(config, layer, f"model.layers.{i}.")
+        yield from name_layer(config, layer, f"model.layers.{i}.", config.experts)
         yield f"model.layers.{i}.input_layernorm.weight", layer.attention_norm
     yield "model.norm.weight", params.norm
     if params.lm_head is not None:
         yield "lm_head.weight", np.asarray(params.lm_head).T
 
 
-def name_layer(config: Any, layer: LayerParams, prefix: str) -> Iterator[tuple[str, Any]]:
-    """The weights of one layer but its attention norm, under their Hugging Face names, [out, in].
+def name_layer(
+    config: LayerShape, layer: LayerParams, prefix: str, experts: Routed | None = None
+) -> Iterator[tuple[str, Any]]:
+    """The weights of one layer, without its attention norm, under their Hugging Face names, [out, in].
 
-    config: says num_heads, num_kv_heads, head_dim and, for a layer with experts, experts.
+    experts: describes the layer's experts, if it has any.
     """
     splits = np.cumsum([config.num_heads, config.num_kv_heads]) * config.head_dim
     attention = prefix + "self_attn."
@@ -238,4 +239,7 @@ def name_layer(config: Any, layer: LayerParams, prefix: str) -> Iterator[tuple[s
     if layer.o_bias is not None:
         yield f"{attention}o_proj.bias", layer.o_bias
     yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm
-    yield from name_layer_mlp(layer, config, prefix + "mlp.")
+    yield from name_layer_mlp(layer, experts, prefix + "mlp.")
+
+
+FAMILY = Family(Llama, ARCHITECTURES, parse_config, describe, read_params, named_tensors)

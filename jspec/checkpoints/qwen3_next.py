@@ -1,6 +1,6 @@
-"""Tensors of Qwen3-Next and Qwen3.5 in Hugging Face checkpoints, alone or within the multimodal ones.
+"""Qwen3-Next and Qwen3.5's text models in Hugging Face checkpoints, alone or within the multimodal ones.
 
-The two lay out the projections of a gated delta net differently; what is read becomes one layout.
+The two families lay out the projections of a gated delta net differently; both are read into one layout.
 """
 
 import dataclasses
@@ -9,9 +9,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
+from jspec.cache import RecurrentLayer
+from jspec.checkpoints.config import (
+    describe_experts,
+    describe_shape,
+    parse_dense_layers,
+    parse_experts,
+    read_rope,
+    reading,
+)
 from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
-from jspec.checkpoints.files import Tensors, on_device
+from jspec.checkpoints.family import Family
+from jspec.checkpoints.files import CheckpointError, Json, Tensors, on_device
 from jspec.models.moe import Routed
 from jspec.models.mtp_head import MtpParams
 from jspec.models.qwen3_next import (
@@ -22,17 +33,144 @@ from jspec.models.qwen3_next import (
     Qwen3NextParams,
 )
 
+ARCHITECTURES = {
+    "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
+}
+"""Classes of `transformers` -> model_type."""
+_TYPES = ("linear_attention", "full_attention")
+_ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+
+
+def parse_config(raw: Json, where: str = "config.json") -> Qwen3Next:
+    """The text model that a config.json describes.
+
+    Raises:
+      CheckpointError: an unsupported option, or a key that is missing or of the wrong type.
+    """
+    text = raw.get("text_config") or raw
+    _refuse_options(raw, text, where)
+    with reading(where):
+        theta, share = _parse_rope(text, where)
+        experts = _parse_experts(text)
+        heads = int(text["num_attention_heads"])
+        config = Qwen3Next(
+            vocab_size=int(text["vocab_size"]),
+            hidden_size=int(text["hidden_size"]),
+            intermediate_size=int(text.get("intermediate_size") or 0),
+            num_heads=heads,
+            num_kv_heads=int(text["num_key_value_heads"]),
+            head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+            is_full_attention=_parse_layers(text, where),
+            state=RecurrentLayer(
+                key_heads=int(text["linear_num_key_heads"]),
+                value_heads=int(text["linear_num_value_heads"]),
+                key_dim=int(text["linear_key_head_dim"]),
+                value_dim=int(text["linear_value_head_dim"]),
+                kernel=int(text["linear_conv_kernel_dim"]),
+            ),
+            max_length=int(text["max_position_embeddings"]),
+            experts=experts,
+            dense_layers=() if experts is None else parse_dense_layers(text),
+            rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rotary_share=share,
+            tie_embeddings=bool(text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
+        )
+    still = config.head_dim - config.rotary_dim
+    if config.rotary_dim % 2 or still % 2 or not config.rotary_dim:
+        raise CheckpointError(
+            f"{where}: partial_rotary_factor={share}: must rotate a positive, even number of the {config.head_dim} "
+            "dimensions of a head, and leave an even number"
+        )
+    if not config.intermediate_size and (experts is None or config.dense_layers):
+        raise CheckpointError(f"{where}: the key 'intermediate_size' is missing, but some layers have no experts")
+    return config
+
+
+def _refuse_options(raw: Json, text: Json, where: str) -> None:
+    wrong = []
+    if raw.get("quantization_config") or text.get("quantization_config"):
+        wrong.append("quantization_config")
+    for key in ("attention_bias", "use_sliding_window"):
+        if text.get(key):
+            wrong.append(f"{key}=true")
+    if text.get("hidden_act", "silu") != "silu":
+        wrong.append(f"hidden_act={text['hidden_act']!r}")
+    if not text.get("attn_output_gate", True):
+        wrong.append("attn_output_gate=false")
+    if text.get("mamba_ssm_dtype", "float32") != "float32":
+        wrong.append(f"mamba_ssm_dtype={text['mamba_ssm_dtype']!r}")
+    if wrong:
+        raise CheckpointError(f"{where}: not supported: {', '.join(wrong)}")
+
+
+def _parse_rope(text: Json, where: str) -> tuple[float, float]:
+    """The base, and the share of the dimensions that rotate.
+
+    `mrope_section` can be ignored: the several positions of a token only differ in images.
+    """
+    kind, theta, rope = read_rope(text)
+    if kind not in ("default", "mrope") or not set(rope) <= _ROPE_KEYS:
+        raise CheckpointError(f"{where}: rope_parameters={rope} are not supported; rope_type must be default")
+    share = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 0.25
+    return theta, float(share)
+
+
+def _parse_layers(text: Json, where: str) -> tuple[bool, ...]:
+    """For each layer, whether it attends to all tokens."""
+    count, every = int(text["num_hidden_layers"]), int(text.get("full_attention_interval") or 4)
+    types = text.get("layer_types") or [_TYPES[(i + 1) % every == 0] for i in range(count)]
+    if len(types) != count or not set(types) <= set(_TYPES):
+        raise CheckpointError(f"{where}: layer_types={types}: must be {count} of {', '.join(_TYPES)}")
+    return tuple(name == "full_attention" for name in types)
+
+
+def _parse_experts(text: Json) -> Routed | None:
+    if not text.get("num_experts"):
+        return None
+    # Qwen3.5 has no key for the normalization of weights; they are normalized.
+    width = int(text["shared_expert_intermediate_size"])
+    return parse_experts(text, int(text["num_experts"]), normalize=True, shared_width=width)
+
+
+def describe(config: Qwen3Next) -> dict[str, Any]:
+    """The config.json of a text model: Qwen3-Next's if there are experts, otherwise Qwen3.5's."""
+    name = "Qwen3_5ForCausalLM" if config.experts is None else "Qwen3NextForCausalLM"
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": config.rotary_share}
+    raw = describe_shape(name, ARCHITECTURES[name], config) | {
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "layer_types": [_TYPES[full] for full in config.is_full_attention],
+        "linear_num_key_heads": config.state.key_heads,
+        "linear_num_value_heads": config.state.value_heads,
+        "linear_key_head_dim": config.state.key_dim,
+        "linear_value_head_dim": config.state.value_dim,
+        "linear_conv_kernel_dim": config.state.kernel,
+        "rope_parameters": rope,
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": False,
+        "hidden_act": "silu",
+    }
+    if config.experts is not None:
+        raw |= describe_experts(config.experts, config.dense_layers)
+        raw["shared_expert_intermediate_size"] = config.experts.shared_width
+    return raw
+
+
 OTHER_MODALITIES = "model.visual."
-"""Beginning of the names of tensors that text does not need."""
+"""Prefix of tensors that text does not need."""
 MTP = "mtp."
-"""Beginning of the names of the tensors of the head for multi-token prediction."""
+"""Prefix of the tensors of the MTP head."""
 
 
-def with_mtp_of(config: Qwen3Next, tensors: Tensors, wanted: bool) -> Qwen3Next:
-    """The configuration with the head for multi-token prediction that is read: none where it is not wanted, and else
-    the one that there are tensors of.
+def with_mtp(config: Qwen3Next, tensors: Tensors, wanted: bool) -> Qwen3Next:
+    """The configuration with its MTP head, or without if it is not wanted or has no tensors.
 
-    Checkpoints that `transformers` has written hold none, whatever config.json says.
+    Checkpoints written by `transformers` never have one, whatever config.json says.
     """
     found = any(name.startswith(MTP) for name in tensors.names())
     if not wanted:
@@ -44,7 +182,7 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
     """The weights of a text model.
 
     Raises:
-      CheckpointError: a tensor that is missing, has another shape than the configuration says, or that nothing reads.
+      CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
     """
     names = tensors.names()
     wrapped = any(name.startswith("model.language_model.") for name in names)
@@ -54,19 +192,19 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
         embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width),
         layers=tuple(
             _read_layer(config, tensors, f"{root}layers.{i}.", full=full, experts=config.layer_experts(i))
-            for i, full in enumerate(config.full)
+            for i, full in enumerate(config.is_full_attention)
         ),
         norm=_centered(tensors, root + "norm.weight", width),
         lm_head=head,
         mtp=tuple(_read_mtp(config, tensors) for _ in range(config.mtp_layers)),
     )
-    # Some tied checkpoints hold the head all the same.
+    # Some tied checkpoints contain the LM head.
     tensors.refuse_unread("text model", lambda name: name == "lm_head.weight" or name.startswith(OTHER_MODALITIES))
     return params
 
 
 def _read_mtp(config: Qwen3Next, tensors: Tensors) -> MtpParams:
-    """The head for multi-token prediction. Its layer attends to all tokens; it has experts where the model has some."""
+    """The MTP head. Its layer attends to all tokens, and has experts if the model has any."""
     width = config.hidden_size
     return MtpParams(
         token_norm=_centered(tensors, MTP + "pre_fc_norm_embedding.weight", width),
@@ -78,7 +216,7 @@ def _read_mtp(config: Qwen3Next, tensors: Tensors) -> MtpParams:
 
 
 def _centered(tensors: Tensors, name: str, size: int) -> jax.Array:
-    """A norm's weight, 1 + w in float32: the sum that would else be made, in that precision, at each use."""
+    """A norm's weight as 1 + w in float32, which saves the sum at each use."""
     return on_device(1 + tensors.stored(name, size).astype(np.float32))
 
 
@@ -116,7 +254,7 @@ def _read_attention(config: Qwen3Next, tensors: Tensors, prefix: str) -> Attenti
 
 
 def head_order(config: Qwen3Next) -> np.ndarray:
-    """Where in a checkpoint's head the dimensions of a query or key head stand here.
+    """For each dimension of a query or key head here, its index in the checkpoint's head.
 
     There the first ones rotate, in pairs (i, i + r/2) of r. Here all of D are pairs (i, i + D/2), rotating ones first.
     Queries and keys are in one order, so their products are the same.
@@ -152,7 +290,7 @@ def _plain_parts(config: Qwen3Next, tensors: Tensors, prefix: str) -> list[np.nd
 
 
 def _grouped_parts(config: Qwen3Next, tensors: Tensors, prefix: str) -> list[np.ndarray]:
-    """Qwen3-Next's projections, the same; there, all that belongs to a key head stands together."""
+    """Qwen3-Next's projections, in the same order; the checkpoint groups all rows by key head."""
     state, width, heads = config.state, config.hidden_size, config.state.key_heads
     made, count = state.value_heads * state.value_dim, state.value_heads
     qkvz = tensors.read(prefix + "in_proj_qkvz.weight", state.channels + made, width).reshape(heads, -1, width)
@@ -168,7 +306,7 @@ def _fused(*parts: np.ndarray) -> jax.Array:
 
 
 def named_tensors(config: Qwen3Next, params: Qwen3NextParams) -> Iterator[tuple[str, Any]]:
-    """All weights under their Hugging Face names, [out, in]: of Qwen3-Next where there are experts, else of Qwen3.5."""
+    """All weights under their Hugging Face names, [out, in]: Qwen3-Next's if there are experts, otherwise Qwen3.5's."""
     yield "model.embed_tokens.weight", params.embed
     for index, layer in enumerate(params.layers):
         yield from _name_layer(config, layer, f"model.layers.{index}.")
@@ -183,8 +321,8 @@ def named_tensors(config: Qwen3Next, params: Qwen3NextParams) -> Iterator[tuple[
         yield MTP + "norm.weight", _offset(head.norm)
 
 
-def _offset(norm: Any) -> np.ndarray:
-    """What `_centered` has read."""
+def _offset(norm: ArrayLike) -> np.ndarray:
+    """The inverse of `_centered`."""
     return np.asarray(norm) - 1
 
 
@@ -195,7 +333,7 @@ def _name_layer(config: Qwen3Next, layer: Qwen3NextLayerParams, prefix: str) -> 
         yield from _name_attention(config, layer.mixer, prefix + "self_attn.")
     else:
         yield from _name_delta(config, layer.mixer, prefix + "linear_attn.")
-    yield from name_layer_mlp(layer, config, prefix + "mlp.")
+    yield from name_layer_mlp(layer, config.experts, prefix + "mlp.")
 
 
 def _name_attention(config: Qwen3Next, mixer: AttentionParams, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -228,3 +366,6 @@ def _name_delta(config: Qwen3Next, mixer: DeltaParams, prefix: str) -> Iterator[
     yield prefix + "dt_bias", mixer.rate_bias
     yield prefix + "norm.weight", mixer.norm
     yield prefix + "out_proj.weight", np.asarray(mixer.out).T
+
+
+FAMILY = Family(Qwen3Next, ARCHITECTURES, parse_config, describe, read_params, named_tensors, with_mtp=with_mtp)

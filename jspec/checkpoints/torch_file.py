@@ -1,8 +1,8 @@
 """Files of `torch.save`, read without torch: EAGLE heads come as `pytorch_model.bin`, lists of hot tokens as `.pt`.
 
-Such a file is a zip archive that holds a pickle, which describes the tensors, and the bytes of each storage. A pickle
-can call any function it names. Here it may name only what rebuilds tensors, and the functions that stand for those
-names make plain records, so that a file cannot run anything. The bytes are mapped into memory, not read.
+Such a file is a zip archive of a pickle, which describes the tensors, and the bytes of each storage. A pickle can call
+any function it names. Here only the functions that rebuild tensors may be named, and their substitutes return plain
+records, so a file cannot run any code. The bytes are memory-mapped.
 """
 
 import io
@@ -36,7 +36,7 @@ _DTYPES = {
 class _Storage(NamedTuple):
     kind: str
     key: str
-    count: int
+    size: int
 
 
 class _Tensor(NamedTuple):
@@ -47,14 +47,14 @@ class _Tensor(NamedTuple):
 
 
 class _Refused(pickle.UnpicklingError):
-    """The pickle asks for something that is not read here."""
+    """The pickle contains something that is not supported."""
 
 
 def read(path: str | Path) -> Any:
-    """What was saved: dicts, lists and tuples as they are, tensors as numpy arrays of their shape and dtype.
+    """The saved value: dicts, lists and tuples unchanged, tensors as numpy arrays of the same shape and dtype.
 
     Raises:
-      CheckpointError: no such file; a file that is damaged, of the format before torch 1.6, or holds anything else than
+      CheckpointError: the file is missing or damaged, has the format before torch 1.6, or holds anything other than
         tensors, numbers, strings and containers of them.
     """
     path = Path(path)
@@ -62,8 +62,8 @@ def read(path: str | Path) -> Any:
         with path.open("rb") as file:
             if file.read(1) == b"\x80":
                 raise _Refused(
-                    "has torch's format before 1.6, which is not read here: "
-                    "load it with torch and write it as model.safetensors"
+                    "has the format of torch before 1.6, which is not supported: "
+                    "load it with torch and save it as model.safetensors"
                 )
             with zipfile.ZipFile(file) as archive:
                 folder = _folder(archive)
@@ -73,12 +73,12 @@ def read(path: str | Path) -> Any:
         raise CheckpointError(f"{path}: no such file") from None
     except _Refused as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:  # what damaged bytes make the unpickler raise has no common class
+    except Exception as error:  # damaged bytes can make the unpickler raise anything
         raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error})") from None
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the few names that tensors are rebuilt with; what it makes has no attributes a pickle could set."""
+    """Accepts only the names that rebuild tensors; the results have no attributes that a pickle could set."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -89,38 +89,38 @@ class _Unpickler(pickle.Unpickler):
             return self.parameter
         if module == "torch" and name in _DTYPES:
             return name
-        raise _Refused(f"names {module}.{name}, which is no part of a tensor, and is not loaded")
+        raise _Refused(f"refers to {module}.{name}, which is not part of a tensor")
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: tuple) -> _Storage:
         tag, kind, key, _, count = pid
         if tag != "storage" or kind not in _DTYPES:
-            raise _Refused(f"refers to {tag!r} of the kind {kind!r}, which is no storage of a tensor")
+            raise _Refused(f"refers to {tag!r} of kind {kind!r}, which is not the storage of a tensor")
         return _Storage(kind, str(key), int(count))
 
     def tensor(self, storage, offset, shape, strides, _requires_grad=False, _hooks=None, metadata=None) -> _Tensor:
-        """Stands for `torch._utils._rebuild_tensor_v2`."""
+        """Replaces `torch._utils._rebuild_tensor_v2`."""
         if metadata:
-            raise _Refused(f"has a tensor with the metadata {metadata!r}, which is not read here")
+            raise _Refused(f"has a tensor with metadata {metadata!r}, which is not supported")
         return _Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
 
     def parameter(self, tensor, _requires_grad=False, _hooks=None) -> _Tensor:
-        """Stands for `torch._utils._rebuild_parameter`."""
+        """Replaces `torch._utils._rebuild_parameter`."""
         return tensor
 
 
 def _folder(archive: zipfile.ZipFile) -> str:
-    """The folder inside of the archive, with its slash; it has the name that the file had when it was saved."""
+    """The folder in the archive, with a trailing slash; it has the name of the file when it was saved."""
     found = [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(found) != 1:
-        raise _Refused("is a zip archive that torch.save has not made: there is no data.pkl in it")
+        raise _Refused("is a zip archive that torch.save did not write: it has no data.pkl")
     folder = found[0].removesuffix("data.pkl")
     if folder + "byteorder" in archive.namelist() and archive.read(folder + "byteorder") != b"little":
-        raise _Refused("was saved on a big-endian machine, which is not read here")
+        raise _Refused("was saved on a big-endian machine, which is not supported")
     return folder
 
 
 def _arrays(value: Any, archive: zipfile.ZipFile, folder: str, storages: dict[_Storage, np.ndarray]) -> Any:
-    """`value` with its records as arrays. storages: those read before, which several tensors may share."""
+    """`value` with its records as arrays. storages: those mapped so far, which several tensors may share."""
     if isinstance(value, _Tensor):
         if value.storage not in storages:
             storages[value.storage] = _map_storage(value.storage, archive, folder)
@@ -131,15 +131,15 @@ def _arrays(value: Any, archive: zipfile.ZipFile, folder: str, storages: dict[_S
         return type(value)(_arrays(item, archive, folder, storages) for item in value)
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise _Refused(f"holds a {type(value).__name__}, which is neither a tensor nor a plain value")
+    raise _Refused(f"holds a value of type {type(value).__name__}, which is neither a tensor nor a plain value")
 
 
 def _map_storage(storage: _Storage, archive: zipfile.ZipFile, folder: str) -> np.ndarray:
-    """The elements of a storage, from where its bytes lie in the file: torch does not compress them."""
+    """The elements of a storage, memory-mapped: torch does not compress them."""
     entry, dtype = archive.getinfo(f"{folder}data/{storage.key}"), np.dtype(_DTYPES[storage.kind])
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != storage.count * dtype.itemsize:
-        raise ValueError(f"storage {storage.key} has {entry.file_size} bytes for {storage.count} elements of {dtype}")
-    if storage.count == 0:
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != storage.size * dtype.itemsize:
+        raise ValueError(f"storage {storage.key} has {entry.file_size} bytes for {storage.size} elements of {dtype}")
+    if storage.size == 0:
         return np.empty(0, dtype)
     file = archive.fp
     assert file is not None
@@ -149,14 +149,14 @@ def _map_storage(storage: _Storage, archive: zipfile.ZipFile, folder: str) -> np
     if mark != b"PK\x03\x04":
         raise ValueError(f"storage {storage.key} has no header")
     start = entry.header_offset + 30 + name_length + extra_length
-    return np.memmap(file, dtype, "r", start, (storage.count,)).view(np.ndarray)
+    return np.memmap(file, dtype, "r", start, (storage.size,)).view(np.ndarray)
 
 
 def _view(flat: np.ndarray, tensor: _Tensor) -> np.ndarray:
-    """The elements that a tensor has of its storage. An offset or stride may not lead out of it."""
+    """The elements of a tensor, which must lie within its storage."""
     shape, strides = tensor.shape, tensor.strides
     if len(shape) != len(strides) or min((tensor.offset, *shape, *strides)) < 0:
-        raise ValueError(f"a tensor with the shape {shape}, the strides {strides} and the offset {tensor.offset}")
+        raise ValueError(f"a tensor has shape {shape}, strides {strides} and offset {tensor.offset}")
     if math.prod(shape) == 0:
         return np.empty(shape, flat.dtype)
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -70,7 +70,7 @@ class FrozenKvMtp:
         if not isinstance(target, Decoder):
             raise ValueError(f"drafter FrozenKvMtp needs a target with a paged cache, not a {type(target).__name__}")
         check_made_for("assistant", target, vocab_size=draft.vocab_size, hidden_size=draft.target_hidden_size)
-        for layer, head_dim in zip(draft.reads, draft.head_dims, strict=True):
+        for layer, head_dim in zip(draft.target_layers, draft.head_dims, strict=True):
             if not 0 <= layer < target.num_layers:
                 raise ValueError(
                     f"the assistant reads layer {layer}, but this target has layers 0 to {target.num_layers - 1}"

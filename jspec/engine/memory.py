@@ -1,14 +1,13 @@
 """Memory that a generation needs, and whether the device has it."""
 
 import dataclasses
-import math
 import os
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jspec.core.types import Drafter, Params, Target
+from jspec.models.sizes import tree_bytes
 from pallas_kernels import platform
 
 HEADROOM = 0.05
@@ -47,12 +46,6 @@ def need(params: Params, target: Target, drafter: Drafter, batch: int, capacity:
     cache = jax.eval_shape(lambda p: target.init_cache(p, batch, capacity, page_size), params.target)
     draft = jax.eval_shape(lambda p: drafter.init(p, batch, capacity, page_size), params)
     return Need(batch, capacity, tree_bytes(cache), tree_bytes(draft))
-
-
-def tree_bytes(arrays: Any) -> int:
-    """Bytes of all arrays in a pytree."""
-    leaves = [leaf for leaf in jax.tree.leaves(arrays) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def free_bytes(device: Any = None) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""What a user loads: a target with its weights and tokenizer, and a draft beside it."""
+"""Loading a target, its tokenizer and an optional draft."""
 
 import dataclasses
 import re
@@ -9,11 +9,13 @@ from typing import Any
 
 import huggingface_hub
 
-from jspec.checkpoints import assistant, eagle, language_model
+from jspec.checkpoints import drafts, language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.language_model import Checkpoint
 from jspec.core.types import Params
-from jspec.models import Assistant, EagleHead, LanguageModel, MtpHeads, MtpParams
+from jspec.models import MtpHeads, MtpParams
+from jspec.models.decoder import Decoder
+from jspec.models.draft import Draft
 from jspec.text.tokenizer import Tokenizer
 
 BUNDLED = {
@@ -41,20 +43,14 @@ class Model:
     """
 
     name: str
-    target: LanguageModel
+    target: Decoder
     params: Params
     tokenizer: Tokenizer | None
     eos: tuple[int, ...]
-    draft: LanguageModel | EagleHead | Assistant | MtpHeads | None = None
+    draft: Draft | None = None
 
     def __repr__(self) -> str:
-        draft = "no draft" if self.draft is None else f"draft of {self.draft.num_layers} layers"
-        if isinstance(self.draft, EagleHead):
-            draft = f"EAGLE-{self.draft.version} head"
-        if isinstance(self.draft, Assistant):
-            draft = f"assistant of {self.draft.num_layers} layers"
-        if isinstance(self.draft, MtpHeads):
-            draft = f"{self.draft.count} MTP head{'s' * (self.draft.count > 1)}"
+        draft = "no draft" if self.draft is None else self.draft.summary()
         shape = f"{self.target.num_layers} layers, width {self.target.hidden_size}, vocabulary {self.target.vocab_size}"
         return f"Model({self.name!r}: {shape}, {self.params.target.embed.dtype}; {draft})"
 
@@ -81,12 +77,7 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
         return Model(str(source), loaded.config, Params(loaded.params, head_params), tokenizer, loaded.eos, heads)
     draft_directory = locate(draft, _DRAFT_FILES)
     _check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
-    if assistant.is_assistant(draft_directory):
-        small = assistant.load(draft_directory, target=loaded.config, dtype=dtype)
-    elif eagle.is_head(draft_directory):
-        small = eagle.load(draft_directory, target=loaded.config, dtype=dtype)
-    else:
-        small = language_model.load(draft_directory, dtype=dtype, mtp=False)
+    small = drafts.load(draft_directory, target=loaded.config, dtype=dtype)
     params = Params(loaded.params, small.params)
     return Model(str(source), loaded.config, params, tokenizer, loaded.eos, small.config)
 
@@ -94,12 +85,13 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
 def _load_target(
     directory: Path, dtype: str | None, *, mtp: bool
 ) -> tuple[Checkpoint, MtpHeads | None, tuple[MtpParams, ...] | None]:
-    """A language model, and apart from it the MTP heads that its checkpoint holds if wanted, or None and None."""
-    loaded: Any = language_model.load(directory, dtype=dtype, mtp=mtp)
-    if not loaded.config.mtp_layers:
+    """A language model, and the MTP heads of its checkpoint and their weights; None if not wanted or none exist."""
+    loaded = language_model.load(directory, dtype=dtype, mtp=mtp)
+    family: Any = loaded.config
+    if not family.mtp_layers:
         return loaded, None, None
-    config, params = (dataclasses.replace(loaded.config, mtp_layers=0), dataclasses.replace(loaded.params, mtp=()))
-    heads = MtpHeads(loaded.config.mtp_layer(), loaded.config.mtp_layers)
+    config, params = dataclasses.replace(family, mtp_layers=0), dataclasses.replace(loaded.params, mtp=())
+    heads = MtpHeads(family.mtp_layer(), family.mtp_layers)
     return dataclasses.replace(loaded, config=config, params=params), heads, loaded.params.mtp
 
 

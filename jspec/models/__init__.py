@@ -1,26 +1,26 @@
-"""Model families: a frozen configuration with a pure forward, and the pytree of its weights."""
+"""Targets and drafts: each a frozen configuration with a pure forward, and the pytree of its weights."""
 
 from jspec.models.assistant import Assistant, AssistantParams
+from jspec.models.decoder import Decoder
 from jspec.models.deepseek import Deepseek, DeepseekParams
+from jspec.models.draft import Draft
 from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.gemma4 import Gemma4, Gemma4Params
 from jspec.models.llama import Llama, LlamaParams
 from jspec.models.mtp_head import MtpHead, MtpHeads, MtpParams
 from jspec.models.qwen3_next import Qwen3Next, Qwen3NextParams
 
-LanguageModel = Llama | Gemma4 | Deepseek | Qwen3Next
-"""The families of targets, and of small models that draft for them."""
-
 __all__ = [
     "Assistant",
     "AssistantParams",
+    "Decoder",
     "Deepseek",
     "DeepseekParams",
+    "Draft",
     "EagleHead",
     "EagleParams",
     "Gemma4",
     "Gemma4Params",
-    "LanguageModel",
     "Llama",
     "LlamaParams",
     "MtpHead",

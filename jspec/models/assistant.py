@@ -1,31 +1,34 @@
-"""Assistants: draft models without keys and values of their own, which read the target's (frozen-KV MTP).
+"""Assistants: draft models that have no keys and values and read the target's instead (frozen-KV MTP).
 
-Gemma 4 comes with such models; the equations are those of `Gemma4AssistantForCausalLM` in transformers 5.22. An
-assistant joins a token with a hidden state of the target's width, and each of its layers attends, with queries alone,
-to what one layer of the target has committed. It stands at one position through a whole round, and what it returns is
+Gemma 4 ships with such models; the equations are those of `Gemma4AssistantForCausalLM` in transformers 5.22. An
+assistant joins a token with a hidden state of the target's width. Each of its layers has queries only and attends to
+the committed keys and values of one layer of the target. Its position is the same for a whole round, and its output is
 the hidden state of its next step.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.core.struct import struct
 from jspec.core.types import Params
 from jspec.models import layers
+from jspec.models.decoder import Decoder
+from jspec.models.sizes import keys_bytes, shape_of, tree_bytes
 from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.topk import topk
 
-_AT_ONCE = 16
-"""Clusters that are chosen by one top-k: as many as the kernel of a GPU finds. XLA's own would be a sort there."""
+_TOPK_SIZE = 16
+"""Clusters chosen by one top-k: the limit of the GPU kernel, since XLA's top-k is a sort on a GPU."""
 
 
 @struct
 class AssistantLayerParams:
-    """Weights of one layer, [in, out]. HD = H * D of the target's layer that it reads, F2 = 2 * F."""
+    """Weights of one layer, [in, out]. HD = H * D with the head dimension D of the target's layer, F2 = 2 * F."""
 
     attention_norm: Float[Array, " E"]
     q: Float[Array, "E HD"]
@@ -37,12 +40,12 @@ class AssistantLayerParams:
     down: Float[Array, "F E"]
     mlp_out_norm: Float[Array, " E"]
     scalar: Float[Array, ""]
-    """Factor on all that leaves the layer."""
+    """Factor on the output of the layer."""
 
 
 @struct
 class ClusterParams:
-    """An LM head whose V tokens lie in C clusters of S: only the rows of the likeliest clusters are read."""
+    """An LM head whose V tokens are grouped in C clusters of S; only the rows of the most likely clusters are read."""
 
     centroids: Float[Array, "E C"]
     ids: Int[Array, "C S"]
@@ -55,18 +58,18 @@ class AssistantParams:
     """Weights of an assistant, [in, out]. Et is the target's width."""
 
     pre_projection: Float[Array, "Et2 E"]
-    """From the token's embedding in the target, and the hidden state behind it."""
+    """From the target's embedding of the token, followed by the hidden state."""
     layers: tuple[AssistantLayerParams, ...]
     norm: Float[Array, " E"]
     post_projection: Float[Array, "E Et"]
     head: Float[Array, "V E"] | None
-    """None where the LM head is one of clusters, or the target's."""
+    """None if the LM head is clustered, or the target's."""
     clusters: ClusterParams | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Clusters:
-    """`count` clusters of tokens, of which the likeliest `chosen` are looked into."""
+    """`count` clusters of tokens, of which the `chosen` most likely ones are read."""
 
     count: int
     chosen: int
@@ -74,23 +77,23 @@ class Clusters:
 
 @struct
 class AssistantOutput:
-    """What a forward of an assistant returns. Vc: the vocabulary, or the tokens of the chosen clusters."""
+    """The result of a forward of an assistant. Vc: the vocabulary, or the tokens of the chosen clusters."""
 
     logits: Float[Array, "B N Vc"]
     ids: Int[Array, "B N Vc"] | None
-    """The tokens that these are of; None: all."""
+    """The token of each logit; None: the whole vocabulary in order."""
     hidden: Float[Array, "B N Et"]
-    """What takes the place of the target's hidden state in the next step."""
+    """Replaces the target's hidden state in the next step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Assistant:
     """The configuration of an assistant; static, hashable by value, with the forward as its methods.
 
-    reads: for each layer, the target's layer whose keys and values it reads.
-    head_dims: of those layers.
-    clusters: of the LM head; None: it reads the whole vocabulary.
-    target_head: there is no LM head, and the target's reads what `post_projection` makes.
+    target_layers: for each layer, the target's layer whose keys and values it reads.
+    head_dims: head dimensions of those layers.
+    clusters: clusters of the LM head; None: it reads the whole vocabulary.
+    target_head: there is no LM head; the target's is applied to the output of `post_projection`.
     """
 
     vocab_size: int
@@ -98,33 +101,38 @@ class Assistant:
     target_hidden_size: int
     intermediate_size: int
     num_heads: int
-    reads: tuple[int, ...]
+    target_layers: tuple[int, ...]
     head_dims: tuple[int, ...]
     rms_norm_eps: float = 1e-6
     clusters: Clusters | None = None
     target_head: bool = False
     drafter: ClassVar[str] = "frozen-kv-mtp"
-    """The drafter that such a model is the draft of."""
+    """Name of the drafter that uses this model as its draft."""
 
     def __post_init__(self):
-        if len(self.reads) != len(self.head_dims) or not self.reads:
+        if len(self.target_layers) != len(self.head_dims) or not self.target_layers:
             raise ValueError(
-                f"reads={self.reads}, head_dims={self.head_dims}: each layer, of at least 1, has one of both"
+                f"target_layers={self.target_layers}, head_dims={self.head_dims}: must be non-empty and have the same "
+                "length"
             )
         if self.clusters is None:
             return
         if self.target_head:
-            raise ValueError(f"clusters={self.clusters}, target_head=True: the target's LM head has no clusters")
+            raise ValueError(
+                f"clusters={self.clusters}: must be None with target_head=True, as the target's LM head has no clusters"
+            )
         count, chosen = self.clusters.count, self.clusters.chosen
         if count < 1 or self.vocab_size % count:
-            raise ValueError(f"clusters={self.clusters}: the {self.vocab_size} tokens are no multiple of {count}")
+            raise ValueError(
+                f"clusters={self.clusters}: vocab_size={self.vocab_size} is not a multiple of count={count}"
+            )
         if not 1 <= chosen <= count:
-            raise ValueError(f"clusters={self.clusters}: between 1 and {count} are chosen")
+            raise ValueError(f"clusters={self.clusters}: chosen must be between 1 and count={count}")
 
     @property
     def num_layers(self) -> int:
         """Layers of the assistant."""
-        return len(self.reads)
+        return len(self.target_layers)
 
     @property
     def candidates(self) -> int:
@@ -133,24 +141,81 @@ class Assistant:
             return self.vocab_size
         return self.vocab_size // self.clusters.count * self.clusters.chosen
 
+    def summary(self) -> str:
+        """The draft in a few words."""
+        return f"assistant of {self.num_layers} layers"
+
+    def param_shapes(self, dtype: DTypeLike) -> AssistantParams:
+        """The weights as `jax.ShapeDtypeStruct`s."""
+        shape, width, outer = shape_of(dtype), self.hidden_size, self.target_hidden_size
+        head = None if self.target_head else shape((self.vocab_size, width))
+        clusters = None
+        if self.clusters is not None:
+            count = self.clusters.count
+            tokens = (count, self.vocab_size // count)
+            ids = shape(tokens, dtype=jnp.int32)
+            head, clusters = None, ClusterParams(shape((width, count)), ids, shape((*tokens, width)))
+        return AssistantParams(
+            pre_projection=shape((2 * outer, width)),
+            layers=tuple(self._layer_shapes(head_dim, dtype) for head_dim in self.head_dims),
+            norm=shape((width,)),
+            post_projection=shape((width, outer)),
+            head=head,
+            clusters=clusters,
+        )
+
+    def _layer_shapes(self, head_dim: int, dtype: DTypeLike) -> AssistantLayerParams:
+        shape, width, mlp = shape_of(dtype), self.hidden_size, self.intermediate_size
+        norm = shape((width,))
+        return AssistantLayerParams(
+            attention_norm=norm,
+            q=shape((width, self.num_heads * head_dim)),
+            q_norm=shape((head_dim,)),
+            o=shape((self.num_heads * head_dim, width)),
+            attention_out_norm=norm,
+            mlp_norm=norm,
+            gate_up=shape((width, 2 * mlp)),
+            down=shape((mlp, width)),
+            mlp_out_norm=norm,
+            scalar=shape(()),
+        )
+
+    def step_bytes(self, params: Params) -> int:
+        """Bytes of weights that one forward reads: of a clustered LM head, the centroids and the chosen clusters."""
+        own: AssistantParams = params.draft
+        head = tree_bytes(own.head)
+        if own.clusters is not None:
+            assert self.clusters is not None
+            rows = tree_bytes(own.clusters.head) * self.clusters.chosen // self.clusters.count
+            head = tree_bytes(own.clusters.centroids) + rows
+        return head + tree_bytes((own.pre_projection, own.layers, own.norm, own.post_projection))
+
+    def extend_bytes(self, params: Params) -> int:
+        """0: an assistant has no rows, so it does not absorb committed tokens."""
+        return 0
+
+    def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
+        """Bytes of the target's keys and values that one forward reads for a sequence of `context` tokens."""
+        return keys_bytes(map(target.layer_keys, self.target_layers), context, itemsize)
+
     def apply(
         self,
         params: Params,
-        target: Any,
+        target: Decoder,
         tokens: Int[Array, "B N"],
         hidden: Float[Array, "B N Et"],
-        cache: Any,
+        cache: PyTree,
         length: Int[Array, " B"],
         positions: Int[Array, " B"],
     ) -> AssistantOutput:
-        """One step after N (token, hidden state) pairs a sequence, none of which sees another; writes nothing.
+        """One step after N (token, hidden state) pairs per sequence, none of which sees another; writes nothing.
 
         Args:
           params: the target's weights, whose embedding it reads, and in `params.draft` its own.
-          target: the target's configuration (`jspec.models.decoder.Decoder`).
-          hidden: the target's after its final norm, or `hidden` of an earlier output.
-          cache: the target's.
-          length: committed rows of each sequence; windows are those of the last of them.
+          target: the target's configuration.
+          hidden: the target's hidden state after its final norm, or `hidden` of an earlier output.
+          cache: the target's cache.
+          length: committed rows of each sequence; sliding windows end at the last of them.
           positions: by which the queries of each sequence are rotated.
         """
         own: AssistantParams = params.draft
@@ -158,7 +223,7 @@ class Assistant:
         x = layers.linear(joined, own.pre_projection)
         normed = self._norm(x, own.layers[0].attention_norm)
         following = [*(layer.attention_norm for layer in own.layers[1:]), own.norm]
-        for layer, read, norm in zip(own.layers, self.reads, following, strict=True):
+        for layer, read, norm in zip(own.layers, self.target_layers, following, strict=True):
             seen = layers.linear(self._attend(layer, read, target, normed, cache, length, positions), layer.o)
             x, normed = self._add(x, seen, layer.attention_out_norm, layer.mlp_norm)
             mlp = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu)
@@ -178,13 +243,13 @@ class Assistant:
         return stream, normed
 
     def _attend(self, layer: AssistantLayerParams, read: int, target, normed, cache, length, positions):
-        """What a layer's queries find in the target's layer `read`, [B, N, HD]: zero where nothing is committed."""
+        """Attention of a layer's queries over the target's layer `read`, [B, N, HD]; zero if nothing is committed."""
         batch, nodes, _ = normed.shape
         keys = target.layer_keys(read)
         q = layers.linear(normed, layer.q)
         q = self._norm(q.reshape(batch, nodes, self.num_heads, keys.head_dim), layer.q_norm)
         q = layers.rope(q, positions[:, None], target.layer_frequencies(read))
-        # Nodes have no rows of their own. Zeros are in their place, which only those see that find no prefix: a softmax
+        # Nodes have no rows of their own. Zeros take their place; they are seen only without a prefix, where a softmax
         # over nothing would be NaN.
         rows = jnp.zeros((batch, nodes, keys.kv_heads, keys.head_dim), q.dtype)
         mask = jnp.broadcast_to((length == 0)[:, None, None], (batch, nodes, nodes))
@@ -194,7 +259,7 @@ class Assistant:
         return seen.reshape(batch, nodes, -1)
 
     def _unembed(self, own: AssistantParams, normed) -> tuple[Array, Array | None]:
-        """Logits in float32, and the ids that they are of."""
+        """Logits in float32, and the token of each, see `AssistantOutput.ids`."""
         if own.clusters is None or self.clusters is None:
             assert own.head is not None
             return layers.linear(normed, own.head.T).astype(jnp.float32), None
@@ -207,10 +272,10 @@ class Assistant:
 
 
 def _largest(scores: Float[Array, "B N C"], count: int) -> Int[Array, "B N k"]:
-    """The places of the `count` largest scores, in descending order."""
+    """The indices of the `count` largest scores, in descending order."""
     place, found = jnp.arange(scores.shape[-1], dtype=jnp.int32), []
-    for begin in range(0, count, _AT_ONCE):
-        _, best, _ = topk(scores, min(_AT_ONCE, count - begin))
+    for begin in range(0, count, _TOPK_SIZE):
+        _, best, _ = topk(scores, min(_TOPK_SIZE, count - begin))
         found.append(best)
         taken = (best[..., None] == place.reshape(1, 1, 1, -1)).any(2)
         scores = jnp.where(taken, -jnp.inf, scores)

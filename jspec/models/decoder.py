@@ -1,104 +1,182 @@
-"""What language models of all families share: how they read a token tree, and the way from tokens to logits."""
+"""What the language models of all families share: reading a token tree, and the path from tokens to logits."""
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.cache import LayerKeys
 from jspec.core import tree
-from jspec.core.types import DraftTree, ForwardOutput
+from jspec.core.types import Cache, DraftTree, ForwardOutput, Params
 from jspec.models import layers
+from jspec.models.moe import Routed
+from jspec.models.sizes import keys_bytes, tree_bytes
 
 
 class Decoder(abc.ABC):
-    """A language model. A family is a frozen dataclass of static numbers with these methods, weights are arguments."""
+    """A language model. A family is a frozen dataclass of hyperparameters with these methods; weights are arguments.
+
+    The defaults suit weights with `embed`, `layers`, `norm` and `lm_head` (None if the embedding is the LM head).
+    """
 
     vocab_size: int
     hidden_size: int
+    intermediate_size: int
     num_layers: int
+    num_heads: int
+    max_length: int
+    rms_norm_eps: float
     mtp_layers: int = 0
-    """MTP heads that its checkpoint holds."""
+    """MTP heads in its checkpoint."""
     drafter: ClassVar[str] = "standalone"
-    """The drafter that such a model is the draft of."""
+    """Name of the drafter that uses this model as its draft."""
 
     @abc.abstractmethod
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> Any:
-        """An empty cache for `batch` sequences of `capacity` rows."""
+    def param_shapes(self, dtype: DTypeLike) -> PyTree:
+        """The weights as `jax.ShapeDtypeStruct`s."""
 
-    def source(self, layer: int) -> int:
-        """The layer whose keys and values `layer` reads: itself, unless it shares another's."""
-        return layer
+    @abc.abstractmethod
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> Cache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens."""
 
     @abc.abstractmethod
     def layer_keys(self, layer: int) -> LayerKeys:
-        """The keys and values that a layer reads, its own or those of the layer whose it shares."""
+        """The keys and values that a layer reads: its own, or those it shares with another layer."""
 
     @abc.abstractmethod
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
-        """How those keys are rotated: radians a position, for each pair of dimensions."""
+        """How those keys are rotated: radians per position, for each pair of dimensions."""
 
     @abc.abstractmethod
     def layer_scale(self, layer: int) -> float:
         """The factor on the products of queries and those keys."""
 
     @abc.abstractmethod
-    def embed(self, params: Any, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        """What the first layer reads."""
-
-    @abc.abstractmethod
     def run_layers(
         self,
-        params: Any,
+        params: PyTree,
         tokens: Int[Array, "B N"],
         x: Float[Array, "B N E"],
         positions: Int[Array, "#B #N"],
-        attend: Any,
-        earlier: Any,
-        only: layers.Only | None,
-    ) -> Iterator[tuple[Float[Array, "B N E"], Any]]:
-        """Yields after each layer the residual stream, which begins as `x`, and the layer's rows of this round.
+        attend: Callable[..., Any],
+        earlier: PyTree,
+        selected: layers.SelectedToken | None,
+    ) -> Iterator[tuple[Float[Array, "B N E"], PyTree]]:
+        """Yields, after each layer, the residual stream and the layer's rows of this round.
 
-        attend: the cache's `attend`, given all but what a layer knows: (layer, q, k, v, scale=) of most caches.
+        x: the stream before the first layer.
+        attend: the cache's `attend` with all arguments bound that do not depend on the layer.
         earlier: as in `apply`.
-        only: where it is given, the last layer may yield the stream of these tokens alone, [B, 1, E], and saves what
-          the others would take.
+        selected: if given, the last layer may yield the stream of these tokens only, [B, 1, E].
         """
 
-    @abc.abstractmethod
-    def norm(self, x: Float[Array, "B N E"], weight: Float[Array, " E"]) -> Float[Array, "B N E"]:
-        """The family's norm of the residual stream, such as that between the last layer and the LM head."""
+    # Defaults
 
-    @abc.abstractmethod
-    def unembed(self, params: Any, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
-        """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
+    def kv_source_layer(self, layer: int) -> int:
+        """The layer whose keys and values `layer` reads: itself, unless it shares another's."""
+        return layer
+
+    @property
+    def attention_layers(self) -> Sequence[int]:
+        """The layers that attend to keys of the whole context; the others keep a state of fixed size."""
+        return range(self.num_layers)
+
+    def layer_experts(self, layer: int) -> Routed | None:
+        """The experts of a layer; None if it has none."""
+        return None
+
+    def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
+        """The input of the first layer."""
+        return jnp.take(params.embed, tokens, axis=0, mode="clip")
+
+    def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"]) -> Float[Array, "*batch E"]:
+        """The family's norm of the residual stream, such as the one between the last layer and the LM head."""
+        return layers.rms_norm(x, weight, self.rms_norm_eps)
+
+    def lm_head(self, params: PyTree) -> Float[Array, "E V"]:
+        """The matrix of the LM head."""
+        return params.embed.T if params.lm_head is None else params.lm_head
+
+    def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
+        """The LM head alone: logits in float32 of hidden states after the final norm."""
+        return layers.linear(normed, self.lm_head(params)).astype(jnp.float32)
 
     def mtp_layer(self) -> "Decoder":
         """The layer of an MTP head as a decoder of its own.
 
         Raises:
-          ValueError: a family whose checkpoints hold none.
+          ValueError: checkpoints of this family have no MTP heads.
         """
-        raise ValueError(f"checkpoints of a {type(self).__name__} hold no MTP heads")
+        raise ValueError(f"{type(self).__name__} checkpoints have no MTP heads")
 
-    def init_cache(self, params: Any, batch: int, capacity: int, page_size: int) -> Any:
-        """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
+    # Bytes
+
+    def forward_bytes(self, params: PyTree, tokens: int = 1) -> int:
+        """Bytes of weights that one forward of `tokens` tokens reads: layers, norm and LM head.
+
+        The embedding is a gather and does not count, unless it is the LM head. Of a mixture of experts, those that the
+        tokens choose on average count, with equally likely experts.
+
+        params: arrays or shapes.
+        """
+        head = params.embed if params.lm_head is None else params.lm_head
+        return tree_bytes((params.layers, params.norm, head)) - self.unread_expert_bytes(params, tokens)
+
+    def unread_expert_bytes(self, params: PyTree, tokens: int) -> int:
+        """Bytes of experts that a forward of `tokens` tokens leaves out, on average."""
+        unread = 0.0
+        for index, layer in enumerate(params.layers):
+            routed = self.layer_experts(index)
+            if routed is not None:
+                unread += routed.unread_share(tokens) * tree_bytes((layer.experts.gate_up, layer.experts.down))
+        return int(unread)
+
+    def kv_bytes(self, context: int, itemsize: int, target: "Decoder | None" = None) -> int:
+        """Bytes of keys and values that one forward reads for a sequence of `context` tokens; see also `state_bytes`.
+
+        target: ignored; a language model that drafts reads its own keys.
+        """
+        return keys_bytes(map(self.layer_keys, self.attention_layers), context, itemsize)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes that layers with states of fixed size keep for a sequence."""
+        return 0
+
+    # As a draft: see `models.draft.Draft`
+
+    def summary(self) -> str:
+        """The draft in a few words."""
+        return f"draft of {self.num_layers} layers"
+
+    def step_bytes(self, params: Params) -> int:
+        """Bytes of weights that one forward reads while drafting."""
+        return self.forward_bytes(params.draft)
+
+    def extend_bytes(self, params: Params) -> int:
+        """Bytes of weights that the draft reads after a round: those of a step."""
+        return self.forward_bytes(params.draft)
+
+    # The forward
+
+    def init_cache(self, params: PyTree, batch: int, capacity: int, page_size: int) -> Cache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
         return self.empty_cache(batch, capacity, page_size, params.embed.dtype)
 
     def forward(
         self,
-        params: Any,
+        params: PyTree,
         draft_tree: DraftTree,
-        cache: Any,
+        cache: PyTree,
         start: Int[Array, " B"] | None,
         *,
         capture_layers: tuple[int, ...] = (),
         select: Int[Array, " B"] | None = None,
     ) -> ForwardOutput:
-        """Reads all nodes of a token tree whose root stands at position `start[b]`; writes nothing (see `apply`)."""
+        """Reads all nodes of a token tree whose root is at position `start[b]`; writes nothing (see `apply`)."""
         positions = tree.depths(draft_tree)
         if start is not None:
             positions = start[:, None] + positions
@@ -115,26 +193,27 @@ class Decoder(abc.ABC):
 
     def apply(
         self,
-        params: Any,
+        params: PyTree,
         tokens: Int[Array, "B N"],
         positions: Int[Array, "#B #N"],
-        cache: Any,
+        cache: PyTree,
         start: Int[Array, " B"] | None,
         *,
         mask: Bool[Array, "#B N R"] | None = None,
-        earlier: Any = None,
+        earlier: PyTree = None,
         select: Int[Array, " B"] | None = None,
         capture_layers: tuple[int, ...] = (),
     ) -> ForwardOutput:
-        """One forward over N tokens a sequence, given the first `start[b]` committed rows of `cache`.
+        """One forward over N tokens per sequence, given the first `start[b]` committed rows of `cache`.
 
         Args:
+          cache: committed rows; training passes a stand-in that only has `attend`.
           start: committed rows to attend to; None: none.
           mask: which of the round's R rows each token sees; None: all up to its own.
           earlier: R - N rows of this round from earlier forwards, before the N new ones.
           select: the only token of each sequence that is sent to the LM head; logits are then [B, 1, V].
-          capture_layers: what is returned, concatenated in the order of the layers, as `hidden`: i < L for the input of
-            layer i (the residual stream), L for the output of the last layer, L + 1 for the same after the final norm.
+          capture_layers: what is returned, concatenated in layer order, as `hidden`: i < L for the input of layer i
+            (the residual stream), L for the output of the last layer, L + 1 for that output after the final norm.
 
         Returns:
           logits in float32, the rows of this round ([B, R] of them), and the hidden states or None.
@@ -142,10 +221,11 @@ class Decoder(abc.ABC):
         embedded = self.embed(params, tokens)
         attend = partial(cache.attend, start=start, mask=mask)
         rows, states = [], [embedded]
-        only = (
-            layers.Only.of(select, mask, tokens, earlier) if max(capture_layers, default=0) < self.num_layers else None
-        )
-        for state, own in self.run_layers(params, tokens, embedded, positions, attend, earlier, only):
+        # The last layer's output is needed for all tokens if it is captured.
+        selected = None
+        if max(capture_layers, default=0) < self.num_layers:
+            selected = layers.SelectedToken.from_index(select, mask, tokens, earlier)
+        for state, own in self.run_layers(params, tokens, embedded, positions, attend, earlier, selected):
             rows.append(own)
             states.append(state)
         x = states[-1]

@@ -1,18 +1,19 @@
 """DeepSeek V2, V2-Lite, V3 and V3.2 (arXiv 2405.04434, 2412.19437, 2512.02556): latent attention, many experts.
 
-Queries are projected in two steps with a norm between them, or in one (V2-Lite); what makes them and the token's row of
-the cache is one matrix. Rotated dimensions are pairs (i, i + R/2), as everywhere here: checkpoints, which have pairs
-(2 i, 2 i + 1), are permuted as they are read. V3.2 has an indexer in each layer, which says what its attention reads.
+Queries are projected in two steps with a norm between them, or in one (V2-Lite); the first step and the projection to
+the token's cache row are one matrix. Rotated dimensions are pairs (i, i + R/2), as everywhere in this package;
+checkpoints have pairs (2 i, 2 i + 1) and are permuted when they are read. In V3.2 an indexer in each layer selects what
+its attention reads.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import DsaCache, LayerKeys, MlaCache
 from jspec.cache.dsa import DsaRows, IndexQuery
@@ -20,38 +21,39 @@ from jspec.cache.mla import MlaRows, UpProjections
 from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed, RoutedParams, layer_mlp
-from jspec.models.mtp_head import MtpParams
+from jspec.models.moe import Routed, RoutedParams, layer_mlp, mlp_shapes
+from jspec.models.mtp_head import MtpParams, mtp_shapes
+from jspec.models.sizes import shape_of
 
 LATENT_EPS = 1e-6
-"""What the norms of queries and latents add to the mean square, whatever other norms do."""
+"""Epsilon of the norms of queries and latents; independent of the other norms' epsilon."""
 
 
 @struct
 class IndexerParams:
-    """Weights of a layer's indexer: J heads of I numbers, JI = J * I."""
+    """Weights of a layer's indexer: J heads of width I, JI = J * I."""
 
     query: Float[Array, "Q JI"]
     key: Float[Array, "E I"]
     key_norm: Float[Array, " I"]
     key_norm_bias: Float[Array, " I"]
     weights: Float[Array, "E J"]
-    """Of the heads' answers, in float32."""
+    """Weights of the heads' scores, in float32."""
 
 
 @struct
 class DeepseekLayerParams:
     """Weights of one layer, [in, out].
 
-    DOWN = Q + C + R: the numbers of queries' first step, of the latent and of the rotary key. QD = H * (P + R), those
-    of queries; without a first step Q is QD.
+    DOWN = Q + C + R: the widths of the queries' first step, the latent and the rotary key. QD = H * (P + R): the width
+    of the queries; without a first step Q is QD.
     """
 
     attention_norm: Float[Array, " E"]
     down_projection: Float[Array, "E DOWN"]
     query_norm: Float[Array, " Q"] | None
     query: Float[Array, "Q QD"] | None
-    """None, both, where queries are projected in one step."""
+    """Both None if queries are projected in one step."""
     latent_norm: Float[Array, " C"]
     up: UpProjections
     o: Float[Array, "HV E"]
@@ -59,46 +61,47 @@ class DeepseekLayerParams:
     gate_up: Float[Array, "E F2"] | None
     down: Float[Array, "F E"] | None
     experts: RoutedParams | None
-    """In place of the MLP."""
+    """Experts; mutually exclusive with gate_up and down."""
     indexer: IndexerParams | None = None
 
 
 @struct
 class DeepseekParams:
-    """Weights of a model. `lm_head` is None where the embedding serves as the head."""
+    """Weights of a model. `lm_head` is None if the embedding is the LM head."""
 
     embed: Float[Array, "V E"]
     layers: tuple[DeepseekLayerParams, ...]
     norm: Float[Array, " E"]
     lm_head: Float[Array, "E V"] | None
     mtp: tuple[MtpParams, ...] = ()
-    """What drafts for this target; its own forward does not read them."""
+    """MTP heads, which draft for this target; its own forward does not read them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """Sizes of latent attention.
+    """Sizes of latent attention, in the words of the papers.
 
-    query: of queries' first step, None: there is one step only.
-    size: of the latent.
-    key: unrotated numbers of each head's keys. rope: rotated ones. value: of each head's values.
+    q_rank: width of the queries' first step; None: queries are projected in one step.
+    kv_rank: width of the latent.
+    nope_dim, rope_dim: dimensions of each head's keys that do not rotate, and that do.
+    value_dim: dimensions of each head's values.
     """
 
-    query: int | None
-    size: int
-    key: int
-    rope: int
-    value: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
 
     @property
     def width(self) -> int:
-        """Numbers of a row of the cache."""
-        return self.size + self.rope
+        """Width of a cache row."""
+        return self.kv_rank + self.rope_dim
 
 
 @dataclasses.dataclass(frozen=True)
 class Indexer:
-    """Heads of an indexer, the numbers of its keys, and how many tokens it selects at most."""
+    """Heads of an indexer, the width of its keys, and the maximum number of tokens it selects."""
 
     heads: int
     size: int
@@ -109,9 +112,9 @@ class Indexer:
 class Deepseek(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
-    intermediate_size: width of the MLP of layers without experts, the first `dense_layers`.
-    mtp_layers: how many layers there are in `DeepseekParams.mtp`.
-    indexer: of each layer, in V3.2; None: attention reads all tokens.
+    intermediate_size: width of the MLP of the first `dense_layers` layers, which have no experts.
+    mtp_layers: MTP heads in `DeepseekParams.mtp`.
+    indexer: the indexer of each layer, in V3.2; None: attention reads all tokens.
     """
 
     vocab_size: int
@@ -131,61 +134,98 @@ class Deepseek(Decoder):
     indexer: Indexer | None = None
 
     def layer_experts(self, layer: int) -> Routed | None:
-        """The experts of a layer; layers behind the last are those of `mtp`."""
+        """The experts of a layer; layers after the last are those of `mtp`."""
         return None if layer < self.dense_layers else self.experts
 
     def mtp_layer(self) -> "Deepseek":
         """The layer of an MTP head as a decoder of its own."""
         return dataclasses.replace(self, num_layers=1, dense_layers=0, mtp_layers=0)
 
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> MlaCache | DsaCache:
-        """An empty cache for `batch` sequences of `capacity` rows."""
-        shape = {"layers": self.num_layers, "width": self.latent.width, "dtype": dtype}
-        if self.indexer is not None:
-            shape |= {"index_width": self.indexer.size, "top_k": self.indexer.top_k}
-            return DsaCache.empty(batch, capacity, page_size, **shape)
-        return MlaCache.empty(batch, capacity, page_size, **shape)
+    def param_shapes(self, dtype: DTypeLike) -> DeepseekParams:
+        """The weights as `jax.ShapeDtypeStruct`s; embedding and LM head of MTP heads are the target's."""
+        shape, width, vocabulary = shape_of(dtype), self.hidden_size, self.vocab_size
+        norm, count = shape((width,)), self.num_layers
+        stack = [self._layer_shapes(index, dtype) for index in range(count + self.mtp_layers)]
+        return DeepseekParams(
+            embed=shape((vocabulary, width)),
+            layers=tuple(stack[:count]),
+            norm=norm,
+            lm_head=None if self.tie_embeddings else shape((width, vocabulary)),
+            mtp=tuple(mtp_shapes(layer, norm, dtype) for layer in stack[count:]),
+        )
+
+    def _layer_shapes(self, index: int, dtype: DTypeLike) -> DeepseekLayerParams:
+        shape, width, heads, latent = shape_of(dtype), self.hidden_size, self.num_heads, self.latent
+        queries = heads * (latent.nope_dim + latent.rope_dim)
+        return DeepseekLayerParams(
+            attention_norm=shape((width,)),
+            down_projection=shape((width, (latent.q_rank or queries) + latent.width)),
+            query_norm=shape((latent.q_rank,)) if latent.q_rank else None,
+            query=shape((latent.q_rank, queries)) if latent.q_rank else None,
+            latent_norm=shape((latent.kv_rank,)),
+            up=UpProjections(
+                shape((heads, latent.nope_dim, latent.kv_rank)), shape((heads, latent.kv_rank, latent.value_dim))
+            ),
+            o=shape((heads * latent.value_dim, width)),
+            mlp_norm=shape((width,)),
+            **mlp_shapes(self.layer_experts(index), self.intermediate_size, width, dtype),
+            indexer=None if self.indexer is None else self._indexer_shapes(self.indexer, dtype),
+        )
+
+    def _indexer_shapes(self, sizes: Indexer, dtype: DTypeLike) -> IndexerParams:
+        shape, width, total = shape_of(dtype), self.hidden_size, sizes.heads * sizes.size
+        return IndexerParams(
+            query=shape((self.latent.q_rank, total)),
+            key=shape((width, sizes.size)),
+            key_norm=shape((sizes.size,)),
+            key_norm_bias=shape((sizes.size,)),
+            weights=shape((width, sizes.heads), dtype=jnp.float32),
+        )
+
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MlaCache | DsaCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens."""
+        layers, width = self.num_layers, self.latent.width
+        if self.indexer is None:
+            return MlaCache.empty(batch, capacity, page_size, layers=layers, width=width, dtype=dtype)
+        index = {"index_width": self.indexer.size, "top_k": self.indexer.top_k}
+        return DsaCache.empty(batch, capacity, page_size, layers=layers, width=width, dtype=dtype, **index)
 
     def layer_keys(self, layer: int) -> LayerKeys:
-        """The rows that a layer makes."""
-        return LayerKeys(1, self.latent.width, latent=self.latent.size)
+        """The rows of a layer."""
+        return LayerKeys(1, self.latent.width, latent=self.latent.kv_rank)
 
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
-        """How the rotated part of those rows is rotated: radians a position, for each pair of dimensions."""
-        return layers.rope_frequencies(self.latent.rope, self.rope_theta, self.rope_scaling)
+        """How the rotary part of those rows is rotated: radians per position, for each pair of dimensions."""
+        return layers.rope_frequencies(self.latent.rope_dim, self.rope_theta, self.rope_scaling)
 
     def layer_scale(self, layer: int) -> float:
         """The factor on the products of queries and keys."""
-        scale = (self.latent.key + self.latent.rope) ** -0.5
+        scale = (self.latent.nope_dim + self.latent.rope_dim) ** -0.5
         return scale if self.rope_scaling is None else scale * self.rope_scaling.score_scale
 
-    def embed(self, params: DeepseekParams, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        """What the first layer reads."""
-        return jnp.take(params.embed, tokens, axis=0, mode="clip")
-
     def rotation(
-        self, positions: Int[Array, "#B #N"], dtype: Any
+        self, positions: Int[Array, "#B #N"], dtype: DTypeLike
     ) -> tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]]:
-        """Cosine and sine of the angles of each token, see `layers.rotation`."""
+        """Cosine and sine of each token's angles, see `layers.rotation`."""
         magnitude = 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
         return layers.rotation(positions, self.layer_frequencies(0), dtype, magnitude)
 
     def run_layers(
         self,
-        params: DeepseekParams,
+        params: PyTree,
         tokens: Int[Array, "B N"],
         x: Float[Array, "B N E"],
         positions: Int[Array, "#B #N"],
         attend: Callable[..., Array],
         earlier: MlaRows | DsaRows | None,
-        only: layers.Only | None,
+        selected: layers.SelectedToken | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, ...]]]:
-        """Yields after each layer the residual stream and the layer's rows of this round."""
+        """Yields, after each layer, the residual stream and the layer's rows of this round."""
         rotation = self.rotation(positions, x.dtype)
         for index, layer in enumerate(params.layers):
             own = None if earlier is None else earlier[index]
-            here_only = only if index + 1 == self.num_layers else None
-            x, rows = self.layer(layer, x, rotation, partial(attend, index), own, here_only)
+            here_selected = selected if index + 1 == self.num_layers else None
+            x, rows = self.layer(layer, x, rotation, partial(attend, index), own, here_selected)
             yield x, rows
 
     def layer(
@@ -195,17 +235,17 @@ class Deepseek(Decoder):
         rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
         attend: Callable[..., Array],
         earlier: tuple[Float[Array, "B M _"], ...] | None,
-        only: layers.Only | None = None,
+        selected: layers.SelectedToken | None = None,
     ) -> tuple[Float[Array, "B N E"], tuple[Float[Array, "B M _"], ...]]:
         """Attention, then the MLP, each added to the residual stream `x`.
 
-        rotation: of each token, see `rotation`.
-        attend: the cache's `attend` of this layer.
+        rotation: the angles of each token, see `rotation`.
+        attend: the cache's `attend` for this layer.
         earlier: this round's earlier rows.
-        only: the tokens whose stream is returned, [B, 1, E]; the rows are those of all.
+        selected: the tokens whose stream is returned, [B, 1, E]; rows are returned for all tokens.
 
-        Returns the residual stream, and the rows of this round, `earlier` included; where there is an indexer, its keys
-        behind them.
+        Returns the residual stream, and the rows of this round including `earlier`, followed by the keys of the indexer
+        if there is one.
         """
         normed = self.norm(x, layer.attention_norm)
         q, row, middle = self._project(layer, normed, rotation)
@@ -216,44 +256,35 @@ class Deepseek(Decoder):
             rows = (row, key)
         if earlier is not None:
             rows = tuple(jnp.concatenate(pair, axis=1) for pair in zip(earlier, rows, strict=True))
-        if only is not None:
-            x, q, query = jax.tree.map(lambda each: layers.take_token(each, only.token), (x, q, query))
-            attend = partial(attend, mask=only.mask)
+        if selected is not None:
+            x, q, query = jax.tree.map(lambda each: layers.take_token(each, selected.token), (x, q, query))
+            attend = partial(attend, mask=selected.mask)
         row, *keys = rows
         if query is not None:
             attend = partial(attend, keys=keys[0], query=query)
         seen = attend(q, row, layer.up, scale=self.layer_scale(0))
         x = x + layers.linear(seen.reshape(*x.shape[:2], -1), layer.o)
-        return x + layer_mlp(self.norm(x, layer.mlp_norm), layer, self), rows
-
-    def norm(self, x: Float[Array, "B N E"], weight: Float[Array, " E"]) -> Float[Array, "B N E"]:
-        """The norm of the residual stream."""
-        return layers.rms_norm(x, weight, self.rms_norm_eps)
-
-    def unembed(self, params: DeepseekParams, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
-        """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
-        weight = params.embed.T if params.lm_head is None else params.lm_head
-        return layers.linear(normed, weight).astype(jnp.float32)
+        return x + layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts), rows
 
     def _project(self, layer: DeepseekLayerParams, normed, rotation):
-        """Queries [B, N, H, P + R], rows [B, N, C + R], and what the second step of queries reads."""
+        """Queries [B, N, H, P + R], rows [B, N, C + R], and the input of the queries' second step."""
         sizes = self.latent
         down = layers.linear(normed, layer.down_projection)
-        q, latent, shared = jnp.split(down, [down.shape[-1] - sizes.width, down.shape[-1] - sizes.rope], axis=-1)
+        q, latent, shared = jnp.split(down, [down.shape[-1] - sizes.width, down.shape[-1] - sizes.rope_dim], axis=-1)
         middle = None
         if layer.query is not None:
             assert layer.query_norm is not None
             middle = layers.rms_norm(q, layer.query_norm, LATENT_EPS)
             q = layers.linear(middle, layer.query)
         q = q.reshape(*q.shape[:2], self.num_heads, -1)
-        q = jnp.concatenate([q[..., : sizes.key], layers.rotate(q[..., sizes.key :], *rotation)], axis=-1)
+        q = jnp.concatenate([q[..., : sizes.nope_dim], layers.rotate(q[..., sizes.nope_dim :], *rotation)], axis=-1)
         shared = layers.rotate(shared[:, :, None], *rotation)[:, :, 0]
         return q, jnp.concatenate([layers.rms_norm(latent, layer.latent_norm, LATENT_EPS), shared], axis=-1), middle
 
     def _index(self, indexer: IndexerParams, normed, middle, rotation) -> tuple[IndexQuery, Float[Array, "B N I"]]:
-        """What a layer's indexer asks, and its keys; the first R numbers of both are rotated."""
+        """The query of a layer's indexer, and its keys; the first R features of both are rotated."""
         assert self.indexer is not None
-        rope = self.latent.rope
+        rope = self.latent.rope_dim
 
         def rotated(x):
             return jnp.concatenate([layers.rotate(x[..., :rope], *rotation), x[..., rope:]], axis=-1)

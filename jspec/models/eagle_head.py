@@ -2,22 +2,25 @@
 4.1 for EAGLE-1, which EAGLE-2, arXiv 2406.16858, shares; arXiv 2503.01840 section 3 for EAGLE-3).
 
 Row p reads the target's feature at position p and the token at p + 1, and predicts the token at p + 2. While drafting,
-the head's own output takes the place of the feature.
+the head's own output replaces the feature.
 """
 
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from jspec.cache import MhaCache
+from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.core.struct import struct
-from jspec.core.types import Params
+from jspec.core.types import Params, Target
 from jspec.models import layers
-from jspec.models.llama import LayerParams, decoder_layer, empty_cache
+from jspec.models.decoder import Decoder
+from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_shapes
+from jspec.models.sizes import keys_bytes, shape_of, tree_bytes
 
 
 @struct
@@ -27,14 +30,14 @@ class EagleParams:
     embed: Float[Array, "V Ed"] | None
     """None: the target's embedding."""
     fc: Float[Array, "F E"]
-    """EAGLE-3: [C, E], applied once to what was captured. EAGLE-1: [2 E, E], applied to each (token, feature) pair."""
+    """EAGLE-3: [C, E], applied once to captured states. EAGLE-1: [2 E, E], applied to each (token, feature) pair."""
     fc_bias: Float[Array, " E"] | None
     fc_norms: tuple[Float[Array, " Et"], ...] | None
     """A norm for each captured layer (SpecForge's `fc_norm`)."""
     input_norm: Float[Array, " C"] | None
-    """One norm for all of them together (SpecForge's `norm_before_fc`)."""
+    """One norm for all captured layers together (SpecForge's `norm_before_fc`)."""
     hidden_norm: Float[Array, " E"] | None
-    """EAGLE-3: norm of the feature before the attention, which reads it beside the token; None in EAGLE-1."""
+    """EAGLE-3: norm of the feature, which the attention reads together with the token; None in EAGLE-1."""
     layers: tuple[LayerParams, ...]
     norm: Float[Array, " E"] | None
     """Norm before the LM head; None in EAGLE-1."""
@@ -46,22 +49,23 @@ class EagleParams:
 
 @struct
 class HeadOutput:
-    """What a forward of a head returns."""
+    """The result of a forward of a head."""
 
     logits: Float[Array, "B N Vd"]
     feature: Float[Array, "B N E"]
-    """What takes the place of the target's feature in the next step."""
-    rows: Any
+    """Feature fed to the next drafting step."""
+    rows: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class EagleHead:
     """The configuration of a head; static, hashable by value, with the forward as its methods.
 
-    version: 3, or 1 for EAGLE-1 and EAGLE-2, whose weights are alike.
+    version: 3, or 1 for EAGLE-1 and EAGLE-2, which have the same weights.
     vocab_size: the target's.
-    capture_layers: what it reads of the target, as in `Decoder.apply`: for EAGLE-1, L + 1 (after the final norm).
-    norm_before_residual: EAGLE-3: the normed feature, not the feature, starts the residual stream (`speculators`).
+    capture_layers: the hidden states of the target that it reads, as in `Decoder.apply`; for EAGLE-1, L + 1 (after the
+      final norm).
+    norm_before_residual: EAGLE-3: the residual stream starts with the normed feature (`speculators`).
     norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
     """
 
@@ -83,10 +87,60 @@ class EagleHead:
     norm_before_residual: bool = False
     norm_output: bool = False
     drafter: ClassVar[str] = "eagle"
-    """The drafter that such a model is the draft of."""
+    """Name of the drafter that uses this model as its draft."""
+
+    def summary(self) -> str:
+        """The draft in a few words."""
+        return f"EAGLE-{self.version} head"
+
+    def param_shapes(self, dtype: DTypeLike) -> EagleParams:
+        """The weights of an EAGLE-3 head as `jax.ShapeDtypeStruct`s, with its own LM head.
+
+        The embedding is the target's, unless the head's width differs.
+
+        Raises:
+          ValueError: an EAGLE-1 head.
+        """
+        if self.version != 3:
+            raise ValueError(f"version={self.version}: the shapes are those of an EAGLE-3 head")
+        shape, width, outer = shape_of(dtype), self.hidden_size, self.target_hidden_size
+        own_embedding = width != outer
+        return EagleParams(
+            embed=shape((self.vocab_size, width)) if own_embedding else None,
+            fc=shape((len(self.capture_layers) * outer, width)),
+            fc_bias=None,
+            fc_norms=None,
+            input_norm=None,
+            hidden_norm=shape((width,)),
+            layers=tuple(
+                layer_shapes(self, dtype, input_width=width if index else 2 * width) for index in range(self.num_layers)
+            ),
+            norm=shape((width,)),
+            lm_head=shape((width, self.draft_vocab_size)),
+            ids=shape((self.draft_vocab_size,), dtype=jnp.int32),
+        )
+
+    def step_bytes(self, params: Params) -> int:
+        """Bytes of weights that one forward reads while drafting."""
+        own: EagleParams = params.draft
+        shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
+        head = shared if own.lm_head is None else own.lm_head
+        # EAGLE-1 applies `fc` to token and feature in every step.
+        every_step = own.fc if self.version == 1 else None
+        return tree_bytes((own.layers, own.norm, own.hidden_norm, every_step, head))
+
+    def extend_bytes(self, params: Params) -> int:
+        """Bytes of weights that the head reads after a round: those of a step and those that fuse hidden states."""
+        own: EagleParams = params.draft
+        fusing = (own.fc, own.fc_bias, own.fc_norms) if self.version == 3 else None
+        return self.step_bytes(params) + tree_bytes(fusing)
+
+    def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
+        """Bytes of its own keys and values that one forward reads for a sequence of `context` tokens."""
+        return keys_bytes([LayerKeys(self.num_kv_heads, self.head_dim)] * self.num_layers, context, itemsize)
 
     def init_cache(self, params: EagleParams, batch: int, capacity: int, page_size: int) -> MhaCache:
-        """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
+        """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
         return empty_cache(self, batch, capacity, page_size, params.fc.dtype)
 
     def ids(self, params: EagleParams) -> Int[Array, " Vd"] | None:
@@ -94,7 +148,7 @@ class EagleHead:
         return params.ids
 
     def fuse(self, params: EagleParams, hidden: Float[Array, "B N C"]) -> Float[Array, "B N E"]:
-        """The feature of captured hidden states; in EAGLE-1 these are the feature."""
+        """The feature of captured hidden states; in EAGLE-1 they are the feature themselves."""
         if self.version == 1:
             return hidden
         if params.fc_norms is not None:
@@ -108,31 +162,31 @@ class EagleHead:
     def apply(
         self,
         params: Params,
-        target: Any,
+        target: Target,
         tokens: Int[Array, "B N"],
         feature: Float[Array, "B N E"],
         positions: Int[Array, "#B #N"],
-        cache: Any,
+        cache: PyTree,
         start: Int[Array, " B"] | None,
         *,
         mask: Bool[Array, "#B N R"] | None = None,
         earlier: Rows | None = None,
         select: Int[Array, " B"] | None = None,
     ) -> HeadOutput:
-        """One forward over N (token, feature) pairs a sequence; `start`, `mask`, `earlier` as in `Decoder.apply`.
+        """One forward over N (token, feature) pairs per sequence; `start`, `mask`, `earlier` as in `Decoder.apply`.
 
         Args:
-          params: the target's weights, whose embedding and LM head it may share, and in `params.draft` its own.
+          params: the target's weights, whose embedding and LM head the head may share, and in `params.draft` its own.
           target: the target's configuration.
           feature: `fuse` of the target's hidden states, or `feature` of an earlier output of this head.
-          positions: positions of the features; a token stands one further.
-          select: the only row of each sequence that is returned, and sent to the LM head.
+          positions: positions of the features; each token is one position further.
+          select: the only row of each sequence that is returned and sent to the LM head.
         """
         head: EagleParams = params.draft
         x, first = self._read(head, self.embed(params, target, tokens), feature)
         frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
         rotation = layers.rotation(positions, frequencies, x.dtype)
-        rows, only = [], layers.Only.of(select, mask, tokens, earlier)
+        rows, selected = [], layers.SelectedToken.from_index(select, mask, tokens, earlier)
         for index, layer in enumerate(head.layers):
             normed = first
             if index:
@@ -141,27 +195,27 @@ class EagleHead:
             own = None if earlier is None else earlier[index]
             attend = partial(cache.attend, index, start=start, mask=mask, scale=self.head_dim**-0.5)
             last = index + 1 == len(head.layers)
-            x, pair = decoder_layer(self, layer, x, normed, rotation, attend, own, only if last else None)
+            x, pair = decoder_layer(self, layer, x, normed, rotation, attend, own, selected if last else None)
             rows.append(pair)
         if select is not None and x.shape[1] > 1:
             x = layers.take_token(x, select)
         normed = x if head.norm is None else layers.rms_norm(x, head.norm, self.rms_norm_eps)
         return HeadOutput(self.unembed(params, target, normed), normed if self.norm_output else x, tuple(rows))
 
-    def embed(self, params: Params, target: Any, tokens: Int[Array, "B N"]) -> Float[Array, "B N Ed"]:
-        """The tokens as the head reads them."""
+    def embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N Ed"]:
+        """The embeddings that the head reads."""
         if params.draft.embed is None:
             return target.embed(params.target, tokens)
         return jnp.take(params.draft.embed, tokens, axis=0, mode="clip")
 
-    def unembed(self, params: Params, target: Any, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
+    def unembed(self, params: Params, target: Target, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
         """Logits over the draft's vocabulary, in float32."""
         if params.draft.lm_head is None:
             return target.unembed(params.target, normed)
         return layers.linear(normed, params.draft.lm_head).astype(jnp.float32)
 
     def _read(self, head: EagleParams, embedded, feature) -> tuple[Array, Array]:
-        """The residual stream that enters the first layer, and what its attention reads."""
+        """The residual stream before the first layer, and the input of that layer's attention."""
         (layer, *_) = head.layers
         if self.version == 1:
             x = layers.linear(jnp.concatenate([embedded, feature], axis=-1), head.fc, head.fc_bias)

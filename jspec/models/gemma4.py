@@ -1,22 +1,23 @@
-"""Gemma 4, its text models: layers with sliding windows among layers that see all.
+"""The text models of Gemma 4: sliding-window layers interleaved with full-attention layers.
 
-Features, each of some sizes only: full layers whose values are their keys before the norm (12B, 26B, 31B); layers that
-share the keys and values of earlier ones, with twice as wide MLPs (E2B) or not (E4B); an input for each layer beside
-the residual stream (E2B, E4B); a mixture of experts beside the MLP (26B-A4B).
+Features that only some sizes have: full layers whose values are their keys before the norm (12B, 26B, 31B); layers that
+share the keys and values of earlier ones, with MLPs twice as wide (E2B) or not (E4B); a per-layer input in addition to
+the residual stream (E2B, E4B); a mixture of experts in parallel to the MLP (26B-A4B).
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys
 from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, experts_mlp, router_logits
+from jspec.models.sizes import shape_of, tree_bytes
 from pallas_kernels.residual_norm import residual_norm
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
@@ -24,7 +25,7 @@ Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
 
 @struct
 class PerLayerParams:
-    """What turns a layer's own input into something that is added to the residual stream. P: its width."""
+    """Maps a layer's per-layer input, of width P, to an addition to the residual stream."""
 
     gate: Float[Array, "E P"]
     out: Float[Array, "P E"]
@@ -33,12 +34,12 @@ class PerLayerParams:
 
 @struct
 class ExpertParams:
-    """X experts of width F, F2 = 2 F, and the router that chooses among them; the MLP beside them has a norm more."""
+    """X experts of width F, F2 = 2 F, and their router; the MLP in parallel to them has an additional norm."""
 
     router_scale: Float[Array, " E"]
     router: Float[Array, "X E"]
     scales: Float[Array, " X"]
-    """Factors on the weights of the experts that were chosen."""
+    """Factors on the weights of the chosen experts."""
     gate_up: Float[Array, "X E F2"]
     down: Float[Array, "X F E"]
     norm: Float[Array, " E"]
@@ -50,14 +51,14 @@ class ExpertParams:
 class Gemma4LayerParams:
     """Weights of one layer, [in, out].
 
-    QKV = (H + 2 K) * D, or (H + K) * D where values are keys, or HD = H * D where both are another layer's.
+    QKV = (H + 2 K) * D, or (H + K) * D if values are keys, or HD = H * D if both are another layer's.
     """
 
     attention_norm: Float[Array, " E"]
     qkv: Float[Array, "E QKV"]
     q_norm: Float[Array, " D"]
     k_norm: Float[Array, " D"] | None
-    """None where keys and values are those of another layer."""
+    """None if keys and values are those of another layer."""
     o: Float[Array, "HD E"]
     attention_out_norm: Float[Array, " E"]
     mlp_norm: Float[Array, " E"]
@@ -67,12 +68,12 @@ class Gemma4LayerParams:
     experts: ExpertParams | None
     per_layer: PerLayerParams | None
     scalar: Float[Array, ""]
-    """Factor on all that leaves the layer."""
+    """Factor on the output of the layer."""
 
 
 @struct
 class PerLayerInputParams:
-    """What makes the inputs of all L layers, of width P each, from a token and its embedding."""
+    """Maps a token and its embedding to the per-layer inputs of all L layers, of width P each."""
 
     embed: Float[Array, "V LP"]
     projection: Float[Array, "E LP"]
@@ -81,7 +82,7 @@ class PerLayerInputParams:
 
 @struct
 class Gemma4Params:
-    """Weights of a model; the embedding serves as the LM head, too."""
+    """Weights of a model; the embedding is also the LM head."""
 
     embed: Float[Array, "V E"]
     per_layer: PerLayerInputParams | None
@@ -91,11 +92,11 @@ class Gemma4Params:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """How the layers of one kind attend.
+    """The attention of one kind of layers.
 
-    window: positions that a token sees, its own included; None: all.
-    rotary_share: of the dimensions, that rotate with the position.
-    values_are_keys: values have no projection of their own.
+    window: positions that a token sees, including its own; None: all.
+    rotary_share: share of the dimensions that rotate with the position.
+    values_are_keys: whether values share the projection of the keys.
     """
 
     kv_heads: int
@@ -110,10 +111,10 @@ class Attention:
 class Gemma4(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
-    attention: of each layer.
-    shared_layers: how many layers, the last ones, use the keys and values of the last layer of their kind before them.
+    attention: the attention of each layer.
+    shared_layers: number of last layers that use the keys and values of the last layer of their kind before them.
     double_wide_mlp: whether those layers' MLPs are twice as wide.
-    per_layer_size: width of the layers' own inputs; 0: there are none.
+    per_layer_size: width of the per-layer inputs; 0: there are none.
     soft_cap: bound of the logits, None: none.
     """
 
@@ -134,11 +135,13 @@ class Gemma4(Decoder):
         owners = self.attention[: self.num_layers - self.shared_layers]
         for index, kind in enumerate(self.attention):
             if self.num_heads % kind.kv_heads:
-                raise ValueError(f"layer {index}: {self.num_heads} heads are no multiple of {kind.kv_heads} key heads")
+                raise ValueError(
+                    f"layer {index}: num_heads={self.num_heads} is not a multiple of kv_heads={kind.kv_heads}"
+                )
             if kind not in owners:
                 raise ValueError(
-                    f"shared_layers={self.shared_layers}: layer {index} finds no layer of its kind among the first "
-                    f"{len(owners)}, which make keys and values"
+                    f"shared_layers={self.shared_layers}: layer {index} has no layer of its kind to share with among "
+                    f"the first {len(owners)}"
                 )
 
     @property
@@ -146,8 +149,8 @@ class Gemma4(Decoder):
         """Layers of the model."""
         return len(self.attention)
 
-    def source(self, layer: int) -> int:
-        """The layer whose keys and values `layer` reads: itself, but for those that share another's."""
+    def kv_source_layer(self, layer: int) -> int:
+        """The layer whose keys and values `layer` reads: itself, unless it shares another's."""
         owners = self.num_layers - self.shared_layers
         if layer < owners:
             return layer
@@ -155,11 +158,73 @@ class Gemma4(Decoder):
 
     def mlp_width(self, layer: int) -> int:
         """Width of a layer's MLP."""
-        return self.intermediate_size * (2 if self.double_wide_mlp and self.source(layer) != layer else 1)
+        return self.intermediate_size * (2 if self.double_wide_mlp and self.kv_source_layer(layer) != layer else 1)
 
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> HybridCache:
-        """An empty cache for `batch` sequences of `capacity` rows."""
-        sources = map(self.source, range(self.num_layers))
+    def layer_experts(self, layer: int) -> Routed | None:
+        """The experts of a layer, which are in parallel to its MLP; None if it has none."""
+        return self.experts
+
+    def param_shapes(self, dtype: DTypeLike) -> Gemma4Params:
+        """The weights as `jax.ShapeDtypeStruct`s."""
+        shape, width, vocabulary = shape_of(dtype), self.hidden_size, self.vocab_size
+        inputs = None
+        if self.per_layer_size:
+            total = self.num_layers * self.per_layer_size
+            inputs = PerLayerInputParams(
+                shape((vocabulary, total)), shape((width, total)), shape((self.per_layer_size,))
+            )
+        return Gemma4Params(
+            embed=shape((vocabulary, width)),
+            per_layer=inputs,
+            layers=tuple(self._layer_shapes(index, dtype) for index in range(self.num_layers)),
+            norm=shape((width,)),
+        )
+
+    def _layer_shapes(self, index: int, dtype: DTypeLike) -> Gemma4LayerParams:
+        shape, width, mlp, kind = shape_of(dtype), self.hidden_size, self.mlp_width(index), self.attention[index]
+        norm, size, queries = shape((width,)), self.per_layer_size, self.num_heads * kind.head_dim
+        owner = self.kv_source_layer(index) == index
+        projected = kind.kv_heads * kind.head_dim * (1 if kind.values_are_keys else 2) if owner else 0
+        return Gemma4LayerParams(
+            attention_norm=norm,
+            qkv=shape((width, queries + projected)),
+            q_norm=shape((kind.head_dim,)),
+            k_norm=shape((kind.head_dim,)) if owner else None,
+            o=shape((queries, width)),
+            attention_out_norm=norm,
+            mlp_norm=norm,
+            gate_up=shape((width, 2 * mlp)),
+            down=shape((mlp, width)),
+            mlp_out_norm=norm,
+            experts=self._expert_shapes(dtype),
+            per_layer=PerLayerParams(shape((width, size)), shape((size, width)), norm) if size else None,
+            scalar=shape(()),
+        )
+
+    def _expert_shapes(self, dtype: DTypeLike) -> ExpertParams | None:
+        if self.experts is None:
+            return None
+        shape, width, count, inner = shape_of(dtype), self.hidden_size, self.experts.router.count, self.experts.width
+        return ExpertParams(
+            router_scale=shape((width,)),
+            router=shape((count, width)),
+            scales=shape((count,)),
+            gate_up=shape((count, width, 2 * inner)),
+            down=shape((count, inner, width)),
+            norm=shape((width,)),
+            out_norm=shape((width,)),
+            mlp_out_norm=shape((width,)),
+        )
+
+    def forward_bytes(self, params: PyTree, tokens: int = 1) -> int:
+        """Bytes of weights that one forward of `tokens` tokens reads; per-layer embeddings are a gather, too."""
+        inputs = None if params.per_layer is None else (params.per_layer.projection, params.per_layer.norm)
+        read = tree_bytes((params.layers, params.norm, params.embed, inputs))
+        return read - self.unread_expert_bytes(params, tokens)
+
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> HybridCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens."""
+        sources = map(self.kv_source_layer, range(self.num_layers))
         made = [self.layer_keys(index) if source == index else source for index, source in enumerate(sources)]
         return HybridCache.empty(batch, capacity, page_size, layers=made, dtype=dtype)
 
@@ -169,29 +234,29 @@ class Gemma4(Decoder):
         return LayerKeys(kind.kv_heads, kind.head_dim, kind.window)
 
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
-        """How those keys are rotated: radians a position, for each pair of dimensions."""
+        """How those keys are rotated: radians per position, for each pair of dimensions."""
         kind = self.attention[layer]
         return layers.proportional_frequencies(kind.head_dim, kind.rope_theta, kind.rotary_share)
 
     def layer_scale(self, layer: int) -> float:
-        """The factor on the products of queries and those keys, which are normed instead."""
+        """1: queries and keys are normed instead of scaled."""
         return 1.0
 
-    def embed(self, params: Gemma4Params, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        """What the first layer reads: embeddings times sqrt(E), which is rounded to their precision first."""
+    def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
+        """The input of the first layer: embeddings times sqrt(E), which is rounded to their precision first."""
         return _scaled_rows(params.embed, tokens, self.hidden_size)
 
     def run_layers(
         self,
-        params: Gemma4Params,
+        params: PyTree,
         tokens: Int[Array, "B N"],
         x: Float[Array, "B N E"],
         positions: Int[Array, "#B #N"],
         attend: Callable[..., Array],
         earlier: tuple[Pair | None, ...] | None,
-        only: layers.Only | None,
+        selected: layers.SelectedToken | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], Pair | None]]:
-        """Yields after each layer the residual stream and the layer's rows of this round, None where it makes none."""
+        """Yields, after each layer, the residual stream and the layer's rows of this round, None if it has none."""
         inputs = self._per_layer_inputs(params, tokens, x)
         frequencies = {
             kind: self.layer_frequencies(self.attention.index(kind)) for kind in dict.fromkeys(self.attention)
@@ -206,7 +271,7 @@ class Gemma4(Decoder):
                 assert before is not None
                 own = jnp.concatenate([before[0], own[0]], axis=1), jnp.concatenate([before[1], own[1]], axis=1)
             rows.append(own)
-            pair = rows[self.source(index)]
+            pair = rows[self.kv_source_layer(index)]
             assert pair is not None
             seen = attend(index, q, *pair, scale=self.layer_scale(index), positions=positions)
             out = layers.linear(seen.reshape(*x.shape[:2], -1), layer.o)
@@ -226,16 +291,20 @@ class Gemma4(Decoder):
         return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
 
     def _add(self, x, branch, weight, following=None, factor=None):
-        """The stream with a branch, which has a norm behind it, and the norm before the next branch."""
+        """The stream plus a branch, whose output is normed, and the normed input of the next branch."""
         return residual_norm(x, branch, weight, following, factor, eps=self.rms_norm_eps)
 
-    def unembed(self, params: Gemma4Params, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
-        """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
-        logits = layers.linear(normed, params.embed.T).astype(jnp.float32)
+    def lm_head(self, params: PyTree) -> Float[Array, "E V"]:
+        """The matrix of the LM head."""
+        return params.embed.T
+
+    def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
+        """The LM head alone: logits in float32 of hidden states after the final norm."""
+        logits = super().unembed(params, normed)
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
     def _per_layer_inputs(self, params: Gemma4Params, tokens, x) -> Float[Array, "B N L P"] | None:
-        """For each layer an input of its own, from the token and from its embedding `x`."""
+        """The per-layer inputs, from the token and from its embedding `x`."""
         made, size = params.per_layer, self.per_layer_size
         if made is None:
             return None
@@ -245,7 +314,7 @@ class Gemma4(Decoder):
         return _times(self.norm(context, made.norm) + token, 2**-0.5)
 
     def _project(self, layer: Gemma4LayerParams, kind: Attention, normed, positions, frequencies):
-        """The queries, and the new keys and values of a layer that makes its own, else None."""
+        """The queries, and the new keys and values of a layer; None if it shares another layer's."""
         heads, kv_heads = self.num_heads, kind.kv_heads
         qkv = layers.linear(normed, layer.qkv).reshape(*normed.shape[:2], -1, kind.head_dim)
         q = layers.rope(self.norm(qkv[:, :, :heads], layer.q_norm), positions, frequencies)
@@ -256,7 +325,7 @@ class Gemma4(Decoder):
         return q, (layers.rope(self.norm(k, layer.k_norm), positions, frequencies), v)
 
     def _mlp(self, layer: Gemma4LayerParams, x, normed):
-        """The MLP, and the experts beside it."""
+        """The MLP, plus the experts in parallel to it."""
         out = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu)
         if layer.experts is None:
             return out
@@ -264,7 +333,7 @@ class Gemma4(Decoder):
         return self.norm(out, layer.experts.mlp_out_norm) + chosen
 
     def _experts(self, experts: ExpertParams, x):
-        """What the chosen experts make of each token. Router and experts read the stream through norms of their own."""
+        """The output of the chosen experts. Router and experts each have their own norm of the stream."""
         assert self.experts is not None
         flat = x.reshape(-1, x.shape[-1])
         routed = _times(self.norm(flat, None) * experts.router_scale[None], self.hidden_size**-0.5)
@@ -280,6 +349,6 @@ def _scaled_rows(embed: Float[Array, "V E"], tokens: Int[Array, "B N"], width: i
     return jnp.take(embed, tokens, axis=0, mode="clip") * scale
 
 
-def _times(x: Any, factor: float) -> Any:
+def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
     """A product with a factor that is not rounded to the precision of `x`."""
     return (x.astype(jnp.float32) * factor).astype(x.dtype)

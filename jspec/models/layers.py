@@ -1,23 +1,25 @@
-"""The parts models are made of. Weights are stored [in, out], checkpoints hold them the other way round: with the
-contracted dimension first, XLA on CPU multiplies five rows by them 2.5 times faster (docs/decisions.md).
+"""Norms, rotary positions, linear layers and the gated MLP.
+
+Weights are stored [in, out], the transpose of checkpoints: with the contracted dimension first, XLA on CPU multiplies
+five rows by them 2.5 times faster (docs/decisions.md).
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from pallas_kernels import norm, rotary
 from pallas_kernels.platform import platform
 
-SMALL = 10_000_000
-"""Weights of a matrix below which XLA, on a GPU, makes its product with a single row a sum over columns, which takes
-longer than its matrix product with six (docs/decisions.md). Two equal rows are a matrix product.
+GEMV_MAX_WEIGHTS = 10_000_000
+"""Size of a matrix below which XLA, on a GPU, lowers its product with a single row to a sum over columns. That is
+slower than a matrix product with six rows (docs/decisions.md). A product with two equal rows is a matrix product.
 """
 
 
@@ -35,11 +37,11 @@ class Llama3Rope:
 class YarnRope:
     """Frequency scaling of YaRN (Peng et al., arXiv 2309.00071), with the two magnitudes of DeepSeek.
 
-    original_length: the context that the model was trained with, which becomes `factor` times as long.
-    beta_fast, beta_slow: turns within that context above which a frequency is kept, and below which it is divided.
-    mscale: of the rotated numbers, None: 1 over all dimensions; mscale_all_dim: of what all dimensions contribute to a
-      score, None: not scaled.
-    attention_factor: what rotated numbers are multiplied by, where the two above do not say.
+    original_length: the context that the model was trained with; it becomes `factor` times as long.
+    beta_fast, beta_slow: turns within that context above which a frequency is unchanged, and below which it is divided.
+    mscale: magnitude of the rotated features; None: 1.
+    mscale_all_dim: magnitude of the scores; None: not scaled.
+    attention_factor: overrides the magnitude of the rotated features that the two above imply.
     truncate: whether the two bounds are rounded to whole pairs.
     """
 
@@ -54,7 +56,7 @@ class YarnRope:
 
     @property
     def magnitude(self) -> float:
-        """What rotated numbers are multiplied by."""
+        """The factor on rotated features."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -63,7 +65,7 @@ class YarnRope:
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by, in DeepSeek."""
+        """The factor on scores, in DeepSeek."""
         return self._scale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _scale(self, mscale: float) -> float:
@@ -71,19 +73,24 @@ class YarnRope:
 
 
 @dataclasses.dataclass(frozen=True)
-class Only:
-    """The one token of each sequence whose hidden state is wanted, and which rows of the round it sees."""
+class SelectedToken:
+    """The only token of each sequence whose hidden state is needed, and which rows of the round it sees."""
 
     token: Int[Array, " B"]
     mask: Bool[Array, "B 1 N"]
 
     @classmethod
-    def of(
-        cls, token: Int[Array, " B"] | None, mask: Bool[Array, "#B N R"] | None, tokens: Int[Array, "B N"], earlier: Any
-    ) -> "Only | None":
-        """Of what a forward is given; None where no token is selected, there is but one, or `earlier` rows are seen.
+    def from_index(
+        cls,
+        token: Int[Array, " B"] | None,
+        mask: Bool[Array, "#B N R"] | None,
+        tokens: Int[Array, "B N"],
+        earlier: PyTree,
+    ) -> "SelectedToken | None":
+        """The selection of a forward; None if no token is selected, there is only one, or there are `earlier` rows.
 
-        mask: None: each token sees all up to its own.
+        token: index of the selected token; None: all tokens are needed.
+        mask: None: each token sees all tokens up to its own.
         """
         batch, nodes = tokens.shape
         if token is None or nodes == 1 or earlier is not None:
@@ -103,9 +110,9 @@ def linear(
     x: Float[Array, "*batch in"], weight: Float[Array, "in out"], bias: Float[Array, " out"] | None = None
 ) -> Float[Array, "*batch out"]:
     """x @ weight + bias. In float32 the products are exact float32 on every platform, not TF32."""
-    alone = x.size == x.shape[-1] and weight.size < SMALL and platform() == "gpu"
+    alone = x.size == x.shape[-1] and weight.size < GEMV_MAX_WEIGHTS and platform() == "gpu"
     rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1])) if alone else x
-    # Asked for in a narrow precision too, the highest would keep a compiler from its fastest products.
+    # In a narrow precision, HIGHEST would rule out the fastest products and gain nothing.
     out = jnp.matmul(rows, weight, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
     if alone:
         out = out[:1].reshape(*x.shape[:-1], -1)
@@ -120,7 +127,7 @@ def rms_norm(x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float
 def wide_rms_norm(
     x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float
 ) -> Float[Array, "*batch E"]:
-    """`rms_norm` whose weight (None: 1) is applied in float32 too, before the result is rounded, as Gemma does."""
+    """`rms_norm` whose weight (None: 1) is applied in float32 too, before the result is rounded, as in Gemma."""
     return norm.wide_rms_norm(x, weight, eps)
 
 
@@ -129,8 +136,8 @@ def layer_norm(
 ) -> Float[Array, "*batch E"]:
     """Layer norm (Ba, Kiros and Hinton, arXiv 1607.06450), computed in float32."""
     wide = x.astype(jnp.float32)
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    scaled = centred * lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    scaled = centered * lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
     weight, bias = (each.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + each.shape) for each in (weight, bias))
     return (scaled * weight + bias).astype(x.dtype)
 
@@ -147,12 +154,12 @@ def gated_mlp(
 
 
 def gelu(x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
-    """Hendrycks and Gimpel, arXiv 1606.08415, in its approximation by tanh."""
+    """GELU (Hendrycks and Gimpel, arXiv 1606.08415), approximated by tanh."""
     return jax.nn.gelu(x, approximate=True)
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | YarnRope | None) -> Float[Array, " half"]:
-    """Rotation in radians a position, for each of the head_dim / 2 pairs (Su et al., arXiv 2104.09864, section 3.2)."""
+    """Rotation in radians per position of each of the head_dim / 2 pairs (Su et al., arXiv 2104.09864, section 3.2)."""
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return frequency
@@ -170,10 +177,10 @@ def rope_frequencies(head_dim: int, theta: float, scaling: Llama3Rope | YarnRope
 
 
 def _yarn_factors(head_dim: int, theta: float, scaling: YarnRope) -> Float[Array, " half"]:
-    """What each frequency is multiplied by: 1 for fast ones, 1 / factor for slow ones, and between them a ramp."""
+    """The factor on each frequency: 1 for fast ones, 1 / factor for slow ones, and a ramp between them."""
 
     def pair_of(turns: float) -> float:
-        """The pair, counted in fractions, that makes so many turns within the original context."""
+        """The (fractional) index of the pair that makes this many turns within the original context."""
         return head_dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
@@ -186,18 +193,18 @@ def _yarn_factors(head_dim: int, theta: float, scaling: YarnRope) -> Float[Array
 
 
 def rotation(
-    positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"], dtype: Any, magnitude: float = 1.0
+    positions: Int[Array, "#B #N"], frequencies: Float[Array, " half"], dtype: DTypeLike, magnitude: float = 1.0
 ) -> tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]]:
     """Cosine and sine of the angles, position times frequency, by which the pairs of each head are rotated.
 
-    magnitude: what the rotated pairs are multiplied by, too.
+    magnitude: an additional factor on the rotated pairs.
     """
     angle = positions.astype(jnp.float32)[..., None] * frequencies.reshape(1, 1, -1)
     return (magnitude * jnp.cos(angle)).astype(dtype), (magnitude * jnp.sin(angle)).astype(dtype)
 
 
 def proportional_frequencies(head_dim: int, theta: float, share: float) -> Float[Array, " half"]:
-    """`rope_frequencies` of which only the first `share` are kept: the other pairs stand still."""
+    """`rope_frequencies` of the first `share` of the pairs; the others do not rotate."""
     kept = int(share * head_dim // 2)
     frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     return jnp.where(jnp.arange(head_dim // 2) < kept, frequency, 0.0)
@@ -213,5 +220,5 @@ def rope(
 def rotate(
     x: Float[Array, "B N H D"], cos: Float[Array, "#B #N half"], sin: Float[Array, "#B #N half"]
 ) -> Float[Array, "B N H D"]:
-    """Rotates the pairs (i, i + D/2) of each head by the angles that `rotation` gives."""
+    """Rotates the pairs (i, i + D/2) of each head by the angles of `rotation`."""
     return rotary.rotate(x, cos, sin)

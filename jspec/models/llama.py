@@ -1,36 +1,38 @@
-"""Decoders of the Llama shape: Llama 3.x, and Qwen3 (a norm on each query and key head), dense or with experts.
+"""Decoders of the Llama shape: Llama 3.x and Qwen3 (which has a norm on query and key heads), dense or with experts.
 
-Features: grouped-query attention, rotary positions with Llama 3 scaling, SwiGLU, tied or separate LM head. The
-query, key and value projections are one matrix and so are gate and up; layers are separate arrays, unrolled in the
-program (docs/decisions.md: scanning stacked layers costs 2.8 times the time of a decoding step).
+Features: grouped-query attention, rotary positions with Llama 3 scaling, SwiGLU, tied or separate LM head. The query,
+key and value projections are one matrix, and so are gate and up. Layers are separate arrays, unrolled in the program: a
+decoding step that scans stacked layers takes 2.8 times as long (docs/decisions.md).
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed, RoutedParams, layer_mlp
+from jspec.models.moe import Routed, RoutedParams, layer_mlp, mlp_shapes
+from jspec.models.sizes import shape_of
 from pallas_kernels.split_heads import split_heads
 
 
 @struct
 class LayerParams:
-    """Weights of one layer, [in, out]; the norms of heads exist in Qwen3 only.
+    """Weights of one layer, [in, out]; only Qwen3 has norms of heads.
 
-    HD = H * D, QKV = (H + 2 K) * D, F width of the MLP, F2 = 2 * F.
+    HD = H * D, QKV = (H + 2 K) * D, F is the width of the MLP, F2 = 2 * F.
     """
 
     attention_norm: Float[Array, " E"] | None
-    """None only in the first layer of an EAGLE-1 head."""
+    """None in the first layer of an EAGLE-1 head."""
     qkv: Float[Array, "E QKV"]
     qkv_bias: Float[Array, " QKV"] | None
     q_norm: Float[Array, " D"] | None
@@ -41,12 +43,12 @@ class LayerParams:
     gate_up: Float[Array, "E F2"] | None
     down: Float[Array, "F E"] | None
     experts: RoutedParams | None = None
-    """None, or the MLP is."""
+    """Experts; mutually exclusive with gate_up and down."""
 
 
 @struct
 class LlamaParams:
-    """Weights of a model. `lm_head` is None where the embedding serves as the head."""
+    """Weights of a model. `lm_head` is None if the embedding is the LM head."""
 
     embed: Float[Array, "V E"]
     layers: tuple[LayerParams, ...]
@@ -58,7 +60,7 @@ class LlamaParams:
 class Llama(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
-    experts: in place of the MLP of each layer but the `dense_layers`; None: there are none.
+    experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
     """
 
     vocab_size: int
@@ -79,98 +81,171 @@ class Llama(Decoder):
     dense_layers: tuple[int, ...] = ()
 
     def layer_experts(self, layer: int) -> Routed | None:
-        """The experts of a layer."""
+        """The experts of a layer; None if it has none."""
         return None if layer in self.dense_layers else self.experts
 
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> MhaCache:
-        """An empty cache for `batch` sequences of `capacity` rows."""
+    def param_shapes(self, dtype: DTypeLike) -> LlamaParams:
+        """The weights as `jax.ShapeDtypeStruct`s."""
+        shape, vocabulary, width = shape_of(dtype), self.vocab_size, self.hidden_size
+        options = {"qk_norm": self.qk_norm, "bias": self.attention_bias}
+        return LlamaParams(
+            embed=shape((vocabulary, width)),
+            layers=tuple(
+                layer_shapes(self, dtype, input_width=width, routed=self.layer_experts(index), **options)
+                for index in range(self.num_layers)
+            ),
+            norm=shape((width,)),
+            lm_head=None if self.tie_embeddings else shape((width, vocabulary)),
+        )
+
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens."""
         return empty_cache(self, batch, capacity, page_size, dtype)
 
     def layer_keys(self, layer: int) -> LayerKeys:
-        """The keys and values that a layer makes."""
+        """The keys and values of a layer."""
         return LayerKeys(self.num_kv_heads, self.head_dim)
 
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
-        """How those keys are rotated: radians a position, for each pair of dimensions."""
+        """How those keys are rotated: radians per position, for each pair of dimensions."""
         return layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
 
     def layer_scale(self, layer: int) -> float:
         """The factor on the products of queries and those keys."""
         return self.head_dim**-0.5
 
-    def embed(self, params: LlamaParams, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        """What the first layer reads."""
-        return jnp.take(params.embed, tokens, axis=0, mode="clip")
-
     def run_layers(
         self,
-        params: LlamaParams,
+        params: PyTree,
         tokens: Int[Array, "B N"],
         x: Float[Array, "B N E"],
         positions: Int[Array, "#B #N"],
         attend: Callable[..., Array],
         earlier: Rows | None,
-        only: layers.Only | None,
+        selected: layers.SelectedToken | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
-        """Yields after each layer the residual stream and the layer's rows of this round."""
+        """Yields, after each layer, the residual stream and the layer's rows of this round."""
         rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype)
         for index, layer in enumerate(params.layers):
             assert layer.attention_norm is not None
             normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
             own = None if earlier is None else earlier[index]
             here = partial(attend, index, scale=self.layer_scale(index))
-            here_only = only if index + 1 == self.num_layers else None
-            x, pair = decoder_layer(self, layer, x, normed, rotation, here, own, here_only)
+            here_selected = selected if index + 1 == self.num_layers else None
+            x, pair = decoder_layer(self, layer, x, normed, rotation, here, own, here_selected, self.experts)
             yield x, pair
 
-    def norm(self, x: Float[Array, "B N E"], weight: Float[Array, " E"]) -> Float[Array, "B N E"]:
-        """The norm of the residual stream."""
-        return layers.rms_norm(x, weight, self.rms_norm_eps)
 
-    def unembed(self, params: LlamaParams, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
-        """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
-        weight = params.embed.T if params.lm_head is None else params.lm_head
-        return layers.linear(normed, weight).astype(jnp.float32)
-
-
-def require_llama(config: Any, user: str) -> Llama:
-    """`config`, where it is of this shape.
+def require_llama(config: Decoder, user: str) -> Llama:
+    """`config`, if it has this shape.
 
     Raises:
-      ValueError: it is of another family, and `user` takes none.
+      ValueError: it is of another family, which `user` does not support.
     """
     if isinstance(config, Llama):
         return config
     raise ValueError(
-        f"{user} is for models of the Llama shape (Llama 3.x, Qwen3), and this is a {type(config).__name__}"
+        f"{user} requires a model of the Llama shape (Llama 3.x, Qwen3), but this model is of type "
+        f"{type(config).__name__}"
     )
 
 
-def empty_cache(config: Any, batch: int, capacity: int, page_size: int, dtype: Any) -> MhaCache:
-    """An empty cache for the layers of a model; config says num_layers, num_kv_heads and head_dim."""
+class LayerShape(Protocol):
+    """The hyperparameters of a stack of decoder layers of this shape, in a target or a draft."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        ...
+
+    @property
+    def intermediate_size(self) -> int:
+        """Width of the MLP."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the stack."""
+        ...
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        ...
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a head."""
+        ...
+
+    @property
+    def rms_norm_eps(self) -> float:
+        """Epsilon of the norms."""
+        ...
+
+
+def layer_shapes(
+    config: LayerShape,
+    dtype: DTypeLike,
+    *,
+    input_width: int,
+    qk_norm: bool = False,
+    bias: bool = False,
+    routed: Routed | None = None,
+) -> LayerParams:
+    """The weights of a layer as `jax.ShapeDtypeStruct`s.
+
+    input_width: width of the attention's input.
+    qk_norm, bias: whether there are norms of heads, and biases of the attention's projections.
+    routed: the experts that replace the MLP.
+    """
+    shape, width, dim = shape_of(dtype), config.hidden_size, config.head_dim
+    queries = config.num_heads * dim
+    projected = queries + 2 * config.num_kv_heads * dim
+    return LayerParams(
+        attention_norm=shape((width,)),
+        qkv=shape((input_width, projected)),
+        qkv_bias=shape((projected,)) if bias else None,
+        q_norm=shape((dim,)) if qk_norm else None,
+        k_norm=shape((dim,)) if qk_norm else None,
+        o=shape((queries, width)),
+        o_bias=shape((width,)) if bias else None,
+        mlp_norm=shape((width,)),
+        **mlp_shapes(routed, config.intermediate_size, width, dtype),
+    )
+
+
+def empty_cache(config: LayerShape, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache:
+    """An empty cache for the layers of a model."""
     shape = {"layers": config.num_layers, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
     return MhaCache.empty(batch, capacity, page_size, **shape, dtype=dtype)
 
 
 def decoder_layer(
-    config: Any,
+    config: LayerShape,
     layer: LayerParams,
     x: Float[Array, "B N E"],
     normed: Float[Array, "B N X"],
     rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
     attend: Callable[..., Array],
     earlier: tuple[Array, Array] | None,
-    only: layers.Only | None = None,
+    selected: layers.SelectedToken | None = None,
+    routed: Routed | None = None,
 ) -> tuple[Float[Array, "B N E"], tuple[Array, Array]]:
     """Attention over `normed`, then the MLP, each added to the residual stream `x`.
 
-    config: says num_heads, num_kv_heads, head_dim, rms_norm_eps and, for a layer with experts, experts.
-    rotation: of each token, see `layers.rotation`.
-    attend: a cache's `attend` of this layer, given (q, k, v).
+    rotation: the angles of each token, see `layers.rotation`.
+    attend: a cache's `attend` for this layer, called with (q, k, v).
     earlier: keys and values of this round's earlier rows.
-    only: the tokens whose stream is returned, [B, 1, E]; keys and values are those of all.
+    selected: the tokens whose stream is returned, [B, 1, E]; keys and values are returned for all tokens.
+    routed: describes the layer's experts, if it has any.
 
-    Returns the residual stream, and keys and values of this round, `earlier` included.
+    Returns the residual stream, and the keys and values of this round including `earlier`.
     """
     heads, kv_heads = config.num_heads, config.num_kv_heads
     qkv = layers.linear(normed, layer.qkv, layer.qkv_bias)
@@ -178,8 +253,8 @@ def decoder_layer(
     q, k, v = split_heads(qkv, *rotation, layer.q_norm, layer.k_norm, kv_heads=kv_heads, eps=config.rms_norm_eps)
     if earlier is not None:
         k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
-    if only is not None:
-        x, q = layers.take_token(x, only.token), layers.take_token(q, only.token)
-        attend = partial(attend, mask=only.mask)
+    if selected is not None:
+        x, q = layers.take_token(x, selected.token), layers.take_token(q, selected.token)
+        attend = partial(attend, mask=selected.mask)
     x = x + layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o, layer.o_bias)
-    return x + layer_mlp(layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer, config), (k, v)
+    return x + layer_mlp(layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer, routed), (k, v)

@@ -1,28 +1,30 @@
-"""Mixture of experts: a token goes through the few MLPs that a router chose (Shazeer et al., arXiv 1701.06538)."""
+"""Mixture of experts: a router sends each token through a few MLPs (Shazeer et al., arXiv 1701.06538)."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.router import Router
+from jspec.models.sizes import shape_of
 from pallas_kernels.group_rows import group_rows
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """Experts of a width and the router that chooses among them.
+    """Experts of one width and the router that chooses among them.
 
-    shared_width: of the MLP that reads every token, too; 0: there is none. It is cut into experts of the others' width,
-      so that one product reads all that a token goes through.
-    shared_gate: whether each token has a gate on what that MLP adds (Qwen3-Next).
+    shared_width: width of the MLP that every token goes through; 0: there is none. It is split into experts of the same
+      width as the others, so that one product covers all experts of a token.
+    shared_gate: whether each token has a gate on the output of that MLP (Qwen3-Next).
     """
 
     router: Router
@@ -32,46 +34,92 @@ class Routed:
 
     def __post_init__(self):
         if self.shared_gate and not self.shared_width:
-            raise ValueError("shared_gate=True: with shared_width=0 there is no MLP that it could be on")
+            raise ValueError("shared_gate=True requires shared_width > 0")
 
     @property
     def shared(self) -> int:
-        """How many experts that MLP is: the last one is filled up with zeros, which add nothing."""
+        """How many experts that MLP is split into; the last one is padded with zeros."""
         return -(-self.shared_width // self.width)
+
+    def unread_share(self, tokens: int) -> float:
+        """Expected share of all experts that a forward of `tokens` tokens leaves out, each expert equally likely."""
+        router = self.router
+        return (1 - router.chosen / router.count) ** tokens * router.count / (router.count + self.shared)
 
 
 @struct
 class RoutedParams:
-    """Y experts of width F, F2 = 2 F: X that a router chooses among, in float32, then those that read every token."""
+    """Y experts of width F, F2 = 2 F: X that a router chooses among, then the shared ones, which every token reads."""
 
     router: Float[Array, "X E"]
+    """In float32."""
     bias: Float[Array, " X"] | None
-    """On the scores, for the choice alone (DeepSeek-V3)."""
+    """Added to the scores for the choice only, not for the weights (DeepSeek-V3)."""
     gate_up: Float[Array, "Y E F2"]
     down: Float[Array, "Y F E"]
     shared_gate: Float[Array, "E 1"] | None = None
-    """On what the experts add that read every token."""
+    """Gate on the output of the shared experts."""
 
 
-def layer_mlp(x: Float[Array, "*batch E"], layer: Any, config: Any) -> Float[Array, "*batch E"]:
-    """What a layer makes of each token: its MLP, or its experts in place of it.
+class MlpParams(Protocol):
+    """The part of a layer's weights that is its MLP: `gate_up` and `down`, or `experts`; the others are None."""
 
-    layer: has gate_up and down, or experts; None what it has not.
-    config: says experts, `Routed`, where the layer has some.
+    @property
+    def gate_up(self) -> Float[Array, "E F2"] | None:
+        """Gate and up projections, fused."""
+        ...
+
+    @property
+    def down(self) -> Float[Array, "F E"] | None:
+        """The down projection."""
+        ...
+
+    @property
+    def experts(self) -> RoutedParams | None:
+        """Experts and their router."""
+        ...
+
+
+def mlp_shapes(routed: Routed | None, inner: int, width: int, dtype: DTypeLike) -> dict[str, Any]:
+    """The fields of `MlpParams` as `jax.ShapeDtypeStruct`s.
+
+    routed: the experts of the layer; None: it has an MLP of width `inner`.
+    width: the model's.
+    """
+    shape, wide = shape_of(dtype), shape_of(jnp.float32)
+    if routed is None:
+        return {"gate_up": shape((width, 2 * inner)), "down": shape((inner, width)), "experts": None}
+    inner, router, count = routed.width, routed.router, routed.router.count + routed.shared
+    experts = RoutedParams(
+        router=wide((router.count, width)),
+        bias=wide((router.count,)) if router.sigmoid else None,
+        gate_up=shape((count, width, 2 * inner)),
+        down=shape((count, inner, width)),
+        shared_gate=shape((width, 1)) if routed.shared_gate else None,
+    )
+    return {"gate_up": None, "down": None, "experts": experts}
+
+
+def layer_mlp(x: Float[Array, "*batch E"], layer: MlpParams, routed: Routed | None) -> Float[Array, "*batch E"]:
+    """The output of a layer's MLP, or of its experts, for each token.
+
+    routed: describes the experts; ignored if the layer has none.
     """
     if layer.experts is None:
+        assert layer.gate_up is not None and layer.down is not None
         return layers.gated_mlp(x, layer.gate_up, layer.down)
-    return routed_mlp(x, layer.experts, config.experts)
+    assert routed is not None
+    return routed_mlp(x, layer.experts, routed)
 
 
 def routed_mlp(x: Float[Array, "*batch E"], experts: RoutedParams, routed: Routed) -> Float[Array, "*batch E"]:
-    """What the experts that the router chooses, and those that read every token, make of each, with gated MLPs."""
+    """The sum of the experts that the router chooses for each token and of the shared ones, as gated MLPs."""
     flat = x.reshape(-1, x.shape[-1])
     ids, weights = routed.router.route(router_logits(flat.astype(jnp.float32), experts.router), experts.bias)
     if routed.shared:
         gate = jnp.ones((1, 1), jnp.float32)
         if experts.shared_gate is not None:
-            # Else XLA makes this product again, in one thread, for each number of the weights below.
+            # Without the barrier XLA recomputes this product, in one thread, for each element of the weights below.
             logit = lax.optimization_barrier(layers.linear(flat, experts.shared_gate))
             gate = jax.nn.sigmoid(logit.astype(jnp.float32))
         weights = jnp.concatenate([weights, jnp.broadcast_to(gate, (len(flat), routed.shared))], axis=1)
@@ -79,9 +127,9 @@ def routed_mlp(x: Float[Array, "*batch E"], experts: RoutedParams, routed: Route
 
 
 def router_logits(x: Float[Array, "T E"], router: Float[Array, "X E"]) -> Float[Array, "T X"]:
-    """What a router thinks of each expert for each token.
+    """Router logits, [tokens, experts].
 
-    Its weights are [out, in], other than all others': a GPU makes one kernel of the product of one token with them.
+    Its weights are [out, in], unlike all other weights here: the product with one token is then a single GPU kernel.
     """
     return jnp.matmul(x, router.T, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
@@ -94,9 +142,9 @@ def experts_mlp(
     down: Float[Array, "Y F E"],
     activation: Callable[[Array], Array],
 ) -> Float[Array, "T E"]:
-    """The weighted sum of what the experts `ids`, and the last a - k of all, make of each token, summed in float32.
+    """The weighted sum, in float32, of the outputs of the experts `ids` and of the last a - k, the shared experts.
 
-    Tokens are put in the order of their experts, so that each expert's are one block of a grouped product.
+    Tokens are sorted by expert, so that those of each expert are one block of a grouped product.
     """
     always = weights.shape[1] - ids.shape[1]
     order, place, sizes = group_rows(ids, gate_up.shape[0] - always, always)

@@ -1,24 +1,26 @@
-"""MTP heads: layers that a target was trained with to predict further tokens, and which its checkpoint holds
-(DeepSeek-V3, arXiv 2412.19437, section 2.2).
+"""MTP heads: additional layers of a target's own checkpoint, trained to predict further tokens (DeepSeek-V3, arXiv
+2412.19437, section 2.2).
 
-A head reads a hidden state beside the token that follows it, goes through one decoder layer of the target's own family
-and predicts the token after that. Row p of head i stands for the token at position p + 1 + i and a hidden state at p:
-the target's after its final norm for the first head, and the output of the head before for the others. Where one head
-is used again and again, its own output takes that place, and p grows with the token.
+A head reads a hidden state and the token that follows it, has one decoder layer of the target's family, and predicts
+the token after that. Row p of head i holds the token at position p + 1 + i and a hidden state at p: for the first head
+the target's after its final norm, for the others the output of the previous head. If one head is reused for each token,
+the hidden state is its own output, and p grows with the token.
 """
 
 import dataclasses
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.core.struct import struct
-from jspec.core.types import Params
+from jspec.core.types import Cache, Params, Target
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import HeadOutput
+from jspec.models.sizes import shape_of, tree_bytes
 
 
 @struct
@@ -29,7 +31,7 @@ class MtpParams:
     hidden_norm: Float[Array, " E"]
     projection: Float[Array, "E2 E"]
     """From the token's embedding and the hidden state, both normed, in this order."""
-    layer: Any
+    layer: PyTree
     """A decoder layer of the target's family."""
     norm: Float[Array, " E"]
     embed: Float[Array, "V E"] | None = None
@@ -38,28 +40,38 @@ class MtpParams:
     """None: the target's."""
 
     @property
-    def layers(self) -> tuple[Any, ...]:
-        """The layer, as `Decoder.run_layers` finds those of a model."""
+    def layers(self) -> tuple[PyTree, ...]:
+        """The layer, in the form that `Decoder.run_layers` expects."""
         return (self.layer,)
+
+
+def mtp_shapes(layer: PyTree, norm: PyTree, dtype: DTypeLike) -> MtpParams:
+    """The weights of a head as `jax.ShapeDtypeStruct`s; embedding and LM head are the target's.
+
+    layer, norm: the shapes of its layer, and of each of its norms.
+    """
+    (width,) = norm.shape
+    return MtpParams(norm, norm, shape_of(dtype)((2 * width, width)), layer, norm)
 
 
 @dataclasses.dataclass(frozen=True)
 class MtpHead:
-    """One of the heads; static, hashable by value, with its forward as methods. To a drafter it is an EAGLE head whose
-    feature is the target's hidden state itself.
+    """One of the heads; static, hashable by value, with its forward as methods.
 
-    index: which of the weights are its own.
-    reads: the layer of the target whose hidden state it reads, as in `Decoder.apply`: that after the final norm.
+    To a drafter it is an EAGLE head whose feature is the target's hidden state itself.
+
+    index: index of its weights.
+    capture_layer: the hidden state of the target that it reads, as in `Decoder.apply`: L + 1, after the final norm.
     """
 
     layer: Decoder
     index: int
-    reads: int
+    capture_layer: int
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """What it reads of the target."""
-        return (self.reads,)
+        """The hidden states of the target that it reads."""
+        return (self.capture_layer,)
 
     @property
     def vocab_size(self) -> int:
@@ -68,20 +80,20 @@ class MtpHead:
 
     @property
     def draft_vocab_size(self) -> int:
-        """The target's, too."""
+        """The target's."""
         return self.layer.vocab_size
 
     @property
     def target_hidden_size(self) -> int:
-        """The width of what it reads."""
+        """The width of the hidden state that it reads."""
         return self.layer.hidden_size
 
     def ids(self, params: tuple[MtpParams, ...]) -> None:
         """It predicts tokens of the target's own vocabulary."""
         return
 
-    def init_cache(self, params: tuple[MtpParams, ...], batch: int, capacity: int, page_size: int) -> Any:
-        """An empty cache for `batch` sequences of `capacity` rows, in the precision of `params`."""
+    def init_cache(self, params: tuple[MtpParams, ...], batch: int, capacity: int, page_size: int) -> Cache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
         return self.layer.empty_cache(batch, capacity, page_size, params[self.index].projection.dtype)
 
     def fuse(self, params: tuple[MtpParams, ...], hidden: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
@@ -91,21 +103,21 @@ class MtpHead:
     def apply(
         self,
         params: Params,
-        target: Any,
+        target: Target,
         tokens: Int[Array, "B N"],
         feature: Float[Array, "B N E"],
         positions: Int[Array, "#B #N"],
-        cache: Any,
+        cache: PyTree,
         start: Int[Array, " B"] | None,
         *,
         mask: Bool[Array, "#B N R"] | None = None,
-        earlier: Any = None,
+        earlier: PyTree = None,
         select: Int[Array, " B"] | None = None,
     ) -> HeadOutput:
-        """One forward over N (token, feature) pairs a sequence; arguments as of `EagleHead.apply`."""
-        only = layers.Only.of(select, mask, tokens, earlier)
+        """One forward over N (token, feature) pairs per sequence; arguments as in `EagleHead.apply`."""
+        selected = layers.SelectedToken.from_index(select, mask, tokens, earlier)
         feature, rows = self.read(
-            params, target, tokens, feature, positions, cache, start, mask=mask, earlier=earlier, only=only
+            params, target, tokens, feature, positions, cache, start, mask=mask, earlier=earlier, selected=selected
         )
         if select is not None and feature.shape[1] > 1:
             feature = layers.take_token(feature, select)
@@ -114,27 +126,27 @@ class MtpHead:
     def read(
         self,
         params: Params,
-        target: Any,
+        target: Target,
         tokens: Int[Array, "B N"],
         feature: Float[Array, "B N E"],
         positions: Int[Array, "#B #N"],
-        cache: Any,
+        cache: PyTree,
         start: Int[Array, " B"] | None,
         *,
         mask: Bool[Array, "#B N R"] | None = None,
-        earlier: Any = None,
-        only: layers.Only | None = None,
-    ) -> tuple[Float[Array, "B N E"], Any]:
-        """The part of `apply` before the LM head: the features of all tokens, or of `only`, and their rows."""
+        earlier: PyTree = None,
+        selected: layers.SelectedToken | None = None,
+    ) -> tuple[Float[Array, "B N E"], PyTree]:
+        """The part of `apply` before the LM head: the features of all tokens, or the `selected` ones, and all rows."""
         own: MtpParams = params.draft[self.index]
         embedded = target.embed(params.target, tokens) if own.embed is None else _embed(own.embed, tokens)
         joined = [self.layer.norm(embedded, own.token_norm), self.layer.norm(feature, own.hidden_norm)]
         x = layers.linear(jnp.concatenate(joined, axis=-1), own.projection)
         attend = partial(cache.attend, start=start, mask=mask)
-        ((x, rows),) = self.layer.run_layers(own, tokens, x, positions, attend, earlier, only)
+        ((x, rows),) = self.layer.run_layers(own, tokens, x, positions, attend, earlier, selected)
         return self.layer.norm(x, own.norm), (rows,)
 
-    def unembed(self, params: Params, target: Any, feature: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
+    def unembed(self, params: Params, target: Target, feature: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """Logits, in float32."""
         own: MtpParams = params.draft[self.index]
         if own.lm_head is None:
@@ -146,28 +158,62 @@ class MtpHead:
 class MtpHeads:
     """The configuration of a checkpoint's heads; their weights are a tuple of `MtpParams`.
 
-    layer: a decoder of one layer, that of a head; all are alike.
-    count: heads of the checkpoint.
+    layer: a decoder of one layer, that of each head.
+    count: number of heads.
     """
 
     layer: Decoder
     count: int
     drafter: ClassVar[str] = "mtp"
-    """The drafter that such heads are the draft of."""
+    """Name of the drafter that uses these heads as its draft."""
 
     def __post_init__(self):
         if self.layer.num_layers != 1:
-            raise ValueError(f"layer has num_layers={self.layer.num_layers}: a head is a decoder of 1 layer")
+            raise ValueError(f"layer.num_layers={self.layer.num_layers}: must be 1")
         if self.count < 1:
-            raise ValueError(f"count={self.count}: give at least 1 head")
+            raise ValueError(f"count={self.count}: must be at least 1")
 
     @property
     def num_layers(self) -> int:
-        """Heads of the checkpoint."""
+        """Number of heads, of one layer each."""
         return self.count
 
-    def head(self, index: int, target: Decoder) -> MtpHead:
-        """One of them, for a target, whose hidden state after its final norm it reads."""
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self.layer.vocab_size
+
+    @property
+    def target_hidden_size(self) -> int:
+        """The target's width."""
+        return self.layer.hidden_size
+
+    def summary(self) -> str:
+        """The draft in a few words."""
+        return f"{self.count} MTP head{'s' * (self.count > 1)}"
+
+    def param_shapes(self, dtype: DTypeLike) -> tuple[MtpParams, ...]:
+        """The weights as `jax.ShapeDtypeStruct`s; embedding and LM head are the target's."""
+        own = self.layer.param_shapes(dtype)
+        return (mtp_shapes(own.layers[0], own.norm, dtype),) * self.count
+
+    def step_bytes(self, params: Params) -> int:
+        """Bytes of weights that one forward of the first head reads."""
+        own: MtpParams = params.draft[0]
+        shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
+        head = shared if own.lm_head is None else own.lm_head
+        return tree_bytes((own.token_norm, own.hidden_norm, own.projection, own.layer, own.norm, head))
+
+    def extend_bytes(self, params: Params) -> int:
+        """Bytes of weights that the first head reads after a round: those of a step."""
+        return self.step_bytes(params)
+
+    def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
+        """Bytes of a head's own keys and values that one forward reads for a sequence of `context` tokens."""
+        return self.layer.kv_bytes(context, itemsize)
+
+    def head(self, index: int, target: Target) -> MtpHead:
+        """One of the heads, which reads the target's hidden state after its final norm."""
         return MtpHead(self.layer, index, target.num_layers + 1)
 
 

@@ -1,26 +1,28 @@
-"""Qwen3-Next and Qwen3.5, their text models: gated delta nets among layers of gated attention.
+"""The text models of Qwen3-Next and Qwen3.5: gated delta nets interleaved with gated attention.
 
-Most layers keep a state of fixed size (Yang et al., arXiv 2412.06464), every fourth one attends to all tokens, and its
-output passes a gate. The MLP is a mixture of experts, one of which reads every token, or in dense sizes a plain one.
-The equations are those of `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM` in transformers 5.23; the two families differ
-in how checkpoints lay out the projections, and here no more (`jspec.qwen3_next_checkpoint`).
+Most layers keep a state of fixed size (Yang et al., arXiv 2412.06464); every fourth one attends to all tokens, and its
+output passes a gate. The MLP is a mixture of experts, one of which every token goes through, or a plain one in dense
+sizes. The equations are those of `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM` in transformers 5.23; the two families
+differ only in how checkpoints lay out the projections (`jspec.checkpoints.qwen3_next`).
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys, RecurrentLayer, RecurrentRows
 from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed, RoutedParams, layer_mlp
-from jspec.models.mtp_head import MtpParams
+from jspec.models.moe import Routed, RoutedParams, layer_mlp, mlp_shapes
+from jspec.models.mtp_head import MtpParams, mtp_shapes
+from jspec.models.sizes import shape_of
 from pallas_kernels.rotary import rotate
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
@@ -28,14 +30,14 @@ Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
 
 @struct
 class DeltaParams:
-    """A gated delta net, [in, out]. X = C + Hv (V + 2), C the channels of the convolution, HvV = Hv * V."""
+    """A gated delta net, [in, out]. X = C + Hv (V + 2), where C is the channels of the convolution; HvV = Hv * V."""
 
     projection: Float[Array, "E X"]
-    """To what is convolved (all queries, all keys, all values), to the gate, to beta and to the decay."""
+    """To the inputs of the convolution (all queries, all keys, all values), the gate, beta and the decay."""
     conv: Float[Array, "W1 C"]
-    """The node's own weight last."""
+    """The weight of the node's own input is last."""
     log_rate: Float[Array, " Hv"]
-    """Of the decay; in float32, as its bias."""
+    """Log of the decay rate; in float32, like its bias."""
     rate_bias: Float[Array, " Hv"]
     norm: Float[Array, " V"]
     out: Float[Array, "HvV E"]
@@ -46,7 +48,7 @@ class AttentionParams:
     """Gated attention, [in, out]. HD = H * D, X = 2 (H + K) * D."""
 
     projection: Float[Array, "E X"]
-    """To queries, keys, values, and the gate of each query head."""
+    """To queries, keys, values and the gate of each query head."""
     q_norm: Float[Array, " D"]
     k_norm: Float[Array, " D"]
     out: Float[Array, "HD E"]
@@ -54,7 +56,7 @@ class AttentionParams:
 
 @struct
 class Qwen3NextLayerParams:
-    """Weights of one layer. Its norms, and those of query and key heads, hold 1 + w in float32, w the checkpoint's."""
+    """Weights of one layer. Its norms, and those of query and key heads, are stored as 1 + w in float32, w as read."""
 
     mixer_norm: Float[Array, " E"]
     mixer: DeltaParams | AttentionParams
@@ -62,31 +64,31 @@ class Qwen3NextLayerParams:
     gate_up: Float[Array, "E F2"] | None
     down: Float[Array, "F E"] | None
     experts: RoutedParams | None
-    """In place of the MLP."""
+    """Experts; mutually exclusive with gate_up and down."""
 
 
 @struct
 class Qwen3NextParams:
-    """Weights of a model. `lm_head` is None where the embedding serves as the head."""
+    """Weights of a model. `lm_head` is None if the embedding is the LM head."""
 
     embed: Float[Array, "V E"]
     layers: tuple[Qwen3NextLayerParams, ...]
     norm: Float[Array, " E"]
     lm_head: Float[Array, "E V"] | None
     mtp: tuple[MtpParams, ...] = ()
-    """What drafts for this target; its own forward does not read them."""
+    """MTP heads, which draft for this target; its own forward does not read them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Qwen3Next(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
-    full: for each layer, whether it attends to all tokens; the others keep states.
-    state: what those keep.
-    rotary_share: of each head's dimensions, that rotate with the position.
+    is_full_attention: for each layer, whether it attends to all tokens; the others keep states.
+    state: the state of those others.
+    rotary_share: share of each head's dimensions that rotate with the position.
     intermediate_size: width of the MLP of layers without experts.
-    experts: of each layer but the `dense_layers`; None: there are none.
-    mtp_layers: how many heads there are in `Qwen3NextParams.mtp`.
+    experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
+    mtp_layers: MTP heads in `Qwen3NextParams.mtp`.
     """
 
     vocab_size: int
@@ -95,7 +97,7 @@ class Qwen3Next(Decoder):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    full: tuple[bool, ...]
+    is_full_attention: tuple[bool, ...]
     state: RecurrentLayer
     max_length: int
     experts: Routed | None = None
@@ -105,48 +107,108 @@ class Qwen3Next(Decoder):
     rotary_share: float = 0.25
     tie_embeddings: bool = False
     mtp_layers: int = 0
+    rope_scaling: ClassVar[None] = None
+    """Frequencies are never scaled."""
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} heads are no multiple of {self.num_kv_heads} key heads")
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
 
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        return len(self.full)
+        return len(self.is_full_attention)
 
     @property
     def rotary_dim(self) -> int:
-        """Dimensions of a head that rotate."""
+        """Dimensions of a head that rotate with the position."""
         return int(self.head_dim * self.rotary_share)
 
     def layer_experts(self, layer: int) -> Routed | None:
-        """The experts of a layer."""
+        """The experts of a layer; None if it has none."""
         return None if layer in self.dense_layers else self.experts
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend to all tokens."""
+        return tuple(index for index, full in enumerate(self.is_full_attention) if full)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes that the recurrent layers keep for a sequence: states in float32, and inputs of the convolution."""
+        state, count = self.state, self.is_full_attention.count(False)
+        window = (state.kernel - 1) * state.channels * itemsize
+        return count * (4 * state.value_heads * state.key_dim * state.value_dim + window)
+
+    def param_shapes(self, dtype: DTypeLike) -> Qwen3NextParams:
+        """The weights as `jax.ShapeDtypeStruct`s."""
+        shape, width = shape_of(dtype), self.hidden_size
+        norm = shape_of(jnp.float32)((width,))
+        mtp = mtp_shapes(self._layer_shapes(True, self.experts, dtype), norm, dtype)
+        return Qwen3NextParams(
+            embed=shape((self.vocab_size, width)),
+            layers=tuple(
+                self._layer_shapes(full, self.layer_experts(index), dtype)
+                for index, full in enumerate(self.is_full_attention)
+            ),
+            norm=norm,
+            lm_head=None if self.tie_embeddings else shape((width, self.vocab_size)),
+            mtp=(mtp,) * self.mtp_layers,
+        )
+
+    def _layer_shapes(self, full: bool, routed: Routed | None, dtype: DTypeLike) -> Qwen3NextLayerParams:
+        width = self.hidden_size
+        norm = shape_of(jnp.float32)((width,))
+        return Qwen3NextLayerParams(
+            mixer_norm=norm,
+            mixer=self._attention_shapes(dtype) if full else self._delta_shapes(dtype),
+            mlp_norm=norm,
+            **mlp_shapes(routed, self.intermediate_size, width, dtype),
+        )
+
+    def _attention_shapes(self, dtype: DTypeLike) -> AttentionParams:
+        shape, wide, width, dim = shape_of(dtype), shape_of(jnp.float32), self.hidden_size, self.head_dim
+        return AttentionParams(
+            projection=shape((width, 2 * (self.num_heads + self.num_kv_heads) * dim)),
+            q_norm=wide((dim,)),
+            k_norm=wide((dim,)),
+            out=shape((self.num_heads * dim, width)),
+        )
+
+    def _delta_shapes(self, dtype: DTypeLike) -> DeltaParams:
+        shape, wide, width, state = shape_of(dtype), shape_of(jnp.float32), self.hidden_size, self.state
+        values = state.value_heads * state.value_dim
+        return DeltaParams(
+            projection=shape((width, state.channels + values + 2 * state.value_heads)),
+            conv=shape((state.kernel, state.channels)),
+            log_rate=wide((state.value_heads,)),
+            rate_bias=wide((state.value_heads,)),
+            norm=shape((state.value_dim,)),
+            out=shape((values, width)),
+        )
 
     def mtp_layer(self) -> "Qwen3Next":
         """The layer of an MTP head, which attends to all tokens, as a decoder of its own."""
-        return dataclasses.replace(self, full=(True,), dense_layers=(), mtp_layers=0)
+        return dataclasses.replace(self, is_full_attention=(True,), dense_layers=(), mtp_layers=0)
 
-    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: Any) -> HybridCache:
-        """An empty cache for `batch` sequences of `capacity` rows; states in float32."""
-        kinds = [self.layer_keys(index) if full else self.state for index, full in enumerate(self.full)]
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> HybridCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens; states in float32."""
+        kinds = [self.layer_keys(index) if full else self.state for index, full in enumerate(self.is_full_attention)]
         return HybridCache.empty(batch, capacity, page_size, layers=kinds, dtype=dtype)
 
     def layer_keys(self, layer: int) -> LayerKeys:
-        """The keys and values that a layer makes.
+        """The keys and values of a layer.
 
         Raises:
-          ValueError: a layer that makes none.
+          ValueError: the layer has none.
         """
-        if not self.full[layer]:
-            raise ValueError(f"layer {layer} keeps a state, and has no keys that could be read")
+        if not self.is_full_attention[layer]:
+            raise ValueError(f"layer {layer} keeps a state and has no keys")
         return LayerKeys(self.num_kv_heads, self.head_dim)
 
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
         """How those keys are rotated: radians a position, for each pair of dimensions.
 
-        A head's dimensions are in another order than in checkpoints, so that those that do not rotate are pairs, too.
+        A head's dimensions are reordered when checkpoints are read, so that those that do not rotate are pairs too.
         """
         still = jnp.zeros((self.head_dim - self.rotary_dim) // 2)
         return jnp.concatenate([layers.rope_frequencies(self.rotary_dim, self.rope_theta, None), still])
@@ -155,26 +217,22 @@ class Qwen3Next(Decoder):
         """The factor on the products of queries and those keys."""
         return self.head_dim**-0.5
 
-    def embed(self, params: Qwen3NextParams, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-        """What the first layer reads."""
-        return jnp.take(params.embed, tokens, axis=0, mode="clip")
-
     def run_layers(
         self,
-        params: Qwen3NextParams,
+        params: PyTree,
         tokens: Int[Array, "B N"],
         x: Float[Array, "B N E"],
         positions: Int[Array, "#B #N"],
         attend: Callable[..., Any],
         earlier: tuple[Pair | RecurrentRows, ...] | None,
-        only: layers.Only | None,
+        selected: layers.SelectedToken | None,
     ) -> Iterator[tuple[Float[Array, "B N E"], Pair | RecurrentRows]]:
-        """Yields after each layer the residual stream and the layer's rows of this round."""
+        """Yields, after each layer, the residual stream and the layer's rows of this round."""
         rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype)
         for index, layer in enumerate(params.layers):
             before = None if earlier is None else earlier[index]
-            here_only = only if index + 1 == self.num_layers else None
-            x, rows = self.layer(layer, x, rotation, partial(attend, index), before, here_only)
+            here_selected = selected if index + 1 == self.num_layers else None
+            x, rows = self.layer(layer, x, rotation, partial(attend, index), before, here_selected)
             yield x, rows
 
     def layer(
@@ -183,36 +241,31 @@ class Qwen3Next(Decoder):
         x: Float[Array, "B N E"],
         rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
         attend: Callable[..., Any],
-        earlier: Any,
-        only: layers.Only | None = None,
+        earlier: PyTree,
+        selected: layers.SelectedToken | None = None,
     ) -> tuple[Float[Array, "B N E"], Pair | RecurrentRows]:
-        """The residual stream after one layer, and its rows of this round, `earlier` included.
+        """The residual stream after one layer, and its rows of this round including `earlier`.
 
-        attend: a cache's `attend` of this layer.
-        only: the tokens whose stream is returned, [B, 1, E]; the rows are those of all.
+        attend: a cache's `attend` for this layer.
+        selected: the tokens whose stream is returned, [B, 1, E]; rows are returned for all tokens.
         """
         normed = self.norm(x, layer.mixer_norm)
         if isinstance(layer.mixer, DeltaParams):
             mixed, rows = self._recur(layer.mixer, normed, attend, earlier)
-            if only is not None:
-                x, mixed = layers.take_token(x, only.token), layers.take_token(mixed, only.token)
+            if selected is not None:
+                x, mixed = layers.take_token(x, selected.token), layers.take_token(mixed, selected.token)
         else:
-            mixed, rows = self._attend(layer.mixer, normed, rotation, attend, earlier, only)
-            x = x if only is None else layers.take_token(x, only.token)
+            mixed, rows = self._attend(layer.mixer, normed, rotation, attend, earlier, selected)
+            x = x if selected is None else layers.take_token(x, selected.token)
         x = x + mixed
-        return x + layer_mlp(self.norm(x, layer.mlp_norm), layer, self), rows
+        return x + layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts), rows
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"]) -> Float[Array, "*batch E"]:
         """The norm of the residual stream, and of query and key heads."""
         return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
 
-    def unembed(self, params: Qwen3NextParams, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
-        """The LM head alone: logits, in float32, of hidden states that have been through the final norm."""
-        weight = params.embed.T if params.lm_head is None else params.lm_head
-        return layers.linear(normed, weight).astype(jnp.float32)
-
     def _recur(self, mixer: DeltaParams, normed, attend, earlier: RecurrentRows | None):
-        """What a gated delta net adds to the stream, and its rows."""
+        """The output of a gated delta net, and its rows."""
         state, shape = self.state, (*normed.shape[:2], self.state.value_heads, self.state.value_dim)
         ends = [state.channels, end := state.channels + shape[2] * shape[3], end + shape[2]]
         inputs, z, b, a = jnp.split(layers.linear(normed, mixer.projection), ends, axis=-1)
@@ -224,16 +277,16 @@ class Qwen3Next(Decoder):
         out = out.astype(jnp.float32) * jax.nn.silu(z.reshape(shape).astype(jnp.float32))
         return layers.linear(out.astype(normed.dtype).reshape(*shape[:2], -1), mixer.out), rows
 
-    def _attend(self, mixer: AttentionParams, normed, rotation, attend, earlier: Pair | None, only):
-        """What gated attention adds to the stream, and its keys and values."""
+    def _attend(self, mixer: AttentionParams, normed, rotation, attend, earlier: Pair | None, selected):
+        """The output of gated attention, and its keys and values."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         made = layers.linear(normed, mixer.projection).reshape(*normed.shape[:2], -1, self.head_dim)
         q, k, v, gate = jnp.split(made, [heads, heads + kv_heads, heads + 2 * kv_heads], axis=2)
         q, k = (rotate(self.norm(x, norm), *rotation) for x, norm in ((q, mixer.q_norm), (k, mixer.k_norm)))
         if earlier is not None:
             k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
-        if only is not None:
-            q, gate = layers.take_token(q, only.token), layers.take_token(gate, only.token)
-            attend = partial(attend, mask=only.mask)
+        if selected is not None:
+            q, gate = layers.take_token(q, selected.token), layers.take_token(gate, selected.token)
+            attend = partial(attend, mask=selected.mask)
         out = attend(q, k, v, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
         return layers.linear(out.reshape(*out.shape[:2], -1), mixer.out), (k, v)

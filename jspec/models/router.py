@@ -1,23 +1,23 @@
-"""Which experts read a token: the routers of mixtures of experts."""
+"""The routers of mixtures of experts: which experts a token goes through."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.topk import topk
 
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """Chooses `chosen` of `count` experts for each token, and weights them.
+    """Chooses `chosen` of `count` experts for each token, and weights them by their scores.
 
-    sigmoid: whether an expert's score is the sigmoid of its logit, and not a softmax over all of them.
-    groups: of neighbours, of which only the `kept_groups` best are chosen from (DeepSeek-V2, arXiv 2405.04434, section
-      2.2.2).
-    best_of_group: of how many experts, the best ones, the scores add up to that of a group.
-    normalize: whether the weights of the chosen experts, which are their scores, are made to add up to 1.
+    sigmoid: whether an expert's score is the sigmoid of its logit; otherwise it is a softmax over all experts.
+    groups: groups of adjacent experts; only the `kept_groups` best take part in the choice (DeepSeek-V2, arXiv
+      2405.04434, section 2.2.2).
+    best_of_group: a group's score is the sum of this many of its best scores.
+    normalize: whether the weights of the chosen experts are normalized to a sum of 1.
     scale: factor on the weights.
     """
 
@@ -32,25 +32,28 @@ class Router:
 
     def __post_init__(self):
         if self.groups < 1 or self.count % self.groups:
-            raise ValueError(f"groups={self.groups}: {self.count} experts are so many groups of one size")
+            raise ValueError(f"groups={self.groups} must divide the number of experts ({self.count})")
         if not 1 <= self.kept_groups <= self.groups:
-            raise ValueError(f"kept_groups={self.kept_groups}: between 1 and all {self.groups} groups are kept")
+            raise ValueError(f"kept_groups={self.kept_groups}: must be between 1 and {self.groups}")
         size = self.count // self.groups
         if not 1 <= self.best_of_group <= min(size, 2):
-            raise ValueError(f"best_of_group={self.best_of_group}: 1 or 2 of the {size} experts of a group")
+            raise ValueError(f"best_of_group={self.best_of_group}: must be between 1 and {min(size, 2)}")
         if not 1 <= self.chosen <= self.kept_groups * size:
-            raise ValueError(f"chosen={self.chosen}: {self.kept_groups} groups have {self.kept_groups * size} experts")
+            raise ValueError(
+                f"chosen={self.chosen}: must be between 1 and {self.kept_groups * size}, the experts of "
+                f"kept_groups={self.kept_groups}"
+            )
 
     def route(
         self, logits: Float[Array, "T X"], bias: Float[Array, " X"] | None = None
     ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-        """The experts of each token, the best first, and their weights, in float32.
+        """The experts of each token, best first, and their weights in float32.
 
-        bias: what is added to the scores for the choice alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+        bias: added to the scores for the choice only (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
         """
         logits = logits.astype(jnp.float32)
         if not self.sigmoid and bias is None and self.kept_groups == self.groups:
-            # A softmax keeps the order of the logits, so that it is made of the chosen ones alone.
+            # A softmax keeps the order of the logits, so it is only computed for the chosen ones.
             best, ids, total = topk(logits, self.chosen)
             weights = jax.nn.softmax(best, axis=-1) if self.normalize else jnp.exp(best - total[:, None])
             return ids, weights * self.scale
@@ -64,15 +67,15 @@ class Router:
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
         return ids, weights * self.scale
 
-    def _kept(self, choice):
-        """Whether each expert is in a group that is kept, Bool[T, X]."""
+    def _kept(self, choice: Float[Array, "T X"]) -> Bool[Array, "T X"]:
+        """Whether each expert is in one of the best groups."""
         tokens, size = choice.shape[0], self.count // self.groups
         grouped = choice.reshape(tokens, self.groups, size)
         best = grouped.max(-1)
         if self.best_of_group == 2:
             first = jnp.argmax(grouped, axis=-1)[..., None] == jnp.arange(size)[None, None]
             best += jnp.where(first, -jnp.inf, grouped).max(-1)
-        # Ranks are counted, not sorted: a sort keeps a GPU from running the loop as one graph.
+        # Ranks are counted, not sorted: with a sort, a GPU could not run the loop as one graph.
         one, other, number = best[:, :, None], best[:, None, :], jnp.arange(self.groups)
         before = (number[None, :] < number[:, None])[None]
         rank = ((other > one) | (other == one) & before).sum(-1)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from jspec.core.struct import struct
 from jspec.core.types import ForwardOutput, Params
 from jspec.drafters import FrozenKvMtp
-from jspec.models import Assistant, AssistantParams, Gemma4, Gemma4Params, LanguageModel, Llama, LlamaParams
+from jspec.models import Assistant, AssistantParams
 from jspec.models.assistant import AssistantLayerParams
 from jspec.models.decoder import Decoder
 from jspec.train import model, ttt
@@ -77,7 +77,7 @@ class AssistantLearner:
     """
 
     config: Assistant
-    target: Llama | Gemma4
+    target: Decoder
 
     def __post_init__(self):
         if self.config.clusters is not None:
@@ -94,7 +94,7 @@ class AssistantLearner:
     def vocabulary(self, sources: tuple[Source, ...]) -> None:
         """All tokens."""
 
-    def init(self, target: LlamaParams | Gemma4Params, ids: Array | None, key: Key[Array, ""]) -> AssistantParams:
+    def init(self, target: PyTree, ids: Array | None, key: Key[Array, ""]) -> AssistantParams:
         """Initial weights, see `init_params`."""
         assert ids is None
         return init_params(self.config, self.target, target, key)
@@ -102,7 +102,7 @@ class AssistantLearner:
     def observe(self, out: ForwardOutput) -> Observed:
         """The hidden states, and the keys and values of the layers that it reads."""
         assert out.hidden is not None
-        sources = {self.target.source(layer) for layer in self.config.reads}
+        sources = {self.target.kv_source_layer(layer) for layer in self.config.target_layers}
         return Observed(out.hidden, {layer: out.rows[layer] for layer in sources})
 
     def begin(self, params: Params, observed: Observed) -> Float[Array, "B T Et"]:
@@ -114,7 +114,7 @@ class AssistantLearner:
     ) -> tuple[Float[Array, "B T V"], Float[Array, "B T Et"]]:
         """The carry is its own hidden states."""
         batch, length = tokens.shape
-        rows = {layer: observed.rows[self.target.source(layer)] for layer in self.config.reads}
+        rows = {layer: observed.rows[self.target.kv_source_layer(layer)] for layer in self.config.target_layers}
         cache = FrozenRows(rows, model.causal_attention(self.target, str(carry.dtype)))
         position = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
         read = ttt.shift(tokens, step + 1).reshape(-1, 1)
@@ -124,7 +124,7 @@ class AssistantLearner:
 
 
 def configure(
-    target: Llama | Gemma4,
+    target: Decoder,
     *,
     reads: tuple[int, ...] | None = None,
     num_layers: int | None = None,
@@ -154,7 +154,7 @@ def configure(
     config = Assistant(
         vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
-        reads=reads,
+        target_layers=reads,
         head_dims=tuple(target.layer_keys(layer).head_dim for layer in reads),
         rms_norm_eps=target.rms_norm_eps,
         target_head=target_head,
@@ -164,21 +164,22 @@ def configure(
     return config
 
 
-def require_keys(target: LanguageModel) -> Llama | Gemma4:
+def require_keys(target: Decoder) -> Decoder:
     """`target`, if an assistant can be trained for it: each of its layers has per-head keys and values.
 
     Raises:
-      ValueError: a target of another family.
+      ValueError: some layers keep latents or states instead.
     """
-    if isinstance(target, Llama | Gemma4):
+    attends = len(target.attention_layers) == target.num_layers
+    if attends and all(target.layer_keys(layer).latent is None for layer in range(target.num_layers)):
         return target
     raise ValueError(
-        "an assistant can only be trained for targets of the Llama shape and for Gemma 4, "
+        "an assistant can only be trained for a target whose layers all have per-head keys and values, "
         f"but the target is of type {type(target).__name__}"
     )
 
 
-def default_reads(target: Llama | Gemma4, count: int) -> tuple[int, ...]:
+def default_reads(target: Decoder, count: int) -> tuple[int, ...]:
     """The target layers that an assistant of `count` layers reads: the last ones, in the target's order.
 
     If the target has layers of several kinds, they are the last layer of each kind, and the first of these repeats to
@@ -198,9 +199,7 @@ def default_reads(target: Llama | Gemma4, count: int) -> tuple[int, ...]:
     return tuple(range(target.num_layers - count, target.num_layers))
 
 
-def init_params(
-    config: Assistant, target: Llama | Gemma4, params: LlamaParams | Gemma4Params, key: Key[Array, ""]
-) -> AssistantParams:
+def init_params(config: Assistant, target: Decoder, params: PyTree, key: Key[Array, ""]) -> AssistantParams:
     """Initial weights in float32: random, except for the last layers if the widths agree.
 
     Then the final norm and the LM head are the target's, and the next step reads the output of that norm unchanged.
@@ -211,13 +210,15 @@ def init_params(
     norm, post = jnp.ones(width, jnp.float32), model.init_matrix(next(keys), width, outer)
     head = model.init_matrix(next(keys), width, config.vocab_size).T
     if width == outer:
-        full = params.lm_head if isinstance(params, LlamaParams) else None
         norm, post = params.norm.astype(jnp.float32), jnp.eye(width, dtype=jnp.float32)
-        head = jnp.array(params.embed if full is None else full.T, jnp.float32)
+        head = jnp.array(target.lm_head(params).T, jnp.float32)
     return AssistantParams(
         # Embeddings may be much smaller than hidden states; scaling gives both the same weight.
         pre_projection=model.init_matrix(next(keys), 2 * outer, width) / spreads[:, None],
-        layers=tuple(_init_layer(config, target, layer, keys) for layer in range(config.num_layers)),
+        layers=tuple(
+            _init_layer(shapes, target.layer_scale(layer), keys)
+            for shapes, layer in zip(config.param_shapes(jnp.float32).layers, config.target_layers, strict=True)
+        ),
         norm=norm,
         post_projection=post,
         head=None if config.target_head else head,
@@ -234,21 +235,8 @@ def _spread(x: Float[Array, "*shape"]) -> Float[Array, ""]:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
 
 
-def _init_layer(
-    config: Assistant, target: Llama | Gemma4, layer: int, keys: Iterator[Key[Array, ""]]
-) -> AssistantLayerParams:
-    """Random weights, with norms of 1, except that of queries if the target's scale leaves large products."""
-    width, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dims[layer]
-    ones, queries = jnp.ones(width, jnp.float32), config.num_heads * dim
-    return AssistantLayerParams(
-        attention_norm=ones,
-        q=model.init_matrix(next(keys), width, queries),
-        q_norm=jnp.full(dim, dim**-0.5 / target.layer_scale(config.reads[layer]), jnp.float32),
-        o=model.init_matrix(next(keys), queries, width),
-        attention_out_norm=ones,
-        mlp_norm=ones,
-        gate_up=model.init_matrix(next(keys), width, 2 * mlp),
-        down=model.init_matrix(next(keys), mlp, width),
-        mlp_out_norm=ones,
-        scalar=jnp.ones((), jnp.float32),
-    )
+def _init_layer(shapes: AssistantLayerParams, scale: float, keys: Iterator[Key[Array, ""]]) -> AssistantLayerParams:
+    """Random weights, with norms of 1, except that of queries if the target's `scale` leaves large products."""
+    layer = model.init_layer(shapes, keys)
+    (dim,) = shapes.q_norm.shape
+    return dataclasses.replace(layer, q_norm=jnp.full(dim, dim**-0.5 / scale, jnp.float32))

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 
 from jspec.checkpoints import assistant as assistant_checkpoint
 from jspec.engine.model import Model
-from jspec.models import Assistant, LanguageModel
+from jspec.models import Assistant, Decoder
 from jspec.train import assistant, distill
 from jspec.train.assistant import AssistantLearner
 from jspec.train.draft import DraftKind
@@ -78,7 +78,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target-head", action="store_true", help="use the target's LM head instead of its own")
 
 
-def _make_learner(target: LanguageModel, args: argparse.Namespace) -> AssistantLearner:
+def _make_learner(target: Decoder, args: argparse.Namespace) -> AssistantLearner:
     shape = assistant.require_keys(target)
     given = {name: getattr(args, name) for name in _SHAPE}
     reads = None if args.reads is None else tuple(args.reads)
@@ -98,7 +98,7 @@ def _describe(learner: Learner, weights: int, name: str, args: argparse.Namespac
         f"An assistant for {name} (frozen-KV MTP, as the assistants of Gemma 4): {weights:,} parameters, "
         f"{config.num_layers} layers of width {config.hidden_size} ({config.num_heads} heads of {heads}, MLP of "
         f"{config.intermediate_size}) that read the keys and values of the target's layers "
-        f"{', '.join(str(layer) for layer in config.reads)}, "
+        f"{', '.join(str(layer) for layer in config.target_layers)}, "
         f"{'the LM head of the target' if config.target_head else 'an LM head of its own'}, weights in bfloat16. It "
         "has no cache."
     )

@@ -192,19 +192,19 @@ def vocabulary(config: EagleHead, sources: tuple[Source, ...]) -> np.ndarray | N
 
 def init_params(config: EagleHead, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Array) -> EagleParams:
     """Initial weights in float32: random, except for norm and LM head, which are the target's if the widths agree."""
+    shapes, width = config.param_shapes(jnp.float32), config.hidden_size
+    assert shapes.lm_head is not None
     keys = iter(jax.random.split(key, 7))
-    width, captured = config.hidden_size, len(config.capture_layers) * config.target_hidden_size
-    fc, head = (
-        model.init_matrix(next(keys), captured, width),
-        model.init_matrix(next(keys), width, config.draft_vocab_size),
-    )
+    fc = model.init_matrix(next(keys), *shapes.fc.shape)
+    head = model.init_matrix(next(keys), *shapes.lm_head.shape)
     norm, embed = jnp.ones(width, jnp.float32), None
-    if width == config.target_hidden_size:
+    if shapes.embed is None:
         full = target.embed.T if target.lm_head is None else target.lm_head
         head = (full if ids is None else jnp.take(full, ids, axis=1, mode="clip")).astype(jnp.float32)
         norm = target.norm.astype(jnp.float32)
     else:
-        embed = model.init_matrix(next(keys), config.vocab_size, width, model.EMBEDDING_SPREAD * config.vocab_size**0.5)
+        rows, columns = shapes.embed.shape
+        embed = model.init_matrix(next(keys), rows, columns, model.EMBEDDING_SPREAD * rows**0.5)
     return EagleParams(
         embed=embed,
         fc=fc,
@@ -212,7 +212,7 @@ def init_params(config: EagleHead, target: LlamaParams, ids: Int[Array, " Vd"] |
         fc_norms=None,
         input_norm=None,
         hidden_norm=jnp.ones(width, jnp.float32),
-        layers=(model.init_layer(config, keys, read=2 * width, branch=2**-0.5),),
+        layers=tuple(model.init_layer(layer, keys, branch=2**-0.5) for layer in shapes.layers),
         norm=norm,
         lm_head=head,
         ids=None,

@@ -15,7 +15,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jspec.core.types import ForwardOutput, Params
-from jspec.models import Assistant, EagleHead, Gemma4, Llama
+from jspec.models.assistant import Assistant
+from jspec.models.decoder import Decoder
+from jspec.models.eagle_head import EagleHead
 from jspec.train import model, trainer, ttt
 from jspec.train.batches import Source
 from jspec.train.trainer import Recipe, State
@@ -32,7 +34,7 @@ class Learner(ttt.Unrolled, Protocol):
         ...
 
     @property
-    def target(self) -> Llama | Gemma4:
+    def target(self) -> Decoder:
         """The target's configuration."""
         ...
 
@@ -102,7 +104,7 @@ class DraftSetup:
     """Precision of the forward and backward pass; the draft's weights themselves are float32."""
 
     @property
-    def target(self) -> Llama | Gemma4:
+    def target(self) -> Decoder:
         """The target's configuration."""
         return self.learner.target
 

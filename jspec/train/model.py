@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from typing import Protocol
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jspec.models import Llama, LlamaParams
 from jspec.models.decoder import Decoder
-from jspec.models.llama import LayerParams
 
 SHAPES = {
     "python-small": Llama(
@@ -45,6 +44,8 @@ _MAX_FUSED_HEAD_DIM = 128
 
 EMBEDDING_SPREAD = 0.02
 """Standard deviation of initial embeddings."""
+
+L = TypeVar("L")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +81,13 @@ class CausalAttention:
 @partial(jax.jit, static_argnames=("config",))
 def init_params(config: Llama, key: Key[Array, ""]) -> LlamaParams:
     """Random weights in float32: matrices with a standard deviation of in^-0.5, smaller at the end of a branch."""
+    shapes = config.param_shapes(jnp.float32)
     keys = iter(jax.random.split(key, 4 * config.num_layers + 2))
-    width = config.hidden_size
     branch = (2 * config.num_layers) ** -0.5
-    embed = jax.random.normal(next(keys), (config.vocab_size, width), jnp.float32) * EMBEDDING_SPREAD
-    head = None if config.tie_embeddings else init_matrix(next(keys), width, config.vocab_size)
-    flags = {"qk_norm": config.qk_norm, "bias": config.attention_bias}
-    stack = tuple(init_layer(config, keys, read=width, branch=branch, **flags) for _ in range(config.num_layers))
-    return LlamaParams(embed, stack, jnp.ones(width, jnp.float32), head)
+    embed = jax.random.normal(next(keys), shapes.embed.shape, jnp.float32) * EMBEDDING_SPREAD
+    head = None if shapes.lm_head is None else init_matrix(next(keys), *shapes.lm_head.shape)
+    stack = tuple(init_layer(layer, keys, branch=branch) for layer in shapes.layers)
+    return LlamaParams(embed, stack, jnp.ones(shapes.norm.shape, jnp.float32), head)
 
 
 def init_matrix(key: Key[Array, ""], rows: int, columns: int, factor: float = 1.0) -> Float[Array, "rows columns"]:
@@ -95,65 +95,22 @@ def init_matrix(key: Key[Array, ""], rows: int, columns: int, factor: float = 1.
     return jax.random.normal(key, (rows, columns), jnp.float32) * (factor * rows**-0.5)
 
 
-class LayerShape(Protocol):
-    """The configuration of a model, as far as a decoder layer needs it."""
+def init_layer(shapes: L, keys: Iterator[Key[Array, ""]], *, branch: float = 1.0) -> L:
+    """Random weights of a layer in float32: matrices with a standard deviation of in^-0.5, unit norms, zero biases.
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream."""
-        ...
-
-    @property
-    def intermediate_size(self) -> int:
-        """Width of the MLP."""
-        ...
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads."""
-        ...
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        ...
-
-    @property
-    def head_dim(self) -> int:
-        """Dimensions of a head."""
-        ...
-
-
-def init_layer(
-    config: LayerShape,
-    keys: Iterator[Key[Array, ""]],
-    *,
-    read: int,
-    branch: float,
-    qk_norm: bool = False,
-    bias: bool = False,
-) -> LayerParams:
-    """Random weights of a decoder layer.
-
-    keys: four of them are used.
-    read: width of the input of the attention.
-    branch: scale of the matrices that end a residual branch.
+    shapes: the layer's part of `param_shapes`.
+    keys: one is used for each matrix.
+    branch: scale of the matrices that end a residual branch, `o` and `down`.
     """
-    width, mlp, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    queries = config.num_heads * dim
-    projected = queries + 2 * config.num_kv_heads * dim
-    return LayerParams(
-        attention_norm=jnp.ones(width, jnp.float32),
-        qkv=init_matrix(next(keys), read, projected),
-        qkv_bias=jnp.zeros(projected, jnp.float32) if bias else None,
-        q_norm=jnp.ones(dim, jnp.float32) if qk_norm else None,
-        k_norm=jnp.ones(dim, jnp.float32) if qk_norm else None,
-        o=init_matrix(next(keys), queries, width, branch),
-        o_bias=jnp.zeros(width, jnp.float32) if bias else None,
-        mlp_norm=jnp.ones(width, jnp.float32),
-        gate_up=init_matrix(next(keys), width, 2 * mlp),
-        down=init_matrix(next(keys), mlp, width, branch),
-    )
+
+    def init(path, leaf: jax.ShapeDtypeStruct) -> Array:
+        name = path[-1].name
+        if len(leaf.shape) == 2:
+            rows, columns = leaf.shape
+            return init_matrix(next(keys), rows, columns, branch if name in ("o", "down") else 1.0)
+        return (jnp.zeros if name.endswith("_bias") else jnp.ones)(leaf.shape, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(init, shapes)
 
 
 def count(params: PyTree) -> int:

@@ -19,13 +19,13 @@ from jspec.core import accept, decode, stopping
 from jspec.core.types import Params
 from jspec.drafters import Plain
 from jspec.engine.model import locate
-from jspec.models import LanguageModel
+from jspec.models.decoder import Decoder
 from jspec.train import batches, tokenizer
 
 _PAGE_SIZE = 64
 
 
-def complete(config: LanguageModel, params: PyTree, prompts: list[list[int]], *, width: int, batch: int) -> np.ndarray:
+def complete(config: Decoder, params: PyTree, prompts: list[list[int]], *, width: int, batch: int) -> np.ndarray:
     """Each prompt with the model's greedy continuation up to `width` tokens: UInt[sequences, width].
 
     The ids have 16 bits, or 32 if the vocabulary needs them. Nothing stops a text early: after its end the model
@@ -46,7 +46,7 @@ def complete(config: LanguageModel, params: PyTree, prompts: list[list[int]], *,
     return np.concatenate(sequences).astype(batches.id_dtype(config.vocab_size))
 
 
-def _complete(config: LanguageModel, params: PyTree, prompts: list[list[int]], width: int, longest: int) -> jax.Array:
+def _complete(config: Decoder, params: PyTree, prompts: list[list[int]], width: int, longest: int) -> jax.Array:
     ids = np.zeros((len(prompts), longest), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt

@@ -30,6 +30,7 @@ from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
 from jspec.engine import memory
 from jspec.models.moe import Routed
 from jspec.models.router import Router
+from jspec.models.sizes import count_parameters
 
 RULE = accept.Imposed(2.5)
 ROUTED = Routed(Router(count=8, chosen=2), width=8)
@@ -49,7 +50,7 @@ def target_of(drafter):
 @functools.cache
 def params_of(drafter):
     target, model = target_of(drafter), getattr(drafter, "model", None)
-    shapes = Params(*(each and weights.shapes_of(each, jnp.float32) for each in (target, model)))
+    shapes = Params(*(each and each.param_shapes(jnp.float32) for each in (target, model)))
     return weights.random_weights(shapes, target.vocab_size)
 
 
@@ -109,8 +110,8 @@ def test_a_call_takes_the_mean_of_many_in_a_row(monkeypatch):
     ),
 )
 def test_a_preset_has_the_published_number_of_parameters(name, published):
-    shapes = weights.shapes_of(PRESETS[name].target, jnp.bfloat16)
-    assert weights.count(shapes) == pytest.approx(published, rel=0.01)
+    shapes = PRESETS[name].target.param_shapes(jnp.bfloat16)
+    assert count_parameters(shapes) == pytest.approx(published, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -124,37 +125,37 @@ def test_bytes_are_those_of_the_literature(name, head, target, step, extend, kv)
     """Worked out by hand from the published shapes, in bfloat16."""
     preset = PRESETS[name]
     params = _shapes(name)
-    assert weights.count(params.draft) == pytest.approx(head, rel=1e-3)
-    assert weights.forward_bytes(params.target) == pytest.approx(target, rel=1e-3)
-    assert weights.draft_step_bytes(params) == pytest.approx(step, rel=1e-3)
-    assert weights.extend_bytes(params) == pytest.approx(extend, rel=1e-3)
-    assert weights.kv_bytes(preset.target, 1, 2) == kv
-    assert weights.kv_bytes(preset.target, 512, 2) == 512 * kv
+    assert count_parameters(params.draft) == pytest.approx(head, rel=1e-3)
+    assert preset.target.forward_bytes(params.target) == pytest.approx(target, rel=1e-3)
+    assert preset.head.step_bytes(params) == pytest.approx(step, rel=1e-3)
+    assert preset.head.extend_bytes(params) == pytest.approx(extend, rel=1e-3)
+    assert preset.target.kv_bytes(1, 2) == kv
+    assert preset.target.kv_bytes(512, 2) == 512 * kv
     plain = weights.round_bytes(params, preset.target, None, depth=0, batch=8, context=512)
-    assert plain == weights.forward_bytes(params.target) + 8 * 512 * kv
+    assert plain == preset.target.forward_bytes(params.target) + 8 * 512 * kv
     chain = weights.round_bytes(params, preset.target, preset.head, depth=5, batch=8, context=512)
     assert chain - plain == pytest.approx(extend + 4 * step + 5 * 8 * 512 * 4096, rel=1e-3)
 
 
 def test_a_tied_model_reads_its_embedding_as_the_head():
-    params = _shapes("llama-3.2-1b")
-    assert weights.forward_bytes(params.target) == memory.tree_bytes(params.target)
+    params, config = _shapes("llama-3.2-1b"), PRESETS["llama-3.2-1b"].target
+    assert config.forward_bytes(params.target) == memory.tree_bytes(params.target)
     # A draft that is a language model reads in `extend` what it reads in a step.
     pair = Params(_shapes("llama-3.1-8b").target, params.target)
-    assert weights.extend_bytes(pair) == weights.draft_step_bytes(pair) == memory.tree_bytes(params.target)
+    assert config.extend_bytes(pair) == config.step_bytes(pair) == memory.tree_bytes(params.target)
 
 
 def test_bytes_of_an_assistants_round():
     """Worked out by hand, in bfloat16: 31B, and E4B's head of clusters; windows bound what is read of a context."""
     params, preset = _shapes("gemma-4-31b"), PRESETS["gemma-4-31b"]
-    assert weights.forward_bytes(params.target) == pytest.approx(61.4e9, rel=1e-3)
+    assert preset.target.forward_bytes(params.target) == pytest.approx(61.4e9, rel=1e-3)
     windows, full = 50 * 1024 * 2 * 16 * 256 * 2, 10 * 2 * 4 * 512 * 2
-    assert weights.kv_bytes(preset.target, 32_768, 2) == windows + 32_768 * full
-    assert weights.kv_bytes(preset.target, 100, 2) == 100 * (windows // 1024 + full)
+    assert preset.target.kv_bytes(32_768, 2) == windows + 32_768 * full
+    assert preset.target.kv_bytes(100, 2) == 100 * (windows // 1024 + full)
     # Projections, then queries, outputs and MLPs of three sliding layers and a full one, then the head.
     layers = 3 * 2 * 32 * 256 * 1024 + 2 * 32 * 512 * 1024 + 4 * 3 * 1024 * 8192
     step = 2 * (3 * 5376 * 1024 + layers + 262_144 * 1024)
-    assert weights.draft_step_bytes(params, preset.assistant) == pytest.approx(step, rel=1e-4)
+    assert preset.assistant.step_bytes(params) == pytest.approx(step, rel=1e-4)
     plain = weights.round_bytes(params, preset.target, None, depth=0, batch=2, context=4096)
     chain = weights.round_bytes(params, preset.target, preset.assistant, depth=5, batch=2, context=4096)
     read = 2 * (3 * 1024 * 2 * 16 * 256 * 2 + 4096 * 2 * 4 * 512 * 2)
@@ -162,18 +163,18 @@ def test_bytes_of_an_assistants_round():
     small = PRESETS["gemma-4-e4b"]
     layers = 3 * 2 * 8 * 256 * 256 + 2 * 8 * 512 * 256 + 4 * 3 * 256 * 2048
     step = 2 * (3 * 2560 * 256 + layers + 2048 * 256 + 32 * 128 * 256)
-    assert weights.draft_step_bytes(_shapes("gemma-4-e4b"), small.assistant) == pytest.approx(step, rel=1e-3)
+    assert small.assistant.step_bytes(_shapes("gemma-4-e4b")) == pytest.approx(step, rel=1e-3)
 
 
 def test_bytes_of_recurrent_layers_and_of_the_experts_that_are_read():
     """Worked out by hand, in bfloat16: 80B-A3B has 36 layers with states and 12 with keys."""
     params, preset = _shapes("qwen3-next"), PRESETS["qwen3-next"]
     state = 36 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
-    assert weights.state_bytes(preset.target, 2) == state
-    assert weights.kv_bytes(preset.target, 100, 2) == 100 * 12 * 2 * 2 * 256 * 2
+    assert preset.target.state_bytes(2) == state
+    assert preset.target.kv_bytes(100, 2) == 100 * 12 * 2 * 2 * 256 * 2
     expert = 48 * 3 * 2048 * 512 * 2
     plain = weights.round_bytes(params, preset.target, None, depth=0, batch=1, context=100)
-    every = weights.forward_bytes(params.target, preset.target, 10_000)
+    every = preset.target.forward_bytes(params.target, 10_000)
     assert plain == pytest.approx(every - 502 * expert + 100 * 24_576 + 2 * state, rel=1e-6)
     two = weights.round_bytes(params, preset.target, None, depth=0, batch=2, context=100)
     # The second token chooses 100 / 512 experts that the first one has chosen, too.
@@ -183,30 +184,30 @@ def test_bytes_of_recurrent_layers_and_of_the_experts_that_are_read():
 def test_bytes_of_experts_are_those_that_are_chosen():
     """Worked out by hand, in bfloat16: 6 of the 64 experts of each of 26 layers for a token, all of them for many."""
     config = PRESETS["deepseek-v2-lite"].target
-    params = weights.shapes_of(config, jnp.bfloat16)
+    params = config.param_shapes(jnp.bfloat16)
     expert, routers = 2 * 3 * 2048 * 1408, 26 * 4 * 2048 * 64
     attention = 2048 * (16 * 192 + 576) + 16 * (128 + 128) * 512 + 16 * 128 * 2048
     shared = 26 * 2 * expert + 2 * 3 * 2048 * 10_944 + 2 * 27 * attention + 2 * 2048 * 102_400 + routers
-    assert weights.forward_bytes(params, config) == pytest.approx(shared + 26 * 6 * expert, rel=1e-3)
+    assert config.forward_bytes(params) == pytest.approx(shared + 26 * 6 * expert, rel=1e-3)
     two = 64 * (1 - (1 - 6 / 64) ** 2)
-    assert weights.forward_bytes(params, config, 2) == pytest.approx(shared + 26 * two * expert, rel=1e-3)
+    assert config.forward_bytes(params, 2) == pytest.approx(shared + 26 * two * expert, rel=1e-3)
     everything = memory.tree_bytes(params) - memory.tree_bytes(params.embed)
-    assert weights.forward_bytes(params, config, 1000) == everything
-    assert weights.kv_bytes(config, 100, 2) == 100 * 27 * 576 * 2
+    assert config.forward_bytes(params, 1000) == everything
+    assert config.kv_bytes(100, 2) == 100 * 27 * 576 * 2
     draft = PRESETS["deepseek-v2-lite"].standalone
-    pair = Params(params, weights.shapes_of(draft, jnp.bfloat16))
+    pair = Params(params, draft.param_shapes(jnp.bfloat16))
     plain = weights.round_bytes(pair, config, None, depth=0, batch=1, context=0)
-    assert plain == weights.forward_bytes(params, config)
+    assert plain == config.forward_bytes(params)
     chain = weights.round_bytes(pair, config, draft, depth=3, batch=2, context=0)
-    drafting = 3 * weights.forward_bytes(pair.draft, draft)
-    assert chain == weights.forward_bytes(params, config, 8) + drafting
+    drafting = 3 * draft.forward_bytes(pair.draft)
+    assert chain == config.forward_bytes(params, 8) + drafting
     grown = weights.round_bytes(pair, config, draft, depth=3, batch=2, context=0, nodes=12)
-    assert grown == weights.forward_bytes(params, config, 24) + drafting
+    assert grown == config.forward_bytes(params, 24) + drafting
 
 
 def test_the_floor_of_a_tree_is_that_of_all_its_nodes():
     preset = PRESETS["tiny-deepseek"]
-    params = Params(*(weights.shapes_of(config, jnp.float32) for config in (preset.target, preset.standalone)))
+    params = Params(*(config.param_shapes(jnp.float32) for config in (preset.target, preset.standalone)))
     setup = Setup(preset.target, params, tokens_per_round=2, rounds=4, repeats=1, page_size=8)
     drafter = Standalone(depth=2, width=2, num_nodes=6).bind(preset.target, preset.standalone)
     row = measure(setup, "tree", drafter, 3, preset.target.max_length, lambda _: None)
@@ -217,7 +218,7 @@ def test_the_floor_of_a_tree_is_that_of_all_its_nodes():
 
 def test_shapes_of_deepseek_and_of_experts_are_those_of_their_checkpoints(tmp_path):
     for config in (PRESETS["tiny-deepseek"].target, dataclasses.replace(TINY.target, qk_norm=True, experts=ROUTED)):
-        shapes = weights.shapes_of(config, jnp.float32)
+        shapes = config.param_shapes(jnp.float32)
         language_model.save(tmp_path, config, weights.random_weights(shapes, 128), dtype="float32")
         loaded = language_model.load(tmp_path, dtype="float32")
         assert loaded.config == config
@@ -229,7 +230,7 @@ def test_shapes_of_deepseek_and_of_experts_are_those_of_their_checkpoints(tmp_pa
 def _shapes(name):
     """Of a target and its first draft."""
     preset = PRESETS[name]
-    return Params(*(weights.shapes_of(each, jnp.bfloat16) for each in (preset.target, preset.head or preset.assistant)))
+    return Params(*(each.param_shapes(jnp.bfloat16) for each in (preset.target, preset.head or preset.assistant)))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -245,20 +246,20 @@ def test_the_drafts_of_a_preset_suit_its_target(name):
 
 def test_shapes_are_those_that_the_model_runs_with():
     for kind in gemma.KINDS:
-        shapes = weights.shapes_of(gemma.KINDS[kind], jnp.float32)
+        shapes = gemma.KINDS[kind].param_shapes(jnp.float32)
         assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, gemma.params(kind))
     for kind, config in qwen.KINDS.items():
-        shapes = weights.shapes_of(config, jnp.float32)
+        shapes = config.param_shapes(jnp.float32)
         assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, qwen.params(kind))
     own = toy.random_assistant(toy.ASSISTANT)
     for config, made in ((toy.ASSISTANT, own), (toy.CLUSTERED, toy.in_clusters(toy.CLUSTERED, own))):
-        shapes = weights.shapes_of(config, jnp.float32)
+        shapes = config.param_shapes(jnp.float32)
         assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, made)
 
 
 def test_random_weights_are_what_the_shapes_say_and_keep_what_is_there():
     target, head = PRESETS["tiny"].target, PRESETS["tiny"].head
-    shapes = Params(weights.llama_shapes(target, jnp.bfloat16), weights.head_shapes(head, jnp.bfloat16))
+    shapes = Params(target.param_shapes(jnp.bfloat16), head.param_shapes(jnp.bfloat16))
     made = weights.random_weights(shapes, target.vocab_size)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), made) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)
     assert np.std(np.asarray(made.target.layers[1].gate_up, np.float32)) == pytest.approx(weights.SPREAD, rel=0.1)

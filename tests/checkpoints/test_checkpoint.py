@@ -78,7 +78,7 @@ def test_default_precision_is_the_platforms(saved):
 
 
 def test_unknown_dtype(saved):
-    with pytest.raises(ValueError, match="dtype='int4': give one of float32, bfloat16, float16"):
+    with pytest.raises(ValueError, match="dtype='int4': must be one of float32, bfloat16, float16"):
         language_model.load(saved, dtype="int4")
 
 
@@ -161,7 +161,7 @@ def test_missing_tensor(saved):
 def test_wrong_shape(saved):
     edit_config(saved, intermediate_size=65)
     with pytest.raises(
-        CheckpointError, match=r"gate_proj.weight has the shape \(64, 32\), config.json says \(65, 32\)"
+        CheckpointError, match=r"gate_proj.weight has shape \(64, 32\), but config.json implies \(65, 32\)"
     ):
         language_model.load(saved)
 
@@ -172,7 +172,7 @@ def test_missing_shard_and_missing_entry(tmp_path):
     raw = json.loads(index.read_text())
     shard = raw["weight_map"].pop("model.norm.weight")
     index.write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="names no file for the tensor 'model.norm.weight'"):
+    with pytest.raises(CheckpointError, match="lists no file for the tensor 'model.norm.weight'"):
         language_model.load(tmp_path)
     raw["weight_map"]["model.norm.weight"] = shard
     index.write_text(json.dumps(raw))

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 import jspec
 from jspec.checkpoints import eagle, eagle_config, language_model
 from jspec.checkpoints.language_model import CheckpointError
+from jspec.checkpoints.source import Source
 from jspec.core.types import Params
 from jspec.engine import model
 from jspec.models import EagleHead, Llama, LlamaParams
@@ -85,7 +86,7 @@ def test_forward_is_the_oracles(head, name):
 @pytest.mark.parametrize("name", HEADS)
 def test_round_trip_in_each_layout(head, tmp_path, name):
     loaded = load(head(**HEADS[name]))
-    unsuited = {"eagle1": "EAGLE-3 heads only", "eagle3 own": "fc_bias"}
+    unsuited = {"eagle1": "must be 'safeailab' for an EAGLE-1 head", "eagle3 own": "fc_bias"}
     for layout in eagle_config.LAYOUTS:
         out, write_head = tmp_path / layout, partial(eagle.save, layout=layout, dtype="float32")
         refused = [message for start, message in unsuited.items() if name.startswith(start)]
@@ -96,7 +97,7 @@ def test_round_trip_in_each_layout(head, tmp_path, name):
         write_head(out, loaded.config, loaded.params)
         again = load(out)
         assert again.config == loaded.config and equal(again.params, loaded.params)
-        assert eagle.is_head(out)
+        assert eagle.matches(Source(out))
 
 
 def test_what_sglang_reads(head, tmp_path):
@@ -137,7 +138,7 @@ def test_precision(head):
     for dtype in ("float32", "bfloat16"):
         params = load(head(tensors=halves), dtype=dtype).params
         assert {leaf.dtype for leaf in jax.tree.leaves(replace(params, ids=None))} == {jnp.dtype(dtype)}
-    with pytest.raises(ValueError, match="dtype='int4': give one of"):
+    with pytest.raises(ValueError, match="dtype='int4': must be one of"):
         load(head(), dtype="int4")
 
 
@@ -149,7 +150,7 @@ def test_pytorch_model_bin(needs, head, tmp_path, name):
     stored = {key: torch.from_numpy(value) for key, value in load_file(directory / "model.safetensors").items()}
     (directory / "model.safetensors").unlink()
     torch.save(stored, directory / "pytorch_model.bin")
-    assert eagle.is_head(directory)
+    assert eagle.matches(Source(directory))
     loaded = load(directory)
     assert loaded.config == wanted.config and equal(loaded.params, wanted.params)
     del stored["fc.weight"]
@@ -157,7 +158,7 @@ def test_pytorch_model_bin(needs, head, tmp_path, name):
     with pytest.raises(CheckpointError, match="the tensor 'fc.weight' is missing"):
         load(directory)
     torch.save([1, 2], directory / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="no table of tensors"):
+    with pytest.raises(CheckpointError, match="must hold a dictionary of tensors"):
         load(directory)
 
 
@@ -191,7 +192,7 @@ def test_every_tensor_is_needed_and_checked(head, name):
                 load(directory)
         if key not in same - {"t2d"}:
             write(directory, raw, {**stored, key: stored[key][:-1]})
-            with pytest.raises(CheckpointError, match=f"{key} has the shape"):
+            with pytest.raises(CheckpointError, match=f"{key} has shape"):
                 load(directory)
 
 
@@ -200,7 +201,7 @@ def test_every_tensor_is_needed_and_checked(head, name):
     "name", ["mask_hidden", "layers.0.self_attn.q_proj.weight_scale", "layers.1.mlp.up_proj.weight", "extra.bias"]
 )
 def test_a_tensor_that_nothing_reads(head, layout, name):
-    with pytest.raises(CheckpointError, match=f"has tensors that an EAGLE-. head has not.*: {name}$"):
+    with pytest.raises(CheckpointError, match=f"has unexpected tensors for an EAGLE-. head.*: {name}$"):
         load(head(layout=layout, tensors={name: np.zeros(2, np.float32)}))
 
 
@@ -217,7 +218,7 @@ def test_vocabulary_maps(head):
     stored = random_head()[1]
     ids = oracle.target_ids(stored)
     for d2t in (ids, stored["d2t"] - 1 - ids[0], np.where(np.arange(23) == 5, 0, stored["d2t"])):
-        with pytest.raises(CheckpointError, match="d2t leads to .* do not ascend inside of a vocabulary of 61"):
+        with pytest.raises(CheckpointError, match="d2t maps to .* must ascend from 0 to at most 60"):
             load(head(tensors={"d2t": d2t}))
     marked = np.isin(np.arange(V), ids)
     with pytest.raises(CheckpointError, match="t2d marks other tokens"):
@@ -247,17 +248,17 @@ def test_heads_that_no_layout_holds(head, tmp_path):
     target = LlamaParams(jnp.ones((V, 16)), (), jnp.ones(16), None)
     cut = eagle.with_hot_tokens(loaded.config, loaded.params, target, [3, 1])
     save = partial(eagle.save, tmp_path / "out")
-    with pytest.raises(ValueError, match="no place in an EAGLE-1 checkpoint"):
+    with pytest.raises(ValueError, match="an EAGLE-1 checkpoint cannot hold a reduced vocabulary"):
         save(cut.config, cut.params, layout="safeailab")
-    with pytest.raises(ValueError, match="layout='sglang': give one of safeailab, speculators"):
+    with pytest.raises(ValueError, match="layout='sglang': must be one of safeailab, speculators"):
         save(loaded.config, loaded.params, layout="sglang")
     with pytest.raises(ValueError, match="dtype='int4'"):
         save(loaded.config, loaded.params, layout="safeailab", dtype="int4")
     loaded = load(head(qkv_bias=True))
-    with pytest.raises(ValueError, match="biases for q, k, v and o together"):
+    with pytest.raises(ValueError, match="biases for all of q, k, v and o"):
         save(loaded.config, loaded.params, layout="speculators")
     both = replace(loaded.params, input_norm=jnp.ones(48), fc_norms=(jnp.ones(16),) * 3)
-    with pytest.raises(ValueError, match="either input_norm or fc_norms"):
+    with pytest.raises(ValueError, match="both input_norm and fc_norms"):
         save(loaded.config, both, layout="safeailab")
     assert not (tmp_path / "out").exists()
 
@@ -288,16 +289,16 @@ def test_hot_tokens_that_are_none(head):
     loaded = load(head(layout="eagle1"))
     for ids, message in (
         ([3, 4, 3], "ids has 3 entries, of which only 2 differ"),
-        ([3, 61], "ids reaches from 3 to 61: the vocabulary has 61 tokens"),
-        ([-1, 3], "ids reaches from -1 to 3"),
-        ([], "give a list of token ids"),
-        ([[1, 2]], "give a list of token ids"),
-        ([1.5], "give a list of token ids"),
+        ([3, 61], "ids range from 3 to 61: must be between 0 and 60"),
+        ([-1, 3], "ids range from -1 to 3"),
+        ([], "must be a non-empty list of token ids"),
+        ([[1, 2]], "must be a non-empty list of token ids"),
+        ([1.5], "must be a non-empty list of token ids"),
     ):
         with pytest.raises(ValueError, match=message):
             eagle.with_hot_tokens(loaded.config, loaded.params, target, ids)
     loaded = load(head())
-    with pytest.raises(ValueError, match="cut to 23 tokens already"):
+    with pytest.raises(ValueError, match="already reduced to 23 tokens"):
         eagle.with_hot_tokens(loaded.config, loaded.params, target, [1])
 
 
@@ -311,7 +312,11 @@ def test_reading_a_list_of_hot_tokens(needs, tmp_path):
     torch.save(torch.tensor([[5.0]]), tmp_path / "b.pt")
     (tmp_path / "b.json").write_text('{"a": 1}')
     (tmp_path / "c.json").write_text("[")
-    for name, message in (("b.pt", "no list of integers"), ("b.json", "no list of integers"), ("c.json", "as JSON")):
+    for name, message in (
+        ("b.pt", "must hold a list of token ids"),
+        ("b.json", "must hold a list of token ids"),
+        ("c.json", "as JSON"),
+    ):
         with pytest.raises(CheckpointError, match=message):
             read(tmp_path / name)
     for name in ("d.json", "d.pt"):
@@ -323,11 +328,11 @@ def test_a_model_with_a_head(head, tmp_path, monkeypatch):
     target = replace(toy.TARGET, hidden_size=16)
     language_model.save(tmp_path / "target", target, toy.random_params(target), dtype="float32")
     language_model.save(tmp_path / "lm", toy.DRAFT, toy.random_params(toy.DRAFT), dtype="float32")
-    assert not eagle.is_head(tmp_path / "target")
+    assert not eagle.matches(Source(tmp_path / "target"))
     ids = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]}
     for options, version in ((dict(layout="eagle1"), 1), (dict(eagle_config=ids), 3)):
         directory = head(**options)
-        assert eagle.is_head(directory)
+        assert eagle.matches(Source(directory))
         loaded = jspec.load(tmp_path / "target", draft=directory, dtype="float32")
         assert isinstance(loaded.draft, EagleHead) and loaded.draft.version == version
         assert equal(loaded.params.draft, load(directory, target).params)

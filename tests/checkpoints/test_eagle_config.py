@@ -80,17 +80,17 @@ def test_captured_layers_in_number(head):
     two = {"fc.weight": stored["fc.weight"][:, :32]}
     loaded = load(head(eagle_config=ids, tensors=two, num_aux_hidden_states=2))
     assert loaded.config.capture_layers == (2, 5) and loaded.params.fc.shape == (32, 16)
-    with pytest.raises(CheckpointError, match=r"fc.weight has the shape \(16, 48\), config.json says \(16, 32\)"):
+    with pytest.raises(CheckpointError, match=r"fc.weight has shape \(16, 48\), but config.json implies \(16, 32\)"):
         load(head(eagle_config=ids))
-    with pytest.raises(CheckpointError, match="num_aux_hidden_states=3, but .* stands for 2 layers"):
+    with pytest.raises(CheckpointError, match="num_aux_hidden_states=3, but .* selects 2 layers"):
         load(head(eagle_config=ids, tensors=two, num_aux_hidden_states=3))
 
 
 @pytest.mark.parametrize(
     "layers, ids, message",
     [
-        (6, None, r"eagle_aux_hidden_state_layer_ids is not set, .*\(2, 3, 3\) of a target with 6 layers"),
-        (8, [4, 1, 6], r"=\[4, 1, 6\] stands for the inputs of layers \(5, 2, 7\).*ascend from -1 to 7"),
+        (6, None, r"eagle_aux_hidden_state_layer_ids is not set, .*\(2, 3, 3\), but the target has 6 layers"),
+        (8, [4, 1, 6], r"=\[4, 1, 6\] selects the inputs of layers \(5, 2, 7\).*ascend, from -1 to at most 7"),
         (8, [1, 4, 8], r"\(2, 5, 9\)"),
         (8, [1, 1, 4], r"\(2, 2, 5\)"),
     ],
@@ -122,8 +122,8 @@ def test_captured_layers_that_are_none(head, layers, ids, message):
         ("eagle3", {"norm_before_fc": True}, r"norm_before_fc=True.*'input_norm.weight' is missing"),
         ("eagle3", {"fc_norm": True, "norm_before_fc": True}, "norm_before_fc together with fc_norm"),
         ("eagle3", {"vocab_size": 62}, "vocab_size=62, but the target has 61"),
-        ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size=62 is not between 1 and vocab_size=61"),
-        ("eagle3", {"draft_vocab_size": 22}, r"lm_head.weight has the shape \(23, 16\)"),
+        ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size=62: must be between 1 and vocab_size=61"),
+        ("eagle3", {"draft_vocab_size": 22}, r"lm_head.weight has shape \(23, 16\)"),
         ("eagle3", {"target_hidden_size": 32}, "target_hidden_size=32, but the target's width is 16"),
         ("eagle3", {"num_key_value_heads": 3}, "multiple"),
         ("eagle3", {"num_hidden_layers": "absent"}, "num_hidden_layers.*missing"),
@@ -139,7 +139,7 @@ def test_captured_layers_that_are_none(head, layers, ids, message):
             {"transformer_layer_config": {"model_type": "gemma"}},
             "'gemma' is not supported.*llama, qwen3",
         ),
-        ("speculators", {"norm_before_residual": "absent"}, "'norm_before_residual' is missing.*vLLM true"),
+        ("speculators", {"norm_before_residual": "absent"}, "'norm_before_residual' is missing.*true in vLLM"),
         ("speculators", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
@@ -150,7 +150,7 @@ def test_refused_configurations(head, layout, changes, message):
 
 def test_flags_that_the_weights_deny(head):
     for options, flag in (({"fc_norm": "fc_norm"}, "fc_norm"), ({"norm_before_fc": True}, "norm_before_fc")):
-        with pytest.raises(CheckpointError, match=f"{flag}=False, but the tensor .* is there"):
+        with pytest.raises(CheckpointError, match=f"{flag}=False, but the tensor .* is present"):
             load(head(lambda raw, flag=flag: edit(raw, **{flag: False}), **options))
         load(head(lambda raw, flag=flag: edit(raw, **{flag: "absent"}), **options))
 

@@ -139,7 +139,7 @@ def test_an_object_that_is_not_a_drafter_is_an_error_that_names_what_it_lacks():
             "target with hidden size 64, but this target has 32",
         ),
         (
-            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, reads=(0, 2))),
+            lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, target_layers=(0, 2))),
             "reads layer 2, but this target has layers 0 to 1",
         ),
         (
@@ -150,9 +150,15 @@ def test_an_object_that_is_not_a_drafter_is_an_error_that_names_what_it_lacks():
             lambda: FrozenKvMtp().bind(toy.TARGET, dataclasses.replace(toy.ASSISTANT, num_heads=3)),
             "reads layer 1 with 3 heads",
         ),
-        (lambda: dataclasses.replace(toy.ASSISTANT, reads=(0,)), "each layer, of at least 1, has one of both"),
-        (lambda: dataclasses.replace(toy.ASSISTANT, clusters=Clusters(60, 4)), "61 tokens are no multiple of 60"),
-        (lambda: dataclasses.replace(toy.ASSISTANT, clusters=Clusters(61, 62)), "between 1 and 61 are chosen"),
+        (lambda: dataclasses.replace(toy.ASSISTANT, target_layers=(0,)), "must be non-empty and have the same length"),
+        (
+            lambda: dataclasses.replace(toy.ASSISTANT, clusters=Clusters(60, 4)),
+            "vocab_size=61 is not a multiple of count=60",
+        ),
+        (
+            lambda: dataclasses.replace(toy.ASSISTANT, clusters=Clusters(61, 62)),
+            "chosen must be between 1 and count=61",
+        ),
         (
             lambda: Standalone().bind(toy.TARGET, dataclasses.replace(toy.DRAFT, vocab_size=60)),
             "the draft has 60 tokens, the target 61",

@@ -31,10 +31,13 @@ LENGTHS = np.array([1, 2, 12, 30], np.int32)
 SCALED = dataclasses.replace(toy.TARGET, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 16))
 SHAPE = dict(vocab_size=61, hidden_size=48, target_hidden_size=32, intermediate_size=64, num_heads=4)
 CASES = {
-    "llama": (SCALED, Assistant(**SHAPE, reads=(1, 0, 1), head_dims=(16,) * 3)),
-    "dense": (gemma.KINDS["dense"], Assistant(**SHAPE, reads=(1, 0, 2), head_dims=(8, 8, 16))),
+    "llama": (SCALED, Assistant(**SHAPE, target_layers=(1, 0, 1), head_dims=(16,) * 3)),
+    "dense": (gemma.KINDS["dense"], Assistant(**SHAPE, target_layers=(1, 0, 2), head_dims=(8, 8, 16))),
     # Layers 2 and 3 share the keys of layers 0 and 1.
-    "shared": (gemma.KINDS["shared"], Assistant(**SHAPE, reads=(2, 3), head_dims=(8, 16), clusters=Clusters(61, 20))),
+    "shared": (
+        gemma.KINDS["shared"],
+        Assistant(**SHAPE, target_layers=(2, 3), head_dims=(8, 16), clusters=Clusters(61, 20)),
+    ),
 }
 
 
@@ -112,7 +115,7 @@ def attend_by_hand(config, target, layer, read, z, keys, values, position):
 def step_by_hand(config, target, own, embedded, hidden, pairs, position):
     """Logits (-inf if there is none) and hidden state after one token; pairs: keys and values of each layer."""
     z = np.concatenate([embedded, hidden]) @ np.asarray(own.pre_projection, np.float64)
-    for layer, read, (keys, values) in zip(own.layers, config.reads, pairs, strict=True):
+    for layer, read, (keys, values) in zip(own.layers, config.target_layers, pairs, strict=True):
         out = attend_by_hand(config, target, layer, read, z, keys, values, position)
         z = z + rms(out, layer.attention_out_norm) if len(keys) else z
         gate, up = np.split(rms(z, layer.mlp_norm) @ np.asarray(layer.gate_up, np.float64), 2)
@@ -135,7 +138,7 @@ def seen(name):
     cache = target.init_cache(weights.target, len(IDS), 8, 8)
     forward = jax.jit(functools.partial(target.forward, capture_layers=(target.num_layers + 1,)))
     out = forward(weights.target, tree.chain(jnp.asarray(IDS)), cache, None)
-    sources = [read if isinstance(target, Llama) else target.source(read) for read in config.reads]
+    sources = [read if isinstance(target, Llama) else target.kv_source_layer(read) for read in config.target_layers]
     pairs = [tuple(np.asarray(part, np.float64) for part in out.rows[source]) for source in sources]
     return pairs, np.asarray(out.hidden, np.float64)
 

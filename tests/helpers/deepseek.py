@@ -16,7 +16,7 @@ MLA = Deepseek(
     intermediate_size=64,
     num_layers=2,
     num_heads=4,
-    latent=Latent(query=24, size=20, key=12, rope=8, value=16),
+    latent=Latent(q_rank=24, kv_rank=20, nope_dim=12, rope_dim=8, value_dim=16),
     experts=Routed(Router(count=6, chosen=2, sigmoid=True, normalize=True), width=16, shared_width=16),
     dense_layers=1,
     max_length=512,

@@ -22,8 +22,8 @@ SHAPE = dict(
 )
 EXPERTS = Routed(Router(count=6, chosen=2, normalize=True), width=16, shared_width=24, shared_gate=True)
 KINDS = {
-    "dense": Qwen3Next(**SHAPE, full=(False, True, False)),
-    "experts": Qwen3Next(**SHAPE, full=(False, False, True), experts=EXPERTS),
+    "dense": Qwen3Next(**SHAPE, is_full_attention=(False, True, False)),
+    "experts": Qwen3Next(**SHAPE, is_full_attention=(False, False, True), experts=EXPERTS),
 }
 
 

@@ -68,7 +68,7 @@ ASSISTANT = Assistant(
     target_hidden_size=32,
     intermediate_size=64,
     num_heads=4,
-    reads=(1, 0),
+    target_layers=(1, 0),
     head_dims=(16, 16),
 )
 CLUSTERED = dataclasses.replace(ASSISTANT, clusters=Clusters(count=61, chosen=40))

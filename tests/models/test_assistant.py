@@ -14,8 +14,9 @@ from safetensors.numpy import load_file, save_file
 
 import jspec
 from jspec.checkpoints import assistant as assistant_checkpoint
-from jspec.checkpoints import gemma4_config, language_model
+from jspec.checkpoints import gemma4, language_model
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.source import Source
 from jspec.cli import main
 from jspec.core import accept, decode, stopping, tree
 from jspec.drafters import FrozenKvMtp
@@ -128,9 +129,9 @@ def their_steps(model, target, assistant, prompt, tokens):
         out = target(torch.tensor([prompt[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
         hidden, shared, found = torch.tensor(np.array(ours.hidden[:, -1:])), {}, []
         torch.testing.assert_close(hidden, out.hidden_states[-1][:, -1:], atol=5e-5, rtol=0)
-        for read in model.draft.reads:
+        for read in model.draft.target_layers:
             kind = "full_attention" if model.target.attention[read].window is None else "sliding_attention"
-            pair = ours.rows[model.target.source(read)]
+            pair = ours.rows[model.target.kv_source_layer(read)]
             shared[kind] = tuple(torch.tensor(np.array(part)).transpose(1, 2) for part in pair)
             torch.testing.assert_close(shared[kind], tuple(out.shared_kv_states[kind]), atol=5e-5, rtol=0)
         for token in tokens:
@@ -232,7 +233,7 @@ def write(directory, raw, params):
 def sample(ordered=True, kind="dense"):
     """A target's configuration, an assistant's config.json, and the assistant."""
     text = {**hf.GEMMA4, **hf.GEMMA4_KINDS[kind], **sizes(kind)}
-    target = gemma4_config.parse_config(
+    target = gemma4.parse_config(
         {**text, "num_hidden_layers": len(text["layer_types"]), "architectures": ["Gemma4ForCausalLM"]}
     )
     raw = hf.assistant_config(kind, ordered=ordered, **sizes(kind))
@@ -249,11 +250,11 @@ def test_a_config_of_gemma_4_says_which_layers_are_read():
         target_hidden_size=32,
         intermediate_size=64,
         num_heads=4,
-        reads=(1, 1, 1, 2),
+        target_layers=(1, 1, 1, 2),
         head_dims=(16, 16, 16, 32),
         clusters=Clusters(12, 5),
     )
-    assert sample(False, "shared")[2].reads == (2, 2, 2, 3)
+    assert sample(False, "shared")[2].target_layers == (2, 2, 2, 3)
     assert sample(False, "shared")[2].clusters is None
 
 
@@ -276,8 +277,8 @@ def test_an_assistant_of_a_llama(tmp_path, capsys):
     own = toy.random_assistant(toy.ASSISTANT)
     language_model.save(tmp_path / "target", toy.TARGET, toy.params().target, dtype="float32")
     assistant_checkpoint.save(tmp_path / "draft", toy.ASSISTANT, own, dtype="float32")
-    assert assistant_checkpoint.is_assistant(tmp_path / "draft")
-    assert not assistant_checkpoint.is_assistant(tmp_path / "target")
+    assert assistant_checkpoint.matches(Source(tmp_path / "draft"))
+    assert not assistant_checkpoint.matches(Source(tmp_path / "target"))
     model = jspec.load(tmp_path / "target", draft=tmp_path / "draft", dtype="float32")
     assert model.draft == toy.ASSISTANT
     assert repr(model).endswith("assistant of 2 layers)")
@@ -290,14 +291,17 @@ def test_an_assistant_of_a_llama(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["Gemma4ForCausalLM"]}, "is no assistant; there are Gemma4AssistantForCausalLM"),
-        ({"architectures": None, "model_type": "llama"}, "is no assistant"),
+        ({"architectures": ["Gemma4ForCausalLM"]}, "is not an assistant; must be one of Gemma4AssistantForCausalLM"),
+        ({"architectures": None, "model_type": "llama"}, "is not an assistant"),
         ({"backbone_hidden_size": "absent"}, "'backbone_hidden_size' is missing"),
         ({"text_config": None}, "wrong type"),
-        ({"num_centroids": 13}, "96 tokens are no multiple of 13"),
-        ({"centroid_intermediate_top_k": 13}, "between 1 and 12 are chosen"),
+        ({"num_centroids": 13}, "vocab_size=96 is not a multiple of count=13"),
+        ({"centroid_intermediate_top_k": 13}, "chosen must be between 1 and count=12"),
         ({"tie_word_embeddings": False}, "not supported: tie_word_embeddings=false"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2: all 4 layers of an assistant read the target's"),
+        (
+            {"num_kv_shared_layers": 2},
+            "num_kv_shared_layers=2: must be 0 or 4: all layers of an assistant read the target's",
+        ),
         (
             {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
             "not supported in an assistant: hidden_size_per_layer_input=8",
@@ -321,20 +325,24 @@ def test_what_a_config_may_not_say(change, message):
 
 def test_an_assistant_of_gemma_4_suits_such_targets_only():
     _, raw, _, _ = sample()
-    with pytest.raises(CheckpointError, match="an assistant for a Gemma 4 target, and this one is a Llama"):
+    with pytest.raises(CheckpointError, match="requires a Gemma 4 target, but the target is of type Llama"):
         assistant_checkpoint.parse_config(raw, toy.TARGET)
     target = sample()[0]
     full = dataclasses.replace(target, attention=target.attention[2:])
-    with pytest.raises(CheckpointError, match="layer 0 is a sliding one, and the target has none to read from"):
+    with pytest.raises(CheckpointError, match="layer 0 is a sliding layer, but the target has none to read"):
         assistant_checkpoint.parse_config(raw, full)
 
 
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
-        ("model.layers.0.self_attn.k_proj.weight", np.zeros((8, 48)), "1 tensors are nothing that this assistant has"),
-        ("masked_embedding.token_ordering", np.zeros(96, np.int64), "does not hold each of 96 tokens once"),
-        ("pre_projection.weight", np.zeros((48, 32)), r"has the shape \(48, 32\), config.json says \(48, 64\)"),
+        (
+            "model.layers.0.self_attn.k_proj.weight",
+            np.zeros((8, 48)),
+            "1 unused tensor\\(s\\) in the checkpoint; this assistant does not",
+        ),
+        ("masked_embedding.token_ordering", np.zeros(96, np.int64), "must hold each of the 96 tokens once"),
+        ("pre_projection.weight", np.zeros((48, 32)), r"has shape \(48, 32\), but config.json implies \(48, 64\)"),
     ],
 )
 def test_tensors_that_do_not_fit_are_errors(tmp_path, name, tensor, message):

@@ -15,7 +15,8 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 import jspec
-from jspec.checkpoints import deepseek_config, language_model
+from jspec.checkpoints import deepseek as deepseek_checkpoint
+from jspec.checkpoints import language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.core import tree
 from jspec.drafters import Ngram, Standalone
@@ -132,13 +133,13 @@ def test_yarn(changes):
     rope = {key: value for key, value in {**YARN, **changes}.items() if value is not None}
     theirs = transformers.DeepseekV3Config(**{**hf.DEEPSEEK, "rope_parameters": rope, "qk_rope_head_dim": 32})
     raw = {**theirs.to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}
-    ours = deepseek_config.parse_config(raw)
+    ours = deepseek_checkpoint.parse_config(raw)
     made = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3RotaryEmbedding(theirs)
     np.testing.assert_allclose(ours.layer_frequencies(0), made.inv_freq.numpy(), rtol=2e-6)
     assert ours.rope_scaling.magnitude == pytest.approx(made.attention_scaling)
     attention = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention(theirs, 0)
     assert ours.layer_scale(0) == pytest.approx(attention.scaling)
-    assert deepseek_config.parse_config(deepseek_config.describe(ours)) == ours
+    assert deepseek_checkpoint.parse_config(deepseek_checkpoint.describe(ours)) == ours
 
 
 def test_the_magnitude_of_yarn_reaches_the_scores(tmp_path):
@@ -182,7 +183,9 @@ def test_a_tensor_that_nothing_reads_is_an_error(tmp_path, name):
     published(tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), name: np.zeros(3, np.float32)}, path)
-    with pytest.raises(CheckpointError, match=f"1 tensors are nothing that this model has: {name}"):
+    with pytest.raises(
+        CheckpointError, match=rf"1 unused tensor\(s\) in the checkpoint; this model does not read them: {name}"
+    ):
         language_model.load(tmp_path)
 
 
@@ -255,13 +258,13 @@ def _fused(tensors):
         ("v3", {"scoring_func": "softmax"}, "not supported in deepseek_v3: scoring_func='softmax'"),
         ("v3", {"topk_method": "greedy"}, "topk_method='greedy'"),
         ("v3", {"n_shared_experts": None}, "n_shared_experts=None"),
-        ("v3", {"n_group": 3}, "groups=3: 8 experts are so many groups of one size"),
+        ("v3", {"n_group": 3}, "groups=3 must divide the number of experts \\(8\\)"),
         ("v3", {"topk_group": 5}, "kept_groups=5"),
-        ("v3", {"n_group": 8}, "best_of_group=2: 1 or 2 of the 1 experts"),
-        ("v3", {"num_experts_per_tok": 5}, "chosen=5: 2 groups have 4 experts"),
+        ("v3", {"n_group": 8}, "best_of_group=2: must be between 1 and 1"),
+        ("v3", {"num_experts_per_tok": 5}, "chosen=5: must be between 1 and 4, the experts of kept_groups=2"),
         ("v32", {"q_lora_rank": None}, "q_lora_rank=None"),
         ("v32", {"index_topk": "absent"}, "'index_topk' is missing"),
-        ("v32", {"mlp_layer_types": ["sparse", "dense"]}, "first the dense, then the sparse"),
+        ("v32", {"mlp_layer_types": ["sparse", "dense"]}, "must have one entry per layer, dense ones first"),
         ("v2", {"norm_topk_prob": True}, "norm_topk_prob=True"),
         ("v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("v2", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3' is not supported"),
@@ -314,7 +317,7 @@ def test_a_prefix_is_read_as_latents(pair, monkeypatch):
 def test_an_assistant_finds_no_keys_of_heads(pair):
     model, _ = pair("v2")
     draft = dataclasses.replace(
-        toy.ASSISTANT, vocab_size=97, reads=(0, 1), head_dims=(28, 28), num_heads=4, target_hidden_size=32
+        toy.ASSISTANT, vocab_size=97, target_layers=(0, 1), head_dims=(28, 28), num_heads=4, target_hidden_size=32
     )
     with pytest.raises(ValueError, match="reads layer 0, which keeps latents there"):
         jspec.FrozenKvMtp(depth=2).bind(model.target, draft)

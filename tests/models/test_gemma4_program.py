@@ -36,7 +36,7 @@ CASES = pytest.mark.parametrize(
     ],
     ids=["shared", "dense", "experts", "assistant"],
 )
-ASSISTANT = Assistant(61, 24, 32, 48, num_heads=4, reads=(2, 3), head_dims=(8, 16), clusters=Clusters(61, 20))
+ASSISTANT = Assistant(61, 24, 32, 48, num_heads=4, target_layers=(2, 3), head_dims=(8, 16), clusters=Clusters(61, 20))
 
 
 def parts(kind, drafter):

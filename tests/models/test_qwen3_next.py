@@ -223,7 +223,10 @@ def test_the_text_model_of_a_multimodal_one_and_its_mtp_head(tmp_path):
     np.testing.assert_array_equal(head.projection, mtp["mtp.fc.weight"].T)
     np.testing.assert_array_equal(head.hidden_norm, 1 + mtp["mtp.pre_fc_norm_hidden.weight"])
     save_file({**tensors, **mtp, "mtp.layers.1.x": np.zeros(3, np.float32)}, path)
-    with pytest.raises(CheckpointError, match=r"1 tensors are nothing that this text model has: mtp\.layers\.1\.x"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"1 unused tensor\(s\) in the checkpoint; this text model does not read them: mtp\.layers\.1\.x",
+    ):
         language_model.load(tmp_path)
 
 
@@ -268,7 +271,9 @@ def test_a_tensor_that_nothing_reads_is_an_error(tmp_path, name):
     hf.save(build("qwen3_5"), tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), name: np.zeros(3, np.float32)}, path)
-    with pytest.raises(CheckpointError, match=f"1 tensors are nothing that this text model has: {name}"):
+    with pytest.raises(
+        CheckpointError, match=rf"1 unused tensor\(s\) in the checkpoint; this text model does not read them: {name}"
+    ):
         language_model.load(tmp_path)
 
 
@@ -279,13 +284,16 @@ def test_a_tensor_that_nothing_reads_is_an_error(tmp_path, name):
         ({"attention_bias": True}, "attention_bias=true"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attn_output_gate": False}, "attn_output_gate=false"),
-        ({"layer_types": ["sliding_attention"] * 3}, "3 layers are each one of linear_attention, full_attention"),
-        ({"layer_types": [LINEAR]}, "3 layers are each one of"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}}, "rope_type is default"),
-        ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.2}}, "dimensions rotate in pairs"),
+        ({"layer_types": ["sliding_attention"] * 3}, "must be 3 of linear_attention, full_attention"),
+        ({"layer_types": [LINEAR]}, "must be 3 of"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}}, "rope_type must be default"),
+        (
+            {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.2}},
+            "partial_rotary_factor=0.2: must rotate a positive, even number",
+        ),
         ({"linear_num_value_heads": 3}, "value_heads=3 are no multiple of key_heads=2"),
-        ({"num_key_value_heads": 3}, "no multiple of 3 key heads"),
-        ({"num_experts": 0, "intermediate_size": "absent"}, "intermediate_size is missing"),
+        ({"num_key_value_heads": 3}, "is not a multiple of num_kv_heads=3"),
+        ({"num_experts": 0, "intermediate_size": "absent"}, "'intermediate_size' is missing"),
         ({"linear_key_head_dim": "absent"}, "'linear_key_head_dim' is missing"),
         ({"linear_key_head_dim": None}, "wrong type"),
     ],

@@ -11,7 +11,6 @@ import qwen
 from crosslower import cross_lower
 from hlo import check_in_place, loop_body, made
 
-from jspec.bench import weights
 from jspec.core import accept, decode, stopping
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Plain, Standalone
@@ -86,7 +85,7 @@ def test_on_a_gpu_the_loop_needs_no_sort_and_no_loop_within(kind, drafter, monke
 def test_a_model_in_half_precision_keeps_its_states_in_float32():
     """All of a round, in types alone: nothing is widened by accident, which the strict rules of promotion forbid."""
     target = qwen.KINDS["experts"]
-    shapes = weights.shapes_of(target, jnp.bfloat16)
+    shapes = target.param_shapes(jnp.bfloat16)
     drafter = Standalone(depth=2, width=2).bind(target, target)
     static = dict(target=target, drafter=drafter, accept=accept.greedy)
     length = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -102,5 +101,5 @@ def test_a_model_in_half_precision_keeps_its_states_in_float32():
 
 
 def test_layers_with_states_have_no_keys():
-    with pytest.raises(ValueError, match="layer 0 keeps a state, and has no keys"):
+    with pytest.raises(ValueError, match="layer 0 keeps a state and has no keys"):
         qwen.KINDS["dense"].layer_keys(0)

@@ -160,7 +160,7 @@ def test_resuming_continues_exactly(task, trained, tmp_path):
     assert losses[0] == losses[1]
     setup, model, rows = task
     other = AssistantLearner(assistant.configure(model.target, reads=(1, 1)), model.target)
-    with pytest.raises(ValueError, match=r"another recipe: reads=\[1, 1\] \(was \[0, 1\]\)"):
+    with pytest.raises(ValueError, match=r"another recipe: target_layers=\[1, 1\] \(was \[0, 1\]\)"):
         fit(dataclasses.replace(setup, learner=other), model, rows, tmp_path, resume=True)
 
 
@@ -179,7 +179,7 @@ def test_training_in_memory():
     plain = jspec.Model("tiny", target, Params(target_params("shared")), None, ())
     options = {"num_layers": 3, "target_head": True, "batch_tokens": 60, "ttt_steps": 1, "progress": False}
     drafted = frozen_kv_mtp.train_assistant(plain, TEXTS, steps=2, **options)
-    assert isinstance(drafted.draft, Assistant) and drafted.draft.reads == (2, 2, 3)
+    assert isinstance(drafted.draft, Assistant) and drafted.draft.target_layers == (2, 2, 3)
     assert drafted.params.target is plain.params.target and drafted.params.draft.head is None
     assert all(np.isfinite(leaf).all() for leaf in toy.arrays(drafted.params.draft))
 
@@ -202,7 +202,7 @@ def test_the_command_writes_an_assistant_that_loads(data_directory, tmp_path):
     out = tmp_path / "assistant"
     run("frozen-kv-mtp", **common, steps=4, batch_tokens=64, out=out)
     loaded = jspec.load(data_directory / "small", draft=out, dtype="float32")
-    assert isinstance(loaded.draft, Assistant) and loaded.draft.reads == (1, 0, 1) and loaded.draft.target_head
+    assert isinstance(loaded.draft, Assistant) and loaded.draft.target_layers == (1, 0, 1) and loaded.draft.target_head
     assert loaded.draft.intermediate_size == 40 and loaded.draft.num_heads == 2
 
     final = lines(tmp_path / "work")[-1]

@@ -1,0 +1,41 @@
+"""What loading and benchmarks ask of the configuration of any draft model."""
+
+from typing import ClassVar, Protocol
+
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from jspec.core.types import Params
+from jspec.models.decoder import Decoder
+
+
+class Draft(Protocol):
+    """The configuration of a draft model: a language model, an EAGLE head, an assistant, MTP heads."""
+
+    drafter: ClassVar[str]
+    """Name of the drafter that uses this model as its draft."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        ...
+
+    def summary(self) -> str:
+        """The draft in a few words."""
+        ...
+
+    def param_shapes(self, dtype: DTypeLike) -> PyTree:
+        """The weights as `jax.ShapeDtypeStruct`s."""
+        ...
+
+    def step_bytes(self, params: Params) -> int:
+        """Bytes of weights that one forward reads while drafting."""
+        ...
+
+    def extend_bytes(self, params: Params) -> int:
+        """Bytes of weights that the draft reads after a round, to absorb the committed tokens; 0 if it absorbs none."""
+        ...
+
+    def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
+        """Bytes of keys and values that one forward reads for a sequence of `context` tokens."""
+        ...

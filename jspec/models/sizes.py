@@ -1,0 +1,37 @@
+"""Shapes, counts and bytes of weights and keys, computed without allocating anything."""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from jspec.cache import LayerKeys
+
+
+def shape_of(dtype: DTypeLike) -> Callable[..., Any]:
+    """A function from dimensions to a `jax.ShapeDtypeStruct`, which stands for an array in a pytree of weights."""
+    return partial(jax.ShapeDtypeStruct, dtype=dtype)
+
+
+def count_parameters(tree: PyTree) -> int:
+    """Elements of all floating-point arrays, or shapes, in a pytree."""
+    return sum(leaf.size for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def tree_bytes(tree: PyTree) -> int:
+    """Bytes of all arrays, or shapes, in a pytree; random keys do not count."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def keys_bytes(keys: Iterable[LayerKeys], context: int, itemsize: int) -> int:
+    """Bytes of keys and values that layers with these `keys` read for one sequence of `context` tokens.
+
+    A sliding window bounds what its layer reads.
+    """
+    return sum(layer.width * min(context, layer.window or context) for layer in keys) * itemsize
