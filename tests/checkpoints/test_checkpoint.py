@@ -1,4 +1,4 @@
-"""Checkpoints round-trip, in every layout; what is missing, damaged or unsupported is named."""
+"""Checkpoints round-trip in every layout; errors name what is missing, damaged or unsupported."""
 
 import json
 from dataclasses import replace
@@ -182,7 +182,7 @@ def test_missing_shard_and_missing_entry(tmp_path):
 
 
 def test_loading_holds_one_tensor_at_a_time(saved, monkeypatch):
-    """What the host makes while loading is one fused tensor at most, never the model."""
+    """While loading, the host holds at most one fused tensor, never the model."""
     sizes = []
     on_device = files.on_device
     monkeypatch.setattr(files, "on_device", lambda x: sizes.append(x.nbytes) or on_device(x))

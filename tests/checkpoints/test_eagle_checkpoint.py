@@ -1,4 +1,4 @@
-"""EAGLE heads of every layout are read as the oracle reads them, written back alike, and refused where they differ."""
+"""EAGLE heads of every layout: read like the oracle, written back unchanged, rejected if inconsistent."""
 
 import json
 from dataclasses import replace
@@ -54,7 +54,7 @@ commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_forward_is_the_oracles(head, name):
+def test_forward_equals_the_oracle(head, name):
     directory = head(**HEADS[name])
     raw, stored = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
     loaded = load(directory)
@@ -175,7 +175,7 @@ def test_missing_files(head):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_every_tensor_is_needed_and_checked(head, name):
-    """A head without one of its tensors, or with one of another shape, is refused; but some have other meanings."""
+    """A head with a missing tensor or one of another shape is rejected, except where that changes the meaning."""
     directory = head(**HEADS[name])
     wanted, stored = load(directory), load_file(directory / "model.safetensors")
     raw = json.loads((directory / "config.json").read_text())
@@ -200,13 +200,13 @@ def test_every_tensor_is_needed_and_checked(head, name):
 @pytest.mark.parametrize(
     "name", ["mask_hidden", "layers.0.self_attn.q_proj.weight_scale", "layers.1.mlp.up_proj.weight", "extra.bias"]
 )
-def test_a_tensor_that_nothing_reads(head, layout, name):
+def test_an_unused_tensor(head, layout, name):
     with pytest.raises(CheckpointError, match=f"has unexpected tensors for an EAGLE-. head.*: {name}$"):
         load(head(layout=layout, tensors={name: np.zeros(2, np.float32)}))
 
 
 def test_tensors_that_are_copies(head):
-    """Frozen copies of the target's, in whatever shape, and tables that torch modules keep."""
+    """Frozen copies of the target's tensors, in any shape, and tables that torch modules store."""
     zeros = np.zeros((V, 16), np.float32)
     names = ["embed_tokens.weight", "verifier_lm_head.weight", "layers.0.self_attn.rotary_emb.inv_freq"]
     loaded = load(head(tensors=dict.fromkeys(names, zeros)))
@@ -229,7 +229,7 @@ def test_vocabulary_maps(head):
 
 
 def test_a_map_of_the_whole_vocabulary_is_none(head):
-    """SpecForge writes both maps always."""
+    """SpecForge always writes both maps."""
     maps = {"d2t": np.zeros(V, np.int64), "t2d": np.ones(V, bool)}
     assert load(head(draft_vocab=None, tensors=maps)).params.ids is None
 
@@ -243,7 +243,7 @@ def test_two_norms_of_a_later_layer(head):
         load(head(num_layers=2, tensors={"layers.1.hidden_norm.weight": norm + 1}))
 
 
-def test_heads_that_no_layout_holds(head, tmp_path):
+def test_heads_that_a_layout_cannot_hold(head, tmp_path):
     loaded = load(head(layout="eagle1"))
     target = LlamaParams(jnp.ones((V, 16)), (), jnp.ones(16), None)
     cut = eagle.with_hot_tokens(loaded.config, loaded.params, target, [3, 1])
@@ -266,7 +266,7 @@ def test_heads_that_no_layout_holds(head, tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("options", [dict(layout="eagle1"), dict(draft_vocab=None)], ids=["eagle1", "eagle3"])
 def test_hot_tokens(head, tied, options):
-    """The logits of the cut head are those of the whole one, at the tokens that are left."""
+    """The logits of the reduced head equal those of the full one for the remaining tokens."""
     loaded = load(head(**options))
     embed, lm_head, tokens, hidden = random_inputs(loaded.config.version)
     target = LlamaParams(jnp.asarray(embed), (), jnp.ones(16), None if tied else jnp.asarray(lm_head.T))
@@ -284,7 +284,7 @@ def test_hot_tokens(head, tied, options):
     np.testing.assert_allclose(logits[1], np.array(logits[0])[:, :, np.array(cut.params.ids)], atol=1e-6)
 
 
-def test_hot_tokens_that_are_none(head):
+def test_invalid_hot_tokens(head):
     target = LlamaParams(jnp.ones((V, 16)), (), jnp.ones(16), None)
     loaded = load(head(layout="eagle1"))
     for ids, message in (

@@ -1,4 +1,4 @@
-"""The config.json of EAGLE heads: what the keys of each layout mean, and what is refused."""
+"""The config.json of EAGLE heads: the meaning of the keys in each layout, and unsupported values."""
 
 import json
 from dataclasses import replace
@@ -20,8 +20,8 @@ def head(tmp_path):
     return partial(eagle_files.make_head, tmp_path / "head")
 
 
-def test_the_layers_configuration_is_a_difference(head):
-    """Keys that are not there have the values of the layer's kind, not those that a Llama's config.json would have."""
+def test_the_layers_configuration_only_has_differences(head):
+    """Missing keys have the defaults of the layer's kind, not those of a Llama's config.json."""
 
     def shorten(raw, kind):
         keep = (
@@ -73,8 +73,8 @@ def test_captured_layers(head, layout, keys, capture_layers):
     assert load(head(layout=layout, **keys)).config.capture_layers == capture_layers
 
 
-def test_captured_layers_in_number(head):
-    """Two layers are read where two are named."""
+def test_the_number_of_captured_layers(head):
+    """Two layers are read if two are listed."""
     raw, stored = random_head()
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 4]}
     two = {"fc.weight": stored["fc.weight"][:, :32]}
@@ -95,7 +95,7 @@ def test_captured_layers_in_number(head):
         (8, [1, 1, 4], r"\(2, 2, 5\)"),
     ],
 )
-def test_captured_layers_that_are_none(head, layers, ids, message):
+def test_invalid_captured_layers(head, layers, ids, message):
     directory = head(eagle_config={"eagle_aux_hidden_state_layer_ids": ids})
     with pytest.raises(CheckpointError, match=message):
         load(directory, replace(TARGET, num_layers=layers))
@@ -143,12 +143,12 @@ def test_captured_layers_that_are_none(head, layers, ids, message):
         ("speculators", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
-def test_refused_configurations(head, layout, changes, message):
+def test_unsupported_configurations(head, layout, changes, message):
     with pytest.raises(CheckpointError, match=message):
         load(head(lambda raw: edit(raw, **changes), layout=layout))
 
 
-def test_flags_that_the_weights_deny(head):
+def test_flags_that_contradict_the_weights(head):
     for options, flag in (({"fc_norm": "fc_norm"}, "fc_norm"), ({"norm_before_fc": True}, "norm_before_fc")):
         with pytest.raises(CheckpointError, match=f"{flag}=False, but the tensor .* is present"):
             load(head(lambda raw, flag=flag: edit(raw, **{flag: False}), **options))

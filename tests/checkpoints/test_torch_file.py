@@ -1,4 +1,4 @@
-"""Files that torch wrote are read as torch reads them, and no file runs anything."""
+"""Files written by torch are read as torch reads them, and no file runs code."""
 
 import collections
 import io
@@ -19,7 +19,7 @@ def torch(needs):
 
 
 def write(path, value, *, storages=None, protocol=2, **entries):
-    """An archive like torch's, with any pickle in it."""
+    """An archive like torch's, with a given pickle."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x/data.pkl", value if isinstance(value, bytes) else pickle.dumps(value, protocol))
         for key, data in (storages or {}).items():
@@ -30,7 +30,7 @@ def write(path, value, *, storages=None, protocol=2, **entries):
 
 
 def tensor_pickle(*, offset=0, shape=(2, 3), strides=(3, 1), kind="FloatStorage", count=6, metadata=()):
-    """The pickle of a tensor whose bytes are under the key "0", by hand."""
+    """A handwritten pickle of a tensor whose bytes have the key "0"."""
 
     class Named:
         def __init__(self, module, name):
@@ -107,13 +107,13 @@ def test_a_state_dict_and_bare_values(torch, tmp_path):
 
 
 def test_tensors_by_hand(tmp_path):
-    """What the tests of damage below start from."""
+    """The tests of damaged files below start from this."""
     path = write(tmp_path / "x.bin", tensor_pickle(shape=(3, 2), strides=(1, 3)), storages={"0": SIX.tobytes()})
     np.testing.assert_array_equal(torch_file.read(path)["w"], SIX.reshape(2, 3).T)
 
 
 class Call:
-    """A pickle of this calls `function`."""
+    """Its pickle calls `function`."""
 
     def __init__(self, function, *args):
         self.call = function, args
@@ -133,7 +133,7 @@ def test_nothing_is_executed(tmp_path, function):
 
 
 def test_a_pickle_cannot_change_what_it_names(tmp_path):
-    """BUILD sets attributes of what it is given, and what a name stands for takes none."""
+    """BUILD sets attributes, and the objects that names resolve to accept none."""
     for target in (b"ctorch._utils\n_rebuild_tensor_v2\n", b"ccollections\nOrderedDict\n", b"ctorch\nFloatStorage\n"):
         change = b"\x80\x02" + target + b"(N}X\x04\x00\x00\x00evilK\x01stb."
         with pytest.raises(CheckpointError, match="damaged"):

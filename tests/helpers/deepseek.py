@@ -1,4 +1,4 @@
-"""Tiny random models of the families of DeepSeek, made without `transformers`."""
+"""Tiny random models of DeepSeek's families, without `transformers`."""
 
 import dataclasses
 import functools

@@ -49,7 +49,7 @@ def load(directory: Path, target: Llama = TARGET, dtype: str = "float32") -> Eag
 
 
 def edit(raw: dict, **changes) -> dict:
-    """A config.json with other values; the value "absent" takes a key away."""
+    """A config.json with other values; the value "absent" removes a key."""
     return {key: value for key, value in {**raw, **changes}.items() if value != "absent"}
 
 
@@ -63,7 +63,7 @@ def write(directory: Path, raw: dict, tensors: dict[str, np.ndarray]) -> Path:
 def make_head(
     directory: Path, change: Callable[[dict], dict] | None = None, *, tensors: dict | None = None, drop=(), **options
 ) -> Path:
-    """Writes what `random_head` makes. change: of config.json; tensors, drop: those that are added and taken away."""
+    """Writes a `random_head`. change: edits config.json; tensors, drop: tensors that are added and removed."""
     raw, stored = random_head(**options)
     stored = {name: t for name, t in {**stored, **(tensors or {})}.items() if name not in drop}
     return write(directory, raw if change is None else change(raw), stored)
@@ -91,15 +91,15 @@ def random_head(
     """config.json and tensors of a head for a target of 8 layers.
 
     layout: "eagle1", "eagle3" (SafeAILab, SpecForge) or "speculators".
-    fc_norm: "fc_norm" or the older "aux_norm"; later_norm: the name that a later layer has its attention's norm under.
-    embed: an embedding of its own lies there. top: further keys of config.json.
+    fc_norm: "fc_norm" or the older "aux_norm"; later_norm: name of the attention's norm in later layers.
+    embed: whether it has its own embedding. top: further keys of config.json.
     """
     random = np.random.default_rng(seed)
     t: dict[str, np.ndarray] = {}
 
     def weight(name: str, *shape: int):
         spread = random.standard_normal(shape)
-        # Norms and biases are random too, or one that is dropped or swapped would not show.
+        # Norms and biases are random too; otherwise a dropped or swapped one would go unnoticed.
         values = spread * shape[-1] ** -0.5 if len(shape) == 2 else 0.2 * spread + (name.endswith(".weight"))
         t[name] = values.astype(np.float32)
 

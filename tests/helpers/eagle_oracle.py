@@ -1,4 +1,4 @@
-"""EAGLE heads as their papers and the engines that serve them have them, in plain numpy and float64.
+"""EAGLE heads as in their papers and in the engines that serve them, in plain numpy and float64.
 
 Everything here reads the config.json and the tensors of a checkpoint, as they lie on disk, and nothing of jspec: the
 oracle of the tests that load such a checkpoint.
@@ -11,7 +11,7 @@ Tensors = dict[str, np.ndarray]
 
 
 def fuse(raw: dict, t: Tensors, hidden: np.ndarray) -> np.ndarray:
-    """hidden [N, C], captured from the target -> what takes the place of a feature [N, E]."""
+    """hidden [N, C], captured from the target -> features [N, E]."""
     if version(t) == 1:
         return hidden
     eps, names = layer_config(raw)["rms_norm_eps"], ["fc_norm.{}.weight", "aux_norm_{}.weight"]
@@ -59,7 +59,7 @@ def forward(raw: dict, t: Tensors, embed: np.ndarray, head: np.ndarray, tokens: 
 
 
 def attention(config: dict, t: Tensors, prefix: str, read: np.ndarray) -> np.ndarray:
-    """Causal, a query at a time."""
+    """Causal attention, one query at a time."""
     heads, dim = config["num_attention_heads"], config["head_dim"]
     q, k, v = (linear(read, t, f"{prefix}{name}_proj").reshape(len(read), -1, dim) for name in "qkv")
     if prefix + "q_norm.weight" in t:

@@ -1,4 +1,4 @@
-"""Tiny random models of the kinds of Gemma 4, made without `transformers`."""
+"""Tiny random models of each kind of Gemma 4, without `transformers`."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ KINDS = {
 
 
 class RandomTensors(Tensors):
-    """A checkpoint that holds whatever it is asked for."""
+    """A checkpoint that has a random tensor of any name and shape."""
 
     def __init__(self, seed):
         self.directory, self.dtype, self.asked = "nowhere", np.float32, set()

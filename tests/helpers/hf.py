@@ -53,7 +53,7 @@ GEMMA4_KINDS = {
         "moe_intermediate_size": 16,
     },
 }
-"""What the sizes of Gemma 4 have of their own: those of 12B and 31B, of E2B and E4B, and of 26B-A4B."""
+"""Features of some sizes of Gemma 4: 12B and 31B, E2B and E4B, and 26B-A4B."""
 
 _YARN = {
     "rope_type": "yarn",
@@ -85,7 +85,7 @@ DEEPSEEK_KINDS = {
     "v2": {"q_lora_rank": None, "topk_method": "greedy", "num_experts_per_tok": 3},
     "v2_groups": {"topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0, "rope_parameters": _YARN},
     "v3": {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_parameters": _YARN},
-    # With fewer heads many scores are 0, and which of equal ones are the largest is arbitrary.
+    # With fewer heads many scores are 0, and the choice among equal scores is arbitrary.
     "v32": {"rope_parameters": _YARN, "index_topk": 16, "index_head_dim": 24, "index_n_heads": 16},
 }
 """V2-Lite, V2, V3 and V3.2: how queries are projected, experts chosen, positions scaled and tokens selected."""
@@ -121,7 +121,7 @@ _QWEN3_NEXT_FAMILIES = {
 
 
 def qwen3_next(family: str, **changes):
-    """A model of recurrent layers, as `transformers` makes it; `family` is a key of `_QWEN3_NEXT_FAMILIES`."""
+    """A `transformers` model with recurrent layers; `family` is a key of `_QWEN3_NEXT_FAMILIES`."""
     import transformers
 
     config, model, own = _QWEN3_NEXT_FAMILIES[family]
@@ -213,7 +213,7 @@ def _build_deepseek(kind: str, changes):
 
 
 def randomize(model, seed: int = 0):
-    """The model with weights spread enough that logits stand apart."""
+    """The model with weights that are spread enough to keep logits apart."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -224,14 +224,14 @@ def randomize(model, seed: int = 0):
             if weight.ndim >= 2:
                 weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
             else:
-                # Norms and biases too, or a weight that is dropped or swapped would not show.
+                # Norms and biases are random too; otherwise a dropped or swapped weight would go unnoticed.
                 noise = 0.2 * torch.randn(weight.shape, generator=generator)
                 weight.copy_(noise + (1.0 if "norm" in name or "scal" in name else 0.0))
     return model.eval()
 
 
 def save(model, directory: Path, *, sharded: bool = False, old_config: bool = False) -> Path:
-    """Writes a checkpoint, in shards and with a config.json of the older generation where asked."""
+    """Writes a checkpoint, optionally in shards and with a config.json in the older generation's format."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -301,7 +301,7 @@ def greedy(model, prompt: list[int], max_new_tokens: int, **options) -> list[int
 
 
 def margin(model, prompt: list[int], ours: list[int], theirs: list[int]) -> str:
-    """Says where two continuations part and how far apart the oracle's logits of the two tokens are there."""
+    """Describes where two continuations diverge, and the gap between the oracle's logits of the two tokens."""
     import torch
 
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)

@@ -1,4 +1,4 @@
-"""Tiny random models of the families of Qwen3-Next, made without `transformers`."""
+"""Tiny random models of Qwen3-Next's families, without `transformers`."""
 
 import functools
 

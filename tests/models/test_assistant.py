@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4: what they make equals `transformers`, with them output is the same, and their checkpoints."""
+"""Assistants of Gemma 4: logits equal `transformers`, output equals plain decoding, and checkpoints round-trip."""
 
 import dataclasses
 import functools
@@ -34,12 +34,12 @@ WINDOW = 8
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Two threads only slow such small models down."""
+    """Such small models are slower with two threads."""
     torch.set_num_threads(1)
 
 
 def sizes(kind, window=WINDOW):
-    """What is the same in a target and its assistant; the vocabulary of 96 can be cut into 12 clusters."""
+    """What a target and its assistant share; the vocabulary of 96 can be split into 12 clusters."""
     own = {"vocab_size_per_layer_input": 96} if kind == "shared" else {}
     return {"vocab_size": 96, "sliding_window": window, **own}
 
@@ -75,7 +75,7 @@ def prompts_of(lengths):
     return [rng.integers(0, 96, n).tolist() for n in lengths]
 
 
-# What it computes
+# The forward
 
 
 @pytest.mark.parametrize(
@@ -83,17 +83,17 @@ def prompts_of(lengths):
     [("dense", False), ("shared", True), pytest.param("experts", True, marks=pytest.mark.slow)],
 )
 def test_logits_and_hidden_states_equal_transformers(tmp_path, kind, ordered):
-    """At the root's position, as there; for three steps behind contexts of up to 4 windows."""
+    """At the root's position, as in `transformers`; for three steps after contexts of up to 4 windows."""
     raw = hf.assistant_config(kind, ordered=ordered, **sizes(kind))
-    # Of other seeds some are ill-conditioned: in float32, `transformers` is 2e-5 off the exact result there.
+    # Some other seeds are ill-conditioned: in float32, `transformers` is 2e-5 off the exact result for them.
     theirs, target = build_assistant(raw, seed=2), hf.build(f"gemma4-{kind}", **sizes(kind))
     directories = hf.save(target, tmp_path / "target"), hf.save(theirs, tmp_path / "draft")
     model = jspec.load(directories[0], draft=directories[1], dtype="float32")
     prompts = prompts_of((2, 9, 30))
-    # Each prompt's last token is the root, in place of the token that prefill chose.
+    # Each prompt's last token is the root, instead of the token that prefill chose.
     bound, s = prefilled(model, [prompt[:-1] for prompt in prompts])
     step = jax.jit(functools.partial(bound.model.apply, target=bound.target))
-    # A distance of the whole window is inside for them, a window of one more token than the target's.
+    # `transformers` counts a distance of the whole window as inside: one token more than the target's window.
     theirs.config.get_text_config().sliding_window = WINDOW - 1
     given = [[prompt[-1], *prompts[0][:2]] for prompt in prompts]
     wanted = [their_steps(model, target, theirs, prompt, tokens) for prompt, tokens in zip(prompts, given, strict=True)]
@@ -116,7 +116,7 @@ def test_logits_and_hidden_states_equal_transformers(tmp_path, kind, ordered):
 
 
 def their_steps(model, target, assistant, prompt, tokens):
-    """Logits and hidden states of `transformers` behind a prompt but for its last token, which is the first of these.
+    """Logits and hidden states of `transformers` after a prompt without its last token, which is the first of these.
 
     They rest on keys and values of the whole context, where `generate` may give an assistant one row more or fewer; and
     on ours, so that what two targets round is no matter of the assistant's.
@@ -153,7 +153,7 @@ def their_steps(model, target, assistant, prompt, tokens):
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """A function that makes of a kind, a window and an LM head a target with an assistant that is often right.
+    """A function from a kind, a window and an LM head to a target with an assistant that is often right.
 
     And the prompts and what `transformers` continues them with.
     """
@@ -205,7 +205,7 @@ def test_greedy_output_equals_transformers(fitted, kind, window, ordered, drafte
 
 
 def test_greedy_output_equals_that_of_transformers_with_an_assistant(tmp_path):
-    """The same assistant in both; a random one, so that nearly all is rejected."""
+    """The same assistant in both, a random one, so nearly all drafts are rejected."""
     kind = "shared"
     theirs = build_assistant(hf.assistant_config(kind, ordered=True, **sizes(kind)))
     target = hf.build(f"gemma4-{kind}", **sizes(kind))
@@ -221,7 +221,7 @@ def test_greedy_output_equals_that_of_transformers_with_an_assistant(tmp_path):
 
 
 def write(directory, raw, params):
-    """A directory of an assistant, of Gemma 4's kind."""
+    """A directory of an assistant in Gemma 4's format."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw))
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in assistant_checkpoint.named_tensors(params)}
@@ -242,8 +242,8 @@ def sample(ordered=True, kind="dense"):
     return target, raw, config, toy.in_clusters(config, own) if ordered else own
 
 
-def test_a_config_of_gemma_4_says_which_layers_are_read():
-    """The last of the target's of each kind, which in "shared" have the keys of others."""
+def test_gemma_4_config_determines_the_target_layers():
+    """The target's last layer of each kind; in "shared" these have the keys of others."""
     assert sample(True)[2] == Assistant(
         vocab_size=96,
         hidden_size=48,
@@ -260,7 +260,7 @@ def test_a_config_of_gemma_4_says_which_layers_are_read():
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["whole vocabulary", "clusters"])
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path, ordered):
-    """Of Gemma 4's kind and of this package's own, which says the same."""
+    """In Gemma 4's format and in this package's own, with the same content."""
     target, raw, config, params = sample(ordered)
     theirs = assistant_checkpoint.load(write(tmp_path / "theirs", raw, params), target=target, dtype="float32")
     assistant_checkpoint.save(tmp_path / "ours", config, params, dtype="float32")
@@ -273,7 +273,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path, ordered):
 
 
 def test_an_assistant_of_a_llama(tmp_path, capsys):
-    """Saved, found to be one, loaded beside its target, and drafted with."""
+    """It is saved, recognized, loaded with its target, and used for drafting."""
     own = toy.random_assistant(toy.ASSISTANT)
     language_model.save(tmp_path / "target", toy.TARGET, toy.params().target, dtype="float32")
     assistant_checkpoint.save(tmp_path / "draft", toy.ASSISTANT, own, dtype="float32")
@@ -313,7 +313,7 @@ def test_an_assistant_of_a_llama(tmp_path, capsys):
         ({"global_head_dim": 16}, "layer 3 reads"),
     ],
 )
-def test_what_a_config_may_not_say(change, message):
+def test_unsupported_configs_are_errors(change, message):
     target, raw, _, _ = sample()
     text = {name: value for name, value in change.items() if name not in raw}
     whole = {name: value for name, value in change.items() if name in raw}
@@ -323,7 +323,7 @@ def test_what_a_config_may_not_say(change, message):
         assistant_checkpoint.parse_config(changed, target)
 
 
-def test_an_assistant_of_gemma_4_suits_such_targets_only():
+def test_a_gemma_4_assistant_requires_a_gemma_4_target():
     _, raw, _, _ = sample()
     with pytest.raises(CheckpointError, match="requires a Gemma 4 target, but the target is of type Llama"):
         assistant_checkpoint.parse_config(raw, toy.TARGET)

@@ -1,4 +1,4 @@
-"""DeepSeek V2, V2-Lite, V3 and V3.2: output and logits equal `transformers`; checkpoints load or say why not."""
+"""DeepSeek V2, V2-Lite, V3, V3.2: output and logits equal `transformers`; checkpoints load or raise clear errors."""
 
 import dataclasses
 import functools
@@ -33,13 +33,13 @@ LENGTHS = (1, 9, 30, 70)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Two threads only slow such small models down."""
+    """Such small models are slower with two threads."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A function that makes of a kind a target with a noisy copy as its draft, and the target's oracle."""
+    """A function from a kind to a target with a noisy copy as its draft, and the target's oracle."""
 
     @functools.cache
     def make(kind):
@@ -50,7 +50,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(pair):
-    """A function that makes prompts of several lengths and what the oracle continues them with."""
+    """A function that returns prompts of several lengths and the oracle's continuations."""
 
     @functools.cache
     def make(kind):
@@ -150,7 +150,7 @@ def test_the_magnitude_of_yarn_reaches_the_scores(tmp_path):
 
 
 def published(directory, *, shared: bool = True):
-    """A tiny V3 as it is published: behind the last a layer for multi-token prediction, with embedding and head."""
+    """A tiny V3 as published: after the last layer comes an MTP head with its own embedding and LM head."""
     oracle, last = hf.build("deepseek-v3"), "model.layers.2."
     tensors = hf.add_mtp(hf.save(oracle, directory))
     if not shared:
@@ -179,7 +179,7 @@ def test_a_published_checkpoint_loads_completely(tmp_path, shared):
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_a_proj.bias", "model.layers.3.x", "model.layers.2.norm"])
-def test_a_tensor_that_nothing_reads_is_an_error(tmp_path, name):
+def test_an_unused_tensor_is_an_error(tmp_path, name):
     published(tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), name: np.zeros(3, np.float32)}, path)
@@ -189,7 +189,7 @@ def test_a_tensor_that_nothing_reads_is_an_error(tmp_path, name):
         language_model.load(tmp_path)
 
 
-def test_a_part_of_a_layer_for_prediction_is_an_error(tmp_path):
+def test_a_part_of_an_mtp_head_is_an_error(tmp_path):
     published(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -207,8 +207,8 @@ def edit(directory, **changes):
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 24], "activation_scheme": "dynamic"}
 
 
-def test_block_scaled_matrices_are_widened(tmp_path):
-    """Blocks that divide neither side of most matrices."""
+def test_block_scaled_matrices_are_dequantized(tmp_path):
+    """The blocks divide neither side of most matrices."""
     oracle = hf.build("deepseek-v3")
     hf.save(oracle, tmp_path)
     path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
@@ -235,7 +235,7 @@ def test_block_scaled_matrices_are_widened(tmp_path):
 
 
 def _fused(tensors):
-    """As `transformers` holds them: the experts of a layer in one tensor."""
+    """As in `transformers`: the experts of a layer are one tensor."""
     own = {name: torch.tensor(x) for name, x in tensors.items() if ".experts." not in name}
     for layer in (1,):
         prefix = f"model.layers.{layer}.mlp.experts."
@@ -272,7 +272,7 @@ def _fused(tensors):
         ("v2", {"kv_lora_rank": None}, "wrong type"),
     ],
 )
-def test_what_a_config_may_not_say(tmp_path, kind, change, message):
+def test_unsupported_configs_are_errors(tmp_path, kind, change, message):
     settings = {**hf.DEEPSEEK, **hf.DEEPSEEK_KINDS[kind], "architectures": [f"Deepseek{kind.upper()}ForCausalLM"]}
     raw = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, **settings, **change}
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
@@ -301,7 +301,7 @@ def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, kind):
 
 
 def test_a_prefix_is_read_as_latents(pair, monkeypatch):
-    """No head has keys (12 or with the rotated ones 20 numbers) or values (16) of its 40 positions.
+    """No head has keys (width 12, or 20 with the rotary part) or values (width 16) of the 40 positions.
 
     This is so in the reference, whose arrays can be seen; the kernels have none.
     """
@@ -324,7 +324,7 @@ def test_an_assistant_finds_no_keys_of_heads(pair):
 
 
 def test_interleaved_positions():
-    """Weights that are permuted on load are why no round permutes anything."""
+    """Weights are permuted on load, so that no round permutes anything."""
     x = np.random.default_rng(0).normal(size=(1, 3, 1, 8)).astype(np.float32)
     order = np.arange(8).reshape(-1, 2).T.reshape(-1)
     cos, sin = layers.rotation(jnp.arange(3)[None], layers.rope_frequencies(8, 1e4, None), jnp.float32)

@@ -56,7 +56,7 @@ def test_a_router_equals_a_loop_over_tokens(router, biased):
         np.testing.assert_allclose(given, list(wanted.values()), rtol=1e-5)
 
 
-def test_equal_groups_are_kept_by_their_number():
+def test_of_equal_groups_the_first_is_used():
     router = Router(count=8, chosen=2, groups=4, kept_groups=1)
     ids, _ = router.route(jnp.zeros((1, 8)))
     assert ids.tolist() == [[0, 1]]
@@ -68,7 +68,7 @@ def test_a_router_does_not_sort():
         assert "sort" not in program.as_text().replace("sorted", "")
 
 
-def test_a_gate_is_on_an_mlp_that_there_is():
+def test_a_shared_gate_requires_a_shared_mlp():
     with pytest.raises(ValueError, match="shared_gate=True requires shared_width > 0"):
         Routed(ROUTERS["plain"], width=8, shared_gate=True)
 
@@ -172,7 +172,7 @@ def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair):
         ({"moe_intermediate_size": None}, "wrong type"),
     ],
 )
-def test_what_a_config_may_not_say(tmp_path, change, message):
+def test_unsupported_configs_are_errors(tmp_path, change, message):
     path = hf.save(hf.build("qwen3_moe"), tmp_path) / "config.json"
     raw = json.loads(path.read_text())
     raw.setdefault("num_experts", raw.pop("num_local_experts", None))

@@ -1,4 +1,4 @@
-"""Gemma 4: output and logits equal `transformers`, in contexts of many windows, and nothing behind them is read."""
+"""Gemma 4: output and logits equal `transformers`, in contexts of many windows, and nothing beyond a window is read."""
 
 import dataclasses
 import functools
@@ -28,13 +28,13 @@ LENGTHS = (1, 9, 30, 70)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Two threads only slow such small models down."""
+    """Such small models are slower with two threads."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A function that makes of a kind and a window a target with a noisy copy as its draft, and the target's oracle."""
+    """A function from a kind and a window to a target with a noisy copy as its draft, and the target's oracle."""
 
     @functools.cache
     def make(kind, window):
@@ -47,7 +47,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(pair):
-    """A function that makes prompts of several lengths and what the oracle continues them with."""
+    """A function that returns prompts of several lengths and the oracle's continuations."""
 
     @functools.cache
     def make(kind, window):
@@ -57,7 +57,7 @@ def expected(pair):
 
 
 def with_head(model, expected):
-    """The same target with an EAGLE head that has seen the outputs."""
+    """The same target with an EAGLE head that was fitted to the outputs."""
     texts = np.zeros((len(LENGTHS), max(LENGTHS) + NEW_TOKENS), np.int32)
     for row, prompt, new in zip(texts, *expected, strict=True):
         row[: len(prompt) + len(new)] = prompt + new
@@ -119,7 +119,7 @@ def check_logits(oracle, directory):
     ids = np.random.default_rng(1).integers(0, loaded.config.vocab_size, (2, 100))
     with torch.no_grad():
         wanted = oracle(torch.tensor(ids)).logits.numpy()
-    # Products add up in another order on each kind of processor, and in `transformers`.
+    # The order of summation depends on the processor, and differs in `transformers`.
     np.testing.assert_allclose(read_logits(loaded.config, loaded.params, ids), wanted, atol=1e-4, rtol=0)
     return loaded
 
@@ -132,7 +132,7 @@ def edit(directory, change):
 
 
 def as_on_the_hub(raw):
-    """The older generation: what is particular to full layers stands in keys of its own."""
+    """The older generation's format, with separate keys for full layers."""
     (own, *_) = raw.pop("per_layer_config").values()
     raw["global_head_dim"], raw["num_global_key_value_heads"] = own["head_dim"], own.get("num_key_value_heads")
     raw["torch_dtype"] = raw.pop("dtype")
@@ -192,7 +192,7 @@ def test_a_tied_head_and_projections_of_sharing_layers_may_be_there(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.bias", "model.towers.weight", "model.layers.3.x"])
-def test_a_tensor_that_nothing_reads_is_an_error(tmp_path, name):
+def test_an_unused_tensor_is_an_error(tmp_path, name):
     hf.save(hf.build("gemma4-dense"), tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), name: np.zeros(3, np.float32)}, path)
@@ -225,7 +225,7 @@ def test_a_tensor_that_nothing_reads_is_an_error(tmp_path, name):
         ({"head_dim": "absent"}, "'head_dim' is missing"),
     ],
 )
-def test_what_a_config_may_not_say(tmp_path, change, message):
+def test_unsupported_configs_are_errors(tmp_path, change, message):
     raw = {**hf.gemma4_config("shared").to_dict(), "architectures": ["Gemma4ForCausalLM"], **change}
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
     save_file({}, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Gemma 4's loop as a program: what it takes of memory, and that no pool in it is copied."""
+"""Gemma 4's loop as a program: the memory it needs, and that it copies no pool."""
 
 import re
 import types
@@ -25,7 +25,7 @@ from pallas_kernels import platform
 TEXT_AS_SHIPPED = True
 
 IDS = np.random.default_rng(0).integers(0, 61, (2, 30)).astype(np.int32)
-# Each drafter, and each kind of model, in one of them.
+# Each drafter and each kind of model occurs in one of them.
 CASES = pytest.mark.parametrize(
     ("kind", "drafter"),
     [
@@ -47,7 +47,7 @@ def parts(kind, drafter):
 
 
 def prefill(kind, drafter, chunk=None):
-    """`decode.prefill` with its static arguments, and the others. Pages of 5 rows: only a pool has a pool's shape."""
+    """`decode.prefill` with its static arguments, and the others. With pages of 5 rows, only a pool has its shape."""
     weights, static = parts(kind, drafter)
     length = jnp.array([30, 17], jnp.int32)
     keys = jax.vmap(jax.random.key)(jnp.arange(2, dtype=jnp.uint32))
@@ -56,7 +56,7 @@ def prefill(kind, drafter, chunk=None):
 
 
 def check_pools(text, s):
-    """In the loop nothing makes an array of a pool's shape but the write of a commit."""
+    """In the loop, only the write of a commit produces an array of a pool's shape."""
     body = loop_body(text)
     caches = [s.cache, *([s.draft.cache] if hasattr(s.draft, "cache") else [])]
     shapes = [f"f32[{','.join(map(str, group.pool.shape))}]" for cache in caches for group in cache.groups]
@@ -76,7 +76,7 @@ def test_each_pool_is_written_once_a_round_and_never_copied(kind, drafter):
 
 @CASES
 def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(kind, drafter):
-    """In chunks that are longer than the ring."""
+    """The chunks are longer than the ring."""
     function, given = prefill(kind, drafter, chunk=12)
     check_pools(jax.jit(function).lower(*given).compile().as_text(), jax.eval_shape(function, *given))
 
@@ -86,7 +86,7 @@ def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(kind, drafte
     ("kind", "drafter"), [*((kind, Plain()) for kind in gemma.KINDS), ("shared", FrozenKvMtp(depth=3))]
 )
 def test_on_a_gpu_the_loop_needs_no_sort(kind, drafter, monkeypatch):
-    """A sort would keep the GPU from running the loop as one graph: experts and clusters are chosen without."""
+    """With a sort, a GPU could not run the loop as one graph; experts and clusters are chosen without one."""
     function, given = prefill(kind, drafter)
     s = jax.eval_shape(function, *given)
     weights, static = parts(kind, drafter)

@@ -1,4 +1,4 @@
-"""MTP heads as checkpoints of each family hold them: drafts of `transformers`, and output of plain decoding."""
+"""MTP heads in checkpoints of each family: drafts equal `transformers`, output equals plain decoding."""
 
 import dataclasses
 import functools
@@ -30,13 +30,13 @@ LAYER_TYPES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Two threads only slow such small models down."""
+    """Such small models are slower with two threads."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A function that writes a checkpoint of a family with so many heads: its directory, and the target's oracle."""
+    """A function that writes a checkpoint of a family with a number of heads; returns its directory and the oracle."""
 
     @functools.cache
     def make(family, heads):
@@ -51,7 +51,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(checkpoints):
-    """A function that loads such a checkpoint, and fits the heads to what its oracle continues some prompts with.
+    """A function that loads such a checkpoint and fits the heads to the oracle's continuations of some prompts.
 
     Returns the model, its oracle, the prompts and the oracle's new tokens.
     """
@@ -89,7 +89,7 @@ def test_heads_of_the_checkpoint_are_the_models_draft(checkpoints, family, heads
 
 
 @pytest.mark.parametrize(("family", "heads"), [("deepseek-v3", 2), pytest.param("qwen3_5", 1, marks=pytest.mark.slow)])
-def test_heads_are_not_read_beside_another_draft(checkpoints, family, heads, monkeypatch):
+def test_heads_are_not_read_if_another_draft_is_loaded(checkpoints, family, heads, monkeypatch):
     directory, _ = checkpoints(family, heads)
     asked, get = [], Tensors.get
     monkeypatch.setattr(Tensors, "get", lambda self, name: (asked.append(name), get(self, name))[1])
@@ -132,12 +132,12 @@ def test_greedy_output_equals_transformers(models, family, heads, drafter, page_
 
 @pytest.fixture
 def theirs(checkpoints, monkeypatch):
-    """A function that loads DeepSeek-V3 and so many heads in `transformers`."""
+    """A function that loads DeepSeek-V3 with a number of heads in `transformers`."""
     from transformers.modeling_layers import MtpModel
 
     def load(heads):
         directory, oracle = checkpoints("deepseek-v3", heads)
-        # Which tensors are of heads is said by this pattern, which knows published checkpoints only.
+        # This pattern, which selects the tensors of heads, only covers published checkpoints.
         pattern = [rf"model\.layers\.{oracle.config.num_hidden_layers + index}\..*" for index in range(heads)]
         monkeypatch.setattr(transformers.DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", pattern)
         transformers.utils.logging.disable_progress_bar()
@@ -149,7 +149,7 @@ def theirs(checkpoints, monkeypatch):
 
 @pytest.mark.parametrize("heads", (pytest.param(1, marks=pytest.mark.slow), 2))
 def test_logits_of_each_head_equal_transformers(checkpoints, theirs, heads):
-    """Of the heads of DeepSeek-V3, each over a whole text."""
+    """For the heads of DeepSeek-V3, each over a whole text."""
     model = jspec.load(checkpoints("deepseek-v3", heads)[0], dtype="float32")
     target, oracle = theirs(heads)
     text = np.random.default_rng(3).integers(0, 97, (1, 41))

@@ -22,13 +22,13 @@ LENGTHS = (1, 5, 12, 16)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Two threads only slow such small models down."""
+    """Such small models are slower with two threads."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def pair(request, tmp_path_factory):
-    """A target, its draft with some of the target's weights kept, and the oracle of the target."""
+    """A target, a draft that has some of the target's weights, and the target's oracle."""
     directory = tmp_path_factory.mktemp(request.param)
     oracle = hf.build(request.param)
     target = language_model.load(hf.save(oracle, directory / "target"), dtype="float32")
@@ -43,7 +43,7 @@ def pair(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(pair):
-    """Prompts of several lengths and what the oracle continues them with."""
+    """Prompts of several lengths and the oracle's continuations."""
     model, oracle = pair
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, model.target.vocab_size, n).tolist() for n in LENGTHS]
@@ -52,7 +52,7 @@ def expected(pair):
 
 @pytest.fixture(scope="module")
 def with_head(pair, expected):
-    """The same target with an EAGLE head that has seen the outputs."""
+    """The same target with an EAGLE head that was fitted to the outputs."""
     model, _ = pair
     texts = np.zeros((len(LENGTHS), max(LENGTHS) + NEW_TOKENS), np.int32)
     for row, prompt, new in zip(texts, *expected, strict=True):
@@ -67,7 +67,7 @@ PAGES = (1, 16, 64)
 CHAINS = [None, *[jspec.Ngram(depth=d) for d in range(1, 7)]]
 CHAINS += [make(depth=d) for make in (jspec.Standalone, jspec.Eagle) for d in range(1, 7)]
 CASES = [(drafter, page_size) for drafter in CHAINS for page_size in PAGES]
-# Each depth and each width meets each page size.
+# Each depth and each width is combined with each page size.
 CASES += [
     (make(depth=depth, width=width, num_nodes=min(64, 1 + width + (depth - 1) * width**2)), PAGES[(depth + width) % 3])
     for make in (jspec.Standalone, jspec.Eagle)
@@ -77,7 +77,7 @@ CASES += [
 
 
 def matrix():
-    """All cases, most of them marked as slow: one of eleven chains and one of twenty-three trees is not."""
+    """All cases, most of them marked as slow: one of eleven chains and one of twenty-three trees are not."""
     for i, (drafter, page_size) in enumerate(CASES):
         name, width = type(drafter).__name__, getattr(drafter, "width", 1)
         often = drafter is None or i % (11 if width == 1 else 23) == 1
@@ -102,7 +102,7 @@ def test_greedy_output_equals_transformers(pair, with_head, expected, drafter, p
 def test_eos_cuts_where_transformers_stops(pair, expected, drafter):
     model, oracle = pair
     prompts, plain = expected
-    # Tokens that occur in the middle of the outputs, so that rows end at different places, inside accepted runs too.
+    # Tokens from the middle of the outputs, so sequences end at different positions, also within accepted runs.
     eos = sorted({plain[1][7], plain[2][11], plain[3][4]})
     wanted = [hf.greedy(oracle, prompt, NEW_TOKENS, eos_token_id=eos, pad_token_id=0) for prompt in prompts]
     ending = jspec.Model(model.name, model.target, model.params, None, tuple(eos), model.draft)

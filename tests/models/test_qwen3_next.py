@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers", reason='needs transformers: p
 slow = pytest.mark.slow
 NEW_TOKENS = 24
 LENGTHS = (1, 9, 30, 75)
-"""The last one is longer than a block of the delta rule."""
+"""The last prompt is longer than a block of the delta rule."""
 LINEAR, FULL = "linear_attention", "full_attention"
 LAYERS = {
     "qwen3_next": (LINEAR, FULL, LINEAR),
@@ -43,13 +43,13 @@ def build(family, **changes):
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Two threads only slow such small models down."""
+    """Such small models are slower with two threads."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """A function that makes of a family a target with a noisy copy as its draft, and the target's oracle."""
+    """A function from a family to a target with a noisy copy as its draft, and the target's oracle."""
 
     @functools.cache
     def make(family):
@@ -60,7 +60,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(pair):
-    """A function that makes prompts of several lengths and what the oracle continues them with."""
+    """A function that returns prompts of several lengths and the oracle's continuations."""
 
     @functools.cache
     def make(family):
@@ -119,7 +119,7 @@ def test_greedy_output_equals_transformers(pair, expected, family, drafter, page
 
 
 def test_a_rejected_branch_leaves_no_trace(pair):
-    """After a tree and the commit of one of its paths the cache is that of a plain run, and so are the next logits."""
+    """After a tree and the commit of one path, the cache and the next logits equal those of a plain run."""
     model, _ = pair("qwen3_5")
     target, params = model.target, model.params.target
     rng, start = np.random.default_rng(5), jnp.array([6, 3], jnp.int32)
@@ -153,7 +153,7 @@ def check_logits(oracle, directory, count=40):
     ids = np.random.default_rng(1).integers(0, loaded.config.vocab_size, (2, count))
     with torch.no_grad():
         wanted = oracle(torch.tensor(ids)).logits.numpy()
-    # In float64 both are 2e-4 off at logits of 8: gated norms enlarge what is small.
+    # Compared with float64, both are 2e-4 off at logits of 8: gated norms amplify small values.
     np.testing.assert_allclose(read_logits(loaded, ids), wanted, atol=1e-3, rtol=0)
     return loaded
 
@@ -166,7 +166,7 @@ def edit(directory, change):
 
 
 def as_on_the_hub(raw):
-    """The older generation of Qwen3-Next's files."""
+    """The older generation's format of Qwen3-Next."""
     rope = raw.pop("rope_parameters")
     raw |= {"rope_theta": rope["rope_theta"], "partial_rotary_factor": rope["partial_rotary_factor"]}
     raw |= {"rope_scaling": None, "full_attention_interval": 2, "torch_dtype": raw.pop("dtype")}
@@ -248,7 +248,7 @@ def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, family):
     toy.assert_same(ours.params, params)
 
 
-def test_experts_may_be_one_tensor(tmp_path):
+def test_stacked_experts(tmp_path):
     oracle = build("qwen3_5_moe", layer_types=[LINEAR], seed=2)
     hf.save(oracle, tmp_path)
     path, experts = tmp_path / "model.safetensors", "model.layers.0.mlp.experts"
@@ -267,7 +267,7 @@ def test_experts_may_be_one_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.bias", "model.towers.weight", "model.layers.3.x"])
-def test_a_tensor_that_nothing_reads_is_an_error(tmp_path, name):
+def test_an_unused_tensor_is_an_error(tmp_path, name):
     hf.save(build("qwen3_5"), tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), name: np.zeros(3, np.float32)}, path)
@@ -298,7 +298,7 @@ def test_a_tensor_that_nothing_reads_is_an_error(tmp_path, name):
         ({"linear_key_head_dim": None}, "wrong type"),
     ],
 )
-def test_what_a_config_may_not_say(tmp_path, change, message):
+def test_unsupported_configs_are_errors(tmp_path, change, message):
     raw = {**build("qwen3_next").config.to_dict(), "architectures": ["Qwen3NextForCausalLM"], **change}
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
     save_file({}, tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The loop of a model with recurrent layers as a program: no state in it is copied, and on a GPU it is one graph."""
+"""The loop of a model with recurrent layers as a program: it copies no state, and on a GPU it is one graph."""
 
 import re
 from functools import partial
@@ -37,7 +37,7 @@ def parts(kind, drafter):
 
 
 def prefill(kind, drafter, chunk=None):
-    """`decode.prefill` with its static arguments, and the others. Pages of 5 rows: only a pool has a pool's shape."""
+    """`decode.prefill` with its static arguments, and the others. With pages of 5 rows, only a pool has its shape."""
     params, static = parts(kind, drafter)
     length = jnp.array([30, 17], jnp.int32)
     keys = jax.vmap(jax.random.key)(jnp.arange(2, dtype=jnp.uint32))
@@ -46,7 +46,7 @@ def prefill(kind, drafter, chunk=None):
 
 
 def check_states(text, s):
-    """Nothing in the loop makes an array of a state's shape but the sum of a commit, in place; pools are as ever."""
+    """In the loop, only the sum of a commit produces an array of a state's shape, in place; pools as usual."""
     body = loop_body(text)
     caches = [s.cache, *([s.draft.cache] if hasattr(s.draft, "cache") else [])]
     groups = [group for cache in caches for group in cache.groups]
@@ -83,7 +83,7 @@ def test_on_a_gpu_the_loop_needs_no_sort_and_no_loop_within(kind, drafter, monke
 
 
 def test_a_model_in_half_precision_keeps_its_states_in_float32():
-    """All of a round, in types alone: nothing is widened by accident, which the strict rules of promotion forbid."""
+    """A whole round, by abstract evaluation: under strict promotion rules, accidental widening is an error."""
     target = qwen.KINDS["experts"]
     shapes = target.param_shapes(jnp.bfloat16)
     drafter = Standalone(depth=2, width=2).bind(target, target)
