@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from jspec.analysis.evaluate import read_prompts
 from jspec.engine.model import Model, load, locate
-from jspec.models import LanguageModel
+from jspec.models import Decoder
 from jspec.text.tokenizer import Tokenizer
 from jspec.train import batches, data, distill, draft_card, options
 from jspec.train.learner import DraftRecipe, DraftSetup, DraftState, Learner
@@ -35,7 +35,7 @@ class DraftKind:
     noun: str
     add_shape: Callable[[argparse.ArgumentParser], None]
     shape: tuple[str, ...]
-    make_learner: Callable[[LanguageModel, argparse.Namespace], Learner]
+    make_learner: Callable[[Decoder, argparse.Namespace], Learner]
     save: Callable[[Path, Learner, PyTree, str, argparse.Namespace], None]
     describe: Callable[[Learner, int, str, argparse.Namespace], str]
 

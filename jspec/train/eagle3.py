@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from jspec.checkpoints import eagle
 from jspec.checkpoints.eagle_config import LAYOUTS
 from jspec.engine.model import Model
-from jspec.models import EagleHead, LanguageModel
+from jspec.models import Decoder, EagleHead
 from jspec.models.llama import require_llama
 from jspec.train import distill, head
 from jspec.train.draft import DraftKind
@@ -87,7 +87,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--" + name.replace("_", "-"), type=int, help="of the head (default: the target's)")
 
 
-def _make_learner(target: LanguageModel, args: argparse.Namespace) -> HeadLearner:
+def _make_learner(target: Decoder, args: argparse.Namespace) -> HeadLearner:
     shape = require_llama(target, "jspec train eagle3")
     given = {name: getattr(args, name) for name in (*_SHAPE, "draft_vocab_size")}
     capture_layers = None if args.capture_layers is None else tuple(args.capture_layers)

@@ -148,7 +148,7 @@ def test_a_whole_module_is_refused(torch, tmp_path):
 
 def test_the_format_before_torch_1_6(torch, tmp_path):
     torch.save(torch.zeros(2), tmp_path / "x.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r"format before 1.6.*save it as model.safetensors"):
+    with pytest.raises(CheckpointError, match=r"format of torch before 1.6.*save it as model.safetensors"):
         torch_file.read(tmp_path / "x.bin")
 
 
