@@ -101,7 +101,7 @@ def test_a_stop_string_ends_the_text(capsys):
     "arguments, message",
     [
         (["generate", "x", "--model", "/no/such"], "/no/such: no such directory"),
-        (["generate", "x", "--model", "bundled:nothing"], "bundled models are"),
+        (["generate", "x", "--model", "bundled:nothing"], "bundled models: "),
         (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),
         (["generate", "x", "--page-size", "0"], "page_size=0"),
         (["generate", "x", "--depth", "0"], "depth=0"),

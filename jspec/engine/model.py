@@ -22,11 +22,11 @@ BUNDLED = {
     "python-small": {"eagle": "python-eagle3", "standalone": "python-tiny", "frozen-kv-mtp": "python-assistant"},
     "python-tiny": {},
 }
-"""Models that ship with the package -> drafter -> its draft, which ships too; the first is the default."""
+"""Bundled models -> drafter -> its bundled draft; the first is the default."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-# The EAGLE authors' heads are published in this file alone. A repository that has it beside model.safetensors makes the
-# download of a draft, which is small, twice as long.
+# The EAGLE authors publish heads only in this format. A repository with both formats doubles the download, but drafts
+# are small.
 _DRAFT_FILES = [*_HUB_FILES, "pytorch_model.bin"]
 
 
@@ -35,10 +35,11 @@ class Model:
     """A target ready to generate.
 
     name: where it was loaded from.
-    target, draft: configurations; `draft` is a language model's, an EAGLE head's, an assistant's or that of the MTP
-      heads of the target's own checkpoint; None where none was loaded.
+    target: its configuration.
+    draft: the draft's configuration: a language model, an EAGLE head, an assistant or the MTP heads of the target's own
+      checkpoint; None if no draft was loaded.
     params: weights of both.
-    tokenizer: None for a checkpoint without one, which takes and gives token ids only.
+    tokenizer: None if the checkpoint has none; prompts and outputs are then token ids.
     eos: ids that end a text.
     """
 
@@ -61,13 +62,13 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
     Args:
       source: "bundled:python-small", a Hugging Face directory, or a hub id such as "org/name".
       draft: a checkpoint of a draft, named the same way: a small language model with the target's vocabulary, or an
-        EAGLE head or an assistant that was made for this target. None: what the target comes with: a bundled model's
-        draft, the MTP heads in its own checkpoint, or none.
+        EAGLE head or an assistant made for this target. None: the draft bundled with the target, or the MTP heads in
+        its checkpoint, if any.
       dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
 
     Raises:
-      CheckpointError: files missing or damaged, or of an unsupported kind.
-      ValueError: an unknown dtype or bundled model, or a draft whose tokenizer is another one.
+      CheckpointError: files are missing, damaged or not supported.
+      ValueError: an unknown dtype or bundled model, or the draft's tokenizer differs.
     """
     directory = locate(source)
     draft = bundled_draft(source) if draft is None else draft
@@ -96,43 +97,43 @@ def _load_target(
 
 
 def bundled_draft(source: str | Path, drafter: str | None = None) -> str | None:
-    """The bundled draft of a bundled model for a drafter; None: its default. None where there is none."""
+    """The bundled draft of a bundled model, for a drafter (None: the default draft); None if there is none."""
     drafts = BUNDLED.get(str(source).removeprefix("bundled:"), {}) if str(source).startswith("bundled:") else {}
     name = next(iter(drafts.values()), None) if drafter is None else drafts.get(drafter)
     return name and f"bundled:{name}"
 
 
 def locate(source: str | Path, files: Sequence[str] = _HUB_FILES) -> Path:
-    """The directory of a checkpoint, downloaded from the hub if it is a hub id.
+    """The directory of a checkpoint, downloaded first if `source` is a hub id.
 
-    files: patterns of the files that are downloaded.
+    files: patterns of the files to download.
 
     Raises:
       ValueError: an unknown bundled model.
-      CheckpointError: neither a directory nor a hub id, or a download that failed.
+      CheckpointError: neither a directory nor a hub id, or the download failed.
     """
     name = str(source)
     if name.startswith("bundled:"):
         short = name.removeprefix("bundled:")
         known = sorted({*BUNDLED, *(draft for drafts in BUNDLED.values() for draft in drafts.values())})
         if short not in known:
-            raise ValueError(f"{name!r} is unknown; bundled models are {', '.join(known)}")
+            raise ValueError(f"{name!r} is unknown; bundled models: {', '.join(known)}")
         return Path(str(resources.files("jspec"))) / "assets" / short
     if Path(source).is_dir():
         return Path(source)
     if isinstance(source, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise CheckpointError(f'{name}: no such directory (and no hub id of the form "organisation/name")')
+        raise CheckpointError(f'{name}: no such directory (and not a hub id of the form "organization/name")')
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:
-        raise CheckpointError(f"{name}: no such directory, and the hub gave none ({error})") from error
+        raise CheckpointError(f"{name}: no such directory, and the download from the hub failed ({error})") from error
 
 
 def _check_same_tokens(target: Tokenizer | None, draft: Tokenizer | None, source, draft_source) -> None:
-    """Raises where both tokenizers are there and an id means different tokens in them."""
+    """Raises if both have a tokenizer and an id means different tokens in them."""
     if target is None or draft is None or target.vocabulary() == draft.vocabulary():
         return
     raise ValueError(
-        f"draft={str(draft_source)!r} has another tokenizer than {str(source)!r}: "
-        "a draft must give every token id the same meaning as its target"
+        f"draft={str(draft_source)!r} has a different tokenizer than {str(source)!r}: "
+        "each token id must mean the same token in the draft and the target"
     )

@@ -55,14 +55,16 @@ def test_a_failed_download_is_an_error(monkeypatch):
         raise OSError("offline")
 
     monkeypatch.setattr(model.huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(CheckpointError, match="somebody/target: no such directory, and the hub gave none .offline"):
+    with pytest.raises(
+        CheckpointError, match="somebody/target: no such directory, and the download from the hub failed .offline"
+    ):
         jspec.load("somebody/target")
 
 
 def test_unknown_names():
     with pytest.raises(
         ValueError,
-        match="'bundled:gpt' is unknown; bundled models are python-assistant, python-eagle3, python-small, python-tiny",
+        match="'bundled:gpt' is unknown; bundled models: python-assistant, python-eagle3, python-small, python-tiny",
     ):
         jspec.load("bundled:gpt")
     with pytest.raises(CheckpointError, match="/no/such/place: no such directory"):
