@@ -319,7 +319,7 @@ def test_an_assistant_finds_no_keys_of_heads(pair):
     draft = dataclasses.replace(
         toy.ASSISTANT, vocab_size=97, target_layers=(0, 1), head_dims=(28, 28), num_heads=4, target_hidden_size=32
     )
-    with pytest.raises(ValueError, match="reads layer 0, which keeps latents there"):
+    with pytest.raises(ValueError, match="layer 0 of the target uses latent attention"):
         jspec.FrozenKvMtp(depth=2).bind(model.target, draft)
 
 

@@ -233,7 +233,11 @@ def test_the_text_model_of_a_multimodal_one_and_its_mtp_head(tmp_path):
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, family):
     model, oracle = pair(family)
-    full = next(layer for layer, attends in zip(model.params.target.layers, model.target.full, strict=True) if attends)
+    full = next(
+        layer
+        for layer, attends in zip(model.params.target.layers, model.target.is_full_attention, strict=True)
+        if attends
+    )
     ones = jnp.ones(32)
     head = MtpParams(ones, 2 * ones, jnp.ones((64, 32)), full, 3 * ones)
     params = dataclasses.replace(model.params.target, mtp=(head,))
