@@ -24,7 +24,8 @@ from jspec.bench.cli import positive
 from jspec.bench.presets import PRESETS
 from jspec.checkpoints.files import DTYPES, resolve_dtype
 from jspec.engine.options import DEFAULT_PAGE_SIZE
-from jspec.models import Decoder
+from jspec.models.decoder import Decoder
+from jspec.models.moe import Routed
 from pallas_kernels import grouped_matmul, mla_attention, paged_attention, platform
 from pallas_kernels.dispatch import BACKENDS, Operation
 from pallas_kernels.group_rows import group_rows
@@ -116,8 +117,8 @@ def check(options: argparse.Namespace, target: Decoder) -> None:
         value = getattr(options, name)
         if value is not None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: experts do not read the cache; omit it")
-    if target.experts is None:
-        others = ", ".join(name for name, preset in PRESETS.items() if preset.target.experts)
+    if _experts(target) is None:
+        others = ", ".join(name for name, preset in PRESETS.items() if _experts(preset.target))
         raise ValueError(f"--preset {options.preset} has no experts; must be one of {others}")
 
 
@@ -172,7 +173,7 @@ def attention(target: Decoder, batch: int, nodes: int, context: int, page_size: 
 
 def experts(target: Decoder, tokens: int, dtype: DTypeLike) -> Iterator[Work]:
     """Both products of the experts that tokens choose at random, one after the other."""
-    routed, rng = target.experts, np.random.default_rng(0)
+    routed, rng = _experts(target), np.random.default_rng(0)
     if routed is None:
         raise ValueError("the target has no experts")
     count, chosen, always = routed.router.count, routed.router.chosen, routed.shared
@@ -198,6 +199,11 @@ def experts(target: Decoder, tokens: int, dtype: DTypeLike) -> Iterator[Work]:
 def _random(dtype: DTypeLike, *shapes: tuple[int, ...]) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def _experts(target: Decoder) -> Routed | None:
+    """The experts of the last layer."""
+    return target.layer_experts(target.num_layers - 1)
 
 
 def _operation(kernel: str, target: Decoder) -> Operation:
