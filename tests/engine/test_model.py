@@ -82,5 +82,5 @@ def test_a_draft_with_another_tokenizer_is_an_error(directories):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     path.write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match="another tokenizer"):
+    with pytest.raises(ValueError, match="has a different tokenizer than"):
         jspec.load(directories / "target", draft=directories / "draft")
