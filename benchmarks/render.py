@@ -1,6 +1,6 @@
 """Renders the measurements in `benchmarks/results` into README.md and the pages of docs.
 
-A page holds marks, and what stands between them is replaced:
+A page holds marks, and what is between them is replaced:
 
     <!-- bench:NAME -->   the table `benchmarks/tables/NAME.md`, in which {ID:FORMAT} is a number;   <!-- /bench -->
     <!-- bench:all -->    all measurements, by machine and subject;                                  <!-- /bench -->

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels._types import Ref
 
 DTYPES = ("bfloat16", "float16", "float32")
-"""Of operands that attention and products take."""
+"""Types of the operands of attention and products."""
 MERGE_ELEMENTS = 4096
 """Elements of partial sums that a program of `merge` holds in registers at most."""
 
@@ -33,7 +33,7 @@ def call(
 
 @functools.cache
 def warn_of_removal() -> None:
-    """Says once per process that JAX will drop the backend of these kernels.
+    """Warns once per process that JAX will drop the backend of these kernels.
 
     JAX warns at every lowering, by a DeprecationWarning that Python hides from users.
     """

@@ -9,12 +9,12 @@ class Ref(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the array that it refers to."""
+        """The shape of the array that it refers to."""
         ...
 
     @property
     def dtype(self) -> Any:
-        """Of the array that it refers to."""
+        """The type of the array that it refers to."""
         ...
 
     @property

@@ -145,9 +145,9 @@ def take_older_generator(patch):
 
 @pytest.fixture(scope="module", autouse=True)
 def programs(request):
-    """Compiles as for a user where a module says AS_SHIPPED; elsewhere in less time, a quarter of it with JAX 0.10.
+    """Compiles as for a user in modules that set AS_SHIPPED; elsewhere in less time, a quarter of it with JAX 0.10.
 
-    A module that reads the text of programs says TEXT_AS_SHIPPED: of XLA's passes over it none is left out there.
+    A module that reads the text of programs sets TEXT_AS_SHIPPED: all of XLA's passes over it run there.
     """
     as_shipped, text = (getattr(request.module, name, False) for name in ("AS_SHIPPED", "TEXT_AS_SHIPPED"))
     jax.config.update("jax_disable_most_optimizations", not as_shipped)

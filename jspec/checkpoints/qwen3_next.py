@@ -170,7 +170,7 @@ MTP = "mtp."
 def with_mtp(config: Qwen3Next, tensors: Tensors, wanted: bool) -> Qwen3Next:
     """The configuration with its MTP head, or without if it is not wanted or has no tensors.
 
-    Checkpoints written by `transformers` never have one, whatever config.json says.
+    Checkpoints written by `transformers` never have one, whatever config.json declares.
     """
     found = any(name.startswith(MTP) for name in tensors.names())
     if not wanted:

@@ -178,7 +178,7 @@ def _keep_best(
     kept = _rank(scores) < num_nodes - 1
     slot = _count(kept[:, :, None] & _lower(scores.shape[1]))
     chosen = _at_ranks(jnp.where(kept, slot, num_nodes), num_nodes - 1)
-    # Parents: numbers of candidates to nodes of the tree.
+    # Parents: indices of candidates to nodes of the tree.
     number = jnp.take_along_axis(parents, chosen, axis=1)
     node = jnp.where(number < 0, 0, jnp.take_along_axis(slot, jnp.maximum(number, 0), axis=1) + 1)
     kept = jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, chosen, axis=1)], axis=1)

@@ -19,7 +19,7 @@ from pallas_kernels._types import Ref
 from pallas_kernels.delta_rule.linear import unit_lower_inverse
 
 MAX_NODES = 32
-"""Of a tree: a program holds the node-to-node terms, and more of them would not leave it enough registers."""
+"""Limit for a tree: a program holds the node-to-node terms, and more of them would not leave it enough registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Tuning:
     """Constants of `default_config` for a kind of device."""
 
     max_block: int
-    """Of both blocks."""
+    """Limit for both blocks."""
     small_tree_warps: int
     """For up to 16 nodes."""
     large_tree_warps: int
@@ -159,7 +159,7 @@ def _kernel(
     sums = (square, square) if state_ref is None else (square, square, tall, tall)
     of_k, of_q, *read = lax.fori_loop(0, pl.cdiv(key_dim, config.block_k), body, sums)
 
-    # The system of the nodes: who sees whom, and how much decays in between.
+    # The system of the nodes: visibility, and the decay in between.
     g, beta = (pltriton.load(ref.at[b, node, head], mask=real, other=0) for ref in (g_ref, beta_ref))
     seen = node[None] <= node[:, None]
     if mask_ref is not None:

@@ -45,7 +45,7 @@ class Tuning:
     many_rows: Config
     """For more of them; with fewer than its rows per matrix, `block_m` is the power of two that holds those."""
     min_block_m: int
-    """Of `many_rows`."""
+    """Limit for `many_rows`."""
     short_block_warps: int
     """Warps of smaller blocks than that of `many_rows`."""
 

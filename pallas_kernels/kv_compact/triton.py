@@ -28,7 +28,7 @@ class Tuning:
     """Constants of `default_config` for a kind of device."""
 
     elements: int
-    """Of a program. Few: a round of one sequence writes some rows of 2 KiB in each part, and has to fill the device."""
+    """Elements per program. Few: one sequence writes some rows of 2 KiB in each part and must fill the device."""
     num_warps: int
 
 

@@ -46,7 +46,7 @@ class Tuning:
     """The same for float32: its products run outside the tensor cores and hold their operands in registers."""
     block_k: int
     block_bytes: int
-    """Of the keys of a block at most."""
+    """Maximum bytes of the keys of a block."""
     long_split: int
     """Keys of a split that justify a tile of more than 64 rows, or a second program per multiprocessor."""
     max_splits: int

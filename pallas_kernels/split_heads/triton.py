@@ -29,7 +29,7 @@ class Tuning:
     """Constants of `default_config` for a kind of device."""
 
     elements: int
-    """Of a program."""
+    """Elements per program."""
     num_warps: int
 
 

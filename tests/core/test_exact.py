@@ -151,7 +151,7 @@ def without(dist, tokens):
     return np.where(np.isin(np.arange(len(dist)), tokens), 0.0, dist)
 
 
-def normalised(dist, otherwise):
+def normalized(dist, otherwise):
     return dist / dist.sum() if dist.sum() > 1e-12 else otherwise
 
 
@@ -182,12 +182,12 @@ def rejection(choices, drafted, residual=True):
         left, q, tried = drafted.p(path[-1]), drafted.q(path[-1]), []
         for child in drafted.children(path[-1]):
             token = drafted.tokens[child]
-            dist = np.eye(len(left))[token] if q is None else normalised(without(q, tried), 0 * q)
+            dist = np.eye(len(left))[token] if q is None else normalized(without(q, tried), 0 * q)
             ratio = min(1.0, left[token] / dist[token]) if dist[token] > 0 else 0.0
             if choices.cell(child, [ratio]) == 0:
                 path.append(child)
                 break
-            left = normalised(np.maximum(left - dist, 0), left) if residual else left
+            left = normalized(np.maximum(left - dist, 0), left) if residual else left
             tried.append(token)
         else:
             return path[1:], left
@@ -212,7 +212,7 @@ def block(choices, drafted):
     else:
         i = 0
     last = i == len(nodes) - 1
-    return nodes[1 : i + 1], p[i] if last else normalised(np.maximum(weight[i] * p[i] - q[i], 0), p[i])
+    return nodes[1 : i + 1], p[i] if last else normalized(np.maximum(weight[i] * p[i] - q[i], 0), p[i])
 
 
 def thresholds(single, total):
@@ -229,7 +229,7 @@ def thresholds(single, total):
                 edges.append(max(below, min(1.0, raised / total)) if fresh > 0 else below)
             cell = choices.cell(path[-1], edges)
             if cell == len(children):
-                return path[1:], normalised(without(p, tried), p)
+                return path[1:], normalized(without(p, tried), p)
             path.append(children[cell])
 
     return rule

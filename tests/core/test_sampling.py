@@ -295,7 +295,7 @@ def test_top_k_top_p_and_min_p_keep_the_same_tokens_as_a_search(case):
     ids=str,
 )
 def test_the_bounds_are_as_documented(row, kept):
-    """Of distributions 0.4, 0.2, 0.2, 0.1, 0.05, 0.05."""
+    """Which tokens of the distribution 0.4, 0.2, 0.2, 0.1, 0.05, 0.05 are kept."""
     dist = np.array([0.4, 0.2, 0.2, 0.1, 0.05, 0.05], np.float32)
     got = np.array(temper(per_row(row, 1, 6), np.log(dist)[None, None]))[0, 0]
     assert list(np.flatnonzero(~np.isneginf(got))) == list(kept)

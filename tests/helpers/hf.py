@@ -278,9 +278,9 @@ def add_mtp(directory: Path, heads: int = 1, seed: int = 5) -> dict:
             own[root + "shared_head.head.weight"] = tensors["lm_head.weight"]
         for name, like in tensors.items():
             if name.startswith(layer := f"model.layers.{full}."):
-                centred = qwen and name.endswith("norm.weight")
+                centered = qwen and name.endswith("norm.weight")
                 own[name.replace(layer, root + "layers.0." if qwen else root)] = random(*like.shape) - np.float32(
-                    centred
+                    centered
                 )
         tensors |= own
     save_file(tensors, path, metadata={"format": "pt"})

@@ -295,7 +295,7 @@ def test_an_unused_tensor_is_an_error(tmp_path, name):
             {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.2}},
             "partial_rotary_factor=0.2: must rotate a positive, even number",
         ),
-        ({"linear_num_value_heads": 3}, "value_heads=3 are no multiple of key_heads=2"),
+        ({"linear_num_value_heads": 3}, "value_heads=3 is not a multiple of key_heads=2"),
         ({"num_key_value_heads": 3}, "is not a multiple of num_kv_heads=3"),
         ({"num_experts": 0, "intermediate_size": "absent"}, "'intermediate_size' is missing"),
         ({"linear_key_head_dim": "absent"}, "'linear_key_head_dim' is missing"),
