@@ -22,10 +22,10 @@ class Ref(Protocol):
         """Indexed, it gives a reference to a part."""
         ...
 
-    def __getitem__(self, index: Any, /) -> Any:
+    def __getitem__(self, index: object, /) -> Any:
         """Reads."""
         ...
 
-    def __setitem__(self, index: Any, value: Any, /) -> None:
+    def __setitem__(self, index: object, value: object, /) -> None:
         """Writes."""
         ...

@@ -48,7 +48,7 @@ class Operation:
         """
         return importlib.import_module(f"{self.package}.{kernel}")
 
-    def run(self, backend: str | None, *args: Any, **options: Any) -> Any:
+    def run(self, backend: str | None, *args: object, **options: object) -> Any:
         """The operation on the chosen backend.
 
         Args:
@@ -61,7 +61,7 @@ class Operation:
         """
         return self._choose(backend, args, options)(*args, **options)
 
-    def _choose(self, backend: str | None, args: tuple, options: dict[str, Any]) -> Callable[..., Any]:
+    def _choose(self, backend: str | None, args: tuple, options: dict[str, object]) -> Callable[..., Any]:
         here = platform.platform()
         if backend is None:
             for kernel in BACKENDS.get(here, ()):
@@ -80,7 +80,7 @@ class Operation:
             raise ValueError(f"{self.name}: backend={backend!r} cannot run: {reason}")
         return getattr(self.module(backend), self.name)
 
-    def _refusal(self, kernel: str, args: tuple, options: dict[str, Any]) -> str | None:
+    def _refusal(self, kernel: str, args: tuple, options: dict[str, object]) -> str | None:
         """Why a kernel backend cannot run these arguments; None if it can."""
         return _unavailable(self, kernel) or self.module(kernel).supported(*args, **options)
 
