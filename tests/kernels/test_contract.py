@@ -199,6 +199,7 @@ def test_config_and_interpret(package, kernel, monkeypatch):
 
         return str(jax.make_jaxpr(run)(arrays))
 
+    monkeypatch.setattr(platform, "platform", lambda: "cpu")
     interpreted = jaxpr()
     assert isinstance(chosen[0], module.Config)
     del chosen[:]

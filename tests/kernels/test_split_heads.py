@@ -1,4 +1,4 @@
-"""Every backend of a layer's heads against the equations in float64, and their gradients against each other's."""
+"""Every backend of a layer's heads against the equations in float64, and the gradients of all backends."""
 
 import dataclasses
 from functools import cache, partial
@@ -81,7 +81,7 @@ def program(kv_heads, backend):
 def test_equals_the_equations(case, backend):
     arrays = inputs(case)
     got = program(case.kv_heads, backend)(*arrays)
-    # A few roundings of numbers up to about 8.
+    # A few roundings of values up to about 8.
     tolerance = {"float32": 2e-6, "bfloat16": 6e-2}[case.dtype]
     for name, mine, true in zip("qkv", got, oracle(case, *arrays), strict=True):
         assert mine.shape == true.shape and mine.dtype == case.dtype, name
