@@ -15,14 +15,16 @@ pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 ocp = pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
 import train_files  # noqa: E402
+from flax.training.train_state import TrainState  # noqa: E402
 from train_files import lines, run  # noqa: E402
 
 from jspec.checkpoints import language_model, llama  # noqa: E402
 from jspec.core import tree  # noqa: E402
 from jspec.models import Llama  # noqa: E402
-from jspec.train import batches, lm, model, objective, text, tokenizer  # noqa: E402
+from jspec.train import batches, lm, model, objective, text, tokenizer, trainer  # noqa: E402
 from jspec.train.loop import Intervals  # noqa: E402
 from jspec.train.objective import LmRecipe, LmSetup  # noqa: E402
+from jspec.train.trainer import State  # noqa: E402
 
 MODEL = Llama(
     vocab_size=61,
@@ -114,6 +116,16 @@ def test_distillation_brings_the_draft_closer_to_its_teacher(sources, heldout, t
     after = lines(tmp_path)[-1]
     assert after["heldout_divergence"] < 0.5 * before["heldout_divergence"]
     assert after["heldout_agreement"] > 0.5 > before["heldout_agreement"]
+
+
+def test_the_state_is_flaxs_train_state():
+    """`apply_fn` is the forward, and states of equal setups have the same structure."""
+    state = objective.init(setup_for())
+    assert isinstance(state, TrainState)
+    tokens = np.arange(8, dtype=np.int32)[None]
+    np.testing.assert_array_equal(state.apply_fn(state.params, tokens), LOGITS(MODEL, state.params, tokens, "float32"))
+    again = trainer.begin(State, setup_for(recipe=dataclasses.replace(RECIPE)), state.params)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
 
 
 def test_divergence_and_cross_entropy():

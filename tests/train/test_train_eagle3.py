@@ -15,6 +15,7 @@ pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
 
 import train_files  # noqa: E402
+from flax.training.train_state import TrainState  # noqa: E402
 from train_files import lines, run  # noqa: E402
 
 import jspec  # noqa: E402
@@ -293,6 +294,14 @@ def test_training_lowers_the_loss_and_keeps_the_vocabulary(target, sources, held
     assert state.params.ids is None and state.params.embed is None
     first = learner.init(SETUP, target, ids)
     assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, first.params, state.params)))
+
+
+def test_the_state_is_flaxs_train_state(target):
+    state = learner.init(SETUP, target, np.arange(40))
+    assert isinstance(state, TrainState) and state.apply_fn == LEARNER.forward
+    equal = DraftSetup(HeadLearner(CONFIG, TARGET), dataclasses.replace(RECIPE), "float32")
+    again = trainer.begin(learner.DraftState, equal, state.params, ids=state.ids)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
 
 
 def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
