@@ -53,7 +53,7 @@ def read_rope(raw: Json) -> tuple[str, float, dict[str, Any]]:
 def parse_experts(raw: Json, count: int, *, normalize: bool, shared_width: int = 0) -> Routed:
     """`count` experts as Qwen's families describe them.
 
-    normalize: whether weights are normalized if the file does not say.
+    normalize: whether weights are normalized if the file does not state it.
     shared_width: width of a gated MLP that every token goes through; 0: there is none.
     """
     normalize = bool(raw.get("norm_topk_prob", normalize))
