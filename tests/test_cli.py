@@ -153,6 +153,7 @@ def test_evaluate_writes_metrics(capsys, tmp_path):
     assert out.count("sequences that differ from plain: 0") == 2
 
 
+@pytest.mark.slow
 def test_evaluate_samples_the_same_tokens_for_every_batch_size(capsys, tmp_path):
     prompts, metrics = tmp_path / "prompts.json", tmp_path / "metrics.json"
     prompts.write_text(json.dumps(["def f(x):", "class A:", "import sys"]))

@@ -307,6 +307,7 @@ class NeverEqual(Repeat):
 NUMBERS = itertools.count()
 
 
+@pytest.mark.fast("copycat")
 @pytest.mark.parametrize(
     "drafter, message",
     [

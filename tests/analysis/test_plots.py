@@ -33,6 +33,7 @@ def axes(needs):
 # inspect_round
 
 
+@pytest.mark.fast("chain", "tree")
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     (
@@ -62,6 +63,7 @@ def test_a_round_is_the_one_that_generate_runs(model, drafter, sampling):
         assert (seen.depths[1:] == seen.depths[seen.parents[1:]] + 1).all() and seen.depths[0] == 0
 
 
+@pytest.mark.slow
 def test_a_round_that_the_end_of_the_text_cuts(model):
     prompt = [4, 3, 2, 1]
     whole = jspec.inspect_round(model, prompt, drafter=TREE, round_index=0)

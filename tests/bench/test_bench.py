@@ -312,6 +312,7 @@ def optimised():
 # Phases
 
 
+@pytest.mark.fast("chain")
 @pytest.mark.parametrize("mode", DRAFTERS)
 def test_the_phases_are_the_round(mode):
     drafter = DRAFTERS[mode]
@@ -347,6 +348,7 @@ def run(capsys, *arguments):
     return status, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_a_report_of_the_tiny_preset(capsys, tmp_path, needs):
     needs("matplotlib")
     files = ("--json", tmp_path / "report.json", "--plot", tmp_path / "report.png")
@@ -386,6 +388,7 @@ def test_a_report_of_the_tiny_preset(capsys, tmp_path, needs):
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_checkpoints_choose_the_drafter_and_the_split_can_be_left_out(capsys):
     sizes = ("--batch", 1, "--context", 16, "--depth", 2, "--tokens-per-round", 1.5, "--rounds", 4, "--repeats", 1)
     models = ("--checkpoint", "bundled:python-tiny", "--draft", "bundled:python-tiny")
@@ -473,6 +476,7 @@ def test_a_preset_without_a_smaller_model_says_which_have_one(capsys):
     assert status == 2 and "gemma-4-31b has no EAGLE head; llama-3.1-8b" in err
 
 
+@pytest.mark.slow
 def test_an_unfolded_seed_changes_no_token():
     """Nor how many each round appends."""
     drafter = toy.bound_drafters()["frozen_kv_mtp"]
@@ -487,6 +491,7 @@ def test_an_unfolded_seed_changes_no_token():
         Unfolded(FrozenKvMtp())
 
 
+@pytest.mark.slow
 def test_rounds_that_the_host_calls(capsys):
     sizes = ("--depth", 2, "--rounds", 4, "--repeats", 1, "--tokens-per-round", 2)
     status, out, _ = run(capsys, "--preset", "tiny-gemma-4", "--mode", "stepped", "unfolded", *sizes)
@@ -498,6 +503,7 @@ def test_rounds_that_the_host_calls(capsys):
     assert status == 2 and "--mode unfolded: only the drafter frozen-kv-mtp has a seed, and this one is eagle" in err
 
 
+@pytest.mark.slow
 def test_a_report_of_an_assistant(capsys):
     """What the preset has is taken; the extension of a state of one vector is a phase, too."""
     sizes = ("--depth", 2, "--rounds", 4, "--repeats", 1, "--tokens-per-round", 2)

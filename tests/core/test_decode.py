@@ -94,6 +94,7 @@ def test_hidden_states_and_tokens_of_the_drafter_match():
         assert np.isnan(hidden[b, len(tokens) - 1 :]).all()
 
 
+@pytest.mark.fast("frozen_kv_mtp_tree", "eagle_tree", "plain")
 @pytest.mark.parametrize("chunk", (pytest.param(2, marks=pytest.mark.slow), 5))
 @each_name
 def test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once(name, chunk):
@@ -178,6 +179,7 @@ def test_several_calls_give_the_state_of_one_call(drafter):
     toy.assert_same(s, whole)
 
 
+@pytest.mark.fast("eagle_tree", "plain")
 @all_drafters_but_slow("ngram", "mtp", "standalone_tree")
 def test_single_steps_give_the_state_of_one_call(drafter):
     weights, whole = weights_of(drafter), complete(drafter)
@@ -220,6 +222,7 @@ def test_a_configuration_is_traced_once():
 # What has no influence, and what stays unchanged
 
 
+@pytest.mark.fast("eagle_tree", "ngram")
 @each_name
 def test_sequences_are_independent_of_each_other_and_of_padding(name):
     drafter = toy.bound_drafters()[name]
@@ -237,6 +240,7 @@ def test_sequences_are_independent_of_each_other_and_of_padding(name):
         assert alone.stats.rounds[0] == rounds[b]
 
 
+@pytest.mark.fast("standalone_tree", "mtp")
 @all_drafters_but_slow("plain", "ngram")
 def test_free_pages_and_rows_after_the_committed_ones_are_never_read(drafter):
     weights = weights_of(drafter)

@@ -17,6 +17,7 @@ def checked(drafter, weights, s, rule=accept.greedy):
     return decode.decode_checked(weights, s, jnp.int32(1000), target=toy.TARGET, drafter=drafter, accept=rule)
 
 
+@pytest.mark.fast("ngram", "mtp")
 @all_drafters
 def test_checked_rounds_find_nothing_wrong_and_change_nothing(drafter):
     err, s = checked(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter)))

@@ -33,6 +33,7 @@ def kinds(x):
     return jax.tree.structure(x), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
 
 
+@pytest.mark.fast("standalone_tree", "mtp")
 @each_name
 def test_the_state_keeps_its_structure_and_types(name):
     drafter = toy.bound_drafters()[name]
@@ -80,6 +81,7 @@ def program(name):
     return decode.decode.lower(weights, s, jnp.int32(9), drafter=drafter, **GREEDY).compile().as_text(), types
 
 
+@pytest.mark.fast("eagle_tree", "mtp", "plain")
 @each_name
 def test_the_program_is_one_loop_that_never_leaves_the_device(name):
     text, _ = program(name)
@@ -118,6 +120,7 @@ def test_a_chain_needs_no_sort(name):
     assert not re.search("topk|top_k", text, re.IGNORECASE)
 
 
+@pytest.mark.fast("frozen_kv_mtp_tree", "ngram")
 @each_name
 def test_on_a_gpu_a_tree_needs_no_sort_either(name, monkeypatch):
     """A sort would keep a GPU from running the loop as one graph: a kernel ranks the vocabulary instead."""
@@ -155,6 +158,7 @@ def test_the_last_layer_continues_with_the_selected_tokens_only(select):
     assert all(part.shape[:2] == (batch, width) for pair in run(last).rows for part in pair)
 
 
+@pytest.mark.fast("eagle_tree", "plain")
 @each_name
 def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
     drafter, weights, s = lone_pool(name)

@@ -193,6 +193,7 @@ def critical(freedom):
 CHAIN, SMALL_TREE = Standalone(depth=3), Standalone(depth=2, width=2, num_nodes=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "rule", "least"),
     (
@@ -223,6 +224,7 @@ def without_residual(key, draft_tree, logits, position):
     return dataclasses.replace(out, tokens=jnp.where(column == out.length[:, None] - 1, final[:, None], out.tokens))
 
 
+@pytest.mark.slow
 def test_the_power_suffices_to_find_a_wrong_rule():
     """The wrong rule's own distribution is exact, too: there is a draft for each token but the first."""
     wrong = []

@@ -25,6 +25,7 @@ def test_every_drafter_is_under_test():
     assert {type(drafter) for drafter in toy.bound_drafters().values()} == set(DRAFTERS.values()), "add the new one"
 
 
+@pytest.mark.fast("eagle_tree", "mtp", "ngram")
 @each_name
 def test_a_proposal_is_a_tree_of_tokens_that_starts_at_the_last_one(name):
     drafter = toy.bound_drafters()[name]

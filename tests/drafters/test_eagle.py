@@ -107,6 +107,7 @@ def test_proposals_are_those_of_a_head_that_sees_each_path_alone(shape):
             assert list(map(int, draft_tree.parents[b])) == parents
 
 
+@pytest.mark.slow
 def test_without_exact_attention_a_node_proposes_something_else():
     shape = dict(depth=4, width=4, num_nodes=40)
     trees = [drafted(Eagle(**shape, exact=exact).bind(toy.TARGET, toy.HEAD), 4)[1] for exact in (True, False)]

@@ -115,6 +115,7 @@ def setting_param(drafter, page_size):
     return pytest.param(drafter, page_size, id=f"{drafter}-{page_size}", marks=marks)
 
 
+@pytest.mark.fast("Ngram")
 @pytest.mark.parametrize("drafter, page_size", [setting_param(*setting) for setting in SETTINGS])
 def test_greedy_output_equals_transformers(models, continued, drafter, page_size):
     import hf
@@ -143,6 +144,7 @@ def test_stop_strings_end_the_text_where_transformers_does(model, continued, dra
     assert "stop" in out.finish_reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "floor"),
     (

@@ -29,6 +29,7 @@ def configured_directory():
     return jax.config.jax_compilation_cache_dir
 
 
+@pytest.mark.slow
 def test_a_second_command_runs_cached_programs(tmp_path):
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     environment.pop("JAX_COMPILATION_CACHE_DIR")

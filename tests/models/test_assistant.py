@@ -204,6 +204,7 @@ def test_greedy_output_equals_transformers(fitted, kind, window, ordered, drafte
     assert out.stats.accept_length > 1.3
 
 
+@pytest.mark.slow
 def test_greedy_output_equals_that_of_transformers_with_an_assistant(tmp_path):
     """The same assistant in both, a random one, so nearly all drafts are rejected."""
     kind = "shared"
@@ -272,6 +273,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path, ordered):
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 def test_an_assistant_of_a_llama(tmp_path, capsys):
     """It is saved, recognized, loaded with its target, and used for drafting."""
     own = toy.random_assistant(toy.ASSISTANT)

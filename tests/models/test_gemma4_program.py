@@ -81,6 +81,7 @@ def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(kind, drafte
     check_pools(jax.jit(function).lower(*given).compile().as_text(), jax.eval_shape(function, *given))
 
 
+@pytest.mark.fast("dense-drafter0")
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "drafter"), [*((kind, Plain()) for kind in gemma.KINDS), ("shared", FrozenKvMtp(depth=3))]

@@ -69,6 +69,7 @@ def test_no_state_is_copied_in_a_round(kind, drafter):
     check_states(lowered.compile().as_text(), s)
 
 
+@pytest.mark.fast("dense-drafter1")
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("kind", "drafter"), [("experts", Plain()), ("dense", Standalone(depth=3, width=2))])
 def test_on_a_gpu_the_loop_needs_no_sort_and_no_loop_within(kind, drafter, monkeypatch):

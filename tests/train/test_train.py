@@ -76,6 +76,7 @@ def test_the_training_forward_equals_the_models(config, layers):
     np.testing.assert_allclose(logits, wanted, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_falls_in_the_metrics(sources, heldout, tmp_path):
     recipe = dataclasses.replace(RECIPE, steps=40)
     state = lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=EVERY_FEW_STEPS)
@@ -106,6 +107,7 @@ def test_resuming_continues_exactly(sources, heldout, tmp_path):
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.slow
 def test_distillation_brings_the_draft_closer_to_its_teacher(sources, heldout, tmp_path):
     teacher = model.init_params(MODEL, jax.random.key(5))
     teacher = dataclasses.replace(teacher, embed=20 * teacher.embed)
@@ -185,6 +187,7 @@ def data_directory(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_commands_write_models_that_load(data_directory, tmp_path):
     common = {"data": data_directory, "steps": 4, "batch_tokens": 64, "length": 16}
     small, tiny, rows = tmp_path / "small", tmp_path / "tiny", tmp_path / "rows.npy"

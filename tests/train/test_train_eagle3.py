@@ -267,6 +267,7 @@ def test_the_vocabulary_is_the_most_common_tokens():
     assert head.vocabulary(head.configure(TARGET, capture_layers=(1,)), small) is None
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_keeps_the_vocabulary(target, sources, heldout, tmp_path):
     measured = []
 
@@ -321,6 +322,7 @@ def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_head_trained_in_memory_drafts_losslessly(target, rows):
     plain = jspec.Model("tiny", TARGET, Params(target), None, ())
     options = {"capture_layers": (1, 2, 4), "ttt_steps": 2, "learning_rate": 1e-2, "warmup": 5, "draft_vocab_size": 50}
@@ -346,6 +348,7 @@ def data_directory(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_head_that_loads(data_directory, tmp_path):
     common = {"data": data_directory, "target": data_directory / "small", "capture_layers": (1, 2, 4), "ttt_steps": 2}
     common |= {"steps": 4, "batch_tokens": 64, "length": 16, "draft_vocab_size": 200, "depth": 2, "prompts": 2}

@@ -137,6 +137,7 @@ def trained(task, tmp_path_factory):
     return directory, fit(*task, directory, measure_draft=measure)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_lengthens_drafts(task, trained):
     directory, state = trained
     losses = [line["loss"] for line in lines(directory) if "loss" in line]
@@ -151,6 +152,7 @@ def test_training_lowers_the_loss_and_lengthens_drafts(task, trained):
     assert not any(jax.tree.leaves(kept)), "every weight is trained"
 
 
+@pytest.mark.slow
 def test_resuming_continues_exactly(task, trained, tmp_path):
     directory, uninterrupted = trained
     fit(*task, tmp_path, stop_after=7)
@@ -195,6 +197,7 @@ def data_directory(tmp_path_factory):
     return directory
 
 
+@pytest.mark.slow
 def test_the_command_writes_an_assistant_that_loads(data_directory, tmp_path):
     common = {"data": data_directory, "target": data_directory / "small", "work": tmp_path / "work", "ttt_steps": 1}
     common |= {"rows": data_directory / "rows.npy", "rows_share": 0.5, "prompts": 2, "depth": 1, "length": 16}
