@@ -2,9 +2,9 @@
 
 import argparse
 import dataclasses
-import json
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +13,7 @@ import jax
 from jspec import drafters
 from jspec.analysis.evaluate import Evaluation, evaluate, heldout_prompts, read_prompts
 from jspec.bench import cli as bench
-from jspec.bench import kernels
+from jspec.bench import kernels, machine, measurement, report
 from jspec.core import accept
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if arguments[:1] == ["train"]:
             return _run_train(arguments[1:])
         options = build_parser().parse_args(arguments)
+        options.command_line = shlex.join(["jspec", *arguments])
         return options.run(options)
     except (ValueError, TypeError, OSError) as error:
         print(f"jspec: {error}", file=sys.stderr)
@@ -281,7 +282,7 @@ def _add_evaluate(commands: _Commands) -> None:
     )
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="prompts per batch (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the metrics to FILE, as JSON")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write each metric to FILE as a line of JSON")
     parser.set_defaults(run=_run_evaluate)
 
 
@@ -309,7 +310,8 @@ def _run_evaluate(arguments: argparse.Namespace) -> int:
         f"{model}\n{len(prompts)} prompts, batch {arguments.batch}, on {device}; {', '.join(given) or 'greedy'}",
         flush=True,
     )
-    records, plain = [], None
+    here, plain = machine.environment(), None
+    lines: list[measurement.Measurement] = []
     for model, drafter in runs:
         out = evaluate(
             model,
@@ -324,10 +326,9 @@ def _run_evaluate(arguments: argparse.Namespace) -> int:
         )
         plain = plain or out
         print(_metrics(drafter, out, plain, arguments), flush=True)
-        settings = {"sampling": parameters, "accept": arguments.accept, "seed": arguments.seed}
-        records.append(_record(drafter, out) | settings)
+        lines += _lines(here, model, drafter, out, plain, arguments, parameters)
     if arguments.json:
-        arguments.json.write_text(json.dumps(records, indent=2) + "\n")
+        measurement.write(arguments.json, lines)
     return 0
 
 
@@ -344,12 +345,49 @@ def _metrics(drafter: Drafter | None, out: Evaluation, plain: Evaluation, argume
     )
 
 
-def _record(drafter: Drafter | None, out: Evaluation) -> dict[str, Any]:
-    """The metrics as JSON."""
-    record = {field.name: getattr(out, field.name) for field in dataclasses.fields(out) if field.name != "generations"}
-    record["drafter"] = repr(drafter)
-    record["acceptance_by_position"] = out.acceptance_by_position.tolist()
-    return record
+def _lines(
+    here: machine.Environment,
+    model: Model,
+    drafter: Drafter | None,
+    out: Evaluation,
+    plain: Evaluation,
+    arguments: argparse.Namespace,
+    parameters: Mapping[str, Any],
+) -> list[measurement.Measurement]:
+    """The metrics as lines of data."""
+    subject = model.name.removeprefix("bundled:")
+    mode = "plain" if drafter is None else repr(drafter)
+    shared = {
+        "subject": subject,
+        "mode": mode,
+        "batch": arguments.batch,
+        "dtype": str(model.params.target.embed.dtype),
+        "command": arguments.command_line,
+        "settings": {
+            **{name: value for name, value in parameters.items() if isinstance(value, int | float)},
+            "accept": arguments.accept,
+            "seed": arguments.seed,
+            "prompts": len(out.tokens),
+            "new_tokens": arguments.max_new_tokens,
+        },
+    }
+    metrics = [
+        ("accept length", "", out.accept_length),
+        *((f"acceptance at {i}", "", float(share)) for i, share in enumerate(out.acceptance_by_position, 1)),
+        ("speed", "tokens/s", out.tokens_per_second),
+        ("speed against plain", "x", out.tokens_per_second / plain.tokens_per_second),
+        ("new tokens", "", out.new_tokens),
+        ("repeated text", "%", 100 * out.repeated),
+    ]
+    if _repeats_plain(arguments):
+        different = sum(a != b for a, b in zip(out.tokens, plain.tokens, strict=True))
+        metrics.append(("sequences unlike plain", "", different))
+    return [
+        report.measurement(
+            here, subject, mode, f"b{arguments.batch}", metric=metric, unit=unit, values=[value], **shared
+        )
+        for metric, unit, value in metrics
+    ]
 
 
 def _run_train(arguments: list[str]) -> int:

@@ -9,6 +9,7 @@ import pytest
 
 import jspec
 from jspec import cli
+from jspec.bench import measurement
 from jspec.engine import startup
 from jspec.models import Assistant, EagleHead, Llama
 
@@ -141,21 +142,25 @@ def test_chat_applies_the_template(capsys, tmp_path):
     assert plain == "# user: hello\n" + chat
 
 
-def test_evaluate_writes_metrics(capsys, tmp_path):
-    prompts, metrics = tmp_path / "prompts.json", tmp_path / "metrics.json"
+def test_evaluate_writes_lines_of_data(capsys, tmp_path):
+    prompts, metrics = tmp_path / "prompts.json", tmp_path / "metrics.jsonl"
     prompts.write_text(json.dumps(["def f(x):", {"prompt": "class A:"}, "import sys"]))
     arguments = ["--prompts", str(prompts), "--json", str(metrics), "--max-new-tokens", "16", "--batch", "2"]
     status, out, _ = run(capsys, "evaluate", "--model", "bundled:python-tiny", *arguments)
     assert status == 0
-    plain, ngram = json.loads(metrics.read_text())
-    assert plain["accept_length"] == 1 and ngram["accept_length"] >= 1
-    assert len(ngram["acceptance_by_position"]) == 4
+    values = {(line.mode, line.metric): line.median for line in measurement.read(metrics)}
+    plain, ngram = dict.fromkeys(mode for mode, _ in values)
+    assert plain == "plain" and values[plain, "accept length"] == 1 and values[ngram, "accept length"] >= 1
+    assert [metric for mode, metric in values if mode == ngram and metric.startswith("acceptance")] == [
+        f"acceptance at {i}" for i in range(1, 5)
+    ]
+    assert values[ngram, "sequences unlike plain"] == 0 and values[plain, "speed against plain"] == 1
     assert out.count("sequences that differ from plain: 0") == 2
 
 
 @pytest.mark.slow
 def test_evaluate_samples_the_same_tokens_for_every_batch_size(capsys, tmp_path):
-    prompts, metrics = tmp_path / "prompts.json", tmp_path / "metrics.json"
+    prompts, metrics = tmp_path / "prompts.json", tmp_path / "metrics.jsonl"
     prompts.write_text(json.dumps(["def f(x):", "class A:", "import sys"]))
     model = ("--model", "bundled:python-tiny", "--drafter", "ngram", "--max-new-tokens", "8", "--temperature", "1")
     seen = []
@@ -163,9 +168,9 @@ def test_evaluate_samples_the_same_tokens_for_every_batch_size(capsys, tmp_path)
         options = ("--prompts", str(prompts), "--json", str(metrics), "--batch", batch, "--seed", "5")
         _, out, _ = run(capsys, "evaluate", *model, *options)
         assert out.count("sequences that differ from plain: 0") == 2 and "; temperature 1\n" in out
-        records = json.loads(metrics.read_text())
-        assert records[1]["sampling"]["temperature"] == 1 and records[1]["seed"] == 5
-        seen.append([record["accept_length"] for record in records])
+        lines = [line for line in measurement.read(metrics) if line.metric == "accept length"]
+        assert lines[1].settings["temperature"] == 1 and lines[1].settings["seed"] == 5
+        seen.append([line.median for line in lines])
     assert seen[0] == seen[1]
     _, out, _ = run(capsys, "evaluate", *model, "--prompts", str(prompts), "--accept", "block")
     assert out.count("sequences that differ from plain: not compared (--accept block gives different samples") == 2

@@ -135,42 +135,48 @@ def draft_tree(inspected: Round, tokenizer: Tokenizer | None = None, ax: "Axes |
 _PHASES = {
     "draft": ("#e69f00", ""),
     "verify": ("#2171b5", ""),
-    "accept_commit": ("#009e73", ""),
+    "accept+commit": ("#009e73", ""),
     "extend": ("#cc79a7", ""),
     "rest": ("none", "////"),
 }
 """Phases of a round, bottom to top: color and hatching."""
 
 
-def bench_report(report: Mapping[str, Any], ax: "Axes | None" = None) -> "Axes":
-    """The time of a round in each measured configuration: a bar of its phases, and a line at its floor.
+def bench_report(lines: Sequence[Mapping[str, Any]], ax: "Axes | None" = None) -> "Axes":
+    """The time of a round in each measured case: a bar of its phases, and a line at its floor.
 
     Args:
-      report: the JSON that `jspec bench --json` writes. Phases are measured separately. The hatched part is the
-        remainder of the round, or the excess if they take longer than the round.
+      lines: the parsed lines of JSON that `jspec bench --json` writes. Phases are measured separately. The hatched part
+        is the remainder of the round, or the excess if they take longer than the round.
 
     Raises:
       ValueError: nothing was measured.
     """
-    measured = [entry for entry in report["rows"] if entry["round"]]
-    if not measured:
-        raise ValueError("the report has no measurement: " + "; ".join(entry["problem"] for entry in report["rows"]))
-    ax = _axes(ax, (min(16.0, max(5.0, 0.6 * len(measured) + 2)), 4.0))
-    at, bottom = np.arange(len(measured)), 0.0
-    split = [entry["phases"] or {"rest": entry["round"]} for entry in measured]
+    cases = [line for line in lines if line["metric"] == "round"]
+    rounds = [line for line in cases if line["values"]]
+    if not rounds:
+        raise ValueError("nothing was measured: " + "; ".join(line["note"] for line in cases))
+    ax = _axes(ax, (min(16.0, max(5.0, 0.6 * len(rounds) + 2)), 4.0))
+    at, bottom = np.arange(len(rounds)), 0.0
+    split = [_split(line, lines) for line in rounds]
     for name, (color, hatch) in _PHASES.items():
-        height = np.array([1e3 * phases.get(name, 0.0) for phases in split])
-        label = name.replace("_", "+")
-        ax.bar(at, height, 0.8, bottom=bottom, color=color, hatch=hatch, edgecolor=_DARK_GRAY, label=label)
+        height = np.array([phases.get(name, 0.0) for phases in split])
+        ax.bar(at, height, 0.8, bottom=bottom, color=color, hatch=hatch, edgecolor=_DARK_GRAY, label=name)
         bottom = bottom + height
-    ax.hlines(
-        [1e3 * entry["floor"] for entry in measured], at - 0.45, at + 0.45, color="black", linewidth=2, label="floor"
-    )
-    ax.set(ylabel="ms per round", xticks=at, xlim=(-0.6, len(measured) - 0.4))
-    ax.set_xticklabels([f"{e['mode']}\n{e['batch']} x {e['context']}" for e in measured], fontsize=8)
-    ax.set_title(f"{report['model']}, {report['environment']['device']}", fontsize=10, loc="left")
+    ax.hlines([line["floor"] for line in rounds], at - 0.45, at + 0.45, color="black", linewidth=2, label="floor")
+    ax.set(ylabel="ms per round", xticks=at, xlim=(-0.6, len(rounds) - 0.4))
+    ax.set_xticklabels([f"{line['mode']}\n{line['batch']} x {line['context']}" for line in rounds], fontsize=8)
+    ax.set_title(f"{rounds[0]['subject']}, {rounds[0]['device']}", fontsize=10, loc="left")
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
+
+
+def _split(measured: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Milliseconds of each phase of a round, and the rest."""
+    case = ("subject", "mode", "batch", "context", "date")
+    same = [line for line in lines if all(line[name] == measured[name] for name in case)]
+    phases = {line["metric"]: line["median"] for line in same if line["metric"] in _PHASES}
+    return {**phases, "rest": measured["median"] - sum(phases.values())}
 
 
 def _axes(ax: "Axes | None", size: tuple[float, float]) -> "Axes":

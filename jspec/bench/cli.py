@@ -1,13 +1,12 @@
-"""`jspec bench`: what a round of the engine costs at a model's true shape, and where the time goes.
+"""Measures rounds at a model's true shape, and where their time goes.
 
-Weights are random and a given number of drafts is accepted, right or wrong (`accept.Imposed`): figures are of the
-engine on its machine, whatever the draft is worth. With --checkpoint the weights are real; acceptance is imposed still.
+Weights are random, and a given number of draft tokens is accepted whether they are right or not, so the results depend
+on the engine and the machine only. With --checkpoint the weights are real; acceptance is still imposed.
 """
 
 import argparse
 import dataclasses
 import importlib.util
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ import jax
 from tqdm import tqdm
 
 from jspec.analysis import plots
-from jspec.bench import machine, report, weights
-from jspec.bench.measure import FROM_HOST, Setup, measure
+from jspec.bench import machine, measurement, report, weights
+from jspec.bench.measure import FROM_HOST, BenchSetup, measure
 from jspec.bench.presets import PRESETS, Preset, eagle_head
 from jspec.bench.unfolded import Unfolded
 from jspec.checkpoints.files import DTYPES, resolve_dtype
 from jspec.core.accept import Imposed
-from jspec.core.types import Params
+from jspec.core.types import Drafter, Params
 from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
 from jspec.engine import memory
 from jspec.engine.model import load
@@ -35,12 +34,12 @@ from jspec.models.sizes import count_parameters, tree_bytes
 MODES = ("plain", "chain", "tree")
 _CHAINS = (*MODES[1:], *FROM_HOST)
 _DRAFTERS = {"eagle": Eagle, "standalone": Standalone, "frozen-kv-mtp": FrozenKvMtp}
-_LACKS = {
+_DRAFT_NAMES = {
     "eagle": "EAGLE head",
     "standalone": "smaller model of its vocabulary",
     "frozen-kv-mtp": "assistant",
 }
-"""What drafts for a drafter."""
+"""Drafter -> the kind of draft model that it uses."""
 _DEFAULTS = {"drafter": None, "depth": 5, "tokens_per_round": 3.0, "width": 8, "num_nodes": 32}
 _USED_BY = {
     "drafter": _CHAINS,
@@ -50,14 +49,14 @@ _USED_BY = {
     "num_nodes": ("tree",),
 }
 _MODE_HELP = (
-    "default: plain chain tree. Of a chain, stepped has the host call each round, and unfolded, of frozen-kv-mtp, also "
-    "the seed before it"
+    "how rounds run (default: plain chain tree). stepped is a chain in which the host calls each round; unfolded, for "
+    "frozen-kv-mtp, is one in which it also calls the seed before each round"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is measured. Leaves of `params` are arrays, or shapes that arrays are still to be made of."""
+    """The model to measure. Leaves of `params` are arrays, or shapes of random weights that are not made yet."""
 
     name: str
     target: Decoder
@@ -68,36 +67,62 @@ class Subject:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options, and sets `run`."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--preset", choices=tuple(PRESETS), help="shapes, with random weights")
-    source.add_argument("--checkpoint", metavar="DIR", help="real weights: anything that --model of generate takes")
-    parser.add_argument("--draft", metavar="DIR", help="with --checkpoint: the draft's; default: a random EAGLE-3 head")
+    source.add_argument("--preset", choices=tuple(PRESETS), help="the shapes of this model, with random weights")
+    source.add_argument("--checkpoint", metavar="MODEL", help="real weights, given like --model of jspec generate")
+    parser.add_argument(
+        "--draft", metavar="MODEL", help="draft model for --checkpoint (default: a random EAGLE-3 head)"
+    )
     parser.add_argument(
         "--drafter",
         choices=tuple(_DRAFTERS),
-        help="default: eagle if the preset has a head, or what --draft is made for",
+        help="default: the one that --draft is for, or eagle if the preset has a head",
     )
     parser.add_argument("--mode", nargs="+", choices=(*MODES, *FROM_HOST), default=MODES, help=_MODE_HELP)
-    parser.add_argument("--batch", nargs="+", type=positive, metavar="ROWS", help="default: 1 8 32; tiny ones: 1")
     parser.add_argument(
-        "--context", nargs="+", type=positive, metavar="N", help="default: 512 4096 32768; tiny ones: 64"
+        "--batch", nargs="+", type=positive, metavar="N", help="sequences (default: 1 8 32; tiny presets: 1)"
     )
-    shape = parser.add_argument_group("the draft's shape")
-    shape.add_argument("--depth", type=positive, metavar="N", help="tokens of the longest chain; default: 5")
-    shape.add_argument("--width", type=positive, metavar="N", help="children of a node of a tree; default: 8")
-    shape.add_argument("--num-nodes", type=positive, metavar="N", help="of a tree, root included; default: 32")
+    parser.add_argument(
+        "--context",
+        nargs="+",
+        type=positive,
+        metavar="N",
+        help="tokens of the prompt (default: 512 4096 32768; tiny presets: 64)",
+    )
+    shape = parser.add_argument_group("shape of the draft")
+    shape.add_argument("--depth", type=positive, metavar="N", help="length of the longest chain (default: 5)")
+    shape.add_argument("--width", type=positive, metavar="N", help="children per node of a tree (default: 8)")
+    shape.add_argument("--num-nodes", type=positive, metavar="N", help="nodes of a tree, root included (default: 32)")
     shape.add_argument(
         "--tokens-per-round",
         type=float,
         metavar="X",
-        help="imposed accept length, bonus token included; default: 3",
+        help="imposed accept length, bonus token included (default: 3)",
     )
-    parser.add_argument("--rounds", type=positive, default=85, metavar="N", help="timed together; default: 85")
-    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="of each figure; default: 5")
-    parser.add_argument("--no-split", action="store_true", help="leave the phases out, which take as long as all else")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bfloat16, float32 on CPU")
-    parser.add_argument("--page-size", type=positive, default=DEFAULT_PAGE_SIZE, metavar="ROWS", help="default: 64")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, after each row")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw them there; needs matplotlib")
+    parser.add_argument(
+        "--rounds", type=positive, default=85, metavar="N", help="rounds per timed call (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="repetitions of each measurement (default: %(default)s)",
+    )
+    parser.add_argument("--no-split", action="store_true", help="do not time the phases, which takes half of the time")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)"
+    )
+    parser.add_argument(
+        "--page-size",
+        type=positive,
+        default=DEFAULT_PAGE_SIZE,
+        metavar="N",
+        help="rows per page (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write each measurement to FILE as a line of JSON, after each case"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results; requires matplotlib")
     parser.set_defaults(run=main)
 
 
@@ -105,61 +130,59 @@ def main(options: argparse.Namespace) -> int:
     """Measures and prints; returns the exit status.
 
     Raises:
-      ValueError, OSError: options that do not fit together, or a model that does not fit the device.
+      ValueError, OSError: options that contradict each other, or a model that does not fit the device.
     """
     check(options)
     subject = _subject(options)
     drafters = {mode: _drafter(mode, options, subject) for mode in options.mode}
-    _check_room(subject)
+    _check_memory(subject)
     copy = machine.copy_bandwidth(options.repeats)
     head = subject.params.target.embed
     gemv = machine.gemv_bandwidth(subject.target.hidden_size, subject.target.vocab_size, head.dtype, options.repeats)
     params = _make(subject)
     shared = {name: getattr(options, name) for name in ("tokens_per_round", "rounds", "repeats", "page_size")}
-    setup = Setup(subject.target, params, split=not options.no_split, **shared)
-    out = _describe(options, subject, params, copy, gemv)
+    setup = BenchSetup(subject.target, params, split=not options.no_split, **shared)
+    out = _describe(options, subject, params, {"copy": copy, "gemv": gemv})
     cases = [(mode, batch, context) for context in options.context for batch in options.batch for mode in options.mode]
-    with tqdm(cases, unit="row") as bar:
+    with tqdm(cases, unit="case") as bar:
         for mode, batch, context in bar:
             bar.set_description(f"{mode} {batch} x {context}")
-            row = measure(setup, mode, drafters[mode], batch, context, bar.set_postfix_str)
-            out["rows"].append(report.record(row, copy.gb_per_second))
+            out.results.append(measure(setup, mode, drafters[mode], batch, context, bar.set_postfix_str))
             if options.json:
-                options.json.write_text(json.dumps(out, indent=2) + "\n")
+                measurement.write(options.json, report.lines(out))
     print(report.table(out))
-    if options.plot and any(row["round"] for row in out["rows"]):
-        plots.bench_report(out).figure.savefig(options.plot, dpi=150)
+    if options.plot and any(result.round for result in out.results):
+        lines = [dataclasses.asdict(line) for line in report.lines(out)]
+        figure: Any = plots.bench_report(lines).figure
+        figure.savefig(options.plot, dpi=150)
     return 0
 
 
 def check(options: argparse.Namespace) -> None:
-    """Fills in defaults, and raises where options do not fit together: before the minutes that measuring takes."""
+    """Fills in defaults, and raises if options contradict each other, before anything is measured."""
     for name, default in _DEFAULTS.items():
         given, users = getattr(options, name), _USED_BY[name]
         if given is not None and not set(users) & set(options.mode):
             option = f"--{name.replace('_', '-')} {given}"
-            raise ValueError(
-                f"{option}: only --mode {' or '.join(users)} has it, and --mode is {' '.join(options.mode)}"
-            )
+            raise ValueError(f"{option}: requires --mode {' or '.join(users)}, but --mode is {' '.join(options.mode)}")
         setattr(options, name, default if given is None else given)
     Imposed(options.tokens_per_round)
-    most = options.depth + 1
-    if set(options.mode) != {"plain"} and math.ceil(options.tokens_per_round) > most:
-        raise ValueError(
-            f"--tokens-per-round {options.tokens_per_round:g}: with --depth {options.depth} at most {most}"
-        )
+    max_tokens = options.depth + 1
+    if set(options.mode) != {"plain"} and math.ceil(options.tokens_per_round) > max_tokens:
+        given = f"--tokens-per-round {options.tokens_per_round:g}"
+        raise ValueError(f"{given}: must be at most {max_tokens} with --depth {options.depth}")
     if "tree" in options.mode and options.width == 1:
-        raise ValueError("--width 1: that is a chain; give --mode chain, or a width of at least 2")
+        raise ValueError("--width 1: a tree must have a width of at least 2; for a chain use --mode chain")
     if options.draft and not options.checkpoint:
-        raise ValueError(f"--draft {options.draft}: the weights of a preset are random; give --checkpoint, too")
+        raise ValueError(f"--draft {options.draft}: requires --checkpoint; the weights of a preset are random")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('--plot needs matplotlib: pip install "jspec[notebooks]"')
+        raise ValueError('--plot requires matplotlib: pip install "jspec[notebooks]"')
     for name, path in (("json", options.json), ("plot", options.plot)):
         if path and not path.parent.is_dir():
-            raise ValueError(f"--{name} {path}: there is no directory {path.parent}")
-    small = (options.preset or "").startswith("tiny")
-    options.batch = options.batch or ([1] if small else [1, 8, 32])
-    options.context = options.context or ([64] if small else [512, 4096, 32_768])
+            raise ValueError(f"--{name} {path}: the directory {path.parent} does not exist")
+    tiny = (options.preset or "").startswith("tiny")
+    options.batch = options.batch or ([1] if tiny else [1, 8, 32])
+    options.context = options.context or ([64] if tiny else [512, 4096, 32_768])
 
 
 def _subject(options: argparse.Namespace) -> Subject:
@@ -170,7 +193,7 @@ def _subject(options: argparse.Namespace) -> Subject:
 
 
 def _loaded(options: argparse.Namespace) -> Subject:
-    """A checkpoint, with a random head where none is given."""
+    """A checkpoint, with a random head if it has no draft."""
     model = load(options.checkpoint, draft=options.draft, dtype=options.dtype)
     if model.draft is not None or options.drafter == "standalone":
         return Subject(model.name, model.target, model.draft, model.params)
@@ -187,13 +210,15 @@ def _shaped(options: argparse.Namespace) -> Subject:
     draft = drafts[drafter]
     if draft is None:
         others = ", ".join(name for name, other in PRESETS.items() if _drafts(other)[drafter])
-        raise ValueError(f"--drafter {drafter}: {options.preset} has no {_LACKS[drafter]}; {others} have")
+        raise ValueError(
+            f"--drafter {drafter}: {options.preset} has no {_DRAFT_NAMES[drafter]}; those that do: {others}"
+        )
     params = Params(preset.target.param_shapes(dtype), draft.param_shapes(dtype))
     return Subject(options.preset, preset.target, draft, params)
 
 
 def _drafts(preset: Preset) -> dict[str, Draft | None]:
-    """Drafter -> its draft, or None."""
+    """Drafter -> its draft model, or None."""
     return {"eagle": preset.head, "standalone": preset.standalone, "frozen-kv-mtp": preset.assistant}
 
 
@@ -201,36 +226,38 @@ def _drafter_name(options: argparse.Namespace, subject: Subject) -> str:
     return options.drafter or ("eagle" if subject.draft is None else subject.draft.drafter)
 
 
-def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Any:
+def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Drafter:
     if mode == "plain":
         return Plain()
     kind = _DRAFTERS[_drafter_name(options, subject)]
     if mode == "unfolded" and kind is not FrozenKvMtp:
         name = _drafter_name(options, subject)
-        raise ValueError(f"--mode unfolded: only the drafter frozen-kv-mtp has a seed, and this one is {name}")
+        raise ValueError(f"--mode unfolded: requires the drafter frozen-kv-mtp, not {name}")
     tree = {"width": options.width, "num_nodes": options.num_nodes} if mode == "tree" else {}
     drafter = kind(depth=options.depth, **tree).bind(subject.target, subject.draft)
     return Unfolded(drafter) if mode == "unfolded" else drafter
 
 
-def _check_room(subject: Subject) -> None:
-    """Raises where the weights that are only shapes so far do not fit the device."""
+def _check_memory(subject: Subject) -> None:
+    """Raises if the random weights do not fit into the device's free memory."""
     missing = [leaf for leaf in jax.tree.leaves(subject.params) if not isinstance(leaf, jax.Array)]
     has, needed = memory.free_bytes(), tree_bytes(missing)
     if has is not None and needed > has[0]:
         raise ValueError(
-            f"{subject.name}: {needed / 1e9:.1f} GB of weights do not fit, {has[0] / 1e9:.1f} of {has[1] / 1e9:.1f} GB "
-            "are free; the environment's XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets JAX have more than 75% of the device"
+            f"{subject.name}: {needed / 1e9:.1f} GB of weights do not fit; {has[0] / 1e9:.1f} of {has[1] / 1e9:.1f} GB "
+            "are free. Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 to let JAX use more than 75% of the device"
         )
 
 
 def _make(subject: Subject) -> Params:
-    """The weights, random ones where they are only shapes so far."""
+    """The weights, with random ones in place of shapes."""
     return jax.block_until_ready(weights.random_weights(subject.params, subject.target.vocab_size))
 
 
-def _describe(options: argparse.Namespace, subject: Subject, params: Params, copy, gemv) -> dict[str, Any]:
-    """The report without its rows."""
+def _describe(
+    options: argparse.Namespace, subject: Subject, params: Params, bandwidth: dict[str, machine.Bandwidth]
+) -> report.Report:
+    """The report without results."""
     target, draft, itemsize = subject.target, subject.draft, params.target.embed.dtype.itemsize
     named = ("depth", "width", "num_nodes", "tokens_per_round", "rounds", "repeats", "page_size")
     streamed = {
@@ -240,20 +267,21 @@ def _describe(options: argparse.Namespace, subject: Subject, params: Params, cop
     if draft is not None:
         streamed["draft_step"], streamed["extend"] = draft.step_bytes(params), draft.extend_bytes(params)
         streamed["draft_kv_token"] = draft.kv_bytes(1, itemsize, target)
-    return {
-        "model": subject.name,
-        "environment": {**machine.environment(), "dtype": str(params.target.embed.dtype)},
-        "settings": {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in named}},
-        "parameters": {"target": count_parameters(params.target), "draft": count_parameters(params.draft)},
-        "streamed_bytes": streamed,
-        "bandwidth": {"copy": report.bandwidth(copy), "gemv": report.bandwidth(gemv)},
-        "rows": [],
-    }
+    return report.Report(
+        model=subject.name,
+        dtype=str(params.target.embed.dtype),
+        command=getattr(options, "command_line", None),
+        environment=machine.environment(),
+        settings={"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in named}},
+        parameters={"target": count_parameters(params.target), "draft": count_parameters(params.draft)},
+        streamed_bytes=streamed,
+        bandwidth=bandwidth,
+    )
 
 
 def positive(text: str) -> int:
-    """An option's value as a whole number from 1 up."""
+    """Parses an integer of at least 1."""
     value = int(text) if text.lstrip("+-").isdigit() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1 up")
+        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer of at least 1")
     return value

@@ -1,4 +1,4 @@
-"""`jspec bench-kernels`: the time of attention or experts alone, beside the time to copy the bytes that they read.
+"""The time of attention or experts alone, beside the time to copy the bytes that they read.
 
 They run at the shapes of a preset, on random data, several times in one program: each time on another layer's rows, or
 with other experts. The time is the mean of a call, including the gaps between kernels.
@@ -11,6 +11,7 @@ import importlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jspec.bench import machine
+from jspec.bench import machine, measurement, report
 from jspec.bench.cli import positive
 from jspec.bench.presets import PRESETS
 from jspec.checkpoints.files import DTYPES, resolve_dtype
@@ -73,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AxBx...",
         help="configurations of the GPU kernel to try beside its default: the fields of its Config, in order",
     )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write each time to FILE as a line of JSON")
     parser.set_defaults(run=main)
 
 
@@ -85,26 +87,92 @@ def main(options: argparse.Namespace) -> int:
     dtype, target = resolve_dtype(options.dtype), PRESETS[options.preset].target
     check(options, target)
     tiles = [_tile(text, _operation(options.kernel, target)) for text in options.tile]
-    context, page_size = options.context or 8192, options.page_size or DEFAULT_PAGE_SIZE
-    copy = machine.copy_bandwidth(options.repeats).gb_per_second
-    setting = f"{options.preset}, batch {options.batch}, {jnp.dtype(dtype).name}"
-    print(f"{setting}; {_device_kind()}, jax {jax.__version__}; copy {copy:.0f} GB/s")
+    copy = machine.copy_bandwidth(options.repeats)
+    here, name = machine.environment(), jnp.dtype(dtype).name
+    setting = f"{options.preset}, batch {options.batch}, {name}"
+    print(f"{setting}; {here.device}, jax {here.jax}; copy {copy.gb_per_second:.0f} GB/s")
     print(f"{'kernel':<28}{'nodes':>6}  {'tile':<20}{'us':>9}{'floor us':>10}{'of floor':>10}", flush=True)
+    lines = [_copy_line(options, here, copy)]
+    for nodes, work in _works(options, target, dtype):
+        floor = work.bytes / copy.gb_per_second / 1e9
+        for way, seconds in measure(work, tiles, options.repeats):
+            text = f"{work.name:<28}{nodes:>6}  {way:<20}"
+            if isinstance(seconds, str):
+                text += seconds
+            else:
+                median = statistics.median(seconds)
+                text += f"{median * 1e6:>9.1f}{floor * 1e6:>10.1f}{floor / median:>10.0%}"
+            print(text, flush=True)
+            lines.append(_line(options, here, work, nodes, way, seconds, 1e6 * floor, name))
+            if options.json:
+                measurement.write(options.json, lines)
+    return 0
+
+
+def _works(options: argparse.Namespace, target: Decoder, dtype: DTypeLike) -> Iterator[tuple[int, Work]]:
+    """The operations of each number of nodes, with it. Their arrays are large, so each is made when it is needed."""
+    context, page_size = options.context or 8192, options.page_size or DEFAULT_PAGE_SIZE
     for nodes in options.nodes:
         if options.kernel == "experts":
-            works = experts(target, options.batch * nodes, dtype)
+            for work in experts(target, options.batch * nodes, dtype):
+                yield nodes, work
         else:
-            works = iter([attention(target, options.batch, nodes, context, page_size, dtype)])
-        for work in works:
-            for tile, seconds in measure(work, tiles, options.repeats):
-                floor = work.bytes / copy / 1e9
-                line = f"{work.name:<28}{nodes:>6}  {tile:<20}"
-                if isinstance(seconds, str):
-                    line += seconds
-                else:
-                    line += f"{seconds * 1e6:>9.1f}{floor * 1e6:>10.1f}{floor / seconds:>10.0%}"
-                print(line, flush=True)
-    return 0
+            yield nodes, attention(target, options.batch, nodes, context, page_size, dtype)
+
+
+def _copy_line(
+    options: argparse.Namespace, here: machine.Environment, copy: machine.Bandwidth
+) -> measurement.Measurement:
+    speeds, command = [copy.bytes / seconds / 1e9 for seconds in copy.seconds], getattr(options, "command_line", None)
+    return report.measurement(
+        here,
+        options.kernel,
+        options.preset,
+        metric="copy bandwidth",
+        unit="GB/s",
+        values=speeds,
+        subject="copy bandwidth",
+        command=command,
+    )
+
+
+def _line(
+    options: argparse.Namespace,
+    here: machine.Environment,
+    work: Work,
+    nodes: int,
+    way: str,
+    seconds: list[float] | str,
+    floor: float,
+    dtype: str,
+) -> measurement.Measurement:
+    """A time as a line of data; floor in microseconds."""
+    settings: dict[str, measurement.Scalar] = {"preset": options.preset, "nodes": nodes}
+    context = None
+    if options.kernel == "attention":
+        context, settings["page_size"] = options.context or 8192, options.page_size or DEFAULT_PAGE_SIZE
+    if way not in ("default", "XLA"):
+        settings["tile"] = way
+    return report.measurement(
+        here,
+        options.preset,
+        work.name,
+        way,
+        f"b{options.batch}",
+        f"n{nodes}",
+        metric="time per call",
+        unit="us",
+        values=[] if isinstance(seconds, str) else [1e6 * each for each in seconds],
+        note=seconds if isinstance(seconds, str) else None,
+        floor=floor,
+        command=getattr(options, "command_line", None),
+        subject=work.name,
+        mode="XLA" if way == "XLA" else "kernel",
+        batch=options.batch,
+        context=context,
+        dtype=dtype,
+        settings=settings,
+    )
 
 
 def check(options: argparse.Namespace, target: Decoder) -> None:
@@ -122,11 +190,11 @@ def check(options: argparse.Namespace, target: Decoder) -> None:
         raise ValueError(f"--preset {options.preset} has no experts; must be one of {others}")
 
 
-def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[str, float | str]]:
+def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[str, list[float] | str]]:
     """Times an operation with its default backend, with each tile of the GPU kernel, and with XLA.
 
     Yields:
-      a label, and the median seconds of a call, or why it cannot run.
+      a label, and the seconds per call of each repetition, or why it cannot run.
     """
     operation = work.operation
     api = getattr(importlib.import_module(operation.package), operation.name)
@@ -143,7 +211,7 @@ def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[st
 
         try:
             seconds = machine.seconds_of(jax.jit(program), work.shared, work.calls, repeats=repeats)
-            yield label, statistics.median(seconds) / len(work.calls)
+            yield label, [each / len(work.calls) for each in seconds]
         except jax.errors.JaxRuntimeError as error:
             yield label, str(error).splitlines()[0]
 

@@ -1,60 +1,81 @@
-"""What the machine can do, to compare with: its bandwidths, measured on random data."""
+"""The machine: its memory bandwidths, measured on random data, and what identifies it in a measurement."""
 
 import dataclasses
 import os
+import re
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
-from typing import Any
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jspec.models import layers
 
 WARM_UP = 2
-"""Calls before the first that counts: one compiles, and one runs before command buffers are captured."""
+"""Untimed calls: the first compiles, the second runs before command buffers are captured."""
 BURST = 0.1
-"""Seconds that calls in a row take at least, of which the host's part, to begin and to learn of the end, is 0.4 ms on a
-machine with an H100."""
-COPIED = {"cpu": 2**26}
-"""Bytes of the array that is copied, by platform, and else 2**30: far more than any cache holds."""
+"""Minimum seconds of a burst of calls. The host's overhead per burst is 0.4 ms on a machine with an H100."""
+COPY_BYTES = {"cpu": 2**26}
+"""Bytes of the array that is copied, by platform; 2**30 on all others. Larger than any hardware cache."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bandwidth:
-    """Bytes moved by an operation, and the seconds it took, each time."""
+    """The bytes that an operation moves, and the seconds of each repetition."""
 
     bytes: int
     seconds: list[float]
 
     @property
     def gb_per_second(self) -> float:
-        """Of the median time, in 1e9 bytes."""
+        """In 1e9 bytes, from the median time."""
         return self.bytes / statistics.median(self.seconds) / 1e9
 
 
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """Where and when something is measured; None: unknown. `Measurement` has most of these fields."""
+
+    date: str
+    commit: str | None
+    jspec: str | None
+    jax: str
+    driver: str | None
+    device: str
+    device_count: int
+    xla_flags: str
+    compilation_cache: str | None
+
+
 def copy_bandwidth(repeats: int) -> Bandwidth:
-    """Bytes read and written by a copy of `COPIED` bytes."""
-    size = COPIED.get(jax.default_backend(), 2**30)
+    """Of a copy of `COPY_BYTES`, which reads and writes that many bytes."""
+    size = COPY_BYTES.get(jax.default_backend(), 2**30)
     source = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
-    # An operation, since XLA copies nothing that it can alias.
+    # The addition keeps XLA from aliasing input and output instead of copying.
     return Bandwidth(2 * size, seconds_of(jax.jit(lambda x: x + 1), source, repeats=repeats))
 
 
-def gemv_bandwidth(hidden_size: int, vocab_size: int, dtype: Any, repeats: int) -> Bandwidth:
-    """Bytes of an LM head that one row is multiplied by: [1, hidden_size] x [hidden_size, vocab_size]."""
+def gemv_bandwidth(hidden_size: int, vocab_size: int, dtype: DTypeLike, repeats: int) -> Bandwidth:
+    """Of the product of one row with an LM head: [1, hidden_size] x [hidden_size, vocab_size]."""
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (1, hidden_size), dtype)
     weight = jax.random.normal(keys[1], (hidden_size, vocab_size), dtype)
     return Bandwidth(weight.nbytes, seconds_of(jax.jit(layers.linear), x, weight, repeats=repeats))
 
 
-def seconds_of(function: Callable, *arguments: Any, repeats: int, burst: float = BURST) -> list[float]:
-    """Seconds of a call, `repeats` times: each the mean of as many calls in a row as take `burst` seconds; the host
-    awaits the last."""
+def seconds_of(function: Callable, *arguments: object, repeats: int, burst: float = BURST) -> list[float]:
+    """Seconds per call, `repeats` times: each the mean over a burst of calls that takes `burst` seconds or more.
 
-    def elapsed(count):
+    The host waits for the last call of a burst only.
+    """
+
+    def elapsed(count: int) -> float:
         out, began = None, time.perf_counter()
         for _ in range(count):
             out = function(*arguments)
@@ -69,13 +90,51 @@ def seconds_of(function: Callable, *arguments: Any, repeats: int, burst: float =
     return [elapsed(count) / count for _ in range(repeats)]
 
 
-def environment() -> dict[str, Any]:
-    """What figures hang on, beside the program."""
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "jax": jax.__version__,
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "compilation_cache": jax.config.values.get("jax_compilation_cache_dir"),
-    }
+def environment(device_count: int = 1) -> Environment:
+    """The machine, the versions and the time.
+
+    device_count: devices that the measurement uses.
+    """
+    return Environment(
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=_commit(),
+        jspec=_version("jspec"),
+        jax=jax.__version__,
+        driver=_driver(Path("/proc/driver/nvidia/version")) if jax.default_backend() == "gpu" else None,
+        device=jax.devices()[0].device_kind,
+        device_count=device_count,
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+        compilation_cache=jax.config.values.get("jax_compilation_cache_dir"),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this file belongs to; None if it is not in one."""
+    source = Path(__file__).resolve()
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(source.parent), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", source.name)  # fails for an installed copy inside another checkout
+        commit = git("rev-parse", "--short", "HEAD")
+        return f"{commit}-dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _driver(path: Path) -> str | None:
+    """The version in the file of NVIDIA's kernel module."""
+    try:
+        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return found[0] if found else None

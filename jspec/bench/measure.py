@@ -1,4 +1,4 @@
-"""One row of a report: rounds of a mode at a batch and a context, timed from outside."""
+"""Measures one case: rounds of a mode at a batch and a context, timed from the host."""
 
 import dataclasses
 import functools
@@ -7,34 +7,41 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int, Key
 
 from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.bench.unfolded import Unfolded, seed
 from jspec.core import accept, decode, grow, stopping
+from jspec.core.stopping import Stop
 from jspec.core.types import DecodeState, Drafter, Params
 from jspec.engine import memory
 from jspec.engine.run import prefill_chunk
 from jspec.models.decoder import Decoder
 
 FROM_HOST = ("stepped", "unfolded")
-"""Modes in which the host calls each round: a chain in one program, and one whose seed is a program of its own."""
+"""Modes in which the host calls each round: a chain in one program, and a chain whose seed is a separate program."""
 FIRST_TOKENS = 3
-"""Times that a first token is waited for, when all is compiled and has run once."""
+"""Timed prefills per case, after a warm-up."""
+
+Progress = Callable[[str], object]
+"""Called with the name of the current step."""
+Rounds = Callable[[DecodeState, Int[Array, ""]], DecodeState]
+"""Runs rounds from a state up to a round index."""
+Seed = Callable[[DecodeState], DecodeState]
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
-    """What all rows share.
+class BenchSetup:
+    """What all cases share.
 
-    rounds: of each call of `decode`; together they are what one time is measured over.
-    repeats: times that each figure is measured.
-    split: time the phases on their own, too.
+    rounds: rounds per call of `decode`; one time is their mean.
+    repeats: repetitions of each measurement.
+    split: also time each phase separately.
     """
 
     target: Decoder
@@ -47,18 +54,18 @@ class Setup:
 
 
 @dataclasses.dataclass
-class Row:
-    """The figures of one mode, batch and context; what was not reached is empty.
+class CaseResult:
+    """The measurements of one mode, batch and context; empty where a step was not reached.
 
-    problem: why it was not measured, or not to the end.
-    floor_bytes: the least that a round reads, see `weights.round_bytes`.
-    capacity: tokens that each row has room for.
-    state_bytes: caches and buffers of all rows.
-    accept_length: tokens a round that came of the imposed figure, bonus included.
+    problem: why it was not measured, or not completely.
+    floor_bytes: the minimum that a round reads; see `weights.round_bytes`.
+    capacity: tokens per sequence.
+    state_bytes: caches and buffers of all sequences.
+    accept_length: tokens per round that resulted from the imposed acceptance, bonus token included.
     compile_seconds: of prefill and decode, from tracing to the executable.
-    first_token_seconds: prefill, which chooses it, warm.
-    round_seconds: of one round, each the mean over all rounds of a call.
-    phase_seconds: of one run of each phase on its own.
+    first_token_seconds: of prefill, which chooses the first token, without compilation.
+    round_seconds: per round, each the mean over all rounds of a call.
+    phase_seconds: per run of each phase alone.
     """
 
     mode: str
@@ -81,157 +88,173 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens of all rows."""
+        """New tokens of all sequences."""
         if self.round is None or self.accept_length is None:
             return None
         return self.batch * self.accept_length / self.round
 
     @property
     def phases(self) -> dict[str, float]:
-        """Median seconds of each phase, and as `rest` what they leave of the round: what lies between phases if it is
-        above 0, and if below, what a phase costs less inside the loop than alone."""
+        """Median seconds of each phase, and as `rest` the unexplained remainder of the round: above 0 what happens
+        between the phases, below 0 what a phase costs less inside the loop than alone."""
         split = {name: statistics.median(seconds) for name, seconds in self.phase_seconds.items()}
         return {**split, "rest": self.round - sum(split.values())} if split and self.round is not None else split
 
 
-def measure(setup: Setup, mode: str, drafter: Drafter, batch: int, context: int, report: Callable[[str], Any]) -> Row:
-    """Measures a row, or says in it why it cannot be.
+@dataclasses.dataclass(frozen=True)
+class CompiledCase:
+    """The programs of a case. rounds: for modes of `FROM_HOST`, one call per round."""
 
-    drafter: bound to the target and to the draft.
-    report: called with what is being done.
+    prefill: Callable[[], DecodeState]
+    rounds: Rounds
+
+
+def measure(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context: int, report: Progress) -> CaseResult:
+    """Measures a case; if it cannot run, `problem` of the result says why.
+
+    drafter: bound to the target and the draft.
     """
-    depth, most = drafter.depth, math.ceil(setup.tokens_per_round)
+    depth, max_tokens = drafter.depth, math.ceil(setup.tokens_per_round)
     draft = getattr(drafter, "model", None)
     nodes = grow.size(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None))
     sizes = {"depth": depth, "batch": batch, "context": context, "nodes": nodes}
     floor = weights.round_bytes(setup.params, setup.target, draft, **sizes)
-    # Behind the first token and those of all rounds there is room for what the last round proposes: no row reaches its
-    # limit.
-    row = Row(mode, batch, context, floor, context + 1 + setup.rounds * min(most, depth + 1) + depth + 2)
-    longest = min(setup.target.max_length, getattr(draft, "max_length", setup.target.max_length))
-    if row.capacity > longest:
-        row.problem = f"{row.capacity} tokens, those of {setup.rounds} rounds included, and the context holds {longest}"
-        return row
+    # The first token, the tokens of all rounds and the last proposal fit, so no sequence reaches its limit.
+    capacity = context + 1 + setup.rounds * min(max_tokens, depth + 1) + depth + 2
+    result = CaseResult(mode, batch, context, floor, capacity)
+    max_length = min(setup.target.max_length, getattr(draft, "max_length", setup.target.max_length))
+    if capacity > max_length:
+        result.problem = f"needs {capacity} tokens for {setup.rounds} rounds; the context length is {max_length}"
+        return result
     try:
-        _measure(setup, row, drafter, report)
+        _measure(setup, result, drafter, report)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        row.problem = f"out of memory while running: {str(error).splitlines()[0]}"
-    return row
+        result.problem = f"out of memory while running: {str(error).splitlines()[0]}"
+    return result
 
 
-def _measure(setup: Setup, row: Row, drafter: Drafter, report: Callable[[str], Any]) -> None:
-    parts: dict[str, Any] = {
-        "target": setup.target,
-        "drafter": drafter,
-        "accept": accept.Imposed(setup.tokens_per_round),
-    }
+def _measure(setup: BenchSetup, result: CaseResult, drafter: Drafter, report: Progress) -> None:
+    phases = Phases(setup.target, drafter, accept.Imposed(setup.tokens_per_round))
     report("compiling")
-    programs = _compile(setup, row, parts)
-    if programs is None:
+    compiled = _compile(setup, result, phases)
+    if compiled is None:
         return
-    start, rounds = programs
     report("first token")
-    row.first_token_seconds = machine.seconds_of(start, repeats=FIRST_TOKENS, burst=0)
+    result.first_token_seconds = machine.seconds_of(compiled.prefill, repeats=FIRST_TOKENS, burst=0)
     report("rounds")
-    s = _time_rounds(setup, row, rounds, start())
-    if setup.split and row.mode not in FROM_HOST:
+    s = _time_rounds(setup, result, compiled.rounds, compiled.prefill())
+    if setup.split and result.mode not in FROM_HOST:
         report("phases")
-        row.phase_seconds, _ = time_phases(setup.params, s, Phases(**parts), setup.rounds, setup.repeats)
+        result.phase_seconds, _ = time_phases(setup.params, s, phases, setup.rounds, setup.repeats)
 
 
-def _compile(setup: Setup, row: Row, parts: dict[str, Any]) -> tuple[Callable[[], DecodeState], Any] | None:
-    """A function that prefills, and `decode` of (state, until); None where the device's memory does not hold them."""
-    prompt = _prompt(setup, row)
-    shape = {"capacity": row.capacity, "page_size": setup.page_size, "chunk": prefill_chunk(row.batch)}
+def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledCase | None:
+    """Compiles the programs of a case; None if they do not fit the device's memory."""
+    static = {"target": phases.target, "drafter": phases.drafter, "accept": phases.accept}
+    prompt = _prompt(setup, result)
+
+    # Prefill. Its outputs are the caches and buffers of the case.
+    shape = {"capacity": result.capacity, "page_size": setup.page_size, "chunk": prefill_chunk(result.batch)}
     began = time.perf_counter()
-    lowered = decode.jitted_prefill.lower(setup.params, *prompt, **parts, **shape)
-    row.state_bytes = memory.tree_bytes(lowered.out_info)
-    row.problem = too_large(setup, row, "prefill", 0)
-    if row.problem:
+    lowered = decode.jitted_prefill.lower(setup.params, *prompt, **static, **shape)
+    state = lowered.out_info
+    result.state_bytes = memory.tree_bytes(state)
+    result.problem = too_large(setup, result, "prefill", 0)
+    if result.problem:
         return None
     prefill = lowered.compile()
-    row.compile_seconds["prefill"] = time.perf_counter() - began
+    result.compile_seconds["prefill"] = time.perf_counter() - began
+
+    # The loop, and the seed where it is a separate program.
     began = time.perf_counter()
-    loop = decode.fastest(setup.params, lowered.out_info, parts["drafter"])
-    rounds = loop.lower(setup.params, lowered.out_info, jnp.int32(1), **parts).compile()
-    row.compile_seconds["decode"] = time.perf_counter() - began
+    loop = decode.fastest(setup.params, state, phases.drafter)
+    rounds = loop.lower(setup.params, state, jnp.int32(1), **static).compile()
+    result.compile_seconds["decode"] = time.perf_counter() - began
     programs = {"prefill": prefill, "decode": rounds}
-    if isinstance(parts["drafter"], Unfolded):
-        programs["seed"] = seed.lower(setup.params, lowered.out_info, drafter=parts["drafter"]).compile()
+    if isinstance(phases.drafter, Unfolded):
+        programs["seed"] = seed.lower(setup.params, state, drafter=phases.drafter).compile()
+
     for name, program in programs.items():
-        row.problem = too_large(setup, row, name, getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
-        if row.problem:
+        result.problem = too_large(setup, result, name, getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
+        if result.problem:
             return None
     start, run = partial(prefill, setup.params, *prompt), partial(rounds, setup.params)
-    if row.mode not in FROM_HOST:
-        return start, run
-    return start, partial(from_host, run, partial(programs["seed"], setup.params) if "seed" in programs else None)
+    if result.mode in FROM_HOST:
+        run = partial(from_host, run, partial(programs["seed"], setup.params) if "seed" in programs else None)
+    return CompiledCase(start, run)
 
 
-def from_host(rounds: Any, seed: Any, s: DecodeState, until: Any) -> DecodeState:
-    """The first `until` rounds, each one call of `rounds`, and before it one of `seed` where there is one."""
-    for number in range(int(until)):
+def from_host(rounds: Rounds, seed: Seed | None, s: DecodeState, until: Int[Array, ""] | int) -> DecodeState:
+    """The first `until` rounds, one call of `rounds` each, after a call of `seed` if there is one."""
+    for index in range(int(until)):
         s = s if seed is None else seed(s)
-        s = rounds(s, _number(number + 1))
+        s = rounds(s, _device_int(index + 1))
     return s
 
 
 @functools.cache
-def _number(value: int) -> Any:
-    """A number on the device, which is there before it is timed."""
+def _device_int(value: int) -> Int[Array, ""]:
+    """An integer on the device. Cached, so that no transfer is timed."""
     return jnp.int32(value)
 
 
-def too_large(setup: Setup, row: Row, name: str, workspace: int) -> str | None:
-    """The arithmetic, where state and workspace of a program are more than what is free beside the weights."""
+def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) -> str | None:
+    """Why the state and a program's workspace do not fit into the memory that the weights leave; None if they do."""
     has = memory.free_bytes()
-    if has is None or row.state_bytes + workspace <= has[0]:
+    if has is None or result.state_bytes + workspace <= has[0]:
         return None
     state, extra, held, free, limit = (
-        f"{size / 1e9:.2f}" for size in (row.state_bytes, workspace, memory.tree_bytes(setup.params), *has)
+        f"{size / 1e9:.2f}" for size in (result.state_bytes, workspace, memory.tree_bytes(setup.params), *has)
     )
     return (
-        f"does not fit: {state} GB of caches and buffers for {row.batch} x {row.capacity} tokens"
+        f"does not fit: needs {state} GB of caches and buffers for {result.batch} x {result.capacity} tokens"
         + (f" + {extra} GB of workspace of {name}" if workspace else "")
-        + f", and {free} of {limit} GB are free beside {held} GB of weights"
+        + f"; {free} of {limit} GB are free, and the weights take {held} GB"
     )
 
 
-def _prompt(setup: Setup, row: Row) -> tuple[Any, ...]:
-    """What `decode.prefill` takes behind the weights: random ids."""
-    ids = np.random.default_rng(0).integers(0, setup.target.vocab_size, (row.batch, row.context), np.int32)
-    keys = jax.vmap(jax.random.key)(jnp.arange(row.batch, dtype=jnp.uint32))
-    length, limit = (jnp.full(row.batch, count, jnp.int32) for count in (row.context, row.capacity))
-    return jnp.asarray(ids), length, limit, keys, stopping.init(None, row.batch)
+def _prompt(
+    setup: BenchSetup, result: CaseResult
+) -> tuple[Int[Array, "B T"], Int[Array, " B"], Int[Array, " B"], Key[Array, " B"], Stop]:
+    """The arguments of `decode.prefill` after the weights: random ids, lengths, limits, keys and no stop strings."""
+    batch = result.batch
+    ids = np.random.default_rng(0).integers(0, setup.target.vocab_size, (batch, result.context), np.int32)
+    keys = jax.vmap(jax.random.key)(jnp.arange(batch, dtype=jnp.uint32))
+    length, limit = (jnp.full(batch, count, jnp.int32) for count in (result.context, result.capacity))
+    return jnp.asarray(ids), length, limit, keys, stopping.init(None, batch)
 
 
-def _time_rounds(setup: Setup, row: Row, rounds: Callable[..., DecodeState], s: DecodeState) -> DecodeState:
-    """Runs the same rounds again and again; returns the state before them."""
-    before = _small(s)
+def _time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: DecodeState) -> DecodeState:
+    """Times the same rounds repeatedly; returns the state before them."""
+    before = _copy_small(s)
     for turn in range(machine.WARM_UP + setup.repeats):
         s = jax.block_until_ready(_rewind(s, before))
         began = time.perf_counter()
         s = jax.block_until_ready(rounds(s, jnp.int32(setup.rounds)))
         if turn >= machine.WARM_UP:
-            row.round_seconds.append((time.perf_counter() - began) / setup.rounds)
+            result.round_seconds.append((time.perf_counter() - began) / setup.rounds)
     if int(s.round_index) != setup.rounds:
         raise RuntimeError(
-            f"{int(s.round_index)} rounds ran, not {setup.rounds}: rows ended at the limit of {row.capacity}"
+            f"{int(s.round_index)} rounds ran instead of {setup.rounds}: sequences ended at the limit of "
+            f"{result.capacity} tokens"
         )
-    row.accept_length = float(np.mean(np.asarray(s.length) - row.context - 1)) / setup.rounds
+    result.accept_length = float(np.mean(np.asarray(s.length) - result.context - 1)) / setup.rounds
     return _rewind(s, before)
 
 
-def _small(s: DecodeState) -> list[Any]:
-    """Copies of all but the caches, which outlive the donation of the state."""
+def _copy_small(s: DecodeState) -> list[Array | None]:
+    """Copies of all leaves except the caches (None), which survive the donation of the state."""
     return [None if is_cache(leaf) else jnp.copy(leaf) for leaf in jax.tree.leaves(s, is_leaf=is_cache)]
 
 
-def _rewind(s: DecodeState, before: list[Any]) -> DecodeState:
-    """The state with all but the caches as it was. What pages hold behind the lengths is nothing, by their contract;
-    recurrent states go on from where they are, which takes as long."""
+def _rewind(s: DecodeState, before: list[Array | None]) -> DecodeState:
+    """The state with all leaves except the caches as they were.
+
+    Pages beyond each length are undefined by contract. Recurrent states continue from where they are, which takes as
+    long.
+    """
     leaves, structure = jax.tree.flatten(s, is_leaf=is_cache)
     back = [leaf if old is None else jnp.copy(old) for leaf, old in zip(leaves, before, strict=True)]
     return jax.tree.unflatten(structure, back)

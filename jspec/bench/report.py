@@ -1,87 +1,166 @@
-"""A report as a dictionary that JSON holds, and as a table. Seconds and bytes; the table has ms and GB."""
+"""The report of `jspec bench`: as lines of data in milliseconds, and as a table."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+import re
+import statistics
+from collections.abc import Mapping, Sequence
 
-from jspec.bench.machine import Bandwidth
-from jspec.bench.measure import Row
+from jspec.bench.machine import Bandwidth, Environment
+from jspec.bench.measure import CaseResult
+from jspec.bench.measurement import Measurement, Scalar
 
 PHASES = {"draft": "draft", "verify": "verify", "accept_commit": "accept+commit", "extend": "extend", "rest": "rest"}
-"""Key -> heading."""
+"""Key -> heading, and the metric of a line."""
+_TREE_SETTINGS = ("width", "num_nodes")
+_DRAFT_SETTINGS = ("drafter", "depth", "tokens_per_round", *_TREE_SETTINGS)
 
 
-def bandwidth(measured: Bandwidth) -> dict[str, Any]:
-    """A measured bandwidth with all its repeats."""
-    return {**dataclasses.asdict(measured), "gb_per_second": measured.gb_per_second}
+@dataclasses.dataclass
+class Report:
+    """Everything that one run measures.
+
+    settings: drafter and the options that times depend on.
+    parameters: number of parameters, of the target and of the draft.
+    streamed_bytes: bytes that are read, by operation.
+    """
+
+    model: str
+    dtype: str
+    command: str | None
+    environment: Environment
+    settings: Mapping[str, Scalar]
+    parameters: Mapping[str, int]
+    streamed_bytes: Mapping[str, int]
+    bandwidth: Mapping[str, Bandwidth]
+    results: list[CaseResult] = dataclasses.field(default_factory=list)
+
+    def floor(self, result: CaseResult) -> float:
+        """Seconds that a copy needs for the bytes of a round."""
+        return result.floor_bytes / self.bandwidth["copy"].gb_per_second / 1e9
 
 
-def record(row: Row, copy_gb_per_second: float) -> dict[str, Any]:
-    """A row with all its repeats, its medians, and its floor: the seconds a copy needs for the bytes of a round."""
-    return {
-        **dataclasses.asdict(row),
-        "round": row.round,
-        "tokens_per_second": row.tokens_per_second,
-        "phases": row.phases,
-        "floor": row.floor_bytes / copy_gb_per_second / 1e9,
-    }
+def measurement(
+    environment: Environment, *parts: object, metric: str, unit: str, values: Sequence[float], **fields
+) -> Measurement:
+    """A line of data.
+
+    parts: what identifies the line on its machine and at its time, beside the metric. fields: others of `Measurement`.
+    """
+    now = re.sub(r"\D", "", environment.date.removesuffix("+00:00"))
+    name = "/".join(_slug(part) for part in (_machine(environment), *parts, metric, now))
+    origin = ("date", "commit", "jspec", "jax", "driver", "device", "device_count")
+    known = {name: getattr(environment, name) for name in origin}
+    settings = dict(fields.pop("settings", {}))
+    if environment.xla_flags:
+        settings["xla_flags"] = environment.xla_flags
+    return Measurement(id=name, metric=metric, unit=unit, values=list(values), settings=settings, **known, **fields)
 
 
-def table(report: Mapping[str, Any]) -> str:
-    """The rows as aligned text, under a line on what they hang on; below them, why the others are missing."""
-    names = ["mode", "batch", "context", "ms/round", "tokens/s", "accept length", *PHASES.values()]
-    lines = [[*names, "floor ms", "of floor", "first token ms", "compile s"]]
-    lines += [_cells(row) for row in report["rows"] if row["round"]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-    missing = [
-        f"{row['mode']} {row['batch']} x {row['context']}: {row['problem']}" for row in report["rows"] if row["problem"]
+def lines(report: Report) -> list[Measurement]:
+    """All measurements: of the machine and the model, then of each case."""
+    shared = {"command": report.command, "subject": report.model, "dtype": report.dtype}
+
+    def model_line(metric: str, unit: str, values: Sequence[float]) -> Measurement:
+        return measurement(report.environment, report.model, metric=metric, unit=unit, values=values, **shared)
+
+    out = [
+        model_line(f"{name} bandwidth", "GB/s", [each.bytes / seconds / 1e9 for seconds in each.seconds])
+        for name, each in report.bandwidth.items()
     ]
-    return "\n".join([headline(report), *text, *missing, *_short_of(report)])
+    out += [model_line(f"parameters of the {name}", "", [count]) for name, count in report.parameters.items() if count]
+    out += [model_line(f"bytes read: {name}", "bytes", [count]) for name, count in report.streamed_bytes.items()]
+    for result in report.results:
+        out += _case_lines(report, result, shared)
+    return out
 
 
-def headline(report: Mapping[str, Any]) -> str:
+def _case_lines(report: Report, result: CaseResult, shared: Mapping[str, str | None]) -> list[Measurement]:
+    unused = _DRAFT_SETTINGS if result.mode == "plain" else () if result.mode == "tree" else _TREE_SETTINGS
+    settings = {name: value for name, value in report.settings.items() if name not in unused}
+    shape = {"mode": result.mode, "batch": result.batch, "context": result.context}
+
+    def line(metric: str, unit: str, values: Sequence[float], **fields) -> Measurement:
+        parts = report.model, result.mode, f"b{result.batch}", f"c{result.context}"
+        given = {"settings": settings, **shared, **shape, **fields}
+        return measurement(report.environment, *parts, metric=metric, unit=unit, values=values, **given)
+
+    milliseconds = [1e3 * seconds for seconds in result.round_seconds]
+    out = [line("round", "ms", milliseconds, floor=1e3 * report.floor(result), note=result.problem)]
+    if result.accept_length is not None:
+        accepted = result.batch * result.accept_length
+        out.append(line("speed", "tokens/s", [accepted / seconds for seconds in result.round_seconds]))
+        out.append(line("accept length", "", [result.accept_length]))
+    for name, seconds in result.phase_seconds.items():
+        out.append(line(PHASES[name], "ms", [1e3 * each for each in seconds]))
+    if result.first_token_seconds:
+        out.append(line("first token", "ms", [1e3 * each for each in result.first_token_seconds]))
+    cached = {"settings": {**settings, "compilation_cache": report.environment.compilation_cache}}
+    for name, seconds in result.compile_seconds.items():
+        out.append(line(f"compiling {name}", "s", [seconds], **cached))
+    if result.state_bytes:
+        out.append(line("caches and buffers", "bytes", [result.state_bytes]))
+    return out
+
+
+def table(report: Report) -> str:
+    """The results as aligned text: model and machine, one line per case, then the cases that could not be measured."""
+    names = ["mode", "batch", "context", "ms/round", "tokens/s", "accept length", *PHASES.values()]
+    rows = [[*names, "floor ms", "of floor", "first token ms", "compile s"]]
+    rows += [_cells(report, result) for result in report.results if result.round]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    problems = [f"{_case(result)}: {result.problem}" for result in report.results if result.problem]
+    return "\n".join([headline(report), *text, *problems, *_shallow_trees(report)])
+
+
+def headline(report: Report) -> str:
     """Model, machine and bandwidths."""
-    where, sizes = report["environment"], report["parameters"]
-    draft = f" + {report['settings']['drafter']} draft of {_count(sizes['draft'])}" if sizes["draft"] else ""
-    speeds = ", ".join(f"{name} {report['bandwidth'][name]['gb_per_second']:.0f} GB/s" for name in ("copy", "gemv"))
+    sizes, drafter = report.parameters, report.settings["drafter"]
+    draft = f" + {drafter} draft of {_count(sizes['draft'])}" if sizes["draft"] else ""
+    speeds = ", ".join(f"{name} {report.bandwidth[name].gb_per_second:.0f} GB/s" for name in ("copy", "gemv"))
     return (
-        f"{report['model']}: {_count(sizes['target'])} parameters{draft}, {where['dtype']}, imposed acceptance; "
-        f"{where['device']}, jax {where['jax']}; {speeds}"
+        f"{report.model}: {_count(sizes['target'])} parameters{draft}, {report.dtype}, imposed acceptance; "
+        f"{report.environment.device}, jax {report.environment.jax}; {speeds}"
     )
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    first = sorted(row["first_token_seconds"])[len(row["first_token_seconds"]) // 2]
+def _cells(report: Report, result: CaseResult) -> list[str]:
+    assert result.round is not None and result.tokens_per_second is not None
+    floor = report.floor(result)
     return [
-        row["mode"],
-        str(row["batch"]),
-        str(row["context"]),
-        _ms(row["round"]),
-        f"{row['tokens_per_second']:.1f}",
-        f"{row['accept_length']:.2f}",
-        *(_ms(row["phases"].get(name)) for name in PHASES),
-        _ms(row["floor"]),
-        f"{row['floor'] / row['round']:.0%}",
-        _ms(first),
-        f"{sum(row['compile_seconds'].values()):.1f}",
+        result.mode,
+        str(result.batch),
+        str(result.context),
+        _ms(result.round),
+        f"{result.tokens_per_second:.1f}",
+        f"{result.accept_length:.2f}",
+        *(_ms(result.phases.get(name)) for name in PHASES),
+        _ms(floor),
+        f"{floor / result.round:.0%}",
+        _ms(statistics.median(result.first_token_seconds)),
+        f"{sum(result.compile_seconds.values()):.1f}",
     ]
 
 
-def _short_of(report: Mapping[str, Any]) -> list[str]:
-    """Rows whose trees were not as deep as the imposed figure wants them."""
-    wanted, rounds = report["settings"]["tokens_per_round"], report["settings"]["rounds"]
+def _shallow_trees(report: Report) -> list[str]:
+    """The cases whose trees were too shallow for the imposed acceptance."""
+    wanted, rounds = report.settings["tokens_per_round"], report.settings["rounds"]
+    assert isinstance(wanted, float) and isinstance(rounds, int)
     return [
-        f"{row['mode']} {row['batch']} x {row['context']}: {row['accept_length']:.2f} tokens a round, not {wanted:g}, "
-        "as not all trees are so deep"
-        for row in report["rows"]
-        if row["mode"] != "plain" and row["round"] and row["accept_length"] < wanted * (1 - 1 / rounds)
+        f"{_case(result)}: {result.accept_length:.2f} tokens per round instead of {wanted:g}, because some trees are "
+        "shallower"
+        for result in report.results
+        if result.mode != "plain" and result.accept_length and result.accept_length < wanted * (1 - 1 / rounds)
     ]
+
+
+def _case(result: CaseResult) -> str:
+    return f"{result.mode} {result.batch} x {result.context}"
 
 
 def _ms(seconds: float | None) -> str:
-    """To four digits, as rounds are of microseconds with a tiny model and of seconds with a full batch."""
+    """Four significant digits: rounds take microseconds with a tiny model and seconds with a full batch."""
     if seconds is None:
         return "-"
     milliseconds = seconds * 1e3
@@ -94,3 +173,16 @@ def _count(parameters: int) -> str:
         if parameters >= size:
             return f"{parameters / size:.2f} {unit}"
     return f"{parameters:,}"
+
+
+def _machine(environment: Environment) -> str:
+    """A short name: h100, h200-x8."""
+    kind = environment.device.lower().removeprefix("nvidia ")
+    first = kind.split()[0]
+    name = first if any(character.isdigit() for character in first) else kind
+    return name if environment.device_count == 1 else f"{name}-x{environment.device_count}"
+
+
+def _slug(part: object) -> str:
+    """Lowercase words joined by hyphens."""
+    return re.sub(r"[^a-z0-9.]+", "-", str(part).lower()).strip("-.")
