@@ -1,4 +1,4 @@
-"""The Python of the README and of the pages runs as printed, and the API pages list every public name."""
+"""The README and the pages of the site: their Python runs as printed, and their links resolve."""
 
 import re
 from pathlib import Path
@@ -29,6 +29,24 @@ def test_code_runs(path, capsys, tmp_path, monkeypatch):
 def test_pages_with_code_are_found():
     wanted = {"README.md", "docs/adding-a-cache.md", "docs/adding-a-drafter.md", "docs/profiling.md"}
     assert wanted | {"docs/guide/generating.md"} <= set(map(page_name, PAGES_WITH_CODE))
+
+
+def anchors(path):
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=page_name)
+def test_links_resolve(path):
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:|mailto:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (path.parent / file) if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
 
 
 def test_ci_finds_the_readmes_test_command():

@@ -54,7 +54,7 @@ class Environment:
 
 
 def copy_bandwidth(repeats: int) -> Bandwidth:
-    """Of a copy of `COPY_BYTES`, which reads and writes that many bytes."""
+    """Bandwidth of a copy of `COPY_BYTES`, which reads and writes that many bytes."""
     size = COPY_BYTES.get(jax.default_backend(), 2**30)
     source = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
     # The addition keeps XLA from aliasing input and output instead of copying.
@@ -62,7 +62,7 @@ def copy_bandwidth(repeats: int) -> Bandwidth:
 
 
 def gemv_bandwidth(hidden_size: int, vocab_size: int, dtype: DTypeLike, repeats: int) -> Bandwidth:
-    """Of the product of one row with an LM head: [1, hidden_size] x [hidden_size, vocab_size]."""
+    """Bandwidth of the product of one row with an LM head: [1, hidden_size] x [hidden_size, vocab_size]."""
     keys = jax.random.split(jax.random.key(0))
     x = jax.random.normal(keys[0], (1, hidden_size), dtype)
     weight = jax.random.normal(keys[1], (hidden_size, vocab_size), dtype)

@@ -41,7 +41,7 @@ class Measurement:
       settings: everything else that the values depend on.
       metric: what the values are. unit: of values, floor, expected and goal.
       values: one per repetition, or fewer where only their median was recorded. Empty if nothing was measured; `note`
-        says why.
+        has the reason.
       floor: the lower bound, from bytes over the copy bandwidth of the same run.
       expected: the prediction made before the measurement. goal: the target set for it. A number, or a range.
       superseded_by: id of the measurement that replaces this one.

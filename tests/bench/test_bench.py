@@ -229,7 +229,7 @@ def test_shapes_of_deepseek_and_of_experts_are_those_of_their_checkpoints(tmp_pa
 
 
 def _shapes(name):
-    """Of a target and its first draft."""
+    """Shapes of the weights of a target and its first draft."""
     preset = PRESETS[name]
     return Params(*(each.param_shapes(jnp.bfloat16) for each in (preset.target, preset.head or preset.assistant)))
 
@@ -289,8 +289,8 @@ def _dots(text):
     return sorted(re.search(r" = (\S+?)[{ ]", line)[1] for line in text.splitlines() if opcode(line) == "dot")
 
 
-def test_imposed_acceptance_leaves_no_work_out(optimised):
-    """A whole figure is a constant; the drafts behind it and their logits are computed all the same."""
+def test_imposed_acceptance_leaves_no_work_out(optimized):
+    """A whole number of accepted drafts is a constant; drafts after them and their logits are computed all the same."""
     drafter = DRAFTERS["chain"]
     s, parts = prefilled(drafter), {"target": TINY.target, "drafter": drafter}
     programs = [
@@ -302,7 +302,7 @@ def test_imposed_acceptance_leaves_no_work_out(optimised):
 
 
 @pytest.fixture
-def optimised():
+def optimized():
     """Compiles as for a user, which tests do not by default (conftest.py)."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", False)
@@ -327,7 +327,7 @@ def test_the_phases_are_the_round(mode):
 
 
 @pytest.mark.parametrize("phase", ("draft", "verify"))
-def test_nothing_of_a_repeated_phase_leaves_the_loop(phase, optimised):
+def test_nothing_of_a_repeated_phase_leaves_the_loop(phase, optimized):
     drafter = DRAFTERS["chain"]
     params, s, parts = params_of(drafter), prefilled(drafter), phases.Phases(TINY.target, drafter, RULE)
     given = s if phase == "draft" else (s, jax.jit(drafter.draft)(params, s)[0])
@@ -489,7 +489,7 @@ def test_options_of_the_wrong_kind_are_refused(capsys, arguments, message):
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_a_preset_without_a_smaller_model_says_which_have_one(capsys):
+def test_a_preset_without_a_smaller_model_names_those_that_have_one(capsys):
     status, _, err = run(capsys, "--preset", "llama-3.2-1b", "--drafter", "standalone")
     assert (
         status == 2
