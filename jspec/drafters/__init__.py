@@ -1,5 +1,7 @@
 """Ways to propose tokens: one module each, and the table of their names."""
 
+from collections.abc import Callable
+
 from jspec.core.types import Drafter
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.frozen_kv_mtp import FrozenKvMtp
@@ -8,7 +10,7 @@ from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
 from jspec.drafters.standalone import Standalone
 
-DRAFTERS: dict[str, type[Drafter]] = {
+DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "eagle": Eagle,
     "frozen-kv-mtp": FrozenKvMtp,
     "mtp": Mtp,

@@ -144,8 +144,9 @@ class Gemma4(Decoder):
                     f"the first {len(owners)}"
                 )
 
+    # A field and a property are alike to readers of a frozen value.
     @property
-    def num_layers(self) -> int:
+    def num_layers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Layers of the model."""
         return len(self.attention)
 

@@ -114,8 +114,9 @@ class Qwen3Next(Decoder):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
 
+    # A field and a property are alike to readers of a frozen value.
     @property
-    def num_layers(self) -> int:
+    def num_layers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Layers of the model."""
         return len(self.is_full_attention)
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PyTree
 from tqdm import tqdm
 
 from jspec.analysis.evaluate import evaluate
-from jspec.core.types import Drafter, Params
+from jspec.core.types import Params
 from jspec.drafters import DRAFTERS
 from jspec.engine.model import Model
 from jspec.models import Assistant, EagleHead
@@ -156,8 +156,8 @@ def accept_length(
     config, params: of the draft.
     """
     drafted = dataclasses.replace(model, params=Params(model.params.target, params), draft=config)
-    make_drafter: Callable[..., Drafter] = DRAFTERS[config.drafter]
-    out = evaluate(drafted, prompts, make_drafter(depth=depth), max_new_tokens=max_new_tokens, batch=batch)
+    chain = DRAFTERS[config.drafter](depth=depth)
+    out = evaluate(drafted, prompts, chain, max_new_tokens=max_new_tokens, batch=batch)
     return {
         "accept_length": out.accept_length,
         "acceptance_by_position": out.acceptance_by_position.tolist(),
