@@ -1,8 +1,8 @@
-"""Files of `torch.save`, read without torch: EAGLE heads come as `pytorch_model.bin`, lists of hot tokens as `.pt`.
+"""Reads files of `torch.save` without torch: EAGLE heads in `pytorch_model.bin`, lists of frequent tokens in `.pt`.
 
 Such a file is a zip archive of a pickle, which describes the tensors, and the bytes of each storage. A pickle can call
-any function it names. Here only the functions that rebuild tensors may be named, and their substitutes return plain
-records, so a file cannot run any code. The bytes are memory-mapped.
+any function that it names. Here it may only name the functions that rebuild tensors, and their substitutes return plain
+records, so a file cannot run code. The bytes are memory-mapped.
 """
 
 import io
@@ -51,11 +51,11 @@ class _Refused(pickle.UnpicklingError):
 
 
 def read(path: str | Path) -> Any:
-    """The saved value: dicts, lists and tuples unchanged, tensors as numpy arrays of the same shape and dtype.
+    """The saved value, with tensors as numpy arrays of the same shape and dtype, and mappings as dicts.
 
     Raises:
-      CheckpointError: the file is missing or damaged, has the format before torch 1.6, or holds anything other than
-        tensors, numbers, strings and containers of them.
+      CheckpointError: the file is missing or damaged, has the format of torch before 1.6, or holds anything other than
+        tensors, numbers, strings, None and containers of them.
     """
     path = Path(path)
     try:
@@ -109,10 +109,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _folder(archive: zipfile.ZipFile) -> str:
-    """The folder in the archive, with a trailing slash; it has the name of the file when it was saved."""
+    """The folder in the archive, with a trailing slash; torch names it after the file that it saves."""
     found = [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(found) != 1:
-        raise _Refused("is a zip archive that torch.save did not write: it has no data.pkl")
+        raise _Refused("is a zip archive that torch.save did not write: it must have one data.pkl")
     folder = found[0].removesuffix("data.pkl")
     if folder + "byteorder" in archive.namelist() and archive.read(folder + "byteorder") != b"little":
         raise _Refused("was saved on a big-endian machine, which is not supported")
@@ -120,7 +120,7 @@ def _folder(archive: zipfile.ZipFile) -> str:
 
 
 def _arrays(value: Any, archive: zipfile.ZipFile, folder: str, storages: dict[_Storage, np.ndarray]) -> Any:
-    """`value` with its records as arrays. storages: those mapped so far, which several tensors may share."""
+    """`value` with its records as arrays. storages: those mapped so far; several tensors may share one."""
     if isinstance(value, _Tensor):
         if value.storage not in storages:
             storages[value.storage] = _map_storage(value.storage, archive, folder)

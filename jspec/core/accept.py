@@ -1,4 +1,4 @@
-"""Rules of acceptance: which drafted tokens are accepted, and which token follows them. Arrays only.
+"""Acceptance rules: which drafted tokens are accepted, and which token follows them. Arrays only.
 
 p is the target's distribution at a node, the softmax of its processed logits (`sampling.process`); q is the
 distribution from which a draft was sampled. A rule is lossless if the tokens that it appends have the distribution p
@@ -19,7 +19,7 @@ from jspec.core import sampling, tree
 from jspec.core.types import Accept, Acceptance, DraftNeeds, DraftTree
 
 Memory = Array | None
-"""What a rule remembers from sibling to sibling: q without the tokens tried, [B, V], or their mass, [B]."""
+"""What a rule remembers from sibling to sibling: q without the tokens tried, [B, V], or the mass of those, [B]."""
 Judge = Callable[[Array, Memory, Array, Array, Array], tuple[Array, Memory, Array]]
 """(coin, memory, residual distribution, token, node) -> (token accepted, and if it is not: memory, residual)."""
 
@@ -30,7 +30,7 @@ def greedy(
     """Accepts the drafts that equal the target's argmax, so that the output is the target's own greedy output.
 
     Walks from the root: while the current node has a child with the target's most probable token, go to that child.
-    (Stern, Shazeer and Uszkoreit, arXiv 1811.03115, section 3, for chains; Miao et al., arXiv 2305.09781, for trees.)
+    For chains: Stern, Shazeer and Uszkoreit, arXiv 1811.03115, section 3; for trees: Miao et al., arXiv 2305.09781.
     """
     del key, position
     return follow(draft_tree, jnp.argmax(logits, axis=-1).astype(jnp.int32))
@@ -80,12 +80,12 @@ def follow(draft_tree: DraftTree, choice: Int[Array, "B N"]) -> Acceptance:
 def rejection(
     key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
 ) -> Acceptance:
-    """Accepts a draft x with probability min(1, p(x) / q(x)); after a rejection samples the residual distribution.
+    """Accepts a draft x with probability min(1, p(x) / q(x)); otherwise samples from the residual distribution.
 
     On a chain this is Leviathan, Kalman and Matias, arXiv 2211.17192, section 2.3. In a tree the children of a node
     are tried in the order in which they were sampled without replacement: after each rejection p becomes the residual
     distribution norm(max(p - q, 0)), and q the distribution of the next draft, without the rejected token (Jeon et al.,
-    arXiv 2402.14160, section 3.2). If the tree has no `probs`, its tokens are certain: q is 1 at the draft.
+    arXiv 2402.14160, section 3.2). If the tree has no `probs`, each q is 1 at its draft.
     """
     p = jax.nn.softmax(logits, axis=-1)
     if draft_tree.parents is not None:
@@ -102,9 +102,9 @@ def rejection(
 def block(
     key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
 ) -> Acceptance:
-    """Judges the drafts of a chain together, and accepts at least as many as `rejection` on average.
+    """Judges the drafts of a chain together, and on average accepts at least as many as `rejection`.
 
-    (Block verification; Sun et al., arXiv 2403.10444, algorithm 2.)
+    Block verification: Sun et al., arXiv 2403.10444, algorithm 2.
 
     Raises:
       ValueError: a tree.
@@ -138,12 +138,13 @@ def block(
 
 @dataclasses.dataclass(frozen=True)
 class LossyThresholds:
-    """SGLang's acceptance by thresholds: **not lossless** unless both are 1. Never a default.
+    """SGLang's acceptance by thresholds: **not lossless** unless both are 1. Never the default.
 
-    A draft x is accepted if p(x) >= single, or with probability (p of x and of the siblings tried before it) / total.
+    A draft x is accepted if p(x) >= single, or if the sum of p over x and the siblings tried before it exceeds
+    total times a uniform random number that all siblings share.
 
-    single: from 0 to 1; with 1 no draft is accepted for its probability alone.
-    total: above 0 and at most 1; with 1 no probability is raised.
+    single: from 0 to 1; with 1, this condition adds nothing.
+    total: above 0 and at most 1; with 1, no probability is raised.
     """
 
     single: float = 1.0
@@ -179,10 +180,9 @@ class LossyThresholds:
 
 @dataclasses.dataclass(frozen=True)
 class Imposed:
-    """Accepts a given number of drafts, right or wrong: **the output is not the target's**. Only for measuring engines.
+    """Accepts a given number of drafts, right or wrong: **the output is not the target's**. Only for benchmarks.
 
-    The round does its full work, so with random weights it costs as much as with trained ones that reach this accept
-    length.
+    The round does its full work, so with random weights it costs as much as with trained weights of this accept length.
 
     tokens_per_round: mean number of tokens that a round appends, bonus included; at least 1. Each round appends the
       integer below or above it, but no more than the path to the tree's deepest node and the bonus token.
@@ -204,11 +204,11 @@ class Imposed:
         logits: Float[Array, "B N V"],
         position: Int[Array, " B"],
     ) -> Acceptance:
-        """Accepts the path to the first node of the wanted depth, or the greatest; then appends the target's argmax."""
+        """Accepts the path to the first node of the wanted depth, or the greatest; the target's argmax follows."""
         del key
         drafts = self._tokens(position) - 1
         choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        # A constant number of drafts would let XLA simplify the program, unlike with real accept lengths.
+        # XLA could simplify the program for a constant number of drafts, but not for real accept lengths.
         choice, drafts = lax.optimization_barrier((choice, drafts))
         column = jnp.arange(_generations(draft_tree) + 1, dtype=jnp.int32)[None]
         if draft_tree.parents is None:
@@ -227,10 +227,10 @@ class Imposed:
         return Acceptance(path, jnp.where(column == drafts[:, None], following, kept), drafts + 1)
 
     def _tokens(self, position: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The integer below or above tokens_per_round, such that rounds end at floor(k * tokens_per_round) for all k.
+        """The integer below or above tokens_per_round, such that rounds end at positions floor(k * tokens_per_round).
 
-        From a position between two of these, rounds append the integer above until they meet one. So any number of
-        rounds has the right total to within tokens_per_round; with random draws the mean would still be off by 0.05
+        From any other position, rounds append the integer above until they reach one of these. So the total after any
+        number of rounds is exact to within tokens_per_round; with random draws, the mean would still be off by 0.05
         after 85 rounds.
         """
         mean = Fraction(self.tokens_per_round).limit_denominator(1000)
@@ -268,7 +268,7 @@ def _walk(
 ) -> Acceptance:
     """From the root down, tries the children of each node in order; then samples from the residual distribution.
 
-    memory: at the start of each node's children: its row of a [B, N, V] array, or [B] as it is given.
+    memory: what the first child of each node starts with: the node's row of a [B, N, V] array, or a [B] array.
     """
     tokens, parents = draft_tree.tokens, draft_tree.parents
     batch, nodes = tokens.shape
@@ -288,8 +288,8 @@ def _walk(
             trying = walking & ~taken & child.any(1)
             last = jnp.where(trying, jnp.argmax(child, axis=1).astype(jnp.int32), last)
             token = _at_index(tokens, last)
-            # A rule that compares one coin with the growing mass of siblings uses the parent's coin; the others use one
-            # coin per child.
+            # A rule that compares one coin with the growing mass of siblings uses the parent's coin; other rules use
+            # one coin per child.
             coin = shared if notes is not None and notes.ndim == 1 else _at_index(coins, last)
             accepted, after, rest = judge(coin, notes, residual, token, parent)
             accepted = trying & accepted
@@ -355,7 +355,7 @@ def _sample(key: Key[Array, " B"], distribution: Float[Array, "B V"], position: 
 
 
 def _normalize(distribution: Float[Array, "*B V"], otherwise: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
-    """The normalized distribution; `otherwise` where the mass is 0, which only rounding can cause."""
+    """The normalized distribution; `otherwise` where the mass is 0."""
     mass = distribution.sum(-1, keepdims=True)
     return jnp.where(mass > 0, distribution / jnp.maximum(mass, jnp.finfo(distribution.dtype).tiny), otherwise)
 
@@ -379,4 +379,4 @@ def _without(distribution: Float[Array, "B V"], token: Int[Array, " B"]) -> Floa
 RULES: dict[str, Accept] = {"greedy": greedy, "coupled": coupled, "rejection": rejection, "block": block}
 """Name -> rule; all of them are lossless."""
 NEEDS = {"rejection": DraftNeeds(sampled=True), "block": DraftNeeds(sampled=True, chains=True)}
-"""Name -> what a rule needs of the drafts; the rules that are missing here accept any."""
+"""Name -> what a rule needs of the drafts; rules that are not listed take any drafts."""

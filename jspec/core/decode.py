@@ -1,6 +1,6 @@
-"""The loop: prefill once, then rounds of draft, verify, accept, commit, extend, in one XLA program.
+"""The loop: prefill once, then one XLA program that runs rounds of draft, verify, accept, commit and extend.
 
-Target, drafter and rule of acceptance are static arguments; this module knows none of them by name. The five steps of a
+Target, drafter and acceptance rule are static arguments; this module knows none of them by name. The five steps of a
 round are five functions, which `step` calls in order. Benchmarks and inspection call the same functions.
 """
 
@@ -60,11 +60,11 @@ def prefill(
       limit: the length at which each sequence ends, prompt included.
       key: random key of each sequence.
       row_sampling: sampling parameters of each sequence; None: greedy.
-      accept: the rule of acceptance, as in the rounds.
+      accept: the acceptance rule, as in the rounds.
       capacity: columns of the token buffer, at least max(limit).
       logprobs: record the log-probability of each new token.
-      chunk: columns that are read at once, which bounds the memory of activations; longer prompts are read in a loop,
-        of as many iterations as the longest prompt needs. None: all columns.
+      chunk: columns that are read at once, which bounds the memory of activations; longer prompts are read in a loop
+        with as many iterations as the longest prompt needs. None: all columns.
     """
     batch, width = ids.shape
     # Tokens proposed past the limit are dropped, so they need no slots.
@@ -160,14 +160,14 @@ class Decision:
     """The result of `accept_drafts`."""
 
     accepted: Acceptance
-    """What the rule of acceptance decided."""
+    """What the acceptance rule decided."""
     kept: Acceptance
     """The same, truncated at the length limit and at the first stop."""
     stop: stopping.Stop
     """The stop automaton after the kept tokens."""
     finish_code: Int[Array, " B"]
     logprobs: Float[Array, "B A"] | None
-    """log p of each token under the unprocessed logits; None unless the state records them."""
+    """log p of each token under the unprocessed logits; None unless log-probabilities are recorded."""
 
 
 def draft(params: Params, s: DecodeState, *, drafter: Drafter) -> tuple[DraftTree, DecodeState]:
@@ -191,7 +191,7 @@ def accept_drafts(
 ) -> Decision:
     """Decides which drafts to keep and which token follows them.
 
-    active: sequences that get tokens; None: all that have not finished.
+    active: sequences that may get tokens; None: all. Those that have finished never do.
     """
     accepted = accept(s.key, draft_tree, node_logits(s, draft_tree, out), s.length)
     if active is not None:
@@ -224,7 +224,7 @@ def node_logits(s: DecodeState, draft_tree: DraftTree, out: ForwardOutput) -> Fl
 
 
 def truncate_at_stop(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, stopping.Stop, Int[Array, " B"]]:
-    """Truncates the accepted tokens at the length limit or the first stop; to zero in finished sequences.
+    """Truncates the accepted tokens at the length limit or the first stop, and to none in finished sequences.
 
     Returns the truncated acceptance, the stop automaton after it, and the finish codes.
     """
@@ -301,7 +301,7 @@ def _loop_program(many: bool) -> LoopProgram[..., DecodeState]:
     ) -> DecodeState:
         """Rounds on the device until every sequence is done or `s.round_index` reaches `until`; the state is donated.
 
-        A host that streams, shows progress or stops early calls it again with a later `until`: the tokens are the same.
+        To stream, show progress or stop early, call it repeatedly with a growing `until`; the tokens are the same.
         """
         return run_rounds(params, s, until, target=target, drafter=drafter, accept=accept)
 
@@ -309,7 +309,7 @@ def _loop_program(many: bool) -> LoopProgram[..., DecodeState]:
 
 
 decode, decode_many = _loop_program(many=False), _loop_program(many=True)
-"""The loop, jitted; `decode_many` is compiled for rounds that verify many tokens (see `verifies_many`)."""
+"""The loop, jitted; `decode_many` has compiler options for rounds that verify many tokens (see `verifies_many`)."""
 _drafted = jax.jit(lambda params, s, drafter: drafter.draft(params, s)[0], static_argnames=("drafter",))
 
 

@@ -1,4 +1,4 @@
-"""EAGLE: a head that continues the target's hidden states (arXiv 2401.15077, 2406.16858, 2503.01840)."""
+"""EAGLE: a head that drafts from the target's hidden states (arXiv 2401.15077, 2406.16858, 2503.01840)."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ class EagleState:
     """The head's cache, its output at the last committed row, and what it proposes there.
 
     Row p of the cache belongs to the target's feature at position p and the token at p + 1: every committed token but
-    the last has one, as in the target's own cache.
+    the last has a row, as in the target's own cache.
     """
 
     cache: Cache
@@ -46,10 +46,10 @@ class Eagle:
 
     depth: tokens of the longest chain, at least 1.
     width: maximum children of a node, and nodes that are expanded per generation; 1 is a chain.
-    num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
-    sampled: sample the drafts from the head's own distribution, as the rule "rejection" needs.
+    num_nodes: nodes of the tree, root included; None: 32, or fewer if fewer are proposed.
+    sampled: sample the drafts from the head's own distribution, as "rejection" and "block" need.
     exact: in a tree, a node attends to the head's rows of its own ancestors. False: to those of whichever nodes held
-      its slot in the previous frontiers, as in SGLang; no cheaper here, and available for comparison.
+      its slot in the previous frontiers, as in SGLang; this is no faster here and only serves comparisons.
     target, model: the configurations of the target and of the head; set by `bind`.
     """
 
@@ -88,7 +88,7 @@ class Eagle:
         return dataclasses.replace(self, target=target, model=draft)
 
     def adapt(self, needs: DraftNeeds) -> "Eagle":
-        """Samples the drafts if the rule of acceptance needs that."""
+        """Samples the drafts if the acceptance rule needs that."""
         check_needs(self, self.width, needs)
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 
@@ -97,7 +97,7 @@ class Eagle:
         return EagleState(self._model.init_cache(params.draft, batch, capacity, page_size), None, None)
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, EagleState]:
-        """One forward per generation, after the first generation, which `extend` has proposed.
+        """Runs one forward per generation after the first, which `extend` has proposed.
 
         The rows of these forwards are passed from one to the next and never written to the cache.
         """
@@ -134,7 +134,7 @@ class Eagle:
         return draft_tree, state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> EagleState:
-        """Reads the committed tokens with the target's features: depth + 1 rows after each round."""
+        """Reads the committed tokens with the target's features, padded to depth + 1 after each round."""
         state: EagleState = s.draft
         assert committed.hidden is not None
         column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]

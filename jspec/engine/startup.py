@@ -1,4 +1,4 @@
-"""The start of a command: JAX's compilation cache, and a notice when compilation takes long."""
+"""What a command sets up: JAX's compilation cache, and a notice if compilation takes long."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ def enable_compilation_cache() -> None:
 
 @contextlib.contextmanager
 def notify_if_slow(message: str) -> Generator[None, None, None]:
-    """Prints a line on standard error if the `with` block takes longer than `NOTICE_DELAY` seconds."""
+    """Prints `message` to standard error if the `with` block takes longer than `NOTICE_DELAY` seconds."""
     timer = threading.Timer(NOTICE_DELAY, print, args=(message,), kwargs={"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()

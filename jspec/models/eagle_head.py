@@ -1,5 +1,5 @@
-"""EAGLE heads: one or more decoder layers that continue the target's hidden states (Li et al., arXiv 2401.15077 section
-4.1 for EAGLE-1, which EAGLE-2, arXiv 2406.16858, shares; arXiv 2503.01840 section 3 for EAGLE-3).
+"""EAGLE heads: one or more decoder layers that draft from the target's hidden states (Li et al., arXiv 2401.15077,
+section 4.1, for EAGLE-1 and also EAGLE-2, arXiv 2406.16858; arXiv 2503.01840, section 3, for EAGLE-3).
 
 Row p reads the target's feature at position p and the token at p + 1, and predicts the token at p + 2. While drafting,
 the head's own output replaces the feature.
@@ -25,7 +25,7 @@ from jspec.models.sizes import keys_bytes, shape_of, tree_bytes
 
 @struct
 class EagleParams:
-    """Weights of a head, [in, out]. C is the width of the captured hidden states, Vd the draft's vocabulary."""
+    """Weights of a head; matrices are [in, out]. C: width of the captured hidden states, Vd: draft vocabulary size."""
 
     embed: Float[Array, "V Ed"] | None
     """None: the target's embedding."""
@@ -37,19 +37,19 @@ class EagleParams:
     input_norm: Float[Array, " C"] | None
     """One norm for all captured layers together (SpecForge's `norm_before_fc`)."""
     hidden_norm: Float[Array, " E"] | None
-    """EAGLE-3: norm of the feature, which the attention reads together with the token; None in EAGLE-1."""
+    """EAGLE-3: norm of the feature, which the attention reads next to the embedding; None in EAGLE-1."""
     layers: tuple[LayerParams, ...]
     norm: Float[Array, " E"] | None
     """Norm before the LM head; None in EAGLE-1."""
     lm_head: Float[Array, "E Vd"] | None
-    """None: the target's."""
+    """None: the target's LM head."""
     ids: Int[Array, " Vd"] | None
     """Target ids of the draft's vocabulary, ascending; None: the target's own vocabulary."""
 
 
 @struct
 class HeadOutput:
-    """The result of a forward of a head."""
+    """The result of one forward of a head."""
 
     logits: Float[Array, "B N Vd"]
     feature: Float[Array, "B N E"]
@@ -59,13 +59,13 @@ class HeadOutput:
 
 @dataclasses.dataclass(frozen=True)
 class EagleHead:
-    """The configuration of a head; static, hashable by value, with the forward as its methods.
+    """The configuration of a head: static and hashable by value. Its methods take the weights as arguments.
 
     version: 3, or 1 for EAGLE-1 and EAGLE-2, which have the same weights.
     vocab_size: the target's.
-    capture_layers: the hidden states of the target that it reads, as in `Decoder.apply`; for EAGLE-1, L + 1 (after the
+    capture_layers: the target's hidden states that the head reads, as in `Decoder.apply`; for EAGLE-1, L + 1 (after the
       final norm).
-    norm_before_residual: EAGLE-3: the residual stream starts with the normed feature (`speculators`).
+    norm_before_residual: EAGLE-3: the residual stream starts with the normalized feature (`speculators`).
     norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
     """
 
@@ -94,7 +94,7 @@ class EagleHead:
         return f"EAGLE-{self.version} head"
 
     def param_shapes(self, dtype: DTypeLike) -> EagleParams:
-        """The weights of an EAGLE-3 head as `jax.ShapeDtypeStruct`s, with its own LM head.
+        """The weights of an EAGLE-3 head that has its own LM head, as `jax.ShapeDtypeStruct`s.
 
         The embedding is the target's, unless the head's width differs.
 
@@ -102,7 +102,7 @@ class EagleHead:
           ValueError: an EAGLE-1 head.
         """
         if self.version != 3:
-            raise ValueError(f"version={self.version}: the shapes are those of an EAGLE-3 head")
+            raise ValueError(f"version={self.version}: must be 3")
         shape, width, outer = shape_of(dtype), self.hidden_size, self.target_hidden_size
         own_embedding = width != outer
         return EagleParams(
@@ -125,7 +125,7 @@ class EagleHead:
         own: EagleParams = params.draft
         shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
         head = shared if own.lm_head is None else own.lm_head
-        # EAGLE-1 applies `fc` to token and feature in every step.
+        # EAGLE-1 applies `fc` in every step, EAGLE-3 only to captured hidden states.
         every_step = own.fc if self.version == 1 else None
         return tree_bytes((own.layers, own.norm, own.hidden_norm, every_step, head))
 
@@ -136,7 +136,7 @@ class EagleHead:
         return self.step_bytes(params) + tree_bytes(fusing)
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
-        """Bytes of its own keys and values that one forward reads for a sequence of `context` tokens."""
+        """Bytes of the head's own keys and values that one forward reads for a sequence of `context` tokens."""
         return keys_bytes([LayerKeys(self.num_kv_heads, self.head_dim)] * self.num_layers, context, itemsize)
 
     def init_cache(self, params: EagleParams, batch: int, capacity: int, page_size: int) -> MhaCache:
@@ -148,7 +148,7 @@ class EagleHead:
         return params.ids
 
     def fuse(self, params: EagleParams, hidden: Float[Array, "B N C"]) -> Float[Array, "B N E"]:
-        """The feature of captured hidden states; in EAGLE-1 they are the feature themselves."""
+        """The feature computed from captured hidden states; in EAGLE-1, the hidden states themselves."""
         if self.version == 1:
             return hidden
         if params.fc_norms is not None:
@@ -176,11 +176,11 @@ class EagleHead:
         """One forward over N (token, feature) pairs per sequence; `start`, `mask`, `earlier` as in `Decoder.apply`.
 
         Args:
-          params: the target's weights, whose embedding and LM head the head may share, and in `params.draft` its own.
+          params: the head's weights, and the target's, whose embedding and LM head it may share.
           target: the target's configuration.
-          feature: `fuse` of the target's hidden states, or `feature` of an earlier output of this head.
-          positions: positions of the features; each token is one position further.
-          select: the only row of each sequence that is returned and sent to the LM head.
+          feature: the result of `fuse`, or the `feature` of an earlier output of this head.
+          positions: positions of the features; each token is one position later.
+          select: the only pair of each sequence whose logits and feature are returned; None: all.
         """
         head: EagleParams = params.draft
         x, first = self._read(head, self.embed(params, target, tokens), feature)
@@ -203,7 +203,7 @@ class EagleHead:
         return HeadOutput(self.unembed(params, target, normed), normed if self.norm_output else x, tuple(rows))
 
     def embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N Ed"]:
-        """The embeddings that the head reads."""
+        """The embeddings of `tokens` that the head reads."""
         if params.draft.embed is None:
             return target.embed(params.target, tokens)
         return jnp.take(params.draft.embed, tokens, axis=0, mode="clip")

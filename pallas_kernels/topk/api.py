@@ -13,8 +13,8 @@ def topk(
 ) -> tuple[Float[Array, "*batch k"], Int[Array, "*batch k"], Float[Array, " *batch"]]:
     """The k largest logits of each row in float32, their indices, and the row's log-sum-exp.
 
-    In descending order, equal ones by index, as `lax.top_k` does; NaN counts as -inf, and zeros of both signs are
-    equal. So a row of -inf alone has the indices 0 to k - 1, and -inf as its log-sum-exp. The log-probabilities are
+    They are in descending order, ties in order of index, as in `lax.top_k`. NaN counts as -inf, and 0 and -0 are equal.
+    So a row of only -inf has the indices 0 to k - 1 and a log-sum-exp of -inf. The log-probabilities are
     `values - log_sum_exp`.
 
     Args:

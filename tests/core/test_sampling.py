@@ -1,4 +1,4 @@
-"""The choice of tokens, against a node-by-node computation in NumPy and against `transformers`."""
+"""How tokens are chosen, compared with a node-by-node computation in NumPy and with `transformers`."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ TABLE = stopping.build_table(WORDS, [EOS], STRINGS, SPELLED)
 
 process, adjust, temper = jax.jit(sampling.process), jax.jit(sampling.adjust), jax.jit(sampling.temper)
 
-# The same in NumPy
+# The reference in NumPy
 
 
 def ends_text(generated):
@@ -49,7 +49,7 @@ def plain_adjust(logits, row, prompt, generated):
 
 
 def plain_temper(logits, row):
-    """Logits over the temperature; the tokens kept; and those so close to a bound that rounding may decide."""
+    """Logits divided by the temperature, the tokens kept, and those so close to a bound that rounding may decide."""
     logits = logits / np.float32(row.temperature or 1)
     kept = near = logits >= np.sort(logits)[-min(row.top_k or len(logits), len(logits))]
     dist = np.exp(np.where(kept, logits, -np.inf).astype(np.float64) - logits.max())
@@ -92,7 +92,7 @@ def random_sampling(rng):
 
 
 def state_of(rows, prompts, generated, seeds=None):
-    """A decode state with these tokens, and other tokens after them that are not committed."""
+    """A decode state with these tokens, followed by random tokens that are not committed."""
     batch = len(prompts)
     tokens = np.random.default_rng(9).integers(0, WORDS, (batch, COLUMNS)).astype(np.int32)
     automaton = np.zeros(batch, np.int16)
@@ -123,7 +123,7 @@ def state_of(rows, prompts, generated, seeds=None):
 
 @functools.cache
 def random_case(seed):
-    """Sequences with parameters of their own, a tree of tokens under each, and logits of which many are equal."""
+    """Sequences with different sampling parameters, a token tree for each, and logits with many ties."""
     rng = np.random.default_rng(seed)
     rows = [random_sampling(rng) for _ in range(ROWS)]
     prompts = [rng.integers(0, WORDS, rng.integers(1, 6)).tolist() for _ in rows]
@@ -141,7 +141,7 @@ def random_case(seed):
 
 
 def line_of(tokens, parents, node):
-    """The tokens from the first draft to a node."""
+    """The tokens from the root (excluded) to a node (included)."""
     found = []
     while node:
         found.insert(0, int(tokens[node]))
@@ -150,7 +150,7 @@ def line_of(tokens, parents, node):
 
 
 def places(case):
-    """(sequence, node, tokens on its path) for nodes before which the text has not ended."""
+    """(sequence, node, tokens on its path) of each node up to which the text has not ended."""
     _, _, generated, tokens, parents, _ = case
     for b in range(ROWS):
         for node in range(NODES):
@@ -196,7 +196,7 @@ def test_the_distribution_at_every_node_follows_all_options_together(seed):
 
 
 def test_the_distribution_at_a_node_is_bitwise_that_after_its_path_is_committed():
-    """Otherwise plain decoding might sample another token there."""
+    """Otherwise plain decoding might sample a different token there."""
     rows, prompts, generated, tokens, parents, logits = case = random_case(0)
     got = np.array(process(state_of(rows, prompts, generated), logits, paths(DraftTree(tokens, parents))))
     at = list(places(case))
@@ -226,7 +226,7 @@ def test_no_token_ends_the_text_before_its_time_even_by_completing_a_stop_string
     tokens, parents = np.array([[0, 1, 4, 2, 0]], np.int32), np.array([[0, 0, 1, 2, 1]], np.int32)
     got = process(s, np.zeros((1, 5, WORDS), np.float32), paths(DraftTree(tokens, parents)))
     forbidden = [set(map(int, np.flatnonzero(np.isneginf(dist)))) for dist in np.array(got[0])]
-    # After "ab", any of "b", "c" and "ca" would end the text, and a token without bytes does not change that.
+    # After "ab", each of "b", "c" and "ca" would end the text, also if a token without bytes comes between.
     assert forbidden == [{EOS}, {EOS, 1, 3, 5}, {EOS, 1, 3, 5}, set(), {EOS}]
 
 
@@ -257,7 +257,7 @@ def logits_and_rows(draw):
 
 
 def all_columns(rows, words=WORDS):
-    """With every option of `temper`, used or not, so all examples share a program."""
+    """The parameters with arrays for all options of `temper`, used or not, so that all examples share one program."""
     found = per_row(rows, len(rows), words)
     off = {"top_k": jnp.int32(words), "top_p": jnp.float32(1), "min_p": jnp.float32(0)}
     missing = {name: jnp.full(len(rows), value) for name, value in off.items() if getattr(found, name) is None}
@@ -288,14 +288,14 @@ def test_top_k_top_p_and_min_p_keep_the_same_tokens_as_a_search(case):
         (Sampling(min_p=0.49), [0, 1, 2]),
         (Sampling(min_p=0.0), range(6)),
         (Sampling(min_p=1.0), [0]),
-        # top-p works on the renormalized result of top-k: 4, 2 and 2 eighths.
+        # top-p applies to the renormalized result of top-k: 4/8, 2/8, 2/8.
         (Sampling(top_k=3, top_p=0.49), [0]),
         (Sampling(top_p=0.85, min_p=0.3), [0, 1, 2]),
     ),
     ids=str,
 )
 def test_the_bounds_are_as_documented(row, kept):
-    """Which tokens of the distribution 0.4, 0.2, 0.2, 0.1, 0.05, 0.05 are kept."""
+    """kept: the tokens of the distribution 0.4, 0.2, 0.2, 0.1, 0.05, 0.05 that remain."""
     dist = np.array([0.4, 0.2, 0.2, 0.1, 0.05, 0.05], np.float32)
     got = np.array(temper(per_row(row, 1, 6), np.log(dist)[None, None]))[0, 0]
     assert list(np.flatnonzero(~np.isneginf(got))) == list(kept)
@@ -309,7 +309,7 @@ def test_zero_and_minus_zero_are_a_tie():
 
 
 def test_the_distribution_is_the_one_of_the_processors_of_transformers(needs):
-    """On logits without ties, where its definitions and ours are the same."""
+    """The logits have no ties, which the two libraries treat differently."""
     torch, transformers = needs("torch"), needs("transformers")
     rng = np.random.default_rng(0)
     rows = [
@@ -350,7 +350,7 @@ def test_the_distribution_is_the_one_of_the_processors_of_transformers(needs):
 
 
 def test_the_distribution_of_a_sequence_is_bitwise_that_alone():
-    """Options that only other sequences use change nothing."""
+    """Options that only other sequences use have no effect on it."""
     rows, prompts, generated, tokens, parents, logits = random_case(1)
     rows = [*rows[:-2], Sampling(), Sampling(temperature=0.0)]
     path = np.array(paths(DraftTree(tokens, parents)))
@@ -452,11 +452,11 @@ def test_the_noise_of_a_position_does_not_depend_on_the_request():
 def test_no_two_streams_positions_or_sequences_share_noise():
     names = (sampling.NOISE, sampling.DRAFT, sampling.COINS, sampling.FINAL)
     noise = [np.array(sampling.gumbel(keys(3), name, jnp.arange(3, dtype=jnp.int32), 4, WORDS)) for name in names]
-    # Sequence b at index i is position b + i of key b: all are different.
+    # noise[b, i] is that of key b at position b + i; no two values are equal.
     assert len(np.unique(np.stack(noise))) == 4 * 3 * 4 * WORDS
 
 
-# The programs
+# Compiled programs
 
 
 def compiled(function, *args, **static):

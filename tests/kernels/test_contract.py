@@ -1,4 +1,4 @@
-"""Every operation keeps the contract of `dispatch.Operation`: its modules, its backends and their errors."""
+"""Every operation fulfills the contract of `dispatch.Operation`: its modules, backends and errors."""
 
 import dataclasses
 import importlib
@@ -23,7 +23,7 @@ FOLDER = pathlib.Path(pallas_kernels.__path__[0])
 PACKAGES = sorted(path.parent.name for path in FOLDER.glob("*/api.py"))
 OPERATIONS = {name: importlib.import_module(f"pallas_kernels.{name}").OPERATION for name in PACKAGES}
 DEVICE_KINDS = {"gpu": "NVIDIA H100", "tpu": "TPU v5 lite"}
-"""The default entry of the tables of each platform."""
+"""Platform -> the first device kind, which is the default, of its kernels' `TUNING` tables."""
 
 operations = pytest.mark.parametrize("package", PACKAGES)
 kernels = pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def normal(*shape):
 
 
 def paged(*row):
-    """A pool of 2 layers and 4 pages of 4 rows, the pages of 2 sequences, and their lengths."""
+    """A pool of 2 layers and 4 pages of 4 rows, the page table of 2 sequences, and their lengths."""
     return normal(2, *row[:1], 4, 4, *row[1:]), jnp.array([[3, 0], [1, 2]]), jnp.array([5, 0])
 
 
 def example(package):
-    """Arguments of an operation, and its options."""
+    """Positional arguments and options of a call of an operation."""
     match package:
         case "paged_attention":
             own = normal(2, 3, 1, 64)
@@ -75,7 +75,7 @@ def api(package):
 
 
 def call(package, backend):
-    """The operation on its example as a function of arrays, and those arrays; integers are static."""
+    """A function that runs the operation on the arrays of its example, and those arrays; integers are static."""
     args, options = example(package)
     arrays = [None if isinstance(arg, int) else arg for arg in args]
 
@@ -87,7 +87,7 @@ def call(package, backend):
 
 
 def captured_arguments(package, monkeypatch):
-    """The arguments with which the API calls a backend."""
+    """The arguments and options that the API passes to a backend."""
     seen, run = [], Operation.run
 
     def capture(self, backend, *args, **options):
@@ -183,7 +183,7 @@ def test_an_unknown_backend_is_an_error(package):
 
 @kernels
 def test_config_and_interpret(package, kernel, monkeypatch):
-    """The default configuration is chosen only if none is given, and both arguments reach the kernel."""
+    """`default_config` is called only if no configuration is given, and `interpret` reaches the kernel."""
     operation = OPERATIONS[package]
     args, options = captured_arguments(package, monkeypatch)
     module, chosen = operation.module(kernel), []
@@ -211,12 +211,12 @@ def test_config_and_interpret(package, kernel, monkeypatch):
     assert not chosen
 
 
-# The dispatch itself, on an operation of fake modules
+# Dispatch itself, with an operation whose modules are fake
 
 
 @pytest.fixture
 def fake(monkeypatch):
-    """An operation whose kernels return their names, and the arguments that they do not support."""
+    """An operation whose kernels return their names, and the set of (kernel, argument) that they do not support."""
     refused = set()
     for kernel in ("mosaic_gpu", "triton", "mosaic_tpu"):
         module = types.ModuleType(f"fake.{kernel}")
@@ -308,7 +308,7 @@ import jspec
 from pallas_kernels import dispatch
 import test_contract
 
-# Dispatch chooses as on a GPU, and the programs run on the CPU.
+# Dispatch chooses as on a GPU; the programs run on the default device.
 dispatch.platform = types.SimpleNamespace(platform=lambda: "gpu")
 for package, operation in test_contract.OPERATIONS.items():
     run, arrays = test_contract.call(package, None)
@@ -327,7 +327,7 @@ print(len(generation.tokens), [name for name in sys.modules if "pallas.triton" i
 
 
 def test_everything_runs_without_triton():
-    """All operations and a whole generation, with `jax.experimental.pallas.triton` unimportable."""
+    """All operations and a whole generation run if `jax.experimental.pallas.triton` cannot be imported."""
     here = pathlib.Path(__file__).parent
     path = [str(FOLDER.parent), str(here), str(here.parent / "helpers")]
     setup = f"import sys; sys.path[:0] = {path}\n"

@@ -1,4 +1,4 @@
-"""Every backend of grouped products against a loop over rows, in float64."""
+"""Every backend of grouped matrix products against a loop over rows in float64."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ backends = each_backend(OPERATION)
 
 
 def inputs(sizes, inner=48, columns=40, dtype="float32"):
-    """Arguments of `grouped_matmul`; matrices of empty groups are NaN."""
+    """Arguments of `grouped_matmul`; the matrices of empty groups are NaN."""
     rng = np.random.default_rng([*sizes, inner, columns])
     x = rng.normal(size=(sum(sizes), inner)).astype(jnp.dtype(dtype))
     weight = (rng.normal(size=(len(sizes), inner, columns)) * inner**-0.5).astype(jnp.dtype(dtype))
@@ -50,7 +50,7 @@ CASES = {
 @backends
 @pytest.mark.parametrize(("sizes", "options"), CASES.values(), ids=CASES)
 def test_equals_a_loop_over_rows(sizes, options, backend):
-    """The result does not depend on matrices of empty groups; XLA on a CPU reads them and multiplies by zero."""
+    """Matrices of empty groups do not affect the result; XLA may multiply them by zero, so it gets no NaN."""
     x, weight, counts = inputs(sizes, **options)
     given = np.where(np.isnan(weight), 0, weight).astype(weight.dtype) if backend == "xla" else weight
     out = jax.jit(partial(grouped_matmul, backend=backend))(x, given, counts)
@@ -64,12 +64,12 @@ def test_equals_a_loop_over_rows(sizes, options, backend):
 )
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_rows_are_chosen_and_gated(dtype, activation, backend):
-    """The products of chosen rows, which several groups may share, are gated by those of the first half."""
+    """Rows are chosen by index, and groups may share them; the first half of the columns gates the second."""
     sizes = (2, 0, 17, 5)
     x, weight, counts = inputs(sizes, columns=72, dtype=dtype)
     given = np.where(np.isnan(weight), 0, weight).astype(weight.dtype) if backend == "xla" else weight
     rows = np.random.default_rng(1).integers(0, 9, sum(sizes), dtype=np.int32)
-    # Rows that are not chosen are not read.
+    # The last two rows are not chosen, so they must not be read.
     few = np.concatenate([x[:9], np.full_like(x[:2], np.nan)])
     out = jax.jit(partial(grouped_matmul, activation=activation, backend=backend))(few, given, counts, rows=rows)
     expected = oracle(few[rows], weight, counts)
