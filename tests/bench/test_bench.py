@@ -721,7 +721,7 @@ def test_a_kernel_alone_runs_in_each_way(monkeypatch):
     triton = work.operation.module("triton")
     config = triton.Config
 
-    def fails(*args, config, **options):
+    def fails(*args, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory\nmore")
 
     found = dict(kernels.measure(work, [config(16, 16, 1, 4, 2)], 1))

@@ -87,7 +87,7 @@ def test_heads_that_do_not_fit_are_refused(drafter, draft, message):
 def test_invalid_configurations_are_refused():
     with pytest.raises(ValueError, match=r"Mtp\(heads=0\)"):
         Mtp(heads=0)
-    with pytest.raises(ValueError, match="num_layers=2: a head is a decoder of 1 layer"):
+    with pytest.raises(ValueError, match="num_layers=2: must be 1"):
         MtpHeads(TARGET, 1)
     with pytest.raises(ValueError, match="count=0"):
         MtpHeads(HEADS.layer, 0)

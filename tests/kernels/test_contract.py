@@ -322,7 +322,8 @@ for package, operation in test_contract.OPERATIONS.items():
         raise AssertionError(package)
 model = jspec.load("bundled:python-tiny")
 generation = jspec.generate(model, "def add(a, b):", drafter="ngram", max_new_tokens=8)
-print(len(generation.tokens), [name for name in sys.modules if "pallas.triton" in name or "._triton" in name])
+triton = ("jax.experimental.pallas.triton", "pallas_kernels._triton")
+print(len(generation.tokens), [name for name in sys.modules if name.startswith(triton)])
 """
 
 
