@@ -307,7 +307,7 @@ class NeverEqual(Repeat):
 NUMBERS = itertools.count()
 
 
-@pytest.mark.fast("copycat")
+@pytest.mark.fast("shared_draft")
 @pytest.mark.parametrize(
     "drafter, message",
     [
