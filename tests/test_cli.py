@@ -55,6 +55,7 @@ def test_show_prints_the_text_once_and_in_color(capsys):
     assert "24 new tokens" in err
 
 
+@pytest.mark.slow
 def test_sampling_and_shape_options_reach_generate(capsys):
     shape = ("--depth", "3", "--width", "2", "--num-nodes", "6")
     choice = ("--temperature", "0.8", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01", "--seed", "4")

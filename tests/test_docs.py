@@ -14,7 +14,7 @@ def page_name(path):
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.fast("README", "adding-a-cache")
+@pytest.mark.fast("README")
 @pytest.mark.parametrize("path", PAGES_WITH_CODE, ids=page_name)
 def test_code_runs(path, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -33,7 +33,7 @@ def axes(needs):
 # inspect_round
 
 
-@pytest.mark.fast("chain", "tree")
+@pytest.mark.fast("chain")
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     (
@@ -132,6 +132,7 @@ def test_tokens_per_round(axes, model):
     assert ax is own
 
 
+@pytest.mark.fast("plain", "chain")
 @pytest.mark.parametrize(
     "drafter",
     (

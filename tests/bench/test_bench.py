@@ -428,6 +428,7 @@ def test_a_checkpoint_without_a_draft_gets_a_random_head():
     assert made.draft.lm_head.shape == (subject.target.hidden_size, subject.target.vocab_size)
 
 
+@pytest.mark.slow
 def test_rows_that_do_not_fit_are_named_and_the_others_run(capsys, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: (400_000, 1_000_000))
     sizes = ("--batch", 1, "--context", 16, 2000, 4096)

@@ -43,6 +43,7 @@ def test_the_layers_configuration_only_has_differences(head):
         load(head(partial(shorten, kind="qwen3"), layout="speculators"))
 
 
+@pytest.mark.slow
 def test_layer_defaults_are_those_of_transformers(needs):
     transformers = needs("transformers")
     for kind, defaults in eagle_config.LAYER_DEFAULTS.items():

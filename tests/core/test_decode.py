@@ -114,6 +114,7 @@ def test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once(name, chunk):
 # Where sequences end
 
 
+@pytest.mark.fast("RandomTree", "depth=1", "depth=4")
 @pytest.mark.parametrize("drafter", [Planted(depth) for depth in range(1, 7)] + [RandomTree(depth=3)], ids=str)
 def test_sequences_end_exactly_at_their_limit(drafter):
     """Seven sequences with one prompt and limits of 0 to 6 more tokens: before, inside and after an accepted run."""

@@ -17,7 +17,7 @@ def checked(drafter, weights, s, rule=accept.greedy):
     return decode.decode_checked(weights, s, jnp.int32(1000), target=toy.TARGET, drafter=drafter, accept=rule)
 
 
-@pytest.mark.fast("ngram", "mtp")
+@pytest.mark.fast("ngram")
 @all_drafters
 def test_checked_rounds_find_nothing_wrong_and_change_nothing(drafter):
     err, s = checked(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter)))
@@ -47,6 +47,7 @@ class Broken(Planted):
         return DraftTree(tokens, parents), state
 
 
+@pytest.mark.fast("root", "parent")
 @pytest.mark.parametrize(
     ("rule", "message"),
     (

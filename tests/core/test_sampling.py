@@ -264,6 +264,7 @@ def all_columns(rows, words=WORDS):
     return dataclasses.replace(found, **missing)
 
 
+@pytest.mark.slow
 @given(logits_and_rows())
 @settings(max_examples=300, deadline=None)
 def test_top_k_top_p_and_min_p_keep_the_same_tokens_as_a_search(case):
@@ -471,6 +472,7 @@ def test_no_option_needs_a_sort():
     assert sorts.search(compiled(lambda x: jax.lax.top_k(x, 2), logits)), "the program text was not parsed"
 
 
+@pytest.mark.slow
 def test_a_program_of_greedy_sequences_has_no_random_bits():
     drafter, weights = toy.bound_drafters()["standalone"], toy.params()
 

@@ -113,6 +113,7 @@ def test_token_bytes_of_another_length_than_the_vocabulary():
     assert stopping.build_table(3, [2], [b"aa"], []).shape == expected.shape
 
 
+@pytest.mark.slow
 def test_large_vocabulary():
     rng = np.random.default_rng(0)
     token_bytes = [rng.bytes(int(n)) for n in rng.geometric(1 / 7, 128_256)]

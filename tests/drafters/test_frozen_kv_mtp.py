@@ -263,6 +263,7 @@ def test_the_state_is_the_targets_hidden_state_at_the_last_committed_row(name):
 SHAPES = {"chain": dict(depth=5), "tree": dict(depth=4, width=3)}
 
 
+@pytest.mark.fast("shared")
 @each(("name", "shape"), [("llama", "chain"), ("shared", "tree")], CASES, SHAPES)
 def test_drafting_does_not_change_the_cache(name, shape):
     """Bit for bit; and the program creates no array with pages of 5 rows, which only a pool has."""

@@ -39,6 +39,7 @@ def read_all():
     return jax.jit(predict)
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("chunk", (None, 2))
 def test_proposals_are_those_of_a_pass_over_the_whole_text(read_all, chunk):
     drafter, params = toy.bound_drafters()["mtp"], toy.mtp_params()

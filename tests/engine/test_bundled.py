@@ -115,7 +115,7 @@ def setting_param(drafter, page_size):
     return pytest.param(drafter, page_size, id=f"{drafter}-{page_size}", marks=marks)
 
 
-@pytest.mark.fast("Ngram")
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter, page_size", [setting_param(*setting) for setting in SETTINGS])
 def test_greedy_output_equals_transformers(models, continued, drafter, page_size):
     import hf
@@ -128,6 +128,7 @@ def test_greedy_output_equals_transformers(models, continued, drafter, page_size
 
 
 # Stop strings with every drafter are in test_generate.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter",
     [

@@ -106,6 +106,7 @@ WIDE = Llama(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", (0, 3), ids=("plain", "standalone"))
 def test_no_second_copy_of_weights_is_ever_made(depth):
     """The temporary memory of the loop is small compared with the weights. test_program.py checks the cache pools."""

@@ -90,6 +90,7 @@ def test_every_node_equals_the_recurrence_along_its_path(count, shape, backend):
     np.testing.assert_allclose(after, states[np.arange(B), nodes], **TOLERANCE)
 
 
+@pytest.mark.fast("some")
 @on_kernels
 @pytest.mark.parametrize("held", ["none", "all", "some"])
 @pytest.mark.parametrize("sizes", [(8, 5), (40, 37), (64, 32)])

@@ -60,6 +60,7 @@ def compact(backend, pool, rows, *rest):
     return np.asarray(program(backend)(pool, pairs(rows), *rest))
 
 
+@pytest.mark.fast("xla", "bfloat16", "tree")
 @backends
 @cases
 def test_equals_a_loop_over_rows(case, backend):

@@ -191,6 +191,7 @@ def shapes(case: Case, rope: int = 64):
     return *queries, own, pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
 
 
+@pytest.mark.fast("decode", "tree", "pages_of_1")
 @pytest.mark.parametrize("masked", (False, True), ids=("", "masked"))
 @pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
 def test_lowers_for_a_gpu(case, masked):

@@ -100,6 +100,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.fast("xla", "bfloat16", "page_of", "tree-")
 @pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
     """Free pages, and rows after the prefix or before all windows, are NaN: reading one shows in the result."""
@@ -214,6 +215,7 @@ def shapes(case: Case):
     return q, own, own, pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
 
 
+@pytest.mark.fast("decode", "tree", "chunk_of_512")
 @pytest.mark.parametrize("platform", ("cuda", "tpu"))
 @named(REAL)
 def test_lowers_for(case, platform):

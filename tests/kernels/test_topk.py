@@ -115,6 +115,7 @@ def test_the_result_does_not_depend_on_the_tiles(tile):
     check(logits, 16, program(16, "triton", triton.Config(tile, num_warps=2, merge_warps=1)))
 
 
+@pytest.mark.fast("128256", "17")
 @pytest.mark.parametrize("shape", ((1, 32000), (256, 32000), (32, 128256), (2, 3, 17)), ids=str)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("k", (1, 8, 16))

@@ -65,6 +65,7 @@ def check_pools(text, s):
         check_in_place(body, shape, shapes.count(shape))
 
 
+@pytest.mark.fast("shared")
 @CASES
 def test_each_pool_is_written_once_a_round_and_never_copied(kind, drafter):
     function, given = prefill(kind, drafter)

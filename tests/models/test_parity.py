@@ -99,6 +99,7 @@ def test_greedy_output_equals_transformers(pair, with_head, expected, drafter, p
         assert out.stats.accept_length > least, "the draft is close to its target: something must be accepted"
 
 
+@pytest.mark.fast("Ngram")
 @pytest.mark.parametrize("drafter", [None, jspec.Ngram(depth=4), jspec.Standalone(depth=4, width=3)], ids=str)
 def test_eos_cuts_where_transformers_stops(pair, expected, drafter):
     model, oracle = pair

@@ -60,6 +60,7 @@ def check_states(text, s):
         check_in_place(body, shape, pools.count(shape))
 
 
+@pytest.mark.fast("chain")
 @CASES
 def test_no_state_is_copied_in_a_round(kind, drafter):
     function, given = prefill(kind, drafter)
@@ -69,7 +70,7 @@ def test_no_state_is_copied_in_a_round(kind, drafter):
     check_states(lowered.compile().as_text(), s)
 
 
-@pytest.mark.fast("dense-drafter1")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(("kind", "drafter"), [("experts", Plain()), ("dense", Standalone(depth=3, width=2))])
 def test_on_a_gpu_the_loop_needs_no_sort_and_no_loop_within(kind, drafter, monkeypatch):
@@ -83,6 +84,7 @@ def test_on_a_gpu_the_loop_needs_no_sort_and_no_loop_within(kind, drafter, monke
     assert len(re.findall(r"stablehlo.while\b", text)) == 1
 
 
+@pytest.mark.slow
 def test_a_model_in_half_precision_keeps_its_states_in_float32():
     """A whole round, by abstract evaluation: under strict promotion rules, accidental widening is an error."""
     target = qwen.KINDS["experts"]

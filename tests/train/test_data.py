@@ -100,6 +100,7 @@ def test_heldout_names_are_checked(site):
     assert corpus.collect(packages, ["Free.Package"]).heldout
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_a_package():
     package = corpus.standard_library()
     paths = {path for path, _ in package.files}

@@ -305,6 +305,7 @@ def test_the_state_is_flaxs_train_state(target):
     assert jax.tree.structure(again) == jax.tree.structure(state)
 
 
+@pytest.mark.slow
 def test_resuming_continues_exactly(target, sources, heldout, tmp_path):
     def train(name, **options):
         return distill.train(SETUP, target, sources, heldout, directory=tmp_path / name, intervals=INTERVALS, **options)

@@ -45,6 +45,7 @@ def target_params(name):
     return gemma.params(name) if name in gemma.KINDS else toy.random_params(TARGETS[name], seed=1)
 
 
+@pytest.mark.fast("llama")
 @pytest.mark.parametrize(
     ("name", "target_head"),
     [("llama", False), ("qwen3", True), ("shared", False), pytest.param("dense", True, marks=SLOW)],
@@ -166,6 +167,7 @@ def test_resuming_continues_exactly(task, trained, tmp_path):
         fit(dataclasses.replace(setup, learner=other), model, rows, tmp_path, resume=True)
 
 
+@pytest.mark.slow
 def test_a_trained_assistant_drafts_losslessly(task, trained):
     setup, model, rows = task
     params = Params(model.params.target, trained[1].serve("float32"))
