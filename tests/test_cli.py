@@ -37,6 +37,7 @@ def test_generate_streams_text_and_prints_a_summary(capsys):
     assert "accept length" in summary and "tokens/s" in summary
 
 
+@pytest.mark.slow
 def test_compare_runs_plain_decoding(capsys):
     arguments = ("--max-new-tokens", "24", "--compare", "--drafter", "frozen-kv-mtp", "--depth", "4")
     status, _, err = run(capsys, "generate", "def add(a, b):", *arguments)

@@ -39,6 +39,7 @@ def check(drafter, prompts=IDS):
 SLOW_DRAFTERS = ("ngram", "mtp", "mtp_reused_tree", "plain", "eagle_tree", "frozen_kv_mtp", "frozen_kv_mtp_tree")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ("standalone", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_DRAFTERS))
 )
@@ -307,7 +308,7 @@ class NeverEqual(Repeat):
 NUMBERS = itertools.count()
 
 
-@pytest.mark.fast("shared_draft")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter, message",
     [

@@ -715,6 +715,7 @@ def test_kernels_alone_refuse_what_does_not_fit(capsys, monkeypatch):
         assert status == 2 and message in err
 
 
+@pytest.mark.slow
 def test_a_kernel_alone_runs_in_each_way(monkeypatch):
     """With a GPU's tiles, which the interpreter runs here, and a tile that does not fit."""
     work = kernels.attention(PRESETS["tiny-deepseek"].target, 1, 2, 16, 16, jnp.float32)

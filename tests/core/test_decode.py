@@ -47,6 +47,7 @@ def test_every_drafter_commits_the_tokens_of_plain_decoding(drafter):
 
 
 # Drafters without pages of their own, and further ones with pages, are slow points: they add nothing here.
+@pytest.mark.fast("eagle_tree")
 @all_drafters_but_slow("plain", "ngram", "mtp", "frozen_kv_mtp_tree", "standalone_tree")
 def test_pages_of_one_row_change_nothing(drafter):
     check_tokens(drafter, page_size=1)

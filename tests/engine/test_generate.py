@@ -341,6 +341,7 @@ def test_copies_of_a_prompt_are_different_samples(model):
     assert len({tuple(tokens) for tokens in out.tokens}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accept", (None, "rejection"))
 def test_logprobs_are_those_of_one_forward_over_the_output(model, accept):
     options = dict(sampling=MIXED_SAMPLING, accept=accept, max_new_tokens=20, logprobs=True)

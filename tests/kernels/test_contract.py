@@ -327,6 +327,7 @@ print(len(generation.tokens), [name for name in sys.modules if name.startswith(t
 """
 
 
+@pytest.mark.slow
 def test_everything_runs_without_triton():
     """All operations and a whole generation run if `jax.experimental.pallas.triton` cannot be imported."""
     here = pathlib.Path(__file__).parent

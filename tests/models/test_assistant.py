@@ -196,6 +196,7 @@ def matrix():
         yield pytest.param(*point, marks=() if i < len(OFTEN) else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "window", "ordered", "drafter", "page_size"), list(matrix()))
 def test_greedy_output_equals_transformers(fitted, kind, window, ordered, drafter, page_size):
     model, oracle, prompts, wanted = fitted(kind, window, ordered)

@@ -74,7 +74,7 @@ def matrix():
         yield pytest.param(*point, marks=() if i < len(OFTEN) else pytest.mark.slow)
 
 
-@pytest.mark.fast("v3-None")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "drafter", "page_size", "chunk"), list(matrix()))
 def test_greedy_output_equals_transformers(pair, expected, kind, drafter, page_size, chunk, monkeypatch):
     model, oracle = pair(kind)

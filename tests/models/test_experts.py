@@ -101,6 +101,7 @@ POINTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "page_size"),
     [pytest.param(*point, marks=[pytest.mark.slow] if number else []) for number, point in enumerate(POINTS)],

@@ -116,7 +116,7 @@ def matrix():
         yield pytest.param(*point, marks=() if i < len(OFTEN) else pytest.mark.slow)
 
 
-@pytest.mark.fast("deepseek")
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "heads", "drafter", "page_size", "chunk"), list(matrix()))
 def test_greedy_output_equals_transformers(models, family, heads, drafter, page_size, chunk, monkeypatch):
     model, oracle, prompts, wanted = models(family, heads)

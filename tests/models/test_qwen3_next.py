@@ -96,7 +96,7 @@ def matrix():
         yield pytest.param(*point, marks=() if i < len(OFTEN) else slow)
 
 
-@pytest.mark.fast("qwen3_next-")
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "drafter", "page_size", "chunk"), list(matrix()))
 def test_greedy_output_equals_transformers(pair, expected, family, drafter, page_size, chunk, monkeypatch):
     model, oracle = pair(family)

@@ -90,6 +90,7 @@ def test_the_loss_falls_in_the_metrics(sources, heldout, tmp_path):
     assert evaluations[-1] == pytest.approx(losses[-1] / math.log(2) / 2, rel=0.5)
 
 
+@pytest.mark.slow
 def test_resuming_continues_exactly(sources, heldout, tmp_path):
     setup = setup_for()
     uninterrupted = lm.train(setup, sources, heldout, directory=tmp_path / "whole", intervals=EVERY_FEW_STEPS)

@@ -177,6 +177,7 @@ def test_a_trained_assistant_drafts_losslessly(task, trained):
     assert out.stats.accept_length > 1.5
 
 
+@pytest.mark.slow
 def test_training_in_memory():
     """For a Gemma 4 model in which some layers share keys."""
     target = TARGETS["shared"]
