@@ -1,0 +1,131 @@
+"""Checks of values that users pass: one function per type, each of which returns the plain Python value.
+
+A failed check names the argument, its value and what is valid: `page_size=0: must be at least 1`.
+"""
+
+import math
+import operator
+
+import numpy as np
+
+
+def check_int(name: str, value: object, *, least: int, most: int | None = None, owner: str = "") -> int:
+    """`value` as an int.
+
+    name: the argument, for the message.
+    value: an int or anything with `__index__`, such as NumPy's integers; a bool is not an int here.
+    least, most: the bounds, both included; most None: no upper bound.
+    owner: the class whose argument it is; the message then reads `Owner(name=value): ...`.
+
+    Raises:
+      TypeError: not an int.
+      ValueError: out of bounds.
+    """
+    shown = _shown(name, value, owner)
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+        raise TypeError(f"{shown}: must be an int")
+    try:
+        number = operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:  # An array of floats, or of more than one element, has __index__ but refuses it.
+        raise TypeError(f"{shown}: must be an int") from None
+    if number < least or (most is not None and number > most):
+        raise ValueError(f"{shown}: must be {_range(least, most)}")
+    return number
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    dtype: type[np.floating] = np.float32,
+    valid: str = "",
+    owner: str = "",
+) -> float:
+    """`value` as a float that keeps its meaning in the precision in which it is used.
+
+    value: an int or a float, of Python or NumPy; a bool is not a number here.
+    least, above, most: bounds on the rounded value; `least` and `most` are included, `above` is not.
+    dtype: the precision in which the value is used. A value that is finite but has no finite counterpart there is
+      refused, and so is one that becomes 0 or a subnormal number, which accelerators flush to 0.
+    valid: what is valid, for the message, where it is more than the bounds.
+    owner: as in `check_int`.
+
+    Raises:
+      TypeError: not a number.
+      ValueError: NaN, infinite, or out of bounds in that precision.
+    """
+    shown = _shown(name, value, owner)
+    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{shown}: must be a number")
+    wanted = valid or _range(least, most, above)
+    try:
+        exact = float(value)
+    except OverflowError:
+        exact = math.inf if value > 0 else -math.inf
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = float(dtype(exact))
+    too_large = math.isinf(rounded) and not (isinstance(value, float | np.floating) and math.isinf(exact))
+    too_small = exact != 0 and abs(rounded) < float(np.finfo(dtype).tiny)
+    if too_large or too_small:
+        raise ValueError(f"{shown}: must be {wanted} (it is {'infinite' if too_large else '0'} in {np.dtype(dtype)})")
+    good = (
+        math.isfinite(rounded)
+        and (least is None or rounded >= least)
+        and (above is None or rounded > above)
+        and (most is None or rounded <= most)
+    )
+    if not good:
+        raise ValueError(f"{shown}: must be {wanted}")
+    return exact
+
+
+def check_flag(name: str, value: object, *, owner: str = "") -> bool:
+    """`value` as a bool.
+
+    Raises:
+      TypeError: neither Python's nor NumPy's bool.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{_shown(name, value, owner)}: must be True or False")
+    return bool(value)
+
+
+def check_text(name: str, value: object, *, owner: str = "") -> str:
+    """`value` as text that UTF-8 can encode.
+
+    Raises:
+      TypeError: not a str.
+      ValueError: it has lone surrogates.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{_shown(name, value, owner)}: must be a str")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{_shown(name, value, owner)}: position {error.start} is a lone surrogate; must be valid Unicode"
+        ) from None
+    return value
+
+
+def _shown(name: str, value: object, owner: str) -> str:
+    """The argument and its value as a message shows them, shortened."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no int of more than 4300 digits.
+        text = f"<{type(value).__name__}>"
+    text = text if len(text) <= 80 else f"{text[:60]}...{text[-16:]}"
+    return f"{owner}({name}={text})" if owner else f"{name}={text}"
+
+
+def _range(least: float | None, most: float | None, above: float | None = None) -> str:
+    low = f"at least {least:g}" if isinstance(least, float) else f"at least {least}" if least is not None else ""
+    low = f"above {above}" if above is not None else low
+    if not low:
+        return f"at most {most}" if most is not None else "finite"
+    if most is None:
+        return low
+    return f"from {least} to {most}" if above is None else f"{low} and at most {most}"
