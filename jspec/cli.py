@@ -117,7 +117,7 @@ def _add_model(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
     choice.add_argument(
         "--accept",
         choices=tuple(accept.RULES),
-        help="rule of acceptance (default: coupled, whose output is that of plain sampling with the same seed)",
+        help="acceptance rule (default: coupled, whose output is that of plain sampling with the same seed)",
     )
     return choice
 

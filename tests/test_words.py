@@ -13,6 +13,7 @@ UK_STEMS = (
 )
 WORDS = {
     "law": r"laws?",
+    "rule of acceptance": r"rules? of acceptance",
     "behind": r"behind",
     "drawn": r"drawn",
     "stands": r"stands|stood",

@@ -55,7 +55,7 @@ def inspect_round(
     Args:
       prompt: one prompt, as text or as token ids.
       round_index: rounds before the one that is returned; 0 is the first.
-      drafter, sampling, seed: as in `jspec.generate`; the rule of acceptance is the default one.
+      drafter, sampling, seed: as in `jspec.generate`; the acceptance rule is the default one.
 
     Raises:
       ValueError, TypeError: as `jspec.generate`; more than one prompt; or a text that ends before that round.

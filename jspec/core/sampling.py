@@ -19,7 +19,7 @@ from jspec.core.types import DecodeState, RowSampling
 
 NOISE, DRAFT, COINS, FINAL = range(4)
 """Independent random streams of a sequence: the noise of the target's choice (which drafts may share), sampled drafts,
-coins of a rule of acceptance, and the final token that such a rule samples."""
+coins of an acceptance rule, and the final token that such a rule samples."""
 
 
 @dataclasses.dataclass(frozen=True)

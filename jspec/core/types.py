@@ -87,7 +87,7 @@ class ForwardOutput:
 
 @struct
 class Acceptance:
-    """What a rule of acceptance decides."""
+    """What an acceptance rule decides."""
 
     path: Int[Array, "B A"] | None
     """Accepted nodes, root first; the tail repeats the last one. None: a chain, path[b, i] = i."""
@@ -283,7 +283,7 @@ class Drafter(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DraftNeeds:
-    """What a rule of acceptance needs of the drafts.
+    """What an acceptance rule needs of the drafts.
 
     sampled: drafts sampled from the drafter's own distribution, which the tree holds as `probs`.
     chains: chains, no trees.
@@ -295,7 +295,7 @@ class DraftNeeds:
 
 @runtime_checkable
 class AdaptiveDrafter(Protocol):
-    """A drafter that adapts its drafts to the rule of acceptance. Optional: others draft alike for all rules."""
+    """A drafter that adapts its drafts to the acceptance rule. Optional: others draft alike for all rules."""
 
     def adapt(self, needs: DraftNeeds) -> Drafter:
         """The drafter to use with a rule of these needs; raises ValueError if it cannot meet them."""
@@ -303,7 +303,7 @@ class AdaptiveDrafter(Protocol):
 
 
 class Accept(Protocol):
-    """A rule of acceptance: arrays in, `Acceptance` out."""
+    """An acceptance rule: arrays in, `Acceptance` out."""
 
     def __call__(
         self,

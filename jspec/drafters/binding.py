@@ -41,7 +41,7 @@ def bound(drafter: object, part: T | None) -> T:
 
 
 def check_needs(drafter: object, width: int, needs: DraftNeeds) -> None:
-    """Checks that trees of this width suit a rule of acceptance.
+    """Checks that trees of this width suit an acceptance rule.
 
     Raises:
       ValueError: the rule needs chains.

@@ -91,7 +91,7 @@ class FrozenKvMtp:
         return dataclasses.replace(self, target=target, model=draft)
 
     def adapt(self, needs: DraftNeeds) -> "FrozenKvMtp":
-        """Samples the drafts if the rule of acceptance needs that."""
+        """Samples the drafts if the acceptance rule needs that."""
         check_needs(self, self.width, needs)
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 

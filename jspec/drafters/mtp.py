@@ -104,7 +104,7 @@ class Mtp:
         return dataclasses.replace(self, depth=depth, target=target, model=draft)
 
     def adapt(self, needs: DraftNeeds) -> "Mtp":
-        """Samples the drafts if the rule of acceptance needs that."""
+        """Samples the drafts if the acceptance rule needs that."""
         check_needs(self, self.width, needs)
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 

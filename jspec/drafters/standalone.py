@@ -74,7 +74,7 @@ class Standalone:
         return dataclasses.replace(self, model=draft)
 
     def adapt(self, needs: DraftNeeds) -> "Standalone":
-        """Samples the drafts if the rule of acceptance needs that."""
+        """Samples the drafts if the acceptance rule needs that."""
         check_needs(self, self.width, needs)
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 

@@ -63,7 +63,7 @@ def generate(
         decoding. "auto": the drafter that uses the loaded draft; ngram if there is none.
       max_new_tokens: maximum number of new tokens per sequence.
       sampling: sampling parameters of all sequences, or a list with one entry per sequence. None: greedy.
-      accept: the rule of acceptance: a name in `jspec.core.accept.RULES`, or an object. None: "coupled" if any sequence
+      accept: the acceptance rule: a name in `jspec.core.accept.RULES`, or an object. None: "coupled" if any sequence
         samples, otherwise "greedy". With "rejection" and "block", drafts are sampled from the distribution of the
         drafter. If all sequences are greedy, every rule is the greedy one.
       stop: strings that end a sequence; its text ends before them.
@@ -203,7 +203,7 @@ def generate_ids(
       page_size: rows per cache page.
       sampling: sampling parameters of all sequences, or a list with one entry per sequence; a `RowSampling` holds
         them as arrays, which may be traced. None: greedy.
-      accept: the rule of acceptance, as in `generate`.
+      accept: the acceptance rule, as in `generate`.
       logprobs: whether to record the log-probability of each new token.
 
     Returns:

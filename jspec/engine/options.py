@@ -94,7 +94,7 @@ def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
 def choose_rule(
     rule: str | Accept | None, row_sampling: RowSampling | None, drafter: Drafter
 ) -> tuple[Accept, Drafter]:
-    """The rule of acceptance for these sampling parameters, and the drafter configured for that rule.
+    """The acceptance rule for these sampling parameters, and the drafter configured for that rule.
 
     Raises:
       ValueError: an unknown name, or a rule that does not apply to these parameters or to this drafter.

@@ -57,7 +57,7 @@ class Run:
       options: the options.
       single: whether a single prompt was given, not a list of them.
       prompts: ids of each prompt.
-      parts: target, bound drafter and rule of acceptance, as `decode.decode` takes them.
+      parts: target, bound drafter and acceptance rule, as `decode.decode` takes them.
       state: the decode state.
       tokens, texts: new ids and text of each sequence so far.
 

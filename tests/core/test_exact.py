@@ -1,4 +1,4 @@
-"""Each rule of acceptance, exactly: all possible drafts, and every cell between the thresholds of its coins.
+"""Each acceptance rule, exactly: all possible drafts, and every cell between the thresholds of its coins.
 
 A rule is proved in two steps. It is written again below, as a program of choices with known probabilities: all paths
 through the program together give the distribution of the output, which must be the target's. And the rule of

@@ -379,7 +379,7 @@ def start(
 
 
 def run(drafter: Drafter, weights: Params, s: DecodeState, until: int = 1000, rule=accept.greedy) -> DecodeState:
-    """`decode` with the target and a rule of acceptance."""
+    """`decode` with the target and an acceptance rule."""
     return decode.decode(weights, s, jnp.int32(until), target=TARGET, drafter=drafter, accept=rule)
 
 
