@@ -29,7 +29,7 @@ from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 from jspec.models.llama import require_llama
-from jspec.models.sizes import count_parameters, tree_bytes
+from jspec.models.sizes import count_parameters
 
 MODES = ("plain", "chain", "tree")
 _CHAINS = (*MODES[1:], *FROM_HOST)
@@ -135,7 +135,7 @@ def main(options: argparse.Namespace) -> int:
     check(options)
     subject = _subject(options)
     drafters = {mode: _drafter(mode, options, subject) for mode in options.mode}
-    _check_memory(subject)
+    memory.check_weights(subject.name, subject.params)
     copy = machine.copy_bandwidth(options.repeats)
     head = subject.params.target.embed
     gemv = machine.gemv_bandwidth(subject.target.hidden_size, subject.target.vocab_size, head.dtype, options.repeats)
@@ -236,17 +236,6 @@ def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Drafte
     tree = {"width": options.width, "num_nodes": options.num_nodes} if mode == "tree" else {}
     drafter = kind(depth=options.depth, **tree).bind(subject.target, subject.draft)
     return Unfolded(drafter) if mode == "unfolded" else drafter
-
-
-def _check_memory(subject: Subject) -> None:
-    """Raises if the random weights do not fit into the device's free memory."""
-    missing = [leaf for leaf in jax.tree.leaves(subject.params) if not isinstance(leaf, jax.Array)]
-    has, needed = memory.free_bytes(), tree_bytes(missing)
-    if has is not None and needed > has[0]:
-        raise ValueError(
-            f"{subject.name}: {needed / 1e9:.1f} GB of weights do not fit; {has[0] / 1e9:.1f} of {has[1] / 1e9:.1f} GB "
-            "are free. Set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 to let JAX use more than 75% of the device"
-        )
 
 
 def _make(subject: Subject) -> Params:

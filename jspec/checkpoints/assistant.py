@@ -7,11 +7,12 @@ package's own, for a target of any family, which lists the target's layers.
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import PyTree
 
 from jspec.checkpoints.config import reading
 from jspec.checkpoints.experts import name_mlp, read_mlp
@@ -59,10 +60,15 @@ def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) ->
     return read(Source(directory), target, dtype)
 
 
-def read(source: Source, target: Decoder, dtype: str | None) -> AssistantCheckpoint:
-    """`load` from an open directory."""
+def read(
+    source: Source, target: Decoder, dtype: str | None, check: Callable[[PyTree], None] | None = None
+) -> AssistantCheckpoint:
+    """`load` from an open directory. `check`: called with the shapes of the weights before any of them is read."""
     config = parse_config(source.raw, target, source.where)
-    return AssistantCheckpoint(config, read_params(config, Tensors(source.safetensors, resolve_dtype(dtype))))
+    tensors = Tensors(source.safetensors, resolve_dtype(dtype))
+    if check is not None:
+        check(config.param_shapes(tensors.dtype))
+    return AssistantCheckpoint(config, read_params(config, tensors))
 
 
 def parse_config(raw: Json, target: Decoder, where: str = "config.json") -> Assistant:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from jaxtyping import PyTree
 
@@ -11,6 +11,9 @@ from jspec.checkpoints import assistant, eagle, language_model
 from jspec.checkpoints.source import Source
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
+
+Check: TypeAlias = Callable[[PyTree], None]
+"""Takes the shapes of weights that will be read; raises if they do not fit."""
 
 
 class DraftCheckpoint(Protocol):
@@ -32,15 +35,15 @@ class DraftKind:
     """A kind of draft.
 
     matches: whether a checkpoint is of this kind; `read` may still reject it.
-    read: the draft, for a target's configuration and in a precision, see `load`.
+    read: the draft, for a target's configuration, in a precision and with a check of its shapes, see `load`.
     """
 
     matches: Callable[[Source], bool]
-    read: Callable[[Source, Decoder, str | None], DraftCheckpoint]
+    read: Callable[[Source, Decoder, str | None, Check | None], DraftCheckpoint]
 
 
-def _read_language_model(source: Source, target: Decoder, dtype: str | None) -> DraftCheckpoint:
-    return language_model.read(source, dtype=dtype, mtp=False)
+def _read_language_model(source: Source, target: Decoder, dtype: str | None, check: Check | None) -> DraftCheckpoint:
+    return language_model.read(source, dtype=dtype, mtp=False, check=check)
 
 
 DRAFT_KINDS = (
@@ -51,12 +54,15 @@ DRAFT_KINDS = (
 """All kinds of drafts; the first that matches is used."""
 
 
-def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) -> DraftCheckpoint:
+def load(
+    directory: str | Path, *, target: Decoder, dtype: str | None = None, check: Check | None = None
+) -> DraftCheckpoint:
     """Loads a draft of any kind onto the default device.
 
     Args:
       target: the configuration of the model that it drafts for.
       dtype: as in `language_model.load`; use the same for both.
+      check: called with the shapes of the weights before any of them is read.
 
     Raises:
       CheckpointError: a file is missing or damaged, or the draft is not supported or does not suit the target.
@@ -64,4 +70,4 @@ def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) ->
     """
     source = Source(directory)
     kind = next(kind for kind in DRAFT_KINDS if kind.matches(source))
-    return kind.read(source, target, dtype)
+    return kind.read(source, target, dtype, check)

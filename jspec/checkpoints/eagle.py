@@ -9,13 +9,13 @@ draft other tokens than it was trained to.
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.checkpoints import eagle_config, torch_file
 from jspec.checkpoints.files import CheckpointError, Json, Tensors, on_device, resolve_dtype, write_tensors
@@ -69,10 +69,14 @@ def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) ->
     return read(Source(directory), target, dtype)
 
 
-def read(source: Source, target: Decoder, dtype: str | None) -> EagleCheckpoint:
-    """`load` from an open directory."""
+def read(
+    source: Source, target: Decoder, dtype: str | None, check: Callable[[PyTree], None] | None = None
+) -> EagleCheckpoint:
+    """`load` from an open directory. `check`: called with the shapes of the weights before any of them is read."""
     tensors = _HeadTensors(source.files, resolve_dtype(dtype))
     config = eagle_config.parse_config(source.raw, tensors.names(), target, source.where)
+    if check is not None:
+        check(config.param_shapes(tensors.dtype))
     params = _read_params(config, source.raw, tensors, source.where)
     tensors.check_all_read(config)
     return EagleCheckpoint(config, params)

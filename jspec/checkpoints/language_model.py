@@ -5,6 +5,7 @@ Reading copies one tensor at a time from the memory-mapped files to the device, 
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,15 @@ def load(directory: str | Path, *, dtype: str | None = None, mtp: bool = True) -
     return read(Source(directory), dtype=dtype, mtp=mtp)
 
 
-def read(source: Source, *, dtype: str | None = None, mtp: bool = True) -> Checkpoint:
-    """`load` from an open directory."""
+def read(
+    source: Source, *, dtype: str | None = None, mtp: bool = True, check: Callable[[PyTree], None] | None = None
+) -> Checkpoint:
+    """`load` from an open directory. `check`: called with the shapes of the weights before any of them is read."""
     family = _family_of(source.raw, source.where)
     tensors = family.open_tensors(source, resolve_dtype(dtype))
     config = family.with_mtp(family.parse_config(source.raw, source.where), tensors, mtp)
+    if check is not None:
+        check(config.param_shapes(tensors.dtype))
     return Checkpoint(config, family.read_params(config, tensors), _read_eos(source))
 
 

@@ -5,8 +5,10 @@ import os
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from jspec.core.types import Drafter, Params, Target
+from jspec.engine import host_memory
 from jspec.models.sizes import tree_bytes
 from pallas_kernels import platform
 
@@ -49,14 +51,36 @@ def need(params: Params, target: Target, drafter: Drafter, batch: int, capacity:
 
 
 def free_bytes(device: Any = None) -> tuple[int, int] | None:
-    """Bytes that JAX can still allocate on a device, and its limit; None if the device (a CPU) does not report them.
+    """Bytes that JAX can still allocate on a device, and its limit; None if they are unknown.
 
     device: None: the default device.
     """
-    stats = (device or jax.devices()[0]).memory_stats() or {}
+    device = device or jax.devices()[0]
+    if device.platform == "cpu":
+        return host_memory.free_bytes()
+    stats = device.memory_stats() or {}
     if "bytes_limit" not in stats or "bytes_in_use" not in stats:
         return None
     return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
+
+
+def check_weights(name: str, shapes: PyTree) -> None:
+    """Checks that weights fit into the free memory of the default device, before any of them is made or read.
+
+    name: whose they are, for the message.
+    shapes: `jax.ShapeDtypeStruct`s; arrays, which have their memory already, do not count.
+
+    Raises:
+      ValueError: they do not fit; the message states what is needed and what is free.
+    """
+    missing = [leaf for leaf in jax.tree.leaves(shapes) if not isinstance(leaf, jax.Array)]
+    memory, needed = free_bytes(), tree_bytes(missing)
+    if memory is not None and needed > memory[0]:
+        free, limit = map(gigabytes, memory)
+        dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in missing}))
+        raise ValueError(
+            f"{name}: {gigabytes(needed)} of weights ({dtypes}) do not fit: {free} of {limit} are free{_advice()}"
+        )
 
 
 def fit(

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import huggingface_hub
 from jspec.checkpoints import drafts, language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.language_model import Checkpoint
+from jspec.checkpoints.source import Source
 from jspec.core.types import Params
+from jspec.engine import memory
 from jspec.models import MtpHeads, MtpParams
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
@@ -68,26 +71,29 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
 
     Raises:
       CheckpointError: files are missing, damaged or not supported.
-      ValueError: an unknown dtype or bundled model, or the draft's tokenizer differs.
+      ValueError: an unknown dtype or bundled model, the draft's tokenizer differs, or weights that do not fit into the
+        memory of the device, which is known before any of them is read.
     """
     directory = locate(source)
     draft = bundled_draft(source) if draft is None else draft
-    loaded, heads, head_params = _load_target(directory, dtype, mtp=draft is None)
+    check = partial(memory.check_weights, str(source))
+    loaded, heads, head_params = _load_target(directory, dtype, check, mtp=draft is None)
     tokenizer = Tokenizer.load(directory)
     if draft is None:
         return Model(str(source), loaded.config, Params(loaded.params, head_params), tokenizer, loaded.eos, heads)
     draft_directory = locate(draft, _DRAFT_FILES)
     _check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
-    small = drafts.load(draft_directory, target=loaded.config, dtype=dtype)
+    check = partial(memory.check_weights, str(draft))
+    small = drafts.load(draft_directory, target=loaded.config, dtype=dtype, check=check)
     params = Params(loaded.params, small.params)
     return Model(str(source), loaded.config, params, tokenizer, loaded.eos, small.config)
 
 
 def _load_target(
-    directory: Path, dtype: str | None, *, mtp: bool
+    directory: Path, dtype: str | None, check: drafts.Check, *, mtp: bool
 ) -> tuple[Checkpoint, MtpHeads | None, tuple[MtpParams, ...] | None]:
     """A language model, and the MTP heads of its checkpoint and their weights; None if not wanted or none exist."""
-    loaded = language_model.load(directory, dtype=dtype, mtp=mtp)
+    loaded = language_model.read(Source(directory), dtype=dtype, mtp=mtp, check=check)
     family: Any = loaded.config
     if not family.mtp_layers:
         return loaded, None, None

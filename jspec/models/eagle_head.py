@@ -94,30 +94,30 @@ class EagleHead:
         return f"EAGLE-{self.version} head"
 
     def param_shapes(self, dtype: DTypeLike) -> EagleParams:
-        """The weights of an EAGLE-3 head that has its own LM head, as `jax.ShapeDtypeStruct`s.
+        """The weights as `jax.ShapeDtypeStruct`s, without those that only some heads have, such as biases.
 
-        The embedding is the target's, unless the head's width differs.
-
-        Raises:
-          ValueError: an EAGLE-1 head.
+        An EAGLE-3 head has its own LM head, EAGLE-1 shares the target's. The embedding is the target's, unless the
+        head's width differs.
         """
-        if self.version != 3:
-            raise ValueError(f"version={self.version}: must be 3")
         shape, width, outer = shape_of(dtype), self.hidden_size, self.target_hidden_size
-        own_embedding = width != outer
+        own_embedding, three = width != outer, self.version == 3
+        first, *others = (
+            layer_shapes(self, dtype, input_width=2 * width if three and not index else width)
+            for index in range(self.num_layers)
+        )
+        if not three:
+            first = dataclasses.replace(first, attention_norm=None)
         return EagleParams(
             embed=shape((self.vocab_size, width)) if own_embedding else None,
-            fc=shape((len(self.capture_layers) * outer, width)),
+            fc=shape((len(self.capture_layers) * outer if three else 2 * width, width)),
             fc_bias=None,
             fc_norms=None,
             input_norm=None,
-            hidden_norm=shape((width,)),
-            layers=tuple(
-                layer_shapes(self, dtype, input_width=width if index else 2 * width) for index in range(self.num_layers)
-            ),
-            norm=shape((width,)),
-            lm_head=shape((width, self.draft_vocab_size)),
-            ids=shape((self.draft_vocab_size,), dtype=jnp.int32),
+            hidden_norm=shape((width,)) if three else None,
+            layers=(first, *others),
+            norm=shape((width,)) if three else None,
+            lm_head=shape((width, self.draft_vocab_size)) if three else None,
+            ids=shape((self.draft_vocab_size,), dtype=jnp.int32) if three else None,
         )
 
     def step_bytes(self, params: Params) -> int:
@@ -126,13 +126,13 @@ class EagleHead:
         shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
         head = shared if own.lm_head is None else own.lm_head
         # EAGLE-1 applies `fc` in every step, EAGLE-3 only to captured hidden states.
-        every_step = own.fc if self.version == 1 else None
+        every_step = (own.fc, own.fc_bias) if self.version == 1 else None
         return tree_bytes((own.layers, own.norm, own.hidden_norm, every_step, head))
 
     def extend_bytes(self, params: Params) -> int:
         """Bytes of weights that the head reads after a round: those of a step and those that fuse hidden states."""
         own: EagleParams = params.draft
-        fusing = (own.fc, own.fc_bias, own.fc_norms) if self.version == 3 else None
+        fusing = (own.fc, own.fc_bias, own.fc_norms, own.input_norm) if self.version == 3 else None
         return self.step_bytes(params) + tree_bytes(fusing)
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:

@@ -138,6 +138,21 @@ def test_bytes_are_those_of_the_literature(name, head, target, step, extend, kv)
     assert chain - plain == pytest.approx(extend + 4 * step + 5 * 8 * 512 * 4096, rel=1e-3)
 
 
+@pytest.mark.parametrize("version", (1, 3))
+def test_an_eagle_head_reads_every_weight_of_its_own_once(version):
+    """With all optional weights: what a round reads are the weights, without ids, plus the LM head that is shared."""
+    head, target = dataclasses.replace(TINY.head, version=version), TINY.target.param_shapes(jnp.float32)
+    width, captured, own = 16, 3 * 16, head.param_shapes(jnp.float32)
+    bias, norm = (jax.ShapeDtypeStruct((size,), jnp.float32) for size in (width, captured))
+    three = {"input_norm": norm, "fc_norms": (bias,) * 3} if version == 3 else {}
+    own = dataclasses.replace(own, fc_bias=bias, **three)
+    params = Params(target, own)
+    shared = memory.tree_bytes(target.lm_head) if version == 1 else 0
+    assert head.extend_bytes(params) == memory.tree_bytes(dataclasses.replace(own, ids=None)) + shared
+    fused = 0 if version == 1 else memory.tree_bytes((own.fc, own.fc_bias, own.fc_norms, own.input_norm))
+    assert head.extend_bytes(params) - head.step_bytes(params) == fused
+
+
 def test_a_tied_model_reads_its_embedding_as_the_head():
     params, config = _shapes("llama-3.2-1b"), PRESETS["llama-3.2-1b"].target
     assert config.forward_bytes(params.target) == memory.tree_bytes(params.target)
@@ -546,7 +561,7 @@ def test_weights_that_do_not_fit_are_refused(capsys, monkeypatch):
     preset = dataclasses.replace(PRESETS["tiny"], target=small, head=eagle_head(small))
     monkeypatch.setitem(PRESETS, "tiny", preset)
     status, _, err = run(capsys, "--preset", "tiny", "--dtype", "float32")
-    assert status == 2 and "tiny: 2.1 GB of weights do not fit; 1.0 of 8.0 GB are free" in err
+    assert status == 2 and "tiny: 2.15 GB of weights (float32, int32) do not fit: 1.00 GB of 8.00 GB are free" in err
 
 
 # Tables, lines and plots of results made by hand

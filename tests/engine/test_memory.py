@@ -9,10 +9,14 @@ import pytest
 import toy
 
 import jspec
+from jspec.checkpoints import drafts, language_model
+from jspec.checkpoints.files import Tensors
+from jspec.checkpoints.source import Source
 from jspec.core import accept, decode
 from jspec.core.types import Params
 from jspec.drafters import Plain, Standalone
-from jspec.engine import memory
+from jspec.engine import host_memory, memory
+from jspec.engine.model import locate
 from jspec.models import Llama
 from pallas_kernels import platform
 
@@ -88,10 +92,76 @@ def test_allocation_errors_get_a_note(monkeypatch):
     assert not hasattr(other, "__notes__")
 
 
-def test_a_cpu_does_not_report_its_memory():
+def test_a_cpu_has_the_memory_of_its_machine():
     if jax.default_backend() != "cpu":
         pytest.skip("needs a CPU as JAX's default backend")
-    assert memory.free_bytes() is None
+    free, limit = memory.free_bytes()
+    assert 0 < free < limit
+
+
+GIGABYTE = 2**30
+MEMINFO = f"MemTotal: {16 * 2**20} kB\nMemFree: 7 kB\nMemAvailable: {9 * 2**20} kB\n"
+
+
+def host(tmp_path, groups, files):
+    """A root with a machine of 16 GiB, 9 of them free, whose process is in these control groups."""
+    for name, text in {"proc/meminfo": MEMINFO, "proc/self/cgroup": groups, **files}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return host_memory.free_bytes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "groups, files, free, limit",
+    [
+        ("", {}, 9, 16),
+        ("0::/\n", {}, 9, 16),
+        ("0::/a/b\n", {"a/b/memory.max": 4, "a/b/memory.current": 3}, 1, 4),
+        ("0::/a/b\n", {"a/memory.max": 5, "a/memory.current": 2, "a/b/memory.max": None}, 3, 5),
+        ("0::/a\n", {"memory.max": 4, "memory.current": 3}, 1, 4),
+        ("0::/a\n", {"a/memory.max": 2, "a/memory.current": 3}, 0, 2),
+        ("0::/a\n", {"a/memory.max": None, "a/memory.current": 3}, 9, 16),
+        ("4:cpu,memory:/a\n", {"a/memory.limit_in_bytes": 6, "a/memory.usage_in_bytes": 4}, 2, 6),
+        ("4:memory:/a\n", {"a/memory.limit_in_bytes": 2**33, "a/memory.usage_in_bytes": 4}, 9, 16),
+        ("3:cpu:/a\n", {"a/memory.limit_in_bytes": 6, "a/memory.usage_in_bytes": 4}, 9, 16),
+    ],
+)
+def test_the_memory_of_a_host_is_what_its_control_groups_allow(tmp_path, groups, files, free, limit):
+    top = "sys/fs/cgroup/" if groups.startswith("0") else "sys/fs/cgroup/memory/"
+    written = {top + name: "max\n" if size is None else f"{size * GIGABYTE}\n" for name, size in files.items()}
+    assert host(tmp_path, groups, written) == (free * GIGABYTE, limit * GIGABYTE)
+
+
+def test_cached_files_of_a_control_group_count_as_free(tmp_path):
+    sizes = {"max": 4 * GIGABYTE, "current": 3 * GIGABYTE, "stat": f"anon 5\ninactive_file {GIGABYTE}\n"}
+    files = {f"sys/fs/cgroup/a/memory.{name}": str(text) for name, text in sizes.items()}
+    assert host(tmp_path, "0::/a\n", files) == (2 * GIGABYTE, 4 * GIGABYTE)
+
+
+def test_a_host_without_proc_does_not_report_its_memory(tmp_path):
+    assert host_memory.free_bytes(tmp_path) is None
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
+    monkeypatch.setattr(Tensors, "device", None)
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (1_000_000, 8_000_000))
+    message = r"bundled:python-tiny: 0.00 GB of weights \(float32\) do not fit: 0.00 GB of 0.01 GB are free"
+    with pytest.raises(ValueError, match=message):
+        jspec.load("bundled:python-tiny", dtype="float32")
+
+
+@pytest.mark.parametrize("draft", ("python-tiny", "python-eagle3", "python-assistant"))
+def test_a_draft_that_does_not_fit_is_refused(monkeypatch, draft):
+    target = language_model.parse_config(Source(locate("bundled:python-small")).raw)
+
+    def check(shapes):
+        memory.check_weights("it", shapes)
+
+    monkeypatch.setattr(Tensors, "device", None)
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (1_000_000, 8_000_000))
+    with pytest.raises(ValueError, match="it: .* do not fit"):
+        drafts.load(locate(f"bundled:{draft}"), target=target, dtype="float32", check=check)
 
 
 WIDE = Llama(
