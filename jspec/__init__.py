@@ -9,6 +9,7 @@ change in any release.
 
 from jspec.analysis.check_drafter import DrafterReport, check_drafter
 from jspec.analysis.inspect_round import Round, inspect_round
+from jspec.core.package import VERSION
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
@@ -17,7 +18,7 @@ from jspec.engine.model import Model, load
 from jspec.engine.options import GenerateOptions
 from jspec.engine.result import Generation, Generations, GenerationStats, Piece
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "DrafterReport",

@@ -14,7 +14,7 @@ from jspec import drafters
 from jspec.analysis.evaluate import Evaluation, evaluate, heldout_prompts, read_prompts
 from jspec.bench import cli as bench
 from jspec.bench import kernels, machine, measurement, report
-from jspec.core import accept
+from jspec.core import accept, package
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.model import Model, bundled_draft, load
@@ -394,7 +394,7 @@ def _run_train(arguments: list[str]) -> int:
     try:
         from jspec.train import cli  # requires the extra "train"
     except ModuleNotFoundError as error:
-        raise ValueError(f'jspec train requires {error.name}: pip install "jspec[train]"') from None
+        raise ValueError(f"jspec train requires {error.name}: {package.install('train')}") from None
     return cli.main(arguments)
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import inspect
+import itertools
+import re
 import tomllib
 import types
 import typing
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import jspec
+from jspec.core import package
 from jspec.engine.options import GenerateKeywords, GenerateOptions
 
 ROOT = Path(__file__).parent.parent
@@ -32,8 +35,26 @@ def test_the_module_and_the_function_generate_are_both_reachable():
     assert jspec.generate is module.generate and inspect.isfunction(jspec.generate)
 
 
-def test_the_version_is_that_of_the_package():
-    assert jspec.__version__ == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+def test_the_name_and_the_version_are_those_of_the_distribution():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert jspec.__version__ == package.VERSION == project["version"]
+    assert package.NAME == project["name"]
+    extras = project["optional-dependencies"]
+    own = [re.fullmatch(rf"{package.NAME}\[(.*)\]", each) for each in itertools.chain(*extras.values())]
+    assert {name for match in own if match for name in match[1].split(",")} <= extras.keys() and any(own)
+
+
+def test_nothing_advises_to_install_another_project():
+    """`jspec` is another project on the package index."""
+    patterns = "*.md", "*.toml", ".ci/run", ".github/**/*.yml", "docs/**/*.*", "notebooks/*.ipynb", "jspec/**/*.py"
+    wrong = re.compile(r"""(?<![\w-])jspec\[[a-z]|pip install [^\n`&]*(?<![\w./-])jspec(?![\w-])""")
+    for path in {path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}:
+        assert not wrong.search(path.read_text(encoding="utf-8")), path
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    advised = {
+        name for path in ROOT.glob("jspec/**/*.py") for name in re.findall(r"install\(.(\w+).\)", path.read_text())
+    }
+    assert advised and advised <= extras.keys()
 
 
 def test_generate_and_stream_have_the_keywords_of_the_options():

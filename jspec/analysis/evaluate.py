@@ -3,12 +3,12 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
+from jspec.core.package import ASSETS
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter
 from jspec.engine.model import Model
@@ -49,7 +49,7 @@ class Evaluation:
 
 def heldout_prompts() -> list[str]:
     """The prompts that ship with the bundled models, from packages that were not used to train them."""
-    path = resources.files("jspec") / "assets" / "heldout_prompts.json"
+    path = ASSETS / "heldout_prompts.json"
     return [record["prompt"] for record in json.loads(path.read_text(encoding="utf-8"))]
 
 

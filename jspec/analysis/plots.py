@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jspec.analysis.inspect_round import Round
+from jspec.core import package
 from jspec.engine.result import Generation, Generations, GenerationStats
 from jspec.text import highlight
 from jspec.text.tokenizer import Tokenizer
@@ -184,7 +185,7 @@ def _axes(ax: "Axes | None", size: tuple[float, float]) -> "Axes":
         import matplotlib.pyplot as plt
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f'jspec.analysis.plots requires {error.name}: pip install "jspec[notebooks]"'
+            f"jspec.analysis.plots requires {error.name}: {package.install('notebooks')}"
         ) from None
     return plt.subplots(figsize=size, layout="constrained")[1] if ax is None else ax
 

@@ -20,6 +20,7 @@ from jspec.bench.measure import FROM_HOST, BenchSetup, measure
 from jspec.bench.presets import PRESETS, Preset, eagle_head
 from jspec.bench.unfolded import Unfolded
 from jspec.checkpoints.files import DTYPES, resolve_dtype
+from jspec.core import package
 from jspec.core.accept import Imposed
 from jspec.core.types import Drafter, Params
 from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
@@ -176,7 +177,7 @@ def check(options: argparse.Namespace) -> None:
     if options.draft and not options.checkpoint:
         raise ValueError(f"--draft {options.draft}: requires --checkpoint; the weights of a preset are random")
     if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('--plot requires matplotlib: pip install "jspec[notebooks]"')
+        raise ValueError(f"--plot {options.plot}: requires matplotlib: {package.install('notebooks')}")
     for name, path in (("json", options.json), ("plot", options.plot)):
         if path and not path.parent.is_dir():
             raise ValueError(f"--{name} {path}: the directory {path.parent} does not exist")

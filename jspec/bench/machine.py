@@ -8,13 +8,13 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jspec.core.package import VERSION
 from jspec.models import layers
 
 WARM_UP = 2
@@ -98,7 +98,7 @@ def environment(device_count: int = 1) -> Environment:
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=_commit(),
-        jspec=_version("jspec"),
+        jspec=VERSION,
         jax=jax.__version__,
         driver=_driver(Path("/proc/driver/nvidia/version")) if jax.default_backend() == "gpu" else None,
         device=jax.devices()[0].device_kind,
@@ -106,13 +106,6 @@ def environment(device_count: int = 1) -> Environment:
         xla_flags=os.environ.get("XLA_FLAGS", ""),
         compilation_cache=jax.config.values.get("jax_compilation_cache_dir"),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

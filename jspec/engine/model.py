@@ -4,7 +4,6 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from jspec.checkpoints import drafts, language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.language_model import Checkpoint
 from jspec.checkpoints.source import Source
+from jspec.core.package import ASSETS
 from jspec.core.types import Params
 from jspec.engine import memory
 from jspec.models import MtpHeads, MtpParams
@@ -124,7 +124,7 @@ def locate(source: str | Path, files: Sequence[str] = _HUB_FILES) -> Path:
         known = sorted({*BUNDLED, *(draft for drafts in BUNDLED.values() for draft in drafts.values())})
         if short not in known:
             raise ValueError(f"{name!r} is unknown; bundled models: {', '.join(known)}")
-        return Path(str(resources.files("jspec"))) / "assets" / short
+        return ASSETS / short
     if Path(source).is_dir():
         return Path(source)
     if isinstance(source, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):

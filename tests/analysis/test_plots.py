@@ -169,6 +169,7 @@ def test_a_missing_matplotlib_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(
-        ModuleNotFoundError, match=r'jspec.analysis.plots requires matplotlib.*pip install "jspec\[notebooks\]"'
+        ModuleNotFoundError,
+        match=r'jspec.analysis.plots requires matplotlib.*pip install "jspec-decoding\[notebooks\]"',
     ):
         plots.acceptance_by_position(stats(1, 1))
