@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
+from jspec.checkpoints import atomic
 from jspec.checkpoints.config import reading
 from jspec.checkpoints.experts import name_mlp, read_mlp
 from jspec.checkpoints.files import DTYPES, CheckpointError, Json, Tensors, on_device, resolve_dtype, write_tensors
@@ -187,16 +188,15 @@ def save(directory: str | Path, config: Assistant, params: AssistantParams, *, d
 
     dtype: precision of the stored weights.
     """
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     raw = describe(config) | {"dtype": dtype}
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     tensors = {name: np.asarray(tensor) for name, tensor in named_tensors(params)}
     stored = {
         name: np.ascontiguousarray(tensor if np.issubdtype(tensor.dtype, np.integer) else tensor.astype(DTYPES[dtype]))
         for name, tensor in tensors.items()
     }
-    write_tensors(stored, directory / "model.safetensors")
+    with atomic.staged(directory, key="config.json", replaced=atomic.WEIGHTS) as stage:
+        (stage / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        write_tensors(stored, stage / "model.safetensors")
 
 
 def describe(config: Assistant) -> dict[str, Any]:

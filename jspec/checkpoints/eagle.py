@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.checkpoints import eagle_config, torch_file
+from jspec.checkpoints import atomic, eagle_config, torch_file
 from jspec.checkpoints.files import CheckpointError, Json, Tensors, on_device, resolve_dtype, write_tensors
 from jspec.checkpoints.llama import name_layer, read_layer
 from jspec.checkpoints.source import Source
@@ -210,16 +210,15 @@ def save(
     """
     stored = resolve_dtype(dtype)
     raw = eagle_config.describe(layout, config, params, dtype, verifier)
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     named = _named_tensors(config, params, layout)
     tensors = {name: np.ascontiguousarray(np.asarray(tensor).astype(stored)) for name, tensor in named}
     if params.ids is not None:
         ids = np.asarray(params.ids, np.int64)
         tensors["d2t"] = ids - np.arange(ids.size)
         tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
-    write_tensors(tensors, directory / "model.safetensors")
+    with atomic.staged(directory, key="config.json", replaced=atomic.WEIGHTS) as stage:
+        (stage / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        write_tensors(tensors, stage / "model.safetensors")
 
 
 def _named_tensors(config: EagleHead, params: EagleParams, layout: str) -> Iterator[tuple[str, Any]]:

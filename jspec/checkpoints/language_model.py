@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from jspec.checkpoints import deepseek, gemma4, llama, qwen3_next
+from jspec.checkpoints import atomic, deepseek, gemma4, llama, qwen3_next
 from jspec.checkpoints.config import family_of
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.files import DTYPES, CheckpointError, Json, read_json, resolve_dtype, write_shards
@@ -113,17 +113,20 @@ def save(
 ) -> None:
     """Writes config.json, generation_config.json and the weights to a directory, which is created if needed.
 
+    A write that fails, on a full disk say, leaves the directory as it was.
+
     Args:
       dtype: precision of the stored weights.
       eos: ids that end a text.
       max_shard_bytes: a new file is started before the next tensor would exceed this size; None: one file.
     """
     family = _family_by_config(config)
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     raw = family.describe(config) | {"dtype": dtype}
     if eos:
         raw["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)
-        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": list(eos)}, indent=2) + "\n")
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    write_shards(directory, family.named_tensors(config, params), DTYPES[dtype], max_shard_bytes)
+    replaced = (*atomic.WEIGHTS, "generation_config.json")
+    with atomic.staged(directory, key="config.json", replaced=replaced) as stage:
+        if eos:
+            (stage / "generation_config.json").write_text(json.dumps({"eos_token_id": list(eos)}, indent=2) + "\n")
+        (stage / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        write_shards(stage, family.named_tensors(config, params), DTYPES[dtype], max_shard_bytes)

@@ -1,0 +1,138 @@
+"""Files that are written whole or not at all: under another name first, then flushed to the disk and renamed.
+
+A full disk or a killed process leaves what was there before. A process that is killed may also leave the other name,
+`.NAME.partial`, which the next write to the same place replaces.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import BinaryIO
+
+WEIGHTS = ("model*.safetensors", "model.safetensors.index.json")
+"""The files of a checkpoint that a new one replaces, even under other names."""
+
+
+def write_file(path: str | Path, write: Callable[[BinaryIO], object]) -> None:
+    """Writes one file; `write` gets it open for writing.
+
+    A symbolic link keeps its place, and a device or a pipe is written directly.
+
+    Raises:
+      OSError: it cannot be written; an existing file is as before.
+    """
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            write(file)
+        return
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    flush_directory(path.parent)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes one file of text, as `write_file`."""
+    write_file(path, lambda file: file.write(text.encode()))
+
+
+def write_json(path: str | Path, value: object, indent: int = 2) -> None:
+    """Writes one file of JSON, as `write_file`."""
+    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def staged(directory: str | Path, *, key: str, replaced: tuple[str, ...] = ()) -> Iterator[Path]:
+    """A directory for new files of `directory`, which is created if needed; they move there when the block ends.
+
+    If the block raises, `directory` stays as it was. `key` is moved away first and its successor comes last, so that a
+    process that is killed between two files leaves a directory without `key`, never a mixture that can be read.
+
+    Args:
+      key: a file without which nothing reads the directory.
+      replaced: patterns of the names of files that are removed if the block wrote no files of these names.
+
+    Raises:
+      OSError: a file cannot be written, or `directory` is a file.
+    """
+    directory = require_directory(directory)
+    existed = directory.exists()
+    stage = directory / ".partial"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir()
+        yield stage
+        flush_tree(stage)
+        for path in stage.iterdir():
+            if (directory / path.name).is_dir():
+                raise IsADirectoryError(f"{directory / path.name}: is a directory, but a file of this name is written")
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        if not existed and directory.exists() and not any(directory.iterdir()):
+            directory.rmdir()
+        raise
+    _move_in(stage, directory, key, replaced)
+
+
+def _move_in(stage: Path, directory: Path, key: str, replaced: tuple[str, ...]) -> None:
+    """The files of `stage` move to `directory`, as `staged` says."""
+    names = sorted(path.name for path in stage.iterdir())
+    stale = {path.name for path in directory.iterdir() if any(fnmatch(path.name, pattern) for pattern in replaced)}
+    if (directory / key).exists():
+        os.replace(directory / key, stage / ".previous")
+    for name in stale - set(names) - {key}:
+        (directory / name).unlink()
+    for name in sorted(names, key=lambda name: name == key):
+        os.replace(stage / name, directory / name)
+    flush_directory(directory)
+    shutil.rmtree(stage)
+
+
+def require_directory(directory: str | Path) -> Path:
+    """The path of a directory that exists or can be created.
+
+    Raises:
+      NotADirectoryError: it, or one of its parents, is a file.
+    """
+    directory = Path(directory)
+    for path in (directory, *directory.parents):
+        if path.exists():
+            if not path.is_dir():
+                raise NotADirectoryError(f"{path}: must be a directory, but is a file")
+            break
+    return directory
+
+
+def flush_tree(directory: Path) -> None:
+    """Has the system write all files below a directory to the disk."""
+    for folder, _, files in os.walk(directory):
+        for name in files:
+            _flush(Path(folder) / name)
+        flush_directory(Path(folder))
+
+
+def flush_directory(directory: Path) -> None:
+    """Has the system write the names in a directory to the disk, where it can."""
+    if os.name == "posix":
+        _flush(directory)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
