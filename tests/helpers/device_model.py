@@ -1,0 +1,161 @@
+"""A model of the device for tests of the scheduler: it runs plans over simulated pages and checks every row it reads.
+
+Each row of the two simulated pools, target and draft, holds a hash of all that a true row depends on: the salt, the
+tokens up to its own, `ahead` more tokens for a draft row, and the version of the weights.
+"""
+
+from collections import Counter
+
+
+class Slot:
+    """A sequence on the device."""
+
+    def __init__(self, admission, truth):
+        self.request, self.tokens, self.truth = admission.request, list(admission.known), truth
+        self.limit = self.request.limit
+        self.begin, self.resumed = admission.begin, admission.resumed
+        self.ready, self.ended = False, False
+        self.rows = self.draft_rows = admission.begin
+        self.target, self.draft = [], []
+        """What the rows of this sequence contain."""
+        self.rounds = admission.rounds
+        self.counts = Counter(dict(enumerate(admission.accept_counts)))
+        self.reported = len(self.tokens)
+
+
+class Device:
+    """Runs flights in the order of their dispatch, at their dispatch, and returns their reports.
+
+    users: the scheduler's count of users per page, for the check that shared pages are not written.
+    ahead, further: of the drafter, as it truly is.
+    truths: the tokens of each request, prompt included, up to where it ends.
+    """
+
+    def __init__(self, rng, *, slots, count, size, depth, ahead, further, truths, users):
+        self.rng, self.size, self.depth, self.further = rng, size, depth, further
+        self.ahead, self.truths, self.users = ahead or 0, truths, users
+        self.slots = [None] * slots
+        self.target, self.draft = [None] * (count * size), [None] * (count * size)
+        self.version, self.events = 0, Counter()
+
+    def release(self, slots):
+        for slot in slots:
+            assert self.slots[slot] is not None, "an empty slot is released"
+            self.slots[slot] = None
+
+    def admit(self, admission):
+        assert self.slots[admission.slot] is None, "a slot is admitted to before its release"
+        slot = Slot(admission, self.truths[admission.request])
+        assert slot.tokens == slot.truth[: len(slot.tokens)], "an admission with wrong tokens"
+        assert slot.resumed == (len(slot.tokens) > len(slot.request.prompt))
+        for _ in range(slot.begin):
+            self.extend(slot)
+            self.extend_draft(slot)
+        self.slots[admission.slot] = slot
+
+    def extend(self, slot):
+        """The contents of one more row of the target."""
+        before = slot.target[-1] if slot.target else slot.request.salt
+        slot.target.append(hash((before, slot.tokens[len(slot.target)], self.version)))
+
+    def extend_draft(self, slot):
+        """The contents of one more row of the drafter."""
+        row, before = len(slot.draft), slot.draft[-1] if slot.draft else slot.request.salt
+        tokens = slot.tokens[row : row + 1 + self.ahead]
+        assert len(tokens) == 1 + self.ahead, "a draft row of unknown tokens"
+        slot.draft.append(hash((before, *tokens, self.version)))
+
+    def write(self, slot, table, rows):
+        """Extends the target's rows to `rows`, and the drafter's as far as tokens are known."""
+        size = self.size
+        for row in range(slot.rows, rows):
+            self.extend(slot)
+            self.target[self.place(slot, table, row)] = slot.target[row]
+        slot.rows = rows
+        last = rows + self.further - max(0, self.ahead - 1)
+        for row in range(slot.draft_rows, last):
+            self.extend_draft(slot)
+            self.draft[self.place(slot, table, row)] = slot.draft[row]
+        slot.draft_rows = max(slot.draft_rows, last)
+        assert len(table) * size >= max(rows, last)
+
+    def place(self, slot, table, row):
+        index, offset = divmod(row, self.size)
+        assert index < len(table), "a row has no page"
+        page = table[index]
+        assert self.users[page] == 1, "a shared page is written"
+        assert page in slot.request.pages, "a page of somebody else is written"
+        return page * self.size + offset
+
+    def verify(self, slot, table):
+        """Reads all rows back."""
+        for pool, wanted in ((self.target, slot.target), (self.draft, slot.draft)):
+            for index in range(-(-len(wanted) // self.size)):
+                part = wanted[index * self.size : (index + 1) * self.size]
+                begin = table[index] * self.size
+                assert pool[begin : begin + len(part)] == part, "a sequence reads rows that are not its own"
+
+    def of(self, flight, index):
+        slot, request = self.slots[flight.slots[index]], flight.requests[index]
+        assert slot is not None and slot.request is request, "a flight for another sequence"
+        self.verify(slot, flight.table[index])
+        return slot
+
+    def read(self, flight, landed):
+        assert 1 <= len(flight.requests) <= flight.rows
+        results = {}
+        for index, request in enumerate(flight.requests):
+            slot = self.of(flight, index)
+            begin, count = flight.begin[index], flight.count[index]
+            known = len(slot.tokens)
+            assert not slot.ready and begin == slot.rows, "a chunk does not follow the one before"
+            first = begin == slot.begin
+            assert 1 <= count <= flight.size - self.further * first, "a chunk of a wrong size"
+            assert begin + count <= known - slot.resumed, "a chunk beyond what is known"
+            ends = begin + count == known - slot.resumed
+            assert flight.ends[index] == ends and flight.known[index] == slot.resumed
+            if ends:
+                slot.ready = True
+                if not slot.resumed:
+                    self.append(slot, 1)
+            self.write(slot, flight.table[index], begin + count)
+            if ends and not slot.resumed:
+                results[request] = self.report(slot, landed)
+        self.events["reads"] += 1
+        self.events["read rows"] += len(flight.requests)
+        return results
+
+    def append(self, slot, number):
+        """Up to so many tokens more; returns how many."""
+        new = slot.truth[len(slot.tokens) : len(slot.tokens) + number]
+        slot.tokens += new
+        slot.ended = len(slot.tokens) == len(slot.truth)
+        return len(new)
+
+    def burst(self, flight, landed):
+        slots = [self.of(flight, index) for index in range(len(flight.requests))]
+        ended = [slot.ended for slot in slots]
+        assert all(slot.ready for slot in slots), "a burst before the prompt is read"
+        for _ in range(flight.rounds):
+            still = True
+            for index, slot in enumerate(slots):
+                if slot.ended:
+                    continue
+                if min(len(slot.tokens) + self.depth, slot.limit) + self.further > flight.ceiling[index]:
+                    self.events["holds"] += 1
+                    continue
+                still = False
+                kept = self.append(slot, self.rng.randint(1, self.depth + 1))
+                slot.rounds += 1
+                slot.counts[kept - 1] += 1
+                self.write(slot, flight.table[index], len(slot.tokens) - 1)
+            if still or (flight.want and ended != [slot.ended for slot in slots]):
+                break
+        self.events["bursts"] += 1
+        return {slot.request: self.report(slot, landed) for slot in slots}
+
+    def report(self, slot, landed):
+        new, slot.reported = slot.tokens[slot.reported :], len(slot.tokens)
+        code = (3 if len(slot.tokens) == slot.limit else 1) if slot.ended else 0
+        counts = [slot.counts[kept] for kept in range(self.depth + 1)]
+        return landed(len(slot.tokens), new, code, slot.rounds, counts)
