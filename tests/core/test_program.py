@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 import toy
-from crosslower import cross_lower
 from hlo import check_in_place, computations, loop_body, made, opcode, pool_writes
 from planted import (
     GREEDY,
@@ -22,7 +21,6 @@ from planted import (
 
 from jspec.core import accept, decode, tree
 from jspec.drafters import Standalone
-from pallas_kernels import platform
 
 TEXT_AS_SHIPPED = True
 
@@ -118,20 +116,6 @@ def test_a_chain_needs_no_sort(name):
     text, _ = program(name)
     assert not {opcode(line) for line in text.splitlines()} & {"sort", "topk"}
     assert not re.search("topk|top_k", text, re.IGNORECASE)
-
-
-@pytest.mark.fast("frozen_kv_mtp_tree", "ngram")
-@each_name
-def test_on_a_gpu_a_tree_needs_no_sort_either(name, monkeypatch):
-    """A sort would keep a GPU from running the loop as one graph: a kernel ranks the vocabulary instead."""
-    drafter, weights = toy.bound_drafters()[name], weights_of(toy.bound_drafters()[name])
-    s = jax.eval_shape(functools.partial(toy.start, drafter), weights)
-    monkeypatch.setattr(platform, "platform", lambda: "gpu")
-    rounds = functools.partial(decode.run_rounds, drafter=drafter, **GREEDY)
-    text = cross_lower(rounds, "cuda", weights, s, jnp.int32(9))
-    assert ('name = "topk_of_rows"' in text) == (getattr(drafter, "width", 1) > 1)
-    assert "kv_compact" in text
-    assert not re.search(r"\bsort\b|top_k|TopK", text)
 
 
 @each_name_and_trees

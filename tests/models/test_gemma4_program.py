@@ -1,6 +1,5 @@
 """Gemma 4's loop as a program: the memory it needs, and that it copies no pool."""
 
-import re
 import types
 from functools import partial
 
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from crosslower import cross_lower
 from hlo import check_in_place, loop_body
 
 from jspec.core import accept, decode, stopping
@@ -20,7 +18,6 @@ from jspec.engine import memory
 from jspec.models import Assistant
 from jspec.models.assistant import Clusters
 from jspec.models.gemma4 import Attention, Gemma4
-from pallas_kernels import platform
 
 TEXT_AS_SHIPPED = True
 
@@ -80,24 +77,6 @@ def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(kind, drafte
     """The chunks are longer than the ring."""
     function, given = prefill(kind, drafter, chunk=12)
     check_pools(jax.jit(function).lower(*given).compile().as_text(), jax.eval_shape(function, *given))
-
-
-@pytest.mark.fast("dense-drafter0")
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("kind", "drafter"), [*((kind, Plain()) for kind in gemma.KINDS), ("shared", FrozenKvMtp(depth=3))]
-)
-def test_on_a_gpu_the_loop_needs_no_sort(kind, drafter, monkeypatch):
-    """With a sort, a GPU could not run the loop as one graph; experts and clusters are chosen without one."""
-    function, given = prefill(kind, drafter)
-    s = jax.eval_shape(function, *given)
-    weights, static = parts(kind, drafter)
-    monkeypatch.setattr(platform, "platform", lambda: "gpu")
-    rounds = partial(decode.run_rounds, **static, accept=accept.greedy)
-    text = cross_lower(rounds, "cuda", weights, s, jnp.int32(9))
-    assert "kv_compact" in text and "paged_attention" in text
-    assert ('name = "topk_of_rows"' in text) == (kind == "experts" or drafter.depth > 0)
-    assert not re.search(r"\bsort\b|top_k|TopK", text)
 
 
 def test_a_context_of_32k_tokens_takes_the_windows_and_the_full_layers():

@@ -1,6 +1,5 @@
-"""The loop of a model with recurrent layers as a program: it copies no state, and on a GPU it is one graph."""
+"""The loop of a model with recurrent layers as a program: it copies no state."""
 
-import re
 from functools import partial
 
 import jax
@@ -8,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwen
-from crosslower import cross_lower
 from hlo import check_in_place, loop_body, made
 
 from jspec.core import accept, decode, stopping
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Plain, Standalone
-from pallas_kernels import platform
 
 TEXT_AS_SHIPPED = True
 
@@ -68,20 +65,6 @@ def test_no_state_is_copied_in_a_round(kind, drafter):
     params, static = parts(kind, drafter)
     lowered = decode.decode.lower(params, s, jnp.int32(9), **static, accept=accept.greedy)
     check_states(lowered.compile().as_text(), s)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(("kind", "drafter"), [("experts", Plain()), ("dense", Standalone(depth=3, width=2))])
-def test_on_a_gpu_the_loop_needs_no_sort_and_no_loop_within(kind, drafter, monkeypatch):
-    function, given = prefill(kind, drafter)
-    s = jax.eval_shape(function, *given)
-    params, static = parts(kind, drafter)
-    monkeypatch.setattr(platform, "platform", lambda: "gpu")
-    rounds = partial(decode.run_rounds, **static, accept=accept.greedy)
-    text = cross_lower(rounds, "cuda", params, s, jnp.int32(9))
-    assert not re.search(r"\bsort\b|top_k|TopK|triangular_solve|cusolver|callback", text)
-    assert len(re.findall(r"stablehlo.while\b", text)) == 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,116 @@
+"""Whole loops of every drafter and every kind of target: lowered for a GPU and a TPU, and on a GPU run as one graph."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from crosslower import PLATFORMS, cross_lower
+from loops import LOOPS, plain_of
+
+from jspec.core import decode
+from jspec.core.sampling import Sampling
+from pallas_kernels import platform
+
+SHORT = {"cuda": "gpu", "tpu": "tpu"}
+FAST = "ngram-cuda", "block_tree-cuda", "shared_frozen_kv_mtp_tree-cuda", "dsa_plain-cuda", "recurrent_plain-tpu"
+each_loop = pytest.mark.parametrize("name", LOOPS)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.fast(*FAST)
+@pytest.mark.parametrize("where", PLATFORMS)
+@each_loop
+def test_a_loop_is_lowered_as_one_loop(name, where, monkeypatch):
+    """On a GPU also without a sort, which would keep it from running as one graph: a kernel ranks the vocabulary."""
+    loop = LOOPS[name]
+    weights = loop.shapes()
+    s = loop.start(weights)
+    monkeypatch.setattr(platform, "platform", lambda: SHORT[where])
+    text = cross_lower(functools.partial(decode.run_rounds, **loop.static), where, weights, s, jnp.int32(9))
+    assert "kv_compact" in text
+    assert not re.search("callback|infeed|outfeed|triangular_solve|cusolver", text)
+    # Top-k and top-p each search their threshold in a loop of fixed length.
+    options = loop.sampling or Sampling()
+    inner = [options.top_k, options.top_p] if loop.drafter.depth else []
+    loops = len(re.findall(r"stablehlo.while\b", text))
+    assert loops == 1 if not any(inner) else loops > 1
+    if where == "cuda":
+        # The state's own names contain "top_k".
+        assert not re.search(r"\bsort\b|top_k|TopK", text.replace("sampling.top_k", ""))
+        attention = "mla_attention" if name.startswith(("mla", "dsa")) else "paged_attention"
+        assert attention in text
+        assert ('name = "topk_of_rows"' in text) == ranks(name)
+
+
+def ranks(name):
+    """Whether a program chooses several of many: children in a tree, experts, or clusters of tokens."""
+    loop = LOOPS[name]
+    clustered = getattr(getattr(loop.drafter, "model", None), "clusters", None) is not None
+    experts = any(loop.target.layer_experts(layer) for layer in range(loop.target.num_layers))
+    return getattr(loop.drafter, "width", 1) > 1 or clustered or experts
+
+
+# On a GPU
+
+RUN = """
+import json, sys
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+sys.path[:0] = [{helpers!r}]
+import loops
+from jspec.core import decode
+
+def run(name):
+    loop, program = loops.LOOPS[name], decode._loop_program(many=False)
+    program._function.__name__ = f"decode_{{name}}"
+    try:
+        states = [program(weights[name], loop.start(weights[name]), np.int32(1000), **loop.static) for _ in range(2)]
+        return [[row[:n].tolist() for row, n in zip(np.array(s.tokens), np.array(s.length))] for s in states]
+    except Exception as error:
+        return repr(error)
+
+names = json.loads(sys.argv[1])
+weights = {{name: loops.LOOPS[name].weights() for name in names}}
+with ThreadPoolExecutor(4) as pool:
+    print(json.dumps(dict(zip(names, pool.map(run, names)))))
+"""
+
+
+@pytest.fixture(scope="module")
+def captured(request, tmp_path_factory):
+    """The directory of the dumps of all selected loops and their plain ones, and the tokens of two runs of each.
+
+    One process runs them: a program is dumped where it is compiled, which the compilation cache would prevent.
+    """
+    directory = tmp_path_factory.mktemp("dump")
+    own = [item for item in request.session.items if item.originalname == "test_a_loop_is_one_graph_and_runs_again"]
+    wanted = {item.callspec.params["name"] for item in own}
+    names = sorted(wanted | {plain_of(name) for name in wanted})
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={directory} --xla_dump_hlo_pass_re=.*thunk.*"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    code = RUN.format(helpers=str(request.path.parents[1] / "helpers"))
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(names)], env=environment, stdout=subprocess.PIPE)
+    assert done.returncode == 0
+    return directory, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU as JAX's default backend")
+@each_loop
+def test_a_loop_is_one_graph_and_runs_again(name, captured):
+    directory, tokens = captured
+    assert isinstance(tokens[name], list), tokens[name]
+    first, second = tokens[name]
+    assert first == second
+    # Rejection sampling gives other tokens of the same distribution, and sampling gives other tokens than greedy.
+    if LOOPS[name].sampling is None:
+        assert first == tokens[plain_of(name)][0]
+    (dump,) = directory.glob(f"*jit_decode_{name}.*thunk_sequence_after_thunk_passes.txt")
+    outer = [line for line in dump.read_text().splitlines() if line[:3].isdigit()]
+    assert len(outer) == 1 and "kCommandBuffer" in outer[0], outer
+    assert "kWhile" in dump.read_text()
