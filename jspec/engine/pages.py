@@ -52,7 +52,8 @@ class Pages:
     def reread(self) -> int:
         """Tokens at the end of what is to be read that are read in any case.
 
-        The last token gives the logits; rows of a drafter that depend on tokens ahead want as many.
+        The last token gives the logits. Of several heads of a drafter, each is a row shorter than the one before it,
+        and each needs at least one row of its own, because the next one goes on from its output.
         """
         return max(1, self.ahead or 0)
 
@@ -61,7 +62,7 @@ class Pages:
         return -(-rows // self.size)
 
     def take(self, number: int) -> list[int] | None:
-        """So many pages for one user, or None where fewer are available. Idle pages lose their names."""
+        """`number` pages for one user, or None where fewer are available. Idle pages lose their names when taken."""
         if number > self.available:
             return None
         taken: list[int] = []

@@ -10,7 +10,7 @@ from jspec.engine.request import Request
 
 @dataclasses.dataclass
 class Admission:
-    """A request gets a slot. The sequence stands still until its last read."""
+    """A request gets a slot. The sequence takes part in no round before its last read."""
 
     request: Request
     slot: int

@@ -62,6 +62,8 @@ class Request:
     """Tokens whose rows are in its pages, or will be when what is dispatched has run; at most `reading`."""
     named: int | None = dataclasses.field(default=0, init=False)
     """Pages of its own list that have names; None: they must not be named."""
+    waits: "tuple[Request, int] | None" = dataclasses.field(default=None, init=False)
+    """Why it is passed over in the queue: an older request, until this number of its pages is named."""
     flights: int = dataclasses.field(default=0, init=False)
     """Reads and bursts in the air that it takes part in."""
     flying: int = dataclasses.field(default=0, init=False)

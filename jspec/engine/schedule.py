@@ -30,7 +30,8 @@ class Scheduler:
     context: the largest limit of a request.
     depth: tokens of the drafter's longest chain; a round brings up to depth + 1 tokens.
     further: rows that the drafter's cache is ahead of the target's.
-    read_shapes: (sequences, columns) of the programs that read; columns must be more than `further`.
+    read_shapes: (sequences, columns) of the programs that read. The first chunk of a sequence has `further` tokens less
+      than columns, and as many as `pages.reread` must fit.
     prefill_tokens: a read while something runs has at most this many columns in all, or is of the smallest shape.
     flights: reads, and bursts, in the air at most; while there are as many, `plan` plans no further one.
 
@@ -62,7 +63,7 @@ class Scheduler:
             raise ValueError("read_shapes=(): must have at least one shape")
         for rows, size in read_shapes:
             check_int("read_shapes: sequences", rows, least=1)
-            check_int("read_shapes: columns", size, least=1 + self.further)
+            check_int("read_shapes: columns", size, least=pages.reread + self.further)
         # Smaller programs first: of two that read as much the cheaper one is taken.
         self._shapes = sorted(read_shapes, key=lambda shape: (shape[0] * shape[1], shape[0]))
         small = [shape for shape in self._shapes if shape[0] * shape[1] <= prefill_tokens]
@@ -164,8 +165,11 @@ class Scheduler:
         for index, request in enumerate(flight.requests):
             request.flights -= 1
             request.flying -= flight.most(index)
-            if not request.ended and request in results and self._take_in(request, results[request]):
-                changed.append(request)
+            if flight.most(index) and not request.ended:
+                if request not in results:
+                    raise ValueError(f"results: lacks request {index} of the flight")
+                if self._take_in(request, results[request]):
+                    changed.append(request)
             if request.phase is Phase.RETRACTED and not request.flights:
                 self._retracted.remove(request)
                 self._enqueue(request)
@@ -220,12 +224,17 @@ class Scheduler:
         left = sum(request.reading - request.read for request in reading)
         rows, place = len(reading), 0
         admissions: list[Admission] = []
-        while place < len(self._queue) and self._free_slots and rows < most_rows and left < most_columns:
+        while (
+            place < min(len(self._queue), self.slots) and self._free_slots and rows < most_rows and left < most_columns
+        ):
             request = self._queue[place]
-            found = self.pages.match(request.known, request.reading - self.pages.reread, request.salt)
-            if self._is_being_read(request, found):
-                self.pages.give(found)
+            if self._waits(request):
                 place += 1
+                continue
+            found = self.pages.match(request.known, request.reading - self.pages.reread, request.salt)
+            request.waits = self._reader(request, found)
+            if request.waits is not None:
+                self.pages.give(found)
                 continue
             if not self._seat(request, found):
                 self.pages.give(found)
@@ -235,23 +244,37 @@ class Scheduler:
             admissions.append(self._admission(request))
         return admissions
 
-    def _is_being_read(self, request: Request, found: list[int]) -> bool:
-        """Whether an older request reads the page that would follow what was found; it is worth waiting for."""
-        pages, place = self.pages, len(found)
-        begin, end = place * pages.size, (place + 1) * pages.size
-        if pages.ahead is None or end > request.reading - pages.reread or end + pages.ahead > request.length:
+    def _reader(self, request: Request, found: list[int]) -> tuple[Request, int] | None:
+        """An older request that is reading pages after those found, and how many of its pages are worth waiting for.
+
+        Samples of one prompt arrive together: one of them reads, and the others share its pages.
+        """
+        place = len(found)
+        for other in self._seated:
+            older = other.phase is Phase.READING and other.order < request.order
+            if older and other.named == place and other.salt == request.salt and other.pages[:place] == found:
+                shared = place
+                while self._shares(request, other, shared):
+                    shared += 1
+                if shared > place:
+                    return other, shared
+        return None
+
+    def _shares(self, request: Request, other: Request, page: int) -> bool:
+        """Whether `other` will name this page of its own and `request` will match it."""
+        size, ahead = self.pages.size, self.pages.ahead
+        begin, end = page * size, (page + 1) * size
+        if ahead is None or end > min(request.reading - self.pages.reread, other.reading - max(0, ahead - 1)):
             return False
-        wanted = request.known[begin : end + pages.ahead]
-        return any(
-            other.phase is Phase.READING
-            and other.order < request.order
-            and other.named is not None
-            and other.salt == request.salt
-            and other.reading >= end + max(0, pages.ahead - 1)
-            and other.pages[:place] == found
-            and other.known[begin : end + pages.ahead] == wanted
-            for other in self._seated
-        )
+        wanted = request.known[begin : end + ahead]
+        return len(wanted) == size + ahead and wanted == other.known[begin : end + ahead]
+
+    def _waits(self, request: Request) -> bool:
+        """Whether a request still waits for the pages that an older one is reading."""
+        if request.waits is None:
+            return False
+        other, pages = request.waits
+        return other.phase is Phase.READING and other.named is not None and other.named < pages
 
     def _seat(self, request: Request, found: list[int]) -> bool:
         """Gives a request a slot, pages for what it reads and for one round. False where these are not there.
@@ -315,7 +338,7 @@ class Scheduler:
         return flight
 
     def _shape(self, requests: list[Request]) -> tuple[int, int]:
-        """The shape that reads most, among those that read all of the oldest request, or else the longest chunk."""
+        """The shape that reads most, among those that read the longest chunk of the oldest request."""
         shapes = self._allowed_shapes()
         longest = max(self._chunk(requests[0], size) for _, size in shapes)
         shapes = [shape for shape in shapes if self._chunk(requests[0], shape[1]) == longest]
@@ -431,7 +454,7 @@ class Scheduler:
             request.flying += flight.most(index)
 
     def _name_pages(self, request: Request, rows: int) -> None:
-        """Names the pages of a request of which so many rows are written, or will be before any later program."""
+        """Names pages of a request; `rows` of its rows are written, or will be before any later program."""
         if request.named is not None:
             request.named = self.pages.name(request.known, rows, request.pages, request.named, request.salt)
 

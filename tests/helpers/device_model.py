@@ -111,6 +111,7 @@ class Device:
             assert not slot.ready and begin == slot.rows, "a chunk does not follow the one before"
             first = begin == slot.begin
             assert 1 <= count <= flight.size - self.further * first, "a chunk of a wrong size"
+            assert not (first and begin) or count >= self.ahead, "a head of the drafter has nothing to read"
             assert begin + count <= known - slot.resumed, "a chunk beyond what is known"
             ends = begin + count == known - slot.resumed
             assert flight.ends[index] == ends and flight.known[index] == slot.resumed
@@ -126,7 +127,7 @@ class Device:
         return results
 
     def append(self, slot, number):
-        """Up to so many tokens more; returns how many."""
+        """Appends up to `number` tokens; returns how many."""
         new = slot.truth[len(slot.tokens) : len(slot.tokens) + number]
         slot.tokens += new
         slot.ended = len(slot.tokens) == len(slot.truth)

@@ -26,9 +26,10 @@ class Storm:
         ahead, further = rng.choice(drafters)
         self.context = rng.randint(6, 40)
         largest = -(-(self.context + further) // size)
-        count = 1 + max(1, rng.choice([largest - 1, largest, largest + 1, largest * slots]))
+        count = 1 + max(1, rng.choice([largest - 1, largest, largest + 1, largest + 2, largest * slots]))
         self.pages = pages(count, size, ahead)
-        shapes = [(rng.randint(1, 4), rng.randint(1 + further, 9)) for _ in range(rng.randint(1, 3))]
+        narrow = max(1, ahead or 0) + further
+        shapes = [(rng.randint(1, 4), rng.randint(narrow, 9)) for _ in range(rng.randint(1, 3))]
         self.flights = rng.randint(1, 3)
         self.scheduler = scheduler(
             slots=slots,
@@ -57,7 +58,7 @@ class Storm:
         self.events = self.device.events
         self.arrival, self.cancels = rng.choice([0.05, 0.3, 0.8]), rng.choice([0, 0.02, 0.2])
         self.forgets, self.urgent = rng.choice([0, 0, 0.02]), rng.choice([0, 0.3])
-        self.salts = rng.choice([[""], ["", "a"]])
+        self.salts, self.longest = rng.choice([[""], ["", "a"]]), rng.choice([4, self.context])
         self.progress, self.still = None, 0
 
     def text(self, length):
@@ -68,10 +69,9 @@ class Storm:
         rng = self.rng
         base, split = rng.choice(self.texts), rng.randint(0, self.context)
         text = base[:split] + self.text(self.context - split)
-        prompt = rng.randint(1, self.context)
-        request = Request(
-            text[:prompt], rng.randint(1, self.context), int(rng.random() < self.urgent), rng.choice(self.salts)
-        )
+        prompt = rng.randint(1, self.longest)
+        new = rng.randint(1, self.context if rng.random() < 0.2 else max(1, self.context - prompt))
+        request = Request(text[:prompt], new, int(rng.random() < self.urgent), rng.choice(self.salts))
         whole = (text + self.text(self.context))[: request.limit]
         self.truths[request] = whole[: rng.randint(prompt + 1, request.limit)] if rng.random() < 0.3 else whole
         return request
@@ -92,7 +92,10 @@ class Storm:
         self.delivered[request] = 0
 
     def cancel(self):
-        request = self.rng.choice(self.alive if self.rng.random() < 0.9 or not self.ended else self.ended)
+        retracted = [request for request in self.alive if request.phase is Phase.RETRACTED]
+        request = self.rng.choice(
+            retracted or (self.alive if self.rng.random() < 0.9 or not self.ended else self.ended)
+        )
         before, tokens = request.phase, list(request.tokens)
         self.scheduler.cancel(request)
         if before not in (Phase.DONE, Phase.CANCELLED):
@@ -128,7 +131,9 @@ class Storm:
 
     def turn(self):
         """A plan, its programs, and what has landed by then."""
+        first = min((r for r in self.alive if r.slot is not None), key=lambda request: request.order, default=None)
         plan = self.scheduler.plan(self.rng.randint(1, 4))
+        assert first is None or first.slot is not None, "the oldest request is retracted"
         self.device.release(plan.released)
         for admission in plan.admissions:
             self.device.admit(admission)
@@ -163,7 +168,8 @@ class Storm:
         while done < turns or not self.scheduler.idle:
             if done < turns and rng.random() < self.arrival:
                 self.submit()
-            if self.alive and rng.random() < self.cancels:
+            often = 0.5 if self.cancels and self.scheduler._retracted else self.cancels
+            if self.alive and rng.random() < often:
                 self.cancel()
             if rng.random() < self.forgets:
                 self.scheduler.forget()
