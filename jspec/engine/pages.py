@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from jspec.core.checks import check_int
+from jspec.engine.snapshots import Snapshots
 
 Name = tuple[int | str, tuple[int, ...]]
 """The parent page, or the salt where there is none, and the tokens on which the page's rows depend."""
@@ -24,15 +25,18 @@ class Pages:
     count: pages of each pool, the unused page 0 included; at least 2.
     size: rows of a page.
     ahead: tokens after its own on which a drafter's row depends; None: nothing is shared and no page is named.
+    snapshots: places for states of a recurrent target; 0: it has no recurrent layers. Pages are then shared only up to
+      one that has a snapshot, and a target without paged caches has pages for their names.
 
     Attributes:
       queries, hits: tokens that were looked for and found, as the scheduler counts them when it admits a request.
     """
 
-    def __init__(self, count: int, size: int, ahead: int | None):
+    def __init__(self, count: int, size: int, ahead: int | None, snapshots: int = 0):
         self.count = check_int("count", count, least=2)
         self.size = check_int("size", size, least=1)
         self.ahead = None if ahead is None else check_int("ahead", ahead, least=0)
+        self.snapshots = Snapshots(snapshots) if snapshots else None
         self.queries = self.hits = 0
         self._free = list(range(self.count - 1, 0, -1))
         self._users = [0] * self.count
@@ -70,7 +74,7 @@ class Pages:
             if not self._free:
                 page, _ = self._idle.popitem(last=False)
                 del self._page_of[self._name_of.pop(page)]
-                self._free.append(page)
+                self._set_free(page)
             page = self._free.pop()
             self._users[page] = 1
             taken.append(page)
@@ -84,7 +88,12 @@ class Pages:
                 if page in self._name_of:
                     self._idle[page] = None
                 else:
-                    self._free.append(page)
+                    self._set_free(page)
+
+    def _set_free(self, page: int) -> None:
+        self._free.append(page)
+        if self.snapshots is not None:
+            self.snapshots.drop(page)
 
     def match(self, tokens: Sequence[int], most: int, salt: str = "") -> list[int]:
         """The named pages that contain the longest prefix of `tokens`, `most` tokens at most. They get a user more.
@@ -131,6 +140,21 @@ class Pages:
         begin, end = index * self.size, (index + 1) * self.size + self.ahead
         return (parent, tuple(tokens[begin:end])) if end <= len(tokens) else None
 
+    def usable(self, found: Sequence[int]) -> int:
+        """How many of the pages that `match` has found a sequence can begin with: all, or those up to a snapshot."""
+        if self.snapshots is None:
+            return len(found)
+        return next((place for place in range(len(found), 0, -1) if found[place - 1] in self.snapshots), 0)
+
+    def snapshot(self, tokens: Sequence[int], pages: Sequence[int], salt: str = "") -> int | None:
+        """A place for the state after these whole pages of a sequence; None where it has been saved before."""
+        assert self.snapshots is not None
+        found = self.match(tokens, len(pages) * self.size, salt)
+        # The page of that name may be another one than the sequence's own, or it may not have its name yet.
+        page = found[-1] if len(found) == len(pages) else pages[-1]
+        self.give(found)
+        return None if page in self.snapshots else self.snapshots.add(page)
+
     def freed_by(self, sequences: Iterable[Sequence[int]]) -> int:
         """The pages that become available when all these sequences give theirs."""
         given = Counter(page for pages in sequences for page in pages)
@@ -144,6 +168,8 @@ class Pages:
         self._idle.clear()
         self._page_of.clear()
         self._name_of.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def check(self, users: Iterable[Sequence[int]]) -> None:
         """Checks that no page is lost or doubled.
@@ -159,6 +185,8 @@ class Pages:
         everything = sorted([*self._free, *self._idle, *counted])
         assert everything == list(range(1, self.count)), "a page is lost or doubled"
         assert {page: name for name, page in self._page_of.items()} == self._name_of, "names are not unique"
+        if self.snapshots is not None:
+            self.snapshots.check(counted.keys() | self._name_of.keys())
         order = {page: place for place, page in enumerate(self._idle)}
         for page, (parent, _) in self._name_of.items():
             assert counted[page] or page in order, "a free page has a name"

@@ -16,6 +16,8 @@ class Admission:
     slot: int
     begin: int
     """Tokens that it shares: their rows are in its first pages, of all caches."""
+    restore: int | None
+    """The place of the snapshot of those tokens, for a recurrent target; None: its state begins as zeros."""
     known: list[int]
     """Its prompt and the tokens that it had when it was retracted."""
     resumed: bool
@@ -39,6 +41,8 @@ class Read:
     size: int
     """The shape of the program: sequences and columns, at least as many as there are."""
     table: list[list[int]]
+    save: list[int | None]
+    """Where to put a snapshot of the state after the chunk, if anywhere."""
 
     def most(self, index: int) -> int:
         """Tokens that request `index` gets at most."""

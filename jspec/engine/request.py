@@ -62,6 +62,8 @@ class Request:
     """Tokens whose rows are in its pages, or will be when what is dispatched has run; at most `reading`."""
     named: int | None = dataclasses.field(default=0, init=False)
     """Pages of its own list that have names; None: they must not be named."""
+    cuts: set[int] = dataclasses.field(default_factory=set, init=False)
+    """Where chunks end, in pages, so that a recurrent state can be saved there."""
     waits: "tuple[Request, int] | None" = dataclasses.field(default=None, init=False)
     """Why it is passed over in the queue: an older request, until this number of its pages is named."""
     flights: int = dataclasses.field(default=0, init=False)

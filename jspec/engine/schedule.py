@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from jspec.core.checks import check_int
+from jspec.engine import sharing
 from jspec.engine.pages import Pages
 from jspec.engine.plan import Admission, Burst, Landed, Plan, Read
 from jspec.engine.request import Phase, Request
@@ -228,62 +229,36 @@ class Scheduler:
             place < min(len(self._queue), self.slots) and self._free_slots and rows < most_rows and left < most_columns
         ):
             request = self._queue[place]
-            if self._waits(request):
+            if sharing.waits(request):
                 place += 1
                 continue
             found = self.pages.match(request.known, request.reading - self.pages.reread, request.salt)
-            request.waits = self._reader(request, found)
+            request.waits = sharing.reader(self.pages, self._seated, request, found)
             if request.waits is not None:
                 self.pages.give(found)
                 continue
             if not self._seat(request, found):
-                self.pages.give(found)
                 break
             self._queue.pop(place)
             rows, left = rows + 1, left + request.reading - request.read
             admissions.append(self._admission(request))
         return admissions
 
-    def _reader(self, request: Request, found: list[int]) -> tuple[Request, int] | None:
-        """An older request that is reading pages after those found, and how many of its pages are worth waiting for.
-
-        Samples of one prompt arrive together: one of them reads, and the others share its pages.
-        """
-        place = len(found)
-        for other in self._seated:
-            older = other.phase is Phase.READING and other.order < request.order
-            if older and other.named == place and other.salt == request.salt and other.pages[:place] == found:
-                shared = place
-                while self._shares(request, other, shared):
-                    shared += 1
-                if shared > place:
-                    return other, shared
-        return None
-
-    def _shares(self, request: Request, other: Request, page: int) -> bool:
-        """Whether `other` will name this page of its own and `request` will match it."""
-        size, ahead = self.pages.size, self.pages.ahead
-        begin, end = page * size, (page + 1) * size
-        if ahead is None or end > min(request.reading - self.pages.reread, other.reading - max(0, ahead - 1)):
-            return False
-        wanted = request.known[begin : end + ahead]
-        return len(wanted) == size + ahead and wanted == other.known[begin : end + ahead]
-
-    def _waits(self, request: Request) -> bool:
-        """Whether a request still waits for the pages that an older one is reading."""
-        if request.waits is None:
-            return False
-        other, pages = request.waits
-        return other.phase is Phase.READING and other.named is not None and other.named < pages
-
     def _seat(self, request: Request, found: list[int]) -> bool:
-        """Gives a request a slot, pages for what it reads and for one round. False where these are not there.
+        """Gives a request a slot, pages for what it reads and for one round. False where these are not there; the pages
+        found are given back then.
 
         A page for each sequence that is already there is left, so that they do not retract it at once.
         """
-        need = self.pages.holding(self._rows(request, request.reading + 1)) - len(found)
+        # Where the pages of a recurrent target go on after its last snapshot, two texts part at their end.
+        usable = self.pages.usable(found)
+        need = self.pages.holding(self._rows(request, request.reading + 1)) - usable
+        parts, found = found[usable:], found[:usable]
+        self.pages.give(parts)
         if self.pages.available < need + len(self._seated):
+            self.pages.give(found)
             return False
+        request.cuts = {usable + len(parts)} if parts else set()
         taken = self.pages.take(need)
         assert taken is not None
         request.pages = found + taken
@@ -299,9 +274,17 @@ class Scheduler:
 
     def _admission(self, request: Request) -> Admission:
         assert request.slot is not None
-        counts = list(request.accept_counts)
-        known = list(request.known)
-        return Admission(request, request.slot, request.hit, known, request.resumed, request.rounds, counts)
+        hit, snapshots = self.pages.holding(request.hit), self.pages.snapshots
+        return Admission(
+            request=request,
+            slot=request.slot,
+            begin=request.hit,
+            restore=snapshots.use(request.pages[hit - 1]) if snapshots is not None and hit else None,
+            known=list(request.known),
+            resumed=request.resumed,
+            rounds=request.rounds,
+            accept_counts=list(request.accept_counts),
+        )
 
     # Reading
 
@@ -328,12 +311,14 @@ class Scheduler:
             rows=rows,
             size=size,
             table=[list(request.pages) for request in requests],
+            save=[],
         )
         for request, number, last in zip(requests, count, ends, strict=True):
             request.read += number
             if last:
                 request.phase = Phase.RUNNING
             self._name_pages(request, request.read)
+            flight.save.append(sharing.snapshot(self.pages, request, size))
         self._dispatch(flight)
         return flight
 
@@ -350,7 +335,9 @@ class Scheduler:
         The drafter's cache gets `further` rows more than the target's in a sequence's first chunk.
         """
         first = request.read == request.hit
-        return min(size - self.further * first, request.reading - request.read)
+        count = min(size - self.further * first, request.reading - request.read)
+        to_cuts = (pages * self.pages.size - request.read for pages in request.cuts)
+        return min([count, *(number for number in to_cuts if number >= self.pages.reread)])
 
     # Rounds
 

@@ -6,23 +6,25 @@ Faults that `MUTANTS` puts into the code on purpose and that the storms find:
   flight, at admission, after the weights have changed, or after a double; an evicted page keeps its name
 * a hit covers all that is to be read; rows that the drafter is further have no page or no column
 * reports are taken by slot, or after a cancel; a request joins the queue while it is in the air
+* a snapshot of a recurrent state is of another point of the text, of old weights, or outlives its page
 * the oldest is retracted, pages or slots are not given back, a burst is told of more rows than its pages hold
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from storm import Storm, storms
 
-from jspec.engine import pages, schedule
+from jspec.engine import pages, schedule, sharing
 from jspec.engine.pages import Pages
 from jspec.engine.request import Phase, Request
 from jspec.engine.schedule import Scheduler
 
 
 def test_storms():
-    happened = storms(range(60), 150)
-    wanted = ["retracts", "resumed", "holds", "hits", "refused", "cancelled waiting", "cancelled reading"]
+    happened = storms(range(50), 150)
+    wanted = ["retracts", "resumed", "holds", "hits", "restored", "refused", "cancelled waiting", "cancelled reading"]
     for event in [*wanted, "cancelled running", "cancelled retracted", "cancelled done", "cancelled cancelled"]:
         assert happened[event] > 0, event
 
@@ -86,12 +88,21 @@ MUTANTS = {
     "pages are kept": (schedule, "self.pages.give(request.pages)", "pass"),
     "pages of a failed admission are kept": (
         schedule,
-        "if not self._seat(request, found):\n                self.pages.give(found)",
-        "if not self._seat(request, found):\n                pass",
+        "self.pages.give(found)\n            return False",
+        "return False",
     ),
     "slots are not released": (schedule, "self._released.append(request.slot)", "pass"),
     "no page for a round": (schedule, "ceiling=[len(request.pages) * self.pages.size", "ceiling=[10**6"),
     "tokens read twice": (schedule, "request.read += number", "request.read += max(1, number - 1)"),
+    "a snapshot within a page": (sharing, "pages.ahead is None or rest or", "pages.ahead is None or"),
+    "snapshots outlive the weights": (pages, "self.snapshots.clear()", "pass"),
+    "snapshots outlive their pages": (pages, "self.snapshots.drop(page)", "pass"),
+    "pages without a snapshot are shared": (
+        pages,
+        "if self.snapshots is None:\n            return len",
+        "if True:\n            return len",
+    ),
+    "states are not restored": (schedule, "if snapshots is not None and hit else None", "if False else None"),
     "the youngest takes from the oldest": (
         schedule,
         "            if victim is request:\n                return []\n",
@@ -110,7 +121,14 @@ def mutant(name):
         source = source.replace(old, new)
     namespace = {"__name__": f"mutant of {module.__name__}"}
     exec(compile(source, name, "exec"), namespace)
-    return {"scheduler": namespace["Scheduler"]} if module is schedule else {"pages": namespace["Pages"]}
+    if module is pages:
+        return {"pages": namespace["Pages"]}
+    if module is schedule:
+        return {"scheduler": namespace["Scheduler"]}
+    other = {"__name__": "scheduler of a mutant"}
+    exec(compile(Path(schedule.__file__).read_text(), name, "exec"), other)
+    other["sharing"] = SimpleNamespace(**namespace)
+    return {"scheduler": other["Scheduler"]}
 
 
 def seeds_to_death(name, most):
@@ -210,6 +228,57 @@ def test_samples_of_a_prompt_share_its_pages():
     assert [(admission.request, admission.begin) for admission in second.admissions] == [(r, 12) for r in samples[1:]]
     assert (second.read.rows, second.read.count) == (4, [2, 2, 2])
     assert (scheduling.pages.queries, scheduling.pages.hits) == (56, 36)
+
+
+def test_samples_of_a_prompt_share_its_state():
+    """The read of the first one is cut where the others part from it, and its state is saved there."""
+    pages = Pages(60, 4, 1, snapshots=1)
+    scheduling = scheduler(slots=4, pages=pages, read_shapes=[(1, 32), (4, 8)], prefill_tokens=32)
+    samples = [Request(range(14), 4) for _ in range(4)]
+    for sample in samples:
+        scheduling.submit(sample)
+    first, second = scheduling.plan(1), scheduling.plan(1)
+    assert [admission.request for admission in first.admissions] == samples[:1]
+    assert (first.read.count, first.read.save) == ([12], [0])
+    assert [(each.begin, each.restore) for each in second.admissions] == [(12, 0)] * 3
+    assert (second.read.count, second.read.save) == ([2] * 4, [None] * 4)
+
+
+def test_second_text_saves_the_state_where_it_parts():
+    """The first text saves nothing, the second one reads all again and saves, and the third one restores."""
+    pages = Pages(60, 4, 0, snapshots=3)
+    scheduling = scheduler(pages=pages, read_shapes=[(1, 32)], prefill_tokens=32)
+    saved, begins = [], []
+    for last in range(3):
+        request = Request([*range(10), last], 4)
+        scheduling.submit(request)
+        while request.phase is not Phase.RUNNING:
+            plan = scheduling.plan(1)
+            begins += [(admission.begin, admission.restore) for admission in plan.admissions]
+            saved += zip(plan.read.begin, plan.read.count, plan.read.save, strict=True)
+            if plan.read.ends == [True]:
+                scheduling.cancel(request)
+                break
+            scheduling.landed(plan.read, {})
+        while scheduling._air:
+            scheduling.landed(scheduling._air[0], {})
+    assert begins == [(0, None), (0, None), (8, 0)]
+    assert saved == [(0, 11, None), (0, 8, 0), (8, 3, None), (8, 3, None)]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_states_before_the_last_chunk_are_saved(changed):
+    """Not those that began under other weights."""
+    scheduling = scheduler(pages=Pages(60, 4, 0, snapshots=3))
+    scheduling.submit(Request(range(20), 4))
+    saved = []
+    for _ in range(3):
+        plan = scheduling.plan(1)
+        saved += plan.read.save
+        scheduling.landed(plan.read, {}) if plan.burst is None else None
+        if changed:
+            scheduling.forget()
+    assert saved == [None, None if changed else 0, None]
 
 
 def test_priorities():

@@ -36,6 +36,8 @@ class Device:
         self.ahead, self.truths, self.users = ahead or 0, truths, users
         self.slots = [None] * slots
         self.target, self.draft = [None] * (count * size), [None] * (count * size)
+        self.states = None
+        """Snapshots by place, if the target is recurrent."""
         self.version, self.events = 0, Counter()
 
     def release(self, slots):
@@ -51,6 +53,10 @@ class Device:
         for _ in range(slot.begin):
             self.extend(slot)
             self.extend_draft(slot)
+        state = None if admission.restore is None else self.states[admission.restore]
+        assert state == (slot.target[-1] if slot.begin and self.states is not None else None), (
+            "the state of another text"
+        )
         self.slots[admission.slot] = slot
 
     def extend(self, slot):
@@ -120,6 +126,9 @@ class Device:
                 if not slot.resumed:
                     self.append(slot, 1)
             self.write(slot, flight.table[index], begin + count)
+            if flight.save[index] is not None:
+                self.states[flight.save[index]] = slot.target[-1]
+                self.events["snapshots"] += 1
             if ends and not slot.resumed:
                 results[request] = self.report(slot, landed)
         self.events["reads"] += 1

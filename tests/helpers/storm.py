@@ -27,7 +27,8 @@ class Storm:
         self.context = rng.randint(6, 40)
         largest = -(-(self.context + further) // size)
         count = 1 + max(1, rng.choice([largest - 1, largest, largest + 1, largest + 2, largest * slots]))
-        self.pages = pages(count, size, ahead)
+        snapshots = 0 if ahead is None else rng.choice([0, 0, 0, 0, 1, 20])
+        self.pages = pages(count, size, ahead, snapshots)
         narrow = max(1, ahead or 0) + further
         shapes = [(rng.randint(1, 4), rng.randint(narrow, 9)) for _ in range(rng.randint(1, 3))]
         self.flights = rng.randint(1, 3)
@@ -53,6 +54,7 @@ class Storm:
             truths=self.truths,
             users=self.pages._users,
         )
+        self.device.states = {} if snapshots else None
         self.texts = [self.text(self.context) for _ in range(2)]
         self.air, self.alive, self.ended, self.delivered = deque(), [], [], {}
         self.events = self.device.events
@@ -138,6 +140,7 @@ class Storm:
         for admission in plan.admissions:
             self.device.admit(admission)
             self.events["hits"] += admission.begin
+            self.events["restored"] += admission.restore is not None
             self.events["resumed"] += admission.resumed
         if plan.read is not None:
             self.air.append((plan.read, self.device.read(plan.read, Landed)))
