@@ -23,7 +23,7 @@ from jspec.engine.schedule import Scheduler
 
 
 def test_storms():
-    happened = storms(range(50), 150)
+    happened = storms(range(40), 150)
     wanted = ["retracts", "resumed", "holds", "hits", "restored", "refused", "cancelled waiting", "cancelled reading"]
     for event in [*wanted, "cancelled running", "cancelled retracted", "cancelled done", "cancelled cancelled"]:
         assert happened[event] > 0, event
