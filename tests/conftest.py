@@ -10,6 +10,7 @@ import os
 import pathlib
 
 import pytest
+import tiers
 
 # Compiled programs are kept between runs, which halves the time of a run. Subprocesses inherit these settings.
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
@@ -53,12 +54,15 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Makes the points slow that a test's `fast` marker does not name."""
-    for item in items:
-        marker = item.get_closest_marker("fast")
-        if marker is not None and not any(part in item.callspec.id for part in marker.args):
-            item.add_marker(pytest.mark.slow)
+def pytest_collection_modifyitems(config, items):
+    """Makes the points slow that a test's `fast` marker does not name, and refuses markers that name no point.
+
+    That is only known where all points are collected; a GPU or a TPU has other points.
+    """
+    unmatched = tiers.mark_slow(items)
+    chosen = any("::" in argument for argument in config.args) or config.getoption("lf", False)
+    if unmatched and not chosen and jax.default_backend() == "cpu":
+        raise pytest.UsageError(f"these markers name no point: {', '.join(sorted(unmatched))}")
 
 
 UNSELECTED = pytest.StashKey[int]()

@@ -13,7 +13,7 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.core import sampling, tree
 from jspec.core.types import Accept, Acceptance, DraftNeeds, DraftTree
@@ -270,36 +270,16 @@ def _walk(
 
     memory: what the first child of each node starts with: the node's row of a [B, N, V] array, or a [B] array.
     """
-    tokens, parents = draft_tree.tokens, draft_tree.parents
+    tokens = draft_tree.tokens
     batch, nodes = tokens.shape
-    index = jnp.arange(nodes, dtype=jnp.int32)[None]
     coins = _coins(key, position, nodes)
     node, walking = jnp.zeros(batch, jnp.int32), jnp.ones(batch, bool)
     residual = p[:, 0]
     path, drafts, length = [node], [], jnp.ones(batch, jnp.int32)
-    max_children = nodes - 1 if draft_tree.width is None else draft_tree.width
     for _ in range(_generations(draft_tree)):
-        # Try the children of `parent` in order, until one is accepted.
-        last, taken = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
         notes = _row(memory, node) if memory is not None and memory.ndim == 3 else memory
-        parent, shared = node, _at_index(coins, node)
-        for _ in range(max_children):
-            child = (parents == parent[:, None]) & (index > last[:, None])
-            trying = walking & ~taken & child.any(1)
-            last = jnp.where(trying, jnp.argmax(child, axis=1).astype(jnp.int32), last)
-            token = _at_index(tokens, last)
-            # A rule that compares one coin with the growing mass of siblings uses the parent's coin; other rules use
-            # one coin per child.
-            coin = shared if notes is not None and notes.ndim == 1 else _at_index(coins, last)
-            accepted, after, rest = judge(coin, notes, residual, token, parent)
-            accepted = trying & accepted
-            taken, node = taken | accepted, jnp.where(accepted, last, node)
-            failed = trying & ~accepted
-            residual = jnp.where(failed[:, None], rest, residual)
-            if notes is not None and after is not None:
-                notes = jnp.where(failed.reshape(-1, *[1] * (notes.ndim - 1)), after, notes)
         # Go down to the accepted child; where there is none, the walk ends.
-        walking = walking & taken
+        walking, node, residual = _try_children(draft_tree, node, walking, residual, notes, coins, judge)
         residual = jnp.where(walking[:, None], _row(p, node), residual)
         length = length + walking.astype(jnp.int32)
         path.append(node)
@@ -309,6 +289,41 @@ def _walk(
     column = jnp.arange(len(path), dtype=jnp.int32)[None]
     following = jnp.where(column == length[:, None] - 1, bonus[:, None], jnp.stack([*drafts, bonus], axis=1))
     return Acceptance(jnp.stack(path, axis=1), following, length)
+
+
+def _try_children(
+    draft_tree: DraftTree,
+    parent: Int[Array, " B"],
+    walking: Bool[Array, " B"],
+    residual: Float[Array, "B V"],
+    memory: Memory,
+    coins: Float[Array, "B N"],
+    judge: Judge,
+) -> tuple[Bool[Array, " B"], Int[Array, " B"], Float[Array, "B V"]]:
+    """Tries the children of a node in order, until one is accepted, in sequences that are still walking.
+
+    Returns whether one was accepted, that child or otherwise `parent`, and the residual distribution after the others.
+    """
+    tokens, parents = draft_tree.tokens, draft_tree.parents
+    batch, nodes = tokens.shape
+    index = jnp.arange(nodes, dtype=jnp.int32)[None]
+    node, last, taken = parent, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
+    shared = _at_index(coins, parent)
+    for _ in range(nodes - 1 if draft_tree.width is None else draft_tree.width):
+        child = (parents == parent[:, None]) & (index > last[:, None])
+        trying = walking & ~taken & child.any(1)
+        last = jnp.where(trying, jnp.argmax(child, axis=1).astype(jnp.int32), last)
+        token = _at_index(tokens, last)
+        # A rule that compares one coin with the growing mass of siblings uses the parent's coin; other rules use one
+        # coin per child.
+        coin = shared if memory is not None and memory.ndim == 1 else _at_index(coins, last)
+        passes, after, rest = judge(coin, memory, residual, token, parent)
+        accepted, failed = trying & passes, trying & ~passes
+        taken, node = taken | accepted, jnp.where(accepted, last, node)
+        residual = jnp.where(failed[:, None], rest, residual)
+        if memory is not None and after is not None:
+            memory = jnp.where(failed.reshape(-1, *[1] * (memory.ndim - 1)), after, memory)
+    return walking & taken, node, residual
 
 
 def _finish_chain(

@@ -62,7 +62,7 @@ HEAD = EagleHead(
 ASSISTANT = Assistant(VOCABULARY, WIDTH, WIDTH, 64, num_heads=4, target_layers=(1, 0), head_dims=(16, 16))
 CLUSTERED = dataclasses.replace(ASSISTANT, clusters=Clusters(count=VOCABULARY, chosen=VOCABULARY))
 TOKEN_ONLY = np.concatenate([np.eye(WIDTH, dtype=np.float32), np.zeros((WIDTH, WIDTH), np.float32)])
-"""Of a token's embedding and a hidden state, the embedding."""
+"""The projection of a token's embedding and a hidden state to the embedding."""
 
 
 def silent(layer):
@@ -86,8 +86,8 @@ def eagle():
         dataclasses.replace(toy.random_params(toy.HEAD_LAYER, seed=5).layers[0], attention_norm=None),
     )
     layer = dataclasses.replace(silent(layer), q_norm=None, k_norm=None)
-    ids = np.arange(VOCABULARY, dtype=np.int32)
-    return EagleParams(None, TOKEN_ONLY, None, None, None, None, (layer,), target.norm, None, ids)
+    ids = np.arange(VOCABULARY, dtype=np.int32)[::-1].copy()
+    return EagleParams(None, TOKEN_ONLY, None, None, None, None, (layer,), target.norm, target.lm_head[:, ids], ids)
 
 
 def heads():
@@ -109,7 +109,7 @@ def assistant(config):
 CHAIN, TREE = dict(depth=4), dict(depth=2, width=3, num_nodes=13)
 """In a tree of two generations, the most probable child of each node is always proposed."""
 DEEP = dict(depth=4, width=2, num_nodes=7)
-"""Of a tree of sampled drafts, whose first children have children in each generation."""
+"""The shape of a tree of sampled drafts, in which the first child of each node has a child."""
 
 
 def perfect():
@@ -182,6 +182,7 @@ def test_every_sampled_draft_is_accepted(name, rule):
     assert_all_accepted(s, drafter.depth)
 
 
+@pytest.mark.slow
 def test_the_options_matter():
     """With each of them, plain decoding of the same prompt with the same seed gives another text."""
     drafter, weights = perfect()["standalone_chain"]

@@ -1,0 +1,675 @@
+"""One-line mutants of the code, each with the tests that kill it.
+
+    python tests/mutants.py              # all of them: minutes per ten mutants
+    python tests/mutants.py -k propose   # those whose name or file contains this
+    python tests/mutants.py --write      # writes the table in docs/testing.md
+
+Every mutant is applied in a copy of the tree, and its tests run there. It is dead if one of them fails. Before that,
+all of these tests must pass without a mutant. `tests/test_mutants.py` checks that the list fits the code.
+"""
+
+import argparse
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "testing.md"
+BEGIN, END = "<!-- mutants -->\n", "<!-- /mutants -->"
+COPIED = ("jspec", "pallas_kernels", "tests", "pyproject.toml")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A change of one line: `old`, which occurs once in `file`, becomes `new`. `tests` are ids of pytest."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def apply(self, root: Path) -> str:
+        """Writes the mutated file; returns the text of the original."""
+        path = root / self.file
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+        return text
+
+
+def _group(file: str, *mutants: tuple[str, str, str, str]) -> tuple[Mutant, ...]:
+    """Mutants of one file: name, original, replacement, and the ids of the tests under `tests/`, joined by spaces."""
+    return tuple(
+        Mutant(name, file, old, new, tuple(f"tests/{test}" for test in tests.split()))
+        for name, old, new, tests in mutants
+    )
+
+
+_LIMIT = "core/test_decode.py::test_sequences_end_exactly_at_their_limit[Planted(depth=4)]"
+_COMMITS = "core/test_decode.py::test_every_drafter_commits_the_tokens_of_plain_decoding"
+_CHAINS = "core/test_exact.py::test_on_chains_the_code_decides_like_the_program"
+_PERFECT = "drafters/test_perfect_drafts.py::test_every_draft_is_accepted_when_sampling"
+_PERFECT_CHAIN, _PERFECT_EAGLE = f"{_PERFECT}[standalone_chain]", f"{_PERFECT}[eagle_chain]"
+_PENALTIES = "core/test_sampling.py::test_penalties_and_bias_hold_at_every_node_along_its_own_path"
+_PATHS = "core/test_tree.py::test_the_path_of_a_node_has_the_tokens_from_the_root_to_it"
+_STOPS = "core/test_stopping.py::test_examples"
+_SWA = "cache/test_swa.py::test_rounds_equal_dense_attention_over_each_nodes_window[8-1]"
+_CACHES = "cache/test_caches.py::test_output_equals_plain_decoding"
+_PAGED = "kernels/test_paged_attention.py::test_equals_a_softmax_in_float64"
+_MLA = "kernels/test_mla_attention.py::test_equals_a_softmax_in_float64"
+_EAGLE = "drafters/test_eagle.py::test_proposals_are_those_of_a_head_that_sees_each_path_alone"
+_MTP = "drafters/test_mtp.py::test_proposals_are_those_of_a_pass_over_the_whole_text"
+_NGRAM = "drafters/test_drafters.py::test_ngram_by_example"
+
+MUTANTS = (
+    *_group(
+        "jspec/core/decode.py",
+        ("a token beyond the limit", "0, s.limit - s.length)", "0, s.limit - s.length + 1)", _LIMIT),
+        (
+            "finished sequences continue",
+            "remaining = jnp.where(s.done, 0, s.limit - s.length)",
+            "remaining = s.limit - s.length",
+            "core/test_decode.py::test_a_sequence_that_the_host_finishes_stays_finished",
+        ),
+        (
+            "the limit hides an EOS",
+            "jnp.where((finish_code == stopping.RUNNING) & full,",
+            "jnp.where(full,",
+            "core/test_decode.py::test_an_eos_at_the_limit_is_an_eos_and_one_after_it_is_not_seen",
+        ),
+        ("never full", "full = s.length + length >= s.limit", "full = s.length + length > s.limit", _LIMIT),
+        (
+            "verify reads one row too many",
+            "s.cache, s.length - 1, capture_layers=",
+            "s.cache, s.length, capture_layers=",
+            f"{_COMMITS}[plain]",
+        ),
+        (
+            "rows committed one position late",
+            "start, kept = s.length - 1, decision.kept",
+            "start, kept = s.length, decision.kept",
+            f"{_COMMITS}[plain]",
+        ),
+        (
+            "hidden states of nodes, not of the path",
+            "tree.take_path(out.hidden, kept.path), kept.length)",
+            "None if out.hidden is None else out.hidden[:, : kept.tokens.shape[1]], kept.length)",
+            "core/test_decode.py::test_hidden_states_and_tokens_of_the_drafter_match",
+        ),
+        (
+            "the counters are off by one",
+            "(slots == kept.length[:, None] - 1)",
+            "(slots == kept.length[:, None])",
+            _LIMIT,
+        ),
+        (
+            "finished sequences count rounds",
+            "jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1)",
+            "s.stats.rounds + 1",
+            _LIMIT,
+        ),
+        (
+            "the loop ends with its first sequence",
+            "lambda s: ~jnp.all(s.done) &",
+            "lambda s: ~jnp.any(s.done) &",
+            f"{_COMMITS}[plain] core/test_decode.py::test_a_sequence_that_the_host_finishes_stays_finished",
+        ),
+        (
+            "every chunk of a prompt ends it",
+            "ends = (count > 0) & (begin + count == s.prompt_length)",
+            "ends = count > 0",
+            "core/test_decode.py::test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once[plain-5]",
+        ),
+    ),
+    *_group(
+        "jspec/core/accept.py",
+        (
+            "a chain continues after a rejection",
+            "accepted = jnp.cumprod(agrees, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)",
+            "accepted = agrees.sum(1, dtype=jnp.int32)",
+            "core/test_accept.py::test_a_chain_ends_at_its_first_rejection",
+        ),
+        (
+            "a child of any parent",
+            "child = (parents == node[:, None]) & (index > 0) & (tokens == wanted)",
+            "child = (index > 0) & (tokens == wanted)",
+            "core/test_accept.py::test_a_tree_is_walked_like_by_hand",
+        ),
+        (
+            "a walk that has ended goes on",
+            "walking = walking & child.any(1)\n",
+            "walking = child.any(1)\n",
+            "core/test_accept.py::test_a_tree_is_walked_like_by_hand",
+        ),
+        (
+            "the noise of the root at every node",
+            "tree.depths(draft_tree)[:, :, None], axis=1)",
+            "0 * tree.depths(draft_tree)[:, :, None], axis=1)",
+            "core/test_exact.py::test_coupled_acceptance_takes_each_choice_from_the_noise_of_its_position",
+        ),
+        ("rejection without q", "passes = coin * _at(q, drafts) <", "passes = coin <", _CHAINS),
+        (
+            "the residual is p",
+            "_normalize(jnp.maximum(p[:, :-1] - q, 0.0), p[:, :-1])",
+            "_normalize(p[:, :-1], p[:, :-1])",
+            _CHAINS,
+        ),
+        (
+            "block without its bound",
+            "weight = jnp.minimum(weight * ratio[:, i], 1.0)",
+            "weight = weight * ratio[:, i]",
+            _CHAINS,
+        ),
+        (
+            "siblings sampled with replacement",
+            "return accepted, _normalize(without, without), rest",
+            "return accepted, q, rest",
+            "core/test_exact.py::test_in_trees_of_sampled_drafts_rejection_decides_like_the_program",
+        ),
+        (
+            "an imposed length beyond the tree",
+            "drafts = jnp.minimum(drafts, depths.max(1))",
+            "drafts = jnp.minimum(drafts, column.shape[1])",
+            "core/test_accept.py::test_an_imposed_length_is_a_path_of_the_tree",
+        ),
+    ),
+    *_group(
+        "jspec/core/grow.py",
+        (
+            "the score of a node alone",
+            "scores[:, :, None] + _ranked(_scores(children))",
+            "0 * scores[:, :, None] + _ranked(_scores(children))",
+            "core/test_grow.py::test_the_best_tree_is_the_one_found_by_hand",
+        ),
+        (
+            "ties in any order",
+            "(other > this) | ((other == this) & _lower(scores.shape[1]))",
+            "other > this",
+            "core/test_grow.py::test_the_best_are_those_of_a_sort",
+        ),
+        (
+            "the rows of another node's ancestors",
+            "above = jnp.take_along_axis(mask, parent[:, :, None], axis=1) if exact else mask",
+            "above = mask",
+            "core/test_grow.py::test_a_node_sees_the_rows_of_its_ancestors",
+        ),
+        (
+            "the path of another node",
+            "path = jnp.take_along_axis(frontier.path, parent[:, :, None], axis=1)",
+            "path = frontier.path",
+            "core/test_grow.py::test_the_best_tree_is_the_one_found_by_hand",
+        ),
+        (
+            "NaN ranks first",
+            "jnp.where(jnp.isnan(scores), -jnp.inf, scores)",
+            "jnp.where(jnp.isnan(scores), jnp.inf, scores)",
+            "core/test_grow.py::test_any_scores_of_the_draft_give_a_valid_tree",
+        ),
+        (
+            "the probabilities of the first node",
+            "probs[node] = proposal.probs[:, slot]",
+            "probs[node] = proposal.probs[:, 0]",
+            "core/test_grow.py::test_a_tree_of_sampled_drafts_has_a_fixed_topology_and_the_probs_of_its_nodes",
+        ),
+    ),
+    *_group(
+        "jspec/core/tree.py",
+        (
+            "distant ancestors are unknown",
+            "in range(generations.bit_length()):",
+            "in range(generations.bit_length() - 1):",
+            "core/test_tree.py::test_every_static_depth_reaches_the_root",
+        ),
+        (
+            "the root has depth 1",
+            "return mask.sum(-1, dtype=jnp.int32) - 1",
+            "return mask.sum(-1, dtype=jnp.int32)",
+            "core/test_tree.py::test_ancestors_and_depths_equal_a_walk_to_the_root",
+        ),
+        (
+            "a path ends before its node",
+            "on_path = (column[None] < node[:, None])[None]",
+            "on_path = (column[None] + 1 < node[:, None])[None]",
+            "core/test_tree.py::test_the_paths_of_a_chain_are_those_of_the_same_chain_with_parents",
+        ),
+        (
+            "a path shifted by one",
+            "at = jnp.take_along_axis(depth, node, axis=1) - 1",
+            "at = jnp.take_along_axis(depth, node, axis=1)",
+            _PATHS,
+        ),
+    ),
+    *_group(
+        "jspec/core/sampling.py",
+        (
+            "penalties count the prompt",
+            "counted = (column >= first[:, None]) & (column < s.length[:, None])",
+            "counted = column < s.length[:, None]",
+            _PENALTIES,
+        ),
+        (
+            "padding of paths is token 0",
+            "at = jnp.where(path < 0, vocabulary, path)",
+            "at = jnp.maximum(path, 0)",
+            _PENALTIES,
+        ),
+        (
+            "min_new_tokens is one longer",
+            "early = new < options.min_new_tokens[:, None]",
+            "early = new <= options.min_new_tokens[:, None]",
+            "core/test_sampling.py::test_no_token_ends_the_text_before_its_time_even_by_completing_a_stop_string",
+        ),
+        (
+            "one noise for all positions",
+            "steps = [stream(key, name, position + i) for i in range(count)]",
+            "steps = [stream(key, name, position) for i in range(count)]",
+            "core/test_sampling.py::test_no_two_streams_positions_or_sequences_share_noise",
+        ),
+    ),
+    *_group(
+        "jspec/core/propose.py",
+        (
+            "drafts with the noise of the next position",
+            "position = s.length + generation",
+            "position = s.length + generation + 1",
+            _PERFECT_CHAIN,
+        ),
+        (
+            "drafts with one noise for all generations",
+            "position = s.length + generation",
+            "position = s.length",
+            _PERFECT_CHAIN,
+        ),
+        (
+            "drafts without penalties and biases",
+            "sampling.temper(options, sampling.adjust(s, logits, path))",
+            "sampling.temper(options, logits)",
+            _PERFECT_CHAIN,
+        ),
+        (
+            "drafts without temperature, top-k, top-p and min-p",
+            "sampling.temper(options, sampling.adjust(s, logits, path))",
+            "sampling.adjust(s, logits, path)",
+            _PERFECT_CHAIN,
+        ),
+        ("drafts without noise", "noisy = logits + jnp.where(", "noisy = logits + 0 * jnp.where(", _PERFECT_CHAIN),
+        (
+            "greedy drafts with noise",
+            "jnp.where((options.temperature > 0).reshape(-1, 1, 1), noise, 0.0)",
+            "noise",
+            _PERFECT_CHAIN,
+        ),
+        (
+            "logits of other tokens",
+            "return everywhere.at[:, :, ids].set(logits)",
+            "return everywhere.at[:, :, jnp.sort(ids)].set(logits)",
+            _PERFECT_EAGLE,
+        ),
+        (
+            "scores that are no probabilities",
+            "return tokens, best - log_sum_exp[..., None]",
+            "return tokens, best",
+            "drafters/test_frozen_kv_mtp.py::test_a_tree_has_the_best_of_all_proposals",
+        ),
+        (
+            "q after the noise",
+            "jax.nn.softmax(logits, axis=-1) if sampled",
+            "jax.nn.softmax(noisy, axis=-1) if sampled",
+            "core/test_statistics.py::test_drafts_are_sampled_without_replacement_from_the_distribution_they_report",
+        ),
+    ),
+    *_group(
+        "jspec/core/stopping.py",
+        (
+            "an ended text reads on",
+            "reads = (state >= 0) & (i < length)",
+            "reads = i < length",
+            "core/test_stopping.py::test_an_ended_sequence_reads_nothing_more",
+        ),
+        (
+            "a failed match starts anew",
+            "fallback[child] = int(table[fallback[node], byte]) if node else 0",
+            "fallback[child] = 0",
+            _STOPS,
+        ),
+        (
+            "a string inside another is missed",
+            "complete[child] |= complete[fallback[child]]",
+            "complete[child] |= False",
+            _STOPS,
+        ),
+        (
+            "EOS only outside a stop string",
+            "table[:, eos] = _END_OF_TEXT",
+            "table[0, eos] = _END_OF_TEXT",
+            "core/test_stopping.py::test_sequences_end_where_a_search_finds_the_end",
+        ),
+    ),
+    *_group(
+        "jspec/core/commit.py",
+        (
+            "a commit that need not wait for the forward",
+            "length = jnp.where(lax.bitcast_convert_type(value, jnp.int32) == _SIGNALING_NAN, 0, length)",
+            "length = length + 0 * value.astype(jnp.int32).shape[0]",
+            "core/test_program.py::test_each_pool_is_written_once_per_round_and_never_copied",
+        ),
+    ),
+    *_group(
+        "jspec/cache/swa.py",
+        (
+            "a window of one more",
+            "jnp.maximum(positions - self.window + 1, 0)",
+            "jnp.maximum(positions - self.window, 0)",
+            _SWA,
+        ),
+        (
+            "a window of one less in a round",
+            "return mask & (from_here <= window)",
+            "return mask & (from_here < window)",
+            _SWA,
+        ),
+        (
+            "a ring that is too short",
+            "pages.pages_for(window, page_size))\n",
+            "pages.pages_for(max(window - 1, 1), page_size))\n",
+            _SWA,
+        ),
+        (
+            "long commits at the wrong place",
+            "start, length = start + omitted, length - omitted",
+            "start, length = start, length - omitted",
+            _SWA,
+        ),
+    ),
+    *_group(
+        "jspec/cache/mla.py",
+        (
+            "attention reads unselected tokens",
+            "prefix_mask=prefix_mask,",
+            "prefix_mask=None,",
+            f"{_CACHES}[dsa-tree-4-None]",
+        ),
+    ),
+    *_group(
+        "jspec/cache/dsa.py",
+        (
+            "the indexer reads a free row",
+            "dtype=start.dtype)[None] < start[:, None]",
+            "dtype=start.dtype)[None] <= start[:, None]",
+            f"{_CACHES}[dsa-tree-4-None]",
+        ),
+    ),
+    *_group(
+        "jspec/cache/select.py",
+        (
+            "ties are all selected",
+            "missing = k - above.sum(-1, keepdims=True, dtype=jnp.int32)",
+            "missing = k + 0 * above.sum(-1, keepdims=True, dtype=jnp.int32)",
+            "cache/test_select.py",
+        ),
+    ),
+    *_group(
+        "jspec/cache/recurrent.py",
+        (
+            "the state of an empty sequence",
+            "live = (start > 0) | (length == 0)",
+            "live = start >= 0",
+            f"{_CACHES}[recurrent-tree-16-5]",
+        ),
+        (
+            "a window that does not move",
+            "new.inputs, length))",
+            "new.inputs, 0 * length))",
+            f"{_CACHES}[recurrent-tree-16-5]",
+        ),
+    ),
+    *_group(
+        "jspec/cache/hybrid.py",
+        (
+            "all layers of a group are its first",
+            "places.append((group, sizes[group]))",
+            "places.append((group, 0))",
+            "cache/test_hybrid.py",
+        ),
+    ),
+    *_group(
+        "pallas_kernels/kv_compact/reference.py",
+        (
+            "rows beyond the last page",
+            "keep = (step < length[:, None]) & (position < page_table.shape[1] * page_size)",
+            "keep = step < length[:, None]",
+            "kernels/test_kv_compact.py::test_rows_beyond_the_last_page_are_dropped",
+        ),
+        (
+            "rejected rows are written",
+            "keep = (step < length[:, None]) &",
+            "keep = (step <= length[:, None]) &",
+            "kernels/test_kv_compact.py::test_equals_a_loop_over_rows",
+        ),
+    ),
+    *_group(
+        "pallas_kernels/paged_attention/reference.py",
+        (
+            "a row after the prefix is read",
+            "committed = position < prefix_length[:, None, None]",
+            "committed = position <= prefix_length[:, None, None]",
+            _PAGED,
+        ),
+        (
+            "NaN of free pages",
+            "values = jnp.where(visible.any(1)[:, :, None, None], values, jnp.zeros((), values.dtype))",
+            "values = values + jnp.zeros((), values.dtype)",
+            _PAGED,
+        ),
+        (
+            "a window starts late",
+            "committed & (position >= prefix_start[:, :, None])",
+            "committed & (position > prefix_start[:, :, None])",
+            _PAGED,
+        ),
+    ),
+    *_group(
+        "pallas_kernels/mla_attention/reference.py",
+        (
+            "a latent row after the prefix is read",
+            "[None] < prefix_length[:, None]",
+            "[None] <= prefix_length[:, None]",
+            _MLA,
+        ),
+    ),
+    *_group(
+        "pallas_kernels/attention.py",
+        (
+            "a chain sees its future",
+            "return jnp.tril(jnp.ones((1, nodes, rows), bool), rows - nodes)",
+            "return jnp.tril(jnp.ones((1, nodes, rows), bool), rows)",
+            _PAGED,
+        ),
+    ),
+    *_group(
+        "pallas_kernels/topk/reference.py",
+        (
+            "NaN is the highest logit",
+            "jnp.where(jnp.isnan(x), -jnp.inf,",
+            "jnp.where(jnp.isnan(x), jnp.inf,",
+            "kernels/test_topk.py::test_strange_rows",
+        ),
+    ),
+    *_group(
+        "pallas_kernels/group_rows/reference.py",
+        (
+            "rows of a group in reverse",
+            "key = group * rows + slot",
+            "key = group * rows - slot",
+            "kernels/test_group_rows.py::test_equals_a_stable_sort",
+        ),
+    ),
+    *_group(
+        "pallas_kernels/grouped_matmul/reference.py",
+        (
+            "the activation of the other half",
+            "out = activation(gate) * other",
+            "out = gate * activation(other)",
+            "kernels/test_grouped_matmul.py::test_rows_are_chosen_and_gated",
+        ),
+    ),
+    *_group(
+        "pallas_kernels/split_heads/reference.py",
+        (
+            "keys that are not rotated",
+            "rotate(k, cos, sin), v",
+            "k, v",
+            "kernels/test_split_heads.py::test_equals_the_equations",
+        ),
+    ),
+    *_group(
+        "pallas_kernels/residual_norm/reference.py",
+        (
+            "the norm of the branch alone",
+            "wide_rms_norm(stream, following, eps)",
+            "wide_rms_norm(branch, following, eps)",
+            "kernels/test_residual_norm.py::test_equals_the_equations",
+        ),
+    ),
+    *_group(
+        "pallas_kernels/delta_rule/conv.py",
+        (
+            "a convolution over other ancestors",
+            "index = jnp.where(seen & (steps == distance), column, 0)",
+            "index = jnp.where(steps == distance, column, 0)",
+            "kernels/test_delta_rule.py::test_the_convolution_reads_the_nearest_ancestors",
+        ),
+    ),
+    *_group(
+        "jspec/drafters/standalone.py",
+        (
+            "the draft reads at the next position",
+            "(s.length + frontier.generation - 1)[:, None],",
+            "(s.length + frontier.generation)[:, None],",
+            _PERFECT_CHAIN,
+        ),
+        (
+            "the draft reads from another row",
+            "start, end = state.length, committed.start + committed.length + 1",
+            "start, end = state.length, committed.start + committed.length",
+            "drafters/test_drafters.py::test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes[good_draft]",
+        ),
+    ),
+    *_group(
+        "jspec/drafters/eagle.py",
+        (
+            "a head one position ahead",
+            "(s.length + frontier.generation - 2)[:, None],",
+            "(s.length + frontier.generation - 1)[:, None],",
+            _EAGLE,
+        ),
+        (
+            "the feature of another node",
+            "take_parents(feature, frontier),",
+            "feature[:, :1] * jnp.ones((1, frontier.tokens.shape[1], 1)),",
+            _EAGLE,
+        ),
+    ),
+    *_group(
+        "jspec/drafters/frozen_kv_mtp.py",
+        (
+            "an assistant at another position",
+            "jnp.maximum(committed - 1, 0)\n",
+            "jnp.maximum(committed - 2, 0)\n",
+            "drafters/test_frozen_kv_mtp.py::test_a_chain_is_the_best_token_of_each_step",
+        ),
+    ),
+    *_group(
+        "jspec/drafters/mtp.py",
+        (
+            "a head reads the wrong tokens",
+            "tokens = _tokens(s, row + 1 + index, drafts[:, 0])",
+            "tokens = _tokens(s, row + index, drafts[:, 0])",
+            _MTP,
+        ),
+        ("rows of drafts are kept", "known = jnp.maximum(end - index, 0) - start", "known = end - start", _MTP),
+    ),
+    *_group(
+        "jspec/drafters/ngram.py",
+        (
+            "the earliest match",
+            "matched * tokens.shape[1] + column, -1)",
+            "matched * tokens.shape[1] - column + tokens.shape[1], -1)",
+            _NGRAM,
+        ),
+        ("a copy that runs out of text", "[None] % period", "[None]", _NGRAM),
+    ),
+)
+
+
+def table() -> str:
+    """The list as a table of the documentation."""
+    lines = ["", "| mutant | in | killed by |", "|---|---|---|"]
+    for mutant in MUTANTS:
+        tests = ", ".join(f"`{test.removeprefix('tests/').replace('::', ' ')}`" for test in mutant.tests)
+        lines.append(f"| {mutant.name} | `{mutant.file}` | {tests} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def page_with_table(text: str) -> str:
+    """The page with the table between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
+
+
+def run(root: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+    """The exit status of pytest in a copy of the tree, and the end of its output."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--full", "-o", "addopts=", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
+    done = subprocess.run(
+        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return done.returncode, done.stdout[-3000:]
+
+
+def main() -> int:
+    """Runs the mutants; returns 1 if one survives."""
+    parser = argparse.ArgumentParser(description="Applies one-line mutants and runs the tests that kill them.")
+    parser.add_argument("-k", default="", help="only mutants whose name or file contains this")
+    parser.add_argument("--write", action="store_true", help="write the table in docs/testing.md and run nothing")
+    options = parser.parse_args()
+    if options.write:
+        PAGE.write_text(page_with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        return 0
+    chosen = [mutant for mutant in MUTANTS if options.k in mutant.name or options.k in mutant.file]
+    if not chosen:
+        parser.error(f"-k {options.k!r}: no mutant has this in its name or file")
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory) / "tree"
+        root.mkdir()
+        for name in COPIED:
+            source = ROOT / name
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, root / name, ignore=ignore) if source.is_dir() else shutil.copy(source, root / name)
+        status, output = run(root, tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests)))
+        if status:
+            print(output + "\nthese tests must pass before a mutant is applied")
+            return 2
+        survivors = []
+        for mutant in chosen:
+            original = mutant.apply(root)
+            status, output = run(root, mutant.tests)
+            (root / mutant.file).write_text(original, encoding="utf-8")
+            # 1: tests failed. Anything else, such as an error of collection, proves nothing.
+            verdict = {0: "SURVIVES", 1: "dead"}.get(status, "BROKEN")
+            print(f"{verdict:8} {mutant.file}: {mutant.name}", flush=True)
+            if status != 1:
+                survivors.append(mutant)
+                print(textwrap.indent(output, "    "), flush=True)
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} dead")
+    return int(bool(survivors))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The `fast` marker: the points that it leaves in the fast tier, and its parts that name none."""
+
+import types
+
+import pytest
+import tiers
+
+
+class Item:
+    """A point of a test, as pytest collects it."""
+
+    def __init__(self, test, point, *parts):
+        self.nodeid, self.callspec = f"{test}[{point}]", types.SimpleNamespace(id=point)
+        self.markers = [pytest.mark.fast(*parts).mark] if parts else []
+
+    def get_closest_marker(self, name):
+        return next((mark for mark in self.markers if mark.name == name), None)
+
+    def add_marker(self, marker):
+        self.markers.append(marker.mark)
+
+
+def test_points_that_the_marker_does_not_name_are_slow():
+    items = [Item("a", "x-1", "x"), Item("a", "y-1", "x"), Item("b", "y-1")]
+    assert tiers.mark_slow(items) == set()
+    assert [item.get_closest_marker("slow") is not None for item in items] == [False, True, False]
+
+
+def test_a_part_that_names_no_point_is_found():
+    items = [Item(test, point, "x", "z") for test in ("a", "b") for point in ("x-1", "y-1")]
+    assert tiers.mark_slow([*items, Item("b", "z", "x", "z")]) == {"a: fast('z')"}
