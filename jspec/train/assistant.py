@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from jspec.core.checks import check_flag, check_int
 from jspec.core.struct import struct
 from jspec.core.types import ForwardOutput, Params
 from jspec.drafters import FrozenKvMtp
@@ -142,22 +143,27 @@ def configure(
     Raises:
       ValueError: a layer that the target does not have, or a number of layers or heads that does not fit.
     """
+    shape = {name: check_int(name, value, least=1) for name, value in shape.items() if value is not None}
+    if num_layers is not None:
+        num_layers = check_int("num_layers", num_layers, least=1)
+    if reads is not None:
+        reads = model.check_layers("reads", reads)
     if reads is None:
         count = min(DEFAULT_LAYERS, target.num_layers) if num_layers is None else num_layers
         reads = default_reads(target, count)
     elif num_layers not in (None, len(reads)):
         raise ValueError(f"num_layers={num_layers}: must be {len(reads)}, the length of reads={reads}, or be omitted")
-    if not all(0 <= layer < target.num_layers for layer in reads):
+    if not reads or not all(0 <= layer < target.num_layers for layer in reads):
         raise ValueError(f"reads={reads}: each must be between 0 and {target.num_layers - 1}, a layer of the target")
     fields = {name: getattr(target, name) for name in ("hidden_size", "intermediate_size", "num_heads")}
-    fields |= {name: value for name, value in shape.items() if value is not None}
+    fields |= shape
     config = Assistant(
         vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
         target_layers=reads,
         head_dims=tuple(target.layer_keys(layer).head_dim for layer in reads),
         rms_norm_eps=target.rms_norm_eps,
-        target_head=target_head,
+        target_head=check_flag("target_head", target_head),
         **fields,
     )
     FrozenKvMtp().bind(target, config)

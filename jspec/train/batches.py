@@ -1,19 +1,92 @@
 """Batches of token sequences, each a function of (seed, step) alone, so that training resumes where it stopped."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import ArrayLike
+
+from jspec.core.checks import check_number
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Tokens to sample from: UInt[tokens], cut anywhere, or UInt[sequences, T], whole sequences."""
+    """Tokens to sample from: UInt[tokens], cut anywhere, or UInt[sequences, T], whole sequences.
+
+    Raises:
+      TypeError, ValueError: tokens that are not ids in one or two dimensions, or a share below 0.
+    """
 
     tokens: np.ndarray
     share: float = 1.0
     """The share of batches from this source, relative to the other sources."""
+    name: str = ""
+    """What errors call it; empty: by its position."""
+
+    def __post_init__(self):
+        object.__setattr__(self, "tokens", check_tokens(self.name or "tokens", self.tokens))
+        object.__setattr__(self, "share", check_number("share", self.share, least=0, owner="Source"))
+
+
+def check_tokens(name: str, tokens: ArrayLike, *, axes: tuple[int, ...] = (1, 2)) -> np.ndarray:
+    """Token ids as an array.
+
+    axes: valid numbers of axes; with two, they are [sequences, T].
+
+    Raises:
+      TypeError: values that are not ints.
+      ValueError: ragged, another number of axes, or no tokens.
+    """
+    try:
+        array = np.asarray(tokens)
+    except ValueError:
+        raise ValueError(f"{name}: is ragged; all sequences must have the same length") from None
+    found = f"{name}: is {array.dtype}{list(array.shape)}"
+    if array.ndim not in axes or not array.size:
+        raise ValueError(f"{found}; must have tokens along {' or '.join(map(str, axes))} axes")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{found}; must be token ids, which are ints")
+    if array.ndim == 2 and array.shape[1] < 2:
+        raise ValueError(f"{found}; a sequence must have at least 2 tokens")
+    return array
+
+
+def check_ids(name: str, tokens: np.ndarray, vocab_size: int) -> None:
+    """Checks that all ids are in the vocabulary.
+
+    Raises:
+      ValueError: it names the first kind of id that is not.
+    """
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{name}: holds token {low if low < 0 else high}, but the model has vocab_size={vocab_size}")
+
+
+def check_sources(sources: Sequence[Source], *, length: int, context: int, vocab_size: int) -> None:
+    """Checks that each step can have a batch, so that no run ends in the middle.
+
+    Args:
+      length: tokens of a sequence that is cut from a text.
+      context: tokens that the model can read at once; it reads all tokens of a sequence but the last.
+
+    Raises:
+      ValueError: no source or no share, a text shorter than a sequence, sequences beyond the context, or ids outside of
+        the vocabulary.
+    """
+    if not sources or not all(isinstance(source, Source) for source in sources):
+        raise ValueError(f"sources: {len(sources)} given; must be a tuple of at least one Source")
+    if not sum(source.share for source in sources):
+        raise ValueError("sources: the shares of all are 0; at least one must be above 0")
+    for index, source in enumerate(sources):
+        name, tokens = source.name or f"sources[{index}]", source.tokens
+        if tokens.ndim == 1 and len(tokens) <= length:
+            raise ValueError(f"{name}: has {len(tokens)} tokens: a sequence needs length + 1 = {length + 1}")
+        if tokens.ndim == 2 and tokens.shape[1] - 1 > context:
+            raise ValueError(
+                f"{name}: has sequences of {tokens.shape[1]} tokens, but the model's context holds {context}"
+            )
+        check_ids(name, tokens, vocab_size)
 
 
 def id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
@@ -21,22 +94,34 @@ def id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def open_tokens(path: Path, *, vocab_size: int) -> np.ndarray:
+def open_tokens(path: Path, *, vocab_size: int, axes: tuple[int, ...] = (1, 2)) -> np.ndarray:
     """A token file, memory-mapped.
+
+    axes: valid numbers of axes.
 
     Raises:
       FileNotFoundError: a missing file.
-      ValueError: not an array of unsigned ids of 16 or 32 bits in one or two dimensions, or ids outside the vocabulary.
+      ValueError: not an array of unsigned ids of 16 or 32 bits, another number of axes, or ids outside the vocabulary.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such token file; `jspec train data` writes it")
-    tokens = np.load(path, mmap_mode="r")
-    if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim not in (1, 2) or not tokens.size:
+    try:
+        tokens = np.load(path, mmap_mode="r")
+    except Exception as error:  # NumPy raises many classes for damaged headers
+        raise ValueError(f"{path}: not a token file, which `numpy.save` writes ({error})") from None
+    if not isinstance(tokens, np.ndarray):
+        tokens.close()
+        raise ValueError(f"{path}: holds several arrays; must be one, as `numpy.save` writes it")
+    if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim not in axes or not tokens.size:
         found = f"{tokens.dtype}{list(tokens.shape)}"
-        raise ValueError(f"{path}: holds {found}; must be uint16 or uint32 with 1 or 2 axes")
-    if int(tokens.max()) >= vocab_size:
-        raise ValueError(f"{path}: holds token {int(tokens.max())}, but the model has vocab_size={vocab_size}")
+        wanted = " or ".join(map(str, axes))
+        raise ValueError(
+            f"{path}: holds {found}; must be uint16 or uint32 with {wanted} {'axis' if axes == (1,) else 'axes'}"
+        )
+    if tokens.ndim == 2 and tokens.shape[1] < 2:
+        raise ValueError(f"{path}: holds sequences of 1 token; a sequence must have at least 2")
+    check_ids(str(path), tokens, vocab_size)
     return tokens
 
 
@@ -69,10 +154,20 @@ def windows(tokens: np.ndarray, *, batch_tokens: int, length: int) -> Iterator[n
     Raises:
       ValueError: fewer tokens than one window.
     """
-    count = (len(tokens) - 1) // length
-    if count < 1:
-        raise ValueError(f"the held-out text has {len(tokens)} tokens: a window needs length + 1 = {length + 1}")
+    count = count_windows(tokens, length)
     size = max(1, batch_tokens // length)
     starts = np.arange(count) * length
     for i in range(0, count, size):
         yield np.stack([tokens[start : start + length + 1] for start in starts[i : i + size]]).astype(np.int32)
+
+
+def count_windows(tokens: np.ndarray, length: int) -> int:
+    """How many windows `windows` has.
+
+    Raises:
+      ValueError: fewer tokens than one window.
+    """
+    count = (len(tokens) - 1) // length
+    if count < 1:
+        raise ValueError(f"the held-out text has {len(tokens)} tokens: a window needs length + 1 = {length + 1}")
+    return count

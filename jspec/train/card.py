@@ -1,18 +1,34 @@
 """What the model cards of language models and of drafts have in common."""
 
-import argparse
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from jspec.train.batches import Source
 from jspec.train.data import Manifest
-from jspec.train.trainer import Recipe
+from jspec.train.recipe import Recipe
 
 FinalMetrics = Mapping[str, Any]
 """The last line of metrics.jsonl that has the metrics of an evaluation, as JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What a run reads, as far as its card describes it; read before the run, so that nothing is missing at its end.
+
+    manifest: the data.
+    rows_shape: sequences of --rows and their length; None: there is no --rows.
+    rows_share: the fraction of batches from --rows.
+    num_prompts: held-out prompts in each evaluation.
+    """
+
+    manifest: Manifest
+    rows_shape: tuple[int, int] | None = None
+    rows_share: float = 0.0
+    num_prompts: int = 0
+
 
 _HEADER = """---
 license: apache-2.0
@@ -57,11 +73,19 @@ def assemble(
     return "\n\n".join(parts) + "\n"
 
 
-def read(args: argparse.Namespace, metric: str) -> tuple[Manifest, FinalMetrics]:
-    """The data's manifest, and the last line of metrics that has `metric`."""
-    manifest = json.loads((args.data / "data.json").read_text(encoding="utf-8"))
-    lines = [json.loads(line) for line in (args.work / "metrics.jsonl").read_text().splitlines()]
-    return manifest, next(line for line in reversed(lines) if metric in line)
+def inputs(manifest: Manifest, sources: Sequence[Source], rows_share: float, num_prompts: int = 0) -> Inputs:
+    """The inputs of a run whose sources are the text of the data and, if given, those of --rows."""
+    shape = None
+    if len(sources) > 1:
+        count, width = sources[1].tokens.shape
+        shape = count, width
+    return Inputs(manifest, shape, rows_share, num_prompts)
+
+
+def final_metrics(work: Path, metric: str) -> FinalMetrics:
+    """The last line of a run's metrics that has `metric`."""
+    lines = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+    return next(line for line in reversed(lines) if metric in line)
 
 
 def optimization(recipe: Recipe, steps: int) -> str:
@@ -87,9 +111,9 @@ def data_command(manifest: Manifest) -> str:
     return f"jspec train data --out data {vocabulary} --heldout {heldout}"
 
 
-def text_command(rows: Path, model_name: str) -> str:
-    """The command that has the model write the token file `rows`, named rows.npy."""
-    count, width = np.load(rows, mmap_mode="r").shape
+def text_command(shape: tuple[int, int], model_name: str) -> str:
+    """The command that has the model write a token file of this shape, named rows.npy."""
+    count, width = shape
     prompts = "data/train_prompts.json"
     return f"jspec train text --model {model_name} --prompts {prompts} --out rows.npy --rows {count} --width {width}"
 

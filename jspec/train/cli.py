@@ -2,25 +2,27 @@
 
 import argparse
 import dataclasses
+import importlib
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from jspec.train import data, draft, eagle3, frozen_kv_mtp, lm, text
+from jspec.train import arguments, data, options, text
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command of `jspec train`: its line in the overview, its help, its options, and the function that runs it."""
+    """A command of `jspec train`.
+
+    summary: its line in the overview.
+    description: its help.
+    add_arguments: adds its options.
+    module: whose `main` runs it; imported only then, because it may need the extra `train`.
+    """
 
     summary: str
     description: str | None
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    main: Callable[[argparse.Namespace], int]
-
-
-def _draft(kind: draft.DraftKind, summary: str, description: str | None) -> Command:
-    return Command(summary, description, partial(draft.add_arguments, kind), partial(draft.main, kind))
+    module: str
 
 
 COMMANDS = {
@@ -28,38 +30,35 @@ COMMANDS = {
         "write token files, a tokenizer and prompts from the installed packages",
         data.__doc__,
         data.add_arguments,
-        data.main,
+        "data",
     ),
     "lm": Command(
         "train a language model from scratch, or distill a small one from a teacher",
-        lm.__doc__,
-        lm.add_arguments,
-        lm.main,
+        arguments.LM,
+        arguments.add_lm,
+        "lm",
     ),
-    "eagle3": _draft(eagle3.KIND, "train an EAGLE-3 head for a target", eagle3.__doc__),
-    "frozen-kv-mtp": _draft(
-        frozen_kv_mtp.KIND,
+    "eagle3": Command("train an EAGLE-3 head for a target", arguments.EAGLE3, arguments.add_eagle3, "eagle3"),
+    "frozen-kv-mtp": Command(
         "train an assistant for a target, which reads the target's keys and values",
-        frozen_kv_mtp.__doc__,
+        arguments.FROZEN_KV_MTP,
+        arguments.add_frozen_kv_mtp,
+        "frozen_kv_mtp",
     ),
     "text": Command(
         "write a target's greedy text, for its draft to learn from",
         text.__doc__,
         text.add_arguments,
-        text.main,
+        "text",
     ),
 }
 """The commands by name."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command of `jspec train`; returns its exit status.
-
-    Raises:
-      ValueError, OSError: bad input; the message names it.
-    """
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="jspec train", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(
             name,
@@ -68,9 +67,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.add_arguments(subparser)
-        subparser.set_defaults(run=command.main)
-    options = parser.parse_args(arguments)
-    return options.run(options)
+    return parser
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs a command of `jspec train`; returns its exit status.
+
+    Raises:
+      ValueError, TypeError, OSError: bad input, or a missing package; the message names it.
+    """
+    given = build_parser().parse_args(args)
+    options.check(given)
+    try:
+        module = importlib.import_module(f"jspec.train.{COMMANDS[given.command].module}")
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from None
+    return module.main(given)
 
 
 if __name__ == "__main__":

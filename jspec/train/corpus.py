@@ -12,6 +12,7 @@ from email.message import Message
 from pathlib import Path, PurePosixPath
 from typing import cast
 
+from jspec.core.package import NAME
 from jspec.train import licenses
 
 MAX_FILE_BYTES = 200_000
@@ -65,7 +66,7 @@ def installed(search: list[str] | None = None) -> list[Package]:
     packages: dict[str, Package] = {}
     for distribution in found:
         name = normalize(distribution.metadata["Name"] or "")
-        if not name or name in packages or name == "jspec":
+        if not name or name in packages or name in ("jspec", NAME):
             continue
         files = tuple(
             sorted((str(file), Path(str(file.locate()))) for file in distribution.files or [] if file.suffix == ".py")
@@ -116,6 +117,21 @@ def collect(packages: Iterable[Package], heldout: Iterable[str]) -> Corpus:
     return Corpus(tuple(train), held, tuple(packages), skipped)
 
 
+def choose_heldout(packages: Iterable[Package], preferred: Iterable[str]) -> list[str]:
+    """Those of the `preferred` packages that are installed, with a permissive license.
+
+    Raises:
+      ValueError: there are none.
+    """
+    known = {package.name for package in packages if package.permissive and package.files}
+    found = [name for name in preferred if normalize(name) in known]
+    if not found:
+        raise ValueError(
+            f"heldout: none of the default packages is installed; name some of: {', '.join(sorted(known))}"
+        )
+    return found
+
+
 def normalize(name: str) -> str:
     """A distribution's name as package indexes compare it: `wadler-lindig` for `Wadler_Lindig`."""
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -125,7 +141,8 @@ def _check_heldout(packages: list[Package], names: frozenset[str]) -> None:
     known = {package.name: package for package in packages}
     missing = sorted(names - known.keys())
     if missing:
-        raise ValueError(f"heldout={missing}: not installed; name installed packages")
+        free = sorted(package.name for package in packages if package.permissive and package.files)
+        raise ValueError(f"heldout={missing}: not installed; name some of: {', '.join(free)}")
     for name in sorted(names):
         if not known[name].permissive:
             raise ValueError(f"heldout={name!r}: its license is {known[name].license!r}, which is not permissive")

@@ -14,23 +14,31 @@ import dataclasses
 import json
 import multiprocessing
 import random
+import sys
 from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from jspec.analysis.evaluate import read_prompts
+from jspec.checkpoints import atomic
+from jspec.checkpoints.files import CheckpointError, read_json
+from jspec.core.checks import check_int
 from jspec.engine.model import locate
-from jspec.train import corpus, prompts, tokenizer
+from jspec.train import corpus, options, prompts, tokenizer
 from jspec.train.corpus import Corpus, Document
 
 HELDOUT = (
     "click einops h11 humanize jinja2 lineax markdown networkx patsy simplejson sortedcontainers wadler-lindig".split()
 )
-"""The packages that are held out by default."""
+"""The packages that are held out by default, as far as they are installed."""
+
+MAX_PROCESSES = 1024
 
 TOKENIZER_BYTES = 100_000_000
 """Source to train the tokenizer on, in bytes; more takes longer and changes it little."""
@@ -38,12 +46,22 @@ TOKENIZER_BYTES = 100_000_000
 
 @dataclasses.dataclass(frozen=True)
 class PromptLimits:
-    """How many prompts to write, and their lengths in tokens."""
+    """How many prompts to write, and their lengths in tokens.
+
+    Raises:
+      TypeError, ValueError: a value that is not an int or below 1, or a minimum above the maximum.
+    """
 
     heldout: int = 128
     train: int = 65536
     min_tokens: int = 40
     max_tokens: int = 400
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            check_int(field.name, getattr(self, field.name), least=1, owner="PromptLimits")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens}: must be at most {self.max_tokens}, max_tokens")
 
 
 class Side(TypedDict):
@@ -90,22 +108,41 @@ def build(
 ) -> Manifest:
     """Writes all files into `directory`, which is created if needed; returns the manifest (data.json).
 
+    Files from an earlier call are replaced when all new ones are written, or not at all.
+
     given: a model, as for `jspec.load`, whose tokenizer is used regardless of `vocab_size`; None: one is trained.
 
     Raises:
-      ValueError: an empty side of the split, a vocabulary that is too small, or a given tokenizer without a token that
-        ends a text.
+      ValueError: an empty side of the split, a vocabulary that is too small, a number out of bounds, or a given
+        tokenizer without a token that ends a text.
       FileNotFoundError: the given model has no tokenizer.json.
+      OSError: the files cannot be written.
     """
+    check_int("max_length", max_length, least=1)
+    check_int("processes", processes, least=1, most=MAX_PROCESSES)
     for side in ("train", "heldout"):
         if not getattr(collected, side):
             raise ValueError(f"{side}: has no file of a permissive package; are its packages installed?")
-    directory.mkdir(parents=True, exist_ok=True)
+    atomic.require_directory(directory)
     if given is None:
         bpe = tokenizer.train(_sample(collected.train, TOKENIZER_BYTES), vocab_size)
     else:
         bpe = tokenizer.load(locate(given))
         tokenizer.check(bpe, given)
+    with atomic.staged(directory, key="data.json") as stage:
+        return _write(stage, collected, bpe, max_length=max_length, limits=limits, processes=processes, given=given)
+
+
+def _write(
+    directory: Path,
+    collected: Corpus,
+    bpe: Tokenizer,
+    *,
+    max_length: int,
+    limits: PromptLimits,
+    processes: int,
+    given: str | Path | None,
+) -> Manifest:
     tokenizer.save(bpe, directory, max_length)
     # Token files and the manifest.
     tokens = {}
@@ -120,9 +157,10 @@ def build(
     # Prompts.
     heldout = extract_prompts(collected.heldout, bpe, limits.heldout, limits, processes)
     _write_json(directory / "heldout_prompts.json", heldout)
-    _write_json(
-        directory / "train_prompts.json", extract_prompts(collected.train, bpe, limits.train, limits, processes)
-    )
+    # A function may be in both sides, in files that differ elsewhere.
+    apart = {record["prompt"] for record in heldout}
+    trained = extract_prompts(collected.train, bpe, limits.train, limits, processes, without=apart)
+    _write_json(directory / "train_prompts.json", trained)
     return {**manifest, "heldout_prompts": len(heldout)}
 
 
@@ -162,15 +200,78 @@ def describe(collected: Corpus, tokens: dict[str, int], vocab_size: int) -> Mani
     }
 
 
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest in a directory of data.
+
+    Raises:
+      FileNotFoundError: no such file.
+      CheckpointError: it is not what `build` writes; the message names the key.
+    """
+    path = Path(directory) / "data.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: no such file; `jspec train data` writes it, and the model card describes the data by it"
+        )
+    manifest = read_json(path)
+    for side in ("train", "heldout"):
+        _check_keys(path, side, manifest.get(side), dict.fromkeys(("packages", "files", "bytes", "tokens"), int))
+    _check_keys(path, "", manifest, {"vocab_size": int, "skipped": dict, "packages": list})
+    _check_keys(path, "skipped", manifest["skipped"], dict.fromkeys(manifest["skipped"], int))
+    for index, package in enumerate(manifest["packages"]):
+        _check_keys(path, f"packages[{index}]", package, PackageRecord.__annotations__)
+    if not isinstance(manifest.get("tokenizer", ""), str):
+        raise CheckpointError(f"{path}: tokenizer={manifest['tokenizer']!r} must be a str")
+    return cast(Manifest, manifest)
+
+
+def _check_keys(path: Path, name: str, value: object, kinds: Mapping[str, type]) -> None:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: {name} must be an object, but is {value!r:.60}")
+    for key, kind in kinds.items():
+        found = value.get(key)
+        if type(found) is not kind:
+            full = f"{name}.{key}" if name else key
+            raise CheckpointError(f"{path}: {full} must be of type {kind.__name__}, but is {found!r:.60}")
+
+
+def read_heldout_prompts(directory: Path, count: int | None, default: int) -> list[str]:
+    """The first prompts of heldout_prompts.json, none of which may be in train_prompts.json, if that exists.
+
+    count: how many; None: `default`, or all if there are fewer.
+
+    Raises:
+      ValueError: fewer prompts than `count`, a prompt twice, or one that is trained on.
+      OSError: no such file.
+    """
+    path, trained = directory / "heldout_prompts.json", directory / "train_prompts.json"
+    found = read_prompts(path)
+    twice = [prompt for prompt, times in Counter(found).items() if times > 1]
+    both = sorted({*found} & {*read_prompts(trained)}) if trained.exists() else []
+    for prompts_, where in ((twice, "twice in this file"), (both, f"also in {trained}")):
+        if prompts_:
+            raise ValueError(f"{path}: {len(prompts_)} prompts are {where}, such as {prompts_[0]!r:.60}; remove them")
+    if count is not None and count > len(found):
+        raise ValueError(f"--prompts={count}: {path} has only {len(found)}")
+    return found[: default if count is None else count]
+
+
 def public_name(source: str | Path) -> str:
     """A model's name without the path of its directory."""
     return Path(source).name if Path(source).is_dir() else str(source)
 
 
 def extract_prompts(
-    documents: tuple[Document, ...], bpe: Tokenizer, count: int, limits: PromptLimits, processes: int = 1
+    documents: tuple[Document, ...],
+    bpe: Tokenizer,
+    count: int,
+    limits: PromptLimits,
+    processes: int = 1,
+    without: Collection[str] = (),
 ) -> list[dict[str, str]]:
-    """Up to `count` prompts within the length limits, in a fixed random order that alternates between packages."""
+    """Up to `count` prompts within the length limits, in a fixed random order that alternates between packages.
+
+    without: prompts to leave out.
+    """
     # The prompts of all files, in random order.
     shuffled = list(documents)
     random.Random(0).shuffle(shuffled)
@@ -185,7 +286,7 @@ def extract_prompts(
     lengths = [len(encoding.ids) for encoding in bpe.encode_batch_fast([prompt for _, prompt in pairs])]
     # Without duplicates, by package.
     by_package: dict[str, list[dict[str, str]]] = defaultdict(list)
-    seen: Counter = Counter()
+    seen = Counter(without)
     for (document, prompt), length in zip(pairs, lengths, strict=True):
         seen[prompt] += 1
         if seen[prompt] == 1 and limits.min_tokens <= length <= limits.max_tokens:
@@ -215,25 +316,41 @@ def _is_test(path: str) -> bool:
 
 
 def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    atomic.write_json(path, value, indent=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `jspec train data`."""
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--heldout", nargs="+", default=HELDOUT, metavar="PACKAGE", help="packages to hold out")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="size of the vocabulary (default: 4096)")
+    parser.add_argument(
+        "--heldout",
+        nargs="+",
+        metavar="PACKAGE",
+        help=f"packages to hold out (default: those of these that are installed: {' '.join(HELDOUT)})",
+    )
     parser.add_argument(
         "--tokenizer", help="a model whose tokenizer to use: bundled:NAME or a directory (default: train one)"
     )
-    parser.add_argument("--max-length", type=int, default=1024, help="context written to the tokenizer (default: 1024)")
-    parser.add_argument("--heldout-prompts", type=int, default=128, help="held-out prompts to write (default: 128)")
-    parser.add_argument("--processes", type=int, default=1, help="processes that parse source (default: 1)")
+    for option, default, least, most, meaning in (
+        ("--vocab-size", 4096, tokenizer.MIN_VOCABULARY, tokenizer.MAX_VOCABULARY, "size of the vocabulary"),
+        ("--max-length", 1024, 1, None, "context written to the tokenizer"),
+        ("--heldout-prompts", 128, 1, None, "held-out prompts to write"),
+        ("--processes", 1, 1, MAX_PROCESSES, "processes that parse source"),
+    ):
+        options.add_number(parser, option, bounds={"least": least, "most": most}, default=default, help=meaning)
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs `jspec train data`; prints the counts and returns its exit status."""
-    collected = corpus.collect([*corpus.installed(), corpus.standard_library()], args.heldout)
+    options.check_writable("--out", args.out)
+    if args.tokenizer is not None:  # before the packages, which take minutes to read
+        tokenizer.check(tokenizer.load(locate(args.tokenizer)), args.tokenizer)
+    packages = [*corpus.installed(), corpus.standard_library()]
+    heldout = corpus.choose_heldout(packages, HELDOUT) if args.heldout is None else args.heldout
+    print(f"jspec: holding out {' '.join(heldout)}; reading {len(packages)} packages", file=sys.stderr, flush=True)
+    collected = corpus.collect(packages, heldout)
+    count = len(collected.train) + len(collected.heldout)
+    print(f"jspec: tokenizing {count:,} files, which takes minutes if they are many", file=sys.stderr, flush=True)
     manifest = build(
         args.out,
         collected,

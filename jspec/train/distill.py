@@ -10,14 +10,16 @@ from jaxtyping import Array, Int, PyTree
 from tqdm import tqdm
 
 from jspec.analysis.evaluate import evaluate
+from jspec.core.checks import check_flag
 from jspec.core.types import Params
 from jspec.drafters import DRAFTERS
 from jspec.engine.model import Model
 from jspec.models import Assistant, EagleHead
-from jspec.train import batches, learner, loop, trainer
+from jspec.train import batches, fingerprint, learner, loop, trainer
 from jspec.train.batches import Source
-from jspec.train.learner import DraftRecipe, DraftSetup, DraftState, Learner
-from jspec.train.loop import DEFAULT_INTERVALS, Intervals, Metrics
+from jspec.train.learner import DraftSetup, DraftState, Learner
+from jspec.train.recipe import DEFAULT_INTERVALS, DraftRecipe, Intervals
+from jspec.train.run_directory import Metrics, Record
 
 _MAX_HELDOUT_TOKENS = 2**18
 
@@ -40,17 +42,20 @@ def train(
       target: the target's weights, in the setup's precision.
       sources: text to train on; best, text that the target wrote itself.
       heldout: text to evaluate on, [tokens].
-      directory: where metrics.jsonl, recipe.json and the checkpoints are written.
+      directory: for metrics and checkpoints, see `run_directory`.
       measure_draft: from the draft's weights as they are served, more metrics to log at each evaluation, such as
         `accept_length`.
-      resume: continue from the latest checkpoint in `directory`; the result equals that of an uninterrupted run.
+      resume: continue from the newest checkpoint in `directory` that is whole; the result equals that of an
+        uninterrupted run.
 
     Raises:
-      ValueError: a target, data and recipe that do not fit together, or a checkpoint of another recipe.
+      ValueError: a target, data and recipe that do not fit together, or a checkpoint of another recipe or other data.
       FileNotFoundError: no checkpoint to resume from.
       FileExistsError: `directory` has checkpoints and `resume` is False.
+      OSError: metrics or a checkpoint cannot be written.
     """
-    check(setup, sources)
+    heldout = batches.check_tokens("heldout", heldout, axes=(1,))
+    check(setup, sources, heldout)
     ids = setup.learner.vocabulary(sources)
 
     def evaluate_state(state: DraftState) -> Metrics:
@@ -64,12 +69,40 @@ def train(
         advance=lambda state, step: _advance(setup, target, sources, state, step),
         evaluate=evaluate_state,
         steps=setup.recipe.steps,
-        schedule=setup.recipe.schedule(),
-        recipe=dataclasses.asdict(setup.recipe) | dataclasses.asdict(setup.learner.config),
+        schedule=trainer.schedule(setup.recipe),
+        record=_record(setup, target, sources, heldout),
         resume=resume,
         intervals=intervals,
         stop_after=stop_after,
     )
+
+
+def init(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...]) -> DraftState:
+    """The state before the first step, for the vocabulary that the draft has of these sources."""
+    return learner.init(setup, target, setup.learner.vocabulary(sources))
+
+
+def _record(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], heldout: np.ndarray) -> Record:
+    """Everything that determines a run."""
+    return {
+        **dataclasses.asdict(setup.recipe),
+        **dataclasses.asdict(setup.learner.config),
+        "dtype": setup.dtype,
+        "draft": type(setup.learner.config).__name__,
+        "target": fingerprint.of_model(setup.target, target),
+        **fingerprint.of_sources(sources),
+        "heldout": fingerprint.of_array(heldout),
+    }
+
+
+def require_model(model: Model) -> None:
+    """Checks that a target was loaded or made as a `Model`.
+
+    Raises:
+      TypeError: it was not.
+    """
+    if not isinstance(model, Model):
+        raise TypeError(f"model is of type {type(model).__name__}: must be a jspec.Model, as jspec.load returns it")
 
 
 def train_in_memory(
@@ -90,19 +123,29 @@ def train_in_memory(
       progress: show a bar with the loss.
 
     Raises:
+      TypeError: an argument of another type, or a field that `DraftRecipe` does not have.
       ValueError: a target, text and recipe that do not fit together.
     """
-    recipe = DraftRecipe(steps=steps, batch_tokens=batch_tokens, length=sequences.shape[1])
-    recipe = dataclasses.replace(recipe, **recipe_options)
-    sources, target = (Source(np.asarray(sequences)),), model.params.target
+    check_flag("progress", progress)
+    names = {field.name for field in dataclasses.fields(DraftRecipe)} - {"steps", "batch_tokens", "length"}
+    for name, value in recipe_options.items():
+        if name not in names:
+            raise TypeError(f"{name}={value!r}: no such argument; recipe options are {', '.join(sorted(names))}")
+    sequences = batches.check_tokens("sequences", sequences, axes=(2,))
+    # Widths that no recipe has are refused by `check`, as the widths of sequences.
+    length = max(3, sequences.shape[1])
+    recipe = DraftRecipe(steps=steps, batch_tokens=batch_tokens, length=length, **recipe_options)  # pyright: ignore[reportArgumentType]
+    sources, target = (Source(sequences, name="sequences"),), model.params.target
     setup = DraftSetup(draft, recipe, str(target.embed.dtype))
     check(setup, sources)
-    state = learner.init(setup, target, draft.vocabulary(sources))
+    state = init(setup, target, sources)
     bar = tqdm(range(steps), disable=not progress)
     for step in bar:
         state, loss, _ = _advance(setup, target, sources, state, step)
         if progress and step % 10 == 0:
             bar.set_postfix(loss=f"{float(loss):.3f}")
+        if step == steps - 1 and not np.isfinite(loss):
+            raise ValueError(f"loss={float(loss)} after {steps} steps: it diverged; try a lower learning_rate")
     return dataclasses.replace(model, params=Params(target, state.serve(setup.dtype)), draft=draft.config)
 
 
@@ -165,21 +208,23 @@ def accept_length(
     }
 
 
-def check(setup: DraftSetup, sources: tuple[Source, ...]) -> None:
-    """Checks that target, data and recipe fit together.
+def check(setup: DraftSetup, sources: tuple[Source, ...], heldout: np.ndarray | None = None) -> None:
+    """Checks that target, data and recipe fit together, so that no run ends in the middle.
 
     Raises:
-      ValueError: sequences longer than the target's context, or a hyperparameter out of range.
+      ValueError: sequences longer than the target's context, short texts, or ids outside of the vocabulary.
     """
     recipe, limit = setup.recipe, setup.target.max_length
     widths = [source.tokens.shape[1] for source in sources if source.tokens.ndim == 2]
     for name, length in [("length", recipe.length), *(("length of --rows", width) for width in widths)]:
         if not 2 < length <= limit:
             raise ValueError(f"{name}={length}: must be between 3 and {limit}, the target's context")
-    if recipe.steps < 2:
-        raise ValueError(f"steps={recipe.steps}: must be at least 2")
-    if recipe.ttt_steps < 1:
-        raise ValueError(f"ttt_steps={recipe.ttt_steps}: must be at least 1")
+    vocab_size = setup.target.vocab_size
+    batches.check_sources(sources, length=recipe.length - 1, context=limit, vocab_size=vocab_size)
+    if heldout is not None:
+        if len(heldout) < 3:
+            raise ValueError(f"the held-out text has {len(heldout)} tokens: at least 3 are needed")
+        batches.check_ids("heldout", heldout, vocab_size)
 
 
 def _advance(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], state: DraftState, step: int):

@@ -1,4 +1,4 @@
-"""The command that trains a draft of any kind: `jspec train eagle3`, `jspec train frozen-kv-mtp`."""
+"""Runs a command that trains a draft of any kind: `jspec train eagle3`, `jspec train frozen-kv-mtp`."""
 
 import argparse
 import dataclasses
@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from jspec.analysis.evaluate import read_prompts
-from jspec.engine.model import Model, load, locate
+from jspec.checkpoints import atomic
+from jspec.engine.model import load, locate
 from jspec.models import Decoder
 from jspec.text.tokenizer import Tokenizer
-from jspec.train import batches, data, distill, draft_card, options
-from jspec.train.learner import DraftRecipe, DraftSetup, DraftState, Learner
+from jspec.train import batches, card, data, distill, draft_card, options
+from jspec.train.arguments import DEFAULT_PROMPTS
+from jspec.train.card import Inputs
+from jspec.train.learner import DraftSetup, DraftState, Learner
 from jspec.train.model import count
+from jspec.train.recipe import DraftRecipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +27,7 @@ class DraftKind:
 
     name: of the command.
     noun: what such a draft is called.
-    add_shape: adds the options that give the draft's shape.
-    shape: the names of those options.
+    shape: the names of the options that give the draft's shape.
     make_learner: (the target's configuration, the options) -> the draft to train.
     save: (directory, learner, weights in float32, the target's name, options) writes the checkpoint.
     describe: (learner, number of weights, the target's name, options) -> the sentence of the card that describes it.
@@ -33,20 +35,10 @@ class DraftKind:
 
     name: str
     noun: str
-    add_shape: Callable[[argparse.ArgumentParser], None]
     shape: tuple[str, ...]
     make_learner: Callable[[Decoder, argparse.Namespace], Learner]
     save: Callable[[Path, Learner, PyTree, str, argparse.Namespace], None]
     describe: Callable[[Learner, int, str, argparse.Namespace], str]
-
-
-def add_arguments(kind: DraftKind, parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    options.add(parser, DraftRecipe)
-    parser.add_argument("--target", required=True, help="bundled:NAME, a Hugging Face directory or a hub id")
-    parser.add_argument("--depth", type=int, default=5, help="drafts per round in evaluations (default: 5)")
-    parser.add_argument("--prompts", type=int, default=32, help="held-out prompts in each evaluation (default: 32)")
-    kind.add_shape(parser)
 
 
 def main(kind: DraftKind, args: argparse.Namespace) -> int:
@@ -55,53 +47,76 @@ def main(kind: DraftKind, args: argparse.Namespace) -> int:
     Raises:
       ValueError, OSError: bad input; the message names it.
     """
-    model = _load_target(args)
-    learner = kind.make_learner(model.target, args)
-    setup, state = _train(learner, model, args)
-    # The checkpoint, and the card beside it.
-    name = data.public_name(args.target)
-    kind.save(args.out, learner, state.serve(jnp.float32), name, args)
-    card = draft_card.write(
-        setup,
-        state,
-        args,
-        command=kind.name,
-        noun=kind.noun,
-        architecture=kind.describe(learner, count(state.params), name, args),
-        shape=draft_card.given(args, kind.shape),
-        device=jax.devices()[0].device_kind,
-    )
-    (args.out / "README.md").write_text(card, encoding="utf-8")
-    return 0
-
-
-def _load_target(args: argparse.Namespace) -> Model:
-    """The model of --target.
-
-    Raises:
-      ValueError: its tokenizer is not that of --data.
-    """
+    directory = locate(args.target)
+    options.check_run(args, {"--target": directory})
+    # The data and the target.
+    manifest = data.read_manifest(args.data)
+    prompts = data.read_heldout_prompts(args.data, args.prompts, DEFAULT_PROMPTS)
+    _check_tokenizer(args, directory)
     model = load(args.target)
-    ours, theirs = Tokenizer.load(args.data), Tokenizer.load(locate(args.target))
-    if ours is None or theirs is None or ours.vocabulary() != theirs.vocabulary():
-        raise ValueError(f"{args.data}: the tokenizer is not that of {args.target}; see jspec train data --tokenizer")
-    return model
-
-
-def _train(learner: Learner, model: Model, args: argparse.Namespace) -> tuple[DraftSetup, DraftState]:
+    learner = kind.make_learner(model.target, args)
+    recipe, vocab_size = options.recipe(args, DraftRecipe), model.target.vocab_size
+    setup = DraftSetup(learner, recipe, str(model.params.target.embed.dtype))
+    sources = options.sources(args, vocab_size)
+    heldout = batches.open_tokens(args.data / "heldout.npy", vocab_size=vocab_size, axes=(1,))
+    inputs = card.inputs(manifest, sources, options.rows_share(args), len(prompts))
+    # A card is tried now, so that a run that cannot have one does not begin.
     target = model.params.target
-    setup = DraftSetup(learner, options.recipe(args, DraftRecipe), str(target.embed.dtype))
-    vocab_size = setup.target.vocab_size
-    prompts = read_prompts(args.data / "heldout_prompts.json")[: args.prompts]
+    distill.check(setup, sources, heldout)
+    weights = count(jax.eval_shape(lambda: distill.init(setup, target, sources).params))
+    _card(kind, args, setup, inputs, draft_card.EXAMPLE, recipe.steps, weights)
+
+    def measure(params: PyTree) -> distill.Metrics:
+        return distill.accept_length(model, learner.config, params, prompts, depth=args.depth)
+
     state = distill.train(
         setup,
         target,
-        options.sources(args, vocab_size),
-        batches.open_tokens(args.data / "heldout.npy", vocab_size=vocab_size),
+        sources,
+        heldout,
         directory=args.work,
-        measure_draft=lambda params: distill.accept_length(model, learner.config, params, prompts, depth=args.depth),
+        measure_draft=measure,
         resume=args.resume,
         intervals=options.intervals(args),
         stop_after=args.stop_after,
     )
-    return setup, state
+    final = card.final_metrics(args.work, "heldout_agreement")
+    _export(kind, args, learner, state, _card(kind, args, setup, inputs, final, int(state.step), weights))
+    return 0
+
+
+def _check_tokenizer(args: argparse.Namespace, directory: Path) -> None:
+    """Raises if the tokenizer of --data is not that of --target."""
+    ours, theirs = Tokenizer.load(args.data), Tokenizer.load(directory)
+    if ours is None or theirs is None or ours.vocabulary() != theirs.vocabulary():
+        raise ValueError(f"{args.data}: the tokenizer is not that of {args.target}; see jspec train data --tokenizer")
+
+
+def _card(
+    kind: DraftKind,
+    args: argparse.Namespace,
+    setup: DraftSetup,
+    inputs: Inputs,
+    final: card.FinalMetrics,
+    steps: int,
+    weights: int,
+) -> str:
+    return draft_card.write(
+        setup,
+        inputs,
+        final,
+        args,
+        steps=steps,
+        command=kind.name,
+        noun=kind.noun,
+        architecture=kind.describe(setup.learner, weights, data.public_name(args.target), args),
+        shape=draft_card.given(args, kind.shape),
+        device=jax.devices()[0].device_kind,
+    )
+
+
+def _export(kind: DraftKind, args: argparse.Namespace, learner: Learner, state: DraftState, text: str) -> None:
+    """Writes the draft's checkpoint with `text` as its card."""
+    with atomic.staged(args.out, key="config.json", replaced=atomic.WEIGHTS) as stage:
+        kind.save(stage, learner, state.serve(jnp.float32), data.public_name(args.target), args)
+        (stage / "README.md").write_text(text, encoding="utf-8")

@@ -3,9 +3,8 @@
 import argparse
 
 from jspec.train import card, data, options
-from jspec.train.card import FinalMetrics
-from jspec.train.data import Manifest
-from jspec.train.learner import DraftSetup, DraftState
+from jspec.train.card import FinalMetrics, Inputs
+from jspec.train.learner import DraftSetup
 
 _USE = """## Use
 
@@ -14,37 +13,50 @@ A draft for {target}, useless without it: `jspec.load("{target}", draft="{name}"
 faster."""
 
 
+EXAMPLE: FinalMetrics = {
+    "seconds": 0.0,
+    "heldout_agreement": [0.0],
+    "heldout_chain": 0.0,
+    "accept_length": 0.0,
+    "acceptance_by_position": [0.0],
+    "repeated": 0.0,
+}
+"""Metrics to try a card with before the run."""
+
+
 def write(
     setup: DraftSetup,
-    state: DraftState,
+    inputs: Inputs,
+    final: FinalMetrics,
     args: argparse.Namespace,
     *,
+    steps: int,
     command: str,
     noun: str,
     architecture: str,
     shape: str,
     device: str,
 ) -> str:
-    """The card in Markdown, from the data's manifest, the metrics of the run and its options.
+    """The card in Markdown, from what the run read, its last metrics and its options.
 
     Args:
+      steps: steps that were trained.
       command: the command of `jspec train` that ran.
       noun: what such a draft is called.
       architecture: the sentence that describes it.
       shape: the options that give its shape, as `given` returns them.
       device: the hardware it was trained on.
     """
-    manifest, final = card.read(args, "heldout_agreement")
     target, name = data.public_name(args.target), args.out.name
     use = _USE.format(target=target, name=name, drafter=setup.learner.config.drafter, noun=noun)
     return card.assemble(
         name,
         tags=[command],
         architecture=architecture,
-        training=_training(setup, manifest, final, int(state.step), args, device),
-        sections=[_results(final, args), use],
-        commands=_commands(setup, command, shape, manifest, args),
-        manifest=manifest,
+        training=_training(setup, inputs, final, steps, device),
+        sections=[_results(final, inputs, args), use],
+        commands=_commands(setup, command, shape, inputs, args),
+        manifest=inputs.manifest,
     )
 
 
@@ -60,11 +72,8 @@ def given(args: argparse.Namespace, names: tuple[str, ...]) -> str:
     return found
 
 
-def _training(
-    setup: DraftSetup, manifest: Manifest, final: FinalMetrics, steps: int, args: argparse.Namespace, device: str
-) -> list[str]:
-    recipe, train = setup.recipe, manifest["train"]
-    share = args.rows_share if args.rows else 0.0
+def _training(setup: DraftSetup, inputs: Inputs, final: FinalMetrics, steps: int, device: str) -> list[str]:
+    recipe, train, share = setup.recipe, inputs.manifest["train"], inputs.rows_share
     texts = [f"{share:.0%} of the batches are text that the target wrote greedily itself"] if share else []
     if share < 1:
         texts.append(f"{1 - share:.0%} are Python source, {train['tokens']:,} tokens of {train['packages']} packages")
@@ -77,7 +86,7 @@ def _training(
     ]
 
 
-def _results(final: FinalMetrics, args: argparse.Namespace) -> str:
+def _results(final: FinalMetrics, inputs: Inputs, args: argparse.Namespace) -> str:
     shares = " ".join(f"{share:.3f}" for share in final["heldout_agreement"])
     lines = [
         f"- training-time test on held-out source: agreement with the target's choice by step: {shares}; "
@@ -87,17 +96,17 @@ def _results(final: FinalMetrics, args: argparse.Namespace) -> str:
         positions = " ".join(f"{share:.3f}" for share in final["acceptance_by_position"])
         lines.append(
             f"- **accept length {final['accept_length']:.2f}**, bonus token included, in greedy decoding with chains "
-            f"of {args.depth} drafts, on {args.prompts} held-out prompts; acceptance by draft position: {positions}; "
-            f"{final['repeated']:.0%} of that text repeats earlier text"
+            f"of {args.depth} drafts, on {inputs.num_prompts} held-out prompts; acceptance by draft position: "
+            f"{positions}; {final['repeated']:.0%} of that text repeats earlier text"
         )
     return "## Results\n\n" + "\n".join(lines)
 
 
-def _commands(setup: DraftSetup, command: str, shape: str, manifest: Manifest, args: argparse.Namespace) -> list[str]:
+def _commands(setup: DraftSetup, command: str, shape: str, inputs: Inputs, args: argparse.Namespace) -> list[str]:
     """The commands that make this draft again, with relative paths."""
-    name, lines = data.public_name(args.target), [card.data_command(manifest)]
+    name, lines = data.public_name(args.target), [card.data_command(inputs.manifest)]
     train = f"jspec train {command} --data data --target {name} --work runs/{args.out.name} --out {args.out.name}"
-    if args.rows is not None:
-        lines.append(card.text_command(args.rows, name))
-        train += f" --rows rows.npy --rows-share {args.rows_share}"
+    if inputs.rows_shape is not None:
+        lines.append(card.text_command(inputs.rows_shape, name))
+        train += f" --rows rows.npy --rows-share {inputs.rows_share}"
     return [*lines, train + shape + options.describe(setup.recipe)]

@@ -1,18 +1,4 @@
-"""`jspec train eagle3`: trains an EAGLE-3 head for a target (Li et al., EAGLE-3, arXiv 2503.01840, section 3).
-
-Writes a checkpoint of the head with a model card, metrics as JSON lines, and checkpoints to resume from. The head is
-best trained on text that the target wrote itself (`jspec train text`), since it will also draft for such text.
-
-  jspec train data --out data --tokenizer TARGET --processes 16
-  jspec train text --model TARGET --prompts data/train_prompts.json --out rows.npy
-  jspec train eagle3 --data data --target TARGET --rows rows.npy --rows-share 0.8 --work work --out head --steps 2000
-
-Cost: a token takes one forward of the target and, in each of the `ttt_steps`, a forward and a backward of the head; on
-an accelerator one more forward, because the backward pass recomputes the inside of each step. Memory per token: the
-target's logits (4 bytes times its vocabulary), the logits of one step, and what is stored between steps, which is 29 kB
-in float32 for a head of width 256. `--batch-tokens` bounds all three. The card of the bundled head states what its
-training took.
-"""
+"""Training of EAGLE-3 heads (Li et al., EAGLE-3, arXiv 2503.01840, section 3), in memory or by `jspec train eagle3`."""
 
 import argparse
 from pathlib import Path
@@ -21,16 +7,14 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jspec.checkpoints import eagle
-from jspec.checkpoints.eagle_config import LAYOUTS
 from jspec.engine.model import Model
 from jspec.models import Decoder, EagleHead
 from jspec.models.llama import require_llama
-from jspec.train import distill, head
+from jspec.train import distill, draft, head
+from jspec.train.arguments import HEAD_SHAPE
 from jspec.train.draft import DraftKind
 from jspec.train.head import HeadLearner
 from jspec.train.learner import Learner
-
-_SHAPE = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
 
 
 def train_head(
@@ -54,11 +38,12 @@ def train_head(
       capture_layers: the target's layers that the head reads; None: (2, L // 2, L - 3).
       draft_vocab_size: tokens that the head can propose, the most common ones of the text; None: all.
       progress: show a bar with the loss.
-      recipe_options: other fields of `DraftRecipe`.
+      recipe_options: other fields of `DraftRecipe`, except for `length`, which is T.
 
     Raises:
-      ValueError: arguments that do not fit together; see the message.
+      TypeError, ValueError: an argument of another type or out of bounds, or arguments that do not fit together.
     """
+    distill.require_model(model)
     target = require_llama(model.target, "the training of an EAGLE-3 head")
     config = head.configure(target, capture_layers=capture_layers, draft_vocab_size=draft_vocab_size)
     learner = HeadLearner(config, target)
@@ -67,29 +52,9 @@ def train_head(
     )
 
 
-def _add_shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--layout", choices=LAYOUTS, default=LAYOUTS[0], help="layout of the checkpoint (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--capture-layers",
-        type=int,
-        nargs="+",
-        metavar="LAYER",
-        help="the target's layers whose input the head reads (default: 2, L // 2, L - 3)",
-    )
-    parser.add_argument(
-        "--draft-vocab-size",
-        type=int,
-        help="tokens that the head can propose, the most common ones of the data (default: all)",
-    )
-    for name in _SHAPE:
-        parser.add_argument("--" + name.replace("_", "-"), type=int, help="of the head (default: the target's)")
-
-
 def _make_learner(target: Decoder, args: argparse.Namespace) -> HeadLearner:
     shape = require_llama(target, "jspec train eagle3")
-    given = {name: getattr(args, name) for name in (*_SHAPE, "draft_vocab_size")}
+    given = {name: getattr(args, name) for name in (*HEAD_SHAPE, "draft_vocab_size")}
     capture_layers = None if args.capture_layers is None else tuple(args.capture_layers)
     return HeadLearner(head.configure(shape, capture_layers=capture_layers, **given), shape)
 
@@ -114,10 +79,14 @@ def _describe(learner: Learner, weights: int, name: str, args: argparse.Namespac
 KIND = DraftKind(
     name="eagle3",
     noun="head",
-    add_shape=_add_shape,
-    shape=("layout", "capture_layers", *_SHAPE, "draft_vocab_size"),
+    shape=("layout", "capture_layers", *HEAD_SHAPE, "draft_vocab_size"),
     make_learner=_make_learner,
     save=_save,
     describe=_describe,
 )
 """EAGLE-3 heads, for `draft.main`."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `jspec train eagle3`; returns its exit status."""
+    return draft.main(KIND, args)

@@ -1,16 +1,6 @@
-"""`jspec train frozen-kv-mtp`: trains an assistant for a target, which drafts from the target's keys and values.
+"""Training of assistants, which draft from the target's keys and values, in memory or by `jspec train frozen-kv-mtp`.
 
-Writes a checkpoint of the assistant with a model card, metrics as JSON lines, and checkpoints to resume from. Targets
-are models of the Llama shape (Llama 3.x, Qwen3) and Gemma 4. Each step computes what the assistant reads of its target:
-the keys, values and hidden states of a text. It is best trained on text that the target wrote itself.
-
-  jspec train data --out data --tokenizer TARGET --processes 16
-  jspec train text --model TARGET --prompts data/train_prompts.json --out rows.npy
-  jspec train frozen-kv-mtp --data data --target TARGET --rows rows.npy --work work --out assistant --steps 2000
-
-Training and cost are those of an EAGLE-3 head (see `jspec train eagle3`): the assistant predicts from the same states
-with the same losses, but has no keys and values of its own. The card of the bundled assistant states what its training
-took.
+Targets are models of the Llama shape (Llama 3.x, Qwen3) and Gemma 4.
 """
 
 import argparse
@@ -22,12 +12,11 @@ from jaxtyping import PyTree
 from jspec.checkpoints import assistant as assistant_checkpoint
 from jspec.engine.model import Model
 from jspec.models import Assistant, Decoder
-from jspec.train import assistant, distill
+from jspec.train import assistant, distill, draft
+from jspec.train.arguments import ASSISTANT_SHAPE
 from jspec.train.assistant import AssistantLearner
 from jspec.train.draft import DraftKind
 from jspec.train.learner import Learner
-
-_SHAPE = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "target_head")
 
 
 def train_assistant(
@@ -51,11 +40,12 @@ def train_assistant(
       batch_tokens: tokens per step.
       reads, num_layers, target_head: shape of the assistant, see `assistant.configure`.
       progress: show a bar with the loss.
-      recipe_options: other fields of `DraftRecipe`.
+      recipe_options: other fields of `DraftRecipe`, except for `length`, which is T.
 
     Raises:
-      ValueError: arguments that do not fit together; see the message.
+      TypeError, ValueError: an argument of another type or out of bounds, or arguments that do not fit together.
     """
+    distill.require_model(model)
     target = assistant.require_keys(model.target)
     config = assistant.configure(target, reads=reads, num_layers=num_layers, target_head=target_head)
     learner = AssistantLearner(config, target)
@@ -64,23 +54,9 @@ def train_assistant(
     )
 
 
-def _add_shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--reads",
-        type=int,
-        nargs="+",
-        metavar="LAYER",
-        help="for each layer, the target's layer whose keys and values it reads (default: the last ones, of each kind)",
-    )
-    parser.add_argument("--num-layers", type=int, help="of the assistant (default: as many as it reads, otherwise 4)")
-    for name in ("hidden_size", "intermediate_size", "num_heads"):
-        parser.add_argument("--" + name.replace("_", "-"), type=int, help="of the assistant (default: the target's)")
-    parser.add_argument("--target-head", action="store_true", help="use the target's LM head instead of its own")
-
-
 def _make_learner(target: Decoder, args: argparse.Namespace) -> AssistantLearner:
     shape = assistant.require_keys(target)
-    given = {name: getattr(args, name) for name in _SHAPE}
+    given = {name: getattr(args, name) for name in ASSISTANT_SHAPE}
     reads = None if args.reads is None else tuple(args.reads)
     return AssistantLearner(assistant.configure(shape, reads=reads, **given), shape)
 
@@ -107,10 +83,14 @@ def _describe(learner: Learner, weights: int, name: str, args: argparse.Namespac
 KIND = DraftKind(
     name="frozen-kv-mtp",
     noun="assistant",
-    add_shape=_add_shape,
-    shape=("reads", *_SHAPE),
+    shape=("reads", *ASSISTANT_SHAPE),
     make_learner=_make_learner,
     save=_save,
     describe=_describe,
 )
 """Assistants, for `draft.main`."""
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `jspec train frozen-kv-mtp`; returns its exit status."""
+    return draft.main(KIND, args)

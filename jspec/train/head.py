@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jspec.cache.mha import Rows
+from jspec.core.checks import check_int
 from jspec.core.types import ForwardOutput, Params
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
 from jspec.train import model, ttt
@@ -126,23 +127,22 @@ def configure(
     Raises:
       ValueError: a layer that the target does not have, or a vocabulary or number of heads that does not fit.
     """
-    given = {name: value for name, value in shape.items() if value is not None}
+    given = {name: check_int(name, value, least=1) for name, value in shape.items() if value is not None}
     count = target.num_layers
     if capture_layers is None:
         capture_layers = (2, count // 2, count - 3)
         if count < 7:
             raise ValueError(f"capture_layers=None: a target of {count} layers has no default; name the layers to read")
+    capture_layers = model.check_layers("capture_layers", capture_layers)
     if (
         not capture_layers
         or list(capture_layers) != sorted(set(capture_layers))
         or not 0 <= capture_layers[0] <= capture_layers[-1] <= count
     ):
         raise ValueError(f"capture_layers={capture_layers}: must be ascending, each between 0 and {count}")
-    vocabulary = draft_vocab_size or target.vocab_size
-    if not 0 < vocabulary <= target.vocab_size:
-        raise ValueError(
-            f"draft_vocab_size={vocabulary}: must be between 1 and {target.vocab_size}, the target's vocabulary"
-        )
+    vocabulary = target.vocab_size
+    if draft_vocab_size is not None:
+        vocabulary = check_int("draft_vocab_size", draft_vocab_size, least=1, most=vocabulary)
     same = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "max_length", "rms_norm_eps")
     fields: dict[str, Any] = {
         name: getattr(target, name) for name in (*same, "rope_theta", "rope_scaling", "vocab_size")

@@ -20,7 +20,8 @@ from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead
 from jspec.train import model, trainer, ttt
 from jspec.train.batches import Source
-from jspec.train.trainer import Recipe, State
+from jspec.train.recipe import DraftRecipe
+from jspec.train.trainer import State
 
 P = TypeVar("P")
 
@@ -54,24 +55,6 @@ class Learner(ttt.Unrolled, Protocol):
     def observe(self, out: ForwardOutput) -> PyTree:
         """What it reads of the target's forward over a text, as arrays."""
         ...
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftRecipe(Recipe):
-    """Hyperparameters of the training of a draft.
-
-    Drafts of large targets need a lower rate: SafeAILab and SpecForge train those of 8B targets at 5e-5 to 1e-4.
-    """
-
-    length: int = 512
-    """T: tokens of a sequence; a source of whole sequences has its own."""
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.0
-    clip: float = 0.5
-    ttt_steps: int = 7
-    """K: steps of the training-time test, the longest chain that the draft learns to propose."""
-    decay: float = 0.8
-    """Step k's loss is weighted by decay^k."""
 
 
 class DraftState(State):

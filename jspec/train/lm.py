@@ -1,7 +1,4 @@
-"""`jspec train lm`: trains a language model from scratch, or a small one as a draft by distillation from a teacher.
-
-Writes a Hugging Face directory with a model card, metrics as JSON lines, and checkpoints to resume from.
-"""
+"""Trains a language model from scratch, or a small one as a draft by distillation from a teacher."""
 
 import argparse
 import dataclasses
@@ -10,15 +7,17 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from tokenizers import Tokenizer
 
-from jspec.checkpoints import language_model, llama
-from jspec.checkpoints.files import read_json
+from jspec.checkpoints import atomic, language_model, llama
+from jspec.checkpoints.files import DTYPES, read_json
 from jspec.models import LlamaParams
 from jspec.models.llama import require_llama
-from jspec.train import batches, lm_card, loop, model, objective, options, tokenizer, trainer
+from jspec.train import batches, card, data, fingerprint, lm_card, loop, model, objective, options, tokenizer, trainer
 from jspec.train.batches import Source
-from jspec.train.loop import DEFAULT_INTERVALS, Intervals, Metrics
-from jspec.train.objective import LmRecipe, LmSetup
+from jspec.train.objective import LmSetup
+from jspec.train.recipe import DEFAULT_INTERVALS, Intervals, LmRecipe
+from jspec.train.run_directory import Metrics, Record
 from jspec.train.trainer import State
 
 MAX_SHARD_BYTES = 9_000_000
@@ -27,10 +26,19 @@ MAX_SHARD_BYTES = 9_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Heldout:
-    """Text to evaluate on: its tokens, UInt[tokens], and how many bytes of text each id of the vocabulary encodes."""
+    """Text to evaluate on: its tokens, UInt[tokens], and how many bytes of text each id of the vocabulary encodes.
+
+    Raises:
+      TypeError, ValueError: arrays that are not ints along one axis.
+    """
 
     tokens: np.ndarray
     byte_counts: np.ndarray
+
+    def __post_init__(self):
+        for name in ("tokens", "byte_counts"):
+            array = batches.check_tokens(f"Heldout.{name}", getattr(self, name), axes=(1,))
+            object.__setattr__(self, name, array)
 
 
 def train(
@@ -47,15 +55,17 @@ def train(
     """Trains to the recipe's last step, or to step `stop_after`, and writes a checkpoint there.
 
     Args:
-      directory: where metrics.jsonl, recipe.json and the checkpoints are written.
-      resume: continue from the latest checkpoint in `directory`; the result equals that of an uninterrupted run.
+      directory: for metrics and checkpoints, see `run_directory`.
+      resume: continue from the newest checkpoint in `directory` that is whole; the result equals that of an
+        uninterrupted run.
 
     Raises:
-      ValueError: a model, data and recipe that do not fit together, or a checkpoint of another recipe.
+      ValueError: a model, data and recipe that do not fit together, or a checkpoint of another recipe or other data.
       FileNotFoundError: no checkpoint to resume from.
       FileExistsError: `directory` has checkpoints and `resume` is False.
+      OSError: metrics or a checkpoint cannot be written.
     """
-    check(setup, heldout)
+    check(setup, sources, heldout, teacher)
     recipe = setup.recipe
 
     def advance(state: State, step: int):
@@ -70,8 +80,8 @@ def train(
         advance=advance,
         evaluate=lambda state: evaluate(state.params, heldout, setup, teacher),
         steps=recipe.steps,
-        schedule=recipe.schedule(),
-        recipe=dataclasses.asdict(recipe),
+        schedule=trainer.schedule(recipe),
+        record=_record(setup, sources, heldout, teacher),
         resume=resume,
         intervals=intervals,
         stop_after=stop_after,
@@ -97,56 +107,89 @@ def evaluate(params: LlamaParams, heldout: Heldout, setup: LmSetup, teacher: Lla
     return result
 
 
-def check(setup: LmSetup, heldout: Heldout) -> None:
-    """Checks that model, teacher, data and recipe fit together.
+def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher: LlamaParams | None = None) -> None:
+    """Checks that model, teacher, data and recipe fit together, so that no run ends in the middle.
+
+    teacher: its weights.
 
     Raises:
-      ValueError: sequences longer than a model's context, vocabularies that differ, or fewer than 2 steps.
+      ValueError: sequences longer than a model's context, vocabularies that differ, texts that are too short, or a
+        teacher without weights.
     """
-    config, teacher, recipe = setup.config, setup.teacher, setup.recipe
-    for name, other in (("model", config), ("teacher", teacher)):
+    config, shape, recipe = setup.config, setup.teacher, setup.recipe
+    if setup.dtype not in DTYPES:
+        raise ValueError(f"dtype={setup.dtype!r}: must be one of {', '.join(DTYPES)}")
+    if shape is None and recipe.cross_entropy:
+        raise ValueError(f"cross_entropy={recipe.cross_entropy}: has an effect only with a teacher; must be 0")
+    for name, other in (("model", config), ("teacher", shape)):
         if other is not None and recipe.length > other.max_length:
             raise ValueError(f"length={recipe.length}: exceeds the {name}'s context of {other.max_length} tokens")
-    if teacher is not None and teacher.vocab_size != config.vocab_size:
+    if shape is not None and shape.vocab_size != config.vocab_size:
         raise ValueError(
-            f"the teacher's vocabulary has {teacher.vocab_size} tokens and the model's {config.vocab_size}: "
+            f"the teacher's vocabulary has {shape.vocab_size} tokens and the model's {config.vocab_size}: "
             "they must be the same"
         )
     if len(heldout.byte_counts) != config.vocab_size:
         raise ValueError(
             f"vocab_size={config.vocab_size}: must be {len(heldout.byte_counts)}, the tokenizer's vocabulary"
         )
-    if recipe.steps < 2:
-        raise ValueError(f"steps={recipe.steps}: must be at least 2")
+    if (shape is None) != (teacher is None):
+        raise ValueError("teacher: its configuration (in the setup) and its weights must be given together")
+    context = min(other.max_length for other in (config, shape) if other is not None)
+    batches.check_sources(sources, length=recipe.length, context=context, vocab_size=config.vocab_size)
+    batches.check_ids("heldout", heldout.tokens, config.vocab_size)
+    windows = batches.count_windows(heldout.tokens, recipe.length)
+    if not heldout.byte_counts[heldout.tokens[1 : windows * recipe.length + 1]].any():
+        raise ValueError("the held-out text has no bytes: all of its tokens are special ones")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jspec train lm`."""
-    options.add(parser, LmRecipe)
-    parser.add_argument("--shape", choices=sorted(model.SHAPES), help="a bundled model whose shape to use")
-    parser.add_argument("--config", type=Path, help="directory with the config.json of the model, instead of --shape")
-    parser.add_argument("--teacher", type=Path, help="directory of the model to distill from (default: none)")
+def _record(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher: LlamaParams | None) -> Record:
+    """Everything that determines a run."""
+    return {
+        **dataclasses.asdict(setup.recipe),
+        **dataclasses.asdict(setup.config),
+        "dtype": setup.dtype,
+        "teacher": None if teacher is None else fingerprint.of_model(setup.teacher, teacher),
+        **fingerprint.of_sources(sources),
+        "heldout": fingerprint.of_array(heldout.tokens),
+        "byte_counts": fingerprint.of_array(heldout.byte_counts),
+    }
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `jspec train lm`; returns its exit status."""
+    """Runs `jspec train lm`; returns its exit status.
+
+    Raises:
+      ValueError, OSError: bad input; the message names it.
+    """
     if (args.shape is None) == (args.config is None):
         raise ValueError("exactly one of --shape and --config must be given")
+    if args.cross_entropy and args.teacher is None:
+        raise ValueError(f"--cross-entropy={args.cross_entropy}: has an effect only with --teacher")
+    options.check_run(args, {"--teacher": args.teacher, "--config": args.config})
     # The model, its teacher and the data.
-    recipe = options.recipe(args, LmRecipe)
+    recipe, manifest = options.recipe(args, LmRecipe), data.read_manifest(args.data)
     bpe = tokenizer.load(args.data)
     config = model.SHAPES[args.shape] if args.shape else llama.parse_config(read_json(args.config / "config.json"))
+    sources = options.sources(args, config.vocab_size)
+    heldout_tokens = batches.open_tokens(args.data / "heldout.npy", vocab_size=config.vocab_size, axes=(1,))
+    heldout = Heldout(heldout_tokens, tokenizer.byte_counts(bpe))
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    teacher = None if args.teacher is None else language_model.load(args.teacher, dtype=dtype)
-    heldout = Heldout(
-        batches.open_tokens(args.data / "heldout.npy", vocab_size=config.vocab_size), tokenizer.byte_counts(bpe)
-    )
+    teacher = None
+    if args.teacher is not None:
+        tokenizer.check_same(bpe, args.data, args.teacher)
+        teacher = language_model.load(args.teacher, dtype=dtype)
     shape = None if teacher is None else require_llama(teacher.config, "the teacher of jspec train lm")
-    # The run.
     setup = LmSetup(config, recipe, shape, dtype)
+    # A card is tried now, so that a run that cannot have one does not begin.
+    inputs = card.inputs(manifest, sources, options.rows_share(args))
+    weights = model.count(jax.eval_shape(lambda: objective.init(setup).params))
+    device = jax.devices()[0].device_kind
+    lm_card.write(setup, inputs, lm_card.EXAMPLE, args, steps=recipe.steps, weights=weights, device=device)
+    # The run.
     state = train(
         setup,
-        options.sources(args, config.vocab_size),
+        sources,
         heldout,
         teacher=None if teacher is None else teacher.params,
         directory=args.work,
@@ -154,17 +197,17 @@ def main(args: argparse.Namespace) -> int:
         intervals=options.intervals(args),
         stop_after=args.stop_after,
     )
-    export(args.out, setup, state, args)
+    final = card.final_metrics(args.work, "heldout_bits_per_byte")
+    text = lm_card.write(setup, inputs, final, args, steps=int(state.step), weights=weights, device=device)
+    export(args.out, setup, state, bpe, text)
     return 0
 
 
-def export(out: Path, setup: LmSetup, state: State, args: argparse.Namespace) -> None:
-    """Writes the model as a Hugging Face directory: weights in bfloat16, tokenizer, model card."""
-    bpe = tokenizer.load(args.data)
+def export(out: Path, setup: LmSetup, state: State, bpe: Tokenizer, text: str) -> None:
+    """Writes the model as a Hugging Face directory: weights in bfloat16, tokenizer, and `text` as its model card."""
     end = tokenizer.end_of_text(bpe)
     eos = () if end is None else (bpe.get_vocab()[end],)
-    language_model.save(out, setup.config, state.params, eos=eos, max_shard_bytes=MAX_SHARD_BYTES)
-    tokenizer.save(bpe, out, setup.config.max_length)
-    (out / "README.md").write_text(
-        lm_card.write(setup, state, args, device=jax.devices()[0].device_kind), encoding="utf-8"
-    )
+    with atomic.staged(out, key="config.json", replaced=(*atomic.WEIGHTS, "generation_config.json")) as stage:
+        language_model.save(stage, setup.config, state.params, eos=eos, max_shard_bytes=MAX_SHARD_BYTES)
+        tokenizer.save(bpe, stage, setup.config.max_length)
+        (stage / "README.md").write_text(text, encoding="utf-8")

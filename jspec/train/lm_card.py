@@ -2,11 +2,10 @@
 
 import argparse
 
-from jspec.train import card, model, options
-from jspec.train.card import FinalMetrics
-from jspec.train.data import Manifest
-from jspec.train.objective import LmRecipe, LmSetup
-from jspec.train.trainer import State
+from jspec.train import card, options
+from jspec.train.card import FinalMetrics, Inputs
+from jspec.train.objective import LmSetup
+from jspec.train.recipe import LmRecipe
 
 _USE = """## Use and limits
 
@@ -16,28 +15,45 @@ substance. It is not an assistant, follows no instructions, and repeats itself i
 licenses apply to what is copied from them."""
 
 
-def write(setup: LmSetup, state: State, args: argparse.Namespace, *, device: str) -> str:
-    """The card in Markdown, from the data's manifest, the metrics of the run and its options.
+EXAMPLE: FinalMetrics = dict.fromkeys(
+    ("seconds", "heldout_bits_per_byte", "heldout_nats_per_token", "heldout_agreement", "heldout_divergence"), 0.0
+)
+"""Metrics to try a card with before the run."""
 
-    device: the hardware it was trained on.
+
+def write(
+    setup: LmSetup,
+    inputs: Inputs,
+    final: FinalMetrics,
+    args: argparse.Namespace,
+    *,
+    steps: int,
+    weights: int,
+    device: str,
+) -> str:
+    """The card in Markdown, from what the run read, its last metrics and its options.
+
+    Args:
+      steps: steps that were trained.
+      weights: number of weights.
+      device: the hardware it was trained on.
     """
-    manifest, final = card.read(args, "heldout_bits_per_byte")
     return card.assemble(
         args.out.name,
         pipeline="text-generation",
-        architecture=_architecture(setup, state),
-        training=_training(setup, manifest, final, int(state.step), args, device),
+        architecture=_architecture(setup, weights),
+        training=_training(setup, inputs, final, steps, args, device),
         sections=[_USE.format(context=setup.config.max_length, length=setup.recipe.length)],
-        commands=_commands(setup.recipe, manifest, args),
-        manifest=manifest,
+        commands=_commands(setup.recipe, inputs, args),
+        manifest=inputs.manifest,
     )
 
 
-def _architecture(setup: LmSetup, state: State) -> str:
+def _architecture(setup: LmSetup, weights: int) -> str:
     config, kind = setup.config, "Qwen3" if setup.config.qk_norm else "Llama"
     role = "A draft model, distilled from its target" if setup.teacher else "A language model of Python source"
     return (
-        f"{role}: {kind}-shaped, {model.count(state.params):,} parameters ({config.num_layers} layers of width "
+        f"{role}: {kind}-shaped, {weights:,} parameters ({config.num_layers} layers of width "
         f"{config.hidden_size}, {config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} key heads, MLP of "
         f"{config.intermediate_size}, {'tied' if config.tie_embeddings else 'separate'} embeddings), "
         f"a byte-level BPE of {config.vocab_size} tokens, weights in bfloat16."
@@ -45,10 +61,10 @@ def _architecture(setup: LmSetup, state: State) -> str:
 
 
 def _training(
-    setup: LmSetup, manifest: Manifest, final: FinalMetrics, steps: int, args: argparse.Namespace, device: str
+    setup: LmSetup, inputs: Inputs, final: FinalMetrics, steps: int, args: argparse.Namespace, device: str
 ) -> list[str]:
     # The data and the run.
-    recipe, train, heldout = setup.recipe, manifest["train"], manifest["heldout"]
+    recipe, train, heldout = setup.recipe, inputs.manifest["train"], inputs.manifest["heldout"]
     lines = [
         f"data: {train['tokens']:,} tokens ({train['bytes']:,} bytes, {train['files']:,} files) of "
         f"{train['packages']} packages under permissive licenses; duplicates and generated files removed",
@@ -59,9 +75,14 @@ def _training(
         loss = f"loss: KL divergence to {args.teacher.name}"
         if recipe.cross_entropy:
             loss += f", {recipe.cross_entropy:g} of it replaced by cross-entropy"
-        if args.rows:
-            loss += f"; {args.rows_share:.0%} of the batches are text that the target wrote greedily itself"
+        if inputs.rows_shape:
+            loss += f"; {inputs.rows_share:.0%} of the batches are text that the target wrote greedily itself"
         lines.append(loss)
+    elif inputs.rows_shape:
+        count, width = inputs.rows_shape
+        lines.append(
+            f"{inputs.rows_share:.0%} of the batches are from {args.rows.name}, {count:,} texts of {width} tokens"
+        )
     lines.append(card.hardware(device, final))
     # The result.
     lines.append(
@@ -76,14 +97,16 @@ def _training(
     return lines
 
 
-def _commands(recipe: LmRecipe, manifest: Manifest, args: argparse.Namespace) -> list[str]:
+def _commands(recipe: LmRecipe, inputs: Inputs, args: argparse.Namespace) -> list[str]:
     """The commands that make this model again, with relative paths."""
-    lines = [card.data_command(manifest)]
+    lines = [card.data_command(inputs.manifest)]
     train = f"jspec train lm --data data --work runs/{args.out.name} --out {args.out.name}"
     train += f" --shape {args.shape}" if args.shape else " --config CONFIG"
-    if args.rows is not None:
-        lines.append(card.text_command(args.rows, args.teacher.name))
-        train += f" --rows rows.npy --rows-share {args.rows_share}"
+    if inputs.rows_shape is not None:
+        # Without a teacher nothing says which model wrote the rows, if any did.
+        if args.teacher is not None:
+            lines.append(card.text_command(inputs.rows_shape, args.teacher.name))
+        train += f" --rows rows.npy --rows-share {inputs.rows_share}"
     if args.teacher is not None:
         train += f" --teacher {args.teacher.name}"
     return [*lines, train + options.describe(recipe)]

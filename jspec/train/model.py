@@ -1,7 +1,7 @@
 """Language models in training: initial weights, and the forward over whole sequences without a cache."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, PyTree
 
+from jspec.core.checks import check_int
 from jspec.models import Llama, LlamaParams
 from jspec.models.decoder import Decoder
 
@@ -111,6 +112,17 @@ def init_layer(shapes: L, keys: Iterator[Key[Array, ""]], *, branch: float = 1.0
         return (jnp.zeros if name.endswith("_bias") else jnp.ones)(leaf.shape, jnp.float32)
 
     return jax.tree_util.tree_map_with_path(init, shapes)
+
+
+def check_layers(name: str, layers: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of layers as plain ints; the caller checks that the model has them.
+
+    Raises:
+      TypeError: not a tuple or list of ints.
+    """
+    if not isinstance(layers, tuple | list):
+        raise TypeError(f"{name}={layers!r}: must be a tuple of ints")
+    return tuple(check_int(name, layer, least=-(2**31)) for layer in layers)
 
 
 def count(params: PyTree) -> int:

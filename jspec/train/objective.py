@@ -6,20 +6,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Int
 
 from jspec.models import Llama, LlamaParams
 from jspec.train import model, trainer
-from jspec.train.trainer import Recipe, State
-
-
-@dataclasses.dataclass(frozen=True)
-class LmRecipe(Recipe):
-    """Hyperparameters of the training of a language model."""
-
-    cross_entropy: float = 0.0
-    """With a teacher: weight of the cross-entropy on the text; the distance to the teacher has the rest of 1."""
+from jspec.train.extra import optax
+from jspec.train.recipe import LmRecipe
+from jspec.train.trainer import State
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,14 +1,20 @@
-"""Command-line options of all trainings: input, output, intervals, and the hyperparameters of a recipe."""
+"""Command-line options of all trainings: input, output, intervals, and the hyperparameters of a recipe.
+
+All values are checked before a command reads anything.
+"""
 
 import argparse
 import dataclasses
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from jspec.checkpoints import atomic
+from jspec.core.checks import check_int, check_number
 from jspec.train import batches
 from jspec.train.batches import Source
-from jspec.train.loop import Intervals
-from jspec.train.trainer import Recipe
+from jspec.train.recipe import Intervals, Recipe
 
 R = TypeVar("R", bound=Recipe)
 
@@ -17,7 +23,7 @@ _MEANINGS = {
     "batch_tokens": "tokens per step",
     "length": "tokens of a sequence; those of --rows have their own length",
     "learning_rate": "peak learning rate",
-    "warmup": "steps over which the learning rate rises to its peak",
+    "warmup": "steps over which the learning rate rises to its peak, at most steps - 1",
     "weight_decay": "weight decay of matrices",
     "clip": "largest norm of a gradient; larger ones are scaled down to it",
     "seed": "seed of the initial weights and of the order of the text",
@@ -27,6 +33,43 @@ _MEANINGS = {
 }
 """Help of the option for each field of a recipe."""
 
+_ROWS_SHARE = 0.5
+
+
+def add_number(
+    parser: argparse.ArgumentParser,
+    option: str,
+    kind: type[int] | type[float] = int,
+    *,
+    bounds: Mapping[str, float | None],
+    default: float | None = None,
+    required: bool = False,
+    nargs: str | None = None,
+    metavar: str | None = None,
+    help: str = "",
+) -> None:
+    """Adds an option for a number, or for several with `nargs`; `check` applies the bounds.
+
+    bounds: arguments of `check_int` or `check_number`.
+    """
+    shown = help if default is None else f"{help} (default: {default})".strip()
+    parser.add_argument(option, type=kind, default=default, required=required, nargs=nargs, metavar=metavar, help=shown)
+    checks = parser.get_default("checks") or {}
+    parser.set_defaults(checks={**checks, option: (check_int if kind is int else check_number, bounds)})
+
+
+def check(args: argparse.Namespace) -> None:
+    """Checks all numbers among the options.
+
+    Raises:
+      ValueError: one is out of bounds; the message names the option.
+    """
+    for option, (check_value, bounds) in args.checks.items():
+        given = getattr(args, option.removeprefix("--").replace("-", "_"))
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None:
+                check_value(option, value, **bounds)
+
 
 def add(parser: argparse.ArgumentParser, kind: type[Recipe]) -> None:
     """Adds the options of a run, and one for each field of the recipe `kind`."""
@@ -34,21 +77,25 @@ def add(parser: argparse.ArgumentParser, kind: type[Recipe]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
     parser.add_argument("--work", type=Path, required=True, help="directory for checkpoints and metrics")
     parser.add_argument("--rows", type=Path, help="a token file with one sequence per row, from `jspec train text`")
-    parser.add_argument("--rows-share", type=float, default=0.5, help="fraction of batches from --rows (default: 0.5)")
+    share = f"fraction of batches from --rows (default: {_ROWS_SHARE})"
+    add_number(parser, "--rows-share", float, bounds={"least": 0, "most": 1}, help=share)
     parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --work")
-    parser.add_argument("--stop-after", type=int, help="stop at this step of the run and its schedule")
-    parser.add_argument("--eval-every", type=int, default=Intervals.evaluate, help="steps between evaluations")
-    parser.add_argument("--checkpoint-every", type=int, default=Intervals.checkpoint, help="steps between checkpoints")
+    stop = "stop at this step of the run and its schedule"
+    add_number(parser, "--stop-after", bounds={"least": 1}, help=stop)
+    for option, name in (("--eval-every", "evaluate"), ("--checkpoint-every", "checkpoint")):
+        what = "evaluations" if name == "evaluate" else "checkpoints"
+        default = getattr(Intervals, name)
+        add_number(parser, option, bounds={"least": 1}, default=default, help=f"steps between {what}")
     for field in dataclasses.fields(kind):
-        required = field.default is dataclasses.MISSING
-        parser.add_argument(
+        default = None if field.default is dataclasses.MISSING else field.default
+        add_number(
+            parser,
             "--" + field.name.replace("_", "-"),
-            type=float if field.type is float else int,
-            required=required,
-            default=None if required else field.default,
-            help=" ".join(
-                filter(None, (_MEANINGS.get(field.name), None if required else f"(default: {field.default})"))
-            ),
+            float if field.type is float else int,
+            bounds=field.metadata,
+            default=default,
+            required=default is None,
+            help=_MEANINGS.get(field.name, ""),
         )
 
 
@@ -69,17 +116,56 @@ def intervals(args: argparse.Namespace) -> Intervals:
     return Intervals(evaluate=args.eval_every, checkpoint=args.checkpoint_every)
 
 
+def rows_share(args: argparse.Namespace) -> float:
+    """The fraction of batches from --rows; 0 without --rows."""
+    if args.rows is None:
+        return 0.0
+    return _ROWS_SHARE if args.rows_share is None else args.rows_share
+
+
+def check_run(args: argparse.Namespace, inputs: Mapping[str, Path | None]) -> None:
+    """Checks what `check` cannot: options that go together, and that the run can write its files at the end.
+
+    inputs: further directories that are read, by option.
+
+    Raises:
+      ValueError: options that do not go together, or an output that would overwrite an input.
+      OSError: a directory that cannot be written.
+    """
+    if args.rows is None and args.rows_share is not None:
+        raise ValueError(f"--rows-share={args.rows_share}: has an effect only with --rows")
+    if args.stop_after is not None and args.stop_after > args.steps:
+        raise ValueError(f"--stop-after={args.stop_after}: must be at most {args.steps}, the --steps of the run")
+    for option, path in {"--data": args.data, **inputs}.items():
+        if path is not None and path.exists() and path.resolve() == args.out.resolve():
+            raise ValueError(f"--out={args.out}: is the directory of {option}, whose files it would overwrite")
+    for option, path in (("--out", args.out), ("--work", args.work)):
+        check_writable(option, path)
+
+
+def check_writable(option: str, directory: Path) -> None:
+    """Checks that a directory exists or can be created, and that files can be created in it.
+
+    Raises:
+      OSError: it is a file, or there is no permission.
+    """
+    atomic.require_directory(directory)
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PermissionError(f"{option}={directory}: no permission to write to {existing}")
+
+
 def sources(args: argparse.Namespace, vocab_size: int) -> tuple[Source, ...]:
     """The text of --data, and --rows if given.
 
     Raises:
-      ValueError: a share outside of 0 to 1, or a token file with ids outside of the vocabulary.
+      ValueError: a token file that is damaged or has ids outside of the vocabulary, or --rows without sequences.
       FileNotFoundError: a missing token file.
     """
-    if not 0 <= args.rows_share <= 1:
-        raise ValueError(f"rows-share={args.rows_share}: must be between 0 and 1")
-    text = Source(batches.open_tokens(args.data / "train.npy", vocab_size=vocab_size))
+    share = rows_share(args)
+    text = batches.open_tokens(args.data / "train.npy", vocab_size=vocab_size)
+    found = (Source(text, 1 - share, name="train.npy"),)
     if args.rows is None:
-        return (text,)
-    rows = batches.open_tokens(args.rows, vocab_size=vocab_size)
-    return dataclasses.replace(text, share=1 - args.rows_share), Source(rows, args.rows_share)
+        return found
+    rows = batches.open_tokens(args.rows, vocab_size=vocab_size, axes=(2,))
+    return *found, Source(rows, share, name="--rows")

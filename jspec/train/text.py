@@ -5,7 +5,7 @@ A draft predicts its target's own text, so that is what it should be trained on 
 """
 
 import argparse
-import json
+import sys
 from pathlib import Path
 
 import jax
@@ -14,13 +14,15 @@ import numpy as np
 from jaxtyping import PyTree
 from tqdm import tqdm
 
-from jspec.checkpoints import language_model
+from jspec.analysis.evaluate import read_prompts
+from jspec.checkpoints import atomic, language_model
 from jspec.core import accept, decode, stopping
+from jspec.core.checks import check_int
 from jspec.core.types import Params
 from jspec.drafters import Plain
 from jspec.engine.model import locate
 from jspec.models.decoder import Decoder
-from jspec.train import batches, tokenizer
+from jspec.train import batches, options, tokenizer
 
 _PAGE_SIZE = 64
 
@@ -29,21 +31,41 @@ def complete(config: Decoder, params: PyTree, prompts: list[list[int]], *, width
     """Each prompt with the model's greedy continuation up to `width` tokens: UInt[sequences, width].
 
     The ids have 16 bits, or 32 if the vocabulary needs them. Nothing stops a text early: after its end the model
-    starts another one. Prompts that do not fill a batch are omitted, unless there are fewer than `batch` in total.
+    starts another one.
+
+    Args:
+      batch: prompts at a time.
 
     Raises:
-      ValueError: a width beyond the model's context, or a prompt that is empty or fills `width`.
+      TypeError: a prompt that is not a list of ints.
+      ValueError: a width beyond the model's context, no prompts, or a prompt that is empty, fills `width` or has ids
+        outside of the vocabulary.
     """
+    width, batch = check_int("width", width, least=2), check_int("batch", batch, least=1)
     if width > config.max_length:
         raise ValueError(f"width={width}: exceeds the model's context of {config.max_length} tokens")
+    _check_prompts(prompts, config.vocab_size)
     longest = max((len(prompt) for prompt in prompts), default=0)
     if not 0 < longest < width or min(len(prompt) for prompt in prompts) < 1:
         raise ValueError(f"prompts of up to {longest} tokens: must have 1 to {width - 1} tokens (width={width})")
-    batch = min(batch, len(prompts))
-    sequences = []
-    for i in tqdm(range(0, len(prompts) - batch + 1, batch), mininterval=5, disable=None):
-        sequences.append(np.asarray(_complete(config, params, prompts[i : i + batch], width, longest)))
+    batch, sequences = min(batch, len(prompts)), []
+    for i in tqdm(range(0, len(prompts), batch), mininterval=5, disable=None):
+        part = prompts[i : i + batch]
+        # The last batch is filled up, because a batch of another size would compile anew.
+        filled = part + part[-1:] * (batch - len(part))
+        sequences.append(np.asarray(_complete(config, params, filled, width, longest))[: len(part)])
     return np.concatenate(sequences).astype(batches.id_dtype(config.vocab_size))
+
+
+def _check_prompts(prompts: list[list[int]], vocab_size: int) -> None:
+    if not isinstance(prompts, list | tuple) or not prompts:
+        raise ValueError(f"prompts={prompts!r:.60}: must be a list of at least one prompt")
+    for index, prompt in enumerate(prompts):
+        name = f"prompts[{index}]"
+        if not isinstance(prompt, list | tuple | np.ndarray):
+            raise TypeError(f"{name}={prompt!r:.60}: must be a list of token ids")
+        if len(prompt):  # `complete` refuses empty ones
+            batches.check_ids(name, batches.check_tokens(name, prompt, axes=(1,)), vocab_size)
 
 
 def _complete(config: Decoder, params: PyTree, prompts: list[list[int]], width: int, longest: int) -> jax.Array:
@@ -72,25 +94,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="the target: bundled:NAME or a directory")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON list of {prompt}: train_prompts.json")
     parser.add_argument("--out", type=Path, required=True, help="token file to write")
-    parser.add_argument("--rows", type=int, default=32768, help="most texts to write (default: 32768)")
-    parser.add_argument(
-        "--width",
-        type=int,
-        default=512,
-        help="tokens of a text (default: 512); prompts over 3/4 of it are skipped",
-    )
-    parser.add_argument("--batch", type=int, default=1024, help="texts at a time (default: 1024)")
+    for option, default, least, most, meaning in (
+        ("--rows", 32768, 1, None, "most texts to write"),
+        ("--width", 512, 2, None, "tokens of a text; prompts over 3/4 of it are skipped"),
+        ("--batch", 1024, 1, 2**20, "texts at a time"),
+    ):
+        options.add_number(parser, option, bounds={"least": least, "most": most}, default=default, help=meaning)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Runs `jspec train text`; returns its exit status."""
+    """Runs `jspec train text`; returns its exit status.
+
+    Raises:
+      ValueError, OSError: bad input; the message names it.
+    """
+    out = args.out if args.out.suffix == ".npy" else args.out.with_name(args.out.name + ".npy")
+    if out.is_dir():
+        raise IsADirectoryError(f"--out={out}: must be a file, but is a directory")
+    options.check_writable("--out", out.parent)
     directory = locate(args.model)
-    loaded = language_model.load(directory, mtp=False)
-    texts = [record["prompt"] for record in json.loads(args.prompts.read_text(encoding="utf-8"))]
+    texts = read_prompts(args.prompts)
     # Adds the token that begins a text, if the tokenizer has one, as `generate` does.
     encodings = tokenizer.load(directory).encode_batch_fast(texts)
-    prompts = [list(encoding.ids) for encoding in encodings if len(encoding.ids) <= args.width * 3 // 4][: args.rows]
-    sequences = complete(loaded.config, loaded.params, prompts, width=args.width, batch=args.batch)
-    np.save(args.out, sequences)
-    print(f"{args.out}: {sequences.shape[0]} texts of {sequences.shape[1]} tokens")
+    longest = args.width * 3 // 4
+    prompts = [list(encoding.ids) for encoding in encodings if 0 < len(encoding.ids) <= longest]
+    if skipped := len(texts) - len(prompts):
+        print(f"jspec: {skipped} prompts are empty or longer than {longest} tokens, and are skipped", file=sys.stderr)
+    if not prompts:
+        raise ValueError(f"{args.prompts}: has no prompt of 1 to {longest} tokens (--width {args.width})")
+    loaded = language_model.load(directory, mtp=False)
+    sequences = complete(loaded.config, loaded.params, prompts[: args.rows], width=args.width, batch=args.batch)
+    atomic.write_file(out, lambda file: np.save(file, sequences))
+    print(f"{out}: {sequences.shape[0]} texts of {sequences.shape[1]} tokens")
     return 0

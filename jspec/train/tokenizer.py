@@ -1,12 +1,14 @@
 """A byte-level BPE for source code: every text round-trips, and the indentation of a line is one token."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jspec.checkpoints import atomic
+from jspec.checkpoints.files import CheckpointError
+from jspec.core.checks import check_int
 from jspec.text import tokenizer as text
 from jspec.train import batches
 
@@ -21,14 +23,17 @@ ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
 _PIECES = r"[ ._]?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]*[\r\n]+(?:[ \t]*[\r\n]+)*[ \t]*|\s+(?!\S)|\s"
 
 
+MIN_VOCABULARY, MAX_VOCABULARY = 258, 2**24
+"""Bounds of a vocabulary that is trained: the smallest has the 256 bytes, a special token and one token of text."""
+
+
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a tokenizer of at most `vocab_size` tokens, including `END_OF_TEXT` (id 0) and the 256 bytes.
 
     Raises:
-      ValueError: a vocabulary that is too small for the bytes.
+      TypeError, ValueError: a vocabulary that is not an int, too small for the bytes, or too large.
     """
-    if vocab_size < 258:
-        raise ValueError(f"vocab_size={vocab_size}: must be at least 258 (256 bytes and a special token)")
+    vocab_size = check_int("vocab_size", vocab_size, least=MIN_VOCABULARY, most=MAX_VOCABULARY)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -50,7 +55,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def save(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json in the format of `transformers`."""
-    tokenizer.save(str(directory / "tokenizer.json"))
+    atomic.write_text(directory / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end_of_text(tokenizer),
@@ -58,7 +63,7 @@ def save(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    atomic.write_json(directory / "tokenizer_config.json", config)
 
 
 def load(directory: Path) -> Tokenizer:
@@ -66,11 +71,27 @@ def load(directory: Path) -> Tokenizer:
 
     Raises:
       FileNotFoundError: the directory has no tokenizer.json.
+      CheckpointError: it is damaged.
     """
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; `jspec train data` writes one")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower class
+        raise CheckpointError(f"{path}: not a valid tokenizer ({error})") from None
+
+
+def check_same(ours: Tokenizer, source: Path, model: Path) -> None:
+    """Checks that a model, if it has a tokenizer, has that of `source`.
+
+    Raises:
+      ValueError: the vocabularies differ.
+      CheckpointError: the model's tokenizer is damaged.
+    """
+    theirs = text.Tokenizer.load(model)
+    if theirs is not None and theirs.vocabulary() != ours.get_vocab(with_added_tokens=True):
+        raise ValueError(f"{source}: the tokenizer is not that of {model}; see jspec train data --tokenizer")
 
 
 def end_of_text(tokenizer: Tokenizer) -> str | None:

@@ -1,9 +1,8 @@
-"""What all trainings share: the hyperparameters, the state, and one optimizer step.
+"""What all trainings share: the optimizer, the state, and one optimizer step.
 
 The state is flax's `TrainState`, which other JAX tools read: `step`, `params`, `opt_state`, `apply_fn` and `tx`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from functools import partial
@@ -11,38 +10,27 @@ from typing import Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
-from flax.training.train_state import TrainState
 from jaxtyping import Array, Float, PyTree
 
+from jspec.train.extra import TrainState, optax
+from jspec.train.recipe import Recipe
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Hyperparameters of a training run; together with the data they determine the result."""
 
-    steps: int
-    batch_tokens: int = 131072
-    length: int = 1024
-    """T: tokens of a sequence."""
-    learning_rate: float = 3e-3
-    warmup: int = 200
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
+def schedule(recipe: Recipe) -> optax.Schedule:
+    """Learning rate by step: a linear rise over `warmup` steps, then a cosine down to zero."""
+    warmup = min(recipe.warmup, recipe.steps - 1)
+    return optax.warmup_cosine_decay_schedule(0.0, recipe.learning_rate, warmup, recipe.steps)
 
-    def schedule(self) -> optax.Schedule:
-        """Learning rate by step: a linear rise over `warmup` steps, then a cosine down to zero."""
-        return optax.warmup_cosine_decay_schedule(0.0, self.learning_rate, min(self.warmup, self.steps - 1), self.steps)
 
-    def optimizer(self) -> optax.GradientTransformation:
-        """AdamW on clipped gradients; norms and biases do not decay."""
-        adamw = optax.adamw(
-            self.schedule(),
-            b2=0.95,
-            weight_decay=self.weight_decay,
-            mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
-        )
-        return optax.chain(optax.clip_by_global_norm(self.clip), adamw)
+def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """AdamW on clipped gradients; norms and biases do not decay."""
+    adamw = optax.adamw(
+        schedule(recipe),
+        b2=0.95,
+        weight_decay=recipe.weight_decay,
+        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
+    )
+    return optax.chain(optax.clip_by_global_norm(recipe.clip), adamw)
 
 
 class State(TrainState):
@@ -94,7 +82,7 @@ def _static_fields(setup: Setup) -> tuple[Callable[..., PyTree], optax.GradientT
 
     Cached because jit and pytrees compare functions by identity: states of equal setups have the same structure.
     """
-    return setup.apply, setup.recipe.optimizer()
+    return setup.apply, optimizer(setup.recipe)
 
 
 def begin(kind: type[S], setup: Setup[S], params: PyTree, **fields: PyTree) -> S:

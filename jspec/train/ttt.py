@@ -11,11 +11,11 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from jspec.core.struct import struct
 from jspec.core.types import Params
+from jspec.train.extra import optax
 
 
 class Unrolled(Protocol):

@@ -8,6 +8,7 @@ from jspec.train import cli, tokenizer
 
 VOCABULARY = 280
 PROMPTS = [f"def f{i}(a, b):" for i in range(4)]
+TRAIN_PROMPTS = [f"def f{i}(a, b):" for i in range(4, 8)]
 _SOURCE = "".join(f"def f{i}(a, b):\n    return a * {i} + b\n\n\n" for i in range(60))
 
 
@@ -24,8 +25,8 @@ def write(directory):
     packages = [{"name": "free", "heldout": False, **package}, {"name": "apart", "heldout": True, **package}]
     manifest = {"train": side, "heldout": side, "vocab_size": VOCABULARY, "skipped": {"empty file": 3}}
     (directory / "data.json").write_text(json.dumps({**manifest, "packages": packages, "tokenizer": "small"}))
-    for name in ("train_prompts.json", "heldout_prompts.json"):
-        (directory / name).write_text(json.dumps([{"prompt": prompt} for prompt in PROMPTS]))
+    for name, prompts in (("train_prompts.json", TRAIN_PROMPTS), ("heldout_prompts.json", PROMPTS)):
+        (directory / name).write_text(json.dumps([{"prompt": prompt} for prompt in prompts]))
     return bpe
 
 

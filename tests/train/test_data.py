@@ -274,7 +274,7 @@ def test_a_vocabulary_as_large_as_those_of_real_models(end, collected, tmp_path)
 
 def test_invalid_arguments_raise(collected, tmp_path):
     limits = data.PromptLimits()
-    with pytest.raises(ValueError, match="vocab_size=100: must be at least 258"):
+    with pytest.raises(ValueError, match="vocab_size=100: must be from 258 to"):
         data.build(tmp_path / "a", collected, vocab_size=100, max_length=64, limits=limits)
     with pytest.raises(ValueError, match="heldout: has no file of a permissive package"):
         empty = corpus.Corpus(collected.train, (), collected.packages, collected.skipped)

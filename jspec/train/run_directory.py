@@ -1,0 +1,263 @@
+"""The directory of a training run: metrics, and checkpoints that are verified before a run continues from them.
+
+  recipe.json                the record: everything that determines the result, for people to read
+  metrics.jsonl              metrics as JSON lines
+  checkpoints/STEP/default   the state, as orbax writes it
+  checkpoints/STEP/          recipe.json, metrics.jsonl and progress.json as of this step, and sha256.json, which has
+                             the size and the SHA-256 of each of these files
+
+A checkpoint gets its name when all of its files are on the disk, and so has everything that is needed to continue. The
+two newest are kept: if one is damaged, the run continues from the other.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+from tqdm import tqdm
+
+from jspec.checkpoints import atomic
+from jspec.checkpoints.files import CheckpointError
+from jspec.train.extra import ocp
+from jspec.train.trainer import State
+
+S = TypeVar("S", bound=State)
+
+Metrics = dict[str, float | list[float]]
+"""Metrics by name; in a list, one value per position or step."""
+
+Record = Mapping[str, object]
+"""What determines a run, by name, as values that JSON can hold."""
+
+_RECORD, _METRICS, _PROGRESS, _SUMS = "recipe.json", "metrics.jsonl", "progress.json", "sha256.json"
+
+
+class RunDirectory:
+    """A run's files; `begin` or `resume` comes first.
+
+    Raises:
+      NotADirectoryError: `path` is a file.
+      CheckpointError: something else has the name of one of the files.
+    """
+
+    def __init__(self, path: Path):
+        self.path = atomic.require_directory(path)
+        self.checkpoints = atomic.require_directory(self.path / "checkpoints")
+        for name in (_RECORD, _METRICS):
+            if (self.path / name).exists() and not (self.path / name).is_file():
+                raise CheckpointError(f"{self.path / name}: must be a file")
+        self.record: Record = {}
+        self.last: int | None = None
+        """The step of the newest checkpoint that this run has read or written."""
+        self.started, self.before = time.monotonic(), 0.0
+
+    def begin(self, record: Record) -> None:
+        """Starts a new run.
+
+        Raises:
+          FileExistsError: there are checkpoints.
+          OSError: the directory cannot be written.
+        """
+        if steps := self._steps():
+            raise FileExistsError(
+                f"{self.path}: has a checkpoint of step {steps[0]}; resume from it, or use another directory"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.record = record
+        atomic.write_json(self.path / _RECORD, record)
+        atomic.write_text(self.path / _METRICS, "")
+
+    def resume(self, record: Record, init: Callable[[], S]) -> S:
+        """The state of the newest checkpoint that is whole; metrics are as of its step. Says which are damaged.
+
+        init: returns a state with the structure and shapes of the one that was saved; only traced.
+
+        Raises:
+          FileNotFoundError: there is no checkpoint.
+          CheckpointError: all checkpoints are damaged; the message names the files.
+          ValueError: the checkpoint has another record; the message names the differences.
+        """
+        steps, damaged = self._steps(), {}
+        if not steps:
+            raise FileNotFoundError(f"{self.path}: no checkpoint to resume from; train without resume")
+        for step in steps:
+            damage = find_damage(self.checkpoints / str(step))
+            if damage is None:
+                break
+            damaged[step] = damage
+        else:
+            found = "; ".join(f"step {step}: {damage}" for step, damage in damaged.items())
+            raise CheckpointError(
+                f"{self.path}: no checkpoint is whole ({found}); train from the start in another directory"
+            )
+        checkpoint = self.checkpoints / str(step)
+        self._compare(checkpoint, record)
+        state = _restore(checkpoint, init)
+        for other, damage in damaged.items():
+            aside = _unused(self.checkpoints / f"damaged-{other}")
+            os.replace(self.checkpoints / str(other), aside)
+            _say(f"the checkpoint of step {other} is damaged ({damage}) and is now {aside}")
+        if damaged:
+            _say(f"continuing from step {step}")
+        self._put_back(checkpoint, record)
+        self.last = step
+        return state
+
+    def log(self, **values: float | list[float]) -> None:
+        """Appends a line to the metrics, with the seconds trained so far, earlier runs included; prints evaluations.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        line = json.dumps({**values, "seconds": round(self._seconds(), 1)})
+        try:
+            with (self.path / _METRICS).open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise self._unwritten("the metrics", error) from error
+        if any(name.startswith("heldout_") for name in values):
+            tqdm.write(line)
+
+    def save(self, step: int, state: State) -> None:
+        """Writes a checkpoint, and then removes all but this one and the one before.
+
+        Raises:
+          OSError: it cannot be written; what was there is as before.
+        """
+        stage = self.checkpoints / ".partial"
+        try:
+            _remove(stage)
+            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+                checkpointer.save((stage / "default").resolve(), args=ocp.args.StandardSave(state))
+            (stage / _RECORD).write_text(json.dumps(self.record, indent=2) + "\n")
+            (stage / _PROGRESS).write_text(json.dumps({"step": step, "seconds": round(self._seconds(), 1)}) + "\n")
+            shutil.copyfile(self.path / _METRICS, stage / _METRICS)
+            (stage / _SUMS).write_text(json.dumps(_sums(stage), indent=1) + "\n")
+            atomic.flush_tree(stage)
+            os.replace(stage, self.checkpoints / str(step))
+            atomic.flush_directory(self.checkpoints)
+        except Exception as error:  # orbax raises classes of its own
+            shutil.rmtree(stage, ignore_errors=True)
+            raise self._unwritten(f"the checkpoint of step {step}", error) from error
+        for other in self._steps():
+            if other not in (step, self.last):
+                _remove(self.checkpoints / str(other))
+        self.last = step
+
+    def continuation(self) -> str:
+        """From where a run can go on that ends now, for the end of an error."""
+        if self.last is None:
+            return "no checkpoint was written before"
+        return f"{self.path} can be resumed from step {self.last}"
+
+    def _seconds(self) -> float:
+        return self.before + time.monotonic() - self.started
+
+    def _steps(self) -> list[int]:
+        """The steps of all checkpoints, damaged ones included, the newest first."""
+        if not self.checkpoints.exists():
+            return []
+        names = [path.name for path in self.checkpoints.iterdir()]
+        return sorted((int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]{0,11}", name)), reverse=True)
+
+    def _compare(self, checkpoint: Path, record: Record) -> None:
+        before, now = json.loads((checkpoint / _RECORD).read_text()), json.loads(json.dumps(record))
+        names = [name for name in {**now, **before} if now.get(name) != before.get(name)]
+        changed = [f"{name}={now.get(name)} (was {before.get(name)})" for name in names]
+        if changed:
+            raise ValueError(f"{self.path}: the checkpoint has another recipe: {', '.join(changed)}")
+
+    def _put_back(self, checkpoint: Path, record: Record) -> None:
+        """Makes recipe.json and metrics.jsonl those of a checkpoint."""
+        self.record = record
+        self.before = json.loads((checkpoint / _PROGRESS).read_text())["seconds"]
+        metrics, path = (checkpoint / _METRICS).read_bytes(), self.path / _METRICS
+        if not path.exists() or not path.read_bytes().startswith(metrics):
+            _say(f"{path} is missing or damaged and is restored from the checkpoint")
+        atomic.write_file(path, lambda file: file.write(metrics))
+        atomic.write_json(self.path / _RECORD, record)
+
+    def _unwritten(self, what: str, error: Exception) -> OSError:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return OSError(f"{self.path}: {what} could not be written ({reason[0][:300]}); {self.continuation()}")
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """What is damaged or missing in a checkpoint; None: all files are as they were written."""
+    sums = checkpoint / _SUMS
+    if not sums.is_file():
+        return f"{sums}: no such file"
+    try:
+        recorded = json.loads(sums.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{sums}: not readable ({error})"
+    if not isinstance(recorded, dict) or not {_RECORD, _METRICS, _PROGRESS} <= recorded.keys():
+        return f"{sums}: must list the files of the checkpoint"
+    for name, wanted in recorded.items():
+        path = checkpoint / name
+        try:
+            found = _sum(path) if path.is_file() else None
+        except OSError as error:
+            return f"{path}: not readable ({error})"
+        if found is None:
+            return f"{path}: no such file"
+        if found != wanted:
+            return f"{path}: its SHA-256 is not that of what was written"
+    step = json.loads((checkpoint / _PROGRESS).read_text())["step"]
+    if str(step) != checkpoint.name:
+        return f"{checkpoint}: is the checkpoint of step {step}"
+    return None
+
+
+def _sums(directory: Path) -> dict[str, list[object]]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): _sum(path) for path in files}
+
+
+def _sum(path: Path) -> list[object]:
+    """The size and the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _restore(checkpoint: Path, init: Callable[[], S]) -> S:
+    # Restores onto one device, whatever device the checkpoint was written from.
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), jax.eval_shape(init)
+    )
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            return checkpointer.restore((checkpoint / "default").resolve(), args=ocp.args.StandardRestore(like))
+    except Exception as error:  # orbax raises classes of its own
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{checkpoint}: does not hold the state of this training ({reason[0][:300]})") from error
+
+
+def _remove(directory: Path) -> None:
+    """Removes a directory, which is no checkpoint any more from the first file on."""
+    if directory.exists():
+        trash = directory.with_name(".removed")
+        shutil.rmtree(trash, ignore_errors=True)
+        os.replace(directory, trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def _unused(path: Path) -> Path:
+    """The path, with a number if it exists."""
+    number, found = 2, path
+    while found.exists():
+        number, found = number + 1, path.with_name(f"{path.name}-{number}")
+    return found
+
+
+def _say(text: str) -> None:
+    tqdm.write(f"jspec: {text}", file=sys.stderr)

@@ -1,0 +1,325 @@
+"""Bad input of `jspec train` is refused before anything is read, with the option or the file, and what is valid."""
+
+import dataclasses
+import itertools
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
+pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
+
+import train_files  # noqa: E402
+from train_files import run  # noqa: E402
+
+from jspec.checkpoints import llama  # noqa: E402
+from jspec.models import Llama  # noqa: E402
+from jspec.train import cli, data, loop  # noqa: E402
+
+REQUIRED = {
+    "data": {"out": "x"},
+    "lm": {"data": "x", "work": "x", "out": "x", "shape": "python-tiny", "steps": 4},
+    "eagle3": {"data": "x", "work": "x", "out": "x", "target": "x", "steps": 4},
+    "frozen-kv-mtp": {"data": "x", "work": "x", "out": "x", "target": "x", "steps": 4},
+    "text": {"model": "x", "prompts": "x", "out": "x"},
+}
+COUNTS = """stop-after eval-every checkpoint-every batch-tokens length""".split()
+DRAFTS = """depth prompts ttt-steps hidden-size intermediate-size num-heads""".split()
+INTS = {
+    "data": ["vocab-size", "max-length", "heldout-prompts", "processes"],
+    "lm": [*COUNTS, "steps"],
+    "eagle3": [*COUNTS, *DRAFTS, "steps", "num-kv-heads", "head-dim", "draft-vocab-size"],
+    "frozen-kv-mtp": [*COUNTS, *DRAFTS, "steps", "num-layers"],
+    "text": ["rows", "width", "batch"],
+}
+"""Options for which 0 is too small."""
+SIGNED = ["seed", "warmup"]
+FLOATS = ["rows-share", "learning-rate", "weight-decay", "clip"]
+TRAININGS = ["lm", "eagle3", "frozen-kv-mtp"]
+BAD = [
+    *((command, option, value) for command, options in INTS.items() for option in options
+      for value in (0, -1, -(10**12))),
+    *((command, option, value) for command, option in itertools.product(TRAININGS, SIGNED) for value in (-1, 10**12)),
+    *((command, option, value) for command, option in itertools.product(TRAININGS, FLOATS)
+      for value in ("nan", "inf", -0.5, "1e300", "1e-46")),
+    *((command, option, value) for command in TRAININGS for option, value in
+      (("learning-rate", 0), ("clip", 0), ("rows-share", 1.5), ("steps", 1), ("steps", 10**12))),
+    *((command, option, value) for command in TRAININGS[1:] for option, value in
+      (("ttt-steps", 65), ("decay", 1.5), ("decay", "nan"), ("depth", 65), ("hidden-size", 10**9), ("length", 2))),
+    *(("lm", "cross-entropy", value) for value in ("nan", -0.1, 1.1)),
+    ("eagle3", "capture-layers", -1), ("frozen-kv-mtp", "reads", -2), ("data", "vocab-size", 257),
+    ("data", "vocab-size", 10**9), ("data", "processes", 10**6), ("text", "width", 1), ("text", "batch", 10**9),
+]  # fmt: skip
+UNREADABLE = [
+    (command, option, value)
+    for command, options in INTS.items()
+    for option in options
+    for value in ("", "x", "2.5", "nan", "0x10", "9" * 5000)
+]
+"""Values that are no ints at all."""
+
+
+@pytest.fixture
+def parser(monkeypatch):
+    """The parser, made once, which takes most of the time of a command that is refused."""
+    made = cli.build_parser()
+    monkeypatch.setattr(cli, "build_parser", lambda: made)
+
+
+@pytest.mark.usefixtures("parser")
+def test_numbers_out_of_range_are_refused_before_anything_is_read():
+    """No directory of these commands exists."""
+    assert len(BAD) > 200
+    for command, option, value in BAD:
+        with pytest.raises(ValueError) as raised:
+            run(command, **REQUIRED[command] | {option: value})
+        message = str(raised.value)
+        assert message.startswith(f"--{option}=") and "must be" in message, (command, option, value, message)
+
+
+@pytest.mark.usefixtures("parser")
+def test_what_is_no_number_is_refused(capsys):
+    assert len(UNREADABLE) > 100
+    for command, option, value in UNREADABLE:
+        with pytest.raises(SystemExit) as raised:
+            run(command, **REQUIRED[command] | {option: value})
+        assert raised.value.code == 2
+        assert f"--{option}" in capsys.readouterr().err
+
+
+def test_every_number_has_bounds():
+    """So that a new option cannot do without."""
+    parser = cli.build_parser()
+    (commands,) = (action for action in parser._actions if action.dest == "command")
+    for name, subparser in commands.choices.items():
+        checks = subparser.get_default("checks") or {}
+        for action in subparser._actions:
+            if action.type in (int, float):
+                assert action.option_strings[0] in checks, (name, action.option_strings)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rows-share": 0.5}, "--rows-share=0.5: has an effect only with --rows"),
+        ({"cross-entropy": 0.5}, "--cross-entropy=0.5: has an effect only with --teacher"),
+        ({"stop-after": 5}, "--stop-after=5: must be at most 4, the --steps of the run"),
+    ],
+)
+def test_options_that_do_not_go_together(options, message):
+    with pytest.raises(ValueError, match=message):
+        run("lm", **REQUIRED["lm"] | options)
+
+
+def test_outputs_do_not_overwrite_inputs(tmp_path):
+    (tmp_path / "file").write_text("")
+    common = {"data": tmp_path, "shape": "python-tiny", "steps": 4}
+    with pytest.raises(ValueError, match="--out=.*: is the directory of --data, whose files it would overwrite"):
+        run("lm", **common, work=tmp_path / "w", out=tmp_path / ".." / tmp_path.name)
+    (tmp_path / "t").mkdir()
+    with pytest.raises(ValueError, match="is the directory of --teacher"):
+        run("lm", **common, work=tmp_path / "w", out=tmp_path / "t", teacher=tmp_path / "t")
+    for name in ("work", "out"):
+        with pytest.raises(NotADirectoryError, match="file: must be a directory, but is a file"):
+            run("lm", **{**common, "work": tmp_path / "w", "out": tmp_path / "o", name: tmp_path / "file"})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "t"]
+
+
+CONFIG = Llama(
+    vocab_size=train_files.VOCABULARY,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_length=32,
+)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data") / "data"
+    directory.mkdir()
+    train_files.write(directory)
+    (directory / "config.json").write_text(json.dumps(llama.describe(CONFIG)))
+    return directory
+
+
+class Reached(Exception):
+    """All input was accepted, and the training would begin."""
+
+
+@pytest.fixture
+def no_training(monkeypatch):
+    def reach(*_, **__):
+        raise Reached
+
+    monkeypatch.setattr(loop, "run", reach)
+
+
+def read(data, **options):
+    """Runs `jspec train lm` up to its training."""
+    shape = {"steps": 4, "batch_tokens": 64, "length": 15, "config": data}
+    run("lm", data=data, work=data / "w", out=data / "o", rows=data / "rows.npy", **shape | options)
+
+
+def save(array):
+    return lambda path, rng: np.save(path, array, allow_pickle=True)
+
+
+def save_several(path, rng):
+    np.savez(path.with_suffix(".npz"), a=np.zeros(3), b=np.zeros(3))
+    os.replace(path.with_suffix(".npz"), path)
+
+
+def text_of(text):
+    return lambda path, rng: path.write_text(text)
+
+
+def cut(path, rng):
+    data = path.read_bytes()
+    path.write_bytes(data[: rng.randrange(len(data))])
+
+
+def noise(path, rng):
+    path.write_bytes(rng.randbytes(rng.randrange(1, 3000)))
+
+
+def flip(path, rng):
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(min(len(data), 400))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def make_directory(path, rng):
+    path.unlink()
+    path.mkdir()
+
+
+def make_pipe(path, rng):
+    path.unlink()
+    os.mkfifo(path)
+
+
+ANY = [cut, noise, flip, make_directory, make_pipe, text_of(""), text_of("\0"), lambda path, rng: path.unlink()]
+ARRAYS = [
+    *(save(np.zeros(shape, np.uint16)) for shape in ((), (0,), (3, 0), (2, 3, 4), (10,), (5, 1), (5, 2000))),
+    *(save(np.zeros(300, dtype)) for dtype in (np.int64, np.float32, bool, ">u2", "U3", np.complex64)),
+    save(np.full(300, 280, np.uint16)), save(np.array([{}, []], object)), save_several,
+    lambda path, rng: path.write_bytes(pickle.dumps(list(range(300)))),
+]  # fmt: skip
+DOCUMENTS = [text_of(text) for text in ("[]", "{}", "null", "3", '"x"', "[" * 100_000, '{"a": 1}', "[1, 2]", "NaN")]
+
+
+def change_manifest(path, rng):
+    """One value of the manifest becomes something else."""
+    manifest = json.loads(path.read_text())
+    holder = rng.choice([manifest, manifest["train"], manifest["heldout"], manifest["packages"][0]])
+    holder[rng.choice(sorted(holder))] = rng.choice([None, "x", 1.5, [], {}, True, [1], {"a": "b"}])
+    path.write_text(json.dumps(manifest))
+
+
+FILES = {
+    "train.npy": ANY + ARRAYS,
+    "heldout.npy": ANY + ARRAYS,
+    "rows.npy": ANY + ARRAYS,
+    "data.json": [*ANY, *DOCUMENTS, *[change_manifest] * 20],
+    "tokenizer.json": ANY + DOCUMENTS,
+    "config.json": ANY + DOCUMENTS,
+}
+POINTS = [(name, index) for name, damages in FILES.items() for index in range(len(damages))]
+
+
+def check_point(good, path, name, index, seed):
+    """A damaged file is named, or has no effect on what is read."""
+    shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(good, path)
+    FILES[name][index](path / name, random.Random(f"{name} {index} {seed}"))
+    try:
+        read(path)
+    except Reached:
+        return "read"
+    except (ValueError, TypeError, OSError) as error:
+        message = str(error)
+        # What a file lacks may show in another one that does not fit.
+        assert any(file in message for file in (name, "--rows", "vocab", "held-out")), (name, index, message)
+        assert "Errno" not in message or name in message, message
+        return "refused"
+    raise AssertionError("neither read nor refused")
+
+
+@pytest.mark.usefixtures("no_training")
+def test_damaged_data(good, tmp_path):
+    with pytest.raises(Reached):
+        read(good)
+    for name, index in POINTS[::5]:
+        check_point(good, tmp_path / "data", name, index, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_training")
+def test_much_damaged_data(good, tmp_path):
+    found = [check_point(good, tmp_path / "data", *point, seed) for seed in range(3) for point in POINTS]
+    assert len(found) > 300 and found.count("refused") > 0.8 * len(found)
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_model_that_does_not_fit_the_data(good, tmp_path):
+    directory = shutil.copytree(good, tmp_path / "data")
+    with pytest.raises(ValueError, match=r"has sequences of 16 tokens, but the model's context holds 8"):
+        (directory / "config.json").write_text(json.dumps(llama.describe(dataclasses.replace(CONFIG, max_length=8))))
+        read(directory, length=8)
+    with pytest.raises(ValueError, match=r"vocab_size=300: must be 280, the tokenizer's vocabulary"):
+        (directory / "config.json").write_text(json.dumps(llama.describe(dataclasses.replace(CONFIG, vocab_size=300))))
+        read(directory)
+
+
+def test_heldout_prompts_are_not_trained_on(good, tmp_path):
+    directory = shutil.copytree(good, tmp_path / "data")
+    assert data.read_heldout_prompts(directory, None, 32) == train_files.PROMPTS
+    assert data.read_heldout_prompts(directory, 2, 32) == train_files.PROMPTS[:2]
+    with pytest.raises(ValueError, match=r"--prompts=5: .*heldout_prompts.json has only 4"):
+        data.read_heldout_prompts(directory, 5, 32)
+    path = directory / "heldout_prompts.json"
+    path.write_text(json.dumps(train_files.PROMPTS + train_files.TRAIN_PROMPTS[:1]))
+    with pytest.raises(ValueError, match=r"1 prompts are also in .*train_prompts.json, such as 'def f4\(a, b\):'"):
+        data.read_heldout_prompts(directory, None, 32)
+    path.write_text(json.dumps(train_files.PROMPTS * 2))
+    with pytest.raises(ValueError, match=r"4 prompts are twice in this file"):
+        data.read_heldout_prompts(directory, None, 32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["flax", "optax", "orbax"])
+def test_without_the_extra(missing):
+    """The help is there, and what cannot run says what to install."""
+    program = f"""
+import sys
+sys.modules[{missing!r}] = None
+from jspec.train import cli
+for command in ({", ".join(map(repr, REQUIRED))}):
+    try:
+        cli.main([command, "--help"])
+    except SystemExit as done:
+        assert not done.code
+for command in ("lm", "eagle3", "frozen-kv-mtp"):
+    try:
+        cli.main([command, "--data", "x", "--work", "x", "--out", "x", "--steps", "4",
+                  *(["--shape", "python-tiny"] if command == "lm" else ["--target", "x"])])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+"""
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert out.returncode == 0, out.stderr
+    lines = out.stderr.strip().splitlines()
+    assert len(lines) == 3 and all(f"training needs {missing}" in line and "[train]" in line for line in lines)
+    assert "--checkpoint-every" in out.stdout and "EAGLE-3" in out.stdout
