@@ -88,7 +88,7 @@ def staged(directory: str | Path, *, key: str, replaced: tuple[str, ...] = ()) -
 
 
 def _move_in(stage: Path, directory: Path, key: str, replaced: tuple[str, ...]) -> None:
-    """The files of `stage` move to `directory`, as `staged` says."""
+    """The files of `stage` move to `directory`, in the order of `staged`."""
     names = sorted(path.name for path in stage.iterdir())
     stale = {path.name for path in directory.iterdir() if any(fnmatch(path.name, pattern) for pattern in replaced)}
     if (directory / key).exists():

@@ -32,7 +32,7 @@ class Source:
 def check_tokens(name: str, tokens: ArrayLike, *, axes: tuple[int, ...] = (1, 2)) -> np.ndarray:
     """Token ids as an array.
 
-    axes: valid numbers of axes; with two, they are [sequences, T].
+    axes: how many axes are valid; with two, they are [sequences, T].
 
     Raises:
       TypeError: values that are not ints.
@@ -97,7 +97,7 @@ def id_dtype(vocab_size: int) -> type[np.unsignedinteger]:
 def open_tokens(path: Path, *, vocab_size: int, axes: tuple[int, ...] = (1, 2)) -> np.ndarray:
     """A token file, memory-mapped.
 
-    axes: valid numbers of axes.
+    axes: how many axes are valid.
 
     Raises:
       FileNotFoundError: a missing file.

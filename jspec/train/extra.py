@@ -1,4 +1,4 @@
-"""The packages of the extra `train`, imported in one place that says how to install them."""
+"""The packages of the extra `train`, imported in one place, with advice where one is missing."""
 
 from jspec.core import package
 

@@ -103,7 +103,7 @@ def _commands(recipe: LmRecipe, inputs: Inputs, args: argparse.Namespace) -> lis
     train = f"jspec train lm --data data --work runs/{args.out.name} --out {args.out.name}"
     train += f" --shape {args.shape}" if args.shape else " --config CONFIG"
     if inputs.rows_shape is not None:
-        # Without a teacher nothing says which model wrote the rows, if any did.
+        # Without a teacher it is unknown which model wrote the rows, if any did.
         if args.teacher is not None:
             lines.append(card.text_command(inputs.rows_shape, args.teacher.name))
         train += f" --rows rows.npy --rows-share {inputs.rows_share}"

@@ -115,7 +115,7 @@ def init_layer(shapes: L, keys: Iterator[Key[Array, ""]], *, branch: float = 1.0
 
 
 def check_layers(name: str, layers: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of layers as plain ints; the caller checks that the model has them.
+    """Indices of layers as plain ints; the caller checks that the model has them.
 
     Raises:
       TypeError: not a tuple or list of ints.

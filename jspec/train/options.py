@@ -59,7 +59,7 @@ def add_number(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Checks all numbers among the options.
+    """Checks all options that `add_number` added.
 
     Raises:
       ValueError: one is out of bounds; the message names the option.

@@ -76,7 +76,7 @@ class RunDirectory:
         atomic.write_text(self.path / _METRICS, "")
 
     def resume(self, record: Record, init: Callable[[], S]) -> S:
-        """The state of the newest checkpoint that is whole; metrics are as of its step. Says which are damaged.
+        """The state of the newest checkpoint that is whole; metrics are as of its step. Prints which are damaged.
 
         init: returns a state with the structure and shapes of the one that was saved; only traced.
 
