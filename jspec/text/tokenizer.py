@@ -78,6 +78,16 @@ class Tokenizer:
         """Content of a special token -> id. Special tokens add nothing to the text."""
         return {token.content: i for i, token in self._backend.get_added_tokens_decoder().items() if token.special}
 
+    @property
+    def special_roles(self) -> Mapping[str, str]:
+        """Role, such as "eos_token" -> content of the special token."""
+        return self._special
+
+    @property
+    def templates(self) -> Mapping[str, str]:
+        """Chat templates by name."""
+        return self._templates
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text. `special`: whether to add special tokens, such as the one that begins a text."""
         return self._backend.encode(text, add_special_tokens=special).ids

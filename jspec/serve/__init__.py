@@ -1,0 +1,1 @@
+"""An HTTP server of OpenAI's API over an engine; requires the extra `serve`."""

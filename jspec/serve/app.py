@@ -1,0 +1,302 @@
+"""The application: routes, authentication and the way of a request to the engine and back."""
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from jspec.core.checks import check_flag, check_text
+from jspec.core.sampling import Sampling
+from jspec.engine.result import GenerationStats
+from jspec.serve import metrics, openai, prompts
+from jspec.serve.answer import Answer, TokenNames
+from jspec.serve.fields import ApiError, Fields
+from jspec.serve.interface import Engine, EngineError, Handle, QueueFull
+from jspec.serve.openai import Call, Limits
+from jspec.serve.stream import EventStream, merge, read_body, while_connected
+from jspec.text.tokenizer import Tokenizer
+
+BODY_SECONDS = 60.0
+"""How long the body of a request may take to arrive."""
+_RETRY_SECONDS = "1"
+_CLIENT_LEFT = 499  # what proxies log; nobody receives it
+
+
+class Service:
+    """An engine that OpenAI's clients can ask.
+
+    Args:
+      name: the model's, as clients name it.
+      limits: what one request may ask for.
+      api_keys: a request must have one of them, except for /health. Empty: no authentication.
+
+    Raises:
+      ValueError: the model has no tokenizer.
+    """
+
+    def __init__(self, engine: Engine, *, name: str, limits: Limits, api_keys: Sequence[str] = ()):
+        if engine.model.tokenizer is None:
+            raise ValueError(f"model={engine.model.name!r}: has no tokenizer, which a server requires")
+        self.tokenizer: Tokenizer = engine.model.tokenizer
+        self._engine, self.name, self._limits = engine, name, limits
+        self._keys = [key.encode() for key in api_keys]
+        self.has_keys = bool(api_keys)
+        self._names, self._created = TokenNames(self.tokenizer), int(time.time())
+        self._vocab_size = engine.model.target.vocab_size
+        self._live: set[Handle] = set()
+        self._stopped = False
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/models": self._models,
+            "/v1/models/{name:path}": self._model,
+            "/metrics": self._metrics,
+            "/tokenizer_info": self._tokenizer_info,
+        }
+        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/completions": self._completions,
+            "/v1/chat/completions": self._chat,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+        return Starlette(
+            routes=[
+                Route("/health", self._health, methods=["GET"]),
+                *(Route(path, self._guarded(endpoint), methods=["GET"]) for path, endpoint in gets.items()),
+                *(Route(path, self._guarded(endpoint), methods=["POST"]) for path, endpoint in posts.items()),
+            ],
+            exception_handlers={
+                ApiError: _answer_error,
+                HTTPException: _answer_error,
+                ClientDisconnect: _answer_error,
+                Exception: _answer_error,
+            },
+        )
+
+    def warm_up(self) -> None:
+        """Compiles what most requests need: greedy decoding and sampling of a short prompt."""
+        for sampling in (None, Sampling()):
+            self._engine.submit([0], max_new_tokens=1, sampling=sampling).result()
+
+    def stop(self) -> None:
+        """Cancels what is running and refuses what comes; answers end with an error."""
+        self._stopped = True
+        for handle in list(self._live):
+            handle.cancel()
+
+    def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """`endpoint` for requests with a valid key."""
+
+        async def guarded(request: Request) -> Response:
+            kind, _, key = request.headers.get("authorization", "").partition(" ")
+            given = key.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
+            # All keys are compared, each in constant time.
+            if self._keys and not any([hmac.compare_digest(given, known) for known in self._keys]):
+                raise ApiError(
+                    "authorization: must be Bearer and a valid API key",
+                    status=401,
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+            return await endpoint(request)
+
+        return guarded
+
+    async def _health(self, request: Request) -> Response:
+        try:
+            self._engine.metrics()
+        except EngineError as error:
+            raise ApiError(f"the engine failed: {error}", status=503, code="engine_error") from None
+        if self._stopped:
+            raise ApiError("the server is shutting down", status=503)
+        return _json({"status": "ok"})
+
+    async def _metrics(self, request: Request) -> Response:
+        text = metrics.render(self._engine.metrics(), self.name)
+        return Response(text, media_type=metrics.MEDIA_TYPE)
+
+    async def _models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return _json(self._card())
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "jspec",
+            "max_model_len": self._limits.context,
+        }
+
+    def _check_model(self, name: object) -> None:
+        if name is not None and name != self.name:
+            message = f"model={str(name)[:80]!r}: not served here; must be {self.name!r}"
+            raise ApiError(message, param="model", status=404, code="model_not_found")
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON object of a request, for the model that is served."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # Also keeps pages of other sites from posting: a browser asks first before it sends JSON.
+            message = f"content-type={kind[:80]!r}: must be application/json"
+            raise ApiError(message, param="content-type", status=415)
+        raw = await read_body(request, self._limits.body, BODY_SECONDS)
+        try:
+            body = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ApiError(f"body: must be valid JSON ({error})", code="invalid_json") from None
+        except RecursionError:
+            raise ApiError("body: nested too deeply", code="invalid_json") from None
+        if not isinstance(body, dict):
+            raise ApiError("body: must be a JSON object", code="invalid_json")
+        self._check_model(body.get("model"))
+        return body
+
+    async def _completions(self, request: Request) -> Response:
+        body = await self._body(request)
+        call = openai.read_completion(body, vocab_size=self._vocab_size, limits=self._limits)
+        return await self._complete(request, call)
+
+    async def _chat(self, request: Request) -> Response:
+        body = await self._body(request)
+        call = openai.read_chat(body, vocab_size=self._vocab_size, limits=self._limits)
+        return await self._complete(request, call)
+
+    async def _complete(self, request: Request, call: Call) -> Response:
+        ids, handles = await self._submit(call)
+        resources = self._running(handles)
+        texts = ["" for _ in ids]
+        if call.echo:
+            texts = [given if isinstance(given, str) else self.tokenizer.decode(given) for given in call.prompts]
+        answer = Answer(call, self.name, self._names, ids, texts)
+
+        def results() -> list[GenerationStats]:
+            return [handle.result(timeout=10).stats for handle in handles]
+
+        if call.stream:
+            return EventStream(answer.chunks(merge(handles), results), resources)
+        with resources:
+            whole = await while_connected(request.receive, answer.whole(merge(handles), results))
+        return Response(status_code=_CLIENT_LEFT) if whole is None else _json(whole)
+
+    async def _submit(self, call: Call) -> tuple[list[list[int]], list[Handle]]:
+        """The ids of the prompts, and a handle for each sequence. Runs in a thread, as a long text takes a while."""
+        if self._stopped:
+            raise ApiError("the server is shutting down", status=503)
+        work = asyncio.ensure_future(asyncio.to_thread(self._submit_all, call))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(lambda done: done.exception() or _cancel(done.result()[1]))
+            raise
+
+    def _submit_all(self, call: Call) -> tuple[list[list[int]], list[Handle]]:
+        ids = prompts.encode(self.tokenizer, call)
+        limits = [prompts.max_new_tokens(call, self._limits, len(prompt)) for prompt in ids]
+        seed = secrets.randbelow(2**32 - call.n + 1) if call.seed is None else call.seed
+        handles: list[Handle] = []
+        try:
+            for prompt, max_tokens in zip(ids, limits, strict=True):
+                for i in range(call.n):
+                    handle = self._engine.submit(
+                        prompt,
+                        max_new_tokens=max_tokens,
+                        sampling=call.sampling,
+                        stop=call.stop,
+                        seed=seed + i,
+                        logprobs=False if call.logprobs is None else call.logprobs or True,
+                        priority=call.priority,
+                        salt=call.salt,
+                    )
+                    handles.append(handle)
+        except Exception as error:
+            _cancel(handles)
+            if isinstance(error, QueueFull):
+                raise ApiError(
+                    f"the queue is full: {error}",
+                    status=429,
+                    code="queue_full",
+                    headers={"retry-after": _RETRY_SECONDS},
+                ) from None
+            if isinstance(error, EngineError):
+                raise ApiError(f"the engine failed: {error}", status=500, code="engine_error") from error
+            if isinstance(error, ValueError | TypeError):
+                raise ApiError(str(error)) from None
+            raise
+        return ids, handles
+
+    @contextlib.contextmanager
+    def _running(self, handles: Sequence[Handle]) -> Iterator[None]:
+        """Cancels the sequences that have not ended when the answer has."""
+        self._live.update(handles)
+        try:
+            if self._stopped:
+                self.stop()
+            yield
+        finally:
+            _cancel(handles)
+            self._live.difference_update(handles)
+
+    async def _tokenize(self, request: Request) -> Response:
+        fields = Fields(await self._body(request))
+        fields.take("model", check_text)
+        messages, prompt = fields.take("messages", openai.check_messages), fields.take("prompt", check_text)
+        special, names = (
+            fields.take("add_special_tokens", check_flag, True),
+            fields.take("return_token_strs", check_flag),
+        )
+        fields.end(("model", "messages", "prompt", "add_special_tokens", "return_token_strs"))
+        if (messages is None) == (prompt is None):
+            raise ApiError("prompt: give either prompt or messages", param="prompt")
+        if messages is None:
+            ids = await asyncio.to_thread(self.tokenizer.encode, prompt, special=special)
+        else:
+            ids = await asyncio.to_thread(prompts.chat_ids, self.tokenizer, messages, {})
+        strings = [self._names.text(i) for i in ids] if names else None
+        return _json({"count": len(ids), "max_model_len": self._limits.context, "tokens": ids, "token_strs": strings})
+
+    async def _detokenize(self, request: Request) -> Response:
+        fields = Fields(await self._body(request))
+        fields.take("model", check_text)
+        ids = fields.require("tokens", openai.check_ids, vocab_size=self._vocab_size)
+        fields.end(("model", "tokens"))
+        return _json({"prompt": await asyncio.to_thread(self.tokenizer.decode, ids)})
+
+    async def _tokenizer_info(self, request: Request) -> Response:
+        roles = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")) | dict(self.tokenizer.special_roles)
+        return _json({**roles, "chat_template": self.tokenizer.templates.get("default")})
+
+
+def _cancel(handles: Sequence[Handle]) -> None:
+    for handle in handles:
+        handle.cancel()
+
+
+def _json(content: object, status: int = 200, headers: Any = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
+
+
+def _answer_error(request: Request, error: Exception) -> Response:
+    """Any error as an answer in OpenAI's format."""
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(message[:500], status=error.status_code, headers=error.headers)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_CLIENT_LEFT)
+    if not isinstance(error, ApiError):
+        error = ApiError("internal error; the server's log has the details", status=500)
+    return _json(error.body(), error.status, error.headers)

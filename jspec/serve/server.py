@@ -1,0 +1,95 @@
+"""The process: a socket, uvicorn and an end in which nothing is lost silently."""
+
+import asyncio
+import contextlib
+import ipaddress
+import math
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+
+import uvicorn
+from starlette.applications import Starlette
+
+from jspec.serve.app import Service
+
+_AFTER_GRACE_SECONDS = 5.0
+"""How long answers with an error may take after requests have been cancelled."""
+CLIENT_SECONDS = 60.0
+"""After how long a client that takes nothing of its answer is disconnected, where the system can do so (Linux)."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket for `serve`, bound before a model is loaded, so that an address in use is found at once.
+
+    Raises:
+      ValueError: the address is unknown or in use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"host={host!r}: must be an address or a name of this machine ({error})") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # inherited by the connections
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * CLIENT_SECONDS))
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ValueError(f"port={port}: cannot listen on {host} ({error.strerror})") from None
+    return bound
+
+
+def make_server(service: Service, bound: socket.socket, *, grace: float) -> uvicorn.Server:
+    """A server on a bound socket; `run(sockets=[bound])` serves until SIGTERM or SIGINT and closes the socket.
+
+    It then takes no more requests, and cancels what still runs after `grace` seconds. The caller closes the engine.
+    """
+    host, port = bound.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    notes = [f"jspec: serving {service.name} on {url}/v1"]
+    if not (service.has_keys or ipaddress.ip_address(host.partition("%")[0]).is_loopback):
+        notes.append("jspec: no API key is set: everyone who reaches this address can use the model")
+    config = uvicorn.Config(
+        _with_notes(service, notes),
+        loop="asyncio",
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(grace + _AFTER_GRACE_SECONDS),
+    )
+    return _Server(config, service, grace)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which also cancels the sequences of an engine when it is time."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, grace: float):
+        super().__init__(config)
+        self._service, self._grace = service, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, after whose beginning answers have `grace` seconds."""
+        timer = asyncio.get_running_loop().call_later(self._grace, self._service.stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+            self._service.stop()
+
+
+def _with_notes(service: Service, notes: Sequence[str]) -> Starlette:
+    """The application, which prints the notes when it is ready."""
+    app = service.app()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        print(*notes, sep="\n", file=sys.stderr, flush=True)
+        yield
+
+    app.router.lifespan_context = lifespan
+    return app

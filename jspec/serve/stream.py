@@ -1,0 +1,135 @@
+"""Pieces of several sequences as one stream, server-sent events, and work that ends when its client leaves."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jspec.serve.fields import ApiError
+from jspec.serve.interface import EngineError, Handle, Piece
+
+Result = TypeVar("Result")
+
+
+async def merge(handles: Sequence[Handle]) -> AsyncIterator[tuple[int, Piece]]:
+    """The pieces of all handles with the index of their handle, as they arrive.
+
+    Raises:
+      ApiError: the engine failed, or a sequence was cancelled, which the server does when it shuts down.
+    """
+    arrived: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue()
+
+    async def pump(index: int, handle: Handle) -> None:
+        try:
+            async for piece in handle:
+                arrived.put_nowait((index, piece))
+            arrived.put_nowait((index, None))
+        except Exception as error:
+            arrived.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(i, handle)) for i, handle in enumerate(handles)]
+    ended: set[int] = set()
+    try:
+        while len(ended) < len(handles):
+            index, piece = await arrived.get()
+            if isinstance(piece, EngineError):
+                raise ApiError(f"the engine failed: {piece}", status=500, code="engine_error") from piece
+            if isinstance(piece, Exception):
+                raise piece
+            if index in ended:
+                continue
+            if piece is None or piece.finish_reason == "cancelled":
+                raise ApiError("the server is shutting down", status=503, code="cancelled")
+            if piece.finish_reason is not None:
+                ended.add(index)
+            yield index, piece
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of `work`; None if the client disconnects first, which cancels the work.
+
+    receive: that of a request whose body has been read.
+    """
+    tasks = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events with JSON, ended by [DONE]; an error becomes an event, as the status has been sent.
+
+    Args:
+      events: objects to send.
+      resources: closed when the stream ends, however it ends.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[Mapping[str, object]], resources: contextlib.AbstractContextManager[Any]):
+        self._events, self._resources = events, resources
+        self.status_code, self.background, self.body = 200, None, b""
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends all events; ends early if the client disconnects."""
+        with self._resources:
+            await while_connected(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        async def push(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async for event in self._events:
+                await push(b"data: %b\n\n" % msgspec.json.encode(event))
+            await push(b"data: [DONE]\n\n")
+        except ApiError as error:
+            await push(b"data: %b\n\n" % msgspec.json.encode(error.body()))
+        await push(b"", more=False)
+
+
+async def read_body(request: Request, most: int, seconds: float) -> bytes:
+    """The body of a request.
+
+    most: bytes that it may have.
+    seconds: how long it may take to arrive.
+
+    Raises:
+      ApiError: it is too large or too slow.
+    """
+    close = {"connection": "close"}
+    too_large = ApiError(f"body: must be at most {most} bytes", status=413, code="body_too_large", headers=close)
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length[:20]) > most:
+        raise too_large
+    data = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                data += part
+                if len(data) > most:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(f"body: must arrive within {seconds:g} s", status=408, headers=close) from None
+    return bytes(data)

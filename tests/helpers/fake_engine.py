@@ -1,0 +1,150 @@
+"""An engine without a model: its tokens are those of a text, with delays, ends, errors and cancels as tests ask."""
+
+import asyncio
+import codecs
+import dataclasses
+import functools
+import itertools
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import tokenizers
+
+import jspec
+from jspec.engine.result import GenerationStats
+from jspec.serve.interface import EngineError, Piece, QueueFull
+from jspec.text.tokenizer import Tokenizer
+
+TEXT = "def f(x):\n    return 'héllo ☃' + x\n"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'refuse' %}{{ raise_exception('no such content') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if thinking %}<think>{% endif %}<assistant>"
+)
+ASSETS = Path(jspec.__file__).parent / "assets" / "python-tiny"
+
+
+@functools.cache
+def make_tokenizer(template=TEMPLATE):
+    backend = tokenizers.Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
+    return Tokenizer(backend, {"default": template} if template else {}, {"eos_token": "<|endoftext|>"})
+
+
+@dataclasses.dataclass(eq=False)
+class FakeHandle:
+    """Yields the tokens of `text` in pieces of `step` tokens, `delay` seconds apart, over and over until the limit."""
+
+    engine: "FakeEngine"
+    prompt: list
+    options: dict
+    cancelled: bool = False
+    ended: bool = False
+    sent: int = 0
+
+    async def __aiter__(self):
+        engine, limit = self.engine, self.options["max_new_tokens"]
+        tokens = list(itertools.islice(itertools.cycle(engine.ids), limit))
+        if not engine.endless:
+            tokens = tokens[: len(engine.ids)]
+        names = engine.model.tokenizer.token_bytes()
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for at in range(0, len(tokens), engine.step):
+            if engine.delay:
+                await asyncio.sleep(engine.delay)
+            if engine.broken_after is not None and at >= engine.broken_after:
+                raise EngineError("the device is gone")
+            part = tokens[at : at + engine.step]
+            last = at + engine.step >= len(tokens)
+            reason = ("length" if len(tokens) == limit else "eos") if last else None
+            if self.cancelled:
+                return
+            text = decoder.decode(b"".join(names[i] for i in part), last)
+            self.sent += len(part)
+            if last:
+                self.ended = True
+                engine.left(self)
+            yield Piece(0, text, part, **self._logprobs(part), finish_reason=reason)
+
+    def _logprobs(self, part):
+        wanted = self.options["logprobs"]
+        if wanted is False:
+            return {}
+        top = 0 if wanted is True else wanted
+        return {
+            "logprobs": [-0.5 for _ in part],
+            "top_logprobs": [[((token + j) % 100, -0.5 - j) for j in range(top)] for token in part],
+        }
+
+    def result(self, timeout=None):
+        assert self.ended
+        rounds = max(self.sent - 1, 0) // 2
+        counts = np.array([[0, rounds, 0]])
+        stats = GenerationStats(np.array([rounds]), counts, 0.0)
+        return SimpleNamespace(stats=stats)
+
+    def cancel(self):
+        self.cancelled |= not self.ended
+        self.engine.left(self)
+
+
+class FakeEngine:
+    """See `FakeHandle`. Attributes are for tests to set and to read.
+
+    endless: whether sequences go on to their limits, or end after the text.
+    broken_after: tokens after which sequences fail.
+    room: sequences that may run at once; None: any number.
+    """
+
+    def __init__(
+        self,
+        text=TEXT,
+        *,
+        template=TEMPLATE,
+        context=256,
+        step=3,
+        delay=0.0,
+        endless=False,
+        broken_after=None,
+        room=None,
+    ):
+        tokenizer = make_tokenizer(template)
+        self.model = SimpleNamespace(
+            name="fake", tokenizer=tokenizer, target=SimpleNamespace(vocab_size=tokenizer.vocab_size)
+        )
+        self.context, self.ids, self.step, self.delay = context, tokenizer.encode(TEXT), step, delay
+        self.endless, self.broken_after, self.room = endless, broken_after, room
+        self.handles, self.running, self.lock = [], set(), threading.Lock()
+
+    def submit(self, prompt, **options):
+        assert prompt and all(type(i) is int and 0 <= i < self.model.target.vocab_size for i in prompt)
+        assert len(prompt) + options["max_new_tokens"] <= self.context
+        with self.lock:
+            if self.room is not None and len(self.running) >= self.room:
+                raise QueueFull(f"{self.room} sequences wait")
+            handle = FakeHandle(self, list(prompt), options)
+            self.handles.append(handle)
+            self.running.add(handle)
+        return handle
+
+    def left(self, handle):
+        with self.lock:
+            self.running.discard(handle)
+
+    def metrics(self):
+        if self.broken_after == 0:
+            raise EngineError("the device is gone")
+        histogram = SimpleNamespace(counts=(1, 2, 3), total=4.5)
+        return SimpleNamespace(
+            **dict.fromkeys(("running", "waiting", "held", "prefix_queries", "prefix_hits", "preemptions"), 1),
+            **dict.fromkeys(("prompt_tokens", "new_tokens", "rounds", "drafted", "accepted"), 2),
+            **dict.fromkeys(("time_to_first_token", "inter_token", "queue_time", "end_to_end"), histogram),
+            slots=4,
+            pages=10,
+            pages_used=5,
+            accepted_by_position=(3, 1),
+            requests_finished={"eos": 2, "length": 1},
+        )
+
+    def close(self):
+        pass

@@ -1,0 +1,55 @@
+"""A server of a fake engine on a free port of this machine. Importing this skips where its packages are missing."""
+
+import threading
+import time
+
+import pytest
+
+for package in ("httpx", "msgspec", "openai", "starlette", "uvicorn"):
+    pytest.importorskip(package, reason=f"{package} is not installed, which the extra test brings")
+
+import httpx  # noqa: E402, after the check
+import openai  # noqa: E402
+
+from jspec.serve import server  # noqa: E402
+from jspec.serve.app import Service  # noqa: E402
+from jspec.serve.openai import Limits  # noqa: E402
+
+
+class Running:
+    """A server on a free port of this machine, in a thread."""
+
+    def __init__(self, engine, *, grace=5.0, api_keys=(), **limits):
+        self.engine = engine
+        self.service = Service(engine, name="fake", limits=Limits(engine.context, **limits), api_keys=api_keys)
+        bound = server.bind("127.0.0.1", 0)
+        self.port = bound.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = server.make_server(self.service, bound, grace=grace)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [bound]})
+        self.thread.start()
+        wait_for(lambda: self.server.started)
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+
+    def client(self, **options):
+        """OpenAI's client, which checks every answer."""
+        options = {"api_key": "none", "max_retries": 0, "_strict_response_validation": True, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+
+    def post(self, path, body, **options):
+        return self.http.post(path, json=body, **options)
+
+    def end(self):
+        self.http.close()
+        self.server.should_exit = True
+
+    def join(self):
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def wait_for(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.005)

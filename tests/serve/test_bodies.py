@@ -1,0 +1,274 @@
+"""Malformed bodies get an error that names the field, and the server goes on."""
+
+import json
+import random
+
+import pytest
+
+COMMON_BAD = {
+    "model": ["other", 5, ["fake"], "x" * 500],
+    "n": [0, -1, 1.5, "2", True, [1], 257, 10**30],
+    "max_tokens": [0, -5, 2.0, "10", True, {}, 10**12, 257],
+    "temperature": [-1, "hot", [0.5], True, 1e-9, 1e39],
+    "top_p": [0, -0.1, 1.1, "1", {}],
+    "top_k": [-2, 1.5, "3", 2**31, False],
+    "min_p": [-0.1, 1.01, "0"],
+    "presence_penalty": ["1", 1e39, [], True],
+    "frequency_penalty": ["1", -1e39, {}],
+    "repetition_penalty": [0, -1, "1"],
+    "min_tokens": [-2, 0.5, "1", 10**9, 300],
+    "logit_bias": [
+        [],
+        "x",
+        {"a": 1},
+        {"-1": 1},
+        {"99999999": 1},
+        {"5": "1"},
+        {"5": True},
+        {"٣": 1},
+        {"05": 1},
+        {"1" * 50: 0},
+    ],
+    "stop": [5, [5], "", ["a", ""], ["x"] * 17, ["y" * 300], {"a": 1}],
+    "seed": [-1, 2**32, 1.5, "1", True],
+    "stream": ["yes", 1, 0, []],
+    "stream_options": [[], 5, {"include_usage": 1}, {"include": True}],
+    "user": [5, ["me"]],
+    "priority": [2**31, 0.5, "high"],
+    "cache_salt": [5, {}],
+}
+BAD = {
+    "/v1/completions": {
+        **COMMON_BAD,
+        "prompt": [
+            None,
+            "",
+            [],
+            {},
+            5,
+            [[]],
+            [1.5],
+            [1, "a"],
+            ["a", 1],
+            [-1],
+            [10**9],
+            [True],
+            [["a"]],
+            [None],
+            [2**70],
+        ],
+        "echo": ["yes", 1],
+        "logprobs": [-1, 21, True, 0.5, "1"],
+        "best_of": [1, 2],
+        "suffix": ["end", 5],
+        "messages": [[{"role": "user", "content": "x"}]],
+    },
+    "/v1/chat/completions": {
+        **COMMON_BAD,
+        "messages": [
+            *(None, [], "hello", {}, [5], [{}], [{"role": "user"}], [{"content": "x"}]),
+            *([{"role": "tool", "content": "x"}], [{"role": 5, "content": "x"}], [{"role": "user", "content": 5}]),
+            *([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],),
+            *([{"role": "user", "content": [5]}], [{"role": "user", "content": [{"type": "text"}]}]),
+            *([{"role": "user", "content": "x", "tool_calls": [{}]}], [{"role": "user", "content": "x", "color": 1}]),
+            *([{"role": "user", "content": "refuse"}], [{"role": "user", "content": None}]),
+        ],
+        "max_completion_tokens": [0, "x", 1.5, 10**6],
+        "logprobs": [1, 0, "true"],
+        "top_logprobs": [21, -1, "2", 1.0],
+        "tools": [[{"type": "function"}], {}, "x"],
+        "tool_choice": ["auto", {"type": "function"}],
+        "parallel_tool_calls": [True],
+        "response_format": [{"type": "json_object"}, {"type": "json_schema"}, "text", {}],
+        "functions": [[{}]],
+        "audio": [{}],
+        "modalities": [["text", "audio"]],
+        "chat_template_kwargs": [[], "x", {"messages": []}, {"tools": []}],
+        "prompt": ["x"],
+    },
+    "/tokenize": {
+        "prompt": [5, []],
+        "messages": [5, []],
+        "add_special_tokens": [1, "no"],
+        "tools": [[]],
+    },
+    "/detokenize": {"tokens": [None, "x", [-1], [10**9], [1.5], {}], "prompt": ["x"]},
+}
+REFUSED = [
+    "bad_words",
+    "structured_outputs",
+    "guided_json",
+    "ignore_eos",
+    "stop_token_ids",
+    "store",
+    "reasoning_effort",
+]
+for path in ("/v1/completions", "/v1/chat/completions"):
+    BAD[path] |= {name: [True, "x", ["x"], {"x": 1}] for name in REFUSED}
+    BAD[path] |= {name: [0, None, "x"] for name in ("max_token", "Temperature", "wild", "", "a.b", "messages[0]")}
+VALID = {
+    "/v1/completions": {"prompt": "def f"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+}
+GOOD = {"n": 2, "max_tokens": 4, "temperature": 0.5, "seed": 1, "stop": "\n", "top_p": 0.9, "user": "me", "top_k": None}
+
+
+def malformed(count, seed):
+    """(path, field, body) with one bad field each, and some good ones around it in any order."""
+    points = [
+        (path, field, value) for path, fields in BAD.items() for field, values in fields.items() for value in values
+    ]
+    chooser = random.Random(seed)
+    chooser.shuffle(points)
+    assert len(points) >= count
+    for path, field, value in points:
+        body = dict(VALID[path])
+        if path.startswith("/v1"):
+            body |= {name: GOOD[name] for name in chooser.sample(sorted(GOOD), chooser.randrange(4)) if name != field}
+        body[field] = value
+        items = list(body.items())
+        chooser.shuffle(items)
+        yield path, field, dict(items)
+
+
+def test_malformed_bodies_name_the_field(shared):
+    count = 0
+    for path, field, body in malformed(200, seed=0):
+        answer = shared.post(path, body)
+        shown = f"{path} {json.dumps(body)[:300]} -> {answer.status_code} {answer.text}"
+        assert 400 <= answer.status_code < 500, shown
+        error = answer.json()["error"]
+        assert (error["param"] or "").startswith(field), shown
+        assert field in error["message"] and len(error["message"]) < 400, shown
+        count += 1
+        if count % 20 == 0:
+            assert shared.post("/v1/completions", {"prompt": "x"}).status_code == 200
+    assert count >= 200
+    assert not shared.engine.running
+
+
+RAW = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"x"',
+    b"5",
+    b"\xff\xfe",
+    b'{"prompt": "\xff"}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": NaN}',
+    b'{"temperature": 1e999, "prompt": "x"}',
+    b'{"n": ' + b"9" * 5000 + b"}",
+    b"[" * 100_000,
+    b'{"prompt":' * 50_000,
+    b'{"prompt": "x"} trailing',
+    b'{prompt: "x"}',
+    b"\xef\xbb\xbf{}",
+    b"prompt=x",
+]
+
+
+@pytest.mark.parametrize("raw", RAW, ids=lambda raw: raw[:24])
+def test_what_is_not_json(shared, raw):
+    answer = shared.http.post("/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("body: "), answer.text
+
+
+def test_random_bytes(shared):
+    chooser = random.Random(0)
+    valid = json.dumps({"prompt": "def f", "max_tokens": 3, "stop": ["a"], "logit_bias": {"5": 1.5}}).encode()
+    for _ in range(100):
+        raw = bytearray(valid)
+        for _ in range(chooser.randrange(1, 4)):
+            at = chooser.randrange(len(raw))
+            raw[at : at + chooser.randrange(3)] = bytes(chooser.randrange(256) for _ in range(chooser.randrange(3)))
+        answer = shared.http.post("/v1/completions", content=bytes(raw), headers={"content-type": "application/json"})
+        assert answer.status_code in (200, 400, 404), (raw, answer.text)
+        assert answer.status_code == 200 or answer.json()["error"]["message"], raw
+
+
+def test_fields_that_ask_for_nothing_are_allowed(shared):
+    body = {"messages": [{"role": "assistant", "content": "x", "refusal": None, "tool_calls": []}], "max_tokens": 1}
+    body |= {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "n": None}
+    body |= {"modalities": ["text"], "service_tier": "auto", "stop": [], "logprobs": False, "stream_options": None}
+    assert shared.post("/v1/chat/completions", body).status_code == 200
+    body = {"prompt": "x", "suffix": None, "best_of": None, "echo": False, "logit_bias": {}, "model": None}
+    assert shared.post("/v1/completions", body).status_code == 200
+
+
+def test_a_flag_is_not_a_number(shared):
+    assert shared.post("/v1/completions", {"prompt": "x", "ignore_eos": 0}).status_code == 400
+    assert shared.post("/v1/completions", {"prompt": "x", "ignore_eos": False}).status_code == 200
+
+
+def test_a_misspelled_field_gets_a_suggestion(shared):
+    message = shared.post("/v1/completions", {"prompt": "x", "max_token": 5}).json()["error"]["message"]
+    assert message == "max_token: unknown field; did you mean max_tokens?"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [5] * 256}, "prompt"),
+        ({"prompt": "word " * 1000}, "prompt"),
+        ({"prompt": [5] * 200, "max_tokens": 57}, "max_tokens"),
+        ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
+        ({"prompt": "x", "echo": True, "logprobs": 0}, "echo"),
+        ({"prompt": ["x"] * 200, "n": 2}, "prompt"),
+        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "x", "n": 2, "seed": 2**32 - 1}, "seed"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_does_not_fit(shared, body, param):
+    answer = shared.post("/v1/completions", body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_what_just_fits(shared):
+    assert shared.post("/v1/completions", {"prompt": [5] * 200, "max_tokens": 56}).status_code == 200
+    # The default length gives way to the context.
+    assert shared.post("/v1/completions", {"prompt": [5] * 250}).json()["usage"]["completion_tokens"] == 6
+    assert shared.post("/v1/completions", {"prompt": "x", "n": 2, "seed": 2**32 - 2}).status_code == 200
+
+
+def test_limits_of_a_server(serve):
+    server = serve(server_options={"prompt": 10, "output": 5, "sequences": 3, "body": 200})
+    for body, param in [
+        ({"prompt": [5] * 11}, "prompt"),
+        ({"prompt": "a b c d e f g h i j k l"}, "prompt"),
+        ({"prompt": "x", "max_tokens": 6}, "max_tokens"),
+        ({"prompt": "x", "n": 4}, "n"),
+        ({"prompt": ["x", "y"], "n": 2}, "prompt"),
+    ]:
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+    assert server.post("/v1/completions", {"prompt": [5] * 10}).json()["usage"]["completion_tokens"] == 5
+    assert server.post("/v1/completions", {"prompt": "x" * 200}).status_code == 413
+
+    def parts():
+        yield b'{"prompt": "'
+        yield b"x" * 300
+
+    answer = server.http.post("/v1/completions", content=parts(), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_only_json_is_taken(shared, kind):
+    answer = shared.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind})
+    assert answer.status_code == 415
+
+
+def test_other_paths_and_methods(shared):
+    for answer, status in [(shared.http.get("/v1/nothing"), 404), (shared.http.get("/v1/completions"), 405)]:
+        assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_a_model_without_chat_template(serve):
+    server = serve(template=None)
+    answer = server.post("/v1/chat/completions", VALID["/v1/chat/completions"])
+    assert answer.status_code == 400 and "no chat template" in answer.json()["error"]["message"]
