@@ -60,6 +60,7 @@ def make_server(service: Service, bound: socket.socket, *, grace: float) -> uvic
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=math.ceil(grace + _AFTER_GRACE_SECONDS),
     )
     return _Server(config, service, grace)
