@@ -218,7 +218,8 @@ def _check_sampling(name: str, value: object, *, field: str) -> int | float:
     if (field, checked_value) in _WITHOUT_EFFECT:
         return checked_value
     try:
-        Sampling(**{field: checked_value})
+        given: dict[str, Any] = {field: checked_value}
+        Sampling(**given)
     except ValueError as error:
         raise ValueError(f"{name}={value!r}: {str(error).partition(': ')[2]}") from None
     return checked_value
