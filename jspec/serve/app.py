@@ -85,9 +85,9 @@ class Service:
         )
 
     def warm_up(self) -> None:
-        """Compiles what most requests need: greedy decoding and sampling of a short prompt."""
+        """Compiles what most requests need: greedy decoding, and sampling, of a short prompt."""
         for sampling in (None, Sampling()):
-            self._engine.submit([0], max_new_tokens=1, sampling=sampling).result()
+            self._engine.submit([0], max_new_tokens=min(16, self._engine.context - 1), sampling=sampling).result()
 
     def stop(self) -> None:
         """Cancels what is running and refuses what comes; answers end with an error."""
