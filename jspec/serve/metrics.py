@@ -11,14 +11,14 @@ _GAUGES = {
     "num_requests_held": ("held", "Sequences in a slot that wait for a page."),
 }
 _COUNTERS = {
-    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found in the prefix cache."),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens of all sequences."),
-    "generation_tokens": ("new_tokens", "New tokens of all sequences."),
-    "num_preemptions": ("preemptions", "Sequences that gave back their pages and were read again."),
-    "spec_decode_num_drafts": ("rounds", "Rounds of all sequences."),
-    "spec_decode_num_draft_tokens": ("drafted", "Draft tokens."),
-    "spec_decode_num_accepted_tokens": ("accepted", "Accepted draft tokens."),
+    "prefix_cache_queries_total": ("prefix_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits_total": ("prefix_hits", "Prompt tokens found in the prefix cache."),
+    "prompt_tokens_total": ("prompt_tokens", "Prompt tokens of all sequences."),
+    "generation_tokens_total": ("new_tokens", "New tokens of all sequences."),
+    "num_preemptions_total": ("preemptions", "Sequences that gave back their pages and were read again."),
+    "spec_decode_num_drafts_total": ("rounds", "Rounds of all sequences."),
+    "spec_decode_num_draft_tokens_total": ("drafted", "Draft tokens."),
+    "spec_decode_num_accepted_tokens_total": ("accepted", "Accepted draft tokens."),
 }
 _HISTOGRAMS = {
     "time_to_first_token_seconds": ("time_to_first_token", "From a request to its first token."),
@@ -44,18 +44,18 @@ def render(values: Metrics, model: str) -> str:
     used = values.pages_used / max(values.pages, 1)
     add("kv_cache_usage_perc", "gauge", "Share of the pages in use, from 0 to 1.", [("", {}, used)])
     for name, (field, text) in _COUNTERS.items():
-        add(name, "counter", text, [("_total", {}, getattr(values, field))])
+        add(name, "counter", text, [("", {}, getattr(values, field))])
     add(
-        "spec_decode_num_accepted_tokens_per_pos",
+        "spec_decode_num_accepted_tokens_per_pos_total",
         "counter",
         "Accepted draft tokens at each position of the draft.",
-        [("_total", {"position": i}, count) for i, count in enumerate(values.accepted_by_position)],
+        [("", {"position": i}, count) for i, count in enumerate(values.accepted_by_position)],
     )
     add(
-        "request_success",
+        "request_success_total",
         "counter",
         "Sequences that ended, by reason.",
-        [("_total", {"finished_reason": reason}, n) for reason, n in sorted(values.requests_finished.items())],
+        [("", {"finished_reason": reason}, n) for reason, n in sorted(values.requests_finished.items())],
     )
     for name, (field, text) in _HISTOGRAMS.items():
         add(name, "histogram", text, _histogram(getattr(values, field)))

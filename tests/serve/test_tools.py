@@ -31,6 +31,7 @@ def test_metrics(shared):
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = answer.text.splitlines()
     samples = {}
+    types = {line.split()[2]: line.split()[3] for line in lines if line.startswith("# TYPE ")}
     for line in lines:
         if line.startswith("#"):
             assert re.fullmatch(r"# (HELP vllm:\w+ .+|TYPE vllm:\w+ (gauge|counter|histogram))", line), line
@@ -38,6 +39,8 @@ def test_metrics(shared):
         found = re.fullmatch(r'(vllm:\w+)\{model_name="fake"(?:,(\w+="[^"]*"))?\} ([\d.e+-]+)', line)
         assert found, line
         samples[found[1], found[2]] = float(found[3])
+        part = re.fullmatch(r"(.*)_(bucket|sum|count)", found[1])
+        assert types[found[1]] in ("gauge", "counter") if found[1] in types else types[part[1]] == "histogram"
     assert samples["vllm:kv_cache_usage_perc", None] == 0.5
     assert samples["vllm:generation_tokens_total", None] == 2
     assert samples["vllm:request_success_total", 'finished_reason="eos"'] == 2
