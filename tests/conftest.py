@@ -177,6 +177,14 @@ def room_for_programs():
 
 
 @pytest.fixture
+def without_jaxtyping():
+    """Turns off the checks of shapes and types that only tests have, so that those of the package run."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
 def needs():
     """A function that skips a test whose optional package is not installed, and names the extra that brings it."""
 

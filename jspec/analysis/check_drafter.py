@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jspec.core import accept, decode, stopping
+from jspec.core.checks import shorten
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Committed, DecodeState, Drafter, DraftTree, Params, Target
 from jspec.engine.model import Model
 from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateKeywords, GenerateOptions, choose_drafter
 from jspec.engine.result import Generation, Generations
-from jspec.engine.run import Parts, Run, encode_prompts
+from jspec.engine.run import Parts, Run, check_model, encode_prompts
 
 PROMPTS = ("x", "def f(x):", "a = b\na = b")
 """Prompts of different lengths and one program shape. The shortest has one token, which leaves the caches empty."""
@@ -72,11 +73,15 @@ def check_drafter(
       AssertionError: the drafter violates the contract; the message states where and how.
       ValueError, TypeError: another invalid argument, or models that the drafter's `bind` does not support.
     """
+    check_model(model)
     chosen = _check_interface(drafter, model)
     if prompts is None:
         prompts = PROMPTS if model.tokenizer else _PROMPT_IDS
-    _, ids = encode_prompts(model, list(prompts))
+    single, ids = encode_prompts(model, prompts)
+    if single:
+        raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
     case = _Case(_in_float32(model), _TraceCounter(chosen, []), ids, max_new_tokens, temperature, seed)
+    _ = case.options.seeds(2 * len(ids))
     done = ["it has the attributes and methods of a drafter, and can be hashed"]
     name = type(chosen.bind(model.target, model.draft)).__name__
     for check in _CHECKS:

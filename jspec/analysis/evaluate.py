@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from jspec.core.checks import check_flag, check_int, shorten
 from jspec.core.package import ASSETS
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter
 from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions, choose_drafter
+from jspec.engine.options import GenerateOptions, check_fits, choose_drafter
 from jspec.engine.result import Generations, GenerationStats
-from jspec.engine.run import Run
+from jspec.engine.run import Run, encode_prompts
 
 REPEAT_LENGTH = 16
 """Tokens that must occur again for a text to count as repeated."""
@@ -94,6 +95,16 @@ def evaluate(
     options = GenerateOptions(
         drafter=drafter, max_new_tokens=max_new_tokens, sampling=sampling, accept=accept, seed=seed
     )
+    batch, progress = check_int("batch", batch, least=1), check_flag("progress", progress)
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling={shorten(sampling)}: must be a jspec.Sampling, or None (greedy)")
+    seed = check_int("seed", seed, least=0)
+    # What is wrong with the last prompt must not be found after the others have been measured.
+    single, ids = encode_prompts(model, prompts)
+    if single:
+        raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
+    options.seeds(len(ids))
+    check_fits(model.target, max(map(len, ids)), options.max_new_tokens)
     batches = [list(prompts[i : i + batch]) for i in range(0, len(prompts), batch)]
     outputs = []
     with tqdm(total=len(batches), desc=f"{drafter}: compiling", disable=not progress) as bar:
@@ -106,6 +117,7 @@ def evaluate(
         rounds=np.concatenate([out.stats.rounds for out in outputs]),
         accept_counts=np.concatenate([out.stats.accept_counts for out in outputs]),
         seconds=sum(out.stats.seconds for out in outputs),
+        dropped=np.concatenate([out.stats.dropped for out in outputs]),
     )
     repeated = sum(count_repeated(item.prompt, item.tokens) for out in outputs for item in out)
     return Evaluation(

@@ -10,8 +10,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jspec.core import decode, tree
+from jspec.core.checks import check_int, shorten
 from jspec.core.sampling import Sampling
-from jspec.core.types import Accept, DecodeState, Drafter, DraftTree, Params, Target
+from jspec.core.types import Accept, BoundedDrafter, DecodeState, Drafter, DraftTree, Params, Target
 from jspec.engine.model import Model
 from jspec.engine.options import GenerateOptions, choose_drafter
 from jspec.engine.run import Run, encode_prompts
@@ -60,15 +61,19 @@ def inspect_round(
     Raises:
       ValueError, TypeError: as `jspec.generate`; more than one prompt; or a text that ends before that round.
     """
-    if isinstance(round_index, bool) or not isinstance(round_index, int) or round_index < 0:
-        raise ValueError(f"round_index={round_index!r}: must be an int of at least 0")
-    single, (ids, *_) = encode_prompts(model, prompt)
+    round_index = check_int("round_index", round_index, least=0)
+    single, (ids, *_) = encode_prompts(model, prompt, "prompt")
     if not single:
         raise ValueError("prompt is a list of prompts: give one of them")
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling={shorten(sampling)}: must be a jspec.Sampling, or None (greedy)")
     chosen = choose_drafter(drafter, model)
-    depth = chosen.bind(model.target, model.draft).depth
+    bound = chosen.bind(model.target, model.draft)
+    context = model.target.max_length
+    if isinstance(bound, BoundedDrafter):
+        context = min(context, bound.max_length)
     # At least the default of `generate`, so that both run the same program.
-    most = min(max(128, 1 + (round_index + 1) * (depth + 1)), max(1, model.target.max_length - len(ids)))
+    most = min(max(128, 1 + (round_index + 1) * (bound.depth + 1)), max(1, context - len(ids)))
     run = Run(model, ids, GenerateOptions(drafter=chosen, max_new_tokens=most, sampling=sampling, seed=seed))
     if run.advance(round_index):
         last = int(run.state.round_index) - 1

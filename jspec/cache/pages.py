@@ -3,6 +3,17 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+DEFAULT_PAGE_SIZE = 64
+"""Rows per cache page."""
+
+
+def fit_page_size(page_size: int, capacity: int) -> int:
+    """The rows per page for sequences of `capacity` tokens: no more than a single page needs, but at least 64.
+
+    A longer page would hold nothing more, so the output and the number of pages are the same.
+    """
+    return min(page_size, max(DEFAULT_PAGE_SIZE, 1 << (capacity - 1).bit_length()))
+
 
 def pages_for(rows: int, page_size: int) -> int:
     """Pages that hold `rows` rows, rounded up.

@@ -6,9 +6,9 @@ along their path, whatever was drafted. All random draws of a sequence are funct
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.core import sampling, tree
+from jspec.core.checks import check_number
 from jspec.core.types import Accept, Acceptance, DraftNeeds, DraftTree
 
 Memory = Array | None
@@ -151,10 +152,9 @@ class LossyThresholds:
     total: float = 1.0
 
     def __post_init__(self):
-        for name, value, good in (("single", self.single, self.single >= 0), ("total", self.total, self.total > 0)):
-            if not good or value > 1:
-                valid = "from 0 to 1" if name == "single" else "above 0 and at most 1"
-                raise ValueError(f"LossyThresholds({name}={value}): must be {valid}")
+        number = partial(check_number, most=1.0, owner=type(self).__name__)
+        object.__setattr__(self, "single", number("single", self.single, least=0.0))
+        object.__setattr__(self, "total", number("total", self.total, above=0.0))
 
     def __call__(
         self,
@@ -184,18 +184,18 @@ class Imposed:
 
     The round does its full work, so with random weights it costs as much as with trained weights of this accept length.
 
-    tokens_per_round: mean number of tokens that a round appends, bonus included; at least 1. Each round appends the
+    tokens_per_round: mean number of tokens that a round appends, bonus included; from 1 to 1000. Each round appends the
       integer below or above it, but no more than the path to the tree's deepest node and the bonus token.
     """
 
     tokens_per_round: float
 
     def __post_init__(self):
-        if not 1 <= self.tokens_per_round < math.inf:
-            raise ValueError(
-                f"Imposed(tokens_per_round={self.tokens_per_round}): must be finite and at least 1, "
-                "which is the bonus token"
-            )
+        valid = "from 1, which is the bonus token, to 1000"
+        tokens = check_number(
+            "tokens_per_round", self.tokens_per_round, least=1.0, most=1000.0, valid=valid, owner="Imposed"
+        )
+        object.__setattr__(self, "tokens_per_round", tokens)
 
     def __call__(
         self,

@@ -5,6 +5,7 @@ A failed check names the argument, its value and what is valid: `page_size=0: mu
 
 import math
 import operator
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def check_int(name: str, value: object, *, least: int, most: int | None = None, 
         raise TypeError(f"{shown}: must be an int")
     try:
         number = operator.index(value)  # pyright: ignore[reportArgumentType]
-    except TypeError:  # An array of floats, or of more than one element, has __index__ but refuses it.
+    except Exception:  # An array of floats, of more than one element, or being traced has __index__ but refuses it.
         raise TypeError(f"{shown}: must be an int") from None
     if number < least or (most is not None and number > most):
         raise ValueError(f"{shown}: must be {_range(least, most)}")
@@ -46,7 +47,7 @@ def check_number(
 ) -> float:
     """`value` as a float that keeps its meaning in the precision in which it is used.
 
-    value: an int or a float, of Python or NumPy; a bool is not a number here.
+    value: an int or a float, of Python, NumPy or a JAX array without axes; a bool is not a number here.
     least, above, most: bounds on the rounded value; `least` and `most` are included, `above` is not.
     dtype: the precision in which the value is used. A value that is finite but has no finite counterpart there is
       refused, and so is one that becomes 0 or a subnormal number, which accelerators flush to 0.
@@ -58,28 +59,44 @@ def check_number(
       ValueError: NaN, infinite, or out of bounds in that precision.
     """
     shown = _shown(name, value, owner)
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
+    number = _scalar(value)
+    if number is None:
         raise TypeError(f"{shown}: must be a number")
     wanted = valid or _range(least, most, above)
     try:
-        exact = float(value)
+        exact = float(number)
     except OverflowError:
-        exact = math.inf if value > 0 else -math.inf
+        exact = math.inf if number > 0 else -math.inf
     with np.errstate(over="ignore", under="ignore"):
         rounded = float(dtype(exact))
-    too_large = math.isinf(rounded) and not (isinstance(value, float | np.floating) and math.isinf(exact))
+    too_large = math.isinf(rounded) and not (isinstance(number, float) and math.isinf(exact))
     too_small = exact != 0 and abs(rounded) < float(np.finfo(dtype).tiny)
     if too_large or too_small:
         raise ValueError(f"{shown}: must be {wanted} (it is {'infinite' if too_large else '0'} in {np.dtype(dtype)})")
     good = (
         math.isfinite(rounded)
-        and (least is None or rounded >= least)
-        and (above is None or rounded > above)
-        and (most is None or rounded <= most)
+        and (least is None or rounded >= float(dtype(least)))
+        and (above is None or rounded > float(dtype(above)))
+        and (most is None or rounded <= float(dtype(most)))
     )
     if not good:
         raise ValueError(f"{shown}: must be {wanted}")
     return exact
+
+
+def check_sequence(name: str, value: object, *, items: str, owner: str = "") -> Sequence[object]:
+    """`value` as a sequence of several values; text and bytes are single values here.
+
+    items: what it must hold, for the message.
+
+    Raises:
+      TypeError: neither a list, a tuple, another sequence, nor an array with axes.
+    """
+    if isinstance(value, np.ndarray) and value.ndim:
+        return value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview):
+        raise TypeError(f"{_shown(name, value, owner)}: must be {items}")
+    return value
 
 
 def check_flag(name: str, value: object, *, owner: str = "") -> bool:
@@ -111,21 +128,56 @@ def check_text(name: str, value: object, *, owner: str = "") -> str:
     return value
 
 
-def _shown(name: str, value: object, owner: str) -> str:
-    """The argument and its value as a message shows them, shortened."""
+def check_hashable(name: str, value: object) -> None:
+    """Raises TypeError unless `value` can be a static argument of a compiled program."""
+    try:
+        hash(value)
+    except Exception as error:
+        raise TypeError(
+            f"{name}={shorten(value)}: must be hashable, because it is part of the program: make it a frozen dataclass "
+            f"({error})"
+        ) from None
+
+
+def shorten(value: object) -> str:
+    """The value as a message shows it: its repr, shortened."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no int of more than 4300 digits.
+    except Exception:  # Python writes no int of more than 4300 digits, and a user's class may raise anything.
         text = f"<{type(value).__name__}>"
-    text = text if len(text) <= 80 else f"{text[:60]}...{text[-16:]}"
+    return text if len(text) <= 80 else f"{text[:60]}...{text[-16:]}"
+
+
+def _scalar(value: object) -> int | float | None:
+    """The number that `value` holds, as Python's int or float; None if it is no number."""
+    if isinstance(value, bool | np.bool_):
+        return None
+    if isinstance(value, int | float):
+        return value
+    if not hasattr(value, "__array__"):
+        return None
+    try:
+        held = np.asarray(value)
+        if held.ndim or held.dtype.kind in "bcOSUMm":
+            return None
+        return int(held) if held.dtype.kind in "iu" else float(held)
+    except Exception:  # An array that is being traced has no value yet.
+        return None
+
+
+def _shown(name: str, value: object, owner: str) -> str:
+    """The argument and its value as a message shows them."""
+    text = shorten(value)
     return f"{owner}({name}={text})" if owner else f"{name}={text}"
 
 
 def _range(least: float | None, most: float | None, above: float | None = None) -> str:
-    low = f"at least {least:g}" if isinstance(least, float) else f"at least {least}" if least is not None else ""
-    low = f"above {above}" if above is not None else low
-    if not low:
-        return f"at most {most}" if most is not None else "finite"
-    if most is None:
-        return low
-    return f"from {least} to {most}" if above is None else f"{low} and at most {most}"
+    low, high, over = (
+        None if bound is None else f"{bound:g}" if isinstance(bound, float) else str(bound)
+        for bound in (least, most, above)
+    )
+    if over is not None:
+        return f"above {over}" if high is None else f"above {over} and at most {high}"
+    if low is not None:
+        return f"at least {low}" if high is None else f"from {low} to {high}"
+    return "finite" if high is None else f"at most {high}"

@@ -83,7 +83,11 @@ def prefill(
         origin=jnp.zeros((batch, buffer_len), jnp.int8),
         logprobs=jnp.zeros((batch, buffer_len), jnp.float32) if logprobs else None,
         round_index=jnp.zeros((), jnp.int32),
-        stats=Stats(jnp.zeros(batch, jnp.int32), jnp.zeros((batch, drafter.depth + 1), jnp.int32)),
+        stats=Stats(
+            rounds=jnp.zeros(batch, jnp.int32),
+            accept_counts=jnp.zeros((batch, drafter.depth + 1), jnp.int32),
+            dropped=jnp.zeros(batch, jnp.int32),
+        ),
     )
     size = width if chunk is None else min(chunk, width)
     read = partial(_read_prompt, params, target=target, drafter=drafter, accept=accept, size=size)
@@ -205,7 +209,7 @@ def commit_round(s: DecodeState, out: ForwardOutput, decision: Decision) -> tupl
     """The state with the kept rows in the cache and the kept tokens appended, and what `extend` absorbs."""
     start, kept = s.length - 1, decision.kept
     cache = commit_rows(s.cache, out.rows, start, kept.path, kept.length, after=out.logits)
-    stats = count_round(s, kept)
+    stats = count_round(s, decision)
     s = dataclasses.replace(append(s, decision), cache=cache, round_index=s.round_index + 1, stats=stats)
     return s, Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)
 
@@ -265,13 +269,24 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
     )
 
 
-def count_round(s: DecodeState, kept: Acceptance) -> Stats:
-    """The counters of `s` after a round that keeps these tokens."""
+def count_round(s: DecodeState, decision: Decision) -> Stats:
+    """The counters of `s` after a round."""
     slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
+    kept = decision.kept.length
     return Stats(
         jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
-        s.stats.accept_counts + (slots == kept.length[:, None] - 1).astype(jnp.int32),
+        s.stats.accept_counts + (slots == kept[:, None] - 1).astype(jnp.int32),
+        s.stats.dropped + jnp.where(s.done, 0, decision.accepted.length - kept),
     )
+
+
+def with_counters(s: DecodeState, depth: int) -> DecodeState:
+    """The state with counters for rounds of this depth, for one that is continued with a drafter of a greater depth."""
+    missing = depth + 1 - s.stats.accept_counts.shape[1]
+    if missing <= 0:
+        return s
+    counts = jnp.pad(s.stats.accept_counts, ((0, 0), (0, missing)))
+    return dataclasses.replace(s, stats=dataclasses.replace(s.stats, accept_counts=counts))
 
 
 # The loop
@@ -288,11 +303,21 @@ def run_rounds(
     debug: bool = False,
 ) -> DecodeState:
     """Rounds until every sequence is done or `s.round_index` reaches `until`. Pure; `decode` is the same, jitted."""
+    s = with_counters(s, drafter.depth)
     body = partial(step, params, target=target, drafter=drafter, accept=accept, debug=debug)
     return lax.while_loop(lambda s: ~jnp.all(s.done) & (s.round_index < until), body, s)
 
 
 _STATIC = ("target", "drafter", "accept")
+
+
+class _Loop(LoopProgram[..., DecodeState]):
+    """Its state has the counters before the call: the donated buffer of shorter ones could not be used."""
+
+    def __call__(
+        self, params: Params, s: DecodeState, until: Int[Array, ""], *, drafter: Drafter, **static: Target | Accept
+    ) -> DecodeState:
+        return super().__call__(params, with_counters(s, drafter.depth), until, drafter=drafter, **static)
 
 
 def _loop_program(many: bool) -> LoopProgram[..., DecodeState]:
@@ -305,7 +330,7 @@ def _loop_program(many: bool) -> LoopProgram[..., DecodeState]:
         """
         return run_rounds(params, s, until, target=target, drafter=drafter, accept=accept)
 
-    return LoopProgram(decode, many=many, static_argnames=_STATIC, donate_argnames=("s",))
+    return _Loop(decode, many=many, static_argnames=_STATIC, donate_argnames=("s",))
 
 
 decode, decode_many = _loop_program(many=False), _loop_program(many=True)

@@ -14,25 +14,47 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jspec.core.checks import check_int, shorten
 from jspec.core.types import DraftTree, Frontier, Proposal
 
 Expand = Callable[[PyTree, Frontier], tuple[PyTree, Proposal]]
 """(carry, frontier) -> (next carry, proposals for the children of each node of the frontier)."""
 
 
-def check_shape(name: str, depth: int, width: int, num_nodes: int | None) -> None:
-    """Raises ValueError unless a drafter called `name` can have trees of this depth, width and number of nodes."""
-    given = f"{name}(depth={depth}, width={width}, num_nodes={num_nodes})"
-    if depth < 1:
-        raise ValueError(f"{given}: depth must be at least 1")
-    if width < 1:
-        raise ValueError(f"{given}: width must be at least 1, which is a chain")
+MAX_DEPTH = 64
+"""Generations of a tree that a draft model grows. Each is a forward of its own in the program, which XLA has to
+compile."""
+MAX_WIDTH = 64
+"""Children of a node; the kernel that finds them takes one pass for each."""
+MAX_PROPOSED = 16384
+"""Proposed nodes of a tree. They are ranked by comparing all pairs."""
+
+
+def check_shape(name: str, depth: object, width: object, num_nodes: object) -> tuple[int, int, int | None]:
+    """Depth, width and number of nodes of the trees of a drafter called `name`.
+
+    Raises:
+      TypeError: not ints.
+      ValueError: there can be no such tree, or it is too large to compile or to rank.
+    """
+    depth = check_int("depth", depth, least=1, most=MAX_DEPTH, owner=name)
+    width = check_int("width", width, least=1, most=MAX_WIDTH, owner=name)
     most = 1 + width + (depth - 1) * width**2
-    if num_nodes is not None and not depth < num_nodes <= most:
+    given = f"{name}(depth={depth}, width={width}, num_nodes={shorten(num_nodes)})"
+    if width > 1 and most > MAX_PROPOSED:
+        raise ValueError(
+            f"{given}: a tree of this depth and width has 1 + width + (depth - 1) width^2 = {most} proposed nodes; "
+            f"must be at most {MAX_PROPOSED}"
+        )
+    if num_nodes is None:
+        return depth, width, None
+    num_nodes = check_int("num_nodes", num_nodes, least=1, owner=name)
+    if not depth < num_nodes <= most:
         raise ValueError(
             f"{given}: num_nodes, root included, must be at least depth + 1 = {depth + 1} and at most "
             f"1 + width + (depth - 1) width^2 = {most}, the number of proposed nodes"
         )
+    return depth, width, num_nodes
 
 
 def size(depth: int, width: int, num_nodes: int | None) -> int:

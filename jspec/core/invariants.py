@@ -25,6 +25,16 @@ def check_round(
         before = jnp.maximum(jnp.arange(tokens.shape[1], dtype=jnp.int32) - 1, 0)[None]
         check((parents >= 0) & (parents <= before), "a parent does not come before its child")
     check(~jnp.isnan(logits).any((1, 2)) | s.done, "the target's logits contain a NaN")
+    nodes, path = tokens.shape[1], accepted.path
+    if path is not None:
+        check((path >= 0) & (path < nodes) | s.done[:, None], "a node of the accepted path is out of range")
+        above = parents
+        if above is None:
+            above = jnp.broadcast_to(jnp.maximum(jnp.arange(nodes, dtype=jnp.int32) - 1, 0)[None], tokens.shape)
+        after = jnp.arange(1, path.shape[1], dtype=jnp.int32)[None] >= accepted.length[:, None]
+        follows = jnp.take_along_axis(above, path[:, 1:], axis=1, mode="clip") == path[:, :-1]
+        connected = (follows & (path[:, 1:] > 0) | after).all(1) & (path[:, 0] == 0)
+        check(connected | s.done, "the accepted path is not a path from the root")
     check((accepted.length >= 1) & (accepted.length <= accepted.tokens.shape[1]), "an accept length is out of range")
     within = (s.length >= 1) & (s.length <= s.limit) & (s.limit <= s.tokens.shape[1])
     check(within, "a sequence is longer than its limit or the buffer")

@@ -7,6 +7,7 @@ temperature, top-k, top-p, min-p. Each is applied exactly at every node of a tre
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jspec.core import stopping
 from jspec.core.bits import ordered_bits
+from jspec.core.checks import check_int, check_number, shorten
 from jspec.core.types import DecodeState, RowSampling
 
 NOISE, DRAFT, COINS, FINAL = range(4)
@@ -24,18 +27,24 @@ coins of an acceptance rule, and the final token that such a rule samples."""
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of a sequence.
+    """Sampling parameters of a sequence. Values are used in float32, and their bounds hold in that precision.
 
-    temperature: divides the logits; 0 chooses the highest (greedy).
+    The most probable token always stays: top_k, top_p and min_p never remove it.
+
+    temperature: divides the logits; at least 1e-6, or 0, which chooses the highest (greedy).
     top_k: keeps the k highest logits, ties included. None: all.
     top_p: nucleus sampling: keeps the fewest most probable tokens whose mass reaches top_p, ties included. None: all.
     min_p: keeps tokens with at least this fraction of the highest probability. None: all.
     repetition_penalty: divides positive and multiplies negative logits of all tokens seen, prompt included (Keskar et
-      al., arXiv 1909.05858, section 4.1). 1: off.
-    presence_penalty: subtracted from the logits of the tokens generated so far.
+      al., arXiv 1909.05858, section 4.1); from 1e-6 to 1e6. 1: off.
+    presence_penalty: subtracted from the logits of the tokens generated so far; from -1e6 to 1e6.
     frequency_penalty: the same, once for each time the token was generated.
     logit_bias: token id -> value added to its logit; -inf forbids the token.
-    min_new_tokens: until the sequence has this many new tokens, no token that ends the text is chosen.
+    min_new_tokens: until the sequence has this many new tokens, no token that ends the text is chosen, unless every
+      other token is forbidden.
+
+    Raises:
+      TypeError, ValueError: a parameter of another type or out of its bounds.
     """
 
     temperature: float = 1.0
@@ -49,36 +58,39 @@ class Sampling:
     min_new_tokens: int = 0
 
     def __post_init__(self):
-        temperature = self.temperature
-        for name, value, good, wanted in (
-            # Lower values would divide a logit to infinity, which has no softmax.
-            (
-                "temperature",
-                temperature,
-                temperature == 0 or 1e-6 <= temperature < math.inf,
-                "0 (greedy) or at least 1e-6",
-            ),
-            ("top_k", self.top_k, self.top_k is None or _is_int(self.top_k, 1), "an int of at least 1, or None"),
-            ("top_p", self.top_p, self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1, or None"),
-            ("min_p", self.min_p, self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1, or None"),
-            (
-                "repetition_penalty",
-                self.repetition_penalty,
-                0 < self.repetition_penalty < math.inf,
-                "above 0; 1 is off",
-            ),
-            ("presence_penalty", self.presence_penalty, math.isfinite(self.presence_penalty), "finite; 0 is off"),
-            ("frequency_penalty", self.frequency_penalty, math.isfinite(self.frequency_penalty), "finite; 0 is off"),
-            ("min_new_tokens", self.min_new_tokens, _is_int(self.min_new_tokens, 0), "an int of at least 0"),
-        ):
-            if not good:
-                raise ValueError(f"Sampling({name}={value!r}): must be {wanted}")
-        if any(math.isnan(bias) or bias == math.inf for bias in (self.logit_bias or {}).values()):
-            raise ValueError(f"Sampling(logit_bias={self.logit_bias!r}): must be finite, or -inf to forbid a token")
+        number, whole = partial(check_number, owner="Sampling"), partial(check_int, owner="Sampling")
+        temperature = number("temperature", self.temperature, least=0.0, valid="0 (greedy) or at least 1e-6")
+        # Lower values would make the highest logits equal: divided by them, all would be the largest float.
+        if 0 < temperature < 1e-6:
+            raise ValueError(f"Sampling(temperature={temperature!r}): must be 0 (greedy) or at least 1e-6")
+        values: dict[str, object] = {"temperature": temperature}
+        if self.top_k is not None:
+            values["top_k"] = whole("top_k", self.top_k, least=1, most=2**63 - 1)
+        if self.top_p is not None:
+            values["top_p"] = number("top_p", self.top_p, above=0.0, most=1.0)
+        if self.min_p is not None:
+            values["min_p"] = number("min_p", self.min_p, least=0.0, most=1.0)
+        for name, least in (("repetition_penalty", 1e-6), ("presence_penalty", -1e6), ("frequency_penalty", -1e6)):
+            values[name] = number(name, getattr(self, name), least=least, most=1e6)
+        values["min_new_tokens"] = whole("min_new_tokens", self.min_new_tokens, least=0, most=2**63 - 1)
+        if self.logit_bias is not None:
+            values["logit_bias"] = _check_bias(self.logit_bias)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
 
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int | np.integer) and bool(value >= least)
+def _check_bias(logit_bias: object) -> dict[int, float]:
+    """The biases with plain ids and values."""
+    if not isinstance(logit_bias, Mapping):
+        raise TypeError(f"Sampling(logit_bias={shorten(logit_bias)}): must map token ids to a bias each, or be None")
+    checked: dict[int, float] = {}
+    for token, value in logit_bias.items():
+        token = check_int("token id of logit_bias", token, least=0)
+        name = f"logit_bias[{token}]"
+        valid = "finite, or -inf to forbid the token"
+        forbids = isinstance(value, float | np.floating) and value == -math.inf
+        checked[token] = -math.inf if forbids else check_number(name, value, valid=valid, owner="Sampling")
+    return checked
 
 
 def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, vocab_size: int) -> RowSampling | None:
@@ -88,25 +100,31 @@ def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, v
 
     Raises:
       TypeError: anything else.
-      ValueError: a list whose length is not `batch`, or a bias for a token outside the vocabulary.
+      ValueError: a list whose length is not `batch`, a bias for a token outside the vocabulary, or biases that forbid
+        all tokens.
     """
     given = [sampling] * batch if sampling is None or isinstance(sampling, Sampling) else sampling
     if not isinstance(given, Sequence) or not all(one is None or isinstance(one, Sampling) for one in given):
         raise TypeError(
-            f"sampling={sampling!r}: must be a jspec.Sampling, a list with one per sequence, or None (greedy)"
+            f"sampling={shorten(sampling)}: must be a jspec.Sampling, a list with one per sequence, or None (greedy)"
         )
     samplings = [Sampling(temperature=0.0) if one is None else one for one in given]
     if len(samplings) != batch:
         raise ValueError(f"sampling: {len(samplings)} for {batch} sequences; must be one, or one per sequence")
     off = {"top_k": vocab_size, "top_p": 1.0, "min_p": 0.0}
+    # Larger values mean the same as these, and fit in int32.
+    most = {"top_k": vocab_size, "min_new_tokens": np.iinfo(np.int32).max}
     columns = {}
     for field in dataclasses.fields(Sampling):
         values = [getattr(one, field.name) for one in samplings]
         unused = 0.0 if field.name == "temperature" else field.default
         if field.name != "logit_bias" and any(value != unused for value in values):
             values = [off[field.name] if value is None else value for value in values]
-            kind = np.int32 if field.name in ("top_k", "min_new_tokens") else np.float32
-            columns[field.name] = jax.device_put(np.array(values, kind))
+            if field.name in most:
+                column = np.array([min(value, most[field.name]) for value in values], np.int32)
+            else:
+                column = np.array(values, np.float32)
+            columns[field.name] = jax.device_put(column)
     if any(one.logit_bias for one in samplings):
         columns["logit_bias"] = jax.device_put(_bias_matrix(samplings, vocab_size))
     return RowSampling(**columns) if columns else None
@@ -117,9 +135,36 @@ def _bias_matrix(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray:
     for i, one in enumerate(samplings):
         for token, value in (one.logit_bias or {}).items():
             if not 0 <= token < vocab_size:
-                raise ValueError(f"logit_bias={{{token}: ...}}: token ids must be from 0 to {vocab_size - 1}")
+                raise ValueError(f"sampling: logit_bias={{{token}: ...}}: token ids must be from 0 to {vocab_size - 1}")
             bias[i, token] = value
+        if np.isneginf(bias[i]).all():
+            raise ValueError(
+                f"sampling: logit_bias of sequence {i} is -inf for all {vocab_size} tokens; it must leave one"
+            )
     return bias
+
+
+def check_rows(rows: RowSampling, batch: int, vocab_size: int) -> None:
+    """Checks shapes and dtypes of parameters that are given as arrays, which may be traced.
+
+    Raises:
+      TypeError, ValueError: an array of another dtype or shape.
+    """
+    for field in dataclasses.fields(RowSampling):
+        column = getattr(rows, field.name)
+        if column is None:
+            continue
+        name = f"RowSampling.{field.name}"
+        kind = jnp.integer if field.name in ("top_k", "min_new_tokens") else jnp.floating
+        if not isinstance(column, jax.Array | np.ndarray) or not jnp.issubdtype(column.dtype, kind):
+            shown = f"{column.dtype}" if hasattr(column, "dtype") else type(column).__name__
+            raise TypeError(f"{name} is of type {shown}: must be an array of {np.dtype(_DTYPES[kind])}")
+        expected = (batch, vocab_size) if field.name == "logit_bias" else (batch,)
+        if column.shape != expected:
+            raise ValueError(f"{name} has the shape {column.shape}: must be {expected}")
+
+
+_DTYPES = {jnp.integer: np.int32, jnp.floating: np.float32}
 
 
 def process(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:
@@ -134,31 +179,51 @@ def process(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M
     if options.temperature is None:
         return logits
     greedy = (options.temperature == 0).reshape(-1, 1, 1)
-    best = jnp.argmax(logits, axis=-1, keepdims=True) == jnp.arange(logits.shape[-1]).reshape(1, 1, -1)
-    return jnp.where(greedy, jnp.where(best, 0.0, -jnp.inf), temper(options, logits))
+    return jnp.where(greedy, jnp.where(_best(logits), 0.0, -jnp.inf), temper(options, logits))
 
 
 def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:
-    """Penalties, bias and min_new_tokens."""
+    """Penalties, bias and min_new_tokens. Finite logits stay finite, unless the bias or min_new_tokens forbids them.
+
+    An option that would forbid all tokens that are left is not applied at that node.
+    """
     options = s.sampling
     assert options is not None
     if options.repetition_penalty is not None:
         seen = _count(s, path, jnp.zeros_like(s.prompt_length), logits.shape[-1]) > 0
         penalty = options.repetition_penalty.reshape(-1, 1, 1)
-        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+        logits = jnp.where(seen, _bounded(jnp.where(logits > 0, logits / penalty, logits * penalty), logits), logits)
     if options.presence_penalty is not None or options.frequency_penalty is not None:
         count = _count(s, path, s.prompt_length, logits.shape[-1])
         if options.presence_penalty is not None:
             logits = logits - jnp.where(count > 0, options.presence_penalty.reshape(-1, 1, 1), 0.0)
         if options.frequency_penalty is not None:
-            logits = logits - count.astype(jnp.float32) * options.frequency_penalty.reshape(-1, 1, 1)
+            total = count.astype(jnp.float32) * options.frequency_penalty.reshape(-1, 1, 1)
+            # The choice keeps the compiler from merging product and difference into one operation, rounded once, which
+            # it does in some programs, so that the same node would have other logits there.
+            logits = logits - jnp.where(count > 0, total, 0.0)
     if options.logit_bias is not None:
-        logits = logits + options.logit_bias[:, None]
+        bias = options.logit_bias[:, None]
+        logits = _forbid(_bounded(logits + bias, logits), jnp.isneginf(bias), otherwise=logits)
     if options.min_new_tokens is not None and s.stop.table is not None:
         new = (s.length - s.prompt_length)[:, None] + (path >= 0).sum(-1, dtype=jnp.int32)
         early = new < options.min_new_tokens[:, None]
-        logits = jnp.where(early[:, :, None] & _ends_text(s, path), -jnp.inf, logits)
+        logits = _forbid(logits, early[:, :, None] & stopping.ends_text(s.stop, path), otherwise=logits)
     return logits
+
+
+def _bounded(changed: Float[Array, "B M V"], before: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
+    """`changed` with the largest finite value in place of an overflow; what was -inf before stays so."""
+    most = float(np.finfo(np.float32).max)
+    return jnp.where(jnp.isneginf(before), before, jnp.clip(changed, -most, most))
+
+
+def _forbid(
+    logits: Float[Array, "B M V"], forbidden: Bool[Array, "B _ V"], *, otherwise: Float[Array, "B M V"]
+) -> Float[Array, "B M V"]:
+    """-inf for the forbidden tokens; `otherwise` at nodes where no token would be left."""
+    left = ~jnp.isneginf(logits) & ~forbidden
+    return jnp.where(left.any(-1, keepdims=True), jnp.where(forbidden, -jnp.inf, logits), otherwise)
 
 
 def _count(s: DecodeState, path: Int[Array, "B M g"], first: Int[Array, " B"], vocabulary: int) -> Int[Array, "B M V"]:
@@ -175,36 +240,40 @@ def _count(s: DecodeState, path: Int[Array, "B M g"], first: Int[Array, " B"], v
     return count.at[sequence[:, None, None], jnp.arange(nodes)[None, :, None], at].add(1, mode="drop")
 
 
-def _ends_text(s: DecodeState, path: Int[Array, "B M g"]) -> Bool[Array, "B M V"]:
-    """Whether a token would end the text after each node, as an EOS or by completing a stop string."""
-    assert s.stop.table is not None and s.stop.state is not None
-    state = jnp.broadcast_to(s.stop.state[:, None], path.shape[:2])
-    for i in range(path.shape[2]):
-        read = s.stop.table.at[state, path[:, :, i]].get(mode="clip")
-        state = jnp.where(path[:, :, i] >= 0, read, state)
-    # Choices after an end-of-text token are ignored, so any table row will do.
-    return s.stop.table.at[jnp.maximum(state, 0)].get(mode="clip") < 0
-
-
 def temper(options: RowSampling, logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
-    """Logits after temperature (greedy sequences: 1), top-k, top-p and min-p; -inf for removed tokens."""
+    """Logits after temperature (greedy sequences: 1), top-k, top-p and min-p; -inf for removed tokens.
+
+    The token with the highest logit always stays. It is found by its index: XLA may compute logits twice, an ulp apart,
+    so that none of them reaches a bound that was computed from the others.
+    """
+    best = None if (options.top_k, options.top_p, options.min_p) == (None, None, None) else _best(logits)
     if options.temperature is not None:
-        logits = logits / jnp.where(options.temperature > 0, options.temperature, 1.0).reshape(-1, 1, 1)
+        temperature = jnp.where(options.temperature > 0, options.temperature, 1.0).reshape(-1, 1, 1)
+        logits = _bounded(logits / temperature, logits)
+    if best is None:
+        return logits
     if options.top_k is not None:
-        logits = _keep_heaviest(logits, jnp.ones_like(logits), options.top_k.astype(jnp.float32))
+        kept = _heaviest(logits, jnp.ones_like(logits), options.top_k.astype(jnp.float32))
+        logits = jnp.where(kept | best, logits, -jnp.inf)
     if options.top_p is not None:
         bound = jnp.where(options.top_p < 1, options.top_p, jnp.inf)
-        logits = _keep_heaviest(logits, jax.nn.softmax(logits, axis=-1), bound)
+        kept = _heaviest(logits, jax.nn.softmax(logits, axis=-1), bound)
+        logits = jnp.where(kept | best, logits, -jnp.inf)
     if options.min_p is not None:
-        least = logits.max(-1, keepdims=True) + jnp.log(options.min_p).reshape(-1, 1, 1)
-        logits = jnp.where(logits >= least, logits, -jnp.inf)
+        kept = logits - logits.max(-1, keepdims=True) >= jnp.log(options.min_p).reshape(-1, 1, 1)
+        logits = jnp.where(kept | best, logits, -jnp.inf)
     return logits
 
 
-def _keep_heaviest(
+def _best(logits: Float[Array, "B M V"]) -> Bool[Array, "B M V"]:
+    """The token with the highest logit; of several, the first."""
+    return jnp.argmax(logits, axis=-1, keepdims=True) == jnp.arange(logits.shape[-1]).reshape(1, 1, -1)
+
+
+def _heaviest(
     logits: Float[Array, "B M V"], weights: Float[Array, "B M V"], bound: Float[Array, " B"]
-) -> Float[Array, "B M V"]:
-    """Keeps a token if the weights of all tokens with higher logits sum to less than `bound`.
+) -> Bool[Array, "B M V"]:
+    """The tokens for which the weights of all tokens with higher logits sum to less than `bound`.
 
     The threshold is found by bisection over the 2^32 bit patterns of a float, in the order of the floats: 32 sums, no
     sort, and exact.
@@ -221,7 +290,7 @@ def _keep_heaviest(
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
     _, threshold = lax.fori_loop(0, 32, halve, (low, high))
-    return jnp.where(order >= threshold, logits, -jnp.inf)
+    return order >= threshold
 
 
 def stream(key: Key[Array, " B"], name: int, position: Int[Array, " B"]) -> Key[Array, " B"]:

@@ -121,6 +121,8 @@ class Stats:
     """Rounds in which the sequence was active."""
     accept_counts: Int[Array, "B A"]
     """accept_counts[b, i]: rounds that appended i + 1 tokens."""
+    dropped: Int[Array, " B"]
+    """Tokens that the acceptance rule appended in the last round, but after the end of the text or beyond the limit."""
 
 
 @struct
@@ -299,6 +301,16 @@ class AdaptiveDrafter(Protocol):
 
     def adapt(self, needs: DraftNeeds) -> Drafter:
         """The drafter to use with a rule of these needs; raises ValueError if it cannot meet them."""
+        ...
+
+
+@runtime_checkable
+class BoundedDrafter(Protocol):
+    """A drafter whose model has a context of its own. Optional: others draft for texts of any length."""
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of that context; may raise before `bind`."""
         ...
 
 

@@ -17,6 +17,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
+from jspec.core.checks import check_flag, check_text
+
 TRITON_GEMM_MAX_TOKENS = 32
 """Tokens that a round verifies, all sequences together, up to which XLA's own matrix products are faster."""
 _CAPTURE = {
@@ -31,8 +33,12 @@ def loop_options(*, many: bool = False, flags: str | None = None) -> dict[str, s
 
     many: each round verifies more than `TRITON_GEMM_MAX_TOKENS` tokens.
     flags: XLA_FLAGS; None: those of this process. A group of options that they name is left to them.
+
+    Raises:
+      TypeError: `many` is not a bool, or `flags` not a str.
     """
-    flags = os.environ.get("XLA_FLAGS", "") if flags is None else flags
+    many = check_flag("many", many)
+    flags = os.environ.get("XLA_FLAGS", "") if flags is None else check_text("flags", flags)
     wanted = (_CAPTURE, _PRODUCTS) if many else (_CAPTURE,)
     return {name: value for group in wanted if not any(own in flags for own in group) for name, value in group.items()}
 

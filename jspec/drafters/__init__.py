@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from jspec.core.checks import shorten
 from jspec.core.types import Drafter
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.frozen_kv_mtp import FrozenKvMtp
@@ -32,7 +33,7 @@ def resolve(drafter: str | Drafter | None) -> Drafter:
         return Plain()
     if isinstance(drafter, str):
         if drafter not in DRAFTERS:
-            raise ValueError(f"drafter={drafter!r} is unknown; valid names are {', '.join(sorted(DRAFTERS))}")
+            raise ValueError(f"drafter={shorten(drafter)} is unknown; valid names are {', '.join(sorted(DRAFTERS))}")
         return DRAFTERS[drafter]()
     if isinstance(drafter, type):
         raise TypeError(f"drafter={drafter.__name__} is not a drafter: give an object, not a class")

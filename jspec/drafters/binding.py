@@ -2,9 +2,33 @@
 
 from typing import TypeVar
 
+from jspec.core.checks import check_flag
+from jspec.core.grow import check_shape
 from jspec.core.types import DraftNeeds, Target
 
 T = TypeVar("T")
+
+
+def set_checked(drafter: object, **values: object) -> None:
+    """Sets fields of a frozen drafter to values that were checked, for its `__post_init__`."""
+    for name, value in values.items():
+        object.__setattr__(drafter, name, value)
+
+
+def check_options(drafter: object, *, depth: object, width: object, num_nodes: object, sampled: object) -> None:
+    """Checks the options that all drafters with trees share, for their `__post_init__`.
+
+    depth: its tokens, or those that None stands for.
+
+    Raises:
+      TypeError, ValueError: as `check_shape`; `sampled` is not a bool.
+    """
+    name = type(drafter).__name__
+    depth, width, num_nodes = check_shape(name, depth, width, num_nodes)
+    sampled = check_flag("sampled", sampled, owner=name)
+    set_checked(drafter, width=width, num_nodes=num_nodes, sampled=sampled)
+    if getattr(drafter, "depth", None) is not None:
+        set_checked(drafter, depth=depth)
 
 
 def describe_loaded(draft: object) -> str:

@@ -5,8 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.core.checks import check_flag
 from jspec.core.commit import commit_rows
-from jspec.core.grow import check_shape, grow, take_parents
+from jspec.core.grow import grow, take_parents
 from jspec.core.propose import propose
 from jspec.core.struct import struct
 from jspec.core.tree import where_sequences
@@ -22,7 +23,7 @@ from jspec.core.types import (
     Rows,
     Target,
 )
-from jspec.drafters.binding import bound, check_made_for, check_needs, describe_loaded
+from jspec.drafters.binding import bound, check_made_for, check_needs, check_options, describe_loaded, set_checked
 from jspec.drafters.feature_head import FeatureHead
 
 
@@ -44,8 +45,8 @@ class EagleState:
 class Eagle:
     """Proposes with an EAGLE-1, EAGLE-2 or EAGLE-3 head.
 
-    depth: tokens of the longest chain, at least 1.
-    width: maximum children of a node, and nodes that are expanded per generation; 1 is a chain.
+    depth: tokens of the longest chain, from 1 to 64.
+    width: maximum children of a node, and nodes that are expanded per generation, from 1, which is a chain, to 64.
     num_nodes: nodes of the tree, root included; None: 32, or fewer if fewer are proposed.
     sampled: sample the drafts from the head's own distribution, as "rejection" and "block" need.
     exact: in a tree, a node attends to the head's rows of its own ancestors. False: to those of whichever nodes held
@@ -62,7 +63,8 @@ class Eagle:
     model: FeatureHead | None = None
 
     def __post_init__(self):
-        check_shape("Eagle", self.depth, self.width, self.num_nodes)
+        check_options(self, depth=self.depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
+        set_checked(self, exact=check_flag("exact", self.exact, owner="Eagle"))
 
     @property
     def capture_layers(self) -> tuple[int, ...]:

@@ -9,11 +9,12 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jspec.core.grow import check_shape, grow, take_parents
+from jspec.core.checks import shorten
+from jspec.core.grow import grow, take_parents
 from jspec.core.propose import propose
 from jspec.core.tree import where_sequences
 from jspec.core.types import Committed, DecodeState, DraftNeeds, DraftTree, Frontier, Params, Proposal, Target
-from jspec.drafters.binding import bound, check_made_for, check_needs, describe_loaded
+from jspec.drafters.binding import bound, check_made_for, check_needs, check_options, describe_loaded
 from jspec.models import Assistant
 from jspec.models.decoder import Decoder
 
@@ -29,8 +30,8 @@ class FrozenKvMtp:
     their nodes and the output of the forward before. All have the same position, attend to the same frozen prefix and
     write nothing.
 
-    depth: tokens of the longest chain, at least 1.
-    width: maximum children of a node, and nodes that are expanded per generation; 1 is a chain.
+    depth: tokens of the longest chain, from 1 to 64.
+    width: maximum children of a node, and nodes that are expanded per generation, from 1, which is a chain, to 64.
     num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
     sampled: sample the drafts from the assistant's own distribution, as the rule "rejection" needs.
     position: one of `POSITIONS`. It may change the drafts, and so the speed, but not the output.
@@ -46,10 +47,10 @@ class FrozenKvMtp:
     model: Assistant | None = None
 
     def __post_init__(self):
-        check_shape("FrozenKvMtp", self.depth, self.width, self.num_nodes)
-        if self.position not in POSITIONS:
+        check_options(self, depth=self.depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
+        if not isinstance(self.position, str) or self.position not in POSITIONS:
             valid = ", ".join(map(repr, POSITIONS))
-            raise ValueError(f"FrozenKvMtp(position={self.position!r}): position must be one of {valid}")
+            raise ValueError(f"FrozenKvMtp(position={shorten(self.position)}): position must be one of {valid}")
 
     @property
     def capture_layers(self) -> tuple[int, ...]:

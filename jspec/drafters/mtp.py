@@ -6,8 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.core.checks import check_int
 from jspec.core.commit import commit_rows
-from jspec.core.grow import check_shape, grow
+from jspec.core.grow import grow
 from jspec.core.propose import propose
 from jspec.core.struct import struct
 from jspec.core.tree import where_sequences
@@ -23,7 +24,7 @@ from jspec.core.types import (
     Proposal,
     Target,
 )
-from jspec.drafters.binding import bound, check_made_for, check_needs, describe_loaded
+from jspec.drafters.binding import bound, check_made_for, check_needs, check_options, describe_loaded, set_checked
 from jspec.drafters.eagle import Eagle
 from jspec.models import MtpHead, MtpHeads, layers
 
@@ -50,8 +51,8 @@ class Mtp:
     feature is the target's hidden state itself. Of several heads each proposes one token. All of them run in `extend`:
     a head absorbs what was committed, predicts, and passes its output and its token to the next head.
 
-    depth: tokens of the longest chain, at least 1; with several heads, one token each. None: a token of each head, or 3
-      of a single head; an int after `bind`.
+    depth: tokens of the longest chain, from 1 to 64; with several heads, one token each. None: a token of each head, or
+      3 of a single head; an int after `bind`.
     width: maximum children of a node; 1 is a chain. Trees need heads=1.
     num_nodes: nodes of a tree, root included; None: 32, or as many as there can be.
     sampled: sample the drafts from the heads' own distribution, as the rule "rejection" needs.
@@ -68,9 +69,10 @@ class Mtp:
     model: MtpHeads | None = None
 
     def __post_init__(self):
-        check_shape("Mtp", self._chain(1), self.width, self.num_nodes)
-        if self.heads is not None and self.heads < 1:
-            raise ValueError(f"Mtp(heads={self.heads}): heads must be at least 1")
+        depth = self._chain(1)
+        check_options(self, depth=depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
+        if self.heads is not None:
+            set_checked(self, heads=check_int("heads", self.heads, least=1, owner="Mtp"))
 
     @property
     def capture_layers(self) -> tuple[int, ...]:

@@ -6,7 +6,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jspec.core import tree
+from jspec.core.checks import check_int
 from jspec.core.types import Committed, DecodeState, DraftTree, Params, Target
+
+MAX_MATCH = 64
+"""Tokens of the longest match; the search compares one token after the other."""
+MAX_DEPTH = 127
+"""Tokens of the longest chain: the depth of an accepted draft is recorded in 8 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +22,8 @@ class Ngram:
     Needs no weights and no state, and is fast when the output repeats the prompt or itself (Saxena, Prompt Lookup
     Decoding, 2023). Without a match it proposes repetitions of the last token.
 
-    n: tokens of the longest match to search for, at least 1.
-    depth: tokens to propose, at least 1.
+    n: tokens of the longest match to search for, from 1 to 64.
+    depth: tokens to propose, from 1 to 127.
     """
 
     n: int = 3
@@ -25,10 +31,9 @@ class Ngram:
     capture_layers = ()
 
     def __post_init__(self):
-        if self.n < 1:
-            raise ValueError(f"Ngram(n={self.n}): n must be at least 1")
-        if self.depth < 1:
-            raise ValueError(f"Ngram(depth={self.depth}): depth must be at least 1")
+        for name, most in (("n", MAX_MATCH), ("depth", MAX_DEPTH)):
+            value = check_int(name, getattr(self, name), least=1, most=most, owner="Ngram")
+            object.__setattr__(self, name, value)
 
     def bind(self, target: Target, draft: object) -> "Ngram":
         """Works with any target."""
@@ -53,7 +58,8 @@ def continue_match(tokens: Int[Array, "B C"], length: Int[Array, " B"], *, n: in
     last = length[:, None] - 1
     # matched[b, j]: how many of the last n tokens equal the tokens that end at column j < last.
     equal, matched = column < last, jnp.zeros(tokens.shape, jnp.int32)
-    for back in range(n):
+    # No match is longer than the buffer.
+    for back in range(min(n, tokens.shape[1])):
         shifted = jnp.pad(tokens[:, : tokens.shape[1] - back], ((0, 0), (back, 0)), constant_values=-1)
         wanted = jnp.take_along_axis(tokens, jnp.maximum(last - back, 0), axis=1)
         equal = equal & (shifted == wanted)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.core.commit import commit_rows
-from jspec.core.grow import check_shape, grow
+from jspec.core.grow import grow
 from jspec.core.propose import propose
 from jspec.core.struct import struct
 from jspec.core.tree import where_sequences
@@ -22,7 +22,7 @@ from jspec.core.types import (
     Rows,
     Target,
 )
-from jspec.drafters.binding import bound, check_needs, describe_loaded
+from jspec.drafters.binding import bound, check_needs, check_options, describe_loaded
 from jspec.models.decoder import Decoder
 
 
@@ -40,8 +40,8 @@ class StandaloneState:
 class Standalone:
     """Proposes the draft model's own continuations. The draft reads tokens only, no hidden states of the target.
 
-    depth: tokens of the longest chain, at least 1.
-    width: maximum children of a node, and nodes that are expanded per generation; 1 is a chain.
+    depth: tokens of the longest chain, from 1 to 64.
+    width: maximum children of a node, and nodes that are expanded per generation, from 1, which is a chain, to 64.
     num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
     sampled: sample the drafts from the draft's own distribution, as the rule "rejection" needs.
     model: the draft's configuration; set by `bind`.
@@ -55,7 +55,7 @@ class Standalone:
     capture_layers = ()
 
     def __post_init__(self):
-        check_shape("Standalone", self.depth, self.width, self.num_nodes)
+        check_options(self, depth=self.depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
 
     def bind(self, target: Target, draft: object) -> "Standalone":
         """Takes the draft's configuration; it must be a language model with the target's vocabulary."""
@@ -123,6 +123,15 @@ class Standalone:
             proposal = where_sequences(count > 0, proposal, state.proposal)
         cache = commit_rows(state.cache, out.rows, start, None, count, after=out.logits)
         return StandaloneState(cache, end, proposal)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the draft's context.
+
+        Raises:
+          ValueError: before `bind`.
+        """
+        return self._model.max_length
 
     @property
     def _model(self) -> Decoder:

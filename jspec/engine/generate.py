@@ -6,16 +6,20 @@ from typing import Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key
 from tqdm import tqdm
 
 from jspec import drafters
+from jspec.cache.pages import DEFAULT_PAGE_SIZE, fit_page_size
 from jspec.core import decode, stopping
-from jspec.core.sampling import Sampling, per_row
+from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, shorten
+from jspec.core.sampling import Sampling, check_rows, per_row
 from jspec.core.struct import struct
-from jspec.core.types import Accept, Drafter, Params, RowSampling, Stats, Target
+from jspec.core.types import Accept, BoundedDrafter, Drafter, Params, RowSampling, Stats, Target
+from jspec.engine import memory
 from jspec.engine.model import Model
-from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateKeywords, GenerateOptions, check_int, choose_rule
+from jspec.engine.options import GenerateKeywords, GenerateOptions, bind_drafter, choose_rule
 from jspec.engine.result import Generation, Generations, Piece
 from jspec.engine.run import Prompt, Run, prefill_chunk
 
@@ -67,7 +71,8 @@ def generate(
         samples, otherwise "greedy". With "rejection" and "block", drafts are sampled from the distribution of the
         drafter. If all sequences are greedy, every rule is the greedy one.
       stop: strings that end a sequence; its text ends before them.
-      seed: seed of the random choices; sequence i uses seed + i. Or a list with one seed per sequence.
+      seed: seed of the random choices, from 0 to 2**32 - 1; sequence i uses seed + i. Or a list with one seed per
+        sequence.
       logprobs: whether to record the log-probability of each new token.
       page_size: rows per cache page.
       progress: whether to show a progress bar.
@@ -91,10 +96,11 @@ def generate(
         page_size=page_size,
         debug=debug,
     )
+    check_flag("progress", progress)
     with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:
         run = Run(model, prompts, options)
         bar.set_description()
-        bar.reset(len(run.prompts) * max_new_tokens)
+        bar.reset(len(run.prompts) * options.max_new_tokens)
         while not run.advance(ROUNDS_PER_UPDATE if progress else None):
             bar.update(run.new_tokens - bar.n)
         bar.update(run.new_tokens - bar.n)
@@ -130,7 +136,7 @@ def stream(
     Returns:
       What `generate` returns, as the value of `yield from`.
     """
-    check_int("rounds", rounds, least=1)
+    rounds = check_int("rounds", rounds, least=1)
     options = GenerateOptions(
         drafter=drafter,
         max_new_tokens=max_new_tokens,
@@ -197,8 +203,8 @@ def generate_ids(
       max_new_tokens: maximum number of new tokens, of all sequences or of each. May be traced; see `max_length`.
       drafter: a name in `jspec.drafters.DRAFTERS`, an object, or None for plain decoding.
       draft: configuration of the draft model: `model.draft`. None if the drafter uses none.
-      max_length: C, the number of columns of the result. A sequence that fills them ends. None: T + max_new_tokens,
-        which requires `max_new_tokens` to be an int.
+      max_length: C, the number of columns of the result, at most the model's context. A sequence that fills them ends.
+        None: T + max_new_tokens, which requires `max_new_tokens` to be an int.
       eos: ids that end a sequence.
       page_size: rows per cache page.
       sampling: sampling parameters of all sequences, or a list with one entry per sequence; a `RowSampling` holds
@@ -210,37 +216,114 @@ def generate_ids(
       Tokens and lengths of all sequences; the tokens are those of `generate` for the same keys.
 
     Raises:
-      ValueError, TypeError: invalid arguments, while tracing.
+      ValueError, TypeError: invalid arguments, or caches that do not fit in the memory of the device, while tracing.
+        Values of traced arrays are not checked; those of other arrays are.
     """
+    batch, columns = _check_arrays(params, ids, lengths, key, target)
+    logprobs = check_flag("logprobs", logprobs)
+    page_size = check_int("page_size", page_size, least=1)
+    vocabulary = target.vocab_size
+    eos = [
+        check_int(f"eos[{i}]", one, least=0, most=vocabulary - 1)
+        for i, one in enumerate(check_sequence("eos", eos, items="a list of ids"))
+    ]
+    if not isinstance(max_new_tokens, jax.Array | np.ndarray):
+        max_new_tokens = check_int("max_new_tokens", max_new_tokens, least=1)
+    else:
+        _check_array("max_new_tokens", max_new_tokens, [(), (batch,)])
+        _check_values("max_new_tokens", max_new_tokens, 1, np.iinfo(np.int32).max)
     if max_length is None:
         if not isinstance(max_new_tokens, int):
             raise ValueError("max_length=None: must be given if max_new_tokens is an array")
-        max_length = ids.shape[1] + max_new_tokens
-    if max_length < ids.shape[1]:
-        raise ValueError(f"max_length={max_length}: must be at least the {ids.shape[1]} columns of the prompts")
-    if not isinstance(sampling, RowSampling):
-        sampling = per_row(sampling, ids.shape[0], target.vocab_size)
-    rule, chosen = choose_rule(accept, sampling, drafters.resolve(drafter))
-    bound = chosen.bind(target, draft)
-    table = stopping.build_table(target.vocab_size, eos)
-    limit = jnp.broadcast_to(jnp.minimum(lengths + jnp.asarray(max_new_tokens, jnp.int32), max_length), lengths.shape)
+        if columns + max_new_tokens > target.max_length:
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens}: with {columns} columns of prompts, this exceeds the model's context "
+                f"of {target.max_length}; pass max_length={target.max_length} to end sequences there"
+            )
+        max_length = columns + max_new_tokens
+    max_length = check_int("max_length", max_length, least=1)
+    if max_length < columns:
+        raise ValueError(f"max_length={max_length}: must be at least the {columns} columns of the prompts")
+    if max_length > target.max_length:
+        raise ValueError(f"max_length={max_length}: must be at most the model's context of {target.max_length}")
+    if isinstance(sampling, RowSampling):
+        check_rows(sampling, batch, vocabulary)
+    else:
+        sampling = per_row(sampling, batch, vocabulary)
+    chosen = drafters.resolve(drafter)
+    check_hashable("drafter", chosen)
+    rule, chosen = choose_rule(accept, sampling, chosen)
+    bound = bind_drafter(chosen, target, draft)
+    if isinstance(bound, BoundedDrafter) and max_length > bound.max_length:
+        raise ValueError(
+            f"max_length={max_length}: exceeds the draft's context of {bound.max_length}, after which it proposes "
+            "nothing useful; pass less, or another drafter"
+        )
+    memory.fit(params, target, bound, batch, page_size, max_length, max_length)
+    table = stopping.build_table(vocabulary, eos)
+    ids, lengths = jnp.asarray(ids, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    new = jnp.asarray(max_new_tokens, jnp.int32)
+    # Without an overflow, whatever the sum.
+    limit = lengths + jnp.minimum(jnp.broadcast_to(new, lengths.shape), max_length - lengths)
     s = decode.prefill(
         params,
         ids,
         lengths,
         limit,
-        key if key.ndim else jax.random.split(key, ids.shape[0]),
-        stopping.init(table, ids.shape[0]),
+        key if key.ndim else jax.random.split(key, batch),
+        stopping.init(table, batch),
         sampling,
         target=target,
         drafter=bound,
         accept=rule,
         capacity=max_length,
-        page_size=page_size,
+        page_size=fit_page_size(page_size, max_length),
         logprobs=logprobs,
-        chunk=prefill_chunk(ids.shape[0]),
+        chunk=prefill_chunk(batch),
     )
     until = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
     s = decode.run_rounds(params, s, until, target=target, drafter=bound, accept=rule)
     written = jnp.arange(max_length, dtype=jnp.int32)[None] < s.length[:, None]
     return GeneratedIds(jnp.where(written, s.tokens, 0), s.length, s.logprobs, s.stats)
+
+
+def _check_arrays(params: object, ids: object, lengths: object, key: object, target: object) -> tuple[int, int]:
+    """Checks the arrays of `generate_ids`; returns B and T."""
+    if not isinstance(target, Target):
+        raise TypeError(f"target={shorten(target)}: must be the configuration of a model, such as model.target")
+    if not isinstance(params, Params):
+        raise TypeError(f"params is of type {type(params).__name__}: must be jspec.core.types.Params, as model.params")
+    if not isinstance(ids, jax.Array | np.ndarray) or ids.ndim != 2 or not ids.size:
+        shape = getattr(ids, "shape", type(ids).__name__)
+        raise TypeError(f"ids: must be an array of ints [B, T], at least one of each, not {shape}")
+    batch, columns = ids.shape
+    _check_array("ids", ids, [(batch, columns)])
+    lengths = _check_array("lengths", lengths, [(batch,)])
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"key is of type {type(key).__name__}: must be a key as jax.random.key makes it")
+    if key.shape not in ((), (batch,)):
+        raise ValueError(f"key has the shape {key.shape}: must be a single key, or one for each of {batch} sequences")
+    _check_values("lengths", lengths, 1, columns)
+    if not isinstance(ids, Tracer) and not isinstance(lengths, Tracer):
+        used = np.arange(columns)[None] < np.asarray(lengths)[:, None]
+        _check_values("ids", np.asarray(ids)[used], 0, target.vocab_size - 1)
+    return batch, columns
+
+
+def _check_array(name: str, array: object, shapes: Sequence[tuple[int, ...]]) -> Array | np.ndarray:
+    """The array, if it has ints and one of these shapes."""
+    if not isinstance(array, jax.Array | np.ndarray) or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"{name} is {getattr(array, 'dtype', shorten(array))}: must be an array of ints")
+    if array.shape not in shapes:
+        raise ValueError(f"{name} has the shape {array.shape}: must be {' or '.join(map(str, shapes))}")
+    return array
+
+
+def _check_values(name: str, array: Array | np.ndarray, least: int, most: int) -> None:
+    """Raises ValueError if an array that is not traced has other values."""
+    if isinstance(array, Tracer):
+        return
+    values = np.asarray(array)
+    wrong = values[(values < least) | (values > most)]
+    if wrong.size:
+        raise ValueError(f"{name} has the value {wrong.flat[0]}: must be from {least} to {most}")

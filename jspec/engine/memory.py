@@ -5,8 +5,10 @@ import os
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jaxtyping import PyTree
 
+from jspec.cache.pages import fit_page_size
 from jspec.core.types import Drafter, Params, Target
 from jspec.engine import host_memory
 from jspec.models.sizes import tree_bytes
@@ -23,31 +25,41 @@ class Need:
     batch: number of sequences.
     capacity: tokens per sequence that the caches can hold.
     target, draft: bytes of the target's cache and of the drafter's state.
+    options: bytes of the stop automaton and of the sampling parameters, for any capacity.
     """
 
     batch: int
     capacity: int
     target: int
     draft: int
+    options: int = 0
 
     @property
     def total(self) -> int:
         """Bytes in total."""
-        return self.target + self.draft
+        return self.target + self.draft + self.options
 
     def __str__(self) -> str:
-        each = self.total / (self.batch * self.capacity)
-        return (
+        each = (self.target + self.draft) / (self.batch * self.capacity)
+        text = (
             f"{self.batch} sequences of {self.capacity} tokens take {gigabytes(self.total)}, {each:,.0f} bytes per "
             f"token: {gigabytes(self.target)} for the target's cache and {gigabytes(self.draft)} for the draft's"
         )
+        noticeable = self.options >= 1e7
+        return f"{text}, and {gigabytes(self.options)} for stop strings and biases" if noticeable else text
 
 
-def need(params: Params, target: Target, drafter: Drafter, batch: int, capacity: int, page_size: int) -> Need:
-    """What the caches of a generation need. Allocates nothing."""
+def need(
+    params: Params, target: Target, drafter: Drafter, batch: int, capacity: int, page_size: int, options: int = 0
+) -> Need:
+    """What the caches of a generation need. Allocates nothing.
+
+    options: as in `Need`.
+    """
+    page_size = fit_page_size(page_size, capacity)
     cache = jax.eval_shape(lambda p: target.init_cache(p, batch, capacity, page_size), params.target)
     draft = jax.eval_shape(lambda p: drafter.init(p, batch, capacity, page_size), params)
-    return Need(batch, capacity, tree_bytes(cache), tree_bytes(draft))
+    return Need(batch, capacity, tree_bytes(cache), tree_bytes(draft), options)
 
 
 def free_bytes(device: Any = None) -> tuple[int, int] | None:
@@ -84,25 +96,36 @@ def check_weights(name: str, shapes: PyTree) -> None:
 
 
 def fit(
-    params: Params, target: Target, drafter: Drafter, batch: int, page_size: int, preferred: int, minimum: int
+    params: Params,
+    target: Target,
+    drafter: Drafter,
+    batch: int,
+    page_size: int,
+    preferred: int,
+    minimum: int,
+    options: int = 0,
 ) -> int:
     """The capacity of a generation, in tokens per sequence: `preferred`, or `minimum` if that does not fit.
+
+    params: may be traced, which stands for weights on the default device.
+    options: as in `Need`.
 
     Raises:
       ValueError: `minimum` does not fit, either; the message states what is needed, what is free and how much fits.
     """
-    (device, *_) = jax.tree.leaves(params.target)[0].devices()
-    memory = free_bytes(device)
+    weights = jax.tree.leaves(params.target)
+    placed = weights and isinstance(weights[0], jax.Array) and not isinstance(weights[0], Tracer)
+    memory = free_bytes(next(iter(weights[0].devices())) if placed else None)
     if memory is None:
         return preferred
     free, limit = memory
     budget = free - int(HEADROOM * limit)
     for capacity in (preferred, minimum):
-        asked = need(params, target, drafter, batch, capacity, page_size)
+        asked = need(params, target, drafter, batch, capacity, page_size, options)
         if asked.total <= budget:
             return capacity
-    each = asked.total / (batch * minimum)
-    left = max(0, int(budget / each))
+    each = max((asked.target + asked.draft) / (batch * minimum), 1)
+    left = max(0, int((budget - options) / each))
     raise ValueError(
         f"this generation does not fit: {asked}. JAX can use {gigabytes(limit)} of the device: {gigabytes(free)} are "
         f"free, and {HEADROOM:.0%} of the total is reserved for activations. At most {left} tokens fit: "

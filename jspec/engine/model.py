@@ -13,6 +13,7 @@ from jspec.checkpoints import drafts, language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.language_model import Checkpoint
 from jspec.checkpoints.source import Source
+from jspec.core.checks import check_text, shorten
 from jspec.core.package import ASSETS
 from jspec.core.types import Params
 from jspec.engine import memory
@@ -75,13 +76,15 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
         memory of the device, which is known before any of them is read.
     """
     directory = locate(source)
+    if dtype is not None:
+        check_text("dtype", dtype)
     draft = bundled_draft(source) if draft is None else draft
+    draft_directory = None if draft is None else locate(draft, _DRAFT_FILES, "draft")
     check = partial(memory.check_weights, str(source))
     loaded, heads, head_params = _load_target(directory, dtype, check, mtp=draft is None)
     tokenizer = Tokenizer.load(directory)
-    if draft is None:
+    if draft is None or draft_directory is None:
         return Model(str(source), loaded.config, Params(loaded.params, head_params), tokenizer, loaded.eos, heads)
-    draft_directory = locate(draft, _DRAFT_FILES)
     _check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
     check = partial(memory.check_weights, str(draft))
     small = drafts.load(draft_directory, target=loaded.config, dtype=dtype, check=check)
@@ -109,26 +112,40 @@ def bundled_draft(source: str | Path, drafter: str | None = None) -> str | None:
     return name and f"bundled:{name}"
 
 
-def locate(source: str | Path, files: Sequence[str] = _HUB_FILES) -> Path:
+def locate(source: str | Path, files: Sequence[str] = _HUB_FILES, argument: str = "source") -> Path:
     """The directory of a checkpoint, downloaded first if `source` is a hub id.
 
     files: patterns of the files to download.
+    argument: what `source` is called, for messages.
 
     Raises:
-      ValueError: an unknown bundled model.
+      TypeError: neither a str nor a Path.
+      ValueError: an unknown bundled model, or an empty name.
       CheckpointError: neither a directory nor a hub id, or the download failed.
     """
-    name = str(source)
+    if not isinstance(source, str | Path):
+        raise TypeError(f"{argument}={shorten(source)}: must be a str or a Path")
+    name = str(source) if isinstance(source, Path) else check_text(argument, source)
+    if not name or (isinstance(source, str) and not name.strip()):
+        raise ValueError(
+            f"{argument}={name!r}: must be bundled:NAME, a Hugging Face directory or a hub id; '.' is this directory"
+        )
     if name.startswith("bundled:"):
         short = name.removeprefix("bundled:")
         known = sorted({*BUNDLED, *(draft for drafts in BUNDLED.values() for draft in drafts.values())})
         if short not in known:
             raise ValueError(f"{name!r} is unknown; bundled models: {', '.join(known)}")
         return ASSETS / short
-    if Path(source).is_dir():
-        return Path(source)
+    try:
+        if Path(source).is_dir():
+            return Path(source)
+    except (OSError, ValueError) as error:  # A name that is too long, or has a NUL character.
+        raise CheckpointError(
+            f"{argument}={shorten(name)}: cannot be opened ({getattr(error, 'strerror', None) or error})"
+        ) from None
     if isinstance(source, Path) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        raise CheckpointError(f'{name}: no such directory (and not a hub id of the form "organization/name")')
+        shown = name if len(name) <= 200 else shorten(name)
+        raise CheckpointError(f'{shown}: no such directory (and not a hub id of the form "organization/name")')
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:

@@ -8,14 +8,17 @@ import numpy as np
 from jaxtyping import UInt32
 
 from jspec import drafters
+from jspec.cache.pages import DEFAULT_PAGE_SIZE
 from jspec.core.accept import NEEDS, RULES, LossyThresholds, greedy
+from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, shorten
 from jspec.core.sampling import Sampling
-from jspec.core.types import Accept, AdaptiveDrafter, Drafter, RowSampling, Target
+from jspec.core.types import Accept, AdaptiveDrafter, BoundedDrafter, Drafter, RowSampling, Target
 from jspec.engine.model import Model
 from jspec.text.stream import check_stop
 
-DEFAULT_PAGE_SIZE = 64
-"""Rows per cache page."""
+MAX_SEED = 2**32 - 1
+MAX_DEPTH = 127
+"""Tokens of the longest chain: the depth of an accepted draft is recorded in 8 bits, `DecodeState.origin`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,34 +43,41 @@ class GenerateOptions:
     debug: bool = False
 
     def __post_init__(self):
-        check_int("max_new_tokens", self.max_new_tokens, least=1)
-        check_int("page_size", self.page_size, least=1)
-        if self.drafter != "auto":
-            drafters.resolve(self.drafter)
+        values: dict[str, object] = {
+            "max_new_tokens": check_int("max_new_tokens", self.max_new_tokens, least=1),
+            "page_size": check_int("page_size", self.page_size, least=1),
+            "stop": tuple(check_stop(self.stop)),
+            "seed": _check_seed(self.seed),
+            "logprobs": check_flag("logprobs", self.logprobs),
+            "debug": check_flag("debug", self.debug),
+        }
+        if not isinstance(self.drafter, str) or self.drafter != "auto":
+            check_hashable("drafter", drafters.resolve(self.drafter))
         _check_rule(self.accept)
-        object.__setattr__(self, "stop", tuple(check_stop(self.stop)))
-        if isinstance(self.seed, int | np.integer):
-            self.seeds(1)
-        else:
-            object.__setattr__(self, "seed", tuple(self.seed))
-            self.seeds(len(self.seed))
+        if self.sampling is not None and not isinstance(self.sampling, Sampling):
+            values["sampling"] = _check_samplings(self.sampling)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def seeds(self, batch: int) -> UInt32[np.ndarray, " B"]:
         """The seed of each of `batch` sequences: those given, or `seed + i` for sequence i.
 
         Raises:
-          ValueError, TypeError: not one seed per sequence, or not an int from 0 to 2**32 - 1.
+          ValueError: not one seed per sequence, or `seed + i` exceeds 2**32 - 1.
         """
-        seeds = [self.seed + i for i in range(batch)] if isinstance(self.seed, int | np.integer) else list(self.seed)
-        if len(seeds) != batch:
+        if isinstance(self.seed, int):
+            if self.seed > MAX_SEED - (batch - 1):
+                raise ValueError(
+                    f"seed={self.seed}: sequence i uses seed + i, which must be less than 2**32 for all {batch} "
+                    f"sequences: give at most {MAX_SEED - (batch - 1)}, or one seed per sequence"
+                )
+            return (self.seed + np.arange(batch, dtype=np.int64)).astype(np.uint32)
+        if len(self.seed) != batch:
             raise ValueError(
-                f"seed={self.seed!r}: {len(seeds)} seeds for {batch} sequences; give one int, or one seed per sequence"
+                f"seed={shorten(self.seed)}: {len(self.seed)} seeds for {batch} sequences; give one int, or one seed "
+                "per sequence"
             )
-        for seed in seeds:
-            check_int("seed", seed, least=0)
-            if seed > np.iinfo(np.uint32).max:
-                raise ValueError(f"seed={seed}: must be less than 2**32")
-        return np.asarray(seeds, np.uint32)
+        return np.asarray(self.seed, np.uint32)
 
 
 class GenerateKeywords(TypedDict, total=False):
@@ -117,16 +127,25 @@ def choose_rule(
     return RULES[rule], drafter
 
 
-def check_int(name: str, value: object, *, least: int) -> None:
-    """Raises TypeError or ValueError unless `value` is an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name}={value!r}: must be an int")
-    if value < least:
-        raise ValueError(f"{name}={value}: must be at least {least}")
+def bind_drafter(drafter: Drafter, target: Target, draft: object) -> Drafter:
+    """The drafter bound to these models.
+
+    Raises:
+      ValueError, TypeError: it does not work with them, or drafts longer chains than can be recorded.
+    """
+    bound = drafter.bind(target, draft)
+    check_int("depth", bound.depth, least=0, most=MAX_DEPTH, owner=type(bound).__name__)
+    return bound
 
 
-def check_fits(target: Target, longest: int, max_new_tokens: int) -> None:
-    """Raises ValueError unless the longest prompt and its new tokens fit in the context of the model."""
+def check_fits(target: Target, longest: int, max_new_tokens: int, drafter: Drafter | None = None) -> None:
+    """Checks that the longest prompt and its new tokens fit in the context of the model.
+
+    drafter: the bound drafter, whose model may have a shorter context; None: not checked.
+
+    Raises:
+      ValueError: they do not.
+    """
     if longest >= target.max_length:
         raise ValueError(
             f"the longest prompt has {longest} tokens, which leaves no space for new ones in the model's context of "
@@ -137,13 +156,40 @@ def check_fits(target: Target, longest: int, max_new_tokens: int) -> None:
             f"max_new_tokens={max_new_tokens}: with a prompt of {longest} tokens, at most "
             f"{target.max_length - longest} fit in the model's context of {target.max_length}"
         )
+    if isinstance(drafter, BoundedDrafter) and longest + max_new_tokens > drafter.max_length:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens}: with a prompt of {longest} tokens, this exceeds the draft's context of "
+            f"{drafter.max_length}, after which it proposes nothing useful; use drafter=None or 'ngram', or at most "
+            f"{max(0, drafter.max_length - longest)} new tokens"
+        )
 
 
-def _check_rule(rule: str | Accept | None) -> None:
+def _check_seed(seed: object) -> int | tuple[int, ...]:
+    if hasattr(seed, "__index__") and not getattr(seed, "ndim", 0):
+        return check_int("seed", seed, least=0, most=MAX_SEED)
+    seeds = check_sequence("seed", seed, items="an int, or a list of one int per sequence")
+    return tuple(check_int(f"seed[{i}]", one, least=0, most=MAX_SEED) for i, one in enumerate(seeds))
+
+
+def _check_samplings(samplings: object) -> tuple[Sampling | None, ...]:
+    valid = "a jspec.Sampling, a list with one per sequence, or None (greedy)"
+    given = check_sequence("sampling", samplings, items=valid)
+    for i, one in enumerate(given):
+        if one is not None and not isinstance(one, Sampling):
+            raise TypeError(f"sampling[{i}]={shorten(one)}: must be a jspec.Sampling, or None (greedy)")
+    return tuple(one for one in given if one is None or isinstance(one, Sampling))
+
+
+def _check_rule(rule: object) -> None:
     if rule is None:
         return
+    valid = f"one of {', '.join(RULES)}, or a callable"
     if isinstance(rule, str):
         if rule not in RULES:
-            raise ValueError(f"accept={rule!r}: must be one of {', '.join(RULES)}")
+            raise ValueError(f"accept={shorten(rule)}: must be {valid}")
+    elif isinstance(rule, type):
+        raise TypeError(f"accept={rule.__name__}: must be an object, not a class")
     elif not callable(rule):
-        raise TypeError(f"accept={rule!r}: must be one of {', '.join(RULES)}, or a callable")
+        raise TypeError(f"accept={shorten(rule)}: must be {valid}")
+    else:
+        check_hashable("accept", rule)

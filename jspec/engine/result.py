@@ -21,11 +21,14 @@ class GenerationStats:
     rounds: [B] rounds in which each sequence was active.
     accept_counts: [B, depth + 1]; accept_counts[b, i] is the number of rounds that appended i + 1 tokens.
     seconds: wall time of all rounds, without prefill and compilation.
+    dropped: [B] tokens of the last round of each sequence that were accepted, but are after the end of the text or
+      beyond the limit. `accept_counts` has that round with the tokens that it appended.
     """
 
     rounds: Int[np.ndarray, " B"]
     accept_counts: Int[np.ndarray, "B A"]
     seconds: float
+    dropped: Int[np.ndarray, " B"]
 
     @property
     def new_tokens(self) -> int:
@@ -36,6 +39,16 @@ class GenerationStats:
     def accept_length(self) -> float:
         """Mean number of tokens per round, bonus token included: 1 for plain decoding, at most depth + 1."""
         return self._tokens_of_rounds / max(int(self.rounds.sum()), 1)
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of the drafts of the longest chains, `depth` per round, that were accepted; 0 for plain decoding.
+
+        The last round counts with all drafts that were accepted, the `dropped` ones included.
+        """
+        rounds = int(self.rounds.sum())
+        accepted = self._tokens_of_rounds - rounds + int(self.dropped.sum())
+        return accepted / max(rounds * self.depth, 1)
 
     @property
     def acceptance_by_position(self) -> np.ndarray:
@@ -55,7 +68,9 @@ class GenerationStats:
 
     def of_sequence(self, index: int) -> "GenerationStats":
         """The counters of one sequence; `seconds` remains the time of all."""
-        return GenerationStats(self.rounds[index, None], self.accept_counts[index, None], self.seconds)
+        return GenerationStats(
+            self.rounds[index, None], self.accept_counts[index, None], self.seconds, self.dropped[index, None]
+        )
 
     @property
     def _tokens_of_rounds(self) -> int:

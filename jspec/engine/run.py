@@ -10,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
+from jspec.cache.pages import fit_page_size
 from jspec.core import decode, stopping
+from jspec.core.checks import check_text, shorten
 from jspec.core.sampling import per_row
 from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target
 from jspec.engine import memory
 from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions, check_fits, choose_drafter, choose_rule
+from jspec.engine.options import GenerateOptions, bind_drafter, check_fits, choose_drafter, choose_rule
 from jspec.engine.result import FinishReason, Generation, Generations, GenerationStats, Piece
+from jspec.models.sizes import tree_bytes
 from jspec.text.stream import TextStream, compile_stops
 from pallas_kernels import platform
 
@@ -74,6 +77,7 @@ class Run:
         chunk: int | None = None,
     ):
         # Validate what depends on the model and the prompts.
+        check_model(model)
         self.single, self.prompts = encode_prompts(model, prompts)
         self.model, self.options = model, options
         batch, longest = len(self.prompts), max(map(len, self.prompts))
@@ -81,8 +85,13 @@ class Run:
         check_fits(model.target, longest, options.max_new_tokens)
         row_sampling = per_row(options.sampling, batch, model.target.vocab_size)
         rule, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
-        self.parts: Parts = {"target": model.target, "drafter": drafter.bind(model.target, model.draft), "accept": rule}
-        table = compile_stops(model.tokenizer, model.target.vocab_size, model.eos, options.stop)
+        self.parts: Parts = {
+            "target": model.target,
+            "drafter": bind_drafter(drafter, model.target, model.draft),
+            "accept": rule,
+        }
+        check_fits(model.target, longest, options.max_new_tokens, self.parts["drafter"])
+        table = _bucket_stops(compile_stops(model.tokenizer, model.target.vocab_size, model.eos, options.stop))
 
         # What the host collects.
         self.tokens: list[list[int]] = [[] for _ in self.prompts]
@@ -97,15 +106,16 @@ class Run:
         # Allocate, read the prompts, and compile the loop.
         length = longest + options.max_new_tokens
         sizes = model.params, model.target, self.parts["drafter"], batch
-        capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(longest), length))
+        extra = tree_bytes((row_sampling, None if table is None else (table.table, table.token_class)))
+        capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(longest), length), extra)
         chunk = prefill_chunk(batch) if chunk is None else chunk
         try:
-            stop = stopping.init(_bucket_states(table), batch)
+            stop = stopping.init(table, batch)
             self.state = self._prefill(_keys(seeds), stop, row_sampling, capacity, chunk)
             self._decode = self._choose_decode()
             self._run_until(0)  # compiles and runs no round
         except jax.errors.JaxRuntimeError as error:
-            memory.explain(error, memory.need(*sizes, capacity, options.page_size))
+            memory.explain(error, memory.need(*sizes, capacity, options.page_size, extra))
             raise
         self.seconds = 0.0
 
@@ -120,7 +130,7 @@ class Run:
         Returns True when every sequence has ended.
         """
         unbounded = int(np.iinfo(np.int32).max)
-        self._run_until(unbounded if rounds is None else int(self.state.round_index) + rounds)
+        self._run_until(unbounded if rounds is None else min(int(self.state.round_index) + rounds, unbounded))
         buffer, lengths, codes = jax.device_get((self.state.tokens, self.state.length, self.state.finish_code))
         for i, prompt in enumerate(self.prompts):
             new = buffer[i, len(prompt) + len(self.tokens[i]) : lengths[i]].tolist()
@@ -156,7 +166,7 @@ class Run:
     def result(self) -> Generations:
         """What came out so far."""
         stats = jax.device_get(self.state.stats)
-        stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds)
+        stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped)
         origin = self._new_columns(self.state.origin)
         logprobs = None if self.state.logprobs is None else self._new_columns(self.state.logprobs)
         tokenizer = self.model.tokenizer
@@ -194,7 +204,7 @@ class Run:
             row_sampling,
             **self.parts,
             capacity=capacity,
-            page_size=self.options.page_size,
+            page_size=fit_page_size(self.options.page_size, capacity),
             logprobs=self.options.logprobs,
             chunk=chunk,
         )
@@ -231,43 +241,64 @@ def bucket(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def _bucket_states(table: np.ndarray | None) -> np.ndarray | None:
-    """The stop automaton padded with unreachable states, so that other stop strings run the same program."""
+def _bucket_stops(table: stopping.StopTable | None) -> stopping.StopTable | None:
+    """The stop automaton padded, so that other stop strings run the same program."""
     if table is None:
         return None
-    padding = bucket(len(table), least=1) - len(table)
-    return np.pad(table, ((0, padding), (0, 0)))
+    states, classes = table.table.shape
+    return table.padded(bucket(states, least=1), bucket(classes, least=64))
 
 
-def encode_prompts(model: Model, prompts: Prompt | Sequence[Prompt]) -> tuple[bool, list[list[int]]]:
+def check_model(model: object) -> None:
+    """Raises TypeError unless `model` is a `Model`."""
+    if not isinstance(model, Model):
+        raise TypeError(f"model={shorten(model)}: must be a jspec.Model, as jspec.load returns it")
+
+
+def encode_prompts(model: Model, prompts: object, name: str = "prompts") -> tuple[bool, list[list[int]]]:
     """Whether `prompts` is a single prompt, and the ids of each prompt.
+
+    name: the argument, for messages.
 
     Raises:
       ValueError, TypeError: neither a prompt nor a list of prompts, or ids outside the vocabulary.
     """
-    if not isinstance(prompts, str | Sequence | np.ndarray):
-        raise TypeError(f"prompts is of type {type(prompts).__name__}: must be text, token ids, or a list of them")
+    check_model(model)
+    if isinstance(prompts, bytes | bytearray | memoryview) or not (
+        isinstance(prompts, str | Sequence) or (isinstance(prompts, np.ndarray) and prompts.ndim)
+    ):
+        raise TypeError(f"{name} is of type {type(prompts).__name__}: must be text, token ids, or a list of them")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     given = [prompts] if single else list(prompts)
     if not given:
-        raise ValueError("prompts=[]: must contain at least one prompt")
-    encoded = []
-    for i, prompt in enumerate(given):
-        name = "prompts" if single else f"prompts[{i}]"
-        if isinstance(prompt, str):
-            if model.tokenizer is None:
-                raise ValueError(f"{name} is text, but {model.name} has no tokenizer: give token ids")
-            prompt = model.tokenizer.encode(prompt)
+        raise ValueError(f"{name}=[]: must contain at least one prompt")
+    return single, [_encode(model, name if single else f"{name}[{i}]", prompt) for i, prompt in enumerate(given)]
+
+
+def _encode(model: Model, name: str, prompt: object) -> list[int]:
+    """The ids of one prompt."""
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError(f"{name} is text, but {model.name} has no tokenizer: give token ids")
+        prompt = model.tokenizer.encode(check_text(name, prompt))
+    wrong = f"{name}: must be text or a flat list of token ids, not "
+    if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence | np.ndarray):
+        raise TypeError(wrong + type(prompt).__name__)
+    try:
         ids = np.asarray(prompt)
-        if ids.size == 0:
-            raise ValueError(f"{name} is empty: must have at least one token")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TypeError(f"{name}: must be text or a flat list of token ids, not {ids.dtype} of shape {ids.shape}")
-        if ids.min() < 0 or ids.max() >= model.target.vocab_size:
-            bad = ids[(ids < 0) | (ids >= model.target.vocab_size)][0]
-            raise ValueError(f"{name} contains the id {bad}: ids must be from 0 to {model.target.vocab_size - 1}")
-        encoded.append(ids.tolist())
-    return single, encoded
+    except (ValueError, TypeError, OverflowError):
+        raise TypeError(f"{wrong}{shorten(prompt)}") from None
+    if ids.size == 0:
+        raise ValueError(f"{name} is empty: must have at least one token")
+    if ids.dtype == object and ids.ndim == 1 and all(isinstance(one, int) for one in prompt):
+        raise ValueError(f"{name}={shorten(prompt)}: ids must be from 0 to {model.target.vocab_size - 1}")
+    mixed = not isinstance(prompt, np.ndarray) and any(isinstance(one, bool | np.bool_) for one in prompt)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or mixed:
+        raise TypeError(f"{wrong}{'bool' if mixed else ids.dtype} of shape {ids.shape}")
+    if ids.min() < 0 or ids.max() >= model.target.vocab_size:
+        bad = ids[(ids < 0) | (ids >= model.target.vocab_size)][0]
+        raise ValueError(f"{name} contains the id {bad}: ids must be from 0 to {model.target.vocab_size - 1}")
+    return ids.tolist()
 
 
 _keys = jax.jit(jax.vmap(jax.random.key))

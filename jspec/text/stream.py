@@ -5,11 +5,10 @@ both agree for any split of the text into tokens and rounds.
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Iterable, Mapping, Sequence
 
 from jspec.core import stopping
+from jspec.core.checks import check_text, shorten
 from jspec.text.tokenizer import Tokenizer
 
 _MAX_CHARACTER_BYTES = 4  # of UTF-8
@@ -17,7 +16,7 @@ _MAX_CHARACTER_BYTES = 4  # of UTF-8
 
 def compile_stops(
     tokenizer: Tokenizer | None, vocab_size: int, eos: Iterable[int], stop: str | Sequence[str] = ()
-) -> np.ndarray | None:
+) -> stopping.StopTable | None:
     """The table of `stopping.build_table` for EOS ids and stop strings.
 
     Args:
@@ -28,13 +27,14 @@ def compile_stops(
 
     Raises:
       TypeError: `stop` is neither a string nor a sequence of strings.
-      ValueError: an empty string, an id outside the vocabulary, or a missing or unsupported tokenizer.
+      ValueError: an empty string, too many strings, an id outside the vocabulary, or a missing or unsupported
+        tokenizer.
     """
     given = check_stop(stop)
     if not given:
         return stopping.build_table(vocab_size, eos)
     if tokenizer is None:
-        raise ValueError(f"stop={stop!r}: requires a tokenizer, which this checkpoint does not have")
+        raise ValueError(f"stop={shorten(stop)}: requires a tokenizer, which this checkpoint does not have")
     ids, strings = _split_stop(tokenizer, given)
     return stopping.build_table(vocab_size, {*eos, *ids}, strings, tokenizer.token_bytes() if strings else None)
 
@@ -60,6 +60,7 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Iterable[int], stop: str | Sequence[str] = ()):
         self._tokenizer, self._bytes = tokenizer, tokenizer.token_bytes()
         self._stop_ids, self._strings = _split_stop(tokenizer, check_stop(stop))
+        self._automaton, self._state = stopping.byte_automaton(tuple(self._strings)), 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._incomplete, self._begun = self._read_prompt(list(prompt_ids))
         self._held, self._to_drop = b"", 0
@@ -101,13 +102,11 @@ class TextStream:
         if self.stopped:
             return b""
         text = self._held + bytes([byte])
-        complete = [string for string in self._strings if text.endswith(string)]
-        if complete:
+        self._state = int(self._automaton.table[self._state, byte])
+        if self._state < 0:
             self.stopped, self._held = True, b""
-            return text[: len(text) - max(map(len, complete))]
-        released = 0
-        while released < len(text) and not any(string.startswith(text[released:]) for string in self._strings):
-            released += 1
+            return text[: len(text) - max(len(string) for string in self._strings if text.endswith(string))]
+        released = len(text) - int(self._automaton.depth[self._state])
         self._held = text[released:]
         return text[:released]
 
@@ -144,14 +143,15 @@ def check_stop(stop: str | Sequence[str]) -> list[str]:
 
     Raises:
       TypeError: neither a string nor a sequence of strings.
-      ValueError: an empty string.
+      ValueError: an empty string, or one with lone surrogates.
     """
-    strings = [stop] if isinstance(stop, str) or not isinstance(stop, Iterable) else list(stop)
+    several = isinstance(stop, Iterable) and not isinstance(stop, str | Mapping)
+    strings: list[object] = list(stop) if several else [stop]
     if not all(isinstance(string, str) for string in strings):
-        raise TypeError(f"stop={stop!r}: must be a string or a list of strings")
-    if "" in strings:
-        raise ValueError(f"stop={stop!r}: must not contain an empty string, which would end every text at once")
-    return strings
+        raise TypeError(f"stop={shorten(stop)}: must be a string or a list of strings; () for none")
+    if not all(strings):
+        raise ValueError(f"stop={shorten(stop)}: must not contain an empty string, which would end every text at once")
+    return [check_text("stop", string) for string in strings]
 
 
 def _split_stop(tokenizer: Tokenizer, strings: Iterable[str]) -> tuple[set[int], list[bytes]]:

@@ -15,6 +15,7 @@ from jinja2 import ext, nodes, sandbox
 from jinja2.parser import Parser
 
 from jspec.checkpoints.files import CheckpointError, read_json
+from jspec.core.checks import check_int, check_text
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -89,12 +90,17 @@ class Tokenizer:
         return self._templates
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text. `special`: whether to add special tokens, such as the one that begins a text."""
-        return self._backend.encode(text, add_special_tokens=special).ids
+        """The ids of a text. `special`: whether to add special tokens, such as the one that begins a text.
+
+        Raises:
+          TypeError, ValueError: not a str, or one with lone surrogates.
+        """
+        return self._backend.encode(check_text("text", text), add_special_tokens=special).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a complete sequence, without special tokens. For a continuation, use `stream.full_text`."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+        checked = [check_int("id", i, least=0, most=2**32 - 1) for i in ids]
+        return self._backend.decode(checked, skip_special_tokens=True)
 
     def chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> list[int]:
         """The prompt of the next turn of a chat, as ids. Arguments are those of `apply_chat_template`."""

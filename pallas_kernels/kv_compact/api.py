@@ -42,6 +42,8 @@ def kv_compact(
             f"rows of {len(rows)} layers, {sorted({x.shape for x in arrays})}: must have the layers, parts, heads and "
             f"dimensions of pool {pool.shape}"
         )
+    if not pool.size:  # No layer, or no page: there is nowhere to write, and no kernel takes empty arrays.
+        return pool
     return OPERATION.run(backend, pool, _take_path(arrays, path, pool.dtype), page_table, start, length)
 
 

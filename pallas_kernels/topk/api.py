@@ -19,7 +19,7 @@ def topk(
 
     Args:
       logits: float32 or narrower; all computations are in float32.
-      k: at most V, and at most 16 for "triton".
+      k: at most V, and at most 64 for "triton".
       backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
         None: the best one of this platform that supports the arguments.
 

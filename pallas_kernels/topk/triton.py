@@ -18,8 +18,10 @@ from pallas_kernels import platform
 from pallas_kernels._triton import call
 from pallas_kernels._types import Ref
 
-MAX_K = 16
+MAX_K = 64
 """Each further one is one more pass over a tile."""
+MAX_MERGED = 4096
+"""The best of all tiles of a row, which one program merges in registers."""
 NO_KEY = -(2**31)
 """The key of no logit: below that of -inf."""
 NO_INDEX = 2**31 - 1
@@ -50,11 +52,12 @@ TUNING = {"NVIDIA H100": Tuning(programs_per_processor=2, min_tile=1024, max_til
 """By device kind; the first entry is the default."""
 
 
-def default_config(*, rows: int, vocabulary: int) -> Config:
+def default_config(*, rows: int, vocabulary: int, k: int) -> Config:
     """The configuration for logits [rows, vocabulary]: enough tiles to fill the device, but not too many to merge."""
     tuning = platform.for_device_kind(TUNING)
     wanted = pl.cdiv(rows * vocabulary, tuning.programs_per_processor * platform.processors())
-    tile = min(max(pl.next_power_of_2(wanted), tuning.min_tile), tuning.max_tile)
+    merged = pl.next_power_of_2(pl.cdiv(vocabulary * k, MAX_MERGED))
+    tile = min(max(pl.next_power_of_2(wanted), merged, tuning.min_tile), tuning.max_tile)
     return Config(tile=tile, num_warps=tuning.num_warps, merge_warps=4 if vocabulary > 32 * tile else 2)
 
 
@@ -70,7 +73,7 @@ def topk(
     *batch, vocabulary = logits.shape
     logits = logits.reshape(-1, vocabulary)
     rows = logits.shape[0]
-    config = config or default_config(rows=rows, vocabulary=vocabulary)
+    config = config or default_config(rows=rows, vocabulary=vocabulary, k=k)
     interpret = platform.resolve_interpret(interpret)
     tiles = pl.cdiv(vocabulary, config.tile)
     result = [

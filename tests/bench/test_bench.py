@@ -475,7 +475,7 @@ def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, mon
         ),
         ("--mode plain --drafter eagle", "--drafter eagle: requires --mode chain or tree or stepped or unfolded"),
         ("--tokens-per-round 7", "--tokens-per-round 7: must be at most 6 with --depth 5"),
-        ("--tokens-per-round 0.5", "Imposed(tokens_per_round=0.5): must be finite and at least 1"),
+        ("--tokens-per-round 0.5", "Imposed(tokens_per_round=0.5): must be from 1, which is the bonus token, to 1000"),
         ("--width 1", "--width 1: a tree must have a width of at least 2"),
         ("--num-nodes 500", "num_nodes, root included, must be at least depth + 1 = 6"),
         ("--draft x", "--draft x: requires --checkpoint; the weights of a preset are random"),

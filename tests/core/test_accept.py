@@ -299,5 +299,5 @@ def test_imposed_lengths_have_the_right_mean_from_any_position_on(mean):
 
 @pytest.mark.parametrize("mean", (0.99, 0.0, -1.0, float("nan"), float("inf")))
 def test_imposed_means_below_one_are_refused(mean):
-    with pytest.raises(ValueError, match=rf"Imposed\(tokens_per_round={mean}\): must be finite and at least 1"):
+    with pytest.raises(ValueError, match=rf"Imposed\(tokens_per_round={mean}\): must be from 1, which"):
         accept.Imposed(mean)

@@ -131,6 +131,8 @@ def test_sequences_end_exactly_at_their_limit(drafter):
     assert not beyond.any(), "something was written beyond the limit"
     if type(drafter) is Planted:
         np.testing.assert_array_equal(s.stats.rounds, -(-np.maximum(new - 1, 0) // (drafter.depth + 1)))
+        accepted = np.array(s.stats.rounds) * (drafter.depth + 1)
+        np.testing.assert_array_equal(s.stats.dropped, accepted - np.maximum(new - 1, 0))
 
 
 def first_offsets(row):
@@ -169,6 +171,15 @@ def test_an_eos_at_the_limit_is_an_eos_and_one_after_it_is_not_seen(short, code)
 
 
 # One call or many
+
+
+def test_a_state_that_is_continued_with_a_deeper_draft_counts_every_round():
+    s = toy.run(Plain(), toy.params(), toy.start(Plain(), toy.params()), until=2)
+    drafter = Planted(4)
+    s = toy.run(drafter, weights_of(drafter), s)
+    assert toy.generated(s) == toy.generated(complete(Plain()))
+    assert_counted(s)
+    assert np.array(s.stats.accept_counts)[:, 4].all()
 
 
 @all_drafters

@@ -64,6 +64,22 @@ def test_a_drafter_that_breaks_a_rule_is_caught(rule, message):
         err.throw()
 
 
+@pytest.mark.parametrize("path", ([0, 9, 9], [0, 2, 1], [1, 2, 2], [0, -1, 0], [0, 0, 1]), ids=str)
+def test_a_path_that_is_none_is_caught(path):
+    """Otherwise rows of another node, or of none, would be committed as those of the accepted tokens."""
+    drafter = Planted(2)
+
+    def astray(key, draft_tree, logits, position):
+        accepted = accept.greedy(key, draft_tree, logits, position)
+        wrong = jnp.broadcast_to(jnp.array([path], jnp.int32), accepted.tokens.shape)
+        return dataclasses.replace(accepted, path=wrong, length=jnp.full_like(accepted.length, 3))
+
+    err, _ = checked(drafter, planted_params(), toy.start(drafter, planted_params()), rule=astray)
+    wanted = "out of range" if max(path) > 2 or min(path) < 0 else "not a path from the root"
+    with pytest.raises(checkify.JaxRuntimeError, match=f"round 0: .* path is {wanted}"):
+        err.throw()
+
+
 def test_weights_that_are_nan_are_caught():
     s = toy.start(Plain(), toy.params())
     weights = Params(dataclasses.replace(toy.params().target, norm=jnp.full(toy.TARGET.hidden_size, jnp.nan)))

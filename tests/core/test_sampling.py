@@ -21,6 +21,7 @@ EOS = 6
 SPELLED = [b"a", b"b", b"ab", b"c", b"", b"ca"]
 STRINGS = [b"abc", b"bb"]
 TABLE = stopping.build_table(WORDS, [EOS], STRINGS, SPELLED)
+DENSE = TABLE.dense()
 
 process, adjust, temper = jax.jit(sampling.process), jax.jit(sampling.adjust), jax.jit(sampling.temper)
 
@@ -99,7 +100,7 @@ def state_of(rows, prompts, generated, seeds=None):
     for b, (prompt, new) in enumerate(zip(prompts, generated, strict=True)):
         tokens[b, : len(prompt + new)] = prompt + new
         for token in new:
-            automaton[b] = TABLE[automaton[b], token]
+            automaton[b] = DENSE[automaton[b], token]
     assert (automaton >= 0).all()
     length = np.array([len(prompt + new) for prompt, new in zip(prompts, generated, strict=True)], np.int32)
     nothing = np.zeros(batch, np.int32)
@@ -108,7 +109,7 @@ def state_of(rows, prompts, generated, seeds=None):
         length=length,
         limit=length + np.int32(9),
         finish_code=nothing,
-        stop=stopping.Stop(TABLE, automaton),
+        stop=stopping.Stop(TABLE.table, TABLE.token_class, automaton),
         cache=None,
         draft=None,
         sampling=per_row(rows, batch, WORDS),
@@ -117,7 +118,7 @@ def state_of(rows, prompts, generated, seeds=None):
         origin=np.zeros(tokens.shape, np.int8),
         logprobs=None,
         round_index=np.zeros((), np.int32),
-        stats=Stats(nothing, nothing[:, None]),
+        stats=Stats(nothing, nothing[:, None], nothing),
     )
 
 
@@ -407,12 +408,13 @@ def test_without_parameters_logits_stay_unchanged():
     + [("repetition_penalty", value) for value in (0, -1, float("inf"), float("nan"))]
     + [(name, value) for name in ("presence_penalty", "frequency_penalty") for value in (float("inf"), float("nan"))]
     + [("min_new_tokens", value) for value in (-1, 1.5)]
-    + [("logit_bias", {3: value}) for value in (float("inf"), float("nan"))],
+    + [("logit_bias[3]", value) for value in (float("inf"), float("nan"))],
     ids=str,
 )
 def test_an_invalid_value_is_refused_with_its_name_and_value(name, value):
-    with pytest.raises(ValueError, match=re.escape(f"Sampling({name}={value!r}): must be ")):
-        Sampling(**{name: value})
+    given = {"logit_bias": {3: value}} if "bias" in name else {name: value}
+    with pytest.raises((ValueError, TypeError), match=re.escape(f"Sampling({name}={value!r}): must be ")):
+        Sampling(**given)
 
 
 def test_a_list_of_another_length_or_of_other_things_is_refused():
@@ -424,12 +426,13 @@ def test_a_list_of_another_length_or_of_other_things_is_refused():
         per_row([0.7], 1, WORDS)
 
 
-@pytest.mark.parametrize("token", (-1, WORDS))
-def test_a_bias_for_a_token_outside_the_vocabulary_is_refused(token):
+def test_a_bias_for_a_token_outside_the_vocabulary_is_refused():
     with pytest.raises(
-        ValueError, match=re.escape(f"logit_bias={{{token}: ...}}: token ids must be from 0 to {WORDS - 1}")
+        ValueError, match=re.escape(f"logit_bias={{{WORDS}: ...}}: token ids must be from 0 to {WORDS - 1}")
     ):
-        per_row(Sampling(logit_bias={token: 1.0}), 1, WORDS)
+        per_row(Sampling(logit_bias={WORDS: 1.0}), 1, WORDS)
+    with pytest.raises(ValueError, match="token id of logit_bias=-1: must be at least 0"):
+        Sampling(logit_bias={-1: 1.0})
 
 
 # Random numbers

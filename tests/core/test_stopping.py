@@ -42,8 +42,9 @@ def naive(strings, token_bytes, eos, tokens) -> tuple[int, int]:
 
 def padded(table):
     """Padded to the same number of states, so all examples share a compiled program."""
-    assert len(table) <= STATES
-    return np.pad(table, ((0, STATES - len(table)), (0, 0)))
+    states, classes = table.table.shape
+    assert states <= STATES and classes <= VOCAB
+    return table.padded(STATES, VOCAB)
 
 
 @given(cases())
@@ -107,10 +108,10 @@ def test_without_stops_all_tokens_are_read():
 
 def test_token_bytes_of_another_length_than_the_vocabulary():
     short, long = [b"a"], [b"a", b"", b"", b"", b"a"]
-    expected = stopping.build_table(3, [2], [b"aa"], [b"a", b"", b""])
-    np.testing.assert_array_equal(stopping.build_table(3, [2], [b"aa"], short), expected)
-    np.testing.assert_array_equal(stopping.build_table(3, [2], [b"aa"], long), expected)
-    assert stopping.build_table(3, [2], [b"aa"], []).shape == expected.shape
+    expected = stopping.build_table(3, [2], [b"aa"], [b"a", b"", b""]).dense()
+    np.testing.assert_array_equal(stopping.build_table(3, [2], [b"aa"], short).dense(), expected)
+    np.testing.assert_array_equal(stopping.build_table(3, [2], [b"aa"], long).dense(), expected)
+    assert stopping.build_table(3, [2], [b"aa"], []).dense().shape == expected.shape
 
 
 @pytest.mark.slow
@@ -118,7 +119,35 @@ def test_large_vocabulary():
     rng = np.random.default_rng(0)
     token_bytes = [rng.bytes(int(n)) for n in rng.geometric(1 / 7, 128_256)]
     table = stopping.build_table(128_256, [0], [rng.bytes(20) for _ in range(3)], token_bytes)
-    assert table.shape == (61, 128_256) and table.dtype == np.int16
+    assert table.dense().shape == (61, 128_256) and table.table.dtype == np.int16
+    assert table.table.shape[1] < 1000
+
+
+def test_thousands_of_strings_are_a_small_table():
+    """2,000 strings over a vocabulary of 3,000 tokens; a column per token would have 18 million entries."""
+    rng = np.random.default_rng(1)
+    letters = np.frombuffer(b"abcdefgh", np.uint8)
+    token_bytes = [rng.choice(letters, rng.integers(1, 5)).tobytes() for _ in range(2900)] + [
+        b"x%d" % i for i in range(99)
+    ]
+    strings = [rng.choice(letters, 6).tobytes() for _ in range(2000)]
+    table = stopping.build_table(3000, [2999], strings, token_bytes)
+    states, classes = table.table.shape
+    assert states > 4000 and classes < 2000 and table.dense().shape == (states, 3000)
+    for _ in range(40):
+        text, state = b"", 0
+        for token in rng.integers(0, 2998, 30):
+            text += token_bytes[token]
+            state = table.table[state, table.token_class[token]]
+            assert (state < 0) == any(string in text for string in strings)
+            if state < 0:
+                break
+
+
+def test_tokens_without_anything_of_a_string_are_one_class():
+    token_bytes = [bytes([byte]) * 3 for byte in range(256)]
+    table = stopping.build_table(300, [299], [b"ab"], token_bytes)
+    assert table.table.shape == (3, 5), "those of a, those of b, all others, ids without bytes, and the EOS"
 
 
 @pytest.mark.parametrize(
@@ -127,7 +156,11 @@ def test_large_vocabulary():
         ((4, [4]), "eos token 4 is outside the vocabulary of 4"),
         ((4, [-1]), "eos token -1 is outside"),
         ((4, [], [b"a", b""], [b"a"]), "at least one character"),
-        ((4, [], [b"ab" * 20_000], [b"a"]), "at most 32767"),
+        ((4, [], [b"ab" * 20_000], [b"a"]), "stop: 1 strings of 40000 bytes in total, must be at most 32767"),
+        (
+            (65536, [], [bytes([i % 256, i // 256]) * 4 for i in range(4000)], [i.to_bytes(2) for i in range(65536)]),
+            "stop: 4000 strings of .* too large for this vocabulary; give fewer or shorter strings",
+        ),
     ],
 )
 def test_errors_name_the_value(arguments, message):

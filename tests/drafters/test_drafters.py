@@ -98,10 +98,10 @@ def test_an_object_that_is_not_a_drafter_is_an_error_that_names_what_it_lacks():
 @pytest.mark.parametrize(
     ("make", "message"),
     (
-        (lambda: Ngram(depth=0), r"Ngram\(depth=0\): depth must be at least 1"),
-        (lambda: Ngram(n=0), r"Ngram\(n=0\): n must be at least 1"),
-        (lambda: Standalone(depth=0), r"Standalone\(depth=0, .*: depth must be at least 1"),
-        (lambda: Standalone(width=0), r"Standalone\(depth=4, width=0, .*: width must be at least 1"),
+        (lambda: Ngram(depth=0), r"Ngram\(depth=0\): must be from 1 to 127"),
+        (lambda: Ngram(n=0), r"Ngram\(n=0\): must be from 1 to 64"),
+        (lambda: Standalone(depth=0), r"Standalone\(depth=0\): must be from 1 to 64"),
+        (lambda: Standalone(width=0), r"Standalone\(width=0\): must be from 1 to 64"),
         (lambda: Eagle(depth=2, width=2, num_nodes=8), "at least depth . 1 = 3 and at most .* = 7"),
         (lambda: Eagle(depth=5, num_nodes=5), "at least depth . 1 = 6"),
         (lambda: Standalone(width=62).bind(toy.TARGET, toy.TARGET), r"Standalone\(width=62\): the vocabulary has 61"),
@@ -124,7 +124,7 @@ def test_an_object_that_is_not_a_drafter_is_an_error_that_names_what_it_lacks():
             lambda: FrozenKvMtp(position="last"),
             r"FrozenKvMtp\(position='last'\): position must be one of 'committed', 'root'",
         ),
-        (lambda: FrozenKvMtp(depth=0), r"FrozenKvMtp\(depth=0, .*: depth must be at least 1"),
+        (lambda: FrozenKvMtp(depth=0), r"FrozenKvMtp\(depth=0\): must be from 1 to 64"),
         (lambda: FrozenKvMtp().bind(toy.TARGET, None), "needs an assistant as draft, but none is loaded"),
         (lambda: FrozenKvMtp().bind(toy.TARGET, toy.HEAD), "but the loaded draft is of type EagleHead"),
         (

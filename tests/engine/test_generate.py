@@ -164,11 +164,14 @@ def test_progress_bar_and_debug_change_nothing(model, plain, capsys):
 
 def test_statistics():
     counts = np.array([[1, 0, 2], [3, 1, 0]])
-    stats = jspec.GenerationStats(rounds=np.array([3, 4]), accept_counts=counts, seconds=2.0)
+    dropped = np.array([0, 1])
+    stats = jspec.GenerationStats(rounds=np.array([3, 4]), accept_counts=counts, seconds=2.0, dropped=dropped)
     assert stats.new_tokens == 12 + 2, "including the first token of each sequence"
     assert stats.accept_length == pytest.approx(12 / 7)
     assert stats.tokens_per_second == 6
     np.testing.assert_allclose(stats.acceptance_by_position, [3 / 7, 2 / 7])
+    assert stats.accept_rate == pytest.approx((4 + 1 + 1) / (7 * 2)), "two drafts per round; one was dropped"
+    assert stats.of_sequence(1).accept_rate == pytest.approx(2 / 8)
 
 
 def test_generate_ids_inside_a_users_jit(model, plain):
@@ -265,7 +268,7 @@ def test_generate_ids_ends_when_the_buffer_is_full(model, plain):
         (["a", "b"], {"sampling": [SAMPLED]}, ValueError, "sampling: 1 for 2 sequences"),
         ("a", {"sampling": jspec.Sampling(logit_bias={VOCAB: 1.0})}, ValueError, "ids must be from 0 to 299"),
         (["a", "b"], {"seed": [1, 2, 3]}, ValueError, "3 seeds for 2 sequences"),
-        ("a", {"seed": 2**32}, ValueError, "must be less than 2..32"),
+        ("a", {"seed": 2**32}, ValueError, "must be from 0 to 4294967295"),
         (
             "a",
             {"sampling": SAMPLED, "accept": "greedy"},

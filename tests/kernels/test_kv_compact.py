@@ -191,6 +191,17 @@ def test_a_pool_of_one_part_without_heads(with_path, backend):
     np.testing.assert_array_equal(out, oracle(pool, rows, *rest))
 
 
+@backends
+@pytest.mark.parametrize("empty", ("layers", "pages"))
+def test_a_pool_without_layers_or_pages_stays_as_it_is(empty, backend):
+    pool, rows, table, *rest = inputs(CASES[0], with_path=False)
+    if empty == "layers":
+        pool, rows = pool[:0], rows[:0]
+    else:
+        pool, table = pool[:, :, :0], table[:, :0]
+    assert compact(backend, pool, rows, table, *rest).shape == pool.shape
+
+
 @pytest.mark.parametrize("axis", (0, 1, 4, 5), ids=("layers", "parts", "heads", "head_dim"))
 def test_rows_of_another_model_are_an_error(axis, without_jaxtyping):
     pool, rows, *rest = inputs(CASES[0], with_path=False)

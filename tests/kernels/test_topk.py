@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from jax import lax
 
+from jspec.core import grow
 from pallas_kernels import platform
 from pallas_kernels.topk import OPERATION, topk, triton
 
@@ -50,6 +51,13 @@ def normal(shape, scale=4.0):
 @pytest.mark.parametrize("shape", ((2500,), (3, 1024), (2, 5, 37), (4, 16)), ids=str)
 def test_finds_what_a_sort_finds(shape, k, backend):
     check(normal(shape), k, program(k, backend))
+
+
+@backends
+@pytest.mark.parametrize("k", (33, 64))
+def test_finds_as_many_as_the_widest_tree_has_children(k, backend):
+    assert triton.MAX_K >= grow.MAX_WIDTH
+    check(normal((2, 2500)), k, program(k, backend))
 
 
 def row(kind):
@@ -133,26 +141,28 @@ def test_the_reference_lowers_for(platform_name):
 
 @pytest.mark.parametrize(("rows", "vocabulary"), ((1, 17), (1, 32000), (8, 32000), (1, 128256), (256, 128256)))
 def test_tiles_fill_the_chip_and_can_be_merged(rows, vocabulary):
-    config = triton.default_config(rows=rows, vocabulary=vocabulary)
+    for k in (1, triton.MAX_K):
+        config = triton.default_config(rows=rows, vocabulary=vocabulary, k=k)
+        assert config.tile in (1024, 2048, 4096)
+        assert -(-vocabulary // config.tile) * k <= triton.MAX_MERGED
+    config = triton.default_config(rows=rows, vocabulary=vocabulary, k=8)
     tiles = -(-vocabulary // config.tile)
-    assert config.tile in (1024, 2048, 4096)
     assert config.tile == 1024 or rows * tiles >= platform.processors()
-    assert tiles * triton.MAX_K <= 4096
 
 
 @pytest.mark.parametrize(
-    ("where", "k", "kernel"), (("gpu", 16, True), ("gpu", 17, False), ("tpu", 8, False), ("cpu", 8, False))
+    ("where", "k", "kernel"), (("gpu", 64, True), ("gpu", 65, False), ("tpu", 8, False), ("cpu", 8, False))
 )
 def test_the_backend_of_a_platform(where, k, kernel, monkeypatch):
     monkeypatch.setattr(platform, "platform", lambda: where)
-    assert ("pallas_call" in str(jax.make_jaxpr(partial(topk, k=k))(jnp.zeros(40)))) == kernel
+    assert ("pallas_call" in str(jax.make_jaxpr(partial(topk, k=k))(jnp.zeros(80)))) == kernel
 
 
 def test_a_backend_that_cannot_run_is_an_error(monkeypatch):
     with pytest.raises(ValueError, match="topk: backend='cray': must be one of triton, xla"):
         topk(jnp.zeros(4), 2, backend="cray")
-    with pytest.raises(ValueError, match="backend='triton' cannot run: k=17: must be at most 16"):
-        topk(jnp.zeros(40), 17, backend="triton")
+    with pytest.raises(ValueError, match="backend='triton' cannot run: k=65: must be at most 64"):
+        topk(jnp.zeros(80), 65, backend="triton")
     monkeypatch.setattr(platform, "platform", lambda: "tpu")
     with pytest.raises(ValueError, match="backend='triton' requires a gpu, but this program targets tpu"):
         topk(jnp.zeros(4), 2, backend="triton")

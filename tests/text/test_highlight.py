@@ -27,7 +27,7 @@ def tokenizer():
 def make(tokenizer, sequences, depth=2, prompt="p:"):
     """The generations of given sequences: (text or ids, origin, finish reason)."""
     counts = np.tile(np.array([[1, 0, 1]])[:, : depth + 1], (len(sequences), 1))
-    stats = jspec.GenerationStats(np.full(len(sequences), 2), counts, 0.5)
+    stats = jspec.GenerationStats(np.full(len(sequences), 2), counts, 0.5, np.zeros(len(sequences), int))
     items = []
     for i, (text, origin, reason) in enumerate(sequences):
         ids = tokenizer.encode(text) if isinstance(text, str) else text

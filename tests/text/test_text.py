@@ -231,7 +231,7 @@ def test_a_stream_and_the_automaton_stop_at_the_same_token(data):
     vocab_size = tokenizer.vocab_size + 4
     table, state, stream = compile_stops(tokenizer, vocab_size, [], stops), 0, TextStream(tokenizer, [], stops)
     for token in ids:
-        state = 0 if table is None else table[state, token]
+        state = 0 if table is None else table.table[state, table.token_class[token]]
         stream.push([token])
         assert (state < 0) == stream.stopped
         if state < 0:
@@ -304,7 +304,7 @@ def test_stop_strings_step_by_step(stops, pieces, expected):
 def test_a_stop_string_can_be_a_special_token():
     tokenizer = TOKENIZERS["byte_level"]
     end = tokenizer.special_ids["<|im_end|>"]
-    table = compile_stops(tokenizer, 500, [7], "<|im_end|>")
+    table = compile_stops(tokenizer, 500, [7], "<|im_end|>").dense()
     assert table.shape == (1, 500) and np.flatnonzero(table[0] < 0).tolist() == sorted([7, end])
     stream = TextStream(tokenizer, [], ["<|im_end|>", "fox"])
     assert stream.push([*tokenizer.encode("a fo"), end, *tokenizer.encode("x")]) == "a fo"
@@ -342,7 +342,7 @@ def test_invalid_stop_strings():
 
 def test_no_tokenizer_is_required_without_stop_strings():
     assert compile_stops(None, 10, []) is None
-    assert np.flatnonzero(compile_stops(None, 10, [3])[0]).tolist() == [3]
+    assert np.flatnonzero(compile_stops(None, 10, [3]).dense()[0]).tolist() == [3]
 
 
 # Files
