@@ -276,6 +276,7 @@ def test_only_json_is_taken(shared, kind):
 def test_other_paths_and_methods(shared):
     for answer, status in [(shared.http.get("/v1/nothing"), 404), (shared.http.get("/v1/completions"), 405)]:
         assert answer.status_code == status and answer.json()["error"]["message"]
+    assert shared.post("/v1/completions/", {"prompt": "x"}).status_code == 404
 
 
 def test_a_model_without_chat_template(serve):
