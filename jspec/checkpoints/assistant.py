@@ -15,11 +15,13 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jspec.checkpoints import atomic
-from jspec.checkpoints.config import reading
+from jspec.checkpoints.config import family_of, read_eps, reading, unknown_family
 from jspec.checkpoints.experts import name_mlp, read_mlp
-from jspec.checkpoints.files import DTYPES, CheckpointError, Json, Tensors, on_device, resolve_dtype, write_tensors
+from jspec.checkpoints.fields import MOST_LAYERS, Fields
+from jspec.checkpoints.files import DTYPES, CheckpointError, on_device, resolve_dtype, write_tensors
 from jspec.checkpoints.gemma4 import NORMS, match_layers, parse_assistant
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.tensors import Tensors
 from jspec.models.assistant import Assistant, AssistantLayerParams, AssistantParams, ClusterParams, Clusters
 from jspec.models.decoder import Decoder
 
@@ -42,7 +44,7 @@ class AssistantCheckpoint:
 
 def matches(source: Source) -> bool:
     """Whether a checkpoint is an assistant's."""
-    return _kind(source.raw) is not None
+    return _kind(source.config) is not None
 
 
 def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) -> AssistantCheckpoint:
@@ -65,70 +67,69 @@ def read(
     source: Source, target: Decoder, dtype: str | None, check: Callable[[PyTree], None] | None = None
 ) -> AssistantCheckpoint:
     """`load` from an open directory. `check`: called with the shapes of the weights before any of them is read."""
-    config = parse_config(source.raw, target, source.where)
+    config = parse_config(source.config, target)
     tensors = Tensors(source.safetensors, resolve_dtype(dtype))
     if check is not None:
         check(config.param_shapes(tensors.dtype))
     return AssistantCheckpoint(config, read_params(config, tensors))
 
 
-def parse_config(raw: Json, target: Decoder, where: str = "config.json") -> Assistant:
+def parse_config(config: Fields, target: Decoder) -> Assistant:
     """The assistant that a config.json describes.
 
     Raises:
-      CheckpointError: an unsupported architecture or option, a key that is missing or of the wrong type, or an
-        assistant that does not suit the target.
+      CheckpointError: an unsupported architecture or option, a key that is missing, of the wrong type or out of bounds,
+        or an assistant that does not suit the target.
     """
-    kind = _kind(raw)
+    kind = _kind(config)
     if kind is None:
-        known = ", ".join([*GEMMA4, OWN[0]])
-        raise CheckpointError(
-            f"{where}: architectures={raw.get('architectures')} is not an assistant; must be one of {known}"
-        )
-    with reading(where):
-        return _parse_own(raw) if kind == OWN[0] else _parse_gemma4(raw, target, where)
+        raise unknown_family(config, [*GEMMA4, OWN[0]], "an assistant")
+    with reading(config.where):
+        parsed = _parse_own(config) if kind == OWN[0] else _parse_gemma4(config, target)
+        parsed.check_target(target)
+    return parsed
 
 
-def _kind(raw: Json) -> str | None:
+def _kind(config: Fields) -> str | None:
     """The class that a config.json names, or that its model_type implies; None: it is not an assistant's."""
     known = {**GEMMA4, OWN[0]: OWN[1]}
-    named = raw.get("architectures") or [name for name, kind in known.items() if kind == raw.get("model_type")]
-    return next((name for name in named if name in known), None)
+    found = family_of(config, known)
+    return next((name for name, kind in known.items() if kind == found), None)
 
 
-def _parse_own(raw: Json) -> Assistant:
+def _parse_own(config: Fields) -> Assistant:
     return Assistant(
-        vocab_size=int(raw["vocab_size"]),
-        hidden_size=int(raw["hidden_size"]),
-        target_hidden_size=int(raw["backbone_hidden_size"]),
-        intermediate_size=int(raw["intermediate_size"]),
-        num_heads=int(raw["num_attention_heads"]),
-        target_layers=tuple(int(layer) for layer in raw["target_layers"]),
-        head_dims=tuple(int(size) for size in raw["head_dims"]),
-        rms_norm_eps=float(raw["rms_norm_eps"]),
-        clusters=_parse_clusters(raw),
-        target_head=bool(raw.get("use_target_head")),
+        vocab_size=config.read_int("vocab_size"),
+        hidden_size=config.read_int("hidden_size"),
+        target_hidden_size=config.read_int("backbone_hidden_size"),
+        intermediate_size=config.read_int("intermediate_size"),
+        num_heads=config.read_int("num_attention_heads"),
+        target_layers=config.read_ints("target_layers", count=MOST_LAYERS),
+        head_dims=config.read_ints("head_dims", least=1, count=MOST_LAYERS),
+        rms_norm_eps=read_eps(config),
+        clusters=_parse_clusters(config),
+        target_head=config.read_flag("use_target_head", False),
     )
 
 
-def _parse_clusters(raw: Json) -> Clusters | None:
-    if not raw.get("use_ordered_embeddings"):
+def _parse_clusters(config: Fields) -> Clusters | None:
+    if not config.read_flag("use_ordered_embeddings", False):
         return None
-    return Clusters(int(raw["num_centroids"]), int(raw["centroid_intermediate_top_k"]))
+    return Clusters(config.read_int("num_centroids"), config.read_int("centroid_intermediate_top_k"))
 
 
-def _parse_gemma4(raw: Json, target: Decoder, where: str) -> Assistant:
-    model = parse_assistant(raw, where)
+def _parse_gemma4(config: Fields, target: Decoder) -> Assistant:
+    model = parse_assistant(config)
     return Assistant(
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
-        target_hidden_size=int(raw["backbone_hidden_size"]),
+        target_hidden_size=config.read_int("backbone_hidden_size"),
         intermediate_size=model.intermediate_size,
         num_heads=model.num_heads,
-        target_layers=match_layers(model, target, where),
+        target_layers=match_layers(model, target, config.where),
         head_dims=tuple(kind.head_dim for kind in model.attention),
         rms_norm_eps=model.rms_norm_eps,
-        clusters=_parse_clusters(raw),
+        clusters=_parse_clusters(config),
     )
 
 
@@ -148,8 +149,9 @@ def read_params(config: Assistant, tensors: Tensors) -> AssistantParams:
         head=tensors.device("model.embed_tokens.weight", config.vocab_size, width) if own_head else None,
         clusters=_read_clusters(config, tensors) if config.clusters else None,
     )
-    copy = set() if config.target_head else {"lm_head.weight"}  # a copy of the embedding
-    tensors.refuse_unread("assistant", lambda name: name in copy)
+    if not config.target_head:
+        tensors.compare_head("model.embed_tokens.weight", config.vocab_size, width)
+    tensors.refuse_unread("assistant")
     return params
 
 
@@ -170,7 +172,7 @@ def _read_clusters(config: Assistant, tensors: Tensors) -> ClusterParams:
     """The LM head, with its rows sorted by cluster."""
     assert config.clusters is not None
     count, width, vocabulary = config.clusters.count, config.hidden_size, config.vocab_size
-    ids = tensors.stored("masked_embedding.token_ordering", vocabulary).astype(np.int64)
+    ids = tensors.integers("masked_embedding.token_ordering", vocabulary)
     if not np.array_equal(np.sort(ids), np.arange(vocabulary)):
         raise CheckpointError(
             f"{tensors.directory}: masked_embedding.token_ordering must hold each of the {vocabulary} tokens once"

@@ -1,70 +1,123 @@
 """Parts of config.json that several families share: the family, rotary positions, experts as in Qwen."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jspec.checkpoints.files import CheckpointError, Json
+from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, MOST_NUMBER, Fields
+from jspec.checkpoints.files import CheckpointError
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed
 from jspec.models.router import Router
 
 
-def family_of(raw: Json, architectures: Mapping[str, str]) -> str | None:
+def family_of(config: Fields, architectures: Mapping[str, str]) -> str | None:
     """The model_type of a config.json, from its class or otherwise its own key; None: it is not one of these.
 
     architectures: classes of `transformers` -> model_type.
     """
-    named = raw.get("architectures") or []
+    model_type = config.optional_text("model_type")
+    named = config.optional_texts("architectures") or ()
+    found = next((architectures[name] for name in named if name in architectures), None)
+    if found is not None and model_type not in (None, found):
+        raise config.wrong("model_type", repr(model_type), f"must be {found!r} with architectures={list(named)}")
     if named:
-        return next((architectures[name] for name in named if name in architectures), None)
-    return raw["model_type"] if raw.get("model_type") in architectures.values() else None
+        return found
+    return model_type if model_type in architectures.values() else None
+
+
+def unknown_family(config: Fields, known: Iterable[str], owner: str = "supported") -> CheckpointError:
+    """The error about a config.json that is of no known class."""
+    return CheckpointError(
+        f"{config.where}: {config.describe('architectures')} is not {owner}; must be one of {', '.join(known)}"
+    )
 
 
 @contextlib.contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Turns missing keys and invalid values into errors that name the file.
+    """Makes errors about values that contradict each other name the file.
 
     Raises:
-      CheckpointError: instead of a KeyError, TypeError or ValueError.
+      CheckpointError: instead of a ValueError.
     """
     try:
         yield
     except CheckpointError:
         raise
-    except KeyError as error:
-        raise CheckpointError(f"{where}: the key {error} is missing") from None
-    except TypeError as error:
-        raise CheckpointError(f"{where}: a value has the wrong type ({error})") from None
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}") from None
 
 
-def read_rope(raw: Json) -> tuple[str, float, dict[str, Any]]:
+def read_layer_count(config: Fields) -> int:
+    """The number of decoder layers."""
+    return config.read_int("num_hidden_layers", most=MOST_LAYERS)
+
+
+def read_length(config: Fields) -> int:
+    """The longest context."""
+    return config.read_int("max_position_embeddings", most=MOST_LENGTH)
+
+
+def read_eps(config: Fields) -> float:
+    """The epsilon of the norms."""
+    return config.read_number("rms_norm_eps", 1e-6, above=0, most=1)
+
+
+def read_head_dim(config: Fields, key: str = "head_dim", default: int | None = None) -> int:
+    """The dimensions of a head, which rotate in pairs; if the file does not state it, `default` or width / heads."""
+    stated = config.optional_int(key)
+    if stated is None and default is not None:
+        stated = default
+    if stated is None:
+        width, heads = config.read_int("hidden_size"), config.read_int("num_attention_heads")
+        if width % heads:
+            raise config.wrong("hidden_size", width, f"must be a multiple of num_attention_heads={heads} without {key}")
+        stated = width // heads
+    if stated % 2:
+        raise config.wrong(key, stated, "must be even")
+    return stated
+
+
+def read_rope(config: Fields, *kinds: str) -> tuple[str, float, Fields]:
     """The kind and the base of the rotary positions, and all their parameters.
 
     Older files have `rope_theta` and `rope_scaling`, newer ones both in `rope_parameters`.
+
+    Args:
+      kinds: those that the model implements.
+
+    Raises:
+      CheckpointError: another kind, or an invalid base.
     """
-    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
-    return rope.get("rope_type") or rope.get("type") or "default", float(theta), rope
+    older, newer = config.section("rope_scaling"), config.section("rope_parameters")
+    rope = older.merged(newer)
+    kind = rope.optional_text("rope_type") or rope.optional_text("type") or "default"
+    if kind not in kinds:
+        raise CheckpointError(f"{config.where}: rope_type={kind!r} is not supported; must be {' or '.join(kinds)}")
+    bases = {
+        each.read_number("rope_theta", least=1, most=MOST_NUMBER) for each in (rope, config) if each.has("rope_theta")
+    }
+    if len(bases) > 1:
+        raise CheckpointError(f"{config.where}: rope_theta has two values, {sorted(bases)}: must have one")
+    return kind, next(iter(bases), 10_000.0), rope
 
 
-def parse_experts(raw: Json, count: int, *, normalize: bool, shared_width: int = 0) -> Routed:
+def parse_experts(config: Fields, count: int, *, normalize: bool, shared_width: int = 0) -> Routed:
     """`count` experts as Qwen's families describe them.
 
     normalize: whether weights are normalized if the file does not state it.
     shared_width: width of a gated MLP that every token goes through; 0: there is none.
     """
-    normalize = bool(raw.get("norm_topk_prob", normalize))
-    router = Router(count, int(raw["num_experts_per_tok"]), normalize=normalize)
-    return Routed(router, int(raw["moe_intermediate_size"]), shared_width, bool(shared_width))
+    normalize = config.read_flag("norm_topk_prob", normalize)
+    router = Router(count, config.read_int("num_experts_per_tok"), normalize=normalize)
+    return Routed(router, config.read_int("moe_intermediate_size"), shared_width, bool(shared_width))
 
 
-def parse_dense_layers(raw: Json) -> tuple[int, ...]:
+def parse_dense_layers(config: Fields) -> tuple[int, ...]:
     """The layers without experts, in Qwen's families."""
-    step, listed = int(raw.get("decoder_sparse_step") or 1), raw.get("mlp_only_layers") or ()
-    return tuple(i for i in range(int(raw["num_hidden_layers"])) if i in listed or (i + 1) % step)
+    count, step = read_layer_count(config), config.read_int("decoder_sparse_step", 1)
+    listed = config.optional_ints("mlp_only_layers", most=count - 1, count=count) or ()
+    return tuple(i for i in range(count) if i in listed or (i + 1) % step)
 
 
 def describe_experts(experts: Routed, dense_layers: tuple[int, ...]) -> dict[str, Any]:

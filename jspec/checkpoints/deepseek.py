@@ -14,11 +14,22 @@ from jax.typing import DTypeLike
 
 from jspec.cache.mla import UpProjections
 from jspec.checkpoints import block_scaled
-from jspec.checkpoints.config import describe_shape, family_of, read_rope, reading
+from jspec.checkpoints.config import (
+    describe_shape,
+    family_of,
+    read_eps,
+    read_layer_count,
+    read_length,
+    read_rope,
+    reading,
+    unknown_family,
+)
 from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.files import CheckpointError, Json, Tensors, on_device
+from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
+from jspec.checkpoints.files import on_device
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.tensors import Tensors
 from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams, Latent
 from jspec.models.layers import YarnRope
 from jspec.models.moe import Routed
@@ -40,6 +51,7 @@ _SUPPORTED = {
     "rope_interleave": (True,),
 }
 """Keys that may be missing or null -> their supported values, in all families."""
+_MOST_MTP = 64
 _SUPPORTED_OF = {
     "deepseek_v2": {
         "scoring_func": ("softmax",),
@@ -53,121 +65,127 @@ _SUPPORTED_OF = {
 """The same for each family."""
 
 
-def parse_config(raw: Json, where: str = "config.json") -> Deepseek:
+def parse_config(config: Fields) -> Deepseek:
     """The model that a config.json of either generation describes.
 
     Raises:
-      CheckpointError: an unsupported architecture or option, or a key that is missing or of the wrong type.
+      CheckpointError: an unsupported architecture or option, or a key that is missing, of the wrong type or out of
+        bounds.
     """
-    family = family_of(raw, ARCHITECTURES)
+    family = family_of(config, ARCHITECTURES)
     if family is None:
-        raise CheckpointError(
-            f"{where}: architectures={raw.get('architectures')} is not supported; must be one of "
-            f"{', '.join(ARCHITECTURES)}"
-        )
-    _refuse_options(raw, family, where)
-    with reading(where):
-        theta, scaling = _parse_rope(raw, where)
+        raise unknown_family(config, ARCHITECTURES)
+    _refuse_options(config, family)
+    latent, heads = _parse_latent(config), config.read_int("num_attention_heads")
+    if config.read_int("num_key_value_heads", heads) != heads:
+        raise config.wrong("num_attention_heads", heads, "must equal num_key_value_heads in latent attention")
+    theta, scaling = _parse_rope(config)
+    with reading(config.where):
         return Deepseek(
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
-            num_heads=int(raw["num_attention_heads"]),
-            latent=_parse_latent(raw),
-            experts=_parse_experts(raw, family),
-            dense_layers=_parse_dense(raw, where),
-            max_length=int(raw["max_position_embeddings"]),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            vocab_size=config.read_int("vocab_size"),
+            hidden_size=config.read_int("hidden_size"),
+            intermediate_size=config.read_int("intermediate_size"),
+            num_layers=read_layer_count(config),
+            num_heads=heads,
+            latent=latent,
+            experts=_parse_experts(config, family),
+            dense_layers=_parse_dense(config),
+            max_length=read_length(config),
+            rms_norm_eps=read_eps(config),
             rope_theta=theta,
             rope_scaling=scaling,
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            mtp_layers=int(raw.get("num_nextn_predict_layers") or 0),
-            indexer=_parse_indexer(raw) if family == "deepseek_v32" else None,
+            tie_embeddings=config.read_flag("tie_word_embeddings", False),
+            mtp_layers=config.read_int("num_nextn_predict_layers", 0, least=0, most=_MOST_MTP),
+            indexer=_parse_indexer(config, latent) if family == "deepseek_v32" else None,
         )
 
 
-def _refuse_options(raw: Json, family: str, where: str) -> None:
-    wrong = [
-        f"{key}={raw[key]!r}"
-        for key, allowed in {**_SUPPORTED, **_SUPPORTED_OF[family]}.items()
-        if raw.get(key) is not None and raw[key] not in allowed
-    ]
-    if family == "deepseek_v32" and raw.get("q_lora_rank") is None:
+def _refuse_options(config: Fields, family: str) -> None:
+    wrong = config.unsupported({**_SUPPORTED, **_SUPPORTED_OF[family]})
+    if family == "deepseek_v32" and not config.has("q_lora_rank"):
         # Indexers read the input of the queries' second step.
-        wrong.append("q_lora_rank=None")
-    if not raw.get("n_shared_experts"):
-        wrong.append(f"n_shared_experts={raw.get('n_shared_experts')}")
-    if wrong:
-        raise CheckpointError(f"{where}: not supported in {family}: {', '.join(wrong)}")
+        wrong.append(config.describe("q_lora_rank"))
+    if not config.read_int("n_shared_experts", 0, least=0):
+        wrong.append(config.describe("n_shared_experts"))
+    refuse(config.where, wrong, family)
 
 
-def _parse_dense(raw: Json, where: str) -> int:
+def _parse_dense(config: Fields) -> int:
     """The number of first layers without experts; V3.2 may list them."""
-    types = raw.get("mlp_layer_types")
+    count, types = read_layer_count(config), config.optional_texts("mlp_layer_types")
     if types is None:
-        return int(raw["first_k_dense_replace"])
+        return config.read_int("first_k_dense_replace", least=0, most=count)
     dense = sum(each == "dense" for each in types)
-    if list(types) != ["dense"] * dense + ["sparse"] * (int(raw["num_hidden_layers"]) - dense):
-        raise CheckpointError(f"{where}: mlp_layer_types={types}: must have one entry per layer, dense ones first")
+    if list(types) != ["dense"] * dense + ["sparse"] * (count - dense):
+        raise config.wrong("mlp_layer_types", list(types), "must have one entry per layer, dense ones first")
     return dense
 
 
-def _parse_indexer(raw: Json) -> Indexer:
-    return Indexer(int(raw["index_n_heads"]), int(raw["index_head_dim"]), int(raw["index_topk"]))
+def _parse_indexer(config: Fields, latent: Latent) -> Indexer:
+    heads, size = config.read_int("index_n_heads"), config.read_int("index_head_dim")
+    if size < latent.rope_dim:
+        raise config.wrong("index_head_dim", size, f"must be at least qk_rope_head_dim={latent.rope_dim}")
+    return Indexer(heads, size, config.read_int("index_topk", most=MOST_LENGTH))
 
 
-def _parse_latent(raw: Json) -> Latent:
-    q_rank = raw.get("q_lora_rank")
+def _parse_latent(config: Fields) -> Latent:
+    rope_dim = config.read_int("qk_rope_head_dim")
+    if rope_dim % 2:
+        raise config.wrong("qk_rope_head_dim", rope_dim, "must be even")
     return Latent(
-        q_rank=None if q_rank is None else int(q_rank),
-        kv_rank=int(raw["kv_lora_rank"]),
-        nope_dim=int(raw["qk_nope_head_dim"]),
-        rope_dim=int(raw["qk_rope_head_dim"]),
-        value_dim=int(raw["v_head_dim"]),
+        q_rank=config.optional_int("q_lora_rank"),
+        kv_rank=config.read_int("kv_lora_rank"),
+        nope_dim=config.read_int("qk_nope_head_dim"),
+        rope_dim=rope_dim,
+        value_dim=config.read_int("v_head_dim"),
     )
 
 
-def _parse_experts(raw: Json, family: str) -> Routed:
+def _parse_experts(config: Fields, family: str) -> Routed:
     """The experts. A group's score is that of its best expert in V2, and the sum of its two best in V3."""
     of_v3 = family != "deepseek_v2"
-    grouped = of_v3 or raw.get("topk_method") == "group_limited_greedy"
+    grouped = of_v3 or config.optional_text("topk_method") == "group_limited_greedy"
     router = Router(
-        count=int(raw["n_routed_experts"]),
-        chosen=int(raw["num_experts_per_tok"]),
+        count=config.read_int("n_routed_experts"),
+        chosen=config.read_int("num_experts_per_tok"),
         sigmoid=of_v3,
-        groups=int(raw["n_group"]) if grouped else 1,
-        kept_groups=int(raw["topk_group"]) if grouped else 1,
+        groups=config.read_int("n_group") if grouped else 1,
+        kept_groups=config.read_int("topk_group") if grouped else 1,
         best_of_group=2 if of_v3 else 1,
-        normalize=of_v3 and bool(raw["norm_topk_prob"]),
-        scale=float(raw["routed_scaling_factor"]),
+        normalize=of_v3 and config.read_flag("norm_topk_prob"),
+        scale=config.read_number("routed_scaling_factor", above=0, most=MOST_NUMBER),
     )
-    width = int(raw["moe_intermediate_size"])
-    return Routed(router, width, int(raw["n_shared_experts"]) * width)
+    width = config.read_int("moe_intermediate_size")
+    return Routed(router, width, config.read_int("n_shared_experts") * width)
 
 
-def _parse_rope(raw: Json, where: str) -> tuple[float, YarnRope | None]:
+def _parse_rope(config: Fields) -> tuple[float, YarnRope | None]:
     """The base and the scaling of the rotary positions, from a config.json of either generation."""
-    kind, theta, rope = read_rope(raw)
+    kind, theta, rope = read_rope(config, "default", "yarn")
     if kind == "default":
         return theta, None
-    if kind != "yarn":
-        raise CheckpointError(f"{where}: rope_type={kind!r} is not supported; must be default or yarn")
-    original = int(rope["original_max_position_embeddings"])
-    return theta, YarnRope(
-        factor=float(rope.get("factor") or int(raw["max_position_embeddings"]) / original),
-        original_length=original,
-        beta_fast=float(rope.get("beta_fast") or 32),
-        beta_slow=float(rope.get("beta_slow") or 1),
-        mscale=_float(rope.get("mscale")),
-        mscale_all_dim=_float(rope.get("mscale_all_dim")),
-        attention_factor=_float(rope.get("attention_factor")),
-        truncate=bool(rope.get("truncate", True)),
+    if theta == 1:
+        raise rope.wrong("rope_theta", theta, "must be above 1 with rope_type='yarn'")
+    length = read_length(config)
+    original = rope.read_int("original_max_position_embeddings", most=MOST_LENGTH)
+    if not rope.has("factor") and original > length:
+        raise rope.wrong("original_max_position_embeddings", original, f"must be at most {length} without a factor")
+    fast, slow = (
+        rope.read_number(f"beta_{name}", each, above=0, most=MOST_NUMBER)
+        for name, each in (("fast", 32.0), ("slow", 1.0))
     )
-
-
-def _float(value: float | None) -> float | None:
-    return None if value is None else float(value)
+    if fast < slow:
+        raise rope.wrong("beta_fast", fast, f"must be at least beta_slow={slow}")
+    return theta, YarnRope(
+        factor=rope.read_number("factor", length / original, least=1, most=MOST_NUMBER),
+        original_length=original,
+        beta_fast=fast,
+        beta_slow=slow,
+        mscale=rope.optional_number("mscale", least=0, most=MOST_NUMBER),
+        mscale_all_dim=rope.optional_number("mscale_all_dim", least=0, most=MOST_NUMBER),
+        attention_factor=rope.optional_number("attention_factor", above=0, most=MOST_NUMBER),
+        truncate=rope.read_flag("truncate", True),
+    )
 
 
 def describe(config: Deepseek) -> dict[str, Any]:
@@ -228,7 +246,7 @@ SHARED = "shared_experts."
 
 def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
     """The tensors of a checkpoint; block-scaled ones are dequantized when they are read."""
-    block = block_scaled.parse_block(source.raw, source.where)
+    block = block_scaled.parse_block(source.config)
     if block is None:
         return Tensors(source.safetensors, dtype)
     return block_scaled.BlockScaledTensors(source.safetensors, dtype, block)
@@ -263,9 +281,9 @@ def read_params(config: Deepseek, tensors: Tensors) -> DeepseekParams:
         lm_head=head,
         mtp=tuple(_read_mtp(config, tensors, index) for index in range(count, count + config.mtp_layers)),
     )
-    # Some checkpoints contain derived values, and some tied ones contain the LM head.
-    spare = {"lm_head.weight"} if config.tie_embeddings else set()
-    tensors.refuse_unread("model", lambda name: name in spare or name.endswith(".rotary_emb.inv_freq"))
+    if config.tie_embeddings:
+        tensors.compare_head("model.embed_tokens.weight", vocabulary, width)
+    tensors.refuse_unread("model")
     return params
 
 

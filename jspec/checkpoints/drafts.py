@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 from jaxtyping import PyTree
 
 from jspec.checkpoints import assistant, eagle, language_model
+from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
@@ -43,7 +44,13 @@ class DraftKind:
 
 
 def _read_language_model(source: Source, target: Decoder, dtype: str | None, check: Check | None) -> DraftCheckpoint:
-    return language_model.read(source, dtype=dtype, mtp=False, check=check)
+    small = language_model.read(source, dtype=dtype, mtp=False, check=check)
+    count = small.config.vocab_size
+    if count != target.vocab_size:
+        raise CheckpointError(
+            f"{source.config.where}: vocab_size={count}, but the target has {target.vocab_size} tokens"
+        )
+    return small
 
 
 DRAFT_KINDS = (

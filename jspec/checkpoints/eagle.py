@@ -18,9 +18,19 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.checkpoints import atomic, eagle_config, torch_file
-from jspec.checkpoints.files import CheckpointError, Json, Tensors, on_device, resolve_dtype, write_tensors
+from jspec.checkpoints.fields import MOST_SIZE, Fields
+from jspec.checkpoints.files import (
+    MOST_JSON_BYTES,
+    CheckpointError,
+    on_device,
+    parse_json,
+    read_bytes,
+    resolve_dtype,
+    write_tensors,
+)
 from jspec.checkpoints.llama import name_layer, read_layer
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.tensors import Tensors
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.llama import LayerParams, LlamaParams
@@ -43,8 +53,8 @@ def matches(source: Source) -> bool:
     Raises:
       CheckpointError: a file is missing or damaged.
     """
-    names = [str(name).lower() for name in source.raw.get("architectures") or []]
-    if eagle_config.is_speculators(source.raw) or any("eagle" in name for name in names):
+    names = source.config.optional_texts("architectures") or ()
+    if eagle_config.is_speculators(source.config) or any("eagle" in name.lower() for name in names):
         return True
     # The config.json of an EAGLE-1 head is that of an ordinary Llama.
     return "fc.weight" in source.files.names()
@@ -74,10 +84,10 @@ def read(
 ) -> EagleCheckpoint:
     """`load` from an open directory. `check`: called with the shapes of the weights before any of them is read."""
     tensors = _HeadTensors(source.files, resolve_dtype(dtype))
-    config = eagle_config.parse_config(source.raw, tensors.names(), target, source.where)
+    config = eagle_config.parse_config(source.config, tensors.names(), target)
     if check is not None:
         check(config.param_shapes(tensors.dtype))
-    params = _read_params(config, source.raw, tensors, source.where)
+    params = _read_params(config, source.config, tensors)
     tensors.check_all_read(config)
     return EagleCheckpoint(config, params)
 
@@ -100,23 +110,23 @@ class _HeadTensors(Tensors):
             )
 
 
-def _read_params(config: EagleHead, raw: Json, tensors: _HeadTensors, where: str) -> EagleParams:
+def _read_params(config: EagleHead, fields: Fields, tensors: _HeadTensors) -> EagleParams:
     names, width, eagle3 = tensors.names(), config.hidden_size, config.version == 3
     vocab, captured = config.draft_vocab_size, len(config.capture_layers) * config.target_hidden_size
     first = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
-    qk_norm = (raw.get("transformer_layer_config") or {}).get("model_type") == "qwen3"
+    qk_norm = fields.section("transformer_layer_config").optional_text("model_type") == "qwen3"
     layers = tuple(
         _read_head_layer(config, tensors, f"layers.{index}." if index else first, index, qk_norm)
         for index in range(config.num_layers)
     )
-    own_embed = width != config.target_hidden_size or raw.get("embed_requires_grad")
+    own_embed = width != config.target_hidden_size or fields.read_flag("embed_requires_grad", False)
     own_head = "lm_head.weight" in names or vocab != config.vocab_size or width != config.target_hidden_size
-    input_norm = _check_flags(raw, ("norm_before_fc",), "input_norm.weight", names, where)
+    input_norm = _check_flags(fields, ("norm_before_fc",), "input_norm.weight", names)
     fc_norms = None
     if eagle3:
         legacy = ["aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"]
         chunks = legacy if legacy[0] in names else [f"fc_norm.{i}.weight" for i in range(len(config.capture_layers))]
-        if _check_flags(raw, ("fc_norm", "use_aux_norm"), chunks[0], names, where):
+        if _check_flags(fields, ("fc_norm", "use_aux_norm"), chunks[0], names):
             fc_norms = tuple(tensors.device(name, config.target_hidden_size) for name in chunks)
     return EagleParams(
         embed=tensors.device("embed_tokens.weight", config.vocab_size, width) if own_embed else None,
@@ -132,13 +142,13 @@ def _read_params(config: EagleHead, raw: Json, tensors: _HeadTensors, where: str
     )
 
 
-def _check_flags(raw: Json, keys: tuple[str, ...], tensor: str, names: set[str], where: str) -> bool:
+def _check_flags(fields: Fields, keys: tuple[str, ...], tensor: str, names: set[str]) -> bool:
     """Whether a tensor exists; raises if a flag in config.json contradicts that."""
-    stated = [key for key in keys if raw.get(key) is not None]
-    if stated and any(raw[key] for key in stated) != (tensor in names):
+    stated = {key: fields.read_flag(key) for key in keys if fields.has(key)}
+    if stated and any(stated.values()) != (tensor in names):
         state = "present" if tensor in names else "missing"
-        flags = ", ".join(f"{key}={raw[key]}" for key in stated)
-        raise CheckpointError(f"{where}: {flags}, but the tensor {tensor!r} is {state}")
+        flags = ", ".join(f"{key}={value}" for key, value in stated.items())
+        raise CheckpointError(f"{fields.where}: {flags}, but the tensor {tensor!r} is {state}")
     return tensor in names
 
 
@@ -175,13 +185,20 @@ def _read_ids(config: EagleHead, tensors: _HeadTensors) -> Int[Array, " Vd"] | N
     names, count, vocab = tensors.names(), config.draft_vocab_size, config.vocab_size
     ids = np.arange(count, dtype=np.int64)
     if "d2t" in names or count != vocab:
-        ids = ids + tensors.stored("d2t", count).astype(np.int64)
+        offsets = tensors.integers("d2t", count)
+        # Beyond these bounds a sum could wrap around to a valid id.
+        inside = (offsets >= -vocab) & (offsets <= vocab)
+        if not inside.all():
+            raise CheckpointError(
+                f"{tensors.directory}: d2t has the offset {offsets[~inside][0]}: must be between {-vocab} and {vocab}"
+            )
+        ids = ids + offsets
     if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab:
         raise CheckpointError(
             f"{tensors.directory}: d2t maps to the token ids {ids[:3]} to {ids[-1]}, which must ascend from 0 to at "
             f"most {vocab - 1}: d2t must hold offsets, target id = draft id + d2t"
         )
-    if "t2d" in names and not np.array_equal(np.flatnonzero(tensors.stored("t2d", vocab)), ids):
+    if "t2d" in names and not np.array_equal(np.flatnonzero(tensors.marks("t2d", vocab)), ids):
         raise CheckpointError(f"{tensors.directory}: t2d marks other tokens than d2t maps to")
     return None if count == vocab else on_device(ids.astype(np.int32))
 
@@ -255,15 +272,12 @@ def read_hot_tokens(path: str | Path) -> list[int]:
     """
     path = Path(path)
     if path.suffix == ".json":
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: no such file") from None
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{path}: not readable as JSON ({error})") from None
+        value = parse_json(read_bytes(path, MOST_JSON_BYTES), str(path))
     else:
         value = torch_file.read(path)
     if isinstance(value, np.ndarray):
+        if value.size > MOST_SIZE:
+            raise CheckpointError(f"{path}: has {value.size} entries: must have at most {MOST_SIZE}")
         value = value.tolist()
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise CheckpointError(f"{path}: must hold a list of token ids")

@@ -8,8 +8,10 @@ is for EAGLE-3 only and has the configuration of the layer under `transformer_la
 from pathlib import Path
 from typing import Any
 
-from jspec.checkpoints.files import CheckpointError, Json, read_json
-from jspec.checkpoints.llama import describe_scaling, parse_rope, refuse_options
+from jspec.checkpoints.config import read_eps, read_head_dim
+from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields, read_fields, refuse
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.llama import describe_scaling, parse_rope, read_heads, refuse_options
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead, EagleParams
 
@@ -42,157 +44,134 @@ LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
 _OTHER_METHODS = ("block_size", "dflash_config", "mask_token_id", "parallel_drafting", "pard_token", "ptd_token_id")
 """Keys of heads that draft several tokens at once (P-EAGLE, PARD, DFlash), some of which have EAGLE-3's tensors."""
 
-_EAGLE_CONFIG = {
-    "use_aux_hidden_state": True,
-    "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True,
-    "use_mtp_layernorm": False,
-    "next_layer_regular": True,
-    "parallel_draft_step": 1,
+_EAGLE_CONFIG: dict[str, tuple[object, ...]] = {
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
 }
 """Options in `eagle_config`, and the only value of each that the forward here implements."""
 
 
-def is_speculators(raw: Json) -> bool:
+def is_speculators(config: Fields) -> bool:
     """Whether a config.json has the layout "speculators"."""
-    return "speculators_model_type" in raw
+    return config.has("speculators_model_type")
 
 
-def parse_config(raw: Json, names: set[str], target: Decoder, where: str) -> EagleHead:
+def parse_config(config: Fields, names: set[str], target: Decoder) -> EagleHead:
     """The head that a config.json of either layout describes.
 
     Args:
       names: those of the tensors, as the config.json of an EAGLE-1 head is that of an ordinary Llama.
       target: the model that the head drafts for.
-      where: the file that errors name.
 
     Raises:
-      CheckpointError: an unsupported option, a key that is missing or of the wrong type, or a head that does not suit
-        the target.
+      CheckpointError: an unsupported option, a key that is missing, of the wrong type or out of bounds, or a head that
+        does not suit the target.
     """
-    version = _version(raw, names)
-    layer = _layer_config(raw, where)
-    _refuse(raw, layer, where)
-    try:
-        heads, width = int(layer["num_attention_heads"]), int(layer["hidden_size"])
-        theta, scaling = parse_rope(layer, where)
-        config = EagleHead(
-            version=version,
-            vocab_size=int(layer["vocab_size"]),
-            draft_vocab_size=int((raw.get("draft_vocab_size") if version == 3 else None) or layer["vocab_size"]),
-            hidden_size=width,
-            target_hidden_size=int(raw.get("target_hidden_size") or target.hidden_size),
-            intermediate_size=int(layer["intermediate_size"]),
-            num_layers=int(layer["num_hidden_layers"]),
-            num_heads=heads,
-            num_kv_heads=int(layer.get("num_key_value_heads") or heads),
-            head_dim=int(layer.get("head_dim") or width // heads),
-            max_length=int(layer.get("max_position_embeddings") or target.max_length),
-            capture_layers=_capture(raw, version, target, where),
-            rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            norm_before_residual=version == 3 and bool(raw.get("norm_before_residual")),
-            norm_output=version == 3 and bool(raw.get("norm_output")),
-        )
-    except KeyError as error:
-        raise CheckpointError(f"{where}: the key {error} is missing") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{where}: a value has the wrong type ({error})") from None
-    _check_config(config, target, where)
-    return config
+    eagle3 = _is_eagle3(config, names)
+    layer = _layer_config(config)
+    _refuse(config, layer)
+    heads, kv_heads = read_heads(layer)
+    theta, scaling = parse_rope(layer)
+    vocabulary = layer.read_int("vocab_size")
+    head = EagleHead(
+        version=3 if eagle3 else 1,
+        vocab_size=vocabulary,
+        draft_vocab_size=config.read_int("draft_vocab_size", vocabulary) if eagle3 else vocabulary,
+        hidden_size=layer.read_int("hidden_size"),
+        target_hidden_size=config.read_int("target_hidden_size", target.hidden_size),
+        intermediate_size=layer.read_int("intermediate_size"),
+        num_layers=layer.read_int("num_hidden_layers", most=MOST_LAYERS),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=read_head_dim(layer),
+        max_length=layer.read_int("max_position_embeddings", target.max_length, most=MOST_LENGTH),
+        capture_layers=_capture(config, target) if eagle3 else (target.num_layers + 1,),
+        rms_norm_eps=read_eps(layer),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_before_residual=config.read_flag("norm_before_residual", False) and eagle3,
+        norm_output=config.read_flag("norm_output", False) and eagle3,
+    )
+    _check_config(head, target, config.where)
+    return head
 
 
-def _version(raw: Json, names: set[str]) -> int:
-    """3 for EAGLE-3, which norms the feature; 1 for EAGLE-1 and EAGLE-2."""
-    stated = is_speculators(raw) or "eagle_config" in raw or "eagle3" in str(raw.get("architectures")).lower()
-    return 3 if stated or {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names else 1
+def _is_eagle3(config: Fields, names: set[str]) -> bool:
+    """Whether it is an EAGLE-3 head, which norms the feature, rather than one of EAGLE-1 or EAGLE-2."""
+    architectures = config.optional_texts("architectures") or ()
+    stated = is_speculators(config) or config.has("eagle_config") or any("eagle3" in x.lower() for x in architectures)
+    return stated or bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
 
 
-def _layer_config(raw: Json, where: str) -> Json:
+def _layer_config(config: Fields) -> Fields:
     """The configuration of the decoder layer, complete."""
-    if not is_speculators(raw):
-        return raw
-    layer = raw.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise CheckpointError(f"{where}: the key 'transformer_layer_config' is missing")
-    kind = layer.get("model_type")
+    if not is_speculators(config):
+        return config
+    layer = config.required_section("transformer_layer_config")
+    kind = layer.read_text("model_type", "")
     if kind not in LAYER_DEFAULTS:
         known = ", ".join(LAYER_DEFAULTS)
-        raise CheckpointError(
-            f"{where}: transformer_layer_config.model_type={kind!r} is not supported; must be one of {known}"
-        )
-    return {**LAYER_DEFAULTS[kind], **layer}
+        raise CheckpointError(f"{layer.where}: {layer.describe('model_type')} is not supported; must be one of {known}")
+    return layer.with_defaults(LAYER_DEFAULTS[kind])
 
 
-def _refuse(raw: Json, layer: Json, where: str) -> None:
+def _refuse(config: Fields, layer: Fields) -> None:
     """Raises if the configuration requires another forward than that of `EagleHead`."""
-    both = {**layer, **raw}
-    refuse_options(raw, where)
-    refuse_options(layer, where)
-    wrong = [f"{key}={both[key]!r}" for key in _OTHER_METHODS if both.get(key)]
-    wrong += [f"architectures={name}" for name in raw.get("architectures") or [] if "peagle" in str(name).lower()]
-    if raw.get("speculators_model_type", "eagle3") != "eagle3":
-        wrong.append(f"speculators_model_type={raw['speculators_model_type']!r} (must be 'eagle3')")
-    wrong += [f"layer_types: {kind}" for kind in both.get("layer_types") or [] if kind != "full_attention"]
-    rope = {**both, **(both.get("rope_scaling") or {}), **(both.get("rope_parameters") or {})}
-    for key in ("partial_rotary_factor", "logit_scale"):
-        if rope.get(key) not in (None, 1):
-            wrong.append(f"{key}={rope[key]}")
-    if both.get("is_causal") is False:
-        wrong.append("is_causal=false")
-    for key, value in (raw.get("eagle_config") or {}).items():
-        known = key in ("eagle_aux_hidden_state_layer_ids", "parallel_draft_heads_num_layers")
-        if value is not None and not known and _EAGLE_CONFIG.get(key, ...) != value:
-            wrong.append(f"eagle_config.{key}={value!r}")
-    if raw.get("norm_before_fc") and raw.get("fc_norm"):
+    wrong = config.unsupported({"speculators_model_type": ("eagle3",)})
+    for fields in (config, layer):
+        wrong += [fields.describe(key) for key in _OTHER_METHODS if fields.is_set(key)]
+        wrong += fields.unsupported({"is_causal": (True,)})
+        if fields.optional_number("logit_scale") not in (None, 1):
+            wrong.append(fields.describe("logit_scale"))
+    architectures = config.optional_texts("architectures") or ()
+    wrong += [f"architectures={name}" for name in architectures if "peagle" in name.lower()]
+    options = config.section("eagle_config")
+    wrong += options.unsupported(_EAGLE_CONFIG)
+    known = {*_EAGLE_CONFIG, "eagle_aux_hidden_state_layer_ids", "parallel_draft_heads_num_layers"}
+    wrong += [options.describe(key) for key in options.keys() if key not in known]
+    if config.read_flag("norm_before_fc", False) and config.read_flag("fc_norm", False):
         wrong.append("norm_before_fc together with fc_norm, whose order is not defined")
-    if wrong:
-        raise CheckpointError(f"{where}: not supported: {', '.join(wrong)}")
-    if is_speculators(raw) and raw.get("norm_before_residual") is None:
+    refuse(config.where, wrong)
+    refuse_options(config)
+    refuse_options(layer)
+    if is_speculators(config) and not config.has("norm_before_residual"):
         raise CheckpointError(
-            f"{where}: the key 'norm_before_residual' is missing, and its default is false in speculators but true in "
-            "vLLM: add the value that the head was trained with"
+            f"{config.where}: the key 'norm_before_residual' is missing, and its default is false in speculators but "
+            "true in vLLM: add the value that the head was trained with"
         )
 
 
-def _capture(raw: Json, version: int, target: Decoder, where: str) -> tuple[int, ...]:
-    """The hidden states of the target that the head reads, as in `Decoder.apply`.
+def _capture(config: Fields, target: Decoder) -> tuple[int, ...]:
+    """The hidden states of the target that an EAGLE-3 head reads, as in `Decoder.apply`.
 
     An id in speculators' own key means the input of that layer, one in `eagle_config` its output.
     """
-    if version == 1:
-        return (target.num_layers + 1,)
-    count = target.num_layers
-    if is_speculators(raw):
-        key, shift, ids = "eagle_aux_hidden_state_layer_ids", 0, raw.get("eagle_aux_hidden_state_layer_ids")
-    else:
-        key, shift = "eagle_config.eagle_aux_hidden_state_layer_ids", 1
-        ids = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    capture_layers = tuple(int(i) + shift for i in ids or ()) or (2, count // 2, count - 3)
+    count, key = target.num_layers, "eagle_aux_hidden_state_layer_ids"
+    fields, shift = (config, 0) if is_speculators(config) else (config.section("eagle_config"), 1)
+    ids = fields.optional_ints(key, least=-MOST_LAYERS, most=MOST_LAYERS, count=MOST_LAYERS) or ()
+    capture_layers = tuple(i + shift for i in ids) or (2, count // 2, count - 3)
     if list(capture_layers) != sorted(set(capture_layers)) or not all(0 <= i <= count for i in capture_layers):
-        given = f"{key}={ids}" if ids else f"{key} is not set, and its default, for deeper targets,"
+        name = fields.path + key
+        given = f"{name}={list(ids)}" if ids else f"{name} is not set, and its default, for deeper targets,"
         raise CheckpointError(
-            f"{where}: {given} selects the inputs of layers {capture_layers}, but the target has {count} layers: "
-            f"{key} must ascend, from {-shift} to at most {count - shift}"
+            f"{config.where}: {given} selects the inputs of layers {capture_layers}, but the target has {count} "
+            f"layers: {name} must ascend, from {-shift} to at most {count - shift}"
         )
-    stated = raw.get("num_aux_hidden_states")
-    if stated not in (None, len(capture_layers)):
+    stated = config.read_int("num_aux_hidden_states", len(capture_layers))
+    if stated != len(capture_layers):
         raise CheckpointError(
-            f"{where}: num_aux_hidden_states={stated}, but {key} selects {len(capture_layers)} layers"
+            f"{config.where}: num_aux_hidden_states={stated}, but {fields.path}{key} selects {len(capture_layers)} "
+            "layers"
         )
     return capture_layers
 
 
 def _check_config(config: EagleHead, target: Decoder, where: str) -> None:
     """Raises if the hyperparameters contradict each other or the target's."""
-    if config.num_heads % config.num_kv_heads:
-        raise CheckpointError(
-            f"{where}: num_attention_heads={config.num_heads} is not a multiple of "
-            f"num_key_value_heads={config.num_kv_heads}"
-        )
     if config.vocab_size != target.vocab_size:
         raise CheckpointError(f"{where}: vocab_size={config.vocab_size}, but the target has {target.vocab_size} tokens")
     if not 1 <= config.draft_vocab_size <= config.vocab_size:
@@ -300,7 +279,8 @@ def _describe_safeailab(config: EagleHead, params: EagleParams) -> dict[str, Any
 def _describe_speculators(config: EagleHead, params: EagleParams, verifier: str | None) -> dict[str, Any]:
     qwen3 = params.layers[0].q_norm is not None
     own = None if verifier is None else Path(verifier) / "config.json"
-    architectures = (read_json(own).get("architectures") or []) if own is not None and own.exists() else []
+    known = read_fields(own) if own is not None and own.exists() else Fields({})
+    architectures = list(known.optional_texts("architectures") or ())
     proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jspec.checkpoints.files import Tensors, on_device
+from jspec.checkpoints.files import on_device
+from jspec.checkpoints.tensors import Tensors
 from jspec.models.moe import MlpParams, Routed, RoutedParams
 
 
@@ -42,6 +43,10 @@ def read_experts(
     """
     count, router = experts.router.count, experts.router
     stacked = prefix + "experts.gate_up_proj" in tensors.names()
+    expect = _expect_stacked if stacked else _expect_single
+    expect(tensors, prefix + "experts.", count, experts.width, width)
+    if experts.shared:
+        tensors.expect(f"{prefix}{shared}gate_proj.weight", experts.shared_width, width)
     matrices = _Matrices.empty(count + experts.shared, experts.width, width, tensors.dtype)
     (matrices.read_stacked if stacked else matrices.read_single)(tensors, prefix + "experts.", count)
     if experts.shared:
@@ -62,9 +67,24 @@ def read_stacked(tensors: Tensors, prefix: str, count: int, inner: int, width: i
     Raises:
       CheckpointError: a tensor is missing or has an unexpected shape.
     """
+    _expect_stacked(tensors, prefix, count, inner, width)
     matrices = _Matrices.empty(count, inner, width, tensors.dtype)
     matrices.read_stacked(tensors, prefix, count)
     return matrices.device()
+
+
+def _expect_stacked(tensors: Tensors, prefix: str, count: int, inner: int, width: int) -> None:
+    """Checks the shapes of stacked experts before memory is taken for them."""
+    tensors.expect(prefix + "gate_up_proj", count, 2 * inner, width)
+    tensors.expect(prefix + "down_proj", count, width, inner)
+
+
+def _expect_single(tensors: Tensors, prefix: str, count: int, inner: int, width: int) -> None:
+    """Checks the shapes of separate experts before memory is taken for them."""
+    for index in range(count):
+        tensors.expect(f"{prefix}{index}.gate_proj.weight", inner, width)
+        tensors.expect(f"{prefix}{index}.up_proj.weight", inner, width)
+        tensors.expect(f"{prefix}{index}.down_proj.weight", width, inner)
 
 
 @dataclasses.dataclass(frozen=True)

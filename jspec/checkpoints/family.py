@@ -7,8 +7,9 @@ from typing import Any, Generic, TypeVar
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jspec.checkpoints.files import Json, Tensors
+from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.tensors import Tensors
 from jspec.models.decoder import Decoder
 
 C = TypeVar("C", bound=Decoder)
@@ -30,7 +31,7 @@ class Family(Generic[C]):
 
     config: the class of its configurations.
     architectures: classes of `transformers` -> model_type.
-    parse_config: the configuration that a config.json describes; the string is what errors name.
+    parse_config: the configuration that a config.json describes.
     describe: the config.json of a configuration.
     read_params: weights, with the shapes of `config.param_shapes`.
     named_tensors: weights under their Hugging Face names, [out, in].
@@ -40,7 +41,7 @@ class Family(Generic[C]):
 
     config: type[C]
     architectures: Mapping[str, str]
-    parse_config: Callable[[Json, str], C]
+    parse_config: Callable[[Fields], C]
     describe: Callable[[C], dict[str, Any]]
     read_params: Callable[[C, Tensors], PyTree]
     named_tensors: Callable[[C, PyTree], Iterator[tuple[str, Any]]]

@@ -1,21 +1,29 @@
-"""The files of Hugging Face checkpoints: JSON, and tensors that are read and written one at a time."""
+"""The files of Hugging Face checkpoints: finding them, reading JSON with bounds, and writing."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 Json = Mapping[str, Any]
 """A JSON object."""
+
+MOST_JSON_BYTES = 2**25
+"""Bound of JSON files. Indexes of the largest models, of 140,000 tensors, have half of it."""
+MOST_JSON_DEPTH = 64
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+"""A string of JSON, or one that the text ends in: matching those too keeps the search linear."""
 
 
 class CheckpointError(ValueError):
@@ -35,171 +43,115 @@ def resolve_dtype(dtype: str | None) -> Any:
     """
     if dtype is None:
         return DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"]
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}, or None for the platform's default")
     return DTYPES[dtype]
+
+
+def find_file(directory: Path, name: str) -> Path | None:
+    """A file of a checkpoint; None if there is none of that name.
+
+    name: of a file in the directory itself, whoever chose it: an index of shards may come from a stranger.
+
+    Raises:
+      CheckpointError: the name leads to another directory, or it is not a regular file (see `require_regular`).
+    """
+    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise CheckpointError(f"{directory}: the file name {name!r} must name a file in this directory")
+    path = directory / name
+    if not os.path.lexists(path):
+        return None
+    require_regular(path, directory)
+    return path
+
+
+def require_regular(path: Path, root: Path | None = None) -> None:
+    """Raises unless a path is a regular file, as opening a pipe or a device could wait forever.
+
+    root: a directory that symbolic links must not leave, except to the blobs of a Hugging Face hub cache.
+
+    Raises:
+      CheckpointError: names the path.
+    """
+    try:
+        mode = path.stat().st_mode
+        real = path.resolve()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (OSError, ValueError, RuntimeError) as error:  # resolving a loop of links raises RuntimeError
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path}: must be a regular file, not {_KINDS.get(stat.S_IFMT(mode), 'a device')}")
+    if root is None or not path.is_symlink() or real.is_relative_to(root.resolve()):
+        return
+    if real.parent.name == "blobs" and real.parent.parent.name.startswith(("models--", "datasets--", "spaces--")):
+        return
+    raise CheckpointError(f"{path}: links to {real}, outside of the checkpoint: copy that file to {path}")
+
+
+_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+
+
+def read_bytes(path: Path, most: int, root: Path | None = None) -> bytes:
+    """The contents of a regular file of at most `most` bytes.
+
+    root: as in `require_regular`.
+
+    Raises:
+      CheckpointError: it is missing, larger, not a regular file, or not readable.
+    """
+    require_regular(path, root)
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    if len(data) > most:
+        raise CheckpointError(f"{path}: has {path.stat().st_size} bytes: must have at most {most}")
+    return data
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a checkpoint.
 
     Raises:
-      CheckpointError: the file is missing or does not hold a JSON object.
+      CheckpointError: the file is missing or does not hold a JSON object, see `parse_json`.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})") from None
+    value = parse_json(read_bytes(path, MOST_JSON_BYTES, path.parent), str(path))
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, but holds a value of type {type(value).__name__}")
     return value
 
 
-class TensorFiles(Protocol):
-    """The tensors in the files of a checkpoint, by name."""
+def parse_json(data: bytes, where: str) -> Any:
+    """The value of a JSON text.
 
-    directory: Path
-
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        ...
-
-    def get(self, name: str) -> np.ndarray:
-        """One tensor as stored.
-
-        Raises:
-          CheckpointError: it is missing.
-        """
-        ...
-
-
-class SafetensorFiles:
-    """The tensors of model.safetensors, or of its shards; each file is memory-mapped on first use."""
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self.weight_map: dict[str, str] | None = None
-        """Tensor -> shard; None: there is one file."""
-        self.open_files: dict[str, Any] = {}
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            self.weight_map = read_json(index).get("weight_map")
-            if not isinstance(self.weight_map, dict):
-                raise CheckpointError(f"{index}: the key 'weight_map' is missing")
-
-    def exists(self) -> bool:
-        """Whether there is a file, or an index of shards."""
-        return self.weight_map is not None or (self.directory / "model.safetensors").exists()
-
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return set(self._open("model.safetensors").keys() if self.weight_map is None else self.weight_map)
-
-    def get(self, name: str) -> np.ndarray:
-        """One tensor as stored.
-
-        Raises:
-          CheckpointError: it is missing, or its file is missing or damaged.
-        """
-        try:
-            return self._open(self.path_of(name).name).get_tensor(name)
-        except SafetensorError:
-            raise CheckpointError(f"{self.directory}: the tensor {name!r} is missing") from None
-
-    def path_of(self, name: str) -> Path:
-        """The file of a tensor."""
-        if self.weight_map is None:
-            return self.directory / "model.safetensors"
-        if name not in self.weight_map:
-            raise CheckpointError(f"{self.directory}: the index lists no file for the tensor {name!r}")
-        return self.directory / self.weight_map[name]
-
-    def _open(self, file: str):
-        if file not in self.open_files:
-            path = self.directory / file
-            if not path.exists():
-                raise CheckpointError(f"{path}: no such file")
-            try:
-                self.open_files[file] = safe_open(path, "np")
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: damaged ({error})") from None
-        return self.open_files[file]
-
-
-class Tensors:
-    """The tensors of a checkpoint, converted to one dtype and checked against the shapes of config.json.
-
-    It records which tensors have been read, so that unused ones can be reported.
+    Raises:
+      CheckpointError: not JSON in UTF-8, nested deeper than `MOST_JSON_DEPTH`, or an object with two values of a key.
     """
+    if _depth(data) > MOST_JSON_DEPTH:
+        raise CheckpointError(f"{where}: is nested more than {MOST_JSON_DEPTH} levels deep")
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: not readable as JSON ({error})") from None
 
-    def __init__(self, files: TensorFiles, dtype: DTypeLike):
-        self.files, self.directory, self.dtype = files, files.directory, dtype
-        self.asked: set[str] = set()
-        """Names of the tensors that have been read or deliberately left out."""
 
-    def names(self) -> set[str]:
-        """The names of all tensors."""
-        return self.files.names()
+def _depth(data: bytes) -> int:
+    """How deeply brackets are nested, outside of strings."""
+    codes = np.frombuffer(_STRING.sub(b"", data), np.uint8)
+    steps = np.zeros(256, np.int8)
+    steps[list(b"[{")], steps[list(b"]}")] = 1, -1
+    return int(np.cumsum(steps[codes], dtype=np.int32).max(initial=0))
 
-    def get(self, name: str) -> np.ndarray:
-        """One tensor as stored, of any shape; all other methods read through this one."""
-        self.asked.add(name)
-        return self.files.get(name)
 
-    def stored(self, name: str, *shape: int) -> np.ndarray:
-        """One tensor as stored, with its shape checked.
-
-        Raises:
-          CheckpointError: it is missing, or has another shape.
-        """
-        tensor = self.get(name)
-        if tensor.shape != shape:
-            raise CheckpointError(f"{self.directory}: {name} has shape {tensor.shape}, but config.json implies {shape}")
-        return tensor
-
-    def read(self, name: str, *shape: int, transpose: bool = False) -> np.ndarray:
-        """One tensor in the chosen dtype.
-
-        shape: its shape as stored.
-        """
-        tensor = self.stored(name, *shape)
-        return (tensor.T if transpose else tensor).astype(self.dtype, copy=False)
-
-    def device(self, name: str, *shape: int) -> jax.Array:
-        """One tensor on the device, in the chosen dtype."""
-        return on_device(self.read(name, *shape))
-
-    def fused(self, parts: list[tuple[str, int]], width: int) -> jax.Array:
-        """Weights [out, in] with the same input, as one weight [in, sum of outs] on the device.
-
-        parts: name and out of each.
-        width: in.
-        """
-        return on_device(np.concatenate([self.read(name, out, width, transpose=True) for name, out in parts], axis=1))
-
-    def leave(self, *prefixes: str) -> None:
-        """Marks tensors whose names start with a prefix as deliberately unread."""
-        self.asked |= {name for name in self.names() if name.startswith(prefixes)}
-
-    def refuse_unread(self, owner: str, spare: Callable[[str], bool]) -> None:
-        """Raises if there are tensors that nothing has read.
-
-        Args:
-          owner: the kind of model, for the error.
-          spare: whether a tensor may remain unread, by its name.
-
-        Raises:
-          CheckpointError: names some of them.
-        """
-        unread = sorted(name for name in self.names() - self.asked if not spare(name))
-        if unread:
-            names = ", ".join(unread[:4])
-            raise CheckpointError(
-                f"{self.directory}: {len(unread)} unused tensor(s) in the checkpoint; this {owner} does not read them: "
-                f"{names}"
-            )
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        for key, value in pairs:
+            if value != found[key]:
+                raise ValueError(f"the key {key!r} has two values")
+    return found
 
 
 def write_shards(

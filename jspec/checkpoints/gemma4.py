@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from jspec.checkpoints.config import describe_shape, reading
+from jspec.checkpoints.config import describe_shape, read_eps, read_head_dim, read_layer_count, read_length, reading
 from jspec.checkpoints.experts import name_mlp, read_mlp, read_stacked
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.files import CheckpointError, Json, Tensors
+from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.tensors import Tensors
 from jspec.models.decoder import Decoder
 from jspec.models.gemma4 import (
     Attention,
@@ -36,109 +38,124 @@ _ROPE = {
 }
 
 
-def parse_config(raw: Json, where: str = "config.json") -> Gemma4:
+def parse_config(config: Fields) -> Gemma4:
     """The text model that a config.json describes.
 
     Full layers have their own shape in `global_head_dim` and `num_global_key_value_heads`, or in `per_layer_config` if
     the file was written by a newer version of `transformers`.
 
     Raises:
-      CheckpointError: an unsupported option, or a key that is missing or of the wrong type.
+      CheckpointError: an unsupported option, or a key that is missing, of the wrong type or out of bounds.
     """
-    text = raw.get("text_config") or raw
-    _refuse_options(raw, text, where)
-    with reading(where):
-        size = text.get("hidden_size_per_layer_input", 0 if "unified" in text.get("model_type", "") else 256) or 0
+    text = config.section("text_config")
+    return _parse_text(config, text if text.keys() else config)
+
+
+def _parse_text(config: Fields, text: Fields) -> Gemma4:
+    """config: the whole file. text: the part that describes the text model."""
+    _refuse_options(config, text)
+    per_layer = 0 if "unified" in text.read_text("model_type", "") else 256
+    heads, attention = text.read_int("num_attention_heads"), _parse_attention(text)
+    with reading(config.where):
         return Gemma4(
-            vocab_size=int(text["vocab_size"]),
-            hidden_size=int(text["hidden_size"]),
-            intermediate_size=int(text["intermediate_size"]),
-            num_heads=int(text["num_attention_heads"]),
-            attention=_parse_attention(text, where),
-            max_length=int(text["max_position_embeddings"]),
-            rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-            shared_layers=int(text.get("num_kv_shared_layers") or 0),
-            double_wide_mlp=bool(text.get("use_double_wide_mlp", False)),
-            per_layer_size=int(size),
+            vocab_size=text.read_int("vocab_size"),
+            hidden_size=text.read_int("hidden_size"),
+            intermediate_size=text.read_int("intermediate_size"),
+            num_heads=heads,
+            attention=attention,
+            max_length=read_length(text),
+            rms_norm_eps=read_eps(text),
+            shared_layers=text.read_int("num_kv_shared_layers", 0, least=0, most=len(attention) - 1),
+            double_wide_mlp=text.read_flag("use_double_wide_mlp", False),
+            per_layer_size=text.read_int("hidden_size_per_layer_input", per_layer, least=0),
             experts=_parse_experts(text),
-            soft_cap=text.get("final_logit_softcapping"),
+            soft_cap=text.optional_number("final_logit_softcapping", above=0, most=MOST_NUMBER),
         )
 
 
-def _refuse_options(raw: Json, text: Json, where: str) -> None:
-    wrong = []
-    if raw.get("quantization_config") or text.get("quantization_config"):
+def _refuse_options(config: Fields, text: Fields) -> None:
+    wrong = text.unsupported(
+        {
+            "attention_bias": (False,),
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "tie_word_embeddings": (True,),
+        }
+    )
+    wrong += config.unsupported({"tie_word_embeddings": (True,)})
+    if config.section("quantization_config").keys() or text.section("quantization_config").keys():
         wrong.append("quantization_config")
-    if text.get("attention_bias"):
-        wrong.append("attention_bias=true")
-    if text.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
-        wrong.append(f"hidden_activation={text['hidden_activation']!r}")
-    if text.get("use_bidirectional_attention") == "all":
-        wrong.append("use_bidirectional_attention='all'")
-    if not (raw.get("tie_word_embeddings", True) and text.get("tie_word_embeddings", True)):
-        wrong.append("tie_word_embeddings=false")
-    tokens = text.get("vocab_size_per_layer_input")
-    if text.get("hidden_size_per_layer_input") and tokens not in (None, text.get("vocab_size")):
-        wrong.append(f"vocab_size_per_layer_input={tokens} with vocab_size={text.get('vocab_size')}")
-    if wrong:
-        raise CheckpointError(f"{where}: not supported: {', '.join(wrong)}")
+    # Other values concern images; older files have false for none.
+    if text.has("use_bidirectional_attention") and text.text_or_flag("use_bidirectional_attention") == "all":
+        wrong.append(text.describe("use_bidirectional_attention"))
+    tokens, vocabulary = text.optional_int("vocab_size_per_layer_input", least=0), text.read_int("vocab_size")
+    if text.read_int("hidden_size_per_layer_input", 0, least=0) and tokens not in (None, vocabulary):
+        wrong.append(f"{text.describe('vocab_size_per_layer_input')} with vocab_size={vocabulary}")
+    refuse(config.where, wrong)
 
 
-def _parse_attention(text: Json, where: str) -> tuple[Attention, ...]:
+def _parse_attention(text: Fields) -> tuple[Attention, ...]:
     """The attention of each layer."""
-    count = int(text["num_hidden_layers"])
-    types = text.get("layer_types") or [list(_ROPE)[(i + 1) % 6 == 0] for i in range(count)]
+    count = read_layer_count(text)
+    types = text.optional_texts("layer_types") or tuple(list(_ROPE)[(i + 1) % 6 == 0] for i in range(count))
     if len(types) != count or not set(types) <= set(_ROPE):
-        raise CheckpointError(f"{where}: layer_types={types}: must be {count} of {', '.join(_ROPE)}")
+        raise text.wrong("layer_types", list(types), f"must be {count} of {', '.join(_ROPE)}")
     if types[-1] != "full_attention":
-        raise CheckpointError(f"{where}: layer_types={types}: the last layer must be full_attention")
-    shape = {"head_dim": text["head_dim"], "num_key_value_heads": text["num_key_value_heads"]}
-    own = text.get("per_layer_config")
-    if own is None:
-        full = {"head_dim": text.get("global_head_dim", 512)}
-        if text.get("attention_k_eq_v") and text.get("num_global_key_value_heads") is not None:
-            full["num_key_value_heads"] = text["num_global_key_value_heads"]
-        own = {str(i): full for i, name in enumerate(types) if name == "full_attention"}
-    ropes = {name: _parse_rope(name, (text.get("rope_parameters") or {}).get(name) or {}, where) for name in _ROPE}
-    found = []
+        raise text.wrong("layer_types", list(types), "the last layer must be full_attention")
+    heads, head_dim = text.read_int("num_key_value_heads"), read_head_dim(text, default=text.read_int("head_dim"))
+    values_are_keys = text.read_flag("attention_k_eq_v", False)
+    full_heads, full_dim = heads, head_dim
+    global_dim, global_heads = (
+        read_head_dim(text, "global_head_dim", 512),
+        text.optional_int("num_global_key_value_heads"),
+    )
+    if not text.has("per_layer_config"):
+        full_dim = global_dim
+        full_heads = global_heads if values_are_keys and global_heads is not None else heads
+    ropes = {name: _parse_rope(name, text.section("rope_parameters").section(name)) for name in _ROPE}
+    own, found = text.section("per_layer_config"), []
     for index, name in enumerate(types):
-        changes = own.get(str(index)) or {}
-        if not set(changes) <= set(shape):
-            raise CheckpointError(f"{where}: per_layer_config of layer {index} is {changes}; supported: {list(shape)}")
-        layer, sliding = shape | changes, name == "sliding_attention"
+        sliding, layer = name == "sliding_attention", own.section(str(index))
+        if not set(layer.keys()) <= {"head_dim", "num_key_value_heads"}:
+            raise CheckpointError(
+                f"{text.where}: per_layer_config of layer {index} has the keys {layer.keys()}; supported: head_dim, "
+                "num_key_value_heads"
+            )
         theta, share = ropes[name]
         found.append(
             Attention(
-                kv_heads=int(layer["num_key_value_heads"]),
-                head_dim=int(layer["head_dim"]),
-                window=int(text["sliding_window"]) if sliding else None,
+                kv_heads=layer.read_int("num_key_value_heads", heads if sliding else full_heads),
+                head_dim=read_head_dim(layer, default=head_dim if sliding else full_dim),
+                window=text.read_int("sliding_window", most=MOST_LENGTH) if sliding else None,
                 rope_theta=theta,
                 rotary_share=share,
-                values_are_keys=bool(text.get("attention_k_eq_v")) and not sliding,
+                values_are_keys=values_are_keys and not sliding,
             )
         )
+    unknown = [key for key in own.keys() if key not in map(str, range(count))]
+    if unknown:
+        raise CheckpointError(f"{text.where}: per_layer_config has the keys {unknown}: there are {count} layers")
     return tuple(found)
 
 
-def _parse_rope(name: str, given: Json, where: str) -> tuple[float, float]:
+def _parse_rope(name: str, given: Fields) -> tuple[float, float]:
     """The base of a kind of layers, and the share of the dimensions that rotate."""
-    rope = given or _ROPE[name]
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "proportional") or rope.get("factor", 1.0) != 1.0:
+    rope = given if given.keys() else given.with_defaults(_ROPE[name])
+    kind = rope.read_text("rope_type", "default")
+    if kind not in ("default", "proportional") or rope.read_number("factor", 1.0) != 1:
         raise CheckpointError(
-            f"{where}: rope_parameters of {name} are {dict(rope)}: rope_type must be default, or proportional "
-            "without a factor"
+            f"{rope.where}: {rope.describe('rope_type')}, {rope.describe('factor')}: rope_type must be default, or "
+            "proportional without a factor"
         )
-    share = rope.get("partial_rotary_factor", 1.0) if kind == "proportional" else 1.0
-    return float(rope["rope_theta"]), float(share)
+    share = rope.read_number("partial_rotary_factor", 1.0, above=0, most=1)
+    return rope.read_number("rope_theta", least=1, most=MOST_NUMBER), share if kind == "proportional" else 1.0
 
 
-def _parse_experts(text: Json) -> Routed | None:
-    if not text.get("enable_moe_block"):
+def _parse_experts(text: Fields) -> Routed | None:
+    if not text.read_flag("enable_moe_block", False):
         return None
-    width = text.get("moe_intermediate_size") or text["expert_intermediate_size"]
-    router = Router(int(text["num_experts"]), int(text["top_k_experts"]), normalize=True)
-    return Routed(router, int(width))
+    width = text.optional_int("moe_intermediate_size") or text.read_int("expert_intermediate_size")
+    router = Router(text.read_int("num_experts"), text.read_int("top_k_experts"), normalize=True)
+    return Routed(router, width)
 
 
 def describe(config: Gemma4) -> dict[str, Any]:
@@ -198,27 +215,28 @@ _EXPERT_NORMS = {
 }
 
 
-def parse_assistant(raw: Json, where: str) -> Gemma4:
+def parse_assistant(config: Fields) -> Gemma4:
     """The layers of an assistant of Gemma 4, as a text model.
 
     Raises:
-      CheckpointError: an unsupported option, or a key that is missing or of the wrong type.
+      CheckpointError: an unsupported option, or a key that is missing, of the wrong type or out of bounds.
     """
-    text = {"hidden_size_per_layer_input": 0, **raw["text_config"]}
-    if text.get("num_kv_shared_layers") not in (None, 0, text.get("num_hidden_layers")):
-        raise CheckpointError(
-            f"{where}: num_kv_shared_layers={text['num_kv_shared_layers']}: must be 0 or "
-            f"{text.get('num_hidden_layers')}: all layers of an assistant read the target's keys and values"
+    text = config.required_section("text_config").with_defaults({"hidden_size_per_layer_input": 0})
+    count = read_layer_count(text)
+    shared = text.read_int("num_kv_shared_layers", 0, least=0)
+    if shared not in (0, count):
+        raise text.wrong(
+            "num_kv_shared_layers",
+            shared,
+            f"must be 0 or {count}: all layers of an assistant read the target's keys and values",
         )
-    model = parse_config({**raw, "text_config": {**text, "num_kv_shared_layers": 0}}, where)
+    model = _parse_text(config, text.replaced(num_kv_shared_layers=0))
     unsupported = {
         "hidden_size_per_layer_input": model.per_layer_size,
         "enable_moe_block": model.experts is not None,
         "use_double_wide_mlp": model.double_wide_mlp,
     }
-    if any(unsupported.values()):
-        given = ", ".join(f"{name}={value}" for name, value in unsupported.items() if value)
-        raise CheckpointError(f"{where}: not supported in an assistant: {given}")
+    refuse(config.where, [f"{name}={value}" for name, value in unsupported.items() if value], "an assistant")
     return model
 
 
@@ -263,8 +281,9 @@ def read_params(config: Gemma4, tensors: Tensors) -> Gemma4Params:
         layers=tuple(_read_layer(config, tensors, i, f"{root}layers.{i}.") for i in range(config.num_layers)),
         norm=tensors.device(root + "norm.weight", width),
     )
-    # Some tied checkpoints contain the LM head, and some contain projections that sharing layers do not use.
-    spare = {"lm_head.weight"} | {
+    tensors.compare_head(root + "embed_tokens.weight", config.vocab_size, width)
+    # Some checkpoints contain projections that sharing layers do not use.
+    spare = {
         f"{root}layers.{i}.self_attn.{part}.weight"
         for i in range(config.num_layers)
         if config.kv_source_layer(i) != i

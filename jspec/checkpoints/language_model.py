@@ -9,17 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 from jaxtyping import PyTree
 
 from jspec.checkpoints import atomic, deepseek, gemma4, llama, qwen3_next
-from jspec.checkpoints.config import family_of
+from jspec.checkpoints.config import family_of, unknown_family
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.files import DTYPES, CheckpointError, Json, read_json, resolve_dtype, write_shards
+from jspec.checkpoints.fields import Fields, read_fields
+from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_dtype, write_shards
 from jspec.checkpoints.source import Source
+from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
+from jspec.models.sizes import count_parameters
 
 FAMILIES: tuple[Family[Any], ...] = (llama.FAMILY, gemma4.FAMILY, deepseek.FAMILY, qwen3_next.FAMILY)
 """All families of language models; a new one is one more entry."""
+
+MOST_PARAMETERS = 10**13
+"""Bound of the parameters of a model, several times those of the largest ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +60,45 @@ def read(
     source: Source, *, dtype: str | None = None, mtp: bool = True, check: Callable[[PyTree], None] | None = None
 ) -> Checkpoint:
     """`load` from an open directory. `check`: called with the shapes of the weights before any of them is read."""
-    family = _family_of(source.raw, source.where)
+    family = _family_of(source.config)
+    parsed = family.parse_config(source.config)
+    eos = _read_eos(source, parsed.vocab_size)
     tensors = family.open_tensors(source, resolve_dtype(dtype))
-    config = family.with_mtp(family.parse_config(source.raw, source.where), tensors, mtp)
+    config = family.with_mtp(parsed, tensors, mtp)
+    shapes = config.param_shapes(tensors.dtype)
+    _check_size(shapes, source.config.where)
     if check is not None:
-        check(config.param_shapes(tensors.dtype))
-    return Checkpoint(config, family.read_params(config, tensors), _read_eos(source))
+        check(shapes)
+    params = family.read_params(config, tensors)
+    _check_shapes(params, shapes, source.directory)
+    return Checkpoint(config, params, eos)
 
 
-def parse_config(raw: Json, where: str = "config.json") -> Decoder:
+def _check_size(shapes: PyTree, where: str) -> None:
+    """Raises if a config.json describes more parameters than any model has."""
+    count = count_parameters(shapes)
+    if count > MOST_PARAMETERS:
+        raise CheckpointError(f"{where}: describes {count:.1e} parameters: must describe at most {MOST_PARAMETERS:.0e}")
+
+
+def _check_shapes(params: PyTree, shapes: PyTree, directory: Path) -> None:
+    """Raises if weights differ from what the configuration describes; they may have more, such as own embeddings."""
+    found = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        if found.get(path) != leaf.shape:
+            name = jax.tree_util.keystr(path)
+            raise CheckpointError(
+                f"{directory}: {name} has shape {found.get(path)}, but config.json implies {leaf.shape}"
+            )
+
+
+def parse_config(config: Fields) -> Decoder:
     """The configuration that a config.json describes.
 
     Raises:
       CheckpointError: an unsupported architecture or option, or a key that is missing or of the wrong type.
     """
-    return _family_of(raw, where).parse_config(raw, where)
+    return _family_of(config).parse_config(config)
 
 
 def describe(config: Decoder) -> dict[str, Any]:
@@ -75,13 +106,11 @@ def describe(config: Decoder) -> dict[str, Any]:
     return _family_by_config(config).describe(config)
 
 
-def _family_of(raw: Json, where: str) -> Family[Any]:
+def _family_of(config: Fields) -> Family[Any]:
     for family in FAMILIES:
-        if family_of(raw, family.architectures) is not None:
+        if family_of(config, family.architectures) is not None:
             return family
-    known = ", ".join(name for family in FAMILIES for name in family.architectures)
-    architectures = raw.get("architectures") or []
-    raise CheckpointError(f"{where}: architectures={architectures} is not supported; must be one of {known}")
+    raise unknown_family(config, [name for family in FAMILIES for name in family.architectures])
 
 
 def _family_by_config(config: Decoder) -> Family[Any]:
@@ -91,14 +120,13 @@ def _family_by_config(config: Decoder) -> Family[Any]:
     raise ValueError(f"{type(config).__name__} is not the configuration of a family in FAMILIES")
 
 
-def _read_eos(source: Source) -> tuple[int, ...]:
+def _read_eos(source: Source, vocab_size: int) -> tuple[int, ...]:
     """All ids that end a text: config.json may list fewer of them than generation_config.json."""
-    found: set[int] = set()
-    generation = source.directory / "generation_config.json"
-    texts = source.raw.get("text_config") or {}
-    for raw in (source.raw, texts, read_json(generation) if generation.exists() else {}):
-        ids = raw.get("eos_token_id")
-        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    files = [source.config, source.config.section("text_config")]
+    generation = find_file(source.directory, "generation_config.json")
+    if generation is not None:
+        files.append(read_fields(generation))
+    found = {i for file in files for i in file.int_or_ints("eos_token_id", least=0, most=vocab_size - 1)}
     return tuple(sorted(found))
 
 
@@ -119,8 +147,13 @@ def save(
       dtype: precision of the stored weights.
       eos: ids that end a text.
       max_shard_bytes: a new file is started before the next tensor would exceed this size; None: one file.
+
+    Raises:
+      TypeError, ValueError: an entry of `eos` is not an id of the vocabulary.
     """
     family = _family_by_config(config)
+    for token in eos:
+        check_int("eos", token, least=0, most=config.vocab_size - 1)
     raw = family.describe(config) | {"dtype": dtype}
     if eos:
         raw["eos_token_id"] = eos[0] if len(eos) == 1 else list(eos)

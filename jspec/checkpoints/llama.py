@@ -13,12 +13,19 @@ from jspec.checkpoints.config import (
     family_of,
     parse_dense_layers,
     parse_experts,
+    read_eps,
+    read_head_dim,
+    read_layer_count,
+    read_length,
     read_rope,
     reading,
+    unknown_family,
 )
 from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.files import CheckpointError, Json, Tensors
+from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.tensors import Tensors
 from jspec.models.layers import Llama3Rope
 from jspec.models.llama import LayerParams, LayerShape, Llama, LlamaParams
 from jspec.models.moe import Routed
@@ -27,94 +34,101 @@ ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen
 """Classes of `transformers` -> model_type."""
 
 
-def parse_config(raw: Json, where: str = "config.json") -> Llama:
+def parse_config(config: Fields) -> Llama:
     """The Llama or Qwen3 model that a config.json of either generation describes.
 
     Raises:
-      CheckpointError: an unsupported architecture or option, or a key that is missing or of the wrong type.
+      CheckpointError: an unsupported architecture or option, or a key that is missing, of the wrong type or out of
+        bounds.
     """
-    family = family_of(raw, ARCHITECTURES)
+    family = family_of(config, ARCHITECTURES)
     if family is None:
-        architectures, known = raw.get("architectures") or [], ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"{where}: architectures={architectures} is not supported; must be one of {known}")
-    refuse_options(raw, where)
-    with reading(where):
-        heads = int(raw["num_attention_heads"])
-        head_dim = raw.get("head_dim") or (128 if family == "qwen3" else int(raw["hidden_size"]) // heads)
-        theta, scaling = parse_rope(raw, where)
-        config = Llama(
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
+        raise unknown_family(config, ARCHITECTURES)
+    refuse_options(config)
+    heads, kv_heads = read_heads(config)
+    theta, scaling = parse_rope(config)
+    with reading(config.where):
+        return Llama(
+            vocab_size=config.read_int("vocab_size"),
+            hidden_size=config.read_int("hidden_size"),
+            intermediate_size=config.read_int("intermediate_size"),
+            num_layers=read_layer_count(config),
             num_heads=heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-            head_dim=int(head_dim),
-            max_length=int(raw["max_position_embeddings"]),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            num_kv_heads=kv_heads,
+            head_dim=read_head_dim(config, default=128 if family == "qwen3" else None),
+            max_length=read_length(config),
+            rms_norm_eps=read_eps(config),
             rope_theta=theta,
             rope_scaling=scaling,
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            tie_embeddings=config.read_flag("tie_word_embeddings", False),
             qk_norm=family != "llama",
-            attention_bias=bool(raw.get("attention_bias", False)),
-            **_parse_experts(raw, family),
+            attention_bias=config.read_flag("attention_bias", False),
+            **_parse_experts(config, family),
         )
-    if config.num_heads % config.num_kv_heads:
-        raise CheckpointError(
-            f"{where}: num_attention_heads={config.num_heads} is not a multiple of "
-            f"num_key_value_heads={config.num_kv_heads}"
-        )
-    return config
 
 
-def _parse_experts(raw: Json, family: str) -> dict[str, Any]:
+def read_heads(config: Fields) -> tuple[int, int]:
+    """The number of query heads, and of heads of keys and values."""
+    heads = config.read_int("num_attention_heads")
+    kv_heads = config.read_int("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.wrong("num_attention_heads", heads, f"is not a multiple of num_key_value_heads={kv_heads}")
+    return heads, kv_heads
+
+
+def _parse_experts(config: Fields, family: str) -> dict[str, Any]:
     """The experts, and the layers without them."""
-    count = raw.get("num_experts", raw.get("num_local_experts"))
-    if family != "qwen3_moe" or count == 0:
+    key = "num_experts" if config.has("num_experts") or not config.has("num_local_experts") else "num_local_experts"
+    if family != "qwen3_moe" or config.read_int(key, least=0) == 0:
         return {}
-    if count is None:
-        raise KeyError("num_experts")
-    return {"experts": parse_experts(raw, int(count), normalize=False), "dense_layers": parse_dense_layers(raw)}
+    experts = parse_experts(config, config.read_int(key), normalize=False)
+    return {"experts": experts, "dense_layers": parse_dense_layers(config)}
 
 
-def refuse_options(raw: Json, where: str) -> None:
+def refuse_options(config: Fields) -> None:
     """Raises if the configuration has options that the models here do not implement.
 
     Raises:
-      CheckpointError: names the options and the file, `where`.
+      CheckpointError: names the options and the file.
     """
-    wrong = []
-    if raw.get("quantization_config"):
+    wrong = config.unsupported(
+        {
+            "mlp_bias": (False,),
+            "hidden_act": ("silu",),
+            "use_sliding_window": (False,),
+            "pretraining_tp": (1,),
+        }
+    )
+    if config.section("quantization_config").keys():
         wrong.append("quantization_config")
-    if raw.get("mlp_bias"):
-        wrong.append("mlp_bias=true")
-    if raw.get("hidden_act", "silu") != "silu":
-        wrong.append(f"hidden_act={raw['hidden_act']!r}")
-    if raw.get("use_sliding_window"):
-        wrong.append("use_sliding_window=true")
-    if raw.get("pretraining_tp", 1) not in (None, 1):
-        wrong.append(f"pretraining_tp={raw['pretraining_tp']}")
-    if wrong:
-        raise CheckpointError(f"{where}: not supported: {', '.join(wrong)}")
+    if config.optional_number("partial_rotary_factor") not in (None, 1):
+        wrong.append(config.describe("partial_rotary_factor"))
+    types = config.optional_texts("layer_types")
+    wrong += [f"layer_types: {kind}" for kind in types or () if kind != "full_attention"]
+    refuse(config.where, wrong)
+    if types and len(types) != (count := read_layer_count(config)):
+        raise config.wrong("layer_types", list(types), f"must be {count} of full_attention")
 
 
-def parse_rope(raw: Json, where: str) -> tuple[float, Llama3Rope | None]:
+def parse_rope(config: Fields) -> tuple[float, Llama3Rope | None]:
     """The base and the scaling of the rotary positions, from a config.json of either generation.
 
     Raises:
-      CheckpointError: an unsupported kind of scaling.
-      KeyError: a parameter of the scaling is missing.
+      CheckpointError: an unsupported kind of scaling, or a parameter that is missing or out of bounds.
     """
-    kind, theta, rope = read_rope(raw)
+    kind, theta, rope = read_rope(config, "default", "llama3")
+    if rope.optional_number("partial_rotary_factor") not in (None, 1):
+        raise CheckpointError(f"{config.where}: not supported: {rope.describe('partial_rotary_factor')}")
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        raise CheckpointError(f"{where}: rope_type={kind!r} is not supported; must be default or llama3")
+    low, high = (rope.read_number(f"{name}_freq_factor", above=0, most=MOST_NUMBER) for name in ("low", "high"))
+    if high <= low:
+        raise rope.wrong("high_freq_factor", high, f"must be above low_freq_factor={low}")
     return theta, Llama3Rope(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_length=int(rope["original_max_position_embeddings"]),
+        factor=rope.read_number("factor", least=1, most=MOST_NUMBER),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_length=rope.read_int("original_max_position_embeddings", most=MOST_LENGTH),
     )
 
 
@@ -122,7 +136,7 @@ def read_params(config: Llama, tensors: Tensors) -> LlamaParams:
     """The weights of a model.
 
     Raises:
-      CheckpointError: a tensor is missing, or its shape differs from the configuration.
+      CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
     """
     width = config.hidden_size
     embed = tensors.device("model.embed_tokens.weight", config.vocab_size, width)
@@ -135,7 +149,11 @@ def read_params(config: Llama, tensors: Tensors) -> LlamaParams:
         norm, bias = tensors.device(prefix + "input_layernorm.weight", width), config.attention_bias
         options = {"qkv_bias": bias, "o_bias": bias, "qk_norm": config.qk_norm, "experts": config.layer_experts(index)}
         layers.append(read_layer(config, tensors, prefix, norm, input_width=width, **options))
-    return LlamaParams(embed, tuple(layers), tensors.device("model.norm.weight", width), head)
+    params = LlamaParams(embed, tuple(layers), tensors.device("model.norm.weight", width), head)
+    if config.tie_embeddings:
+        tensors.compare_head("model.embed_tokens.weight", config.vocab_size, width)
+    tensors.refuse_unread("model")
+    return params
 
 
 def read_layer(

@@ -17,12 +17,18 @@ from jspec.checkpoints.config import (
     describe_shape,
     parse_dense_layers,
     parse_experts,
+    read_eps,
+    read_head_dim,
+    read_layer_count,
+    read_length,
     read_rope,
     reading,
 )
 from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
 from jspec.checkpoints.family import Family
-from jspec.checkpoints.files import CheckpointError, Json, Tensors, on_device
+from jspec.checkpoints.fields import Fields, refuse
+from jspec.checkpoints.files import CheckpointError, on_device
+from jspec.checkpoints.tensors import HEAD, Tensors
 from jspec.models.moe import Routed
 from jspec.models.mtp_head import MtpParams
 from jspec.models.qwen3_next import (
@@ -45,96 +51,101 @@ _TYPES = ("linear_attention", "full_attention")
 _ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 
 
-def parse_config(raw: Json, where: str = "config.json") -> Qwen3Next:
+def parse_config(config: Fields) -> Qwen3Next:
     """The text model that a config.json describes.
 
     Raises:
-      CheckpointError: an unsupported option, or a key that is missing or of the wrong type.
+      CheckpointError: an unsupported option, or a key that is missing, of the wrong type or out of bounds.
     """
-    text = raw.get("text_config") or raw
-    _refuse_options(raw, text, where)
-    with reading(where):
-        theta, share = _parse_rope(text, where)
+    text = config.section("text_config")
+    text = text if text.keys() else config
+    _refuse_options(config, text)
+    head_dim, heads = read_head_dim(text), text.read_int("num_attention_heads")
+    theta, share = _parse_rope(text, head_dim)
+    with reading(config.where):
         experts = _parse_experts(text)
-        heads = int(text["num_attention_heads"])
-        config = Qwen3Next(
-            vocab_size=int(text["vocab_size"]),
-            hidden_size=int(text["hidden_size"]),
-            intermediate_size=int(text.get("intermediate_size") or 0),
+        dense = () if experts is None else parse_dense_layers(text)
+        # Models with experts in all layers have no MLP.
+        needs_mlp = experts is None or bool(dense)
+        inner = text.read_int("intermediate_size") if needs_mlp else text.read_int("intermediate_size", 0)
+        return Qwen3Next(
+            vocab_size=text.read_int("vocab_size"),
+            hidden_size=text.read_int("hidden_size"),
+            intermediate_size=inner,
             num_heads=heads,
-            num_kv_heads=int(text["num_key_value_heads"]),
-            head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
-            is_full_attention=_parse_layers(text, where),
+            num_kv_heads=text.read_int("num_key_value_heads"),
+            head_dim=head_dim,
+            is_full_attention=_parse_layers(text),
             state=RecurrentLayer(
-                key_heads=int(text["linear_num_key_heads"]),
-                value_heads=int(text["linear_num_value_heads"]),
-                key_dim=int(text["linear_key_head_dim"]),
-                value_dim=int(text["linear_value_head_dim"]),
-                kernel=int(text["linear_conv_kernel_dim"]),
+                key_heads=text.read_int("linear_num_key_heads"),
+                value_heads=text.read_int("linear_num_value_heads"),
+                key_dim=text.read_int("linear_key_head_dim"),
+                value_dim=text.read_int("linear_value_head_dim"),
+                kernel=text.read_int("linear_conv_kernel_dim"),
             ),
-            max_length=int(text["max_position_embeddings"]),
+            max_length=read_length(text),
             experts=experts,
-            dense_layers=() if experts is None else parse_dense_layers(text),
-            rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+            dense_layers=dense,
+            rms_norm_eps=read_eps(text),
             rope_theta=theta,
             rotary_share=share,
-            tie_embeddings=bool(text.get("tie_word_embeddings", raw.get("tie_word_embeddings", False))),
+            tie_embeddings=text.read_flag("tie_word_embeddings", config.read_flag("tie_word_embeddings", False)),
         )
-    still = config.head_dim - config.rotary_dim
-    if config.rotary_dim % 2 or still % 2 or not config.rotary_dim:
-        raise CheckpointError(
-            f"{where}: partial_rotary_factor={share}: must rotate a positive, even number of the {config.head_dim} "
-            "dimensions of a head, and leave an even number"
-        )
-    if not config.intermediate_size and (experts is None or config.dense_layers):
-        raise CheckpointError(f"{where}: the key 'intermediate_size' is missing, but some layers have no experts")
-    return config
 
 
-def _refuse_options(raw: Json, text: Json, where: str) -> None:
-    wrong = []
-    if raw.get("quantization_config") or text.get("quantization_config"):
+def _refuse_options(config: Fields, text: Fields) -> None:
+    wrong = text.unsupported(
+        {
+            "attention_bias": (False,),
+            "use_sliding_window": (False,),
+            "hidden_act": ("silu",),
+            "attn_output_gate": (True,),
+            "mamba_ssm_dtype": ("float32",),
+        }
+    )
+    if config.section("quantization_config").keys() or text.section("quantization_config").keys():
         wrong.append("quantization_config")
-    for key in ("attention_bias", "use_sliding_window"):
-        if text.get(key):
-            wrong.append(f"{key}=true")
-    if text.get("hidden_act", "silu") != "silu":
-        wrong.append(f"hidden_act={text['hidden_act']!r}")
-    if not text.get("attn_output_gate", True):
-        wrong.append("attn_output_gate=false")
-    if text.get("mamba_ssm_dtype", "float32") != "float32":
-        wrong.append(f"mamba_ssm_dtype={text['mamba_ssm_dtype']!r}")
-    if wrong:
-        raise CheckpointError(f"{where}: not supported: {', '.join(wrong)}")
+    refuse(config.where, wrong)
 
 
-def _parse_rope(text: Json, where: str) -> tuple[float, float]:
+def _parse_rope(text: Fields, head_dim: int) -> tuple[float, float]:
     """The base, and the share of the dimensions that rotate.
 
     `mrope_section` can be ignored: the several positions of a token only differ in images.
     """
-    kind, theta, rope = read_rope(text)
-    if kind not in ("default", "mrope") or not set(rope) <= _ROPE_KEYS:
-        raise CheckpointError(f"{where}: rope_parameters={rope} are not supported; rope_type must be default")
-    share = rope.get("partial_rotary_factor") or text.get("partial_rotary_factor") or 0.25
-    return theta, float(share)
+    _, theta, rope = read_rope(text, "default", "mrope")
+    if not set(rope.keys()) <= _ROPE_KEYS:
+        raise CheckpointError(
+            f"{text.where}: rope_parameters with the keys {rope.keys()} are not supported; must be among "
+            f"{', '.join(sorted(_ROPE_KEYS))}"
+        )
+    shares = [each.optional_number("partial_rotary_factor", above=0, most=1) for each in (rope, text)]
+    share = next((each for each in shares if each is not None), 0.25)
+    rotary = int(head_dim * share)
+    if rotary % 2 or (head_dim - rotary) % 2 or not rotary:
+        raise CheckpointError(
+            f"{text.where}: partial_rotary_factor={share}: must rotate a positive, even number of the {head_dim} "
+            "dimensions of a head, and leave an even number"
+        )
+    return theta, share
 
 
-def _parse_layers(text: Json, where: str) -> tuple[bool, ...]:
+def _parse_layers(text: Fields) -> tuple[bool, ...]:
     """For each layer, whether it attends to all tokens."""
-    count, every = int(text["num_hidden_layers"]), int(text.get("full_attention_interval") or 4)
-    types = text.get("layer_types") or [_TYPES[(i + 1) % every == 0] for i in range(count)]
+    count, every = read_layer_count(text), text.read_int("full_attention_interval", 4)
+    types = text.optional_texts("layer_types") or tuple(_TYPES[(i + 1) % every == 0] for i in range(count))
     if len(types) != count or not set(types) <= set(_TYPES):
-        raise CheckpointError(f"{where}: layer_types={types}: must be {count} of {', '.join(_TYPES)}")
+        raise text.wrong("layer_types", list(types), f"must be {count} of {', '.join(_TYPES)}")
     return tuple(name == "full_attention" for name in types)
 
 
-def _parse_experts(text: Json) -> Routed | None:
-    if not text.get("num_experts"):
+def _parse_experts(text: Fields) -> Routed | None:
+    count = text.read_int("num_experts", 0, least=0)
+    if not count:
         return None
     # Qwen3.5 has no key for the normalization of weights; they are normalized.
-    width = int(text["shared_expert_intermediate_size"])
-    return parse_experts(text, int(text["num_experts"]), normalize=True, shared_width=width)
+    width = text.read_int("shared_expert_intermediate_size")
+    return parse_experts(text, count, normalize=True, shared_width=width)
 
 
 def describe(config: Qwen3Next) -> dict[str, Any]:
@@ -187,7 +198,7 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
     names = tensors.names()
     wrapped = any(name.startswith("model.language_model.") for name in names)
     root, width = "model.language_model." if wrapped else "model.", config.hidden_size
-    head = None if config.tie_embeddings else tensors.fused([("lm_head.weight", config.vocab_size)], width)
+    head = None if config.tie_embeddings else tensors.fused([(HEAD, config.vocab_size)], width)
     params = Qwen3NextParams(
         embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width),
         layers=tuple(
@@ -198,8 +209,9 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
         lm_head=head,
         mtp=tuple(_read_mtp(config, tensors) for _ in range(config.mtp_layers)),
     )
-    # Some tied checkpoints contain the LM head.
-    tensors.refuse_unread("text model", lambda name: name == "lm_head.weight" or name.startswith(OTHER_MODALITIES))
+    if config.tie_embeddings:
+        tensors.compare_head(root + "embed_tokens.weight", config.vocab_size, width)
+    tensors.refuse_unread("text model", lambda name: name.startswith(OTHER_MODALITIES))
     return params
 
 

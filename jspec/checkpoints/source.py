@@ -6,7 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from jspec.checkpoints import torch_file
-from jspec.checkpoints.files import CheckpointError, Json, SafetensorFiles, TensorFiles, read_json
+from jspec.checkpoints.fields import read_fields
+from jspec.checkpoints.files import CheckpointError, find_file
+from jspec.checkpoints.safetensors_file import SafetensorFiles
+from jspec.checkpoints.tensors import TensorFiles
 
 
 class Source:
@@ -20,11 +23,8 @@ class Source:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise CheckpointError(f"{directory}: no such directory")
-        path = self.directory / "config.json"
-        self.where = str(path)
-        """What errors about the configuration name."""
-        self.raw: Json = read_json(path)
-        """config.json as it is."""
+        self.config = read_fields(self.directory / "config.json")
+        """The values of config.json."""
 
     @cached_property
     def safetensors(self) -> SafetensorFiles:
@@ -40,8 +40,8 @@ class Source:
         """
         if self.safetensors.exists():
             return self.safetensors
-        path = self.directory / "pytorch_model.bin"
-        if not path.exists():
+        path = find_file(self.directory, "pytorch_model.bin")
+        if path is None:
             raise CheckpointError(f"{self.directory}: contains neither model.safetensors nor pytorch_model.bin")
         return TorchFile(path)
 
@@ -52,7 +52,9 @@ class TorchFile:
     def __init__(self, path: Path):
         self.directory = path.parent
         saved = torch_file.read(path)
-        if not isinstance(saved, dict) or not all(isinstance(value, np.ndarray) for value in saved.values()):
+        if not isinstance(saved, dict) or not all(
+            isinstance(name, str) and isinstance(value, np.ndarray) for name, value in saved.items()
+        ):
             raise CheckpointError(f"{path}: must hold a dictionary of tensors by name")
         self.saved: dict[str, np.ndarray] = saved
 
@@ -60,8 +62,15 @@ class TorchFile:
         """The names of all tensors."""
         return set(self.saved)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor."""
+        return self._view(name).shape
+
     def get(self, name: str) -> np.ndarray:
         """A copy of one tensor, as an array on a CPU could keep using the memory-mapped file."""
+        return np.array(self._view(name))
+
+    def _view(self, name: str) -> np.ndarray:
         if name not in self.saved:
             raise CheckpointError(f"{self.directory}: the tensor {name!r} is missing")
-        return np.array(self.saved[name])
+        return self.saved[name]

@@ -12,12 +12,12 @@ import struct
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.files import CheckpointError, require_regular
 
 _DTYPES = {
     "BFloat16Storage": ml_dtypes.bfloat16,
@@ -31,6 +31,14 @@ _DTYPES = {
     "LongStorage": np.int64,
     "ShortStorage": np.int16,
 }
+
+
+_MOST_PICKLE_BYTES = 2**24
+"""Bound of the pickle, which only describes the tensors, and of the archive's directory."""
+_MOST_VALUES = 2**19
+"""Bound of the values in containers: those that a pickle refers to repeatedly count each time."""
+_MOST_BROADCAST = 2**20
+"""Elements of a tensor that has more of them than its storage, as broadcast ones do."""
 
 
 class _Storage(NamedTuple):
@@ -58,6 +66,7 @@ def read(path: str | Path) -> Any:
         tensors, numbers, strings, None and containers of them.
     """
     path = Path(path)
+    require_regular(path)
     try:
         with path.open("rb") as file:
             if file.read(1) == b"\x80":
@@ -65,16 +74,15 @@ def read(path: str | Path) -> Any:
                     "has the format of torch before 1.6, which is not supported: "
                     "load it with torch and save it as model.safetensors"
                 )
+            _check_directory(file)
             with zipfile.ZipFile(file) as archive:
                 folder = _folder(archive)
-                value = _Unpickler(io.BytesIO(archive.read(folder + "data.pkl"))).load()
-                return _arrays(value, archive, folder, {})
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
+                value = _Unpickler(io.BytesIO(_read_entry(archive, folder + "data.pkl"))).load()
+                return _Arrays(archive, folder).convert(value)
     except _Refused as error:
         raise CheckpointError(f"{path}: {error}") from None
     except Exception as error:  # damaged bytes can make the unpickler raise anything
-        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error})") from None
+        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {str(error)[:200]})") from None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -114,24 +122,61 @@ def _folder(archive: zipfile.ZipFile) -> str:
     if len(found) != 1:
         raise _Refused("is a zip archive that torch.save did not write: it must have one data.pkl")
     folder = found[0].removesuffix("data.pkl")
-    if folder + "byteorder" in archive.namelist() and archive.read(folder + "byteorder") != b"little":
+    if folder + "byteorder" in archive.namelist() and _read_entry(archive, folder + "byteorder") != b"little":
         raise _Refused("was saved on a big-endian machine, which is not supported")
     return folder
 
 
-def _arrays(value: Any, archive: zipfile.ZipFile, folder: str, storages: dict[_Storage, np.ndarray]) -> Any:
-    """`value` with its records as arrays. storages: those mapped so far; several tensors may share one."""
-    if isinstance(value, _Tensor):
-        if value.storage not in storages:
-            storages[value.storage] = _map_storage(value.storage, archive, folder)
-        return _view(storages[value.storage], value)
-    if isinstance(value, dict):
-        return {key: _arrays(item, archive, folder, storages) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_arrays(item, archive, folder, storages) for item in value)
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise _Refused(f"holds a value of type {type(value).__name__}, which is neither a tensor nor a plain value")
+def _check_directory(file: BinaryIO) -> None:
+    """Raises if the directory of a zip archive is huge: the library reads all of it."""
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - _END.size - 2**16))
+    end = file.read()
+    at = end.rfind(b"PK\x05\x06")
+    if at >= 0 and len(end) - at >= _END.size:
+        (length,) = _END.unpack_from(end, at)
+        if length > _MOST_PICKLE_BYTES:
+            raise _Refused(f"has a zip directory of {length} bytes: must have at most {_MOST_PICKLE_BYTES}")
+    file.seek(0)
+
+
+_END = struct.Struct("<12xI6x")
+"""The end of a zip archive; the integer is the size of its directory."""
+
+
+def _read_entry(archive: zipfile.ZipFile, name: str) -> bytes:
+    """The contents of a small file in the archive, which may be compressed and inflate to any size."""
+    size = archive.getinfo(name).file_size
+    if size > _MOST_PICKLE_BYTES:
+        raise _Refused(f"has a {name} of {size} bytes: must have at most {_MOST_PICKLE_BYTES}")
+    return archive.read(name)
+
+
+class _Arrays:
+    """Replaces the records of tensors by arrays."""
+
+    def __init__(self, archive: zipfile.ZipFile, folder: str):
+        self.archive, self.folder = archive, folder
+        self.storages: dict[_Storage, np.ndarray] = {}
+        """Those mapped so far; several tensors may share one."""
+        self.count = 0
+
+    def convert(self, value: Any) -> Any:
+        """`value` with its records as arrays."""
+        self.count += 1
+        if self.count > _MOST_VALUES:
+            raise _Refused(f"holds more than {_MOST_VALUES} values")
+        if isinstance(value, _Tensor):
+            if value.storage not in self.storages:
+                self.storages[value.storage] = _map_storage(value.storage, self.archive, self.folder)
+            return _view(self.storages[value.storage], value)
+        if isinstance(value, dict):
+            return {key: self.convert(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.convert(item) for item in value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        raise _Refused(f"holds a value of type {type(value).__name__}, which is neither a tensor nor a plain value")
 
 
 def _map_storage(storage: _Storage, archive: zipfile.ZipFile, folder: str) -> np.ndarray:
@@ -159,6 +204,8 @@ def _view(flat: np.ndarray, tensor: _Tensor) -> np.ndarray:
         raise ValueError(f"a tensor has shape {shape}, strides {strides} and offset {tensor.offset}")
     if math.prod(shape) == 0:
         return np.empty(shape, flat.dtype)
+    if math.prod(shape) > max(flat.size, _MOST_BROADCAST):
+        raise ValueError(f"a tensor of shape {shape} has a storage of only {flat.size} elements")
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     if last >= flat.size:
         raise ValueError(f"a tensor reads element {last} of a storage of {flat.size}")

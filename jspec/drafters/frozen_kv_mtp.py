@@ -14,7 +14,7 @@ from jspec.core.grow import grow, take_parents
 from jspec.core.propose import propose
 from jspec.core.tree import where_sequences
 from jspec.core.types import Committed, DecodeState, DraftNeeds, DraftTree, Frontier, Params, Proposal, Target
-from jspec.drafters.binding import bound, check_made_for, check_needs, check_options, describe_loaded
+from jspec.drafters.binding import bound, check_needs, check_options, describe_loaded
 from jspec.models import Assistant
 from jspec.models.decoder import Decoder
 
@@ -70,20 +70,7 @@ class FrozenKvMtp:
             )
         if not isinstance(target, Decoder):
             raise ValueError(f"drafter FrozenKvMtp needs a target with a paged cache, not a {type(target).__name__}")
-        check_made_for("assistant", target, vocab_size=draft.vocab_size, hidden_size=draft.target_hidden_size)
-        for layer, head_dim in zip(draft.target_layers, draft.head_dims, strict=True):
-            if not 0 <= layer < target.num_layers:
-                raise ValueError(
-                    f"the assistant reads layer {layer}, but this target has layers 0 to {target.num_layers - 1}"
-                )
-            keys = target.layer_keys(layer)
-            if keys.latent is not None:
-                raise ValueError(f"layer {layer} of the target uses latent attention; an assistant needs per-head keys")
-            if keys.head_dim != head_dim or draft.num_heads % keys.kv_heads:
-                raise ValueError(
-                    f"the assistant reads layer {layer} with {draft.num_heads} heads of dimension {head_dim}, but this "
-                    f"target has {keys.kv_heads} key heads of dimension {keys.head_dim} there"
-                )
+        draft.check_target(target)
         if self.width > draft.candidates:
             raise ValueError(
                 f"FrozenKvMtp(width={self.width}): width exceeds the {draft.candidates} candidate tokens of the "

@@ -129,6 +129,32 @@ class Assistant:
         if not 1 <= chosen <= count:
             raise ValueError(f"clusters={self.clusters}: chosen must be between 1 and count={count}")
 
+    def check_target(self, target: Decoder) -> None:
+        """Checks that a target has the vocabulary, the width and the keys that this assistant reads.
+
+        Raises:
+          ValueError: names what differs.
+        """
+        pairs = (self.vocab_size, target.vocab_size), (self.target_hidden_size, target.hidden_size)
+        for field, (wanted, given) in zip(("vocabulary", "hidden size"), pairs, strict=True):
+            if wanted != given:
+                raise ValueError(
+                    f"the assistant was made for a target with {field} {wanted}, but this target has {given}"
+                )
+        for layer, head_dim in zip(self.target_layers, self.head_dims, strict=True):
+            if not 0 <= layer < target.num_layers:
+                raise ValueError(
+                    f"the assistant reads layer {layer}, but this target has layers 0 to {target.num_layers - 1}"
+                )
+            keys = target.layer_keys(layer)
+            if keys.latent is not None:
+                raise ValueError(f"layer {layer} of the target uses latent attention; an assistant needs per-head keys")
+            if keys.head_dim != head_dim or self.num_heads % keys.kv_heads:
+                raise ValueError(
+                    f"the assistant reads layer {layer} with {self.num_heads} heads of dimension {head_dim}, but this "
+                    f"target has {keys.kv_heads} key heads of dimension {keys.head_dim} there"
+                )
+
     @property
     def num_layers(self) -> int:
         """Layers of the assistant."""

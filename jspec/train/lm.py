@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from jspec.checkpoints import atomic, language_model, llama
-from jspec.checkpoints.files import DTYPES, read_json
+from jspec.checkpoints import atomic, fields, language_model, llama
+from jspec.checkpoints.files import DTYPES
 from jspec.models import LlamaParams
 from jspec.models.llama import require_llama
 from jspec.train import batches, card, data, fingerprint, lm_card, loop, model, objective, options, tokenizer, trainer
@@ -137,7 +137,6 @@ def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher
         raise ValueError("teacher: its configuration (in the setup) and its weights must be given together")
     context = min(other.max_length for other in (config, shape) if other is not None)
     batches.check_sources(sources, length=recipe.length, context=context, vocab_size=config.vocab_size)
-    batches.check_memory(recipe.batch_tokens, config.vocab_size)
     batches.check_ids("heldout", heldout.tokens, config.vocab_size)
     windows = batches.count_windows(heldout.tokens, recipe.length)
     if not heldout.byte_counts[heldout.tokens[1 : windows * recipe.length + 1]].any():
@@ -171,7 +170,9 @@ def main(args: argparse.Namespace) -> int:
     # The model, its teacher and the data.
     recipe, manifest = options.recipe(args, LmRecipe), data.read_manifest(args.data)
     bpe = tokenizer.load(args.data)
-    config = model.SHAPES[args.shape] if args.shape else llama.parse_config(read_json(args.config / "config.json"))
+    config = (
+        model.SHAPES[args.shape] if args.shape else llama.parse_config(fields.read_fields(args.config / "config.json"))
+    )
     sources = options.sources(args, config.vocab_size)
     heldout_tokens = batches.open_tokens(args.data / "heldout.npy", vocab_size=config.vocab_size, axes=(1,))
     heldout = Heldout(heldout_tokens, tokenizer.byte_counts(bpe))

@@ -128,7 +128,7 @@ def test_invalid_captured_layers(head, layers, ids, message):
         ("eagle3", {"target_hidden_size": 32}, "target_hidden_size=32, but the target's width is 16"),
         ("eagle3", {"num_key_value_heads": 3}, "multiple"),
         ("eagle3", {"num_hidden_layers": "absent"}, "num_hidden_layers.*missing"),
-        ("eagle3", {"intermediate_size": "wide"}, "wrong type"),
+        ("eagle3", {"intermediate_size": "wide"}, "intermediate_size='wide': must be an int"),
         ("eagle3", {"num_hidden_layers": 2}, "layers.1.input_layernorm.weight' is missing"),
         ("eagle1", {"mlp_bias": True}, "mlp_bias"),
         ("eagle1", {"architectures": ["LlamaForCausalLMEagle3"]}, "missing"),

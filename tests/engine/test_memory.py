@@ -10,8 +10,8 @@ import toy
 
 import jspec
 from jspec.checkpoints import drafts, language_model
-from jspec.checkpoints.files import Tensors
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.tensors import Tensors
 from jspec.core import accept, decode
 from jspec.core.types import Params
 from jspec.drafters import Plain, Standalone
@@ -153,7 +153,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
 
 @pytest.mark.parametrize("draft", ("python-tiny", "python-eagle3", "python-assistant"))
 def test_a_draft_that_does_not_fit_is_refused(monkeypatch, draft):
-    target = language_model.parse_config(Source(locate("bundled:python-small")).raw)
+    target = language_model.parse_config(Source(locate("bundled:python-small")).config)
 
     def check(shapes):
         memory.check_weights("it", shapes)

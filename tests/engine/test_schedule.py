@@ -18,9 +18,8 @@ from storm import Storm, storms
 
 from jspec.engine import pages, schedule, sharing
 from jspec.engine.pages import Pages
-from jspec.engine.plan import Landed, Read
 from jspec.engine.request import Phase, Request
-from jspec.engine.schedule import OVERHEAD, Scheduler
+from jspec.engine.schedule import Scheduler
 
 
 def test_storms():
@@ -265,57 +264,6 @@ def test_second_text_saves_the_state_where_it_parts():
             scheduling.landed(scheduling._air[0], {})
     assert begins == [(0, None), (0, None), (8, 0)]
     assert saved == [(0, 11, None), (0, 8, 0), (8, 3, None), (8, 3, None)]
-
-
-def turns_until_read(waiting):
-    """Turns from where one of two slots is free until its next request is read, while others wait or not."""
-    scheduling = scheduler(pages=Pages(99, 4, None), read_shapes=[(1, 8), (2, 4)], prefill_tokens=8)
-    first, second = Request([1], 20), Request([1], 20)
-    scheduling.submit(first)
-    scheduling.submit(second)
-    for _ in range(2):
-        plan = scheduling.plan(1)
-    assert first.phase is second.phase is Phase.RUNNING
-    scheduling.cancel(second)
-    for _ in range(1 + waiting):
-        scheduling.submit(Request([1], 20))
-    for turn in range(100):
-        while scheduling._air:
-            flight, results = scheduling._air[0], {}
-            for request in flight.requests:
-                new = [0] * (isinstance(flight, Read) or request.length < request.limit - 1)
-                results[request] = Landed(request.length + len(new), new, 0, 0, [])
-            scheduling.landed(flight, results)
-        plan = scheduling.plan(1)
-        if plan.read is not None:
-            return turn
-    return None
-
-
-def test_reads_wait_for_company_where_requests_queue():
-    """Not where none does, and not for long."""
-    assert turns_until_read(waiting=0) == 0
-    turns = turns_until_read(waiting=1)
-    assert turns is not None and 1 <= turns <= 1 + (8 + OVERHEAD) / (OVERHEAD + 4)
-
-
-@pytest.mark.parametrize(
-    "lengths, shape, count",
-    [
-        ([30], (1, 32), [30]),
-        ([7, 7], (4, 8), [7, 7]),
-        ([30, 7], (1, 32), [30]),
-        ([7, 30], (4, 8), [7, 8]),
-        ([9, 9, 9, 9], (4, 8), [8, 8, 8, 8]),
-        ([33, 33], (1, 32), [32]),
-    ],
-)
-def test_reads_have_the_shape_that_reads_most(lengths, shape, count):
-    scheduling = scheduler(slots=4, context=40, pages=Pages(99, 4, None), read_shapes=[(4, 8), (1, 32)])
-    for length in lengths:
-        scheduling.submit(Request([1] * length, 1))
-    read = scheduling.plan(1).read
-    assert ((read.rows, read.size), read.count) == (shape, count)
 
 
 @pytest.mark.parametrize("changed", [False, True])

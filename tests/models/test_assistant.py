@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 import jspec
 from jspec.checkpoints import assistant as assistant_checkpoint
 from jspec.checkpoints import gemma4, language_model
+from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.cli import main
@@ -166,7 +167,7 @@ def fitted(tmp_path_factory):
         prompts = prompts_of(LENGTHS)
         wanted = [hf.greedy(oracle, prompt, NEW_TOKENS) for prompt in prompts]
         raw = hf.assistant_config(kind, ordered=ordered, **sizes(kind, window))
-        config = dataclasses.replace(assistant_checkpoint.parse_config(raw, target.config), hidden_size=128)
+        config = dataclasses.replace(assistant_checkpoint.parse_config(Fields(raw), target.config), hidden_size=128)
         ids, length = padded(prompts, max(LENGTHS))
         texts, limit = padded([a + b for a, b in zip(prompts, wanted, strict=True)], max(LENGTHS) + NEW_TOKENS)
         params = toy.fit_assistant(target.config, config, target.params, ids, length, texts, limit)
@@ -237,10 +238,10 @@ def sample(ordered=True, kind="dense"):
     """A target's configuration, an assistant's config.json, and the assistant."""
     text = {**hf.GEMMA4, **hf.GEMMA4_KINDS[kind], **sizes(kind)}
     target = gemma4.parse_config(
-        {**text, "num_hidden_layers": len(text["layer_types"]), "architectures": ["Gemma4ForCausalLM"]}
+        Fields({**text, "num_hidden_layers": len(text["layer_types"]), "architectures": ["Gemma4ForCausalLM"]})
     )
     raw = hf.assistant_config(kind, ordered=ordered, **sizes(kind))
-    config = assistant_checkpoint.parse_config(raw, target)
+    config = assistant_checkpoint.parse_config(Fields(raw), target)
     own = toy.random_assistant(config)
     return target, raw, config, toy.in_clusters(config, own) if ordered else own
 
@@ -298,10 +299,10 @@ def test_an_assistant_of_a_llama(tmp_path, capsys):
         ({"architectures": ["Gemma4ForCausalLM"]}, "is not an assistant; must be one of Gemma4AssistantForCausalLM"),
         ({"architectures": None, "model_type": "llama"}, "is not an assistant"),
         ({"backbone_hidden_size": "absent"}, "'backbone_hidden_size' is missing"),
-        ({"text_config": None}, "wrong type"),
+        ({"text_config": None}, "'text_config' is missing"),
         ({"num_centroids": 13}, "vocab_size=96 is not a multiple of count=13"),
         ({"centroid_intermediate_top_k": 13}, "chosen must be between 1 and count=12"),
-        ({"tie_word_embeddings": False}, "not supported: tie_word_embeddings=false"),
+        ({"tie_word_embeddings": False}, "not supported: tie_word_embeddings=False"),
         (
             {"num_kv_shared_layers": 2},
             "num_kv_shared_layers=2: must be 0 or 4: all layers of an assistant read the target's",
@@ -324,17 +325,17 @@ def test_unsupported_configs_are_errors(change, message):
     changed = {**raw, "text_config": {**raw["text_config"], **text}, **whole}
     changed = {name: value for name, value in changed.items() if value != "absent"}
     with pytest.raises(CheckpointError, match=message):
-        assistant_checkpoint.parse_config(changed, target)
+        assistant_checkpoint.parse_config(Fields(changed), target)
 
 
 def test_a_gemma_4_assistant_requires_a_gemma_4_target():
     _, raw, _, _ = sample()
     with pytest.raises(CheckpointError, match="requires a Gemma 4 target, but the target is of type Llama"):
-        assistant_checkpoint.parse_config(raw, toy.TARGET)
+        assistant_checkpoint.parse_config(Fields(raw), toy.TARGET)
     target = sample()[0]
     full = dataclasses.replace(target, attention=target.attention[2:])
     with pytest.raises(CheckpointError, match="layer 0 is a sliding layer, but the target has none to read"):
-        assistant_checkpoint.parse_config(raw, full)
+        assistant_checkpoint.parse_config(Fields(raw), full)
 
 
 @pytest.mark.parametrize(

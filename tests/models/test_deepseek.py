@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 import jspec
 from jspec.checkpoints import deepseek as deepseek_checkpoint
 from jspec.checkpoints import language_model
+from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.core import tree
 from jspec.drafters import Ngram, Standalone
@@ -134,13 +135,13 @@ def test_yarn(changes):
     rope = {key: value for key, value in {**YARN, **changes}.items() if value is not None}
     theirs = transformers.DeepseekV3Config(**{**hf.DEEPSEEK, "rope_parameters": rope, "qk_rope_head_dim": 32})
     raw = {**theirs.to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}
-    ours = deepseek_checkpoint.parse_config(raw)
+    ours = deepseek_checkpoint.parse_config(Fields(raw))
     made = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3RotaryEmbedding(theirs)
     np.testing.assert_allclose(ours.layer_frequencies(0), made.inv_freq.numpy(), rtol=2e-6)
     assert ours.rope_scaling.magnitude == pytest.approx(made.attention_scaling)
     attention = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention(theirs, 0)
     assert ours.layer_scale(0) == pytest.approx(attention.scaling)
-    assert deepseek_checkpoint.parse_config(deepseek_checkpoint.describe(ours)) == ours
+    assert deepseek_checkpoint.parse_config(Fields(deepseek_checkpoint.describe(ours))) == ours
 
 
 def test_the_magnitude_of_yarn_reaches_the_scores(tmp_path):
@@ -270,7 +271,7 @@ def _fused(tensors):
         ("v2", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("v2", {"rope_parameters": {"rope_type": "llama3"}}, "rope_type='llama3' is not supported"),
         ("v2", {"kv_lora_rank": "absent"}, "'kv_lora_rank' is missing"),
-        ("v2", {"kv_lora_rank": None}, "wrong type"),
+        ("v2", {"kv_lora_rank": None}, "kv_lora_rank=None: must be an int"),
     ],
 )
 def test_unsupported_configs_are_errors(tmp_path, kind, change, message):

@@ -168,9 +168,9 @@ def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_experts": None, "num_local_experts": None}, "'num_experts' is missing"),
+        ({"num_experts": None, "num_local_experts": None}, "num_experts=None: must be an int"),
         ({"num_experts_per_tok": 9}, "chosen=9: must be between 1 and 8"),
-        ({"moe_intermediate_size": None}, "wrong type"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size=None: must be an int"),
     ],
 )
 def test_unsupported_configs_are_errors(tmp_path, change, message):

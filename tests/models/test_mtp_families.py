@@ -11,7 +11,7 @@ import pytest
 import toy
 
 import jspec
-from jspec.checkpoints.files import Tensors
+from jspec.checkpoints.tensors import Tensors
 from jspec.core import tree
 from jspec.drafters import Mtp
 from jspec.engine import run

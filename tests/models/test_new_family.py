@@ -19,7 +19,7 @@ import jspec
 from jspec.bench import weights
 from jspec.cache import LayerKeys, MhaCache
 from jspec.checkpoints import language_model
-from jspec.checkpoints.config import describe_shape, reading
+from jspec.checkpoints.config import describe_shape, read_layer_count, read_length
 from jspec.checkpoints.family import Family
 from jspec.core.struct import struct
 from jspec.core.types import Params
@@ -93,15 +93,14 @@ class Minimal(Decoder):
 ARCHITECTURES = {"MinimalForCausalLM": "minimal"}
 
 
-def parse_config(raw, where):
-    with reading(where):
-        return Minimal(
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
-            num_heads=int(raw["num_attention_heads"]),
-            max_length=int(raw["max_position_embeddings"]),
-        )
+def parse_config(config):
+    return Minimal(
+        vocab_size=config.read_int("vocab_size"),
+        hidden_size=config.read_int("hidden_size"),
+        num_layers=read_layer_count(config),
+        num_heads=config.read_int("num_attention_heads"),
+        max_length=read_length(config),
+    )
 
 
 def describe(config):

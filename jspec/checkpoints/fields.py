@@ -1,0 +1,244 @@
+"""Typed, bounded reading of the values in a JSON file of a checkpoint.
+
+Parsers get a `Fields` and never the JSON itself, so that no value is used without a type and bounds.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jspec.checkpoints.files import CheckpointError, Json, read_json
+from jspec.core.checks import check_flag, check_int, check_number, check_text
+
+T = TypeVar("T")
+
+MOST_LAYERS = 4096
+MOST_SIZE = 2**24
+"""Bound of widths, counts and vocabularies. No product of a few of them overflows 64 bits."""
+MOST_LENGTH = 2**31 - 1
+"""Bound of positions, which are 32-bit integers on the device."""
+MOST_NUMBER = 1e12
+"""Bound of factors and bases."""
+_REQUIRED: Any = object()
+
+
+class Fields:
+    """The values of a JSON object. A null counts as a missing key.
+
+    where: the file, which errors name.
+    path: the keys that lead to the object within the file, each followed by a dot.
+    """
+
+    def __init__(self, raw: Json, where: str = "config.json", path: str = ""):
+        self._raw, self.where, self.path = raw, where, path
+
+    def with_defaults(self, values: Mapping[str, Any]) -> "Fields":
+        """The same object with more keys, where it lacks them."""
+        return Fields({**values, **self._raw}, self.where, self.path)
+
+    def replaced(self, **values: Any) -> "Fields":
+        """The same object with other values."""
+        return Fields({**self._raw, **values}, self.where, self.path)
+
+    def merged(self, other: "Fields") -> "Fields":
+        """The values of both objects; those of `other`, whose path errors name, take precedence."""
+        return Fields({**self._raw, **other._raw}, other.where, (other if other._raw else self).path)
+
+    def has(self, key: str) -> bool:
+        """Whether there is a value other than null."""
+        return self._raw.get(key) is not None
+
+    def is_set(self, key: str) -> bool:
+        """Whether there is a value that is not false, zero or empty; for options whose values do not matter."""
+        return bool(self._raw.get(key))
+
+    def keys(self) -> list[str]:
+        """The keys whose value is not null."""
+        return [key for key in self._raw if self.has(key)]
+
+    def wrong(self, key: str, value: object, problem: str) -> CheckpointError:
+        """The error about a value that has its type but contradicts others."""
+        return CheckpointError(f"{self.where}: {self.path}{key}={value}: {problem}")
+
+    def read_int(self, key: str, default: int = _REQUIRED, *, least: int = 1, most: int = MOST_SIZE) -> int:
+        """An integer from `least` to `most`.
+
+        Raises:
+          CheckpointError: not such a value, or missing without a default. The same holds for the other methods.
+        """
+        return self._read(key, default, lambda name, value: check_int(name, value, least=least, most=most))
+
+    def optional_int(self, key: str, *, least: int = 1, most: int = MOST_SIZE) -> int | None:
+        """The same, or None if it is missing."""
+        return self.read_int(key, least=least, most=most) if self.has(key) else None
+
+    def read_number(
+        self,
+        key: str,
+        default: float = _REQUIRED,
+        *,
+        least: float | None = None,
+        above: float | None = None,
+        most: float | None = None,
+    ) -> float:
+        """A finite number within bounds that hold in float32, see `check_number`."""
+        bounds = {"least": least, "above": above, "most": most}
+        return self._read(key, default, lambda name, value: check_number(name, value, **bounds))
+
+    def optional_number(
+        self, key: str, *, least: float | None = None, above: float | None = None, most: float | None = None
+    ) -> float | None:
+        """The same, or None if it is missing."""
+        return self.read_number(key, least=least, above=above, most=most) if self.has(key) else None
+
+    def read_flag(self, key: str, default: bool = _REQUIRED) -> bool:
+        """True or false."""
+        return self._read(key, default, check_flag)
+
+    def optional_flag(self, key: str) -> bool | None:
+        """The same, or None if it is missing."""
+        return self.read_flag(key) if self.has(key) else None
+
+    def read_text(self, key: str, default: str = _REQUIRED) -> str:
+        """A string."""
+        return self._read(key, default, check_text)
+
+    def optional_text(self, key: str) -> str | None:
+        """A string, or None if it is missing."""
+        return self.read_text(key) if self.has(key) else None
+
+    def text_or_flag(self, key: str) -> str | bool:
+        """A string, or true or false."""
+        return self.read_flag(key) if isinstance(self._raw.get(key), bool) else self.read_text(key)
+
+    def optional_texts(self, key: str) -> tuple[str, ...] | None:
+        """A list of strings, or None if it is missing."""
+        return self._read_list(key, check_text)
+
+    def optional_ints(
+        self, key: str, *, least: int = 0, most: int = MOST_SIZE, count: int = MOST_SIZE
+    ) -> tuple[int, ...] | None:
+        """A list of at most `count` integers from `least` to `most`, or None if it is missing."""
+        return self._read_list(key, lambda name, value: check_int(name, value, least=least, most=most), count)
+
+    def read_ints(self, key: str, *, least: int = 0, most: int = MOST_SIZE, count: int = MOST_SIZE) -> tuple[int, ...]:
+        """A list of at most `count` integers from `least` to `most`."""
+        found = self.optional_ints(key, least=least, most=most, count=count)
+        return self._missing(key) if found is None else found
+
+    def int_or_ints(self, key: str, *, least: int, most: int) -> tuple[int, ...]:
+        """One integer or a list of them; empty if it is missing."""
+        if isinstance(self._raw.get(key), list):
+            return self.optional_ints(key, least=least, most=most) or ()
+        found = self.optional_int(key, least=least, most=most)
+        return () if found is None else (found,)
+
+    def section(self, key: str) -> "Fields":
+        """An object within this one; empty if it is missing."""
+        value = self._raw.get(key)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.where}: {_shown(self.path + key, value)}: must be an object")
+        return Fields(value, self.where, f"{self.path}{key}.")
+
+    def optional_sections(self, key: str) -> "list[Fields] | None":
+        """The objects of a list; None if the value is a string or missing.
+
+        Raises:
+          CheckpointError: it is something else.
+        """
+        value = self._raw.get(key)
+        if value is None or isinstance(value, str):
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise CheckpointError(f"{self.where}: {key} must be a string or a list of objects")
+        return [Fields(item, self.where, f"{self.path}{key}[{index}].") for index, item in enumerate(value)]
+
+    def token_text(self, key: str) -> str | None:
+        """The text of a special token, a string or an object with its `content`; None if it is something else."""
+        if isinstance(self._raw.get(key), dict):
+            return self.section(key).token_text("content")
+        return self.read_text(key) if isinstance(self._raw.get(key), str) else None
+
+    def required_section(self, key: str) -> "Fields":
+        """An object within this one."""
+        return self.section(key) if self.has(key) else self._missing(key)
+
+    def describe(self, key: str) -> str:
+        """`key=value` for errors about unsupported options."""
+        return _shown(self.path + key, self._raw.get(key))
+
+    def unsupported(self, supported: Mapping[str, Iterable[object]]) -> list[str]:
+        """The options with another value than those that are supported; missing ones are supported.
+
+        supported: the values of each key, all strings, all flags or all integers, which is then its type.
+        """
+        wrong = []
+        for key, allowed in supported.items():
+            known = tuple(allowed)
+            readers = {
+                bool: self.optional_flag,
+                str: self.optional_text,
+                int: partial(self.optional_int, least=0),
+            }
+            value = readers[type(known[0])](key)
+            if value is not None and value not in known:
+                wrong.append(self.describe(key))
+        return wrong
+
+    def _read(self, key: str, default: T, check: Callable[[str, object], T]) -> T:
+        value = self._raw.get(key)
+        if value is None:
+            if default is not _REQUIRED:
+                return default
+            if key not in self._raw:
+                self._missing(key)
+        try:
+            return check(self.path + key, value)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.where}: {error}") from None
+
+    def _read_list(self, key: str, check: Callable[[str, object], T], count: int = MOST_SIZE) -> tuple[T, ...] | None:
+        value = self._raw.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list):
+            raise CheckpointError(f"{self.where}: {_shown(self.path + key, value)}: must be a list")
+        if len(value) > count:
+            raise CheckpointError(f"{self.where}: {self.path}{key} has {len(value)} entries: must have at most {count}")
+        try:
+            return tuple(check(f"{self.path}{key}[{index}]", item) for index, item in enumerate(value))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{self.where}: {error}") from None
+
+    def _missing(self, key: str) -> Any:
+        raise CheckpointError(f"{self.where}: the key {self.path + key!r} is missing")
+
+
+def read_fields(path: Path) -> Fields:
+    """The values in a JSON file.
+
+    Raises:
+      CheckpointError: as `read_json`.
+    """
+    return Fields(read_json(path), str(path))
+
+
+def refuse(where: str, options: list[str], owner: str = "") -> None:
+    """Raises if there are unsupported options.
+
+    owner: the kind of model that does not support them.
+
+    Raises:
+      CheckpointError: names all of them.
+    """
+    if options:
+        context = f" in {owner}" if owner else ""
+        raise CheckpointError(f"{where}: not supported{context}: {', '.join(dict.fromkeys(options))}")
+
+
+def _shown(name: str, value: object) -> str:
+    text = repr(value)
+    return f"{name}={text if len(text) <= 200 else text[:200] + '...'}"

@@ -1,0 +1,165 @@
+"""Files in the format of safetensors (github.com/huggingface/safetensors), read one tensor at a time.
+
+A file starts with the size of its header, which is JSON with the type, the shape and the place of each tensor. Nothing
+in the header is used before it is checked.
+"""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from jspec.checkpoints.fields import Fields, read_fields
+from jspec.checkpoints.files import MOST_JSON_BYTES, CheckpointError, find_file, parse_json
+
+DTYPES: dict[str, type[np.generic]] = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
+"""Types in headers; a tensor of another one cannot be read."""
+_MOST_DIMENSIONS = 16
+
+
+class _Entry(NamedTuple):
+    """A tensor in a file. begin, end: its bytes, from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorFiles:
+    """The tensors of model.safetensors, or of its shards; the header of each file is read on first use."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._headers: dict[str, dict[str, _Entry]] = {}
+        self.weight_map: dict[str, str] | None = None
+        """Tensor -> shard; None: there is one file."""
+        index = find_file(directory, "model.safetensors.index.json")
+        if index is not None:
+            files = read_fields(index).required_section("weight_map")
+            self.weight_map = {name: files.read_text(name) for name in files.keys()}
+
+    def exists(self) -> bool:
+        """Whether there is a file, or an index of shards."""
+        return self.weight_map is not None or find_file(self.directory, "model.safetensors") is not None
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return set(self._header("model.safetensors") if self.weight_map is None else self.weight_map)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, without reading it.
+
+        Raises:
+          CheckpointError: it is missing, or its file is missing or damaged.
+        """
+        return self._entry(name).shape
+
+    def get(self, name: str) -> np.ndarray:
+        """A copy of one tensor as stored.
+
+        Raises:
+          CheckpointError: it is missing or of an unknown type, or its file is missing or damaged.
+        """
+        entry, path = self._entry(name), self.directory / self._file_of(name)
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{path}: the tensor {name!r} has the type {entry.dtype!r}: must be one of {', '.join(DTYPES)}"
+            )
+        # Read, not mapped: an array on a CPU could keep using the mapped file, which may change.
+        try:
+            with path.open("rb") as file:
+                data = np.fromfile(file, np.uint8, entry.end - entry.begin, offset=entry.begin)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from None
+        if data.size != entry.end - entry.begin:
+            raise CheckpointError(f"{path}: damaged (it ends within the tensor {name!r})")
+        return data.view(DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def _file_of(self, name: str) -> str:
+        if self.weight_map is None:
+            return "model.safetensors"
+        if name not in self.weight_map:
+            raise CheckpointError(f"{self.directory}: the index lists no file for the tensor {name!r}")
+        return self.weight_map[name]
+
+    def _entry(self, name: str) -> _Entry:
+        header = self._header(self._file_of(name))
+        if name not in header:
+            raise CheckpointError(f"{self.directory}: the tensor {name!r} is missing")
+        return header[name]
+
+    def _header(self, file: str) -> dict[str, _Entry]:
+        if file not in self._headers:
+            path = find_file(self.directory, file)
+            if path is None:
+                raise CheckpointError(f"{self.directory / file}: no such file")
+            self._headers[file] = _read_header(path)
+        return self._headers[file]
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """The tensors of a file, which together fill it.
+
+    Raises:
+      CheckpointError: the file is damaged.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MOST_JSON_BYTES):
+                raise CheckpointError(f"{path}: damaged (it has {size} bytes, and a header of {length})")
+            data = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+    try:
+        raw = parse_json(data, "header")
+        if not isinstance(raw, dict):
+            raise CheckpointError("header: must be an object")
+        fields = Fields(raw, "header")
+        found = {name: _read_entry(fields.section(name), 8 + length) for name in raw if name != "__metadata__"}
+        _check_places(found, 8 + length, size)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: damaged ({error})") from None
+    return found
+
+
+def _read_entry(fields: Fields, start: int) -> _Entry:
+    most = 2**62
+    dtype, shape = fields.read_text("dtype"), fields.read_ints("shape", most=most, count=_MOST_DIMENSIONS)
+    places = fields.read_ints("data_offsets", most=most, count=2)
+    if len(places) != 2:
+        raise fields.wrong("data_offsets", list(places), "must be two offsets")
+    begin, end = places
+    if dtype in DTYPES and math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize != end - begin:
+        raise fields.wrong("shape", list(shape), f"must have {end - begin} bytes of {dtype}")
+    return _Entry(dtype, shape, start + begin, start + end)
+
+
+def _check_places(found: dict[str, _Entry], start: int, size: int) -> None:
+    """Raises unless the tensors follow each other without gaps from `start` to the end of the file."""
+    for name, entry in sorted(found.items(), key=lambda item: item[1][2:]):
+        if entry.begin != start or entry.end < start:
+            raise CheckpointError(f"{name} is at {entry.begin} to {entry.end} and must start at {start}")
+        start = entry.end
+    if start != size:
+        raise CheckpointError(f"the tensors end at {start}, but the file has {size} bytes")

@@ -1,0 +1,197 @@
+"""The tensors of a checkpoint: checked against config.json and converted as they are read, one at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.typing import DTypeLike
+
+from jspec.checkpoints.files import CheckpointError, on_device
+
+_FLOATS = {np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)}
+"""What weights may be stored as."""
+HEAD = "lm_head.weight"
+"""The LM head."""
+_DERIVED = ".rotary_emb.inv_freq"
+"""End of the names of tables that some checkpoints contain; configurations imply them."""
+_CHUNK = 2**20
+"""Elements that are checked at once, so that they stay in the processor's cache."""
+
+
+class TensorFiles(Protocol):
+    """The tensors in the files of a checkpoint, by name."""
+
+    directory: Path
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor, without reading it.
+
+        Raises:
+          CheckpointError: it is missing.
+        """
+        ...
+
+    def get(self, name: str) -> np.ndarray:
+        """A copy of one tensor as stored.
+
+        Raises:
+          CheckpointError: it is missing, or of an unknown type.
+        """
+        ...
+
+
+class Tensors:
+    """The tensors of a checkpoint, converted to one dtype and checked against the shapes of config.json.
+
+    It records which tensors have been read, so that unused ones can be reported.
+    """
+
+    def __init__(self, files: TensorFiles, dtype: DTypeLike):
+        self.files, self.directory, self.dtype = files, files.directory, dtype
+        self.asked: set[str] = set()
+        """Names of the tensors that have been read or deliberately left out."""
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return self.files.names()
+
+    def get(self, name: str) -> np.ndarray:
+        """One tensor as stored, of any shape and type; all other methods read through this one."""
+        self.asked.add(name)
+        return self.files.get(name)
+
+    def expect(self, name: str, *shape: int) -> None:
+        """Checks the shape of a tensor without reading it.
+
+        Raises:
+          CheckpointError: it is missing, or has another shape.
+        """
+        found = self.files.shape(name)
+        if found != shape:
+            raise CheckpointError(f"{self.directory}: {name} has shape {found}, but config.json implies {shape}")
+
+    def stored(self, name: str, *shape: int) -> np.ndarray:
+        """Weights as stored.
+
+        Raises:
+          CheckpointError: they are missing, have another shape, are not in floating point or are not finite.
+        """
+        self.expect(name, *shape)
+        tensor = self.get(name)
+        if tensor.dtype not in _FLOATS:
+            known = ", ".join(sorted(map(str, _FLOATS)))
+            raise CheckpointError(f"{self.directory}: {name} has dtype {tensor.dtype}; must be one of {known}")
+        if not is_finite(tensor):
+            raise CheckpointError(f"{self.directory}: {name} has values that are NaN or infinite; all must be finite")
+        return tensor
+
+    def integers(self, name: str, *shape: int) -> np.ndarray:
+        """A tensor of integers, such as token ids, in int64.
+
+        Raises:
+          CheckpointError: it is missing, has another shape, or has values that are no 64-bit integers.
+        """
+        self.expect(name, *shape)
+        tensor = self.get(name)
+        if tensor.dtype.kind not in "iu" or (tensor.dtype == np.uint64 and (tensor >> np.uint64(63)).any()):
+            raise CheckpointError(f"{self.directory}: {name} has dtype {tensor.dtype}; must hold 64-bit integers")
+        return tensor.astype(np.int64)
+
+    def marks(self, name: str, *shape: int) -> np.ndarray:
+        """A tensor of bools, which may be stored as integers 0 and 1.
+
+        Raises:
+          CheckpointError: it is missing, has another shape, or has other values.
+        """
+        self.expect(name, *shape)
+        tensor = self.get(name)
+        if tensor.dtype.kind not in "biu" or (tensor.dtype.kind != "b" and ((tensor < 0) | (tensor > 1)).any()):
+            raise CheckpointError(f"{self.directory}: {name} has dtype {tensor.dtype}; must hold bools")
+        return tensor.astype(bool)
+
+    def read(self, name: str, *shape: int, transpose: bool = False) -> np.ndarray:
+        """One tensor in the chosen dtype.
+
+        shape: its shape as stored.
+
+        Raises:
+          CheckpointError: as in `stored`, or a value is too large for the chosen dtype.
+        """
+        tensor = self.stored(name, *shape)
+        with np.errstate(over="ignore"):
+            converted = tensor.astype(self.dtype, copy=False)
+        if ml_dtypes.finfo(self.dtype).max < ml_dtypes.finfo(tensor.dtype).max and not is_finite(converted):
+            raise CheckpointError(
+                f"{self.directory}: {name} has dtype {tensor.dtype} and values that are infinite in "
+                f"{np.dtype(self.dtype)}: choose another dtype"
+            )
+        return converted.T if transpose else converted
+
+    def device(self, name: str, *shape: int) -> jax.Array:
+        """One tensor on the device, in the chosen dtype."""
+        return on_device(self.read(name, *shape))
+
+    def fused(self, parts: list[tuple[str, int]], width: int) -> jax.Array:
+        """Weights [out, in] with the same input, as one weight [in, sum of outs] on the device.
+
+        parts: name and out of each.
+        width: in.
+        """
+        return on_device(np.concatenate([self.read(name, out, width, transpose=True) for name, out in parts], axis=1))
+
+    def leave(self, *prefixes: str) -> None:
+        """Marks tensors whose names start with a prefix as deliberately unread."""
+        self.asked |= {name for name in self.names() if name.startswith(prefixes)}
+
+    def compare_head(self, embedding: str, *shape: int) -> None:
+        """Reads the LM head of a tied checkpoint, if it has one, and compares it with the embedding, of this shape.
+
+        Raises:
+          CheckpointError: they differ.
+        """
+        if HEAD not in self.names():
+            return
+        if not np.array_equal(self.stored(HEAD, *shape), self.stored(embedding, *shape)):
+            raise CheckpointError(
+                f"{self.directory}: config.json implies that {embedding} is the LM head (tie_word_embeddings), but "
+                f"{HEAD} differs from it"
+            )
+
+    def refuse_unread(self, owner: str, spare: Callable[[str], bool] = lambda name: False) -> None:
+        """Raises if there are tensors that nothing has read.
+
+        Args:
+          owner: the kind of model, for the error.
+          spare: whether a tensor may remain unread, by its name; tables of rotary positions always may.
+
+        Raises:
+          CheckpointError: names some of them.
+        """
+        unread = sorted(name for name in self.names() - self.asked if not name.endswith(_DERIVED) and not spare(name))
+        if unread:
+            names = ", ".join(unread[:4])
+            raise CheckpointError(
+                f"{self.directory}: {len(unread)} unused tensor(s) in the checkpoint; this {owner} does not read them: "
+                f"{names}"
+            )
+
+
+def is_finite(tensor: np.ndarray) -> bool:
+    """Whether no element is NaN or infinite, which all bits of its exponent being set would mean.
+
+    Integer operations on a few elements at a time take less time than reading them from a file.
+    """
+    bits = tensor.dtype.itemsize * 8
+    word = np.dtype(f"u{tensor.dtype.itemsize}").type
+    magnitude = word(2 ** (bits - 1) - 1)
+    # Wrapped in an array, as the bits of infinity are those of a number of this type.
+    infinity = np.array(np.inf, tensor.dtype).view(word)
+    flat = tensor.reshape(-1).view(word)
+    return all((flat[start : start + _CHUNK] & magnitude).max() < infinity for start in range(0, flat.size, _CHUNK))
