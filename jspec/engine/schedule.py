@@ -22,10 +22,6 @@ from jspec.engine.pages import Pages
 from jspec.engine.plan import Admission, Burst, Landed, Plan, Read
 from jspec.engine.request import Phase, Request
 
-OVERHEAD = 256
-"""Columns that cost as much as a program itself does, whatever its columns: about as many as a processor computes while
-it reads the weights. It only weighs one program against another."""
-
 
 class Scheduler:
     """Decides who is read, who runs and who has to leave.
@@ -74,8 +70,6 @@ class Scheduler:
         small = [shape for shape in self._shapes if shape[0] * shape[1] <= prefill_tokens]
         self._small_shapes = small or self._shapes[:1]
         self._arrivals = 0
-        self._patience = 0.0
-        """What slots have cost, in columns, whose requests wait for a read that is worth its cost."""
         self._queue: list[Request] = []
         """Waiting requests, oldest first."""
         self._seated: list[Request] = []
@@ -151,7 +145,7 @@ class Scheduler:
                     self._grow(request, rounds, retract=True)
         # Whoever has just been retracted would otherwise come back at once.
         admissions = self._admit() if reading and self.preemptions == before else []
-        read = self._plan_read(rounds) if reading else None
+        read = self._plan_read() if reading else None
         burst = self._plan_burst(rounds) if bursting else None
         released, self._released = self._released, []
         return Plan(released, admissions, read, burst)
@@ -298,15 +292,12 @@ class Scheduler:
         decodes = any(request.phase is Phase.RUNNING for request in self._seated)
         return self._small_shapes if decodes else self._shapes
 
-    def _plan_read(self, rounds: int) -> Read | None:
+    def _plan_read(self) -> Read | None:
         """A chunk of the oldest request that is being read, and of others where there is room."""
         requests = [request for request in self._seated if request.phase is Phase.READING]
         if not requests:
             return None
-        rows, size = max(self._allowed_shapes(), key=lambda shape: self._worth(requests, shape))
-        if self._postpones(requests, (rows, size), rounds):
-            return None
-        self._patience = 0.0
+        rows, size = self._shape(requests)
         requests = requests[:rows]
         count = [self._chunk(request, size) for request in requests]
         ends = [request.read + number == request.reading for request, number in zip(requests, count, strict=True)]
@@ -331,29 +322,12 @@ class Scheduler:
         self._dispatch(flight)
         return flight
 
-    def _tokens(self, requests: list[Request], shape: tuple[int, int]) -> int:
-        """Tokens that a read of this shape reads."""
-        rows, size = shape
-        return sum(self._chunk(request, size) for request in requests[:rows])
-
-    def _worth(self, requests: list[Request], shape: tuple[int, int]) -> float:
-        """Tokens that a read of this shape reads for its cost."""
-        return self._tokens(requests, shape) / (shape[0] * shape[1] + OVERHEAD)
-
-    def _postpones(self, requests: list[Request], shape: tuple[int, int], rounds: int) -> bool:
-        """Whether to wait with a read until more slots are free, so that it has fewer empty columns.
-
-        Only where all slots are taken and requests wait for them, so that nobody's first token is later than it has to
-        be, and until the slots have cost as much as the empty columns would: at most twice what is best is lost.
-        """
-        running = [request for request in self._seated if request.phase is Phase.RUNNING]
-        if not self._queue or self._free_slots or not running or self._seated[0].phase is Phase.READING:
-            return False
-        empty = shape[0] * shape[1] + OVERHEAD - self._tokens(requests, shape)
-        if self._patience >= empty:
-            return False
-        self._patience += len(requests) * rounds * (self.depth + 1 + OVERHEAD / len(running))
-        return True
+    def _shape(self, requests: list[Request]) -> tuple[int, int]:
+        """The shape that reads most, among those that read the longest chunk of the oldest request."""
+        shapes = self._allowed_shapes()
+        longest = max(self._chunk(requests[0], size) for _, size in shapes)
+        shapes = [shape for shape in shapes if self._chunk(requests[0], shape[1]) == longest]
+        return max(shapes, key=lambda shape: sum(self._chunk(request, shape[1]) for request in requests[: shape[0]]))
 
     def _chunk(self, request: Request, size: int) -> int:
         """Tokens of a request in a read of `size` columns.

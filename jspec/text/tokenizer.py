@@ -3,19 +3,17 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2 import ext, nodes, sandbox
-from jinja2.parser import Parser
 
-from jspec.checkpoints.files import CheckpointError, read_json
+from jspec.checkpoints.fields import MOST_SIZE, Fields, read_fields
+from jspec.checkpoints.files import CheckpointError, find_file, read_bytes
 from jspec.core.checks import check_int, check_text
+from jspec.text.chat_template import MOST_SOURCE, ChatTemplate
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -32,12 +30,18 @@ class Tokenizer:
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        templates: Mapping[str, str] | None = None,
+        templates: Mapping[str, str | ChatTemplate] | None = None,
         special: Mapping[str, str] | None = None,
     ):
         backend.no_truncation()
         backend.no_padding()
-        self._backend, self._templates, self._special = backend, dict(templates or {}), dict(special or {})
+        self._backend, self._special = backend, dict(special or {})
+        self._templates = {
+            name: template
+            if isinstance(template, ChatTemplate)
+            else ChatTemplate(template, f"the chat template {name!r}")
+            for name, template in (templates or {}).items()
+        }
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer | None":
@@ -47,23 +51,21 @@ class Tokenizer:
           CheckpointError: a damaged file, or a tokenizer in an unsupported format.
         """
         directory = Path(directory)
-        path = directory / "tokenizer.json"
-        if not path.exists():
-            if (directory / "tokenizer.model").exists():
+        path = find_file(directory, "tokenizer.json")
+        if path is None:
+            if find_file(directory, "tokenizer.model") is not None:
                 raise CheckpointError(
                     f"{directory}: has a tokenizer.model but no tokenizer.json, which is required; with `transformers` "
                     "and `sentencepiece` installed, AutoTokenizer.from_pretrained(directory)"
                     ".save_pretrained(directory) writes one"
                 )
             return None
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises no narrower class
-            raise CheckpointError(f"{path}: not a valid tokenizer ({error})") from None
         # tokenizer_config.json, the newer format, takes precedence.
-        files = [directory / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
-        config = {key: value for file in files if file.exists() for key, value in read_json(file).items()}
-        return cls(backend, _read_templates(directory, config), _read_special(config))
+        files = [find_file(directory, name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
+        config = Fields({}, str(directory / "tokenizer_config.json"))
+        for file in files:
+            config = config if file is None else config.merged(read_fields(file))
+        return cls(_read_backend(path), _read_templates(directory, config), _read_special(config))
 
     @cached_property
     def vocab_size(self) -> int:
@@ -125,20 +127,15 @@ class Tokenizer:
           options: other variables of the template, such as enable_thinking.
 
         Raises:
-          ValueError: no template, no messages, or messages that the template rejects.
-          CheckpointError: a template that is not valid Jinja.
+          ValueError: no template, no messages, or messages that the template rejects or fails for.
+          CheckpointError: a template that is not valid Jinja, or takes too many steps or too much memory.
         """
         if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
             raise ValueError(f'messages={messages!r}: must be a list such as [{{"role": "user", "content": "hello"}}]')
-        source = self._template("tool_use" if tools is not None and "tool_use" in self._templates else "default")
+        template = self._template("tool_use" if tools is not None and "tool_use" in self._templates else "default")
         values = {"tools": tools, "documents": documents, "add_generation_prompt": add_generation_prompt}
         values |= {"messages": [{k: v for k, v in message.items() if v is not None} for message in messages]}
-        try:
-            return _environment().from_string(source).render({**self._special, **values, **options})
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"invalid chat template, line {error.lineno}: {error}") from None
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template rejects these messages: {error}") from error
+        return template.render({**self._special, **values, **options})
 
     def token_bytes(self) -> list[bytes]:
         """The bytes that each id adds after other text; empty for special tokens and unused ids.
@@ -169,7 +166,7 @@ class Tokenizer:
             return spaces
         return min(spaces, kinds.get("Strip", {}).get("start", 0))
 
-    def _template(self, name: str) -> str:
+    def _template(self, name: str) -> ChatTemplate:
         if name not in self._templates:
             raise ValueError(
                 "this checkpoint has no chat template: use a prompt of text or ids, or add a chat_template.jinja"
@@ -231,65 +228,50 @@ def _byte_characters() -> dict[str, int]:
 _BYTE_OF = _byte_characters()
 
 
-def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    """The tokenizer of a tokenizer.json."""
+    data = read_bytes(path, _MOST_BYTES)
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(data)
+    except BaseException as error:  # the library raises no narrower class, and a Rust panic is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise CheckpointError(f"{path}: not a valid tokenizer ({error})") from None
+    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= MOST_SIZE:
+        raise CheckpointError(f"{path}: has the token id {largest}: must be below {MOST_SIZE}")
+    return backend
+
+
+_MOST_BYTES = 2**27
+"""Bound of tokenizer.json, four times the largest known."""
+
+
+def _read_templates(directory: Path, config: Fields) -> dict[str, ChatTemplate]:
     """Chat templates by name. Template files take precedence over tokenizer_config.json."""
-    files = {path.stem: path for path in directory.glob("additional_chat_templates/*.jinja")}
-    if (directory / "chat_template.jinja").exists():
-        files["default"] = directory / "chat_template.jinja"
-    try:
-        templates = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{directory}: a chat template cannot be read ({error})") from None
-    stored = config.get("chat_template")
-    if templates or stored is None:
+    files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
+    default = find_file(directory, "chat_template.jinja")
+    if default is not None:
+        files["default"] = default
+    templates = {}
+    for name, path in files.items():
+        try:
+            templates[name] = ChatTemplate(read_bytes(path, 4 * MOST_SOURCE, directory).decode("utf-8"), str(path))
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path}: the chat template is not valid UTF-8 ({error})") from None
+    if templates or not config.has("chat_template"):
         return templates
-    if isinstance(stored, str):
-        return {"default": stored}
-    try:
-        return {entry["name"]: entry["template"] for entry in stored}
-    except (TypeError, KeyError):
-        raise CheckpointError(
-            f"{directory / 'tokenizer_config.json'}: chat_template must be a string or a list of objects with "
-            "name and template"
-        ) from None
+    entries = config.optional_sections("chat_template")
+    if entries is None:
+        return {"default": ChatTemplate(config.read_text("chat_template"), f"{config.where}: chat_template")}
+    return {
+        entry.read_text("name"): ChatTemplate(entry.read_text("template"), f"{config.where}: {entry.path}template")
+        for entry in entries
+    }
 
 
-def _read_special(config: Mapping[str, Any]) -> dict[str, str]:
+def _read_special(config: Fields) -> dict[str, str]:
     """Text of each special token by role; a token is stored as a string or as an object with its content."""
-    tokens = {key: value for key, value in config.items() if key.endswith("_token")}
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
-    return {key: text for key, text in texts.items() if isinstance(text, str)}
-
-
-class _Generation(ext.Extension):
-    """The block {% generation %}, which marks assistant text for training; it renders as its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        lineno = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
-
-
-def _environment() -> sandbox.ImmutableSandboxedEnvironment:
-    """The sandbox of chat templates: the features that Hugging Face documents, and no access to the host."""
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols, _Generation]
-    )
-
-    def raise_exception(message: str) -> NoReturn:
-        raise jinja2.TemplateError(message)
-
-    def to_json(
-        value: object,
-        ensure_ascii: bool = False,
-        indent: int | str | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+    return {
+        key: text for key in config.keys() if key.endswith("_token") if (text := config.token_text(key)) is not None
+    }

@@ -362,9 +362,16 @@ def test_a_damaged_file_is_named(tmp_path, name):
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("template", [3, [3], [{"name": "default"}]])
-def test_a_chat_template_of_the_wrong_type(tmp_path, template):
-    with pytest.raises(CheckpointError, match="chat_template must be a string or a list"):
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (3, "chat_template must be a string or a list"),
+        ([3], "chat_template must be a string or a list"),
+        ([{"name": "default"}], r"'chat_template\[0\].template' is missing"),
+    ],
+)
+def test_a_chat_template_of_the_wrong_type(tmp_path, template, message):
+    with pytest.raises(CheckpointError, match=message):
         Tokenizer.load(save(tmp_path, config={"chat_template": template}))
 
 
