@@ -43,27 +43,28 @@ class Mutant:
 
 
 def _group(file: str, *mutants: tuple[str, str, str, str]) -> tuple[Mutant, ...]:
-    """Mutants of one file: name, original, replacement, and the ids of the tests under `tests/`, joined by spaces."""
+    """Mutants of one file: name, original, replacement, and the ids of the tests under `tests/`, joined by " & "."""
     return tuple(
-        Mutant(name, file, old, new, tuple(f"tests/{test}" for test in tests.split()))
+        Mutant(name, file, old, new, tuple(f"tests/{test}" for test in tests.split(" & ")))
         for name, old, new, tests in mutants
     )
 
 
 _LIMIT = "core/test_decode.py::test_sequences_end_exactly_at_their_limit[Planted(depth=4)]"
 _COMMITS = "core/test_decode.py::test_every_drafter_commits_the_tokens_of_plain_decoding"
-_CHAINS = "core/test_exact.py::test_on_chains_the_code_decides_like_the_program"
+_CHAINS = "core/test_exact.py::test_on_chains_the_code_decides_like_the_program[rejection-2-sampled]"
+_BLOCK = _CHAINS.replace("rejection", "block")
 _PERFECT = "drafters/test_perfect_drafts.py::test_every_draft_is_accepted_when_sampling"
 _PERFECT_CHAIN, _PERFECT_EAGLE = f"{_PERFECT}[standalone_chain]", f"{_PERFECT}[eagle_chain]"
-_PENALTIES = "core/test_sampling.py::test_penalties_and_bias_hold_at_every_node_along_its_own_path"
+_PENALTIES = "core/test_sampling.py::test_penalties_and_bias_hold_at_every_node_along_its_own_path[0]"
 _PATHS = "core/test_tree.py::test_the_path_of_a_node_has_the_tokens_from_the_root_to_it"
 _STOPS = "core/test_stopping.py::test_examples"
 _SWA = "cache/test_swa.py::test_rounds_equal_dense_attention_over_each_nodes_window[8-1]"
 _CACHES = "cache/test_caches.py::test_output_equals_plain_decoding"
-_PAGED = "kernels/test_paged_attention.py::test_equals_a_softmax_in_float64"
-_MLA = "kernels/test_mla_attention.py::test_equals_a_softmax_in_float64"
-_EAGLE = "drafters/test_eagle.py::test_proposals_are_those_of_a_head_that_sees_each_path_alone"
-_MTP = "drafters/test_mtp.py::test_proposals_are_those_of_a_pass_over_the_whole_text"
+_PAGED = "kernels/test_paged_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
+_MLA = "kernels/test_mla_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
+_EAGLE = "drafters/test_eagle.py::test_proposals_are_those_of_a_head_that_sees_each_path_alone[(3, 3, 12)]"
+_MTP = "drafters/test_mtp.py::test_proposals_are_those_of_a_pass_over_the_whole_text[None]"
 _NGRAM = "drafters/test_drafters.py::test_ngram_by_example"
 
 MUTANTS = (
@@ -117,7 +118,7 @@ MUTANTS = (
             "the loop ends with its first sequence",
             "lambda s: ~jnp.all(s.done) &",
             "lambda s: ~jnp.any(s.done) &",
-            f"{_COMMITS}[plain] core/test_decode.py::test_a_sequence_that_the_host_finishes_stays_finished",
+            f"{_COMMITS}[plain] & core/test_decode.py::test_a_sequence_that_the_host_finishes_stays_finished",
         ),
         (
             "every chunk of a prompt ends it",
@@ -150,7 +151,7 @@ MUTANTS = (
             "the noise of the root at every node",
             "tree.depths(draft_tree)[:, :, None], axis=1)",
             "0 * tree.depths(draft_tree)[:, :, None], axis=1)",
-            "core/test_exact.py::test_coupled_acceptance_takes_each_choice_from_the_noise_of_its_position",
+            "core/test_exact.py::test_coupled_acceptance_takes_each_choice_from_the_noise_of_its_position[tree]",
         ),
         ("rejection without q", "passes = coin * _at(q, drafts) <", "passes = coin <", _CHAINS),
         (
@@ -163,13 +164,13 @@ MUTANTS = (
             "block without its bound",
             "weight = jnp.minimum(weight * ratio[:, i], 1.0)",
             "weight = weight * ratio[:, i]",
-            _CHAINS,
+            _BLOCK,
         ),
         (
             "siblings sampled with replacement",
             "return accepted, _normalize(without, without), rest",
             "return accepted, q, rest",
-            "core/test_exact.py::test_in_trees_of_sampled_drafts_rejection_decides_like_the_program",
+            "core/test_exact.py::test_in_trees_of_sampled_drafts_rejection_decides_like_the_program[siblings]",
         ),
         (
             "an imposed length beyond the tree",
@@ -184,7 +185,7 @@ MUTANTS = (
             "the score of a node alone",
             "scores[:, :, None] + _ranked(_scores(children))",
             "0 * scores[:, :, None] + _ranked(_scores(children))",
-            "core/test_grow.py::test_the_best_tree_is_the_one_found_by_hand",
+            "core/test_grow.py::test_the_best_tree_is_the_one_found_by_hand[4-3-12]",
         ),
         (
             "ties in any order",
@@ -196,25 +197,25 @@ MUTANTS = (
             "the rows of another node's ancestors",
             "above = jnp.take_along_axis(mask, parent[:, :, None], axis=1) if exact else mask",
             "above = mask",
-            "core/test_grow.py::test_a_node_sees_the_rows_of_its_ancestors",
+            "core/test_grow.py::test_a_node_sees_the_rows_of_its_ancestors[True]",
         ),
         (
             "the path of another node",
             "path = jnp.take_along_axis(frontier.path, parent[:, :, None], axis=1)",
             "path = frontier.path",
-            "core/test_grow.py::test_the_best_tree_is_the_one_found_by_hand",
+            "core/test_grow.py::test_the_best_tree_is_the_one_found_by_hand[4-3-12]",
         ),
         (
             "NaN ranks first",
             "jnp.where(jnp.isnan(scores), -jnp.inf, scores)",
             "jnp.where(jnp.isnan(scores), jnp.inf, scores)",
-            "core/test_grow.py::test_any_scores_of_the_draft_give_a_valid_tree",
+            "core/test_grow.py::test_any_scores_of_the_draft_give_a_valid_tree[some nan-4-3-12]",
         ),
         (
             "the probabilities of the first node",
             "probs[node] = proposal.probs[:, slot]",
             "probs[node] = proposal.probs[:, 0]",
-            "core/test_grow.py::test_a_tree_of_sampled_drafts_has_a_fixed_topology_and_the_probs_of_its_nodes",
+            "core/test_grow.py::test_a_tree_of_sampled_drafts_has_a_fixed_topology_and_the_probs_of_its_nodes[4-3-12]",
         ),
     ),
     *_group(
@@ -223,7 +224,7 @@ MUTANTS = (
             "distant ancestors are unknown",
             "in range(generations.bit_length()):",
             "in range(generations.bit_length() - 1):",
-            "core/test_tree.py::test_every_static_depth_reaches_the_root",
+            "core/test_tree.py::test_every_static_depth_reaches_the_root[8]",
         ),
         (
             "the root has depth 1",
@@ -314,7 +315,7 @@ MUTANTS = (
             "scores that are no probabilities",
             "return tokens, best - log_sum_exp[..., None]",
             "return tokens, best",
-            "drafters/test_frozen_kv_mtp.py::test_a_tree_has_the_best_of_all_proposals",
+            "drafters/test_frozen_kv_mtp.py::test_a_tree_has_the_best_of_all_proposals[llama]",
         ),
         (
             "q after the noise",
@@ -356,7 +357,7 @@ MUTANTS = (
             "a commit that need not wait for the forward",
             "length = jnp.where(lax.bitcast_convert_type(value, jnp.int32) == _SIGNALING_NAN, 0, length)",
             "length = length + 0 * value.astype(jnp.int32).shape[0]",
-            "core/test_program.py::test_each_pool_is_written_once_per_round_and_never_copied",
+            "core/test_program.py::test_each_pool_is_written_once_per_round_and_never_copied[eagle_tree]",
         ),
     ),
     *_group(
@@ -443,13 +444,13 @@ MUTANTS = (
             "rows beyond the last page",
             "keep = (step < length[:, None]) & (position < page_table.shape[1] * page_size)",
             "keep = step < length[:, None]",
-            "kernels/test_kv_compact.py::test_rows_beyond_the_last_page_are_dropped",
+            "kernels/test_kv_compact.py::test_rows_beyond_the_last_page_are_dropped[11-xla]",
         ),
         (
             "rejected rows are written",
             "keep = (step < length[:, None]) &",
             "keep = (step <= length[:, None]) &",
-            "kernels/test_kv_compact.py::test_equals_a_loop_over_rows",
+            "kernels/test_kv_compact.py::test_equals_a_loop_over_rows[page_of_3-xla]",
         ),
     ),
     *_group(
@@ -470,7 +471,7 @@ MUTANTS = (
             "a window starts late",
             "committed & (position >= prefix_start[:, :, None])",
             "committed & (position > prefix_start[:, :, None])",
-            _PAGED,
+            _PAGED.replace("page_of_3", "windows_tree"),
         ),
     ),
     *_group(
@@ -488,7 +489,7 @@ MUTANTS = (
             "a chain sees its future",
             "return jnp.tril(jnp.ones((1, nodes, rows), bool), rows - nodes)",
             "return jnp.tril(jnp.ones((1, nodes, rows), bool), rows)",
-            _PAGED,
+            _PAGED.replace("page_of_3", "nodes_33_chain"),
         ),
     ),
     *_group(
@@ -497,7 +498,7 @@ MUTANTS = (
             "NaN is the highest logit",
             "jnp.where(jnp.isnan(x), -jnp.inf,",
             "jnp.where(jnp.isnan(x), jnp.inf,",
-            "kernels/test_topk.py::test_strange_rows",
+            "kernels/test_topk.py::test_strange_rows[some not a number-xla]",
         ),
     ),
     *_group(
@@ -506,7 +507,7 @@ MUTANTS = (
             "rows of a group in reverse",
             "key = group * rows + slot",
             "key = group * rows - slot",
-            "kernels/test_group_rows.py::test_equals_a_stable_sort",
+            "kernels/test_group_rows.py::test_equals_a_stable_sort[verify-xla]",
         ),
     ),
     *_group(
@@ -515,7 +516,7 @@ MUTANTS = (
             "the activation of the other half",
             "out = activation(gate) * other",
             "out = gate * activation(other)",
-            "kernels/test_grouped_matmul.py::test_rows_are_chosen_and_gated",
+            "kernels/test_grouped_matmul.py::test_rows_are_chosen_and_gated[float32-silu-xla]",
         ),
     ),
     *_group(
@@ -524,7 +525,7 @@ MUTANTS = (
             "keys that are not rotated",
             "rotate(k, cos, sin), v",
             "k, v",
-            "kernels/test_split_heads.py::test_equals_the_equations",
+            "kernels/test_split_heads.py::test_equals_the_equations[few heads-xla]",
         ),
     ),
     *_group(
@@ -533,7 +534,7 @@ MUTANTS = (
             "the norm of the branch alone",
             "wide_rms_norm(stream, following, eps)",
             "wide_rms_norm(branch, following, eps)",
-            "kernels/test_residual_norm.py::test_equals_the_equations",
+            "kernels/test_residual_norm.py::test_equals_the_equations[xla-a few elements]",
         ),
     ),
     *_group(
@@ -542,7 +543,7 @@ MUTANTS = (
             "a convolution over other ancestors",
             "index = jnp.where(seen & (steps == distance), column, 0)",
             "index = jnp.where(steps == distance, column, 0)",
-            "kernels/test_delta_rule.py::test_the_convolution_reads_the_nearest_ancestors",
+            "kernels/test_delta_rule.py::test_the_convolution_reads_the_nearest_ancestors[True]",
         ),
     ),
     *_group(
@@ -581,7 +582,7 @@ MUTANTS = (
             "an assistant at another position",
             "jnp.maximum(committed - 1, 0)\n",
             "jnp.maximum(committed - 2, 0)\n",
-            "drafters/test_frozen_kv_mtp.py::test_a_chain_is_the_best_token_of_each_step",
+            "drafters/test_frozen_kv_mtp.py::test_a_chain_is_the_best_token_of_each_step[llama-committed]",
         ),
     ),
     *_group(

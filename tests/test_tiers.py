@@ -29,3 +29,9 @@ def test_points_that_the_marker_does_not_name_are_slow():
 def test_a_part_that_names_no_point_is_found():
     items = [Item(test, point, "x", "z") for test in ("a", "b") for point in ("x-1", "y-1")]
     assert tiers.mark_slow([*items, Item("b", "z", "x", "z")]) == {"a: fast('z')"}
+
+
+def test_a_whole_id_names_one_point():
+    items = [Item("a", point, "mtp", "1") for point in ("mtp", "frozen_mtp", "x-1", "y-1")]
+    assert tiers.mark_slow(items) == set()
+    assert [item.get_closest_marker("slow") is not None for item in items] == [False, True, False, False]

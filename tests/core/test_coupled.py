@@ -95,7 +95,7 @@ def often_or_slow(name):
     return pytest.param(name, marks=pytest.mark.slow if slow else ())
 
 
-@pytest.mark.fast("eagle_tree", "ngram")
+@pytest.mark.fast("ngram")
 @pytest.mark.parametrize("name", [often_or_slow(name) for name in drafters() if name != "plain"])
 def test_drafted_sampling_equals_plain_sampling(name):
     s = complete(drafters()[name])

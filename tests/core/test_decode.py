@@ -148,7 +148,7 @@ def eos_inside_a_run(depth):
     return next(token for token, at in places.items() if at > depth and 0 < at % (depth + 1) < depth)
 
 
-@pytest.mark.parametrize("drafter", (Plain(), Planted(4), RandomTree()), ids=str)
+@pytest.mark.parametrize("drafter", (pytest.param(Plain(), marks=pytest.mark.slow), Planted(4), RandomTree()), ids=str)
 def test_an_eos_inside_an_accepted_run_ends_the_sequence_there(drafter):
     eos = eos_inside_a_run(4)
     s = complete(drafter, table=stopping.build_table(toy.TARGET.vocab_size, [eos]))

@@ -307,7 +307,6 @@ RULES = {"coupled": coupled, "rejection": rejection, "block": block, "thresholds
 @pytest.mark.fast(
     "chain of 2-",
     "-tree of 2-sampled",
-    "rejection-ragged tree of 2-sampled",
     "more siblings than tokens have mass-certain",
 )
 @pytest.mark.parametrize("certain", (False, True), ids=("sampled", "certain"))

@@ -47,7 +47,7 @@ class Broken(Planted):
         return DraftTree(tokens, parents), state
 
 
-@pytest.mark.fast("root", "parent")
+@pytest.mark.fast("parent")
 @pytest.mark.parametrize(
     ("rule", "message"),
     (

@@ -17,7 +17,7 @@ TARGET, HEADS = toy.TARGET, toy.HEADS
 
 @pytest.fixture(scope="module")
 def read_all():
-    """The predictions of the heads after a text, each from the whole text, without a cache."""
+    """The predictions of the heads after a text, each from the whole text, without a cache, and each head's rows."""
 
     def predict(params, text):
         rows = text.shape[1] - 1
@@ -26,17 +26,26 @@ def read_all():
             params.target, tree.chain(text[:, :-1]), cache, None, capture_layers=(TARGET.num_layers + 1,)
         )
         assert out.hidden is not None
-        feature, position, drafts = out.hidden, jnp.arange(rows, dtype=jnp.int32)[None], []
+        feature, position, drafts, pairs = out.hidden, jnp.arange(rows, dtype=jnp.int32)[None], [], []
         for index in range(HEADS.count):
             head = HEADS.head(index, TARGET)
             cache = head.init_cache(params.draft, 1, 4, 4)
             known = jnp.concatenate([text, *drafts], axis=1)[:, 1 + index : 1 + index + rows]
-            feature, _ = head.read(params, TARGET, known, feature, position, cache, None)
+            feature, (pair,) = head.read(params, TARGET, known, feature, position, cache, None)
+            pairs.append(pair)
             logits = head.unembed(params, TARGET, feature[:, -1:])
             drafts.append(jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)[:, None])
-        return jnp.concatenate(drafts, axis=1)
+        return jnp.concatenate(drafts, axis=1), pairs
 
     return jax.jit(predict)
+
+
+def check_rows(cache, row, pair, count):
+    """The first rows of a head's cache are those of a pass over the whole text: hidden states are those of the text."""
+    pool, pages = np.array(cache.pool), np.array(cache.page_table)[row]
+    for kept, expected in zip(pool[0, :, pages].swapaxes(0, 1), pair, strict=True):
+        flat = kept.reshape(-1, *kept.shape[2:])
+        np.testing.assert_allclose(flat[:count], expected[0, :count], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.fast("2")
@@ -49,8 +58,10 @@ def test_proposals_are_those_of_a_pass_over_the_whole_text(read_all, chunk):
         proposed = np.concatenate([np.array(p.tokens[:, 0]) for p in s.draft.proposals], axis=1)
         for row, length in enumerate(np.array(s.length)):
             if not s.done[row]:
-                expected = read_all(params, s.tokens[row : row + 1, :length])
+                expected, pairs = read_all(params, s.tokens[row : row + 1, :length])
                 np.testing.assert_array_equal(proposed[row], expected[0])
+                for index, (cache, pair) in enumerate(zip(s.draft.caches, pairs, strict=True)):
+                    check_rows(cache, row, pair, length - 1 - index)
     assert s.done.any() and not s.done.all()
 
 

@@ -8,17 +8,21 @@ import pytest
 def mark_slow(items: Iterable[pytest.Item]) -> set[str]:
     """Makes the points slow that the `fast` marker of their test does not name.
 
+    A part of a marker names the point that it is the id of; if there is none, all points whose ids contain it.
+
     Returns the parts of markers that name none of these points, each with its test.
     """
-    unmatched: dict[tuple[str, str], bool] = {}
+    marked: dict[str, list[pytest.Item]] = {}
     for item in items:
-        marker = item.get_closest_marker("fast")
-        if marker is None:
-            continue
-        test, point = item.nodeid.partition("[")[0], item.callspec.id
-        matched = [part in point for part in marker.args]
-        for part, found in zip(marker.args, matched, strict=True):
-            unmatched[test, part] = unmatched.get((test, part), True) and not found
-        if not any(matched):
-            item.add_marker(pytest.mark.slow)
-    return {f"{test}: fast({part!r})" for (test, part), missing in unmatched.items() if missing}
+        if item.get_closest_marker("fast") is not None:
+            marked.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    unmatched = set()
+    for test, points in marked.items():
+        ids = [item.callspec.id for item in points]
+        parts = points[0].get_closest_marker("fast").args
+        named = {part: {part} if part in ids else {point for point in ids if part in point} for part in parts}
+        unmatched |= {f"{test}: fast({part!r})" for part in parts if not named[part]}
+        for item in points:
+            if item.callspec.id not in set().union(*named.values()):
+                item.add_marker(pytest.mark.slow)
+    return unmatched

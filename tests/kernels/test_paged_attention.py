@@ -100,7 +100,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.fast("xla", "bfloat16", "page_of")
+@pytest.mark.fast("xla", "bfloat16", "page_of_3")
 @pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
     """Free pages, and rows after the prefix or before all windows, are NaN: reading one shows in the result."""
