@@ -51,7 +51,7 @@ def _group(file: str, *mutants: tuple[str, str, str, str]) -> tuple[Mutant, ...]
 
 
 _LIMIT = "core/test_decode.py::test_sequences_end_exactly_at_their_limit[Planted(depth=4)]"
-_COMMITS = "core/test_decode.py::test_every_drafter_commits_the_tokens_of_plain_decoding"
+_PLAIN = "core/test_decode.py::test_plain_decoding_is_the_argmax_of_one_forward_over_its_own_output"
 _CHAINS = "core/test_exact.py::test_on_chains_the_code_decides_like_the_program[rejection-2-sampled]"
 _BLOCK = _CHAINS.replace("rejection", "block")
 _PERFECT = "drafters/test_perfect_drafts.py::test_every_draft_is_accepted_when_sampling"
@@ -63,7 +63,7 @@ _SWA = "cache/test_swa.py::test_rounds_equal_dense_attention_over_each_nodes_win
 _CACHES = "cache/test_caches.py::test_output_equals_plain_decoding"
 _PAGED = "kernels/test_paged_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
 _MLA = "kernels/test_mla_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
-_EAGLE = "drafters/test_eagle.py::test_proposals_are_those_of_a_head_that_sees_each_path_alone[(3, 3, 12)]"
+_EAGLE = "drafters/test_eagle.py::test_sampled_drafts_report_the_distribution_after_their_own_path"
 _MTP = "drafters/test_mtp.py::test_proposals_are_those_of_a_pass_over_the_whole_text[None]"
 _NGRAM = "drafters/test_drafters.py::test_ngram_by_example"
 
@@ -88,13 +88,13 @@ MUTANTS = (
             "verify reads one row too many",
             "s.cache, s.length - 1, capture_layers=",
             "s.cache, s.length, capture_layers=",
-            f"{_COMMITS}[plain]",
+            _PLAIN,
         ),
         (
             "rows committed one position late",
             "start, kept = s.length - 1, decision.kept",
             "start, kept = s.length, decision.kept",
-            f"{_COMMITS}[plain]",
+            _PLAIN,
         ),
         (
             "hidden states of nodes, not of the path",
@@ -118,7 +118,7 @@ MUTANTS = (
             "the loop ends with its first sequence",
             "lambda s: ~jnp.all(s.done) &",
             "lambda s: ~jnp.any(s.done) &",
-            f"{_COMMITS}[plain] & core/test_decode.py::test_a_sequence_that_the_host_finishes_stays_finished",
+            _PLAIN,
         ),
         (
             "every chunk of a prompt ends it",
@@ -378,7 +378,7 @@ MUTANTS = (
             "a ring that is too short",
             "pages.pages_for(window, page_size))\n",
             "pages.pages_for(max(window - 1, 1), page_size))\n",
-            _SWA,
+            "cache/test_swa.py::test_a_query_at_the_last_committed_position_finds_its_whole_window[1]",
         ),
         (
             "long commits at the wrong place",
@@ -582,7 +582,7 @@ MUTANTS = (
             "an assistant at another position",
             "jnp.maximum(committed - 1, 0)\n",
             "jnp.maximum(committed - 2, 0)\n",
-            "drafters/test_frozen_kv_mtp.py::test_a_chain_is_the_best_token_of_each_step[llama-committed]",
+            "drafters/test_frozen_kv_mtp.py::test_sampled_drafts_report_their_distribution[llama]",
         ),
     ),
     *_group(

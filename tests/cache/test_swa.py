@@ -112,10 +112,11 @@ def test_rounds_equal_dense_attention_over_each_nodes_window(window, page_size):
     assert length.max() > 3 * min(window, 8) and length.min() < length.max()
 
 
-def test_a_query_at_the_last_committed_position_finds_its_whole_window():
+@pytest.mark.parametrize("page_size", (1, 4))
+def test_a_query_at_the_last_committed_position_finds_its_whole_window(page_size):
     """Drafters that only read do this, so the ring has one more row than a round needs."""
     rng, window = np.random.default_rng(0), 8
-    cache = empty(window, 4, rng)
+    cache = empty(window, page_size, rng)
     _, rows, _, _ = random_round(rng, 25, True)
     length = np.array([25, 9, 3], np.int32)
     cache = forget(commit(cache, tuple((k, v) for k, v in rows), np.zeros(BATCH, np.int32), None, length), length)

@@ -11,6 +11,7 @@ import toy
 from planted import best_first_by_hand
 
 from jspec.core import accept, decode, tree
+from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Committed
 from jspec.drafters import Eagle
 from jspec.models import layers
@@ -106,6 +107,25 @@ def test_proposals_are_those_of_a_head_that_sees_each_path_alone(shape):
         assert list(map(int, draft_tree.tokens[b])) == expected
         if width > 1:
             assert list(map(int, draft_tree.parents[b])) == parents
+
+
+def test_sampled_drafts_report_the_distribution_after_their_own_path():
+    """In numbers, where a wrong feature or position may leave the best tokens as they are."""
+    drafter = Eagle(depth=3, width=3, num_nodes=12, sampled=True).bind(toy.TARGET, toy.HEAD)
+    weights, rows = toy.head_params(), per_row(Sampling(), len(toy.IDS), toy.TARGET.vocab_size)
+    s = toy.start(drafter, weights, rows=rows, rule=accept.rejection)
+    draft_tree = jax.device_get(jax.jit(drafter.draft)(weights, s)[0])
+    ids, parents = np.array(weights.draft.ids), draft_tree.parents[0]
+    assert draft_tree.depth == 3 and len(set(parents)) > 4
+    for b, tokens in enumerate(toy.generated(s)):
+        feature, _ = read_by_hand(tokens)
+        for node in set(map(int, parents)):
+            path, at = [], node
+            while at:
+                path.insert(0, int(draft_tree.tokens[b, at]))
+                at = parents[at]
+            expected = np.exp(dist_by_hand(tokens, feature, path))
+            np.testing.assert_allclose(draft_tree.probs[b, node, ids], expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow

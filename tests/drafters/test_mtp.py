@@ -61,7 +61,7 @@ def test_proposals_are_those_of_a_pass_over_the_whole_text(read_all, chunk):
                 expected, pairs = read_all(params, s.tokens[row : row + 1, :length])
                 np.testing.assert_array_equal(proposed[row], expected[0])
                 for index, (cache, pair) in enumerate(zip(s.draft.caches, pairs, strict=True)):
-                    check_rows(cache, row, pair, length - 1 - index)
+                    check_rows(cache, row, pair, max(length - 1 - index, 0))
     assert s.done.any() and not s.done.all()
 
 
