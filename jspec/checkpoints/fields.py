@@ -83,8 +83,7 @@ class Fields:
         most: float | None = None,
     ) -> float:
         """A finite number within bounds that hold in float32, see `check_number`."""
-        bounds = {"least": least, "above": above, "most": most}
-        return self._read(key, default, lambda name, value: check_number(name, value, **bounds))
+        return self._read(key, default, partial(check_number, least=least, above=above, most=most))
 
     def optional_number(
         self, key: str, *, least: float | None = None, above: float | None = None, most: float | None = None

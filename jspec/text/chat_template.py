@@ -445,6 +445,6 @@ def _count_steps(tree: nodes.Template) -> nodes.Template:
     return tree
 
 
-def _call(method: str, *arguments: nodes.Expr) -> nodes.Expr:
+def _call(method: str, *arguments: nodes.Node) -> nodes.Expr:
     """A call of a method of the environment."""
     return nodes.Call(nodes.EnvironmentAttribute(method), list(arguments), [], None, None)

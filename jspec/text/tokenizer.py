@@ -89,7 +89,7 @@ class Tokenizer:
     @property
     def templates(self) -> Mapping[str, str]:
         """Chat templates by name."""
-        return self._templates
+        return {name: template.source for name, template in self._templates.items()}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text. `special`: whether to add special tokens, such as the one that begins a text.

@@ -2,11 +2,13 @@
 
 import random
 
+import hostile
 import pytest
 
 from jspec.checkpoints.files import CheckpointError
 from jspec.text import chat_template
 from jspec.text.chat_template import ChatTemplate
+from jspec.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 VALUES = {"messages": MESSAGES, "bos_token": "<s>", "tools": None, "add_generation_prompt": True}
@@ -279,3 +281,10 @@ def test_random_templates(few_steps, count):
 def test_at_the_full_bounds(source):
     with pytest.raises(CheckpointError, match="the chat template"):
         render(source)
+
+
+def test_a_tokenizer_gives_the_sources_of_its_templates(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(hostile.TOKENIZER)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded is not None and loaded.templates == {"default": "{{ messages }}"}
