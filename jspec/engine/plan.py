@@ -57,7 +57,8 @@ class Burst:
     slots: list[int]
     table: list[list[int]]
     ceiling: list[int]
-    """Rows that the pages hold. A sequence is held where min(length + depth, limit) + further is more."""
+    """Rows that the pages hold, at least limit + further where they hold all that the sequence can have. A sequence is
+    held where min(length + depth, limit) + further is more."""
     rounds: int
     per_round: int
     """Tokens of a round at most: depth + 1."""

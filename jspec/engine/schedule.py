@@ -21,6 +21,15 @@ from jspec.engine import sharing
 from jspec.engine.pages import Pages
 from jspec.engine.plan import Admission, Burst, Landed, Plan, Read
 from jspec.engine.request import Phase, Request
+from jspec.engine.victims import victims
+
+OVERHEAD = 256
+"""Columns that cost as much as a program itself does, whatever its columns: about as many as a processor computes while
+it reads the weights. It only weighs one program against another."""
+FULL = 0.75
+"""Share of the slots from which on rounds run although others could be read."""
+MAX_SKIPPED = 3
+"""Bursts in a row that are left out so that slots fill up."""
 
 
 class Scheduler:
@@ -70,6 +79,9 @@ class Scheduler:
         small = [shape for shape in self._shapes if shape[0] * shape[1] <= prefill_tokens]
         self._small_shapes = small or self._shapes[:1]
         self._arrivals = 0
+        self._skipped = 0
+        self._patience = 0.0
+        """What slots have cost, in columns, whose requests wait for a read that is worth its cost."""
         self._queue: list[Request] = []
         """Waiting requests, oldest first."""
         self._seated: list[Request] = []
@@ -89,21 +101,29 @@ class Scheduler:
         """
         if request.arrival >= 0:
             raise ValueError("request: was submitted before; make a new Request")
+        self.check_fits(request)
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._enqueue(request)
+
+    def check_fits(self, request: Request) -> None:
+        """Checks that a request could be served if it were alone. May be called from any thread.
+
+        Raises:
+          ValueError: it can never fit.
+        """
         size = f"a prompt of {len(request.prompt)} tokens with max_new_tokens={request.max_new_tokens}"
         if request.limit > self.context:
             raise ValueError(
                 f"{size} may become {request.limit} tokens long, the context is {self.context}: "
                 "shorten one of them or raise context"
             )
-        need, there = self.pages.holding(request.limit + self.further), self.pages.count - 1
+        need, there = self.pages.holding(self._all_rows(request)), self.pages.count - 1
         if need > there:
             raise ValueError(
                 f"{size} may need {need} pages of {self.pages.size} rows, there are {there}: "
                 "shorten one of them or raise pages"
             )
-        request.arrival = self._arrivals
-        self._arrivals += 1
-        self._enqueue(request)
 
     def cancel(self, request: Request) -> None:
         """Ends a request in any phase; nothing happens if it has ended. Its slot and pages are free at once, and what
@@ -145,8 +165,8 @@ class Scheduler:
                     self._grow(request, rounds, retract=True)
         # Whoever has just been retracted would otherwise come back at once.
         admissions = self._admit() if reading and self.preemptions == before else []
-        read = self._plan_read() if reading else None
-        burst = self._plan_burst(rounds) if bursting else None
+        read = self._plan_read(rounds) if reading else None
+        burst = self._plan_burst(rounds, read is not None) if bursting else None
         released, self._released = self._released, []
         return Plan(released, admissions, read, burst)
 
@@ -292,12 +312,15 @@ class Scheduler:
         decodes = any(request.phase is Phase.RUNNING for request in self._seated)
         return self._small_shapes if decodes else self._shapes
 
-    def _plan_read(self) -> Read | None:
+    def _plan_read(self, rounds: int) -> Read | None:
         """A chunk of the oldest request that is being read, and of others where there is room."""
         requests = [request for request in self._seated if request.phase is Phase.READING]
         if not requests:
             return None
-        rows, size = self._shape(requests)
+        rows, size = max(self._allowed_shapes(), key=lambda shape: self._worth(requests, shape))
+        if self._postpones(requests, (rows, size), rounds):
+            return None
+        self._patience = 0.0
         requests = requests[:rows]
         count = [self._chunk(request, size) for request in requests]
         ends = [request.read + number == request.reading for request, number in zip(requests, count, strict=True)]
@@ -322,12 +345,29 @@ class Scheduler:
         self._dispatch(flight)
         return flight
 
-    def _shape(self, requests: list[Request]) -> tuple[int, int]:
-        """The shape that reads most, among those that read the longest chunk of the oldest request."""
-        shapes = self._allowed_shapes()
-        longest = max(self._chunk(requests[0], size) for _, size in shapes)
-        shapes = [shape for shape in shapes if self._chunk(requests[0], shape[1]) == longest]
-        return max(shapes, key=lambda shape: sum(self._chunk(request, shape[1]) for request in requests[: shape[0]]))
+    def _tokens(self, requests: list[Request], shape: tuple[int, int]) -> int:
+        """Tokens that a read of this shape reads."""
+        rows, size = shape
+        return sum(self._chunk(request, size) for request in requests[:rows])
+
+    def _worth(self, requests: list[Request], shape: tuple[int, int]) -> float:
+        """Tokens that a read of this shape reads for its cost."""
+        return self._tokens(requests, shape) / (shape[0] * shape[1] + OVERHEAD)
+
+    def _postpones(self, requests: list[Request], shape: tuple[int, int], rounds: int) -> bool:
+        """Whether to wait with a read until more slots are free, so that it has fewer empty columns.
+
+        Only where all slots are taken and requests wait for them, so that nobody's first token is later than it has to
+        be, and until the slots have cost as much as the empty columns would: at most twice what is best is lost.
+        """
+        running = [request for request in self._seated if request.phase is Phase.RUNNING]
+        if not self._queue or self._free_slots or not running or self._seated[0].phase is Phase.READING:
+            return False
+        empty = shape[0] * shape[1] + OVERHEAD - self._tokens(requests, shape)
+        if self._patience >= empty:
+            return False
+        self._patience += len(requests) * rounds * (self.depth + 1 + OVERHEAD / len(running))
+        return True
 
     def _chunk(self, request: Request, size: int) -> int:
         """Tokens of a request in a read of `size` columns.
@@ -341,10 +381,19 @@ class Scheduler:
 
     # Rounds
 
-    def _plan_burst(self, rounds: int) -> Burst | None:
+    def _reads_first(self, running: int, reading: bool) -> bool:
+        """Whether to read on instead of running rounds of few sequences, which take nearly as long as those of many.
+
+        reading: whether this plan reads.
+        """
+        fills = reading and bool(self._queue) and running < FULL * self.slots
+        self._skipped = self._skipped + 1 if fills and self._skipped < MAX_SKIPPED else 0
+        return self._skipped > 0
+
+    def _plan_burst(self, rounds: int, reading: bool) -> Burst | None:
         """Rounds of all running requests, those included that are read to their end just before it."""
         requests = [request for request in self._seated if request.phase is Phase.RUNNING]
-        if not requests:
+        if not requests or self._reads_first(len(requests), reading):
             return None
         for request in requests:
             self._grow(request, rounds, retract=False)
@@ -352,7 +401,7 @@ class Scheduler:
             requests=requests,
             slots=[request.slot for request in requests if request.slot is not None],
             table=[list(request.pages) for request in requests],
-            ceiling=[len(request.pages) * self.pages.size for request in requests],
+            ceiling=[self._ceiling(request) for request in requests],
             rounds=rounds,
             per_round=self.depth + 1,
             want=bool(self._queue),
@@ -362,7 +411,16 @@ class Scheduler:
 
     def _rows(self, request: Request, length: int) -> int:
         """Rows that the pages of a sequence of this length must hold for a round to take place."""
-        return min(length + self.depth, request.limit) + self.further
+        return min(length + self.depth + self.further, self._all_rows(request))
+
+    def _all_rows(self, request: Request) -> int:
+        """Rows of a sequence at most: its last token is in no cache, and the drafter's may be further."""
+        return request.limit - 1 + self.further
+
+    def _ceiling(self, request: Request) -> int:
+        """Rows that the pages of a sequence hold. Where these are all that it can have, nothing holds it."""
+        rows = len(request.pages) * self.pages.size
+        return rows if rows < self._all_rows(request) else max(rows, request.limit + self.further)
 
     def _lacks(self, request: Request) -> int:
         """Pages that a request lacks for a round after what has landed."""
@@ -375,36 +433,16 @@ class Scheduler:
         the request is merely held, which costs less than to read another one again.
         """
         longest = request.length + request.flying + rounds * (self.depth + 1)
-        wanted = self.pages.holding(min(longest, request.limit) + self.further) - len(request.pages)
+        wanted = self.pages.holding(min(longest + self.further, self._all_rows(request))) - len(request.pages)
         if wanted > 0:
             request.pages += self.pages.take(min(wanted, self.pages.available)) or []
         lacking = self._lacks(request)
         if retract and lacking > 0:
-            for victim in self._victims(request, lacking):
+            for victim in victims(self.pages, self._seated, request, lacking):
                 self._retract(victim)
             request.pages += self.pages.take(lacking) or []
 
     # Retracting
-
-    def _victims(self, request: Request, need: int) -> list[Request]:
-        """The youngest requests that must leave for `need` pages; none where all younger ones do not have them."""
-
-        def enough(victims: list[Request]) -> bool:
-            return self.pages.available + self.pages.freed_by(victim.pages for victim in victims) >= need
-
-        chosen: list[Request] = []
-        for victim in reversed(self._seated):
-            if victim is request:
-                return []
-            chosen.append(victim)
-            if enough(chosen):
-                break
-        # Some give nothing, because they share their pages.
-        for victim in reversed(chosen):
-            others = [other for other in chosen if other is not victim]
-            if enough(others):
-                chosen = others
-        return chosen
 
     def _retract(self, request: Request) -> None:
         """Takes a request out of its slot; it comes back when all that is in the air of it has landed."""

@@ -16,10 +16,11 @@ from types import SimpleNamespace
 import pytest
 from storm import Storm, storms
 
-from jspec.engine import pages, schedule, sharing
+from jspec.engine import pages, schedule, sharing, victims
 from jspec.engine.pages import Pages
+from jspec.engine.plan import Landed, Read
 from jspec.engine.request import Phase, Request
-from jspec.engine.schedule import Scheduler
+from jspec.engine.schedule import OVERHEAD, Scheduler
 
 
 def test_storms():
@@ -54,7 +55,7 @@ MUTANTS = {
         "request.reading - self.pages.reread, request.salt",
         "request.reading - 1, request.salt",
     ),
-    "no page for rows further": (schedule, "request.limit) + self.further", "request.limit)"),
+    "no page for rows further": (schedule, "request.limit - 1 + self.further", "request.limit - 1"),
     "no column for rows further": (schedule, "size - self.further * first", "size"),
     "named at admission": (
         schedule,
@@ -84,7 +85,7 @@ MUTANTS = {
         "if request.flights:\n            self._retracted",
         "if False:\n            self._retracted",
     ),
-    "retracted first": (schedule, "for victim in reversed(self._seated):", "for victim in self._seated:"),
+    "retracted first": (victims, "for victim in reversed(seated):", "for victim in seated:"),
     "pages are kept": (schedule, "self.pages.give(request.pages)", "pass"),
     "pages of a failed admission are kept": (
         schedule,
@@ -92,7 +93,7 @@ MUTANTS = {
         "return False",
     ),
     "slots are not released": (schedule, "self._released.append(request.slot)", "pass"),
-    "no page for a round": (schedule, "ceiling=[len(request.pages) * self.pages.size", "ceiling=[10**6"),
+    "no page for a round": (schedule, "ceiling=[self._ceiling(request)", "ceiling=[10**6"),
     "tokens read twice": (schedule, "request.read += number", "request.read += max(1, number - 1)"),
     "a snapshot within a page": (sharing, "pages.ahead is None or rest or", "pages.ahead is None or"),
     "snapshots outlive the weights": (pages, "self.snapshots.clear()", "pass"),
@@ -103,11 +104,7 @@ MUTANTS = {
         "if True:\n            return len",
     ),
     "states are not restored": (schedule, "if snapshots is not None and hit else None", "if False else None"),
-    "the youngest takes from the oldest": (
-        schedule,
-        "            if victim is request:\n                return []\n",
-        "            if victim is request:\n                continue\n",
-    ),
+    "the youngest takes from the oldest": (victims, "            return []\n", "            continue\n"),
 }
 """What is wrong -> the module, and pieces of its source with what replaces them."""
 
@@ -127,7 +124,10 @@ def mutant(name):
         return {"scheduler": namespace["Scheduler"]}
     other = {"__name__": "scheduler of a mutant"}
     exec(compile(Path(schedule.__file__).read_text(), name, "exec"), other)
-    other["sharing"] = SimpleNamespace(**namespace)
+    if module is sharing:
+        other["sharing"] = SimpleNamespace(**namespace)
+    else:
+        other["victims"] = namespace["victims"]
     return {"scheduler": other["Scheduler"]}
 
 
@@ -194,10 +194,10 @@ def test_refuses_what_never_fits():
     scheduling.submit(Request([1] * 20, 12))
     with pytest.raises(ValueError, match="33 tokens long, the context is 32: .* or raise context"):
         scheduling.submit(Request([1] * 20, 13))
-    scheduling = scheduler(pages=Pages(9, 4, 0), further=1)
-    scheduling.submit(Request([1] * 20, 11))
-    with pytest.raises(ValueError, match="9 pages of 4 rows, there are 8: .* or raise pages"):
-        scheduling.submit(Request([1] * 20, 12))
+    scheduling = scheduler(pages=Pages(8, 4, 0), further=1)
+    scheduling.submit(Request([1] * 20, 8))
+    with pytest.raises(ValueError, match="8 pages of 4 rows, there are 7: .* or raise pages"):
+        scheduling.submit(Request([1] * 20, 9))
     assert scheduling.waiting == 1
 
 
@@ -264,6 +264,57 @@ def test_second_text_saves_the_state_where_it_parts():
             scheduling.landed(scheduling._air[0], {})
     assert begins == [(0, None), (0, None), (8, 0)]
     assert saved == [(0, 11, None), (0, 8, 0), (8, 3, None), (8, 3, None)]
+
+
+def turns_until_read(waiting):
+    """Turns from where one of two slots is free until its next request is read, while others wait or not."""
+    scheduling = scheduler(pages=Pages(99, 4, None), read_shapes=[(1, 8), (2, 4)], prefill_tokens=8)
+    first, second = Request([1], 20), Request([1], 20)
+    scheduling.submit(first)
+    scheduling.submit(second)
+    for _ in range(2):
+        plan = scheduling.plan(1)
+    assert first.phase is second.phase is Phase.RUNNING
+    scheduling.cancel(second)
+    for _ in range(1 + waiting):
+        scheduling.submit(Request([1], 20))
+    for turn in range(100):
+        while scheduling._air:
+            flight, results = scheduling._air[0], {}
+            for request in flight.requests:
+                new = [0] * (isinstance(flight, Read) or request.length < request.limit - 1)
+                results[request] = Landed(request.length + len(new), new, 0, 0, [])
+            scheduling.landed(flight, results)
+        plan = scheduling.plan(1)
+        if plan.read is not None:
+            return turn
+    return None
+
+
+def test_reads_wait_for_company_where_requests_queue():
+    """Not where none does, and not for long."""
+    assert turns_until_read(waiting=0) == 0
+    turns = turns_until_read(waiting=1)
+    assert turns is not None and 1 <= turns <= 1 + (8 + OVERHEAD) / (OVERHEAD + 4)
+
+
+@pytest.mark.parametrize(
+    "lengths, shape, count",
+    [
+        ([30], (1, 32), [30]),
+        ([7, 7], (4, 8), [7, 7]),
+        ([30, 7], (1, 32), [30]),
+        ([7, 30], (4, 8), [7, 8]),
+        ([9, 9, 9, 9], (4, 8), [8, 8, 8, 8]),
+        ([33, 33], (1, 32), [32]),
+    ],
+)
+def test_reads_have_the_shape_that_reads_most(lengths, shape, count):
+    scheduling = scheduler(slots=4, context=40, pages=Pages(99, 4, None), read_shapes=[(4, 8), (1, 32)])
+    for length in lengths:
+        scheduling.submit(Request([1] * length, 1))
+    read = scheduling.plan(1).read
+    assert ((read.rows, read.size), read.count) == (shape, count)
 
 
 @pytest.mark.parametrize("changed", [False, True])

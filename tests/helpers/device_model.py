@@ -88,6 +88,7 @@ class Device:
     def place(self, slot, table, row):
         index, offset = divmod(row, self.size)
         assert index < len(table), "a row has no page"
+        assert len(table) <= -(-(slot.limit - 1 + self.further) // self.size), "a sequence has pages for nothing"
         page = table[index]
         assert self.users[page] == 1, "a shared page is written"
         assert page in slot.request.pages, "a page of somebody else is written"

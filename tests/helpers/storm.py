@@ -8,7 +8,7 @@ from device_model import Device
 from jspec.engine.pages import Pages
 from jspec.engine.plan import Landed
 from jspec.engine.request import Phase, Request
-from jspec.engine.schedule import Scheduler
+from jspec.engine.schedule import MAX_SKIPPED, Scheduler
 
 DRAFTERS = [(None, 0), (None, 1), (0, 0), (0, 1), (1, 0), (2, 0), (3, 0)]
 """(ahead, further); a drafter has one of them at most. ahead None: nothing is shared."""
@@ -25,7 +25,7 @@ class Storm:
         size, depth, slots = rng.randint(1, 5), rng.randint(0, 4), rng.randint(1, 5)
         ahead, further = rng.choice(drafters)
         self.context = rng.randint(6, 40)
-        largest = -(-(self.context + further) // size)
+        largest = -(-(self.context - 1 + further) // size)
         count = 1 + max(1, rng.choice([largest - 1, largest, largest + 1, largest + 2, largest * slots]))
         snapshots = 0 if ahead is None else rng.choice([0, 0, 0, 0, 1, 20])
         self.pages = pages(count, size, ahead, snapshots)
@@ -80,7 +80,7 @@ class Storm:
 
     def submit(self):
         request = self.new_request()
-        need = -(-(request.limit + self.device.further) // self.device.size)
+        need = -(-(request.limit - 1 + self.device.further) // self.device.size)
         fits = request.limit <= self.context and need < self.pages.count
         try:
             self.scheduler.submit(request)
@@ -163,7 +163,7 @@ class Storm:
         progress = first, first.read, len(first.tokens)
         self.still = self.still + 1 if progress == self.progress else 0
         self.progress = progress
-        assert self.still <= 2 * self.flights + 3, "the oldest request does not progress"
+        assert self.still <= 2 * self.flights + 3 + MAX_SKIPPED, "the oldest request does not progress"
 
     def run(self, turns):
         """`turns` turns with arrivals, and as many more as it takes. Returns what happened."""
