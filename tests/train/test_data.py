@@ -1,14 +1,16 @@
 """Training data: which packages are used, how they are split, the tokenizer, the prompts."""
 
 import ast
+import errno
 import json
+import os
 from email.message import Message
 
 import numpy as np
 import pytest
 import tokenizers
 
-from jspec.train import batches, corpus, data, licenses, prompts, tokenizer
+from jspec.train import batches, cli, corpus, data, licenses, prompts, tokenizer
 
 FUNCTION = '''def {name}(items, start=0):
     """Adds up what {name} finds among the items, beginning at a start of its own."""
@@ -270,6 +272,40 @@ def test_a_vocabulary_as_large_as_those_of_real_models(end, collected, tmp_path)
     assert tokens.dtype == np.uint32 and (tokens == 69_999).sum() == len(collected.train) and 65_537 in tokens
     batch = batches.sample((batches.Source(tokens),), seed=0, step=0, batch_tokens=len(tokens), length=len(tokens) - 1)
     assert batch.dtype == np.int32 and batch.max() == 69_999
+
+
+def test_a_full_disk_leaves_the_data_as_it_was(built, collected, monkeypatch):
+    directory, _ = built
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    for point in (0, 3, 6):
+        left = [point]
+
+        def full(descriptor, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            data.build(directory, collected, vocab_size=290, max_length=64, limits=data.PromptLimits())
+        assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+
+
+def test_the_command_without_options(site, tmp_path, monkeypatch, capsys):
+    """It holds out those of the default packages that are installed, and names those that are where none is."""
+    packages, stdlib = corpus.installed(site), corpus.Package("python", "3", "PSF-2.0", True, ())
+    monkeypatch.setattr(corpus, "installed", lambda: packages)
+    monkeypatch.setattr(corpus, "standard_library", lambda: stdlib)
+    arguments = ["data", "--out", str(tmp_path / "data"), "--vocab-size", "300"]
+    with pytest.raises(ValueError, match="none of the default packages is installed; name some of: apart, free"):
+        cli.main(arguments)
+    with pytest.raises(ValueError, match=r"heldout=\['absent'\]: not installed; name some of: apart, free-package"):
+        cli.main([*arguments, "--heldout", "absent", "apart"])
+    assert not (tmp_path / "data").exists()
+    monkeypatch.setattr(data, "HELDOUT", ["click", "apart"])
+    assert cli.main(arguments) == 0
+    assert "holding out apart" in capsys.readouterr().err
+    assert data.read_manifest(tmp_path / "data")["heldout"]["packages"] == 1
 
 
 def test_invalid_arguments_raise(collected, tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from train_files import lines, run  # noqa: E402
 from jspec.checkpoints import language_model, llama  # noqa: E402
 from jspec.core import tree  # noqa: E402
 from jspec.models import Llama  # noqa: E402
-from jspec.train import batches, lm, model, objective, text, tokenizer, trainer  # noqa: E402
+from jspec.train import batches, lm, loop, model, objective, text, tokenizer, trainer  # noqa: E402
 from jspec.train.loop import Intervals  # noqa: E402
 from jspec.train.objective import LmRecipe, LmSetup  # noqa: E402
 from jspec.train.trainer import State  # noqa: E402
@@ -199,6 +200,12 @@ def test_commands_write_models_that_load(data_directory, tmp_path):
     distilled = {"config": data_directory / "tiny", "teacher": small, "rows": rows, "rows_share": 0.25}
     run("lm", **common, work=tmp_path / "w2", out=tiny, **distilled)
 
+    # Rows of unknown origin, without a teacher.
+    unknown = {"config": data_directory / "small", "rows": rows, "rows_share": 0.25}
+    run("lm", **common, work=tmp_path / "w3", out=tmp_path / "o3", **unknown)
+    card = (tmp_path / "o3" / "README.md").read_text()
+    assert "25% of the batches are from rows.npy, 3 texts of 17 tokens" in card and "jspec train text" not in card
+
     loaded = language_model.load(tiny, dtype="float32")
     assert loaded.config == dataclasses.replace(DRAFT, vocab_size=280) and loaded.eos == (0,)
     recipe = LmRecipe(steps=4, batch_tokens=64, length=16)
@@ -239,6 +246,25 @@ def test_mismatched_arguments_raise(sources, heldout, tmp_path):
         text.complete(MODEL, params, [[1] * 12], width=12, batch=1)
 
 
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
+def test_a_training_that_diverges_ends(loss, norm, tmp_path):
+    """Before it writes a checkpoint."""
+    with pytest.raises(
+        ValueError, match=r"at step 3: the training diverged; .* lower learning_rate \(no checkpoint was"
+    ):
+        loop.run(
+            tmp_path,
+            init=lambda: types.SimpleNamespace(step=0),
+            advance=lambda state, step: (state, loss, norm) if step == 2 else (state, 1.0, 1.0),
+            evaluate=lambda state: {},
+            steps=9,
+            schedule=trainer.schedule(RECIPE),
+            record={},
+            intervals=Intervals(log=3, evaluate=9, checkpoint=3),
+        )
+    assert not (tmp_path / "checkpoints").exists()
+
+
 def test_resume_errors(sources, heldout, tmp_path):
     def train(recipe=RECIPE, **options):
         lm.train(setup_for(recipe=recipe), sources, heldout, directory=tmp_path, intervals=EVERY_FEW_STEPS, **options)
@@ -250,6 +276,19 @@ def test_resume_errors(sources, heldout, tmp_path):
         train()
     with pytest.raises(ValueError, match=r"another recipe: seed=1 \(was 0\)"):
         train(recipe=dataclasses.replace(RECIPE, seed=1), resume=True)
+    with pytest.raises(ValueError, match="stop_after=1: must be at least 2, the step of the checkpoint"):
+        train(resume=True, stop_after=1)
+    (text,), before = sources, (tmp_path / "metrics.jsonl").read_text()
+    for others, message in (
+        ((batches.Source(text.tokens[::-1]),), r"another recipe: sources\[0\]: sha256=\w+ \(was \w+\)$"),
+        ((text, batches.Source(text.tokens, 0.5, name="--rows")), r"--rows: share=0.5 \(was None\), --rows: shape="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lm.train(setup_for(), others, heldout, directory=tmp_path, resume=True)
+    other = lm.Heldout(heldout.tokens[:300], heldout.byte_counts)
+    with pytest.raises(ValueError, match=r"another recipe: heldout=\w+ \(was \w+\)$"):
+        lm.train(setup_for(), sources, other, directory=tmp_path, resume=True)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
 def test_command_errors_name_what_is_missing(data_directory, tmp_path):

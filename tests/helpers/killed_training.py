@@ -1,0 +1,62 @@
+"""Trains in a directory, and kills this process at one of the file operations there.
+
+Usage: killed_training.py DIRECTORY POINT [--resume [LIMIT]]. POINT counts the operations; with -1 the run ends by
+itself. Prints the number of these operations if it gets to the end. With --resume it continues a run.
+"""
+
+import os
+import pathlib
+import resource
+import signal
+import sys
+
+import numpy as np
+
+from jspec.models import Llama
+from jspec.train import batches, lm
+from jspec.train.objective import LmRecipe, LmSetup
+from jspec.train.recipe import Intervals
+
+EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
+STEPS = 9
+CONFIG = Llama(
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_length=32,
+)
+
+
+def train(directory, resume=False):
+    """A run whose first checkpoint comes before its first line of metrics. Returns its last state."""
+    setup = LmSetup(CONFIG, LmRecipe(steps=STEPS, batch_tokens=64, length=16, warmup=2), None, "float32")
+    text = (np.arange(2000) * 7 % 61).astype(np.uint16)
+    heldout = lm.Heldout(text[:200], np.full(61, 2, np.int32))
+    intervals = Intervals(log=4, evaluate=6, checkpoint=3)
+    return lm.train(setup, (batches.Source(text),), heldout, directory=directory, resume=resume, intervals=intervals)
+
+
+def main(directory, point, resume, limit=None):
+    """limit: the size in bytes beyond which no file can grow."""
+    count = 0
+
+    def killing(event, args):
+        nonlocal count
+        if event in EVENTS and args and str(args[0]).startswith(str(directory)):
+            if count == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            count += 1
+
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    sys.addaudithook(killing)
+    train(directory, resume)
+    print(count)
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), "--resume" in sys.argv, *map(int, sys.argv[4:]))
