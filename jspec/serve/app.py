@@ -70,7 +70,7 @@ class Service:
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
-        return Starlette(
+        app = Starlette(
             routes=[
                 Route("/health", self._health, methods=["GET"]),
                 *(Route(path, self._guarded(endpoint), methods=["GET"]) for path, endpoint in gets.items()),
@@ -83,6 +83,8 @@ class Service:
                 Exception: _answer_error,
             },
         )
+        app.router.redirect_slashes = False  # A redirected POST would be sent again to what the client calls us.
+        return app
 
     def warm_up(self) -> None:
         """Compiles what most requests need: greedy decoding, and sampling, of a short prompt."""

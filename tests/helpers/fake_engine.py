@@ -80,7 +80,7 @@ class FakeHandle:
         assert self.ended
         rounds = max(self.sent - 1, 0) // 2
         counts = np.array([[0, rounds, 0]])
-        stats = GenerationStats(np.array([rounds]), counts, 0.0)
+        stats = GenerationStats(np.array([rounds]), counts, 0.0, np.zeros(1, int))
         return SimpleNamespace(stats=stats)
 
     def cancel(self):

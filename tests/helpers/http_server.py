@@ -21,7 +21,8 @@ class Running:
 
     def __init__(self, engine, *, grace=5.0, api_keys=(), **limits):
         self.engine = engine
-        self.service = Service(engine, name="fake", limits=Limits(engine.context, **limits), api_keys=api_keys)
+        limits = Limits(engine.context, **{"top_logprobs": 20, **limits})
+        self.service = Service(engine, name="fake", limits=limits, api_keys=api_keys)
         bound = server.bind("127.0.0.1", 0)
         self.port = bound.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -228,6 +228,16 @@ def test_what_does_not_fit(shared, body, param):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
+def test_top_logprobs_need_an_engine_that_has_them(serve):
+    server = serve(server_options={"top_logprobs": 0})
+    answer = server.post("/v1/completions", {"prompt": "x", "logprobs": 1})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs"
+    body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+    assert server.post("/v1/chat/completions", {**body, "top_logprobs": 1}).status_code == 400
+    assert server.post("/v1/chat/completions", {**body, "top_logprobs": 0}).status_code == 200
+    assert server.post("/v1/completions", {"prompt": "x", "logprobs": 0}).status_code == 200
+
+
 def test_what_just_fits(shared):
     assert shared.post("/v1/completions", {"prompt": [5] * 200, "max_tokens": 56}).status_code == 200
     # The default length gives way to the context.
@@ -266,6 +276,7 @@ def test_only_json_is_taken(shared, kind):
 def test_other_paths_and_methods(shared):
     for answer, status in [(shared.http.get("/v1/nothing"), 404), (shared.http.get("/v1/completions"), 405)]:
         assert answer.status_code == status and answer.json()["error"]["message"]
+    assert shared.post("/v1/completions/", {"prompt": "x"}).status_code == 404
 
 
 def test_a_model_without_chat_template(serve):
