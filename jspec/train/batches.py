@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jspec.core.checks import check_number
+from jspec.engine import memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,20 @@ def check_sources(sources: Sequence[Source], *, length: int, context: int, vocab
                 f"{name}: has sequences of {tokens.shape[1]} tokens, but the model's context holds {context}"
             )
         check_ids(name, tokens, vocab_size)
+
+
+def check_memory(batch_tokens: int, vocab_size: int) -> None:
+    """Checks that the logits of a batch, the largest array of most trainings, fit into the memory that is free.
+
+    Raises:
+      ValueError: they do not.
+    """
+    found, needed = memory.free_bytes(), 4 * batch_tokens * vocab_size
+    if found is not None and needed > found[0]:
+        raise ValueError(
+            f"batch_tokens={batch_tokens}: the logits of a batch take {memory.gigabytes(needed)}, for {vocab_size} "
+            f"tokens of the vocabulary, and {memory.gigabytes(found[0])} are free; must be smaller"
+        )
 
 
 def id_dtype(vocab_size: int) -> type[np.unsignedinteger]:

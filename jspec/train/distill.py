@@ -21,6 +21,9 @@ from jspec.train.learner import DraftSetup, DraftState, Learner
 from jspec.train.recipe import DEFAULT_INTERVALS, DraftRecipe, Intervals
 from jspec.train.run_directory import Metrics, Record
 
+NEW_TOKENS = 128
+"""Tokens that are decoded after each held-out prompt."""
+
 _MAX_HELDOUT_TOKENS = 2**18
 
 
@@ -191,7 +194,7 @@ def accept_length(
     prompts: Sequence[str],
     *,
     depth: int = 5,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = NEW_TOKENS,
     batch: int = 32,
 ) -> Metrics:
     """Tokens per round and acceptance by draft position, of decoding after each prompt with chains of `depth` drafts.
@@ -208,6 +211,24 @@ def accept_length(
     }
 
 
+def check_evaluation(model: Model, config: EagleHead | Assistant, prompts: Sequence[str], depth: int) -> None:
+    """Checks that `accept_length` can decode after all prompts.
+
+    Raises:
+      ValueError: a depth that the drafter does not have, or a prompt that is empty or too long for the target.
+    """
+    DRAFTERS[config.drafter](depth=depth)
+    assert model.tokenizer is not None
+    most = model.target.max_length - NEW_TOKENS
+    for index, prompt in enumerate(prompts):
+        size = len(model.tokenizer.encode(prompt))
+        if not 0 < size <= most:
+            raise ValueError(
+                f"held-out prompt {index} has {size} tokens: must be from 1 to {most}, so that {NEW_TOKENS} new ones "
+                f"fit into the target's context of {model.target.max_length}"
+            )
+
+
 def check(setup: DraftSetup, sources: tuple[Source, ...], heldout: np.ndarray | None = None) -> None:
     """Checks that target, data and recipe fit together, so that no run ends in the middle.
 
@@ -221,6 +242,7 @@ def check(setup: DraftSetup, sources: tuple[Source, ...], heldout: np.ndarray | 
             raise ValueError(f"{name}={length}: must be between 3 and {limit}, the target's context")
     vocab_size = setup.target.vocab_size
     batches.check_sources(sources, length=recipe.length - 1, context=limit, vocab_size=vocab_size)
+    batches.check_memory(recipe.batch_tokens, vocab_size)
     if heldout is not None:
         if len(heldout) < 3:
             raise ValueError(f"the held-out text has {len(heldout)} tokens: at least 3 are needed")

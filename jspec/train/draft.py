@@ -63,6 +63,7 @@ def main(kind: DraftKind, args: argparse.Namespace) -> int:
     # A card is tried now, so that a run that cannot have one does not begin.
     target = model.params.target
     distill.check(setup, sources, heldout)
+    distill.check_evaluation(model, learner.config, prompts, args.depth)
     weights = count(jax.eval_shape(lambda: distill.init(setup, target, sources).params))
     _card(kind, args, setup, inputs, draft_card.EXAMPLE, recipe.steps, weights)
 

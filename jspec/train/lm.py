@@ -137,6 +137,7 @@ def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher
         raise ValueError("teacher: its configuration (in the setup) and its weights must be given together")
     context = min(other.max_length for other in (config, shape) if other is not None)
     batches.check_sources(sources, length=recipe.length, context=context, vocab_size=config.vocab_size)
+    batches.check_memory(recipe.batch_tokens, config.vocab_size)
     batches.check_ids("heldout", heldout.tokens, config.vocab_size)
     windows = batches.count_windows(heldout.tokens, recipe.length)
     if not heldout.byte_counts[heldout.tokens[1 : windows * recipe.length + 1]].any():

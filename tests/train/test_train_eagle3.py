@@ -414,6 +414,12 @@ def test_mismatched_arguments_raise(target, sources, heldout, data_directory, tm
         head.configure(TARGET, capture_layers=(2,), draft_vocab_size=62)
     with pytest.raises(ValueError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
         head.configure(TARGET, capture_layers=(2,), num_kv_heads=3)
+    with pytest.raises(
+        ValueError, match=r"batch_tokens=67108864: the logits of a batch take .* GB.* are free; must be"
+    ):
+        big = dataclasses.replace(TARGET, vocab_size=2**20)
+        recipe = dataclasses.replace(RECIPE, batch_tokens=2**26)
+        distill.check(DraftSetup(HeadLearner(CONFIG, big), recipe, "float32"), sources, heldout)
     common = {"data": data_directory, "steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
     with pytest.raises(ValueError, match="the tokenizer is not that of bundled:python-tiny"):
         run("eagle3", **common, target="bundled:python-tiny")
@@ -426,3 +432,68 @@ def test_mismatched_arguments_raise(target, sources, heldout, data_directory, tm
             rows=data_directory / "rows.npy",
             rows_share=2,
         )
+
+
+def test_prompts_that_cannot_be_evaluated_are_refused(data_directory):
+    plain = jspec.load(data_directory / "small", dtype="float32")
+    distill.check_evaluation(plain, CONFIG, train_files.PROMPTS, 5)
+    for prompts in (["", "x"], ["x", "def f(a):" * 200]):
+        with pytest.raises(
+            ValueError, match=r"held-out prompt [01] has \d+ tokens: must be from 1 to 128, so that 128"
+        ):
+            distill.check_evaluation(plain, CONFIG, prompts, 5)
+
+
+INVALID = [
+    ({"model": "small"}, TypeError, "model is of type str: must be a jspec.Model"),
+    ({"sequences": [[1, 2, 3], [4]]}, ValueError, "sequences: is ragged"),
+    ({"sequences": np.zeros((3, 9))}, TypeError, r"sequences: is float64\[3, 9\]; must be token ids"),
+    ({"sequences": np.zeros(9, int)}, ValueError, "sequences: .* must have tokens along 2 axes"),
+    ({"sequences": np.zeros((0, 9), int)}, ValueError, "sequences: "),
+    ({"sequences": np.zeros((3, 1), int)}, ValueError, "a sequence must have at least 2 tokens"),
+    ({"sequences": np.full((3, 9), 61)}, ValueError, "sequences: holds token 61, but the model has vocab_size=61"),
+    ({"sequences": np.full((3, 9), -1)}, ValueError, "sequences: holds token -1"),
+    ({"sequences": np.zeros((3, 65), int)}, ValueError, "65: must be between 3 and 64, the target's context"),
+    ({"steps": 1}, ValueError, "steps=1: must be from 2"),
+    ({"steps": 2.0}, TypeError, "steps=2.0: must be an int"),
+    ({"steps": True}, TypeError, "steps=True: must be an int"),
+    ({"batch_tokens": 0}, ValueError, "batch_tokens=0"),
+    ({"batch_tokens": "8"}, TypeError, "batch_tokens='8'"),
+    ({"capture_layers": 2}, TypeError, "capture_layers=2: must be a tuple of ints"),
+    ({"capture_layers": (1.0,)}, TypeError, "capture_layers=1.0: must be an int"),
+    ({"capture_layers": ()}, ValueError, r"capture_layers=\(\)"),
+    ({"draft_vocab_size": 0}, ValueError, "draft_vocab_size=0: must be from 1 to 61"),
+    ({"draft_vocab_size": 2.5}, TypeError, "draft_vocab_size=2.5"),
+    ({"progress": "no"}, TypeError, "progress='no': must be True or False"),
+    (
+        {"learning_rte": 1e-3},
+        TypeError,
+        "learning_rte=0.001: no such argument; recipe options are clip, decay, learning",
+    ),
+    ({"length": 9}, TypeError, "length=9: no such argument"),
+    ({"learning_rate": float("nan")}, ValueError, "learning_rate=nan: must be above 0"),
+    ({"learning_rate": None}, TypeError, "learning_rate=None: must be a number"),
+    ({"clip": 0.0}, ValueError, "clip=0.0"),
+    ({"seed": -1}, ValueError, "seed=-1: must be from 0"),
+    ({"seed": 2**32}, ValueError, "seed=4294967296"),
+    ({"decay": 1.5}, ValueError, "decay=1.5: must be from 0 to 1"),
+    ({"ttt_steps": 0}, ValueError, "ttt_steps=0"),
+    ({"ttt_steps": 65}, ValueError, "ttt_steps=65"),
+    ({"warmup": -1}, ValueError, "warmup=-1"),
+    ({"weight_decay": float("inf")}, ValueError, "weight_decay=inf"),
+]
+
+
+def test_invalid_arguments_of_the_training_in_memory(target):
+    """Each is refused before anything is compiled."""
+    plain = jspec.Model("tiny", TARGET, Params(target), None, ())
+    good = {
+        "model": plain,
+        "sequences": np.zeros((3, 9), np.int64),
+        "steps": 2,
+        "capture_layers": (1,),
+        "progress": False,
+    }
+    for changes, error, message in INVALID:
+        with pytest.raises(error, match=message):
+            eagle3.train_head(**good | changes)
