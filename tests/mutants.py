@@ -104,8 +104,8 @@ MUTANTS = (
         ),
         (
             "the counters are off by one",
-            "(slots == kept.length[:, None] - 1)",
-            "(slots == kept.length[:, None])",
+            "(slots == kept[:, None] - 1)",
+            "(slots == kept[:, None])",
             _LIMIT,
         ),
         (
@@ -266,6 +266,24 @@ MUTANTS = (
             "core/test_sampling.py::test_no_token_ends_the_text_before_its_time_even_by_completing_a_stop_string",
         ),
         (
+            "no token is sure to stay",
+            "== (None, None, None) else _best(logits)",
+            "== (None, None, None) else jnp.zeros_like(logits, bool)",
+            "core/test_argmax.py::test_the_most_probable_token_stays_where_no_logit_reaches_the_bound[min_p]",
+        ),
+        (
+            "products overflow",
+            "jnp.clip(changed, -most, most)",
+            "changed",
+            "core/test_argmax.py::test_finite_logits_stay_finite_or_are_forbidden[0]",
+        ),
+        (
+            "every token may be forbidden",
+            "jnp.where(left.any(-1, keepdims=True), jnp.where(forbidden, -jnp.inf, logits), otherwise)",
+            "jnp.where(forbidden, -jnp.inf, logits)",
+            "core/test_argmax.py::test_biases_in_arrays_that_forbid_every_token_are_not_applied",
+        ),
+        (
             "one noise for all positions",
             "steps = [stream(key, name, position + i) for i in range(count)]",
             "steps = [stream(key, name, position) for i in range(count)]",
@@ -346,8 +364,8 @@ MUTANTS = (
         ),
         (
             "EOS only outside a stop string",
-            "table[:, eos] = _END_OF_TEXT",
-            "table[0, eos] = _END_OF_TEXT",
+            "np.full(len(columns[0]), _END_OF_TEXT, np.int16)",
+            "np.array([_END_OF_TEXT, *range(1, len(columns[0]))], np.int16)",
             "core/test_stopping.py::test_sequences_end_where_a_search_finds_the_end",
         ),
     ),
