@@ -13,7 +13,10 @@ from jspec.core.package import VERSION
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
+from jspec.engine.engine import Engine, QueueFull
 from jspec.engine.generate import GeneratedIds, generate, generate_ids, stream
+from jspec.engine.handle import EngineError, Handle
+from jspec.engine.metrics import Metrics
 from jspec.engine.model import Model, load
 from jspec.engine.options import GenerateOptions
 from jspec.engine.result import Generation, Generations, GenerationStats, Piece
@@ -23,17 +26,22 @@ __version__ = VERSION
 __all__ = [
     "DrafterReport",
     "Eagle",
+    "Engine",
+    "EngineError",
     "FrozenKvMtp",
     "GenerateOptions",
     "GeneratedIds",
     "Generation",
     "GenerationStats",
     "Generations",
+    "Handle",
+    "Metrics",
     "Model",
     "Mtp",
     "Ngram",
     "Piece",
     "Plain",
+    "QueueFull",
     "Round",
     "Sampling",
     "Standalone",

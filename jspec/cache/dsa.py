@@ -115,6 +115,28 @@ class DsaCache:
         )
         return dataclasses.replace(self, latent=latent, index=index)
 
+    def take(self, slots: Int[Array, " R"]) -> Self:
+        """The same pools with the tables of these sequences."""
+        return dataclasses.replace(self, latent=self.latent.take(slots), index=self.index.take(slots))
+
+    def put(self, slots: Int[Array, " R"], part: Self) -> Self:
+        """The pools of `part`; tables stay."""
+        latent, index = self.latent.put(slots, part.latent), self.index.put(slots, part.index)
+        return dataclasses.replace(self, latent=latent, index=index)
+
+    def with_table(self, table: Int[Array, "R W"]) -> Self:
+        """The same pools under one other table: a page has its latent rows and its indexer keys."""
+        return dataclasses.replace(self, latent=self.latent.with_table(table), index=self.index.with_table(table))
+
+    def pooled(self, pages: int) -> Self:
+        """Empty pools of `pages` pages each."""
+        return dataclasses.replace(self, latent=self.latent.pooled(pages), index=self.index.pooled(pages))
+
+    @property
+    def shares_pages(self) -> bool:
+        """True: everything is in pages."""
+        return True
+
 
 def _scores(query: IndexQuery, keys: Float[Array, "B S I"]) -> Float[Array, "B N S"]:
     """The weighted sum over heads of relu(query . key), in float32."""

@@ -15,11 +15,12 @@ from jaxtyping import Array, Int, PyTree
 
 from jspec.cache.mha import MhaCache
 from jspec.cache.swa import SlidingCache
+from jspec.core.slots import SlotCache
 from jspec.core.struct import struct
 from jspec.core.types import Cache
 
 
-class Group(Cache, Protocol):
+class Group(Cache, SlotCache, Protocol):
     """The cache of layers with equal specs."""
 
     def attend(self, layer: int, *inputs: PyTree, **options: PyTree) -> PyTree:
@@ -134,3 +135,25 @@ class HybridCache:
             own = tuple(row for (owner, _), row in placed if owner == index and row is not None)
             groups.append(group.commit(own, start, path, length))
         return dataclasses.replace(self, groups=tuple(groups))
+
+    def take(self, slots: Int[Array, " R"]) -> Self:
+        """Each group's `take`."""
+        return dataclasses.replace(self, groups=tuple(group.take(slots) for group in self.groups))
+
+    def put(self, slots: Int[Array, " R"], part: Self) -> Self:
+        """Each group's `put`."""
+        groups = zip(self.groups, part.groups, strict=True)
+        return dataclasses.replace(self, groups=tuple(group.put(slots, new) for group, new in groups))
+
+    def with_table(self, table: Int[Array, "R W"]) -> Self:
+        """All groups under one table."""
+        return dataclasses.replace(self, groups=tuple(group.with_table(table) for group in self.groups))
+
+    def pooled(self, pages: int) -> Self:
+        """Each group's `pooled`: a page number names a page in the pool of every group."""
+        return dataclasses.replace(self, groups=tuple(group.pooled(pages) for group in self.groups))
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether every group does."""
+        return all(group.shares_pages for group in self.groups)

@@ -139,6 +139,28 @@ class RecurrentCache:
             windows.append(delta_rule.slide(jnp.where(live[:, None, None], window, 0), new.inputs, length))
         return dataclasses.replace(self, states=tuple(states), windows=jnp.stack(windows))
 
+    def take(self, slots: Int[Array, " R"]) -> Self:
+        """The states of these sequences, copied."""
+        return dataclasses.replace(self, states=tuple(x[slots] for x in self.states), windows=self.windows[:, slots])
+
+    def put(self, slots: Int[Array, " R"], part: Self) -> Self:
+        """The states with those of `part` written back."""
+        states = tuple(x.at[slots].set(new) for x, new in zip(self.states, part.states, strict=True))
+        return dataclasses.replace(self, states=states, windows=self.windows.at[:, slots].set(part.windows))
+
+    def with_table(self, table: Int[Array, "R W"]) -> Self:
+        """Itself: a state belongs to its slot."""
+        return self
+
+    def pooled(self, pages: int) -> Self:
+        """Itself: it has no pages."""
+        return self
+
+    @property
+    def shares_pages(self) -> bool:
+        """False: a state cannot be cut at an earlier token."""
+        return False
+
 
 def unit(x: Float[Array, "B N H K"]) -> Float[Array, "B N H K"]:
     """x / sqrt(|x|^2 + 1e-6)."""

@@ -97,6 +97,27 @@ class SlidingCache:
         pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)
 
+    def take(self, slots: Int[Array, " R"]) -> Self:
+        """The same pool with the rings of these sequences."""
+        return dataclasses.replace(self, page_table=self.page_table[slots])
+
+    def put(self, slots: Int[Array, " R"], part: Self) -> Self:
+        """The pool of `part`; rings stay."""
+        return dataclasses.replace(self, pool=part.pool)
+
+    def with_table(self, table: Int[Array, "R W"]) -> Self:
+        """Itself: a ring belongs to its slot."""
+        return self
+
+    def pooled(self, pages: int) -> Self:
+        """Itself: it has no pages of the common pool."""
+        return self
+
+    @property
+    def shares_pages(self) -> bool:
+        """False: a ring forgets what is before the window."""
+        return False
+
 
 def window_mask(mask: Bool[Array, "#B N R"] | None, nodes: int, rows: int, window: int) -> Bool[Array, "#B N R"] | None:
     """The part of `mask` within each node's window.

@@ -5,6 +5,7 @@ round are five functions, which `step` calls in order. Benchmarks and inspection
 """
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -107,29 +108,51 @@ def _read_prompt(
     accept: Accept,
     size: int,
 ) -> DecodeState:
-    """The state after `size` more columns of the prompts are read, from column `start` (None: the first chunk).
-
-    Sequences whose prompt ends in this chunk get their first token, chosen as in a round without drafts.
-    """
-    # The columns of this chunk.
+    """The state after `size` more columns of the prompts are read, from column `start` (None: the first chunk)."""
     begin = jnp.zeros_like(s.prompt_length) if start is None else jnp.minimum(start, s.prompt_length)
     count = jnp.minimum(s.prompt_length - begin, size)
+    ends = (count > 0) & (begin + count == s.prompt_length)
+    first = start is None
+    return read_columns(
+        params, s, begin, count, ends, first=first, target=target, drafter=drafter, accept=accept, size=size
+    )
+
+
+def read_columns(
+    params: Params,
+    s: DecodeState,
+    begin: Int[Array, " B"],
+    count: Int[Array, " B"],
+    ends: Bool[Array, " B"],
+    *,
+    first: bool = False,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    size: int,
+) -> DecodeState:
+    """The state after each sequence has read `count` more of its own tokens, from position `begin` on.
+
+    Args:
+      ends: sequences that get the token after the last one read, chosen as in a round without drafts.
+      first: nothing is committed before these columns, in any sequence.
+      size: columns of the program; at most this many tokens are read.
+    """
+    # The tokens of this chunk.
     column, last = jnp.arange(size, dtype=jnp.int32)[None], jnp.maximum(count - 1, 0)
     tokens = jnp.take_along_axis(s.tokens, begin[:, None] + column, axis=1, mode="clip")
     # Verify and accept: the last token of each prompt is the root of a tree without drafts.
-    prefix = None if start is None else begin
+    prefix = None if first else begin
     out = target.forward(
         params.target, tree.chain(tokens), s.cache, prefix, capture_layers=drafter.capture_layers, select=last
     )
     root = tree.chain(jnp.take_along_axis(tokens, last[:, None], axis=1))
-    ends = (count > 0) & (begin + count == s.prompt_length)
     decision = accept_drafts(s, root, out, accept=accept, active=ends)
     # Commit and extend: all rows of the chunk are permanent.
     cache = commit_rows(s.cache, out.rows, begin, None, count, after=out.logits)
     s = dataclasses.replace(append(s, decision), cache=cache)
     following = jnp.take_along_axis(s.tokens, begin[:, None] + column + 1, axis=1, mode="clip")
-    committed = Committed(begin, following, out.hidden, count, first=start is None)
-    return extend(params, s, committed, drafter=drafter)
+    return extend(params, s, Committed(begin, following, out.hidden, count, first=first), drafter=drafter)
 
 
 jitted_prefill = jax.jit(
@@ -338,11 +361,16 @@ decode, decode_many = _loop_program(many=False), _loop_program(many=True)
 _drafted = jax.jit(lambda params, s, drafter: drafter.draft(params, s)[0], static_argnames=("drafter",))
 
 
+def draft_shape(params: Params, s: DecodeState, drafter: Drafter) -> tuple[int, ...]:
+    """The shape of a round's tree: sequences and nodes of each."""
+    return _drafted.eval_shape(params, s, drafter=drafter).tokens.shape
+
+
 def verifies_many(params: Params, s: DecodeState, drafter: Drafter) -> bool:
     """Whether rounds of these shapes verify enough tokens for `decode_many` to be faster. Only affects GPUs."""
     if jax.default_backend() != "gpu":
         return False
-    return _drafted.eval_shape(params, s, drafter=drafter).tokens.size > TRITON_GEMM_MAX_TOKENS
+    return math.prod(draft_shape(params, s, drafter)) > TRITON_GEMM_MAX_TOKENS
 
 
 def fastest(params: Params, s: DecodeState, drafter: Drafter) -> LoopProgram[..., DecodeState]:

@@ -314,6 +314,30 @@ class BoundedDrafter(Protocol):
         ...
 
 
+@runtime_checkable
+class PagedDrafter(Protocol):
+    """A drafter with a cache of its own, for engines in which sequences come, go and share prefixes. Optional: without
+    it, sequences that a drafter with a cache drafts for share nothing.
+    """
+
+    @property
+    def ahead(self) -> int:
+        """Tokens after its own that a row of its caches depends on; such rows are shared only if those agree, too."""
+        ...
+
+    @property
+    def further(self) -> int:
+        """Rows that its caches hold of a sequence beyond those of the target's cache."""
+        ...
+
+    def resume(self, state: PyTree, slots: Int[Array, " n"], length: Int[Array, " n"]) -> PyTree:
+        """The state, cleared in `slots`, whose caches there share their first `length` rows with another sequence's.
+
+        Slots out of range are skipped.
+        """
+        ...
+
+
 class Accept(Protocol):
     """An acceptance rule: arrays in, `Acceptance` out."""
 

@@ -159,6 +159,20 @@ class Eagle:
         return EagleState(cache, feature, proposal)
 
     @property
+    def ahead(self) -> int:
+        """A row is made of its position's feature and of the token after it."""
+        return 1
+
+    @property
+    def further(self) -> int:
+        """As many rows as the target."""
+        return 0
+
+    def resume(self, state: EagleState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> EagleState:
+        """Itself: the first chunk that is read brings a feature and a proposal."""
+        return state
+
+    @property
     def _target(self) -> Target:
         return bound(self, self.target)
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.checks import check_int
 from jspec.core.commit import commit_rows
@@ -41,6 +41,9 @@ class MtpState:
     features: tuple[Float[Array, "B 1 E"], ...]
     """For each head but the last, its output at the last row of its cache, which the next head reads first."""
     proposals: tuple[Proposal, ...]
+    level: Bool[Array, " B"]
+    """Sequences whose caches all have as many rows as the target's: those rows are shared with another sequence, which
+    knew the tokens after them. True until the next `extend`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +116,7 @@ class Mtp:
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> MtpState:
         """Empty caches."""
         caches = (head.init_cache(params.draft, batch, capacity, page_size) for head in self._heads())
-        return MtpState(tuple(caches), (), ())
+        return MtpState(tuple(caches), (), (), jnp.zeros(batch, jnp.bool))
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, MtpState]:
         """The chain that `extend` has proposed; no forward."""
@@ -137,7 +140,7 @@ class Mtp:
         for index, (head, cache) in enumerate(zip(self._heads(), state.caches, strict=True)):
             # The features that this head reads: outputs of the head before, from the end of its own cache on. In the
             # first chunk every cache begins at row 0, so no feature is left over from before.
-            start = jnp.maximum(committed.start - index, 0)
+            start = jnp.where(state.level, committed.start, jnp.maximum(committed.start - index, 0))
             if index and not committed.first:
                 feature = _prepend(state.features[index - 1], feature, before - start)
             row = start[:, None] + jnp.arange(feature.shape[1], dtype=jnp.int32)[None]
@@ -150,7 +153,7 @@ class Mtp:
             vocabulary = self._target.vocab_size
             proposal = propose(s, logits, drafts, width=1, vocab_size=vocabulary, sampled=self.sampled)
             # Rows of committed tokens are permanent; those of drafts are not.
-            known = jnp.maximum(end - index, 0) - start
+            known = jnp.maximum(jnp.maximum(end - index, 0) - start, 0)
             caches.append(commit_rows(cache, rows, start, None, jnp.where(committed.length > 0, known, 0), after=out))
             features.append(layers.take_token(out, jnp.maximum(known - 1, 0)))
             proposals.append(proposal)
@@ -159,7 +162,21 @@ class Mtp:
         kept = tuple(features[:-1]), tuple(proposals)
         if not committed.first:
             kept = where_sequences(committed.length > 0, kept, (state.features, state.proposals))
-        return MtpState(tuple(caches), *kept)
+        return MtpState(tuple(caches), *kept, state.level & (committed.length == 0))
+
+    @property
+    def ahead(self) -> int:
+        """A row of the last head belongs to the token that is as many positions after it as there are heads."""
+        return self.depth
+
+    @property
+    def further(self) -> int:
+        """At most as many rows as the target."""
+        return 0
+
+    def resume(self, state: MtpState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> MtpState:
+        """Shared rows are complete in the caches of all heads."""
+        return dataclasses.replace(state, level=state.level.at[slots].set(length > 0, mode="drop"))
 
     @property
     def _target(self) -> Target:

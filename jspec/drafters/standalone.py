@@ -109,7 +109,8 @@ class Standalone:
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> StandaloneState:
         """Reads the tokens that the cache lacks, up to the root, and proposes the first generation after it."""
         state: StandaloneState = s.draft
-        start, end = state.length, committed.start + committed.length + 1
+        start, moved = state.length, committed.length > 0
+        end = jnp.where(moved, committed.start + committed.length + 1, start)
         count = end - start
         # At first its cache is as long as the target's; from then on it is one token ahead.
         columns = committed.tokens.shape[1] + committed.first
@@ -132,6 +133,20 @@ class Standalone:
           ValueError: before `bind`.
         """
         return self._model.max_length
+
+    @property
+    def ahead(self) -> int:
+        """A row depends on no later token."""
+        return 0
+
+    @property
+    def further(self) -> int:
+        """The root has a row in this cache and none in the target's."""
+        return 1
+
+    def resume(self, state: StandaloneState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> StandaloneState:
+        """The cache has the shared rows."""
+        return dataclasses.replace(state, length=state.length.at[slots].set(length, mode="drop"))
 
     @property
     def _model(self) -> Decoder:

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from jspec.text import highlight
 from jspec.text.tokenizer import Tokenizer
 
-FinishReason: TypeAlias = Literal["eos", "stop", "length"]
+FinishReason: TypeAlias = Literal["eos", "stop", "length", "cancelled"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +72,13 @@ class GenerationStats:
             self.rounds[index, None], self.accept_counts[index, None], self.seconds, self.dropped[index, None]
         )
 
+    @classmethod
+    def total(cls, parts: "Sequence[GenerationStats]", seconds: float) -> "GenerationStats":
+        """The counters of all sequences of several generations, which took this time together."""
+        counts = np.concatenate([part.accept_counts for part in parts])
+        dropped = np.concatenate([part.dropped for part in parts])
+        return cls(np.concatenate([part.rounds for part in parts]), counts, seconds, dropped)
+
     @property
     def _tokens_of_rounds(self) -> int:
         return int((self.accept_counts * np.arange(1, self.accept_counts.shape[1] + 1)).sum())
@@ -83,7 +90,7 @@ class Generation:
 
     tokens: new ids, up to and including the EOS id or the token that completes a stop string.
     text: text of the new tokens, without special tokens and the stop string; None if the model has no tokenizer.
-    finish_reason: "eos", "stop" (a stop string) or "length"; None while the generation runs.
+    finish_reason: "eos", "stop" (a stop string), "length" or "cancelled"; None while the generation runs.
     stats: counters of this sequence; its `seconds` are those of the whole batch.
     origin: for each new token the depth of the accepted draft that it comes from, or 0 for the target's own.
     logprobs: log-probability of each new token under the target's own, unprocessed logits; None unless requested.
@@ -223,11 +230,15 @@ class Piece:
     """New text and ids of one sequence; what `stream` yields.
 
     index: which sequence of the batch.
+    logprobs: of each new token; None if they are not recorded, or not until the end.
+    finish_reason: in the last piece of a request to an engine, why it ended.
     """
 
     index: int
     text: str
     tokens: list[int]
+    logprobs: list[float] | None = None
+    finish_reason: FinishReason | None = None
 
 
 def _summary(stats: GenerationStats) -> str:

@@ -1,0 +1,319 @@
+"""The device's side of the engine: the state of all slots, and the arrays that the programs take."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import TypedDict, cast
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from jspec.core import decode
+from jspec.core.accept import greedy
+from jspec.core.sampling import Sampling, per_row
+from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target
+from jspec.core.xla_options import TRITON_GEMM_MAX_TOKENS
+from jspec.engine import programs
+from jspec.engine.plan import Admission, Burst, Landed, Read
+from jspec.engine.programs import Admitted, ReadPlan, Report, View
+from jspec.engine.request import Request
+from jspec.engine.stop_pool import StopPool
+
+SMALL_BUCKETS: tuple[int, ...] = (1, 4, 16)
+"""Numbers of slots for which rounds are compiled; beyond them, every power of two. Rounds of few sequences all take
+about as long, because the weights are read once."""
+TIERS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("temperature", "top_k", "top_p", "min_p"),
+    tuple(field.name for field in dataclasses.fields(RowSampling) if field.name != "logit_bias"),
+    tuple(field.name for field in dataclasses.fields(RowSampling)),
+)
+"""Sets of sampling options for which rounds are compiled: a burst runs the first set that has all options in use."""
+
+
+_UNUSED = {
+    "temperature": 0.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": 0.0,
+    "min_new_tokens": 0,
+}
+"""Values of the sampling options that change nothing."""
+_ADMITTED = ("slots", "length", "limit", "prompt_length", "stop_state", "shared", "rounds")
+
+
+@dataclasses.dataclass(eq=False)
+class DeviceRequest(Request):
+    """A request with what the device needs to know of it.
+
+    start_state: of its stop automaton in the pool.
+    """
+
+    sampling: Sampling | None = None
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+    start_state: int = 0
+
+
+class Static(TypedDict):
+    """The static arguments of the programs."""
+
+    target: Target
+    drafter: Drafter
+    accept: Accept
+
+
+@dataclasses.dataclass(eq=False)
+class Flight:
+    """A program that has been dispatched: its report is on its way to the host.
+
+    places: the row of the report that belongs to each request.
+    """
+
+    plan: Read | Burst
+    report: Report
+    places: dict[Request, int]
+
+    def land(self) -> "dict[Request, Landing]":
+        """Waits for the report; returns what each request got."""
+        report = jax.device_get(self.report)
+        return {request: _landing(request, report, row) for request, row in self.places.items()}
+
+
+@dataclasses.dataclass
+class Landing(Landed):
+    """What a request got.
+
+    origin, logprobs: of each new token; logprobs None if they are not recorded.
+    dropped: accepted tokens after the end, as in `GenerationStats`.
+    """
+
+    origin: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] | None = None
+    dropped: int = 0
+
+
+class Device:
+    """Runs the plans of a scheduler.
+
+    parts: the acceptance rule among them is that of bursts in which a sequence samples.
+    max_rounds: of a burst.
+    greedy_rule: the acceptance rule of bursts in which no sequence samples; None: the same as of the others.
+
+    Attributes:
+      state: the decode state of all slots, replaced by every program.
+      stops: the stop automata of the requests.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        parts: Static,
+        stops: StopPool,
+        *,
+        num_slots: int,
+        context: int,
+        page_size: int,
+        pages: int,
+        max_rounds: int,
+        greedy_rule: Accept | None = greedy,
+    ):
+        self.params, self.parts, self.stops = params, parts, stops
+        self.num_slots, self.context, self.max_rounds = num_slots, context, max_rounds
+        self._greedy_rule = greedy_rule
+        self._width = -(-context // page_size)
+        self._buckets = buckets(num_slots)
+        self._last_sampling: tuple[object, RowSampling | None, object] = (None, None, None)
+        sizes = {"num_slots": num_slots, "context": context, "page_size": page_size, "pages": pages}
+        self.state: DecodeState = jax.jit(partial(programs.empty_state, **parts, **sizes))(params)
+        self._nodes: int = decode.draft_shape(params, self.state, parts["drafter"])[1]
+
+    def release(self, empty: Sequence[int]) -> None:
+        """Empties slots."""
+        mask = np.zeros(self.num_slots, bool)
+        mask[list(empty)] = True
+        self.state = programs.release(self.state, _argument(mask))
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Puts requests into slots."""
+        count = next(size for size in self._buckets if size >= len(admissions))
+        columns = {name: np.zeros(count, np.int32) for name in _ADMITTED}
+        columns["slots"][:] = self.num_slots
+        tokens = np.zeros((count, self.context), np.int32)
+        accept_counts = np.zeros((count, self.parts["drafter"].depth + 1), np.int32)
+        seeds = np.zeros(count, np.uint32)
+        for row, admission in enumerate(admissions):
+            request = admission.request
+            assert isinstance(request, DeviceRequest)
+            known = admission.known
+            tokens[row, : len(known)] = known
+            seeds[row] = request.seed
+            if admission.accept_counts:
+                accept_counts[row] = admission.accept_counts
+            values = {
+                "slots": admission.slot,
+                "length": len(known),
+                "limit": len(request.prompt) + request.max_new_tokens,
+                "prompt_length": len(request.prompt),
+                "stop_state": self.stops.state_after(request.start_state, request.tokens),
+                "shared": admission.begin,
+                "rounds": admission.rounds,
+            }
+            for name, value in values.items():
+                columns[name][row] = value
+        arguments = {name: _argument(column) for name, column in columns.items()}
+        new = Admitted(
+            tokens=_argument(tokens), seed=_argument(seeds), accept_counts=_argument(accept_counts), **arguments
+        )
+        self.state = programs.admit(self.state, new, drafter=self.parts["drafter"])
+
+    def read(self, plan: Read) -> Flight:
+        """Reads chunks of some prompts."""
+        seats = self._seats(plan.slots, plan.rows)
+        static, view = self._view(plan.requests, plan.table, seats)
+        columns = (plan.begin, plan.count, plan.ends, plan.known)
+        kinds = (np.int32, np.int32, np.bool_, np.bool_)
+        read = ReadPlan(*(seats.column(x, kind) for x, kind in zip(columns, kinds, strict=True)))
+        self.state, report = programs.read(self.params, self.state, view, read, **static, size=plan.size)
+        chosen = [x for x, ends, known in zip(plan.requests, plan.ends, plan.known, strict=True) if ends and not known]
+        return _take_off(plan, report, {x: seats.rows[plan.requests.index(x)] for x in chosen})
+
+    def burst(self, plan: Burst) -> Flight:
+        """Runs rounds."""
+        seats = self._seats(plan.slots, next(size for size in self._buckets if size >= len(plan.slots)))
+        static, view = self._view(plan.requests, plan.table, seats)
+        ceiling = seats.column(plan.ceiling, np.int32)
+        many = jax.default_backend() == "gpu" and seats.size * self._nodes > TRITON_GEMM_MAX_TOKENS
+        program = programs.burst_many if many else programs.burst
+        rounds, want = np.int32(plan.rounds), np.bool_(plan.want)
+        static = {**static, "max_rounds": self.max_rounds}
+        self.state, report = program(self.params, self.state, view, ceiling, rounds, want, **static)
+        return _take_off(plan, report, dict(zip(plan.requests, seats.rows, strict=True)))
+
+    def _seats(self, chosen: Sequence[int], size: int) -> "Seats":
+        """The rows of a program of this size for these slots; other slots, which stand still, fill it up."""
+        if size == self.num_slots:
+            return Seats(None, list(chosen), size)
+        others = (slot for slot in range(self.num_slots) if slot not in chosen)
+        filled = [*chosen, *(next(others) for _ in range(size - len(chosen)))]
+        return Seats(np.array(filled, np.int32), list(range(len(chosen))), size)
+
+    def _view(
+        self, requests: Sequence[Request], pages: Sequence[Sequence[int]], seats: "Seats"
+    ) -> "tuple[ViewStatic, View]":
+        """What the host adds to the state of some slots, and the static arguments that depend on their options."""
+        table = np.zeros((seats.size, self._width), np.int32)
+        samplings: list[Sampling | None] = [None] * seats.size
+        logprobs = False
+        for request, own, row in zip(requests, pages, seats.rows, strict=True):
+            assert isinstance(request, DeviceRequest)
+            table[row, : len(own)] = own
+            samplings[row] = request.sampling
+            logprobs = logprobs or request.logprobs
+        tier, rule = TIERS[max(map(tier_of, samplings))], self.parts["accept"]
+        if not tier:
+            tier, rule = (TIERS[1], rule) if self._greedy_rule is None else (tier, self._greedy_rule)
+        chosen = None if seats.slots is None else _argument(seats.slots)
+        view = View(
+            chosen, _argument(table), self.stops.table, self.stops.token_class, self._row_sampling(samplings, tier)
+        )
+        target, drafter = self.parts["target"], self.parts["drafter"]
+        static = ViewStatic(target=target, drafter=drafter, accept=rule, logprobs=logprobs)
+        return static, view
+
+    def _row_sampling(self, samplings: Sequence[Sampling | None], tier: tuple[str, ...]) -> RowSampling | None:
+        """The columns of a tier. They rarely change from burst to burst, so the last ones are kept."""
+        key = tuple(map(id, samplings)), tier
+        if key != self._last_sampling[0]:
+            columns = row_columns(samplings, tier, self.parts["target"].vocab_size) if tier else None
+            self._last_sampling = key, columns, tuple(samplings)
+        return self._last_sampling[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seats:
+    """Which rows of a program belong to which slots.
+
+    slots: the slot of each row; None: row i is slot i.
+    rows: the row of each request.
+    size: number of rows.
+    """
+
+    slots: Int[np.ndarray, " R"] | None
+    rows: list[int]
+    size: int
+
+    def column(self, values: Sequence[int] | Sequence[bool], kind: type[np.generic]) -> Array:
+        """One value per request in its row, zeros elsewhere."""
+        column = np.zeros(self.size, kind)
+        column[self.rows] = values
+        return _argument(column)
+
+
+class ViewStatic(Static):
+    """The static arguments of the programs that work on a view."""
+
+    logprobs: bool
+
+
+def buckets(num_slots: int) -> list[int]:
+    """Numbers of slots for which rounds are compiled, ascending; the last is all of them."""
+    sizes = list(SMALL_BUCKETS)
+    while sizes[-1] < num_slots:
+        sizes.append(2 * sizes[-1])
+    return [*(size for size in sizes if size < num_slots), num_slots]
+
+
+def tier_of(sampling: Sampling | None) -> int:
+    """The index in `TIERS` of the smallest set with the options that are in use."""
+    if sampling is None:
+        return 0
+    values = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+    used = {name for name, value in values.items() if value is not None and value != _UNUSED.get(name)}
+    return next(index for index, tier in enumerate(TIERS) if used <= set(tier))
+
+
+def row_columns(samplings: Sequence[Sampling | None], tier: tuple[str, ...], vocab_size: int) -> RowSampling:
+    """The options of a tier, one value per row; where a row does not use an option, the value that changes nothing."""
+    row = per_row(samplings, len(samplings), vocab_size)
+    columns = {}
+    for name in tier:
+        column = None if row is None else getattr(row, name)
+        if column is None:
+            shape = (len(samplings), vocab_size) if name == "logit_bias" else (len(samplings),)
+            kind = np.int32 if name in ("top_k", "min_new_tokens") else np.float32
+            unused = {**_UNUSED, "top_k": vocab_size, "top_p": 1.0}[name]
+            column = jax.device_put(np.full(shape, unused, kind))
+        columns[name] = column
+    return RowSampling(**columns)
+
+
+def _argument(x: np.ndarray) -> Array:
+    """A host array as an argument of a jitted program, which copies it to the device at the call."""
+    return cast(Array, x)
+
+
+def _take_off(plan: Read | Burst, report: Report, places: dict[Request, int]) -> Flight:
+    """Starts the copy of a report to the host, which runs beside the next program."""
+    if places:
+        jax.tree.map(lambda x: x.copy_to_host_async(), report)
+    return Flight(plan, report, places)
+
+
+def _landing(request: Request, report: Report, row: int) -> Landing:
+    before = len(request.known)
+    count = int(report.length[row]) - before
+    return Landing(
+        length=int(report.length[row]),
+        tokens=report.tokens[row, :count].tolist(),
+        finish_code=int(report.finish_code[row]),
+        rounds=int(report.rounds[row]),
+        accept_counts=report.accept_counts[row].tolist(),
+        origin=report.origin[row, :count].tolist(),
+        logprobs=None if report.logprobs is None else report.logprobs[row, :count].tolist(),
+        dropped=int(report.dropped[row]),
+    )

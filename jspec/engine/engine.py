@@ -1,0 +1,519 @@
+"""The engine: any number of requests over a fixed number of slots, with the loop on the device."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from typing import TypedDict, Unpack, overload
+
+import jax
+from jaxtyping import PyTree
+from tqdm import tqdm
+
+from jspec.core import stopping
+from jspec.core.accept import greedy
+from jspec.core.checks import check_flag, check_int, check_number
+from jspec.core.sampling import Sampling, per_row
+from jspec.core.types import Accept, Drafter, Params, RowSampling
+from jspec.engine import memory, programs
+from jspec.engine.device import Device, DeviceRequest, Landing, Static
+from jspec.engine.handle import FINISH_REASONS, EngineError, Handle, wake
+from jspec.engine.loop import FLIGHTS, MAX_ROUNDS, Loop
+from jspec.engine.metrics import Counters, Metrics
+from jspec.engine.model import Model
+from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateOptions, choose_drafter, choose_rule
+from jspec.engine.pages import Pages
+from jspec.engine.request import Request
+from jspec.engine.result import Generation, Generations, GenerationStats, Piece
+from jspec.engine.run import Prompt, bucket, encode_prompts
+from jspec.engine.schedule import Scheduler
+from jspec.engine.stop_pool import StopPool
+from jspec.models.sizes import tree_bytes
+
+DEFAULT_CONTEXT = 8192
+"""Tokens of the longest request, prompt included, unless the model's context is shorter."""
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as `max_queue` allows."""
+
+
+class RequestKeywords(TypedDict, total=False):
+    """The options of a request; see `Engine.submit`."""
+
+    max_new_tokens: int
+    sampling: Sampling | None
+    stop: str | Sequence[str]
+    logprobs: bool
+    priority: int
+    salt: str
+
+
+class Engine:
+    """Generates for any number of requests at once: a slot that becomes free takes the next one (continuous batching).
+
+    The tokens of a request are those of `jspec.generate` with the same options, whatever else the engine does. A thread
+    of the engine talks to the device; all methods may be called from any thread.
+
+        with jspec.Engine(model, slots=64) as engine:
+            texts = engine.generate(prompts, max_new_tokens=256).text
+            for piece in engine.submit("Once upon a time"):
+                print(piece.text, end="")
+
+    Args:
+      model: from `jspec.load`.
+      drafter, accept: as in `jspec.generate`, for all requests. accept None: "coupled" for requests that sample.
+      slots: sequences that are generated at the same time.
+      context: tokens of the longest request, prompt included. None: the model's context, at most 8192.
+      pages: pages of the caches. None: as many as all slots can use, or as `memory_fraction` allows.
+      memory_fraction: fraction of the device's memory that may be in use, weights included, when `pages` is None.
+      page_size: rows per cache page. Whole pages are what requests share.
+      prefill_tokens: tokens of prompts that are read between two bursts while others generate.
+      burst_ms: time that the device runs rounds before the host hears of them, in milliseconds.
+      prefix_cache: whether requests share the pages of equal beginnings.
+      max_queue: requests that may wait for a slot; None: any number.
+
+    Raises:
+      ValueError, TypeError: invalid arguments, or a model that does not fit.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        drafter: str | Drafter | None = "auto",
+        accept: str | Accept | None = None,
+        slots: int = 64,
+        context: int | None = None,
+        pages: int | None = None,
+        memory_fraction: float = 0.9,
+        page_size: int = DEFAULT_PAGE_SIZE,
+        prefill_tokens: int = 1024,
+        burst_ms: float = 25.0,
+        prefix_cache: bool = True,
+        max_queue: int | None = None,
+    ):
+        # Check the arguments.
+        slots = check_int("slots", slots, least=1)
+        page_size = check_int("page_size", page_size, least=1)
+        prefill_tokens = check_int("prefill_tokens", prefill_tokens, least=1)
+        burst_seconds = check_number("burst_ms", burst_ms, above=0.0) / 1e3
+        share = check_flag("prefix_cache", prefix_cache)
+        self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, least=0)
+        fraction = check_number("memory_fraction", memory_fraction, above=0.0, most=1.0)
+        longest = model.target.max_length
+        context = min(longest, DEFAULT_CONTEXT) if context is None else context
+        context = check_int("context", context, least=2, most=longest)
+
+        # Choose the parts of a round.
+        self.model, self.context = model, context
+        any_row = RowSampling(temperature=jax.numpy.zeros(1))
+        rule, chosen = choose_rule(accept, any_row, choose_drafter(drafter, model))
+        bound = chosen.bind(model.target, model.draft)
+        parts: Static = {"target": model.target, "drafter": bound, "accept": rule}
+        # A rule by name is the greedy one where nothing is sampled, unless the drafter was adapted to it.
+        greedy_rule = greedy if accept in (None, "coupled") else None if isinstance(accept, str) else rule
+
+        # Size the caches and make the state of all slots.
+        sizes = {"num_slots": slots, "context": context, "page_size": page_size}
+        wanted = slots * -(-context // page_size) + 1
+        if pages is None:
+            pages = fit_pages(model.params, parts, sizes, wanted, fraction)
+        pages = check_int("pages", pages, least=2)
+        self.stops = StopPool(model)
+        self.device = Device(
+            model.params, parts, self.stops, **sizes, pages=pages, max_rounds=MAX_ROUNDS, greedy_rule=greedy_rule
+        )
+        ahead = programs.sharing(self.device.state, bound)
+        further = programs.further_rows(self.device.state, bound)
+        self.scheduler = Scheduler(
+            slots=slots,
+            pages=Pages(pages, page_size, ahead if share else None),
+            context=context,
+            depth=bound.depth,
+            further=further,
+            read_shapes=read_shapes(slots, context, prefill_tokens, max(1, ahead or 0) + further),
+            prefill_tokens=prefill_tokens,
+            flights=FLIGHTS,
+        )
+        self._loop = Loop(self.device, self.scheduler, burst_seconds=burst_seconds)
+        self._handles: dict[DeviceRequest, Handle] = {}
+        self._counters = Counters(bound.depth)
+        self._waiting = 0
+
+        # Start the thread.
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="jspec engine", daemon=True)
+        self._thread.start()
+
+    # What users call, from any thread
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+        logprobs: bool = False,
+        priority: int = 0,
+        salt: str = "",
+    ) -> Handle:
+        """Puts a request into the queue.
+
+        Args:
+          prompt: text or token ids.
+          max_new_tokens, sampling, stop, seed, logprobs: as in `jspec.generate`.
+          priority: requests of a higher priority get slots first; among equals the earlier one.
+          salt: requests share the pages of equal beginnings only if their salts are equal.
+
+        Raises:
+          ValueError, TypeError: invalid arguments, or a request that can never fit.
+          QueueFull: `max_queue` requests wait.
+          EngineError: the engine has failed or is closed.
+        """
+        options = GenerateOptions(
+            drafter=None, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, seed=seed, logprobs=logprobs
+        )
+        single, (ids,) = encode_prompts(self.model, prompt)
+        handle = self._make(ids, options, int(options.seeds(1)[0]), sampling, priority, salt)
+        self._enqueue([handle], self.max_queue)
+        return handle
+
+    @overload
+    def generate(  # pyright: ignore[reportOverlappingOverload]
+        self, prompts: str | Sequence[int], *, seed: int = ..., progress: bool = ..., **options: Unpack[RequestKeywords]
+    ) -> Generation: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int | Sequence[int] = ...,
+        progress: bool = ...,
+        **options: Unpack[RequestKeywords],
+    ) -> Generations: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | Sequence[Sampling | None] | None = None,
+        stop: str | Sequence[str] = (),
+        seed: int | Sequence[int] = 0,
+        logprobs: bool = False,
+        priority: int = 0,
+        salt: str = "",
+        progress: bool = False,
+    ) -> Generation | Generations:
+        """Continues any number of prompts and waits for all of them.
+
+        Args:
+          prompts: one prompt or a list of prompts, each as text or as token ids.
+          max_new_tokens, sampling, stop, seed, logprobs: as in `jspec.generate`; prompt i of a list has `seed + i`.
+          priority, salt: as in `submit`.
+          progress: whether to display a progress bar.
+
+        Raises:
+          ValueError, TypeError: invalid arguments, before anything is generated.
+          EngineError: the engine has failed or is closed.
+        """
+        options = GenerateOptions(
+            drafter=None, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, seed=seed, logprobs=logprobs
+        )
+        single, prompt_ids = encode_prompts(self.model, prompts)
+        each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompt_ids)
+        if len(each) != len(prompt_ids):
+            raise ValueError(f"sampling: {len(each)} for {len(prompt_ids)} prompts; must be one, or one per prompt")
+        began = time.monotonic()
+        arguments = zip(prompt_ids, options.seeds(len(prompt_ids)).tolist(), each, strict=True)
+        handles = [
+            self._make(ids, options, each_seed, each_sampling, priority, salt)
+            for ids, each_seed, each_sampling in arguments
+        ]
+        self._enqueue(handles)
+        try:
+            with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:
+                for handle in handles:
+                    handle.result()
+                    bar.update()
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        items = [handle.generation() for handle in handles]
+        if single:
+            return items[0]
+        return Generations(items, GenerationStats.total([x.stats for x in items], time.monotonic() - began))
+
+    async def stream(self, prompt: Prompt, **options: Unpack[RequestKeywords]) -> AsyncIterator[Piece]:
+        """The pieces of one request, for `async for`. Leaving the loop cancels the request."""
+        handle = self.submit(prompt, **options)
+        try:
+            async for piece in handle:
+                yield piece
+        finally:
+            handle.cancel()
+
+    def update(self, params: Params) -> None:
+        """Replaces the weights, such as those of a running trainer, between two bursts. Compiles nothing.
+
+        Requests that are running continue with the new weights over the keys and values of the old ones; nothing that
+        was cached with the old weights is found by later requests.
+
+        params: weights of target and draft, of the structure, shapes and dtypes of `model.params`.
+
+        Raises:
+          ValueError: another structure, shape or dtype.
+        """
+        check_same_shapes(self.model.params, params)
+        done = threading.Event()
+
+        def replace() -> None:
+            self.device.params = params
+            self.scheduler.forget()
+            done.set()
+
+        self._call(replace)
+        while not done.wait(1.0):
+            self._check_alive()
+
+    def metrics(self) -> Metrics:
+        """Counters since the start, and what is there now."""
+        scheduler, counters = self.scheduler, self._counters
+        rounds, accepted = counters.rounds, counters.accepted_by_position
+        return Metrics(
+            running=scheduler.running,
+            waiting=self._waiting,
+            held=scheduler.held,
+            slots=scheduler.slots,
+            pages=scheduler.pages.count - 1,
+            pages_used=scheduler.pages.count - 1 - scheduler.pages.available,
+            prefix_queries=scheduler.pages.queries,
+            prefix_hits=scheduler.pages.hits,
+            prompt_tokens=counters.prompt_tokens,
+            new_tokens=counters.new_tokens,
+            requests_finished=dict(counters.finished),
+            preemptions=scheduler.preemptions,
+            rounds=rounds,
+            drafted=rounds * scheduler.depth,
+            accepted=sum(accepted),
+            accepted_by_position=accepted,
+            **counters.histograms(),
+        )
+
+    def close(self) -> None:
+        """Cancels all requests and ends the engine's thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        drafter = type(self.device.parts["drafter"]).__name__
+        return f"Engine({self.model.name!r}, {drafter}, {self.device.num_slots} slots, context {self.context})"
+
+    def _make(
+        self,
+        ids: list[int],
+        options: GenerateOptions,
+        seed: int,
+        sampling: Sampling | None,
+        priority: int,
+        salt: str,
+    ) -> Handle:
+        """A request that is not in the queue yet."""
+        self._check_alive()
+        request = DeviceRequest(ids, options.max_new_tokens, priority, salt)
+        request.sampling, request.seed = sampling, seed
+        request.stop, request.logprobs = tuple(options.stop), options.logprobs
+        self.scheduler.check_fits(request)
+        per_row(sampling, 1, self.model.target.vocab_size)
+        request.start_state = self.stops.add(request.stop)
+        return Handle(request, self.model.tokenizer, self._cancel, self.scheduler.depth)
+
+    def _enqueue(self, handles: Sequence[Handle], most: int | None = None) -> None:
+        """Puts requests into the queue, all at once, if at most `most` wait then."""
+
+        def submit() -> None:
+            for handle in handles:
+                self._handles[handle.request] = handle
+                self.scheduler.submit(handle.request)
+
+        with self._wake:
+            if most is not None and self._waiting + len(handles) > most:
+                for handle in handles:
+                    self.stops.remove(handle.request.stop)
+                raise QueueFull(f"max_queue={most}: as many requests wait already; try again later")
+            self._waiting += len(handles)
+            self._calls.append(submit)
+            self._wake.notify()
+
+    def _cancel(self, handle: Handle) -> None:
+        def cancel() -> None:
+            if not handle.done:
+                self.scheduler.cancel(handle.request)
+                self._end(handle)
+                wake(handle.end())
+
+        if not handle.done:
+            self._call(cancel)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Lets the engine's thread call a function before its next turn."""
+        with self._wake:
+            self._calls.append(function)
+            self._wake.notify()
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise EngineError(f"the engine has failed: {self._error}") from self._error
+        if self._closing:
+            raise EngineError("the engine is closed")
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._take_calls():
+                self._turn()
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._wake:
+                self._closing = True
+            self._take_calls(wait=False)
+            for handle in self._handles.values():
+                wake(handle.end(self._error))
+            self._handles.clear()
+
+    def _take_calls(self, *, wait: bool = True) -> bool:
+        """Does what other threads have asked for; waits for something to do. False: the engine is closing."""
+        with self._wake:
+            while wait and self.scheduler.idle and not self._calls and not self._closing:
+                self._wake.wait()
+            calls = list(self._calls)
+            self._calls.clear()
+        for call in calls:
+            call()
+        return not self._closing
+
+    def _turn(self) -> None:
+        """A turn of the loop; hands out what it brought."""
+        admissions, results = self._loop.turn()
+        now = time.monotonic()
+        for admission in admissions:
+            self._count_admission(admission.request, now)
+        waiters = []
+        for request, landing in results:
+            handle = self._handles[request]
+            self._count_tokens(handle, landing, now)
+            waiters += handle.deliver(landing, now)
+            # One turn may bring several reports of a request; `request` is already as the last one has it.
+            if landing.finish_code != stopping.RUNNING:
+                self._end(handle)
+        wake(waiters)
+
+    def _end(self, handle: Handle) -> None:
+        """Forgets a request that has ended."""
+        del self._handles[handle.request]
+        self.stops.remove(handle.request.stop)
+        self._counters.finished[FINISH_REASONS.get(handle.request.finish_code, "cancelled")] += 1
+        self._counters.observe("end_to_end", time.monotonic() - handle.times.submitted)
+        if handle.times.admitted is None:
+            with self._wake:
+                self._waiting -= 1
+
+    def _count_admission(self, request: Request, now: float) -> None:
+        assert isinstance(request, DeviceRequest)
+        times = self._handles[request].times
+        if times.admitted is None:
+            times.admitted = now
+            self._counters.prompt_tokens += len(request.prompt)
+            self._counters.observe("queue_time", now - times.submitted)
+            with self._wake:
+                self._waiting -= 1
+
+    def _count_tokens(self, handle: Handle, landing: Landing, now: float) -> None:
+        counters, times, old = self._counters, handle.times, handle.counted
+        counters.new_tokens += len(landing.tokens)
+        counters.rounds += landing.rounds - old[0]
+        for index, count in enumerate(landing.accept_counts):
+            counters.accept_counts[index] += count - old[1][index]
+        handle.counted = landing.rounds, landing.accept_counts
+        if not landing.tokens:
+            return
+        if times.last_token is None:
+            counters.observe("time_to_first_token", now - times.submitted)
+        else:
+            counters.observe("inter_token", (now - times.last_token) / len(landing.tokens), len(landing.tokens))
+
+
+def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> list[tuple[int, int]]:
+    """Shapes (sequences, columns) of the programs that read: few long chunks or many short ones.
+
+    least: columns of the smallest.
+    """
+    areas = {rows: prefill_tokens // rows for rows in (1, 2, 4, 8, 16)}
+    halves = {rows: size // 2 for rows, size in areas.items() if rows <= 4}
+    wanted = [*areas.items(), *halves.items(), (1, prefill_tokens // 4)]
+    return sorted({(rows, max(min(size, bucket(context)), least)) for rows, size in wanted if rows <= slots})
+
+
+def fit_pages(params: Params, parts: Static, sizes: dict[str, int], wanted: int, fraction: float) -> int:
+    """The number of pages that fit: at most `wanted`, at least enough for one sequence.
+
+    Raises:
+      ValueError: not even those fit.
+    """
+
+    def needed(pages: int) -> int:
+        state = jax.eval_shape(partial(programs.empty_state, **parts, **sizes, pages=pages), params)
+        return tree_bytes(state)
+
+    least = -(-sizes["context"] // sizes["page_size"]) + 2
+    each, fixed = needed(3) - needed(2), needed(1)
+    has = memory.free_bytes()
+    if has is None or each == 0:
+        return max(wanted, least)
+    budget = has[0] - int((1 - fraction) * has[1])
+    pages = min(wanted, 1 + (budget - fixed) // each)
+    if pages < min(wanted, least):
+        raise ValueError(
+            f"slots={sizes['num_slots']}, context={sizes['context']}: the state takes "
+            f"{memory.gigabytes(needed(least))} with pages for one sequence, {memory.gigabytes(max(0, budget))} are "
+            f"available at memory_fraction={fraction}; use fewer slots or a shorter context"
+        )
+    return pages
+
+
+def check_same_shapes(old: PyTree, new: PyTree) -> None:
+    """Checks that weights can replace others without compiling anything.
+
+    Raises:
+      ValueError: another structure, shape or dtype, with the path of the leaf.
+    """
+    olds, structure = jax.tree_util.tree_flatten_with_path(old)
+    news, other = jax.tree_util.tree_flatten_with_path(new)
+    if structure != other:
+        raise ValueError(f"params: their structure is {other}; must be {structure}")
+    for (path, x), (_, y) in zip(olds, news, strict=True):
+        if not hasattr(y, "shape") or x.shape != y.shape or x.dtype != y.dtype:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)}: is {getattr(y, 'dtype', type(y).__name__)}"
+                f"{list(getattr(y, 'shape', ()))}; must be {x.dtype}{list(x.shape)}"
+            )

@@ -1,0 +1,201 @@
+"""A request in the hands of its user: pieces as they come, the result, and cancelling."""
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import numpy as np
+
+from jspec.core import stopping
+from jspec.engine.device import DeviceRequest, Landing
+from jspec.engine.result import FinishReason, Generation, GenerationStats, Piece
+from jspec.text.stream import TextStream
+from jspec.text.tokenizer import Tokenizer
+
+FINISH_REASONS: dict[int, FinishReason] = {
+    stopping.EOS: "eos",
+    stopping.STOP: "stop",
+    stopping.LENGTH: "length",
+}
+
+
+class EngineError(RuntimeError):
+    """The engine has failed; all its requests have ended with this error."""
+
+
+@dataclasses.dataclass(eq=False)
+class Times:
+    """When things happened to a request, in seconds of `time.monotonic`; None: not yet."""
+
+    submitted: float = dataclasses.field(default_factory=time.monotonic)
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
+
+
+class Handle:
+    """A submitted request.
+
+    Iterating, with `for` or `async for`, gives a `Piece` for each report of the device that has new tokens of this
+    request, from the first one on, whenever the iteration begins.
+
+    Attributes:
+      request: what the scheduler knows of it.
+      times: when things happened to it.
+      counted: rounds and accept counts that the engine's own counters have.
+    """
+
+    def __init__(
+        self, request: DeviceRequest, tokenizer: Tokenizer | None, cancel: Callable[["Handle"], None], depth: int
+    ):
+        self.request, self.times = request, Times()
+        self._tokenizer, self._cancel, self._depth = tokenizer, cancel, depth
+        self._stream = None
+        if tokenizer is not None:
+            self._stream = TextStream(tokenizer, request.prompt, request.stop)
+        self._changed = threading.Condition()
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._pieces: list[Piece] = []
+        self._origin: list[int] = []
+        self._logprobs: list[float] = []
+        self._ended, self._dropped = False, 0
+        self._error: BaseException | None = None
+        self._finish: FinishReason | None = None
+        self.counted: tuple[int, list[int]] = 0, [0] * (depth + 1)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: finished, cancelled or failed."""
+        return self._ended
+
+    def __iter__(self) -> Iterator[Piece]:
+        index = 0
+        while True:
+            with self._changed:
+                while index >= len(self._pieces) and not self._ended:
+                    self._changed.wait()
+                new = self._pieces[index:]
+            if not new:
+                self._raise()
+                return
+            index += len(new)
+            yield from new
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        index, event, loop = 0, asyncio.Event(), asyncio.get_running_loop()
+        waiter = loop, event
+        with self._changed:
+            self._waiters.append(waiter)
+        try:
+            while True:
+                event.clear()
+                new = self._pieces[index:]
+                if not new and not self._ended:
+                    await event.wait()
+                    continue
+                if not new:
+                    self._raise()
+                    return
+                index += len(new)
+                for piece in new:
+                    yield piece
+        finally:
+            with self._changed:
+                self._waiters.remove(waiter)
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Waits for its end; returns what was generated. A cancelled request returns what there was by then.
+
+        timeout: seconds; None: no limit.
+
+        Raises:
+          TimeoutError: it has not ended by then.
+          EngineError: the engine has failed.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ended, timeout):
+                raise TimeoutError(f"the request has not ended after {timeout} seconds")
+        self._raise()
+        return self.generation()
+
+    def generation(self) -> Generation:
+        """What has been generated so far."""
+        request = self.request
+        counts = np.zeros((1, self._depth + 1), np.int32)
+        if request.accept_counts:
+            counts[0] = request.accept_counts
+        first, last = self.times.first_token, self.times.last_token
+        seconds = 0.0 if first is None or last is None else last - first
+        with self._changed:
+            pieces = list(self._pieces)
+        return Generation(
+            tokens=[token for piece in pieces for token in piece.tokens],
+            text=None if self._tokenizer is None else "".join(piece.text for piece in pieces),
+            finish_reason=self._finish,
+            stats=GenerationStats(
+                np.array([request.rounds], np.int32), counts, seconds, np.array([self._dropped], np.int32)
+            ),
+            origin=list(self._origin),
+            logprobs=list(self._logprobs) if request.logprobs else None,
+            prompt=list(request.prompt),
+            tokenizer=self._tokenizer,
+        )
+
+    def cancel(self) -> None:
+        """Ends it; its slot and its pages are free at once. No effect on a request that has ended."""
+        self._cancel(self)
+
+    # The engine's side. `deliver` and `end` return the waiters to wake, so that a loop is woken once per report.
+
+    def deliver(self, landing: Landing, now: float) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
+        """Takes in what a report brought, and the end if it brought that."""
+        tokens, ends = landing.tokens, landing.finish_code != stopping.RUNNING
+        if tokens:
+            self._origin += landing.origin
+            self._logprobs += landing.logprobs or []
+            self.times.first_token = self.times.first_token or now
+            self.times.last_token = now
+        text = ""
+        if self._stream is not None:
+            text = self._stream.push(tokens) + (self._stream.finish() if ends else "")
+        reason = FINISH_REASONS.get(landing.finish_code)
+        with self._changed:
+            if tokens or text:
+                logprobs = landing.logprobs if self.request.logprobs else None
+                self._pieces.append(Piece(0, text, tokens, logprobs, reason))
+            if ends:
+                self._dropped = landing.dropped
+                self._finish, self._ended, self.times.ended = reason, True, now
+            self._changed.notify_all()
+            return list(self._waiters)
+
+    def end(self, error: BaseException | None = None) -> list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]:
+        """Ends it without a finish code: cancelled, or failed with an error."""
+        with self._changed:
+            if not self._ended:
+                self._finish, self._error, self._ended = "cancelled", error, True
+                self.times.ended = time.monotonic()
+            self._changed.notify_all()
+            return list(self._waiters)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise EngineError(f"the engine has failed: {self._error}") from self._error
+
+
+def wake(waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    """Sets all events, with one call per event loop."""
+    events: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for loop, event in waiters:
+        events.setdefault(loop, []).append(event)
+
+    def set_all(events: list[asyncio.Event]) -> None:
+        for event in events:
+            event.set()
+
+    for loop, each in events.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(set_all, each)

@@ -1,0 +1,318 @@
+"""The device programs of the engine. All take and give one donated state of S slots, which never leaves the device.
+
+`admit` puts sequences into slots, `read` reads chunks of their prompts, `burst` runs rounds, `release` empties slots. A
+program works on a view of some slots (`jspec.core.slots`), so its shapes do not depend on S. What comes back to the
+host is a `Report`: small arrays of its own, never parts of the state, which the next program may already be changing.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Int8, Int16, Key, PyTree, UInt32
+
+from jspec.core import decode, slots, stopping
+from jspec.core.sampling import RowSampling
+from jspec.core.stopping import Stop
+from jspec.core.struct import struct
+from jspec.core.types import Accept, DecodeState, Drafter, PagedDrafter, Params, Stats, Target
+from jspec.core.xla_options import LoopProgram
+
+WAITING, EMPTY = 8, 9
+"""Finish codes of slots that stand still: the prompt is not read yet; no sequence is there."""
+STATIC = ("target", "drafter", "accept")
+
+
+@struct
+class Report:
+    """What the host learns of R slots after a program."""
+
+    length: Int[Array, " R"]
+    finish_code: Int[Array, " R"]
+    tokens: Int[Array, "R W"]
+    """The tokens that the program has appended, from the first column on."""
+    origin: Int8[Array, "R W"]
+    logprobs: Float[Array, "R W"] | None
+    rounds: Int[Array, " R"]
+    accept_counts: Int[Array, "R A"]
+    dropped: Int[Array, " R"]
+
+
+@struct
+class View:
+    """What a program gets from the host about the R slots that it works on.
+
+    slots: None: all of them, in order.
+    table: the pages of each; unused entries are 0.
+    stop_table, token_class: one automaton for all sequences, as in `stopping.Stop`; their states differ.
+    """
+
+    slots: Int[Array, " R"] | None
+    table: Int[Array, "R W"]
+    stop_table: Int16[Array, "states classes"] | None
+    token_class: Int[Array, " V"] | None
+    sampling: RowSampling | None
+
+
+def empty_state(
+    params: Params,
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    num_slots: int,
+    context: int,
+    page_size: int,
+    pages: int,
+) -> DecodeState:
+    """A state of empty slots, for sequences of at most `context` tokens, and pools of `pages` pages."""
+
+    def prefilled() -> DecodeState:
+        ids, count = jnp.zeros((num_slots, 4), jnp.int32), jnp.full(num_slots, 4, jnp.int32)
+        keys, stop = seeds_to_keys(count.astype(jnp.uint32)), Stop(None, None, jnp.zeros(num_slots, jnp.int16))
+        return decode.prefill(
+            params,
+            ids,
+            count,
+            count + 1,
+            keys,
+            stop,
+            target=target,
+            drafter=drafter,
+            accept=accept,
+            capacity=context,
+            page_size=page_size,
+            chunk=2,
+        )
+
+    # A drafter's state has all its parts only after a prompt is read, so the structure is that of a prefilled state.
+    like = jax.eval_shape(prefilled)
+    target_cache = target.init_cache(params.target, num_slots, context, page_size)
+    caches = iter(all_caches((target_cache, drafter.init(params, num_slots, context, page_size))))
+    s = slots.map_parts(lambda _: next(caches).pooled(pages), _zeros, like)
+    length, finish = jnp.ones_like(s.length), jnp.full_like(s.finish_code, EMPTY)
+    return dataclasses.replace(s, length=length, finish_code=finish)
+
+
+def all_caches(tree: PyTree) -> list[slots.SlotCache]:
+    """The caches in a state or in a part of it."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=slots.is_slot_cache) if slots.is_slot_cache(x)]
+
+
+def sharing(s: DecodeState, drafter: Drafter) -> int | None:
+    """Tokens after its own that a row depends on; None: sequences cannot share the pages of a prefix."""
+    if not all(cache.shares_pages for cache in all_caches((s.cache, s.draft))):
+        return None
+    if isinstance(drafter, PagedDrafter):
+        return drafter.ahead
+    return None if all_caches(s.draft) else 0
+
+
+def further_rows(s: DecodeState, drafter: Drafter) -> int:
+    """Rows of a sequence that the drafter's caches may hold beyond those of the target's."""
+    if isinstance(drafter, PagedDrafter):
+        return drafter.further
+    return int(bool(all_caches(s.draft)))
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return seeds_to_keys(jnp.zeros(x.shape, jnp.uint32))
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def seeds_to_keys(seeds: UInt32[Array, " n"]) -> Key[Array, " n"]:
+    """The random key of each seed."""
+    return jax.vmap(jax.random.key)(seeds)
+
+
+@struct
+class Admitted:
+    """n sequences and the slots they get; slots out of range are padding.
+
+    tokens: known tokens, padded.
+    length: number of known tokens.
+    shared: rows that they share with earlier sequences; reading begins there.
+    rounds, accept_counts: what the sequence counted before it was retracted; zeros at first.
+    """
+
+    slots: Int[Array, " n"]
+    tokens: Int[Array, "n C"]
+    length: Int[Array, " n"]
+    limit: Int[Array, " n"]
+    prompt_length: Int[Array, " n"]
+    seed: UInt32[Array, " n"]
+    stop_state: Int[Array, " n"]
+    shared: Int[Array, " n"]
+    rounds: Int[Array, " n"]
+    accept_counts: Int[Array, "n A"]
+
+
+@partial(jax.jit, static_argnames=("drafter",), donate_argnames=("s",))
+def admit(s: DecodeState, new: Admitted, *, drafter: Drafter) -> DecodeState:
+    """The state with sequences in slots; they stand still until their prompts are read."""
+
+    def write(buffer: Array, values: Array) -> Array:
+        return buffer.at[new.slots].set(values.astype(buffer.dtype), mode="drop")
+
+    keys = jax.random.wrap_key_data(
+        write(jax.random.key_data(s.key), jax.random.key_data(seeds_to_keys(new.seed))), impl=jax.random.key_impl(s.key)
+    )
+    draft = slots.clear(s.draft, new.slots)
+    if isinstance(drafter, PagedDrafter):
+        draft = drafter.resume(draft, new.slots, new.shared)
+    assert s.stop.state is not None
+    return dataclasses.replace(
+        s,
+        tokens=write(s.tokens, new.tokens),
+        length=write(s.length, new.length),
+        limit=write(s.limit, new.limit),
+        finish_code=write(s.finish_code, jnp.full_like(new.length, WAITING)),
+        stop=Stop(None, None, write(s.stop.state, new.stop_state)),
+        draft=draft,
+        key=keys,
+        prompt_length=write(s.prompt_length, new.prompt_length),
+        origin=write(s.origin, jnp.zeros_like(new.tokens)),
+        stats=Stats(
+            write(s.stats.rounds, new.rounds),
+            write(s.stats.accept_counts, new.accept_counts),
+            write(s.stats.dropped, jnp.zeros_like(new.rounds)),
+        ),
+    )
+
+
+@partial(jax.jit, donate_argnames=("s",))
+def release(s: DecodeState, mask: Bool[Array, " S"]) -> DecodeState:
+    """The state with these slots empty. Programs run in order, so their pages may be given away at once."""
+    finish_code = jnp.where(mask, EMPTY, s.finish_code)
+    return dataclasses.replace(s, finish_code=finish_code, length=jnp.where(mask, 1, s.length))
+
+
+@struct
+class ReadPlan:
+    """What `read` reads of each of R slots: `count` tokens from `begin` on.
+
+    ends: all that is known is then read, and the sequence takes part in rounds from there on.
+    known: sequences that were retracted: their next token is known, so none is chosen.
+    """
+
+    begin: Int[Array, " R"]
+    count: Int[Array, " R"]
+    ends: Bool[Array, " R"]
+    known: Bool[Array, " R"]
+
+
+@partial(jax.jit, static_argnames=(*STATIC, "size", "logprobs"), donate_argnames=("s",))
+def read(
+    params: Params,
+    s: DecodeState,
+    view: View,
+    plan: ReadPlan,
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    size: int,
+    logprobs: bool,
+) -> tuple[DecodeState, Report]:
+    """The state after at most `size` more tokens of each slot of the view are read."""
+    part = _part(s, view, logprobs)
+    before = part.length
+    finish = jnp.where(plan.ends, stopping.RUNNING, part.finish_code)
+    part = dataclasses.replace(part, finish_code=finish)
+    active = plan.ends & ~plan.known
+    part = decode.read_columns(
+        params, part, plan.begin, plan.count, active, target=target, drafter=drafter, accept=accept, size=size
+    )
+    return _whole(s, view, part), _report(part, before, 1)
+
+
+def _burst(
+    params: Params,
+    s: DecodeState,
+    view: View,
+    ceiling: Int[Array, " R"],
+    rounds: Int[Array, ""],
+    want: Bool[Array, ""],
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    max_rounds: int,
+    logprobs: bool,
+) -> tuple[DecodeState, Report]:
+    """The state after at most `rounds` rounds of the view's slots.
+
+    A sequence whose pages hold fewer rows than one more round may commit is held: it stands still and its tokens are
+    never cut, so where rounds begin and end does not depend on memory.
+
+    ceiling: rows that the pages of each sequence hold.
+    want: stop after the first round in which a sequence ends.
+    max_rounds: an upper bound on `rounds`, which sets the width of the report.
+    """
+    part = _part(s, view, logprobs)
+    before, first = part.length, part.finish_code
+    until = part.round_index + rounds
+    further = further_rows(s, drafter)
+
+    def held(part: DecodeState) -> Bool[Array, " R"]:
+        rows = jnp.minimum(part.length + drafter.depth, part.limit) + further
+        return (part.finish_code == stopping.RUNNING) & (rows > ceiling)
+
+    def moves(part: DecodeState) -> Bool[Array, ""]:
+        live = (part.finish_code == stopping.RUNNING) & ~held(part)
+        ended = want & (part.finish_code != first).any()
+        return live.any() & (part.round_index < until) & ~ended
+
+    def body(part: DecodeState) -> DecodeState:
+        hold = held(part)
+        masked = dataclasses.replace(part, finish_code=jnp.where(hold, WAITING, part.finish_code))
+        new = decode.step(params, masked, target=target, drafter=drafter, accept=accept)
+        return dataclasses.replace(new, finish_code=jnp.where(hold, stopping.RUNNING, new.finish_code))
+
+    part = lax.while_loop(moves, body, part)
+    return _whole(s, view, part), _report(part, before, max_rounds * (drafter.depth + 1))
+
+
+def _burst_program(many: bool) -> LoopProgram[..., tuple[DecodeState, Report]]:
+    return LoopProgram(_burst, many=many, static_argnames=(*STATIC, "max_rounds", "logprobs"), donate_argnames=("s",))
+
+
+burst, burst_many = _burst_program(many=False), _burst_program(many=True)
+"""Rounds of some slots; `burst_many` has the compiler options for rounds that verify many tokens."""
+
+
+def _part(s: DecodeState, view: View, logprobs: bool) -> DecodeState:
+    """The state of the view's slots, with what the host holds for them."""
+    part = slots.with_table(slots.take(s, view.slots), view.table)
+    buffer = jnp.zeros(part.tokens.shape, jnp.float32) if logprobs else None
+    return dataclasses.replace(
+        part, stop=Stop(view.stop_table, view.token_class, part.stop.state), sampling=view.sampling, logprobs=buffer
+    )
+
+
+def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
+    """The state with the view's slots written back, without what the host holds."""
+    part = dataclasses.replace(part, stop=Stop(None, None, part.stop.state), sampling=None, logprobs=None)
+    empty = jnp.zeros((s.tokens.shape[0], view.table.shape[1]), jnp.int32)
+    return slots.with_table(slots.put(s, view.slots, part), empty)
+
+
+def _report(part: DecodeState, before: Int[Array, " R"], width: int) -> Report:
+    index = before[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+
+    def window(buffer: PyTree) -> PyTree:
+        return jnp.take_along_axis(buffer, index, axis=1, mode="clip")
+
+    return Report(
+        length=part.length,
+        finish_code=part.finish_code,
+        tokens=window(part.tokens),
+        origin=window(part.origin),
+        logprobs=None if part.logprobs is None else window(part.logprobs),
+        rounds=part.stats.rounds,
+        accept_counts=part.stats.accept_counts,
+        dropped=part.stats.dropped,
+    )

@@ -1,0 +1,232 @@
+"""The engine as its users see it: from any thread, with text or ids, one request or many."""
+
+import asyncio
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+import toy
+
+import jspec
+from jspec.core.sampling import Sampling
+from jspec.core.types import Params
+from jspec.drafters import Standalone
+from jspec.engine import programs
+from jspec.engine.engine import Engine, QueueFull, read_shapes
+from jspec.engine.handle import EngineError
+from jspec.engine.model import Model
+
+RNG = np.random.default_rng(3)
+PROMPTS = [RNG.integers(0, 61, size).tolist() for size in (5, 1, 12, 9, 3, 17, 8)]
+OPTIONS = dict(slots=4, context=64, page_size=4, prefill_tokens=16, burst_ms=2.0)
+
+
+def model(params: Params | None = None) -> Model:
+    return Model("toy", toy.TARGET, toy.params() if params is None else params, None, (7,), toy.NEAR)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(model(), drafter=Standalone(depth=3), **OPTIONS) as made:
+        yield made
+
+
+def same(got, wanted):
+    assert got.tokens == wanted.tokens
+    assert got.finish_reason == wanted.finish_reason
+    assert got.origin == wanted.origin
+    np.testing.assert_array_equal(got.stats.rounds, wanted.stats.rounds)
+    np.testing.assert_array_equal(got.stats.accept_counts, wanted.stats.accept_counts)
+
+
+def test_more_prompts_than_slots(engine):
+    sampling = [None, Sampling(temperature=0.8), None, Sampling(top_p=0.9), None, None, Sampling(temperature=1.2)]
+    options = dict(max_new_tokens=14, sampling=sampling, seed=5, logprobs=True)
+    got = engine.generate(PROMPTS, **options)
+    wanted = jspec.generate(model(), PROMPTS, drafter=Standalone(depth=3), **options)
+    same(got, wanted)
+    for ours, theirs in zip(got.logprobs, wanted.logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    single = engine.generate(PROMPTS[2], max_new_tokens=14)
+    assert isinstance(single, jspec.Generation) and single.tokens == got[2].tokens
+
+
+def test_pieces_are_the_result(engine):
+    handle = engine.submit(PROMPTS[2], max_new_tokens=14)
+    pieces = list(handle)
+    result = handle.result()
+    assert [token for piece in pieces for token in piece.tokens] == result.tokens
+    assert [piece.finish_reason for piece in pieces][:-1] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == result.finish_reason == "length"
+    assert list(handle) == pieces and handle.done
+
+
+def test_several_tasks_stream(engine):
+    async def read(prompt):
+        return [token async for piece in engine.stream(prompt, max_new_tokens=9) for token in piece.tokens]
+
+    async def main():
+        return await asyncio.gather(*map(read, PROMPTS))
+
+    assert asyncio.run(main()) == engine.generate(PROMPTS, max_new_tokens=9).tokens
+
+
+def test_leaving_a_stream_cancels_it(engine):
+    async def main():
+        stream = engine.stream(PROMPTS[1], max_new_tokens=40)
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    before = engine.metrics().requests_finished.get("cancelled", 0)
+    asyncio.run(main())
+    engine.generate(PROMPTS[0], max_new_tokens=2)
+    metrics = engine.metrics()
+    assert metrics.requests_finished["cancelled"] == before + 1
+    assert (metrics.running, metrics.waiting, metrics.pages_used) == (0, 0, 0)
+
+
+def test_a_cancelled_request_has_what_there_was(engine):
+    wanted = engine.generate(PROMPTS[0], max_new_tokens=50)
+    handle = engine.submit(PROMPTS[0], max_new_tokens=50)
+    next(iter(handle))
+    handle.cancel()
+    result = handle.result(timeout=60)
+    assert result.tokens == wanted.tokens[: len(result.tokens)]
+    assert result.finish_reason in ("cancelled", wanted.finish_reason)
+    handle.cancel()
+
+
+def test_many_threads_submit(engine):
+    results = {}
+
+    def ask(index):
+        results[index] = engine.submit(PROMPTS[index], max_new_tokens=8, seed=index).result().tokens
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[index] for index in range(len(PROMPTS))] == engine.generate(PROMPTS, max_new_tokens=8).tokens
+
+
+def test_new_weights_compile_nothing_and_forget_prefixes(engine):
+    prompt = PROMPTS[5]
+    engine.update(engine.model.params)  # so that nothing is shared, now and after the next update
+    before = engine.generate(prompt, max_new_tokens=8)
+    other = Params(toy.random_params(toy.TARGET, seed=9), engine.model.params.draft)
+    traced = [program.jitted._cache_size() for program in (programs.burst, programs.burst_many)]
+    read = programs.read._cache_size()
+    engine.update(other)
+    changed = engine.generate(prompt, max_new_tokens=8)
+    assert changed.tokens != before.tokens
+    assert changed.tokens == jspec.generate(model(other), prompt, drafter=None, max_new_tokens=8).tokens
+    engine.update(engine.model.params)
+    assert engine.generate(prompt, max_new_tokens=8).tokens == before.tokens
+    assert [program.jitted._cache_size() for program in (programs.burst, programs.burst_many)] == traced
+    assert programs.read._cache_size() == read
+
+
+def test_weights_of_another_shape_are_refused(engine):
+    params = engine.model.params
+    wrong = dataclasses.replace(params.target, embed=params.target.embed[:-1])
+    with pytest.raises(ValueError, match=r"params\.target\.embed: is float32\[60, 32\]; must be float32\[61, 32\]"):
+        engine.update(Params(wrong, params.draft))
+    with pytest.raises(ValueError, match="structure"):
+        engine.update(Params(params.target, None))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(max_new_tokens=0), "max_new_tokens=0"),
+        (dict(max_new_tokens=64), "context is 64"),
+        (dict(prompt=[]), "at least one"),
+        (dict(prompt=[61]), "id 61"),
+        (dict(prompt="text"), "tokenizer"),
+        (dict(seed=-1), "seed=-1"),
+        (dict(salt=5), "salt=5"),
+        (dict(priority="high"), "priority='high'"),
+        (dict(sampling=Sampling(logit_bias={61: 1.0})), "61"),
+    ],
+)
+def test_bad_requests_are_refused_at_once(engine, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        engine.submit(**{"prompt": PROMPTS[0], "max_new_tokens": 4, **options})
+    assert engine.metrics().waiting == 0
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(slots=0), "slots=0"),
+        (dict(context=1), "context=1"),
+        (dict(context=513), "context=513"),
+        (dict(page_size=0), "page_size=0"),
+        (dict(burst_ms=0), "burst_ms=0"),
+        (dict(memory_fraction=1.5), "memory_fraction=1.5"),
+        (dict(prefix_cache=1), "prefix_cache=1"),
+        (dict(max_queue=-1), "max_queue=-1"),
+        (dict(pages=1), "pages=1"),
+        (dict(drafter="eagle"), "Eagle needs an EAGLE head"),
+        (dict(accept="greedy"), "accept='greedy'"),
+    ],
+)
+def test_bad_engines_are_refused(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        Engine(model(), **{**OPTIONS, **options})
+
+
+def test_a_full_queue_refuses(engine):
+    with Engine(model(), drafter=Standalone(depth=3), **{**OPTIONS, "slots": 1}, max_queue=0) as full:
+        with pytest.raises(QueueFull, match="max_queue=0"):
+            full.submit(PROMPTS[0], max_new_tokens=4)
+        assert (
+            full.generate(PROMPTS[:2], max_new_tokens=3).tokens == engine.generate(PROMPTS[:2], max_new_tokens=3).tokens
+        )
+
+
+def test_an_error_of_the_device_ends_all_requests():
+    engine = Engine(model(), drafter=Standalone(depth=3), **OPTIONS)
+
+    def fail(plan):
+        raise RuntimeError("out of luck")
+
+    engine.device.read = fail
+    handle = engine.submit(PROMPTS[0], max_new_tokens=4)
+    with pytest.raises(EngineError, match="out of luck"):
+        handle.result(timeout=60)
+    with pytest.raises(EngineError, match="out of luck"):
+        engine.submit(PROMPTS[0], max_new_tokens=4)
+    engine.close()
+
+
+def test_closing_cancels(engine):
+    other = Engine(model(), drafter=Standalone(depth=3), **OPTIONS)
+    handle = other.submit(PROMPTS[0], max_new_tokens=50)
+    other.close()
+    assert handle.result(timeout=60).finish_reason in ("cancelled", "length", "eos")
+    with pytest.raises(EngineError, match="closed"):
+        other.submit(PROMPTS[0], max_new_tokens=4)
+
+
+def test_shapes_of_reads():
+    assert read_shapes(64, 2048, 1024, 1) == [
+        (1, 256), (1, 512), (1, 1024), (2, 256), (2, 512), (4, 128), (4, 256), (8, 128), (16, 64)
+    ]  # fmt: skip
+    assert read_shapes(1, 64, 1024, 2) == [(1, 64)]
+    assert all(rows <= 3 and size >= 5 for rows, size in read_shapes(3, 64, 8, 5))
+
+
+@pytest.mark.slow
+def test_text_of_a_bundled_model():
+    loaded = jspec.load("bundled:python-tiny")
+    prompts = ["def add(a, b):", "import os\n", "class Foo:\n    def __init__(self", "x = ["]
+    options = dict(max_new_tokens=24, stop=["\n\n", "return"])
+    with Engine(loaded, slots=2, context=128) as engine:
+        got, wanted = engine.generate(prompts, **options), jspec.generate(loaded, prompts, **options)
+        same(got, wanted)
+        assert got.text == wanted.text
+        assert "".join(piece.text for piece in engine.submit(prompts[0], **options)) == wanted.text[0]

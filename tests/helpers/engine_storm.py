@@ -1,0 +1,226 @@
+"""Random schedules through the engine's loop, compared with a batch that runs alone."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import toy
+
+from jspec.cache import RecurrentCache
+from jspec.core import accept, decode, slots, stopping
+from jspec.core.sampling import Sampling, per_row
+from jspec.core.types import Drafter, Params
+from jspec.engine import programs
+from jspec.engine.device import Device, DeviceRequest
+from jspec.engine.loop import Loop
+from jspec.engine.model import Model
+from jspec.engine.pages import Pages
+from jspec.engine.request import Phase
+from jspec.engine.schedule import Scheduler
+from jspec.engine.stop_pool import StopPool
+
+CONTEXT, PAGE, SLOTS, CHUNK = 48, 4, 4, 6
+EOS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What generates. The drafter is bound."""
+
+    target: Any
+    drafter: Drafter
+    weights: Callable[[], Params]
+    sampling: Sampling | None = None
+
+    @property
+    def static(self) -> dict[str, Any]:
+        return dict(target=self.target, drafter=self.drafter, accept=self.rule)
+
+    @property
+    def rule(self) -> Any:
+        return accept.greedy if self.sampling is None else accept.coupled
+
+
+def requests(count: int, seed: int, setup: Setup) -> list[DeviceRequest]:
+    """Prompts of which most share beginnings; some of those end at the edge of a page."""
+    rng = np.random.default_rng(seed)
+    shared = [rng.integers(0, 61, 14).tolist() for _ in range(2)]
+    made = []
+    for index in range(count):
+        beginning = shared[rng.integers(2)][: rng.integers(6, 15)] if rng.random() < 0.75 else []
+        prompt = [*beginning, *rng.integers(0, 61, rng.integers(1, 9)).tolist()]
+        request = DeviceRequest(prompt, int(rng.integers(1, 22)), int(rng.integers(2)))
+        request.sampling, request.seed = setup.sampling, index
+        made.append(request)
+    return made
+
+
+@dataclasses.dataclass
+class Alone:
+    """What each request gives in a batch of all of them.
+
+    rows: for each request the rows [L, planes, position, ...] of each of the drafter's paged caches.
+    """
+
+    tokens: list[list[int]]
+    rounds: list[int]
+    accept_counts: list[list[int]]
+    finish_codes: list[int]
+    rows: list[list[np.ndarray]]
+
+
+def alone(setup: Setup, given: list[DeviceRequest], eos: tuple[int, ...]) -> Alone:
+    """Generates all requests at once, without the engine."""
+    batch = len(given)
+    lengths = np.array([len(request.prompt) for request in given], np.int32)
+    ids = np.zeros((batch, 32), np.int32)
+    for row, request in zip(ids, given, strict=True):
+        row[: len(request.prompt)] = request.prompt
+    limits = lengths + np.array([request.max_new_tokens for request in given], np.int32)
+    keys = toy.row_keys(np.array([request.seed for request in given], np.uint32))
+    stop = stopping.init(stopping.build_table(61, eos), batch)
+    sampling = per_row([request.sampling for request in given], batch, 61)
+    params = setup.weights()
+    sizes = dict(capacity=CONTEXT, page_size=PAGE)
+    s = decode.jitted_prefill(params, ids, lengths, limits, keys, stop, sampling, **setup.static, **sizes)
+    s = jax.device_get(decode.decode(params, s, jnp.int32(1 << 30), **setup.static))
+    caches = [cache for cache in programs.all_caches(s.draft) if hasattr(cache, "page_table")]
+    return Alone(
+        [s.tokens[i, lengths[i] : s.length[i]].tolist() for i in range(batch)],
+        s.stats.rounds.tolist(),
+        s.stats.accept_counts.tolist(),
+        s.finish_code.tolist(),
+        [
+            [rows_of(cache, cache.page_table[i]) for cache in caches if hasattr(cache, "page_table")]
+            for i in range(batch)
+        ],
+    )
+
+
+def rows_of(cache: Any, pages: Any) -> np.ndarray:
+    """The rows in these pages, by position: [L, planes, position, ...]."""
+    pool = np.asarray(cache.pool)[:, :, np.asarray(pages)]
+    return pool.reshape(*pool.shape[:2], -1, *pool.shape[4:])
+
+
+@jax.jit
+def _poison(s: Any, free: Any, empty: Any) -> Any:
+    """NaN in all pages of the common pool that nobody has, and in the states of empty slots."""
+
+    def pool(x):
+        shape = (1, 1, -1, *[1] * (x.ndim - 3))
+        return jnp.where(free.reshape(shape), jnp.array(jnp.nan, x.dtype), x)
+
+    def spoil(cache):
+        if isinstance(cache, RecurrentCache):
+            states = tuple(jnp.where(empty.reshape(-1, 1, 1, 1), jnp.nan, x) for x in cache.states)
+            windows = jnp.where(empty.reshape(1, -1, 1, 1), jnp.nan, cache.windows)
+            return RecurrentCache(states, windows)
+        if hasattr(cache, "groups"):
+            return dataclasses.replace(cache, groups=tuple(map(spoil, cache.groups)))
+        if hasattr(cache, "latent"):
+            return dataclasses.replace(cache, latent=spoil(cache.latent), index=spoil(cache.index))
+        if hasattr(cache, "window"):
+            return cache
+        return dataclasses.replace(cache, pool=pool(cache.pool))
+
+    return slots.map_parts(spoil, lambda x: x, s)
+
+
+@dataclasses.dataclass
+class Storm:
+    """A schedule: how requests arrive and leave, and how the engine is set up.
+
+    pages: of each pool. flights: 1: every report lands before the next plan, so that drafter's rows can be compared.
+    """
+
+    count: int = 12
+    pages: int = 40
+    flights: int = 2
+    cancels: float = 0.0
+    eos: tuple[int, ...] = ()
+    share: bool = True
+    seed: int = 0
+    ahead: int | None = None
+    poison: bool = True
+
+
+def run(setup: Setup, storm: Storm) -> dict[str, int]:
+    """Runs a storm; every request must get what it gets alone.
+
+    Returns counts of what happened: retracts, shared tokens, compared rows, bursts.
+    """
+    given = requests(storm.count, storm.seed, setup)
+    wanted = alone(setup, given, storm.eos)
+    model: Any = Model("toy", setup.target, setup.weights(), None, storm.eos)
+    stops = StopPool(model)
+    for request in given:
+        request.start_state = stops.add(())
+    sizes = dict(num_slots=SLOTS, context=CONTEXT, page_size=PAGE, pages=storm.pages)
+    device = Device(model.params, setup.static, stops, **sizes, max_rounds=4)
+    ahead = programs.sharing(device.state, setup.drafter) if storm.share else None
+    scheduler = Scheduler(
+        slots=SLOTS,
+        pages=Pages(storm.pages, PAGE, ahead if storm.ahead is None else storm.ahead),
+        context=CONTEXT,
+        depth=setup.drafter.depth,
+        further=programs.further_rows(device.state, setup.drafter),
+        read_shapes=[(2, CHUNK)],
+        prefill_tokens=2 * CHUNK,
+        flights=storm.flights,
+    )
+    loop = Loop(device, scheduler, burst_seconds=1.0, flights=storm.flights)
+    rng = np.random.default_rng(storm.seed)
+    todo, origin = list(given), {request: [] for request in given}
+    counts = {"retracts": 0, "shared": 0, "rows": 0, "turns": 0}
+    while todo or not loop.idle:
+        counts["turns"] += 1
+        assert counts["turns"] < 2000, "stuck"
+        while todo and rng.random() < 0.5:
+            scheduler.submit(todo.pop(0))
+        started = [request for request in given if request.arrival >= 0]
+        if started and rng.random() < storm.cancels:
+            scheduler.cancel(started[rng.integers(len(started))])
+        if storm.poison:
+            free, empty = np.zeros(storm.pages, bool), np.zeros(SLOTS, bool)
+            free[[0, *scheduler.pages._free]] = True
+            empty[scheduler._free_slots] = True
+            device.state = _poison(device.state, free, empty)
+        admissions, results = loop.turn(int(rng.integers(1, 5)))
+        counts["shared"] += sum(admission.begin for admission in admissions)
+        for request, landing in results:
+            origin[request] += landing.origin
+        scheduler.check()
+        if storm.flights == 1:
+            counts["rows"] += compare_rows(device, given, wanted)
+    for index, request in enumerate(given):
+        counts["retracts"] += request.retracts
+        if request.phase is Phase.CANCELLED:
+            assert request.tokens == wanted.tokens[index][: len(request.tokens)], f"request {index}"
+            continue
+        assert request.tokens == wanted.tokens[index], f"request {index}, retracted {request.retracts} times"
+        assert request.finish_code == wanted.finish_codes[index]
+        assert (request.rounds, request.accept_counts) == (wanted.rounds[index], wanted.accept_counts[index]), index
+        assert len(origin[request]) == len(request.tokens)
+    assert not any(scheduler.pages._users), "pages are left"
+    return counts
+
+
+def compare_rows(device: Device, given: list[DeviceRequest], wanted: Alone) -> int:
+    """Compares the rows of the drafter's paged caches of all running requests. Returns how many."""
+    caches = [x for x in programs.all_caches(device.state.draft) if hasattr(x, "page_table") and x.shares_pages]
+    compared = 0
+    for index, request in enumerate(given):
+        if request.phase is not Phase.RUNNING or not caches:
+            continue
+        # The last rows of MTP heads are those of drafts until the tokens are known.
+        count = max(0, len(request.known) - 1 - 3)
+        for cache, rows in zip(caches, wanted.rows[index], strict=True):
+            pages = [*request.pages, 0]
+            got = rows_of(cache, pages)[:, :, :count]
+            np.testing.assert_allclose(got, rows[:, :, :count], atol=3e-5, err_msg=f"request {index}")
+            compared += count
+    return compared
