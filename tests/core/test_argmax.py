@@ -117,6 +117,7 @@ def adjusted(s, logits):
     return np.array(adjust(s, logits, PATH))
 
 
+@pytest.mark.fast("min_p")
 @pytest.mark.parametrize("name", ("top_k", "top_p", "min_p"))
 def test_the_most_probable_token_stays_where_no_logit_reaches_the_bound(name):
     """As if the logits had been computed anew, an ulp below those that the bound was computed from."""
@@ -127,7 +128,7 @@ def test_the_most_probable_token_stays_where_no_logit_reaches_the_bound(name):
     np.testing.assert_array_equal(np.isneginf(got), np.arange(WORDS) != x.argmax(-1)[..., None])
 
 
-@pytest.mark.fast("jitted")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ("eager", "jitted"))
 def test_the_choice_is_a_token_that_was_kept(mode):
     """Also with noise: the argmax of processed logits plus noise."""

@@ -124,16 +124,16 @@ def test_large_vocabulary():
 
 
 def test_thousands_of_strings_are_a_small_table():
-    """2,000 strings over a vocabulary of 3,000 tokens; a column per token would have 18 million entries."""
+    """1,000 strings over a vocabulary of 3,000 tokens; a column per token would have 8 million entries."""
     rng = np.random.default_rng(1)
     letters = np.frombuffer(b"abcdefgh", np.uint8)
     token_bytes = [rng.choice(letters, rng.integers(1, 5)).tobytes() for _ in range(2900)] + [
         b"x%d" % i for i in range(99)
     ]
-    strings = [rng.choice(letters, 6).tobytes() for _ in range(2000)]
+    strings = [rng.choice(letters, 6).tobytes() for _ in range(1000)]
     table = stopping.build_table(3000, [2999], strings, token_bytes)
     states, classes = table.table.shape
-    assert states > 4000 and classes < 2000 and table.dense().shape == (states, 3000)
+    assert states > 2500 and classes < 2000 and table.dense().shape == (states, 3000)
     for _ in range(40):
         text, state = b"", 0
         for token in rng.integers(0, 2998, 30):
