@@ -91,7 +91,7 @@ def read_rope(config: Fields, *kinds: str) -> tuple[str, float, Fields]:
     """
     older, newer = config.section("rope_scaling"), config.section("rope_parameters")
     rope = older.merged(newer)
-    kind = rope.optional_text("rope_type") or rope.optional_text("type") or "default"
+    kind = rope.read_text("rope_type", rope.read_text("type", "default"))
     if kind not in kinds:
         raise CheckpointError(f"{config.where}: rope_type={kind!r} is not supported; must be {' or '.join(kinds)}")
     bases = {

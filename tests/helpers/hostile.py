@@ -138,6 +138,7 @@ def _described(config: Decoder) -> dict:
     described = language_model.describe(config)
     # Each layer's own entry takes precedence over these.
     own = ("global_head_dim", "num_global_key_value_heads") if "per_layer_config" in described else ()
+    own += () if described.get("hidden_size_per_layer_input") else ("vocab_size_per_layer_input",)
     return {key: value for key, value in described.items() if key not in own}
 
 
