@@ -21,7 +21,7 @@ from jspec.engine.request import Request
 from jspec.engine.stop_pool import StopPool
 
 SMALL_BUCKETS: tuple[int, ...] = (1, 4, 16)
-"""Numbers of slots for which rounds are compiled; beyond them, every power of two. Rounds of few sequences all take
+"""Slot counts for which rounds are compiled; beyond them, every power of two. Rounds of few sequences all take
 about as long, because the weights are read once."""
 TIERS: tuple[tuple[str, ...], ...] = (
     (),
@@ -261,7 +261,7 @@ class ViewStatic(Static):
 
 
 def buckets(num_slots: int) -> list[int]:
-    """Numbers of slots for which rounds are compiled, ascending; the last is all of them."""
+    """Slot counts for which rounds are compiled, ascending; the last is all of them."""
     sizes = list(SMALL_BUCKETS)
     while sizes[-1] < num_slots:
         sizes.append(2 * sizes[-1])

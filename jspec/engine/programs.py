@@ -245,8 +245,8 @@ def _burst(
 ) -> tuple[DecodeState, Report]:
     """The state after at most `rounds` rounds of the view's slots.
 
-    A sequence whose pages hold fewer rows than one more round may commit is held: it stands still and its tokens are
-    never cut, so where rounds begin and end does not depend on memory.
+    A sequence whose pages hold fewer rows than one more round may commit is held: it waits and its tokens are never
+    cut, so where rounds begin and end does not depend on memory.
 
     ceiling: rows that the pages of each sequence hold.
     want: stop after the first round in which a sequence ends.
