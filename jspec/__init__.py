@@ -7,6 +7,9 @@ The public names are those of `__all__` and of the modules on the API pages of t
 change in any release.
 """
 
+import importlib
+from typing import Any
+
 from jspec.analysis.check_drafter import DrafterReport, check_drafter
 from jspec.analysis.inspect_round import Round, inspect_round
 from jspec.core.package import VERSION
@@ -19,7 +22,8 @@ from jspec.engine.handle import EngineError, Handle
 from jspec.engine.metrics import Metrics
 from jspec.engine.model import Model, load
 from jspec.engine.options import GenerateOptions
-from jspec.engine.result import Generation, Generations, GenerationStats, Piece
+from jspec.engine.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
+from jspec.engine.startup import cache_programs
 
 __version__ = VERSION
 
@@ -31,6 +35,7 @@ __all__ = [
     "FrozenKvMtp",
     "GenerateOptions",
     "GeneratedIds",
+    "GeneratedToken",
     "Generation",
     "GenerationStats",
     "Generations",
@@ -45,6 +50,7 @@ __all__ = [
     "Round",
     "Sampling",
     "Standalone",
+    "cache_programs",
     "check_drafter",
     "generate",
     "generate_ids",
@@ -53,3 +59,12 @@ __all__ = [
     "loop_options",
     "stream",
 ]
+
+_ON_FIRST_USE = {"plots": "jspec.analysis.plots"} | {name: f"jspec.{name}" for name in ("bench", "cli", "train")}
+"""Modules that `import jspec` does not import."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_FIRST_USE:
+        return importlib.import_module(_ON_FIRST_USE[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

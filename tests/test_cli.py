@@ -1,15 +1,23 @@
 """The command line."""
 
+import argparse
+import io
 import json
+import os
 import re
 import subprocess
 import sys
+import types
+from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 import jspec
 from jspec import cli
 from jspec.bench import measurement
+from jspec.cli import common, generate
 from jspec.engine import startup
 from jspec.models import Assistant, EagleHead, Llama
 
@@ -82,7 +90,7 @@ def test_sampling_and_shape_options_reach_generate(capsys):
     ],
 )
 def test_decoding_is_greedy_without_sampling_options(arguments, sampling):
-    assert cli._sampling(cli.build_parser().parse_args(["generate", "x", *arguments])) == sampling
+    assert common.read_sampling(cli.build_parser().parse_args(["generate", "x", *arguments])) == sampling
 
 
 def test_compare_does_not_compare_the_tokens_of_rules_that_sample_differently(capsys):
@@ -105,28 +113,50 @@ def test_a_stop_string_ends_the_text(capsys):
     [
         (["generate", "x", "--model", "/no/such"], "/no/such: no such directory"),
         (["generate", "x", "--model", "bundled:nothing"], "bundled models: "),
-        (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),
-        (["generate", "x", "--page-size", "0"], "page_size=0"),
-        (["generate", "x", "--depth", "0"], "depth=0"),
         (["generate", "x", "--drafter", "plain", "--depth", "3"], "--depth 3: the drafter plain drafts no tokens"),
         (["generate", "x", "--drafter", "ngram", "--width", "3"], "--width 3: the drafter ngram drafts no trees"),
         (["generate", "x", "--drafter", "ngram", "--num-nodes", "9"], "--num-nodes 9: the drafter ngram drafts no"),
-        (["generate", "x", *PAIR, "--depth", "4", "--num-nodes", "3"], "num_nodes"),
+        (
+            ["generate", "x", *PAIR, "--depth", "4", "--num-nodes", "3"],
+            "--depth 4 --width 1 --num-nodes 3: --num-nodes, root",
+        ),
         (["generate", "x", "--model", "bundled:python-tiny", "--drafter", "eagle"], "needs an EAGLE head"),
-        (["generate", "x", "--temperature", "-1"], "temperature=-1"),
-        (["generate", "x", "--top-k", "0"], "top_k=0"),
-        (["generate", "x", "--top-p", "1.5"], "top_p=1.5"),
-        (["generate", "x", "--repetition-penalty", "0"], "repetition_penalty=0"),
-        (["generate", "x", "--temperature", "1", "--accept", "greedy"], "accept='greedy'"),
+        (["generate", "x", "--temperature", "-1"], "--temperature -1"),
+        (["generate", "x", "--top-p", "1.5"], "--top-p 1.5"),
+        (["generate", "x", "--repetition-penalty", "0"], "--repetition-penalty 0"),
+        (["generate", "x", "--temperature", "1", "--accept", "greedy"], "--accept greedy"),
         (["evaluate", "--drafter", "ngram", "--width", "2"], "--width 2: the drafter ngram drafts no trees"),
         (["generate", "x", "--chat"], "chat template"),
-        (["evaluate", "--batch", "0"], "--batch 0"),
     ],
 )
 def test_invalid_input_prints_one_line_and_exits_with_status_2(capsys, arguments, message):
     status, _, err = run(capsys, *arguments)
     assert status == 2
     assert err.startswith("jspec: ") and message in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["generate", "x", "--max-new-tokens", "0"], "argument --max-new-tokens: '0': must be an integer from 1"),
+        (["generate", "x", "--page-size", "0"], "argument --page-size: '0': must be an integer of at least 1"),
+        (["generate", "x", "--depth", "0"], "argument --depth: '0': must be an integer of at least 1"),
+        (["generate", "x", "--top-k", "0"], "argument --top-k: '0': must be an integer of at least 1"),
+        (["generate", "x", "--top-p", "much"], "argument --top-p: 'much': must be a number"),
+        (["generate", "x", "--seed", str(2**32)], "must be an integer from 0 to 4294967295"),
+        (["generate", "x", "--seed", "9" * 9000], "must be an integer from 0 to 4294967295"),
+        (["generate", "x", "--drafter", "magic"], "argument --drafter: invalid choice: 'magic'"),
+        (["evaluate", "--batch", "0"], "argument --batch: '0': must be an integer of at least 1"),
+        ([], "the following arguments are required: COMMAND"),
+        (["generate", "x", "--colorful"], "unrecognized arguments: --colorful"),
+    ],
+)
+def test_options_that_are_no_values_exit_with_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and message in err and err.startswith("jspec") and len(err.splitlines()) == 1
+    assert len(err) < 700
 
 
 def test_chat_applies_the_template(capsys, tmp_path):
@@ -156,6 +186,8 @@ def test_evaluate_writes_lines_of_data(capsys, tmp_path):
     assert [metric for mode, metric in values if mode == ngram and metric.startswith("acceptance")] == [
         f"acceptance at {i}" for i in range(1, 5)
     ]
+    assert values[plain, "new tokens"] == 3 * 16, "without the copy that fills the second batch"
+    assert ngram == "Ngram(depth=4)"
     assert values[ngram, "sequences unlike plain"] == 0 and values[plain, "speed against plain"] == 1
     assert out.count("sequences that differ from plain: 0") == 2
 
@@ -182,10 +214,10 @@ def test_a_bundled_model_has_a_draft_for_each_drafter():
     options, loaded = cli.build_parser().parse_args(["evaluate"]), {}
     kinds = {"auto": EagleHead, "ngram": EagleHead, "eagle": EagleHead, "standalone": Llama}
     kinds |= {"frozen-kv-mtp": Assistant}
-    models = {name: cli._load(name, options, loaded) for name in kinds}
+    models = {name: common.load_model(name, options, loaded) for name in kinds}
     for name, kind in kinds.items():
         assert type(models[name].draft) is kind
-        cli._drafter(name, options, models[name]).bind(models[name].target, models[name].draft)
+        common.make_drafter(name, options, models[name]).bind(models[name].target, models[name].draft)
     assert models["auto"] is models["ngram"] is models["eagle"], "not loaded once"
 
 
@@ -193,7 +225,124 @@ def test_evaluate_rejects_other_json(capsys, tmp_path):
     path = tmp_path / "prompts.json"
     path.write_text('[{"text": "x"}]')
     status, _, err = run(capsys, "evaluate", "--prompts", str(path))
-    assert status == 2 and "JSON list of strings" in err
+    assert status == 2 and f"{path}, prompt 1: must be a string, or an object whose key 'prompt'" in err
+
+
+GENERATE = ["generate", "# é\ndef f(x):", "--model", "bundled:python-tiny", "--max-new-tokens", "24"]
+
+
+def test_prompts_from_a_file_are_continued_as_lines_of_json(capsys, tmp_path):
+    """Three prompts in batches of two, with the texts of one prompt each."""
+    path, options = tmp_path / "prompts.jsonl", [*PAIR, "--depth", "2", "--max-new-tokens", "24"]
+    path.write_text('"def f(x):"\n{"prompt": "class A:", "id": 7, "text": "?"}\n\n"import é"\n')
+    status, out, err = run(capsys, "generate", "--prompts", str(path), "--batch", "2", "--json", *options)
+    records = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and "72 new tokens in" in err and ", 3 prompts" in err
+    assert [record["prompt"] for record in records] == ["def f(x):", "class A:", "import é"]
+    assert [record.get("id") for record in records] == [None, 7, None]
+    for record in records:
+        assert len(record["tokens"]) == 24 and record["finish_reason"] == "length"
+        assert record["accept_length"] == pytest.approx(23 / record["rounds"], rel=0.1)
+    _, text, _ = run(capsys, "generate", "--prompts", str(path), "--batch", "2", *options)
+    assert text == "".join(f"{record['prompt']}{record['text']}\n\n" for record in records)
+    _, one, _ = run(capsys, "generate", "class A:", "--json", *options)
+    assert json.loads(one) == {name: value for name, value in records[1].items() if name != "id"}
+
+
+@pytest.mark.slow
+def test_a_prompt_from_standard_input_is_that_of_the_command_line(capsys, monkeypatch):
+    options = ("--model", "bundled:python-tiny", "--max-new-tokens", "24")
+    _, wanted, _ = run(capsys, "generate", "# é\ndef f(x):", *options)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("# é\ndef f(x):".encode()), encoding="latin-1"))
+    assert run(capsys, "generate", "-", *options)[:2] == (0, wanted)
+
+
+@pytest.mark.parametrize("accept_length, draft, drafter, advised", [
+    (1.2, None, "auto", True), (1.9, None, "auto", False), (1.2, "head", "auto", False), (1.2, None, "ngram", False)
+])  # fmt: skip
+def test_plain_decoding_is_advised_where_nothing_was_copied(
+    capsys, monkeypatch, accept_length, draft, drafter, advised
+):
+    rounds = 40
+    counts = np.array([[rounds - int(rounds * (accept_length - 1)), int(rounds * (accept_length - 1))]])
+    stats = jspec.GenerationStats(np.array([rounds]), counts, 1.0, np.zeros(1, int))
+    model = types.SimpleNamespace(draft=draft)
+    monkeypatch.setitem(generate._PAYS_OFF, jax.default_backend(), 1.7)
+    generate._advise(stats, model, argparse.Namespace(drafter=drafter))
+    assert ("--drafter plain may be faster" in capsys.readouterr().err) == advised
+
+
+@pytest.mark.slow
+def test_one_token_has_no_rounds_to_compare(capsys, tmp_path):
+    options = ("--model", "bundled:python-tiny", "--max-new-tokens", "1")
+    status, _, err = run(capsys, "generate", "x", *options, "--compare")
+    assert status == 0 and "the same tokens; no rounds, so not compared" in err
+    lines = tmp_path / "lines.jsonl"
+    status, out, _ = run(capsys, "evaluate", "--limit", "1", "--json", str(lines), *options)
+    assert status == 0 and "no rounds" in out
+    assert not {"speed", "speed against plain"} & {line.metric for line in measurement.read(lines)}
+
+
+def test_a_closed_pipe_is_no_error(monkeypatch, capsys):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert cli.main(["generate", "x", "--model", "bundled:python-tiny", "--max-new-tokens", "4"]) == 0
+    assert "pipe" not in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"jspec {jspec.__version__}, jax {jax.__version__}\n"
+
+
+def test_memory_that_runs_out_is_one_line(capsys, monkeypatch):
+    for error in (MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes")):
+        monkeypatch.setattr(generate, "load_model", raising(error))
+        status, _, err = run(capsys, "generate", "x")
+        assert status == 2 and err.startswith("jspec: out of memory: ") and err.count("\n") == 1
+    monkeypatch.setattr(generate, "load_model", raising(jax.errors.JaxRuntimeError("INTERNAL: a bug")))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+        cli.main(["generate", "x"])
+
+
+def raising(error):
+    def function(*args, **options):
+        raise error
+
+    return function
+
+
+ENVIRONMENTS = {
+    "the root": {},
+    "no home": {"HOME": None, "XDG_CACHE_HOME": None},
+    "a locale of ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "an output of ASCII": {"PYTHONIOENCODING": "ascii"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_the_command_runs_in_any_environment(name):
+    environment = {key: value for key, value in (os.environ | ENVIRONMENTS[name]).items() if value is not None}
+    environment["PYTHONPATH"] = str(Path(jspec.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-m", "jspec", *GENERATE], capture_output=True, cwd="/", env=environment)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+    assert b"def f(x):" in done.stdout and b"24 new tokens" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_reader_may_stop_before_the_end():
+    """As `head -1` does; Python's own flush at the end fails, too."""
+    command = [sys.executable, "-m", "jspec", *GENERATE[:-1], "200"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait() == 0 and b"pipe" not in errors.lower() and b"Traceback" not in errors
 
 
 def test_train_has_its_own_help(capsys):

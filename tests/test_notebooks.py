@@ -29,6 +29,7 @@ def test_notebook_is_stored_with_outputs(path):
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     kinds = set().union(*(output_kinds(cell) for cell in cells))
     assert "image" in kinds and "error" not in kinds
+    assert path.read_text().count("<pre style=") == path.read_text().count('<pre style=\\"font-family:monospace;')
     assert path.stat().st_size < STORED_BYTES
 
 

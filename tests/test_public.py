@@ -5,6 +5,8 @@ import importlib
 import inspect
 import itertools
 import re
+import subprocess
+import sys
 import tomllib
 import types
 import typing
@@ -33,6 +35,20 @@ def test_the_module_and_the_function_generate_are_both_reachable():
     module = importlib.import_module("jspec.engine.generate")
     assert isinstance(jspec.engine.generate, types.ModuleType) and jspec.engine.generate is module
     assert jspec.generate is module.generate and inspect.isfunction(jspec.generate)
+
+
+def test_modules_are_reachable_after_import_jspec():
+    """In a process of its own, since other tests have imported them."""
+    modules = (
+        "jspec.plots, jspec.bench, jspec.cli, jspec.analysis.plots, jspec.analysis.evaluate, jspec.engine.generate"
+    )
+    code = f"import jspec; print(*(type(module).__name__ for module in ({modules})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["module"] * 6
+    assert importlib.import_module("jspec.analysis.plots") is jspec.plots
+    for module, name in ((jspec, "contract"), (jspec.analysis, "nothing")):
+        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute '{name}'"):
+            getattr(module, name)
 
 
 def test_the_name_and_the_version_are_those_of_the_distribution():

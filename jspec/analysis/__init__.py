@@ -1,1 +1,13 @@
-"""Tools that look at generations: one round in detail, checks of drafters, evaluation, plots."""
+"""Tools that look at generations: one round in detail, checks of drafters, evaluation, plots.
+
+The modules are imported on first use.
+"""
+
+import importlib
+from types import ModuleType
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in ("check_drafter", "evaluate", "inspect_round", "plots"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

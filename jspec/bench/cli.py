@@ -23,8 +23,9 @@ from jspec.checkpoints.files import DTYPES, resolve_dtype
 from jspec.core import package
 from jspec.core.accept import Imposed
 from jspec.core.types import Drafter, Params
-from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
+from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Plain, Standalone
 from jspec.engine import memory
+from jspec.engine.arguments import check_output, integer, naming_models, number
 from jspec.engine.model import load
 from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models.decoder import Decoder
@@ -34,11 +35,12 @@ from jspec.models.sizes import count_parameters
 
 MODES = ("plain", "chain", "tree")
 _CHAINS = (*MODES[1:], *FROM_HOST)
-_DRAFTERS = {"eagle": Eagle, "standalone": Standalone, "frozen-kv-mtp": FrozenKvMtp}
+_DRAFTERS = {"eagle": Eagle, "standalone": Standalone, "frozen-kv-mtp": FrozenKvMtp, "mtp": Mtp}
 _DRAFT_NAMES = {
     "eagle": "EAGLE head",
     "standalone": "smaller model of its vocabulary",
     "frozen-kv-mtp": "assistant",
+    "mtp": "MTP heads",
 }
 """Drafter -> the kind of draft model that it uses."""
 _DEFAULTS = {"drafter": None, "depth": 5, "tokens_per_round": 3.0, "width": 8, "num_nodes": 32}
@@ -49,6 +51,8 @@ _USED_BY = {
     "width": ("tree",),
     "num_nodes": ("tree",),
 }
+BATCH, COUNT, REPEATS = integer(1, 2**20), integer(1, 2**31 - 1), integer(1, 10_000)
+"""Parse options. What fits into the memory is less."""
 _MODE_HELP = (
     "how rounds run (default: plain chain tree). stepped is a chain in which the host calls each round; unfolded, for "
     "frozen-kv-mtp, is one in which it also calls the seed before each round"
@@ -76,35 +80,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter",
         choices=tuple(_DRAFTERS),
-        help="default: the one that --draft is for, or eagle if the preset has a head",
+        help="default: the one that --draft is for, or the first of these that the preset has a draft for",
     )
     parser.add_argument("--mode", nargs="+", choices=(*MODES, *FROM_HOST), default=MODES, help=_MODE_HELP)
     parser.add_argument(
-        "--batch", nargs="+", type=positive, metavar="N", help="sequences (default: 1 8 32; tiny presets: 1)"
+        "--batch",
+        nargs="+",
+        type=BATCH,
+        metavar="N",
+        help="sequences (default: 1 8 32; tiny presets: 1)",
     )
     parser.add_argument(
         "--context",
         nargs="+",
-        type=positive,
+        type=COUNT,
         metavar="N",
         help="tokens of the prompt (default: 512 4096 32768; tiny presets: 64)",
     )
     shape = parser.add_argument_group("shape of the draft")
-    shape.add_argument("--depth", type=positive, metavar="N", help="length of the longest chain (default: 5)")
-    shape.add_argument("--width", type=positive, metavar="N", help="children per node of a tree (default: 8)")
-    shape.add_argument("--num-nodes", type=positive, metavar="N", help="nodes of a tree, root included (default: 32)")
+    shape.add_argument("--depth", type=COUNT, metavar="N", help="length of the longest chain (default: 5)")
+    shape.add_argument("--width", type=COUNT, metavar="N", help="children per node of a tree (default: 8)")
+    shape.add_argument("--num-nodes", type=COUNT, metavar="N", help="nodes of a tree, root included (default: 32)")
     shape.add_argument(
         "--tokens-per-round",
-        type=float,
+        type=number,
         metavar="X",
         help="imposed accept length, bonus token included (default: 3)",
     )
     parser.add_argument(
-        "--rounds", type=positive, default=85, metavar="N", help="rounds per timed call (default: %(default)s)"
+        "--rounds",
+        type=COUNT,
+        default=85,
+        metavar="N",
+        help="rounds per timed call (default: %(default)s)",
     )
     parser.add_argument(
         "--repeats",
-        type=positive,
+        type=REPEATS,
         default=5,
         metavar="N",
         help="repetitions of each measurement (default: %(default)s)",
@@ -115,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--page-size",
-        type=positive,
+        type=COUNT,
         default=DEFAULT_PAGE_SIZE,
         metavar="N",
         help="rows per page (default: %(default)s)",
@@ -142,7 +154,7 @@ def main(options: argparse.Namespace) -> int:
     gemv = machine.gemv_bandwidth(subject.target.hidden_size, subject.target.vocab_size, head.dtype, options.repeats)
     params = _make(subject)
     shared = {name: getattr(options, name) for name in ("tokens_per_round", "rounds", "repeats", "page_size")}
-    setup = BenchSetup(subject.target, params, split=not options.no_split, **shared)
+    setup = BenchSetup(subject.target, params, split=not options.no_split, draft=subject.draft, **shared)
     out = _describe(options, subject, params, {"copy": copy, "gemv": gemv})
     cases = [(mode, batch, context) for context in options.context for batch in options.batch for mode in options.mode]
     with tqdm(cases, unit="case") as bar:
@@ -176,14 +188,27 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError("--width 1: a tree must have a width of at least 2; for a chain use --mode chain")
     if options.draft and not options.checkpoint:
         raise ValueError(f"--draft {options.draft}: requires --checkpoint; the weights of a preset are random")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--plot {options.plot}: requires matplotlib: {package.install('notebooks')}")
-    for name, path in (("json", options.json), ("plot", options.plot)):
-        if path and not path.parent.is_dir():
-            raise ValueError(f"--{name} {path}: the directory {path.parent} does not exist")
+    if options.json:
+        check_output("--json", options.json)
+    if options.plot:
+        check_plot(options.plot)
     tiny = (options.preset or "").startswith("tiny")
     options.batch = options.batch or ([1] if tiny else [1, 8, 32])
     options.context = options.context or ([64] if tiny else [512, 4096, 32_768])
+
+
+def check_plot(path: Path) -> None:
+    """Raises a ValueError if a picture cannot be written to this file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"--plot {path}: requires matplotlib: {package.install('notebooks')}")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise ValueError(
+            f"--plot {path}: the name must end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}"
+        )
+    check_output("--plot", path)
 
 
 def _subject(options: argparse.Namespace) -> Subject:
@@ -195,7 +220,8 @@ def _subject(options: argparse.Namespace) -> Subject:
 
 def _loaded(options: argparse.Namespace) -> Subject:
     """A checkpoint, with a random head if it has no draft."""
-    model = load(options.checkpoint, draft=options.draft, dtype=options.dtype)
+    with naming_models({"--draft": options.draft, "--checkpoint": options.checkpoint}):
+        model = load(options.checkpoint, draft=options.draft, dtype=options.dtype)
     if model.draft is not None or options.drafter == "standalone":
         return Subject(model.name, model.target, model.draft, model.params)
     head = eagle_head(require_llama(model.target, "a random head"))
@@ -220,7 +246,12 @@ def _shaped(options: argparse.Namespace) -> Subject:
 
 def _drafts(preset: Preset) -> dict[str, Draft | None]:
     """Drafter -> its draft model, or None."""
-    return {"eagle": preset.head, "standalone": preset.standalone, "frozen-kv-mtp": preset.assistant}
+    return {
+        "eagle": preset.head,
+        "standalone": preset.standalone,
+        "frozen-kv-mtp": preset.assistant,
+        "mtp": preset.mtp,
+    }
 
 
 def _drafter_name(options: argparse.Namespace, subject: Subject) -> str:
@@ -267,11 +298,3 @@ def _describe(
         streamed_bytes=streamed,
         bandwidth=bandwidth,
     )
-
-
-def positive(text: str) -> int:
-    """Parses an integer of at least 1."""
-    value = int(text) if text.lstrip("+-").isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer of at least 1")
-    return value

@@ -21,9 +21,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.bench import machine, measurement, report
-from jspec.bench.cli import positive
+from jspec.bench.cli import BATCH, COUNT, REPEATS
 from jspec.bench.presets import PRESETS
 from jspec.checkpoints.files import DTYPES, resolve_dtype
+from jspec.engine import memory
+from jspec.engine.arguments import check_output
 from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed
@@ -57,16 +59,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options, and sets `run`."""
     parser.add_argument("kernel", choices=("attention", "experts"))
     parser.add_argument("--preset", choices=tuple(PRESETS), required=True, help="the model whose shapes are used")
-    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="sequences; default: 8")
+    parser.add_argument("--batch", type=BATCH, default=8, metavar="N", help="sequences; default: 8")
     parser.add_argument(
-        "--nodes", type=positive, nargs="+", default=(1, 6, 32), metavar="N", help="per sequence; default: 1 6 32"
+        "--nodes",
+        type=BATCH,
+        nargs="+",
+        default=(1, 6, 32),
+        metavar="N",
+        help="per sequence; default: 1 6 32",
     )
-    parser.add_argument("--context", type=positive, metavar="N", help="committed tokens; default: 8192")
-    parser.add_argument("--page-size", type=positive, metavar="N", help="rows per page; default: 64")
+    parser.add_argument("--context", type=COUNT, metavar="N", help="committed tokens; default: 8192")
+    parser.add_argument("--page-size", type=COUNT, metavar="N", help="rows per page; default: 64")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bfloat16, float32 on CPU")
-    parser.add_argument(
-        "--repeats", type=positive, default=7, metavar="N", help="measurements of each time; default: 7"
-    )
+    parser.add_argument("--repeats", type=REPEATS, default=7, metavar="N", help="measurements of each time; default: 7")
     parser.add_argument(
         "--tile",
         nargs="+",
@@ -176,7 +181,9 @@ def _line(
 
 
 def check(options: argparse.Namespace, target: Decoder) -> None:
-    """Raises a ValueError if the options do not fit together."""
+    """Raises a ValueError if the options do not fit together, or a file cannot be written."""
+    if options.json:
+        check_output("--json", options.json)
     if options.tile and platform.platform() != "gpu":
         raise ValueError(f"--tile {' '.join(options.tile)}: requires a GPU, but this device is a {_device_kind()}")
     if options.kernel == "attention":
@@ -220,8 +227,6 @@ def attention(target: Decoder, batch: int, nodes: int, context: int, page_size: 
     """Attention of a chain of nodes over `context` committed tokens, in pages of random order, as in the last layer."""
     pages = -(-context // page_size)
     total = batch * (pages + 1)
-    table = np.random.default_rng(0).permutation(total).reshape(batch, -1).astype(np.int32)
-    prefix = jnp.asarray(table), jnp.full(batch, context, jnp.int32)
     keys, queries = target.layer_keys(target.num_layers - 1), (batch, nodes, target.num_heads)
     if keys.latent is not None:
         rope = keys.head_dim - keys.latent
@@ -231,6 +236,8 @@ def attention(target: Decoder, batch: int, nodes: int, context: int, page_size: 
         row = keys.kv_heads, keys.head_dim
         own = _random(dtype, (*queries, keys.head_dim), *[(batch, nodes, *row)] * 2)
         (pool,) = _random(dtype, (CALLS, 2, total, page_size, *row))
+    table = np.random.default_rng(0).permutation(total).reshape(batch, -1).astype(np.int32)
+    prefix = jnp.asarray(table), jnp.full(batch, context, jnp.int32)
     static = [{"layer": layer, "scale": 0.1} for layer in range(CALLS)]
     row_bytes = pool.shape[1] * math.prod(pool.shape[4:]) * pool.dtype.itemsize
     operation, chain = _operation("attention", target), None
@@ -265,6 +272,8 @@ def experts(target: Decoder, tokens: int, dtype: DTypeLike) -> Iterator[Work]:
 
 
 def _random(dtype: DTypeLike, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    asked = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    memory.check_weights("this measurement", asked, "random arrays")
     keys = jax.random.split(jax.random.key(0), len(shapes))
     return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 

@@ -22,6 +22,7 @@ from jspec.core.types import DecodeState, Drafter, Params
 from jspec.engine import memory
 from jspec.engine.run import prefill_chunk
 from jspec.models.decoder import Decoder
+from jspec.models.draft import Draft
 
 FROM_HOST = ("stepped", "unfolded")
 """Modes in which the host calls each round: a chain in one program, and a chain whose seed is a separate program."""
@@ -42,6 +43,7 @@ class BenchSetup:
     rounds: rounds per call of `decode`; one time is their mean.
     repeats: repetitions of each measurement.
     split: also time each phase separately.
+    draft: the draft model; None: that of the drafter, if it has one.
     """
 
     target: Decoder
@@ -51,6 +53,7 @@ class BenchSetup:
     repeats: int
     page_size: int
     split: bool = True
+    draft: Draft | None = None
 
 
 @dataclasses.dataclass
@@ -115,7 +118,7 @@ def measure(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context:
     drafter: bound to the target and the draft.
     """
     depth, max_tokens = drafter.depth, math.ceil(setup.tokens_per_round)
-    draft = getattr(drafter, "model", None)
+    draft = None if not depth else setup.draft or getattr(drafter, "model", None)
     nodes = grow.size(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None))
     sizes = {"depth": depth, "batch": batch, "context": context, "nodes": nodes}
     floor = weights.round_bytes(setup.params, setup.target, draft, **sizes)
@@ -153,6 +156,12 @@ def _measure(setup: BenchSetup, result: CaseResult, drafter: Drafter, report: Pr
 def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledCase | None:
     """Compiles the programs of a case; None if they do not fit the device's memory."""
     static = {"target": phases.target, "drafter": phases.drafter, "accept": phases.accept}
+    # The caches alone, before anything of this size is traced.
+    sizes = result.batch, result.capacity, setup.page_size
+    result.state_bytes = memory.need(setup.params, setup.target, phases.drafter, *sizes).total
+    result.problem = too_large(setup, result, "prefill", 0)
+    if result.problem:
+        return None
     prompt = _prompt(setup, result)
 
     # Prefill. Its outputs are the caches and buffers of the case.

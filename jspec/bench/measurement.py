@@ -147,8 +147,16 @@ def parse(line: str) -> Measurement:
 
 
 def write(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Writes a file of one measurement per line."""
-    path.write_text("".join(each.to_json() + "\n" for each in measurements), encoding="utf-8")
+    """Writes a file of one measurement per line.
+
+    Raises:
+      ValueError: it cannot be written.
+    """
+    text = "".join(each.to_json() + "\n" for each in measurements)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def read(path: Path) -> list[Measurement]:

@@ -3,10 +3,10 @@
 import dataclasses
 
 from jspec.cache import RecurrentLayer
-from jspec.models import Assistant, Deepseek, EagleHead, Gemma4, Llama, Qwen3Next
+from jspec.models import Assistant, Deepseek, EagleHead, Gemma4, Llama, MtpHeads, Qwen3Next
 from jspec.models.assistant import Clusters
 from jspec.models.decoder import Decoder
-from jspec.models.deepseek import Latent
+from jspec.models.deepseek import Indexer, Latent
 from jspec.models.gemma4 import Attention
 from jspec.models.layers import Llama3Rope, YarnRope
 from jspec.models.moe import Routed
@@ -23,12 +23,19 @@ class Preset:
     head: an EAGLE-3 head.
     standalone: a smaller model with the same vocabulary.
     assistant: a draft that reads the target's keys and values.
+    mtp: the MTP heads of the target's own checkpoint.
     """
 
     target: Decoder
     head: EagleHead | None = None
     standalone: Decoder | None = None
     assistant: Assistant | None = None
+    mtp: MtpHeads | None = None
+
+
+def mtp_heads(target: Deepseek | Qwen3Next, count: int = 1) -> MtpHeads:
+    """The heads of a target's checkpoint, each a layer of its family."""
+    return MtpHeads(target.mtp_layer(), count)
 
 
 def eagle_head(target: Llama | Qwen3Next, *, draft_vocab_size: int = DRAFT_VOCAB_SIZE) -> EagleHead:
@@ -229,6 +236,24 @@ _DEEPSEEK_V2_LITE = Deepseek(
     max_length=163_840,
     rope_scaling=YarnRope(factor=40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707),
 )
+_DEEPSEEK_V3_2 = Deepseek(
+    vocab_size=129_280,
+    hidden_size=7168,
+    intermediate_size=18_432,
+    num_layers=61,
+    num_heads=128,
+    latent=Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+    experts=Routed(
+        Router(count=256, chosen=8, sigmoid=True, groups=8, kept_groups=4, best_of_group=2, normalize=True, scale=2.5),
+        width=2048,
+        shared_width=2048,
+    ),
+    dense_layers=3,
+    max_length=163_840,
+    rope_scaling=YarnRope(factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0),
+    indexer=Indexer(heads=64, size=128, top_k=2048),
+)
+_DEEPSEEK_V3_2_4 = dataclasses.replace(_DEEPSEEK_V3_2, num_layers=4)
 _QWEN3_30B_A3B = dataclasses.replace(
     _QWEN3_8B,
     hidden_size=2048,
@@ -248,6 +273,12 @@ _TINY_DEEPSEEK = Deepseek(
     dense_layers=1,
     max_length=4096,
 )
+_TINY_DEEPSEEK_V3_2 = dataclasses.replace(
+    _TINY_DEEPSEEK,
+    latent=Latent(q_rank=16, kv_rank=16, nope_dim=8, rope_dim=8, value_dim=8),
+    experts=Routed(Router(count=8, chosen=2, sigmoid=True, normalize=True), width=8, shared_width=16),
+    indexer=Indexer(heads=2, size=16, top_k=32),
+)
 
 PRESETS = {
     "llama-3.1-8b": Preset(_LLAMA_3_1_8B, eagle_head(_LLAMA_3_1_8B), _LLAMA_3_2_1B),
@@ -260,15 +291,23 @@ PRESETS = {
         eagle_head(_TINY, draft_vocab_size=64),
         dataclasses.replace(_TINY, num_layers=1, tie_embeddings=True),
     ),
-    "qwen3-next": Preset(_QWEN3_NEXT, eagle_head(_QWEN3_NEXT), _QWEN3_06B),
+    "qwen3-next": Preset(_QWEN3_NEXT, eagle_head(_QWEN3_NEXT), _QWEN3_06B, mtp=mtp_heads(_QWEN3_NEXT)),
     # The 16 of 48 layers that fit on one GPU with 80 GB.
-    "qwen3-next-16-layers": Preset(_QWEN3_NEXT_16, eagle_head(_QWEN3_NEXT_16), _QWEN3_06B),
-    "qwen3.5-9b": Preset(_QWEN3_5_9B, eagle_head(_QWEN3_5_9B)),
-    "tiny-qwen3-next": Preset(_TINY_QWEN3_NEXT, eagle_head(_TINY_QWEN3_NEXT, draft_vocab_size=64)),
+    "qwen3-next-16-layers": Preset(
+        _QWEN3_NEXT_16, eagle_head(_QWEN3_NEXT_16), _QWEN3_06B, mtp=mtp_heads(_QWEN3_NEXT_16)
+    ),
+    "qwen3.5-9b": Preset(_QWEN3_5_9B, eagle_head(_QWEN3_5_9B), mtp=mtp_heads(_QWEN3_5_9B)),
+    "tiny-qwen3-next": Preset(
+        _TINY_QWEN3_NEXT, eagle_head(_TINY_QWEN3_NEXT, draft_vocab_size=64), mtp=mtp_heads(_TINY_QWEN3_NEXT)
+    ),
     # No draft has been published; this one, its first layer and its head, has a typical cost.
     "deepseek-v2-lite": Preset(_DEEPSEEK_V2_LITE, standalone=dataclasses.replace(_DEEPSEEK_V2_LITE, num_layers=1)),
     "qwen3-30b-a3b": Preset(_QWEN3_30B_A3B, eagle_head(dataclasses.replace(_QWEN3_30B_A3B, experts=None)), _QWEN3_06B),
     "tiny-deepseek": Preset(_TINY_DEEPSEEK, standalone=dataclasses.replace(_TINY_DEEPSEEK, num_layers=1)),
+    "deepseek-v3.2": Preset(_DEEPSEEK_V3_2, mtp=mtp_heads(_DEEPSEEK_V3_2)),
+    # The 3 dense layers and the first with experts, which fit on one GPU with 80 GB, together with the MTP head.
+    "deepseek-v3.2-4-layers": Preset(_DEEPSEEK_V3_2_4, mtp=mtp_heads(_DEEPSEEK_V3_2_4)),
+    "tiny-deepseek-v3.2": Preset(_TINY_DEEPSEEK_V3_2, mtp=mtp_heads(_TINY_DEEPSEEK_V3_2)),
     "gemma-4-31b": Preset(
         _GEMMA_4_31B, assistant=gemma4_assistant(_GEMMA_4_31B, hidden_size=1024, intermediate_size=8192)
     ),

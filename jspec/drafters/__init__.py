@@ -1,5 +1,6 @@
 """Ways to propose tokens: one module each, and the table of their names."""
 
+import dataclasses
 from collections.abc import Callable
 
 from jspec.core.checks import shorten
@@ -20,6 +21,29 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "standalone": Standalone,
 }
 """Name -> class; a name alone selects the class with its defaults."""
+
+
+def name_of(drafter: Drafter) -> str:
+    """The name of a drafter's class in `DRAFTERS`; of another class, the name of the class."""
+    return next((name for name, kind in DRAFTERS.items() if type(drafter) is kind), type(drafter).__name__)
+
+
+def describe(drafter: Drafter) -> str:
+    """A drafter in a report: its class, with its depth and the options that are set; "plain" for plain decoding.
+
+    What `bind` sets is not an option. The same text as `repr`, where every option shown is an argument.
+    """
+    if isinstance(drafter, Plain):
+        return "plain"
+    if not dataclasses.is_dataclass(drafter):
+        return type(drafter).__name__
+    shown = [
+        f"{field.name}={getattr(drafter, field.name)!r}"
+        for field in dataclasses.fields(drafter)
+        if field.name == "depth" or getattr(drafter, field.name) != field.default
+        if isinstance(getattr(drafter, field.name), str | int | float | None)
+    ]
+    return f"{type(drafter).__name__}({', '.join(shown)})"
 
 
 def resolve(drafter: str | Drafter | None) -> Drafter:

@@ -76,10 +76,10 @@ def free_bytes(device: Any = None) -> tuple[int, int] | None:
     return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
 
 
-def check_weights(name: str, shapes: PyTree) -> None:
+def check_weights(name: str, shapes: PyTree, what: str = "weights") -> None:
     """Checks that weights fit into the free memory of the default device, before any of them is made or read.
 
-    name: whose they are, for the message.
+    name: whose they are, for the message. what: what they are, if not weights.
     shapes: `jax.ShapeDtypeStruct`s; arrays, which have their memory already, do not count.
 
     Raises:
@@ -91,7 +91,7 @@ def check_weights(name: str, shapes: PyTree) -> None:
         free, limit = map(gigabytes, memory)
         dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in missing}))
         raise ValueError(
-            f"{name}: {gigabytes(needed)} of weights ({dtypes}) do not fit: {free} of {limit} are free{_advice()}"
+            f"{name}: {gigabytes(needed)} of {what} ({dtypes}) do not fit: {free} of {limit} are free{_advice()}"
         )
 
 

@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Literal, TypeAlias, overload
+from functools import cached_property
+from typing import Literal, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from jaxtyping import Int
@@ -12,6 +13,21 @@ from jspec.text import highlight
 from jspec.text.tokenizer import Tokenizer
 
 FinishReason: TypeAlias = Literal["eos", "stop", "length", "cancelled"]
+
+
+class GeneratedToken(NamedTuple):
+    """A new token, with what the lists of a `Generation` have about it.
+
+    id: in the vocabulary.
+    text: for display, as in `Generation.token_texts`.
+    origin: depth of the accepted draft that it comes from, or 0 for the target's own.
+    logprob: under the target's own, unprocessed logits; None unless requested.
+    """
+
+    id: int
+    text: str
+    origin: int
+    logprob: float | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,6 +95,11 @@ class GenerationStats:
         dropped = np.concatenate([part.dropped for part in parts])
         return cls(np.concatenate([part.rounds for part in parts]), counts, seconds, dropped)
 
+    def of_first(self, count: int) -> "GenerationStats":
+        """The counters of the first sequences; `seconds` remains the time of all."""
+        counts, dropped = self.accept_counts[:count], self.dropped[:count]
+        return dataclasses.replace(self, rounds=self.rounds[:count], accept_counts=counts, dropped=dropped)
+
     @property
     def _tokens_of_rounds(self) -> int:
         return int((self.accept_counts * np.arange(1, self.accept_counts.shape[1] + 1)).sum())
@@ -87,6 +108,8 @@ class GenerationStats:
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Generation:
     """The continuation of one prompt. A notebook displays its tokens colored by origin; `to_ansi` is for a terminal.
+
+    Indexing and iteration give the new tokens, each a `GeneratedToken`; `len` is how many there are.
 
     tokens: new ids, up to and including the EOS id or the token that completes a stop string.
     text: text of the new tokens, without special tokens and the stop string; None if the model has no tokenizer.
@@ -106,6 +129,27 @@ class Generation:
     logprobs: list[float] | None
     prompt: list[int]
     tokenizer: Tokenizer | None
+
+    @overload
+    def __getitem__(self, index: int) -> GeneratedToken: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[GeneratedToken]: ...
+
+    def __getitem__(self, index: int | slice) -> GeneratedToken | list[GeneratedToken]:
+        return self._items[index]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __iter__(self) -> Iterator[GeneratedToken]:
+        return iter(self._items)
+
+    @cached_property
+    def _items(self) -> list[GeneratedToken]:
+        logprobs = [None] * len(self.tokens) if self.logprobs is None else self.logprobs
+        columns = self.tokens, self.token_texts, self.origin, logprobs
+        return [GeneratedToken(*item) for item in zip(*columns, strict=True)]
 
     @property
     def token_texts(self) -> list[str]:

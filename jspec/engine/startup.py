@@ -1,4 +1,4 @@
-"""What a command sets up: JAX's compilation cache, and a notice if compilation takes long."""
+"""JAX's compilation cache, and a notice if compilation takes long."""
 
 import contextlib
 import os
@@ -6,34 +6,81 @@ import stat
 import sys
 import threading
 from collections.abc import Generator
+from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from platformdirs import user_cache_path
 
 NOTICE_DELAY = 2.0
 """Seconds after which `notify_if_slow` prints its message."""
 
 
-def enable_compilation_cache() -> None:
-    """Stores JAX's compiled programs in the user's cache directory, unless the user has configured or disabled the
-    compilation cache.
+def cache_programs(path: str | Path | None = None) -> Path | None:
+    """Keeps compiled programs in a directory, from which later processes load them instead of compiling.
 
-    Cached programs are executed, so the directory must be private to the user; otherwise it is not used.
+    The command line does so by itself. In a program of your own, call this once, before the first generation.
+    Cached programs are executed, so other users must not be able to write to the directory.
+
+    Args:
+      path: the directory; created, readable by its owner only, if there is none. None: the one that the command line
+        uses, in the user's cache directory, unless JAX's configuration names one (JAX_COMPILATION_CACHE_DIR).
+
+    Returns:
+      The directory; None if `path` is None and JAX's configuration disables its compilation cache.
+
+    Raises:
+      TypeError: `path` is not a path.
+      ValueError: the directory cannot be made or written, or other users can write to it.
     """
-    configured = jax.config.values
-    if configured["jax_compilation_cache_dir"] is not None or not configured["jax_enable_compilation_cache"]:
-        return
-    directory = user_cache_path("jspec") / "compiled"
+    if path is None:
+        configured = jax.config.values["jax_compilation_cache_dir"]
+        if not jax.config.values["jax_enable_compilation_cache"]:
+            return None
+        if configured is not None:
+            return Path(configured)
+    elif not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise TypeError(f"path={path!r}: must be a str or a Path")
+    elif not os.fspath(path):
+        raise ValueError("path='': must name a directory")
+    directory = user_cache_path("jspec") / "compiled" if path is None else Path(path).absolute()
+    # Without a home directory there is no cache directory.
+    _check_private(directory, writable_by_others=0o077 if path is None else 0o002)
+    jax.config.update("jax_enable_compilation_cache", True)
+    if jax.config.values["jax_compilation_cache_dir"] != str(directory):
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        compilation_cache.reset_cache()  # A process that has compiled without a directory takes none otherwise.
+    return directory
+
+
+def enable_compilation_cache() -> None:
+    """`cache_programs` for commands, which go on without a cache where there can be none."""
+    try:
+        cache_programs()
+    except ValueError as error:
+        print(f"jspec: compiled programs are not kept: {error}", file=sys.stderr)
+
+
+def _check_private(directory: Path, writable_by_others: int) -> None:
+    """Makes a directory, and checks that it is ours.
+
+    writable_by_others: permissions that it must not have.
+
+    Raises:
+      ValueError: it cannot be made or written, or has another owner or these permissions.
+    """
+    if not directory.is_absolute():
+        raise ValueError(f"{directory}: there is no home directory")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.stat()
-    except OSError as error:
-        print(f"jspec: compilation cache disabled: {error}", file=sys.stderr)
-        return
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        print(f"jspec: compilation cache disabled: other users can read or write {directory}", file=sys.stderr)
-        return
-    jax.config.update("jax_compilation_cache_dir", str(directory))
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{directory}: cannot be made ({reason})") from None
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ValueError(f"{directory}: cannot be written")
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & writable_by_others:
+        raise ValueError(f"{directory}: other users can read or write it, and cached programs are executed")
 
 
 @contextlib.contextmanager

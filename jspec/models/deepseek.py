@@ -194,6 +194,13 @@ class Deepseek(Decoder):
         """The rows of a layer."""
         return LayerKeys(1, self.latent.width, latent=self.latent.kv_rank)
 
+    def kv_bytes(self, context: int, itemsize: int, target: Decoder | None = None) -> int:
+        """As in `Decoder`; with indexers, the keys of all tokens and the rows of those that one token selects."""
+        if self.indexer is None:
+            return super().kv_bytes(context, itemsize)
+        layer = self.indexer.size * context + self.latent.width * min(context, self.indexer.top_k)
+        return self.num_layers * layer * itemsize
+
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
         """How the rotary part of those rows is rotated: radians per position, for each pair of dimensions."""
         return layers.rope_frequencies(self.latent.rope_dim, self.rope_theta, self.rope_scaling)

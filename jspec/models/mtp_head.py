@@ -198,11 +198,12 @@ class MtpHeads:
         return (mtp_shapes(own.layers[0], own.norm, dtype),) * self.count
 
     def step_bytes(self, params: Params) -> int:
-        """Bytes of weights that one forward of the first head reads."""
+        """Bytes of weights that one forward of the first head reads; of experts, those that one token chooses."""
         own: MtpParams = params.draft[0]
         shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
         head = shared if own.lm_head is None else own.lm_head
-        return tree_bytes((own.token_norm, own.hidden_norm, own.projection, own.layer, own.norm, head))
+        every = tree_bytes((own.token_norm, own.hidden_norm, own.projection, own.layer, own.norm, head))
+        return every - self.layer.unread_expert_bytes(own, 1)
 
     def extend_bytes(self, params: Params) -> int:
         """Bytes of weights that the first head reads after a round: those of a step."""

@@ -126,7 +126,7 @@ def _html_block(sequence: DisplayedSequence, depth: int) -> str:
     prompt = f'<span style="opacity:0.6">{html.escape(_visible(sequence.prompt))}</span>'
     return (
         f'<div style="margin-top:1em;font-size:smaller;opacity:0.8">{html.escape(sequence.heading)}</div>'
-        f'<pre style="white-space:pre-wrap;margin:0;line-height:1.4">{prompt}{tokens}</pre>'
+        f'<pre style="font-family:monospace;white-space:pre-wrap;margin:0;line-height:1.4">{prompt}{tokens}</pre>'
     )
 
 

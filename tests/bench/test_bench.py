@@ -27,7 +27,7 @@ from jspec.bench.unfolded import Unfolded, seed
 from jspec.checkpoints import language_model
 from jspec.core import accept, decode, stopping
 from jspec.core.types import Params
-from jspec.drafters import Eagle, FrozenKvMtp, Plain, Standalone
+from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Plain, Standalone
 from jspec.engine import memory
 from jspec.models.moe import Routed
 from jspec.models.router import Router
@@ -108,6 +108,7 @@ def test_a_call_takes_the_mean_of_many_in_a_row(monkeypatch):
         ("gemma-4-e4b", 7.5e9),
         ("qwen3-next", 79.7e9),
         ("qwen3.5-9b", 9.0e9),
+        ("deepseek-v3.2", 671e9),
     ),
 )
 def test_a_preset_has_the_published_number_of_parameters(name, published):
@@ -252,7 +253,7 @@ def _shapes(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_drafts_of_a_preset_suit_its_target(name):
     preset = PRESETS[name]
-    drafts = {Eagle: preset.head, Standalone: preset.standalone, FrozenKvMtp: preset.assistant}
+    drafts = {Eagle: preset.head, Standalone: preset.standalone, FrozenKvMtp: preset.assistant, Mtp: preset.mtp}
     assert any(drafts.values())
     for drafter, draft in drafts.items():
         assert draft is None or drafter(depth=5, width=8).bind(preset.target, draft)
@@ -475,9 +476,9 @@ def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, mon
         ),
         ("--mode plain --drafter eagle", "--drafter eagle: requires --mode chain or tree or stepped or unfolded"),
         ("--tokens-per-round 7", "--tokens-per-round 7: must be at most 6 with --depth 5"),
-        ("--tokens-per-round 0.5", "Imposed(tokens_per_round=0.5): must be from 1, which is the bonus token, to 1000"),
+        ("--tokens-per-round 0.5", "--tokens-per-round 0.5: must be from 1, which is the bonus token, to 1000"),
         ("--width 1", "--width 1: a tree must have a width of at least 2"),
-        ("--num-nodes 500", "num_nodes, root included, must be at least depth + 1 = 6"),
+        ("--num-nodes 500", "--num-nodes, root included, must be at least depth + 1 = 6"),
         ("--draft x", "--draft x: requires --checkpoint; the weights of a preset are random"),
         ("--json /no/such/file", "--json /no/such/file: the directory /no/such does not exist"),
     ),
@@ -494,8 +495,8 @@ def test_options_that_do_not_fit_together_are_refused_at_once(capsys, monkeypatc
     (
         ("", "one of the arguments --preset --checkpoint is required"),
         ("--preset gpt-2", "invalid choice: 'gpt-2'"),
-        ("--preset tiny --batch 0", "argument --batch: '0': must be an integer of at least 1"),
-        ("--preset tiny --context 1.5", "argument --context: '1.5': must be an integer of at least 1"),
+        ("--preset tiny --batch 0", "argument --batch: '0': must be an integer from 1 to 1048576"),
+        ("--preset tiny --context 1.5", "argument --context: '1.5': must be an integer from 1 to 2147483647"),
         ("--preset tiny --mode star", "invalid choice: 'star'"),
     ),
 )
@@ -551,6 +552,34 @@ def test_a_report_of_an_assistant(capsys):
     headline, _, line = out.splitlines()
     assert headline.startswith("tiny-gemma-4: 15,264 parameters + frozen-kv-mtp draft of 4,532, float32")
     assert line.split()[:3] == ["chain", "1", "64"] and line.split()[5] == "2.00" and "-" not in line.split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ("tiny-deepseek-v3.2", "tiny-qwen3-next"))
+def test_a_report_of_mtp_heads(capsys, preset):
+    """A single head is reused for each token, in chains and trees; phases and floor are those of the head."""
+    sizes = ("--depth", 2, "--width", 2, "--num-nodes", 5, "--rounds", 4, "--repeats", 1, "--tokens-per-round", 2)
+    choice = ("--drafter", "mtp", "--dtype", "float32", "--mode", "chain", "tree")
+    status, out, _ = run(capsys, "--preset", preset, *choice, *sizes)
+    assert status == 0
+    headline, _, *lines = out.splitlines()
+    assert f"{preset}: " in headline and " + mtp draft of " in headline
+    assert [line.split()[0] for line in lines] == ["chain", "tree"]
+    assert all(line.split()[5] == "2.00" and "-" not in line.split() for line in lines)
+
+
+def test_bytes_of_an_mtp_head_and_of_indexed_attention():
+    """Worked out by hand, in bfloat16: a head has one of the 61 layers; of a long context 2,048 rows are read."""
+    preset = PRESETS["deepseek-v3.2"]
+    shapes = Params(preset.target.param_shapes(jnp.bfloat16), preset.mtp.param_shapes(jnp.bfloat16))
+    expert, index = 2 * 3 * 7168 * 2048, 61 * 2 * 128
+    layer = memory.tree_bytes(shapes.draft[0].layer) - (256 - 8) * expert
+    other = 2 * (2 * 7168 * 7168 + 3 * 7168 + 7168 * 129_280)
+    assert preset.mtp.step_bytes(shapes) == pytest.approx(layer + other, rel=1e-6)
+    assert preset.mtp.extend_bytes(shapes) == preset.mtp.step_bytes(shapes)
+    assert preset.target.kv_bytes(1000, 2) == 1000 * (index + 61 * 2 * 576)
+    assert preset.target.kv_bytes(100_000, 2) == 100_000 * index + 61 * 2 * 2048 * 576
+    assert preset.mtp.kv_bytes(100_000, 2, preset.target) == (100_000 * index + 61 * 2 * 2048 * 576) // 61
 
 
 def test_weights_that_do_not_fit_are_refused(capsys, monkeypatch):

@@ -89,6 +89,17 @@ def test_token_texts_of_generations(tokenizer):
     assert out[0].token_texts == ["a", "b"]
 
 
+def test_a_generation_is_a_sequence_of_tokens(tokenizer):
+    (out,) = make(tokenizer, [("aé", [0, 1, 2], "length")])
+    assert len(out) == 3 and [token.id for token in out] == out.tokens
+    assert out[0] == jspec.GeneratedToken(out.tokens[0], "a", 0, None) and out[-1].text == "é"
+    assert [token.origin for token in out[1:]] == [1, 2]
+    scored = dataclasses.replace(out, logprobs=[-1.0, -2.0, -3.0])
+    assert [token.logprob for token in scored] == [-1.0, -2.0, -3.0]
+    with pytest.raises(IndexError):
+        out[3]
+
+
 # HTML
 
 
@@ -106,6 +117,7 @@ def test_html_has_each_token_with_its_origin(tokenizer):
 
 def test_html_keeps_lines_and_shows_control_characters(tokenizer):
     page = make(tokenizer, [("a\n\n  b\x1b[31m\r\t", [0], "length")])[0]._repr_html_()
+    assert "font-family:monospace" in page, "pages may give <pre> another font"
     assert "white-space:pre-wrap" in page
     assert Spans(page).text.endswith("a↵\n↵\n  b␛[31m␍\t")
 

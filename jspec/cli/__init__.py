@@ -1,0 +1,5 @@
+"""The command line: `jspec generate`, `jspec evaluate`, `jspec bench`, `jspec bench-kernels`, `jspec train`."""
+
+from jspec.cli.app import build_parser, main
+
+__all__ = ["build_parser", "main"]

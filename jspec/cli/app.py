@@ -1,0 +1,116 @@
+"""The parser of all commands, and `main`, which turns invalid input into one line and a status."""
+
+import argparse
+import io
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from jspec.bench import cli as bench
+from jspec.bench import kernels
+from jspec.cli import evaluate, generate
+from jspec.core import package
+from jspec.engine.arguments import Parser, in_options, printable
+from jspec.engine.startup import enable_compilation_cache
+
+_NOT_OPTIONS = ("command_line", "run")
+"""Attributes of the parsed arguments that no user types."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit status. Invalid input exits with status 2 and one line on standard error.
+
+    arguments: None: those of the process, which also enables the compilation cache. A program that passes arguments
+      keeps its own JAX configuration.
+    """
+    as_process = arguments is None
+    if arguments is None:
+        arguments = [_as_text(argument) for argument in sys.argv[1:]]
+        _escape_what_the_terminal_cannot_show()
+        enable_compilation_cache()
+    options = argparse.Namespace()
+    try:
+        status = _run(list(arguments), options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # The reader, such as `head`, has seen enough.
+        if as_process:
+            _drop_output()
+        return 0
+    except (ValueError, TypeError) as error:
+        return _refuse(str(error), options)
+    except OSError as error:  # Without a name, it is one of the standard streams.
+        return _refuse(str(error) if error.filename else f"output cannot be written ({error.strerror})", options)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return _refuse(f"out of memory: {str(error) or 'an allocation failed'}", options)
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = Parser(prog="jspec", description="Speculative decoding for JAX.")
+    version = f"jspec {package.VERSION}, jax {jax.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version, and that of JAX")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    generate.add_command(commands)
+    evaluate.add_command(commands)
+    summary = "measure rounds and their phases at real model shapes"
+    bench.add_arguments(commands.add_parser("bench", help=summary, description=bench.__doc__))
+    summary = "measure attention and expert kernels, compared with memory bandwidth"
+    kernels.add_arguments(commands.add_parser("bench-kernels", help=summary, description=kernels.__doc__))
+    commands.add_parser("train", help="prepare data, and train a language model or a draft model")
+    return parser
+
+
+def _run(arguments: list[str], options: argparse.Namespace) -> int:
+    """Parses into `options` and runs the command."""
+    if arguments[:1] == ["train"]:
+        return _run_train(arguments[1:])
+    build_parser().parse_args(arguments, options)
+    options.command_line = shlex.join(["jspec", *arguments])
+    return options.run(options)
+
+
+def _run_train(arguments: list[str]) -> int:
+    try:
+        from jspec.train import cli  # requires the extra "train"
+    except ModuleNotFoundError as error:
+        raise ValueError(f"jspec train requires {error.name}: {package.install('train')}") from None
+    return cli.main(arguments)
+
+
+def _refuse(message: str, options: argparse.Namespace) -> int:
+    """Prints an error on one line, with the names of options as they are typed; returns the status."""
+    named = in_options(message, [name for name in vars(options) if name not in _NOT_OPTIONS])
+    print(f"jspec: {printable(' '.join(named.split()))}", file=sys.stderr)
+    return 2
+
+
+def _as_text(argument: str) -> str:
+    """An argument whose bytes are not text in the encoding of the locale, if they are UTF-8."""
+    try:
+        return os.fsencode(argument).decode() if not argument.isascii() else argument
+    except UnicodeError:
+        return argument
+
+
+def _escape_what_the_terminal_cannot_show() -> None:
+    """Text that the encoding of the locale lacks is written as escapes, where it would be an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Python flushes its streams when it ends, which must not fail again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            os.dup2(nowhere, stream.fileno())

@@ -1,0 +1,183 @@
+"""What the commands that load a model share: their options, and the values that these give."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from jspec import drafters
+from jspec.analysis.evaluate import read_records
+from jspec.core import accept
+from jspec.core.sampling import Sampling
+from jspec.core.types import Drafter
+from jspec.engine.arguments import Parser, integer, naming_models, number
+from jspec.engine.model import Model, bundled_draft, load
+from jspec.engine.options import check_fits, choose_drafter
+from jspec.engine.run import Prompt, encode_prompts
+
+_SHAPE_OPTIONS = {"depth": "drafts no tokens", "width": "drafts no trees", "num_nodes": "drafts no trees"}
+"""Options of the draft's shape -> the error message for drafters that do not have them."""
+_SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
+MAX_TOKENS = 2**31 - 1
+"""The largest number of tokens that an option takes."""
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def add_model(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
+    """Adds the options of all commands that load a model; returns the group of the sampling options."""
+    parser.add_argument(
+        "--model",
+        default="bundled:python-small",
+        help="bundled:NAME, a Hugging Face directory or a hub id (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--draft", help="the draft model, given like --model (default: the draft of a bundled model, or none)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=integer(1, MAX_TOKENS),
+        default=128,
+        metavar="N",
+        help="maximum number of new tokens per prompt (default: %(default)s)",
+    )
+    shape = parser.add_argument_group("shape of the draft", "The defaults depend on the drafter.")
+    shape.add_argument("--depth", type=integer(1), metavar="N", help="length of the longest drafted chain")
+    shape.add_argument(
+        "--width", type=integer(1), metavar="N", help="maximum number of children per node; 1 drafts a chain"
+    )
+    shape.add_argument("--num-nodes", type=integer(1), metavar="N", help="nodes of the drafted tree, root included")
+    choice = parser.add_argument_group(
+        "sampling", "Decoding is greedy unless --temperature, --top-k, --top-p or --min-p is given."
+    )
+    choice.add_argument(
+        "--temperature", type=number, metavar="T", help="divides the logits; 0 is greedy (default when sampling: 1)"
+    )
+    choice.add_argument("--top-k", type=integer(1), metavar="K", help="sample from the K most probable tokens")
+    choice.add_argument(
+        "--top-p", type=number, metavar="P", help="sample from the most probable tokens whose total probability is P"
+    )
+    choice.add_argument(
+        "--min-p",
+        type=number,
+        metavar="P",
+        help="sample from tokens at least P times as probable as the most probable one",
+    )
+    choice.add_argument(
+        "--seed", type=integer(0, 2**32 - 1), default=0, metavar="N", help="random seed (default: %(default)s)"
+    )
+    choice.add_argument(
+        "--accept",
+        choices=tuple(accept.RULES),
+        help="acceptance rule (default: coupled, whose output is that of plain sampling with the same seed)",
+    )
+    return choice
+
+
+def load_model(drafter: str, arguments: argparse.Namespace, loaded: dict[str | None, Model] | None = None) -> Model:
+    """The model; a bundled one with its draft for this drafter.
+
+    loaded: models by draft; avoids loading one twice.
+    """
+    for name in ("model", "draft"):
+        if getattr(arguments, name) == "":
+            raise ValueError(f"--{name} '': must be bundled:NAME, a directory or a hub id")
+    draft = arguments.draft or bundled_draft(arguments.model, drafter) or bundled_draft(arguments.model)
+    loaded = {} if loaded is None else loaded
+    if draft not in loaded:
+        with naming_models({"--draft": arguments.draft, "--model": arguments.model}):
+            loaded[draft] = load(arguments.model, draft=draft, dtype=arguments.dtype)
+    return loaded[draft]
+
+
+def make_drafter(name: str, arguments: argparse.Namespace, model: Model) -> Drafter:
+    """The drafter with the options of the command line.
+
+    Raises:
+      ValueError: an option that this drafter does not have, or one that does not suit the model.
+    """
+    drafter = choose_drafter(name, model)
+    fields = [field.name for field in dataclasses.fields(drafter)]  # pyright: ignore[reportArgumentType]
+    given = {field: getattr(arguments, field) for field in _SHAPE_OPTIONS if getattr(arguments, field) is not None}
+    for field, value in given.items():
+        if field not in fields:
+            option = field.replace("_", "-")
+            raise ValueError(f"--{option} {value}: the drafter {drafters.name_of(drafter)} {_SHAPE_OPTIONS[field]}")
+    made: Drafter = dataclasses.replace(drafter, **given)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    try:
+        made.bind(model.target, model.draft)
+    except ValueError as error:
+        raise ValueError(str(error) if name == "auto" else f"--drafter {name}: {error}") from None
+    return made
+
+
+def read_sampling(arguments: argparse.Namespace) -> Sampling | None:
+    """The sampling parameters; None if none of them has an effect."""
+    given = {name: getattr(arguments, name) for name in _SAMPLING_OPTIONS if getattr(arguments, name) is not None}
+    if not given:
+        given["temperature"] = 0.0
+    if getattr(arguments, "repetition_penalty", None) is not None:
+        given["repetition_penalty"] = arguments.repetition_penalty
+    sampling = Sampling(**given)
+    return None if sampling == Sampling(temperature=0.0) else sampling
+
+
+def repeats_plain(arguments: argparse.Namespace) -> bool:
+    """Whether the tokens must be those of plain decoding with the same seed."""
+    sampling = read_sampling(arguments)
+    return arguments.accept in (None, "greedy", "coupled") or sampling is None or sampling.temperature == 0
+
+
+def check_prompts(model: Model, names: Sequence[str], prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+    """Checks every prompt before the first of them runs.
+
+    names: what an error calls each of them.
+
+    Raises:
+      ValueError, TypeError: an empty prompt, or one that is too long for the model.
+    """
+    for name, prompt in zip(names, prompts, strict=True):
+        try:
+            _, (ids,) = encode_prompts(model, prompt)
+            check_fits(model.target, len(ids), max_new_tokens)
+        except ValueError as error:
+            message = str(error).removeprefix("prompts").removeprefix(":").strip()
+            raise ValueError(f"{name}: {message}") from None
+
+
+def read_prompt_file(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The records of --prompts.
+
+    Raises:
+      ValueError: the file cannot be read, or holds something else.
+    """
+    if arguments.prompts == "":
+        raise ValueError("--prompts '': must be a file, or - for standard input")
+    try:
+        return read_records(arguments.prompts)
+    except ValueError as error:
+        raise ValueError(f"--prompts {error}") from None
+
+
+def chat_prompt(model: Model, message: str) -> list[int]:
+    """The ids of a user's message in the chat template of the model.
+
+    Raises:
+      ValueError: the model has no tokenizer or no template, or the template fails.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"--chat: {model.name} has no tokenizer")
+    try:
+        return model.tokenizer.chat([{"role": "user", "content": message}])
+    except ValueError as error:
+        raise ValueError(f"--chat: {error}") from None
+
+
+def ratio(speed: float, other: float) -> str:
+    """How many times as fast, as text."""
+    return f"{speed / other:.2f}x" if other > 0 and speed > 0 else "no rounds, so not compared:"

@@ -1,0 +1,131 @@
+"""What the commands share: values of options, files that are written, and errors in the words of the command line."""
+
+import argparse
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Callable, Generator, Iterable, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+_OPEN_LIMIT = 80
+"""Characters of a value that a message shows."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with status 2."""
+        text = printable(" ".join(message.split()))
+        self.exit(2, f"{self.prog}: {text} ({self.prog} --help lists the options)\n")
+
+
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Parses an integer within bounds, both included."""
+    wanted = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            value = int(text)
+            if value >= least and (most is None or value <= most):
+                return value
+        raise argparse.ArgumentTypeError(f"{_shown(text)}: must be {wanted}")
+
+    return parse
+
+
+def number(text: str) -> float:
+    """Parses a number; its bounds are checked where it is used."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{_shown(text)}: must be a number") from None
+
+
+def check_output(option: str, path: Path) -> None:
+    """Checks that a file can be written, and leaves it as it is, or missing.
+
+    Raises:
+      ValueError: it cannot; the message has the option, the path and the reason.
+    """
+    existed = os.path.lexists(path)
+    try:
+        # Opening a pipe that nobody reads would wait; with O_NONBLOCK it is an error.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        raise ValueError(f"{option} {path}: the directory {path.parent} does not exist") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{option} {_shown(str(path))}: cannot be written ({reason})") from None
+    regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    os.close(descriptor)
+    if regular and not existed:
+        path.unlink()
+
+
+@contextlib.contextmanager
+def naming_models(options: Mapping[str, str | None]) -> Generator[None, None, None]:
+    """Adds to errors of the `with` block, which loads models, the option that names the model.
+
+    options: option -> its value.
+    """
+    try:
+        yield
+    except ValueError as error:
+        message = str(error)
+        for option, value in options.items():
+            if value is not None and message.startswith((f"{value}:", repr(value))):
+                raise ValueError(f"{option} {message}") from None
+        given = " ".join(f"{option} {value}" for option, value in options.items() if value is not None)
+        raise ValueError(f"{given}: {message}") from None
+
+
+def printable(text: str) -> str:
+    """A message without the middle of very long words, and without what a terminal cannot show.
+
+    Lone surrogates, which bytes of an argument become that are no text, are escaped.
+    """
+    text = re.sub(r"\S{200,}", lambda found: f"{found[0][:120]}...{found[0][-20:]}", text)
+    return text.encode(errors="backslashreplace").decode()
+
+
+def in_options(message: str, names: Iterable[str]) -> str:
+    """An error message of the Python API in the words of the command line: `max_new_tokens=0` is `--max-new-tokens 0`.
+
+    names: the options of the command, spelled as arguments in Python.
+    """
+    options = sorted(names, key=len, reverse=True)
+    name = "|".join(map(re.escape, options))
+    if not name:
+        return message
+    value = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,:;()]+(?:\([^()]*\))?"""
+    given = rf"(?<![\w.])({name})=({value})"
+    # Eagle(depth=0) names the class that takes the option, and jspec.load(..., draft="...") the function.
+    call = rf"\b(?:jspec\.\w+|[A-Z]\w*)\((?:\.\.\., )?((?:{given}(?:, )?)+)\)"
+    message = re.sub(call, lambda found: re.sub(r", (?=\w+=)", " ", found[1]), message)
+    message = re.sub(given, lambda found: _typed(found[1], found[2]), message)
+    # The name alone, where it cannot be an ordinary word.
+    spelled = "|".join(option for option in options if "_" in option)
+    if spelled:
+        message = re.sub(rf"(?<![\w.=-])({spelled})(?![\w=])", lambda found: _option(found[1]), message)
+    return message.replace("jspec.load(...)", "this command")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _typed(name: str, value: str) -> str:
+    """An option with its value, as typed in a shell."""
+    if value == "True":
+        return _option(name)
+    plain = value[1:-1] if value[0] in "'\"" else value
+    plain = "MODEL" if plain == "..." else plain
+    return f"{_option(name)} {plain if plain and not any(map(str.isspace, plain)) else value}"
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _OPEN_LIMIT else text[: _OPEN_LIMIT - 3] + "...")
