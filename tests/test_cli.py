@@ -146,6 +146,8 @@ def test_invalid_input_prints_one_line_and_exits_with_status_2(capsys, arguments
         (["generate", "x", "--seed", str(2**32)], "must be an integer from 0 to 4294967295"),
         (["generate", "x", "--seed", "9" * 9000], "must be an integer from 0 to 4294967295"),
         (["generate", "x", "--drafter", "magic"], "argument --drafter: invalid choice: 'magic'"),
+        (["train"], "the following arguments are required: command"),
+        (["train", "lm", "--steps", "x"], "argument --steps: invalid int value: 'x'"),
         (["evaluate", "--batch", "0"], "argument --batch: '0': must be an integer of at least 1"),
         ([], "the following arguments are required: COMMAND"),
         (["generate", "x", "--colorful"], "unrecognized arguments: --colorful"),

@@ -79,10 +79,8 @@ def _run(arguments: list[str], options: argparse.Namespace) -> int:
 
 
 def _run_train(arguments: list[str]) -> int:
-    try:
-        from jspec.train import cli  # requires the extra "train"
-    except ModuleNotFoundError as error:
-        raise ValueError(f"jspec train requires {error.name}: {package.install('train')}") from None
+    from jspec.train import cli  # not needed by the other commands
+
     return cli.main(arguments)
 
 

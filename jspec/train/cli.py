@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
+from jspec.engine.arguments import Parser
 from jspec.train import arguments, data, options, text
 
 
@@ -57,7 +58,7 @@ COMMANDS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog="jspec train", description=__doc__)
+    parser = Parser(prog="jspec train", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(
