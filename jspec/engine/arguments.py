@@ -9,6 +9,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from jspec.core.checks import check_number
+
 _OPEN_LIMIT = 80
 """Characters of a value that a message shows."""
 
@@ -37,11 +39,15 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def number(text: str) -> float:
-    """Parses a number; its bounds are checked where it is used."""
+    """Parses a number that is finite in float32; its bounds are checked where it is used."""
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{_shown(text)}: must be a number") from None
+    try:
+        return check_number("value", value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{_shown(text)}: must be finite, and not 0 by rounding, in float32") from None
 
 
 def check_output(option: str, path: Path) -> None:
