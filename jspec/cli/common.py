@@ -19,7 +19,7 @@ _SHAPE_OPTIONS = {"depth": "drafts no tokens", "width": "drafts no trees", "num_
 """Options of the draft's shape -> the error message for drafters that do not have them."""
 _SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 MAX_TOKENS = 2**31 - 1
-"""The largest number of tokens that an option takes."""
+"""The largest count that an option takes."""
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -47,18 +47,25 @@ def add_model(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
         help="maximum number of new tokens per prompt (default: %(default)s)",
     )
     shape = parser.add_argument_group("shape of the draft", "The defaults depend on the drafter.")
-    shape.add_argument("--depth", type=integer(1), metavar="N", help="length of the longest drafted chain")
+    shape.add_argument("--depth", type=integer(1, MAX_TOKENS), metavar="N", help="length of the longest drafted chain")
     shape.add_argument(
-        "--width", type=integer(1), metavar="N", help="maximum number of children per node; 1 drafts a chain"
+        "--width",
+        type=integer(1, MAX_TOKENS),
+        metavar="N",
+        help="maximum number of children per node; 1 drafts a chain",
     )
-    shape.add_argument("--num-nodes", type=integer(1), metavar="N", help="nodes of the drafted tree, root included")
+    shape.add_argument(
+        "--num-nodes", type=integer(1, MAX_TOKENS), metavar="N", help="nodes of the drafted tree, root included"
+    )
     choice = parser.add_argument_group(
         "sampling", "Decoding is greedy unless --temperature, --top-k, --top-p or --min-p is given."
     )
     choice.add_argument(
         "--temperature", type=number, metavar="T", help="divides the logits; 0 is greedy (default when sampling: 1)"
     )
-    choice.add_argument("--top-k", type=integer(1), metavar="K", help="sample from the K most probable tokens")
+    choice.add_argument(
+        "--top-k", type=integer(1, MAX_TOKENS), metavar="K", help="sample from the K most probable tokens"
+    )
     choice.add_argument(
         "--top-p", type=number, metavar="P", help="sample from the most probable tokens whose total probability is P"
     )

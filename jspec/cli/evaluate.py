@@ -12,6 +12,7 @@ from jspec import drafters
 from jspec.analysis.evaluate import Evaluation, evaluate, heldout_prompts
 from jspec.bench import machine, measurement, report
 from jspec.cli.common import (
+    MAX_TOKENS,
     Commands,
     add_model,
     check_prompts,
@@ -48,9 +49,9 @@ def add_command(commands: Commands) -> None:
         help="lines of JSON, or a JSON list, of strings or of objects with the key prompt; - is standard input "
         "(default: the bundled held-out prompts)",
     )
-    parser.add_argument("--limit", type=integer(1), metavar="N", help="use only the first N prompts")
+    parser.add_argument("--limit", type=integer(1, MAX_TOKENS), metavar="N", help="use only the first N prompts")
     parser.add_argument(
-        "--batch", type=integer(1), default=1, metavar="N", help="prompts per batch (default: %(default)s)"
+        "--batch", type=integer(1, MAX_TOKENS), default=1, metavar="N", help="prompts per batch (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each metric to FILE as a line of JSON")
     parser.set_defaults(run=run)

@@ -12,6 +12,7 @@ import jax
 from jspec import drafters
 from jspec.analysis.evaluate import STANDARD_INPUT, read_standard_input
 from jspec.cli.common import (
+    MAX_TOKENS,
     Commands,
     add_model,
     chat_prompt,
@@ -82,10 +83,12 @@ def add_command(commands: Commands) -> None:
         help="continue each prompt of FILE: lines of JSON, or a JSON list, of strings or of objects with the key "
         "prompt, whose other keys --json prints again; - is standard input",
     )
-    files.add_argument("--batch", type=integer(1), metavar="N", help="prompts that run together (default: 1)")
+    files.add_argument(
+        "--batch", type=integer(1, MAX_TOKENS), metavar="N", help="prompts that run together (default: 1)"
+    )
     parser.add_argument(
         "--page-size",
-        type=integer(1),
+        type=integer(1, MAX_TOKENS),
         default=DEFAULT_PAGE_SIZE,
         metavar="ROWS",
         help="rows per cache page (default: %(default)s)",
