@@ -149,12 +149,11 @@ def check_prompts(model: Model, names: Sequence[str], prompts: Sequence[Prompt],
       ValueError, TypeError: an empty prompt, or one that is too long for the model.
     """
     for name, prompt in zip(names, prompts, strict=True):
+        _, (ids,) = encode_prompts(model, prompt, name)
         try:
-            _, (ids,) = encode_prompts(model, prompt)
             check_fits(model.target, len(ids), max_new_tokens)
         except ValueError as error:
-            message = str(error).removeprefix("prompts").removeprefix(":").strip()
-            raise ValueError(f"{name}: {message}") from None
+            raise ValueError(f"{name}: {error}") from None
 
 
 def read_prompt_file(arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ def naming_models(options: Mapping[str, str | None]) -> Generator[None, None, No
     """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         message = str(error)
         for option, value in options.items():
             if value is not None and message.startswith((f"{value}:", repr(value))):
