@@ -360,13 +360,16 @@ def test_what_does_not_fit_is_known_before_the_first_byte(capsys, monkeypatch, a
         ("draft='a b' differs", "--draft 'a b' differs"),
         ("draft='' differs", "--draft '' differs"),
         ("debug=True: no", "--debug: no"),
+        ("Eagle(depth=70, width=2, num_nodes=None): too deep", "--depth 70 --width 2: too deep"),
+        ("use drafter=None or 'ngram'", "use --drafter plain or 'ngram'"),
+        ("omit it: draft=None", "omit it: no --draft"),
         ("set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95", "set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
         ("config.json: hidden_size=3 and x_depth=2", "config.json: hidden_size=3 and x_depth=2"),
         ("jspec.load(...) loads them", "this command loads them"),
     ],
 )  # fmt: skip
 def test_errors_have_the_names_of_options(message, wanted):
-    names = ["max_new_tokens", "depth", "width", "num_nodes", "draft", "accept", "debug"]
+    names = ["max_new_tokens", "depth", "width", "num_nodes", "draft", "accept", "debug", "drafter"]
     assert shared.in_options(message, names) == wanted
     assert shared.in_options(message, []) == message
 

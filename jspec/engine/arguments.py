@@ -111,7 +111,7 @@ def in_options(message: str, names: Iterable[str]) -> str:
     given = rf"(?<![\w.])({name})=({value})"
     # Eagle(depth=0) names the class that takes the option, and jspec.load(..., draft="...") the function.
     call = rf"\b(?:jspec\.\w+|[A-Z]\w*)\((?:\.\.\., )?((?:{given}(?:, )?)+)\)"
-    message = re.sub(call, lambda found: re.sub(r", (?=\w+=)", " ", found[1]), message)
+    message = re.sub(call, lambda found: re.sub(r",(?= \w+=)", "", re.sub(r"(, )?\w+=None", "", found[1])), message)
     message = re.sub(given, lambda found: _typed(found[1], found[2]), message)
     # The name alone, where it cannot be an ordinary word.
     spelled = "|".join(option for option in options if "_" in option)
@@ -128,6 +128,8 @@ def _typed(name: str, value: str) -> str:
     """An option with its value, as typed in a shell."""
     if value == "True":
         return _option(name)
+    if value == "None":
+        return "--drafter plain" if name == "drafter" else f"no {_option(name)}"
     plain = value[1:-1] if value[0] in "'\"" else value
     plain = "MODEL" if plain == "..." else plain
     return f"{_option(name)} {plain if plain and not any(map(str.isspace, plain)) else value}"
