@@ -96,14 +96,16 @@ def read_standard_input() -> str:
     """All text of standard input.
 
     Raises:
-      ValueError: it is not UTF-8.
+      ValueError: it cannot be read, or is not UTF-8.
     """
     stream = sys.stdin
     if stream is None:
         raise ValueError("standard input: is closed")
-    if not hasattr(stream, "buffer"):
-        return stream.read()
-    return _decode(stream.buffer.read(), "standard input")
+    try:
+        content = stream.buffer.read() if hasattr(stream, "buffer") else stream.read()
+    except OSError as error:  # for example a directory
+        raise ValueError(f"standard input: cannot be read ({error.strerror or error})") from None
+    return content if isinstance(content, str) else _decode(content, "standard input")
 
 
 def _read_text(path: Path) -> str:
