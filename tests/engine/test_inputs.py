@@ -293,7 +293,9 @@ def test_every_wrong_prompt_is_an_error_of_our_own(call):
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("call", (jspec.generate, jspec.stream, jspec.inspect_round, evaluate), ids=str)
+@pytest.mark.parametrize(
+    "call", (jspec.generate, jspec.stream, jspec.inspect_round, evaluate), ids=lambda call: call.__name__
+)
 def test_a_model_of_another_type_is_an_error_of_our_own(call):
     for model in (None, "bundled:python-tiny", 5, TARGET, Odd()):
         more = {"drafter": None} if call is evaluate else {}
