@@ -340,11 +340,11 @@ def test_the_command_runs_in_any_environment(name):
 def test_a_reader_may_stop_before_the_end():
     """As `head -1` does; Python's own flush at the end fails, too."""
     command = [sys.executable, "-m", "jspec", *GENERATE[:-1], "200"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.readline()
-    process.stdout.close()
-    errors = process.stderr.read()
-    assert process.wait() == 0 and b"pipe" not in errors.lower() and b"Traceback" not in errors
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 0 and b"pipe" not in errors.lower() and b"Traceback" not in errors
 
 
 def test_train_has_its_own_help(capsys):

@@ -309,6 +309,11 @@ class Engine:
             **counters.histograms(),
         )
 
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests: it has neither failed nor been closed."""
+        return self._error is None and not self._closing
+
     def close(self) -> None:
         """Cancels all requests and ends the engine's thread."""
         with self._wake:

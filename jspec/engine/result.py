@@ -276,6 +276,7 @@ class Piece:
     index: which sequence of the batch.
     logprobs: of each new token; None if they are not recorded, or not until the end.
     finish_reason: in the last piece of a request to an engine, why it ended.
+    top_logprobs: for each new token the most probable tokens with their log-probabilities, if they are recorded.
     """
 
     index: int
@@ -283,6 +284,7 @@ class Piece:
     tokens: list[int]
     logprobs: list[float] | None = None
     finish_reason: FinishReason | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 def _summary(stats: GenerationStats) -> str:

@@ -7,8 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jspec.engine.result import GenerationStats
-from jspec.serve.interface import Piece
+from jspec.engine.result import GenerationStats, Piece
 from jspec.serve.openai import Call
 from jspec.text.tokenizer import Tokenizer
 

@@ -17,11 +17,12 @@ from starlette.routing import Route
 
 from jspec.core.checks import check_flag, check_text
 from jspec.core.sampling import Sampling
+from jspec.engine.engine import Engine, QueueFull
+from jspec.engine.handle import EngineError, Handle
 from jspec.engine.result import GenerationStats
 from jspec.serve import metrics, openai, prompts
 from jspec.serve.answer import Answer, TokenNames
 from jspec.serve.fields import ApiError, Fields
-from jspec.serve.interface import Engine, EngineError, Handle, QueueFull
 from jspec.serve.openai import Call, Limits
 from jspec.serve.stream import EventStream, merge, read_body, while_connected
 from jspec.text.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ class Service:
       api_keys: a request must have one of them, except for /health. Empty: no authentication.
 
     Raises:
-      ValueError: the model has no tokenizer.
+      ValueError: the model has no tokenizer, or a key is empty.
     """
 
     def __init__(self, engine: Engine, *, name: str, limits: Limits, api_keys: Sequence[str] = ()):
@@ -49,6 +50,8 @@ class Service:
             raise ValueError(f"model={engine.model.name!r}: has no tokenizer, which a server requires")
         self.tokenizer: Tokenizer = engine.model.tokenizer
         self._engine, self.name, self._limits = engine, name, limits
+        if any(not key or key != "".join(key.split()) for key in api_keys):
+            raise ValueError("api_key: must have at least one character, and no spaces")
         self._keys = [key.encode() for key in api_keys]
         self.has_keys = bool(api_keys)
         self._names, self._created = TokenNames(self.tokenizer), int(time.time())
@@ -116,10 +119,8 @@ class Service:
         return guarded
 
     async def _health(self, request: Request) -> Response:
-        try:
-            self._engine.metrics()
-        except EngineError as error:
-            raise ApiError(f"the engine failed: {error}", status=503, code="engine_error") from None
+        if not self._engine.alive:
+            raise ApiError("the engine has failed; restart the server", status=503, code="engine_error")
         if self._stopped:
             raise ApiError("the server is shutting down", status=503)
         return _json({"status": "ok"})
@@ -210,6 +211,8 @@ class Service:
         ids = prompts.encode(self.tokenizer, call)
         limits = [prompts.max_new_tokens(call, self._limits, len(prompt)) for prompt in ids]
         seed = secrets.randbelow(2**32 - call.n + 1) if call.seed is None else call.seed
+        # More than a flag only where `Limits.top_logprobs` allows it.
+        logprobs: Any = False if call.logprobs is None else call.logprobs or True
         handles: list[Handle] = []
         try:
             for prompt, max_tokens in zip(ids, limits, strict=True):
@@ -220,7 +223,7 @@ class Service:
                         sampling=call.sampling,
                         stop=call.stop,
                         seed=seed + i,
-                        logprobs=False if call.logprobs is None else call.logprobs or True,
+                        logprobs=logprobs,
                         priority=call.priority,
                         salt=call.salt,
                     )

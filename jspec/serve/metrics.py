@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from jspec.serve.interface import SECONDS, Histogram, Metrics
+from jspec.engine.metrics import SECONDS, Histogram, Metrics
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _GAUGES = {

@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from jspec.engine.handle import EngineError, Handle
+from jspec.engine.result import Piece
 from jspec.serve.fields import ApiError
-from jspec.serve.interface import EngineError, Handle, Piece
 
 Result = TypeVar("Result")
 

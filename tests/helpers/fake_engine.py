@@ -13,8 +13,10 @@ import numpy as np
 import tokenizers
 
 import jspec
-from jspec.engine.result import GenerationStats
-from jspec.serve.interface import EngineError, Piece, QueueFull
+from jspec.engine.engine import QueueFull
+from jspec.engine.handle import EngineError
+from jspec.engine.metrics import SECONDS, Histogram
+from jspec.engine.result import GenerationStats, Piece
 from jspec.text.tokenizer import Tokenizer
 
 TEXT = "def f(x):\n    return 'héllo ☃' + x\n"
@@ -131,10 +133,12 @@ class FakeEngine:
         with self.lock:
             self.running.discard(handle)
 
+    @property
+    def alive(self):
+        return self.broken_after != 0
+
     def metrics(self):
-        if self.broken_after == 0:
-            raise EngineError("the device is gone")
-        histogram = SimpleNamespace(counts=(1, 2, 3), total=4.5)
+        histogram = Histogram((1, 2, 3, *[0] * (len(SECONDS) - 2)), 4.5)
         return SimpleNamespace(
             **dict.fromkeys(("running", "waiting", "held", "prefix_queries", "prefix_hits", "preemptions"), 1),
             **dict.fromkeys(("prompt_tokens", "new_tokens", "rounds", "drafted", "accepted"), 2),

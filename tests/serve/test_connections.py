@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 
+import fake_engine
 import http_server
 import httpx
 import openai
@@ -12,6 +13,8 @@ import pytest
 
 from jspec.serve import app
 from jspec.serve import server as serve_module
+from jspec.serve.app import Service
+from jspec.serve.openai import Limits
 
 ENDLESS = {"endless": True, "delay": 0.01, "context": 2000}
 LONG = {"prompt": "x", "max_tokens": 1500}
@@ -144,6 +147,12 @@ def test_api_keys(serve):
         assert client.completions.create(model="fake", prompt="x").choices
     with server.client(api_key="none") as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "a\n"])
+def test_a_key_that_no_request_can_have(key):
+    with pytest.raises(ValueError, match="api_key"):
+        Service(fake_engine.FakeEngine(), name="x", limits=Limits(9), api_keys=["good", key])
 
 
 def stop(server):

@@ -1,0 +1,206 @@
+"""`jspec serve`: a model over HTTP, with the API of OpenAI."""
+
+import argparse
+import os
+
+from jspec import drafters
+from jspec.cli.common import MAX_TOKENS, Commands, load_model, make_drafter
+from jspec.core import accept, package
+from jspec.core.checks import check_number
+from jspec.engine.arguments import integer, number
+from jspec.engine.engine import Engine
+from jspec.engine.options import DEFAULT_PAGE_SIZE
+from jspec.engine.startup import notify_if_slow
+
+KEY_VARIABLE = "JSPEC_API_KEY"
+_COMPILING = "jspec: loading and compiling (programs are kept, so that the next start is faster)"
+_MAX_GRACE = 3600.0
+
+
+def add_command(commands: Commands) -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over HTTP, with the API of OpenAI",
+        description="Serves a model over HTTP: completions and chat completions as OpenAI's clients ask for them.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="bundled:NAME, a Hugging Face directory or a hub id")
+    parser.add_argument(
+        "--draft", help="the draft model, given like MODEL (default: the draft of a bundled model, or none)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
+    )
+    parser.add_argument(
+        "--drafter",
+        default="auto",
+        choices=("auto", *sorted(drafters.DRAFTERS)),
+        help="how tokens are drafted; auto: as the loaded draft model requires, or ngram without one; plain: not "
+        "at all (default: %(default)s)",
+    )
+    parser.add_argument("--accept", choices=tuple(accept.RULES), help="acceptance rule (default: coupled)")
+    shape = parser.add_argument_group("shape of the draft", "The defaults depend on the drafter.")
+    shape.add_argument("--depth", type=integer(1), metavar="N", help="length of the longest drafted chain")
+    shape.add_argument(
+        "--width", type=integer(1), metavar="N", help="maximum number of children per node; 1 drafts a chain"
+    )
+    shape.add_argument("--num-nodes", type=integer(1), metavar="N", help="nodes of the drafted tree, root included")
+    _add_engine(parser)
+    _add_server(parser)
+    parser.set_defaults(run=_run)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--slots",
+        type=integer(1),
+        default=64,
+        metavar="N",
+        help="sequences that are generated at the same time (default: %(default)s)",
+    )
+    group.add_argument(
+        "--context",
+        type=integer(2),
+        metavar="N",
+        help="tokens of the longest sequence, prompt included (default: the model's, at most 8192)",
+    )
+    group.add_argument("--pages", type=integer(2), metavar="N", help="cache pages (default: as many as fit)")
+    group.add_argument(
+        "--memory-fraction",
+        type=number,
+        default=0.9,
+        metavar="X",
+        help="fraction of the device's memory that may be in use, weights included (default: %(default)s)",
+    )
+    group.add_argument(
+        "--page-size",
+        type=integer(1),
+        default=DEFAULT_PAGE_SIZE,
+        metavar="ROWS",
+        help="rows per cache page (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prefill-tokens",
+        type=integer(1),
+        default=1024,
+        metavar="N",
+        help="prompt tokens that are read between two bursts of rounds (default: %(default)s)",
+    )
+    group.add_argument(
+        "--burst-ms",
+        type=number,
+        default=25.0,
+        metavar="MS",
+        help="time that rounds run before new tokens are sent (default: %(default)s)",
+    )
+    group.add_argument(
+        "--no-prefix-cache",
+        dest="prefix_cache",
+        action="store_false",
+        help="do not share the cache pages of equal beginnings",
+    )
+    group.add_argument(
+        "--max-queue",
+        type=integer(0),
+        default=1024,
+        metavar="N",
+        help="sequences that may wait for a slot; a request beyond them gets status 429 (default: %(default)s)",
+    )
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one (default: %(default)s)"
+    )
+    group.add_argument(
+        "--port", type=integer(0, 65535), default=8000, metavar="N", help="0: any free one (default: %(default)s)"
+    )
+    group.add_argument("--name", help="the model's name in requests (default: MODEL)")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key that requests must have; can be repeated (default: that in the environment variable "
+        f"{KEY_VARIABLE}, which other users cannot see; without a key everyone who reaches the port is served)",
+    )
+    group.add_argument(
+        "--max-prompt",
+        type=integer(1, MAX_TOKENS),
+        metavar="N",
+        help="tokens of the longest prompt (default: as the context allows)",
+    )
+    group.add_argument(
+        "--max-output",
+        type=integer(1, MAX_TOKENS),
+        metavar="N",
+        help="largest number of new tokens (default: as the context allows)",
+    )
+    group.add_argument(
+        "--max-sequences",
+        type=integer(1, MAX_TOKENS),
+        default=256,
+        metavar="N",
+        help="sequences of one request: prompts times n (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-body",
+        type=integer(1),
+        default=16 * 2**20,
+        metavar="BYTES",
+        help="size of the largest request (default: %(default)s)",
+    )
+    group.add_argument(
+        "--grace",
+        type=number,
+        default=30.0,
+        metavar="SECONDS",
+        help="time that running requests have to end after SIGTERM (default: %(default)s)",
+    )
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    try:
+        from jspec.serve import openai, server  # require the extra "serve"
+        from jspec.serve.app import Service
+    except ModuleNotFoundError as error:
+        raise ValueError(f"jspec serve requires {error.name}: {package.install('serve')}") from None
+    environment = os.environ.get(KEY_VARIABLE)
+    keys = arguments.api_key or ([] if environment is None else [environment])
+    grace = check_number("grace", arguments.grace, least=0.0, most=_MAX_GRACE)
+    # The address is checked before a model is loaded, which can take minutes.
+    with server.bind(arguments.host, arguments.port) as bound:
+        with notify_if_slow(_COMPILING):
+            model = load_model(arguments.drafter, arguments)
+            engine = Engine(
+                model,
+                drafter=make_drafter(arguments.drafter, arguments, model),
+                accept=arguments.accept,
+                slots=arguments.slots,
+                context=arguments.context,
+                pages=arguments.pages,
+                memory_fraction=arguments.memory_fraction,
+                page_size=arguments.page_size,
+                prefill_tokens=arguments.prefill_tokens,
+                burst_ms=arguments.burst_ms,
+                prefix_cache=arguments.prefix_cache,
+                max_queue=arguments.max_queue,
+            )
+        with engine:
+            limits = openai.Limits(
+                engine.context,
+                prompt=arguments.max_prompt,
+                output=arguments.max_output,
+                sequences=arguments.max_sequences,
+                body=arguments.max_body,
+            )
+            name = arguments.name or arguments.model
+            service = Service(engine, name=name, limits=limits, api_keys=keys)
+            with notify_if_slow(_COMPILING):
+                service.warm_up()
+            server.make_server(service, bound, grace=grace).run(sockets=[bound])
+    return 0
