@@ -228,7 +228,8 @@ def test_a_configuration_is_traced_once():
     other = toy.start(Counted(depth=2), toy.params(), ids=toy.IDS[::-1], length=[3, 2, 1], limit=[9, 30, 5])
     other = toy.run(Counted(depth=2), toy.params(), other)
     assert (len(TRACES), decode.decode._cache_size()) == (traces, programs + 1)
-    decode.decode.lower(toy.params(), other, jnp.int32(1), drafter=Counted(depth=3), **GREEDY)
+    deeper = Counted(depth=3)
+    decode.decode.lower(toy.params(), toy.start(deeper, toy.params()), jnp.int32(1), drafter=deeper, **GREEDY)
     assert len(TRACES) > traces, "the counter does not count"
 
 
