@@ -139,6 +139,8 @@ def _described(config: Decoder) -> dict:
     # Each layer's own entry takes precedence over these.
     own = ("global_head_dim", "num_global_key_value_heads") if "per_layer_config" in described else ()
     own += () if described.get("hidden_size_per_layer_input") else ("vocab_size_per_layer_input",)
+    # Checkpoints may leave out the MTP heads that their configuration counts.
+    own += () if described.get("num_nextn_predict_layers") else ("num_nextn_predict_layers",)
     return {key: value for key, value in described.items() if key not in own}
 
 
