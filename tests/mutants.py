@@ -574,8 +574,8 @@ MUTANTS = (
         ),
         (
             "the draft reads from another row",
-            "start, end = state.length, committed.start + committed.length + 1",
-            "start, end = state.length, committed.start + committed.length",
+            "end = jnp.where(moved, committed.start + committed.length + 1, start)",
+            "end = jnp.where(moved, committed.start + committed.length, start)",
             "drafters/test_drafters.py::test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes[good_draft]",
         ),
     ),
@@ -611,7 +611,7 @@ MUTANTS = (
             "tokens = _tokens(s, row + index, drafts[:, 0])",
             _MTP,
         ),
-        ("rows of drafts are kept", "known = jnp.maximum(end - index, 0) - start", "known = end - start", _MTP),
+        ("rows of drafts are kept", "jnp.maximum(jnp.maximum(end - index, 0) - start, 0)", "end - start", _MTP),
     ),
     *_group(
         "jspec/drafters/ngram.py",

@@ -233,6 +233,7 @@ def test_evaluate_rejects_other_json(capsys, tmp_path):
 GENERATE = ["generate", "# é\ndef f(x):", "--model", "bundled:python-tiny", "--max-new-tokens", "24"]
 
 
+@pytest.mark.slow
 def test_prompts_from_a_file_are_continued_as_lines_of_json(capsys, tmp_path):
     """Three prompts in batches of two, with the texts of one prompt each."""
     path, options = tmp_path / "prompts.jsonl", [*PAIR, "--depth", "2", "--max-new-tokens", "24"]

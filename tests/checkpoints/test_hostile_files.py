@@ -263,6 +263,7 @@ def test_other_headers(saved):
     refused(saved, "damaged|has the type 'F4': must be one of")
 
 
+@pytest.mark.slow
 def test_random_damage_to_headers(saved):
     """Bytes of the header changed at random: an error of our own, or the model as it was."""
     path, generator = saved / "model.safetensors", random.Random(0)
@@ -403,6 +404,7 @@ def test_a_pickle_that_inflates(tmp_path):
         torch_file.read(path)
 
 
+@pytest.mark.slow
 def test_a_pickle_that_refers_to_itself(tmp_path):
     value = [1]
     for _ in range(60):

@@ -228,6 +228,7 @@ def count_outcomes(written, tmp_path, seeds):
     return {outcome: found.count(outcome) for outcome in (8, 4, "refused")}
 
 
+@pytest.mark.slow
 def test_damaged_runs(written, tmp_path):
     assert count_outcomes(written, tmp_path, range(6))[4] > 0
 
@@ -288,6 +289,7 @@ def failing(function, point):
     return call
 
 
+@pytest.mark.slow
 def test_a_run_killed_between_two_operations(tmp_path, monkeypatch):
     """The directory as it is before each call of the system that changes it."""
     directory, moments = tmp_path / "run", []
