@@ -108,7 +108,7 @@ def assistant(config):
 
 CHAIN, TREE = dict(depth=4), dict(depth=2, width=3, num_nodes=13)
 """In a tree of two generations, the most probable child of each node is always proposed."""
-DEEP = dict(depth=4, width=2, num_nodes=7)
+DEEP = dict(depth=3, width=2, num_nodes=7)
 """The shape of a tree of sampled drafts, in which the first child of each node has a child."""
 
 

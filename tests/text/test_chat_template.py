@@ -85,7 +85,7 @@ LOOPS = [
     "{% set b = 'a' * 100000 %}{% for a in range(100000) %}{{ b[1:] | length }}{% endfor %}",
     "{% for a in range(100000) %}" + "{{ a }}" * 1000 + "{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",
-    "{% macro g() %}" + "{{ caller() }}" * 3000 + "{% endmacro %}{% call g() %}" + "{{ 1 }}" * 500 + "{% endcall %}",
+    "{% macro g() %}" + "{{ caller() }}" * 3000 + "{% endmacro %}{% call g() %}" + "{{ 1 }}" * 5000 + "{% endcall %}",
     "{% set ns = namespace(d=0) %}{% for i in range(99) recursive %}{{ loop(range(99)) if loop.depth < 9 }}"
     "{% endfor %}",
 ]
