@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
+from jspec.cache.paged import PagedCache
 from jspec.core.struct import struct
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.paged_attention import paged_attention
@@ -17,11 +18,10 @@ Rows = tuple[tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]], ...]
 
 
 @struct
-class MhaCache:
+class MhaCache(PagedCache):
     """Keys and values of committed tokens. A forward reads it; only `commit`, once per round, writes it."""
 
     pool: Float[Array, "L 2 P page K D"]
-    page_table: Int[Array, "B pages"]
 
     @classmethod
     def empty(
@@ -59,26 +59,3 @@ class MhaCache:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
         pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)
-
-    def take(self, slots: Int[Array, " R"]) -> Self:
-        """The same pool with the tables of these sequences."""
-        return dataclasses.replace(self, page_table=self.page_table[slots])
-
-    def put(self, slots: Int[Array, " R"], part: Self) -> Self:
-        """The pool of `part`; tables stay."""
-        return dataclasses.replace(self, pool=part.pool)
-
-    def with_table(self, table: Int[Array, "R W"]) -> Self:
-        """The same pool under other tables."""
-        return dataclasses.replace(self, page_table=table)
-
-    def pooled(self, pages: int) -> Self:
-        """An empty pool of `pages` pages; the tables point to page 0, which belongs to nobody."""
-        layers, planes, _, *rest = self.pool.shape
-        pool = jnp.zeros((layers, planes, pages, *rest), self.pool.dtype)
-        return dataclasses.replace(self, pool=pool, page_table=jnp.zeros_like(self.page_table))
-
-    @property
-    def shares_pages(self) -> bool:
-        """True: everything is in pages."""
-        return True

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
+from jspec.cache.paged import PagedCache
 from jspec.core.struct import struct
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.mla_attention import mla_attention
@@ -31,11 +32,10 @@ class UpProjections:
 
 
 @struct
-class MlaCache:
+class MlaCache(PagedCache):
     """Latent rows of committed tokens, W features each. Only `commit`, once per round, writes them."""
 
     pool: Float[Array, "L 1 P page W"]
-    page_table: Int[Array, "B pages"]
 
     @classmethod
     def empty(
@@ -100,29 +100,6 @@ class MlaCache:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
         pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)
-
-    def take(self, slots: Int[Array, " R"]) -> Self:
-        """The same pool with the tables of these sequences."""
-        return dataclasses.replace(self, page_table=self.page_table[slots])
-
-    def put(self, slots: Int[Array, " R"], part: Self) -> Self:
-        """The pool of `part`; tables stay."""
-        return dataclasses.replace(self, pool=part.pool)
-
-    def with_table(self, table: Int[Array, "R W"]) -> Self:
-        """The same pool under other tables."""
-        return dataclasses.replace(self, page_table=table)
-
-    def pooled(self, pages: int) -> Self:
-        """An empty pool of `pages` pages; the tables point to page 0, which belongs to nobody."""
-        layers, planes, _, *rest = self.pool.shape
-        pool = jnp.zeros((layers, planes, pages, *rest), self.pool.dtype)
-        return dataclasses.replace(self, pool=pool, page_table=jnp.zeros_like(self.page_table))
-
-    @property
-    def shares_pages(self) -> bool:
-        """True: everything is in pages."""
-        return True
 
 
 def _expanded(

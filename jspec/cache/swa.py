@@ -18,17 +18,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
 from jspec.cache.mha import Rows
+from jspec.cache.paged import PagedCache
 from jspec.core.struct import struct
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.paged_attention import paged_attention
 
 
 @struct
-class SlidingCache:
+class SlidingCache(PagedCache):
     """Keys and values of at least the last `window` committed tokens. Only `commit`, once per round, writes it."""
 
     pool: Float[Array, "L 2 P page K D"]
-    page_table: Int[Array, "B pages"]
     window: int = dataclasses.field(metadata={"static": True})
     """Positions that a token sees, its own included."""
 
@@ -96,14 +96,6 @@ class SlidingCache:
             start, length = start + omitted, length - omitted
         pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)
-
-    def take(self, slots: Int[Array, " R"]) -> Self:
-        """The same pool with the rings of these sequences."""
-        return dataclasses.replace(self, page_table=self.page_table[slots])
-
-    def put(self, slots: Int[Array, " R"], part: Self) -> Self:
-        """The pool of `part`; rings stay."""
-        return dataclasses.replace(self, pool=part.pool)
 
     def with_table(self, table: Int[Array, "R W"]) -> Self:
         """Itself: a ring belongs to its slot."""
