@@ -241,6 +241,7 @@ def test_greedy_output_is_compared_with_plain_decoding():
         check_drafter(drafter, model, IDS, max_new_tokens=20)
 
 
+@pytest.mark.slow
 def test_sampled_output_is_compared_with_plain_sampling(monkeypatch):
     def other_noise(key, draft_tree, logits, position):
         return accept.coupled(key, draft_tree, logits, position + int(draft_tree.tokens.shape[1] > 1))

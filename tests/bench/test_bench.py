@@ -305,6 +305,7 @@ def _dots(text):
     return sorted(re.search(r" = (\S+?)[{ ]", line)[1] for line in text.splitlines() if opcode(line) == "dot")
 
 
+@pytest.mark.slow
 def test_imposed_acceptance_leaves_no_work_out(optimized):
     """A whole number of accepted drafts is a constant; drafts after them and their logits are computed all the same."""
     drafter = DRAFTERS["chain"]

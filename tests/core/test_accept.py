@@ -144,6 +144,7 @@ all_cases = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fast("thresholds-tree", "coupled")
 @all_cases
 def test_sequences_do_not_influence_each_other(name, shape):
     draft_tree, logits = one_of(shape, 5, 2)

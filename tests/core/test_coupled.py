@@ -104,6 +104,7 @@ def test_drafted_sampling_equals_plain_sampling(name):
     assert accepted > 5, "hardly any draft of a sampling sequence was accepted: the case shows little"
 
 
+@pytest.mark.fast("plain-1")
 @pytest.mark.parametrize(
     ("name", "page_size"),
     (

@@ -41,6 +41,7 @@ def test_plain_decoding_is_the_argmax_of_one_forward_over_its_own_output():
         assert len(tokens) == prompt + 24
 
 
+@pytest.mark.fast("eagle_tree", "random_tree")
 @all_drafters
 def test_every_drafter_commits_the_tokens_of_plain_decoding(drafter):
     check_tokens(drafter, page_size=4)
@@ -62,6 +63,7 @@ def check_tokens(drafter, page_size):
     assert not isinstance(drafter, RandomTree) or lengths[1:4].all()
 
 
+@pytest.mark.slow
 def test_a_page_longer_than_most_sequences_changes_nothing():
     assert toy.generated(complete(RandomTree(), page_size=16)) == toy.generated(complete(Plain()))
 
@@ -95,7 +97,7 @@ def test_hidden_states_and_tokens_of_the_drafter_match():
         assert np.isnan(hidden[b, len(tokens) - 1 :]).all()
 
 
-@pytest.mark.fast("frozen_kv_mtp_tree", "eagle_tree", "plain")
+@pytest.mark.fast("eagle_tree")
 @pytest.mark.parametrize("chunk", (pytest.param(2, marks=pytest.mark.slow), 5))
 @each_name
 def test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once(name, chunk):
@@ -115,7 +117,7 @@ def test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once(name, chunk):
 # Where sequences end
 
 
-@pytest.mark.fast("RandomTree", "depth=1", "depth=4")
+@pytest.mark.fast("RandomTree", "depth=1")
 @pytest.mark.parametrize("drafter", [Planted(depth) for depth in range(1, 7)] + [RandomTree(depth=3)], ids=str)
 def test_sequences_end_exactly_at_their_limit(drafter):
     """Seven sequences with one prompt and limits of 0 to 6 more tokens: before, inside and after an accepted run."""
@@ -148,6 +150,7 @@ def eos_inside_a_run(depth):
     return next(token for token, at in places.items() if at > depth and 0 < at % (depth + 1) < depth)
 
 
+@pytest.mark.fast("RandomTree")
 @pytest.mark.parametrize("drafter", (pytest.param(Plain(), marks=pytest.mark.slow), Planted(4), RandomTree()), ids=str)
 def test_an_eos_inside_an_accepted_run_ends_the_sequence_there(drafter):
     eos = eos_inside_a_run(4)
@@ -192,7 +195,7 @@ def test_several_calls_give_the_state_of_one_call(drafter):
     toy.assert_same(s, whole)
 
 
-@pytest.mark.fast("eagle_tree", "plain")
+@pytest.mark.fast("plain")
 @all_drafters_but_slow("ngram", "mtp", "standalone_tree")
 def test_single_steps_give_the_state_of_one_call(drafter):
     weights, whole = weights_of(drafter), complete(drafter)
@@ -236,7 +239,7 @@ def test_a_configuration_is_traced_once():
 # What has no influence, and what stays unchanged
 
 
-@pytest.mark.fast("eagle_tree", "ngram")
+@pytest.mark.fast("ngram")
 @each_name
 def test_sequences_are_independent_of_each_other_and_of_padding(name):
     drafter = toy.bound_drafters()[name]
@@ -254,7 +257,7 @@ def test_sequences_are_independent_of_each_other_and_of_padding(name):
         assert alone.stats.rounds[0] == rounds[b]
 
 
-@pytest.mark.fast("standalone_tree", "mtp")
+@pytest.mark.fast("standalone_tree")
 @all_drafters_but_slow("plain", "ngram")
 def test_free_pages_and_rows_after_the_committed_ones_are_never_read(drafter):
     weights = weights_of(drafter)

@@ -18,7 +18,7 @@ from jspec.core.sampling import Sampling
 from pallas_kernels import platform
 
 SHORT = {"cuda": "gpu", "tpu": "tpu"}
-FAST = "ngram-cuda", "block_tree-cuda", "shared_frozen_kv_mtp_tree-cuda", "dsa_plain-cuda", "recurrent_plain-tpu"
+FAST = "ngram-cuda", "block_tree-cuda", "dsa_plain-cuda", "recurrent_plain-tpu"
 each_loop = pytest.mark.parametrize("name", LOOPS)
 
 

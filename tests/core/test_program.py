@@ -31,7 +31,7 @@ def kinds(x):
     return jax.tree.structure(x), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
 
 
-@pytest.mark.fast("standalone_tree", "mtp")
+@pytest.mark.fast("standalone_tree")
 @each_name
 def test_the_state_keeps_its_structure_and_types(name):
     drafter = toy.bound_drafters()[name]
@@ -79,7 +79,7 @@ def program(name):
     return decode.decode.lower(weights, s, jnp.int32(9), drafter=drafter, **GREEDY).compile().as_text(), types
 
 
-@pytest.mark.fast("eagle_tree", "mtp", "plain")
+@pytest.mark.fast("eagle_tree")
 @each_name
 def test_the_program_is_one_loop_that_never_leaves_the_device(name):
     text, _ = program(name)
@@ -90,6 +90,7 @@ def test_the_program_is_one_loop_that_never_leaves_the_device(name):
     assert "callback" not in text
 
 
+@pytest.mark.fast("eagle_tree")
 @pytest.mark.parametrize(
     ("name", "multiplying", "writing"),
     [
@@ -118,6 +119,7 @@ def test_a_chain_needs_no_sort(name):
     assert not re.search("topk|top_k", text, re.IGNORECASE)
 
 
+@pytest.mark.fast("random_tree")
 @each_name_and_trees
 def test_each_pool_is_written_once_per_round_and_never_copied(name):
     """In the loop only the commit creates an array of a pool's shape, by writing in place."""
@@ -142,7 +144,7 @@ def test_the_last_layer_continues_with_the_selected_tokens_only(select):
     assert all(part.shape[:2] == (batch, width) for pair in run(last).rows for part in pair)
 
 
-@pytest.mark.fast("eagle_tree", "plain")
+@pytest.mark.fast("plain")
 @each_name
 def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
     drafter, weights, s = lone_pool(name)

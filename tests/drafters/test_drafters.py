@@ -25,7 +25,7 @@ def test_every_drafter_is_under_test():
     assert {type(drafter) for drafter in toy.bound_drafters().values()} == set(DRAFTERS.values()), "add the new one"
 
 
-@pytest.mark.fast("mtp", "ngram")
+@pytest.mark.fast("eagle_tree", "ngram")
 @each_name
 def test_a_proposal_is_a_tree_of_tokens_that_starts_at_the_last_one(name):
     drafter = toy.bound_drafters()[name]
@@ -263,7 +263,7 @@ def itself():
     return Params(toy.params().target, toy.params().target)
 
 
-@pytest.mark.fast("5")
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("depth", (1, 5))
 def test_a_draft_that_is_the_target_is_always_right(depth):
     drafter, new = Standalone(depth=depth).bind(toy.TARGET, toy.TARGET), 24

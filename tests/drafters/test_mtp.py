@@ -48,7 +48,7 @@ def check_rows(cache, row, pair, count):
         np.testing.assert_allclose(flat[:count], expected[0, :count], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.fast("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", (None, 2))
 def test_proposals_are_those_of_a_pass_over_the_whole_text(read_all, chunk):
     drafter, params = toy.bound_drafters()["mtp"], toy.mtp_params()

@@ -150,7 +150,7 @@ def names(*, sampled):
     return [name for name in perfect() if name.endswith("sampled_tree") == sampled]
 
 
-@pytest.mark.fast("standalone_chain", "frozen_kv_mtp_clustered_tree")
+@pytest.mark.fast("standalone_chain")
 @pytest.mark.parametrize("name", names(sampled=False))
 def test_every_draft_is_accepted_when_sampling(name):
     drafter, weights = perfect()[name]

@@ -19,7 +19,7 @@ from jspec.engine.model import Model
 
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, 61, size).tolist() for size in (5, 1, 12, 9, 3, 17, 8)]
-OPTIONS = dict(slots=4, context=64, page_size=4, prefill_tokens=16, burst_ms=2.0)
+OPTIONS = dict(slots=4, context=64, page_size=4, prefill_tokens=4, burst_ms=2.0)
 
 
 def model(params: Params | None = None) -> Model:

@@ -54,6 +54,7 @@ def readable(text, start):
     return next(text[i : i + 2] for i in range(start, len(text) - 1) if "\ufffd" not in text[i : i + 2])
 
 
+@pytest.mark.fast("standalone", "ngram")
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
 def test_tokens_do_not_depend_on_the_drafter(model, plain, drafter):
     out = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=40)
@@ -65,6 +66,7 @@ def test_tokens_do_not_depend_on_the_drafter(model, plain, drafter):
     assert out.stats.accept_length == pytest.approx(117 / out.stats.rounds.sum()), "three come from prefill"
 
 
+@pytest.mark.fast("2")
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5, 7, 39])
 def test_max_new_tokens_is_exact_within_an_accepted_run(model, plain, max_new_tokens):
     out = jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=5), max_new_tokens=max_new_tokens)
@@ -108,6 +110,7 @@ def test_a_checkpoint_without_a_tokenizer_works_with_ids(model, plain):
     assert out.text is None
 
 
+@pytest.mark.fast("standalone", "ngram")
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
 def test_a_stop_string_ends_text_and_tokens(model, plain, drafter):
     stops = [readable(plain.text[0], 17), readable(plain.text[2], 9)]
@@ -326,6 +329,7 @@ def test_every_lossless_rule_is_greedy_if_all_sequences_are(model, plain, rule):
     assert out.tokens == plain.tokens
 
 
+@pytest.mark.slow
 def test_a_sequence_of_a_batch_equals_the_sequence_alone_with_its_seed_and_parameters(model):
     whole = jspec.generate(model, PROMPTS, drafter="standalone", sampling=MIXED_SAMPLING, seed=3, max_new_tokens=20)
     plain = jspec.generate(model, PROMPTS, drafter=None, sampling=MIXED_SAMPLING, seed=[3, 4, 5], max_new_tokens=20)
@@ -382,6 +386,7 @@ def test_the_origin_of_each_token_adds_up_to_the_counters(model):
     assert max(map(max, out.origin)) == 3
 
 
+@pytest.mark.slow
 def test_drafted_sampling_in_a_users_jit_equals_plain_sampling(model):
     """The sampling parameters are traced arrays, and each sequence has its own key."""
 

@@ -48,7 +48,7 @@ STORMS = {
 }
 
 
-@pytest.mark.fast("eagle-rows", "standalone-tiny_pool")
+@pytest.mark.fast("standalone-tiny_pool")
 @pytest.mark.parametrize("storm", STORMS)
 @pytest.mark.parametrize("name", SETUPS)
 def test_any_schedule_gives_the_same(name, storm):

@@ -59,6 +59,7 @@ def narrow(*arrays):
     return [x.astype(np.float32) for x in arrays]
 
 
+@pytest.mark.fast("6-chain", "7-tree")
 @backends
 @pytest.mark.parametrize(("count", "shape"), [(1, "chain"), (6, "chain"), (7, "tree"), (24, "tree"), (24, "slow tree")])
 def test_every_node_equals_the_recurrence_along_its_path(count, shape, backend):
@@ -185,6 +186,7 @@ def test_long_chains_are_read_in_blocks(count, slow):
     np.testing.assert_allclose(after, states[np.arange(B), length - 1], **TOLERANCE)
 
 
+@pytest.mark.fast("live0")
 @pytest.mark.parametrize("live", [(True, False), None])
 def test_the_reference_takes_earlier_rows_and_missing_states(live):
     rng = np.random.default_rng(8)

@@ -47,6 +47,7 @@ CASES = {
 }
 
 
+@pytest.mark.fast("one_each", "many_blocks", "odd_sizes", "bfloat16")
 @backends
 @pytest.mark.parametrize(("sizes", "options"), CASES.values(), ids=CASES)
 def test_equals_a_loop_over_rows(sizes, options, backend):

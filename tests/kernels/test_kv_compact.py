@@ -60,7 +60,15 @@ def compact(backend, pool, rows, *rest):
     return np.asarray(program(backend)(pool, pairs(rows), *rest))
 
 
-@pytest.mark.fast("xla", "bfloat16", "tree")
+@pytest.mark.fast(
+    "nodes_17_tree",
+    "earlier_rows_tree",
+    "no_prefix_tree",
+    "page_of_3-xla",
+    "one_node-xla",
+    "bfloat16_chain",
+    "bfloat16_tree-xla",
+)
 @backends
 @cases
 def test_equals_a_loop_over_rows(case, backend):

@@ -98,6 +98,9 @@ POINTS = [
 ]
 
 
+@pytest.mark.fast(
+    "prefix_full_and_empty", "page_of_3", "earlier_rows_tree", "no_prefix_chain", "bfloat16_tree", "latent_20"
+)
 @pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
     """Free pages and rows after the prefix are NaN: reading one shows in the result."""

@@ -100,7 +100,18 @@ POINTS = [
 ]
 
 
-@pytest.mark.fast("xla", "bfloat16", "page_of_3")
+@pytest.mark.fast(
+    "page_of_3",
+    "prefix_full_and_empty-xla",
+    "nodes_33_tree-xla",
+    "earlier_rows_tree-xla",
+    "no_prefix_tree-xla",
+    "bfloat16_earlier_rows",
+    "head_dim_24-xla",
+    "soft_cap-xla",
+    "windows_tree-xla",
+    "bfloat16_windows_soft_cap-mosaic_tpu",
+)
 @pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
     """Free pages, and rows after the prefix or before all windows, are NaN: reading one shows in the result."""

@@ -76,6 +76,7 @@ def program(kv_heads, backend):
     return jax.jit(partial(split_heads, kv_heads=kv_heads, eps=EPS, backend=backend))
 
 
+@pytest.mark.fast("one of each kind", "heads that do not fill", "as Qwen3 8B", "norms")
 @backends
 @cases
 def test_equals_the_equations(case, backend):

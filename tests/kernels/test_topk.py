@@ -46,7 +46,7 @@ def normal(shape, scale=4.0):
     return (np.random.default_rng(shape).normal(size=shape) * scale).astype(np.float32)
 
 
-@pytest.mark.fast("xla", "(2, 5, 37)", "(2500,)-16")
+@pytest.mark.fast("(2, 5, 37)-8", "(2500,)-16", "(3, 1024)-2-xla", "(4, 16)-16-xla")
 @backends
 @pytest.mark.parametrize("k", (1, 2, 8, 16))
 @pytest.mark.parametrize("shape", ((2500,), (3, 1024), (2, 5, 37), (4, 16)), ids=str)

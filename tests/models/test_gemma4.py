@@ -91,7 +91,7 @@ def matrix():
         yield pytest.param(kind, window, drafter, page_size, chunk, marks=marks)
 
 
-@pytest.mark.fast("shared-16")
+@pytest.mark.fast("shared-16-None-16-20")
 @pytest.mark.parametrize(("kind", "window", "drafter", "page_size", "chunk"), list(matrix()))
 def test_greedy_output_equals_transformers(pair, expected, kind, window, drafter, page_size, chunk, monkeypatch):
     model, oracle = pair(kind, window)

@@ -187,6 +187,7 @@ def test_benchmarks_know_its_bytes(checkpoint):
     assert weights.round_bytes(both, CONFIG, CONFIG, depth=3, **sizes) == 4 * (every + keys)
 
 
+@pytest.mark.slow
 def test_an_assistant_can_be_trained_for_it(checkpoint):
     learner = pytest.importorskip("jspec.train.assistant", reason='needs optax: pip install -e ".[train]"')
     _, params = checkpoint
