@@ -25,20 +25,13 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 def add_model(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
-    """Adds the options of all commands that load a model; returns the group of the sampling options."""
+    """Adds the options of the commands that generate; returns the group of the sampling options."""
     parser.add_argument(
         "--model",
         default="bundled:python-small",
         help="bundled:NAME, a Hugging Face directory or a hub id (default: %(default)s)",
     )
-    parser.add_argument(
-        "--draft", help="the draft model, given like --model (default: the draft of a bundled model, or none)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
-    )
+    add_weights(parser, "--model")
     parser.add_argument(
         "--max-new-tokens",
         type=integer(1, MAX_TOKENS),
@@ -46,17 +39,7 @@ def add_model(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
         metavar="N",
         help="maximum number of new tokens per prompt (default: %(default)s)",
     )
-    shape = parser.add_argument_group("shape of the draft", "The defaults depend on the drafter.")
-    shape.add_argument("--depth", type=integer(1, MAX_TOKENS), metavar="N", help="length of the longest drafted chain")
-    shape.add_argument(
-        "--width",
-        type=integer(1, MAX_TOKENS),
-        metavar="N",
-        help="maximum number of children per node; 1 drafts a chain",
-    )
-    shape.add_argument(
-        "--num-nodes", type=integer(1, MAX_TOKENS), metavar="N", help="nodes of the drafted tree, root included"
-    )
+    add_shape(parser)
     choice = parser.add_argument_group(
         "sampling", "Decoding is greedy unless --temperature, --top-k, --top-p or --min-p is given."
     )
@@ -78,26 +61,72 @@ def add_model(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
     choice.add_argument(
         "--seed", type=integer(0, 2**32 - 1), default=0, metavar="N", help="random seed (default: %(default)s)"
     )
-    choice.add_argument(
+    add_accept(choice)
+    return choice
+
+
+def add_weights(parser: argparse.ArgumentParser, model: str) -> None:
+    """Adds the options that say what is loaded besides the model, which `model` names in the help."""
+    parser.add_argument(
+        "--draft", help=f"the draft model, given like {model} (default: the draft of a bundled model, or none)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
+    )
+
+
+def add_drafter(parser: argparse.ArgumentParser, note: str = "") -> None:
+    """Adds the option for a single drafter. note: what its help adds about n-grams."""
+    parser.add_argument(
+        "--drafter",
+        default="auto",
+        choices=("auto", *sorted(drafters.DRAFTERS)),
+        help=f"how tokens are drafted; auto: as the loaded draft model requires, or ngram without one{note}; plain: "
+        "not at all (default: %(default)s)",
+    )
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the draft's shape."""
+    shape = parser.add_argument_group("shape of the draft", "The defaults depend on the drafter.")
+    shape.add_argument("--depth", type=integer(1, MAX_TOKENS), metavar="N", help="length of the longest drafted chain")
+    shape.add_argument(
+        "--width",
+        type=integer(1, MAX_TOKENS),
+        metavar="N",
+        help="maximum number of children per node; 1 drafts a chain",
+    )
+    shape.add_argument(
+        "--num-nodes", type=integer(1, MAX_TOKENS), metavar="N", help="nodes of the drafted tree, root included"
+    )
+
+
+def add_accept(group: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
+    """Adds the option for the acceptance rule."""
+    group.add_argument(
         "--accept",
         choices=tuple(accept.RULES),
         help="acceptance rule (default: coupled, whose output is that of plain sampling with the same seed)",
     )
-    return choice
 
 
-def load_model(drafter: str, arguments: argparse.Namespace, loaded: dict[str | None, Model] | None = None) -> Model:
+def load_model(
+    drafter: str, arguments: argparse.Namespace, loaded: dict[str | None, Model] | None = None, option: str = "--model"
+) -> Model:
     """The model; a bundled one with its draft for this drafter.
 
     loaded: models by draft; avoids loading one twice.
+    option: the argument that names the model, for messages.
     """
-    for name in ("model", "draft"):
-        if getattr(arguments, name) == "":
-            raise ValueError(f"--{name} '': must be bundled:NAME, a directory or a hub id")
+    for name, given in ((option, arguments.model), ("--draft", arguments.draft)):
+        if given == "":
+            raise ValueError(f"{name} '': must be bundled:NAME, a directory or a hub id")
     draft = arguments.draft or bundled_draft(arguments.model, drafter) or bundled_draft(arguments.model)
     loaded = {} if loaded is None else loaded
     if draft not in loaded:
-        with naming_models({"--draft": arguments.draft, "--model": arguments.model}):
+        with naming_models({"--draft": arguments.draft, option: arguments.model}):
             loaded[draft] = load(arguments.model, draft=draft, dtype=arguments.dtype)
     return loaded[draft]
 

@@ -14,6 +14,7 @@ from jspec.analysis.evaluate import STANDARD_INPUT, read_standard_input
 from jspec.cli.common import (
     MAX_TOKENS,
     Commands,
+    add_drafter,
     add_model,
     chat_prompt,
     check_prompts,
@@ -60,13 +61,7 @@ def add_command(commands: Commands) -> None:
     choice.add_argument(
         "--repetition-penalty", type=number, metavar="X", help="above 1: repeated tokens are less likely (default: 1)"
     )
-    parser.add_argument(
-        "--drafter",
-        default="auto",
-        choices=("auto", *sorted(drafters.DRAFTERS)),
-        help="how tokens are drafted; auto: as the loaded draft model requires, or ngram without one, which pays off "
-        "where text repeats; plain: not at all (default: %(default)s)",
-    )
+    add_drafter(parser, ", which pays off where text repeats")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT; can be repeated"
     )

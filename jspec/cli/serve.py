@@ -3,9 +3,17 @@
 import argparse
 import os
 
-from jspec import drafters
-from jspec.cli.common import MAX_TOKENS, Commands, load_model, make_drafter
-from jspec.core import accept, package
+from jspec.cli.common import (
+    MAX_TOKENS,
+    Commands,
+    add_accept,
+    add_drafter,
+    add_shape,
+    add_weights,
+    load_model,
+    make_drafter,
+)
+from jspec.core import package
 from jspec.core.checks import check_number
 from jspec.engine.arguments import integer, number
 from jspec.engine.engine import Engine
@@ -25,28 +33,10 @@ def add_command(commands: Commands) -> None:
         description="Serves a model over HTTP: completions and chat completions as OpenAI's clients ask for them.",
     )
     parser.add_argument("model", metavar="MODEL", help="bundled:NAME, a Hugging Face directory or a hub id")
-    parser.add_argument(
-        "--draft", help="the draft model, given like MODEL (default: the draft of a bundled model, or none)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
-    )
-    parser.add_argument(
-        "--drafter",
-        default="auto",
-        choices=("auto", *sorted(drafters.DRAFTERS)),
-        help="how tokens are drafted; auto: as the loaded draft model requires, or ngram without one; plain: not "
-        "at all (default: %(default)s)",
-    )
-    parser.add_argument("--accept", choices=tuple(accept.RULES), help="acceptance rule (default: coupled)")
-    shape = parser.add_argument_group("shape of the draft", "The defaults depend on the drafter.")
-    shape.add_argument("--depth", type=integer(1), metavar="N", help="length of the longest drafted chain")
-    shape.add_argument(
-        "--width", type=integer(1), metavar="N", help="maximum number of children per node; 1 drafts a chain"
-    )
-    shape.add_argument("--num-nodes", type=integer(1), metavar="N", help="nodes of the drafted tree, root included")
+    add_weights(parser, "MODEL")
+    add_drafter(parser)
+    add_accept(parser)
+    add_shape(parser)
     _add_engine(parser)
     _add_server(parser)
     parser.set_defaults(run=_run)
@@ -175,7 +165,7 @@ def _run(arguments: argparse.Namespace) -> int:
     # The address is checked before a model is loaded, which can take minutes.
     with server.bind(arguments.host, arguments.port) as bound:
         with notify_if_slow(_COMPILING):
-            model = load_model(arguments.drafter, arguments)
+            model = load_model(arguments.drafter, arguments, option="MODEL")
             engine = Engine(
                 model,
                 drafter=make_drafter(arguments.drafter, arguments, model),
