@@ -1,13 +1,15 @@
 """Measures rounds at a model's true shape, and where their time goes.
 
 Weights are random, and a given number of draft tokens is accepted whether they are right or not, so the results depend
-on the engine and the machine only. With --checkpoint the weights are real; acceptance is still imposed.
+on the engine and the machine only. With --checkpoint the weights are real; acceptance is still imposed. With --load,
+many requests go through jspec.Engine instead.
 """
 
 import argparse
 import dataclasses
 import importlib.util
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ import jax
 from tqdm import tqdm
 
 from jspec.analysis import plots
-from jspec.bench import machine, measurement, report, weights
+from jspec.bench import load_cli, machine, measurement, report, weights
 from jspec.bench.measure import FROM_HOST, BenchSetup, measure
+from jspec.bench.measurement import Scalar
 from jspec.bench.presets import PRESETS, Preset, eagle_head
 from jspec.bench.unfolded import Unfolded
 from jspec.checkpoints.files import DTYPES, resolve_dtype
@@ -26,7 +29,7 @@ from jspec.core.types import Drafter, Params
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Plain, Standalone
 from jspec.engine import memory
 from jspec.engine.arguments import check_output, integer, naming_models, number
-from jspec.engine.model import load
+from jspec.engine.model import Model, load
 from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
@@ -44,6 +47,7 @@ _DRAFT_NAMES = {
 }
 """Drafter -> the kind of draft model that it uses."""
 _DEFAULTS = {"drafter": None, "depth": 5, "tokens_per_round": 3.0, "width": 8, "num_nodes": 32}
+_SHAPE = ("depth", "width", "num_nodes", "tokens_per_round")
 _USED_BY = {
     "drafter": _CHAINS,
     "depth": _CHAINS,
@@ -51,6 +55,7 @@ _USED_BY = {
     "width": ("tree",),
     "num_nodes": ("tree",),
 }
+_ROUNDS, _REPEATS = 85, 5
 BATCH, COUNT, REPEATS = integer(1, 2**20), integer(1, 2**31 - 1), integer(1, 10_000)
 """Parse options. What fits into the memory is less."""
 _MODE_HELP = (
@@ -110,16 +115,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds",
         type=COUNT,
-        default=85,
         metavar="N",
-        help="rounds per timed call (default: %(default)s)",
+        help=f"rounds per timed call (default: {_ROUNDS})",
     )
     parser.add_argument(
         "--repeats",
         type=REPEATS,
-        default=5,
         metavar="N",
-        help="repetitions of each measurement (default: %(default)s)",
+        help=f"repetitions of each measurement (default: {_REPEATS}; with --load: 3)",
     )
     parser.add_argument("--no-split", action="store_true", help="do not time the phases, which takes half of the time")
     parser.add_argument(
@@ -136,6 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE", help="write each measurement to FILE as a line of JSON, after each case"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results; requires matplotlib")
+    load_cli.add_arguments(parser)
     parser.set_defaults(run=main)
 
 
@@ -148,7 +152,13 @@ def main(options: argparse.Namespace) -> int:
     check(options)
     subject = _subject(options)
     drafters = {mode: _drafter(mode, options, subject) for mode in options.mode}
+    if options.load:
+        for model in filter(None, (subject.target, subject.draft)):
+            load_cli.check_fits(subject.name, getattr(model, "max_length", subject.target.max_length))
     memory.check_weights(subject.name, subject.params)
+    if options.load:
+        model = Model(subject.name, subject.target, _make(subject), None, (), subject.draft)
+        return load_cli.main(options, model, drafters, _settings(options, subject, _SHAPE))
     copy = machine.copy_bandwidth(options.repeats)
     head = subject.params.target.embed
     gemv = machine.gemv_bandwidth(subject.target.hidden_size, subject.target.vocab_size, head.dtype, options.repeats)
@@ -173,6 +183,8 @@ def main(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> None:
     """Fills in defaults, and raises if options contradict each other, before anything is measured."""
+    load_cli.check(options)
+    options.rounds, options.repeats = options.rounds or _ROUNDS, options.repeats or _REPEATS
     for name, default in _DEFAULTS.items():
         given, users = getattr(options, name), _USED_BY[name]
         if given is not None and not set(users) & set(options.mode):
@@ -275,12 +287,16 @@ def _make(subject: Subject) -> Params:
     return jax.block_until_ready(weights.random_weights(subject.params, subject.target.vocab_size))
 
 
+def _settings(options: argparse.Namespace, subject: Subject, named: Sequence[str]) -> dict[str, Scalar]:
+    """The drafter, and these options."""
+    return {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in named}}
+
+
 def _describe(
     options: argparse.Namespace, subject: Subject, params: Params, bandwidth: dict[str, machine.Bandwidth]
 ) -> report.Report:
     """The report without results."""
     target, draft, itemsize = subject.target, subject.draft, params.target.embed.dtype.itemsize
-    named = ("depth", "width", "num_nodes", "tokens_per_round", "rounds", "repeats", "page_size")
     streamed = {
         "target": target.forward_bytes(params.target),
         "kv_token": target.kv_bytes(1, itemsize),
@@ -293,7 +309,7 @@ def _describe(
         dtype=str(params.target.embed.dtype),
         command=getattr(options, "command_line", None),
         environment=machine.environment(),
-        settings={"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in named}},
+        settings=_settings(options, subject, (*_SHAPE, "rounds", "repeats", "page_size")),
         parameters={"target": count_parameters(params.target), "draft": count_parameters(params.draft)},
         streamed_bytes=streamed,
         bandwidth=bandwidth,

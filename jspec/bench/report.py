@@ -75,8 +75,13 @@ def lines(report: Report) -> list[Measurement]:
     return out
 
 
+def unused_settings(mode: str) -> tuple[str, ...]:
+    """The settings that do not concern a mode."""
+    return _DRAFT_SETTINGS if mode == "plain" else () if mode == "tree" else _TREE_SETTINGS
+
+
 def _case_lines(report: Report, result: CaseResult, shared: Mapping[str, str | None]) -> list[Measurement]:
-    unused = _DRAFT_SETTINGS if result.mode == "plain" else () if result.mode == "tree" else _TREE_SETTINGS
+    unused = unused_settings(result.mode)
     settings = {name: value for name, value in report.settings.items() if name not in unused}
     shape = {"mode": result.mode, "batch": result.batch, "context": result.context}
 
@@ -116,13 +121,18 @@ def table(report: Report) -> str:
 
 def headline(report: Report) -> str:
     """Model, machine and bandwidths."""
-    sizes, drafter = report.parameters, report.settings["drafter"]
-    draft = f" + {drafter} draft of {_count(sizes['draft'])}" if sizes["draft"] else ""
     speeds = ", ".join(f"{name} {report.bandwidth[name].gb_per_second:.0f} GB/s" for name in ("copy", "gemv"))
-    return (
-        f"{report.model}: {_count(sizes['target'])} parameters{draft}, {report.dtype}, imposed acceptance; "
-        f"{report.environment.device}, jax {report.environment.jax}; {speeds}"
-    )
+    model = describe(report.model, report.parameters, report.settings["drafter"], report.dtype)
+    return f"{model}; {report.environment.device}, jax {report.environment.jax}; {speeds}"
+
+
+def describe(model: str, parameters: Mapping[str, int], drafter: object, dtype: str) -> str:
+    """The model, its draft and how drafts are accepted, in words.
+
+    parameters: as in `Report`.
+    """
+    draft = f" + {drafter} draft of {_count(parameters['draft'])}" if parameters["draft"] else ""
+    return f"{model}: {_count(parameters['target'])} parameters{draft}, {dtype}, imposed acceptance"
 
 
 def _cells(report: Report, result: CaseResult) -> list[str]:

@@ -34,6 +34,8 @@ class Times:
     first_token: float | None = None
     last_token: float | None = None
     ended: float | None = None
+    arrivals: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    """When tokens came, and how many at once."""
 
 
 class Handle:
@@ -158,6 +160,7 @@ class Handle:
             self._logprobs += landing.logprobs or []
             self.times.first_token = self.times.first_token or now
             self.times.last_token = now
+            self.times.arrivals.append((now, len(tokens)))
         text = ""
         if self._stream is not None:
             text = self._stream.push(tokens) + (self._stream.finish() if ends else "")

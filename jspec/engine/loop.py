@@ -18,11 +18,15 @@ class Loop:
 
     burst_seconds: the time for which the device runs rounds before it reports.
     flights: bursts, and reads, in flight; the scheduler's.
+
+    Attributes:
+      rounds: of all bursts that have landed, each counted once for all its sequences.
     """
 
     def __init__(self, device: Device, scheduler: Scheduler, *, burst_seconds: float, flights: int = FLIGHTS):
         self.device, self.scheduler = device, scheduler
         self._burst_seconds, self._most = burst_seconds, flights
+        self.rounds = 0
         self._flights: deque[Flight] = deque()
         self._round_seconds = burst_seconds
         self._landed_at: float | None = None
@@ -69,6 +73,7 @@ class Loop:
         changed = self.scheduler.landed(flight.plan, landings)
         if isinstance(flight.plan, Burst):
             rounds = max(landing.rounds - before[request] for request, landing in landings.items())
+            self.rounds += rounds
             now = time.monotonic()
             if self._landed_at is not None and rounds > 0:
                 self._round_seconds += 0.25 * ((now - self._landed_at) / rounds - self._round_seconds)
