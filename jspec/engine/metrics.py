@@ -32,7 +32,6 @@ class Metrics:
     requests_finished: requests by finish reason.
     preemptions: requests that left their slot because pages ran out.
     rounds: rounds, one per sequence and round.
-    device_rounds: rounds of the device, each counted once for all sequences that take part.
     drafted, accepted: draft tokens of those rounds, counted as the longest chain, and those accepted.
     accepted_by_position: accepted draft tokens at each position of the chain.
     time_to_first_token, inter_token, queue_time, end_to_end: seconds of each request.
@@ -51,7 +50,6 @@ class Metrics:
     requests_finished: dict[str, int]
     preemptions: int
     rounds: int
-    device_rounds: int
     drafted: int
     accepted: int
     accepted_by_position: tuple[int, ...]
