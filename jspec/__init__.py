@@ -23,6 +23,7 @@ from jspec.engine.metrics import Metrics
 from jspec.engine.model import Model, load
 from jspec.engine.options import GenerateOptions
 from jspec.engine.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
+from jspec.engine.score import Scores, score
 from jspec.engine.startup import cache_programs
 
 __version__ = VERSION
@@ -49,6 +50,7 @@ __all__ = [
     "QueueFull",
     "Round",
     "Sampling",
+    "Scores",
     "Standalone",
     "cache_programs",
     "check_drafter",
@@ -57,6 +59,7 @@ __all__ = [
     "inspect_round",
     "load",
     "loop_options",
+    "score",
     "stream",
 ]
 

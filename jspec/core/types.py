@@ -114,6 +114,14 @@ class Committed:
 
 
 @struct
+class TopTokens:
+    """The k most probable tokens of each distribution, the most probable first."""
+
+    ids: Int[Array, "*batch k"]
+    logprobs: Float[Array, "*batch k"]
+
+
+@struct
 class Stats:
     """Counters of a generation, per sequence."""
 
@@ -184,6 +192,8 @@ class DecodeState:
     """log p of each new token under the target's unprocessed logits; None if it was not requested."""
     round_index: Int[Array, ""]
     stats: Stats
+    top: TopTokens | None = None
+    """The most probable tokens where each new token was chosen, [B, C, k]; None if they were not requested."""
 
     @property
     def root(self) -> Int[Array, "B 1"]:

@@ -78,6 +78,10 @@ def generate_ids(**options):
     return jspec.generate_ids(**given)
 
 
+def score(**options):
+    return jspec.score(MODEL, "abc", **options)
+
+
 def inspect_round(**options):
     return jspec.inspect_round(MODEL, **({"prompt": "abc"} | options))
 
@@ -121,6 +125,7 @@ WHOLE = {
         "page_size": (0, -1, None),
         "max_length": (0, -1, 2, 513, *HUGE),
     },
+    score: {"top_k": (-1, 257, None, *HUGE), "page_size": (0, -1, None)},
     inspect_round: {"round_index": (-1, None), "seed": (-1, 2**32, None)},
     check_drafter: {"max_new_tokens": (0, None), "seed": (-1, 2**32 - 1, None)},
     measure: {"batch": (0, -1, None), "max_new_tokens": (0, 600), "seed": (-1, 2**32 - 1, None)},
@@ -283,18 +288,20 @@ def test_every_wrong_argument_is_an_error_of_our_own():
     assert programs() == before
 
 
-@pytest.mark.parametrize("call", (jspec.generate, jspec.stream), ids=("generate", "stream"))
+@pytest.mark.parametrize("call", (jspec.generate, jspec.stream, jspec.score), ids=("generate", "stream", "score"))
 def test_every_wrong_prompt_is_an_error_of_our_own(call):
+    # A prompt that fills the context leaves no space for new tokens, but can be scored.
+    wrong = [one for one in PROMPTS if call is not jspec.score or not (isinstance(one, list) and one == [1] * 512)]
     faults = [
         f"{checks.shorten(prompts)}: {found}"
-        for prompts in PROMPTS
+        for prompts in wrong
         if (found := fault(lambda prompts=prompts: call(MODEL, prompts), {}, "prompt")) is not None
     ]
     assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize(
-    "call", (jspec.generate, jspec.stream, jspec.inspect_round, evaluate), ids=lambda call: call.__name__
+    "call", (jspec.generate, jspec.stream, jspec.score, jspec.inspect_round, evaluate), ids=lambda call: call.__name__
 )
 def test_a_model_of_another_type_is_an_error_of_our_own(call):
     for model in (None, "bundled:python-tiny", 5, TARGET, Odd()):

@@ -1,0 +1,24 @@
+"""Log-probabilities under the target's own, unprocessed logits, in float32."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.types import TopTokens
+from pallas_kernels.topk import topk
+
+
+def of_tokens(logits: Float[Array, "B M V"], tokens: Int[Array, "B M"]) -> Float[Array, "B M"]:
+    """log p of one token at each of M nodes."""
+    chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2, mode="clip")[:, :, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def most_probable(logits: Float[Array, "B M V"], k: int) -> TopTokens:
+    """The k most probable tokens at each of M nodes, [B, M, k]; equally probable ones in order of their ids.
+
+    k: at most V.
+    """
+    # The normalizer is that of `of_tokens`, so that a token has the same log-probability in both.
+    values, ids, _ = topk(logits, k)
+    return TopTokens(ids, values - jax.nn.logsumexp(logits, axis=-1, keepdims=True))

@@ -1,0 +1,228 @@
+"""`score`: log-probabilities of given tokens, which a forward over them gives without generating anything."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import overload
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from jspec.cache.pages import DEFAULT_PAGE_SIZE, fit_page_size
+from jspec.core import logprobs, tree
+from jspec.core.checks import check_int
+from jspec.core.commit import commit_rows
+from jspec.core.types import Cache, Params, Target, TopTokens
+from jspec.drafters import Plain
+from jspec.engine import memory
+from jspec.engine.model import Model
+from jspec.engine.run import Prompt, bucket, encode_prompts, prefill_chunk
+from jspec.text.tokenizer import Tokenizer
+
+LOGITS_BYTES = 2**28
+"""Bytes of the logits that one program computes, which bounds the tokens that it reads."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
+class Scores:
+    """The log-probabilities of the tokens of one prompt, under the target's own, unprocessed logits.
+
+    All lists have an entry per token.
+
+    tokens: ids of the prompt.
+    logprobs: log-probability of each token after those before it; None for the first one, which follows nothing.
+    top: the most probable tokens at the place of each token, with their log-probabilities, the most probable first;
+      empty for the first token, and for all if none were requested.
+    tokenizer: the model's, which displays the tokens; or None.
+    """
+
+    tokens: list[int]
+    logprobs: list[float | None]
+    top: list[list[tuple[int, float]]]
+    tokenizer: Tokenizer | None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def total(self) -> float:
+        """Log-probability of all tokens after the first one together."""
+        return float(sum(x for x in self.logprobs if x is not None))
+
+    def __repr__(self) -> str:
+        content = f"{len(self.tokens)} tokens, log-probability {self.total:.2f}"
+        if self.tokenizer is None:
+            return f"Scores({content})"
+        text = self.tokenizer.decode(self.tokens)
+        beginning = repr(text) if len(text) <= 40 else f"{text[:40]!r}..."
+        return f"Scores({beginning}, {content})"
+
+
+@overload
+def score(  # pyright: ignore[reportOverlappingOverload]
+    model: Model, prompts: str | Sequence[int], *, top_k: int = ..., page_size: int = ...
+) -> Scores: ...
+
+
+@overload
+def score(model: Model, prompts: Sequence[Prompt], *, top_k: int = ..., page_size: int = ...) -> list[Scores]: ...
+
+
+def score(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    top_k: int = 0,
+    page_size: int = DEFAULT_PAGE_SIZE,
+) -> Scores | list[Scores]:
+    """The log-probability of each token of the prompts, given the tokens before it.
+
+    The prompts are read in chunks, so memory is bounded by the logits of a chunk, at most 256 MiB, and the cache of one
+    batch. Prompts whose lengths round up to one power of two run one program, and share batches if they are short.
+
+    Args:
+      model: from `jspec.load`. A draft is not used.
+      prompts: one prompt or a list of any number of prompts, each as text or as token ids.
+      top_k: how many of the most probable tokens to return at each place.
+      page_size: rows per cache page.
+
+    Returns:
+      `Scores` for a single prompt, a list of them for a list of prompts.
+
+    Raises:
+      ValueError, TypeError: an invalid argument, a prompt longer than the model's context, or a cache that does not fit
+        in the memory of the device. Arguments are checked before anything is compiled.
+    """
+    single, ids = encode_prompts(model, prompts)
+    top_k, page_size = check_score(model, ids, top_k, page_size)
+    results: dict[int, Scores] = {}
+    for places, batch in split(model, ids, top_k, page_size):
+        while batch.read(model.params):
+            batch.collect()
+        results.update(zip(places, batch.scores(model.tokenizer), strict=True))
+    return results[0] if single else [results[i] for i in range(len(ids))]
+
+
+def check_score(model: Model, prompts: Sequence[Sequence[int]], top_k: object, page_size: object) -> tuple[int, int]:
+    """`top_k` and `page_size` as plain ints.
+
+    Raises:
+      ValueError, TypeError: one of them is invalid, or a prompt does not fit in the model's context.
+    """
+    longest = max(map(len, prompts))
+    if longest > model.target.max_length:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens: must be at most {model.target.max_length}, the model's context"
+        )
+    top_k = check_int("top_k", top_k, least=0, most=model.target.vocab_size)
+    return top_k, check_int("page_size", page_size, least=1)
+
+
+def split(
+    model: Model, prompts: Sequence[Sequence[int]], top_k: int, page_size: int
+) -> "Iterator[tuple[list[int], Batch]]":
+    """The prompts in batches of one width, each with the places of its prompts. A batch lives until the next one."""
+    # A power of two, so that it is a multiple of the widths of short prompts.
+    tokens = 1 << (LOGITS_BYTES // (4 * model.target.vocab_size)).bit_length() >> 1
+    tokens = min(max(tokens, 16), prefill_chunk(1))
+    by_width: defaultdict[int, list[int]] = defaultdict(list)
+    for place, prompt in enumerate(prompts):
+        by_width[bucket(len(prompt))].append(place)
+    for width, places in sorted(by_width.items()):
+        rows = max(1, tokens // width)
+        for start in range(0, len(places), rows):
+            chosen = places[start : start + rows]
+            size = min(width, tokens)
+            yield chosen, Batch(model, [prompts[place] for place in chosen], width, size, top_k, page_size)
+
+
+class Batch:
+    """Prompts that are scored together, chunk by chunk.
+
+    Args:
+      width: columns of the longest prompt at most.
+      size: columns that are read at once.
+    """
+
+    def __init__(
+        self, model: Model, prompts: Sequence[Sequence[int]], width: int, size: int, top_k: int, page_size: int
+    ):
+        self._prompts, self._target, self._size, self._top_k = prompts, model.target, size, top_k
+        rows = bucket(len(prompts), least=1)
+        capacity = memory.fit(model.params, model.target, Plain(), rows, page_size, width, width)
+        self._ids = np.zeros((rows, width + size + 1), np.int32)
+        # The last token is not read: it precedes nothing.
+        self._unread = np.zeros(rows, np.int32)
+        for row, prompt in enumerate(prompts):
+            self._ids[row, : len(prompt)] = prompt
+            self._unread[row] = len(prompt) - 1
+        self._start, self._end = 0, int(self._unread.max())
+        self._cache_shape = rows, capacity, fit_page_size(page_size, capacity)
+        self._cache: Cache | None = None
+        self._flying: tuple[Float[Array, "B size"], TopTokens | None] | None = None
+        self._parts: list[tuple[np.ndarray, TopTokens | None]] = []
+
+    def read(self, params: Params) -> bool:
+        """Dispatches the next chunk. False: there is none."""
+        if self._start >= self._end:
+            return False
+        if self._cache is None:
+            self._cache = _empty_cache(params.target, self._target, self._cache_shape)
+        tokens, following = (self._ids[:, at : at + self._size] for at in (self._start, self._start + 1))
+        begin = np.minimum(self._unread, self._start)
+        count = np.minimum(self._unread - begin, self._size)
+        static = {"target": self._target, "top_k": self._top_k}
+        self._cache, self._flying = _read(params.target, self._cache, tokens, following, begin, count, **static)
+        self._start += self._size
+        return True
+
+    def collect(self) -> None:
+        """Waits for what was dispatched last and takes it to the host."""
+        self._parts.append(jax.device_get(self._flying))
+        self._flying = None
+
+    def scores(self, tokenizer: Tokenizer | None) -> list[Scores]:
+        """The scores of each prompt, when all is read."""
+        results = []
+        for row, prompt in enumerate(self._prompts):
+            count = len(prompt) - 1
+            values = [x for part, _ in self._parts for x in part[row].tolist()][:count]
+            top = [entry for _, part in self._parts for entry in _pairs(part, row, self._size)][:count]
+            results.append(Scores(list(prompt), [None, *values], [[], *top], tokenizer))
+        return results
+
+
+def _pairs(top: TopTokens | None, row: int, size: int) -> list[list[tuple[int, float]]]:
+    """The most probable tokens of one sequence as the host has them."""
+    if top is None:
+        return [[] for _ in range(size)]
+    both = zip(top.ids[row].tolist(), top.logprobs[row].tolist(), strict=True)
+    return [list(zip(*entry, strict=True)) for entry in both]
+
+
+@partial(jax.jit, static_argnames=("target", "shape"))
+def _empty_cache(params: PyTree, target: Target, shape: tuple[int, int, int]) -> Cache:
+    return target.init_cache(params, *shape)
+
+
+@partial(jax.jit, static_argnames=("target", "top_k"), donate_argnames=("cache",))
+def _read(
+    params: PyTree,
+    cache: Cache,
+    tokens: Int[Array, "B size"],
+    following: Int[Array, "B size"],
+    begin: Int[Array, " B"],
+    count: Int[Array, " B"],
+    *,
+    target: Target,
+    top_k: int,
+) -> tuple[Cache, tuple[Float[Array, "B size"], TopTokens | None]]:
+    """The cache after `count` more tokens of each sequence are read, from position `begin` on, and the log-probability
+    of the token that follows each, with the most probable tokens there.
+    """
+    out = target.forward(params, tree.chain(tokens), cache, begin)
+    cache = commit_rows(cache, out.rows, begin, None, count, after=out.logits)
+    top = logprobs.most_probable(out.logits, top_k) if top_k else None
+    return cache, (logprobs.of_tokens(out.logits, following), top)
