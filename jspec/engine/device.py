@@ -101,8 +101,9 @@ class Device:
     """Runs the plans of a scheduler.
 
     parts: the acceptance rule among them is that of bursts in which a sequence samples.
+    samples: whether every burst counts as one in which a sequence samples, as `programs.always_samples` says.
     max_rounds: of a burst.
-    greedy_rule: the acceptance rule of bursts in which no sequence samples; None: the same as of the others.
+    greedy_rule: the acceptance rule of bursts in which no sequence samples.
 
     Attributes:
       state: the decode state of all slots, replaced by every program.
@@ -115,22 +116,25 @@ class Device:
         parts: Static,
         stops: StopPool,
         *,
+        samples: bool,
         num_slots: int,
         context: int,
         page_size: int,
         pages: int,
         max_rounds: int,
-        greedy_rule: Accept | None = greedy,
+        greedy_rule: Accept = greedy,
     ):
         self.params, self.parts, self.stops = params, parts, stops
         self.num_slots, self.context, self.max_rounds = num_slots, context, max_rounds
-        self._greedy_rule = greedy_rule
+        self._greedy_rule, self._samples = greedy_rule, samples
         self._width = -(-context // page_size)
         self._buckets = buckets(num_slots)
         self._last_sampling: tuple[object, RowSampling | None, object] = (None, None, None)
         sizes = {"num_slots": num_slots, "context": context, "page_size": page_size, "pages": pages}
-        self.state: DecodeState = jax.jit(partial(programs.empty_state, **parts, **sizes))(params)
-        self._nodes: int = decode.draft_shape(params, self.state, parts["drafter"])[1]
+        self.state: DecodeState = jax.jit(partial(programs.empty_state, **parts, **sizes, samples=samples))(params)
+        sampling = RowSampling(temperature=_argument(np.zeros(num_slots, np.float32))) if samples else None
+        state = dataclasses.replace(self.state, sampling=sampling)
+        self._nodes: int = decode.draft_shape(params, state, parts["drafter"])[1]
 
     def release(self, empty: Sequence[int]) -> None:
         """Empties slots."""
@@ -216,7 +220,7 @@ class Device:
             logprobs = logprobs or request.logprobs
         tier, rule = TIERS[max(map(tier_of, samplings))], self.parts["accept"]
         if not tier:
-            tier, rule = (TIERS[1], rule) if self._greedy_rule is None else (tier, self._greedy_rule)
+            tier, rule = (TIERS[1], rule) if self._samples else (tier, self._greedy_rule)
         chosen = None if seats.slots is None else _argument(seats.slots)
         view = View(
             chosen, _argument(table), self.stops.table, self.stops.token_class, self._row_sampling(samplings, tier)

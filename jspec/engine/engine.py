@@ -111,12 +111,18 @@ class Engine:
         any_row = RowSampling(temperature=jax.numpy.zeros(1))
         rule, chosen = choose_rule(accept, any_row, choose_drafter(drafter, model))
         bound = chosen.bind(model.target, model.draft)
+        if lacking := programs.without_slots(model.params, model.target, bound):
+            raise ValueError(
+                f"model={model.name!r}: its cache {', '.join(sorted(lacking))} must have the methods of "
+                "jspec.core.slots.SlotCache, by which sequences come and go; jspec.generate works without them"
+            )
         parts: Static = {"target": model.target, "drafter": bound, "accept": rule}
-        # A rule by name is the greedy one where nothing is sampled, unless the drafter was adapted to it.
-        greedy_rule = greedy if accept in (None, "coupled") else None if isinstance(accept, str) else rule
+        # A rule by name is the greedy one where nothing is sampled.
+        greedy_rule = greedy if accept is None or isinstance(accept, str) else rule
+        samples = programs.always_samples(model.params, **parts)
 
         # Size the caches and make the state of all slots.
-        sizes = {"num_slots": slots, "context": context, "page_size": page_size}
+        sizes = {"samples": samples, "num_slots": slots, "context": context, "page_size": page_size}
         wanted = slots * -(-context // page_size) + 1
         if pages is None:
             pages = fit_pages(model.params, parts, sizes, wanted, fraction)

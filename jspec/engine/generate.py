@@ -18,6 +18,7 @@ from jspec.core.sampling import Sampling, check_rows, per_row
 from jspec.core.struct import struct
 from jspec.core.types import Accept, BoundedDrafter, Drafter, Params, RowSampling, Stats, Target
 from jspec.engine import memory
+from jspec.engine.many import generate_many
 from jspec.engine.model import Model
 from jspec.engine.options import GenerateKeywords, GenerateOptions, bind_drafter, choose_rule
 from jspec.engine.result import Generation, Generations, Piece
@@ -60,6 +61,8 @@ def generate(
     The drafter changes the speed, not the output. This includes sampling: by default the tokens are those of plain
     sampling with the same seed, for any drafter, tree shape, batch and page size.
 
+    Of more than 64 prompts, 64 run at a time: a sequence that ends makes room for the next one, as in `jspec.Engine`.
+
     Args:
       model: from `jspec.load`.
       prompts: one prompt or a list of prompts, each as text or as token ids.
@@ -97,6 +100,8 @@ def generate(
         debug=debug,
     )
     check_flag("progress", progress)
+    if (many := generate_many(model, prompts, options, progress=progress)) is not None:
+        return many
     with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:
         run = Run(model, prompts, options)
         bar.set_description()

@@ -7,6 +7,7 @@ host is a `Report`: small arrays of its own, never parts of the state, which the
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,33 +63,21 @@ def empty_state(
     target: Target,
     drafter: Drafter,
     accept: Accept,
+    samples: bool,
     num_slots: int,
     context: int,
     page_size: int,
     pages: int,
 ) -> DecodeState:
-    """A state of empty slots, for sequences of at most `context` tokens, and pools of `pages` pages."""
+    """A state of empty slots, for sequences of at most `context` tokens, and pools of `pages` pages.
 
-    def prefilled() -> DecodeState:
-        ids, count = jnp.zeros((num_slots, 4), jnp.int32), jnp.full(num_slots, 4, jnp.int32)
-        keys, stop = seeds_to_keys(count.astype(jnp.uint32)), Stop(None, None, jnp.zeros(num_slots, jnp.int16))
-        return decode.prefill(
-            params,
-            ids,
-            count,
-            count + 1,
-            keys,
-            stop,
-            target=target,
-            drafter=drafter,
-            accept=accept,
-            capacity=context,
-            page_size=page_size,
-            chunk=2,
-        )
-
+    samples: as `always_samples` says.
+    """
     # A drafter's state has all its parts only after a prompt is read, so the structure is that of a prefilled state.
-    like = jax.eval_shape(prefilled)
+    static = {"target": target, "drafter": drafter, "accept": accept}
+    sizes = {"capacity": context, "page_size": page_size}
+    like = jax.eval_shape(partial(_prefilled, count=num_slots, samples=samples, **static, **sizes), params)
+    like = dataclasses.replace(like, sampling=None)
     target_cache = target.init_cache(params.target, num_slots, context, page_size)
     caches = iter(all_caches((target_cache, drafter.init(params, num_slots, context, page_size))))
     s = slots.map_parts(lambda _: next(caches).pooled(pages), _zeros, like)
@@ -96,9 +85,41 @@ def empty_state(
     return dataclasses.replace(s, length=length, finish_code=finish)
 
 
+def always_samples(params: Params, *, target: Target, drafter: Drafter, accept: Accept) -> bool:
+    """Whether programs need a temperature even if no sequence samples.
+
+    A drafter that samples its drafts keeps their distributions, so its state has other parts when there is one.
+    """
+    static = {"target": target, "drafter": drafter, "accept": accept, "count": 1, "capacity": 8, "page_size": 8}
+    states = [jax.eval_shape(partial(_prefilled, samples=samples, **static), params) for samples in (False, True)]
+    without, with_temperature = (jax.tree.structure(s.draft) for s in states)
+    return without != with_temperature
+
+
+def _prefilled(params: Params, *, count: int, samples: bool, **static: Any) -> DecodeState:
+    """The state after prompts of 4 tokens, with a temperature or without."""
+    ids, length = jnp.zeros((count, 4), jnp.int32), jnp.full(count, 4, jnp.int32)
+    keys, stop = seeds_to_keys(length.astype(jnp.uint32)), Stop(None, None, jnp.zeros(count, jnp.int16))
+    sampling = RowSampling(temperature=jnp.zeros(count)) if samples else None
+    return decode.prefill(params, ids, length, length + 1, keys, stop, sampling, chunk=2, **static)
+
+
 def all_caches(tree: PyTree) -> list[slots.SlotCache]:
     """The caches in a state or in a part of it."""
     return [x for x in jax.tree.leaves(tree, is_leaf=slots.is_slot_cache) if slots.is_slot_cache(x)]
+
+
+def without_slots(params: Params, target: Target, drafter: Drafter) -> set[str]:
+    """The kinds of caches of target and draft that have no methods of `slots.SlotCache`."""
+
+    def lacks(x: PyTree) -> bool:
+        return hasattr(x, "commit") and not slots.is_slot_cache(x)
+
+    def caches(params: Params) -> PyTree:
+        return target.init_cache(params.target, 1, 16, 16), drafter.init(params, 1, 16, 16)
+
+    leaves = jax.tree.leaves(jax.eval_shape(caches, params), is_leaf=lacks)
+    return {type(x).__name__ for x in leaves if lacks(x)}
 
 
 def sharing(s: DecodeState, drafter: Drafter) -> int | None:

@@ -12,6 +12,7 @@ import qwen
 import toy
 from engine_storm import EOS, Setup, Storm
 
+from jspec.core.accept import block, rejection
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
@@ -33,6 +34,8 @@ SETUPS = {
     "eagle": Setup(T, Eagle(depth=3).bind(T, toy.HEAD), toy.head_params),
     "eagle_sampled": Setup(T, Eagle(depth=3).bind(T, toy.HEAD), toy.head_params, SAMPLED),
     "eagle_tree": Setup(T, Eagle(3, 3, 9).bind(T, toy.HEAD), toy.head_params),
+    "standalone_rejection": Setup(T, Standalone(2, 2, 5, True).bind(T, toy.NEAR), toy.params, SAMPLED, rejection),
+    "eagle_block": Setup(T, Eagle(depth=3, sampled=True).bind(T, toy.HEAD), toy.head_params, SAMPLED, block),
     "mtp": Setup(T, Mtp(depth=3, heads=3).bind(T, toy.HEADS), toy.mtp_params),
     "frozen_kv_mtp": Setup(T, FrozenKvMtp(depth=3).bind(T, toy.ASSISTANT), toy.assistant_params),
     "mla_ngram": family(deepseek, "mla", Ngram(n=2, depth=3)),

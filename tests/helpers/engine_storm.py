@@ -28,12 +28,13 @@ EOS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What generates. The drafter is bound."""
+    """What generates. The drafter is bound. lossless: an acceptance rule other than greedy and coupled."""
 
     target: Any
     drafter: Drafter
     weights: Callable[[], Params]
     sampling: Sampling | None = None
+    lossless: Any = None
 
     @property
     def static(self) -> dict[str, Any]:
@@ -41,7 +42,7 @@ class Setup:
 
     @property
     def rule(self) -> Any:
-        return accept.greedy if self.sampling is None else accept.coupled
+        return self.lossless or (accept.greedy if self.sampling is None else accept.coupled)
 
 
 def requests(count: int, seed: int, setup: Setup) -> list[DeviceRequest]:
@@ -160,7 +161,8 @@ def run(setup: Setup, storm: Storm) -> dict[str, int]:
     for request in given:
         request.start_state = stops.add(())
     sizes = dict(num_slots=SLOTS, context=CONTEXT, page_size=PAGE, pages=storm.pages)
-    device = Device(model.params, setup.static, stops, **sizes, max_rounds=4)
+    samples = programs.always_samples(model.params, **setup.static)
+    device = Device(model.params, setup.static, stops, samples=samples, **sizes, max_rounds=4)
     ahead = programs.sharing(device.state, setup.drafter) if storm.share else None
     scheduler = Scheduler(
         slots=SLOTS,

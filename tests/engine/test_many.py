@@ -1,0 +1,118 @@
+"""`jspec.generate` with more prompts than run at once gives what the same prompts give in one batch."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import toy
+
+import jspec
+from jspec.core.struct import struct
+from jspec.core.types import Params
+from jspec.drafters import Ngram, Standalone
+from jspec.engine import many
+from jspec.engine.engine import Engine
+from jspec.engine.model import Model
+from jspec.engine.options import GenerateOptions
+from jspec.engine.run import Run
+
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(0, 61, size).tolist() for size in (5, 1, 12, 9, 3, 17, 8)]
+SAMPLED = jspec.Sampling(temperature=0.9, top_p=0.95)
+MIXED = [SAMPLED if i % 2 else None for i in range(len(PROMPTS))]
+
+
+def model() -> Model:
+    return Model("toy", toy.TARGET, toy.params(), None, (7,), toy.NEAR)
+
+
+@pytest.fixture(autouse=True)
+def few_slots(monkeypatch):
+    monkeypatch.setattr(many, "MAX_BATCH", 3)
+
+
+def check_same(got, wanted):
+    assert got.tokens == wanted.tokens and got.prompt == wanted.prompt
+    assert got.finish_reason == wanted.finish_reason and got.origin == wanted.origin
+    for name in ("rounds", "accept_counts", "dropped"):
+        np.testing.assert_array_equal(getattr(got.stats, name), getattr(wanted.stats, name))
+
+
+@pytest.mark.fast("greedy")
+@pytest.mark.parametrize(
+    "options",
+    (
+        dict(drafter=Ngram(n=2, depth=3)),
+        dict(drafter=Standalone(depth=3), sampling=SAMPLED, seed=11, logprobs=True),
+        dict(drafter=Standalone(depth=2, width=2, num_nodes=5), sampling=MIXED, seed=list(range(7, 0, -1))),
+        dict(drafter=Standalone(depth=3), sampling=MIXED, accept="block"),
+        dict(drafter=Standalone(depth=3), accept="rejection"),
+        dict(drafter=None, page_size=5),
+    ),
+    ids=("greedy", "sampled", "mixed_tree", "block", "greedy_by_another_rule", "plain"),
+)
+def test_prompts_that_take_turns_give_what_one_batch_gives(options):
+    got = jspec.generate(model(), PROMPTS, max_new_tokens=13, **options)
+    wanted = Run(model(), PROMPTS, GenerateOptions(max_new_tokens=13, **options)).finish()
+    check_same(got, wanted)
+    assert (got.logprobs is None) == (wanted.logprobs is None)
+    for ours, theirs in zip(got.logprobs or [], wanted.logprobs or [], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_as_few_prompts_as_run_at_once_and_a_long_one_are_no_engines_work(monkeypatch):
+    monkeypatch.setattr(many, "Engine", None)
+    options = GenerateOptions()
+    assert many.generate_many(model(), PROMPTS[:3], options) is None
+    assert many.generate_many(model(), PROMPTS[5], options) is None
+    assert many.generate_many(model(), "a long text", options) is None
+    assert many.generate_many(model(), PROMPTS, dataclasses.replace(options, debug=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    (
+        (dict(max_new_tokens=10**6), "max_new_tokens=1000000"),
+        (dict(seed=2**32 - 3), "seed=4294967293"),
+        (dict(seed=[1, 2]), "2 seeds for 7"),
+        (dict(sampling=[None] * 3), "sampling: 3 for 7"),
+        (dict(accept="greedy", sampling=SAMPLED), "accept='greedy'"),
+        (dict(page_size=0), "page_size=0"),
+        (dict(drafter="eagle"), "Eagle"),
+    ),
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_bad_options_are_refused_before_there_is_an_engine(monkeypatch, options, message):
+    monkeypatch.setattr(many, "Engine", None)
+    with pytest.raises((ValueError, TypeError), match=message):
+        jspec.generate(model(), PROMPTS, **options)
+
+
+@struct
+class Unslotted:
+    """A cache that only `generate` can use."""
+
+    inner: object
+
+    def commit(self, *given):
+        return Unslotted(self.inner.commit(*given))
+
+    def attend(self, *given, **options):
+        return self.inner.attend(*given, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnslottedTarget(type(toy.TARGET)):
+    def init_cache(self, *given):
+        return Unslotted(super().init_cache(*given))
+
+
+def test_a_cache_without_slots_runs_in_one_batch_and_an_engine_refuses_it():
+    target = UnslottedTarget(
+        **{field.name: getattr(toy.TARGET, field.name) for field in dataclasses.fields(toy.TARGET)}
+    )
+    unslotted = Model("mine", target, Params(toy.params().target), None, (7,))
+    wanted = Run(model(), PROMPTS, GenerateOptions(drafter=None, max_new_tokens=5)).finish()
+    assert jspec.generate(unslotted, PROMPTS, drafter=None, max_new_tokens=5).tokens == wanted.tokens
+    with pytest.raises(ValueError, match="its cache Unslotted must have the methods of"):
+        Engine(unslotted, drafter=None)
