@@ -101,7 +101,7 @@ class Device:
     """Runs the plans of a scheduler.
 
     parts: the acceptance rule among them is that of bursts in which a sequence samples.
-    samples: whether every burst counts as one in which a sequence samples, as `programs.always_samples` says.
+    samples: whether every burst counts as one in which a sequence samples: `programs.always_samples`.
     max_rounds: of a burst.
     greedy_rule: the acceptance rule of bursts in which no sequence samples.
 

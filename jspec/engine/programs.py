@@ -71,7 +71,7 @@ def empty_state(
 ) -> DecodeState:
     """A state of empty slots, for sequences of at most `context` tokens, and pools of `pages` pages.
 
-    samples: as `always_samples` says.
+    samples: what `always_samples` returns.
     """
     # A drafter's state has all its parts only after a prompt is read, so the structure is that of a prefilled state.
     static = {"target": target, "drafter": drafter, "accept": accept}
