@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jspec.core import logprobs as log_probabilities
 from jspec.core import sampling, stopping, tree
 from jspec.core.commit import commit_rows
 from jspec.core.invariants import check_round
@@ -30,6 +31,7 @@ from jspec.core.types import (
     RowSampling,
     Stats,
     Target,
+    TopTokens,
 )
 from jspec.core.xla_options import TRITON_GEMM_MAX_TOKENS, LoopProgram
 
@@ -51,6 +53,7 @@ def prefill(
     capacity: int,
     page_size: int,
     logprobs: bool = False,
+    top_logprobs: int = 0,
     chunk: int | None = None,
 ) -> DecodeState:
     """The state before the first round: prompts in the caches, first generated token appended.
@@ -64,6 +67,7 @@ def prefill(
       accept: the acceptance rule, as in the rounds.
       capacity: columns of the token buffer, at least max(limit).
       logprobs: record the log-probability of each new token.
+      top_logprobs: how many of the most probable tokens to record where each new token is chosen.
       chunk: columns that are read at once, which bounds the memory of activations; longer prompts are read in a loop
         with as many iterations as the longest prompt needs. None: all columns.
     """
@@ -89,6 +93,7 @@ def prefill(
             accept_counts=jnp.zeros((batch, drafter.depth + 1), jnp.int32),
             dropped=jnp.zeros(batch, jnp.int32),
         ),
+        top=top_buffer((batch, buffer_len), top_logprobs),
     )
     size = width if chunk is None else min(chunk, width)
     read = partial(_read_prompt, params, target=target, drafter=drafter, accept=accept, size=size)
@@ -96,6 +101,11 @@ def prefill(
     if size == width:
         return s
     return lax.fori_loop(1, -(-jnp.max(length) // size), lambda i, s: read(s, i * size), s)
+
+
+def top_buffer(shape: tuple[int, ...], k: int) -> TopTokens | None:
+    """An empty `DecodeState.top` for the k most probable tokens of sequences [B, C]; None if k is 0."""
+    return TopTokens(jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k), jnp.float32)) if k else None
 
 
 def _read_prompt(
@@ -156,7 +166,8 @@ def read_columns(
 
 
 jitted_prefill = jax.jit(
-    prefill, static_argnames=("target", "drafter", "accept", "capacity", "page_size", "logprobs", "chunk")
+    prefill,
+    static_argnames=("target", "drafter", "accept", "capacity", "page_size", "logprobs", "top_logprobs", "chunk"),
 )
 """`prefill`, jitted: one compiled program for each configuration and shape of the prompts."""
 
@@ -195,6 +206,8 @@ class Decision:
     finish_code: Int[Array, " B"]
     logprobs: Float[Array, "B A"] | None
     """log p of each token under the unprocessed logits; None unless log-probabilities are recorded."""
+    top: TopTokens | None
+    """The most probable tokens where each token was chosen, [B, A, k]; None unless they are recorded."""
 
 
 def draft(params: Params, s: DecodeState, *, drafter: Drafter) -> tuple[DraftTree, DecodeState]:
@@ -225,7 +238,8 @@ def accept_drafts(
         accepted = dataclasses.replace(accepted, length=jnp.where(active, accepted.length, 0))
     kept, stop, finish_code = truncate_at_stop(s, accepted)
     logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
-    return Decision(accepted, kept, stop, finish_code, logprobs)
+    top = None if s.top is None else top_tokens(out.logits, kept, s.top.ids.shape[2])
+    return Decision(accepted, kept, stop, finish_code, logprobs, top)
 
 
 def commit_round(s: DecodeState, out: ForwardOutput, decision: Decision) -> tuple[DecodeState, Committed]:
@@ -265,10 +279,12 @@ def truncate_at_stop(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, 
 
 def token_logprobs(logits: Float[Array, "B N V"], accepted: Acceptance) -> Float[Array, "B A"]:
     """log p of each appended token under the unprocessed logits of the node before it."""
-    before = tree.take_path(logits, accepted.path)
-    assert before is not None
-    chosen = jnp.take_along_axis(before, accepted.tokens[:, :, None], axis=2)[:, :, 0]
-    return chosen - jax.nn.logsumexp(before, axis=-1)
+    return log_probabilities.of_tokens(tree.take_path(logits, accepted.path), accepted.tokens)
+
+
+def top_tokens(logits: Float[Array, "B N V"], accepted: Acceptance, k: int) -> TopTokens:
+    """The k most probable tokens at the node before each appended token, [B, A, k], under the unprocessed logits."""
+    return log_probabilities.most_probable(tree.take_path(logits, accepted.path), k)
 
 
 def append(s: DecodeState, decision: Decision) -> DecodeState:
@@ -286,6 +302,7 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
         tokens=write(s.tokens, kept.tokens),
         origin=write(s.origin, origin),
         logprobs=None if s.logprobs is None or decision.logprobs is None else write(s.logprobs, decision.logprobs),
+        top=None if s.top is None else jax.tree.map(write, s.top, decision.top),
         length=s.length + kept.length,
         finish_code=decision.finish_code,
         stop=decision.stop,

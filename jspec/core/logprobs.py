@@ -10,7 +10,7 @@ from pallas_kernels.topk import topk
 
 def of_tokens(logits: Float[Array, "B M V"], tokens: Int[Array, "B M"]) -> Float[Array, "B M"]:
     """log p of one token at each of M nodes."""
-    chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2, mode="clip")[:, :, 0]
+    chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[:, :, 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 

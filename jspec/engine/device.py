@@ -12,12 +12,14 @@ from jaxtyping import Array, Int
 from jspec.core import decode
 from jspec.core.accept import greedy
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target
+from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
 from jspec.core.xla_options import TRITON_GEMM_MAX_TOKENS
 from jspec.engine import programs
+from jspec.engine.options import MAX_TOP_LOGPROBS
 from jspec.engine.plan import Admission, Burst, Landed, Read
 from jspec.engine.programs import Admitted, ReadPlan, Report, View
 from jspec.engine.request import Request
+from jspec.engine.result import top_pairs
 from jspec.engine.stop_pool import StopPool
 
 SMALL_BUCKETS: tuple[int, ...] = (1, 4, 16)
@@ -42,6 +44,8 @@ _UNUSED = {
     "min_new_tokens": 0,
 }
 """Values of the sampling options that change nothing."""
+TOP_SIZES: tuple[int, ...] = (0, 5, MAX_TOP_LOGPROBS)
+"""How many of the most probable tokens a program records: the least of these that has all that were requested."""
 _ADMITTED = ("slots", "length", "limit", "prompt_length", "stop_state", "shared", "rounds")
 
 
@@ -49,6 +53,8 @@ _ADMITTED = ("slots", "length", "limit", "prompt_length", "stop_state", "shared"
 class DeviceRequest(Request):
     """A request with what the device needs to know of it.
 
+    logprobs: whether the log-probabilities of its tokens are recorded.
+    top_logprobs: how many of the most probable tokens are recorded with each.
     start_state: of its stop automaton in the pool.
     """
 
@@ -56,6 +62,7 @@ class DeviceRequest(Request):
     seed: int = 0
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    top_logprobs: int = 0
     start_state: int = 0
 
 
@@ -88,12 +95,13 @@ class Flight:
 class Landing(Landed):
     """What a request got.
 
-    origin, logprobs: of each new token; logprobs None if they are not recorded.
+    origin, logprobs, top_logprobs: of each new token; logprobs and top_logprobs None if they are not recorded.
     dropped: accepted tokens after the end, as in `GenerationStats`.
     """
 
     origin: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
     dropped: int = 0
 
 
@@ -212,12 +220,12 @@ class Device:
         """What the host adds to the state of some slots, and the static arguments that depend on their options."""
         table = np.zeros((seats.size, self._width), np.int32)
         samplings: list[Sampling | None] = [None] * seats.size
-        logprobs = False
+        logprobs, top = False, 0
         for request, own, row in zip(requests, pages, seats.rows, strict=True):
             assert isinstance(request, DeviceRequest)
             table[row, : len(own)] = own
             samplings[row] = request.sampling
-            logprobs = logprobs or request.logprobs
+            logprobs, top = logprobs or request.logprobs, max(top, request.top_logprobs)
         tier, rule = TIERS[max(map(tier_of, samplings))], self.parts["accept"]
         if not tier:
             tier, rule = (TIERS[1], rule) if self._samples else (tier, self._greedy_rule)
@@ -226,7 +234,8 @@ class Device:
             chosen, _argument(table), self.stops.table, self.stops.token_class, self._row_sampling(samplings, tier)
         )
         target, drafter = self.parts["target"], self.parts["drafter"]
-        static = ViewStatic(target=target, drafter=drafter, accept=rule, logprobs=logprobs)
+        top = min(next(size for size in TOP_SIZES if size >= top), target.vocab_size)
+        static = ViewStatic(target=target, drafter=drafter, accept=rule, logprobs=logprobs, top_logprobs=top)
         return static, view
 
     def _row_sampling(self, samplings: Sequence[Sampling | None], tier: tuple[str, ...]) -> RowSampling | None:
@@ -262,6 +271,7 @@ class ViewStatic(Static):
     """The static arguments of the programs that work on a view."""
 
     logprobs: bool
+    top_logprobs: int
 
 
 def buckets(num_slots: int) -> list[int]:
@@ -309,8 +319,13 @@ def _take_off(plan: Read | Burst, report: Report, places: dict[Request, int]) ->
 
 
 def _landing(request: Request, report: Report, row: int) -> Landing:
+    assert isinstance(request, DeviceRequest)
     before = len(request.known)
     count = int(report.length[row]) - before
+    top = None
+    if report.top is not None and request.top_logprobs:
+        own = TopTokens(report.top.ids[row, :count], report.top.logprobs[row, :count])
+        top = top_pairs(own, request.top_logprobs)
     return Landing(
         length=int(report.length[row]),
         tokens=report.tokens[row, :count].tolist(),
@@ -319,5 +334,6 @@ def _landing(request: Request, report: Report, row: int) -> Landing:
         accept_counts=report.accept_counts[row].tolist(),
         origin=report.origin[row, :count].tolist(),
         logprobs=None if report.logprobs is None else report.logprobs[row, :count].tolist(),
+        top_logprobs=top,
         dropped=int(report.dropped[row]),
     )

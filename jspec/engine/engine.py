@@ -45,7 +45,7 @@ class RequestKeywords(TypedDict, total=False):
     max_new_tokens: int
     sampling: Sampling | None
     stop: str | Sequence[str]
-    logprobs: bool
+    logprobs: bool | int
     priority: int
     salt: str
 
@@ -166,7 +166,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
         seed: int = 0,
-        logprobs: bool = False,
+        logprobs: bool | int = False,
         priority: int = 0,
         salt: str = "",
     ) -> Handle:
@@ -214,7 +214,7 @@ class Engine:
         sampling: Sampling | Sequence[Sampling | None] | None = None,
         stop: str | Sequence[str] = (),
         seed: int | Sequence[int] = 0,
-        logprobs: bool = False,
+        logprobs: bool | int = False,
         priority: int = 0,
         salt: str = "",
         progress: bool = False,
@@ -351,7 +351,9 @@ class Engine:
         self._check_alive()
         request = DeviceRequest(ids, options.max_new_tokens, priority, salt)
         request.sampling, request.seed = sampling, seed
-        request.stop, request.logprobs = tuple(options.stop), options.logprobs
+        request.stop = tuple(options.stop)
+        request.logprobs, request.top_logprobs = bool(options.logprobs), options.top_logprobs
+        options.check_vocabulary(self.model.target.vocab_size)
         self.scheduler.check_fits(request)
         per_row(sampling, 1, self.model.target.vocab_size)
         request.start_state = self.stops.add(request.stop)

@@ -51,7 +51,7 @@ def generate(
     accept: str | Accept | None = None,
     stop: str | Sequence[str] = (),
     seed: int | Sequence[int] = 0,
-    logprobs: bool = False,
+    logprobs: bool | int = False,
     page_size: int = DEFAULT_PAGE_SIZE,
     progress: bool = False,
     debug: bool = False,
@@ -76,7 +76,8 @@ def generate(
       stop: strings that end a sequence; its text ends before them.
       seed: seed of the random choices, from 0 to 2**32 - 1; sequence i uses seed + i. Or a list with one seed per
         sequence.
-      logprobs: whether to record the log-probability of each new token.
+      logprobs: whether to record the log-probability of each new token. A number k from 1 to 20: also the k most
+        probable tokens in the place of each, with theirs. All are those of the target's own, unprocessed logits.
       page_size: rows per cache page.
       progress: whether to show a progress bar.
       debug: whether to check the invariants of every round and raise at the first violation. Slower.
@@ -123,7 +124,7 @@ def stream(
     accept: str | Accept | None = None,
     stop: str | Sequence[str] = (),
     seed: int | Sequence[int] = 0,
-    logprobs: bool = False,
+    logprobs: bool | int = False,
     page_size: int = DEFAULT_PAGE_SIZE,
     debug: bool = False,
 ) -> Generator[Piece, None, Generation | Generations]:

@@ -63,6 +63,7 @@ class Handle:
         self._pieces: list[Piece] = []
         self._origin: list[int] = []
         self._logprobs: list[float] = []
+        self._top_logprobs: list[list[tuple[int, float]]] = []
         self._ended, self._dropped = False, 0
         self._error: BaseException | None = None
         self._finish: FinishReason | None = None
@@ -144,6 +145,7 @@ class Handle:
             logprobs=list(self._logprobs) if request.logprobs else None,
             prompt=list(request.prompt),
             tokenizer=self._tokenizer,
+            top_logprobs=list(self._top_logprobs) if request.top_logprobs else None,
         )
 
     def cancel(self) -> None:
@@ -158,6 +160,7 @@ class Handle:
         if tokens:
             self._origin += landing.origin
             self._logprobs += landing.logprobs or []
+            self._top_logprobs += landing.top_logprobs or []
             self.times.first_token = self.times.first_token or now
             self.times.last_token = now
             self.times.arrivals.append((now, len(tokens)))
@@ -168,7 +171,7 @@ class Handle:
         with self._changed:
             if tokens or text:
                 logprobs = landing.logprobs if self.request.logprobs else None
-                self._pieces.append(Piece(0, text, tokens, logprobs, reason))
+                self._pieces.append(Piece(0, text, tokens, logprobs, reason, landing.top_logprobs))
             if ends:
                 self._dropped = landing.dropped
                 self._finish, self._ended, self.times.ended = reason, True, now

@@ -17,6 +17,8 @@ from jspec.engine.model import Model
 from jspec.text.stream import check_stop
 
 MAX_SEED = 2**32 - 1
+MAX_TOP_LOGPROBS = 20
+"""The most probable tokens that can be recorded with each new token."""
 MAX_DEPTH = 127
 """Tokens of the longest chain: the depth of an accepted draft is recorded in 8 bits, `DecodeState.origin`."""
 
@@ -38,7 +40,7 @@ class GenerateOptions:
     accept: str | Accept | None = None
     stop: str | Sequence[str] = ()
     seed: int | Sequence[int] = 0
-    logprobs: bool = False
+    logprobs: bool | int = False
     page_size: int = DEFAULT_PAGE_SIZE
     debug: bool = False
 
@@ -48,7 +50,7 @@ class GenerateOptions:
             "page_size": check_int("page_size", self.page_size, least=1),
             "stop": tuple(check_stop(self.stop)),
             "seed": _check_seed(self.seed),
-            "logprobs": check_flag("logprobs", self.logprobs),
+            "logprobs": _check_logprobs(self.logprobs),
             "debug": check_flag("debug", self.debug),
         }
         if not isinstance(self.drafter, str) or self.drafter != "auto":
@@ -58,6 +60,16 @@ class GenerateOptions:
             values["sampling"] = _check_samplings(self.sampling)
         for name, value in values.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def top_logprobs(self) -> int:
+        """How many of the most probable tokens to record with each new token."""
+        return 0 if isinstance(self.logprobs, bool) else self.logprobs
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raises ValueError if more of the most probable tokens are to be recorded than there are."""
+        if self.top_logprobs > size:
+            raise ValueError(f"logprobs={self.logprobs}: must be at most {size}, the vocabulary of the model")
 
     def seeds(self, batch: int) -> UInt32[np.ndarray, " B"]:
         """The seed of each of `batch` sequences: those given, or `seed + i` for sequence i.
@@ -89,7 +101,7 @@ class GenerateKeywords(TypedDict, total=False):
     accept: str | Accept | None
     stop: str | Sequence[str]
     seed: int | Sequence[int]
-    logprobs: bool
+    logprobs: bool | int
     page_size: int
     debug: bool
 
@@ -169,6 +181,16 @@ def _check_seed(seed: object) -> int | tuple[int, ...]:
         return check_int("seed", seed, least=0, most=MAX_SEED)
     seeds = check_sequence("seed", seed, items="an int, or a list of one int per sequence")
     return tuple(check_int(f"seed[{i}]", one, least=0, most=MAX_SEED) for i, one in enumerate(seeds))
+
+
+def _check_logprobs(logprobs: object) -> bool | int:
+    if isinstance(logprobs, bool | np.bool_):
+        return bool(logprobs)
+    valid = f"True, False, or a number of most probable tokens from 1 to {MAX_TOP_LOGPROBS}"
+    try:
+        return check_int("logprobs", logprobs, least=1, most=MAX_TOP_LOGPROBS)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"logprobs={shorten(logprobs)}: must be {valid}") from None
 
 
 def _check_samplings(samplings: object) -> tuple[Sampling | None, ...]:

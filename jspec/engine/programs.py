@@ -18,7 +18,7 @@ from jspec.core import decode, slots, stopping
 from jspec.core.sampling import RowSampling
 from jspec.core.stopping import Stop
 from jspec.core.struct import struct
-from jspec.core.types import Accept, DecodeState, Drafter, PagedDrafter, Params, Stats, Target
+from jspec.core.types import Accept, DecodeState, Drafter, PagedDrafter, Params, Stats, Target, TopTokens
 from jspec.core.xla_options import LoopProgram
 
 WAITING, EMPTY = 8, 9
@@ -39,6 +39,8 @@ class Report:
     rounds: Int[Array, " R"]
     accept_counts: Int[Array, "R A"]
     dropped: Int[Array, " R"]
+    top: TopTokens | None
+    """The most probable tokens where each was chosen, [R, W, k]; None if they are not recorded."""
 
 
 @struct
@@ -225,7 +227,7 @@ class ReadPlan:
     known: Bool[Array, " R"]
 
 
-@partial(jax.jit, static_argnames=(*STATIC, "size", "logprobs"), donate_argnames=("s",))
+@partial(jax.jit, static_argnames=(*STATIC, "size", "logprobs", "top_logprobs"), donate_argnames=("s",))
 def read(
     params: Params,
     s: DecodeState,
@@ -237,9 +239,10 @@ def read(
     accept: Accept,
     size: int,
     logprobs: bool,
+    top_logprobs: int,
 ) -> tuple[DecodeState, Report]:
     """The state after at most `size` more tokens of each slot of the view are read."""
-    part = _part(s, view, logprobs)
+    part = _part(s, view, logprobs, top_logprobs)
     before = part.length
     finish = jnp.where(plan.ends, stopping.RUNNING, part.finish_code)
     part = dataclasses.replace(part, finish_code=finish)
@@ -263,6 +266,7 @@ def _burst(
     accept: Accept,
     max_rounds: int,
     logprobs: bool,
+    top_logprobs: int,
 ) -> tuple[DecodeState, Report]:
     """The state after at most `rounds` rounds of the view's slots.
 
@@ -273,7 +277,7 @@ def _burst(
     want: stop after the first round in which a sequence ends.
     max_rounds: an upper bound on `rounds`, which sets the width of the report.
     """
-    part = _part(s, view, logprobs)
+    part = _part(s, view, logprobs, top_logprobs)
     before, first = part.length, part.finish_code
     until = part.round_index + rounds
     further = further_rows(s, drafter)
@@ -298,25 +302,26 @@ def _burst(
 
 
 def _burst_program(many: bool) -> LoopProgram[..., tuple[DecodeState, Report]]:
-    return LoopProgram(_burst, many=many, static_argnames=(*STATIC, "max_rounds", "logprobs"), donate_argnames=("s",))
+    static = (*STATIC, "max_rounds", "logprobs", "top_logprobs")
+    return LoopProgram(_burst, many=many, static_argnames=static, donate_argnames=("s",))
 
 
 burst, burst_many = _burst_program(many=False), _burst_program(many=True)
 """Rounds of some slots; `burst_many` has the compiler options for rounds that verify many tokens."""
 
 
-def _part(s: DecodeState, view: View, logprobs: bool) -> DecodeState:
+def _part(s: DecodeState, view: View, logprobs: bool, top_logprobs: int) -> DecodeState:
     """The state of the view's slots, with what the host holds for them."""
     part = slots.with_table(slots.take(s, view.slots), view.table)
     buffer = jnp.zeros(part.tokens.shape, jnp.float32) if logprobs else None
-    return dataclasses.replace(
-        part, stop=Stop(view.stop_table, view.token_class, part.stop.state), sampling=view.sampling, logprobs=buffer
-    )
+    stop = Stop(view.stop_table, view.token_class, part.stop.state)
+    top = decode.top_buffer(part.tokens.shape, top_logprobs)
+    return dataclasses.replace(part, stop=stop, sampling=view.sampling, logprobs=buffer, top=top)
 
 
 def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
     """The state with the view's slots written back, without what the host holds."""
-    part = dataclasses.replace(part, stop=Stop(None, None, part.stop.state), sampling=None, logprobs=None)
+    part = dataclasses.replace(part, stop=Stop(None, None, part.stop.state), sampling=None, logprobs=None, top=None)
     empty = jnp.zeros((s.tokens.shape[0], view.table.shape[1]), jnp.int32)
     return slots.with_table(slots.put(s, view.slots, part), empty)
 
@@ -325,7 +330,8 @@ def _report(part: DecodeState, before: Int[Array, " R"], width: int) -> Report:
     index = before[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
 
     def window(buffer: PyTree) -> PyTree:
-        return jnp.take_along_axis(buffer, index, axis=1, mode="clip")
+        at = index.reshape(*index.shape, *[1] * (buffer.ndim - 2))
+        return jnp.take_along_axis(buffer, at, axis=1, mode="clip")
 
     return Report(
         length=part.length,
@@ -336,4 +342,5 @@ def _report(part: DecodeState, before: Int[Array, " R"], width: int) -> Report:
         rounds=part.stats.rounds,
         accept_counts=part.stats.accept_counts,
         dropped=part.stats.dropped,
+        top=jax.tree.map(window, part.top),
     )

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias, overload
 import numpy as np
 from jaxtyping import Int
 
+from jspec.core.types import TopTokens
 from jspec.text import highlight
 from jspec.text.tokenizer import Tokenizer
 
@@ -119,6 +120,8 @@ class Generation:
     logprobs: log-probability of each new token under the target's own, unprocessed logits; None unless requested.
     prompt: ids of the prompt.
     tokenizer: the model's, which displays the tokens; or None.
+    top_logprobs: for each new token the most probable ids in its place with their log-probabilities, the most probable
+      first, under the same logits; None unless requested.
     """
 
     tokens: list[int]
@@ -129,6 +132,7 @@ class Generation:
     logprobs: list[float] | None
     prompt: list[int]
     tokenizer: Tokenizer | None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
     @overload
     def __getitem__(self, index: int) -> GeneratedToken: ...
@@ -235,6 +239,12 @@ class Generations(Sequence[Generation]):
         return logprobs if len(logprobs) == len(self.items) else None
 
     @property
+    def top_logprobs(self) -> list[list[list[tuple[int, float]]]] | None:
+        """The most probable tokens in each place, as in `Generation.top_logprobs`; None unless requested."""
+        top = [item.top_logprobs for item in self.items if item.top_logprobs is not None]
+        return top if len(top) == len(self.items) else None
+
+    @property
     def prompt(self) -> list[list[int]]:
         """Ids of the prompts."""
         return [item.prompt for item in self.items]
@@ -285,6 +295,15 @@ class Piece:
     logprobs: list[float] | None = None
     finish_reason: FinishReason | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+
+
+def top_pairs(top: TopTokens, k: int) -> list[list[tuple[int, float]]]:
+    """The k most probable tokens of each distribution with their log-probabilities.
+
+    top: NumPy arrays [n, at least k], as `device_get` returns them.
+    """
+    both = zip(top.ids[:, :k].tolist(), top.logprobs[:, :k].tolist(), strict=True)
+    return [list(zip(*entry, strict=True)) for entry in both]
 
 
 def _summary(stats: GenerationStats) -> str:

@@ -14,11 +14,11 @@ from jspec.cache.pages import fit_page_size
 from jspec.core import decode, stopping
 from jspec.core.checks import check_text, shorten
 from jspec.core.sampling import per_row
-from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target
+from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
 from jspec.engine import memory
 from jspec.engine.model import Model
 from jspec.engine.options import GenerateOptions, bind_drafter, check_fits, choose_drafter, choose_rule
-from jspec.engine.result import FinishReason, Generation, Generations, GenerationStats, Piece
+from jspec.engine.result import FinishReason, Generation, Generations, GenerationStats, Piece, top_pairs
 from jspec.models.sizes import tree_bytes
 from jspec.text.stream import TextStream, compile_stops
 from pallas_kernels import platform
@@ -82,6 +82,7 @@ class Run:
         self.model, self.options = model, options
         batch, longest = len(self.prompts), max(map(len, self.prompts))
         seeds = options.seeds(batch)
+        options.check_vocabulary(model.target.vocab_size)
         check_fits(model.target, longest, options.max_new_tokens)
         row_sampling = per_row(options.sampling, batch, model.target.vocab_size)
         rule, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
@@ -169,6 +170,7 @@ class Run:
         stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped)
         origin = self._new_columns(self.state.origin)
         logprobs = None if self.state.logprobs is None else self._new_columns(self.state.logprobs)
+        top = self._top_logprobs()
         tokenizer = self.model.tokenizer
         items = [
             Generation(
@@ -180,6 +182,7 @@ class Run:
                 logprobs=None if logprobs is None else logprobs[i],
                 prompt=prompt,
                 tokenizer=tokenizer,
+                top_logprobs=None if top is None else top[i],
             )
             for i, prompt in enumerate(self.prompts)
         ]
@@ -205,7 +208,8 @@ class Run:
             **self.parts,
             capacity=capacity,
             page_size=fit_page_size(self.options.page_size, capacity),
-            logprobs=self.options.logprobs,
+            logprobs=bool(self.options.logprobs),
+            top_logprobs=self.options.top_logprobs,
             chunk=chunk,
         )
 
@@ -213,6 +217,15 @@ class Run:
         """The columns of a [B, C] buffer that belong to new tokens."""
         rows = zip(jax.device_get(buffer), self.prompts, self.tokens, strict=True)
         return [row[len(prompt) : len(prompt) + len(new)].tolist() for row, prompt, new in rows]
+
+    def _top_logprobs(self) -> list[list[list[tuple[int, float]]]] | None:
+        """The most probable tokens where each new token was chosen; None if they are not recorded."""
+        if self.state.top is None:
+            return None
+        top = jax.device_get(self.state.top)
+        ends = [(len(prompt), len(prompt) + len(new)) for prompt, new in zip(self.prompts, self.tokens, strict=True)]
+        parts = (TopTokens(top.ids[i, begin:end], top.logprobs[i, begin:end]) for i, (begin, end) in enumerate(ends))
+        return [top_pairs(part, self.options.top_logprobs) for part in parts]
 
     def _choose_decode(self) -> Callable[[Params, DecodeState, Int[Array, ""]], DecodeState]:
         if not self.options.debug:

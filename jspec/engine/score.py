@@ -18,6 +18,7 @@ from jspec.core.types import Cache, Params, Target, TopTokens
 from jspec.drafters import Plain
 from jspec.engine import memory
 from jspec.engine.model import Model
+from jspec.engine.result import top_pairs
 from jspec.engine.run import Prompt, bucket, encode_prompts, prefill_chunk
 from jspec.text.tokenizer import Tokenizer
 
@@ -189,17 +190,12 @@ class Batch:
         for row, prompt in enumerate(self._prompts):
             count = len(prompt) - 1
             values = [x for part, _ in self._parts for x in part[row].tolist()][:count]
-            top = [entry for _, part in self._parts for entry in _pairs(part, row, self._size)][:count]
-            results.append(Scores(list(prompt), [None, *values], [[], *top], tokenizer))
+            tops = [[] for _ in range(count)]
+            if self._top_k:
+                own = [TopTokens(top.ids[row], top.logprobs[row]) for _, top in self._parts if top is not None]
+                tops = [entry for part in own for entry in top_pairs(part, self._top_k)][:count]
+            results.append(Scores(list(prompt), [None, *values], [[], *tops], tokenizer))
         return results
-
-
-def _pairs(top: TopTokens | None, row: int, size: int) -> list[list[tuple[int, float]]]:
-    """The most probable tokens of one sequence as the host has them."""
-    if top is None:
-        return [[] for _ in range(size)]
-    both = zip(top.ids[row].tolist(), top.logprobs[row].tolist(), strict=True)
-    return [list(zip(*entry, strict=True)) for entry in both]
 
 
 @partial(jax.jit, static_argnames=("target", "shape"))

@@ -49,11 +49,11 @@ def test_a_loop_is_lowered_as_one_loop(name, where, monkeypatch):
 
 
 def ranks(name):
-    """Whether a program chooses several of many: children in a tree, experts, or clusters of tokens."""
+    """Whether a program chooses several of many: children in a tree, tokens to record, experts, or clusters."""
     loop = LOOPS[name]
     clustered = getattr(getattr(loop.drafter, "model", None), "clusters", None) is not None
     experts = any(loop.target.layer_experts(layer) for layer in range(loop.target.num_layers))
-    return getattr(loop.drafter, "width", 1) > 1 or clustered or experts
+    return getattr(loop.drafter, "width", 1) > 1 or loop.top > 0 or clustered or experts
 
 
 # On a GPU

@@ -52,6 +52,46 @@ def test_more_prompts_than_slots(engine):
     assert isinstance(single, jspec.Generation) and single.tokens == got[2].tokens
 
 
+def check_top(generation, k, model):
+    """The recorded log-probabilities are those that `score` finds for the whole text."""
+    text = [*generation.prompt, *generation.tokens]
+    every = jspec.score(model, text, top_k=model.target.vocab_size)
+    assert len(generation.top_logprobs) == len(generation.tokens)
+    for at, (top, logprob) in enumerate(zip(generation.top_logprobs, generation.logprobs, strict=True)):
+        wanted = every.top[len(generation.prompt) + at]
+        assert len(top) == k and len({token for token, _ in top}) == k
+        np.testing.assert_allclose([x for _, x in top], [x for _, x in wanted[:k]], atol=2e-5)
+        np.testing.assert_allclose([dict(wanted)[token] for token, _ in top], [x for _, x in top], atol=2e-5)
+        assert abs(logprob - dict(wanted)[text[len(generation.prompt) + at]]) < 2e-5
+
+
+def test_a_request_has_the_most_probable_tokens(engine):
+    check_top(engine.generate(PROMPTS[2], max_new_tokens=9, logprobs=3), 3, engine.model)
+    with pytest.raises(ValueError, match="logprobs=21: must be True, False, or a number of most probable tokens"):
+        engine.submit(PROMPTS[0], logprobs=21)
+
+
+@pytest.mark.slow
+def test_top_logprobs_of_a_mixed_load(engine):
+    """Requests that record different numbers of tokens run together; each token has those of its own node."""
+    wanted = [3, False, True, 7, 1, 20, False]
+    options = dict(max_new_tokens=14, sampling=Sampling(temperature=0.8))
+    handles = [
+        engine.submit(prompt, logprobs=each, seed=i, **options)
+        for i, (prompt, each) in enumerate(zip(PROMPTS, wanted, strict=True))
+    ]
+    for i, (handle, each) in enumerate(zip(handles, wanted, strict=True)):
+        result = handle.result()
+        assert result.tokens == engine.generate(PROMPTS[i], seed=i, **options).tokens
+        assert (result.logprobs is None) == (each is False)
+        pieces = [piece.top_logprobs for piece in handle]
+        if each is False or each is True:
+            assert result.top_logprobs is None and set(map(type, pieces)) == {type(None)}
+        else:
+            check_top(result, each, engine.model)
+            assert sum(pieces, []) == result.top_logprobs
+
+
 def test_pieces_are_the_result(engine):
     handle = engine.submit(PROMPTS[2], max_new_tokens=14)
     pieces = list(handle)

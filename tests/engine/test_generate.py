@@ -349,10 +349,14 @@ def test_copies_of_a_prompt_are_different_samples(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accept", (None, "rejection"))
-def test_logprobs_are_those_of_one_forward_over_the_output(model, accept):
-    options = dict(sampling=MIXED_SAMPLING, accept=accept, max_new_tokens=20, logprobs=True)
-    out = jspec.generate(model, PROMPTS, drafter="standalone", **options)
+@pytest.mark.parametrize(
+    ("accept", "drafter"),
+    [(None, "standalone"), (None, jspec.Standalone(depth=3, width=3)), ("rejection", "standalone")],
+)
+def test_logprobs_are_those_of_one_forward_over_the_output(model, accept, drafter):
+    options = dict(sampling=MIXED_SAMPLING, accept=accept, max_new_tokens=20, logprobs=4)
+    out = jspec.generate(model, PROMPTS, drafter=drafter, **options)
+    assert out.stats.accept_length > 1.2
 
     @jax.jit
     def read(params, ids):
@@ -364,9 +368,14 @@ def test_logprobs_are_those_of_one_forward_over_the_output(model, accept):
     for row, tokens in zip(padded, rows, strict=True):
         row[: len(tokens)] = tokens
     distributions = np.array(read(model.params.target, padded))
-    for log_p, row, new, logprobs in zip(distributions, rows, out.tokens, out.logprobs, strict=True):
-        expected = log_p[np.arange(len(row) - len(new) - 1, len(row) - 1), new]
-        np.testing.assert_allclose(logprobs, expected, atol=2e-5)
+    columns = distributions, rows, out.tokens, out.logprobs, out.top_logprobs
+    for log_p, row, new, logprobs, top in zip(*columns, strict=True):
+        before = log_p[np.arange(len(row) - len(new) - 1, len(row) - 1)]
+        np.testing.assert_allclose(logprobs, before[np.arange(len(new)), new], atol=2e-5)
+        ids, values = np.array(top)[..., 0].astype(int), np.array(top)[..., 1]
+        np.testing.assert_allclose(values, -np.sort(-before)[:, :4], atol=2e-5)
+        np.testing.assert_allclose(values, np.take_along_axis(before, ids, 1), atol=2e-5)
+    assert out[0].top_logprobs == out.top_logprobs[0]
 
 
 def test_the_origin_of_each_token_adds_up_to_the_counters(model):

@@ -151,11 +151,11 @@ NUMBERS = {
     check_drafter: {"temperature": (-0.1, 1e-7, *TINY, *LARGE)},
 }
 FLAGS = {
-    generate: ("progress", "logprobs", "debug"),
-    stream: ("logprobs", "debug"),
+    generate: ("progress", "debug"),
+    stream: ("debug",),
     generate_ids: ("logprobs",),
     measure: ("progress",),
-    jspec.GenerateOptions: ("logprobs", "debug"),
+    jspec.GenerateOptions: ("debug",),
     jspec.Eagle: ("sampled", "exact"),
     jspec.Standalone: ("sampled",),
     jspec.FrozenKvMtp: ("sampled",),
@@ -178,6 +178,8 @@ class Unhashable:
         raise AssertionError("never called")
 
 
+ODD_LOGPROBS = (*(value for value in NO_INT if value is not True and not isinstance(value, np.bool_)), 0, -1, 21)
+
 OTHERS = (
     *((call, "sampling", v) for call in (generate, stream, measure) for v in (0.7, "greedy", {}, [0.7], Odd(), object)),
     *(
@@ -194,6 +196,7 @@ OTHERS = (
         (generate, "stop", v)
         for v in ("", [""], {"a": 1}, ["a", ""], 3, None, b"a", [b"a"], [["a"]], "\ud800", ["a", "\udfff"])
     ),
+    *((call, "logprobs", v) for call in (generate, jspec.GenerateOptions) for v in (*ODD_LOGPROBS, None, *HUGE)),
     *((generate, "seed", v) for v in ([1, 2], [], [1.5], ["1"], [2**32], [-1], [None], np.array([1.0]), [[1]])),
     *((jspec.Sampling, "logit_bias", v) for v in ([1, 2], "a", 3, {1: "a"}, {1: None}, {1: math.nan}, {1: math.inf})),
     *(

@@ -68,6 +68,8 @@ class Loop:
     shapes: Callable[[], Params]
     rule: Accept = accept.greedy
     sampling: Sampling | None = None
+    top: int = 0
+    """How many of the most probable tokens are recorded with each new one."""
 
     @property
     def static(self) -> dict[str, Any]:
@@ -80,6 +82,7 @@ class Loop:
         rows = None if self.sampling is None else per_row(self.sampling, batch, self.target.vocab_size)
         keys, stop = toy.row_keys(np.arange(batch)), stopping.init(None, batch)
         read = functools.partial(decode.prefill, **self.static, capacity=toy.CAPACITY, page_size=4)
+        read = functools.partial(read, logprobs=self.top > 0, top_logprobs=self.top)
         given = weights, toy.IDS, length, length + np.int32(24), keys, stop, rows
         if isinstance(jax.tree.leaves(weights)[0], jax.ShapeDtypeStruct):
             return jax.eval_shape(read, *given)
@@ -139,6 +142,7 @@ LOOPS: dict[str, Loop] = {
     "block_tree": _llama(BlockTree()),
     "temperature": _llama(NEAR_TREE, rule=accept.coupled, sampling=Sampling(temperature=0.8)),
     "top_p": _llama(NEAR_TREE, rule=accept.coupled, sampling=Sampling(top_k=40, top_p=0.9, repetition_penalty=1.1)),
+    "top_logprobs": _llama(Standalone(depth=3).bind(toy.TARGET, toy.NEAR), top=20),
     "rejection": _llama(SAMPLED, rule=accept.rejection, sampling=Sampling(temperature=0.8)),
     **{
         f"{name}_{shape}": _family(module, kind, drafter)
