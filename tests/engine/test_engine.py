@@ -40,18 +40,6 @@ def same(got, wanted):
     np.testing.assert_array_equal(got.stats.accept_counts, wanted.stats.accept_counts)
 
 
-def test_more_prompts_than_slots(engine):
-    sampling = [None, Sampling(temperature=0.8), None, Sampling(top_p=0.9), None, None, Sampling(temperature=1.2)]
-    options = dict(max_new_tokens=14, sampling=sampling, seed=5, logprobs=True)
-    got = engine.generate(PROMPTS, **options)
-    wanted = jspec.generate(model(), PROMPTS, drafter=Standalone(depth=3), **options)
-    same(got, wanted)
-    for ours, theirs in zip(got.logprobs, wanted.logprobs, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
-    single = engine.generate(PROMPTS[2], max_new_tokens=14)
-    assert isinstance(single, jspec.Generation) and single.tokens == got[2].tokens
-
-
 def check_top(generation, k, model):
     """The recorded log-probabilities are those that `score` finds for the whole text."""
     text = [*generation.prompt, *generation.tokens]
@@ -65,10 +53,18 @@ def check_top(generation, k, model):
         assert abs(logprob - dict(wanted)[text[len(generation.prompt) + at]]) < 2e-5
 
 
-def test_a_request_has_the_most_probable_tokens(engine):
-    check_top(engine.generate(PROMPTS[2], max_new_tokens=9, logprobs=3), 3, engine.model)
-    with pytest.raises(ValueError, match="logprobs=21: must be True, False, or a number of most probable tokens"):
-        engine.submit(PROMPTS[0], logprobs=21)
+def test_more_prompts_than_slots(engine):
+    sampling = [None, Sampling(temperature=0.8), None, Sampling(top_p=0.9), None, None, Sampling(temperature=1.2)]
+    options = dict(max_new_tokens=14, sampling=sampling, seed=5, logprobs=3)
+    got = engine.generate(PROMPTS, **options)
+    wanted = jspec.generate(model(), PROMPTS, drafter=Standalone(depth=3), **options)
+    same(got, wanted)
+    for ours, theirs in zip(got.logprobs, wanted.logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    for generation in (*got, wanted[0]):
+        check_top(generation, 3, engine.model)
+    single = engine.generate(PROMPTS[2], max_new_tokens=14)
+    assert isinstance(single, jspec.Generation) and single.tokens == got[2].tokens
 
 
 @pytest.mark.slow
@@ -187,6 +183,7 @@ def test_weights_of_another_shape_are_refused(engine):
         (dict(prompt=[61]), "id 61"),
         (dict(prompt="text"), "tokenizer"),
         (dict(seed=-1), "seed=-1"),
+        (dict(logprobs=21), "logprobs=21: must be True, False, or a number of most probable tokens from 1 to 20"),
         (dict(salt=5), "salt=5"),
         (dict(priority="high"), "priority='high'"),
         (dict(sampling=Sampling(logit_bias={61: 1.0})), "61"),
