@@ -1,5 +1,6 @@
 """The engine: any number of requests over a fixed number of slots, with the loop on the device."""
 
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from jspec.engine.request import Request
 from jspec.engine.result import Generation, Generations, GenerationStats, Piece
 from jspec.engine.run import Prompt, bucket, encode_prompts
 from jspec.engine.schedule import Scheduler
+from jspec.engine.score import Scores, check_score, split
 from jspec.engine.stop_pool import StopPool
 from jspec.models.sizes import tree_bytes
 
@@ -145,6 +147,7 @@ class Engine:
         )
         self._loop = Loop(self.device, self.scheduler, burst_seconds=burst_seconds)
         self._handles: dict[DeviceRequest, Handle] = {}
+        self._weights, self._scoring = threading.Lock(), threading.Lock()
         self._counters = Counters(bound.depth)
         self._waiting = 0
 
@@ -268,6 +271,33 @@ class Engine:
         finally:
             handle.cancel()
 
+    def score(self, prompt: Prompt, top_k: int = 0) -> Scores:
+        """The log-probabilities of the tokens of one prompt, as `jspec.score` with the engine's weights.
+
+        It takes no slot: the device reads the prompt in chunks, between bursts, with a cache of its own. One prompt is
+        scored at a time; further calls wait.
+
+        Raises:
+          ValueError, TypeError: invalid arguments, or a cache that does not fit in the memory that is left.
+          EngineError: the engine has failed or is closed.
+        """
+        single, prompts = encode_prompts(self.model, prompt, "prompt")
+        if not single:
+            raise ValueError(f"prompt: is a list of {len(prompts)} prompts; must be a single one")
+        top_k, page_size = check_score(self.model, prompts, top_k, DEFAULT_PAGE_SIZE)
+        with self._scoring:
+            self._check_alive()
+            model = dataclasses.replace(self.model, params=self.device.params)
+            ((_, batch),) = split(model, prompts, top_k, page_size)
+            while True:
+                # An update waits meanwhile: whoever replaces weights may delete the old ones.
+                with self._weights:
+                    self._check_alive()
+                    more = batch.read(self.device.params)
+                if not more:
+                    return batch.scores(model.tokenizer)[0]
+                batch.collect()
+
     def update(self, params: Params) -> None:
         """Replaces the weights, such as those of a running trainer, between two bursts. Compiles nothing.
 
@@ -283,7 +313,8 @@ class Engine:
         done = threading.Event()
 
         def replace() -> None:
-            self.device.params = params
+            with self._weights:
+                self.device.params = params
             self.scheduler.forget()
             done.set()
 

@@ -148,6 +148,42 @@ def test_many_threads_submit(engine):
     assert [results[index] for index in range(len(PROMPTS))] == engine.generate(PROMPTS, max_new_tokens=8).tokens
 
 
+def test_scores_while_others_generate(engine):
+    """From several threads, with the tokens of the others unchanged; with the weights that an update brought."""
+    prompts = PROMPTS[:3]
+    wanted = engine.generate(prompts, max_new_tokens=9)
+    scores = {}
+
+    def ask(index):
+        scores[index] = engine.score(prompts[index], top_k=2)
+
+    handles = [engine.submit(prompt, max_new_tokens=9) for prompt in prompts]
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [handle.result().tokens for handle in handles] == wanted.tokens
+    for index, prompt in enumerate(prompts):
+        expected = jspec.score(engine.model, prompt, top_k=2)
+        assert (scores[index].tokens, scores[index].logprobs) == (prompt, expected.logprobs)
+        assert scores[index].top == expected.top
+    other = Params(toy.random_params(toy.TARGET, seed=9), engine.model.params.draft)
+    engine.update(other)
+    assert engine.score(prompts[2], 2).logprobs == jspec.score(model(other), prompts[2], top_k=2).logprobs
+    engine.update(engine.model.params)
+    for wrong, message in (
+        ([[1], [2]], "list of 2 prompts"),
+        ([61], "id 61"),
+        ("a", "tokenizer"),
+        ([], "at least one"),
+    ):
+        with pytest.raises(ValueError, match=f"prompt.*{message}"):
+            engine.score(wrong)
+    with pytest.raises(ValueError, match="top_k=62: must be from 0 to 61"):
+        engine.score([1, 2], top_k=62)
+
+
 def test_new_weights_compile_nothing_and_forget_prefixes(engine):
     prompt = PROMPTS[5]
     engine.update(engine.model.params)  # so that nothing is shared, now and after the next update
