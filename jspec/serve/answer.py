@@ -4,16 +4,19 @@ import codecs
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jspec.engine.result import GenerationStats, Piece
+from jspec.engine.score import Scores
 from jspec.serve.openai import Call
 from jspec.text.tokenizer import Tokenizer
 
 _LEAST_LOGPROB = -9999.0  # what OpenAI documents for a token that is very unlikely, as JSON has no infinity
 Results: TypeAlias = Callable[[], Sequence[GenerationStats]]
 """The counters of all sequences of an answer, called when they have ended."""
+Scorer: TypeAlias = Callable[[list[int]], Awaitable[Scores]]
+"""The scores of the ids of a prompt."""
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
@@ -43,9 +46,9 @@ class TokenNames:
 
 @dataclasses.dataclass
 class _Offset:
-    """How many characters the tokens of a choice have, as its tokens arrive; a character counts when it is whole."""
+    """How many characters tokens have, as they arrive; a character counts when it is whole."""
 
-    characters: int
+    characters: int = 0
     decoder: codecs.IncrementalDecoder = dataclasses.field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )
@@ -63,10 +66,20 @@ class Answer:
     Args:
       prompts: ids of each prompt.
       texts: what each choice begins with: the prompt if it is to be echoed.
+      score: gives the log-probabilities of the prompts, if they are to be echoed, too.
     """
 
-    def __init__(self, call: Call, model: str, names: TokenNames, prompts: Sequence[list[int]], texts: Sequence[str]):
+    def __init__(
+        self,
+        call: Call,
+        model: str,
+        names: TokenNames,
+        prompts: Sequence[list[int]],
+        texts: Sequence[str],
+        score: Scorer | None = None,
+    ):
         self._call, self._names, self._texts = call, names, [text for text in texts for _ in range(call.n)]
+        self._prompts, self._score = prompts, score
         self._prompt_tokens = sum(map(len, prompts))
         self._new_tokens = 0
         self._offsets = [_Offset(len(text)) for text in self._texts]
@@ -81,22 +94,30 @@ class Answer:
 
     async def whole(self, pieces: AsyncIterator[tuple[int, Piece]], results: Results) -> dict[str, object]:
         """The answer when all sequences have ended."""
+        echoed = [await self._prompt_logprobs(i) for i in range(len(self._prompts))]
         parts: list[list[Piece]] = [[] for _ in self._texts]
         async for i, piece in pieces:
             parts[i].append(piece)
         choices = [self._choice(i, _join(given), "message") for i, given in enumerate(parts)]
+        for i, choice in enumerate(choices):
+            before = echoed[i // self._call.n]
+            if before is not None:
+                choice["logprobs"] = {name: [*before[name], *own] for name, own in choice["logprobs"].items()}
         return {**self._head, "choices": choices, "usage": self._usage(results())}
 
     async def chunks(
         self, pieces: AsyncIterator[tuple[int, Piece]], results: Results
     ) -> AsyncIterator[Mapping[str, object]]:
         """The same in chunks, as pieces arrive."""
+        before, ended = None, "length" if self._call.max_tokens == 0 else None
         for i, text in enumerate(self._texts):
+            if i % self._call.n == 0:
+                before = await self._prompt_logprobs(i // self._call.n)
             if self._chat:
                 start = {"role": "assistant", "content": ""}
                 yield self._chunk([{"index": i, "delta": start, "logprobs": None, "finish_reason": None}])
-            elif text:
-                yield self._chunk([{"index": i, "text": text, "logprobs": None, "finish_reason": None}])
+            elif text or before or ended:
+                yield self._chunk([{"index": i, "text": text, "logprobs": before, "finish_reason": ended}])
         self._texts = [""] * len(self._texts)
         async for i, piece in pieces:
             if piece.text or piece.finish_reason or self._call.logprobs is not None:
@@ -112,7 +133,7 @@ class Answer:
             chunk["usage"] = self._usage([]) if self._call.continuous_usage else None
         return chunk
 
-    def _choice(self, index: int, piece: Piece, part: str) -> dict[str, object]:
+    def _choice(self, index: int, piece: Piece, part: str) -> dict[str, Any]:
         """One choice; `part` is what a chat calls its content."""
         self._new_tokens += len(piece.tokens)
         text = self._texts[index] + piece.text
@@ -123,31 +144,51 @@ class Answer:
         reason = None if piece.finish_reason is None else _REASONS[piece.finish_reason]
         return {"index": index, **said, "logprobs": self._logprobs(index, piece), "finish_reason": reason}
 
-    def _logprobs(self, index: int, piece: Piece) -> dict[str, object] | None:
+    async def _prompt_logprobs(self, index: int) -> dict[str, list[Any]] | None:
+        """The log-probabilities of a prompt in the format of completions; None if they are not echoed."""
+        if self._score is None:
+            return None
+        scores = await self._score(self._prompts[index])
+        # A tokenizer may begin a text with a space that its decoded text has not.
+        offsets, end = _Offset(), len(self._texts[index * self._call.n])
+        found = self._columns(scores.tokens, scores.logprobs, scores.top, offsets)
+        return {**found, "text_offset": [min(at, end) for at in found["text_offset"]]}
+
+    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
         if self._call.logprobs is None:
             return None
-        chosen = [max(x, _LEAST_LOGPROB) for x in piece.logprobs or []]
-        top = piece.top_logprobs or [[] for _ in piece.tokens]
-        tops = [[(i, max(x, _LEAST_LOGPROB)) for i, x in entry][: self._call.logprobs] for entry in top]
-        if self._chat:
-            entries = zip(piece.tokens, chosen, tops, strict=True)
-            content = [{**self._entry(i, x), "top_logprobs": [self._entry(*e) for e in t]} for i, x, t in entries]
-            return {"content": content, "refusal": None}
-        names, offsets = self._names, self._offsets[index]
-        return {
-            "tokens": [names.text(token) for token in piece.tokens],
-            "token_logprobs": chosen,
+        chosen, top = piece.logprobs or [], piece.top_logprobs or [[] for _ in piece.tokens]
+        if not self._chat:
+            return self._columns(piece.tokens, chosen, top, self._offsets[index])
+        content = []
+        for token, logprob, entry in zip(piece.tokens, chosen, top, strict=True):
+            best = [self._entry(*one) for one in entry[: self._call.logprobs]]
+            content.append({**self._entry(token, logprob), "top_logprobs": best})
+        return {"content": content, "refusal": None}
+
+    def _columns(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float | None],
+        top: Sequence[Sequence[tuple[int, float]]],
+        offsets: _Offset,
+    ) -> dict[str, Any]:
+        """The log-probabilities of some tokens in the format of completions."""
+        tops: list[dict[str, float] | None] = []
+        for token, logprob, entry in zip(tokens, logprobs, top, strict=True):
             # Of tokens with one text the first one counts, which is the most probable.
-            "top_logprobs": [
-                {names.text(i): x for i, x in reversed([*entry, (token, logprob)])}
-                for token, logprob, entry in zip(piece.tokens, chosen, tops, strict=True)
-            ],
-            "text_offset": [offsets.push(names.spelled(token)) for token in piece.tokens],
+            every = [] if logprob is None else [*entry[: self._call.logprobs], (token, logprob)]
+            tops.append({self._names.text(i): _bounded(x) for i, x in reversed(every)} or None)
+        return {
+            "tokens": [self._names.text(token) for token in tokens],
+            "token_logprobs": [None if x is None else _bounded(x) for x in logprobs],
+            "top_logprobs": tops,
+            "text_offset": [offsets.push(self._names.spelled(token)) for token in tokens],
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, object]:
         raw = self._names.bytes(token)
-        return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}
+        return {"token": raw.decode(errors="replace"), "logprob": _bounded(logprob), "bytes": list(raw)}
 
     def _usage(self, stats: Sequence[GenerationStats]) -> dict[str, object]:
         """Tokens so far, and how drafts fared where the counters of the sequences are known."""
@@ -168,8 +209,14 @@ class Answer:
         return usage
 
 
+def _bounded(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
+
+
 def _join(pieces: Sequence[Piece]) -> Piece:
-    """All pieces of a sequence as one."""
+    """All pieces of a sequence as one; where there are none, no tokens were asked for."""
+    if not pieces:
+        return Piece(0, "", [], finish_reason="length")
     last = pieces[-1]
     return dataclasses.replace(
         last,

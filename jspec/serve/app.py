@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from jspec.core.sampling import Sampling
 from jspec.engine.engine import Engine, QueueFull
 from jspec.engine.handle import EngineError, Handle
 from jspec.engine.result import GenerationStats
+from jspec.engine.score import Scores
 from jspec.serve import metrics, openai, prompts
 from jspec.serve.answer import Answer, TokenNames
 from jspec.serve.fields import ApiError, Fields
@@ -57,6 +60,8 @@ class Service:
         self._names, self._created = TokenNames(self.tokenizer), int(time.time())
         self._vocab_size = engine.model.target.vocab_size
         self._live: set[Handle] = set()
+        # A thread of its own: texts wait there, and leave the others free to submit.
+        self._scorer, self._scored = ThreadPoolExecutor(1, "jspec score"), 0
         self._stopped = False
 
     def app(self) -> Starlette:
@@ -180,19 +185,22 @@ class Service:
         return await self._complete(request, call)
 
     async def _complete(self, request: Request, call: Call) -> Response:
-        ids, handles = await self._submit(call)
-        resources = self._running(handles)
-        texts = ["" for _ in ids]
-        if call.echo:
-            texts = [given if isinstance(given, str) else self.tokenizer.decode(given) for given in call.prompts]
-        answer = Answer(call, self.name, self._names, ids, texts)
+        scores = call.echo and call.logprobs is not None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._scoring(len(call.prompts) if scores else 0))
+            ids, handles = await self._submit(call)
+            stack.enter_context(self._running(handles))
+            texts = ["" for _ in ids]
+            if call.echo:
+                texts = [given if isinstance(given, str) else self.tokenizer.decode(given) for given in call.prompts]
+            score = functools.partial(self._score, top_k=call.logprobs or 0) if scores else None
+            answer = Answer(call, self.name, self._names, ids, texts, score)
 
-        def results() -> list[GenerationStats]:
-            return [handle.result(timeout=10).stats for handle in handles]
+            def results() -> list[GenerationStats]:
+                return [handle.result(timeout=10).stats for handle in handles]
 
-        if call.stream:
-            return EventStream(answer.chunks(merge(handles), results), resources)
-        with resources:
+            if call.stream:
+                return EventStream(answer.chunks(merge(handles), results), stack.pop_all())
             whole = await while_connected(request.receive, answer.whole(merge(handles), results))
         return Response(status_code=_CLIENT_LEFT) if whole is None else _json(whole)
 
@@ -211,12 +219,11 @@ class Service:
         ids = prompts.encode(self.tokenizer, call)
         limits = [prompts.max_new_tokens(call, self._limits, len(prompt)) for prompt in ids]
         seed = secrets.randbelow(2**32 - call.n + 1) if call.seed is None else call.seed
-        # More than a flag only where `Limits.top_logprobs` allows it.
-        logprobs: Any = False if call.logprobs is None else call.logprobs or True
+        logprobs = False if call.logprobs is None else call.logprobs or True
         handles: list[Handle] = []
         try:
             for prompt, max_tokens in zip(ids, limits, strict=True):
-                for i in range(call.n):
+                for i in range(call.n if max_tokens else 0):
                     handle = self._engine.submit(
                         prompt,
                         max_new_tokens=max_tokens,
@@ -231,18 +238,40 @@ class Service:
         except Exception as error:
             _cancel(handles)
             if isinstance(error, QueueFull):
-                raise ApiError(
-                    f"the queue is full: {error}",
-                    status=429,
-                    code="queue_full",
-                    headers={"retry-after": _RETRY_SECONDS},
-                ) from None
+                raise _queue_is_full(error) from None
             if isinstance(error, EngineError):
                 raise ApiError(f"the engine failed: {error}", status=500, code="engine_error") from error
             if isinstance(error, ValueError | TypeError):
                 raise ApiError(str(error)) from None
             raise
         return ids, handles
+
+    async def _score(self, prompt: list[int], top_k: int) -> Scores:
+        """The log-probabilities of a prompt, when those that wait have theirs."""
+
+        def score() -> Scores:
+            if self._stopped:
+                raise ApiError("the server is shutting down", status=503, code="cancelled")
+            try:
+                return self._engine.score(prompt, top_k)
+            except EngineError as error:
+                raise ApiError(f"the engine failed: {error}", status=500, code="engine_error") from error
+            except ValueError as error:
+                raise ApiError(str(error)) from None
+
+        return await asyncio.get_running_loop().run_in_executor(self._scorer, score)
+
+    @contextlib.contextmanager
+    def _scoring(self, count: int) -> Iterator[None]:
+        """Counts prompts that are scored; refuses them where too many wait."""
+        most = self._engine.max_queue
+        if count and most is not None and self._scored + count > most:
+            raise _queue_is_full(f"max_queue={most}: as many prompts wait already; try again later")
+        self._scored += count
+        try:
+            yield
+        finally:
+            self._scored -= count
 
     @contextlib.contextmanager
     def _running(self, handles: Sequence[Handle]) -> Iterator[None]:
@@ -284,6 +313,11 @@ class Service:
     async def _tokenizer_info(self, request: Request) -> Response:
         roles = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")) | dict(self.tokenizer.special_roles)
         return _json({**roles, "chat_template": self.tokenizer.templates.get("default")})
+
+
+def _queue_is_full(reason: object) -> ApiError:
+    headers = {"retry-after": _RETRY_SECONDS}
+    return ApiError(f"the queue is full: {reason}", status=429, code="queue_full", headers=headers)
 
 
 def _cancel(handles: Sequence[Handle]) -> None:

@@ -11,6 +11,7 @@ from jspec.serve.fields import ApiError, Fields
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_BYTES = 256  # of all strings: each byte is a row of the automaton that finds them
 _DEFAULT_TOKENS = 16  # of completions, as OpenAI documents
+_MOST_TOP, _MOST_TOP_IN_CHATS = 5, 20  # most probable tokens beside each, as OpenAI documents
 _SEEDS = 2**32
 _ROLES = ("system", "developer", "user", "assistant")
 
@@ -59,10 +60,9 @@ class Limits:
     output: new tokens of a sequence. None: as the context allows.
     sequences: prompts times n.
     body: bytes of a request's body.
-    top_logprobs: the most probable tokens whose log-probabilities are sent beside those of the chosen tokens.
 
     Raises:
-      ValueError, TypeError: a limit below 1, or below 0 for top_logprobs.
+      ValueError, TypeError: a limit below 1.
     """
 
     context: int
@@ -70,13 +70,12 @@ class Limits:
     output: int | None = None
     sequences: int = 256
     body: int = 16 * 2**20
-    top_logprobs: int = 0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None:
-                check_int(field.name, value, least=0 if field.name == "top_logprobs" else 1, owner="Limits")
+                check_int(field.name, value, least=1, owner="Limits")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +85,11 @@ class Call:
     prompts: text or ids of each prompt; empty in a chat.
     messages: those of a chat, or None.
     template: variables of the chat template.
-    max_tokens: of the output. None: `default_tokens`, or what fits if that is less or None.
+    max_tokens: of the output; 0 where only the prompt is echoed. None: `default_tokens`, or what fits if that is less
+      or None.
     length_field: the field that has max_tokens.
-    logprobs: None: off. k: the log-probability of each new token and the k most probable tokens with theirs.
+    logprobs: None: off. k: the log-probability of each token of the answer and the k most probable tokens with theirs.
+    echo: whether the answer begins with the prompt.
     seed: of the first sequence of each prompt; None: random.
     """
 
@@ -120,11 +121,9 @@ def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
     fields = Fields(body)
     n = fields.take("n", check_int, 1, least=1, most=limits.sequences)
     prompts = fields.require("prompt", _check_prompts, vocab_size=vocab_size, limits=limits, n=n)
-    max_tokens = fields.take("max_tokens", check_int, None, least=1)
-    logprobs = fields.take("logprobs", _check_top, None, most=limits.top_logprobs)
     echo = fields.take("echo", check_flag, False)
-    if echo and logprobs is not None:
-        raise ApiError("echo: not supported together with logprobs; must be omitted or False", param="echo")
+    max_tokens = fields.take("max_tokens", check_int, None, least=0 if echo else 1)
+    logprobs = fields.take("logprobs", check_int, None, least=0, most=_MOST_TOP)
     return _read_common(
         fields,
         _COMPLETION_FIELDS,
@@ -154,7 +153,7 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
             f"max_tokens={max_tokens}: differs from max_completion_tokens={newer}; must be omitted", param="max_tokens"
         )
     wanted = fields.take("logprobs", check_flag, False)
-    top = fields.take("top_logprobs", _check_top, None, most=limits.top_logprobs)
+    top = fields.take("top_logprobs", check_int, None, least=0, most=_MOST_TOP_IN_CHATS)
     if top and not wanted:
         raise ApiError(f"top_logprobs={top}: requires logprobs=True", param="top_logprobs")
     return _read_common(
@@ -224,14 +223,6 @@ def _check_sampling(name: str, value: object, *, field: str) -> int | float:
     except ValueError as error:
         raise ValueError(f"{name}={value!r}: {str(error).partition(': ')[2]}") from None
     return checked_value
-
-
-def _check_top(name: str, value: object, *, most: int) -> int:
-    count = check_int(name, value, least=0)
-    if count > most:
-        reason = "" if most else ", as only the log-probabilities of the chosen tokens are available"
-        raise ValueError(f"{name}={value}: must be at most {most}{reason}")
-    return count
 
 
 def _check_bias(name: str, value: object, *, vocab_size: int) -> dict[int, float]:

@@ -29,11 +29,12 @@ def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, str]], template: Any
 
 
 def max_new_tokens(call: Call, limits: Limits, tokens: int) -> int:
-    """New tokens of a sequence whose prompt has `tokens`."""
+    """New tokens of a sequence whose prompt has `tokens`; 0 only where the call asks for none."""
     field = "prompt" if call.messages is None else "messages"
     most, code = limits.context - tokens, "context_length_exceeded"
-    if most < 1 or tokens > (limits.prompt or tokens):
-        bound = min(limits.context - 1, limits.prompt or limits.context)
+    least = 0 if call.max_tokens == 0 else 1
+    if most < least or tokens > (limits.prompt or tokens):
+        bound = min(limits.context - least, limits.prompt or limits.context)
         raise ApiError(f"{field}: {tokens} tokens; must be at most {bound}", param=field, code=code)
     most = min(most, limits.output or most)
     if call.max_tokens is not None and call.max_tokens > most:
@@ -42,8 +43,8 @@ def max_new_tokens(call: Call, limits: Limits, tokens: int) -> int:
             param=call.length_field,
             code=code,
         )
-    given = call.max_tokens or min(call.default_tokens or most, most)
-    least = 0 if call.sampling is None else call.sampling.min_new_tokens
-    if least > given:
-        raise ApiError(f"min_tokens={least}: must be at most {call.length_field}={given}", param="min_tokens")
+    given = min(call.default_tokens or most, most) if call.max_tokens is None else call.max_tokens
+    wanted = 0 if call.sampling is None else call.sampling.min_new_tokens
+    if wanted > given:
+        raise ApiError(f"min_tokens={wanted}: must be at most {call.length_field}={given}", param="min_tokens")
     return given

@@ -17,6 +17,7 @@ from jspec.engine.engine import QueueFull
 from jspec.engine.handle import EngineError
 from jspec.engine.metrics import SECONDS, Histogram
 from jspec.engine.result import GenerationStats, Piece
+from jspec.engine.score import Scores
 from jspec.text.tokenizer import Tokenizer
 
 TEXT = "def f(x):\n    return 'héllo ☃' + x\n"
@@ -95,7 +96,7 @@ class FakeEngine:
 
     endless: whether sequences go on to their limits, or end after the text.
     broken_after: tokens after which sequences fail.
-    room: sequences that may run at once; None: any number.
+    room: sequences that may run at once, and prompts that may wait to be scored; None: any number.
     """
 
     def __init__(
@@ -117,6 +118,8 @@ class FakeEngine:
         self.context, self.ids, self.step, self.delay = context, tokenizer.encode(TEXT), step, delay
         self.endless, self.broken_after, self.room = endless, broken_after, room
         self.handles, self.running, self.lock = [], set(), threading.Lock()
+        self.max_queue, self.scored, self.may_score = room, [], threading.Event()
+        self.may_score.set()
 
     def submit(self, prompt, **options):
         assert prompt and all(type(i) is int and 0 <= i < self.model.target.vocab_size for i in prompt)
@@ -128,6 +131,16 @@ class FakeEngine:
             self.handles.append(handle)
             self.running.add(handle)
         return handle
+
+    def score(self, prompt, top_k=0):
+        """Token i has the log-probability -i, and the next ids as the most probable ones."""
+        assert self.may_score.wait(20)
+        if self.broken_after is not None:
+            raise EngineError("the device is gone")
+        self.scored.append(prompt)
+        values = [None, *(-float(i) for i in range(1, len(prompt)))]
+        top = [[(token + 1 + j, -0.25 - j) for j in range(top_k)] for token in prompt]
+        return Scores(prompt, values, [[], *top[1:]], None)
 
     def left(self, handle):
         with self.lock:

@@ -21,7 +21,7 @@ class Running:
 
     def __init__(self, engine, *, grace=5.0, api_keys=(), **limits):
         self.engine = engine
-        limits = Limits(engine.context, **{"top_logprobs": 20, **limits})
+        limits = Limits(engine.context, **limits)
         self.service = Service(engine, name="fake", limits=limits, api_keys=api_keys)
         bound = server.bind("127.0.0.1", 0)
         self.port = bound.getsockname()[1]

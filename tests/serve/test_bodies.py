@@ -58,7 +58,7 @@ BAD = {
             [2**70],
         ],
         "echo": ["yes", 1],
-        "logprobs": [-1, 21, True, 0.5, "1"],
+        "logprobs": [-1, 6, True, 0.5, "1"],
         "best_of": [1, 2],
         "suffix": ["end", 5],
         "messages": [[{"role": "user", "content": "x"}]],
@@ -216,7 +216,10 @@ def test_a_misspelled_field_gets_a_suggestion(shared):
         ({"prompt": "word " * 1000}, "prompt"),
         ({"prompt": [5] * 200, "max_tokens": 57}, "max_tokens"),
         ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
-        ({"prompt": "x", "echo": True, "logprobs": 0}, "echo"),
+        ({"prompt": "x", "max_tokens": 0, "logprobs": 0}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+        ({"prompt": [5] * 257, "max_tokens": 0, "echo": True}, "prompt"),
+        ({"prompt": [5] * 256, "max_tokens": 1, "echo": True}, "prompt"),
         ({"prompt": ["x"] * 200, "n": 2}, "prompt"),
         ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "x", "n": 2, "seed": 2**32 - 1}, "seed"),
@@ -228,18 +231,22 @@ def test_what_does_not_fit(shared, body, param):
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
-def test_top_logprobs_need_an_engine_that_has_them(serve):
-    server = serve(server_options={"top_logprobs": 0})
-    answer = server.post("/v1/completions", {"prompt": "x", "logprobs": 1})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs"
-    body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
-    assert server.post("/v1/chat/completions", {**body, "top_logprobs": 1}).status_code == 400
-    assert server.post("/v1/chat/completions", {**body, "top_logprobs": 0}).status_code == 200
-    assert server.post("/v1/completions", {"prompt": "x", "logprobs": 0}).status_code == 200
+@pytest.mark.parametrize("count", (0, 5, 20))
+def test_top_logprobs_are_limited_as_by_openai(shared, count):
+    body = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": count}
+    (choice,) = shared.post("/v1/chat/completions", body).json()["choices"]
+    assert {len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]} == {count}
+    answer = shared.post("/v1/completions", {"prompt": "x", "logprobs": count})
+    if count <= 5:
+        sizes = {len(entry) for entry in answer.json()["choices"][0]["logprobs"]["top_logprobs"]}
+        assert {max(count, 1)} <= sizes <= {max(count, 1), count + 1}  # the chosen token may be none of them
+    else:
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprobs"
 
 
 def test_what_just_fits(shared):
     assert shared.post("/v1/completions", {"prompt": [5] * 200, "max_tokens": 56}).status_code == 200
+    assert shared.post("/v1/completions", {"prompt": [5] * 256, "max_tokens": 0, "echo": True}).status_code == 200
     # The default length gives way to the context.
     assert shared.post("/v1/completions", {"prompt": [5] * 250}).json()["usage"]["completion_tokens"] == 6
     assert shared.post("/v1/completions", {"prompt": "x", "n": 2, "seed": 2**32 - 2}).status_code == 200

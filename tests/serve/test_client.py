@@ -1,11 +1,13 @@
 """What OpenAI's own client gets, with its strict validation of answers."""
 
+import concurrent.futures
 import json
 import re
 from pathlib import Path
 
 import fake_engine
-import http_server  # noqa: F401, skips this module where packages are missing
+import http_server  # skips this module where packages are missing
+import httpx
 import openai
 import pytest
 
@@ -166,6 +168,72 @@ def test_completion_logprobs(client):
     assert any("bytes:\\x" in token for token in found.tokens)
     out = client.completions.create(model="fake", prompt="x", logprobs=0, max_tokens=5)
     assert [len(top) for top in out.choices[0].logprobs.top_logprobs] == [1] * 5
+
+
+@pytest.mark.parametrize("max_tokens", (0, 1))
+def test_echo_with_logprobs(shared, max_tokens):
+    """As evaluations ask for the likelihood of texts: those of the prompt come first, and its first token has none."""
+    body = {"prompt": ["a b c", [5, 6, 7, 8]], "echo": True, "logprobs": 2, "n": 2, "max_tokens": max_tokens}
+    answer = shared.post("/v1/completions", body).json()
+    tokenizer = shared.service.tokenizer
+    prompts = [tokenizer.encode("a b c"), [5, 6, 7, 8]]
+    assert answer["usage"]["completion_tokens"] == 4 * max_tokens
+    assert ("completion_tokens_details" in answer["usage"]) == (max_tokens > 0)
+    for choice in answer["choices"]:
+        prompt, found = prompts[choice["index"] // 2], choice["logprobs"]
+        text = tokenizer.decode(prompt)
+        assert choice["text"] == text + TEXT[: len(choice["text"]) - len(text)]
+        assert choice["finish_reason"] == "length"
+        count = len(prompt) + max_tokens
+        assert {len(found[name]) for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")} == {count}
+        assert found["token_logprobs"] == [None, *(-i for i in range(1, len(prompt))), -0.5][:count]
+        assert found["top_logprobs"][0] is None
+        for at in range(1, len(prompt)):
+            assert sorted(found["top_logprobs"][at].values()) == sorted({-1.25, -0.25, -float(at)})
+            begin = found["text_offset"][at]
+            assert text[begin:].startswith(found["tokens"][at])
+        assert found["text_offset"][len(prompt) :] == [len(text)] * max_tokens
+
+
+@pytest.mark.parametrize("max_tokens", (0, 4))
+def test_echo_with_logprobs_in_a_stream(shared, max_tokens):
+    options = dict(model="fake", prompt="a b c", echo=True, logprobs=1, max_tokens=max_tokens)
+    with shared.client(_strict_response_validation=False) as client:
+        whole = client.completions.create(**options).choices[0]
+        chunks = [chunk.choices[0] for chunk in client.completions.create(**options, stream=True)]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        parts = [getattr(chunk.logprobs, name) for chunk in chunks]
+        assert sum(parts, []) == getattr(whole.logprobs, name)
+
+
+def test_echo_alone_asks_the_engine_for_nothing(client, shared):
+    before = len(shared.engine.handles), len(shared.engine.scored)
+    out = client.completions.create(model="fake", prompt="a b", echo=True, max_tokens=0)
+    assert (out.choices[0].text, out.choices[0].finish_reason) == ("a b", "length")
+    assert (len(shared.engine.handles), len(shared.engine.scored)) == before
+
+
+def test_too_many_prompts_to_score_are_refused(serve):
+    """And those that wait when their client leaves are never scored."""
+    server = serve(room=2)
+    engine, body = server.engine, {"prompt": "a b c", "echo": True, "logprobs": 1, "max_tokens": 0}
+    engine.may_score.clear()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first = pool.submit(server.post, "/v1/completions", body)
+        http_server.wait_for(lambda: server.service._scored == 1)
+        second = pool.submit(server.post, "/v1/completions", body, timeout=1)
+        http_server.wait_for(lambda: server.service._scored == 2)
+        answer = server.post("/v1/completions", body)
+        assert answer.status_code == 429 and answer.headers["retry-after"]
+        with pytest.raises(httpx.ReadTimeout):
+            second.result()
+        http_server.wait_for(lambda: server.service._scored == 1)
+        engine.may_score.set()
+        assert first.result().status_code == 200
+    assert len(engine.scored) == 1
+    http_server.wait_for(lambda: server.service._scored == 0)
 
 
 def test_sampling_reaches_the_engine(client, shared):
