@@ -118,7 +118,7 @@ MUTANTS = (
             "the loop ends with its first sequence",
             "lambda s: ~jnp.all(s.done) &",
             "lambda s: ~jnp.any(s.done) &",
-            _PLAIN,
+            _LIMIT,
         ),
         (
             "every chunk of a prompt ends it",
@@ -142,9 +142,9 @@ MUTANTS = (
             "core/test_accept.py::test_a_tree_is_walked_like_by_hand",
         ),
         (
-            "a walk that has ended goes on",
-            "walking = walking & child.any(1)\n",
-            "walking = child.any(1)\n",
+            "the root is its own child",
+            "& (index > 0) & (tokens == wanted)",
+            "& (index >= 0) & (tokens == wanted)",
             "core/test_accept.py::test_a_tree_is_walked_like_by_hand",
         ),
         (
@@ -209,7 +209,7 @@ MUTANTS = (
             "NaN ranks first",
             "jnp.where(jnp.isnan(scores), -jnp.inf, scores)",
             "jnp.where(jnp.isnan(scores), jnp.inf, scores)",
-            "core/test_grow.py::test_any_scores_of_the_draft_give_a_valid_tree[some nan-4-3-12]",
+            "core/test_grow.py::test_drafts_without_a_score_come_last",
         ),
         (
             "the probabilities of the first node",

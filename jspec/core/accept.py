@@ -62,12 +62,11 @@ def follow(draft_tree: DraftTree, choice: Int[Array, "B N"]) -> Acceptance:
     # One generation per iteration; sequences whose walk has ended stay at their last node.
     index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     node = jnp.zeros(tokens.shape[0], jnp.int32)
-    walking = jnp.ones(tokens.shape[0], bool)
     path, steps = [node], []
     for _ in range(_generations(draft_tree)):
         wanted = jnp.take_along_axis(choice, node[:, None], axis=1)
         child = (parents == node[:, None]) & (index > 0) & (tokens == wanted)
-        walking = walking & child.any(1)
+        walking = child.any(1)
         node = jnp.where(walking, jnp.argmax(child, axis=1).astype(jnp.int32), node)
         path.append(node)
         steps.append(walking)

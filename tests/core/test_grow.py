@@ -161,6 +161,16 @@ def test_any_scores_of_the_draft_give_a_valid_tree(depth, width, nodes, spoil):
         assert len(set(children)) == len(children)
 
 
+def test_drafts_without_a_score_come_last():
+    """Two tokens have NaN everywhere, so a node of width 3 has one child with a score."""
+
+    def spoil(logp):
+        return jnp.where(jnp.arange(VOCABULARY) < 2, jnp.nan, logp)
+
+    tokens = np.array(grown(2, 3, 3, spoil=spoil).tokens)
+    assert (tokens[:, 1:] >= 2).all()
+
+
 @pytest.mark.parametrize("exact", (True, False))
 def test_a_node_sees_the_rows_of_its_ancestors(exact):
     """Each frontier's mask against its path: the node in place j of generation g is the one its own path names."""
