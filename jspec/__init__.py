@@ -16,12 +16,13 @@ from jspec.core.package import VERSION
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
-from jspec.engine.engine import Engine, QueueFull
+from jspec.engine.engine import Engine
 from jspec.engine.generate import GeneratedIds, generate, generate_ids, stream
 from jspec.engine.handle import EngineError, Handle
 from jspec.engine.metrics import Metrics
 from jspec.engine.model import Model, load
 from jspec.engine.options import GenerateOptions
+from jspec.engine.request import QueueFull
 from jspec.engine.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
 from jspec.engine.score import Scores, score
 from jspec.engine.startup import cache_programs

@@ -19,14 +19,14 @@ from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Drafter, Params, RowSampling
 from jspec.engine import memory, programs
 from jspec.engine.device import Device, DeviceRequest, Landing, Static
-from jspec.engine.handle import FINISH_REASONS, EngineError, Handle, wake
+from jspec.engine.handle import EngineError, Handle, wake
 from jspec.engine.loop import FLIGHTS, MAX_ROUNDS, Loop
 from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.model import Model
 from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateOptions, choose_drafter, choose_rule
 from jspec.engine.pages import Pages
-from jspec.engine.request import Request
-from jspec.engine.result import Generation, Generations, GenerationStats, Piece
+from jspec.engine.request import QueueFull, Request
+from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece
 from jspec.engine.run import Prompt, bucket, encode_prompts
 from jspec.engine.schedule import Scheduler
 from jspec.engine.score import Scores, check_score, split
@@ -35,10 +35,6 @@ from jspec.models.sizes import tree_bytes
 
 DEFAULT_CONTEXT = 8192
 """Tokens of the longest request, prompt included, unless the model's context is shorter."""
-
-
-class QueueFull(RuntimeError):
-    """As many requests wait as `max_queue` allows."""
 
 
 class RequestKeywords(TypedDict, total=False):
@@ -183,7 +179,7 @@ class Engine:
 
         Raises:
           ValueError, TypeError: invalid arguments, or a request that can never fit.
-          QueueFull: `max_queue` requests wait.
+          QueueFull: `max_queue` requests wait, or the stop strings of those that are there leave no space for these.
           EngineError: the engine has failed or is closed.
         """
         options = GenerateOptions(

@@ -10,15 +10,9 @@ import numpy as np
 
 from jspec.core import stopping
 from jspec.engine.device import DeviceRequest, Landing
-from jspec.engine.result import FinishReason, Generation, GenerationStats, Piece
+from jspec.engine.result import FINISH_REASONS, FinishReason, Generation, GenerationStats, Piece
 from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
-
-FINISH_REASONS: dict[int, FinishReason] = {
-    stopping.EOS: "eos",
-    stopping.STOP: "stop",
-    stopping.LENGTH: "length",
-}
 
 
 class EngineError(RuntimeError):

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from jspec.core.checks import check_int, check_text
 
 
+class QueueFull(RuntimeError):
+    """There is no space for a request now, but there will be."""
+
+
 class Phase(enum.Enum):
     """Where a request is."""
 

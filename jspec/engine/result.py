@@ -9,11 +9,14 @@ from typing import Literal, NamedTuple, TypeAlias, overload
 import numpy as np
 from jaxtyping import Int
 
+from jspec.core import stopping
 from jspec.core.types import TopTokens
 from jspec.text import highlight
 from jspec.text.tokenizer import Tokenizer
 
 FinishReason: TypeAlias = Literal["eos", "stop", "length", "cancelled"]
+FINISH_REASONS: dict[int, FinishReason] = {stopping.EOS: "eos", stopping.STOP: "stop", stopping.LENGTH: "length"}
+"""Finish codes of sequences that have ended by themselves."""
 
 
 class GeneratedToken(NamedTuple):

@@ -18,7 +18,7 @@ from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, 
 from jspec.engine import memory
 from jspec.engine.model import Model
 from jspec.engine.options import GenerateOptions, bind_drafter, check_fits, choose_drafter, choose_rule
-from jspec.engine.result import FinishReason, Generation, Generations, GenerationStats, Piece, top_pairs
+from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece, top_pairs
 from jspec.models.sizes import tree_bytes
 from jspec.text.stream import TextStream, compile_stops
 from pallas_kernels import platform
@@ -26,12 +26,6 @@ from pallas_kernels import platform
 Prompt: TypeAlias = str | Sequence[int]
 """Text or token ids."""
 
-FINISH_REASONS: dict[int, FinishReason | None] = {
-    stopping.RUNNING: None,
-    stopping.EOS: "eos",
-    stopping.STOP: "stop",
-    stopping.LENGTH: "length",
-}
 PREFILL_TOKENS = {"cpu": 1024}
 """Prompt tokens of the whole batch that are read at once, by platform; 4096 on the others. Enough to keep the matrix
 units busy, and few enough that activations are small compared with the weights."""
@@ -176,7 +170,7 @@ class Run:
             Generation(
                 tokens=self.tokens[i],
                 text=None if tokenizer is None else self.texts[i],
-                finish_reason=FINISH_REASONS[self.finish_codes[i]],
+                finish_reason=FINISH_REASONS.get(self.finish_codes[i]),
                 stats=stats.of_sequence(i),
                 origin=origin[i],
                 logprobs=None if logprobs is None else logprobs[i],

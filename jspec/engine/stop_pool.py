@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jspec.engine.model import Model
+from jspec.engine.request import QueueFull
 from jspec.text.stream import compile_stops
 
 MAX_TRANSITIONS = 1 << 27
@@ -27,7 +28,9 @@ class StopPool:
         self._users: dict[tuple[str, ...], int] = {}
         self._table = np.zeros((0, model.target.vocab_size), np.int16)
         self._device: jax.Array | None = None
-        self._max_states = min(MAX_TRANSITIONS // model.target.vocab_size, np.iinfo(np.int16).max)
+        # The table grows by doubling.
+        most = min(MAX_TRANSITIONS // model.target.vocab_size, np.iinfo(np.int16).max)
+        self._max_states = 1 << (most.bit_length() - 1)
         self.token_class = jax.device_put(np.arange(model.target.vocab_size, dtype=np.int32))
         """Sets have classes of their own, so each token is its own class here."""
 
@@ -44,7 +47,8 @@ class StopPool:
         """The start state of a stop set, which is in use until `remove`.
 
         Raises:
-          ValueError: the automata of all sets in use would have more than the states that the pool can hold.
+          ValueError: its automaton has more states than the pool can hold.
+          QueueFull: it does, together with those of the sets in use.
         """
         key = tuple(stop)
         with self._lock:
@@ -76,6 +80,11 @@ class StopPool:
 
     def _place(self, count: int) -> int:
         """The first of `count` free states, after old sets are dropped or the table has grown."""
+        if count > self._max_states:
+            raise ValueError(
+                f"stop: the automaton of the strings has {count} states; must be at most {self._max_states}: use fewer "
+                "or shorter ones"
+            )
         while True:
             base = 0
             for start, size in sorted(self._bases.values()):
@@ -93,9 +102,9 @@ class StopPool:
                 size *= 2
             if size > self._max_states:
                 if unused is None:
-                    raise ValueError(
-                        f"stop: {count} states beside those of other requests exceed {self._max_states}; use fewer or "
-                        "shorter stop strings"
+                    raise QueueFull(
+                        f"stop: {count} states beside those of other requests are more than {self._max_states}; try "
+                        "again later"
                     )
                 del self._bases[unused]
                 continue

@@ -19,8 +19,9 @@ from starlette.routing import Route
 
 from jspec.core.checks import check_flag, check_text
 from jspec.core.sampling import Sampling
-from jspec.engine.engine import Engine, QueueFull
+from jspec.engine.engine import Engine
 from jspec.engine.handle import EngineError, Handle
+from jspec.engine.request import QueueFull
 from jspec.engine.result import GenerationStats
 from jspec.engine.score import Scores
 from jspec.serve import metrics, openai, prompts

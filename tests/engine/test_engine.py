@@ -13,9 +13,10 @@ from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.drafters import Standalone
 from jspec.engine import programs
-from jspec.engine.engine import Engine, QueueFull, read_shapes
+from jspec.engine.engine import Engine, read_shapes
 from jspec.engine.handle import EngineError
 from jspec.engine.model import Model
+from jspec.engine.request import QueueFull
 
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, 61, size).tolist() for size in (5, 1, 12, 9, 3, 17, 8)]

@@ -13,9 +13,9 @@ import numpy as np
 import tokenizers
 
 import jspec
-from jspec.engine.engine import QueueFull
 from jspec.engine.handle import EngineError
 from jspec.engine.metrics import SECONDS, Histogram
+from jspec.engine.request import QueueFull
 from jspec.engine.result import GenerationStats, Piece
 from jspec.engine.score import Scores
 from jspec.text.tokenizer import Tokenizer
