@@ -37,15 +37,20 @@ DEFAULT_CONTEXT = 8192
 """Tokens of the longest request, prompt included, unless the model's context is shorter."""
 
 
-class RequestKeywords(TypedDict, total=False):
-    """The options of a request; see `Engine.submit`."""
+class CommonKeywords(TypedDict, total=False):
+    """The options that all requests of one call share; see `Engine.submit`."""
 
     max_new_tokens: int
-    sampling: Sampling | None
     stop: str | Sequence[str]
     logprobs: bool | int
     priority: int
     salt: str
+
+
+class RequestKeywords(CommonKeywords, total=False):
+    """The options of a request; see `Engine.submit`."""
+
+    sampling: Sampling | None
 
 
 class Engine:
@@ -185,8 +190,8 @@ class Engine:
         options = GenerateOptions(
             drafter=None, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, seed=seed, logprobs=logprobs
         )
-        single, (ids,) = encode_prompts(self.model, prompt)
-        handle = self._make(ids, options, int(options.seeds(1)[0]), sampling, priority, salt)
+        ids = self._encode_one(prompt)
+        (handle,) = self._make([ids], options, [sampling], priority, salt)
         self._enqueue([handle], self.max_queue)
         return handle
 
@@ -198,11 +203,24 @@ class Engine:
     @overload
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         *,
+        n: int,
+        sampling: Sampling | Sequence[Sampling | None] | None = ...,
         seed: int | Sequence[int] = ...,
         progress: bool = ...,
-        **options: Unpack[RequestKeywords],
+        **options: Unpack[CommonKeywords],
+    ) -> Generations: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        sampling: Sampling | Sequence[Sampling | None] | None = ...,
+        seed: int | Sequence[int] = ...,
+        progress: bool = ...,
+        **options: Unpack[CommonKeywords],
     ) -> Generations: ...
 
     def generate(
@@ -216,18 +234,25 @@ class Engine:
         logprobs: bool | int = False,
         priority: int = 0,
         salt: str = "",
+        n: int | None = None,
         progress: bool = False,
     ) -> Generation | Generations:
         """Continues any number of prompts and waits for all of them.
 
         Args:
           prompts: one prompt or a list of prompts, each as text or as token ids.
-          max_new_tokens, sampling, stop, seed, logprobs: as in `jspec.generate`; prompt i of a list has `seed + i`.
+          max_new_tokens, sampling, stop, seed, logprobs: as in `jspec.generate`.
           priority, salt: as in `submit`.
+          n: samples of each prompt, which share its pages. The result has n items for the first prompt, then n for the
+            next, and so on; item i has the seed `seed + i`. None: one sample, and for a single prompt no list.
           progress: whether to display a progress bar.
+
+        Returns:
+          A `Generation` for a single prompt without `n`, otherwise `Generations`.
 
         Raises:
           ValueError, TypeError: invalid arguments, before anything is generated.
+          QueueFull: the stop strings of other requests leave no space for these.
           EngineError: the engine has failed or is closed.
         """
         options = GenerateOptions(
@@ -237,12 +262,11 @@ class Engine:
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompt_ids)
         if len(each) != len(prompt_ids):
             raise ValueError(f"sampling: {len(each)} for {len(prompt_ids)} prompts; must be one, or one per prompt")
+        copies = range(1 if n is None else check_int("n", n, least=1))
         began = time.monotonic()
-        arguments = zip(prompt_ids, options.seeds(len(prompt_ids)).tolist(), each, strict=True)
-        handles = [
-            self._make(ids, options, each_seed, each_sampling, priority, salt)
-            for ids, each_seed, each_sampling in arguments
-        ]
+        handles = self._make(
+            [ids for ids in prompt_ids for _ in copies], options, [x for x in each for _ in copies], priority, salt
+        )
         self._enqueue(handles)
         try:
             with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:
@@ -254,7 +278,7 @@ class Engine:
                 handle.cancel()
             raise
         items = [handle.generation() for handle in handles]
-        if single:
+        if single and n is None:
             return items[0]
         return Generations(items, GenerationStats.total([x.stats for x in items], time.monotonic() - began))
 
@@ -277,9 +301,7 @@ class Engine:
           ValueError, TypeError: invalid arguments, or a cache that does not fit in the memory that is left.
           EngineError: the engine has failed or is closed.
         """
-        single, prompts = encode_prompts(self.model, prompt, "prompt")
-        if not single:
-            raise ValueError(f"prompt: is a list of {len(prompts)} prompts; must be a single one")
+        prompts = [self._encode_one(prompt)]
         top_k, page_size = check_score(self.model, prompts, top_k, DEFAULT_PAGE_SIZE)
         with self._scoring:
             self._check_alive()
@@ -365,26 +387,37 @@ class Engine:
         drafter = type(self.device.parts["drafter"]).__name__
         return f"Engine({self.model.name!r}, {drafter}, {self.device.num_slots} slots, context {self.context})"
 
+    def _encode_one(self, prompt: Prompt) -> list[int]:
+        """The ids of a single prompt."""
+        single, prompts = encode_prompts(self.model, prompt, "prompt")
+        if not single:
+            raise ValueError(f"prompt: is a list of {len(prompts)} prompts; must be a single one")
+        return prompts[0]
+
     def _make(
         self,
-        ids: list[int],
+        prompts: Sequence[list[int]],
         options: GenerateOptions,
-        seed: int,
-        sampling: Sampling | None,
+        samplings: Sequence[Sampling | None],
         priority: int,
         salt: str,
-    ) -> Handle:
-        """A request that is not in the queue yet."""
+    ) -> list[Handle]:
+        """Requests that are not in the queue yet. All of them are checked before the first one exists."""
         self._check_alive()
-        request = DeviceRequest(ids, options.max_new_tokens, priority, salt)
-        request.sampling, request.seed = sampling, seed
-        request.stop = tuple(options.stop)
-        request.logprobs, request.top_logprobs = bool(options.logprobs), options.top_logprobs
         options.check_vocabulary(self.model.target.vocab_size)
-        self.scheduler.check_fits(request)
-        per_row(sampling, 1, self.model.target.vocab_size)
-        request.start_state = self.stops.add(request.stop)
-        return Handle(request, self.model.tokenizer, self._cancel, self.scheduler.depth)
+        requests = []
+        seeds = options.seeds(len(prompts)).tolist()
+        for ids, seed, sampling in zip(prompts, seeds, samplings, strict=True):
+            request = DeviceRequest(ids, options.max_new_tokens, priority, salt)
+            request.sampling, request.seed = sampling, seed
+            request.stop = tuple(options.stop)
+            request.logprobs, request.top_logprobs = bool(options.logprobs), options.top_logprobs
+            self.scheduler.check_fits(request)
+            per_row(sampling, 1, self.model.target.vocab_size)
+            requests.append(request)
+        for request in requests:
+            request.start_state = self.stops.add(request.stop)
+        return [Handle(x, self.model.tokenizer, self._cancel, self.scheduler.depth) for x in requests]
 
     def _enqueue(self, handles: Sequence[Handle], most: int | None = None) -> None:
         """Puts requests into the queue, all at once, if at most `most` wait then."""

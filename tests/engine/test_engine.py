@@ -89,6 +89,24 @@ def test_top_logprobs_of_a_mixed_load(engine):
             assert sum(pieces, []) == result.top_logprobs
 
 
+def test_samples_of_a_prompt_are_items_of_their_own(engine):
+    options = dict(max_new_tokens=6, sampling=Sampling(temperature=0.8))
+    got = engine.generate(PROMPTS[:2], n=3, seed=20, **options)
+    assert got.prompt == [PROMPTS[i // 3] for i in range(6)]
+    for i, item in enumerate(got):
+        assert item.tokens == engine.generate(PROMPTS[i // 3], seed=20 + i, **options).tokens
+    assert len(engine.generate(PROMPTS[0], n=1, max_new_tokens=2)) == 1
+    with pytest.raises(ValueError, match="n=0: must be at least 1"):
+        engine.generate(PROMPTS[0], n=0)
+    with pytest.raises(ValueError, match="2 seeds for 6 sequences"):
+        engine.generate(PROMPTS[:2], n=3, seed=[1, 2])
+
+
+def test_a_request_has_a_single_prompt(engine):
+    with pytest.raises(ValueError, match="prompt: is a list of 2 prompts; must be a single one"):
+        engine.submit(PROMPTS[:2])
+
+
 def test_pieces_are_the_result(engine):
     handle = engine.submit(PROMPTS[2], max_new_tokens=14)
     pieces = list(handle)
