@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.cache.mla import MlaCache, UpProjections
 from jspec.cache.select import largest
@@ -132,10 +132,13 @@ class DsaCache:
         """Empty pools of `pages` pages each."""
         return dataclasses.replace(self, latent=self.latent.pooled(pages), index=self.index.pooled(pages))
 
-    @property
-    def shares_pages(self) -> bool:
-        """True: everything is in pages."""
-        return True
+    def state_of(self, slot: Int[Array, ""]) -> PyTree:
+        """None: everything is in pages."""
+        return None
+
+    def with_state(self, slot: Int[Array, ""], state: PyTree) -> Self:
+        """Itself: everything is in pages."""
+        return self
 
 
 def _scores(query: IndexQuery, keys: Float[Array, "B S I"]) -> Float[Array, "B N S"]:

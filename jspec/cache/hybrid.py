@@ -153,7 +153,11 @@ class HybridCache:
         """Each group's `pooled`: a page number names a page in the pool of every group."""
         return dataclasses.replace(self, groups=tuple(group.pooled(pages) for group in self.groups))
 
-    @property
-    def shares_pages(self) -> bool:
-        """Whether every group does."""
-        return all(group.shares_pages for group in self.groups)
+    def state_of(self, slot: Int[Array, ""]) -> tuple[PyTree, ...]:
+        """Each group's `state_of`."""
+        return tuple(group.state_of(slot) for group in self.groups)
+
+    def with_state(self, slot: Int[Array, ""], state: tuple[PyTree, ...]) -> Self:
+        """Each group's `with_state`."""
+        groups = zip(self.groups, state, strict=True)
+        return dataclasses.replace(self, groups=tuple(group.with_state(slot, own) for group, own in groups))

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Self
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.core.struct import struct
 
@@ -34,7 +34,10 @@ class PagedCache:
         pool = jnp.zeros((layers, planes, pages, *rest), self.pool.dtype)
         return dataclasses.replace(self, pool=pool, page_table=jnp.zeros_like(self.page_table))
 
-    @property
-    def shares_pages(self) -> bool:
-        """True: everything is in pages."""
-        return True
+    def state_of(self, slot: Int[Array, ""]) -> PyTree:
+        """None: everything is in pages."""
+        return None
+
+    def with_state(self, slot: Int[Array, ""], state: PyTree) -> Self:
+        """Itself: everything is in pages."""
+        return self

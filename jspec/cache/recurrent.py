@@ -156,10 +156,16 @@ class RecurrentCache:
         """Itself: it has no pages."""
         return self
 
-    @property
-    def shares_pages(self) -> bool:
-        """False: a state cannot be cut at an earlier token."""
-        return False
+    def state_of(self, slot: Int[Array, ""]) -> tuple[tuple[Float[Array, "Hv K V"], ...], Float[Array, "L W C"]]:
+        """The states and windows of a sequence, which cannot be cut at an earlier token."""
+        return tuple(x[slot] for x in self.states), self.windows[:, slot]
+
+    def with_state(
+        self, slot: Int[Array, ""], state: tuple[tuple[Float[Array, "Hv K V"], ...], Float[Array, "L W C"]]
+    ) -> Self:
+        """The cache with these states and windows of a sequence."""
+        states = tuple(x.at[slot].set(new) for x, new in zip(self.states, state[0], strict=True))
+        return dataclasses.replace(self, states=states, windows=self.windows.at[:, slot].set(state[1]))
 
 
 def unit(x: Float[Array, "B N H K"]) -> Float[Array, "B N H K"]:

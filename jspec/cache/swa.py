@@ -105,10 +105,17 @@ class SlidingCache(PagedCache):
         """Itself: it has no pages of the common pool."""
         return self
 
-    @property
-    def shares_pages(self) -> bool:
-        """False: a ring forgets what is before the window."""
-        return False
+    def state_of(self, slot: Int[Array, ""]) -> Float[Array, "L 2 ring page K D"]:
+        """The ring of a sequence, which has forgotten what is before the window."""
+        return self.pool[:, :, self._ring(slot)]
+
+    def with_state(self, slot: Int[Array, ""], state: Float[Array, "L 2 ring page K D"]) -> Self:
+        """The cache with this ring of a sequence."""
+        return dataclasses.replace(self, pool=self.pool.at[:, :, self._ring(slot)].set(state))
+
+    def _ring(self, slot: Int[Array, ""]) -> Int[Array, " ring"]:
+        """The pages of a sequence."""
+        return self.page_table[slot, : pages.pages_for(self.window, self.pool.shape[3])]
 
 
 def window_mask(mask: Bool[Array, "#B N R"] | None, nodes: int, rows: int, window: int) -> Bool[Array, "#B N R"] | None:

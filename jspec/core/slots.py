@@ -38,9 +38,15 @@ class SlotCache(Protocol):
         """An empty cache of the same sequences with `pages` pages in the common pool, none of them owned by anyone."""
         ...
 
-    @property
-    def shares_pages(self) -> bool:
-        """Whether all it remembers is in pages of the common pool, so that sequences can share a prefix."""
+    def state_of(self, slot: Int[Array, ""]) -> PyTree:
+        """A copy of what it remembers of a sequence outside of the common pool; None: nothing.
+
+        Sequences share the pages of a prefix, but such a state can only be copied where the prefix ends.
+        """
+        ...
+
+    def with_state(self, slot: Int[Array, ""], state: PyTree) -> Self:
+        """The cache that remembers `state`, a result of `state_of`, of this sequence."""
         ...
 
 

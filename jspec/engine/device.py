@@ -7,7 +7,7 @@ from typing import TypedDict, cast
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from jspec.core import decode
 from jspec.core.accept import greedy
@@ -111,10 +111,12 @@ class Device:
     parts: the acceptance rule among them is that of bursts in which a sequence samples.
     samples: whether every burst counts as one in which a sequence samples: `programs.always_samples`.
     max_rounds: of a burst.
+    snapshots: places for what the target's cache keeps of a sequence outside of pages.
     greedy_rule: the acceptance rule of bursts in which no sequence samples.
 
     Attributes:
       state: the decode state of all slots, replaced by every program.
+      snapshots: what the target's cache has kept of prefixes outside of pages, by place.
       stops: the stop automata of the requests.
     """
 
@@ -130,16 +132,20 @@ class Device:
         page_size: int,
         pages: int,
         max_rounds: int,
+        snapshots: int = 0,
         greedy_rule: Accept = greedy,
     ):
         self.params, self.parts, self.stops = params, parts, stops
         self.num_slots, self.context, self.max_rounds = num_slots, context, max_rounds
+        self.num_snapshots = snapshots
         self._greedy_rule, self._samples = greedy_rule, samples
         self._width = -(-context // page_size)
         self._buckets = buckets(num_slots)
         self._last_sampling: tuple[object, RowSampling | None, object] = (None, None, None)
         sizes = {"num_slots": num_slots, "context": context, "page_size": page_size, "pages": pages}
         self.state: DecodeState = jax.jit(partial(programs.empty_state, **parts, **sizes, samples=samples))(params)
+        places = partial(programs.empty_snapshots, count=snapshots)
+        self.snapshots: list[PyTree] = jax.jit(places)(self.state.cache) if snapshots else []
         sampling = RowSampling(temperature=_argument(np.zeros(num_slots, np.float32))) if samples else None
         state = dataclasses.replace(self.state, sampling=sampling)
         self._nodes: int = decode.draft_shape(params, state, parts["drafter"])[1]
@@ -182,6 +188,10 @@ class Device:
             tokens=_argument(tokens), seed=_argument(seeds), accept_counts=_argument(accept_counts), **arguments
         )
         self.state = programs.admit(self.state, new, drafter=self.parts["drafter"])
+        for admission in admissions:
+            if admission.restore is not None:
+                slot, place = np.int32(admission.slot), np.int32(admission.restore)
+                self.state = programs.restore(self.state, self.snapshots, _argument(slot), _argument(place))
 
     def read(self, plan: Read) -> Flight:
         """Reads chunks of some prompts."""
@@ -191,6 +201,11 @@ class Device:
         kinds = (np.int32, np.int32, np.bool_, np.bool_)
         read = ReadPlan(*(seats.column(x, kind) for x, kind in zip(columns, kinds, strict=True)))
         self.state, report = programs.read(self.params, self.state, view, read, **static, size=plan.size)
+        # One after the other: a later one may take the place of an earlier one.
+        for slot, place in zip(plan.slots, plan.save, strict=True):
+            if place is not None:
+                at = _argument(np.int32(slot)), _argument(np.int32(place))
+                self.snapshots = programs.save(self.snapshots, self.state.cache, *at)
         chosen = [x for x, ends, known in zip(plan.requests, plan.ends, plan.known, strict=True) if ends and not known]
         return _take_off(plan, report, {x: seats.rows[plan.requests.index(x)] for x in chosen})
 
@@ -306,7 +321,7 @@ def row_columns(samplings: Sequence[Sampling | None], tier: tuple[str, ...], voc
     return RowSampling(**columns)
 
 
-def _argument(x: np.ndarray) -> Array:
+def _argument(x: np.ndarray | np.int32) -> Array:
     """A host array as an argument of a jitted program, which copies it to the device at the call."""
     return cast(Array, x)
 

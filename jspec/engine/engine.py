@@ -5,7 +5,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from typing import TypedDict, Unpack, overload
 
 import jax
@@ -17,7 +16,7 @@ from jspec.core.accept import greedy
 from jspec.core.checks import check_flag, check_int, check_number
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Drafter, Params, RowSampling
-from jspec.engine import memory, programs
+from jspec.engine import programs, sizing
 from jspec.engine.device import Device, DeviceRequest, Landing, Static
 from jspec.engine.handle import EngineError, Handle, wake
 from jspec.engine.loop import FLIGHTS, MAX_ROUNDS, Loop
@@ -27,11 +26,10 @@ from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateOptions, choose_draf
 from jspec.engine.pages import Pages
 from jspec.engine.request import QueueFull, Request
 from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece
-from jspec.engine.run import Prompt, bucket, encode_prompts
+from jspec.engine.run import Prompt, encode_prompts
 from jspec.engine.schedule import Scheduler
 from jspec.engine.score import Scores, check_score, split
 from jspec.engine.stop_pool import StopPool
-from jspec.models.sizes import tree_bytes
 
 DEFAULT_CONTEXT = 8192
 """Tokens of the longest request, prompt included, unless the model's context is shorter."""
@@ -70,11 +68,13 @@ class Engine:
       slots: sequences that are generated at the same time.
       context: tokens of the longest request, prompt included. None: the model's context, at most 8192.
       pages: pages of the caches. None: as many as all slots can use, or as `memory_fraction` allows.
-      memory_fraction: fraction of the device's memory that may be in use, weights included, when `pages` is None.
+      memory_fraction: fraction of the device's memory that may be in use, weights included; it limits `pages` where
+        that is None, and snapshots.
       page_size: rows per cache page. Whole pages are what requests share.
       prefill_tokens: tokens of prompts that are read between two bursts while others generate.
       burst_ms: time that the device runs rounds before the host hears of them, in milliseconds.
-      prefix_cache: whether requests share the pages of equal beginnings.
+      prefix_cache: whether requests share the pages of equal beginnings, and snapshots of what is not in pages: one per
+        slot, or as many as fit into a tenth of the memory for pages.
       max_queue: requests that may wait for a slot; None: any number.
 
     Raises:
@@ -104,6 +104,7 @@ class Engine:
         burst_seconds = check_number("burst_ms", burst_ms, above=0.0) / 1e3
         share = check_flag("prefix_cache", prefix_cache)
         self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, least=0)
+        pages = None if pages is None else check_int("pages", pages, least=2)
         fraction = check_number("memory_fraction", memory_fraction, above=0.0, most=1.0)
         longest = model.target.max_length
         context = min(longest, DEFAULT_CONTEXT) if context is None else context
@@ -126,23 +127,27 @@ class Engine:
 
         # Size the caches and make the state of all slots.
         sizes = {"samples": samples, "num_slots": slots, "context": context, "page_size": page_size}
-        wanted = slots * -(-context // page_size) + 1
-        if pages is None:
-            pages = fit_pages(model.params, parts, sizes, wanted, fraction)
-        pages = check_int("pages", pages, least=2)
+        room = sizing.fit(model.params, parts, sizes, pages=pages, fraction=fraction, share=share)
         self.stops = StopPool(model)
         self.device = Device(
-            model.params, parts, self.stops, **sizes, pages=pages, max_rounds=MAX_ROUNDS, greedy_rule=greedy_rule
+            model.params,
+            parts,
+            self.stops,
+            **sizes,
+            pages=room.pages,
+            snapshots=room.snapshots,
+            max_rounds=MAX_ROUNDS,
+            greedy_rule=greedy_rule,
         )
         ahead = programs.sharing(self.device.state, bound)
         further = programs.further_rows(self.device.state, bound)
         self.scheduler = Scheduler(
             slots=slots,
-            pages=Pages(pages, page_size, ahead if share else None),
+            pages=Pages(room.pages, page_size, ahead if room.shares else None, room.snapshots),
             context=context,
             depth=bound.depth,
             further=further,
-            read_shapes=read_shapes(slots, context, prefill_tokens, max(1, ahead or 0) + further),
+            read_shapes=sizing.read_shapes(slots, context, prefill_tokens, max(1, ahead or 0) + further),
             prefill_tokens=prefill_tokens,
             flights=FLIGHTS,
         )
@@ -351,6 +356,8 @@ class Engine:
             slots=scheduler.slots,
             pages=scheduler.pages.count - 1,
             pages_used=scheduler.pages.count - 1 - scheduler.pages.available,
+            snapshots=self.device.num_snapshots,
+            snapshots_used=0 if scheduler.pages.snapshots is None else len(scheduler.pages.snapshots),
             prefix_queries=scheduler.pages.queries,
             prefix_hits=scheduler.pages.hits,
             prompt_tokens=counters.prompt_tokens,
@@ -534,44 +541,6 @@ class Engine:
             counters.observe("time_to_first_token", now - times.submitted)
         else:
             counters.observe("inter_token", (now - times.last_token) / len(landing.tokens), len(landing.tokens))
-
-
-def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> list[tuple[int, int]]:
-    """Shapes (sequences, columns) of the programs that read: few long chunks or many short ones.
-
-    least: columns of the smallest.
-    """
-    areas = {rows: prefill_tokens // rows for rows in (1, 2, 4, 8, 16)}
-    halves = {rows: size // 2 for rows, size in areas.items() if rows <= 4}
-    wanted = [*areas.items(), *halves.items(), (1, prefill_tokens // 4)]
-    return sorted({(rows, max(min(size, bucket(context)), least)) for rows, size in wanted if rows <= slots})
-
-
-def fit_pages(params: Params, parts: Static, sizes: dict[str, int], wanted: int, fraction: float) -> int:
-    """The number of pages that fit: at most `wanted`, at least enough for one sequence.
-
-    Raises:
-      ValueError: not even those fit.
-    """
-
-    def needed(pages: int) -> int:
-        state = jax.eval_shape(partial(programs.empty_state, **parts, **sizes, pages=pages), params)
-        return tree_bytes(state)
-
-    least = -(-sizes["context"] // sizes["page_size"]) + 2
-    each, fixed = needed(3) - needed(2), needed(1)
-    has = memory.free_bytes()
-    if has is None or each == 0:
-        return max(wanted, least)
-    budget = has[0] - int((1 - fraction) * has[1])
-    pages = min(wanted, 1 + (budget - fixed) // each)
-    if pages < min(wanted, least):
-        raise ValueError(
-            f"slots={sizes['num_slots']}, context={sizes['context']}: the state takes "
-            f"{memory.gigabytes(needed(least))} with pages for one sequence, {memory.gigabytes(max(0, budget))} are "
-            f"available at memory_fraction={fraction}; use fewer slots or a shorter context"
-        )
-    return pages
 
 
 def check_same_shapes(old: PyTree, new: PyTree) -> None:

@@ -27,6 +27,7 @@ class Metrics:
 
     running, waiting, held: requests in slots; in the queue; in slots and without pages for another round.
     slots, pages, pages_used: those that there are; those whose contents belong to a request.
+    snapshots, snapshots_used: places for what cannot be in pages; those that belong to a prefix.
     prefix_queries, prefix_hits: tokens that were looked for in the prefix cache, and found.
     prompt_tokens, new_tokens: of requests that were admitted; that were generated.
     requests_finished: requests by finish reason.
@@ -43,6 +44,8 @@ class Metrics:
     slots: int
     pages: int
     pages_used: int
+    snapshots: int
+    snapshots_used: int
     prefix_queries: int
     prefix_hits: int
     prompt_tokens: int

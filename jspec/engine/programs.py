@@ -1,8 +1,9 @@
 """The device programs of the engine. All take and give one donated state of S slots, which never leaves the device.
 
-`admit` puts sequences into slots, `read` reads chunks of their prompts, `burst` runs rounds, `release` empties slots. A
-program works on a view of some slots (`jspec.core.slots`), so its shapes do not depend on S. What comes back to the
-host is a `Report`: small arrays of its own, never parts of the state, which the next program may already be changing.
+`admit` puts sequences into slots, `read` reads chunks of their prompts, `burst` runs rounds, `release` empties slots.
+`save` and `restore` copy what is not in pages, such as recurrent states, to snapshots and back. `read` and `burst` work
+on a view of some slots (`jspec.core.slots`), so their shapes do not depend on S. What comes back to the host is a
+`Report`: small arrays of its own, never parts of the state, which the next program may already be changing.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from jspec.core import decode, slots, stopping
 from jspec.core.sampling import RowSampling
 from jspec.core.stopping import Stop
 from jspec.core.struct import struct
-from jspec.core.types import Accept, DecodeState, Drafter, PagedDrafter, Params, Stats, Target, TopTokens
+from jspec.core.types import Accept, Cache, DecodeState, Drafter, PagedDrafter, Params, Stats, Target, TopTokens
 from jspec.core.xla_options import LoopProgram
 
 WAITING, EMPTY = 8, 9
@@ -125,8 +126,12 @@ def without_slots(params: Params, target: Target, drafter: Drafter) -> set[str]:
 
 
 def sharing(s: DecodeState, drafter: Drafter) -> int | None:
-    """Tokens after its own that a row depends on; None: sequences cannot share the pages of a prefix."""
-    if not all(cache.shares_pages for cache in all_caches((s.cache, s.draft))):
+    """Tokens after its own that a row depends on; None: sequences cannot share the pages of a prefix.
+
+    Where the target's cache keeps more than pages, they can share those that a snapshot belongs to. A drafter's cache
+    may be further than the target's, so that its state belongs to another prefix: it must keep pages only.
+    """
+    if jax.tree.leaves(kept_states(s.draft)):
         return None
     if isinstance(drafter, PagedDrafter):
         return drafter.ahead
@@ -138,6 +143,16 @@ def further_rows(s: DecodeState, drafter: Drafter) -> int:
     if isinstance(drafter, PagedDrafter):
         return drafter.further
     return int(bool(all_caches(s.draft)))
+
+
+def kept_states(caches: PyTree) -> list[PyTree]:
+    """The shapes of what each cache, of a state or of a part of it, keeps of a sequence outside of the common pool."""
+    return [jax.eval_shape(lambda cache: cache.state_of(jnp.int32(0)), cache) for cache in all_caches(caches)]
+
+
+def empty_snapshots(cache: Cache, count: int) -> list[PyTree]:
+    """`count` places for what the target's cache keeps of a sequence outside of the common pool."""
+    return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), kept_states(cache))
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Array:
@@ -204,6 +219,21 @@ def admit(s: DecodeState, new: Admitted, *, drafter: Drafter) -> DecodeState:
             write(s.stats.dropped, jnp.zeros_like(new.rounds)),
         ),
     )
+
+
+@partial(jax.jit, donate_argnames=("snapshots",))
+def save(snapshots: list[PyTree], cache: Cache, slot: Int[Array, ""], place: Int[Array, ""]) -> list[PyTree]:
+    """The snapshots, one of which is replaced by the state of the target's cache in a slot."""
+    states = [each.state_of(slot) for each in all_caches(cache)]
+    return jax.tree.map(lambda x, state: x.at[place].set(state), snapshots, states)
+
+
+@partial(jax.jit, donate_argnames=("s",))
+def restore(s: DecodeState, snapshots: list[PyTree], slot: Int[Array, ""], place: Int[Array, ""]) -> DecodeState:
+    """The state whose target's cache keeps a snapshot in a slot."""
+    states = iter(jax.tree.map(lambda x: x[place], snapshots))
+    cache = slots.map_parts(lambda cache: cache.with_state(slot, next(states)), lambda x: x, s.cache)
+    return dataclasses.replace(s, cache=cache)
 
 
 @partial(jax.jit, donate_argnames=("s",))

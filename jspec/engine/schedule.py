@@ -376,7 +376,10 @@ class Scheduler:
         """
         first = request.read == request.hit
         count = min(size - self.further * first, request.reading - request.read)
-        to_cuts = (pages * self.pages.size - request.read for pages in request.cuts)
+        to_cuts = [pages * self.pages.size - request.read for pages in request.cuts]
+        if self.pages.snapshots is not None and request.read + count < request.reading:
+            # A state can only be saved at the end of a page.
+            to_cuts.append(count - (request.read + count) % self.pages.size)
         return min([count, *(number for number in to_cuts if number >= self.pages.reread)])
 
     # Rounds

@@ -30,6 +30,10 @@ class Snapshots:
     def __contains__(self, page: int) -> bool:
         return page in self._place_of
 
+    def __len__(self) -> int:
+        """Places that belong to pages."""
+        return len(self._place_of)
+
     def use(self, page: int) -> int:
         """The place of a page's snapshot, which there must be."""
         self._place_of.move_to_end(page)

@@ -2,21 +2,30 @@
 
 import asyncio
 import dataclasses
+import functools
 import threading
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
+import qwen
 import toy
 
 import jspec
+from jspec.cache import HybridCache
+from jspec.core import accept
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
-from jspec.drafters import Standalone
-from jspec.engine import programs
-from jspec.engine.engine import Engine, read_shapes
+from jspec.drafters import Ngram, Standalone
+from jspec.engine import memory, programs, sizing
+from jspec.engine.engine import Engine
 from jspec.engine.handle import EngineError
 from jspec.engine.model import Model
 from jspec.engine.request import QueueFull
+from jspec.engine.sizing import read_shapes
+from jspec.models.sizes import tree_bytes
 
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, 61, size).tolist() for size in (5, 1, 12, 9, 3, 17, 8)]
@@ -218,6 +227,70 @@ def test_new_weights_compile_nothing_and_forget_prefixes(engine):
     assert engine.generate(prompt, max_new_tokens=8).tokens == before.tokens
     assert [program.jitted._cache_size() for program in (programs.burst, programs.burst_many)] == traced
     assert programs.read._cache_size() == read
+
+
+@pytest.mark.slow
+def test_a_hybrid_model_shares_states_and_forgets_them_with_the_weights():
+    model = Model("hybrid", qwen.KINDS["dense"], Params(qwen.params("dense")), None, (), None)
+    traced = programs.save, programs.restore
+    before = [program._cache_size() for program in traced]
+    with Engine(model, drafter="ngram", **OPTIONS) as engine:
+        wanted = jspec.generate(model, PROMPTS[5], drafter="ngram", max_new_tokens=8)
+        for _ in range(3):  # the first one saves its state before its last chunk, and the others begin with it
+            same(engine.generate(PROMPTS[5], max_new_tokens=8), wanted)
+        metrics = engine.metrics()
+        assert metrics.prefix_hits == 32 and 0 < metrics.snapshots_used <= metrics.snapshots == OPTIONS["slots"]
+        other = dataclasses.replace(model, params=Params(qwen.params("dense", 1)))
+        engine.update(other.params)
+        assert engine.metrics().snapshots_used == 0
+        wanted = jspec.generate(other, PROMPTS[5], drafter="ngram", max_new_tokens=8)
+        same(engine.generate(PROMPTS[5], max_new_tokens=8), wanted)
+        assert engine.metrics().prefix_hits == 32
+    assert [program._cache_size() - number for program, number in zip(traced, before, strict=True)] == [1, 1]
+
+
+def test_pages_and_snapshots_fit_into_the_memory(monkeypatch):
+    """Where there is no memory for a snapshot nothing is shared; where there is little, pages come first."""
+    parts = dict(target=qwen.KINDS["dense"], drafter=Ngram(), accept=accept.greedy)
+    params, sizes = Params(qwen.params("dense")), dict(num_slots=3, context=64, page_size=4)
+    made = sizing._state(params, parts, sizes)
+    monkeypatch.setattr(sizing, "_state", lambda params, parts, sizes: made)
+    fixed, snapshot = tree_bytes(made), tree_bytes(programs.kept_states(made.cache))
+    page = tree_bytes(jax.eval_shape(functools.partial(sizing._pooled, pages=2), made)) - fixed
+
+    def fit(budget, share, pages=None):
+        monkeypatch.setattr(memory, "free_bytes", lambda device=None: (budget, budget))
+        return sizing.fit(params, parts, sizes, pages=pages, fraction=1.0, share=share)
+
+    with pytest.raises(ValueError, match="slots=3, context=64: the state takes .* with pages for one"):
+        fit(fixed + 17 * page - 1, True)
+    numbers = set()
+    for left in range(0, 32 * snapshot, snapshot // 2):
+        budget = fixed + 17 * page + left
+        room, alone = fit(budget, True), fit(budget, False)
+        assert (alone.snapshots, alone.shares, room.shares) == (0, False, room.snapshots > 0)
+        assert alone.pages == min(49, 18 + left // page)
+        assert room.pages == min(49, 18 + (left - room.snapshots * snapshot) // page)
+        assert room.snapshots == min(3, left // 10 // snapshot)
+        given = min(3, (left + 9 * page) // 10 // snapshot)
+        assert fit(budget, True, 9) == sizing.Room(9, given, given > 0)
+        numbers.add(room.snapshots)
+    assert numbers == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_cache_without_slots_is_refused(groups):
+    class Lone:
+        def commit(self, rows, start, path, length):
+            return self
+
+    target = SimpleNamespace(init_cache=lambda params, batch, capacity, page_size: cache)
+    cache: Any = HybridCache((Lone(),), ()) if groups else Lone()
+    jax.tree_util.register_pytree_node(Lone, lambda cache: ((), None), lambda _, children: Lone())
+    parts: Any = dict(target=target, drafter=Ngram(), accept=accept.greedy)
+    sizes = dict(num_slots=1, context=8, page_size=4)
+    with pytest.raises(TypeError, match=r"model: its Lone lacks the methods of jspec\.core\.slots\.SlotCache"):
+        sizing.fit(Params(None), parts, sizes, pages=None, fraction=1.0, share=True)
 
 
 def test_weights_of_another_shape_are_refused(engine):

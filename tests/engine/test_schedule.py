@@ -266,6 +266,20 @@ def test_second_text_saves_the_state_where_it_parts():
     assert saved == [(0, 11, None), (0, 8, 0), (8, 3, None), (8, 3, None)]
 
 
+def test_chunks_end_with_pages_where_states_are_saved():
+    """Also where the drafter is further, so that the first chunk has a token less than columns."""
+    for snapshots, counts in [(3, [4, 8, 7]), (0, [7, 8, 4])]:
+        pages = Pages(60, 4, 0, snapshots=snapshots)
+        scheduling = scheduler(pages=pages, further=1, read_shapes=[(1, 8)])
+        scheduling.submit(Request(range(19), 4))
+        reads = [scheduling.plan(1).read]
+        while not reads[-1].ends[0]:
+            scheduling.landed(reads[-1], {})
+            reads.append(scheduling.plan(1).read)
+        assert [read.count for read in reads] == [[count] for count in counts]
+        assert [read.save for read in reads] == [[None], [0 if snapshots else None], [None]]
+
+
 def turns_until_read(waiting):
     """Turns from where one of two slots is free until its next request is read, while others wait or not."""
     scheduling = scheduler(pages=Pages(99, 4, None), read_shapes=[(1, 8), (2, 4)], prefill_tokens=8)

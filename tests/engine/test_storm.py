@@ -4,18 +4,25 @@ Tokens alone prove nothing about drafts: a drafter whose rows are lost or belong
 and some of its rows may be wrong without any effect on the rounds of a short text.
 """
 
+import dataclasses
+import functools
+
 import deepseek
 import engine_storm
 import gemma
+import jax
 import pytest
 import qwen
 import toy
 from engine_storm import EOS, Setup, Storm
 
+from jspec.checkpoints import qwen3_next
+from jspec.core import accept
 from jspec.core.accept import block, rejection
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
+from jspec.engine import programs
 
 T = toy.TARGET
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.1, min_new_tokens=3)
@@ -23,6 +30,20 @@ SAMPLED = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.1, min_new_
 
 def family(module, kind: str, drafter) -> Setup:
     return Setup(module.KINDS[kind], drafter, lambda: Params(module.params(kind)))
+
+
+HYBRID = qwen.KINDS["dense"]
+RECURRENT = dataclasses.replace(HYBRID, is_full_attention=(False, False))
+
+
+def hybrid(drafter, weights, sampling=None) -> Setup:
+    """The hybrid target with the drafter of the toy target."""
+    return Setup(HYBRID, drafter, lambda: Params(qwen.params("dense"), weights().draft), sampling)
+
+
+@functools.cache
+def recurrent_params() -> Params:
+    return Params(qwen3_next.read_params(RECURRENT, gemma.RandomTensors(0)))
 
 
 SETUPS = {
@@ -41,22 +62,44 @@ SETUPS = {
     "mla_ngram": family(deepseek, "mla", Ngram(n=2, depth=3)),
     "dsa_ngram": family(deepseek, "dsa", Ngram(n=2, depth=3)),
     "sliding_ngram": family(gemma, "shared", Ngram(n=2, depth=3)),
-    "recurrent_ngram": family(qwen, "dense", Ngram(n=2, depth=3)),
+    "hybrid_ngram": family(qwen, "dense", Ngram(n=2, depth=3)),
+    "hybrid_standalone": hybrid(Standalone(depth=3).bind(HYBRID, toy.NEAR), toy.params),
+    "hybrid_eagle_sampled": hybrid(Eagle(depth=3).bind(HYBRID, toy.HEAD), toy.head_params, SAMPLED),
+    "hybrid_mtp": hybrid(Mtp(depth=3, heads=3).bind(HYBRID, toy.HEADS), toy.mtp_params),
+    "recurrent_ngram": Setup(RECURRENT, Ngram(n=2, depth=3), recurrent_params),
 }
+KEEPS = [name for name in SETUPS if name.startswith(("sliding", "hybrid", "recurrent"))]
+"""Those whose target keeps more than pages of a sequence."""
 STORMS = {
     "wide": Storm(),
     "tiny_pool": Storm(count=14, pages=13, eos=(EOS,), seed=4),
     "cancels": Storm(count=14, pages=13, cancels=0.15, seed=2),
     "rows": Storm(pages=14, flights=1, seed=3),
+    "few_snapshots": Storm(snapshots=1, cancels=0.1, seed=5),
 }
+CASES = [(name, storm) for name in SETUPS for storm in STORMS if storm != "few_snapshots" or name in KEEPS]
 
 
-@pytest.mark.fast("standalone-tiny_pool")
-@pytest.mark.parametrize("storm", STORMS)
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.fast("standalone-tiny_pool", "recurrent_ngram-few_snapshots")
+@pytest.mark.parametrize("name, storm", CASES, ids=map("-".join, CASES))
 def test_any_schedule_gives_the_same(name, storm):
     setup, counts = SETUPS[name], engine_storm.run(SETUPS[name], STORMS[storm])
     if storm == "rows" and type(setup.drafter) in (Eagle, Mtp, Standalone):
         assert counts["rows"] > 100
-    if storm == "wide" and setup.target in (T, deepseek.MLA):
+    if storm == "wide":
         assert counts["shared"] > 0
+    if storm in ("wide", "rows", "few_snapshots") and name in KEEPS:
+        assert counts["restored"] > 0
+
+
+def test_a_draft_whose_state_is_further_than_the_targets_shares_nothing():
+    """Its state after a prefix has the root as well, and that is another one in another text."""
+    sizes = dict(num_slots=2, context=16, page_size=4, pages=5)
+    shared = []
+    for target, draft in [(HYBRID, toy.NEAR), (T, HYBRID)]:
+        weights = {HYBRID: qwen.params("dense"), T: toy.params().target, toy.NEAR: toy.params().draft}
+        parts = dict(target=target, drafter=Standalone(depth=2).bind(target, draft), accept=accept.greedy)
+        made = functools.partial(programs.empty_state, **parts, **sizes)
+        s = jax.eval_shape(made, Params(weights[target], weights[draft]))
+        shared.append(programs.sharing(s, parts["drafter"]))
+    assert shared == [0, None]

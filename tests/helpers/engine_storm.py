@@ -109,9 +109,9 @@ def rows_of(cache: Any, pages: Any) -> np.ndarray:
 
 @jax.jit
 def _poison(s: Any, free: Any, empty: Any) -> Any:
-    """NaN in all pages of the common pool that nobody has, and in the states of empty slots."""
+    """NaN in all pages of the common pool that nobody has, and in the states and rings of empty slots."""
 
-    def pool(x):
+    def pool(x, free):
         shape = (1, 1, -1, *[1] * (x.ndim - 3))
         return jnp.where(free.reshape(shape), jnp.array(jnp.nan, x.dtype), x)
 
@@ -124,22 +124,29 @@ def _poison(s: Any, free: Any, empty: Any) -> Any:
             return dataclasses.replace(cache, groups=tuple(map(spoil, cache.groups)))
         if hasattr(cache, "latent"):
             return dataclasses.replace(cache, latent=spoil(cache.latent), index=spoil(cache.index))
-        if hasattr(cache, "window"):
-            return cache
-        return dataclasses.replace(cache, pool=pool(cache.pool))
+        own = jnp.repeat(empty, cache.pool.shape[2] // empty.size) if hasattr(cache, "window") else free
+        return dataclasses.replace(cache, pool=pool(cache.pool, own))
 
     return slots.map_parts(spoil, lambda x: x, s)
+
+
+@jax.jit
+def _poison_snapshots(snapshots: Any, free: Any) -> Any:
+    """NaN in these places."""
+    return jax.tree.map(lambda x: jnp.where(free.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x), snapshots)
 
 
 @dataclasses.dataclass
 class Storm:
     """A schedule: how requests arrive and leave, and how the engine is set up.
 
-    pages: of each pool. flights: 1: every report lands before the next plan, so that drafter's rows can be compared.
+    pages: of each pool. snapshots: for a target that keeps more than pages. flights: 1: every report lands before the
+      next plan, so that drafter's rows can be compared.
     """
 
     count: int = 12
     pages: int = 40
+    snapshots: int = 3
     flights: int = 2
     cancels: float = 0.0
     eos: tuple[int, ...] = ()
@@ -152,7 +159,7 @@ class Storm:
 def run(setup: Setup, storm: Storm) -> dict[str, int]:
     """Runs a storm; every request must get what it gets alone.
 
-    Returns counts of what happened: retracts, shared tokens, compared rows, bursts.
+    Returns counts of what happened: retracts, shared tokens, restored snapshots, compared rows, turns.
     """
     given = requests(storm.count, storm.seed, setup)
     wanted = alone(setup, given, storm.eos)
@@ -161,12 +168,14 @@ def run(setup: Setup, storm: Storm) -> dict[str, int]:
     for request in given:
         request.start_state = stops.add(())
     sizes = dict(num_slots=SLOTS, context=CONTEXT, page_size=PAGE, pages=storm.pages)
+    keeps = jax.eval_shape(lambda p: setup.target.init_cache(p, SLOTS, CONTEXT, PAGE), model.params.target)
+    snapshots = storm.snapshots if storm.share and jax.tree.leaves(programs.kept_states(keeps)) else 0
     samples = programs.always_samples(model.params, **setup.static)
-    device = Device(model.params, setup.static, stops, samples=samples, **sizes, max_rounds=4)
+    device = Device(model.params, setup.static, stops, samples=samples, **sizes, snapshots=snapshots, max_rounds=4)
     ahead = programs.sharing(device.state, setup.drafter) if storm.share else None
     scheduler = Scheduler(
         slots=SLOTS,
-        pages=Pages(storm.pages, PAGE, ahead if storm.ahead is None else storm.ahead),
+        pages=Pages(storm.pages, PAGE, ahead if storm.ahead is None else storm.ahead, snapshots),
         context=CONTEXT,
         depth=setup.drafter.depth,
         further=programs.further_rows(device.state, setup.drafter),
@@ -177,7 +186,7 @@ def run(setup: Setup, storm: Storm) -> dict[str, int]:
     loop = Loop(device, scheduler, burst_seconds=1.0, flights=storm.flights)
     rng = np.random.default_rng(storm.seed)
     todo, origin = list(given), {request: [] for request in given}
-    counts = {"retracts": 0, "shared": 0, "rows": 0, "turns": 0}
+    counts = {"retracts": 0, "shared": 0, "restored": 0, "rows": 0, "turns": 0}
     while todo or not loop.idle:
         counts["turns"] += 1
         assert counts["turns"] < 2000, "stuck"
@@ -191,8 +200,13 @@ def run(setup: Setup, storm: Storm) -> dict[str, int]:
             free[[0, *scheduler.pages._free]] = True
             empty[scheduler._free_slots] = True
             device.state = _poison(device.state, free, empty)
+            if scheduler.pages.snapshots is not None:
+                unused = np.zeros(snapshots, bool)
+                unused[scheduler.pages.snapshots._free] = True
+                device.snapshots = _poison_snapshots(device.snapshots, unused)
         admissions, results = loop.turn(int(rng.integers(1, 5)))
         counts["shared"] += sum(admission.begin for admission in admissions)
+        counts["restored"] += sum(admission.restore is not None for admission in admissions)
         for request, landing in results:
             origin[request] += landing.origin
         scheduler.check()
@@ -213,7 +227,8 @@ def run(setup: Setup, storm: Storm) -> dict[str, int]:
 
 def compare_rows(device: Device, given: list[DeviceRequest], wanted: Alone) -> int:
     """Compares the rows of the drafter's paged caches of all running requests. Returns how many."""
-    caches = [x for x in programs.all_caches(device.state.draft) if hasattr(x, "page_table") and x.shares_pages]
+    paged = (x for x in programs.all_caches(device.state.draft) if hasattr(x, "page_table"))
+    caches = [cache for cache in paged if not hasattr(cache, "window")]
     compared = 0
     for index, request in enumerate(given):
         if request.phase is not Phase.RUNNING or not caches:
