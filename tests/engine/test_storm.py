@@ -6,6 +6,8 @@ and some of its rows may be wrong without any effect on the rounds of a short te
 
 import dataclasses
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import deepseek
 import engine_storm
@@ -17,7 +19,6 @@ import toy
 from engine_storm import EOS, Setup, Storm
 
 from jspec.checkpoints import qwen3_next
-from jspec.core import accept
 from jspec.core.accept import block, rejection
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
@@ -94,12 +95,11 @@ def test_any_schedule_gives_the_same(name, storm):
 
 def test_a_draft_whose_state_is_further_than_the_targets_shares_nothing():
     """Its state after a prefix has the root as well, and that is another one in another text."""
-    sizes = dict(num_slots=2, context=16, page_size=4, pages=5)
+    weights = {HYBRID: qwen.params("dense"), T: toy.params().target, toy.NEAR: toy.params().draft}
     shared = []
     for target, draft in [(HYBRID, toy.NEAR), (T, HYBRID)]:
-        weights = {HYBRID: qwen.params("dense"), T: toy.params().target, toy.NEAR: toy.params().draft}
-        parts = dict(target=target, drafter=Standalone(depth=2).bind(target, draft), accept=accept.greedy)
-        made = functools.partial(programs.empty_state, **parts, **sizes)
-        s = jax.eval_shape(made, Params(weights[target], weights[draft]))
-        shared.append(programs.sharing(s, parts["drafter"]))
+        drafter: Any = Standalone(depth=2).bind(target, draft)
+        state = jax.eval_shape(lambda p, init=drafter.init: init(p, 2, 16, 4), Params(weights[target], weights[draft]))
+        s: Any = SimpleNamespace(draft=state)
+        shared.append(programs.sharing(s, drafter))
     assert shared == [0, None]
