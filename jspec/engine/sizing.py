@@ -48,7 +48,7 @@ def fit(
     """The room that there is.
 
     Args:
-      sizes: num_slots, context and page_size.
+      sizes: samples, num_slots, context and page_size, as of `programs.empty_state`.
       pages: None: as many as all slots can use, or as fit; at least enough for one sequence.
       fraction: of the device's memory that may be in use.
       share: whether sequences may share prefixes. Where the target's cache keeps more than pages they do if there is
@@ -56,12 +56,9 @@ def fit(
 
     Raises:
       ValueError: not even the pages of one sequence fit.
-      TypeError: the target's cache lacks a method that an engine needs.
     """
-    num_slots, context, page_size = sizes["num_slots"], sizes["context"], sizes["page_size"]
-    empty = partial(parts["target"].init_cache, batch=num_slots, capacity=context, page_size=page_size)
-    check_cache(jax.eval_shape(empty, params.target))
-    each = -(-context // page_size)
+    num_slots, context = sizes["num_slots"], sizes["context"]
+    each = -(-context // sizes["page_size"])
     least, wanted = each + 2, max(num_slots * each + 1, each + 2)
     one = _state(params, parts, sizes)
     fixed = tree_bytes(one)
@@ -84,16 +81,6 @@ def fit(
                     f"memory_fraction={fraction}; use fewer slots or a shorter context"
                 )
     return Room(pages, snapshots, share and (snapshots > 0 or not of_snapshot))
-
-
-def check_cache(cache: object) -> None:
-    """Raises TypeError if a cache, or that of a group of layers, is not a `SlotCache`."""
-    for part in getattr(cache, "groups", (cache,)):
-        if not slots.is_slot_cache(part):
-            raise TypeError(
-                f"model: its {type(part).__name__} lacks the methods of jspec.core.slots.SlotCache, without which "
-                "sequences cannot come and go; add them (docs/adding-a-cache.md) or use jspec.generate"
-            )
 
 
 def _state(params: Params, parts: Static, sizes: dict[str, int]) -> DecodeState:

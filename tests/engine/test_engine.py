@@ -4,8 +4,6 @@ import asyncio
 import dataclasses
 import functools
 import threading
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +12,6 @@ import qwen
 import toy
 
 import jspec
-from jspec.cache import HybridCache
 from jspec.core import accept
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
@@ -252,7 +249,7 @@ def test_a_hybrid_model_shares_states_and_forgets_them_with_the_weights():
 def test_pages_and_snapshots_fit_into_the_memory(monkeypatch):
     """Where there is no memory for a snapshot nothing is shared; where there is little, pages come first."""
     parts = dict(target=qwen.KINDS["dense"], drafter=Ngram(), accept=accept.greedy)
-    params, sizes = Params(qwen.params("dense")), dict(num_slots=3, context=64, page_size=4)
+    params, sizes = Params(qwen.params("dense")), dict(samples=False, num_slots=3, context=64, page_size=4)
     made = sizing._state(params, parts, sizes)
     monkeypatch.setattr(sizing, "_state", lambda params, parts, sizes: made)
     fixed, snapshot = tree_bytes(made), tree_bytes(programs.kept_states(made.cache))
@@ -276,21 +273,6 @@ def test_pages_and_snapshots_fit_into_the_memory(monkeypatch):
         assert fit(budget, True, 9) == sizing.Room(9, given, given > 0)
         numbers.add(room.snapshots)
     assert numbers == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("groups", [False, True])
-def test_a_cache_without_slots_is_refused(groups):
-    class Lone:
-        def commit(self, rows, start, path, length):
-            return self
-
-    target = SimpleNamespace(init_cache=lambda params, batch, capacity, page_size: cache)
-    cache: Any = HybridCache((Lone(),), ()) if groups else Lone()
-    jax.tree_util.register_pytree_node(Lone, lambda cache: ((), None), lambda _, children: Lone())
-    parts: Any = dict(target=target, drafter=Ngram(), accept=accept.greedy)
-    sizes = dict(num_slots=1, context=8, page_size=4)
-    with pytest.raises(TypeError, match=r"model: its Lone lacks the methods of jspec\.core\.slots\.SlotCache"):
-        sizing.fit(Params(None), parts, sizes, pages=None, fraction=1.0, share=True)
 
 
 def test_weights_of_another_shape_are_refused(engine):
