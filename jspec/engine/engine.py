@@ -5,50 +5,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypedDict, Unpack, overload
+from typing import Unpack, overload
 
-import jax
-from jaxtyping import PyTree
 from tqdm import tqdm
 
 from jspec.core import stopping
-from jspec.core.accept import greedy
 from jspec.core.checks import check_flag, check_int, check_number
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import Accept, Drafter, Params, RowSampling
-from jspec.engine import programs, sizing
-from jspec.engine.device import Device, DeviceRequest, Landing, Static
+from jspec.core.types import Accept, Drafter, Params
+from jspec.engine import sizing
+from jspec.engine.assembly import assemble
+from jspec.engine.device import DeviceRequest, Landing
 from jspec.engine.handle import EngineError, Handle, wake
-from jspec.engine.loop import FLIGHTS, MAX_ROUNDS, Loop
+from jspec.engine.loop import Loop
 from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.model import Model
-from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateOptions, choose_drafter, choose_rule
-from jspec.engine.pages import Pages
+from jspec.engine.options import DEFAULT_PAGE_SIZE, CommonKeywords, GenerateOptions, RequestKeywords
 from jspec.engine.request import QueueFull, Request
 from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece
-from jspec.engine.run import Prompt, encode_prompts
-from jspec.engine.schedule import Scheduler
+from jspec.engine.run import Prompt, check_model, encode_prompts
 from jspec.engine.score import Scores, check_score, split
-from jspec.engine.stop_pool import StopPool
 
 DEFAULT_CONTEXT = 8192
 """Tokens of the longest request, prompt included, unless the model's context is shorter."""
-
-
-class CommonKeywords(TypedDict, total=False):
-    """The options that all requests of one call share; see `Engine.submit`."""
-
-    max_new_tokens: int
-    stop: str | Sequence[str]
-    logprobs: bool | int
-    priority: int
-    salt: str
-
-
-class RequestKeywords(CommonKeywords, total=False):
-    """The options of a request; see `Engine.submit`."""
-
-    sampling: Sampling | None
 
 
 class Engine:
@@ -98,6 +77,7 @@ class Engine:
         max_queue: int | None = None,
     ):
         # Check the arguments.
+        check_model(model)
         slots = check_int("slots", slots, least=1)
         page_size = check_int("page_size", page_size, least=1)
         prefill_tokens = check_int("prefill_tokens", prefill_tokens, least=1)
@@ -110,51 +90,25 @@ class Engine:
         context = min(longest, DEFAULT_CONTEXT) if context is None else context
         context = check_int("context", context, least=2, most=longest)
 
-        # Choose the parts of a round.
+        # Make the parts.
         self.model, self.context = model, context
-        any_row = RowSampling(temperature=jax.numpy.zeros(1))
-        rule, chosen = choose_rule(accept, any_row, choose_drafter(drafter, model))
-        bound = chosen.bind(model.target, model.draft)
-        if lacking := programs.without_slots(model.params, model.target, bound):
-            raise ValueError(
-                f"model={model.name!r}: its cache {', '.join(sorted(lacking))} must have the methods of "
-                "jspec.core.slots.SlotCache, by which sequences come and go; jspec.generate works without them"
-            )
-        parts: Static = {"target": model.target, "drafter": bound, "accept": rule}
-        # A rule by name is the greedy one where nothing is sampled.
-        greedy_rule = greedy if accept is None or isinstance(accept, str) else rule
-        samples = programs.always_samples(model.params, **parts)
-
-        # Size the caches and make the state of all slots.
-        sizes = {"samples": samples, "num_slots": slots, "context": context, "page_size": page_size}
-        room = sizing.fit(model.params, parts, sizes, pages=pages, fraction=fraction, share=share)
-        self.stops = StopPool(model)
-        self.device = Device(
-            model.params,
-            parts,
-            self.stops,
-            **sizes,
-            pages=room.pages,
-            snapshots=room.snapshots,
-            max_rounds=MAX_ROUNDS,
-            greedy_rule=greedy_rule,
-        )
-        ahead = programs.sharing(self.device.state, bound)
-        further = programs.further_rows(self.device.state, bound)
-        self.scheduler = Scheduler(
+        self.device, self.scheduler = assemble(
+            model,
+            drafter,
+            accept,
             slots=slots,
-            pages=Pages(room.pages, page_size, ahead if room.shares else None, room.snapshots),
             context=context,
-            depth=bound.depth,
-            further=further,
-            read_shapes=sizing.read_shapes(slots, context, prefill_tokens, max(1, ahead or 0) + further),
+            pages=pages,
+            fraction=fraction,
+            page_size=page_size,
             prefill_tokens=prefill_tokens,
-            flights=FLIGHTS,
+            share=share,
         )
+        self.stops = self.device.stops
         self._loop = Loop(self.device, self.scheduler, burst_seconds=burst_seconds)
         self._handles: dict[DeviceRequest, Handle] = {}
         self._weights, self._scoring = threading.Lock(), threading.Lock()
-        self._counters = Counters(bound.depth)
+        self._counters = Counters(self.scheduler.depth)
         self._waiting = 0
 
         # Start the thread.
@@ -332,7 +286,7 @@ class Engine:
         Raises:
           ValueError: another structure, shape or dtype.
         """
-        check_same_shapes(self.model.params, params)
+        sizing.check_same_shapes(self.model.params, params)
         done = threading.Event()
 
         def replace() -> None:
@@ -541,21 +495,3 @@ class Engine:
             counters.observe("time_to_first_token", now - times.submitted)
         else:
             counters.observe("inter_token", (now - times.last_token) / len(landing.tokens), len(landing.tokens))
-
-
-def check_same_shapes(old: PyTree, new: PyTree) -> None:
-    """Checks that weights can replace others without compiling anything.
-
-    Raises:
-      ValueError: another structure, shape or dtype, with the path of the leaf.
-    """
-    olds, structure = jax.tree_util.tree_flatten_with_path(old)
-    news, other = jax.tree_util.tree_flatten_with_path(new)
-    if structure != other:
-        raise ValueError(f"params: their structure is {other}; must be {structure}")
-    for (path, x), (_, y) in zip(olds, news, strict=True):
-        if not hasattr(y, "shape") or x.shape != y.shape or x.dtype != y.dtype:
-            raise ValueError(
-                f"params{jax.tree_util.keystr(path)}: is {getattr(y, 'dtype', type(y).__name__)}"
-                f"{list(getattr(y, 'shape', ()))}; must be {x.dtype}{list(x.shape)}"
-            )

@@ -106,6 +106,22 @@ class GenerateKeywords(TypedDict, total=False):
     debug: bool
 
 
+class CommonKeywords(TypedDict, total=False):
+    """The options that all requests of one call share; see `jspec.Engine.submit`."""
+
+    max_new_tokens: int
+    stop: str | Sequence[str]
+    logprobs: bool | int
+    priority: int
+    salt: str
+
+
+class RequestKeywords(CommonKeywords, total=False):
+    """The options of a request; see `jspec.Engine.submit`."""
+
+    sampling: Sampling | None
+
+
 def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
     """As `drafters.resolve`; "auto" is the drafter that uses the loaded draft, or ngram if there is no draft."""
     if isinstance(drafter, str) and drafter == "auto":

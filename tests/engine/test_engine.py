@@ -108,6 +108,11 @@ def test_samples_of_a_prompt_are_items_of_their_own(engine):
         engine.generate(PROMPTS[:2], n=3, seed=[1, 2])
 
 
+def test_an_engine_needs_a_model():
+    with pytest.raises(TypeError, match="model='toy': must be a jspec.Model"):
+        Engine("toy")
+
+
 def test_a_request_has_a_single_prompt(engine):
     with pytest.raises(ValueError, match="prompt: is a list of 2 prompts; must be a single one"):
         engine.submit(PROMPTS[:2])

@@ -1,4 +1,4 @@
-"""The automata of many stop sets in one table: each works as if it were alone, and a full table says so."""
+"""The automata of many stop sets in one table: each works as if it were alone, and a full table refuses more."""
 
 import random
 from types import SimpleNamespace
