@@ -50,6 +50,12 @@ def _group(file: str, *mutants: tuple[str, str, str, str]) -> tuple[Mutant, ...]
     )
 
 
+_STORM = "engine/test_storm.py::test_any_schedule_gives_the_same"
+_FEW, _RECURRENT, _SLIDING = (
+    f"{_STORM}[recurrent_ngram-few_snapshots]",
+    f"{_STORM}[recurrent_ngram-wide]",
+    f"{_STORM}[sliding_ngram-wide]",
+)
 _LIMIT = "core/test_decode.py::test_sequences_end_exactly_at_their_limit[Planted(depth=4)]"
 _PLAIN = "core/test_decode.py::test_plain_decoding_is_the_argmax_of_one_forward_over_its_own_output"
 _CHAINS = "core/test_exact.py::test_on_chains_the_code_decides_like_the_program[rejection-2-sampled]"
@@ -381,6 +387,12 @@ MUTANTS = (
     *_group(
         "jspec/cache/swa.py",
         (
+            "a snapshot of the ring of another slot",
+            "return self.pool[:, :, self._ring(slot)]",
+            "return self.pool[:, :, self._ring(0)]",
+            _SLIDING,
+        ),
+        (
             "a window of one more",
             "jnp.maximum(positions - self.window + 1, 0)",
             "jnp.maximum(positions - self.window, 0)",
@@ -445,6 +457,12 @@ MUTANTS = (
             "new.inputs, length))",
             "new.inputs, 0 * length))",
             f"{_CACHES}[recurrent-tree-16-5]",
+        ),
+        (
+            "a snapshot with the window of another slot",
+            "for x in self.states), self.windows[:, slot]",
+            "for x in self.states), self.windows[:, 0]",
+            _RECURRENT,
         ),
     ),
     *_group(
@@ -622,6 +640,40 @@ MUTANTS = (
             _NGRAM,
         ),
         ("a copy that runs out of text", "[None] % period", "[None]", _NGRAM),
+    ),
+    *_group(
+        "jspec/engine/device.py",
+        (
+            "the wrong snapshot is restored",
+            "np.int32(admission.slot), np.int32(admission.restore)",
+            "np.int32(admission.slot), np.int32(0)",
+            _RECURRENT,
+        ),
+        ("nothing is restored", "if admission.restore is not None:", "if False:", _FEW),
+        (
+            "the first of two snapshots in one place stays",
+            "for slot, place in zip(plan.slots, plan.save, strict=True):",
+            "for slot, place in list(zip(plan.slots, plan.save, strict=True))[::-1]:",
+            _FEW,
+        ),
+    ),
+    *_group(
+        "jspec/engine/programs.py",
+        (
+            "a draft's state is shared",
+            "if jax.tree.leaves(kept_states(s.draft)):",
+            "if False:",
+            "engine/test_storm.py::test_a_draft_whose_state_is_further_than_the_targets_shares_nothing",
+        ),
+    ),
+    *_group(
+        "jspec/engine/sharing.py",
+        (
+            "a state is saved a token late",
+            "whole, rest = divmod(request.read, pages.size)",
+            "whole, rest = divmod(request.read - 1, pages.size)",
+            _FEW,
+        ),
     ),
 )
 

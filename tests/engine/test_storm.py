@@ -12,6 +12,7 @@ from typing import Any
 import deepseek
 import engine_storm
 import gemma
+import hlo
 import jax
 import pytest
 import qwen
@@ -71,6 +72,8 @@ SETUPS = {
 }
 KEEPS = [name for name in SETUPS if name.startswith(("sliding", "hybrid", "recurrent"))]
 """Those whose target keeps more than pages of a sequence."""
+WRITES = {"parameter", "get-tuple-element", "bitcast", "scatter", "dynamic-update-slice", "fusion"}
+"""What makes an array of all slots or places."""
 STORMS = {
     "wide": Storm(),
     "tiny_pool": Storm(count=14, pages=13, eos=(EOS,), seed=4),
@@ -103,3 +106,20 @@ def test_a_draft_whose_state_is_further_than_the_targets_shares_nothing():
         s: Any = SimpleNamespace(draft=state)
         shared.append(programs.sharing(s, drafter))
     assert shared == [0, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sliding_ngram", "hybrid_ngram"])
+def test_snapshots_are_copied_in_place(name):
+    """Saving writes nothing but places, restoring nothing but slots, and no array of all of them is copied."""
+    setup = SETUPS[name]
+    made = functools.partial(programs.empty_state, **setup.static, samples=False)
+    s = jax.eval_shape(functools.partial(made, num_slots=4, context=48, page_size=4, pages=20), setup.weights())
+    snapshots = jax.eval_shape(functools.partial(programs.empty_snapshots, count=3), s.cache)
+    at = jax.ShapeDtypeStruct((), "int32")
+    restore, save = programs.restore.lower(s, snapshots, at, at), programs.save.lower(snapshots, s.cache, at, at)
+    for lowered, written, kept in [(restore, s.cache, snapshots), (save, snapshots, s.cache)]:
+        lines = [line for part in hlo.computations(lowered.compile().as_text()).values() for line in part]
+        for shapes, allowed in [(kept, {"parameter"}), (written, WRITES)]:
+            for x in jax.tree.leaves(shapes):
+                assert set(hlo.made(lines, f"f32[{','.join(map(str, x.shape))}]")) <= allowed
