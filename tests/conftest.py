@@ -102,6 +102,8 @@ EXTRAS = {
     "matplotlib": "notebooks",
     "nbclient": "notebooks",
     "mkdocs": "docs",
+    "flax": "train",
+    "optax": "train",
 }
 
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -16,12 +17,17 @@ def page_name(path):
 
 @pytest.mark.fast("README")
 @pytest.mark.parametrize("path", PAGES_WITH_CODE, ids=page_name)
-def test_code_runs(path, capsys, tmp_path, monkeypatch):
+def test_code_runs(path, capsys, tmp_path, monkeypatch, needs):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     names: dict = {}
     for block in blocks:
-        exec(compile(block, page_name(path), "exec"), names)
+        for package in ("flax", "optax"):
+            if re.search(rf"^(?:from|import) {package}\b", block, flags=re.MULTILINE):
+                needs(package)
+        # Optimizers of others promote types.
+        with jax.numpy_dtype_promotion("standard" if "import optax" in block else "strict"):
+            exec(compile(block, page_name(path), "exec"), names)
     if "jspec.generate(" in "".join(blocks):
         assert names["out"].stats.accept_length >= 1
 
