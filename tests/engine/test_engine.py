@@ -362,6 +362,8 @@ def test_closing_cancels(engine):
     assert handle.result(timeout=60).finish_reason in ("cancelled", "length", "eos")
     with pytest.raises(EngineError, match="closed"):
         other.submit(PROMPTS[0], max_new_tokens=4)
+    with pytest.raises(EngineError, match="closed"):
+        other.score(PROMPTS[0])
 
 
 def test_shapes_of_reads():
