@@ -225,11 +225,17 @@ def run(setup: Setup, storm: Storm) -> dict[str, int]:
     return counts
 
 
+def _is_state(x: Any) -> bool:
+    return isinstance(x, RecurrentCache)
+
+
 def compare_rows(device: Device, given: list[DeviceRequest], wanted: Alone) -> int:
     """Compares the rows of the drafter's paged caches of all running requests. Returns how many."""
     paged = (x for x in programs.all_caches(device.state.draft) if hasattr(x, "page_table"))
     caches = [cache for cache in paged if not hasattr(cache, "window")]
-    compared = 0
+    # A recurrent state is summed in other blocks where a prompt is read in other chunks.
+    recurrent = any(map(_is_state, jax.tree.leaves(device.state.cache, is_leaf=_is_state)))
+    compared, atol = 0, 2e-4 if recurrent else 3e-5
     for index, request in enumerate(given):
         if request.phase is not Phase.RUNNING or not caches:
             continue
@@ -238,6 +244,6 @@ def compare_rows(device: Device, given: list[DeviceRequest], wanted: Alone) -> i
         for cache, rows in zip(caches, wanted.rows[index], strict=True):
             pages = [*request.pages, 0]
             got = rows_of(cache, pages)[:, :, :count]
-            np.testing.assert_allclose(got, rows[:, :, :count], atol=3e-5, err_msg=f"request {index}")
+            np.testing.assert_allclose(got, rows[:, :, :count], atol=atol, err_msg=f"request {index}")
             compared += count
     return compared
