@@ -72,6 +72,8 @@ _MLA = "kernels/test_mla_attention.py::test_equals_a_softmax_in_float64[page_of_
 _EAGLE = "drafters/test_eagle.py::test_sampled_drafts_report_the_distribution_after_their_own_path"
 _MTP = "drafters/test_mtp.py::test_proposals_are_those_of_a_pass_over_the_whole_text[None]"
 _NGRAM = "drafters/test_drafters.py::test_ngram_by_example"
+_DEVICE = "engine/test_device.py::test_a_retracted_sequence_continues_its_stop_string_and_its_noise"
+_SCHEDULE = "engine/test_schedule.py::test_storms"
 
 MUTANTS = (
     *_group(
@@ -596,6 +598,13 @@ MUTANTS = (
             "end = jnp.where(moved, committed.start + committed.length, start)",
             "drafters/test_drafters.py::test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes[good_draft]",
         ),
+        ("the row of the root has no page", "return 1\n", "return 0\n", f"{_STORM}[standalone-tiny_pool]"),
+        (
+            "a sequence that stands still gets another proposal",
+            "proposal = where_sequences(count > 0, proposal, state.proposal)",
+            "proposal = proposal",
+            f"{_STORM}[standalone-rows]",
+        ),
     ),
     *_group(
         "jspec/drafters/eagle.py",
@@ -611,6 +620,7 @@ MUTANTS = (
             "feature[:, :1] * jnp.ones((1, frontier.tokens.shape[1], 1)),",
             _EAGLE,
         ),
+        ("rows that depend on another text are shared", "return 1\n", "return 0\n", f"{_STORM}[eagle-rows]"),
     ),
     *_group(
         "jspec/drafters/frozen_kv_mtp.py",
@@ -673,6 +683,58 @@ MUTANTS = (
             "whole, rest = divmod(request.read, pages.size)",
             "whole, rest = divmod(request.read - 1, pages.size)",
             _FEW,
+        ),
+    ),
+    *_group(
+        "jspec/engine/programs.py",
+        (
+            "no sequence is held",
+            "return (part.finish_code == stopping.RUNNING) & (rows > ceiling)",
+            "return (part.finish_code == stopping.RUNNING) & (rows > ceiling) & False",
+            f"{_STORM}[ngram-tiny_pool]",
+        ),
+        (
+            "held sequences take part",
+            "finish_code=jnp.where(hold, WAITING, part.finish_code)",
+            "finish_code=jnp.where(hold, part.finish_code, part.finish_code)",
+            f"{_STORM}[ngram-tiny_pool]",
+        ),
+        (
+            "a token is chosen again after a retract",
+            "active = plan.ends & ~plan.known",
+            "active = plan.ends",
+            f"{_STORM}[standalone-tiny_pool]",
+        ),
+    ),
+    *_group(
+        "jspec/engine/device.py",
+        (
+            "stop strings begin anew after a retract",
+            "self.stops.state_after(request.start_state, request.tokens)",
+            "request.start_state",
+            _DEVICE,
+        ),
+        ("noise depends on the slot", "seeds[row] = request.seed", "seeds[row] = admission.slot", _DEVICE),
+    ),
+    *_group(
+        "jspec/engine/schedule.py",
+        (
+            "a hit covers all that is to be read",
+            "request.reading - self.pages.reread, request.salt",
+            "request.reading, request.salt",
+            _SCHEDULE,
+        ),
+        (
+            "a request returns while it is in the air",
+            "if request.flights:",
+            "if False:",
+            _SCHEDULE,
+        ),
+        (
+            "slots are not released",
+            "            self._released.append(request.slot)\n",
+            "",
+            _SCHEDULE,
         ),
     ),
 )
