@@ -16,8 +16,8 @@ FAMILIES = (
     *(f"gemma4-{kind}" for kind in hf.GEMMA4_KINDS),
     *(f"deepseek-{kind}" for kind in hf.DEEPSEEK_KINDS),
 )
-TOLERANCE = {"gemma4": 3e-5, "qwen3_next": 3e-4, "qwen3_5": 3e-4, "qwen3_5_moe": 3e-4}
-"""Families whose logits differ by more than 1e-5; their own tests allow 1e-4 and 1e-3."""
+TOLERANCE = {"gemma4": 3e-5, "qwen3_next": 1e-3, "qwen3_5": 1e-3, "qwen3_5_moe": 1e-3}
+"""Families with some logits that differ by more than 1e-5, but less than half of all do."""
 
 
 @pytest.mark.slow
@@ -36,6 +36,8 @@ def test_scores_equal_transformers(tmp_path, family):
             log_p = torch.log_softmax(oracle(torch.tensor([prompt])).logits[0].double(), -1)
         wanted = log_p[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].numpy()
         np.testing.assert_allclose(scores.logprobs[1:], wanted, atol=tolerance, rtol=0)
+        if len(prompt) > 10:
+            assert np.median(np.abs(scores.logprobs[1:] - wanted)) < 1e-5
         values, _ = log_p[:-1].topk(4, dim=-1)
         if len(prompt) > 1:
             top = [[x for _, x in entry] for entry in scores.top[1:]]
