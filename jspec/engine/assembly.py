@@ -1,17 +1,33 @@
-"""Makes the parts of an engine: the device with the state of all slots, and the scheduler."""
+"""Makes the parts of an engine: the device with the state of all slots, the scheduler, and requests."""
+
+import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from jspec.core.accept import greedy
+from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Drafter, RowSampling
 from jspec.engine import programs, sizing
-from jspec.engine.device import Device, Static
+from jspec.engine.device import Device, DeviceRequest, Static
 from jspec.engine.loop import FLIGHTS, MAX_ROUNDS
 from jspec.engine.model import Model
-from jspec.engine.options import bind_drafter, choose_drafter, choose_rule
+from jspec.engine.options import GenerateOptions, bind_drafter, choose_drafter, choose_rule
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
 from jspec.engine.stop_pool import StopPool
+
+
+@dataclasses.dataclass(frozen=True)
+class OneShape:
+    """For requests that are all known in advance: one program reads prompts and one runs rounds, on all slots.
+
+    read: sequences and columns of the program that reads.
+    tier: of the sampling options that are in use (`jspec.engine.device.TIERS`).
+    """
+
+    read: tuple[int, int]
+    tier: int
 
 
 def assemble(
@@ -26,8 +42,11 @@ def assemble(
     page_size: int,
     prefill_tokens: int,
     share: bool,
+    only: OneShape | None = None,
 ) -> tuple[Device, Scheduler]:
     """The parts of an engine. The arguments are those of `jspec.Engine`.
+
+    only: the shapes of all programs; None: those for requests of any kind.
 
     Raises:
       ValueError, TypeError: a drafter, a rule or a cache that does not suit, or a state that does not fit.
@@ -56,19 +75,57 @@ def assemble(
         snapshots=room.snapshots,
         max_rounds=MAX_ROUNDS,
         greedy_rule=greedy if accept is None or isinstance(accept, str) else rule,
+        sizes=None if only is None else [slots],
+        least_tier=0 if only is None else only.tier,
     )
 
     # Who runs when.
     ahead = programs.sharing(device.state, bound)
     further = programs.further_rows(device.state, bound)
+    narrowest = max(1, ahead or 0) + further
+    if only is None:
+        shapes = sizing.read_shapes(slots, context, prefill_tokens, narrowest)
+    else:
+        shapes = [(only.read[0], max(only.read[1], narrowest))]
     scheduler = Scheduler(
         slots=slots,
         pages=Pages(room.pages, page_size, ahead if room.shares else None, room.snapshots),
         context=context,
         depth=bound.depth,
         further=further,
-        read_shapes=sizing.read_shapes(slots, context, prefill_tokens, max(1, ahead or 0) + further),
+        read_shapes=shapes,
         prefill_tokens=prefill_tokens,
         flights=FLIGHTS,
     )
     return device, scheduler
+
+
+def make_requests(
+    device: Device,
+    scheduler: Scheduler,
+    prompts: Sequence[list[int]],
+    options: GenerateOptions,
+    samplings: Sequence[Sampling | None],
+    priority: int = 0,
+    salt: str = "",
+) -> list[DeviceRequest]:
+    """Requests that are not in the queue yet. All of them are checked before the first one is made.
+
+    Raises:
+      ValueError, TypeError: options that do not suit the model or each other, or a request that can never fit.
+      QueueFull: the stop strings of other requests leave no space for these.
+    """
+    vocab_size = device.parts["target"].vocab_size
+    options.check_vocabulary(vocab_size)
+    requests = []
+    for ids, seed, sampling in zip(prompts, options.seeds(len(prompts)).tolist(), samplings, strict=True):
+        request = DeviceRequest(ids, options.max_new_tokens, priority, salt)
+        request.sampling, request.seed = sampling, seed
+        request.stop = tuple(options.stop)
+        request.logprobs, request.top_logprobs = bool(options.logprobs), options.top_logprobs
+        scheduler.check_fits(request)
+        per_row(sampling, 1, vocab_size)
+        requests.append(request)
+    for request in requests:
+        request.start_state = device.stops.add(request.stop)
+    return requests

@@ -105,6 +105,12 @@ class Landing(Landed):
     dropped: int = 0
 
 
+_empty_state = jax.jit(
+    programs.empty_state,
+    static_argnames=("target", "drafter", "accept", "samples", "num_slots", "context", "page_size", "pages"),
+)
+
+
 class Device:
     """Runs the plans of a scheduler.
 
@@ -113,6 +119,8 @@ class Device:
     max_rounds: of a burst.
     snapshots: places for what the target's cache keeps of a sequence outside of pages.
     greedy_rule: the acceptance rule of bursts in which no sequence samples.
+    sizes: slot counts for which programs are compiled, ascending, the last of them `num_slots`; None: `buckets`.
+    least_tier: every program has at least the sampling options of this tier.
 
     Attributes:
       state: the decode state of all slots, replaced by every program.
@@ -134,16 +142,19 @@ class Device:
         max_rounds: int,
         snapshots: int = 0,
         greedy_rule: Accept = greedy,
+        sizes: Sequence[int] | None = None,
+        least_tier: int = 0,
     ):
         self.params, self.parts, self.stops = params, parts, stops
         self.num_slots, self.context, self.max_rounds = num_slots, context, max_rounds
         self.num_snapshots = snapshots
-        self._greedy_rule, self._samples = greedy_rule, samples
+        self._greedy_rule, self._samples, self._least_tier = greedy_rule, samples, least_tier
         self._width = -(-context // page_size)
-        self._buckets = buckets(num_slots)
+        self._buckets = buckets(num_slots) if sizes is None else sizes
         self._last_sampling: tuple[object, RowSampling | None, object] = (None, None, None)
-        sizes = {"num_slots": num_slots, "context": context, "page_size": page_size, "pages": pages}
-        self.state: DecodeState = jax.jit(partial(programs.empty_state, **parts, **sizes, samples=samples))(params)
+        self.state: DecodeState = _empty_state(
+            params, **parts, samples=samples, num_slots=num_slots, context=context, page_size=page_size, pages=pages
+        )
         places = partial(programs.empty_snapshots, count=snapshots)
         self.snapshots: list[PyTree] = jax.jit(places)(self.state.cache) if snapshots else []
         sampling = RowSampling(temperature=_argument(np.zeros(num_slots, np.float32))) if samples else None
@@ -241,7 +252,7 @@ class Device:
             table[row, : len(own)] = own
             samplings[row] = request.sampling
             logprobs, top = logprobs or request.logprobs, max(top, request.top_logprobs)
-        tier, rule = TIERS[max(map(tier_of, samplings))], self.parts["accept"]
+        tier, rule = TIERS[max(self._least_tier, *map(tier_of, samplings))], self.parts["accept"]
         if not tier:
             tier, rule = (TIERS[1], rule) if self._samples else (tier, self._greedy_rule)
         chosen = None if seats.slots is None else _argument(seats.slots)

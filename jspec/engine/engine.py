@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 from jspec.core import stopping
 from jspec.core.checks import check_flag, check_int, check_number
-from jspec.core.sampling import Sampling, per_row
+from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter, Params
 from jspec.engine import sizing
-from jspec.engine.assembly import assemble
+from jspec.engine.assembly import assemble, make_requests
 from jspec.engine.device import DeviceRequest, Landing
 from jspec.engine.handle import EngineError, Handle, wake
 from jspec.engine.loop import Loop
@@ -363,21 +363,9 @@ class Engine:
         priority: int,
         salt: str,
     ) -> list[Handle]:
-        """Requests that are not in the queue yet. All of them are checked before the first one exists."""
+        """Requests that are not in the queue yet."""
         self._check_alive()
-        options.check_vocabulary(self.model.target.vocab_size)
-        requests = []
-        seeds = options.seeds(len(prompts)).tolist()
-        for ids, seed, sampling in zip(prompts, seeds, samplings, strict=True):
-            request = DeviceRequest(ids, options.max_new_tokens, priority, salt)
-            request.sampling, request.seed = sampling, seed
-            request.stop = tuple(options.stop)
-            request.logprobs, request.top_logprobs = bool(options.logprobs), options.top_logprobs
-            self.scheduler.check_fits(request)
-            per_row(sampling, 1, self.model.target.vocab_size)
-            requests.append(request)
-        for request in requests:
-            request.start_state = self.stops.add(request.stop)
+        requests = make_requests(self.device, self.scheduler, prompts, options, samplings, priority, salt)
         return [Handle(x, self.model.tokenizer, self._cancel, self.scheduler.depth) for x in requests]
 
     def _enqueue(self, handles: Sequence[Handle], most: int | None = None) -> None:

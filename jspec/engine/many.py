@@ -1,18 +1,32 @@
-"""More prompts than run at once: they take turns in the slots of an engine."""
+"""More prompts than run at once: they take turns in the slots of an engine, in the thread of the caller."""
 
+import time
 from collections.abc import Sequence
 
+from tqdm import tqdm
+
+from jspec.core import stopping
 from jspec.core.sampling import per_row
 from jspec.engine import programs
-from jspec.engine.engine import Engine
+from jspec.engine.assembly import OneShape, assemble, make_requests
+from jspec.engine.device import DeviceRequest, tier_of
+from jspec.engine.handle import Handle
+from jspec.engine.loop import Loop
 from jspec.engine.model import Model
 from jspec.engine.options import GenerateOptions, bind_drafter, check_fits, choose_drafter, choose_rule
-from jspec.engine.result import Generations
+from jspec.engine.result import Generations, GenerationStats
 from jspec.engine.run import Prompt, bucket, encode_prompts
+from jspec.engine.schedule import Scheduler
 
 MAX_BATCH = 64
 """Prompts that run at once. More of them take turns, so memory does not grow with their number, and a sequence that
 ends early makes room for the next one."""
+PREFILL_TOKENS = 1024
+"""Prompt tokens that are read between two bursts."""
+MEMORY_FRACTION = 0.9
+"""Of the device's memory, that may be in use."""
+BURST_SECONDS = 0.1
+"""Time of the rounds after which the host hears of sequences that have ended."""
 
 
 def generate_many(
@@ -38,24 +52,42 @@ def generate_many(
     check_fits(model.target, longest, options.max_new_tokens, bound)
     if programs.without_slots(model.params, model.target, bound):
         return None
+
+    # All requests are known, so one program of each kind is enough.
+    given = options.sampling
+    samplings = list(given) if isinstance(given, Sequence) else [given] * count
+    columns = min(bucket(longest), PREFILL_TOKENS)
     # If nothing is sampled, every named rule is the greedy one, and so is None.
     all_greedy = row_sampling is None or row_sampling.temperature is None
-    with Engine(
+    device, scheduler = assemble(
         model,
-        drafter=options.drafter,
-        accept=None if all_greedy and isinstance(options.accept, str) else options.accept,
+        options.drafter,
+        None if all_greedy and isinstance(options.accept, str) else options.accept,
         slots=MAX_BATCH,
         context=min(bucket(longest + options.max_new_tokens), model.target.max_length),
+        pages=None,
+        fraction=MEMORY_FRACTION,
         page_size=options.page_size,
-    ) as engine:
-        out = engine.generate(
-            prompt_ids,
-            max_new_tokens=options.max_new_tokens,
-            sampling=options.sampling,
-            stop=options.stop,
-            seed=options.seed,
-            logprobs=options.logprobs,
-            progress=progress,
-        )
-    assert isinstance(out, Generations)
-    return out
+        prefill_tokens=PREFILL_TOKENS,
+        share=True,
+        only=OneShape((min(MAX_BATCH, PREFILL_TOKENS // columns), columns), max(map(tier_of, samplings))),
+    )
+    began = time.monotonic()
+    requests = make_requests(device, scheduler, prompt_ids, options, samplings)
+    handles = {x: Handle(x, model.tokenizer, lambda _: None, scheduler.depth) for x in requests}
+    _run(Loop(device, scheduler, burst_seconds=BURST_SECONDS), scheduler, handles, progress)
+    items = [handle.generation() for handle in handles.values()]
+    return Generations(items, GenerationStats.total([x.stats for x in items], time.monotonic() - began))
+
+
+def _run(loop: Loop, scheduler: Scheduler, handles: dict[DeviceRequest, Handle], progress: bool) -> None:
+    """Runs all requests until the last of them has ended."""
+    for request in handles:
+        scheduler.submit(request)
+    with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:
+        while not loop.idle:
+            _, results = loop.turn()
+            now = time.monotonic()
+            for request, landing in results:
+                handles[request].deliver(landing, now)
+            bar.update(sum(landing.finish_code != stopping.RUNNING for _, landing in results))

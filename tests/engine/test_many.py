@@ -61,7 +61,7 @@ def test_prompts_that_take_turns_give_what_one_batch_gives(options):
 
 
 def test_as_few_prompts_as_run_at_once_and_a_long_one_are_no_engines_work(monkeypatch):
-    monkeypatch.setattr(many, "Engine", None)
+    monkeypatch.setattr(many, "assemble", None)
     options = GenerateOptions()
     assert many.generate_many(model(), PROMPTS[:3], options) is None
     assert many.generate_many(model(), PROMPTS[5], options) is None
@@ -83,7 +83,7 @@ def test_as_few_prompts_as_run_at_once_and_a_long_one_are_no_engines_work(monkey
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_bad_options_are_refused_before_there_is_an_engine(monkeypatch, options, message):
-    monkeypatch.setattr(many, "Engine", None)
+    monkeypatch.setattr(many, "assemble", None)
     with pytest.raises((ValueError, TypeError), match=message):
         jspec.generate(model(), PROMPTS, **options)
 
