@@ -60,6 +60,7 @@ def check_top(generation, k, model):
         assert abs(logprob - dict(wanted)[text[len(generation.prompt) + at]]) < 2e-5
 
 
+@pytest.mark.slow
 def test_more_prompts_than_slots(engine):
     sampling = [None, Sampling(temperature=0.8), None, Sampling(top_p=0.9), None, None, Sampling(temperature=1.2)]
     options = dict(max_new_tokens=14, sampling=sampling, seed=5, logprobs=3)

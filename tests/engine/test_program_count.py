@@ -56,7 +56,7 @@ CASES = {"greedy": ([0], [0], 12), "all": ([0, 1, 2, 3], [0, 1, 2, 3, 4], 80)}
 SIZES = {"slots": 3, "context": 64, "prefill_tokens": 16}
 
 
-@pytest.mark.fast("greedy")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_number_of_programs_follows_from_the_sizes(case, compiled):
     tiers, stops, count = CASES[case]
