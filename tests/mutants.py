@@ -600,7 +600,7 @@ MUTANTS = (
         ),
         ("the row of the root has no page", "return 1\n", "return 0\n", f"{_STORM}[standalone-tiny_pool]"),
         (
-            "a sequence that stands still gets another proposal",
+            "a held sequence gets another proposal",
             "proposal = where_sequences(count > 0, proposal, state.proposal)",
             "proposal = proposal",
             f"{_STORM}[standalone-rows]",
@@ -619,6 +619,12 @@ MUTANTS = (
             "take_parents(feature, frontier),",
             "feature[:, :1] * jnp.ones((1, frontier.tokens.shape[1], 1)),",
             _EAGLE,
+        ),
+        (
+            "a held sequence gets another feature and proposal",
+            "where_sequences(committed.length > 0, (feature",
+            "where_sequences(committed.length >= 0, (feature",
+            "core/test_decode.py::test_a_sequence_that_was_held_continues_as_if_it_was_not[eagle_tree]",
         ),
         ("rows that depend on another text are shared", "return 1\n", "return 0\n", f"{_STORM}[eagle-rows]"),
     ),

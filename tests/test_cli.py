@@ -93,6 +93,7 @@ def test_decoding_is_greedy_without_sampling_options(arguments, sampling):
     assert common.read_sampling(cli.build_parser().parse_args(["generate", "x", *arguments])) == sampling
 
 
+@pytest.mark.slow
 def test_compare_does_not_compare_the_tokens_of_rules_that_sample_differently(capsys):
     arguments = ("--max-new-tokens", "16", "--temperature", "1", "--accept", "rejection", "--compare")
     status, _, err = run(capsys, "generate", "def add(a, b):", "--model", "bundled:python-tiny", *arguments)
@@ -176,6 +177,7 @@ def test_chat_applies_the_template(capsys, tmp_path):
     assert plain == "# user: hello\n" + chat
 
 
+@pytest.mark.slow
 def test_evaluate_writes_lines_of_data(capsys, tmp_path):
     prompts, metrics = tmp_path / "prompts.json", tmp_path / "metrics.jsonl"
     prompts.write_text(json.dumps(["def f(x):", {"prompt": "class A:"}, "import sys"]))

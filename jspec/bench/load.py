@@ -95,7 +95,7 @@ class LoadResult:
 
 def run(engine: Engine, load: Sequence[Request]) -> LoadRun:
     """Submits all requests at once and waits for the last one."""
-    rounds, preemptions, samples = engine._loop.rounds, engine.scheduler.preemptions, []
+    before, samples = engine.metrics(), []
     began = time.monotonic()
     handles = [engine.submit(prompt, max_new_tokens=new) for prompt, new in load]
     while not all(handle.done for handle in handles):
@@ -103,17 +103,18 @@ def run(engine: Engine, load: Sequence[Request]) -> LoadRun:
         samples.append((time.monotonic() - began, now.running, now.waiting, now.held))
         time.sleep(SAMPLE_SECONDS)
     tokens = sum(len(handle.result().tokens) for handle in handles)
+    after = engine.metrics()
     ended = max(handle.times.ended or began for handle in handles)
     samples.append((ended - began, 0, 0, 0))
     gaps = np.array([gap for handle in handles for gap in _gaps(handle)])
     return LoadRun(
         seconds=ended - began,
         tokens=tokens,
-        rounds=engine._loop.rounds - rounds,
+        rounds=after.device_rounds - before.device_rounds,
         row_rounds=sum(handle.request.rounds for handle in handles),
         first_token=_percentiles([handle.times.arrivals[0][0] - handle.times.submitted for handle in handles]),
         inter_token=_percentiles(gaps),
-        preemptions=engine.scheduler.preemptions - preemptions,
+        preemptions=after.preemptions - before.preemptions,
         samples=samples,
     )
 

@@ -319,6 +319,7 @@ class Engine:
             requests_finished=dict(counters.finished),
             preemptions=scheduler.preemptions,
             rounds=rounds,
+            device_rounds=self._loop.rounds,
             drafted=rounds * scheduler.depth,
             accepted=sum(accepted),
             accepted_by_position=accepted,

@@ -24,7 +24,7 @@ ends early makes room for the next one."""
 PREFILL_TOKENS = 1024
 """Prompt tokens that are read between two bursts."""
 MEMORY_FRACTION = 0.9
-"""Of the device's memory, that may be in use."""
+"""Fraction of the device's memory that may be in use."""
 BURST_SECONDS = 0.1
 """Time of the rounds after which the host hears of sequences that have ended."""
 

@@ -32,7 +32,7 @@ class Metrics:
     prompt_tokens, new_tokens: of requests that were admitted; that were generated.
     requests_finished: requests by finish reason.
     preemptions: requests that left their slot because pages ran out.
-    rounds: rounds, one per sequence and round.
+    rounds, device_rounds: rounds, counted for each sequence that takes part; counted once.
     drafted, accepted: draft tokens of those rounds, counted as the longest chain, and those accepted.
     accepted_by_position: accepted draft tokens at each position of the chain.
     time_to_first_token, inter_token, queue_time, end_to_end: seconds of each request.
@@ -53,6 +53,7 @@ class Metrics:
     requests_finished: dict[str, int]
     preemptions: int
     rounds: int
+    device_rounds: int
     drafted: int
     accepted: int
     accepted_by_position: tuple[int, ...]

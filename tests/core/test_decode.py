@@ -185,6 +185,7 @@ def test_a_state_that_is_continued_with_a_deeper_draft_counts_every_round():
     assert np.array(s.stats.accept_counts)[:, 4].all()
 
 
+@pytest.mark.fast("eagle_tree", "ngram")
 @all_drafters
 def test_several_calls_give_the_state_of_one_call(drafter):
     weights, whole = weights_of(drafter), complete(drafter)
@@ -193,6 +194,24 @@ def test_several_calls_give_the_state_of_one_call(drafter):
         s = toy.run(drafter, weights, s, until)
         assert s.round_index == min(until, int(whole.round_index))
     toy.assert_same(s, whole)
+
+
+@pytest.mark.fast("eagle_tree")
+@all_drafters
+def test_a_sequence_that_was_held_continues_as_if_it_was_not(drafter):
+    """An engine holds a sequence that waits for pages. What is drafted after that shows in the counters alone."""
+    weights, whole = weights_of(drafter), complete(drafter)
+    s = toy.run(drafter, weights, toy.start(drafter, weights), until=2)
+    assert not s.done[1]
+    held = np.array(s.finish_code)
+    held[1] = 8
+    s = toy.run(drafter, weights, dataclasses.replace(s, finish_code=jnp.asarray(held)), until=4)
+    going = np.array(s.finish_code)
+    going[1] = stopping.RUNNING
+    s = toy.run(drafter, weights, dataclasses.replace(s, finish_code=jnp.asarray(going)))
+    toy.assert_same((s.tokens, s.length, s.finish_code), (whole.tokens, whole.length, whole.finish_code))
+    if not isinstance(drafter, RandomTree):  # drafts by the number of the round
+        toy.assert_same(s.stats, whole.stats)
 
 
 @pytest.mark.fast("plain")

@@ -156,6 +156,7 @@ def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
         check_in_place(body, shape)
 
 
+@pytest.mark.fast("eagle_tree")
 @each_name
 def test_the_donated_pools_are_the_result(name):
     text, types = program(name)

@@ -25,7 +25,7 @@ def test_every_drafter_is_under_test():
     assert {type(drafter) for drafter in toy.bound_drafters().values()} == set(DRAFTERS.values()), "add the new one"
 
 
-@pytest.mark.fast("eagle_tree", "ngram")
+@pytest.mark.fast("ngram")
 @each_name
 def test_a_proposal_is_a_tree_of_tokens_that_starts_at_the_last_one(name):
     drafter = toy.bound_drafters()[name]
@@ -275,7 +275,7 @@ def test_a_draft_that_is_the_target_is_always_right(depth):
     np.testing.assert_array_equal(s.stats.accept_counts, np.tile(expected, (len(toy.IDS), 1)))
 
 
-@pytest.mark.fast("good")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", (toy.DRAFT, None), ids=("wrong_draft", "good_draft"))
 def test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes(config):
     """After any number of rounds the draft has read each token once, and has proposed the next one."""

@@ -252,6 +252,7 @@ def test_a_hybrid_model_shares_states_and_forgets_them_with_the_weights():
     assert [program._cache_size() - number for program, number in zip(traced, before, strict=True)] == [1, 1]
 
 
+@pytest.mark.slow
 def test_pages_and_snapshots_fit_into_the_memory(monkeypatch):
     """Where there is no memory for a snapshot nothing is shared; where there is little, pages come first."""
     parts = dict(target=qwen.KINDS["dense"], drafter=Ngram(), accept=accept.greedy)

@@ -59,7 +59,7 @@ def pools(state):
     return [leaf for leaf in jax.tree.leaves(state) if leaf.ndim == 6]
 
 
-@pytest.mark.fast("standalone-2")
+@pytest.mark.slow
 @pytest.mark.parametrize("count", (2, SLOTS), ids=str)
 @each_name
 def test_rounds_are_one_loop_that_copies_no_pool(name, count):

@@ -84,7 +84,7 @@ STORMS = {
 CASES = [(name, storm) for name in SETUPS for storm in STORMS if storm != "few_snapshots" or name in KEEPS]
 
 
-@pytest.mark.fast("standalone-tiny_pool", "recurrent_ngram-few_snapshots")
+@pytest.mark.fast("standalone-tiny_pool")
 @pytest.mark.parametrize("name, storm", CASES, ids=map("-".join, CASES))
 def test_any_schedule_gives_the_same(name, storm):
     setup, counts = SETUPS[name], engine_storm.run(SETUPS[name], STORMS[storm])

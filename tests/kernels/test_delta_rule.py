@@ -91,7 +91,7 @@ def test_every_node_equals_the_recurrence_along_its_path(count, shape, backend):
     np.testing.assert_allclose(after, states[np.arange(B), nodes], **TOLERANCE)
 
 
-@pytest.mark.fast("some")
+@pytest.mark.fast("sizes1-some")
 @on_kernels
 @pytest.mark.parametrize("held", ["none", "all", "some"])
 @pytest.mark.parametrize("sizes", [(8, 5), (40, 37), (64, 32)])
@@ -186,7 +186,7 @@ def test_long_chains_are_read_in_blocks(count, slow):
     np.testing.assert_allclose(after, states[np.arange(B), length - 1], **TOLERANCE)
 
 
-@pytest.mark.fast("live0")
+@pytest.mark.slow
 @pytest.mark.parametrize("live", [(True, False), None])
 def test_the_reference_takes_earlier_rows_and_missing_states(live):
     rng = np.random.default_rng(8)

@@ -59,6 +59,7 @@ def test_equals_a_loop_over_rows(sizes, options, backend):
     assert_close(out, oracle(x, weight, counts), options.get("dtype", "float32"))
 
 
+@pytest.mark.fast("float32-silu", "bfloat16--triton")
 @backends
 @pytest.mark.parametrize(
     "activation", (None, jax.nn.silu, partial(jax.nn.gelu, approximate=True)), ids=("", "silu", "gelu")

@@ -120,6 +120,7 @@ def test_a_mask_of_the_prefix(backend, tree):
     assert_close(attend(*args, prefix_mask=seen, backend=backend), oracle(*args, prefix_mask=seen))
 
 
+@pytest.mark.fast("xla")
 @backends
 def test_one_mask_for_the_whole_batch(backend):
     case = Case("broadcast", tree=True)
@@ -139,6 +140,7 @@ def test_large_scores_do_not_overflow(backend):
 SPLIT = Case("splits", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page_size=16, pages=6)
 
 
+@pytest.mark.fast("3-True-splits_of_small_pages")
 @kernels
 @pytest.mark.parametrize(
     ("splits", "masked", "case"),
@@ -157,6 +159,7 @@ def test_splits_of_the_prefix_are_merged(case, splits, masked):
     assert_close(attend(*args, prefix_mask=seen, config=config), oracle(*args, prefix_mask=seen))
 
 
+@pytest.mark.slow
 @kernels
 def test_latent_rows_are_multiplied_part_by_part(monkeypatch):
     """Parts of 16 columns, and a last one of 8."""
@@ -194,7 +197,7 @@ def shapes(case: Case, rope: int = 64):
     return *queries, own, pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
 
 
-@pytest.mark.fast("decode", "tree", "pages_of_1")
+@pytest.mark.fast("verify_tree")
 @pytest.mark.parametrize("masked", (False, True), ids=("", "masked"))
 @pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
 def test_lowers_for_a_gpu(case, masked):

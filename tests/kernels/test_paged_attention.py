@@ -123,6 +123,7 @@ def test_equals_a_softmax_in_float64(case, backend):
     assert_close(out, oracle(*args, **options), case.dtype)
 
 
+@pytest.mark.fast("xla")
 @backends
 def test_one_mask_for_the_whole_batch(backend):
     case = Case("broadcast", tree=True)
@@ -139,6 +140,7 @@ def test_without_a_prefix_the_pool_is_not_read(backend):
     np.testing.assert_array_equal(attend(q, k, v, pool, table, None, backend=backend), without)
 
 
+@pytest.mark.fast("xla")
 @backends
 def test_large_scores_do_not_overflow(backend):
     case = Case("large")
@@ -151,6 +153,7 @@ def test_large_scores_do_not_overflow(backend):
 SPLIT = Case("splits", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page_size=16, pages=6)
 
 
+@pytest.mark.fast("2-splits_of_small_pages")
 @pytest.mark.parametrize("kernel", params("triton"))
 @pytest.mark.parametrize(
     ("splits", "case"),
@@ -170,6 +173,7 @@ def test_splits_of_the_prefix_are_merged(case, splits, kernel):
     assert_close(out, oracle(*args, prefix_start=starts(case)))
 
 
+@pytest.mark.fast("2-steps_windows")
 @pytest.mark.parametrize("kernel", params("mosaic_tpu"))
 @pytest.mark.parametrize(
     ("step_pages", "case"),
@@ -186,6 +190,7 @@ def test_steps_and_tiles_of_the_tpu_kernel(case, step_pages, kernel):
     assert_close(out, oracle(*args, prefix_start=starts(case)))
 
 
+@pytest.mark.fast("simulated_tree")
 @pytest.mark.skipif(HERE != "cpu", reason="requires a CPU, which simulates copies and semaphores of a TPU")
 @named((Case("simulated", nodes=3, pages=4, prefix=(11, 0)), Case("simulated_tree", nodes=20, tree=True, prefix=None)))
 def test_tpu_kernel_waits_for_its_copies(case):

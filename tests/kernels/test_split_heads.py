@@ -106,6 +106,7 @@ def test_gradients_equal_those_of_the_reference(norms):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.fast("one of each kind", "as Llama 3.1 8B", "norms")
 @cases
 def test_lowers_for_cuda(case, monkeypatch):
     monkeypatch.setattr(platform, "interpret", lambda: False)

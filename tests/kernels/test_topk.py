@@ -108,6 +108,7 @@ SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 3e38, 
 FLOATS = st.one_of(SPECIAL, st.floats(width=32))
 
 
+@pytest.mark.fast("xla")
 @backends
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(logits=arrays.arrays(np.float32, (2, 40), elements=FLOATS, fill=SPECIAL))
@@ -124,7 +125,7 @@ def test_the_result_does_not_depend_on_the_tiles(tile):
     check(logits, 16, program(16, "triton", triton.Config(tile, num_warps=2, merge_warps=1)))
 
 
-@pytest.mark.fast("128256", "17")
+@pytest.mark.fast("8-bfloat16-(32, 128256)", "16-float32-(2, 3, 17)")
 @pytest.mark.parametrize("shape", ((1, 32000), (256, 32000), (32, 128256), (2, 3, 17)), ids=str)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("k", (1, 8, 16))

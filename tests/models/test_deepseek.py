@@ -106,6 +106,7 @@ def check_logits(oracle, directory):
     return loaded
 
 
+@pytest.mark.fast("v2-changes1")
 @pytest.mark.parametrize(
     ("kind", "changes", "saved"),
     [

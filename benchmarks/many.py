@@ -1,0 +1,120 @@
+"""Time of many prompts through the engine and in batches, on a bundled model.
+
+    python benchmarks/many.py --requests 1000 --json benchmarks/results/DATE-MACHINE-many.jsonl
+
+The texts are sampled and end where the model ends a function or at the limit, so their lengths differ. A batch runs
+until its longest text ends; in the engine the next prompt takes the place of a text that has ended. Both give the same
+tokens, which is checked.
+"""
+
+import argparse
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jspec
+from jspec.analysis.evaluate import heldout_prompts
+from jspec.bench import measurement
+from jspec.bench.machine import environment
+from jspec.bench.measurement import Measurement
+from jspec.engine.batches import split
+from jspec.engine.model import Model
+from jspec.engine.options import GenerateOptions
+
+SLOTS, PROMPT_TOKENS, NEW_TOKENS, STOP = 64, 48, 192, "\n\n\n"
+SAMPLING = jspec.Sampling(temperature=1.0, top_p=0.95)
+
+
+def prompts(model: Model, count: int) -> list[list[int]]:
+    """The first tokens of the held-out prompts, again and again."""
+    assert model.tokenizer is not None
+    ids = [model.tokenizer.encode(text)[:PROMPT_TOKENS] for text in heldout_prompts()]
+    return [ids[i % len(ids)] for i in range(count)]
+
+
+def in_batches(model: Model, given: list[list[int]]) -> tuple[list[list[int]], int, int]:
+    """The tokens of each prompt, rounds of the device, and rounds of all sequences."""
+    options = GenerateOptions(max_new_tokens=NEW_TOKENS, sampling=SAMPLING, stop=STOP)
+    parts = [batch.run(model) for batch in split(given, options, SLOTS)]
+    rounds = sum(int(part.stats.rounds.max()) for part in parts)
+    return [x for part in parts for x in part.tokens], rounds, sum(int(part.stats.rounds.sum()) for part in parts)
+
+
+def through(engine: jspec.Engine, given: list[list[int]]) -> tuple[list[list[int]], int, int]:
+    """The same of an engine."""
+    before = engine.metrics()
+    out = engine.generate(given, max_new_tokens=NEW_TOKENS, sampling=SAMPLING, stop=STOP)
+    return out.tokens, engine.metrics().device_rounds - before.device_rounds, int(out.stats.rounds.sum())
+
+
+def timed(run: Callable[[], tuple[list[list[int]], int, int]]) -> tuple[float, tuple[list[list[int]], int, int]]:
+    """Seconds, and the result."""
+    began = time.monotonic()
+    result = run()
+    return time.monotonic() - began, result
+
+
+def main() -> None:
+    """Runs both ways alternately; prints and records the medians."""
+    parser = argparse.ArgumentParser(description="Times many prompts through the engine and in batches.")
+    parser.add_argument("--model", default="bundled:python-tiny")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="file of measurements to which those of this run are added")
+    options = parser.parse_args()
+    model = jspec.load(options.model)
+    given = prompts(model, options.requests)
+    values: dict[tuple[str, str], list[float]] = {}
+    with jspec.Engine(model, slots=SLOTS, context=PROMPT_TOKENS + NEW_TOKENS) as engine:
+        in_batches(model, given[: 2 * SLOTS])
+        through(engine, given[: 2 * SLOTS])
+        for _ in range(options.repeats):
+            seconds, batches = timed(lambda: in_batches(model, given))
+            engine_seconds, engines = timed(lambda: through(engine, given))
+            assert batches[0] == engines[0], "the tokens differ"
+            for way, time_taken, (tokens, rounds, used) in (
+                ("batches", seconds, batches),
+                ("engine", engine_seconds, engines),
+            ):
+                new = sum(map(len, tokens))
+                values.setdefault((way, "tokens per second"), []).append(round(new / time_taken, 1))
+                values.setdefault((way, "rounds"), []).append(rounds)
+                values.setdefault((way, "row-rounds used"), []).append(round(used / (SLOTS * rounds), 3))
+    for (way, metric), found in values.items():
+        print(f"{way}: {metric} {statistics.median(found)} {found}")
+    if options.json is not None:
+        old = measurement.read(options.json) if options.json.exists() else []
+        command = f"python benchmarks/many.py --model {options.model} --requests {options.requests}"
+        measurement.write(options.json, [*old, *measurements(options, values, command)])
+
+
+def measurements(
+    options: argparse.Namespace, values: dict[tuple[str, str], list[float]], command: str
+) -> list[Measurement]:
+    """A line per way and metric."""
+    here, subject = environment(), options.model.removeprefix("bundled:")
+    made = []
+    for (way, metric), found in values.items():
+        name = f"{here.device}/{subject}/many/{way}/{metric}/{here.date[:10]}-{here.commit}"
+        made.append(
+            Measurement(
+                id=re.sub(r"[^a-z0-9/._+-]+", "-", name.lower()),
+                **{key: getattr(here, key) for key in ("date", "commit", "jspec", "jax", "driver", "device")},
+                command=command,
+                subject=subject,
+                mode=way,
+                batch=SLOTS,
+                context=PROMPT_TOKENS,
+                settings={"requests": options.requests, "most new tokens": NEW_TOKENS},
+                metric=metric,
+                unit={"tokens per second": "tokens/s"}.get(metric, ""),
+                values=found,
+            )
+        )
+    return made
+
+
+if __name__ == "__main__":
+    main()
