@@ -127,7 +127,9 @@ def test_the_state_is_flaxs_train_state():
     state = objective.init(setup_for())
     assert isinstance(state, TrainState)
     tokens = np.arange(8, dtype=np.int32)[None]
-    np.testing.assert_array_equal(state.apply_fn(state.params, tokens), LOGITS(MODEL, state.params, tokens, "float32"))
+    # One is compiled as a whole and the other is not, so they may differ by rounding.
+    wanted = LOGITS(MODEL, state.params, tokens, "float32")
+    np.testing.assert_allclose(state.apply_fn(state.params, tokens), wanted, rtol=1e-5, atol=1e-6)
     again = trainer.begin(State, setup_for(recipe=dataclasses.replace(RECIPE)), state.params)
     assert jax.tree.structure(again) == jax.tree.structure(state)
 
