@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ import numpy as np
 
 import jspec
 from jspec.analysis.evaluate import heldout_prompts
-from jspec.bench import measurement
+from jspec.bench import measurement, report
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
 from jspec.core.types import Drafter
@@ -192,26 +191,23 @@ def measurements(found: Outputs, command: str) -> list[Measurement]:
         ("sequences that differ from plain decoding", "sequences", sum(map(len, differing.values()))),
     )
     where = [f"{key}, sequence {at[0]}, token {at[1]}" for key, found in differing.items() for at in found]
-    made = []
-    for metric, unit, value in counts:
-        name = f"{here.device}/{MODEL}/lossless/{metric}/{here.date[:10]}-{here.commit}"
-        made.append(
-            Measurement(
-                id=re.sub(r"[^a-z0-9/._+-]+", "-", name.lower()),
-                **{name: getattr(here, name) for name in ("date", "commit", "jspec", "jax", "driver", "device")},
-                command=command,
-                subject=MODEL,
-                mode="all drafters, greedy and sampled",
-                batch=BATCH,
-                dtype="float32",
-                settings={"settings of drafters": len(DRAFTED), "settings of sampling": len(SAMPLINGS)},
-                metric=metric,
-                unit=unit,
-                values=[value],
-                note="; ".join(where) or None,
-            )
+    return [
+        report.measurement(
+            here,
+            *(MODEL, "lossless"),
+            metric=metric,
+            unit=unit,
+            values=[value],
+            command=command,
+            subject=MODEL,
+            mode="all drafters, greedy and sampled",
+            batch=BATCH,
+            dtype="float32",
+            settings={"settings of drafters": len(DRAFTED), "settings of sampling": len(SAMPLINGS)},
+            note="; ".join(where) or None,
         )
-    return made
+        for metric, unit, value in counts
+    ]
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ tokens, which is checked.
 """
 
 import argparse
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import jspec
 from jspec.analysis.evaluate import heldout_prompts
-from jspec.bench import measurement
+from jspec.bench import measurement, report
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
 from jspec.engine.batches import split
@@ -95,25 +94,22 @@ def measurements(
 ) -> list[Measurement]:
     """A line per way and metric."""
     here, subject = environment(), options.model.removeprefix("bundled:")
-    made = []
-    for (way, metric), found in values.items():
-        name = f"{here.device}/{subject}/many/{way}/{metric}/{here.date[:10]}-{here.commit}"
-        made.append(
-            Measurement(
-                id=re.sub(r"[^a-z0-9/._+-]+", "-", name.lower()),
-                **{key: getattr(here, key) for key in ("date", "commit", "jspec", "jax", "driver", "device")},
-                command=command,
-                subject=subject,
-                mode=way,
-                batch=SLOTS,
-                context=PROMPT_TOKENS,
-                settings={"requests": options.requests, "most new tokens": NEW_TOKENS},
-                metric=metric,
-                unit={"tokens per second": "tokens/s"}.get(metric, ""),
-                values=found,
-            )
+    return [
+        report.measurement(
+            here,
+            *(subject, "many", way),
+            metric=metric,
+            unit={"tokens per second": "tokens/s"}.get(metric, ""),
+            values=found,
+            command=command,
+            subject=subject,
+            mode=way,
+            batch=SLOTS,
+            context=PROMPT_TOKENS,
+            settings={"requests": options.requests, "most new tokens": NEW_TOKENS},
         )
-    return made
+        for (way, metric), found in values.items()
+    ]
 
 
 if __name__ == "__main__":

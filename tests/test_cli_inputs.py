@@ -139,6 +139,7 @@ def commands(monkeypatch, tmp_path):
 
     monkeypatch.setattr(run.decode, "jitted_prefill", start)
     monkeypatch.setattr(machine, "copy_bandwidth", start)
+    monkeypatch.setattr(bench, "_make", start)
     monkeypatch.setattr(common, "load", loaded)
     monkeypatch.chdir(tmp_path)
 
