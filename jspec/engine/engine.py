@@ -13,7 +13,7 @@ from jspec.core import stopping
 from jspec.core.checks import check_flag, check_int, check_number
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter, Params
-from jspec.engine import sizing
+from jspec.engine import memory, sizing
 from jspec.engine.assembly import assemble, make_requests
 from jspec.engine.device import DeviceRequest, Landing
 from jspec.engine.handle import EngineError, Handle, wake
@@ -48,7 +48,7 @@ class Engine:
       context: tokens of the longest request, prompt included. None: the model's context, at most 8192.
       pages: pages of the caches. None: as many as all slots can use, or as `memory_fraction` allows.
       memory_fraction: fraction of the device's memory that may be in use, weights included; it limits `pages` where
-        that is None, and snapshots.
+        that is None, and snapshots. None: 0.9, or 0.75 on a CPU, whose memory other programs use as well.
       page_size: rows per cache page. Whole pages are what requests share.
       prefill_tokens: tokens of prompts that are read between two bursts while others generate.
       burst_ms: time that the device runs rounds before the host hears of them, in milliseconds.
@@ -69,7 +69,7 @@ class Engine:
         slots: int = 64,
         context: int | None = None,
         pages: int | None = None,
-        memory_fraction: float = 0.9,
+        memory_fraction: float | None = None,
         page_size: int = DEFAULT_PAGE_SIZE,
         prefill_tokens: int = 1024,
         burst_ms: float = 25.0,
@@ -85,7 +85,8 @@ class Engine:
         share = check_flag("prefix_cache", prefix_cache)
         self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, least=0)
         pages = None if pages is None else check_int("pages", pages, least=2)
-        fraction = check_number("memory_fraction", memory_fraction, above=0.0, most=1.0)
+        fraction = memory.usable_fraction() if memory_fraction is None else memory_fraction
+        fraction = check_number("memory_fraction", fraction, above=0.0, most=1.0)
         longest = model.target.max_length
         context = min(longest, DEFAULT_CONTEXT) if context is None else context
         context = check_int("context", context, least=2, most=longest)

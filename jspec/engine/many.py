@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from jspec.core import stopping
 from jspec.core.sampling import per_row
-from jspec.engine import programs
+from jspec.engine import memory, programs
 from jspec.engine.assembly import OneShape, assemble, make_requests
 from jspec.engine.device import DeviceRequest, tier_of
 from jspec.engine.handle import Handle
@@ -23,8 +23,6 @@ MAX_BATCH = 64
 ends early makes room for the next one."""
 PREFILL_TOKENS = 1024
 """Prompt tokens that are read between two bursts."""
-MEMORY_FRACTION = 0.9
-"""Fraction of the device's memory that may be in use."""
 BURST_SECONDS = 0.1
 """Time of the rounds after which the host hears of sequences that have ended."""
 
@@ -66,7 +64,7 @@ def generate_many(
         slots=MAX_BATCH,
         context=min(bucket(longest + options.max_new_tokens), model.target.max_length),
         pages=None,
-        fraction=MEMORY_FRACTION,
+        fraction=memory.usable_fraction(),
         page_size=options.page_size,
         prefill_tokens=PREFILL_TOKENS,
         share=True,

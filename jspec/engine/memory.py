@@ -76,6 +76,14 @@ def free_bytes(device: Any = None) -> tuple[int, int] | None:
     return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
 
 
+def usable_fraction() -> float:
+    """The fraction of the default device's memory that an engine uses if nobody says otherwise.
+
+    A CPU shares its memory with other programs, which an allocation failure would end, too.
+    """
+    return 0.75 if jax.devices()[0].platform == "cpu" else 0.9
+
+
 def check_weights(name: str, shapes: PyTree, what: str = "weights") -> None:
     """Checks that weights fit into the free memory of the default device, before any of them is made or read.
 

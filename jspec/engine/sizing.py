@@ -56,7 +56,7 @@ def fit(
         memory for a snapshot; there is at most one per slot.
 
     Raises:
-      ValueError: not even the pages of one sequence fit.
+      ValueError: `pages`, or the pages of one sequence, do not fit.
     """
     num_slots, context = sizes["num_slots"], sizes["context"]
     each = -(-context // sizes["page_size"])
@@ -71,6 +71,11 @@ def fit(
     needed = fixed + ((least if pages is None else pages) - 1) * of_page
     if budget is not None and snapshots:
         snapshots = min(num_slots, max(0, int(SNAPSHOT_SHARE * (budget - needed))) // of_snapshot)
+    if pages is not None and has is not None and needed > has[0]:
+        raise ValueError(
+            f"pages={pages}, slots={num_slots}: the state takes {memory.gigabytes(needed)}, {memory.gigabytes(has[0])} "
+            "are free; use fewer pages or slots"
+        )
     if pages is None:
         pages = wanted
         if budget is not None:

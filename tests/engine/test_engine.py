@@ -324,6 +324,7 @@ def test_bad_requests_are_refused_at_once(engine, options, message):
         (dict(prefix_cache=1), "prefix_cache=1"),
         (dict(max_queue=-1), "max_queue=-1"),
         (dict(pages=1), "pages=1"),
+        (dict(pages=10**9), r"pages=1000000000, slots=\d+: the state takes .* are free; use fewer pages"),
         (dict(drafter="eagle"), "Eagle needs an EAGLE head"),
         (dict(accept="greedy"), "accept='greedy'"),
     ],
