@@ -77,7 +77,7 @@ def free_bytes(device: Any = None) -> tuple[int, int] | None:
 
 
 def usable_fraction() -> float:
-    """The fraction of the default device's memory that an engine uses if nobody says otherwise.
+    """The fraction of the default device's memory that an engine uses by default.
 
     A CPU shares its memory with other programs, which an allocation failure would end, too.
     """
