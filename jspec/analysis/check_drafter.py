@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jspec.core import accept, decode, stopping
-from jspec.core.checks import shorten
+from jspec.core.checks import check_int, shorten
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Committed, DecodeState, Drafter, DraftTree, Params, Target
 from jspec.engine.model import Model
@@ -80,6 +80,7 @@ def check_drafter(
     single, ids = encode_prompts(model, prompts)
     if single:
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
+    check_int("max_new_tokens", max_new_tokens, least=1)
     case = _Case(_in_float32(model), _TraceCounter(chosen, []), ids, max_new_tokens, temperature, seed)
     _ = case.options.seeds(2 * len(ids))
     done = ["it has the attributes and methods of a drafter, and can be hashed"]

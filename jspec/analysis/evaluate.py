@@ -172,6 +172,7 @@ def evaluate(
     Raises:
       ValueError, TypeError: as in `jspec.generate`; or no prompts.
     """
+    check_int("max_new_tokens", max_new_tokens, least=1)
     options = GenerateOptions(
         drafter=drafter, max_new_tokens=max_new_tokens, sampling=sampling, accept=accept, seed=seed
     )
@@ -183,7 +184,7 @@ def evaluate(
     single, ids = encode_prompts(model, prompts)
     if single:
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
-    check_fits(model.target, max(map(len, ids)), options.max_new_tokens)
+    check_fits(model.target, max(map(len, ids)), max_new_tokens)
     name = drafters.describe(choose_drafter(drafter, model))
     batches = split(prompts, options, batch)
     outputs = []

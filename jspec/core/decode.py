@@ -94,6 +94,7 @@ def prefill(
             dropped=jnp.zeros(batch, jnp.int32),
         ),
         top=top_buffer((batch, buffer_len), top_logprobs),
+        sampled_logprobs=sampled_buffer((batch, buffer_len), row_sampling, logprobs),
     )
     size = width if chunk is None else min(chunk, width)
     read = partial(_read_prompt, params, target=target, drafter=drafter, accept=accept, size=size)
@@ -106,6 +107,14 @@ def prefill(
 def top_buffer(shape: tuple[int, ...], k: int) -> TopTokens | None:
     """An empty `DecodeState.top` for the k most probable tokens of sequences [B, C]; None if k is 0."""
     return TopTokens(jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k), jnp.float32)) if k else None
+
+
+def sampled_buffer(
+    shape: tuple[int, ...], row_sampling: RowSampling | None, logprobs: bool
+) -> Float[Array, "B C"] | None:
+    """An empty `DecodeState.sampled_logprobs`; None unless `logprobs` and a sequence samples."""
+    samples = row_sampling is not None and row_sampling.temperature is not None
+    return jnp.zeros(shape, jnp.float32) if logprobs and samples else None
 
 
 def _read_prompt(
@@ -208,6 +217,8 @@ class Decision:
     """log p of each token under the unprocessed logits; None unless log-probabilities are recorded."""
     top: TopTokens | None
     """The most probable tokens where each token was chosen, [B, A, k]; None unless they are recorded."""
+    sampled_logprobs: Float[Array, "B A"] | None
+    """log p of each token under the processed logits; None unless they are recorded."""
 
 
 def draft(params: Params, s: DecodeState, *, drafter: Drafter) -> tuple[DraftTree, DecodeState]:
@@ -233,13 +244,15 @@ def accept_drafts(
 
     active: sequences that may get tokens; None: all. Those that have finished never do.
     """
-    accepted = accept(s.key, draft_tree, node_logits(s, draft_tree, out), s.length)
+    processed = node_logits(s, draft_tree, out)
+    accepted = accept(s.key, draft_tree, processed, s.length)
     if active is not None:
         accepted = dataclasses.replace(accepted, length=jnp.where(active, accepted.length, 0))
     kept, stop, finish_code = truncate_at_stop(s, accepted)
     logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
     top = None if s.top is None else top_tokens(out.logits, kept, s.top.ids.shape[2])
-    return Decision(accepted, kept, stop, finish_code, logprobs, top)
+    sampled = None if s.sampled_logprobs is None else token_logprobs(processed, kept)
+    return Decision(accepted, kept, stop, finish_code, logprobs, top, sampled)
 
 
 def commit_round(s: DecodeState, out: ForwardOutput, decision: Decision) -> tuple[DecodeState, Committed]:
@@ -278,7 +291,7 @@ def truncate_at_stop(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, 
 
 
 def token_logprobs(logits: Float[Array, "B N V"], accepted: Acceptance) -> Float[Array, "B A"]:
-    """log p of each appended token under the unprocessed logits of the node before it."""
+    """log p of each appended token under the logits of the node before it."""
     return log_probabilities.of_tokens(tree.take_path(logits, accepted.path), accepted.tokens)
 
 
@@ -301,8 +314,9 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
         s,
         tokens=write(s.tokens, kept.tokens),
         origin=write(s.origin, origin),
-        logprobs=None if s.logprobs is None or decision.logprobs is None else write(s.logprobs, decision.logprobs),
-        top=None if s.top is None else jax.tree.map(write, s.top, decision.top),
+        logprobs=jax.tree.map(write, s.logprobs, decision.logprobs),
+        top=jax.tree.map(write, s.top, decision.top),
+        sampled_logprobs=jax.tree.map(write, s.sampled_logprobs, decision.sampled_logprobs),
         length=s.length + kept.length,
         finish_code=decision.finish_code,
         stop=decision.stop,

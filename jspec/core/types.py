@@ -194,6 +194,9 @@ class DecodeState:
     stats: Stats
     top: TopTokens | None = None
     """The most probable tokens where each new token was chosen, [B, C, k]; None if they were not requested."""
+    sampled_logprobs: Float[Array, "B C"] | None = None
+    """log p of each new token under the distribution that it was sampled from; None if log-probabilities were not
+    requested, or where every sequence is greedy."""
 
     @property
     def root(self) -> Int[Array, "B 1"]:

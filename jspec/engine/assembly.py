@@ -117,9 +117,10 @@ def make_requests(
     """
     vocab_size = device.parts["target"].vocab_size
     options.check_vocabulary(vocab_size)
-    requests = []
-    for ids, seed, sampling in zip(prompts, options.seeds(len(prompts)).tolist(), samplings, strict=True):
-        request = DeviceRequest(ids, options.max_new_tokens, priority, salt)
+    count, requests = len(prompts), []
+    each = zip(prompts, options.limits(count), options.seeds(count).tolist(), samplings, strict=True)
+    for ids, limit, seed, sampling in each:
+        request = DeviceRequest(ids, limit, priority, salt)
         request.sampling, request.seed = sampling, seed
         request.stop = tuple(options.stop)
         request.logprobs, request.top_logprobs = bool(options.logprobs), options.top_logprobs

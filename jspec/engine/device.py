@@ -95,13 +95,14 @@ class Flight:
 class Landing(Landed):
     """What a request got.
 
-    origin, logprobs, top_logprobs: of each new token; logprobs and top_logprobs None if they are not recorded.
+    origin, logprobs, top_logprobs, sampled_logprobs: of each new token; all but origin None if they are not recorded.
     dropped: accepted tokens after the end, as in `GenerationStats`.
     """
 
     origin: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    sampled_logprobs: list[float] | None = None
     dropped: int = 0
 
 
@@ -352,6 +353,10 @@ def _landing(request: Request, report: Report, row: int) -> Landing:
     if report.top is not None and request.top_logprobs:
         own = TopTokens(report.top.ids[row, :count], report.top.logprobs[row, :count])
         top = top_pairs(own, request.top_logprobs)
+    logprobs, sampled = (
+        None if recorded is None else recorded[row, :count].tolist()
+        for recorded in (report.logprobs, report.sampled_logprobs)
+    )
     return Landing(
         length=int(report.length[row]),
         tokens=report.tokens[row, :count].tolist(),
@@ -359,7 +364,8 @@ def _landing(request: Request, report: Report, row: int) -> Landing:
         rounds=int(report.rounds[row]),
         accept_counts=report.accept_counts[row].tolist(),
         origin=report.origin[row, :count].tolist(),
-        logprobs=None if report.logprobs is None else report.logprobs[row, :count].tolist(),
+        logprobs=logprobs,
         top_logprobs=top,
+        sampled_logprobs=[0.0] * count if sampled is None and logprobs is not None else sampled,
         dropped=int(report.dropped[row]),
     )

@@ -20,7 +20,7 @@ from jspec.engine.handle import EngineError, Handle, wake
 from jspec.engine.loop import Loop
 from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.model import Model
-from jspec.engine.options import DEFAULT_PAGE_SIZE, CommonKeywords, GenerateOptions, RequestKeywords
+from jspec.engine.options import DEFAULT_PAGE_SIZE, CommonKeywords, GenerateOptions, RequestKeywords, repeat
 from jspec.engine.request import QueueFull, Request
 from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece
 from jspec.engine.run import Prompt, check_model, encode_prompts
@@ -166,6 +166,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         *,
         n: int,
+        max_new_tokens: int | Sequence[int] = ...,
         sampling: Sampling | Sequence[Sampling | None] | None = ...,
         seed: int | Sequence[int] = ...,
         progress: bool = ...,
@@ -177,6 +178,7 @@ class Engine:
         self,
         prompts: Sequence[Prompt],
         *,
+        max_new_tokens: int | Sequence[int] = ...,
         sampling: Sampling | Sequence[Sampling | None] | None = ...,
         seed: int | Sequence[int] = ...,
         progress: bool = ...,
@@ -187,7 +189,7 @@ class Engine:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling | None] | None = None,
         stop: str | Sequence[str] = (),
         seed: int | Sequence[int] = 0,
@@ -219,14 +221,13 @@ class Engine:
             drafter=None, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, seed=seed, logprobs=logprobs
         )
         single, prompt_ids = encode_prompts(self.model, prompts)
-        each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompt_ids)
-        if len(each) != len(prompt_ids):
-            raise ValueError(f"sampling: {len(each)} for {len(prompt_ids)} prompts; must be one, or one per prompt")
-        copies = range(1 if n is None else check_int("n", n, least=1))
+        copies = 1 if n is None else check_int("n", n, least=1)
+        options = repeat(options, len(prompt_ids), copies)
+        repeated = [ids for ids in prompt_ids for _ in range(copies)]
+        given = options.sampling
+        each = list(given) if isinstance(given, Sequence) else [given] * len(repeated)
         began = time.monotonic()
-        handles = self._make(
-            [ids for ids in prompt_ids for _ in copies], options, [x for x in each for _ in copies], priority, salt
-        )
+        handles = self._make(repeated, options, each, priority, salt)
         self._enqueue(handles)
         try:
             with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:

@@ -20,12 +20,23 @@ from jspec.core.types import Accept, BoundedDrafter, Drafter, Params, RowSamplin
 from jspec.engine import memory
 from jspec.engine.many import generate_many
 from jspec.engine.model import Model
-from jspec.engine.options import GenerateKeywords, GenerateOptions, bind_drafter, choose_rule
+from jspec.engine.options import GenerateKeywords, GenerateOptions, bind_drafter, choose_rule, repeat
 from jspec.engine.result import Generation, Generations, Piece
-from jspec.engine.run import Prompt, Run, prefill_chunk
+from jspec.engine.run import Prompt, Run, encode_prompts, prefill_chunk
 
 ROUNDS_PER_UPDATE = 16
 """Rounds between two updates of the progress bar."""
+
+
+@overload
+def generate(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    n: int,
+    progress: bool = ...,
+    **options: Unpack[GenerateKeywords],
+) -> Generations: ...
 
 
 # A str is a Sequence[str], too; type checkers and `encode_prompts` take it as a single prompt.
@@ -46,12 +57,13 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     *,
     drafter: str | Drafter | None = "auto",
-    max_new_tokens: int = 128,
+    max_new_tokens: int | Sequence[int] = 128,
     sampling: Sampling | Sequence[Sampling | None] | None = None,
     accept: str | Accept | None = None,
     stop: str | Sequence[str] = (),
     seed: int | Sequence[int] = 0,
     logprobs: bool | int = False,
+    n: int | None = None,
     page_size: int = DEFAULT_PAGE_SIZE,
     progress: bool = False,
     debug: bool = False,
@@ -68,7 +80,7 @@ def generate(
       prompts: one prompt or a list of prompts, each as text or as token ids.
       drafter: a name in `jspec.drafters.DRAFTERS`, an object such as `jspec.Eagle(depth=5, width=8)`, or None for plain
         decoding. "auto": the drafter that uses the loaded draft; ngram if there is none.
-      max_new_tokens: maximum number of new tokens per sequence.
+      max_new_tokens: maximum number of new tokens of every sequence, or a list with one entry per prompt.
       sampling: sampling parameters of all sequences, or a list with one entry per sequence. None: greedy.
       accept: the acceptance rule: a name in `jspec.core.accept.RULES`, or an object. None: "coupled" if any sequence
         samples, otherwise "greedy". With "rejection" and "block", drafts are sampled from the distribution of the
@@ -77,13 +89,17 @@ def generate(
       seed: seed of the random choices, from 0 to 2**32 - 1; sequence i uses seed + i. Or a list with one seed per
         sequence.
       logprobs: whether to record the log-probability of each new token. A number k from 1 to 20: also the k most
-        probable tokens in the place of each, with theirs. All are those of the target's own, unprocessed logits.
+        probable tokens in the place of each, with theirs. All are those of the target's own, unprocessed logits; the
+        result has those of the distributions that the tokens were sampled from as well (`sampled_logprobs`).
+      n: samples of each prompt. The result has n items for the first prompt, then n for the next, and so on; `sampling`
+        and `max_new_tokens` have one entry per prompt, `seed` one per item. None: one sample, and for a single prompt
+        no list.
       page_size: rows per cache page.
       progress: whether to show a progress bar.
       debug: whether to check the invariants of every round and raise at the first violation. Slower.
 
     Returns:
-      A `Generation` for a single prompt, `Generations` for a list of prompts.
+      A `Generation` for a single prompt without `n`, otherwise `Generations`.
 
     Raises:
       ValueError, TypeError: an invalid argument, or caches that do not fit in the memory of the device. Raised before
@@ -101,12 +117,17 @@ def generate(
         debug=debug,
     )
     check_flag("progress", progress)
+    if n is not None:
+        n = check_int("n", n, least=1)
+        _, ids = encode_prompts(model, prompts)
+        options = repeat(options, len(ids), n)
+        prompts = [prompt for prompt in ids for _ in range(n)]
     if (many := generate_many(model, prompts, options, progress=progress)) is not None:
         return many
     with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:
         run = Run(model, prompts, options)
         bar.set_description()
-        bar.reset(len(run.prompts) * options.max_new_tokens)
+        bar.reset(sum(options.limits(len(run.prompts))))
         while not run.advance(ROUNDS_PER_UPDATE if progress else None):
             bar.update(run.new_tokens - bar.n)
         bar.update(run.new_tokens - bar.n)
@@ -119,7 +140,7 @@ def stream(
     *,
     rounds: int = 4,
     drafter: str | Drafter | None = "auto",
-    max_new_tokens: int = 128,
+    max_new_tokens: int | Sequence[int] = 128,
     sampling: Sampling | Sequence[Sampling | None] | None = None,
     accept: str | Accept | None = None,
     stop: str | Sequence[str] = (),
@@ -173,6 +194,9 @@ class GeneratedIds:
     logprobs: Float[Array, "B C"] | None
     """Log-probability of each new token under the target's own logits, 0 elsewhere; None unless requested."""
     stats: Stats
+    sampled_logprobs: Float[Array, "B C"] | None
+    """Log-probability of each new token under the distribution that it was sampled from, after penalties, temperature
+    and truncation, so 0 where a sequence is greedy, and 0 elsewhere; None unless `logprobs` are requested."""
 
 
 def generate_ids(
@@ -290,7 +314,10 @@ def generate_ids(
     until = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
     s = decode.run_rounds(params, s, until, target=target, drafter=bound, accept=rule)
     written = jnp.arange(max_length, dtype=jnp.int32)[None] < s.length[:, None]
-    return GeneratedIds(jnp.where(written, s.tokens, 0), s.length, s.logprobs, s.stats)
+    sampled = s.sampled_logprobs
+    if sampled is None and s.logprobs is not None:
+        sampled = jnp.zeros_like(s.logprobs)
+    return GeneratedIds(jnp.where(written, s.tokens, 0), s.length, s.logprobs, s.stats, sampled)
 
 
 def _check_arrays(params: object, ids: object, lengths: object, key: object, target: object) -> tuple[int, int]:

@@ -58,6 +58,7 @@ class Handle:
         self._origin: list[int] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[list[tuple[int, float]]] = []
+        self._sampled_logprobs: list[float] = []
         self._ended, self._dropped = False, 0
         self._error: BaseException | None = None
         self._finish: FinishReason | None = None
@@ -140,6 +141,7 @@ class Handle:
             prompt=list(request.prompt),
             tokenizer=self._tokenizer,
             top_logprobs=list(self._top_logprobs) if request.top_logprobs else None,
+            sampled_logprobs=list(self._sampled_logprobs) if request.logprobs else None,
         )
 
     def cancel(self) -> None:
@@ -155,6 +157,7 @@ class Handle:
             self._origin += landing.origin
             self._logprobs += landing.logprobs or []
             self._top_logprobs += landing.top_logprobs or []
+            self._sampled_logprobs += landing.sampled_logprobs or []
             self.times.first_token = self.times.first_token or now
             self.times.last_token = now
             self.times.arrivals.append((now, len(tokens)))

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Sequence
 
+import jax
+import numpy as np
 from tqdm import tqdm
 
 from jspec.core import stopping
@@ -13,7 +15,14 @@ from jspec.engine.device import DeviceRequest, tier_of
 from jspec.engine.handle import Handle
 from jspec.engine.loop import Loop
 from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions, bind_drafter, check_fits, choose_drafter, choose_rule
+from jspec.engine.options import (
+    GenerateOptions,
+    bind_drafter,
+    check_fits,
+    choose_drafter,
+    choose_rule,
+    longest_sequence,
+)
 from jspec.engine.result import Generations, GenerationStats
 from jspec.engine.run import Prompt, bucket, encode_prompts
 from jspec.engine.schedule import Scheduler
@@ -37,24 +46,26 @@ def generate_many(
     Raises:
       ValueError, TypeError: as `jspec.generate`, before anything is compiled.
     """
-    if options.debug or not isinstance(prompts, Sequence) or isinstance(prompts, str) or len(prompts) <= MAX_BATCH:
+    listed = isinstance(prompts, Sequence | np.ndarray | jax.Array) and not isinstance(prompts, str)
+    if options.debug or not listed or not getattr(prompts, "ndim", 1) or len(prompts) <= MAX_BATCH:
         return None
     single, prompt_ids = encode_prompts(model, prompts)
-    count, longest = len(prompt_ids), max(map(len, prompt_ids))
+    count = len(prompt_ids)
     if single:
         return None
     options.seeds(count)
+    longest, new = longest_sequence(prompt_ids, options.limits(count))
     row_sampling = per_row(options.sampling, count, model.target.vocab_size)
     _, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
     bound = bind_drafter(drafter, model.target, model.draft)
-    check_fits(model.target, longest, options.max_new_tokens, bound)
+    check_fits(model.target, longest, new, bound)
     if programs.without_slots(model.params, model.target, bound):
         return None
 
     # All requests are known, so one program of each kind is enough.
     given = options.sampling
     samplings = list(given) if isinstance(given, Sequence) else [given] * count
-    columns = min(bucket(longest), PREFILL_TOKENS)
+    columns = min(bucket(max(map(len, prompt_ids))), PREFILL_TOKENS)
     # If nothing is sampled, every named rule is the greedy one, and so is None.
     all_greedy = row_sampling is None or row_sampling.temperature is None
     device, scheduler = assemble(
@@ -62,7 +73,7 @@ def generate_many(
         options.drafter,
         None if all_greedy and isinstance(options.accept, str) else options.accept,
         slots=MAX_BATCH,
-        context=min(bucket(longest + options.max_new_tokens), model.target.max_length),
+        context=min(bucket(longest + new), model.target.max_length),
         pages=None,
         fraction=memory.usable_fraction(),
         page_size=options.page_size,

@@ -35,7 +35,7 @@ class GenerateOptions:
     """
 
     drafter: str | Drafter | None = "auto"
-    max_new_tokens: int = 128
+    max_new_tokens: int | Sequence[int] = 128
     sampling: Sampling | Sequence[Sampling | None] | None = None
     accept: str | Accept | None = None
     stop: str | Sequence[str] = ()
@@ -46,7 +46,7 @@ class GenerateOptions:
 
     def __post_init__(self):
         values: dict[str, object] = {
-            "max_new_tokens": check_int("max_new_tokens", self.max_new_tokens, least=1),
+            "max_new_tokens": _check_limits(self.max_new_tokens),
             "page_size": check_int("page_size", self.page_size, least=1),
             "stop": tuple(check_stop(self.stop)),
             "seed": _check_seed(self.seed),
@@ -70,6 +70,21 @@ class GenerateOptions:
         """Raises ValueError if more of the most probable tokens are to be recorded than there are."""
         if self.top_logprobs > size:
             raise ValueError(f"logprobs={self.logprobs}: must be at most {size}, the vocabulary of the model")
+
+    def limits(self, batch: int) -> list[int]:
+        """The maximum number of new tokens of each of `batch` sequences.
+
+        Raises:
+          ValueError: neither one for all nor one per sequence.
+        """
+        if isinstance(self.max_new_tokens, int):
+            return [self.max_new_tokens] * batch
+        if len(self.max_new_tokens) != batch:
+            raise ValueError(
+                f"max_new_tokens={shorten(self.max_new_tokens)}: {len(self.max_new_tokens)} numbers for {batch} "
+                "sequences; must be one int, or one per sequence"
+            )
+        return list(self.max_new_tokens)
 
     def seeds(self, batch: int) -> UInt32[np.ndarray, " B"]:
         """The seed of each of `batch` sequences: those given, or `seed + i` for sequence i.
@@ -96,7 +111,7 @@ class GenerateKeywords(TypedDict, total=False):
     """The fields of `GenerateOptions`, as keywords of a function."""
 
     drafter: str | Drafter | None
-    max_new_tokens: int
+    max_new_tokens: int | Sequence[int]
     sampling: Sampling | Sequence[Sampling | None] | None
     accept: str | Accept | None
     stop: str | Sequence[str]
@@ -109,7 +124,6 @@ class GenerateKeywords(TypedDict, total=False):
 class CommonKeywords(TypedDict, total=False):
     """The options that all requests of one call share; see `jspec.Engine.submit`."""
 
-    max_new_tokens: int
     stop: str | Sequence[str]
     logprobs: bool | int
     priority: int
@@ -119,6 +133,7 @@ class CommonKeywords(TypedDict, total=False):
 class RequestKeywords(CommonKeywords, total=False):
     """The options of a request; see `jspec.Engine.submit`."""
 
+    max_new_tokens: int
     sampling: Sampling | None
 
 
@@ -190,6 +205,32 @@ def check_fits(target: Target, longest: int, max_new_tokens: int, drafter: Draft
             f"{drafter.max_length}, after which it proposes nothing useful; use drafter=None or 'ngram', or at most "
             f"{max(0, drafter.max_length - longest)} new tokens"
         )
+
+
+def longest_sequence(prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> tuple[int, int]:
+    """The length of the prompt and the new tokens of the sequence that can become the longest."""
+    return max(((len(prompt), new) for prompt, new in zip(prompts, limits, strict=True)), key=sum)
+
+
+def repeat(options: GenerateOptions, prompts: int, n: int) -> GenerateOptions:
+    """The options of n samples of each of `prompts` prompts: what is given per prompt becomes one entry per sample.
+
+    Raises:
+      ValueError: `sampling` or `max_new_tokens` have another number of entries than there are prompts.
+    """
+    limits, sampling = options.limits(prompts), options.sampling
+    if isinstance(sampling, Sequence):
+        if len(sampling) != prompts:
+            raise ValueError(f"sampling: {len(sampling)} for {prompts} prompts; must be one, or one per prompt")
+        sampling = [one for one in sampling for _ in range(n)]
+    return dataclasses.replace(options, max_new_tokens=[one for one in limits for _ in range(n)], sampling=sampling)
+
+
+def _check_limits(limits: object) -> int | tuple[int, ...]:
+    if hasattr(limits, "__index__") and not getattr(limits, "ndim", 0) or not isinstance(limits, Sequence | np.ndarray):
+        return check_int("max_new_tokens", limits, least=1)
+    each = check_sequence("max_new_tokens", limits, items="an int, or a list of one int per sequence")
+    return tuple(check_int(f"max_new_tokens[{i}]", one, least=1) for i, one in enumerate(each))
 
 
 def _check_seed(seed: object) -> int | tuple[int, ...]:

@@ -42,6 +42,8 @@ class Report:
     dropped: Int[Array, " R"]
     top: TopTokens | None
     """The most probable tokens where each was chosen, [R, W, k]; None if they are not recorded."""
+    sampled_logprobs: Float[Array, "R W"] | None
+    """As in `DecodeState`."""
 
 
 @struct
@@ -346,12 +348,15 @@ def _part(s: DecodeState, view: View, logprobs: bool, top_logprobs: int) -> Deco
     buffer = jnp.zeros(part.tokens.shape, jnp.float32) if logprobs else None
     stop = Stop(view.stop_table, view.token_class, part.stop.state)
     top = decode.top_buffer(part.tokens.shape, top_logprobs)
-    return dataclasses.replace(part, stop=stop, sampling=view.sampling, logprobs=buffer, top=top)
+    sampled = decode.sampled_buffer(part.tokens.shape, view.sampling, logprobs)
+    recorded = {"logprobs": buffer, "top": top, "sampled_logprobs": sampled}
+    return dataclasses.replace(part, stop=stop, sampling=view.sampling, **recorded)
 
 
 def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
     """The state with the view's slots written back, without what the host holds."""
-    part = dataclasses.replace(part, stop=Stop(None, None, part.stop.state), sampling=None, logprobs=None, top=None)
+    nothing = dict.fromkeys(("sampling", "logprobs", "top", "sampled_logprobs"))
+    part = dataclasses.replace(part, stop=Stop(None, None, part.stop.state), **nothing)
     empty = jnp.zeros((s.tokens.shape[0], view.table.shape[1]), jnp.int32)
     return slots.with_table(slots.put(s, view.slots, part), empty)
 
@@ -368,9 +373,10 @@ def _report(part: DecodeState, before: Int[Array, " R"], width: int) -> Report:
         finish_code=part.finish_code,
         tokens=window(part.tokens),
         origin=window(part.origin),
-        logprobs=None if part.logprobs is None else window(part.logprobs),
+        logprobs=jax.tree.map(window, part.logprobs),
         rounds=part.stats.rounds,
         accept_counts=part.stats.accept_counts,
         dropped=part.stats.dropped,
         top=jax.tree.map(window, part.top),
+        sampled_logprobs=jax.tree.map(window, part.sampled_logprobs),
     )

@@ -125,6 +125,9 @@ class Generation:
     tokenizer: the model's, which displays the tokens; or None.
     top_logprobs: for each new token the most probable ids in its place with their log-probabilities, the most probable
       first, under the same logits; None unless requested.
+    sampled_logprobs: log-probability of each new token under the distribution that it was sampled from: after
+      penalties, bias, temperature and truncation, so 0 where the sequence is greedy. None unless `logprobs` are
+      requested.
     """
 
     tokens: list[int]
@@ -136,6 +139,7 @@ class Generation:
     prompt: list[int]
     tokenizer: Tokenizer | None
     top_logprobs: list[list[tuple[int, float]]] | None = None
+    sampled_logprobs: list[float] | None = None
 
     @overload
     def __getitem__(self, index: int) -> GeneratedToken: ...
@@ -239,6 +243,12 @@ class Generations(Sequence[Generation]):
     def logprobs(self) -> list[list[float]] | None:
         """Log-probabilities of the new tokens; None unless requested."""
         logprobs = [item.logprobs for item in self.items if item.logprobs is not None]
+        return logprobs if len(logprobs) == len(self.items) else None
+
+    @property
+    def sampled_logprobs(self) -> list[list[float]] | None:
+        """Under the distributions that the tokens were sampled from, as in `Generation.sampled_logprobs`."""
+        logprobs = [item.sampled_logprobs for item in self.items if item.sampled_logprobs is not None]
         return logprobs if len(logprobs) == len(self.items) else None
 
     @property

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
 from jspec.cache.pages import fit_page_size
@@ -17,13 +18,20 @@ from jspec.core.sampling import per_row
 from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
 from jspec.engine import memory
 from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions, bind_drafter, check_fits, choose_drafter, choose_rule
+from jspec.engine.options import (
+    GenerateOptions,
+    bind_drafter,
+    check_fits,
+    choose_drafter,
+    choose_rule,
+    longest_sequence,
+)
 from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece, top_pairs
 from jspec.models.sizes import tree_bytes
 from jspec.text.stream import TextStream, compile_stops
 from pallas_kernels import platform
 
-Prompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = str | Sequence[int] | Int[np.ndarray, " T"] | Int[Array, " T"]
 """Text or token ids."""
 
 PREFILL_TOKENS = {"cpu": 1024}
@@ -74,10 +82,11 @@ class Run:
         check_model(model)
         self.single, self.prompts = encode_prompts(model, prompts)
         self.model, self.options = model, options
-        batch, longest = len(self.prompts), max(map(len, self.prompts))
+        batch, self._limits = len(self.prompts), options.limits(len(self.prompts))
+        longest, new = longest_sequence(self.prompts, self._limits)
         seeds = options.seeds(batch)
         options.check_vocabulary(model.target.vocab_size)
-        check_fits(model.target, longest, options.max_new_tokens)
+        check_fits(model.target, longest, new)
         row_sampling = per_row(options.sampling, batch, model.target.vocab_size)
         rule, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
         self.parts: Parts = {
@@ -85,7 +94,7 @@ class Run:
             "drafter": bind_drafter(drafter, model.target, model.draft),
             "accept": rule,
         }
-        check_fits(model.target, longest, options.max_new_tokens, self.parts["drafter"])
+        check_fits(model.target, longest, new, self.parts["drafter"])
         table = _bucket_stops(compile_stops(model.tokenizer, model.target.vocab_size, model.eos, options.stop))
 
         # What the host collects.
@@ -99,10 +108,10 @@ class Run:
             self._streams = [TextStream(model.tokenizer, prompt, options.stop) for prompt in self.prompts]
 
         # Allocate, read the prompts, and compile the loop.
-        length = longest + options.max_new_tokens
+        columns, length = max(map(len, self.prompts)), longest + new
         sizes = model.params, model.target, self.parts["drafter"], batch
         extra = tree_bytes((row_sampling, None if table is None else (table.table, table.token_class)))
-        capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(longest), length), extra)
+        capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(columns), length), extra)
         chunk = prefill_chunk(batch) if chunk is None else chunk
         try:
             stop = stopping.init(table, batch)
@@ -164,6 +173,9 @@ class Run:
         stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped)
         origin = self._new_columns(self.state.origin)
         logprobs = None if self.state.logprobs is None else self._new_columns(self.state.logprobs)
+        sampled = None if logprobs is None else [[0.0] * len(tokens) for tokens in self.tokens]
+        if self.state.sampled_logprobs is not None:
+            sampled = self._new_columns(self.state.sampled_logprobs)
         top = self._top_logprobs()
         tokenizer = self.model.tokenizer
         items = [
@@ -177,6 +189,7 @@ class Run:
                 prompt=prompt,
                 tokenizer=tokenizer,
                 top_logprobs=None if top is None else top[i],
+                sampled_logprobs=None if sampled is None else sampled[i],
             )
             for i, prompt in enumerate(self.prompts)
         ]
@@ -195,7 +208,7 @@ class Run:
             self.model.params,
             ids,
             lengths,
-            lengths + np.int32(self.options.max_new_tokens),
+            lengths + np.array(self._limits, np.int32),
             keys,
             stop,
             row_sampling,
@@ -271,6 +284,7 @@ def encode_prompts(model: Model, prompts: object, name: str = "prompts") -> tupl
       ValueError, TypeError: neither a prompt nor a list of prompts, or ids outside the vocabulary.
     """
     check_model(model)
+    prompts = _on_host(name, prompts)
     if isinstance(prompts, bytes | bytearray | memoryview) or not (
         isinstance(prompts, str | Sequence) or (isinstance(prompts, np.ndarray) and prompts.ndim)
     ):
@@ -282,8 +296,20 @@ def encode_prompts(model: Model, prompts: object, name: str = "prompts") -> tupl
     return single, [_encode(model, name if single else f"{name}[{i}]", prompt) for i, prompt in enumerate(given)]
 
 
+def _on_host(name: str, prompt: object) -> object:
+    """An array of JAX as one of NumPy; everything else as it is.
+
+    Raises:
+      TypeError: a traced array.
+    """
+    if isinstance(prompt, Tracer):
+        raise TypeError(f"{name} is traced: prompts must be known; inside jax.jit use jspec.generate_ids")
+    return np.asarray(prompt) if isinstance(prompt, jax.Array) else prompt
+
+
 def _encode(model: Model, name: str, prompt: object) -> list[int]:
     """The ids of one prompt."""
+    prompt = _on_host(name, prompt)
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError(f"{name} is text, but {model.name} has no tokenizer: give token ids")

@@ -67,6 +67,8 @@ def test_more_prompts_than_slots(engine):
     got = engine.generate(PROMPTS, **options)
     wanted = jspec.generate(model(), PROMPTS, drafter=Standalone(depth=3), **options)
     same(got, wanted)
+    for ours, theirs in zip(got.sampled_logprobs, wanted.sampled_logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
     for ours, theirs in zip(got.logprobs, wanted.logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
     for generation in (*got, wanted[0]):

@@ -343,9 +343,81 @@ def test_a_sequence_of_a_batch_equals_the_sequence_alone_with_its_seed_and_param
     assert (other.tokens[0] != whole.tokens[0], other.tokens[1]) == (True, whole.tokens[1])
 
 
+@pytest.mark.slow
+def test_limits_of_each_prompt_and_samples_of_each(model, plain):
+    """Each sequence ends at its own limit; n samples are those of a list in which each prompt occurs n times."""
+    limits = [3, 40, 11]
+    out = jspec.generate(model, PROMPTS, drafter="standalone", max_new_tokens=limits)
+    assert out.tokens == [tokens[:limit] for tokens, limit in zip(plain.tokens, limits, strict=True)]
+    assert list(map(len, out.tokens)) == limits
+    options = dict(drafter="ngram", seed=7, max_new_tokens=np.array(limits))
+    repeated = jspec.generate(model, PROMPTS, n=2, sampling=MIXED_SAMPLING, **options)
+    options["max_new_tokens"] = np.repeat(limits, 2)
+    listed = jspec.generate(
+        model, np.repeat(PROMPTS, 2).tolist(), sampling=np.repeat(MIXED_SAMPLING, 2).tolist(), **options
+    )
+    assert repeated.tokens == listed.tokens and list(map(len, repeated.tokens)) == np.repeat(limits, 2).tolist()
+    many = jspec.generate(model, PROMPTS, n=30, sampling=MIXED_SAMPLING, seed=7, max_new_tokens=limits, drafter="ngram")
+    assert (
+        len(many) == 90
+        and many.tokens[0] == repeated.tokens[0]
+        and list(map(len, many.tokens[28:32])) == [3, 3, 40, 40]
+    )
+    assert len(jspec.generate(model, "a", n=1, max_new_tokens=2)) == 1
+
+
+def test_prompts_may_be_arrays(model):
+    ids = [[5, 6, 7], [8, 9, 10]]
+    options = dict(drafter=None, max_new_tokens=4)
+    wanted = jspec.generate(model, ids, **options).tokens
+    for prompts in (jnp.array(ids), np.array(ids), [jnp.array(ids[0]), np.array(ids[1])]):
+        assert jspec.generate(model, prompts, **options).tokens == wanted
+    assert jspec.generate(model, jnp.array(ids[1]), **options).tokens == wanted[1]
+    with pytest.raises(TypeError, match="prompts is traced: .* use jspec.generate_ids"):
+        jax.jit(lambda x: jspec.generate(model, x))(jnp.array(ids))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(max_new_tokens=[4, 4]), r"max_new_tokens=\(4, 4\): 2 numbers for 3 sequences"),
+        (dict(max_new_tokens=[4, 0, 4]), r"max_new_tokens\[1\]=0"),
+        (dict(max_new_tokens=[4, 4, 2000]), "max_new_tokens=2000"),
+        (dict(max_new_tokens=[]), "max_new_tokens"),
+        (dict(n=0), "n=0"),
+        (dict(n=1.5), "n=1.5"),
+        (dict(n=2, sampling=[SAMPLED]), "sampling: 1 for 3 prompts"),
+        (dict(n=2, seed=[1, 2, 3]), "3 seeds for 6 sequences"),
+    ],
+)
+def test_limits_and_samples_that_do_not_match_the_prompts_are_refused(model, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        jspec.generate(model, PROMPTS, **options)
+
+
 def test_copies_of_a_prompt_are_different_samples(model):
     out = jspec.generate(model, ["ab"] * 4, drafter=None, sampling=jspec.Sampling(), max_new_tokens=12)
     assert len({tuple(tokens) for tokens in out.tokens}) == 4
+
+
+def log_distribution(logits, seen, sampling):
+    """The log-probabilities that a token is sampled with, in float64: penalty, temperature, top-k, then top-p."""
+    x = logits.astype(np.float64)
+    if sampling is None:
+        return np.where(np.arange(len(x)) == x.argmax(), 0.0, -np.inf)
+    if sampling.repetition_penalty is not None:
+        ids = sorted(set(seen))
+        x[ids] = np.where(x[ids] > 0, x[ids] / sampling.repetition_penalty, x[ids] * sampling.repetition_penalty)
+    x = x / sampling.temperature
+    order = np.argsort(-x)
+    kept = order[: sampling.top_k or len(x)]
+    if sampling.top_p is not None:
+        p = np.exp(x[kept] - x[kept].max())
+        before = np.cumsum(p / p.sum()) - p / p.sum()
+        kept = kept[before < sampling.top_p]
+    y = np.full(len(x), -np.inf)
+    y[kept] = x[kept] - x[kept].max()
+    return y - np.log(np.exp(y).sum())
 
 
 @pytest.mark.slow
@@ -361,13 +433,22 @@ def test_logprobs_are_those_of_one_forward_over_the_output(model, accept, drafte
     @jax.jit
     def read(params, ids):
         cache = model.target.init_cache(params, len(ids), 4, 4)
-        return jax.nn.log_softmax(model.target.forward(params, tree.chain(ids), cache, None).logits)
+        return model.target.forward(params, tree.chain(ids), cache, None).logits
 
     rows = [model.tokenizer.encode(prompt) + new for prompt, new in zip(PROMPTS, out.tokens, strict=True)]
     padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
     for row, tokens in zip(padded, rows, strict=True):
         row[: len(tokens)] = tokens
-    distributions = np.array(read(model.params.target, padded))
+    logits = np.array(read(model.params.target, padded))
+    for i, row in enumerate(rows):
+        for at, (token, sampled) in enumerate(zip(out.tokens[i], out.sampled_logprobs[i], strict=True)):
+            first, options = len(row) - len(out.tokens[i]) + at, MIXED_SAMPLING[i]
+            if options is None or not options.min_new_tokens or at >= options.min_new_tokens:
+                wanted = log_distribution(logits[i, first - 1], row[:first], options)[token]
+                np.testing.assert_allclose(sampled, wanted, atol=2e-5)
+    assert out[0].sampled_logprobs == out.sampled_logprobs[0] != out.logprobs[0]
+    assert out.sampled_logprobs[1] == [0.0] * len(rows[1][1:])
+    distributions = jax.nn.log_softmax(logits)
     columns = distributions, rows, out.tokens, out.logprobs, out.top_logprobs
     for log_p, row, new, logprobs, top in zip(*columns, strict=True):
         before = log_p[np.arange(len(row) - len(new) - 1, len(row) - 1)]
@@ -412,6 +493,8 @@ def test_drafted_sampling_in_a_users_jit_equals_plain_sampling(model):
     plain, drafted = run(None), run("standalone")
     np.testing.assert_array_equal(plain.tokens, drafted.tokens)
     np.testing.assert_allclose(plain.logprobs, drafted.logprobs, atol=1e-5)
+    np.testing.assert_allclose(plain.sampled_logprobs, drafted.sampled_logprobs, atol=1e-5)
+    assert not plain.sampled_logprobs[1].any() and (plain.sampled_logprobs != plain.logprobs).any()
     assert (plain.tokens[0] != plain.tokens[1]).any() and plain.logprobs[0, 3:].all()
 
 

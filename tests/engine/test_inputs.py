@@ -117,7 +117,12 @@ NO_NUMBER = ("0.5", "", True, b"1", (0.5,), {}, [], 1 + 0j, np.bool_(1), np.ones
 NO_FLAG = (0, 1, "yes", None, 1.0, [], Odd())
 HUGE = (2**31, 2**63, 2**70, 10**400, -(10**400))
 WHOLE = {
-    generate: {"max_new_tokens": (0, -1, 510, None, *HUGE), "page_size": (0, -1, None), "seed": (-1, 2**32, *HUGE[1:])},
+    generate: {
+        "max_new_tokens": (0, -1, 510, None, *HUGE, [], [1, 2, 3, 4, 5], [0], [1.5]),
+        "n": (0, -1),
+        "page_size": (0, -1, None),
+        "seed": (-1, 2**32, *HUGE[1:]),
+    },
     stream: {"max_new_tokens": (0, None), "page_size": (0,), "seed": (-1, 2**32, None), "rounds": (0, -3, None)},
     jspec.GenerateOptions: {"max_new_tokens": (0, None), "page_size": (0, None), "seed": (-1, 2**32, None)},
     generate_ids: {
@@ -240,12 +245,17 @@ SOURCES = (5, 2.5, None, True, [], {}, b"bundled:python-tiny", "", "  ", "\ud800
 SOURCES += ("bundled:none", "bundled:", "no/such/directory", "here", Path("no-such"), Path("x" * 5000), "org name/x")
 
 
+LISTED = (generate, stream, jspec.GenerateOptions)
+"""Functions that take a list of limits."""
+
+
 def calls():
     """(function, its keywords, the argument that is wrong)."""
     for call, arguments in WHOLE.items():
         for name, values in arguments.items():
             for value in itertools.chain(NO_INT, values):
-                if name != "seed" or not isinstance(value, tuple):  # a tuple of seeds is valid
+                listed = name == "seed" or (name == "max_new_tokens" and call in LISTED)
+                if not listed or not isinstance(value, tuple):  # a tuple of seeds or limits is valid
                     yield call, {name: value}, name
     for call, arguments in NUMBERS.items():
         for name, values in arguments.items():
