@@ -13,7 +13,7 @@ from jspec.core import accept, decode, stopping
 from jspec.core.checks import check_int, shorten
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Committed, DecodeState, Drafter, DraftTree, Params, Target
-from jspec.engine.model import Model
+from jspec.engine.model import Model, refuse_split
 from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateKeywords, GenerateOptions, choose_drafter
 from jspec.engine.result import Generation, Generations
 from jspec.engine.run import Parts, Run, check_model, encode_prompts
@@ -74,6 +74,7 @@ def check_drafter(
       ValueError, TypeError: another invalid argument, or models that the drafter's `bind` does not support.
     """
     check_model(model)
+    refuse_split(model, "check_drafter")
     chosen = _check_interface(drafter, model)
     if prompts is None:
         prompts = PROMPTS if model.tokenizer else _PROMPT_IDS

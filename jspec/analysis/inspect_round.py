@@ -13,7 +13,7 @@ from jspec.core import decode, tree
 from jspec.core.checks import check_int, shorten
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, BoundedDrafter, DecodeState, Drafter, DraftTree, Params, Target
-from jspec.engine.model import Model
+from jspec.engine.model import Model, refuse_split
 from jspec.engine.options import GenerateOptions, choose_drafter
 from jspec.engine.run import Run, encode_prompts
 
@@ -63,6 +63,7 @@ def inspect_round(
     """
     round_index = check_int("round_index", round_index, least=0)
     single, (ids, *_) = encode_prompts(model, prompt, "prompt")
+    refuse_split(model, "inspect_round")
     if not single:
         raise ValueError("prompt is a list of prompts: give one of them")
     if sampling is not None and not isinstance(sampling, Sampling):

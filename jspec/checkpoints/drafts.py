@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 from jspec.checkpoints import assistant, eagle, language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.split import Place, whole
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 
@@ -36,15 +37,26 @@ class DraftKind:
     """A kind of draft.
 
     matches: whether a checkpoint is of this kind; `read` may still reject it.
-    read: the draft, for a target's configuration, in a precision and with a check of its shapes, see `load`.
+    read: the draft, for a target's configuration, in a precision, with a check of its shapes and a placement, see
+      `load`.
+    beside_split: whether it can draft for a target that is split over devices.
     """
 
     matches: Callable[[Source], bool]
-    read: Callable[[Source, Decoder, str | None, Check | None], DraftCheckpoint]
+    read: Callable[[Source, Decoder, str | None, Check | None, Place], DraftCheckpoint]
+    beside_split: bool = True
 
 
-def _read_language_model(source: Source, target: Decoder, dtype: str | None, check: Check | None) -> DraftCheckpoint:
-    small = language_model.read(source, dtype=dtype, mtp=False, check=check)
+def _read_assistant(
+    source: Source, target: Decoder, dtype: str | None, check: Check | None, place: Place
+) -> DraftCheckpoint:
+    return assistant.read(source, target, dtype, check)
+
+
+def _read_language_model(
+    source: Source, target: Decoder, dtype: str | None, check: Check | None, place: Place
+) -> DraftCheckpoint:
+    small = language_model.read(source, dtype=dtype, mtp=False, check=check, place=place)
     count = small.config.vocab_size
     if count != target.vocab_size:
         raise CheckpointError(
@@ -54,7 +66,7 @@ def _read_language_model(source: Source, target: Decoder, dtype: str | None, che
 
 
 DRAFT_KINDS = (
-    DraftKind(assistant.matches, assistant.read),
+    DraftKind(assistant.matches, _read_assistant, beside_split=False),
     DraftKind(eagle.matches, eagle.read),
     DraftKind(lambda source: True, _read_language_model),
 )
@@ -62,19 +74,44 @@ DRAFT_KINDS = (
 
 
 def load(
-    directory: str | Path, *, target: Decoder, dtype: str | None = None, check: Check | None = None
+    directory: str | Path,
+    *,
+    target: Decoder,
+    dtype: str | None = None,
+    check: Check | None = None,
+    place: Place = whole,
 ) -> DraftCheckpoint:
-    """Loads a draft of any kind onto the default device.
+    """Loads a draft of any kind onto the default device, or splits it over several.
 
     Args:
       target: the configuration of the model that it drafts for.
       dtype: as in `language_model.load`; use the same for both.
-      check: called with the shapes of the weights before any of them is read.
+      check: called with the shapes of the weights, of one device if they are split, before any of them is read.
+      place: whether it is split over devices. Only what is split is then on the right devices.
 
     Raises:
       CheckpointError: a file is missing or damaged, or the draft is not supported or does not suit the target.
       ValueError: an unknown dtype.
     """
     source = Source(directory)
-    kind = next(kind for kind in DRAFT_KINDS if kind.matches(source))
-    return kind.read(source, target, dtype, check)
+    return _kind_of(source).read(source, target, dtype, check, place)
+
+
+def check_beside_split(directory: str | Path, name: str, devices: int) -> None:
+    """Checks that a draft can draft for a target that is split over that many devices; reads no weights.
+
+    name: the draft's, for the message.
+
+    Raises:
+      CheckpointError: a file is missing or damaged.
+      ValueError: it cannot.
+    """
+    if not _kind_of(Source(directory)).beside_split:
+        raise ValueError(
+            f"tensor={devices}: not supported yet for draft={name!r}, which reads keys and values of the target; use "
+            "another draft"
+        )
+
+
+def _kind_of(source: Source) -> DraftKind:
+    return next(kind for kind in DRAFT_KINDS if kind.matches(source))

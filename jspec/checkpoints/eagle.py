@@ -30,6 +30,7 @@ from jspec.checkpoints.files import (
 )
 from jspec.checkpoints.llama import name_layer, read_layer
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.split import Place, refuse_split, whole
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead, EagleParams
@@ -80,13 +81,21 @@ def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) ->
 
 
 def read(
-    source: Source, target: Decoder, dtype: str | None, check: Callable[[PyTree], None] | None = None
+    source: Source,
+    target: Decoder,
+    dtype: str | None,
+    check: Callable[[PyTree], None] | None = None,
+    place: Place = whole,
 ) -> EagleCheckpoint:
-    """`load` from an open directory. `check`: called with the shapes of the weights before any of them is read."""
+    """`load` from an open directory. `check` and `place`: as in `language_model.read`."""
     tensors = _HeadTensors(source.files, resolve_dtype(dtype))
     config = eagle_config.parse_config(source.config, tensors.names(), target)
+    placement = place(config, tensors.dtype)
+    if placement is not None:
+        config, tensors.placement = config.split(placement.size), placement
     if check is not None:
-        check(config.param_shapes(tensors.dtype))
+        shapes = config.param_shapes(tensors.dtype)
+        check(shapes if placement is None else placement.local(shapes))
     params = _read_params(config, source.config, tensors)
     tensors.check_all_read(config)
     return EagleCheckpoint(config, params)
@@ -129,7 +138,7 @@ def _read_params(config: EagleHead, fields: Fields, tensors: _HeadTensors) -> Ea
         if _check_flags(fields, ("fc_norm", "use_aux_norm"), chunks[0], names):
             fc_norms = tuple(tensors.device(name, config.target_hidden_size) for name in chunks)
     return EagleParams(
-        embed=tensors.device("embed_tokens.weight", config.vocab_size, width) if own_embed else None,
+        embed=tensors.device("embed_tokens.weight", config.vocab_size, width, field="embed") if own_embed else None,
         fc=tensors.fused([("fc.weight", width)], captured if eagle3 else 2 * width),
         fc_bias=tensors.optional("fc.bias", width),
         fc_norms=fc_norms,
@@ -137,7 +146,7 @@ def _read_params(config: EagleHead, fields: Fields, tensors: _HeadTensors) -> Ea
         hidden_norm=tensors.device(first + "hidden_norm.weight", width) if eagle3 else None,
         layers=layers,
         norm=tensors.device("norm.weight", width) if eagle3 else None,
-        lm_head=tensors.fused([("lm_head.weight", vocab)], width) if eagle3 and own_head else None,
+        lm_head=tensors.fused([("lm_head.weight", vocab)], width, "lm_head") if eagle3 and own_head else None,
         ids=_read_ids(config, tensors) if eagle3 else None,
     )
 
@@ -223,8 +232,9 @@ def save(
       verifier: the target's directory or hub id, which "speculators" records for vLLM.
 
     Raises:
-      ValueError: an unknown layout or dtype, or a head that the layout cannot represent.
+      ValueError: an unknown layout or dtype, a head that the layout cannot represent, or one that is split.
     """
+    refuse_split(config)
     stored = resolve_dtype(dtype)
     raw = eagle_config.describe(layout, config, params, dtype, verifier)
     named = _named_tensors(config, params, layout)

@@ -56,7 +56,7 @@ def read_experts(
     return RoutedParams(
         router=on_device(gate.astype(np.float32)),
         bias=None if bias is None else on_device(bias.astype(np.float32)),
-        **matrices.device(),
+        **matrices.device(tensors),
         shared_gate=tensors.fused([(prefix + "shared_expert_gate.weight", 1)], width) if experts.shared_gate else None,
     )
 
@@ -70,7 +70,7 @@ def read_stacked(tensors: Tensors, prefix: str, count: int, inner: int, width: i
     _expect_stacked(tensors, prefix, count, inner, width)
     matrices = _Matrices.empty(count, inner, width, tensors.dtype)
     matrices.read_stacked(tensors, prefix, count)
-    return matrices.device()
+    return matrices.device(tensors)
 
 
 def _expect_stacked(tensors: Tensors, prefix: str, count: int, inner: int, width: int) -> None:
@@ -98,9 +98,11 @@ class _Matrices:
     def empty(cls, count: int, inner: int, width: int, dtype: DTypeLike) -> "_Matrices":
         return cls(np.empty((count, width, 2 * inner), dtype), np.empty((count, inner, width), dtype))
 
-    def device(self) -> dict[str, jax.Array]:
-        """The `gate_up` and `down` of a layer's weights."""
-        return {"gate_up": on_device(self.gate_up), "down": on_device(self.down)}
+    def device(self, tensors: Tensors) -> dict[str, jax.Array]:
+        """The `gate_up` and `down` of a layer's weights, where `tensors` puts them."""
+        inner = self.down.shape[1]
+        halves = [self.gate_up] if tensors.placement is None else np.split(self.gate_up, [inner], axis=-1)
+        return {"gate_up": tensors.put("gate_up", halves), "down": tensors.put("down", [self.down])}
 
     def read_stacked(self, tensors: Tensors, prefix: str, count: int) -> None:
         """The first `count` experts, from stacked tensors."""
@@ -140,8 +142,8 @@ def read_mlp(tensors: Tensors, prefix: str, inner: int, width: int) -> dict[str,
       CheckpointError: a tensor is missing or has an unexpected shape.
     """
     return {
-        "gate_up": tensors.fused([(f"{prefix}{name}_proj.weight", inner) for name in ("gate", "up")], width),
-        "down": tensors.fused([(prefix + "down_proj.weight", width)], inner),
+        "gate_up": tensors.fused([(f"{prefix}{name}_proj.weight", inner) for name in ("gate", "up")], width, "gate_up"),
+        "down": tensors.fused([(prefix + "down_proj.weight", width)], inner, "down"),
     }
 
 

@@ -18,6 +18,7 @@ from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_dtype, write_shards
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.split import Place, refuse_split, whole
 from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
 from jspec.models.sizes import count_parameters
@@ -57,18 +58,33 @@ def load(directory: str | Path, *, dtype: str | None = None, mtp: bool = True) -
 
 
 def read(
-    source: Source, *, dtype: str | None = None, mtp: bool = True, check: Callable[[PyTree], None] | None = None
+    source: Source,
+    *,
+    dtype: str | None = None,
+    mtp: bool = True,
+    check: Callable[[PyTree], None] | None = None,
+    place: Place = whole,
 ) -> Checkpoint:
-    """`load` from an open directory. `check`: called with the shapes of the weights before any of them is read."""
+    """`load` from an open directory.
+
+    check: called with the shapes of the weights, of one device if they are split, before any of them is read.
+    place: whether they are split over devices. Only those that are split are then on the right devices.
+
+    Raises:
+      ValueError: they are to be split, and cannot be.
+    """
     family = _family_of(source.config)
     parsed = family.parse_config(source.config)
     eos = _read_eos(source, parsed.vocab_size)
     tensors = family.open_tensors(source, resolve_dtype(dtype))
     config = family.with_mtp(parsed, tensors, mtp)
+    placement = place(config, tensors.dtype)
+    if placement is not None:
+        config, tensors.placement = config.split(placement.size), placement
     shapes = config.param_shapes(tensors.dtype)
     _check_size(shapes, source.config.where)
     if check is not None:
-        check(shapes)
+        check(shapes if placement is None else placement.local(shapes))
     params = family.read_params(config, tensors)
     _check_shapes(params, shapes, source.directory)
     return Checkpoint(config, params, eos)
@@ -149,9 +165,10 @@ def save(
       max_shard_bytes: a new file is started before the next tensor would exceed this size; None: one file.
 
     Raises:
-      TypeError, ValueError: an entry of `eos` is not an id of the vocabulary.
+      TypeError, ValueError: an entry of `eos` is not an id of the vocabulary, or the weights are split over devices.
     """
     family = _family_by_config(config)
+    refuse_split(config)
     for token in eos:
         check_int("eos", token, least=0, most=config.vocab_size - 1)
     raw = family.describe(config) | {"dtype": dtype}

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -27,7 +26,7 @@ from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.layers import Llama3Rope
-from jspec.models.llama import LayerParams, LayerShape, Llama, LlamaParams
+from jspec.models.llama import LayerParams, LayerShape, Llama, LlamaParams, held_kv_heads
 from jspec.models.moe import Routed
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
@@ -139,10 +138,10 @@ def read_params(config: Llama, tensors: Tensors) -> LlamaParams:
       CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
     """
     width = config.hidden_size
-    embed = tensors.device("model.embed_tokens.weight", config.vocab_size, width)
+    embed = tensors.device("model.embed_tokens.weight", config.vocab_size, width, field="embed")
     head = None
     if not config.tie_embeddings:
-        head = tensors.fused([("lm_head.weight", config.vocab_size)], width)
+        head = tensors.fused([("lm_head.weight", config.vocab_size)], width, "lm_head")
     layers = []
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
@@ -182,18 +181,30 @@ def read_layer(
     width, mlp = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention, outs = prefix + "self_attn.", [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]
-    bias = [tensors.device(f"{attention}{name}.bias", out) for name, out in outs] if qkv_bias else None
+    qkv = [tensors.read(f"{attention}{name}.weight", out, input_width, transpose=True) for name, out in outs]
+    bias = [tensors.read(f"{attention}{name}.bias", out) for name, out in outs] if qkv_bias else None
     return LayerParams(
         attention_norm=attention_norm,
-        qkv=tensors.fused([(f"{attention}{name}.weight", out) for name, out in outs], input_width),
-        qkv_bias=None if bias is None else jnp.concatenate(bias),
+        qkv=tensors.put("qkv", _with_copies(config, qkv)),
+        qkv_bias=None if bias is None else tensors.put("qkv_bias", _with_copies(config, bias)),
         q_norm=tensors.device(f"{attention}q_norm.weight", config.head_dim) if qk_norm else None,
         k_norm=tensors.device(f"{attention}k_norm.weight", config.head_dim) if qk_norm else None,
-        o=tensors.fused([(f"{attention}o_proj.weight", width)], query),
+        o=tensors.fused([(f"{attention}o_proj.weight", width)], query, "o"),
         o_bias=tensors.device(f"{attention}o_proj.bias", width) if o_bias else None,
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
         **read_layer_mlp(experts, tensors, prefix + "mlp.", mlp, width),
     )
+
+
+def _with_copies(config: LayerShape, parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Columns of queries, keys and values, with as many copies of each head of keys and values as devices need."""
+    queries, *others = parts
+    copies = held_kv_heads(config) // config.num_kv_heads
+    if copies == 1:
+        return parts
+    shape = *queries.shape[:-1], config.num_kv_heads, config.head_dim
+    repeated = (np.repeat(part.reshape(shape), copies, axis=-2) for part in others)
+    return [queries, *(part.reshape(*queries.shape[:-1], -1) for part in repeated)]
 
 
 def describe_scaling(scaling: Llama3Rope) -> dict[str, Any]:

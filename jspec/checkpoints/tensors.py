@@ -1,6 +1,6 @@
 """The tensors of a checkpoint: checked against config.json and converted as they are read, one at a time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.checkpoints.files import CheckpointError, on_device
+from jspec.core.sharding import Placement
 
 _FLOATS = {np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)}
 """What weights may be stored as."""
@@ -52,6 +53,9 @@ class Tensors:
 
     It records which tensors have been read, so that unused ones can be reported.
     """
+
+    placement: Placement | None = None
+    """The devices over which the weights are split; None: all are on the default device."""
 
     def __init__(self, files: TensorFiles, dtype: DTypeLike):
         self.files, self.directory, self.dtype = files, files.directory, dtype
@@ -134,17 +138,27 @@ class Tensors:
             )
         return converted.T if transpose else converted
 
-    def device(self, name: str, *shape: int) -> jax.Array:
-        """One tensor on the device, in the chosen dtype."""
-        return on_device(self.read(name, *shape))
+    def device(self, name: str, *shape: int, field: str | None = None) -> jax.Array:
+        """One tensor on the device, in the chosen dtype. field: as in `put`."""
+        return self.put(field, [self.read(name, *shape)])
 
-    def fused(self, parts: list[tuple[str, int]], width: int) -> jax.Array:
+    def fused(self, parts: list[tuple[str, int]], width: int, field: str | None = None) -> jax.Array:
         """Weights [out, in] with the same input, as one weight [in, sum of outs] on the device.
 
         parts: name and out of each.
         width: in.
+        field: as in `put`.
         """
-        return on_device(np.concatenate([self.read(name, out, width, transpose=True) for name, out in parts], axis=1))
+        return self.put(field, [self.read(name, out, width, transpose=True) for name, out in parts])
+
+    def put(self, field: str | None, parts: Sequence[np.ndarray]) -> jax.Array:
+        """Arrays side by side on their last axis, on the device, or as `Placement.put` splits them.
+
+        field: of the weights, for the table of what is split; None: it is not in the table.
+        """
+        if self.placement is not None:
+            return self.placement.put(field, parts)
+        return on_device(np.asarray(parts[0], order="C") if len(parts) == 1 else np.concatenate(parts, axis=-1))
 
     def leave(self, *prefixes: str) -> None:
         """Marks tensors whose names start with a prefix as deliberately unread."""

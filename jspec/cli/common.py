@@ -127,7 +127,8 @@ def load_model(
     loaded = {} if loaded is None else loaded
     if draft not in loaded:
         with naming_models({"--draft": arguments.draft, option: arguments.model}):
-            loaded[draft] = load(arguments.model, draft=draft, dtype=arguments.dtype)
+            tensor = getattr(arguments, "tensor", None)
+            loaded[draft] = load(arguments.model, draft=draft, dtype=arguments.dtype, tensor=tensor)
     return loaded[draft]
 
 

@@ -15,7 +15,7 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.core import logprobs as log_probabilities
-from jspec.core import sampling, stopping, tree
+from jspec.core import sampling, sharding, stopping, tree
 from jspec.core.commit import commit_rows
 from jspec.core.invariants import check_round
 from jspec.core.struct import struct
@@ -174,11 +174,45 @@ def read_columns(
     return extend(params, s, Committed(begin, following, out.hidden, count, first=first), drafter=drafter)
 
 
-jitted_prefill = jax.jit(
-    prefill,
-    static_argnames=("target", "drafter", "accept", "capacity", "page_size", "logprobs", "top_logprobs", "chunk"),
-)
-"""`prefill`, jitted: one compiled program for each configuration and shape of the prompts."""
+_STATIC = ("target", "drafter", "accept", "placement")
+
+
+@partial(jax.jit, static_argnames=(*_STATIC, "capacity", "page_size", "logprobs", "top_logprobs", "chunk"))
+def jitted_prefill(
+    params: Params,
+    ids: Int[Array, "B T"],
+    length: Int[Array, " B"],
+    limit: Int[Array, " B"],
+    key: Key[Array, " B"],
+    stop: stopping.Stop,
+    row_sampling: RowSampling | None = None,
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    capacity: int,
+    page_size: int,
+    logprobs: bool = False,
+    top_logprobs: int = 0,
+    chunk: int | None = None,
+    placement: sharding.Placement | None = None,
+) -> DecodeState:
+    """`prefill`, jitted: one compiled program for each configuration and shape of the prompts.
+
+    placement: of the weights over devices; None: they are on one.
+    """
+    read = partial(
+        prefill,
+        target=target,
+        drafter=drafter,
+        accept=accept,
+        capacity=capacity,
+        page_size=page_size,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        chunk=chunk,
+    )
+    return sharding.over(placement, read, params, ids, length, limit, key, stop, row_sampling)
 
 
 # A round
@@ -362,57 +396,86 @@ def run_rounds(
     return lax.while_loop(lambda s: ~jnp.all(s.done) & (s.round_index < until), body, s)
 
 
-_STATIC = ("target", "drafter", "accept")
-
-
 class _Loop(LoopProgram[..., DecodeState]):
     """Its state has the counters before the call: the donated buffer of shorter ones could not be used."""
 
     def __call__(
-        self, params: Params, s: DecodeState, until: Int[Array, ""], *, drafter: Drafter, **static: Target | Accept
+        self,
+        params: Params,
+        s: DecodeState,
+        until: Int[Array, ""],
+        *,
+        drafter: Drafter,
+        **static: Target | Accept | sharding.Placement | None,
     ) -> DecodeState:
         return super().__call__(params, with_counters(s, drafter.depth), until, drafter=drafter, **static)
 
 
 def _loop_program(many: bool) -> LoopProgram[..., DecodeState]:
     def decode(
-        params: Params, s: DecodeState, until: Int[Array, ""], *, target: Target, drafter: Drafter, accept: Accept
+        params: Params,
+        s: DecodeState,
+        until: Int[Array, ""],
+        *,
+        target: Target,
+        drafter: Drafter,
+        accept: Accept,
+        placement: sharding.Placement | None = None,
     ) -> DecodeState:
         """Rounds on the device until every sequence is done or `s.round_index` reaches `until`; the state is donated.
 
         To stream, show progress or stop early, call it repeatedly with a growing `until`; the tokens are the same.
         """
-        return run_rounds(params, s, until, target=target, drafter=drafter, accept=accept)
+        rounds = partial(run_rounds, target=target, drafter=drafter, accept=accept)
+        return sharding.over(placement, rounds, params, s, until)
 
     return _Loop(decode, many=many, static_argnames=_STATIC, donate_argnames=("s",))
 
 
 decode, decode_many = _loop_program(many=False), _loop_program(many=True)
 """The loop, jitted; `decode_many` has compiler options for rounds that verify many tokens (see `verifies_many`)."""
-_drafted = jax.jit(lambda params, s, drafter: drafter.draft(params, s)[0], static_argnames=("drafter",))
 
 
-def draft_shape(params: Params, s: DecodeState, drafter: Drafter) -> tuple[int, ...]:
+@partial(jax.jit, static_argnames=("drafter", "placement"))
+def _drafted(params: Params, s: DecodeState, drafter: Drafter, placement: sharding.Placement | None) -> DraftTree:
+    return sharding.over(placement, lambda params, s: drafter.draft(params, s)[0], params, s)
+
+
+def draft_shape(
+    params: Params, s: DecodeState, drafter: Drafter, placement: sharding.Placement | None = None
+) -> tuple[int, ...]:
     """The shape of a round's tree: sequences and nodes of each."""
-    return _drafted.eval_shape(params, s, drafter=drafter).tokens.shape
+    return _drafted.eval_shape(params, s, drafter=drafter, placement=placement).tokens.shape
 
 
-def verifies_many(params: Params, s: DecodeState, drafter: Drafter) -> bool:
+def verifies_many(
+    params: Params, s: DecodeState, drafter: Drafter, placement: sharding.Placement | None = None
+) -> bool:
     """Whether rounds of these shapes verify enough tokens for `decode_many` to be faster. Only affects GPUs."""
     if jax.default_backend() != "gpu":
         return False
-    return math.prod(draft_shape(params, s, drafter)) > TRITON_GEMM_MAX_TOKENS
+    return math.prod(draft_shape(params, s, drafter, placement)) > TRITON_GEMM_MAX_TOKENS
 
 
-def fastest(params: Params, s: DecodeState, drafter: Drafter) -> LoopProgram[..., DecodeState]:
+def fastest(
+    params: Params, s: DecodeState, drafter: Drafter, placement: sharding.Placement | None = None
+) -> LoopProgram[..., DecodeState]:
     """`decode` or `decode_many`, whichever is faster for rounds of these shapes."""
-    return decode_many if verifies_many(params, s, drafter) else decode
+    return decode_many if verifies_many(params, s, drafter, placement) else decode
 
 
 @partial(jax.jit, static_argnames=_STATIC)
 def decode_checked(
-    params: Params, s: DecodeState, until: Int[Array, ""], *, target: Target, drafter: Drafter, accept: Accept
+    params: Params,
+    s: DecodeState,
+    until: Int[Array, ""],
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    placement: sharding.Placement | None = None,
 ) -> tuple[checkify.Error, DecodeState]:
     """`decode` with `check_round` in every round; `error.throw()` raises the first broken invariant."""
     rounds = partial(run_rounds, target=target, drafter=drafter, accept=accept, debug=True)
-    return checkify.checkify(rounds, errors=checkify.user_checks)(params, s, until)
+    checked = checkify.checkify(rounds, errors=checkify.user_checks)
+    return sharding.over(placement, checked, params, s, until)

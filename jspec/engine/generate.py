@@ -1,6 +1,7 @@
 """`generate` and `stream`, which take text or ids; and `generate_ids`, the pure function of arrays."""
 
 from collections.abc import Generator, Sequence
+from functools import partial
 from typing import Unpack, overload
 
 import jax
@@ -12,9 +13,10 @@ from tqdm import tqdm
 
 from jspec import drafters
 from jspec.cache.pages import DEFAULT_PAGE_SIZE, fit_page_size
-from jspec.core import decode, stopping
+from jspec.core import decode, sharding, stopping
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, shorten
 from jspec.core.sampling import Sampling, check_rows, per_row
+from jspec.core.sharding import Placement
 from jspec.core.struct import struct
 from jspec.core.types import Accept, BoundedDrafter, Drafter, Params, RowSampling, Stats, Target
 from jspec.engine import memory
@@ -22,7 +24,7 @@ from jspec.engine.many import generate_many
 from jspec.engine.model import Model
 from jspec.engine.options import GenerateKeywords, GenerateOptions, bind_drafter, choose_rule, repeat
 from jspec.engine.result import Generation, Generations, Piece
-from jspec.engine.run import Prompt, Run, encode_prompts, prefill_chunk
+from jspec.engine.run import Parts, Prompt, Run, encode_prompts, prefill_chunk
 
 ROUNDS_PER_UPDATE = 16
 """Rounds between two updates of the progress bar."""
@@ -215,6 +217,7 @@ def generate_ids(
     sampling: Sampling | Sequence[Sampling | None] | RowSampling | None = None,
     accept: str | Accept | None = None,
     logprobs: bool = False,
+    placement: Placement | None = None,
 ) -> GeneratedIds:
     """Generation as a pure function of arrays, for use inside your own `jit`.
 
@@ -241,6 +244,7 @@ def generate_ids(
         them as arrays, which may be traced. None: greedy.
       accept: the acceptance rule, as in `generate`.
       logprobs: whether to record the log-probability of each new token.
+      placement: `model.placement` of a model that is split over devices.
 
     Returns:
       Tokens and lengths of all sequences; the tokens are those of `generate` for the same keys.
@@ -250,6 +254,7 @@ def generate_ids(
         Values of traced arrays are not checked; those of other arrays are.
     """
     batch, columns = _check_arrays(params, ids, lengths, key, target)
+    _check_placement(target, draft, placement)
     logprobs = check_flag("logprobs", logprobs)
     page_size = check_int("page_size", page_size, least=1)
     vocabulary = target.vocab_size
@@ -295,24 +300,20 @@ def generate_ids(
     new = jnp.asarray(max_new_tokens, jnp.int32)
     # Without an overflow, whatever the sum.
     limit = lengths + jnp.minimum(jnp.broadcast_to(new, lengths.shape), max_length - lengths)
-    s = decode.prefill(
-        params,
-        ids,
-        lengths,
-        limit,
-        key if key.ndim else jax.random.split(key, batch),
-        stopping.init(table, batch),
-        sampling,
-        target=target,
-        drafter=bound,
-        accept=rule,
+    key = key if key.ndim else jax.random.split(key, batch)
+    parts: Parts = {"target": target, "drafter": bound, "accept": rule}
+    read = partial(
+        decode.prefill,
+        **parts,
         capacity=max_length,
         page_size=fit_page_size(page_size, max_length),
         logprobs=logprobs,
         chunk=prefill_chunk(batch),
     )
+    arrays = params, ids, lengths, limit, key, stopping.init(table, batch), sampling
+    s = sharding.over(placement, read, *arrays)
     until = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
-    s = decode.run_rounds(params, s, until, target=target, drafter=bound, accept=rule)
+    s = sharding.over(placement, partial(decode.run_rounds, **parts), params, s, until)
     written = jnp.arange(max_length, dtype=jnp.int32)[None] < s.length[:, None]
     sampled = s.sampled_logprobs
     if sampled is None and s.logprobs is not None:
@@ -341,6 +342,20 @@ def _check_arrays(params: object, ids: object, lengths: object, key: object, tar
         used = np.arange(columns)[None] < np.asarray(lengths)[:, None]
         _check_values("ids", np.asarray(ids)[used], 0, target.vocab_size - 1)
     return batch, columns
+
+
+def _check_placement(target: Target, draft: object, placement: object) -> None:
+    """Raises unless `placement` is that of the models."""
+    if placement is not None and not isinstance(placement, sharding.Placement):
+        raise TypeError(f"placement={shorten(placement)}: must be model.placement, or None")
+    size, splits_draft = (1, False) if placement is None else (placement.size, placement.draft)
+    for name, config, wanted in (("target", target, size), ("draft", draft, size if splits_draft else 1)):
+        found = getattr(config, "tensor", 1)
+        if config is not None and found != wanted:
+            raise ValueError(
+                f"placement={shorten(placement)}: the {name} is split over {found} devices, and must be over {wanted}; "
+                "pass placement=model.placement of the model that they belong to"
+            )
 
 
 def _check_array(name: str, array: object, shapes: Sequence[tuple[int, ...]]) -> Array | np.ndarray:

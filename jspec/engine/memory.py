@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from jspec.cache.pages import fit_page_size
+from jspec.core.sharding import Device
 from jspec.core.types import Drafter, Params, Target
 from jspec.engine import host_memory
 from jspec.models.sizes import tree_bytes
@@ -76,6 +78,17 @@ def free_bytes(device: Any = None) -> tuple[int, int] | None:
     return stats["bytes_limit"] - stats["bytes_in_use"], stats["bytes_limit"]
 
 
+def least_free(devices: Collection[Device] | None) -> tuple[int, int] | None:
+    """`free_bytes` of the device with the least; None: of the default device. CPU devices share one memory evenly."""
+    found = [free_bytes(device) for device in devices or [None]]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found):
+        return None
+    sharing = sum(device.platform == "cpu" for device in devices or []) or 1
+    free, limit = min(known)
+    return free // sharing, limit // sharing
+
+
 def usable_fraction() -> float:
     """The fraction of the default device's memory that an engine uses by default.
 
@@ -84,22 +97,24 @@ def usable_fraction() -> float:
     return 0.75 if jax.devices()[0].platform == "cpu" else 0.9
 
 
-def check_weights(name: str, shapes: PyTree, what: str = "weights") -> None:
-    """Checks that weights fit into the free memory of the default device, before any of them is made or read.
+def check_weights(name: str, shapes: PyTree, what: str = "weights", devices: Collection[Device] | None = None) -> None:
+    """Checks that weights fit into the free memory of a device, before any of them is made or read.
 
     name: whose they are, for the message. what: what they are, if not weights.
     shapes: `jax.ShapeDtypeStruct`s; arrays, which have their memory already, do not count.
+    devices: each of which needs that memory; None: the default device.
 
     Raises:
       ValueError: they do not fit; the message states what is needed and what is free.
     """
     missing = [leaf for leaf in jax.tree.leaves(shapes) if not isinstance(leaf, jax.Array)]
-    memory, needed = free_bytes(), tree_bytes(missing)
+    memory, needed = least_free(devices), tree_bytes(missing)
     if memory is not None and needed > memory[0]:
         free, limit = map(gigabytes, memory)
         dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in missing}))
+        each = "" if devices is None else f" on each of {len(devices)} devices"
         raise ValueError(
-            f"{name}: {gigabytes(needed)} of {what} ({dtypes}) do not fit: {free} of {limit} are free{_advice()}"
+            f"{name}: {gigabytes(needed)} of {what} ({dtypes}){each} do not fit: {free} of {limit} are free{_advice()}"
         )
 
 
@@ -123,7 +138,7 @@ def fit(
     """
     weights = jax.tree.leaves(params.target)
     placed = weights and isinstance(weights[0], jax.Array) and not isinstance(weights[0], Tracer)
-    memory = free_bytes(next(iter(weights[0].devices())) if placed else None)
+    memory = least_free(weights[0].sharding.addressable_devices if placed else None)
     if memory is None:
         return preferred
     free, limit = memory

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import jax
+from jax.sharding import Mesh
 
 from jspec.checkpoints import drafts, language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.language_model import Checkpoint
 from jspec.checkpoints.source import Source
-from jspec.core.checks import check_text, shorten
+from jspec.checkpoints.split import Place, place_draft, whole
+from jspec.core.checks import check_flag, check_int, check_text, shorten
 from jspec.core.package import ASSETS
+from jspec.core.sharding import Placement, make_placement
 from jspec.core.types import Params
 from jspec.engine import memory
 from jspec.models import MtpHeads, MtpParams
@@ -45,6 +49,7 @@ class Model:
     params: weights of both.
     tokenizer: None if the checkpoint has none; prompts and outputs are then token ids.
     eos: ids that end a text.
+    placement: the devices over which weights are split, and whether the draft is; None: all are on one device.
     """
 
     name: str
@@ -53,15 +58,25 @@ class Model:
     tokenizer: Tokenizer | None
     eos: tuple[int, ...]
     draft: Draft | None = None
+    placement: Placement | None = None
 
     def __repr__(self) -> str:
         draft = "no draft" if self.draft is None else self.draft.summary()
         shape = f"{self.target.num_layers} layers, width {self.target.hidden_size}, vocabulary {self.target.vocab_size}"
-        return f"Model({self.name!r}: {shape}, {self.params.target.embed.dtype}; {draft})"
+        devices = "" if self.placement is None else f" on {self.placement.size} devices"
+        return f"Model({self.name!r}: {shape}, {self.params.target.embed.dtype}{devices}; {draft})"
 
 
-def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | None = None) -> Model:
-    """Loads a target, and a draft for it, onto the default device.
+def load(
+    source: str | Path,
+    *,
+    draft: str | Path | None = None,
+    dtype: str | None = None,
+    tensor: int | None = None,
+    mesh: Mesh | None = None,
+    draft_tensor: bool | None = None,
+) -> Model:
+    """Loads a target, and a draft for it, onto the default device, or splits it over several.
 
     Args:
       source: "bundled:python-small", a Hugging Face directory, or a hub id such as "org/name".
@@ -69,34 +84,63 @@ def load(source: str | Path, *, draft: str | Path | None = None, dtype: str | No
         EAGLE head or an assistant made for this target. None: the draft bundled with the target, or the MTP heads in
         its checkpoint, if any.
       dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
+      tensor: number of devices over which heads, MLPs and the vocabulary of the target are split (tensor parallelism);
+        None: one, or those of `mesh`. See docs/several-gpus.md.
+      mesh: the devices to use, with the axis "tensor". None: the first ones.
+      draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster.
 
     Raises:
       CheckpointError: files are missing, damaged or not supported.
-      ValueError: an unknown dtype or bundled model, the draft's tokenizer differs, or weights that do not fit into the
-        memory of the device, which is known before any of them is read.
+      ValueError: an unknown dtype or bundled model, the draft's tokenizer differs, a number of devices over which the
+        model cannot be split, or weights that do not fit into the memory of a device, which is known before any of
+        them is read.
+      TypeError: an argument of the wrong type.
     """
+    tensor = None if tensor is None else check_int("tensor", tensor, least=1)
+    placement = make_placement(tensor, mesh, jax.devices())
+    if draft_tensor is not None:
+        draft_tensor = check_flag("draft_tensor", draft_tensor)
+        if placement is None:
+            raise ValueError(f"draft_tensor={draft_tensor}: requires tensor or mesh")
     directory = locate(source)
     if dtype is not None:
         check_text("dtype", dtype)
     draft = bundled_draft(source) if draft is None else draft
     draft_directory = None if draft is None else locate(draft, _DRAFT_FILES, "draft")
-    check = partial(memory.check_weights, str(source))
-    loaded, heads, head_params = _load_target(directory, dtype, check, mtp=draft is None)
+    if placement is not None and draft_directory is not None:
+        drafts.check_beside_split(draft_directory, str(draft), placement.size)
+    devices = None if placement is None else placement.devices
+    check = partial(memory.check_weights, str(source), devices=devices)
+    place = whole if placement is None else lambda config, dtype: placement
+    loaded, heads, head_params = _load_target(directory, dtype, check, place, mtp=draft is None)
     tokenizer = Tokenizer.load(directory)
-    if draft is None or draft_directory is None:
-        return Model(str(source), loaded.config, Params(loaded.params, head_params), tokenizer, loaded.eos, heads)
-    _check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
-    check = partial(memory.check_weights, str(draft))
-    small = drafts.load(draft_directory, target=loaded.config, dtype=dtype, check=check)
-    params = Params(loaded.params, small.params)
-    return Model(str(source), loaded.config, params, tokenizer, loaded.eos, small.config)
+    config, params = heads, Params(loaded.params, head_params)
+    if draft is not None and draft_directory is not None:
+        _check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
+        check = partial(memory.check_weights, str(draft), devices=devices)
+        place = whole if placement is None else partial(place_draft, target=placement, wanted=draft_tensor)
+        small = drafts.load(draft_directory, target=loaded.config, dtype=dtype, check=check, place=place)
+        config, params = small.config, Params(loaded.params, small.params)
+    if placement is not None:
+        placement = dataclasses.replace(placement, draft=getattr(config, "tensor", 1) > 1)
+        params = placement.complete(params)
+    return Model(str(source), loaded.config, params, tokenizer, loaded.eos, config, placement)
+
+
+def refuse_split(model: Model, user: str) -> None:
+    """Raises ValueError if the model is split over devices, which `user` does not support."""
+    if model.placement is not None:
+        raise ValueError(
+            f"model={model.name!r}: is split over {model.placement.size} devices, which {user} does not support yet; "
+            "load it without tensor or mesh, or use jspec.generate, stream or generate_ids"
+        )
 
 
 def _load_target(
-    directory: Path, dtype: str | None, check: drafts.Check, *, mtp: bool
+    directory: Path, dtype: str | None, check: drafts.Check, place: Place, *, mtp: bool
 ) -> tuple[Checkpoint, MtpHeads | None, tuple[MtpParams, ...] | None]:
     """A language model, and the MTP heads of its checkpoint and their weights; None if not wanted or none exist."""
-    loaded = language_model.read(Source(directory), dtype=dtype, mtp=mtp, check=check)
+    loaded = language_model.read(Source(directory), dtype=dtype, mtp=mtp, check=check, place=place)
     family: Any = loaded.config
     if not family.mtp_layers:
         return loaded, None, None

@@ -213,6 +213,7 @@ class Run:
             stop,
             row_sampling,
             **self.parts,
+            placement=self.model.placement,
             capacity=capacity,
             page_size=fit_page_size(self.options.page_size, capacity),
             logprobs=bool(self.options.logprobs),
@@ -235,11 +236,13 @@ class Run:
         return [top_pairs(part, self.options.top_logprobs) for part in parts]
 
     def _choose_decode(self) -> Callable[[Params, DecodeState, Int[Array, ""]], DecodeState]:
+        placement = self.model.placement
         if not self.options.debug:
-            return partial(decode.fastest(self.model.params, self.state, self.parts["drafter"]), **self.parts)
+            fastest = decode.fastest(self.model.params, self.state, self.parts["drafter"], placement)
+            return partial(fastest, **self.parts, placement=placement)
 
         def checked(params: Params, s: DecodeState, until: Int[Array, ""]) -> DecodeState:
-            error, s = decode.decode_checked(params, s, until, **self.parts)
+            error, s = decode.decode_checked(params, s, until, **self.parts, placement=placement)
             error.throw()
             return s
 

@@ -17,7 +17,7 @@ from jspec.core.commit import commit_rows
 from jspec.core.types import Cache, Params, Target, TopTokens
 from jspec.drafters import Plain
 from jspec.engine import memory
-from jspec.engine.model import Model
+from jspec.engine.model import Model, refuse_split
 from jspec.engine.result import top_pairs
 from jspec.engine.run import Prompt, bucket, encode_prompts, prefill_chunk
 from jspec.text.tokenizer import Tokenizer
@@ -97,6 +97,7 @@ def score(
         in the memory of the device. Arguments are checked before anything is compiled.
     """
     single, ids = encode_prompts(model, prompts)
+    refuse_split(model, "score")
     top_k, page_size = check_score(model, ids, top_k, page_size)
     results: dict[int, Scores] = {}
     for places, batch in split(model, ids, top_k, page_size):

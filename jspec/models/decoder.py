@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.cache import LayerKeys
 from jspec.core import tree
+from jspec.core.sharding import gather_last
 from jspec.core.types import Cache, DraftTree, ForwardOutput, Params
 from jspec.models import layers
 from jspec.models.moe import Routed
@@ -32,6 +33,8 @@ class Decoder(abc.ABC):
     rms_norm_eps: float
     mtp_layers: int = 0
     """MTP heads in its checkpoint."""
+    tensor: int = 1
+    """Devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model."""
     drafter: ClassVar[str] = "standalone"
     """Name of the drafter that uses this model as its draft."""
 
@@ -85,13 +88,21 @@ class Decoder(abc.ABC):
         """The layers that attend to keys of the whole context; the others keep a state of fixed size."""
         return range(self.num_layers)
 
+    def split(self, devices: int) -> Self:
+        """The configuration whose weights and caches are split over that many devices, see `jspec.core.sharding`.
+
+        Raises:
+          ValueError: they cannot be.
+        """
+        raise ValueError(f"tensor={devices}: models of type {type(self).__name__} cannot be split over devices yet")
+
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; None if it has none."""
         return None
 
     def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """The input of the first layer."""
-        return jnp.take(params.embed, tokens, axis=0, mode="clip")
+        return layers.look_up(params.embed, tokens, self.vocab_size)
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"]) -> Float[Array, "*batch E"]:
         """The family's norm of the residual stream, such as the one between the last layer and the LM head."""
@@ -103,7 +114,7 @@ class Decoder(abc.ABC):
 
     def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits in float32 of hidden states after the final norm."""
-        return layers.linear(normed, self.lm_head(params)).astype(jnp.float32)
+        return gather_last(layers.linear(normed, self.lm_head(params)), self.vocab_size).astype(jnp.float32)
 
     def mtp_layer(self) -> "Decoder":
         """The layer of an MTP head as a decoder of its own.

@@ -7,7 +7,7 @@ the head's own output replaces the feature.
 
 import dataclasses
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -15,11 +15,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
+from jspec.core.sharding import gather_last
 from jspec.core.struct import struct
 from jspec.core.types import Params, Target
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_shapes
+from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_shapes, split_layers
 from jspec.models.sizes import keys_bytes, shape_of, tree_bytes
 
 
@@ -67,6 +68,7 @@ class EagleHead:
       final norm).
     norm_before_residual: EAGLE-3: the residual stream starts with the normalized feature (`speculators`).
     norm_output: the next step's feature is the output after the final norm ("EAGLE 3.1").
+    tensor: devices over which heads, MLPs and the LM head are split; the sizes here are those of the whole head.
     """
 
     version: int
@@ -86,12 +88,21 @@ class EagleHead:
     rope_scaling: layers.Llama3Rope | None = None
     norm_before_residual: bool = False
     norm_output: bool = False
+    tensor: int = 1
     drafter: ClassVar[str] = "eagle"
     """Name of the drafter that uses this model as its draft."""
 
     def summary(self) -> str:
         """The draft in a few words."""
         return f"EAGLE-{self.version} head"
+
+    def split(self, devices: int) -> Self:
+        """The configuration whose layers, LM head and cache are split over that many devices.
+
+        Raises:
+          ValueError: the number does not divide the heads or the width of the MLP.
+        """
+        return split_layers(self, devices, {"columns of the MLP": self.intermediate_size})
 
     def param_shapes(self, dtype: DTypeLike) -> EagleParams:
         """The weights as `jax.ShapeDtypeStruct`s, without those that only some heads have, such as biases.
@@ -206,13 +217,14 @@ class EagleHead:
         """The embeddings of `tokens` that the head reads."""
         if params.draft.embed is None:
             return target.embed(params.target, tokens)
-        return jnp.take(params.draft.embed, tokens, axis=0, mode="clip")
+        return layers.look_up(params.draft.embed, tokens, self.vocab_size)
 
     def unembed(self, params: Params, target: Target, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
         """Logits over the draft's vocabulary, in float32."""
         if params.draft.lm_head is None:
             return target.unembed(params.target, normed)
-        return layers.linear(normed, params.draft.lm_head).astype(jnp.float32)
+        logits = layers.linear(normed, params.draft.lm_head)
+        return gather_last(logits, self.draft_vocab_size).astype(jnp.float32)
 
     def _read(self, head: EagleParams, embedded, feature) -> tuple[Array, Array]:
         """The residual stream before the first layer, and the input of that layer's attention."""

@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
+from jspec.core.sharding import TENSOR, sum_over_devices
 from pallas_kernels import norm, rotary
 from pallas_kernels.platform import platform
 
@@ -116,7 +117,12 @@ def linear(
     out = jnp.matmul(rows, weight, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
     if alone:
         out = out[:1].reshape(*x.shape[:-1], -1)
-    return out if bias is None else out + bias.reshape((1,) * (out.ndim - 1) + bias.shape)
+    return add_bias(out, bias)
+
+
+def add_bias(x: Float[Array, "*batch out"], bias: Float[Array, " out"] | None) -> Float[Array, "*batch out"]:
+    """x + bias; `x` itself if there is none."""
+    return x if bias is None else x + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
 def rms_norm(x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*batch E"]:
@@ -140,6 +146,18 @@ def layer_norm(
     scaled = centered * lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
     weight, bias = (each.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + each.shape) for each in (weight, bias))
     return (scaled * weight + bias).astype(x.dtype)
+
+
+def look_up(table: Float[Array, "R E"], tokens: Int[Array, "B N"], vocab_size: int) -> Float[Array, "B N E"]:
+    """Rows of an embedding of `vocab_size` tokens, of which each device may have the next R."""
+    if table.shape[0] == vocab_size:
+        return jnp.take(table, tokens, axis=0, mode="clip")
+    rows = table.shape[0]
+    index = jnp.clip(tokens, 0, vocab_size - 1) - lax.axis_index(TENSOR).astype(jnp.int32) * rows
+    here = (index >= 0) & (index < rows)
+    # Exact: all devices but one add zeros.
+    own = jnp.where(here[..., None], jnp.take(table, index, axis=0, mode="clip"), jnp.zeros((), table.dtype))
+    return sum_over_devices(own, vocab_size // rows)
 
 
 def gated_mlp(

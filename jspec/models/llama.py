@@ -6,9 +6,9 @@ decoding step that scans stacked layers takes 2.8 times as long (docs/decisions.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self, TypeVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
+from jspec.core.sharding import check_split, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -61,6 +62,7 @@ class Llama(Decoder):
     """The configuration of a model; static, hashable by value, with its forward as methods.
 
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
+    tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
     """
 
     vocab_size: int
@@ -79,6 +81,22 @@ class Llama(Decoder):
     attention_bias: bool = False
     experts: Routed | None = None
     dense_layers: tuple[int, ...] = ()
+    tensor: int = 1
+
+    def split(self, devices: int) -> Self:
+        """The configuration whose weights and caches are split over that many devices.
+
+        Experts are split within each expert.
+
+        Raises:
+          ValueError: the number does not divide the heads or the width of an MLP.
+        """
+        widths = {}
+        if self.experts is not None:
+            widths["columns of each expert"] = self.experts.width
+        if self.experts is None or self.dense_layers:
+            widths["columns of the MLP"] = self.intermediate_size
+        return split_layers(self, devices, widths)
 
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; None if it has none."""
@@ -154,6 +172,11 @@ class LayerShape(Protocol):
     """The hyperparameters of a stack of decoder layers of this shape, in a target or a draft."""
 
     @property
+    def tensor(self) -> int:
+        """Devices over which heads and MLPs are split."""
+        ...
+
+    @property
     def hidden_size(self) -> int:
         """Width of the residual stream."""
         ...
@@ -189,6 +212,26 @@ class LayerShape(Protocol):
         ...
 
 
+S = TypeVar("S", bound=LayerShape)
+
+
+def split_layers(config: S, devices: int, widths: Mapping[str, int]) -> S:
+    """The configuration whose heads and MLPs are split over that many devices.
+
+    widths: what of the MLPs is split -> its size.
+
+    Raises:
+      ValueError: the number does not divide them.
+    """
+    check_split(devices, {"heads": config.num_heads, **widths}, {"heads of keys and values": config.num_kv_heads})
+    return dataclasses.replace(config, tensor=devices)  # pyright: ignore[reportArgumentType]  # a dataclass
+
+
+def held_kv_heads(config: LayerShape) -> int:
+    """Heads of keys and values on all devices, which have copies where there are more devices than heads."""
+    return max(config.num_kv_heads, config.tensor)
+
+
 def layer_shapes(
     config: LayerShape,
     dtype: DTypeLike,
@@ -206,7 +249,7 @@ def layer_shapes(
     """
     shape, width, dim = shape_of(dtype), config.hidden_size, config.head_dim
     queries = config.num_heads * dim
-    projected = queries + 2 * config.num_kv_heads * dim
+    projected = queries + 2 * held_kv_heads(config) * dim
     return LayerParams(
         attention_norm=shape((width,)),
         qkv=shape((input_width, projected)),
@@ -221,8 +264,9 @@ def layer_shapes(
 
 
 def empty_cache(config: LayerShape, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache:
-    """An empty cache for the layers of a model."""
-    shape = {"layers": config.num_layers, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    """An empty cache for the layers of a model: the part of one device, if it is split."""
+    kv_heads = held_kv_heads(config) // config.tensor
+    shape = {"layers": config.num_layers, "kv_heads": kv_heads, "head_dim": config.head_dim}
     return MhaCache.empty(batch, capacity, page_size, **shape, dtype=dtype)
 
 
@@ -247,7 +291,7 @@ def decoder_layer(
 
     Returns the residual stream, and the keys and values of this round including `earlier`.
     """
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+    heads, kv_heads = config.num_heads // config.tensor, held_kv_heads(config) // config.tensor
     qkv = layers.linear(normed, layer.qkv, layer.qkv_bias)
     qkv = qkv.reshape(*x.shape[:2], heads + 2 * kv_heads, config.head_dim)
     q, k, v = split_heads(qkv, *rotation, layer.q_norm, layer.k_norm, kv_heads=kv_heads, eps=config.rms_norm_eps)
@@ -256,5 +300,7 @@ def decoder_layer(
     if selected is not None:
         x, q = layers.take_token(x, selected.token), layers.take_token(q, selected.token)
         attend = partial(attend, mask=selected.mask)
-    x = x + layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o, layer.o_bias)
-    return x + layer_mlp(layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer, routed), (k, v)
+    attended = layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o)
+    x = x + layers.add_bias(sum_over_devices(attended, config.tensor), layer.o_bias)
+    mlp = layer_mlp(layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer, routed)
+    return x + sum_over_devices(mlp, config.tensor), (k, v)

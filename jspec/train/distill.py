@@ -13,7 +13,7 @@ from jspec.analysis.evaluate import evaluate
 from jspec.core.checks import check_flag
 from jspec.core.types import Params
 from jspec.drafters import DRAFTERS
-from jspec.engine.model import Model
+from jspec.engine.model import Model, refuse_split
 from jspec.models import Assistant, EagleHead
 from jspec.train import batches, fingerprint, learner, loop, trainer
 from jspec.train.batches import Source
@@ -103,9 +103,11 @@ def require_model(model: Model) -> None:
 
     Raises:
       TypeError: it was not.
+      ValueError: it is split over devices.
     """
     if not isinstance(model, Model):
         raise TypeError(f"model is of type {type(model).__name__}: must be a jspec.Model, as jspec.load returns it")
+    refuse_split(model, "training")
 
 
 def train_in_memory(

@@ -1,0 +1,219 @@
+"""Programs over a mesh of devices, and which part of each array a device has (Shoeybi et al., arXiv 1909.08053).
+
+Every device runs one program (`jax.shard_map`) in which all shapes are its own. Each has the whole residual stream, all
+tokens and all lengths, and so makes the same decisions; heads, the widths of MLPs and the vocabulary are split. A model
+adds up what its devices contribute (`sum_over_devices`) and gathers logits (`gather_last`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, PyTree
+
+TENSOR = "tensor"
+"""The axis of the mesh over which weights are split."""
+WEIGHTS = {
+    "embed": -2,
+    "qkv": -1,
+    "qkv_bias": -1,
+    "o": -2,
+    "gate_up": -1,
+    "down": -2,
+    "lm_head": -1,
+}
+"""Field of a model's weights -> the axis that is split. All others are whole on each device."""
+STATE = {"pool": 4}
+"""The same for the fields of a state: of a pool of pages, the heads."""
+_VOCABULARY = {"embed", "lm_head"}
+"""Fields that are whole if the number of devices does not divide them; the others are checked by `check_split`."""
+
+T = TypeVar("T")
+
+
+class Device(Protocol):
+    """A device of JAX."""
+
+    @property
+    def platform(self) -> str:
+        """Such as "gpu"."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The devices of a model; static, hashable by value.
+
+    mesh: has the axis "tensor"; weights are equal along the others.
+    draft: whether the draft is split like the target. Otherwise each device has all of it, and of its caches.
+    """
+
+    mesh: Mesh
+    draft: bool = False
+
+    @property
+    def size(self) -> int:
+        """Devices that share the weights."""
+        return self.mesh.shape[TENSOR]
+
+    @property
+    def devices(self) -> list[Device]:
+        """All devices of this process."""
+        return list(self.mesh.local_devices)
+
+    def specs(self, tree: PyTree) -> PyTree:
+        """How the leaves of `Params`, of a state, or of anything whole are split."""
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: _spec(self._axis(path, leaf.shape)), tree)
+
+    def local(self, shapes: PyTree) -> PyTree:
+        """What one device has of a model's weights, as `jax.ShapeDtypeStruct`s."""
+
+        def shape(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            axis, dims = self._axis(path, leaf.shape), list(leaf.shape)
+            if axis is not None:
+                dims[axis] //= self.size
+            return jax.ShapeDtypeStruct(dims, leaf.dtype)
+
+        return jax.tree_util.tree_map_with_path(shape, shapes)
+
+    def put(self, field: str | None, parts: Sequence[np.ndarray]) -> Array:
+        """Weights side by side on their last axis, as one array over the devices.
+
+        field: each device has its share of every part, next to each other, where the table splits this field. So a
+          device's columns of a fused weight are those of its own heads. None: each device has all of them.
+        """
+        shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+        axis = None if field is None else self._split_axis(field, shape)
+        if axis is None:
+            joined = np.asarray(parts[0], order="C") if len(parts) == 1 else np.concatenate(parts, axis=-1)
+            return jax.device_put(joined, NamedSharding(self.mesh, PartitionSpec()))
+
+        def share(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
+            device = (index[axis].start or 0) * self.size // shape[axis]
+            return np.concatenate([np.split(part, self.size, axis)[device] for part in parts], axis=-1)
+
+        return jax.make_array_from_callback(shape, NamedSharding(self.mesh, _spec(axis)), share)
+
+    def complete(self, params: T) -> T:
+        """The weights, those that are not split copied to all devices."""
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+
+        def place(leaf: Array) -> Array:
+            placed = isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == self.mesh
+            return leaf if placed else jax.device_put(leaf, everywhere)
+
+        return jax.tree.map(place, params)
+
+    def _axis(self, path: Sequence[object], shape: tuple[int, ...]) -> int | None:
+        """The axis of a leaf that is split, counted from the first; None: it is whole."""
+        names = [getattr(key, "name", None) for key in path]
+        if not self.draft and "draft" in names:
+            return None
+        return self._split_axis(str(names[-1]) if names else "", shape)
+
+    def _split_axis(self, field: str, shape: tuple[int, ...]) -> int | None:
+        axis = WEIGHTS.get(field, STATE.get(field))
+        if axis is None or (field in _VOCABULARY and shape[axis] % self.size):
+            return None
+        return axis % len(shape)
+
+
+def _spec(axis: int | None) -> PartitionSpec:
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TENSOR)
+
+
+def over(placement: Placement | None, function: Callable[..., T], *args: PyTree) -> T:
+    """`function(*args)` on each device with its own part of the arguments. placement None: the call itself.
+
+    Of the results, those that `STATE` names are split, and the others are equal on all devices.
+    """
+    if placement is None:
+        return function(*args)
+    structures, axes = [], (None, *sorted(set(STATE.values())))
+
+    def local(*args: PyTree) -> tuple[tuple[Array, ...], ...]:
+        """The results, those with one way of being split together: what they are is known once this is traced."""
+        named, structure = jax.tree_util.tree_flatten_with_path(function(*args))
+        split = [placement._axis(path, leaf.shape) for path, leaf in named]
+        structures.append((structure, split))
+        return tuple(tuple(leaf for (_, leaf), own in zip(named, split, strict=True) if own == axis) for axis in axes)
+
+    specs = tuple(map(placement.specs, args))
+    out_specs = tuple(map(_spec, axes))
+    # Every result that is not split is the same on all devices, which the checks of `check_vma` cannot know of kernels.
+    run = jax.shard_map(local, mesh=placement.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
+    groups = dict(zip(axes, map(iter, run(*args)), strict=True))
+    structure, split = structures[-1]
+    return jax.tree.unflatten(structure, [next(groups[axis]) for axis in split])
+
+
+def sum_over_devices(x: Float[Array, "*batch E"], devices: int) -> Float[Array, "*batch E"]:
+    """The sum of what each of `devices` has."""
+    return x if devices == 1 else lax.psum(x, TENSOR)
+
+
+def gather_last(x: Float[Array, "*batch W"], size: int) -> Float[Array, "*batch V"]:
+    """The `size` columns of which each device has the next W; `x` itself if it has them all."""
+    return x if x.shape[-1] == size else lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
+
+
+def check_split(devices: int, sizes: Mapping[str, int], copied: Mapping[str, int]) -> None:
+    """Checks that the parts of a model can be split evenly.
+
+    sizes: what is split -> how many there are.
+    copied: the same of what several devices may have a copy of, so that each has one.
+
+    Raises:
+      ValueError: the number of devices does not suit one of them; the message has those that do.
+    """
+
+    def fits(n: int) -> bool:
+        even = all(size % n == 0 for size in sizes.values())
+        return even and all(size % n == 0 or n % size == 0 for size in copied.values())
+
+    if fits(devices):
+        return
+    fitting = [str(n) for n in range(1, min(sizes.values()) + 1) if fits(n)]
+    split, shared = ([f"{size} {name}" for name, size in table.items()] for table in (sizes, copied))
+    raise ValueError(
+        f"tensor={devices}: must divide {_listed(split, 'and')} of this model, and divide or be a multiple of "
+        f"{_listed(shared, 'and')}: {_listed(fitting, 'or')}"
+    )
+
+
+def _listed(items: Sequence[str], word: str) -> str:
+    *first, last = items
+    return f"{', '.join(first)} {word} {last}" if first else last
+
+
+def make_placement(tensor: int | None, mesh: object, devices: Sequence[Device]) -> Placement | None:
+    """The placement of a target that these arguments of `jspec.load` describe; None: on one device.
+
+    Raises:
+      ValueError, TypeError: too few devices, or a mesh without the axis "tensor" or with another one of several
+        devices.
+    """
+    if mesh is None:
+        if tensor is None or tensor == 1:
+            return None
+        if tensor > len(devices):
+            raise ValueError(f"tensor={tensor}: must be at most {len(devices)}, the number of devices that JAX has")
+        return Placement(_mesh(np.array(devices[:tensor]), (TENSOR,)))
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is of type {type(mesh).__name__}: must be a jax.sharding.Mesh, as jax.make_mesh makes")
+    shape = dict(mesh.shape)
+    if TENSOR not in shape or any(size > 1 for name, size in shape.items() if name != TENSOR):
+        raise ValueError(f"mesh has the axes {shape}: must have the axis 'tensor', and no other of several devices")
+    if tensor is not None and tensor != shape[TENSOR]:
+        raise ValueError(f"tensor={tensor}: the mesh has {shape[TENSOR]} devices on its axis 'tensor'; omit tensor")
+    return Placement(_mesh(mesh.devices, mesh.axis_names))
+
+
+def _mesh(devices: np.ndarray, names: Collection[str]) -> Mesh:
+    """A mesh of which only `shard_map` knows, whatever the types of a user's own axes."""
+    return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * devices.ndim)

@@ -1,0 +1,283 @@
+"""What models generate that are split over devices: the tokens, rounds and log-probabilities of one device's.
+
+test_mesh.py runs these tests in a process with eight CPU devices.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import deepseek
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import jspec
+from jspec.checkpoints import eagle, language_model, tensors
+from jspec.cli import main
+from jspec.core.sharding import TENSOR, WEIGHTS
+from jspec.drafters import Eagle, Ngram, Standalone
+from jspec.engine.many import generate_many
+from jspec.models.llama import Llama, LlamaParams
+from jspec.models.moe import Routed, RoutedParams
+from jspec.models.router import Router
+
+TIED = dataclasses.replace(
+    toy.TARGET, vocab_size=64, num_layers=1, num_heads=8, num_kv_heads=4, tie_embeddings=True, qk_norm=False
+)
+BIASED = dataclasses.replace(TIED, attention_bias=True, tie_embeddings=False)
+EXPERTS = dataclasses.replace(
+    toy.TARGET, experts=Routed(Router(count=4, chosen=2, normalize=True), width=16), dense_layers=(1,)
+)
+TARGETS = {"odd vocabulary": toy.TARGET, "tied": TIED, "biased": BIASED, "experts": EXPERTS}
+HEAD = dataclasses.replace(toy.HEAD, hidden_size=32, num_kv_heads=2, head_dim=16)
+PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+SAMPLED = jspec.Sampling(temperature=0.8, top_p=0.9)
+
+
+def weights(config: Llama, seed: int = 0) -> LlamaParams:
+    """Random weights with biases and experts."""
+    made, random = toy.random_params(config, seed), toy._matrices(seed + 1)
+    layers = []
+    for index, layer in enumerate(made.layers):
+        changes = {}
+        if config.attention_bias:
+            changes = {"qkv_bias": random(1, layer.qkv.shape[1])[0] / 4, "o_bias": random(1, config.hidden_size)[0] / 4}
+        if (routed := config.layer_experts(index)) is not None:
+            count, width, inner = routed.router.count, config.hidden_size, routed.width
+            gate_up = np.stack([random(width, 2 * inner) for _ in range(count)])
+            down = np.stack([random(inner, width) for _ in range(count)])
+            experts = RoutedParams(random(count, width) * np.float32(4), None, gate_up, down)
+            changes |= {"experts": experts, "gate_up": None, "down": None}
+        layers.append(dataclasses.replace(layer, **changes))
+    return dataclasses.replace(made, layers=tuple(layers))
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """A function that writes a checkpoint once and returns its directory."""
+    root = tmp_path_factory.mktemp("models")
+
+    @functools.cache
+    def directory(name: str) -> Path:
+        path = root / name.replace(" ", "_")
+        if name == "head":
+            made = toy.fit_head(toy.TARGET, HEAD, toy.params().target, toy.plain_tokens())
+            eagle.save(path, HEAD, made.draft, layout="safeailab", dtype="float32")
+        elif name.startswith("draft of "):
+            config = TARGETS[name.removeprefix("draft of ")]
+            near = toy.near(weights(config), weights(config, seed=1))
+            config, near = dataclasses.replace(config, num_layers=1), dataclasses.replace(near, layers=near.layers[:1])
+            language_model.save(path, config, near, dtype="float32")
+        else:
+            language_model.save(path, TARGETS[name], weights(TARGETS[name]), dtype="float32")
+        return path
+
+    return directory
+
+
+@pytest.fixture(scope="module")
+def load(directories):
+    @functools.cache
+    def loaded(name: str, draft: str | None, tensor: int | None, draft_tensor: bool | None = None) -> jspec.Model:
+        path = None if draft is None else directories(draft)
+        return jspec.load(directories(name), draft=path, tensor=tensor, draft_tensor=draft_tensor)
+
+    return loaded
+
+
+def assert_same(got, expected):
+    assert got.tokens == expected.tokens
+    for field in ("rounds", "accept_counts", "dropped"):
+        np.testing.assert_array_equal(getattr(got.stats, field), getattr(expected.stats, field))
+    for a, b in zip(got, expected, strict=True):
+        assert a.finish_reason == b.finish_reason and a.origin == b.origin
+        if a.logprobs is not None:
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+
+
+slow = pytest.mark.slow
+TREE = dict(depth=3, width=3, num_nodes=8)
+CASES = {
+    "plain": ("odd vocabulary", None, 2, None, None),
+    "ngram": ("biased", None, 8, None, Ngram()),
+    "experts": ("experts", None, 2, None, Ngram()),
+    "eagle chain, split": ("odd vocabulary", "head", 2, True, Eagle(depth=4)),
+    "eagle chain, whole": ("odd vocabulary", "head", 2, False, Eagle(depth=4)),
+    "eagle tree, split": ("odd vocabulary", "head", 2, True, Eagle(**TREE)),
+    "eagle tree, whole": ("odd vocabulary", "head", 2, None, Eagle(**TREE)),
+    "standalone chain, whole": ("tied", "draft of tied", 4, None, Standalone(depth=3)),
+    "standalone tree, split": ("tied", "draft of tied", 4, True, Standalone(**TREE)),
+    "standalone chain, split": ("biased", "draft of biased", 2, True, Standalone(depth=3)),
+}
+"""Name -> target, draft, devices, whether the draft is split, and drafter."""
+POINTS = {
+    "plain": ("greedy", 16),
+    "ngram": ("mixed", 1),
+    "experts": ("mixed", 16),
+    "eagle chain, split": ("greedy", 16),
+    "eagle chain, whole": ("mixed", 1),
+    "eagle tree, split": ("mixed", 1),
+    "eagle tree, whole": ("greedy", 16),
+    "standalone chain, whole": ("mixed", 16),
+    "standalone tree, split": ("mixed", 1),
+    "standalone chain, split": ("rejection", 1),
+}
+"""Name -> how the sequences are generated, and rows per page."""
+KINDS = {
+    "greedy": dict(sampling=None),
+    "mixed": dict(sampling=[None, SAMPLED, SAMPLED]),
+    "rejection": dict(sampling=SAMPLED, accept="rejection"),
+}
+FAST = {"standalone tree, split"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else slow) for name in CASES])
+def test_generates_what_one_device_does(name, load):
+    target, draft, tensor, draft_tensor, drafter = CASES[name]
+    kind, page_size = POINTS[name]
+    options = dict(drafter=drafter, max_new_tokens=24, page_size=page_size, seed=7, logprobs=True, **KINDS[kind])
+    expected = jspec.generate(load(target, draft, None), PROMPTS, **options)
+    split = load(target, draft, tensor, draft_tensor)
+    assert_same(jspec.generate(split, PROMPTS, **options), expected)
+    if draft is not None:
+        assert split.placement.draft == bool(draft_tensor)
+        assert expected.stats.accept_length > 1.3
+
+
+@slow
+def test_streams_and_checks_invariants_as_one_device_generates(load):
+    one, two = (load("tied", "draft of tied", tensor, split) for tensor, split in ((None, None), (4, None)))
+    # The options of a case above, whose programs are compiled.
+    drafter = CASES["standalone chain, whole"][-1]
+    options = dict(drafter=drafter, max_new_tokens=24, page_size=16, seed=7, logprobs=True, **KINDS["mixed"])
+    expected = jspec.generate(one, PROMPTS, **options)
+    pieces = list(jspec.stream(two, PROMPTS, rounds=2, **options))
+    for i in range(len(PROMPTS)):
+        assert [t for piece in pieces if piece.index == i for t in piece.tokens] == expected[i].tokens
+    assert_same(jspec.generate(two, PROMPTS, debug=True, **options), expected)
+
+
+@slow
+def test_generate_ids_does_what_generate_does(load):
+    one, two = load("tied", None, None), load("tied", None, 4)
+    expected = jspec.generate(one, PROMPTS, drafter=Ngram(), max_new_tokens=12)
+
+    @jax.jit
+    def complete(params, ids, lengths):
+        options = dict(target=two.target, drafter=Ngram(), max_new_tokens=12, placement=two.placement)
+        return jspec.generate_ids(params, ids, lengths, jax.random.key(0), **options)
+
+    out = complete(two.params, jnp.asarray(toy.IDS), jnp.asarray(toy.LENGTHS))
+    tokens, length = np.array(out.tokens), np.array(out.length)
+    for i, prompt in enumerate(PROMPTS):
+        assert tokens[i, : length[i]].tolist() == prompt + expected[i].tokens
+
+
+def test_each_device_has_its_part(load):
+    model = load("biased", None, 4)
+    paths = jax.tree_util.tree_leaves_with_path(model.params.target)
+    split = {path[-1].name for path, leaf in paths if not leaf.sharding.is_fully_replicated}
+    assert split == set(WEIGHTS)
+    for _, leaf in paths:
+        assert len(leaf.addressable_shards) == 4
+        parts = 1 if leaf.sharding.is_fully_replicated else 4
+        assert all(shard.data.size * parts == leaf.size for shard in leaf.addressable_shards)
+    # Fused weights are sorted by device: the first device has the first heads of queries, of keys and of values.
+    whole = weights(BIASED).layers[0].qkv
+    queries, keys = BIASED.num_heads * BIASED.head_dim, BIASED.num_kv_heads * BIASED.head_dim
+    cut = np.split(np.array(whole), [queries, queries + keys], axis=1)
+    own = np.concatenate([np.split(part, 4, axis=1)[0] for part in cut], axis=1)
+    np.testing.assert_array_equal(model.params.target.layers[0].qkv.addressable_shards[0].data, own)
+
+
+def test_a_mesh_of_the_caller(directories):
+    devices = np.array(jax.devices()[2:4])
+    mesh = jax.sharding.Mesh(devices.reshape(1, 2), ("data", TENSOR))
+    model = jspec.load(directories("tied"), mesh=mesh)
+    assert model.placement.size == model.target.tensor == 2
+    assert {device for leaf in jax.tree.leaves(model.params) for device in leaf.devices()} == set(devices)
+    assert "on 2 devices" in repr(model)
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        (dict(tensor=3), ValueError, "tensor=3: must divide 4 heads and 64 columns of the MLP of this model, and d"),
+        (dict(tensor=8), ValueError, "divide or be a multiple of 2 heads of keys and values: 1, 2 or 4"),
+        (dict(tensor=9), ValueError, "tensor=9: must be at most 8"),
+        (dict(tensor=0), ValueError, "tensor=0: must be at least 1"),
+        (dict(tensor=2.5), TypeError, "tensor=2.5"),
+        (dict(mesh=(2,)), TypeError, "mesh is of type tuple: must be a jax.sharding.Mesh"),
+        (dict(mesh="data"), ValueError, "must have the axis 'tensor'"),
+        (dict(mesh="data, tensor"), ValueError, "no other of several devices"),
+        (dict(mesh="tensor", tensor=4), ValueError, "tensor=4: the mesh has 2 devices"),
+        (dict(draft_tensor=True), ValueError, "draft_tensor=True: requires tensor or mesh"),
+        (dict(tensor=2, draft_tensor=1), TypeError, "draft_tensor=1"),
+    ],
+    ids=str,
+)
+def test_a_wrong_placement_is_an_error(options, error, match, directories):
+    if isinstance(options.get("mesh"), str):
+        names = tuple(options["mesh"].split(", "))
+        options = {**options, "mesh": jax.make_mesh((2,) * len(names), names)}
+    with pytest.raises(error, match=match):
+        jspec.load(directories("odd vocabulary"), **options)
+
+
+def test_a_family_that_cannot_be_split_is_an_error_before_it_is_read(tmp_path, monkeypatch):
+    config = deepseek.KINDS["mla"]
+    language_model.save(tmp_path, config, deepseek.params("mla"))
+    monkeypatch.setattr(tensors.Tensors, "get", None)
+    with pytest.raises(ValueError, match="tensor=2: models of type Deepseek cannot be split over devices yet"):
+        jspec.load(tmp_path, tensor=2)
+
+
+def test_an_assistant_is_an_error_before_the_target_is_read(monkeypatch):
+    monkeypatch.setattr(language_model, "read", None)
+    with pytest.raises(ValueError, match="tensor=2: not supported yet for draft='bundled:python-assistant'"):
+        jspec.load("bundled:python-small", draft="bundled:python-assistant", tensor=2)
+
+
+def test_what_needs_one_device_says_so(load, tmp_path):
+    model = load("tied", None, 4)
+    for call in (jspec.Engine, functools.partial(jspec.score, prompts=PROMPTS)):
+        with pytest.raises(ValueError, match="is split over 4 devices, which (Engine|score) does not support yet"):
+            call(model)
+    with pytest.raises(ValueError, match="the weights are split over 4 devices: load them without tensor"):
+        language_model.save(tmp_path / "copy", model.target, model.params.target)
+    assert not (tmp_path / "copy").exists()
+    given = model.params, toy.IDS, toy.LENGTHS, jax.random.key(0)
+    with pytest.raises(ValueError, match="the target is split over 4 devices, and must be over 1; pass placement=mod"):
+        jspec.generate_ids(*given, target=model.target, max_new_tokens=4)
+
+
+def test_weights_that_do_not_fit_count_per_device(directories, monkeypatch):
+    free = {}
+    monkeypatch.setattr("jspec.engine.memory.free_bytes", lambda device=None: (free["bytes"], 10**9))
+    shapes = TIED.param_shapes(np.float32)
+    for tensor, name in ((None, "$"), (4, " on each of 4 devices do not fit")):
+        free["bytes"] = 100
+        with pytest.raises(ValueError, match="GB of weights .float32." + name.replace("$", " do not fit")):
+            jspec.load(directories("tied"), tensor=tensor)
+    half = sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes)) // 2
+    free["bytes"] = 4 * half  # four CPU devices share it
+    assert jspec.load(directories("tied"), tensor=4).placement.size == 4
+
+
+def test_more_prompts_than_an_engine_takes_run_at_once(load):
+    assert generate_many(load("tied", None, 4), [[1, 2]] * 65, jspec.GenerateOptions()) is None
+
+
+@slow
+def test_the_command_generates_the_same_text(capsys):
+    texts = []
+    command = ["generate", "def add(a, b):", "--model", "bundled:python-tiny", "--drafter", "plain"]
+    for options in ([], ["--tensor", "2"]):
+        assert main([*command, "--max-new-tokens", "8", *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert main([*command, "--tensor", "3"]) == 2
+    assert "--tensor 3: must divide 2 heads" in capsys.readouterr().err

@@ -1,0 +1,37 @@
+"""Models that are split over devices: the tests of on_eight_devices.py, in a process with eight devices.
+
+The number of CPU devices is set before JAX starts, and for a process as a whole.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+DEVICES = "--xla_force_host_platform_device_count=8"
+
+
+def run(mark: str) -> None:
+    environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-m", mark]
+    ran = subprocess.run(
+        [*command, str(TESTS / "on_eight_devices.py")],
+        cwd=TESTS.parents[1],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-8000:] + ran.stderr[-2000:]
+
+
+def test_on_eight_devices():
+    run("not slow")
+
+
+@pytest.mark.slow
+def test_all_on_eight_devices():
+    run("slow")
