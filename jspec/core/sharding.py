@@ -67,13 +67,13 @@ class Placement:
 
     def specs(self, tree: PyTree) -> PyTree:
         """How the leaves of `Params`, of a state, or of anything whole are split."""
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: _spec(self._axis(path, leaf.shape)), tree)
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: _spec(self.axis_of(path, leaf.shape)), tree)
 
     def local(self, shapes: PyTree) -> PyTree:
         """What one device has of a model's weights, as `jax.ShapeDtypeStruct`s."""
 
         def shape(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            axis, dims = self._axis(path, leaf.shape), list(leaf.shape)
+            axis, dims = self.axis_of(path, leaf.shape), list(leaf.shape)
             if axis is not None:
                 dims[axis] //= self.size
             return jax.ShapeDtypeStruct(dims, leaf.dtype)
@@ -109,7 +109,7 @@ class Placement:
 
         return jax.tree.map(place, params)
 
-    def _axis(self, path: Sequence[object], shape: tuple[int, ...]) -> int | None:
+    def axis_of(self, path: Sequence[object], shape: tuple[int, ...]) -> int | None:
         """The axis of a leaf that is split, counted from the first; None: it is whole."""
         names = [getattr(key, "name", None) for key in path]
         if not self.draft and "draft" in names:
@@ -139,7 +139,7 @@ def over(placement: Placement | None, function: Callable[..., T], *args: PyTree)
     def local(*args: PyTree) -> tuple[tuple[Array, ...], ...]:
         """The results, those with one way of being split together: what they are is known once this is traced."""
         named, structure = jax.tree_util.tree_flatten_with_path(function(*args))
-        split = [placement._axis(path, leaf.shape) for path, leaf in named]
+        split = [placement.axis_of(path, leaf.shape) for path, leaf in named]
         structures.append((structure, split))
         return tuple(tuple(leaf for (_, leaf), own in zip(named, split, strict=True) if own == axis) for axis in axes)
 
