@@ -17,6 +17,7 @@ LAYERS = [
     "jspec.checkpoints",
     "jspec.text",
     "jspec.engine",
+    "jspec.interop",
     "jspec.serve",
     "jspec.analysis",
     "jspec.bench",

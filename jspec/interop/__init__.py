@@ -1,0 +1,1 @@
+"""Doors into other libraries, one module per library."""
