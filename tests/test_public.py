@@ -76,7 +76,7 @@ def test_nothing_advises_to_install_another_project():
 def test_generate_and_stream_have_the_keywords_of_the_options():
     fields = {field.name: field.default for field in dataclasses.fields(GenerateOptions)}
     assert typing.get_type_hints(GenerateOptions) == typing.get_type_hints(GenerateKeywords)
-    for function, others in ((jspec.generate, {"progress"}), (jspec.stream, {"rounds"})):
+    for function, others in ((jspec.generate, {"progress", "n"}), (jspec.stream, {"rounds"})):
         keywords = {
             name: parameter.default
             for name, parameter in inspect.signature(function).parameters.items()

@@ -81,7 +81,7 @@ class GenerateOptions:
             return [self.max_new_tokens] * batch
         if len(self.max_new_tokens) != batch:
             raise ValueError(
-                f"max_new_tokens={shorten(self.max_new_tokens)}: {len(self.max_new_tokens)} numbers for {batch} "
+                f"max_new_tokens={shorten(self.max_new_tokens)}: {len(self.max_new_tokens)} entries for {batch} "
                 "sequences; must be one int, or one per sequence"
             )
         return list(self.max_new_tokens)

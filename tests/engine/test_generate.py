@@ -380,7 +380,7 @@ def test_prompts_may_be_arrays(model):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(max_new_tokens=[4, 4]), r"max_new_tokens=\(4, 4\): 2 numbers for 3 sequences"),
+        (dict(max_new_tokens=[4, 4]), r"max_new_tokens=\(4, 4\): 2 entries for 3 sequences"),
         (dict(max_new_tokens=[4, 0, 4]), r"max_new_tokens\[1\]=0"),
         (dict(max_new_tokens=[4, 4, 2000]), "max_new_tokens=2000"),
         (dict(max_new_tokens=[]), "max_new_tokens"),
