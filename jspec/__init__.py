@@ -15,7 +15,8 @@ from jspec.analysis.inspect_round import Round, inspect_round
 from jspec.core.package import VERSION
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
-from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
+from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
+from jspec.engine.corpus import with_corpus
 from jspec.engine.engine import Engine
 from jspec.engine.generate import GeneratedIds, generate, generate_ids, stream
 from jspec.engine.handle import EngineError, Handle
@@ -53,6 +54,7 @@ __all__ = [
     "Sampling",
     "Scores",
     "Standalone",
+    "Suffix",
     "cache_programs",
     "check_drafter",
     "generate",
@@ -62,6 +64,7 @@ __all__ = [
     "loop_options",
     "score",
     "stream",
+    "with_corpus",
 ]
 
 _ON_FIRST_USE = {"plots": "jspec.analysis.plots"} | {name: f"jspec.{name}" for name in ("bench", "cli", "train")}

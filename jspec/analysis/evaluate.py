@@ -80,7 +80,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     if str(path) == STANDARD_INPUT:
         where, text = "standard input", read_standard_input()
     else:
-        where, text = str(path), _read_text(Path(path))
+        where, text = str(path), read_text(Path(path))
     if text.lstrip().startswith("["):
         listed = _parse_json(text, where)
         values = [(f"{where}, prompt {i}", value) for i, value in enumerate(listed, 1)]
@@ -108,7 +108,12 @@ def read_standard_input() -> str:
     return content if isinstance(content, str) else _decode(content, "standard input")
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+      ValueError: it cannot be read, or is not UTF-8.
+    """
     try:
         content = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte

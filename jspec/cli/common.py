@@ -3,14 +3,16 @@
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from jspec import drafters
-from jspec.analysis.evaluate import read_records
+from jspec.analysis.evaluate import read_records, read_text
 from jspec.core import accept
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.arguments import Parser, integer, naming_models, number
+from jspec.engine.corpus import with_corpus
 from jspec.engine.model import Model, bundled_draft, load
 from jspec.engine.options import check_fits, choose_drafter
 from jspec.engine.run import Prompt, encode_prompts
@@ -71,6 +73,12 @@ def add_weights(parser: argparse.ArgumentParser, model: str) -> None:
         "--draft", help=f"the draft model, given like {model} (default: the draft of a bundled model, or none)"
     )
     parser.add_argument(
+        "--corpus",
+        nargs="+",
+        metavar="FILE",
+        help="text files that --drafter suffix copies from, such as earlier outputs; the last ones win ties",
+    )
+    parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
@@ -123,13 +131,36 @@ def load_model(
     for name, given in ((option, arguments.model), ("--draft", arguments.draft)):
         if given == "":
             raise ValueError(f"{name} '': must be bundled:NAME, a directory or a hub id")
+    corpus = read_corpus(arguments)
     draft = arguments.draft or bundled_draft(arguments.model, drafter) or bundled_draft(arguments.model)
     loaded = {} if loaded is None else loaded
     if draft not in loaded:
         with naming_models({"--draft": arguments.draft, option: arguments.model}):
             tensor = getattr(arguments, "tensor", None)
             loaded[draft] = load(arguments.model, draft=draft, dtype=arguments.dtype, tensor=tensor)
-    return loaded[draft]
+    return with_corpus(loaded[draft], corpus) if corpus and drafter == "suffix" else loaded[draft]
+
+
+def read_corpus(arguments: argparse.Namespace) -> list[str]:
+    """The texts of --corpus; none without it.
+
+    Raises:
+      ValueError: a file cannot be read, is empty or is not text; or no drafter copies from it.
+    """
+    if arguments.corpus is None:
+        return []
+    drafter: str | list[str] | None = arguments.drafter
+    if "suffix" not in ([drafter] if isinstance(drafter, str) else drafter or []):
+        raise ValueError(f"--corpus {arguments.corpus[0]}: requires --drafter suffix")
+    texts: list[str] = []
+    for path in arguments.corpus:
+        try:
+            texts.append(read_text(Path(path)))
+        except ValueError as error:
+            raise ValueError(f"--corpus {error}") from None
+        if not texts[-1]:
+            raise ValueError(f"--corpus {path}: must not be empty")
+    return texts
 
 
 def make_drafter(name: str, arguments: argparse.Namespace, model: Model) -> Drafter:

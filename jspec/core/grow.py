@@ -129,7 +129,7 @@ def _grow_best(
         if generation + 1 == depth:
             break
         # The best `width` candidates are the next frontier.
-        best = _best(total, width)
+        best = highest(total, width)
         scores = jnp.take_along_axis(total, best, axis=1)
         number = best + width + (generation - 1) * width**2
         parent = best // width
@@ -139,7 +139,7 @@ def _grow_best(
         path = jnp.take_along_axis(frontier.path, parent[:, :, None], axis=1)
         frontier = Frontier(tokens, parent, mask, jnp.concatenate([path, tokens[:, :, None]], axis=2))
     tokens, scores, parents = (jnp.concatenate(part, axis=1) for part in zip(*proposed, strict=True))
-    return _keep_best(root, tokens, scores, parents, depth, num_nodes)
+    return keep_best(root, tokens, scores, parents, depth, num_nodes)
 
 
 def _scores(proposal: Proposal) -> Float[Array, "B M W"]:
@@ -179,12 +179,12 @@ def _at_ranks(rank: Int[Array, "B C"], count: int) -> Int[Array, "B count"]:
     return jnp.where(found, number, 0).sum(-1, dtype=jnp.int32)
 
 
-def _best(scores: Float[Array, "B C"], count: int) -> Int[Array, "B count"]:
+def highest(scores: Float[Array, "B C"], count: int) -> Int[Array, "B count"]:
     """The candidates with the highest scores, in the order of `lax.top_k`."""
     return _at_ranks(_rank(scores), count)
 
 
-def _keep_best(
+def keep_best(
     root: Int[Array, " B"],
     tokens: Int[Array, "B C"],
     scores: Float[Array, "B C"],

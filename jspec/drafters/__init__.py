@@ -11,6 +11,7 @@ from jspec.drafters.mtp import Mtp
 from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
 from jspec.drafters.standalone import Standalone
+from jspec.drafters.suffix import Suffix
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "eagle": Eagle,
@@ -19,6 +20,7 @@ DRAFTERS: dict[str, Callable[..., Drafter]] = {
     "ngram": Ngram,
     "plain": Plain,
     "standalone": Standalone,
+    "suffix": Suffix,
 }
 """Name -> class; a name alone selects the class with its defaults."""
 

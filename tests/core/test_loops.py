@@ -15,6 +15,7 @@ from loops import LOOPS, plain_of
 
 from jspec.core import decode
 from jspec.core.sampling import Sampling
+from jspec.drafters import Suffix
 from pallas_kernels import platform
 
 SHORT = {"cuda": "gpu", "tpu": "tpu"}
@@ -53,7 +54,8 @@ def ranks(name):
     loop = LOOPS[name]
     clustered = getattr(getattr(loop.drafter, "model", None), "clusters", None) is not None
     experts = any(loop.target.layer_experts(layer) for layer in range(loop.target.num_layers))
-    return getattr(loop.drafter, "width", 1) > 1 or loop.top > 0 or clustered or experts
+    trees = getattr(loop.drafter, "width", 1) > 1 and not isinstance(loop.drafter, Suffix)
+    return trees or loop.top > 0 or clustered or experts
 
 
 # On a GPU

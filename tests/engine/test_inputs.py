@@ -90,6 +90,10 @@ def check_drafter(**options):
     return jspec.check_drafter("ngram", MODEL, **options)
 
 
+def with_corpus(**options):
+    return jspec.with_corpus(MODEL, **({"texts": "abc"} | options))
+
+
 def measure(**options):
     return evaluate(MODEL, **({"prompts": ["abc", "d"], "drafter": "ngram"} | options))
 
@@ -136,6 +140,13 @@ WHOLE = {
     measure: {"batch": (0, -1, None), "max_new_tokens": (0, 600), "seed": (-1, 2**32 - 1, None)},
     jspec.Sampling: {"top_k": (0, -1, 10**30), "min_new_tokens": (-1, None, 10**30)},
     jspec.Ngram: {"n": (0, -1, 65, None, *HUGE), "depth": (0, -1, 128, None, *HUGE)},
+    jspec.Suffix: {
+        "n": (0, 17, None, *HUGE),
+        "depth": (0, 65, None),
+        "width": (0, 33, None),
+        "num_nodes": (0, 16, 514, *HUGE),
+    },
+    with_corpus: {"size": (0, 3, -1, *HUGE)},
     jspec.Standalone: {"depth": (0, -1, 65, 100_000, None), "width": (0, 65, None), "num_nodes": (0, -1, 2, 99, *HUGE)},
     jspec.Eagle: {"depth": (0, 65, None, *HUGE), "width": (0, 65, None, *HUGE), "num_nodes": (0, 5, 99)},
     jspec.FrozenKvMtp: {"depth": (0, 65, None), "width": (0, 65, None), "num_nodes": (0, 5, 99)},
@@ -211,6 +222,7 @@ OTHERS = (
     *((generate, "sampling", jspec.Sampling(logit_bias=v)) for v in ({256: 1.0}, {2**70: 1.0})),
     (generate, "sampling", jspec.Sampling(logit_bias=dict.fromkeys(range(256), -math.inf))),
     (generate, "sampling", [None, None]),
+    *((with_corpus, "texts", v) for v in ("", [], [[]], 5, None, b"abc", [1.5], [256], [[1], None], "\ud800", Odd())),
     *((jspec.FrozenKvMtp, "position", v) for v in ("last", None, 3, [], Odd())),
     *((jspec.loop_options, "flags", v) for v in (5, [], b"x", Odd())),
     *((MODEL.tokenizer.encode, "text", v) for v in (5, None, ["a"], b"a", "\ud800")),

@@ -23,7 +23,8 @@ from jspec.checkpoints import qwen3_next
 from jspec.core.accept import block, rejection
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
-from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
+from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
+from jspec.drafters.suffix import Corpus
 from jspec.engine import programs
 
 T = toy.TARGET
@@ -48,10 +49,15 @@ def recurrent_params() -> Params:
     return Params(qwen3_next.read_params(RECURRENT, gemma.RandomTensors(0)))
 
 
+def suffix_params() -> Params:
+    return Params(toy.params().target, Corpus(jax.numpy.asarray([*range(40), -1, *range(60, 0, -1), -1])))
+
+
 SETUPS = {
     "plain": Setup(T, Plain(), toy.params),
     "ngram": Setup(T, Ngram(n=2, depth=3), toy.params),
     "ngram_sampled": Setup(T, Ngram(n=2, depth=3), toy.params, SAMPLED),
+    "suffix_sampled": Setup(T, Suffix(depth=3, width=3, num_nodes=7), suffix_params, SAMPLED),
     "standalone": Setup(T, Standalone(depth=3).bind(T, toy.NEAR), toy.params),
     "standalone_tree_sampled": Setup(T, Standalone(3, 2, 6).bind(T, toy.NEAR), toy.params, SAMPLED),
     "eagle": Setup(T, Eagle(depth=3).bind(T, toy.HEAD), toy.head_params),
@@ -82,6 +88,7 @@ STORMS = {
     "few_snapshots": Storm(snapshots=1, cancels=0.1, seed=21),
 }
 CASES = [(name, storm) for name in SETUPS for storm in STORMS if storm != "few_snapshots" or name in KEEPS]
+CASES = [case for case in CASES if case[0] != "suffix_sampled" or case[1] == "tiny_pool"]
 
 
 @pytest.mark.fast("standalone-tiny_pool")

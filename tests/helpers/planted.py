@@ -58,7 +58,7 @@ class RandomTree(Planted):
         return DraftTree(jnp.where(keep, right, wrong), parents, self.depth), s.draft
 
 
-REPEATED = ("eagle", "frozen_kv_mtp", "mtp_reused_tree", "standalone")
+REPEATED = ("eagle", "frozen_kv_mtp", "mtp_reused_tree", "standalone", "suffix")
 """Slow points of the tests of all drafters: another shape of each of them always runs."""
 
 

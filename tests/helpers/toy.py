@@ -9,7 +9,7 @@ import numpy as np
 
 from jspec.core import accept, decode, stopping, tree
 from jspec.core.types import DecodeState, Drafter, Params
-from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone
+from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
 from jspec.models import (
     Assistant,
     AssistantParams,
@@ -352,6 +352,7 @@ def bound_drafters() -> dict[str, Drafter]:
         "plain": Plain(),
         "standalone": Standalone(depth=3).bind(TARGET, NEAR),
         "standalone_tree": Standalone(depth=4, width=3, num_nodes=16).bind(TARGET, NEAR),
+        "suffix": Suffix(n=4, depth=4, width=3, num_nodes=12),
     }
 
 
