@@ -16,7 +16,7 @@ def code_cells(notebook):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_shows_what_is_stored(path, needs):
-    for package in ("nbclient", "ipykernel", "matplotlib"):
+    for package in ("nbclient", "ipykernel", "matplotlib", *(["optax"] if "import optax" in path.read_text() else [])):
         needs(package)
     stored = json.loads(path.read_text())
     for new, old in zip(code_cells(execute(path)), code_cells(stored), strict=True):
