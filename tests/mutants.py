@@ -72,6 +72,8 @@ _MLA = "kernels/test_mla_attention.py::test_equals_a_softmax_in_float64[page_of_
 _EAGLE = "drafters/test_eagle.py::test_sampled_drafts_report_the_distribution_after_their_own_path"
 _MTP = "drafters/test_mtp.py::test_proposals_are_those_of_a_pass_over_the_whole_text[None]"
 _NGRAM = "drafters/test_drafters.py::test_ngram_by_example"
+_SUFFIX = "drafters/test_suffix.py::test_the_tree_is_the_one_found_by_hand"
+_COPIES = "drafters/test_suffix.py::test_chains_by_example"
 _DEVICE = "engine/test_device.py::test_a_retracted_sequence_continues_its_stop_string_and_its_noise"
 _SCHEDULE = "engine/test_schedule.py::test_storms"
 
@@ -656,6 +658,37 @@ MUTANTS = (
             _NGRAM,
         ),
         ("a copy that runs out of text", "[None] % period", "[None]", _NGRAM),
+    ),
+    *_group(
+        "jspec/drafters/suffix.py",
+        ("a copy that leaves the text", "+ 1 + offset % period", "+ 1 + offset", _COPIES),
+        ("the next text of a corpus is copied", "jnp.where(offset < end, continued, -1)", "continued", _COPIES),
+        (
+            "the end of a text is an occurrence",
+            "found = _count_matched(corpus[None], tokens, last, n) * (after >= 0).astype(jnp.int32)",
+            "found = _count_matched(corpus[None], tokens, last, n)",
+            f"{_SUFFIX}[shape6]",
+        ),
+        (
+            "a vote counts once for all matches",
+            "jnp.left_shift(1, matched)",
+            "jnp.minimum(1, matched)",
+            f"{_SUFFIX}[shape1]",
+        ),
+        (
+            "a long copy is worth as much as a short one",
+            "DISCOUNT ** np.arange(depth)",
+            "np.ones(depth)",
+            f"{_SUFFIX}[shape1]",
+        ),
+        ("the first occurrences vote", "[:, ::-1]", "[:, ::1]", f"{_SUFFIX}[shape6]"),
+        ("the shortest of the longest matches", "(matched == border)", "(matched == 1)", f"{_SUFFIX}[shape6]"),
+        (
+            "what agrees later has the same beginning",
+            "jnp.where(equal, depth, generation[None]).min(3, keepdims=True)",
+            "jnp.where(equal, generation[None] + 1, 0)",
+            f"{_SUFFIX}[shape1]",
+        ),
     ),
     *_group(
         "jspec/engine/device.py",

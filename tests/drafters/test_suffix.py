@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core import tree
+import jspec
+from jspec.core import decode, tree
+from jspec.core.types import DraftNeeds, Params
+from jspec.drafters import Suffix
 from jspec.drafters.suffix import DISCOUNT, continuations, copy, vote
 
 COLUMNS, ROWS = 70, 3
@@ -111,12 +115,12 @@ SHAPES = (  # n, depth, width, nodes, tokens of the corpus
 )
 
 
-@pytest.mark.fast("shape1", "shape2")
+@pytest.mark.fast("shape2", "shape6")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_tree_is_the_one_found_by_hand(shape):
     n, depth, width, nodes, others = shape
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=25, deadline=None)
     @given(cases(others))
     def check(case):
         tokens, length, corpus = case
@@ -136,3 +140,69 @@ def test_the_tree_is_the_one_found_by_hand(shape):
                 assert proposed(draft_tree, b) == tree_by_hand(text, corpus.tolist(), n, depth, width, nodes)
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "corpus", "proposed"),
+    (
+        ([1, 2, 8, 5, 2, 9, 1, 2], [], [8, 5, 2]),  # the longer match beats the later one
+        ([2, 8, 3, 2, 9, 4, 2], [], [9, 4, 2]),  # the later of equally long ones
+        ([7, 1, 2, 1, 2], [], [1, 2, 1]),  # a match one period back continues the period
+        ([1, 2, 3], [], [3, 3, 3]),  # nothing matches: the last token again
+        ([1, 2, 3], [2, 3, 6, -1, 7], [6, 3, 3]),  # a text of the corpus ends
+        ([1, 2, 3], [2, 3, -1, 5, 6, 7], [3, 3, 3]),  # nothing follows within its text
+        ([4, 3, 9, 3], [3, 5, 6, 7], [9, 3, 9]),  # of equally long ones, that of the sequence itself
+        ([1, 2, 3], [2, 3, 6, 6, 6, -1, 2, 3, 7, 7, 7], [7, 7, 7]),  # the last one of the corpus
+        ([3], [9, 3, 6, 6, 6], [6, 6, 6]),  # no more tokens match than the sequence has
+    ),
+    ids=str,
+)
+def test_chains_by_example(tokens, corpus, proposed):
+    buffer = np.full((1, 12), 3, np.int32)
+    buffer[0, : len(tokens)] = tokens
+    padded = np.array([-1] * (12 - len(corpus)) + corpus, np.int32)
+    _, chain = program(3, 3, 1, 4, 12)(buffer, np.array([len(tokens)], np.int32), padded)
+    assert chain.tokens[0].tolist() == [tokens[-1], *proposed]
+
+
+# In a generation
+
+MODEL = jspec.Model("toy", toy.NEAR, Params(toy.params().draft), None, ())
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [3], [9, 8, 30, 31, 2]]
+
+
+@pytest.mark.slow
+def test_a_corpus_of_the_same_size_saves_rounds_and_compiles_nothing():
+    drafter, options = Suffix(n=5, depth=4, width=4, num_nodes=9), dict(max_new_tokens=20)
+    plain = jspec.generate(MODEL, PROMPTS, drafter=None, **options)
+    useless = jspec.with_corpus(MODEL, [[60]], size=256)
+    useful = jspec.with_corpus(MODEL, [p + out.tokens for p, out in zip(PROMPTS, plain, strict=True)], size=256)
+    before = jspec.generate(useless, PROMPTS, drafter=drafter, **options)
+    programs = decode.decode._cache_size()
+    after = jspec.generate(useful, PROMPTS, drafter=drafter, **options)
+    assert decode.decode._cache_size() == programs
+    assert plain.tokens == before.tokens == after.tokens
+    assert after.stats.rounds.tolist() == [4] * 3 and (before.stats.rounds > 5).all()
+    with jspec.Engine(useless, drafter=drafter, slots=2, context=48, page_size=4) as engine:
+        for wanted, params in ((before, useless.params), (after, useful.params)):
+            engine.update(params)
+            got = engine.generate(PROMPTS, **options)
+            assert got.tokens == plain.tokens
+            np.testing.assert_array_equal(got.stats.rounds, wanted.stats.rounds)
+
+
+def test_a_corpus_ends_at_the_end_of_its_array_and_each_text_at_a_separator():
+    made = jspec.with_corpus(MODEL, [[1, 2], [3]], size=7)
+    assert made.params.draft.tokens.tolist() == [-1, -1, 1, 2, -1, 3, -1] and made.draft is None
+    assert jspec.with_corpus(MODEL, [1, 2]).params.draft.tokens.shape == (1024,)
+    with pytest.raises(ValueError, match="size=4: must be at least 5"):
+        jspec.with_corpus(MODEL, [[1, 2], [3]], size=4)
+
+
+def test_the_shape_of_the_tree_has_bounds():
+    assert Suffix(depth=1, num_nodes=33).num_nodes == 33
+    with pytest.raises(ValueError, match="at least depth . 1 = 5 and at most 9"):
+        Suffix(depth=4, width=2, num_nodes=10)
+    assert Suffix(width=1).adapt(DraftNeeds(chains=True)) == Suffix(width=1)
+    with pytest.raises(ValueError, match="judges chains only: give Suffix width=1"):
+        Suffix().adapt(DraftNeeds(chains=True))
