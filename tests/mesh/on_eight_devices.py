@@ -241,7 +241,7 @@ def test_an_assistant_is_an_error_before_the_target_is_read(monkeypatch):
         jspec.load("bundled:python-small", draft="bundled:python-assistant", tensor=2)
 
 
-def test_what_needs_one_device_says_so(load, tmp_path):
+def test_what_needs_one_device_is_refused(load, tmp_path):
     model = load("tied", None, 4)
     for call in (jspec.Engine, functools.partial(jspec.score, prompts=PROMPTS)):
         with pytest.raises(ValueError, match="is split over 4 devices, which (Engine|score) does not support yet"):
