@@ -14,7 +14,7 @@ from jspec.drafters.binding import check_needs, set_checked
 
 MAX_MATCH = 16
 """Tokens of the longest match. The votes of all occurrences, 64 times 2^16 at most, are exact in float32."""
-DISCOUNT = 0.7
+DISCOUNT = 0.8
 """Each further token of a copy is worth less by this factor: the text may leave the copy anywhere."""
 _BLOCK = 128
 """Columns that are searched together."""
@@ -36,7 +36,7 @@ class Suffix:
     """Proposes a tree of what followed earlier occurrences of a sequence's last tokens, in it and in a corpus.
 
     Needs no weights and no state. The best occurrences, which match most of the last tokens and of those are the
-    latest, vote: one that matches m tokens gives 2^m votes to each beginning of its continuation, less 30% for each
+    latest, vote: one that matches m tokens gives 2^m votes to each beginning of its continuation, less 20% for each
     token after the first, and the beginnings with the most votes are the nodes. This is the frequency trie of suffix
     decoding (Oliaro et al., SuffixDecoding, arXiv 2411.04975, section 3), built anew in each round and from those
     occurrences only. Without a match it proposes repetitions of the last token.
@@ -49,7 +49,7 @@ class Suffix:
     """
 
     n: int = 16
-    depth: int = 16
+    depth: int = 31
     width: int = 32
     num_nodes: int | None = None
     capture_layers = ()

@@ -144,7 +144,7 @@ WHOLE = {
         "n": (0, 17, None, *HUGE),
         "depth": (0, 65, None),
         "width": (0, 33, None),
-        "num_nodes": (0, 16, 514, *HUGE),
+        "num_nodes": (0, 31, 994, *HUGE),
     },
     with_corpus: {"size": (0, 3, -1, *HUGE)},
     jspec.Standalone: {"depth": (0, -1, 65, 100_000, None), "width": (0, 65, None), "num_nodes": (0, -1, 2, 99, *HUGE)},
