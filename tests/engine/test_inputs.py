@@ -143,7 +143,7 @@ WHOLE = {
     jspec.Suffix: {
         "n": (0, 17, None, *HUGE),
         "depth": (0, 65, None),
-        "width": (0, 33, None),
+        "width": (0, 65, None),
         "num_nodes": (0, 31, 994, *HUGE),
     },
     with_corpus: {"size": (0, 3, -1, *HUGE)},
