@@ -271,8 +271,8 @@ def read_params(config: Deepseek, tensors: Tensors) -> DeepseekParams:
       CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
     """
     width, vocabulary = config.hidden_size, config.vocab_size
-    embed = tensors.device("model.embed_tokens.weight", vocabulary, width)
-    head = None if config.tie_embeddings else tensors.fused([("lm_head.weight", vocabulary)], width)
+    embed = tensors.device("model.embed_tokens.weight", vocabulary, width, field="embed")
+    head = None if config.tie_embeddings else tensors.fused([("lm_head.weight", vocabulary)], width, "lm_head")
     count = config.num_layers
     params = DeepseekParams(
         embed=embed,
@@ -296,15 +296,20 @@ def _read_layer(config: Deepseek, tensors: Tensors, index: int) -> DeepseekLayer
     ).reshape(config.num_heads, -1, latent.kv_rank)
     query, query_norm, first = _read_queries(config, tensors, attention)
     rows = tensors.read(attention + "kv_a_proj_with_mqa.weight", latent.width, width)
-    down = np.concatenate([first, _halves(rows[None], latent.rope_dim)[0]])
+    # Each device has the whole row; and the whole first step of queries, unless it is their only one.
+    down = [np.tile(_halves(rows[None], latent.rope_dim)[0].T, config.tensor)]
+    down = [first.T if latent.q_rank is None else np.tile(first.T, config.tensor), *down]
     return DeepseekLayerParams(
         attention_norm=tensors.device(prefix + "input_layernorm.weight", width),
-        down_projection=_device(down.T),
+        down_projection=tensors.put("down_projection", down),
         query_norm=query_norm,
         query=query,
         latent_norm=tensors.device(attention + "kv_a_layernorm.weight", latent.kv_rank),
-        up=UpProjections(_device(up[:, : latent.nope_dim]), _device(up[:, latent.nope_dim :].swapaxes(1, 2))),
-        o=tensors.fused([(attention + "o_proj.weight", width)], config.num_heads * latent.value_dim),
+        up=UpProjections(
+            tensors.put("keys", [up[:, : latent.nope_dim]]),
+            tensors.put("values", [up[:, latent.nope_dim :].swapaxes(1, 2)]),
+        ),
+        o=tensors.fused([(attention + "o_proj.weight", width)], config.num_heads * latent.value_dim, "o"),
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
         **read_layer_mlp(config.layer_experts(index), tensors, prefix + "mlp.", mlp, width, SHARED),
         indexer=None
@@ -325,7 +330,7 @@ def _read_queries(
     if latent.q_rank is None:
         return None, None, last
     norm = tensors.device(prefix + "q_a_layernorm.weight", latent.q_rank)
-    return _device(last.T), norm, tensors.read(prefix + "q_a_proj.weight", latent.q_rank, width)
+    return tensors.put("query", [last.T]), norm, tensors.read(prefix + "q_a_proj.weight", latent.q_rank, width)
 
 
 def _read_indexer(config: Deepseek, sizes: Indexer, tensors: Tensors, prefix: str) -> IndexerParams:
@@ -355,8 +360,8 @@ def _read_mtp(config: Deepseek, tensors: Tensors, index: int) -> MtpParams:
         projection=tensors.fused([(prefix + "eh_proj.weight", width)], 2 * width),
         layer=_read_layer(config, tensors, index),
         norm=tensors.device(prefix + "shared_head.norm.weight", width),
-        embed=None if embed is None else _device(embed),
-        lm_head=None if head is None else _device(head.T),
+        embed=None if embed is None else tensors.put("embed", [embed]),
+        lm_head=None if head is None else tensors.put("lm_head", [head.T]),
     )
 
 

@@ -25,10 +25,18 @@ WEIGHTS = {
     "gate_up": -1,
     "down": -2,
     "lm_head": -1,
+    "down_projection": -1,
+    "query": -1,
+    "keys": -3,
+    "values": -3,
 }
 """Field of a model's weights -> the axis that is split. All others are whole on each device."""
 STATE = {"pool": 4}
-"""The same for the fields of a state: of a pool of pages, the heads."""
+"""The same for the fields of a state: of a pool of pages, the heads. A pool of rows without heads is whole."""
+_POOL_AXES = 6
+"""Axes of a pool with heads."""
+_WHOLE = {"indexer"}
+"""Fields whose own fields are whole: an indexer adds up the scores of its heads before it selects tokens."""
 _VOCABULARY = {"embed", "lm_head"}
 """Fields that are whole if the number of devices does not divide them; the others are checked by `check_split`."""
 
@@ -112,13 +120,15 @@ class Placement:
     def axis_of(self, path: Sequence[object], shape: tuple[int, ...]) -> int | None:
         """The axis of a leaf that is split, counted from the first; None: it is whole."""
         names = [getattr(key, "name", None) for key in path]
-        if not self.draft and "draft" in names:
+        if _WHOLE & set(names) or (not self.draft and "draft" in names):
             return None
         return self._split_axis(str(names[-1]) if names else "", shape)
 
     def _split_axis(self, field: str, shape: tuple[int, ...]) -> int | None:
         axis = WEIGHTS.get(field, STATE.get(field))
         if axis is None or (field in _VOCABULARY and shape[axis] % self.size):
+            return None
+        if field in STATE and len(shape) != _POOL_AXES:
             return None
         return axis % len(shape)
 
@@ -162,7 +172,7 @@ def gather_last(x: Float[Array, "*batch W"], size: int) -> Float[Array, "*batch 
     return x if x.shape[-1] == size else lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
 
 
-def check_split(devices: int, sizes: Mapping[str, int], copied: Mapping[str, int]) -> None:
+def check_split(devices: int, sizes: Mapping[str, int], copied: Mapping[str, int] | None = None) -> None:
     """Checks that the parts of a model can be split evenly.
 
     sizes: what is split -> how many there are.
@@ -172,6 +182,8 @@ def check_split(devices: int, sizes: Mapping[str, int], copied: Mapping[str, int
       ValueError: the number of devices does not suit one of them; the message has those that do.
     """
 
+    copied = copied or {}
+
     def fits(n: int) -> bool:
         even = all(size % n == 0 for size in sizes.values())
         return even and all(size % n == 0 or n % size == 0 for size in copied.values())
@@ -180,9 +192,9 @@ def check_split(devices: int, sizes: Mapping[str, int], copied: Mapping[str, int
         return
     fitting = [str(n) for n in range(1, min(sizes.values()) + 1) if fits(n)]
     split, shared = ([f"{size} {name}" for name, size in table.items()] for table in (sizes, copied))
+    also = f", and divide or be a multiple of {_listed(shared, 'and')}" if shared else ""
     raise ValueError(
-        f"tensor={devices}: must divide {_listed(split, 'and')} of this model, and divide or be a multiple of "
-        f"{_listed(shared, 'and')}: {_listed(fitting, 'or')}"
+        f"tensor={devices}: must divide {_listed(split, 'and')} of this model{also}: {_listed(fitting, 'or')}"
     )
 
 

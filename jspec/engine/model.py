@@ -10,12 +10,13 @@ from typing import Any
 import huggingface_hub
 import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jspec.checkpoints import drafts, language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.language_model import Checkpoint
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import Place, place_draft, whole
+from jspec.checkpoints.split import Place, Splittable, place_draft, whole
 from jspec.core.checks import check_flag, check_int, check_text, shorten
 from jspec.core.package import ASSETS
 from jspec.core.sharding import Placement, make_placement
@@ -111,7 +112,7 @@ def load(
         drafts.check_beside_split(draft_directory, str(draft), placement.size)
     devices = None if placement is None else placement.devices
     check = partial(memory.check_weights, str(source), devices=devices)
-    place = whole if placement is None else lambda config, dtype: placement
+    place = whole if placement is None else partial(_place_target, placement, draft is None, draft_tensor)
     loaded, heads, head_params = _load_target(directory, dtype, check, place, mtp=draft is None)
     tokenizer = Tokenizer.load(directory)
     config, params = heads, Params(loaded.params, head_params)
@@ -134,6 +135,21 @@ def refuse_split(model: Model, user: str) -> None:
             f"model={model.name!r}: is split over {model.placement.size} devices, which {user} does not support yet; "
             "load it without tensor or mesh, or use jspec.generate, stream or generate_ids"
         )
+
+
+def _place_target(
+    placement: Placement, alone: bool, draft_tensor: bool | None, config: Splittable, dtype: DTypeLike
+) -> Placement:
+    """The `Place` of a target. alone: no draft is loaded but the MTP heads in its checkpoint, which are split as it is.
+
+    Raises:
+      ValueError: there are no such heads to split, or they are not to be split.
+    """
+    heads = getattr(config, "mtp_layers", 0)
+    if alone and draft_tensor is not None and not (heads and draft_tensor):
+        problem = "MTP heads are always split" if heads else "no draft is loaded"
+        raise ValueError(f"draft_tensor={draft_tensor}: {problem}; omit it")
+    return placement
 
 
 def _load_target(

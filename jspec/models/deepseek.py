@@ -9,6 +9,7 @@ its attention reads.
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jspec.cache import DsaCache, LayerKeys, MlaCache
 from jspec.cache.dsa import DsaRows, IndexQuery
 from jspec.cache.mla import MlaRows, UpProjections
+from jspec.core.sharding import check_split, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -46,7 +48,8 @@ class DeepseekLayerParams:
     """Weights of one layer, [in, out].
 
     DOWN = Q + C + R: the widths of the queries' first step, the latent and the rotary key. QD = H * (P + R): the width
-    of the queries; without a first step Q is QD.
+    of the queries; without a first step Q is QD. Where heads are split over devices, each has all of C, R and a first
+    step.
     """
 
     attention_norm: Float[Array, " E"]
@@ -115,6 +118,7 @@ class Deepseek(Decoder):
     intermediate_size: width of the MLP of the first `dense_layers` layers, which have no experts.
     mtp_layers: MTP heads in `DeepseekParams.mtp`.
     indexer: the indexer of each layer, in V3.2; None: attention reads all tokens.
+    tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
     """
 
     vocab_size: int
@@ -132,6 +136,26 @@ class Deepseek(Decoder):
     tie_embeddings: bool = False
     mtp_layers: int = 0
     indexer: Indexer | None = None
+    tensor: int = 1
+
+    def split(self, devices: int) -> Self:
+        """The configuration whose heads, MLPs and experts are split over that many devices; latents are whole.
+
+        Raises:
+          ValueError: the number does not divide them.
+        """
+        widths = {"columns of each expert": self.experts.width}
+        if self.dense_layers:
+            widths["columns of the MLP"] = self.intermediate_size
+        check_split(devices, {"heads": self.num_heads, **widths})
+        return dataclasses.replace(self, tensor=devices)
+
+    @property
+    def down_width(self) -> int:
+        """Width of the first projection of a layer, on one device."""
+        sizes = self.latent
+        queries = self.num_heads // self.tensor * (sizes.nope_dim + sizes.rope_dim)
+        return (sizes.q_rank or queries) + sizes.width
 
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; layers after the last are those of `mtp`."""
@@ -159,7 +183,7 @@ class Deepseek(Decoder):
         queries = heads * (latent.nope_dim + latent.rope_dim)
         return DeepseekLayerParams(
             attention_norm=shape((width,)),
-            down_projection=shape((width, (latent.q_rank or queries) + latent.width)),
+            down_projection=shape((width, self.down_width * self.tensor)),
             query_norm=shape((latent.q_rank,)) if latent.q_rank else None,
             query=shape((latent.q_rank, queries)) if latent.q_rank else None,
             latent_norm=shape((latent.kv_rank,)),
@@ -270,8 +294,9 @@ class Deepseek(Decoder):
         if query is not None:
             attend = partial(attend, keys=keys[0], query=query)
         seen = attend(q, row, layer.up, scale=self.layer_scale(0))
-        x = x + layers.linear(seen.reshape(*x.shape[:2], -1), layer.o)
-        return x + layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts), rows
+        x = x + sum_over_devices(layers.linear(seen.reshape(*x.shape[:2], -1), layer.o), self.tensor)
+        mlp = layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts)
+        return x + sum_over_devices(mlp, self.tensor), rows
 
     def _project(self, layer: DeepseekLayerParams, normed, rotation):
         """Queries [B, N, H, P + R], rows [B, N, C + R], and the input of the queries' second step."""
@@ -283,7 +308,7 @@ class Deepseek(Decoder):
             assert layer.query_norm is not None
             middle = layers.rms_norm(q, layer.query_norm, LATENT_EPS)
             q = layers.linear(middle, layer.query)
-        q = q.reshape(*q.shape[:2], self.num_heads, -1)
+        q = q.reshape(*q.shape[:2], self.num_heads // self.tensor, -1)
         q = jnp.concatenate([q[..., : sizes.nope_dim], layers.rotate(q[..., sizes.nope_dim :], *rotation)], axis=-1)
         shared = layers.rotate(shared[:, :, None], *rotation)[:, :, 0]
         return q, jnp.concatenate([layers.rms_norm(latent, layer.latent_norm, LATENT_EPS), shared], axis=-1), middle

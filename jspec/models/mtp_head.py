@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from jspec.core.sharding import gather_last
 from jspec.core.struct import struct
 from jspec.core.types import Cache, Params, Target
 from jspec.models import layers
@@ -139,7 +140,10 @@ class MtpHead:
     ) -> tuple[Float[Array, "B N E"], PyTree]:
         """The part of `apply` before the LM head: the features of all tokens, or the `selected` ones, and all rows."""
         own: MtpParams = params.draft[self.index]
-        embedded = target.embed(params.target, tokens) if own.embed is None else _embed(own.embed, tokens)
+        if own.embed is None:
+            embedded = target.embed(params.target, tokens)
+        else:
+            embedded = layers.look_up(own.embed, tokens, self.vocab_size)
         joined = [self.layer.norm(embedded, own.token_norm), self.layer.norm(feature, own.hidden_norm)]
         x = layers.linear(jnp.concatenate(joined, axis=-1), own.projection)
         attend = partial(cache.attend, start=start, mask=mask)
@@ -151,7 +155,7 @@ class MtpHead:
         own: MtpParams = params.draft[self.index]
         if own.lm_head is None:
             return target.unembed(params.target, feature)
-        return layers.linear(feature, own.lm_head).astype(jnp.float32)
+        return gather_last(layers.linear(feature, own.lm_head), self.vocab_size).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +176,11 @@ class MtpHeads:
             raise ValueError(f"layer.num_layers={self.layer.num_layers}: must be 1")
         if self.count < 1:
             raise ValueError(f"count={self.count}: must be at least 1")
+
+    @property
+    def tensor(self) -> int:
+        """Devices over which the heads are split, as the target is."""
+        return self.layer.tensor
 
     @property
     def num_layers(self) -> int:
@@ -216,7 +225,3 @@ class MtpHeads:
     def head(self, index: int, target: Target) -> MtpHead:
         """One of the heads, which reads the target's hidden state after its final norm."""
         return MtpHead(self.layer, index, target.num_layers + 1)
-
-
-def _embed(table: Float[Array, "V E"], tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
-    return jnp.take(table, tokens, axis=0, mode="clip")
