@@ -23,6 +23,7 @@ from jspec.engine.handle import EngineError, Handle
 from jspec.engine.metrics import Metrics
 from jspec.engine.model import Model, load
 from jspec.engine.options import GenerateOptions
+from jspec.engine.own import from_function, from_module
 from jspec.engine.request import QueueFull
 from jspec.engine.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
 from jspec.engine.score import Scores, score
@@ -57,6 +58,8 @@ __all__ = [
     "Suffix",
     "cache_programs",
     "check_drafter",
+    "from_function",
+    "from_module",
     "generate",
     "generate_ids",
     "inspect_round",

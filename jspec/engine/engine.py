@@ -13,13 +13,13 @@ from jspec.core import stopping
 from jspec.core.checks import check_flag, check_int, check_number
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter, Params
-from jspec.engine import memory, sizing
+from jspec.engine import memory
 from jspec.engine.assembly import assemble, make_requests
 from jspec.engine.device import DeviceRequest, Landing
 from jspec.engine.handle import EngineError, Handle, wake
 from jspec.engine.loop import Loop
 from jspec.engine.metrics import Counters, Metrics
-from jspec.engine.model import Model, refuse_split
+from jspec.engine.model import Model, check_same_shapes, refuse_split
 from jspec.engine.options import DEFAULT_PAGE_SIZE, CommonKeywords, GenerateOptions, RequestKeywords, repeat
 from jspec.engine.request import QueueFull, Request
 from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece
@@ -289,7 +289,7 @@ class Engine:
         Raises:
           ValueError: another structure, shape or dtype.
         """
-        sizing.check_same_shapes(self.model.params, params)
+        check_same_shapes(self.model.params, params)
         done = threading.Event()
 
         def replace() -> None:

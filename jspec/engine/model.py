@@ -63,9 +63,62 @@ class Model:
 
     def __repr__(self) -> str:
         draft = "no draft" if self.draft is None else self.draft.summary()
-        shape = f"{self.target.num_layers} layers, width {self.target.hidden_size}, vocabulary {self.target.vocab_size}"
+        shape = f"{self.target.outline()}, vocabulary {self.target.vocab_size}"
         devices = "" if self.placement is None else f" on {self.placement.size} devices"
-        return f"Model({self.name!r}: {shape}, {self.params.target.embed.dtype}{devices}; {draft})"
+        return f"Model({self.name!r}: {shape}, {_dtypes(self.params.target)}{devices}; {draft})"
+
+    def with_params(self, params: Any) -> "Model":
+        """This model with other weights, by reference, such as those of a training loop. Nothing is compiled anew.
+
+        params: `Params` of target and draft, or the weights of the target alone.
+
+        Raises:
+          ValueError: another structure, shape or dtype than those of this model's, with the path of the leaf.
+        """
+        params = params if isinstance(params, Params) else Params(params, self.params.draft)
+        check_same_shapes(self.params, params)
+        return dataclasses.replace(self, params=params)
+
+    def with_draft(self, draft: "Model | None") -> "Model":
+        """This model with another language model as its draft, for the drafter `jspec.Standalone`; None: without one.
+
+        Raises:
+          TypeError, ValueError: not a model, or one of another vocabulary.
+        """
+        if draft is None:
+            return dataclasses.replace(self, draft=None, params=Params(self.params.target))
+        if not isinstance(draft, Model):
+            raise TypeError(f"draft is of type {type(draft).__name__}: must be a jspec.Model, or None")
+        if draft.target.vocab_size != self.target.vocab_size:
+            raise ValueError(
+                f"draft={draft.name!r}: has a vocabulary of {draft.target.vocab_size} tokens; must have "
+                f"{self.target.vocab_size}, as {self.name!r}"
+            )
+        params = Params(self.params.target, draft.params.target)
+        return dataclasses.replace(self, draft=draft.target, params=params)
+
+
+def _dtypes(params: Any) -> str:
+    """The dtypes of weights."""
+    return "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")}))
+
+
+def check_same_shapes(old: Any, new: Any) -> None:
+    """Checks that weights can replace others without compiling anything.
+
+    Raises:
+      ValueError: another structure, shape or dtype, with the path of the leaf.
+    """
+    olds, structure = jax.tree_util.tree_flatten_with_path(old)
+    news, other = jax.tree_util.tree_flatten_with_path(new)
+    if structure != other:
+        raise ValueError(f"params: their structure is {other}; must be {structure}")
+    for (path, x), (_, y) in zip(olds, news, strict=True):
+        if not hasattr(y, "shape") or x.shape != y.shape or x.dtype != y.dtype:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)}: is {getattr(y, 'dtype', type(y).__name__)}"
+                f"{list(getattr(y, 'shape', ()))}; must be {x.dtype}{list(x.shape)}"
+            )
 
 
 def load(

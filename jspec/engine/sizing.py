@@ -4,7 +4,6 @@ import dataclasses
 from functools import partial
 
 import jax
-from jaxtyping import PyTree
 
 from jspec.core import slots
 from jspec.core.types import DecodeState, Params
@@ -97,21 +96,3 @@ def _state(params: Params, parts: Static, sizes: dict[str, int]) -> DecodeState:
 def _pooled(s: DecodeState, *, pages: int) -> DecodeState:
     """The state with pools of `pages` pages."""
     return slots.map_parts(lambda cache: cache.pooled(pages), lambda x: x, s)
-
-
-def check_same_shapes(old: PyTree, new: PyTree) -> None:
-    """Checks that weights can replace others without compiling anything.
-
-    Raises:
-      ValueError: another structure, shape or dtype, with the path of the leaf.
-    """
-    olds, structure = jax.tree_util.tree_flatten_with_path(old)
-    news, other = jax.tree_util.tree_flatten_with_path(new)
-    if structure != other:
-        raise ValueError(f"params: their structure is {other}; must be {structure}")
-    for (path, x), (_, y) in zip(olds, news, strict=True):
-        if not hasattr(y, "shape") or x.shape != y.shape or x.dtype != y.dtype:
-            raise ValueError(
-                f"params{jax.tree_util.keystr(path)}: is {getattr(y, 'dtype', type(y).__name__)}"
-                f"{list(getattr(y, 'shape', ()))}; must be {x.dtype}{list(x.shape)}"
-            )

@@ -157,6 +157,10 @@ class Decoder(abc.ABC):
         """Bytes that layers with states of fixed size keep for a sequence."""
         return 0
 
+    def outline(self) -> str:
+        """The sizes of the model in a few words."""
+        return f"{self.num_layers} layers, width {self.hidden_size}"
+
     # As a draft: see `models.draft.Draft`
 
     def summary(self) -> str:

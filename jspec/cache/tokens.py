@@ -1,0 +1,59 @@
+"""Cache of a model that keeps nothing but the tokens, and computes everything anew in each forward."""
+
+import dataclasses
+from typing import Self
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jspec.core import tree
+from jspec.core.struct import struct
+
+
+@struct
+class TokenCache:
+    """The committed tokens of each sequence. It has no pages; what follows the committed tokens is never read."""
+
+    tokens: Int[Array, "B C"]
+
+    def commit(
+        self, rows: Int[Array, "B R"], start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
+    ) -> Self:
+        """The cache with the first `length[b]` tokens along `path` (None: a chain) at positions from `start[b]` on."""
+        kept = tree.take_path(rows, path)
+        column = jnp.arange(kept.shape[1], dtype=jnp.int32)[None]
+        # A column outside the array is dropped.
+        at = jnp.where(column < length[:, None], start[:, None] + column, self.tokens.shape[1])
+        return dataclasses.replace(self, tokens=put_tokens(self.tokens, at, kept))
+
+    # Slots: see `jspec.core.slots`
+
+    def take(self, slots: Int[Array, " R"]) -> Self:
+        """The cache of these sequences."""
+        return dataclasses.replace(self, tokens=self.tokens[slots])
+
+    def put(self, slots: Int[Array, " R"], part: Self) -> Self:
+        """The cache after `part`, which `take` has selected and a program has changed, is written back."""
+        return dataclasses.replace(self, tokens=self.tokens.at[slots].set(part.tokens))
+
+    def with_table(self, table: Int[Array, "R W"]) -> Self:
+        """Itself: it has no pages."""
+        return self
+
+    def pooled(self, pages: int) -> Self:
+        """Itself: it has no pages."""
+        return self
+
+    def state_of(self, slot: Int[Array, ""]) -> Int[Array, " C"]:
+        """The tokens of a sequence."""
+        return self.tokens[slot]
+
+    def with_state(self, slot: Int[Array, ""], state: Int[Array, " C"]) -> Self:
+        """The cache with these tokens in a sequence."""
+        return dataclasses.replace(self, tokens=self.tokens.at[slot].set(state))
+
+
+def put_tokens(tokens: Int[Array, "B C"], at: Int[Array, "B R"], new: Int[Array, "B R"]) -> Int[Array, "B C"]:
+    """`tokens` with new ones at these columns; columns from C on are dropped."""
+    sequence = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
+    return tokens.at[sequence, at].set(new, mode="drop")

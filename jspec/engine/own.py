@@ -1,0 +1,177 @@
+"""Models of the user's own: a function of tokens, or a module of flax."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PyTree
+
+from jspec.core import package
+from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, check_text
+from jspec.core.types import Params
+from jspec.engine.model import Model
+from jspec.models.function import Function, FunctionModel, describe, is_causal
+from jspec.text.tokenizer import Tokenizer
+
+_CHECKED_TOKENS = 8
+"""Tokens of the texts by which a function is checked."""
+
+
+def from_function(
+    function: Function,
+    params: PyTree,
+    *,
+    max_length: int,
+    vocab_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    eos: Any = (),
+    name: str | None = None,
+    check: bool = True,
+) -> Model:
+    """A model of any function of tokens, for experiments: every forward computes all tokens anew.
+
+    The result works wherever one of `jspec.load` does: as a target with chains and trees, and as the draft of another
+    model with `model.with_draft(...)`. It has no keys and values, so a round costs a forward of the whole sequence, and
+    a tree of N nodes costs N of them. Weights are taken by reference.
+
+        model = jspec.from_function(apply, params, max_length=512)
+        print(jspec.generate(model, [[1, 2, 3]], max_new_tokens=32).tokens)
+
+    Args:
+      function: f(params, tokens [B, T] int32) -> logits [B, T, V], floating point, of the token after each. It must be
+        causal: texts are padded on the right, and what follows a token must not change its logits. Compiled programs
+        are kept for equal functions; a new `lambda` is another function.
+      params: its first argument: any pytree of arrays.
+      max_length: largest T.
+      vocab_size: V; None: that of the logits.
+      tokenizer: of `jspec.text.tokenizer`; None: prompts and outputs are token ids.
+      eos: ids that end a text.
+      name: for messages; None: that of the function.
+      check: whether to run the function once on two short texts, to see that it is causal.
+
+    Raises:
+      TypeError, ValueError: arguments of the wrong type, a result of another shape or dtype, or one that depends on
+        later tokens.
+    """
+    if not callable(function):
+        raise TypeError(f"function is of type {type(function).__name__}: must be f(params, tokens) -> logits")
+    check_hashable("function", function)
+    max_length = check_int("max_length", max_length, least=2)
+    name = describe(function) if name is None else check_text("name", name)
+    check = check_flag("check", check)
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+        raise TypeError(f"tokenizer is of type {type(tokenizer).__name__}: must be a jspec.text.tokenizer.Tokenizer")
+    length = min(_CHECKED_TOKENS, max_length)
+    found = _check_result(function, params, name, length)
+    if vocab_size is not None and check_int("vocab_size", vocab_size, least=1) != found:
+        raise ValueError(f"vocab_size={vocab_size}: {name} returns logits of {found} tokens")
+    ids = tuple(
+        check_int(f"eos[{i}]", one, least=0, most=found - 1)
+        for i, one in enumerate(check_sequence("eos", eos, items="ids that end a text"))
+    )
+    if check and not is_causal(function, params, found, length):
+        raise ValueError(
+            f"function: the logits of {name} depend on later tokens; must be causal: texts are padded on the right"
+        )
+    return Model(name, FunctionModel(function, found, max_length), Params(params), tokenizer, ids)
+
+
+def from_module(
+    module: Any,
+    variables: PyTree = None,
+    *,
+    max_length: int,
+    vocab_size: int | None = None,
+    tokenizer: Tokenizer | None = None,
+    eos: Any = (),
+    name: str | None = None,
+    check: bool = True,
+) -> Model:
+    """A model of a module of flax that is called with tokens, as `from_function`; requires the extra `train`.
+
+    Modules of one structure share compiled programs. What a call changes in the module, such as statistics, is dropped.
+
+    Args:
+      module: of `flax.nnx`, or of `flax.linen`: module(tokens [B, T]) -> logits [B, T, V]. Its weights are taken by
+        reference: they are `model.params.target`, which `model.with_params` replaces.
+      variables: of a module of linen, as `init` returns them; None for one of nnx, which holds its own.
+      max_length, vocab_size, tokenizer, eos, name, check: as in `from_function`.
+
+    Raises:
+      TypeError, ValueError: as `from_function`; or neither kind of module.
+    """
+    function, params = _split(module, variables)
+    name = type(module).__name__ if name is None else name
+    options = {"max_length": max_length, "vocab_size": vocab_size, "tokenizer": tokenizer, "eos": eos, "check": check}
+    return from_function(function, params, name=name, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinenApply:
+    """The call of a module of linen."""
+
+    module: Any
+
+    def __call__(self, variables: PyTree, tokens: Int[Array, "B T"]) -> Array:
+        """The logits."""
+        return self.module.apply(variables, tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class NnxCall:
+    """The call of a module of nnx. graphdef: its structure, without arrays."""
+
+    graphdef: Any
+
+    def __call__(self, state: PyTree, tokens: Int[Array, "B T"]) -> Array:
+        """The logits."""
+        from flax import nnx
+
+        return nnx.merge(self.graphdef, state)(tokens)
+
+
+def _split(module: Any, variables: PyTree) -> tuple[Function, PyTree]:
+    """The function of a module, and its weights."""
+    try:
+        from flax import linen, nnx
+    except ModuleNotFoundError:
+        raise ValueError(f"jspec.from_module requires flax: {package.install('train')}") from None
+    if isinstance(module, linen.Module):
+        if variables is None:
+            raise ValueError("variables=None: a module of linen needs those that `module.init` returns")
+        return LinenApply(module), variables
+    if isinstance(module, nnx.Module):
+        if variables is not None:
+            raise ValueError("variables: a module of nnx holds its own; must be None")
+        graphdef, state = nnx.split(module)
+        return NnxCall(graphdef), state
+    raise TypeError(
+        f"module is of type {type(module).__name__}: must be a module of flax.nnx or flax.linen; "
+        "jspec.from_function takes any function"
+    )
+
+
+def _check_result(function: Function, params: PyTree, name: str, length: int) -> int:
+    """The vocabulary of a function's logits.
+
+    Raises:
+      TypeError, ValueError: its result is not an array of logits, or it cannot be called.
+    """
+    tokens = jax.ShapeDtypeStruct((2, length), jnp.int32)
+    try:
+        out = jax.eval_shape(function, params, tokens)
+    except Exception as error:
+        raise ValueError(
+            f"function: {name}(params, tokens) fails for tokens of shape (2, {length}) and dtype int32: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    shape, dtype = getattr(out, "shape", None), getattr(out, "dtype", None)
+    if shape is None or dtype is None:
+        raise TypeError(f"function: {name} returns {type(out).__name__}; must return one array of logits")
+    if len(shape) != 3 or shape[:2] != (2, length) or not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"function: for tokens of shape (2, {length}), {name} returns {dtype}{list(shape)}; must return floating-"
+            f"point logits of shape (2, {length}, vocab_size)"
+        )
+    return shape[2]

@@ -1,0 +1,187 @@
+"""A language model that is any function of tokens."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Never
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from jspec.cache.tokens import TokenCache, put_tokens
+from jspec.core import tree
+from jspec.core.types import DraftTree, ForwardOutput
+from jspec.models.decoder import Decoder
+from jspec.models.sizes import tree_bytes
+
+Function = Callable[[Any, Int[Array, "B T"]], ArrayLike]
+"""f(params, tokens [B, T]) -> logits [B, T, V] of the token after each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionModel(Decoder):
+    """A model that is a function of all tokens so far, without keys and values.
+
+    Each forward calls the function with all columns of the sequences. For the nodes of a tree it is called once per
+    node, with the path to that node as the end of the text.
+
+    function: f(params, tokens [B, T]) -> logits [B, T, V]. Causal: logits of a token do not depend on later ones.
+      Two models with functions that are equal share compiled programs.
+    vocab_size: V.
+    max_length: largest T.
+    """
+
+    function: Function
+    vocab_size: int
+    max_length: int
+    hidden_size = intermediate_size = num_heads = 0
+    num_layers = 1
+    rms_norm_eps = 0.0
+
+    @property
+    def attention_layers(self) -> range:
+        """None."""
+        return range(0)
+
+    def init_cache(self, params: PyTree, batch: int, capacity: int, page_size: int) -> TokenCache:
+        """An empty cache."""
+        return self.empty_cache(batch, capacity, page_size, jnp.int32)
+
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> TokenCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens."""
+        return TokenCache(jnp.zeros((batch, min(capacity, self.max_length)), jnp.int32))
+
+    def forward(
+        self,
+        params: PyTree,
+        draft_tree: DraftTree,
+        cache: TokenCache,
+        start: Int[Array, " B"] | None,
+        *,
+        capture_layers: tuple[int, ...] = (),
+        select: Int[Array, " B"] | None = None,
+    ) -> ForwardOutput:
+        """As `Decoder.forward`."""
+        mask = tree.ancestor_mask(draft_tree)
+        options = {"mask": mask, "select": select, "capture_layers": capture_layers}
+        return self.apply(params, draft_tree.tokens, draft_tree.tokens, cache, start, **options)
+
+    def apply(
+        self,
+        params: PyTree,
+        tokens: Int[Array, "B N"],
+        positions: Int[Array, "#B #N"],
+        cache: TokenCache,
+        start: Int[Array, " B"] | None,
+        *,
+        mask: Bool[Array, "#B N R"] | None = None,
+        earlier: Int[Array, "B before"] | None = None,
+        select: Int[Array, " B"] | None = None,
+        capture_layers: tuple[int, ...] = (),
+    ) -> ForwardOutput:
+        """As `Decoder.apply`. `positions` are not read: a token's position is its column in the function's argument."""
+        if capture_layers:
+            raise ValueError(f"capture_layers={capture_layers}: a function of tokens has no hidden states to capture")
+        rows = tokens if earlier is None else jnp.concatenate([earlier, tokens], axis=1)
+        begin = jnp.zeros(tokens.shape[0], jnp.int32) if start is None else start
+        if mask is None:
+            logits = self._along_chain(params, cache.tokens, rows, begin, tokens.shape[1], select)
+        else:
+            logits = self._along_paths(params, cache.tokens, rows, begin, mask, select)
+        return ForwardOutput(logits, rows, None)
+
+    def _along_chain(
+        self,
+        params: PyTree,
+        committed: Int[Array, "B C"],
+        rows: Int[Array, "B R"],
+        begin: Int[Array, " B"],
+        count: int,
+        select: Int[Array, " B"] | None,
+    ) -> Float[Array, "B M V"]:
+        """Logits of the last `count` rows, which continue each other, or of the one that is selected."""
+        column = jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+        logits = self._call(params, put_tokens(committed, begin[:, None] + column, rows))
+        chosen = column[:, -count:] if select is None else (rows.shape[1] - count + select)[:, None]
+        return jnp.take_along_axis(logits, (begin[:, None] + chosen)[:, :, None], axis=1, mode="clip")
+
+    def _along_paths(
+        self,
+        params: PyTree,
+        committed: Int[Array, "B C"],
+        rows: Int[Array, "B R"],
+        begin: Int[Array, " B"],
+        mask: Bool[Array, "#B N R"],
+        select: Int[Array, " B"] | None,
+    ) -> Float[Array, "B M V"]:
+        """Logits of each node, at the end of its own path."""
+        mask = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape[1:]))
+        if select is not None:
+            mask = jnp.take_along_axis(mask, select[:, None, None], axis=1)
+
+        def at_node(seen: Bool[Array, "B R"]) -> Float[Array, "B V"]:
+            # Parents come before their children, so the order of the rows is that of the path.
+            depth = jnp.cumsum(seen.astype(jnp.int32), axis=1) - 1
+            at = jnp.where(seen, begin[:, None] + depth, committed.shape[1])
+            logits = self._call(params, put_tokens(committed, at, rows))
+            last = begin + depth[:, -1]
+            return jnp.take_along_axis(logits, last[:, None, None], axis=1, mode="clip")[:, 0]
+
+        # One node after the other: the logits of all columns are the largest array.
+        return jnp.moveaxis(lax.map(at_node, jnp.moveaxis(mask, 1, 0)), 0, 1)
+
+    def _call(self, params: PyTree, tokens: Int[Array, "B C"]) -> Float[Array, "B C V"]:
+        return jnp.asarray(self.function(params, tokens)).astype(jnp.float32)
+
+    def outline(self) -> str:
+        """What it is, in a few words."""
+        return "a function of tokens"
+
+    # What a draft is asked for
+
+    def forward_bytes(self, params: PyTree, tokens: int = 1) -> int:
+        """Bytes of the weights."""
+        return tree_bytes(params)
+
+    def summary(self) -> str:
+        """The draft in a few words."""
+        return f"draft {describe(self.function)}"
+
+    # What only models with layers have
+
+    def param_shapes(self, dtype: DTypeLike) -> Never:
+        """The weights are the function's own."""
+        raise ValueError(f"{describe(self.function)}: the shapes of its weights are not known")
+
+    def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Never:
+        """There is no embedding."""
+        raise ValueError(f"{describe(self.function)}: a function of tokens has no embedding")
+
+    def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Never:
+        """There is no LM head."""
+        raise ValueError(f"{describe(self.function)}: a function of tokens has no LM head")
+
+    def layer_keys(self, layer: int) -> Never:
+        """There are no keys."""
+        raise ValueError(f"{describe(self.function)}: a function of tokens has no keys")
+
+    layer_frequencies = layer_scale = layer_keys
+
+    def run_layers(self, *args: object, **options: object) -> Never:
+        """There are no layers."""
+        raise ValueError(f"{describe(self.function)}: a function of tokens has no layers")
+
+
+def describe(function: Function) -> str:
+    """The name of a function."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def is_causal(function: Function, params: PyTree, vocab_size: int, length: int) -> bool:
+    """Whether a change of the last of `length` tokens leaves the logits of the others as they are, up to rounding."""
+    tokens = jnp.arange(length, dtype=jnp.int32) % vocab_size
+    other = tokens.at[-1].set((tokens[-1] + 1) % vocab_size)
+    logits = jax.jit(function)(params, jnp.stack([tokens, other]))[:, :-1].astype(jnp.float32)
+    return bool(jnp.abs(logits[0] - logits[1]).max(initial=0.0) <= 1e-2 * (1 + jnp.abs(logits).max(initial=0.0)))
