@@ -102,7 +102,7 @@ class Decoder(abc.ABC):
 
     def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """The input of the first layer."""
-        return layers.look_up(params.embed, tokens, self.vocab_size)
+        return layers.look_up(params.embed, tokens, self.vocab_size, self.tensor)
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"]) -> Float[Array, "*batch E"]:
         """The family's norm of the residual stream, such as the one between the last layer and the LM head."""

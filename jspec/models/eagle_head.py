@@ -217,7 +217,7 @@ class EagleHead:
         """The embeddings of `tokens` that the head reads."""
         if params.draft.embed is None:
             return target.embed(params.target, tokens)
-        return layers.look_up(params.draft.embed, tokens, self.vocab_size)
+        return layers.look_up(params.draft.embed, tokens, self.vocab_size, self.tensor)
 
     def unembed(self, params: Params, target: Target, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
         """Logits over the draft's vocabulary, in float32."""

@@ -148,9 +148,14 @@ def layer_norm(
     return (scaled * weight + bias).astype(x.dtype)
 
 
-def look_up(table: Float[Array, "R E"], tokens: Int[Array, "B N"], vocab_size: int) -> Float[Array, "B N E"]:
-    """Rows of an embedding of `vocab_size` tokens, of which each device may have the next R."""
-    if table.shape[0] == vocab_size:
+def look_up(
+    table: Float[Array, "R E"], tokens: Int[Array, "B N"], vocab_size: int, devices: int
+) -> Float[Array, "B N E"]:
+    """Rows of an embedding of `vocab_size` tokens, of which each of several devices has the next R, or all.
+
+    On one device the table may be any other, such as one of the rows that a batch needs.
+    """
+    if devices == 1 or table.shape[0] == vocab_size:
         return jnp.take(table, tokens, axis=0, mode="clip")
     rows = table.shape[0]
     index = jnp.clip(tokens, 0, vocab_size - 1) - lax.axis_index(TENSOR).astype(jnp.int32) * rows

@@ -143,7 +143,7 @@ class MtpHead:
         if own.embed is None:
             embedded = target.embed(params.target, tokens)
         else:
-            embedded = layers.look_up(own.embed, tokens, self.vocab_size)
+            embedded = layers.look_up(own.embed, tokens, self.vocab_size, self.layer.tensor)
         joined = [self.layer.norm(embedded, own.token_norm), self.layer.norm(feature, own.hidden_norm)]
         x = layers.linear(jnp.concatenate(joined, axis=-1), own.projection)
         attend = partial(cache.attend, start=start, mask=mask)

@@ -447,7 +447,7 @@ def test_a_checkpoint_without_a_draft_gets_a_random_head():
 
 @pytest.mark.slow
 def test_rows_that_do_not_fit_are_named_and_the_others_run(capsys, monkeypatch):
-    monkeypatch.setattr(memory, "free_bytes", lambda: (400_000, 1_000_000))
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (400_000, 1_000_000))
     sizes = ("--batch", 1, "--context", 16, 2000, 4096)
     status, out, _ = run(
         capsys, "--preset", "tiny", "--mode", "plain", "--no-split", "--rounds", 2, "--repeats", 1, *sizes
@@ -461,7 +461,7 @@ def test_rows_that_do_not_fit_are_named_and_the_others_run(capsys, monkeypatch):
 
 def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, monkeypatch):
     free = [(10**9, 10**9)] * 2 + [(60_000, 10**9)] * 9
-    monkeypatch.setattr(memory, "free_bytes", lambda: free.pop(0))
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: free.pop(0))
     status, out, _ = run(capsys, "--preset", "tiny", "--mode", "plain", "--context", 200, "--rounds", 2, "--repeats", 1)
     assert status == 0 and "GB of workspace of prefill; 0.00 of 1.00 GB are free, and the weights take 0.00 GB" in out
 
@@ -586,7 +586,7 @@ def test_bytes_of_an_mtp_head_and_of_indexed_attention():
 def test_weights_that_do_not_fit_are_refused(capsys, monkeypatch):
     """Before anything is measured."""
     monkeypatch.setattr(machine, "copy_bandwidth", None)
-    monkeypatch.setattr(memory, "free_bytes", lambda: (10**9, 8 * 10**9))
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (10**9, 8 * 10**9))
     small = dataclasses.replace(PRESETS["tiny"].target, vocab_size=2**24)
     preset = dataclasses.replace(PRESETS["tiny"], target=small, head=eagle_head(small))
     monkeypatch.setitem(PRESETS, "tiny", preset)
