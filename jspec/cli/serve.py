@@ -98,6 +98,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="sequences that may wait for a slot; a request beyond them gets status 429 (default: %(default)s)",
     )
+    group.add_argument(
+        "--warm-up",
+        action="store_true",
+        help="compile all programs before the first request, not when they are first needed",
+    )
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -190,6 +195,6 @@ def _run(arguments: argparse.Namespace) -> int:
             name = arguments.name or arguments.model
             service = Service(engine, name=name, limits=limits, api_keys=keys)
             with notify_if_slow(_COMPILING):
-                service.warm_up()
+                service.warm_up(everything=arguments.warm_up)
             server.make_server(service, bound, grace=grace).run(sockets=[bound])
     return 0

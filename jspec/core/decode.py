@@ -411,7 +411,7 @@ class _Loop(LoopProgram[..., DecodeState]):
         return super().__call__(params, with_counters(s, drafter.depth), until, drafter=drafter, **static)
 
 
-def _loop_program(many: bool) -> LoopProgram[..., DecodeState]:
+def _loop_program(*, many: bool, devices: int = 1) -> LoopProgram[..., DecodeState]:
     def decode(
         params: Params,
         s: DecodeState,
@@ -429,11 +429,13 @@ def _loop_program(many: bool) -> LoopProgram[..., DecodeState]:
         rounds = partial(run_rounds, target=target, drafter=drafter, accept=accept)
         return sharding.over(placement, rounds, params, s, until)
 
-    return _Loop(decode, many=many, static_argnames=_STATIC, donate_argnames=("s",))
+    return _Loop(decode, many=many, devices=devices, static_argnames=_STATIC, donate_argnames=("s",))
 
 
 decode, decode_many = _loop_program(many=False), _loop_program(many=True)
 """The loop, jitted; `decode_many` has compiler options for rounds that verify many tokens (see `verifies_many`)."""
+_OVER_DEVICES = {many: _loop_program(many=many, devices=2) for many in (False, True)}
+"""The same for models that are split over several devices."""
 
 
 @partial(jax.jit, static_argnames=("drafter", "placement"))
@@ -460,8 +462,11 @@ def verifies_many(
 def fastest(
     params: Params, s: DecodeState, drafter: Drafter, placement: sharding.Placement | None = None
 ) -> LoopProgram[..., DecodeState]:
-    """`decode` or `decode_many`, whichever is faster for rounds of these shapes."""
-    return decode_many if verifies_many(params, s, drafter, placement) else decode
+    """`decode` or `decode_many`, whichever is faster for rounds of these shapes, or the same over several devices."""
+    many = verifies_many(params, s, drafter, placement)
+    if placement is not None and placement.size > 1:
+        return _OVER_DEVICES[many]
+    return decode_many if many else decode
 
 
 @partial(jax.jit, static_argnames=_STATIC)

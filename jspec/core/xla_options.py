@@ -5,6 +5,10 @@ for the device to read one byte: whether there is another round. With WHILE amon
 rounds become one graph with a loop node, and the host waits once. The loop is the only command in its program, so the
 minimum length of a captured sequence must be 1 as well: with XLA's default of 5, WHILE captures nothing.
 
+**Sums over devices.** NCCL's kernels are captured, too, with COLLECTIVES. Since JAX 0.11 XLA replaces some of them by
+kernels of its own that cannot be captured, so these are turned off. NCCL adds waits for events to a graph, which a loop
+node may not contain, unless NCCL_GRAPH_MIXING_SUPPORT is 0 before its first call.
+
 **Matrix products of many tokens.** XLA times candidates for each matrix product with its operands in the GPU's cache,
 where the weights are not when a round reads them, so it prefers its own Triton kernels too often. They are the fastest
 for a few tokens; for more, cuBLAS is (docs/decisions.md).
@@ -17,7 +21,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
-from jspec.core.checks import check_flag, check_text
+from jspec.core.checks import check_flag, check_int, check_text
 
 TRITON_GEMM_MAX_TOKENS = 32
 """Tokens that a round verifies, all sequences together, up to which XLA's own matrix products are faster."""
@@ -26,20 +30,37 @@ _CAPTURE = {
     "xla_gpu_graph_min_graph_size": "1",
 }
 _PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
+GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
+"""The variable that NCCL reads before its first call."""
+_OWN_COLLECTIVES = "xla_gpu_experimental_use_collective_kernels"
+"""XLA's own kernels for sums over devices; since JAX 0.11."""
 
 
-def loop_options(*, many: bool = False, flags: str | None = None) -> dict[str, str | bool]:
+def prepare_collectives() -> None:
+    """Lets NCCL's kernels be part of the loop's graph, unless the environment decides otherwise."""
+    os.environ.setdefault(GRAPH_MIXING, "0")
+
+
+def loop_options(*, many: bool = False, devices: int = 1, flags: str | None = None) -> dict[str, str | bool]:
     """Options for `jax.jit(..., compiler_options=...)` of a program that contains the loop; they only affect GPUs.
 
     many: each round verifies more than `TRITON_GEMM_MAX_TOKENS` tokens.
+    devices: over which the model is split. With several the loop is one graph only if `NCCL_GRAPH_MIXING_SUPPORT` is 0,
+      as `jspec.load` sets it.
     flags: XLA_FLAGS; None: those of this process. A group of options that they name is left to them.
 
     Raises:
-      TypeError: `many` is not a bool, or `flags` not a str.
+      TypeError: `many` is not a bool, `devices` not an int, or `flags` not a str.
+      ValueError: `devices` is less than 1.
     """
-    many = check_flag("many", many)
+    many, devices = check_flag("many", many), check_int("devices", devices, least=1)
     flags = os.environ.get("XLA_FLAGS", "") if flags is None else check_text("flags", flags)
-    wanted = (_CAPTURE, _PRODUCTS) if many else (_CAPTURE,)
+    capture: dict[str, str | bool] = dict(_CAPTURE)
+    if devices > 1 and os.environ.get(GRAPH_MIXING) == "0":
+        capture["xla_gpu_enable_command_buffer"] = f"{_CAPTURE['xla_gpu_enable_command_buffer']},COLLECTIVES"
+        if jax.__version_info__ >= (0, 11):
+            capture[_OWN_COLLECTIVES] = ""
+    wanted = (capture, _PRODUCTS) if many else (capture,)
     return {name: value for group in wanted if not any(own in flags for own in group) for name, value in group.items()}
 
 
@@ -51,6 +72,8 @@ class LoopProgram(Generic[P, R]):
     """`jax.jit` of a function that contains the loop, with `loop_options`.
 
     It is jitted at its first use, because the options depend on the environment, which no import may read.
+
+    devices: more than one: for models that are split, over any number of devices.
     """
 
     def __init__(
@@ -58,11 +81,12 @@ class LoopProgram(Generic[P, R]):
         function: Callable[P, R],
         *,
         many: bool,
+        devices: int = 1,
         static_argnames: Sequence[str],
         donate_argnames: Sequence[str],
     ):
         functools.update_wrapper(self, function)
-        self._function, self._many = function, many
+        self._function, self._many, self._devices = function, many, devices
         self._static, self._donated = tuple(static_argnames), tuple(donate_argnames)
 
     @functools.cached_property
@@ -72,7 +96,7 @@ class LoopProgram(Generic[P, R]):
             self._function,
             static_argnames=self._static,
             donate_argnames=self._donated,
-            compiler_options=loop_options(many=self._many),
+            compiler_options=loop_options(many=self._many, devices=self._devices),
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

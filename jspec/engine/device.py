@@ -44,6 +44,8 @@ _UNUSED = {
     "min_new_tokens": 0,
 }
 """Values of the sampling options that change nothing."""
+EXECUTIONS = 2
+"""How often `Device.warm_up` runs each program: on a GPU the second run captures its kernels in graphs."""
 TOP_SIZES: tuple[int, ...] = (0, 5, MAX_TOP_LOGPROBS)
 """How many of the most probable tokens a program records: the least of these that has all that were requested."""
 _ADMITTED = ("slots", "length", "limit", "prompt_length", "stop_state", "shared", "rounds")
@@ -168,9 +170,12 @@ class Device:
         mask[list(empty)] = True
         self.state = programs.release(self.state, _argument(mask))
 
-    def admit(self, admissions: Sequence[Admission]) -> None:
-        """Puts requests into slots."""
-        count = next(size for size in self._buckets if size >= len(admissions))
+    def admit(self, admissions: Sequence[Admission], least: int = 0) -> None:
+        """Puts requests into slots.
+
+        least: the program has space for at least this many.
+        """
+        count = next(size for size in self._buckets if size >= max(least, len(admissions)))
         columns = {name: np.zeros(count, np.int32) for name in _ADMITTED}
         columns["slots"][:] = self.num_slots
         tokens = np.zeros((count, self.context), np.int32)
@@ -221,9 +226,12 @@ class Device:
         chosen = [x for x, ends, known in zip(plan.requests, plan.ends, plan.known, strict=True) if ends and not known]
         return _take_off(plan, report, {x: seats.rows[plan.requests.index(x)] for x in chosen})
 
-    def burst(self, plan: Burst) -> Flight:
-        """Runs rounds."""
-        seats = self._seats(plan.slots, next(size for size in self._buckets if size >= len(plan.slots)))
+    def burst(self, plan: Burst, least: int = 0) -> Flight:
+        """Runs rounds.
+
+        least: the program has at least this many sequences.
+        """
+        seats = self._seats(plan.slots, next(size for size in self._buckets if size >= max(least, len(plan.slots))))
         static, view = self._view(plan.requests, plan.table, seats)
         ceiling = seats.column(plan.ceiling, np.int32)
         many = jax.default_backend() == "gpu" and seats.size * self._nodes > TRITON_GEMM_MAX_TOKENS
@@ -232,6 +240,28 @@ class Device:
         static = {**static, "max_rounds": self.max_rounds}
         self.state, report = program(self.params, self.state, view, ceiling, rounds, want, **static)
         return _take_off(plan, report, dict(zip(plan.requests, seats.rows, strict=True)))
+
+    def warm_up(self, shapes: Sequence[tuple[int, int]], request: DeviceRequest) -> None:
+        """Compiles all programs for requests with the options of one, and waits for them. All slots must be empty.
+
+        shapes: sequences and columns of the programs that read.
+        request: its options count, not its prompt. No program changes anything, as no sequence is there.
+        """
+        for _ in range(EXECUTIONS):
+            for size in self._buckets:
+                self.admit([], size)
+            for rows, size in shapes:
+                nothing = {"begin": [0], "count": [0], "ends": [False], "known": [False], "save": [None]}
+                self.read(Read([request], [0], rows=rows, size=size, table=[[]], **nothing))
+            for size in self._buckets:
+                self.burst(Burst([request], [0], [[]], [0], rounds=1, per_round=1, want=False), size)
+            if self.snapshots:
+                # The snapshot may be in use, so it goes to an empty slot and back.
+                slot, place = _argument(np.int32(0)), _argument(np.int32(0))
+                self.state = programs.restore(self.state, self.snapshots, slot, place)
+                self.snapshots = programs.save(self.snapshots, self.state.cache, slot, place)
+            self.release(range(self.num_slots))
+        jax.block_until_ready(self.state)
 
     def _seats(self, chosen: Sequence[int], size: int) -> "Seats":
         """The rows of a program of this size for these slots; other slots, which stand still, fill it up."""

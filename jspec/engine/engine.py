@@ -278,6 +278,38 @@ class Engine:
                     return batch.scores(model.tokenizer)[0]
                 batch.collect()
 
+    def warm_up(self, *, sampling: Sampling | None = None, logprobs: bool | int = False) -> None:
+        """Compiles all programs for requests with these options, and runs each as often as it takes to be fast.
+
+        Otherwise each of them is compiled when it is first needed, and requests wait meanwhile. A program depends on
+        which sampling options are used, not on their values; stop strings may need others (`docs/engine.md`).
+
+        sampling, logprobs: as in `submit`.
+
+        Raises:
+          ValueError, TypeError: invalid arguments.
+          EngineError: requests are waiting or running, or the engine has failed or is closed.
+        """
+        options = GenerateOptions(drafter=None, max_new_tokens=1, sampling=sampling, logprobs=logprobs)
+        (handle,) = self._make([[0]], options, [sampling], 0, "")
+        done, refused = threading.Event(), threading.Event()
+
+        def run() -> None:
+            if self._handles:
+                refused.set()
+            else:
+                # What is in the air of requests that have ended.
+                while not self.scheduler.idle:
+                    self._turn()
+                self.device.warm_up(self.scheduler.shapes, handle.request)
+            done.set()
+
+        self._call(run)
+        while not done.wait(1.0):
+            self._check_alive()
+        if refused.is_set():
+            raise EngineError("warm_up: requests are waiting or running; call it before them")
+
     def update(self, params: Params) -> None:
         """Replaces the weights, such as those of a running trainer, between two bursts. Compiles nothing.
 

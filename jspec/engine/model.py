@@ -21,6 +21,7 @@ from jspec.core.checks import check_flag, check_int, check_text, shorten
 from jspec.core.package import ASSETS
 from jspec.core.sharding import Placement, make_placement
 from jspec.core.types import Params
+from jspec.core.xla_options import prepare_collectives
 from jspec.engine import memory
 from jspec.models import MtpHeads, MtpParams
 from jspec.models.decoder import Decoder
@@ -152,6 +153,8 @@ def load(
     """
     tensor = None if tensor is None else check_int("tensor", tensor, least=1)
     placement = make_placement(tensor, mesh, jax.devices())
+    if placement is not None:
+        prepare_collectives()
     if draft_tensor is not None:
         draft_tensor = check_flag("draft_tensor", draft_tensor)
         if placement is None:

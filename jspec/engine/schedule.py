@@ -197,6 +197,11 @@ class Scheduler:
         return changed
 
     @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Sequences and columns of the programs that read."""
+        return list(self._shapes)
+
+    @property
     def idle(self) -> bool:
         """Whether no request is left, nothing is in the air and nothing has to be released."""
         return not (self._queue or self._seated or self._retracted or self._released or self._air)

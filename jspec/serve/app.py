@@ -95,9 +95,14 @@ class Service:
         app.router.redirect_slashes = False  # A redirected POST would be sent again to what the client calls us.
         return app
 
-    def warm_up(self) -> None:
-        """Compiles what most requests need: greedy decoding, and sampling, of a short prompt."""
+    def warm_up(self, *, everything: bool = False) -> None:
+        """Compiles what most requests need: greedy decoding, and sampling, of a short prompt.
+
+        everything: also of many prompts of all lengths, with a temperature, top_p, top_k and min_p.
+        """
         for sampling in (None, Sampling()):
+            if everything:
+                self._engine.warm_up(sampling=sampling)
             self._engine.submit([0], max_new_tokens=min(16, self._engine.context - 1), sampling=sampling).result()
 
     def stop(self) -> None:

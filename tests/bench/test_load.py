@@ -47,6 +47,9 @@ class FakeEngine:
     def __exit__(self, *_):
         pass
 
+    def warm_up(self):
+        assert self.runs == 0
+
     def run(self, _):
         if self.error:
             raise self.error

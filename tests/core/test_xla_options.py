@@ -13,7 +13,7 @@ from jspec.core.xla_options import LoopProgram, loop_options
 
 PROGRAM = """
 import jspec
-model = jspec.load("bundled:python-small", dtype="bfloat16")
+model = jspec.load("bundled:python-small", dtype="bfloat16", tensor=DEVICES)
 for drafter in (None, jspec.Ngram(depth=4), jspec.Eagle(depth=5), jspec.Eagle(depth=5, width=8, num_nodes=32)):
     first, second = (jspec.generate(model, "def f(x):", drafter=drafter, max_new_tokens=48) for _ in range(2))
     assert first.tokens == second.tokens, drafter
@@ -30,30 +30,60 @@ def test_flags_of_the_user_take_precedence():
     assert loop_options(many=True, flags="--xla_gpu_enable_triton_gemm=true") == few
 
 
+@pytest.mark.parametrize("mixing", ("0", "1", None))
+def test_sums_over_devices_are_captured_if_nccl_allows_it(monkeypatch, mixing):
+    if mixing is None:
+        monkeypatch.delenv(xla_options.GRAPH_MIXING, raising=False)
+    else:
+        monkeypatch.setenv(xla_options.GRAPH_MIXING, mixing)
+    alone, several = loop_options(flags=""), loop_options(flags="", devices=2)
+    captured = several["xla_gpu_enable_command_buffer"].split(",")
+    assert ("COLLECTIVES" in captured) == (mixing == "0") and "WHILE" in captured
+    assert mixing == "0" or several == alone
+    own = "xla_gpu_experimental_use_collective_kernels"
+    assert (several.get(own) == "") == (mixing == "0" and jax.__version_info__ >= (0, 11))
+
+
+def test_the_environment_decides_whether_nccl_may_be_captured(monkeypatch):
+    monkeypatch.delenv(xla_options.GRAPH_MIXING, raising=False)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    xla_options.prepare_collectives()
+    assert os.environ[xla_options.GRAPH_MIXING] == "0"
+    os.environ[xla_options.GRAPH_MIXING] = "1"
+    xla_options.prepare_collectives()
+    assert os.environ[xla_options.GRAPH_MIXING] == "1"
+
+
+@pytest.mark.parametrize("devices", (1, 4))
 @pytest.mark.parametrize("many", (False, True))
-def test_the_options_are_known_to_the_compiler_and_change_nothing_elsewhere(many):
-    options = loop_options(many=many, flags="")
+def test_the_options_are_known_to_the_compiler_and_change_nothing_elsewhere(many, devices, monkeypatch):
+    monkeypatch.setenv(xla_options.GRAPH_MIXING, "0")
+    options = loop_options(many=many, devices=devices, flags="")
     loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: x + 2, x), compiler_options=options)
     assert loop(jnp.int32(0)) == 10
 
 
 def test_the_options_are_read_at_the_first_use(monkeypatch):
     read = []
-    monkeypatch.setattr(xla_options, "loop_options", lambda *, many: read.append(many) or {})
+    monkeypatch.setattr(xla_options, "loop_options", lambda *, many, devices: read.append((many, devices)) or {})
     program = LoopProgram(lambda x, *, by: x + by, many=True, static_argnames=("by",), donate_argnames=())
     assert read == []
     assert program(jnp.int32(1), by=2) == 3 and program(jnp.int32(2), by=2) == 4
     assert "add" in program.lower(jnp.int32(1), by=2).as_text()
-    assert read == [True] and program._cache_size() == 1
+    assert read == [(True, 1)] and program._cache_size() == 1
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU as JAX's default backend")
-def test_the_loop_is_one_command_buffer_and_runs_again(tmp_path):
-    """Each program of `decode` consists of one command buffer that contains the loop."""
+@pytest.mark.parametrize("devices", (1, 2))
+def test_the_loop_is_one_command_buffer_and_runs_again(tmp_path, devices):
+    """Each program of `decode` consists of one command buffer that contains the loop, sums over devices included."""
+    if jax.device_count() < devices:
+        pytest.skip(f"needs {devices} GPUs")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={tmp_path} --xla_dump_hlo_pass_re=.*thunk.*"
     # A program that comes from the compilation cache is not dumped.
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
+    program = PROGRAM.replace("DEVICES", str(devices))
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
     dumps = sorted(tmp_path.glob("*jit_decode*.thunk_sequence_after_thunk_passes.txt"))
     assert len(dumps) >= 4
     for dump in dumps:

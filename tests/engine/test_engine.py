@@ -12,6 +12,7 @@ import qwen
 import toy
 
 import jspec
+from jspec.bench import machine
 from jspec.core import accept
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
@@ -389,3 +390,29 @@ def test_text_of_a_bundled_model():
         same(got, wanted)
         assert got.text == wanted.text
         assert "".join(piece.text for piece in engine.submit(prompts[0], **options)) == wanted.text[0]
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.7, top_p=0.9)], ids=["greedy", "sampled"])
+def test_warm_up_leaves_nothing_to_compile(sampling):
+    """And changes no output, whatever was generated before."""
+    model, prompts = jspec.load("bundled:python-tiny"), [i * "x = 1; " + f"def f{i}(" for i in range(12)]
+    options = {"max_new_tokens": 9, "sampling": sampling}
+    with Engine(model, slots=5, context=128, page_size=8, prefill_tokens=32) as engine:
+        first = engine.generate(prompts[:3], **options).tokens
+        engine.warm_up(sampling=sampling)
+        before = machine.compilations()
+        assert engine.generate(prompts[:3], **options).tokens == first
+        tokens = engine.generate(prompts, **options).tokens
+        assert machine.compilations() == before
+        assert tokens == jspec.generate(model, prompts, **options).tokens
+        assert engine.metrics().prefix_hits > 0
+
+
+def test_warm_up_is_refused_while_requests_are_there():
+    with Engine(jspec.load("bundled:python-tiny"), slots=2, context=64) as engine:
+        handle = engine.submit("x", max_new_tokens=50)
+        with pytest.raises(EngineError, match="warm_up: requests are waiting or running"):
+            engine.warm_up()
+        assert len(handle.result().tokens) > 0
+        with pytest.raises(ValueError, match="temperature"):
+            engine.warm_up(sampling=Sampling(temperature=-1.0))

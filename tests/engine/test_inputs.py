@@ -138,6 +138,7 @@ WHOLE = {
     inspect_round: {"round_index": (-1, None), "seed": (-1, 2**32, None)},
     check_drafter: {"max_new_tokens": (0, None), "seed": (-1, 2**32 - 1, None)},
     measure: {"batch": (0, -1, None), "max_new_tokens": (0, 600), "seed": (-1, 2**32 - 1, None)},
+    jspec.loop_options: {"devices": (0, -1, None)},
     jspec.Sampling: {"top_k": (0, -1, 10**30), "min_new_tokens": (-1, None, 10**30)},
     jspec.Ngram: {"n": (0, -1, 65, None, *HUGE), "depth": (0, -1, 128, None, *HUGE)},
     jspec.Suffix: {
