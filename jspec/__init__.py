@@ -23,7 +23,7 @@ from jspec.engine.handle import EngineError, Handle
 from jspec.engine.metrics import Metrics
 from jspec.engine.model import Model, load
 from jspec.engine.options import GenerateOptions
-from jspec.engine.own import from_function, from_module
+from jspec.engine.own import from_function, from_module, from_named
 from jspec.engine.request import QueueFull
 from jspec.engine.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
 from jspec.engine.score import Scores, score
@@ -60,6 +60,7 @@ __all__ = [
     "check_drafter",
     "from_function",
     "from_module",
+    "from_named",
     "generate",
     "generate_ids",
     "inspect_round",

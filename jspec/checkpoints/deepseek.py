@@ -343,7 +343,7 @@ def _read_indexer(config: Deepseek, sizes: Indexer, tensors: Tensors, prefix: st
         key=tensors.fused([(prefix + "wk.weight", sizes.size)], width),
         key_norm=tensors.device(prefix + "k_norm.weight", sizes.size),
         key_norm_bias=tensors.device(prefix + "k_norm.bias", sizes.size),
-        weights=_device(weights.astype(np.float32)),
+        weights=on_device(weights.astype(np.float32)),
     )
 
 
@@ -385,10 +385,6 @@ def _pairs(weight: np.ndarray, rope: int) -> np.ndarray:
     order = np.arange(weight.shape[1])
     order[-rope:] = order[-rope:].reshape(2, -1).T.reshape(-1)
     return weight[:, order]
-
-
-def _device(weight: np.ndarray) -> jax.Array:
-    return on_device(np.ascontiguousarray(weight))
 
 
 def named_tensors(config: Deepseek, params: DeepseekParams) -> Iterator[tuple[str, Any]]:

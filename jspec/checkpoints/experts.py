@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jspec.checkpoints.files import on_device
 from jspec.checkpoints.tensors import Tensors
@@ -47,7 +47,7 @@ def read_experts(
     expect(tensors, prefix + "experts.", count, experts.width, width)
     if experts.shared:
         tensors.expect(f"{prefix}{shared}gate_proj.weight", experts.shared_width, width)
-    matrices = _Matrices.empty(count + experts.shared, experts.width, width, tensors.dtype)
+    matrices = _Matrices.empty(tensors, count + experts.shared, experts.width, width)
     (matrices.read_stacked if stacked else matrices.read_single)(tensors, prefix + "experts.", count)
     if experts.shared:
         matrices.read_shared(tensors, prefix + shared, count, experts.shared_width)
@@ -68,7 +68,7 @@ def read_stacked(tensors: Tensors, prefix: str, count: int, inner: int, width: i
       CheckpointError: a tensor is missing or has an unexpected shape.
     """
     _expect_stacked(tensors, prefix, count, inner, width)
-    matrices = _Matrices.empty(count, inner, width, tensors.dtype)
+    matrices = _Matrices.empty(tensors, count, inner, width)
     matrices.read_stacked(tensors, prefix, count)
     return matrices.device(tensors)
 
@@ -95,8 +95,8 @@ class _Matrices:
     down: np.ndarray
 
     @classmethod
-    def empty(cls, count: int, inner: int, width: int, dtype: DTypeLike) -> "_Matrices":
-        return cls(np.empty((count, width, 2 * inner), dtype), np.empty((count, inner, width), dtype))
+    def empty(cls, tensors: Tensors, count: int, inner: int, width: int) -> "_Matrices":
+        return cls(tensors.empty(count, width, 2 * inner), tensors.empty(count, inner, width))
 
     def device(self, tensors: Tensors) -> dict[str, jax.Array]:
         """The `gate_up` and `down` of a layer's weights, where `tensors` puts them."""
@@ -126,7 +126,7 @@ class _Matrices:
             tensors.read(f"{prefix}{name}_proj.weight", total, width, transpose=True) for name in ("gate", "up")
         )
         down = tensors.read(prefix + "down_proj.weight", width, total, transpose=True)
-        self.gate_up[first:], self.down[first:] = 0, 0
+        self.gate_up[first:] = self.down[first:] = 0
         for index in range(first, len(self.down)):
             piece = slice((index - first) * inner, min((index - first + 1) * inner, total))
             size = piece.stop - piece.start

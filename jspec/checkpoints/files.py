@@ -14,6 +14,8 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from safetensors.numpy import save_file
 
+from jspec.checkpoints.live import LiveArray
+
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 Json = Mapping[str, Any]
@@ -30,9 +32,11 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, damaged or not supported."""
 
 
-def on_device(values: np.ndarray) -> jax.Array:
+def on_device(values: np.ndarray | LiveArray) -> jax.Array:
     """The array on the device, without a program: `jnp.asarray` would compile one for each shape."""
-    return jax.device_put(values)
+    if isinstance(values, LiveArray):
+        return values.array
+    return jax.device_put(np.asarray(values, order="C"))
 
 
 def resolve_dtype(dtype: str | None) -> Any:

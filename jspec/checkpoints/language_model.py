@@ -5,7 +5,7 @@ Reading copies one tensor at a time from the memory-mapped files to the device, 
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_dtype, write_shards
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.split import Place, refuse_split, whole
+from jspec.checkpoints.tensors import Tensors
 from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
 from jspec.models.sizes import count_parameters
@@ -85,9 +86,23 @@ def read(
     _check_size(shapes, source.config.where)
     if check is not None:
         check(shapes if placement is None else placement.local(shapes))
-    params = family.read_params(config, tensors)
-    _check_shapes(params, shapes, source.directory)
-    return Checkpoint(config, params, eos)
+    return Checkpoint(config, read_params(config, tensors), eos)
+
+
+def with_mtp(config: Decoder, tensors: Tensors) -> Decoder:
+    """The configuration with the MTP heads that it declares and of which there are tensors."""
+    return _family_by_config(config).with_mtp(config, tensors, True)
+
+
+def read_params(config: Decoder, tensors: Tensors) -> PyTree:
+    """The weights of a configuration of any family.
+
+    Raises:
+      CheckpointError: a tensor is missing or not used, or has an unexpected shape.
+    """
+    params = _family_by_config(config).read_params(config, tensors)
+    _check_shapes(params, config.param_shapes(tensors.dtype), tensors.directory)
+    return params
 
 
 def _check_size(shapes: PyTree, where: str) -> None:
@@ -142,6 +157,11 @@ def _read_eos(source: Source, vocab_size: int) -> tuple[int, ...]:
     generation = find_file(source.directory, "generation_config.json")
     if generation is not None:
         files.append(read_fields(generation))
+    return ends_of_text(files, vocab_size)
+
+
+def ends_of_text(files: Sequence[Fields], vocab_size: int) -> tuple[int, ...]:
+    """The ids that end a text, by any of these files."""
     found = {i for file in files for i in file.int_or_ints("eos_token_id", least=0, most=vocab_size - 1)}
     return tuple(sorted(found))
 

@@ -285,7 +285,7 @@ def _read_delta(config: Qwen3Next, tensors: Tensors, prefix: str) -> DeltaParams
     conv = tensors.read(prefix + "conv1d.weight", state.channels, 1, state.kernel)
     return DeltaParams(
         projection=_fused(*parts),
-        conv=on_device(np.ascontiguousarray(conv[:, 0].T)),
+        conv=on_device(conv[:, 0].T),
         log_rate=on_device(tensors.stored(prefix + "A_log", count).astype(np.float32)),
         rate_bias=on_device(tensors.stored(prefix + "dt_bias", count).astype(np.float32)),
         norm=tensors.device(prefix + "norm.weight", state.value_dim),
@@ -314,7 +314,7 @@ def _grouped_parts(config: Qwen3Next, tensors: Tensors, prefix: str) -> list[np.
 
 def _fused(*parts: np.ndarray) -> jax.Array:
     """Weights [out, in] with one input, as one weight [in, sum of outs] on the device."""
-    return on_device(np.ascontiguousarray(np.concatenate(parts).T))
+    return on_device(np.concatenate(parts).T)
 
 
 def named_tensors(config: Qwen3Next, params: Qwen3NextParams) -> Iterator[tuple[str, Any]]:

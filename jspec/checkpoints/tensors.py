@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.core.sharding import Placement
 
-_FLOATS = {np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)}
+FLOATS = {np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)}
 """What weights may be stored as."""
 HEAD = "lm_head.weight"
 """The LM head."""
@@ -89,8 +89,8 @@ class Tensors:
         """
         self.expect(name, *shape)
         tensor = self.get(name)
-        if tensor.dtype not in _FLOATS:
-            known = ", ".join(sorted(map(str, _FLOATS)))
+        if tensor.dtype not in FLOATS:
+            known = ", ".join(sorted(map(str, FLOATS)))
             raise CheckpointError(f"{self.directory}: {name} has dtype {tensor.dtype}; must be one of {known}")
         if not is_finite(tensor):
             raise CheckpointError(f"{self.directory}: {name} has values that are NaN or infinite; all must be finite")
@@ -158,7 +158,11 @@ class Tensors:
         """
         if self.placement is not None:
             return self.placement.put(field, parts)
-        return on_device(np.asarray(parts[0], order="C") if len(parts) == 1 else np.concatenate(parts, axis=-1))
+        return on_device(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
+
+    def empty(self, *shape: int) -> np.ndarray:
+        """An array to be filled with what has been read, in the chosen dtype."""
+        return np.empty(shape, self.dtype)
 
     def leave(self, *prefixes: str) -> None:
         """Marks tensors whose names start with a prefix as deliberately unread."""

@@ -213,6 +213,11 @@ def _load_target(
 ) -> tuple[Checkpoint, MtpHeads | None, tuple[MtpParams, ...] | None]:
     """A language model, and the MTP heads of its checkpoint and their weights; None if not wanted or none exist."""
     loaded = language_model.read(Source(directory), dtype=dtype, mtp=mtp, check=check, place=place)
+    return take_heads(loaded)
+
+
+def take_heads(loaded: Checkpoint) -> tuple[Checkpoint, MtpHeads | None, tuple[MtpParams, ...] | None]:
+    """A language model without its MTP heads, the heads and their weights; None if there are none."""
     family: Any = loaded.config
     if not family.mtp_layers:
         return loaded, None, None

@@ -1,16 +1,22 @@
-"""Models of the user's own: a function of tokens, or a module of flax."""
+"""Models of the user's own: a function of tokens, a module of flax, or weights in arrays."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
+from jspec.checkpoints import named
+from jspec.checkpoints.files import resolve_dtype
+from jspec.checkpoints.language_model import Checkpoint
 from jspec.core import package
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, check_text
 from jspec.core.types import Params
-from jspec.engine.model import Model
+from jspec.engine.model import Model, take_heads
+from jspec.models.decoder import Decoder
 from jspec.models.function import Function, FunctionModel, describe, is_causal
 from jspec.text.tokenizer import Tokenizer
 
@@ -25,7 +31,7 @@ def from_function(
     max_length: int,
     vocab_size: int | None = None,
     tokenizer: Tokenizer | None = None,
-    eos: Any = (),
+    eos: Sequence[int] = (),
     name: str | None = None,
     check: bool = True,
 ) -> Model:
@@ -60,16 +66,12 @@ def from_function(
     max_length = check_int("max_length", max_length, least=2)
     name = describe(function) if name is None else check_text("name", name)
     check = check_flag("check", check)
-    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
-        raise TypeError(f"tokenizer is of type {type(tokenizer).__name__}: must be a jspec.text.tokenizer.Tokenizer")
+    _check_tokenizer(tokenizer)
     length = min(_CHECKED_TOKENS, max_length)
     found = _check_result(function, params, name, length)
     if vocab_size is not None and check_int("vocab_size", vocab_size, least=1) != found:
         raise ValueError(f"vocab_size={vocab_size}: {name} returns logits of {found} tokens")
-    ids = tuple(
-        check_int(f"eos[{i}]", one, least=0, most=found - 1)
-        for i, one in enumerate(check_sequence("eos", eos, items="ids that end a text"))
-    )
+    ids = _check_eos(eos, found)
     if check and not is_causal(function, params, found, length):
         raise ValueError(
             f"function: the logits of {name} depend on later tokens; must be causal: texts are padded on the right"
@@ -84,7 +86,7 @@ def from_module(
     max_length: int,
     vocab_size: int | None = None,
     tokenizer: Tokenizer | None = None,
-    eos: Any = (),
+    eos: Sequence[int] = (),
     name: str | None = None,
     check: bool = True,
 ) -> Model:
@@ -105,6 +107,49 @@ def from_module(
     name = type(module).__name__ if name is None else name
     options = {"max_length": max_length, "vocab_size": vocab_size, "tokenizer": tokenizer, "eos": eos, "check": check}
     return from_function(function, params, name=name, **options)
+
+
+def from_named(
+    config: Mapping[str, Any] | str | Path | Decoder,
+    arrays: Mapping[str, Array],
+    *,
+    tokenizer: Tokenizer | None = None,
+    eos: Sequence[int] | None = None,
+    dtype: str | None = None,
+    name: str | None = None,
+) -> Model:
+    """A model of a supported family from arrays under their Hugging Face names, without files.
+
+    The weights are fused by one program, which runs where the arrays are and compiles once per shape; it may be part of
+    a program of the caller's, with `generate_ids`. Values are not looked at. A training loop gives new weights with
+
+        model = model.with_params(jspec.from_named(config, arrays).params.target)
+
+    and `engine.update` takes the `params` of the result. MTP heads become the draft, as with `jspec.load`.
+
+    Args:
+      config: the content of a config.json, its file or directory, or the target of another model.
+      arrays: by the names that `transformers` gives them, with its shapes; floating point.
+      tokenizer: of `jspec.text.tokenizer`; None: prompts and outputs are token ids.
+      eos: ids that end a text; None: those of `config`.
+      dtype: "bfloat16", "float16" or "float32"; None: that of the arrays.
+      name: for messages; None: that of the family.
+
+    Raises:
+      CheckpointError: a configuration that is not supported, or an array that is missing, not used, or of another shape
+        or dtype; the message has its name.
+      TypeError, ValueError: other arguments of the wrong type.
+    """
+    if not isinstance(arrays, Mapping):
+        raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")
+    kind = None if dtype is None else resolve_dtype(dtype)
+    parsed, ends = named.parse(config)
+    if eos is not None:
+        ends = _check_eos(eos, parsed.vocab_size)
+    _check_tokenizer(tokenizer)
+    name = type(parsed).__name__ if name is None else check_text("name", name)
+    loaded, heads, weights = take_heads(Checkpoint(*named.read(parsed, arrays, kind), ends))
+    return Model(name, loaded.config, Params(loaded.params, weights), tokenizer, ends, heads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +195,16 @@ def _split(module: Any, variables: PyTree) -> tuple[Function, PyTree]:
         f"module is of type {type(module).__name__}: must be a module of flax.nnx or flax.linen; "
         "jspec.from_function takes any function"
     )
+
+
+def _check_tokenizer(tokenizer: object) -> None:
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+        raise TypeError(f"tokenizer is of type {type(tokenizer).__name__}: must be a jspec.text.tokenizer.Tokenizer")
+
+
+def _check_eos(eos: object, vocab_size: int) -> tuple[int, ...]:
+    each = check_sequence("eos", eos, items="ids that end a text")
+    return tuple(check_int(f"eos[{i}]", one, least=0, most=vocab_size - 1) for i, one in enumerate(each))
 
 
 def _check_result(function: Function, params: PyTree, name: str, length: int) -> int:

@@ -1,0 +1,92 @@
+"""Arrays of JAX in the place of arrays of NumPy, for code that reads checkpoints."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array
+
+
+class LiveArray:
+    """An array with NumPy's interface whose operations are those of JAX: they run on its devices, or are traced.
+
+    NumPy's functions dispatch to JAX's (NumPy Enhancement Proposal 18). An assignment to items replaces the array.
+    """
+
+    def __init__(self, array: Array):
+        self.array = array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
+        return self.array.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.array.ndim
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the elements."""
+        return np.dtype(self.array.dtype)
+
+    @property
+    def T(self) -> "LiveArray":
+        """With the axes reversed."""
+        return LiveArray(self.array.T)
+
+    def __array_function__(
+        self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any], options: dict[str, Any]
+    ) -> Any:
+        """A function of NumPy."""
+        if function is np.array_equal:
+            return _same(*map(_array, args))
+        out = getattr(jnp, function.__name__)(*map(_array, args), **options)
+        return [LiveArray(part) for part in out] if isinstance(out, list | tuple) else LiveArray(out)
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError("an array that may be traced has no values")
+
+    def __len__(self) -> int:
+        return self.array.shape[0]
+
+    def __getitem__(self, index: Any) -> "LiveArray":
+        return LiveArray(self.array[index])
+
+    def __setitem__(self, index: Any, values: "LiveArray | ArrayLike") -> None:
+        self.array = self.array.at[index].set(jnp.asarray(_array(values), self.array.dtype))
+
+    def __radd__(self, other: float) -> "LiveArray":
+        return LiveArray(other + self.array)
+
+    def astype(self, dtype: DTypeLike, copy: bool = True) -> "LiveArray":
+        """In another type; itself if it has it already, whatever `copy`: nothing changes an array of JAX."""
+        return self if self.dtype == np.dtype(dtype) else LiveArray(self.array.astype(dtype))
+
+    def reshape(self, *shape: Any) -> "LiveArray":
+        """With other axes."""
+        return LiveArray(self.array.reshape(*shape))
+
+    def swapaxes(self, first: int, second: int) -> "LiveArray":
+        """With two axes in each other's place."""
+        return LiveArray(self.array.swapaxes(first, second))
+
+
+def _array(x: Any) -> Any:
+    """What JAX takes in the place of an argument of NumPy."""
+    if isinstance(x, LiveArray):
+        return x.array
+    return [_array(each) for each in x] if isinstance(x, list | tuple) else x
+
+
+def _same(a: Array, b: Array) -> bool:
+    """Whether two arrays are known to be equal: traced ones are if they are one."""
+    if a is b:
+        return True
+    if isinstance(a, Tracer) or isinstance(b, Tracer):
+        return False
+    return a.shape == b.shape and bool((a == b).all())

@@ -1,0 +1,144 @@
+"""Weights that are arrays already, such as those of a training loop, under their Hugging Face names."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
+
+from jspec.checkpoints import language_model
+from jspec.checkpoints.fields import Fields, read_fields
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.live import LiveArray
+from jspec.checkpoints.tensors import FLOATS, HEAD, Tensors
+from jspec.models.decoder import Decoder
+
+_WHERE = Path("arrays")
+"""What errors name in the place of a directory."""
+
+
+class _Named:
+    """The arrays, as `TensorFiles`."""
+
+    directory = _WHERE
+
+    def __init__(self, arrays: Mapping[str, Array]):
+        self.arrays = arrays
+
+    def names(self) -> set[str]:
+        return set(self.arrays)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name).shape
+
+    def get(self, name: str) -> Any:
+        return LiveArray(self._find(name))
+
+    def _find(self, name: str) -> Array:
+        if name not in self.arrays:
+            raise CheckpointError(f"{_WHERE}: {name!r} is missing")
+        return self.arrays[name]
+
+
+class LiveTensors(Tensors):
+    """Arrays that are read as the tensors of a checkpoint are, without the host. Their values are not looked at."""
+
+    def stored(self, name: str, *shape: int) -> Any:
+        """One array.
+
+        Raises:
+          CheckpointError: it is missing, or has another shape or no floating-point dtype.
+        """
+        self.expect(name, *shape)
+        array = self.get(name)
+        if array.dtype not in FLOATS:
+            known = ", ".join(sorted(map(str, FLOATS)))
+            raise CheckpointError(f"{self.directory}: {name} has dtype {array.dtype}; must be one of {known}")
+        return array
+
+    def read(self, name: str, *shape: int, transpose: bool = False) -> Any:
+        """One array in the chosen dtype."""
+        array = self.stored(name, *shape).astype(self.dtype)
+        return array.T if transpose else array
+
+    def empty(self, *shape: int) -> Any:
+        """An array to be filled."""
+        return LiveArray(jnp.zeros(shape, self.dtype))
+
+    def put(self, field: str | None, parts: Sequence[Any]) -> Array:
+        """Arrays side by side on their last axis."""
+        arrays = [part.array for part in parts]
+        return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
+
+    def compare_head(self, embedding: str, *shape: int) -> None:
+        """Refuses an LM head beside a tied embedding, unless it is known to be equal."""
+        if HEAD in self.names() and not np.array_equal(self.stored(HEAD, *shape), self.stored(embedding, *shape)):
+            raise CheckpointError(
+                f"{self.directory}: config.json implies that {embedding} is the LM head (tie_word_embeddings): {HEAD} "
+                "must be left out, or be equal"
+            )
+
+
+def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tuple[int, ...]]:
+    """A configuration, and the ids that end a text.
+
+    config: what a config.json holds, its file or directory, or a configuration itself.
+
+    Raises:
+      CheckpointError: as `language_model.parse_config`.
+      TypeError: none of these.
+    """
+    if isinstance(config, Decoder):
+        return config, ()
+    if isinstance(config, str | Path):
+        path = Path(config)
+        fields = read_fields(path / "config.json" if path.is_dir() else path)
+    elif isinstance(config, Mapping):
+        fields = Fields(config, "config")
+    else:
+        raise TypeError(
+            f"config is of type {type(config).__name__}: must be the content of a config.json, its file or directory, "
+            "or the target of a model"
+        )
+    parsed = language_model.parse_config(fields)
+    return parsed, language_model.ends_of_text([fields, fields.section("text_config")], parsed.vocab_size)
+
+
+def read(config: Decoder, arrays: Mapping[str, Array], dtype: DTypeLike | None) -> tuple[Decoder, PyTree]:
+    """The weights of a model of one of the families, by one program, which arrays of the same shapes compile once.
+
+    The configuration that is returned has the MTP heads of which there are weights.
+
+    arrays: by Hugging Face name; on any devices, traced ones included.
+    dtype: None: that of the arrays.
+
+    Raises:
+      CheckpointError: a missing or unused array, or one of another shape or dtype.
+    """
+    held = {name: _checked(name, array) for name, array in arrays.items()}
+    dtypes = {np.dtype(array.dtype) for array in held.values()}
+    if dtype is None and len(dtypes) > 1:
+        found = ", ".join(sorted(map(str, dtypes)))
+        raise CheckpointError(f"{_WHERE}: have the dtypes {found}; dtype must be given")
+    dtype = np.dtype(dtype or next(iter(dtypes), np.float32))
+    config = language_model.with_mtp(config, LiveTensors(_Named(held), dtype))
+    return config, _fuse(held, config=config, dtype=dtype)
+
+
+def _checked(name: object, array: Any) -> Array:
+    if not isinstance(name, str):
+        raise CheckpointError(f"{_WHERE}: have the key {name!r}; must have Hugging Face names")
+    if not isinstance(array, jax.Array | np.ndarray | Tracer):
+        raise CheckpointError(f"{_WHERE}: {name} is of type {type(array).__name__}; must be an array")
+    return array  # pyright: ignore[reportReturnType]  # a jitted program takes arrays of NumPy, too
+
+
+@partial(jax.jit, static_argnames=("config", "dtype"))
+def _fuse(arrays: Mapping[str, Array], *, config: Decoder, dtype: np.dtype) -> PyTree:
+    return language_model.read_params(config, LiveTensors(_Named(arrays), dtype))
