@@ -122,11 +122,11 @@ def make_requests(
     for ids, limit, seed, sampling in each:
         request = DeviceRequest(ids, limit, priority, salt)
         request.sampling, request.seed = sampling, seed
-        request.stop = tuple(options.stop)
+        request.stop, request.ignore_eos = tuple(options.stop), options.ignore_eos
         request.logprobs, request.top_logprobs = bool(options.logprobs), options.top_logprobs
         scheduler.check_fits(request)
         per_row(sampling, 1, vocab_size)
         requests.append(request)
     for request in requests:
-        request.start_state = device.stops.add(request.stop)
+        request.start_state = device.stops.add(request.stop, request.ignore_eos)
     return requests

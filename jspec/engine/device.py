@@ -63,6 +63,7 @@ class DeviceRequest(Request):
     sampling: Sampling | None = None
     seed: int = 0
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
     start_state: int = 0

@@ -130,6 +130,7 @@ class Engine:
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
         stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
         seed: int = 0,
         logprobs: bool | int = False,
         priority: int = 0,
@@ -139,7 +140,7 @@ class Engine:
 
         Args:
           prompt: text or token ids.
-          max_new_tokens, sampling, stop, seed, logprobs: as in `jspec.generate`.
+          max_new_tokens, sampling, stop, ignore_eos, seed, logprobs: as in `jspec.generate`.
           priority: requests of a higher priority get slots first; among equals the earlier one.
           salt: requests share the pages of equal beginnings only if their salts are equal.
 
@@ -149,7 +150,13 @@ class Engine:
           EngineError: the engine has failed or is closed.
         """
         options = GenerateOptions(
-            drafter=None, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, seed=seed, logprobs=logprobs
+            drafter=None,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            seed=seed,
+            logprobs=logprobs,
         )
         ids = self._encode_one(prompt)
         (handle,) = self._make([ids], options, [sampling], priority, salt)
@@ -193,6 +200,7 @@ class Engine:
         max_new_tokens: int | Sequence[int] = 128,
         sampling: Sampling | Sequence[Sampling | None] | None = None,
         stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
         seed: int | Sequence[int] = 0,
         logprobs: bool | int = False,
         priority: int = 0,
@@ -204,7 +212,7 @@ class Engine:
 
         Args:
           prompts: one prompt or a list of prompts, each as text or as token ids.
-          max_new_tokens, sampling, stop, seed, logprobs: as in `jspec.generate`.
+          max_new_tokens, sampling, stop, ignore_eos, seed, logprobs: as in `jspec.generate`.
           priority, salt: as in `submit`.
           n: samples of each prompt, which share its pages. The result has n items for the first prompt, then n for the
             next, and so on; item i has the seed `seed + i`. None: one sample, and for a single prompt no list.
@@ -219,7 +227,13 @@ class Engine:
           EngineError: the engine has failed or is closed.
         """
         options = GenerateOptions(
-            drafter=None, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, seed=seed, logprobs=logprobs
+            drafter=None,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            seed=seed,
+            logprobs=logprobs,
         )
         single, prompt_ids = encode_prompts(self.model, prompts)
         copies = 1 if n is None else check_int("n", n, least=1)
@@ -415,7 +429,7 @@ class Engine:
         with self._wake:
             if most is not None and self._waiting + len(handles) > most:
                 for handle in handles:
-                    self.stops.remove(handle.request.stop)
+                    self.stops.remove(handle.request.stop, handle.request.ignore_eos)
                 raise QueueFull(f"max_queue={most}: as many requests wait already; try again later")
             self._waiting += len(handles)
             self._calls.append(submit)
@@ -489,7 +503,7 @@ class Engine:
     def _end(self, handle: Handle) -> None:
         """Forgets a request that has ended."""
         del self._handles[handle.request]
-        self.stops.remove(handle.request.stop)
+        self.stops.remove(handle.request.stop, handle.request.ignore_eos)
         self._counters.finished[FINISH_REASONS.get(handle.request.finish_code, "cancelled")] += 1
         self._counters.observe("end_to_end", time.monotonic() - handle.times.submitted)
         if handle.times.admitted is None:

@@ -63,6 +63,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling | None] | None = None,
     accept: str | Accept | None = None,
     stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
     seed: int | Sequence[int] = 0,
     logprobs: bool | int = False,
     n: int | None = None,
@@ -88,6 +89,7 @@ def generate(
         samples, otherwise "greedy". With "rejection" and "block", drafts are sampled from the distribution of the
         drafter. If all sequences are greedy, every rule is the greedy one.
       stop: strings that end a sequence; its text ends before them.
+      ignore_eos: whether a sequence goes on after the model has ended the text, for measurements of fixed lengths.
       seed: seed of the random choices, from 0 to 2**32 - 1; sequence i uses seed + i. Or a list with one seed per
         sequence.
       logprobs: whether to record the log-probability of each new token. A number k from 1 to 20: also the k most
@@ -113,6 +115,7 @@ def generate(
         sampling=sampling,
         accept=accept,
         stop=stop,
+        ignore_eos=ignore_eos,
         seed=seed,
         logprobs=logprobs,
         page_size=page_size,
@@ -146,6 +149,7 @@ def stream(
     sampling: Sampling | Sequence[Sampling | None] | None = None,
     accept: str | Accept | None = None,
     stop: str | Sequence[str] = (),
+    ignore_eos: bool = False,
     seed: int | Sequence[int] = 0,
     logprobs: bool | int = False,
     page_size: int = DEFAULT_PAGE_SIZE,
@@ -172,6 +176,7 @@ def stream(
         sampling=sampling,
         accept=accept,
         stop=stop,
+        ignore_eos=ignore_eos,
         seed=seed,
         logprobs=logprobs,
         page_size=page_size,

@@ -39,6 +39,7 @@ class GenerateOptions:
     sampling: Sampling | Sequence[Sampling | None] | None = None
     accept: str | Accept | None = None
     stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
     seed: int | Sequence[int] = 0
     logprobs: bool | int = False
     page_size: int = DEFAULT_PAGE_SIZE
@@ -49,6 +50,7 @@ class GenerateOptions:
             "max_new_tokens": _check_limits(self.max_new_tokens),
             "page_size": check_int("page_size", self.page_size, least=1),
             "stop": tuple(check_stop(self.stop)),
+            "ignore_eos": check_flag("ignore_eos", self.ignore_eos),
             "seed": _check_seed(self.seed),
             "logprobs": _check_logprobs(self.logprobs),
             "debug": check_flag("debug", self.debug),
@@ -115,6 +117,7 @@ class GenerateKeywords(TypedDict, total=False):
     sampling: Sampling | Sequence[Sampling | None] | None
     accept: str | Accept | None
     stop: str | Sequence[str]
+    ignore_eos: bool
     seed: int | Sequence[int]
     logprobs: bool | int
     page_size: int
@@ -125,6 +128,7 @@ class CommonKeywords(TypedDict, total=False):
     """The options that all requests of one call share; see `jspec.Engine.submit`."""
 
     stop: str | Sequence[str]
+    ignore_eos: bool
     logprobs: bool | int
     priority: int
     salt: str

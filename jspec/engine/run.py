@@ -95,7 +95,8 @@ class Run:
             "accept": rule,
         }
         check_fits(model.target, longest, new, self.parts["drafter"])
-        table = _bucket_stops(compile_stops(model.tokenizer, model.target.vocab_size, model.eos, options.stop))
+        eos = () if options.ignore_eos else model.eos
+        table = _bucket_stops(compile_stops(model.tokenizer, model.target.vocab_size, eos, options.stop))
 
         # What the host collects.
         self.tokens: list[list[int]] = [[] for _ in self.prompts]

@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from jspec.engine.model import Model
 from jspec.engine.request import QueueFull
 from jspec.text.stream import compile_stops
 
+_Set: TypeAlias = tuple[tuple[str, ...], bool]
 MAX_TRANSITIONS = 1 << 27
 """Transitions of the automata in use together, states times vocabulary; one takes two bytes."""
 
@@ -18,14 +20,16 @@ MAX_TRANSITIONS = 1 << 27
 class StopPool:
     """The automata of the stop sets in use, one after the other in one table; equal sets share one.
 
+    A set is strings, and whether the ids that end a text do not end it.
+
     A sequence starts in the first state of its set. Transitions are absolute, so the table is one automaton.
     """
 
     def __init__(self, model: Model):
         self._model = model
         self._lock = threading.Lock()
-        self._bases: OrderedDict[tuple[str, ...], tuple[int, int]] = OrderedDict()
-        self._users: dict[tuple[str, ...], int] = {}
+        self._bases: OrderedDict[_Set, tuple[int, int]] = OrderedDict()
+        self._users: dict[_Set, int] = {}
         self._table = np.zeros((0, model.target.vocab_size), np.int16)
         self._device: jax.Array | None = None
         # The table grows by doubling.
@@ -43,14 +47,14 @@ class StopPool:
                 table = self._device = jax.device_put(self._table)
             return table
 
-    def add(self, stop: Sequence[str]) -> int:
+    def add(self, stop: Sequence[str], ignore_eos: bool = False) -> int:
         """The start state of a stop set, which is in use until `remove`.
 
         Raises:
           ValueError: its automaton has more states than the pool can hold.
           QueueFull: it does, together with those of the sets in use.
         """
-        key = tuple(stop)
+        key = tuple(stop), ignore_eos
         with self._lock:
             if key not in self._bases:
                 self._insert(key)
@@ -58,10 +62,10 @@ class StopPool:
             self._bases.move_to_end(key)
             return self._bases[key][0]
 
-    def remove(self, stop: Sequence[str]) -> None:
+    def remove(self, stop: Sequence[str], ignore_eos: bool = False) -> None:
         """Ends one use. The automaton stays until its states are needed."""
         with self._lock:
-            self._users[tuple(stop)] -= 1
+            self._users[tuple(stop), ignore_eos] -= 1
 
     def state_after(self, state: int, tokens: Sequence[int]) -> int:
         """The state after tokens that do not end the text."""
@@ -69,9 +73,10 @@ class StopPool:
             state = int(self._table[state, token])
         return state
 
-    def _insert(self, key: tuple[str, ...]) -> None:
-        vocab_size = self._model.target.vocab_size
-        compiled = compile_stops(self._model.tokenizer, vocab_size, self._model.eos, key)
+    def _insert(self, key: _Set) -> None:
+        (strings, ignore_eos), vocab_size = key, self._model.target.vocab_size
+        eos = () if ignore_eos else self._model.eos
+        compiled = compile_stops(self._model.tokenizer, vocab_size, eos, strings)
         table = np.zeros((1, vocab_size), np.int16) if compiled is None else compiled.dense()
         base = self._place(len(table))
         self._bases[key] = base, len(table)

@@ -100,6 +100,8 @@ class Service:
 
         everything: also of many prompts of all lengths, with a temperature, top_p, top_k and min_p.
         """
+        # One more state than most requests need, so that the first one with ignore_eos compiles nothing.
+        self._engine.stops.add((), ignore_eos=True)
         for sampling in (None, Sampling()):
             if everything:
                 self._engine.warm_up(sampling=sampling)
@@ -235,6 +237,7 @@ class Service:
                         max_new_tokens=max_tokens,
                         sampling=call.sampling,
                         stop=call.stop,
+                        ignore_eos=call.ignore_eos,
                         seed=seed + i,
                         logprobs=logprobs,
                         priority=call.priority,

@@ -22,7 +22,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "documents": ([],),
     "function_call": ("none",),
     "functions": ([],),
-    "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
@@ -102,6 +101,7 @@ class Call:
     default_tokens: int | None
     sampling: Sampling | None
     stop: list[str]
+    ignore_eos: bool
     seed: int | None
     logprobs: int | None
     echo: bool
@@ -185,6 +185,7 @@ def _read_common(fields: Fields, known: Sequence[str], vocab_size: int, *, n: in
         n=n,
         sampling=_sampling(fields, vocab_size),
         stop=fields.take("stop", _check_stop, []),
+        ignore_eos=fields.take("ignore_eos", check_flag, False),
         seed=fields.take("seed", check_int, None, least=0, most=_SEEDS - n),
         stream=stream,
         include_usage=bool(usage and usage["include_usage"]),
@@ -350,7 +351,7 @@ _WITHOUT_EFFECT = {("top_p", 1.0), ("top_k", -1), ("top_k", 0), ("min_p", 0.0)}
 _SHARED_FIELDS = (
     *_SAMPLING_FIELDS,
     *("logit_bias", "model", "user", "n", "max_tokens", "logprobs", "stop", "seed", "stream", "stream_options"),
-    *("priority", "cache_salt"),
+    *("priority", "cache_salt", "ignore_eos"),
 )
 _COMPLETION_FIELDS = (*_SHARED_FIELDS, "prompt", "echo")
 _CHAT_FIELDS = (*_SHARED_FIELDS, "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")

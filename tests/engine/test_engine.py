@@ -132,6 +132,22 @@ def test_pieces_are_the_result(engine):
     assert list(handle) == pieces and handle.done
 
 
+def test_a_text_goes_on_after_its_end_where_that_is_asked_for(engine):
+    """In the engine, in `generate` and in `stream`, with drafts and without; beside requests that end."""
+    ended = engine.generate(PROMPTS, max_new_tokens=30)
+    assert "eos" in ended.finish_reason
+    out = engine.generate(PROMPTS, max_new_tokens=30, ignore_eos=True)
+    assert {len(tokens) for tokens in out.tokens} == {30} and set(out.finish_reason) == {"length"}
+    assert [long[: len(short)] for long, short in zip(out.tokens, ended.tokens, strict=True)] == ended.tokens
+    for drafter in (None, Standalone(depth=3)):
+        options = {"drafter": drafter, "max_new_tokens": 30, "page_size": 4, "ignore_eos": True}
+        assert jspec.generate(model(), PROMPTS, **options).tokens == out.tokens
+    pieces = jspec.stream(model(), PROMPTS[0], **options)
+    assert [token for piece in pieces for token in piece.tokens] == out.tokens[0]
+    handles = [engine.submit(PROMPTS[0], max_new_tokens=30, ignore_eos=flag) for flag in (True, False)]
+    assert [handle.result().tokens for handle in handles] == [out.tokens[0], ended.tokens[0]]
+
+
 def test_several_tasks_stream(engine):
     async def read(prompt):
         return [token async for piece in engine.stream(prompt, max_new_tokens=9) for token in piece.tokens]

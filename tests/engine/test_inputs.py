@@ -168,11 +168,11 @@ NUMBERS = {
     check_drafter: {"temperature": (-0.1, 1e-7, *TINY, *LARGE)},
 }
 FLAGS = {
-    generate: ("progress", "debug"),
-    stream: ("debug",),
+    generate: ("progress", "debug", "ignore_eos"),
+    stream: ("debug", "ignore_eos"),
     generate_ids: ("logprobs",),
     measure: ("progress",),
-    jspec.GenerateOptions: ("debug",),
+    jspec.GenerateOptions: ("debug", "ignore_eos"),
     jspec.Eagle: ("sampled", "exact"),
     jspec.Standalone: ("sampled",),
     jspec.FrozenKvMtp: ("sampled",),

@@ -15,21 +15,22 @@ VOCAB, EOS = 16, 3
 MODEL = SimpleNamespace(tokenizer=None, target=SimpleNamespace(vocab_size=VOCAB), eos=(EOS,))
 
 
-def automaton(strings):
+def automaton(strings, eos=(EOS,)):
     return stopping.build_table(
-        VOCAB, (EOS,), [text.encode() for text in strings], [bytes([97 + i]) for i in range(VOCAB)]
+        VOCAB, eos, [text.encode() for text in strings], [bytes([97 + i]) for i in range(VOCAB)]
     )
 
 
 @pytest.fixture(autouse=True)
 def letters_are_tokens(monkeypatch):
-    monkeypatch.setattr(stop_pool, "compile_stops", lambda tokenizer, vocab, eos, strings: automaton(strings))
+    monkeypatch.setattr(stop_pool, "compile_stops", lambda tokenizer, vocab, eos, strings: automaton(strings, eos))
     monkeypatch.setattr(stop_pool, "MAX_TRANSITIONS", 70 * VOCAB)
 
 
-def check_works(pool, start, strings, rng):
+def check_works(pool, start, strings, ignore_eos, rng):
     """From its start state, the pool's table ends texts where the set's own automaton ends them."""
-    own, table = automaton(strings).dense(), np.asarray(pool.table)
+    made, table = automaton(strings, () if ignore_eos else (EOS,)), np.asarray(pool.table)
+    own = np.zeros((1, VOCAB), np.int16) if made is None else made.dense()
     for _ in range(20):
         here, there = start, 0
         for token in rng.choices(range(VOCAB), k=30):
@@ -46,19 +47,20 @@ def test_sets_come_and_go(seed):
     refused = 0
     for _ in range(60):
         if used and rng.random() < 0.45:
-            pool.remove(used.pop(rng.randrange(len(used)))[0])
+            pool.remove(*used.pop(rng.randrange(len(used)))[:2])
             continue
         strings = tuple("".join(rng.choices("abcd", k=rng.randint(1, 6))) for _ in range(rng.randint(0, 3)))
+        ignore_eos = rng.random() < 0.3
         try:
-            used.append((strings, pool.add(strings)))
+            used.append((strings, ignore_eos, pool.add(strings, ignore_eos)))
         except QueueFull as error:
             refused += 1
             assert "try again later" in str(error)
-        for strings, start in used:
-            check_works(pool, start, strings, rng)
+        for strings, ignore_eos, start in used:
+            check_works(pool, start, strings, ignore_eos, rng)
     assert len(pool.table) <= 64 and refused < 60
-    for strings, _ in used:
-        pool.remove(strings)
+    for strings, ignore_eos, _ in used:
+        pool.remove(strings, ignore_eos)
     pool.add(("a" * 63,))
 
 

@@ -245,12 +245,14 @@ def test_sampling_reaches_the_engine(client, shared):
         "logit_bias": {"5": -1},
     }
     more = {"top_k": 4, "min_p": 0.05, "repetition_penalty": 1.2, "min_tokens": 3, "priority": -2, "cache_salt": "me"}
+    more["ignore_eos"] = True
     client.completions.create(model="fake", prompt="x", stop=["\n", "end"], seed=3, **given, extra_body=more)
     options = shared.engine.handles[-1].options
     for name, value in {**given, "logit_bias": {5: -1}, "top_k": 4, "min_p": 0.05, "repetition_penalty": 1.2}.items():
         assert getattr(options["sampling"], name) == value, name
     assert options["sampling"].min_new_tokens == 3
     assert (options["stop"], options["seed"], options["priority"], options["salt"]) == (["\n", "end"], 3, -2, "me")
+    assert options["ignore_eos"] is True
 
 
 def test_values_without_effect_give_the_greedy_engine_program(client, shared):
