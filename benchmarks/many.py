@@ -3,8 +3,8 @@
     python benchmarks/many.py --requests 1000 --json benchmarks/results/DATE-MACHINE-many.jsonl
 
 The texts are sampled and end where the model ends a function or at the limit, so their lengths differ. A batch runs
-until its longest text ends; in the engine the next prompt takes the place of a text that has ended. Both give the same
-tokens, which is checked.
+until its longest text ends; in the engine the next prompt takes the place of a text that has ended. On a CPU both give
+the same tokens; on a GPU logits depend on the batch by rounding, so the number of equal texts is reported.
 """
 
 import argparse
@@ -72,7 +72,8 @@ def main() -> None:
         for _ in range(options.repeats):
             seconds, batches = timed(lambda: in_batches(model, given))
             engine_seconds, engines = timed(lambda: through(engine, given))
-            assert batches[0] == engines[0], "the tokens differ"
+            same = sum(one == other for one, other in zip(batches[0], engines[0], strict=True))
+            values.setdefault(("engine", "equal texts"), []).append(same)
             for way, time_taken, (tokens, rounds, used) in (
                 ("batches", seconds, batches),
                 ("engine", engine_seconds, engines),

@@ -22,7 +22,7 @@ from jspec.engine.request import Phase
 from jspec.engine.schedule import Scheduler
 from jspec.engine.stop_pool import StopPool
 
-CONTEXT, PAGE, SLOTS, CHUNK = 48, 4, 4, 6
+CONTEXT, PAGE, SLOTS, CHUNK, POOL = 48, 4, 4, 6, 40
 EOS = 7
 
 
@@ -140,12 +140,13 @@ def _poison_snapshots(snapshots: Any, free: Any) -> Any:
 class Storm:
     """A schedule: how requests arrive and leave, and how the engine is set up.
 
-    pages: of each pool. snapshots: for a target that keeps more than pages. flights: 1: every report lands before the
+    pages: those that the scheduler gives away. The pools have `POOL` in all storms, which share programs so; the others
+      count as free. snapshots: for a target that keeps more than pages. flights: 1: every report lands before the
       next plan, so that drafter's rows can be compared.
     """
 
-    count: int = 12
-    pages: int = 40
+    count: int = 14
+    pages: int = POOL
     snapshots: int = 3
     flights: int = 2
     cancels: float = 0.0
@@ -167,7 +168,7 @@ def run(setup: Setup, storm: Storm) -> dict[str, int]:
     stops = StopPool(model)
     for request in given:
         request.start_state = stops.add(())
-    sizes = dict(num_slots=SLOTS, context=CONTEXT, page_size=PAGE, pages=storm.pages)
+    sizes = dict(num_slots=SLOTS, context=CONTEXT, page_size=PAGE, pages=POOL)
     keeps = jax.eval_shape(lambda p: setup.target.init_cache(p, SLOTS, CONTEXT, PAGE), model.params.target)
     snapshots = storm.snapshots if storm.share and jax.tree.leaves(programs.kept_states(keeps)) else 0
     samples = programs.always_samples(model.params, **setup.static)
@@ -196,8 +197,8 @@ def run(setup: Setup, storm: Storm) -> dict[str, int]:
         if started and rng.random() < storm.cancels:
             scheduler.cancel(started[rng.integers(len(started))])
         if storm.poison:
-            free, empty = np.zeros(storm.pages, bool), np.zeros(SLOTS, bool)
-            free[[0, *scheduler.pages._free]] = True
+            free, empty = np.zeros(POOL, bool), np.zeros(SLOTS, bool)
+            free[[0, *scheduler.pages._free, *range(storm.pages, POOL)]] = True
             empty[scheduler._free_slots] = True
             device.state = _poison(device.state, free, empty)
             if scheduler.pages.snapshots is not None:
