@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 from jspec.analysis.check_drafter import DrafterReport, check_drafter
+from jspec.analysis.check_rule import RuleReport, check_rule
 from jspec.analysis.inspect_round import Round, inspect_round
 from jspec.core.package import VERSION
 from jspec.core.sampling import Sampling
@@ -52,12 +53,14 @@ __all__ = [
     "Plain",
     "QueueFull",
     "Round",
+    "RuleReport",
     "Sampling",
     "Scores",
     "Standalone",
     "Suffix",
     "cache_programs",
     "check_drafter",
+    "check_rule",
     "from_function",
     "from_module",
     "from_named",

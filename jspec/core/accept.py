@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +189,8 @@ class Imposed:
     """
 
     tokens_per_round: float
+    for_greedy: ClassVar[bool] = True
+    """It takes the logits of greedy sequences as they are."""
 
     def __post_init__(self):
         valid = "from 1, which is the bonus token, to 1000"

@@ -12,7 +12,7 @@ from jspec.engine import programs, sizing
 from jspec.engine.device import Device, DeviceRequest, Static
 from jspec.engine.loop import FLIGHTS, MAX_ROUNDS
 from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions, bind_drafter, choose_drafter, choose_rule
+from jspec.engine.options import GenerateOptions, bind_drafter, choose_drafter, choose_rule, knows_greedy
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
 from jspec.engine.stop_pool import StopPool
@@ -61,7 +61,7 @@ def assemble(
             "jspec.core.slots.SlotCache, by which sequences come and go; jspec.generate works without them"
         )
     parts: Static = {"target": model.target, "drafter": bound, "accept": rule}
-    samples = programs.always_samples(model.params, **parts)
+    samples = programs.always_samples(model.params, **parts) or not knows_greedy(accept)
 
     # The caches and the state of all slots. A rule by name is the greedy one where nothing is sampled.
     sizes = {"samples": samples, "num_slots": slots, "context": context, "page_size": page_size}

@@ -22,7 +22,14 @@ from jspec.core.types import Accept, BoundedDrafter, Drafter, Params, RowSamplin
 from jspec.engine import memory
 from jspec.engine.many import generate_many
 from jspec.engine.model import Model
-from jspec.engine.options import GenerateKeywords, GenerateOptions, bind_drafter, choose_rule, repeat
+from jspec.engine.options import (
+    GenerateKeywords,
+    GenerateOptions,
+    bind_drafter,
+    choose_rule,
+    repeat,
+    with_point_masses,
+)
 from jspec.engine.result import Generation, Generations, Piece
 from jspec.engine.run import Parts, Prompt, Run, encode_prompts, prefill_chunk
 
@@ -87,7 +94,7 @@ def generate(
       sampling: sampling parameters of all sequences, or a list with one entry per sequence. None: greedy.
       accept: the acceptance rule: a name in `jspec.core.accept.RULES`, or an object. None: "coupled" if any sequence
         samples, otherwise "greedy". With "rejection" and "block", drafts are sampled from the distribution of the
-        drafter. If all sequences are greedy, every rule is the greedy one.
+        drafter. Greedy sequences stay greedy under every lossless rule.
       stop: strings that end a sequence; its text ends before them.
       ignore_eos: whether a sequence goes on after the model has ended the text, for measurements of fixed lengths.
       seed: seed of the random choices, from 0 to 2**32 - 1; sequence i uses seed + i. Or a list with one seed per
@@ -292,6 +299,7 @@ def generate_ids(
         sampling = per_row(sampling, batch, vocabulary)
     chosen = drafters.resolve(drafter)
     check_hashable("drafter", chosen)
+    sampling = with_point_masses(accept, sampling, batch)
     rule, chosen = choose_rule(accept, sampling, chosen)
     bound = bind_drafter(chosen, target, draft)
     if isinstance(bound, BoundedDrafter) and max_length > bound.max_length:

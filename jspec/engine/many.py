@@ -22,6 +22,7 @@ from jspec.engine.options import (
     choose_drafter,
     choose_rule,
     longest_sequence,
+    with_point_masses,
 )
 from jspec.engine.result import Generations, GenerationStats
 from jspec.engine.run import Prompt, bucket, encode_prompts
@@ -59,6 +60,7 @@ def generate_many(
     options.seeds(count)
     longest, new = longest_sequence(prompt_ids, options.limits(count))
     row_sampling = per_row(options.sampling, count, model.target.vocab_size)
+    row_sampling = with_point_masses(options.accept, row_sampling, count)
     _, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
     bound = bind_drafter(drafter, model.target, model.draft)
     check_fits(model.target, longest, new, bound)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypedDict
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt32
 
@@ -146,6 +147,25 @@ def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
     if isinstance(drafter, str) and drafter == "auto":
         drafter = "ngram" if model.draft is None else model.draft.drafter
     return drafters.resolve(drafter)
+
+
+def knows_greedy(rule: str | Accept | None) -> bool:
+    """Whether a rule is chosen by name, or takes the logits of greedy sequences as they are.
+
+    Other rules, such as those of users, know distributions only: those of greedy sequences must be point masses.
+    """
+    return rule is None or isinstance(rule, str) or getattr(rule, "for_greedy", False)
+
+
+def with_point_masses(rule: str | Accept | None, sampling: RowSampling | None, batch: int) -> RowSampling | None:
+    """The sampling parameters of `batch` sequences with a temperature, if the rule needs one."""
+    # Thresholds are refused where nothing is sampled.
+    if knows_greedy(rule) or isinstance(rule, LossyThresholds):
+        return sampling
+    if sampling is not None and sampling.temperature is not None:
+        return sampling
+    zeros = jnp.zeros(batch, jnp.float32)
+    return RowSampling(temperature=zeros) if sampling is None else dataclasses.replace(sampling, temperature=zeros)
 
 
 def choose_rule(

@@ -25,6 +25,7 @@ from jspec.engine.options import (
     choose_drafter,
     choose_rule,
     longest_sequence,
+    with_point_masses,
 )
 from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece, top_pairs
 from jspec.models.sizes import tree_bytes
@@ -88,6 +89,7 @@ class Run:
         options.check_vocabulary(model.target.vocab_size)
         check_fits(model.target, longest, new)
         row_sampling = per_row(options.sampling, batch, model.target.vocab_size)
+        row_sampling = with_point_masses(options.accept, row_sampling, batch)
         rule, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
         self.parts: Parts = {
             "target": model.target,

@@ -148,6 +148,32 @@ def test_a_text_goes_on_after_its_end_where_that_is_asked_for(engine):
     assert [handle.result().tokens for handle in handles] == [out.tokens[0], ended.tokens[0]]
 
 
+def own_rule(key, draft_tree, logits, position):
+    """Coupled acceptance as a rule of the user's own."""
+    return accept.coupled(key, draft_tree, logits, position)
+
+
+@pytest.mark.parametrize("rule", [own_rule, accept.LossyThresholds(1.0, 0.9)], ids=["own", "thresholds"])
+def test_a_greedy_sequence_stays_greedy_under_any_rule(rule):
+    """A rule that knows distributions only gets point masses, beside sequences that sample and without them."""
+    wanted = jspec.generate(model(), PROMPTS, drafter=None, max_new_tokens=12).tokens
+    drafter, options = Standalone(depth=3), {"max_new_tokens": 12}
+    with Engine(model(), drafter=drafter, accept=rule, **OPTIONS) as made:
+        assert made.generate(PROMPTS, **options).tokens == wanted
+        mixed = [None, Sampling(temperature=1.0)] * 3 + [None]
+        assert made.generate(PROMPTS, sampling=mixed, **options).tokens[::2] == wanted[::2]
+    if rule is own_rule:
+        for prompts in (PROMPTS, PROMPTS * 10):
+            out = jspec.generate(model(), prompts, drafter=drafter, accept=rule, page_size=4, **options)
+            assert out.tokens == wanted * (len(prompts) // len(PROMPTS))
+        ids, lengths = np.array([PROMPTS[0]]), np.array([len(PROMPTS[0])])
+        parts = {"target": toy.TARGET, "draft": toy.NEAR, "drafter": drafter, "accept": rule, "eos": (7,)}
+        key = jax.random.key(0)
+        out = jspec.generate_ids(toy.params(), ids, lengths, key, page_size=4, **parts, **options)
+        new = out.tokens[0, len(PROMPTS[0]) :]
+        assert new[: len(wanted[0])].tolist() == wanted[0]
+
+
 def test_several_tasks_stream(engine):
     async def read(prompt):
         return [token async for piece in engine.stream(prompt, max_new_tokens=9) for token in piece.tokens]

@@ -82,8 +82,8 @@ WRITES = {"parameter", "get-tuple-element", "bitcast", "scatter", "dynamic-updat
 """What makes an array of all slots or places."""
 STORMS = {
     "wide": Storm(),
-    "tiny_pool": Storm(pages=13, eos=(EOS,), seed=4),
-    "cancels": Storm(pages=13, cancels=0.15, seed=2),
+    "tiny_pool": Storm(count=14, pages=13, eos=(EOS,), seed=4),
+    "cancels": Storm(count=14, pages=13, cancels=0.15, seed=2),
     "rows": Storm(pages=14, flights=1, seed=3),
     "few_snapshots": Storm(snapshots=1, cancels=0.1, seed=21),
 }

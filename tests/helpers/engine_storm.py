@@ -145,7 +145,7 @@ class Storm:
       next plan, so that drafter's rows can be compared.
     """
 
-    count: int = 14
+    count: int = 12
     pages: int = POOL
     snapshots: int = 3
     flights: int = 2

@@ -1,0 +1,283 @@
+"""`check_rule`: tests an acceptance rule, yours or one of this package, on small random distributions."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from jspec.core.accept import NEEDS, RULES
+from jspec.core.checks import check_flag, check_int, shorten
+from jspec.core.types import Accept, Acceptance, DraftTree
+
+VOCABULARY, ROWS, SIGMAS = 4, 1 << 16, 6.0
+"""Tokens; sequences of each case; standard errors by which the frequency of a text may differ from its probability."""
+SHAPES: dict[str, list[int] | None] = {
+    "one draft": None,
+    "a chain": None,
+    "a tree": [0, 0, 0, 1, 1, 3],
+    "siblings alone": [0, 0, 0, 0],
+}
+"""The parents of the nodes; None: a chain, of one draft or of three."""
+CHAIN_DEPTH = {"one draft": 1, "a chain": 3}
+KINDS = {"any": "any p and q", "zeros": "zeros in p and q", "equal": "p equal to q", "points": "one token in each p"}
+"""Pairs of distributions."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RuleReport:
+    """The result of `check_rule` for a lossless rule.
+
+    rule: its name or repr.
+    tokens_per_round: for each tree shape and kind of drafts, the mean number of tokens that a round appends.
+    """
+
+    rule: str
+    tokens_per_round: dict[str, float]
+
+    def __repr__(self) -> str:
+        lines = [f"  ok  {case}: {mean:.2f} tokens per round" for case, mean in self.tokens_per_round.items()]
+        return "\n".join([f"{self.rule} is lossless, as far as {ROWS:,} rounds of each case can tell", *lines])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """A tree shape and a pair of distributions after each prefix.
+
+    parents, depths: of all nodes.
+    p, q: for each number of tokens after the root the distributions after all texts of that length, in the order of
+      `_index`.
+    sampled: whether the drafts of each round are sampled from q, which is in the tree; otherwise they are certain.
+    """
+
+    shape: str
+    kind: str
+    parents: list[int]
+    depths: list[int]
+    chain: bool
+    sampled: bool
+    p: list[Float[np.ndarray, "texts V"]]
+    q: list[Float[np.ndarray, "texts V"]]
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}, {'sampled' if self.sampled else 'certain'} drafts"
+
+    @property
+    def depth(self) -> int:
+        return max(self.depths)
+
+    @property
+    def width(self) -> int:
+        return max(self.parents[1:].count(node) for node in range(len(self.parents)))
+
+
+def check_rule(rule: str | Accept, *, trees: bool = True, sampled: bool | None = None, seed: int = 0) -> RuleReport:
+    """Tests that the tokens of an acceptance rule have the target's distribution, whatever is drafted.
+
+    The distributions after all prefixes of a vocabulary of four tokens are known, so the probability of each text is,
+    too. Each case runs 65,536 rounds; what a round leaves open is completed by the exact probabilities, and no text may
+    be further from its probability than six standard errors. Drafts are certain tokens, or sampled from another
+    distribution, in chains and trees. Also tested: accepted nodes are a path of the tree, tokens are those of the path,
+    lengths are in range, and a sequence depends on its own key only.
+
+    Args:
+      rule: a function as `jspec.core.types.Accept`, or a name as in `jspec.generate`.
+      trees: whether the rule takes trees. A rule by name brings this along, and `sampled`.
+      sampled: True: only drafts that are sampled; False: only certain ones; None: both.
+      seed: of the distributions and of all draws.
+
+    Raises:
+      AssertionError: the rule is not lossless; the message states the case and what is wrong.
+      ValueError, TypeError: an invalid argument.
+    """
+    trees, seed = check_flag("trees", trees), check_int("seed", seed, least=0, most=2**31 - 1)
+    if sampled is not None:
+        sampled = check_flag("sampled", sampled)
+    name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
+    if isinstance(rule, str):
+        if rule not in RULES:
+            raise ValueError(f"rule={rule!r}: must be one of {', '.join(RULES)}, or a function")
+        trees = trees and not (rule in NEEDS and NEEDS[rule].chains)
+        rule = RULES[rule]
+    if not callable(rule):
+        raise TypeError(f"rule={shorten(rule)}: must be a function, or one of {', '.join(RULES)}")
+    found: dict[str, list[float]] = {}
+    run: Callable[..., Any] = jax.jit(rule)
+    for case in _cases(trees, sampled, seed):
+        try:
+            found.setdefault(case.name, []).append(_check(run, case, seed))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {case.name}, {KINDS[case.kind]}: {error}") from None
+    return RuleReport(name, {name: sum(means) / len(means) for name, means in found.items()})
+
+
+def _cases(trees: bool, sampled: bool | None, seed: int) -> Iterator[_Case]:
+    for number, (shape, parents) in enumerate(SHAPES.items()):
+        if parents is not None and not trees:
+            continue
+        chain = parents is None
+        parents = [0, *range(CHAIN_DEPTH[shape])] if parents is None else parents
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        for index, kind in enumerate(KINDS):
+            rng = np.random.default_rng([seed, number, index])
+            pairs = [[_pair(rng, kind) for _ in range(VOCABULARY**size)] for size in range(max(depths) + 1)]
+            p, q = ([np.array([pair[i] for pair in each]) for each in pairs] for i in (0, 1))
+            for kept in (False, True):
+                if sampled in (None, kept):
+                    yield _Case(shape, kind, parents, depths, chain, kept, p, q)
+
+
+def _pair(rng: np.random.Generator, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    p, q = rng.dirichlet(np.ones(VOCABULARY), 2)
+    if kind == "zeros":
+        keep = rng.random((2, VOCABULARY)) < 0.6
+        keep[[0, 1], rng.integers(0, VOCABULARY, 2)] = True
+        p, q = p * keep[0], q * keep[1]
+    elif kind == "points":
+        p = np.eye(VOCABULARY)[rng.integers(VOCABULARY)]
+    elif kind == "equal":
+        q = p
+    return p / p.sum(), q / q.sum()
+
+
+def _check(run: Callable[..., Any], case: _Case, seed: int) -> float:
+    """Runs a rule on a case; returns the mean number of tokens that it appends."""
+    tokens = _draft(case, np.random.default_rng([seed, 1]))
+    arguments = _arguments(case, tokens, seed)
+    decided = run(*arguments)
+    if not isinstance(decided, Acceptance):
+        raise AssertionError(f"returns a {type(decided).__name__}: must be a jspec.core.types.Acceptance")
+    path, following, length = _check_form(case, tokens, decided)
+    _check_alone(run, arguments, decided)
+    _check_texts(case, path, following, length)
+    return float(length.mean())
+
+
+def _draft(case: _Case, rng: np.random.Generator) -> Int[np.ndarray, "B N"]:
+    """The tokens of all nodes; siblings are sampled from q without replacement, in order."""
+    count = ROWS if case.sampled else 1
+    tokens = np.zeros((count, len(case.parents)), np.int32)
+    for parent in range(len(case.parents)):
+        children = [node for node in range(1, len(case.parents)) if case.parents[node] == parent]
+        if not children:
+            continue
+        # The largest of log q plus Gumbel noise are a sample without replacement; tokens without mass come last.
+        q = _after(case, case.q, tokens, parent)
+        with np.errstate(divide="ignore"):
+            score = np.log(q) + rng.gumbel(size=q.shape)
+        score = np.where(q > 0, score, -1e9 - np.arange(VOCABULARY))
+        tokens[:, children] = np.argsort(-score, axis=1)[:, : len(children)]
+    return np.broadcast_to(tokens, (ROWS, len(case.parents)))
+
+
+def _index(tokens: Int[np.ndarray, "B size"]) -> Int[np.ndarray, " B"]:
+    """The number of each text among all of its length."""
+    return tokens @ VOCABULARY ** np.arange(tokens.shape[1], dtype=np.int64)
+
+
+def _after(case: _Case, table: list[np.ndarray], tokens: np.ndarray, node: int) -> Float[np.ndarray, "B V"]:
+    """The distribution after a node, for each row."""
+    return table[case.depths[node]][_index(tokens[:, _ancestors(case, node)])]
+
+
+def _ancestors(case: _Case, node: int) -> list[int]:
+    """The nodes from below the root to this one."""
+    found = []
+    while node:
+        found.append(node)
+        node = case.parents[node]
+    return found[::-1]
+
+
+def _arguments(case: _Case, tokens: np.ndarray, seed: int) -> tuple[Any, ...]:
+    nodes = range(len(case.parents))
+    p = np.stack([_after(case, case.p, tokens, node) for node in nodes], axis=1)
+    q = np.stack([_after(case, case.q, tokens, node) for node in nodes], axis=1).astype(np.float32)
+    with np.errstate(divide="ignore"):
+        logits = np.log(p).astype(np.float32)
+    parents = None if case.chain else np.broadcast_to(np.array(case.parents, np.int32), tokens.shape)
+    draft_tree = DraftTree(
+        tokens=jnp.asarray(tokens),
+        parents=None if parents is None else jnp.asarray(parents),
+        depth=None if case.chain else case.depth,
+        width=None if case.chain else case.width,
+        probs=jnp.asarray(q) if case.sampled else None,
+    )
+    keys = jax.random.split(jax.random.key(seed), ROWS)
+    return keys, draft_tree, jnp.asarray(logits), jnp.arange(ROWS, dtype=jnp.int32) % 7 + 1
+
+
+def _check_form(
+    case: _Case, tokens: np.ndarray, decided: Acceptance
+) -> tuple[Int[np.ndarray, "B A"], Int[np.ndarray, "B A"], Int[np.ndarray, " B"]]:
+    """Checks shapes, lengths and paths; returns path, tokens and lengths."""
+    path, following, length = (
+        None if x is None else np.asarray(x)
+        for x in jax.tree.leaves((decided.path, decided.tokens, decided.length), is_leaf=lambda x: x is None)
+    )
+    assert following is not None and length is not None
+    columns = case.depth + 1
+    if length.shape != (ROWS,) or length.dtype.kind != "i":
+        raise AssertionError(f"length is {length.dtype}{list(length.shape)}: must be int32[{ROWS}]")
+    if following.ndim != 2 or len(following) != ROWS or following.shape[1] < columns or following.dtype.kind != "i":
+        raise AssertionError(f"tokens are {following.dtype}{list(following.shape)}: must be int32[{ROWS}, {columns}]")
+    if length.min() < 1 or length.max() > columns:
+        raise AssertionError(f"length is from {length.min()} to {length.max()}: must be from 1 to {columns}")
+    if path is None:
+        if not case.chain:
+            raise AssertionError("path is None for a tree: must be the accepted nodes")
+        path = np.broadcast_to(np.arange(columns), (ROWS, columns))
+    column = np.arange(columns)[None]
+    accepted = column < length[:, None]
+    if path.shape[0] != ROWS or path.shape[1] < columns or not np.isin(path[:, :columns], range(tokens.shape[1])).all():
+        raise AssertionError(f"path must be nodes of the tree, int32[{ROWS}, {columns}]")
+    path, following = path[:, :columns], following[:, :columns]
+    above = np.array(case.parents)[path[:, 1:]]
+    if (path[:, 0] != 0).any() or ((above != path[:, :-1]) | (path[:, 1:] == 0))[accepted[:, 1:]].any():
+        raise AssertionError("path is no path of the tree from its root")
+    kept = np.take_along_axis(tokens, path, axis=1)[:, 1:]
+    if (kept != following[:, :-1])[accepted[:, 1:]].any():
+        raise AssertionError("tokens before the last are not those of the accepted nodes")
+    if not ((following >= 0) & (following < VOCABULARY))[accepted].all():
+        raise AssertionError("tokens are outside of the vocabulary")
+    return path, following, length
+
+
+def _check_alone(run: Callable[..., Any], arguments: tuple[Any, ...], decided: Acceptance) -> None:
+    """A sequence gets the same in another batch."""
+    few = jax.tree.map(lambda x: x[5:8], arguments)
+    again = run(*few)
+    for name in ("length", "tokens", "path"):
+        one, other = getattr(decided, name), getattr(again, name)
+        if one is None:
+            continue
+        valid = np.arange(1 if name == "length" else one.shape[1])[None] < np.asarray(decided.length)[5:8, None]
+        if (np.asarray(one)[5:8].reshape(3, -1) != np.asarray(other).reshape(3, -1))[valid].any():
+            raise AssertionError(f"{name} of a sequence depends on the others of its batch")
+
+
+def _check_texts(case: _Case, path: np.ndarray, following: np.ndarray, length: np.ndarray) -> None:
+    """Compares the frequencies of all texts of up to depth + 1 tokens with their probabilities."""
+    texts = (itertools.product(range(VOCABULARY), repeat=size) for size in range(1, case.depth + 2))
+    for text in itertools.chain.from_iterable(texts):
+        size, known = len(text), np.minimum(length, len(text))
+        befores = [_index(np.array([text[:i]], np.int64)) for i in range(size)]
+        steps = np.array([case.p[i][befores[i][0], token] for i, token in enumerate(text)])
+        # What a round leaves open has the target's distribution.
+        rest = np.append(np.cumprod(steps[::-1])[::-1], 1.0)
+        begins = (following[:, :size] == np.array(text)) | (np.arange(size)[None] >= known[:, None])
+        wanted = float(np.prod(steps))
+        found = float(np.where(begins.all(1), rest[known], 0.0).mean())
+        # Frequencies between 0 and 1 have at most the spread of a coin.
+        if abs(found - wanted) > SIGMAS * np.sqrt(wanted * (1 - wanted) / len(length)) + 1e-6:
+            raise AssertionError(
+                f"the tokens {', '.join(map(str, text))} have the probability {wanted:.4f}, but are generated with "
+                f"{found:.4f}"
+            )
