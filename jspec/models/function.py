@@ -18,6 +18,8 @@ from jspec.models.sizes import tree_bytes
 
 Function = Callable[[Any, Int[Array, "B T"]], ArrayLike]
 """f(params, tokens [B, T]) -> logits [B, T, V] of the token after each."""
+_ROUNDING_FLOAT32, _ROUNDING = 1e-4, 1e-2
+"""What counts as rounding in logits of at least 32 bits, and of less, relative to the largest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +182,21 @@ def describe(function: Function) -> str:
 
 
 def is_causal(function: Function, params: PyTree, vocab_size: int, length: int) -> bool:
-    """Whether a change of the last of `length` tokens leaves the logits of the others as they are, up to rounding."""
-    tokens = jnp.arange(length, dtype=jnp.int32) % vocab_size
-    other = tokens.at[-1].set((tokens[-1] + 1) % vocab_size)
-    logits = jax.jit(function)(params, jnp.stack([tokens, other]))[:, :-1].astype(jnp.float32)
-    return bool(jnp.abs(logits[0] - logits[1]).max(initial=0.0) <= 1e-2 * (1 + jnp.abs(logits).max(initial=0.0)))
+    """Whether a change of all tokens from any position on leaves the logits before it as they are, up to rounding.
+
+    Raises:
+      ValueError: a logit is NaN.
+    """
+    index = jnp.arange(length, dtype=jnp.int32)
+    changed = index[None] >= jnp.where(index == 0, length, index)[:, None]
+    tokens = jnp.where(changed, index[None] + 1, index[None]) % vocab_size
+    # Row 0 is the text itself; in row i all tokens from position i on are others.
+    result = jax.jit(function)(params, tokens)
+    logits = result.astype(jnp.float32)
+    if jnp.isnan(logits).any():
+        raise ValueError(f"function: {describe(function)} returns logits that are NaN; its weights may be")
+    own = jnp.broadcast_to(logits[:1], logits.shape)
+    same = (own == logits) | changed[:, :, None]
+    finite = jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0.0)
+    tolerance = _ROUNDING if jnp.finfo(result.dtype).bits < 32 else _ROUNDING_FLOAT32
+    return bool((jnp.where(same, 0.0, jnp.abs(own - logits)) <= tolerance * (1 + finite.max())).all())

@@ -137,6 +137,7 @@ def test_wrong_arguments_are_named(arguments, error, message):
         check_rule(**dict(zip(names, arguments, strict=False)))
 
 
+@pytest.mark.slow
 def test_a_rule_sees_what_the_loop_gives_it(few):
     """Chains without parents, trees with static depth and width, distributions where drafts are sampled."""
     seen = set()

@@ -153,6 +153,7 @@ def own_rule(key, draft_tree, logits, position):
     return accept.coupled(key, draft_tree, logits, position)
 
 
+@pytest.mark.fast("thresholds")
 @pytest.mark.parametrize("rule", [own_rule, accept.LossyThresholds(1.0, 0.9)], ids=["own", "thresholds"])
 def test_a_greedy_sequence_stays_greedy_under_any_rule(rule):
     """A rule that knows distributions only gets point masses, beside sequences that sample and without them."""
@@ -434,6 +435,7 @@ def test_text_of_a_bundled_model():
         assert "".join(piece.text for piece in engine.submit(prompts[0], **options)) == wanted.text[0]
 
 
+@pytest.mark.fast("greedy")
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.7, top_p=0.9)], ids=["greedy", "sampled"])
 def test_warm_up_leaves_nothing_to_compile(sampling):
     """And changes no output, whatever was generated before."""

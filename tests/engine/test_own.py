@@ -225,6 +225,12 @@ WRONG = {
         dict(function=plus(lambda x: x + x.sum(1, keepdims=True))),
         "depend on later tokens; must be causal",
     ),
+    "the fourth token leaks": (dict(function=plus(lambda x: x + x[:, 3:4])), "depend on later tokens"),
+    "the next token leaks a little": (
+        dict(function=plus(lambda x: x + 0.01 * jnp.roll(x, -1, axis=1).at[:, -1].set(0))),
+        "depend on later tokens",
+    ),
+    "NaN": (dict(function=plus(lambda x: x / (x - x))), "function: <lambda> returns logits that are NaN"),
     "the reverse": (dict(function=plus(lambda x: x[:, ::-1])), "depend on later tokens"),
     "unhashable": (dict(function=functools.partial(plus(lambda x: x), [])), "function"),
     "another vocabulary": (dict(vocab_size=22), "vocab_size=22: .* returns logits of 23 tokens"),
@@ -237,6 +243,11 @@ WRONG = {
     "a name that is no text": (dict(name=5), "name"),
     "a check that is no flag": (dict(check=1), "check=1"),
 }
+
+
+def test_logits_that_forbid_tokens_and_half_precision_are_causal():
+    for change in (lambda x: x.at[..., 3].set(-jnp.inf), lambda x: x.astype(jnp.bfloat16)):
+        assert jspec.from_function(plus(change), PARAMS, max_length=16).target.vocab_size == VOCAB
 
 
 @pytest.mark.parametrize("options, message", WRONG.values(), ids=WRONG)

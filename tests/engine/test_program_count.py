@@ -52,7 +52,7 @@ def mixed_run(engine, rng, count, tiers, stops):
         handle.result()
 
 
-CASES = {"greedy": ([0], [0], 12), "all": ([0, 1, 2, 3], [0, 1, 2, 3, 4], 80)}
+CASES = {"greedy": ([0], [0], 12), "all": ([0, 1, 2, 3], [0, 1, 2, 3, 4], 40)}
 SIZES = {"slots": 3, "context": 64, "prefill_tokens": 16}
 
 
