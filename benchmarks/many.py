@@ -2,9 +2,9 @@
 
     python benchmarks/many.py --requests 1000 --json benchmarks/results/DATE-MACHINE-many.jsonl
 
-The texts are sampled and end where the model ends a function or at the limit, so their lengths differ. A batch runs
-until its longest text ends; in the engine the next prompt takes the place of a text that has ended. On a CPU both give
-the same tokens; on a GPU logits depend on the batch by rounding, so the number of equal texts is reported.
+The texts are sampled, and their limits are lognormal, as in traffic of a server. A batch runs until its longest text
+ends; in the engine the next prompt takes the place of a text that has ended. On a CPU both give the same tokens; on a
+GPU logits depend on the batch by rounding, so the number of equal texts is reported.
 """
 
 import argparse
@@ -13,17 +13,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 import jspec
 from jspec.analysis.evaluate import heldout_prompts
 from jspec.bench import measurement, report
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
-from jspec.engine.batches import split
 from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions
 
-SLOTS, PROMPT_TOKENS, NEW_TOKENS, STOP = 64, 48, 192, "\n\n\n"
-SAMPLING = jspec.Sampling(temperature=1.0, top_p=0.95)
+SLOTS, PROMPT_TOKENS, NEW_TOKENS = 64, 48, 192
+MEDIAN, SIGMA, LEAST = 64, 0.7, 8
+"""Of the limits; the largest is NEW_TOKENS."""
+SAMPLING = jspec.Sampling(temperature=1.0)
 
 
 def prompts(model: Model, count: int) -> list[list[int]]:
@@ -33,10 +35,19 @@ def prompts(model: Model, count: int) -> list[list[int]]:
     return [ids[i % len(ids)] for i in range(count)]
 
 
+def limits(count: int) -> list[int]:
+    """The most new tokens of each text, the same in every run."""
+    sampled = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, count)
+    return np.clip(sampled.round(), LEAST, NEW_TOKENS).astype(int).tolist()
+
+
 def in_batches(model: Model, given: list[list[int]]) -> tuple[list[list[int]], int, int]:
     """The tokens of each prompt, rounds of the device, and rounds of all sequences."""
-    options = GenerateOptions(max_new_tokens=NEW_TOKENS, sampling=SAMPLING, stop=STOP)
-    parts = [batch.run(model) for batch in split(given, options, SLOTS)]
+    most, parts = limits(len(given)), []
+    for begin in range(0, len(given), SLOTS):
+        piece = slice(begin, begin + SLOTS)
+        options = {"max_new_tokens": most[piece], "sampling": SAMPLING, "seed": begin}
+        parts.append(jspec.generate(model, given[piece], **options))
     rounds = sum(int(part.stats.rounds.max()) for part in parts)
     return [x for part in parts for x in part.tokens], rounds, sum(int(part.stats.rounds.sum()) for part in parts)
 
@@ -44,7 +55,7 @@ def in_batches(model: Model, given: list[list[int]]) -> tuple[list[list[int]], i
 def through(engine: jspec.Engine, given: list[list[int]]) -> tuple[list[list[int]], int, int]:
     """The same of an engine."""
     before = engine.metrics()
-    out = engine.generate(given, max_new_tokens=NEW_TOKENS, sampling=SAMPLING, stop=STOP)
+    out = engine.generate(given, max_new_tokens=limits(len(given)), sampling=SAMPLING)
     return out.tokens, engine.metrics().device_rounds - before.device_rounds, int(out.stats.rounds.sum())
 
 
@@ -67,8 +78,8 @@ def main() -> None:
     given = prompts(model, options.requests)
     values: dict[tuple[str, str], list[float]] = {}
     with jspec.Engine(model, slots=SLOTS, context=PROMPT_TOKENS + NEW_TOKENS) as engine:
-        in_batches(model, given[: 2 * SLOTS])
-        through(engine, given[: 2 * SLOTS])
+        in_batches(model, given[: SLOTS + options.requests % SLOTS])  # The last batch is smaller.
+        through(engine, given[:SLOTS])
         for _ in range(options.repeats):
             seconds, batches = timed(lambda: in_batches(model, given))
             engine_seconds, engines = timed(lambda: through(engine, given))

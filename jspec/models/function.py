@@ -185,7 +185,7 @@ def is_causal(function: Function, params: PyTree, vocab_size: int, length: int) 
     """Whether a change of all tokens from any position on leaves the logits before it as they are, up to rounding.
 
     Raises:
-      ValueError: a logit is NaN.
+      ValueError: a logit is NaN or +inf.
     """
     index = jnp.arange(length, dtype=jnp.int32)
     changed = index[None] >= jnp.where(index == 0, length, index)[:, None]
@@ -193,8 +193,9 @@ def is_causal(function: Function, params: PyTree, vocab_size: int, length: int) 
     # Row 0 is the text itself; in row i all tokens from position i on are others.
     result = jax.jit(function)(params, tokens)
     logits = result.astype(jnp.float32)
-    if jnp.isnan(logits).any():
-        raise ValueError(f"function: {describe(function)} returns logits that are NaN; its weights may be")
+    if not (logits < jnp.inf).all():
+        kind = "NaN" if jnp.isnan(logits).any() else "+inf"
+        raise ValueError(f"function: {describe(function)} returns logits that are {kind}; its weights may be wrong")
     own = jnp.broadcast_to(logits[:1], logits.shape)
     same = (own == logits) | changed[:, :, None]
     finite = jnp.where(jnp.isfinite(logits), jnp.abs(logits), 0.0)
