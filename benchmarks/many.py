@@ -24,7 +24,7 @@ from jspec.engine.model import Model
 
 SLOTS, PROMPT_TOKENS, NEW_TOKENS = 64, 48, 192
 MEDIAN, SIGMA, LEAST = 64, 0.7, 8
-"""Of the limits; the largest is NEW_TOKENS."""
+"""The distribution of limits; the largest is NEW_TOKENS."""
 SAMPLING = jspec.Sampling(temperature=1.0)
 
 
