@@ -12,6 +12,7 @@ from typing import Any
 
 from jspec.analysis.check_drafter import DrafterReport, check_drafter
 from jspec.analysis.check_rule import RuleReport, check_rule
+from jspec.analysis.check_target import TargetReport, check_target
 from jspec.analysis.inspect_round import Round, inspect_round
 from jspec.core.package import VERSION
 from jspec.core.sampling import Sampling
@@ -24,7 +25,7 @@ from jspec.engine.handle import EngineError, Handle
 from jspec.engine.metrics import Metrics
 from jspec.engine.model import Model, load
 from jspec.engine.options import GenerateOptions
-from jspec.engine.own import from_function, from_module, from_named
+from jspec.engine.own import from_function, from_module, from_named, from_target
 from jspec.engine.request import QueueFull
 from jspec.engine.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
 from jspec.engine.score import Scores, score
@@ -58,12 +59,15 @@ __all__ = [
     "Scores",
     "Standalone",
     "Suffix",
+    "TargetReport",
     "cache_programs",
     "check_drafter",
     "check_rule",
+    "check_target",
     "from_function",
     "from_module",
     "from_named",
+    "from_target",
     "generate",
     "generate_ids",
     "inspect_round",

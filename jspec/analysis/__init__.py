@@ -1,4 +1,4 @@
-"""Tools that look at generations: one round in detail, checks of drafters, evaluation, plots.
+"""Tools that look at generations: one round in detail, checks of drafters and targets, evaluation, plots.
 
 The modules are imported on first use.
 """
@@ -8,6 +8,6 @@ from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in ("check_drafter", "evaluate", "inspect_round", "plots"):
+    if name in ("check_drafter", "check_target", "evaluate", "inspect_round", "plots"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -82,7 +82,7 @@ def check_drafter(
     if single:
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
     check_int("max_new_tokens", max_new_tokens, least=1)
-    case = _Case(_in_float32(model), _TraceCounter(chosen, []), ids, max_new_tokens, temperature, seed)
+    case = _Case(in_float32(model), _TraceCounter(chosen, []), ids, max_new_tokens, temperature, seed)
     _ = case.options.seeds(2 * len(ids))
     done = ["it has the attributes and methods of a drafter, and can be hashed"]
     name = type(chosen.bind(model.target, model.draft)).__name__
@@ -379,7 +379,9 @@ def _accept_length(generations: Sequence[Generation]) -> float:
     return sum(counts) / max(len(counts), 1)
 
 
-def _in_float32(model: Model) -> Model:
+def in_float32(model: Model) -> Model:
+    """The model with its weights in float32."""
+
     def cast(leaf: jax.Array) -> jax.Array:
         return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 

@@ -263,6 +263,10 @@ class Target(Protocol):
         ...
 
 
+TARGET_PARTS = ("vocab_size", "hidden_size", "num_layers", "max_length", "init_cache", "embed", "unembed", "forward")
+"""The attributes of a `Target`, then its methods."""
+
+
 class Drafter(Protocol):
     """A way to propose tokens: a frozen dataclass of hyperparameters; see docs/adding-a-drafter.md."""
 

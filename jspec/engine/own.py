@@ -1,4 +1,4 @@
-"""Models of the user's own: a function of tokens, a module of flax, or weights in arrays."""
+"""Models of the user's own: a function of tokens, a module of flax, a target with a cache, or weights in arrays."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jspec.checkpoints.files import resolve_dtype
 from jspec.checkpoints.language_model import Checkpoint
 from jspec.core import package
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, check_text
-from jspec.core.types import Params
+from jspec.core.types import TARGET_PARTS, Params, Target
 from jspec.engine.model import Model, take_heads
 from jspec.models.decoder import Decoder
 from jspec.models.function import Function, FunctionModel, describe, is_causal
@@ -107,6 +107,43 @@ def from_module(
     name = type(module).__name__ if name is None else name
     options = {"max_length": max_length, "vocab_size": vocab_size, "tokenizer": tokenizer, "eos": eos, "check": check}
     return from_function(function, params, name=name, **options)
+
+
+def from_target(
+    target: Target,
+    params: PyTree,
+    *,
+    tokenizer: Tokenizer | None = None,
+    eos: Sequence[int] = (),
+    name: str | None = None,
+) -> Model:
+    """A model of a target with a cache of its own; `jspec.check_target` checks it.
+
+    Args:
+      target: a frozen dataclass with the attributes and methods of `jspec.core.types.Target`. Compiled programs are
+        kept for equal ones.
+      params: its weights, by reference: any pytree of arrays.
+      tokenizer: of `jspec.text.tokenizer`; None: prompts and outputs are token ids.
+      eos: ids that end a text.
+      name: for messages; None: that of its class.
+
+    Raises:
+      TypeError, ValueError: arguments of the wrong type, or an attribute or method that is missing or wrong.
+    """
+    kind = type(target).__name__
+    if isinstance(target, type):
+        raise TypeError(f"target is the class {target.__name__}: must be an object of it")
+    if missing := [part for part in TARGET_PARTS if not hasattr(target, part)]:
+        raise TypeError(
+            f"target is of type {kind}, which has no {', '.join(missing)}: must be a jspec.core.types.Target"
+        )
+    check_hashable("target", target)
+    for size in ("vocab_size", "max_length"):
+        check_int(size, getattr(target, size), least=1, owner=kind)
+    _check_tokenizer(tokenizer)
+    name = kind if name is None else check_text("name", name)
+    given: Any = target
+    return Model(name, given, Params(params), tokenizer, _check_eos(eos, target.vocab_size))
 
 
 def from_named(

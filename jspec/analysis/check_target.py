@@ -1,0 +1,504 @@
+"""`check_target`: tests a target, yours or one of this package, against its own reading of whole texts."""
+
+import dataclasses
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+from tqdm.auto import tqdm
+
+from jspec.analysis.check_drafter import in_float32
+from jspec.core import accept, decode, stopping
+from jspec.core.checks import check_flag, check_int, check_number
+from jspec.core.commit import commit_rows
+from jspec.core.types import TARGET_PARTS, DraftTree, ForwardOutput, Target
+from jspec.drafters import Ngram
+from jspec.engine.model import Model, refuse_split
+from jspec.engine.run import check_model
+
+LENGTHS = (20, 7, 12)
+"""Tokens of the texts; shorter ones are padded on the right with other tokens."""
+WIDTH, CHUNK, NODES, DEPTH, ROUNDS = max(LENGTHS), 5, 7, 3, 3
+"""Columns of all texts, columns that are read at once, nodes and depth of a tree, rounds with trees."""
+CAPACITY, PAGE_SIZE, OTHER_PAGE_SIZES = 32, 4, (1, 16)
+"""Tokens that a cache can hold, and rows of its pages."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TargetReport:
+    """The result of `check_target` for a target that satisfies the contract.
+
+    target: the name of its class.
+    difference: the largest difference of two logits that should be equal, relative to the largest logit.
+    checks: what was checked.
+    """
+
+    target: str
+    difference: float
+    checks: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        lines = [f"{self.target} satisfies the contract", *(f"  ok  {check}" for check in self.checks)]
+        return "\n".join([*lines, f"logits differ by at most {self.difference:.1e} of the largest one"])
+
+
+def check_target(model: Model, *, seed: int = 0, tolerance: float = 1e-4, progress: bool = False) -> TargetReport:
+    """Tests a target against the contract of `jspec.core.types.Target`, in float32.
+
+    The logits of whole texts, read at once without a cache, are what all other ways to read them must give: token by
+    token, in chunks, and in trees of which a path is committed, with sequences at different positions. Also tested: the
+    order of the batch, what a cache held before, page sizes, selected nodes and hidden states. Whether the logits of
+    whole texts are right is not tested: compare them with those of another implementation.
+
+    Args:
+      model: of `jspec.from_target`, with a context of at least 20 tokens; a small one is enough. Its weights are cast
+        to float32.
+      seed: of the texts and trees.
+      tolerance: by how much logits may differ, relative to 1 plus the largest one.
+      progress: whether to show a progress bar.
+
+    Raises:
+      AssertionError: the target violates the contract; the message states what differs, where and by how much.
+      ValueError, TypeError: an invalid argument.
+    """
+    check_model(model)
+    refuse_split(model, "check_target")
+    seed = check_int("seed", seed, least=0, most=2**31 - 1)
+    tolerance = check_number("tolerance", tolerance, above=0, most=1)
+    progress = check_flag("progress", progress)
+    name, done = type(model.target).__name__, []
+    case = _Case(in_float32(model), seed, tolerance)
+    with tqdm(_CHECKS, unit="check", disable=not progress) as bar:
+        for check in bar:
+            try:
+                done.append(check(case))
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
+            except Exception as error:
+                error.add_note(f"raised in check_target({name}(...)), by {check.__name__}")
+                raise
+    return TargetReport(name, max(case.differences), tuple(done))
+
+
+@partial(jax.jit, static_argnames=("target", "capture"))
+def _read(
+    params: PyTree,
+    draft_tree: DraftTree,
+    cache: Any,
+    start: Int[Array, " B"] | None,
+    path: Int[Array, "B A"] | None,
+    length: Int[Array, " B"],
+    select: Int[Array, " B"] | None = None,
+    *,
+    target: Target,
+    capture: tuple[int, ...] = (),
+) -> tuple[ForwardOutput, Any]:
+    """A forward, and the cache after the first `length[b]` rows along `path` are committed."""
+    out = target.forward(params, draft_tree, cache, start, capture_layers=capture, select=select)
+    begin = jnp.zeros_like(length) if start is None else start
+    return out, commit_rows(cache, out.rows, begin, path, length, after=out.logits)
+
+
+@dataclasses.dataclass
+class _Case:
+    """A target and the texts that it reads.
+
+    differences: between logits that were compared, relative to 1 plus the largest one.
+    """
+
+    model: Model
+    seed: int
+    tolerance: float
+    differences: list[float] = dataclasses.field(default_factory=lambda: [0.0])
+
+    @property
+    def target(self) -> Any:
+        return self.model.target
+
+    @cached_property
+    def text(self) -> Int[np.ndarray, "B T"]:
+        return self.random((len(LENGTHS), WIDTH), 0)
+
+    @cached_property
+    def whole(self) -> Float[np.ndarray, "B T V"]:
+        """The logits of the texts, read at once."""
+        return self.read_whole(self.text)
+
+    @cached_property
+    def scale(self) -> float:
+        return 1 + float(np.abs(np.where(np.isfinite(self.whole), self.whole, 0)).max())
+
+    def random(self, shape: tuple[int, ...], *key: int) -> Int[np.ndarray, "*shape"]:
+        """Random tokens."""
+        return np.random.default_rng([self.seed, *key]).integers(0, self.target.vocab_size, shape).astype(np.int32)
+
+    def empty(self, page_size: int = PAGE_SIZE, batch: int = len(LENGTHS)) -> Any:
+        """An empty cache."""
+        return self.target.init_cache(self.model.params.target, batch, CAPACITY, page_size)
+
+    def read(self, tokens: Any, cache: Any, start: Any, length: Any, **options: Any) -> tuple[ForwardOutput, Any]:
+        """As `_read`; tokens are a chain, or a tree if there are `parents`."""
+        parents, depth = options.pop("parents", None), options.pop("depth", None)
+        drafted = DraftTree(jnp.asarray(tokens), None if parents is None else jnp.asarray(parents), depth)
+        begin = None if start is None else jnp.asarray(start, jnp.int32)
+        path = options.pop("path", None)
+        given = None if path is None else jnp.asarray(path)
+        count = jnp.asarray(length, jnp.int32)
+        return _read(self.model.params.target, drafted, cache, begin, given, count, target=self.model.target, **options)
+
+    def read_whole(self, text: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T V"]:
+        """The logits of texts, without a cache."""
+        batch = len(text)
+        return np.asarray(self.read(text, self.empty(batch=batch), None, np.zeros(batch))[0].logits)
+
+    def compare(self, got: np.ndarray, wanted: np.ndarray, where: str, what: str = "logits") -> None:
+        """Raises AssertionError unless two vectors are equal up to rounding."""
+        same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
+        with np.errstate(invalid="ignore"):
+            apart = np.where(same, 0, np.abs(got.astype(np.float64) - wanted)) / self.scale
+        apart = np.where(np.isnan(apart), np.inf, apart)
+        worst = int(apart.argmax())
+        self.differences.append(float(apart[worst]))
+        if apart[worst] > self.tolerance:
+            raise AssertionError(
+                f"{where}: {what} differ from those of the text read at once, most at index {worst}: "
+                f"{got[worst]:.6g} instead of {wanted[worst]:.6g}"
+            )
+
+
+# The interface
+
+
+def _check_interface(case: _Case) -> str:
+    target = case.target
+    if missing := [name for name in TARGET_PARTS if not hasattr(target, name)]:
+        raise AssertionError(f"it is no target: it has no {', '.join(missing)}")
+    for name in TARGET_PARTS[:4]:
+        value, least = getattr(target, name), 1 if name in ("vocab_size", "max_length") else 0
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise AssertionError(f"{name}={value!r}: must be an int of at least {least}")
+    if target.max_length < WIDTH:
+        raise ValueError(f"max_length={target.max_length}: must be at least {WIDTH} to be checked")
+    try:
+        hash(target)
+    except TypeError as error:
+        raise AssertionError(f"{error}: a target is a static argument, so make it a frozen dataclass") from None
+    if type(target).__hash__ is object.__hash__:
+        raise AssertionError(
+            "it is hashed by identity, so each new object compiles its programs again: make it a frozen dataclass"
+        )
+    return "it has the attributes and methods of a target, and is hashed by value"
+
+
+def _check_shapes(case: _Case) -> str:
+    batch, target = len(LENGTHS), case.target
+    count = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    tokens: Any = jax.ShapeDtypeStruct((batch, CHUNK), jnp.int32)
+    cache = jax.eval_shape(case.empty)
+    if not hasattr(cache, "commit"):
+        raise AssertionError(f"init_cache returns a {type(cache).__name__}: must have the method commit")
+    for start in (None, count):
+        for drafted in (DraftTree(tokens), DraftTree(tokens, tokens, DEPTH)):
+            forward = partial(_forward_alone, target)
+            out = jax.eval_shape(forward, case.model.params.target, drafted, cache, start)
+            _check_output(out, (batch, CHUNK, target.vocab_size))
+            path = None if drafted.parents is None else tokens
+            after = jax.eval_shape(lambda cache, *given: cache.commit(*given), cache, out.rows, count, path, count)
+            _check_same_form(cache, after)
+    return "forward and commit return the right shapes and dtypes, and forward leaves the cache alone"
+
+
+def _forward_alone(target: Any, params: PyTree, drafted: DraftTree, cache: Any, start: Any) -> ForwardOutput:
+    """A forward after which all arrays of the cache must be the ones of before."""
+    before = jax.tree.leaves(cache)
+    out = target.forward(params, drafted, cache, start)
+    after = jax.tree.leaves(cache)
+    if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
+        raise AssertionError("forward changes the cache: only commit may, and returns another one")
+    return out
+
+
+def _check_output(out: object, shape: tuple[int, ...]) -> None:
+    if not isinstance(out, ForwardOutput):
+        raise AssertionError(f"forward returns a {type(out).__name__}: must be a jspec.core.types.ForwardOutput")
+    if out.logits.shape != shape or out.logits.dtype != jnp.float32:
+        raise AssertionError(
+            f"the logits of {shape[1]} tokens of {shape[0]} sequences are {_describe(out.logits)}: must be "
+            f"float32{list(shape)}, for vocab_size={shape[2]}"
+        )
+    if out.hidden is not None:
+        raise AssertionError(f"hidden is {_describe(out.hidden)} without capture_layers: must be None")
+
+
+def _check_same_form(before: PyTree, after: PyTree) -> None:
+    """Raises AssertionError if `commit` changes the form of a cache."""
+    old, new = (
+        {jax.tree_util.keystr(path): _describe(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
+        for cache in (before, after)
+    )
+    for name in dict.fromkeys([*old, *new]):
+        if old.get(name) != new.get(name):
+            raise AssertionError(
+                f"commit returns a cache of another form: {name or 'it'} is {new.get(name, 'missing')}, but was "
+                f"{old.get(name, 'missing')}"
+            )
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise AssertionError(
+            f"commit returns a cache of another form: {jax.tree.structure(after)}, but was {jax.tree.structure(before)}"
+        )
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+# Whole texts
+
+
+def _check_finite(case: _Case) -> str:
+    wrong = ~(case.whole < np.inf)
+    if wrong.any():
+        sequence, position, token = np.argwhere(wrong)[0]
+        value = case.whole[sequence, position, token]
+        raise AssertionError(
+            f"the logit of token {token} after position {position} of sequence {sequence} is {value}: must be a number "
+            "or -inf; weights may be wrong"
+        )
+    if (case.whole == case.whole[:1, :1]).all():
+        raise AssertionError("the logits of all tokens are equal: they do not depend on the text")
+    return "logits are finite or -inf, and depend on the text"
+
+
+def _check_causal(case: _Case) -> str:
+    other = case.random(case.text.shape, 1)
+    for position in range(1, WIDTH, 3):
+        changed = np.where(np.arange(WIDTH) < position, case.text, other)
+        logits = case.read_whole(changed)
+        for sequence in range(len(LENGTHS)):
+            for before in range(position):
+                where = f"sequence {sequence}, position {before}, with other tokens from position {position} on"
+                case.compare(logits[sequence, before], case.whole[sequence, before], where)
+    return "logits do not depend on later tokens"
+
+
+def _check_batch(case: _Case) -> str:
+    others = case.random(case.text.shape, 2)
+    for sequence in range(len(LENGTHS)):
+        text = others.copy()
+        text[len(LENGTHS) - 1 - sequence] = case.text[sequence]
+        apart, alone = case.read_whole(text)[len(LENGTHS) - 1 - sequence], case.read_whole(case.text[[sequence]])[0]
+        for position in range(WIDTH):
+            where = f"sequence {sequence}, position {position}"
+            wanted = case.whole[sequence, position]
+            case.compare(apart[position], wanted, f"{where}, among other sequences in another order")
+            case.compare(alone[position], wanted, f"{where}, in a batch of its own")
+    return "a sequence does not depend on the others of its batch"
+
+
+# Texts in pieces
+
+
+def _step(case: _Case, cache: Any, steps: int, how: str, text: np.ndarray | None = None) -> Any:
+    """Reads texts token by token, some sequences more slowly than others; returns the cache.
+
+    how: for messages. text: None: the case's own, with which logits are compared.
+    """
+    given, start = case.text if text is None else text, np.zeros(len(LENGTHS), np.int32)
+    row, lengths = np.arange(len(LENGTHS)), np.array(LENGTHS)
+    for step in range(steps):
+        at = np.minimum(start, lengths - 1)
+        moves = (start < lengths) & (step % (row + 1) == 0)
+        out, cache = case.read(given[row, at][:, None], cache, at, moves)
+        for i in np.flatnonzero(start < lengths) if text is None else ():
+            where = f"sequence {i}, position {at[i]}, {how}"
+            case.compare(np.asarray(out.logits[i, 0]), case.whole[i, at[i]], where)
+        start = start + moves
+    return cache
+
+
+def _check_steps(case: _Case) -> str:
+    _step(case, case.empty(), WIDTH + 4, "read token by token")
+    return "token by token, with sequences at different positions"
+
+
+def _prefill(case: _Case, size: int, cache: Any, how: str, lengths: Any = LENGTHS) -> Any:
+    """Reads texts in chunks; returns the cache. how: for messages."""
+    lengths = np.array(lengths)
+    for first in range(0, int(lengths.max()), size):
+        begin = np.minimum(first, lengths)
+        count = np.minimum(lengths - begin, size)
+        at = np.minimum(begin[:, None] + np.arange(size), WIDTH - 1)
+        tokens = np.take_along_axis(case.text, at, axis=1)
+        out, cache = case.read(tokens, cache, begin if first else None, count)
+        logits = np.asarray(out.logits)
+        for i in range(len(LENGTHS)):
+            for t in range(count[i]):
+                where = f"sequence {i}, position {begin[i] + t}, {how}"
+                case.compare(logits[i, t], case.whole[i, begin[i] + t], where)
+    return cache
+
+
+def _check_chunks(case: _Case) -> str:
+    for size in (CHUNK, WIDTH):
+        before = np.array(LENGTHS) - 1
+        cache = _prefill(case, size, case.empty(), f"read in chunks of {size}", before)
+        last = np.take_along_axis(case.text, before[:, None], axis=1)
+        logits = np.asarray(case.read(last, cache, before, before * 0)[0].logits)
+        for i, at in enumerate(before):
+            where = f"sequence {i}, position {at}, after the text before it was read in chunks of {size}"
+            case.compare(logits[i, 0], case.whole[i, at], where)
+    return "in chunks, with sequences that end in earlier ones"
+
+
+def _check_trees(case: _Case) -> str:
+    start, rng = np.array([5, 1, 3]), np.random.default_rng([case.seed, 3])
+    cache = _prefill(case, CHUNK, case.empty(), f"read in chunks of {CHUNK}", start)
+    for number in range(ROUNDS):
+        tokens, parents, path, count = _draft(case, start, rng)
+        # One sequence has finished in each round but the first: nothing of it is committed.
+        count[np.arange(len(count)) == number - 1] = 0
+        options = {"parents": parents, "depth": DEPTH, "path": path}
+        out, cache = case.read(tokens, cache, start, count, **options)
+        _compare_nodes(case, np.asarray(out.logits), tokens, parents, start, f"round {number} of trees")
+        start = start + count
+    return "in trees, of which a path is committed"
+
+
+def _draft(case: _Case, start: Int[np.ndarray, " B"], rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """A random tree after `start` tokens of each text, in which the text goes on along a path, and that path."""
+    batch, rows = len(start), np.arange(len(start))
+    tokens = case.random((batch, NODES), 4, int(start.sum()))
+    parents, path = np.zeros((batch, NODES), np.int32), np.zeros((batch, DEPTH + 1), np.int32)
+    count = rng.integers(2, DEPTH + 2, batch).astype(np.int32)
+    tokens[:, 0] = case.text[rows, start]
+    for i in rows:
+        # The path of the text has every other node; the nodes between them hang on any earlier one.
+        depths = [0] * NODES
+        for node in range(1, NODES):
+            on_path = node % 2 == 0 and node // 2 <= DEPTH
+            allowed = [n for n in range(node) if depths[n] < DEPTH]
+            parents[i, node] = node - 2 if on_path else rng.choice(allowed)
+            depths[node] = depths[parents[i, node]] + 1
+            if on_path:
+                tokens[i, node] = case.text[i, start[i] + node // 2]
+        path[i] = np.minimum(np.arange(DEPTH + 1), count[i] - 1) * 2
+    return tokens, parents, path, count
+
+
+def _compare_nodes(
+    case: _Case, logits: np.ndarray, tokens: np.ndarray, parents: np.ndarray, start: np.ndarray, where: str
+) -> None:
+    """Compares each node of a tree with its path as the end of a text that is read at once."""
+    for node in range(NODES):
+        text, at = case.text.copy(), start.copy()
+        for i in range(len(start)):
+            line = [node]
+            while line[0]:
+                line.insert(0, int(parents[i, line[0]]))
+            text[i, start[i] : start[i] + len(line)] = tokens[i, line]
+            at[i] += len(line) - 1
+        wanted = case.read_whole(text)
+        for i in range(len(start)):
+            place = f"sequence {i}, node {node} at position {at[i]}, {where}, parents {parents[i].tolist()}"
+            case.compare(logits[i, node], wanted[i, at[i]], place)
+
+
+# What a cache held before
+
+
+def _check_uncommitted(case: _Case) -> str:
+    steps = WIDTH // 2
+    old = case.random(case.text.shape, 5)
+    _, used = case.read(old, case.empty(), None, np.full(len(LENGTHS), WIDTH))
+    _step(case, used, steps, "in a cache that held another text before (nothing is committed at start 0)")
+
+    def with_nan(leaf: Array) -> Array:
+        return jnp.full_like(leaf, jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    unused = jax.tree.map(with_nan, case.empty())
+    _step(case, unused, steps, "in a cache whose uncommitted rows are NaN (select with where; NaN times 0 is NaN)")
+    return "what a cache held before does not matter, even NaN"
+
+
+def _check_pages(case: _Case) -> str:
+    for size in OTHER_PAGE_SIZES:
+        _prefill(case, CHUNK, case.empty(size), f"read in chunks of {CHUNK} with page_size={size}")
+    return "page sizes do not matter"
+
+
+# Options of a forward
+
+
+def _check_select(case: _Case) -> str:
+    chosen = np.array([CHUNK - 1, 0, 2])
+    tokens, none = case.text[:, :CHUNK], np.zeros(len(LENGTHS), np.int32)
+    for start in (None, none):
+        out, _ = case.read(tokens, case.empty(), start, none, select=jnp.asarray(chosen, jnp.int32))
+        if out.logits.shape[:2] != (len(LENGTHS), 1):
+            raise AssertionError(
+                f"with select the logits are {_describe(out.logits)}: must be those of one node, "
+                f"[{len(LENGTHS)}, 1, {case.target.vocab_size}]"
+            )
+        for i, node in enumerate(chosen):
+            case.compare(np.asarray(out.logits[i, 0]), case.whole[i, node], f"sequence {i}, select={node}")
+    return "a selected node has its logits"
+
+
+def _check_hidden(case: _Case) -> str:
+    layers = (0, case.target.num_layers) if case.target.num_layers else (0,)
+    none = np.zeros(len(LENGTHS), np.int32)
+    try:
+        whole, _ = case.read(case.text, case.empty(), None, none, capture=layers)
+    except ValueError:
+        return "it has no hidden states to capture: drafters that read them refuse it"
+    shape = (len(LENGTHS), WIDTH, len(layers) * case.target.hidden_size)
+    if whole.hidden is None or whole.hidden.shape != shape:
+        found = "None" if whole.hidden is None else _describe(whole.hidden)
+        raise AssertionError(
+            f"with capture_layers={layers} hidden is {found}: must have the shape {list(shape)}; a target without "
+            "hidden states raises ValueError"
+        )
+    start = np.array([5, 1, 3])
+    cache = _prefill(case, CHUNK, case.empty(), f"read in chunks of {CHUNK}", start)
+    at = start[:, None] + np.arange(CHUNK)
+    out, _ = case.read(np.take_along_axis(case.text, at, axis=1), cache, start, none, capture=layers)
+    assert out.hidden is not None
+    wanted = np.asarray(whole.hidden)
+    for i in range(len(LENGTHS)):
+        for t in range(CHUNK):
+            where = f"sequence {i}, position {at[i, t]}, read in chunks of {CHUNK}"
+            case.compare(np.asarray(out.hidden[i, t]), wanted[i, at[i, t]], where, f"hidden states {layers}")
+    return "hidden states are those of the text read at once"
+
+
+def _check_round(case: _Case) -> str:
+    drafter, batch = Ngram(), len(LENGTHS)
+    count = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    parts: Any = {"target": case.target, "drafter": drafter, "accept": accept.greedy}
+    start = partial(decode.prefill, **parts, capacity=CAPACITY, page_size=PAGE_SIZE)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
+    tokens, stop = jax.ShapeDtypeStruct((batch, WIDTH), jnp.int32), stopping.init(None, batch)
+    s = jax.eval_shape(start, case.model.params, tokens, count, count, keys, stop)
+    until = jax.ShapeDtypeStruct((), jnp.int32)
+    jax.eval_shape(partial(decode.run_rounds, **parts), case.model.params, s, until)
+    return "the loop takes it"
+
+
+_CHECKS = (
+    _check_interface,
+    _check_shapes,
+    _check_finite,
+    _check_causal,
+    _check_batch,
+    _check_steps,
+    _check_chunks,
+    _check_trees,
+    _check_uncommitted,
+    _check_pages,
+    _check_select,
+    _check_hidden,
+    _check_round,
+)
