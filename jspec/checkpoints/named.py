@@ -1,4 +1,4 @@
-"""Weights that are arrays already, such as those of a training loop, under their Hugging Face names."""
+"""Weights that are arrays already, such as those of a training loop, under the names of a library."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -16,6 +16,7 @@ from jspec.checkpoints import language_model
 from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.live import LiveArray
+from jspec.checkpoints.names import TRANSFORMERS, check_names, flatten_params, translate
 from jspec.checkpoints.tensors import FLOATS, HEAD, Tensors
 from jspec.models.decoder import Decoder
 
@@ -110,25 +111,31 @@ def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tu
     return parsed, language_model.ends_of_text([fields, fields.section("text_config")], parsed.vocab_size)
 
 
-def read(config: Decoder, arrays: Mapping[str, Array], dtype: DTypeLike | None) -> tuple[Decoder, PyTree]:
+def read(config: Decoder, arrays: PyTree, dtype: DTypeLike | None, names: str = TRANSFORMERS) -> tuple[Decoder, PyTree]:
     """The weights of a model of one of the families, by one program, which arrays of the same shapes compile once.
 
     The configuration that is returned has the MTP heads of which there are weights.
 
-    arrays: by Hugging Face name; on any devices, traced ones included.
+    arrays: by Hugging Face name, or as another library holds them; on any devices, traced ones included.
     dtype: None: that of the arrays.
+    names: whose names the arrays have.
 
     Raises:
-      CheckpointError: a missing or unused array, or one of another shape or dtype.
+      CheckpointError: a missing or unused array, or one of another shape or dtype; or names that are not known for this
+        model.
+      ValueError: an unknown library.
     """
-    held = {name: _checked(name, array) for name, array in arrays.items()}
+    check_names(names, config)
+    given = arrays if names == TRANSFORMERS else flatten_params(names, arrays)
+    held = {name: _checked(name, array) for name, array in given.items()}
     dtypes = {np.dtype(array.dtype) for array in held.values()}
     if dtype is None and len(dtypes) > 1:
         found = ", ".join(sorted(map(str, dtypes)))
         raise CheckpointError(f"{_WHERE}: have the dtypes {found}; dtype must be given")
     dtype = np.dtype(dtype or next(iter(dtypes), np.float32))
-    config = language_model.with_mtp(config, LiveTensors(_Named(held), dtype))
-    return config, _fuse(held, config=config, dtype=dtype)
+    if names == TRANSFORMERS:
+        config = language_model.with_mtp(config, LiveTensors(_Named(held), dtype))
+    return config, _fuse(held, config=config, dtype=dtype, names=names)
 
 
 def _checked(name: object, array: Any) -> Array:
@@ -139,6 +146,8 @@ def _checked(name: object, array: Any) -> Array:
     return array  # pyright: ignore[reportReturnType]  # a jitted program takes arrays of NumPy, too
 
 
-@partial(jax.jit, static_argnames=("config", "dtype"))
-def _fuse(arrays: Mapping[str, Array], *, config: Decoder, dtype: np.dtype) -> PyTree:
+@partial(jax.jit, static_argnames=("config", "dtype", "names"))
+def _fuse(arrays: Mapping[str, Array], *, config: Decoder, dtype: np.dtype, names: str) -> PyTree:
+    if names != TRANSFORMERS:
+        arrays = translate(names, config, arrays)
     return language_model.read_params(config, LiveTensors(_Named(arrays), dtype))

@@ -148,14 +148,15 @@ def from_target(
 
 def from_named(
     config: Mapping[str, Any] | str | Path | Decoder,
-    arrays: Mapping[str, Array],
+    arrays: Mapping[str, Array] | PyTree,
     *,
+    names: str = named.TRANSFORMERS,
     tokenizer: Tokenizer | None = None,
     eos: Sequence[int] | None = None,
     dtype: str | None = None,
     name: str | None = None,
 ) -> Model:
-    """A model of a supported family from arrays under their Hugging Face names, without files.
+    """A model of a supported family from arrays under the names of a library, without files.
 
     The weights are fused by one program, which runs where the arrays are and compiles once per shape; it may be part of
     a program of the caller's, with `generate_ids`. Values are not looked at. A training loop gives new weights with
@@ -166,7 +167,10 @@ def from_named(
 
     Args:
       config: the content of a config.json, its file or directory, or the target of another model.
-      arrays: by the names that `transformers` gives them, with its shapes; floating point.
+      arrays: by the names that `transformers` gives them, with its shapes; floating point. With other `names`, weights
+        as that library holds them: nested dictionaries, a state of flax.nnx, or arrays by their paths.
+      names: whose names and shapes they are: "transformers"; "tunix" or "maxtext" for Llama and Qwen3; "tunix" or
+        "gemma" for Gemma 4.
       tokenizer: of `jspec.text.tokenizer`; None: prompts and outputs are token ids.
       eos: ids that end a text; None: those of `config`.
       dtype: "bfloat16", "float16" or "float32"; None: that of the arrays.
@@ -177,7 +181,7 @@ def from_named(
         or dtype; the message has its name.
       TypeError, ValueError: other arguments of the wrong type.
     """
-    if not isinstance(arrays, Mapping):
+    if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")
     kind = None if dtype is None else resolve_dtype(dtype)
     parsed, ends = named.parse(config)
@@ -185,7 +189,7 @@ def from_named(
         ends = _check_eos(eos, parsed.vocab_size)
     _check_tokenizer(tokenizer)
     name = type(parsed).__name__ if name is None else check_text("name", name)
-    loaded, heads, weights = take_heads(Checkpoint(*named.read(parsed, arrays, kind), ends))
+    loaded, heads, weights = take_heads(Checkpoint(*named.read(parsed, arrays, kind, names), ends))
     return Model(name, loaded.config, Params(loaded.params, weights), tokenizer, ends, heads)
 
 

@@ -1,0 +1,56 @@
+"""The names that libraries of JAX give weights: a table, and their translation to Hugging Face names.
+
+Each library has a module of its own. A translation is part of the program that fuses weights, so that its transposed
+and sliced arrays are never stored.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import Array, PyTree
+
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.names import gemma, maxtext, tunix
+from jspec.checkpoints.names.leaves import Leaves, Library, Named, flatten
+from jspec.models.decoder import Decoder
+
+TRANSFORMERS = "transformers"
+"""The names of Hugging Face, which need no translation."""
+LIBRARIES: dict[str, Library] = {"gemma": gemma.LIBRARY, "maxtext": maxtext.LIBRARY, "tunix": tunix.LIBRARY}
+"""Name -> how it holds weights."""
+
+
+def check_names(names: object, config: Decoder) -> None:
+    """Checks that the names of a library are known for a model.
+
+    Raises:
+      ValueError: an unknown library.
+      CheckpointError: a library whose names for models of this family are not known.
+    """
+    if names == TRANSFORMERS:
+        return
+    if not isinstance(names, str) or names not in LIBRARIES:
+        raise ValueError(f"names={names!r}: must be one of {', '.join([TRANSFORMERS, *LIBRARIES])}")
+    if type(config) not in LIBRARIES[names].readers:
+        known = ", ".join(kind.__name__ for kind in LIBRARIES[names].readers)
+        raise CheckpointError(
+            f"names={names!r}: known for {known}, and this model is of type {type(config).__name__}; pass arrays under "
+            "their Hugging Face names"
+        )
+
+
+def flatten_params(names: str, params: PyTree) -> dict[str, Any]:
+    """The leaves of a library's weights by their paths."""
+    return flatten(params, LIBRARIES[names].roots)
+
+
+def translate(names: str, config: Decoder, arrays: Mapping[str, Array]) -> Named:
+    """Arrays under their Hugging Face names, from those by path.
+
+    Raises:
+      CheckpointError: a leaf is missing, not used, or of another shape or dtype; the message has its path.
+    """
+    leaves = Leaves(arrays)
+    named = LIBRARIES[names].readers[type(config)](config, leaves)
+    leaves.refuse_unused()
+    return named
