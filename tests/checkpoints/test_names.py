@@ -58,7 +58,7 @@ def hugging_face(config, seed=0):
 
 
 def llama_parts(config, held):
-    """Of each layer: its index, a function from a name to an array, and the experts' arrays stacked."""
+    """For each layer its index, a function from a name to an array, and the experts' arrays stacked."""
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
 
@@ -279,7 +279,7 @@ def test_states_of_modules_are_taken(needs):
     assert_same(jspec.from_named(TIED, state, names="tunix").params.target, weights_of(TIED))
 
 
-def test_a_library_is_known_for_what_the_documentation_says():
+def test_libraries_know_the_documented_models():
     known = {name: {kind.__name__ for kind in library.readers} for name, library in LIBRARIES.items()}
     assert known == {"gemma": {"Gemma4"}, "maxtext": {"Llama"}, "tunix": {"Llama", "Gemma4"}}
 
