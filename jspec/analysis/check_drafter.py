@@ -8,9 +8,10 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
+from tqdm.auto import tqdm
 
 from jspec.core import accept, decode, stopping
-from jspec.core.checks import check_int, shorten
+from jspec.core.checks import check_flag, check_int, shorten
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Committed, DecodeState, Drafter, DraftTree, Params, Target
 from jspec.engine.model import Model, refuse_split
@@ -56,6 +57,7 @@ def check_drafter(
     max_new_tokens: int = 24,
     temperature: float = 1.0,
     seed: int = 0,
+    progress: bool = False,
 ) -> DrafterReport:
     """Tests a drafter against the contract of `jspec.core.types.Drafter`, in float32.
 
@@ -68,6 +70,7 @@ def check_drafter(
       prompts: None: a few short ones.
       max_new_tokens, seed: as in `jspec.generate`.
       temperature: temperature of the sampled sequences.
+      progress: whether to show a progress bar.
 
     Raises:
       AssertionError: the drafter violates the contract; the message states where and how.
@@ -82,18 +85,20 @@ def check_drafter(
     if single:
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
     check_int("max_new_tokens", max_new_tokens, least=1)
+    check_flag("progress", progress)
     case = _Case(in_float32(model), _TraceCounter(chosen, []), ids, max_new_tokens, temperature, seed)
     _ = case.options.seeds(2 * len(ids))
     done = ["it has the attributes and methods of a drafter, and can be hashed"]
     name = type(chosen.bind(model.target, model.draft)).__name__
-    for check in _CHECKS:
-        try:
-            done.append(check(case))
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from None
-        except Exception as error:
-            error.add_note(f"raised in check_drafter({name}(...)), by {check.__name__}")
-            raise
+    with tqdm(_CHECKS, unit="check", disable=not progress) as bar:
+        for check in bar:
+            try:
+                done.append(check(case))
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from None
+            except Exception as error:
+                error.add_note(f"raised in check_drafter({name}(...)), by {check.__name__}")
+                raise
     greedy, sampled = case.result()[: len(ids)], case.result()[len(ids) :]
     return DrafterReport(repr(chosen), _accept_length(greedy), _accept_length(sampled), tuple(done))
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
+from tqdm.auto import tqdm
 
 from jspec.core.accept import NEEDS, RULES
 from jspec.core.checks import check_flag, check_int, shorten
@@ -76,7 +77,9 @@ class _Case:
         return max(self.parents[1:].count(node) for node in range(len(self.parents)))
 
 
-def check_rule(rule: str | Accept, *, trees: bool = True, sampled: bool | None = None, seed: int = 0) -> RuleReport:
+def check_rule(
+    rule: str | Accept, *, trees: bool = True, sampled: bool | None = None, seed: int = 0, progress: bool = False
+) -> RuleReport:
     """Tests that the tokens of an acceptance rule have the target's distribution, whatever is drafted.
 
     The distributions after all prefixes of a vocabulary of four tokens are known, so the probability of each text is,
@@ -90,12 +93,14 @@ def check_rule(rule: str | Accept, *, trees: bool = True, sampled: bool | None =
       trees: whether the rule takes trees. A rule by name brings this along, and `sampled`.
       sampled: True: only drafts that are sampled; False: only certain ones; None: both.
       seed: of the distributions and of all draws.
+      progress: whether to show a progress bar.
 
     Raises:
       AssertionError: the rule is not lossless; the message states the case and what is wrong.
       ValueError, TypeError: an invalid argument.
     """
     trees, seed = check_flag("trees", trees), check_int("seed", seed, least=0, most=2**31 - 1)
+    progress = check_flag("progress", progress)
     if sampled is not None:
         sampled = check_flag("sampled", sampled)
     name = rule if isinstance(rule, str) else getattr(rule, "__name__", repr(rule))
@@ -108,11 +113,12 @@ def check_rule(rule: str | Accept, *, trees: bool = True, sampled: bool | None =
         raise TypeError(f"rule={shorten(rule)}: must be a function, or one of {', '.join(RULES)}")
     found: dict[str, list[float]] = {}
     run: Callable[..., Any] = jax.jit(rule)
-    for case in _cases(trees, sampled, seed):
-        try:
-            found.setdefault(case.name, []).append(_check(run, case, seed))
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {case.name}, {KINDS[case.kind]}: {error}") from None
+    with tqdm(list(_cases(trees, sampled, seed)), unit="case", disable=not progress) as bar:
+        for case in bar:
+            try:
+                found.setdefault(case.name, []).append(_check(run, case, seed))
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {case.name}, {KINDS[case.kind]}: {error}") from None
     return RuleReport(name, {name: sum(means) / len(means) for name, means in found.items()})
 
 

@@ -13,6 +13,7 @@ from jspec.cache.pages import fit_page_size
 from jspec.core.sharding import Device
 from jspec.core.types import Drafter, Params, Target
 from jspec.engine import host_memory
+from jspec.models.decoder import Decoder
 from jspec.models.sizes import tree_bytes
 from pallas_kernels import platform
 
@@ -28,6 +29,7 @@ class Need:
     capacity: tokens per sequence that the caches can hold.
     target, draft: bytes of the target's cache and of the drafter's state.
     options: bytes of the stop automaton and of the sampling parameters, for any capacity.
+    logits: bytes of the logits of whole texts, which models without keys and values compute in each forward.
     """
 
     batch: int
@@ -35,33 +37,48 @@ class Need:
     target: int
     draft: int
     options: int = 0
+    logits: int = 0
+
+    @property
+    def growing(self) -> int:
+        """Bytes of what grows with the capacity."""
+        return self.target + self.draft + self.logits
 
     @property
     def total(self) -> int:
         """Bytes in total."""
-        return self.target + self.draft + self.options
+        return self.growing + self.options
 
     def __str__(self) -> str:
-        each = (self.target + self.draft) / (self.batch * self.capacity)
+        each = self.growing / (self.batch * self.capacity)
         text = (
             f"{self.batch} sequences of {self.capacity} tokens take {gigabytes(self.total)}, {each:,.0f} bytes per "
             f"token: {gigabytes(self.target)} for the target's cache and {gigabytes(self.draft)} for the draft's"
         )
-        noticeable = self.options >= 1e7
-        return f"{text}, and {gigabytes(self.options)} for stop strings and biases" if noticeable else text
+        further = {"the logits of whole texts": self.logits}
+        if self.options >= 1e7:
+            further["stop strings and biases"] = self.options
+        return text + "".join(f", and {gigabytes(size)} for {what}" for what, size in further.items() if size)
 
 
 def need(
     params: Params, target: Target, drafter: Drafter, batch: int, capacity: int, page_size: int, options: int = 0
 ) -> Need:
-    """What the caches of a generation need. Allocates nothing.
+    """What the caches of a generation need, and the logits of whole texts. Allocates nothing.
 
     options: as in `Need`.
     """
     page_size = fit_page_size(page_size, capacity)
     cache = jax.eval_shape(lambda p: target.init_cache(p, batch, capacity, page_size), params.target)
     draft = jax.eval_shape(lambda p: drafter.init(p, batch, capacity, page_size), params)
-    return Need(batch, capacity, tree_bytes(cache), tree_bytes(draft), options)
+    logits = logit_bytes(target, drafter, batch, capacity)
+    return Need(batch, capacity, tree_bytes(cache), tree_bytes(draft), options, logits)
+
+
+def logit_bytes(target: Target, drafter: Drafter, batch: int, capacity: int) -> int:
+    """Bytes of the logits of whole texts that a forward of the target or of a draft computes, one after the other."""
+    models = (target, getattr(drafter, "model", None))
+    return max(model.logit_bytes(batch, capacity) if isinstance(model, Decoder) else 0 for model in models)
 
 
 def free_bytes(device: Any = None) -> tuple[int, int] | None:
@@ -147,7 +164,7 @@ def fit(
         asked = need(params, target, drafter, batch, capacity, page_size, options)
         if asked.total <= budget:
             return capacity
-    each = max((asked.target + asked.draft) / (batch * minimum), 1)
+    each = max(asked.growing / (batch * minimum), 1)
     left = max(0, int((budget - options) / each))
     raise ValueError(
         f"this generation does not fit: {asked}. JAX can use {gigabytes(limit)} of the device: {gigabytes(free)} are "

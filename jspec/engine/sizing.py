@@ -61,8 +61,8 @@ def fit(
     each = -(-context // sizes["page_size"])
     least, wanted = each + 2, max(num_slots * each + 1, each + 2)
     one = _state(params, parts, sizes)
-    fixed = tree_bytes(one)
-    of_page = tree_bytes(jax.eval_shape(partial(_pooled, pages=2), one)) - fixed
+    of_page = tree_bytes(jax.eval_shape(partial(_pooled, pages=2), one)) - tree_bytes(one)
+    fixed = tree_bytes(one) + memory.logit_bytes(parts["target"], parts["drafter"], num_slots, context)
     of_snapshot = tree_bytes(programs.kept_states(one.cache))
     share = share and programs.sharing(one, parts["drafter"]) is not None
     snapshots, has = num_slots if share and of_snapshot else 0, memory.free_bytes()

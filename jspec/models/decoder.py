@@ -157,6 +157,10 @@ class Decoder(abc.ABC):
         """Bytes that layers with states of fixed size keep for a sequence."""
         return 0
 
+    def logit_bytes(self, batch: int, capacity: int) -> int:
+        """Bytes of logits that each forward computes for all of `capacity` tokens; 0: only those of the new ones."""
+        return 0
+
     def outline(self) -> str:
         """The sizes of the model in a few words."""
         return f"{self.num_layers} layers, width {self.hidden_size}"

@@ -137,6 +137,10 @@ class FunctionModel(Decoder):
     def _call(self, params: PyTree, tokens: Int[Array, "B C"]) -> Float[Array, "B C V"]:
         return jnp.asarray(self.function(params, tokens)).astype(jnp.float32)
 
+    def logit_bytes(self, batch: int, capacity: int) -> int:
+        """Bytes of the logits of all columns, in float32."""
+        return 4 * batch * min(capacity, self.max_length) * self.vocab_size
+
     def outline(self) -> str:
         """What it is, in a few words."""
         return "a function of tokens"

@@ -23,10 +23,11 @@ def few(monkeypatch):
 
 @pytest.mark.fast("coupled")
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "block", LossyThresholds(1.0, 1.0)], ids=str)
-def test_lossless_rules_pass(rule, request):
+def test_lossless_rules_pass(rule, request, capsys):
     if rule == "coupled":
         request.getfixturevalue("few")
-    report = check_rule(rule, trees=rule != "block")
+    report = check_rule(rule, trees=rule != "block", progress=True)
+    assert "100%" in capsys.readouterr().err
     assert "is lossless, as far as 65,536 rounds" in repr(report)
     assert all(1 <= mean <= 4 for mean in report.tokens_per_round.values())
     assert len(report.tokens_per_round) == {"coupled": 4, "block": 4}.get(str(rule), 8)
@@ -129,10 +130,11 @@ def test_tokens_of_other_nodes_are_found(few):
         (("coupled", "yes"), TypeError, "trees"),
         (("coupled", True, 1), TypeError, "sampled=1"),
         (("coupled", True, None, -1), ValueError, "seed=-1"),
+        (("coupled", True, None, 0, 1), TypeError, "progress=1"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, error, message):
-    names = ("rule", "trees", "sampled", "seed")
+    names = ("rule", "trees", "sampled", "seed", "progress")
     with pytest.raises(error, match=message):
         check_rule(**dict(zip(names, arguments, strict=False)))
 

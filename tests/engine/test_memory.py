@@ -75,6 +75,37 @@ def test_a_generation_that_does_not_fit_is_an_error(free):
     assert len(out.tokens[0]) == fits - 64 - 9, "minus the rest of a page"
 
 
+def function_model(length=4096):
+    def apply(params, tokens):
+        return params["embed"][tokens] @ params["embed"].T
+
+    return jspec.from_function(apply, {"embed": jnp.ones((61, 4))}, max_length=length)
+
+
+def test_logits_of_functions_count(free):
+    """A function computes the logits of all columns in each forward; as the draft, after the target's."""
+    columns, model = 61 * 4, function_model()
+    asked = memory.need(model.params, model.target, Plain(), 2, 128, 4)
+    assert asked.logits == 2 * 128 * columns
+    assert asked.total == memory.tree_bytes(model.target.empty_cache(2, 128, 4, jnp.int32)) + asked.logits
+    assert "for the logits of whole texts" in str(asked)
+    short = function_model(100)
+    assert memory.need(short.params, short.target, Plain(), 2, 128, 4).logits == 2 * 100 * columns
+    drafted, standalone = model.with_draft(short), Standalone(depth=3).bind(model.target, short.target)
+    assert memory.need(drafted.params, model.target, standalone, 2, 128, 4).logits == 2 * 128 * columns
+    assert memory.need(both(), toy.TARGET, STANDALONE, 3, 40, 1).logits == 0
+    free(2_000_000)
+    with pytest.raises(ValueError, match="this generation does not fit: 2 sequences of 4009 tokens.*logits of whole"):
+        jspec.generate(model, [[1] * 9] * 2, drafter=None, max_new_tokens=4000)
+
+
+def test_an_engine_counts_the_logits_of_functions(monkeypatch):
+    model = function_model()
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (4_000_000, 4_000_000))
+    with pytest.raises(ValueError, match="use fewer slots or a shorter context"):
+        jspec.Engine(model, slots=8, context=4096, page_size=16)
+
+
 def test_allocation_errors_get_a_note(monkeypatch):
     monkeypatch.setattr(platform, "platform", lambda: "cpu")
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.")
