@@ -19,7 +19,7 @@ from jspec.engine.batches import split
 from jspec.engine.model import Model
 from jspec.engine.options import GenerateOptions, check_fits, choose_drafter
 from jspec.engine.result import Generations, GenerationStats
-from jspec.engine.run import encode_prompts
+from jspec.engine.run import Prompt, encode_prompts
 
 REPEAT_LENGTH = 16
 """Tokens that must occur again for a text to count as repeated."""
@@ -154,7 +154,7 @@ def _record(where: str, value: object) -> dict[str, Any]:
 
 def evaluate(
     model: Model,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     drafter: str | Drafter | None,
     *,
     max_new_tokens: int = 128,

@@ -1,4 +1,8 @@
-"""Batches of token sequences, each a function of (seed, step) alone, so that training resumes where it stopped."""
+"""Batches of token sequences, each a function of (seed, step) alone, so that training resumes where it stopped.
+
+A source of whole sequences may have a mask, 1 for the tokens that count for the loss and 0 for the others: what a model
+reads without learning to write it, such as the user's turns of a chat, and the padding after the end of a sequence.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -16,7 +20,8 @@ class Source:
     """Tokens to sample from: UInt[tokens], cut anywhere, or UInt[sequences, T], whole sequences.
 
     Raises:
-      TypeError, ValueError: tokens that are not ids in one or two dimensions, or a share below 0.
+      TypeError, ValueError: tokens that are not ids in one or two dimensions, a share below 0, or a mask that does not
+        fit the tokens.
     """
 
     tokens: np.ndarray
@@ -24,10 +29,15 @@ class Source:
     """The share of batches from this source, relative to the other sources."""
     name: str = ""
     """What errors call it; empty: by its position."""
+    mask: np.ndarray | None = None
+    """[sequences, T]: 1 for tokens that count for the loss, 0 for others; None: all count."""
 
     def __post_init__(self):
-        object.__setattr__(self, "tokens", check_tokens(self.name or "tokens", self.tokens))
+        name = self.name or "tokens"
+        object.__setattr__(self, "tokens", check_tokens(name, self.tokens))
         object.__setattr__(self, "share", check_number("share", self.share, least=0, owner="Source"))
+        if self.mask is not None:
+            object.__setattr__(self, "mask", check_mask(f"the mask of {name}", self.mask, self.tokens))
 
 
 def check_tokens(name: str, tokens: ArrayLike, *, axes: tuple[int, ...] = (1, 2)) -> np.ndarray:
@@ -50,6 +60,27 @@ def check_tokens(name: str, tokens: ArrayLike, *, axes: tuple[int, ...] = (1, 2)
         raise TypeError(f"{found}; must be token ids, which are ints")
     if array.ndim == 2 and array.shape[1] < 2:
         raise ValueError(f"{found}; a sequence must have at least 2 tokens")
+    return array
+
+
+def check_mask(name: str, mask: ArrayLike, tokens: np.ndarray) -> np.ndarray:
+    """A mask of whole sequences as an array.
+
+    Raises:
+      TypeError: values that are neither ints nor bools.
+      ValueError: another shape than that of `tokens`, values other than 0 and 1, or no token that counts.
+    """
+    array = np.asarray(mask)
+    found = f"{name}: is {array.dtype}{list(array.shape)}"
+    if tokens.ndim != 2 or array.shape != tokens.shape:
+        wanted = f"{list(tokens.shape)}, one value per token" if tokens.ndim == 2 else "None: only sequences have masks"
+        raise ValueError(f"{found}; must be {wanted}")
+    if array.dtype.kind not in "iub":
+        raise TypeError(f"{found}; must be 0 and 1, which are ints or bools")
+    if int(array.min()) < 0 or int(array.max()) > 1:
+        raise ValueError(f"{name}: has values from {array.min()} to {array.max()}; must be 0 or 1")
+    if not array.any():
+        raise ValueError(f"{name}: is 0 for all tokens; at least one must count")
     return array
 
 
@@ -140,24 +171,79 @@ def open_tokens(path: Path, *, vocab_size: int, axes: tuple[int, ...] = (1, 2)) 
     return tokens
 
 
+def open_mask(path: Path, tokens: np.ndarray) -> np.ndarray | None:
+    """The mask of a token file, memory-mapped, from the file `mask_path`; None: there is none.
+
+    Raises:
+      ValueError: it is damaged, or does not fit the tokens.
+    """
+    path = mask_path(path)
+    if not path.exists():
+        return None
+    try:
+        mask = np.load(path, mmap_mode="r")
+    except Exception as error:  # NumPy raises many classes for damaged headers
+        raise ValueError(f"{path}: not a mask, which `numpy.save` writes ({error})") from None
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.uint8:
+        raise ValueError(f"{path}: must be a uint8 array, as `numpy.save` writes it")
+    return check_mask(str(path), mask, tokens)
+
+
+def mask_path(path: Path) -> Path:
+    """Where the mask of a token file is: `train_mask.npy` beside `train.npy`."""
+    return path.with_name(f"{path.stem}_mask.npy")
+
+
 def sample(sources: tuple[Source, ...], *, seed: int, step: int, batch_tokens: int, length: int) -> np.ndarray:
+    """The tokens of `sample_masked`."""
+    return sample_masked(sources, seed=seed, step=step, batch_tokens=batch_tokens, length=length)[0]
+
+
+def sample_masked(
+    sources: tuple[Source, ...], *, seed: int, step: int, batch_tokens: int, length: int
+) -> tuple[np.ndarray, np.ndarray | None]:
     """The batch of one step, Int32[B, T + 1] with B * T about `batch_tokens`, from one source chosen by its share.
 
     T is `length`; for a source of whole sequences, T + 1 is their length. The same arguments give the same batch.
+
+    Returns:
+      The tokens, and their mask as Float32[B, T + 1]; None: the source has none.
 
     Raises:
       ValueError: a source shorter than one sequence.
     """
     random = np.random.default_rng((seed, step))
     shares = np.array([source.share for source in sources])
-    tokens = sources[int(random.choice(len(sources), p=shares / shares.sum()))].tokens
+    source = sources[int(random.choice(len(sources), p=shares / shares.sum()))]
+    tokens = source.tokens
     if tokens.ndim == 2:
-        size = max(1, batch_tokens // (tokens.shape[1] - 1))
-        return tokens[np.sort(random.integers(0, len(tokens), size))].astype(np.int32)
+        chosen = np.sort(random.integers(0, len(tokens), max(1, batch_tokens // (tokens.shape[1] - 1))))
+        mask = None if source.mask is None else source.mask[chosen].astype(np.float32)
+        return tokens[chosen].astype(np.int32), mask
     if len(tokens) <= length:
         raise ValueError(f"the token file has {len(tokens)} tokens: a sequence needs length + 1 = {length + 1}")
     starts = random.integers(0, len(tokens) - length, max(1, batch_tokens // length))
-    return np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int32)
+    return np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int32), None
+
+
+def heldout_batches(
+    tokens: np.ndarray, mask: np.ndarray | None, *, batch_tokens: int, length: int
+) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """All of a held-out text once, in order, with its mask: `windows` of a text, or whole sequences.
+
+    The last batch may have fewer sequences.
+
+    Raises:
+      ValueError: a text of fewer tokens than one window.
+    """
+    if tokens.ndim == 1:
+        for batch in windows(tokens, batch_tokens=batch_tokens, length=length):
+            yield batch, None
+        return
+    size = max(1, batch_tokens // (tokens.shape[1] - 1))
+    for i in range(0, len(tokens), size):
+        part = None if mask is None else mask[i : i + size].astype(np.float32)
+        yield tokens[i : i + size].astype(np.int32), part
 
 
 def windows(tokens: np.ndarray, *, batch_tokens: int, length: int) -> Iterator[np.ndarray]:

@@ -22,19 +22,19 @@ class Inputs:
     rows_shape: sequences of --rows and their length; None: there is no --rows.
     rows_share: the fraction of batches from --rows.
     num_prompts: held-out prompts in each evaluation.
+    length: tokens of the sequences of the data; None: it is text, cut into the sequences of the recipe.
     """
 
     manifest: Manifest
     rows_shape: tuple[int, int] | None = None
     rows_share: float = 0.0
     num_prompts: int = 0
+    length: int | None = None
 
 
 _HEADER = """---
-license: apache-2.0
-library_name: jspec
-{pipeline}language: [code]
-tags: [{tags}]
+{license}library_name: jspec
+{pipeline}{language}tags: [{tags}]
 ---
 # {name}"""
 
@@ -62,10 +62,14 @@ def assemble(
       pipeline: the hub's name for what the model does; None: it does nothing by itself.
       tags: for the hub, beyond the usual ones.
     """
+    # Of the user's own files neither license nor language is known.
+    packaged = "kind" not in manifest
     header = _HEADER.format(
         name=name,
+        license="license: apache-2.0\n" if packaged else "",
         pipeline="" if pipeline is None else f"pipeline_tag: {pipeline}\n",
-        tags=", ".join(["python", "speculative-decoding", *tags]),
+        language="language: [code]\n" if packaged else "",
+        tags=", ".join([*(["python"] if packaged else []), "speculative-decoding", *tags]),
     )
     items = "\n".join(f"- {line}" for line in training)
     reproduce = "## Reproduce\n\n```\n" + "\n".join(commands) + "\n```"
@@ -79,7 +83,8 @@ def inputs(manifest: Manifest, sources: Sequence[Source], rows_share: float, num
     if len(sources) > 1:
         count, width = sources[1].tokens.shape
         shape = count, width
-    return Inputs(manifest, shape, rows_share, num_prompts)
+    text = sources[0].tokens
+    return Inputs(manifest, shape, rows_share, num_prompts, text.shape[1] if text.ndim == 2 else None)
 
 
 def final_metrics(work: Path, metric: str) -> FinalMetrics:
@@ -88,13 +93,13 @@ def final_metrics(work: Path, metric: str) -> FinalMetrics:
     return next(line for line in reversed(lines) if metric in line)
 
 
-def optimization(recipe: Recipe, steps: int) -> str:
-    """How many steps of which optimizer a run took."""
+def optimization(recipe: Recipe, steps: int, length: int | None) -> str:
+    """How many steps of which optimizer a run took. length: as in `Inputs`."""
     decay = f"weight decay {recipe.weight_decay:g}" if recipe.weight_decay else "no weight decay"
     return (
         f"{steps:,} steps of {recipe.batch_tokens:,} tokens ({steps * recipe.batch_tokens:,} tokens in total), "
-        f"sequences of {recipe.length}, AdamW at a peak of {recipe.learning_rate:g} with {recipe.warmup} steps of "
-        f"warmup and a cosine to zero, {decay}, gradients clipped at {recipe.clip:g}, seed {recipe.seed}"
+        f"sequences of {length or recipe.length}, AdamW at a peak of {recipe.learning_rate:g} with {recipe.warmup} "
+        f"steps of warmup and a cosine to zero, {decay}, gradients clipped at {recipe.clip:g}, seed {recipe.seed}"
     )
 
 
@@ -108,6 +113,8 @@ def data_command(manifest: Manifest) -> str:
     heldout = " ".join(package["name"] for package in manifest["packages"] if package["heldout"])
     given = manifest.get("tokenizer")
     vocabulary = f"--tokenizer {given}" if given else f"--vocab-size {manifest['vocab_size']}"
+    if "kind" in manifest:
+        return f"jspec train data --out data {vocabulary} --{manifest['kind']} {' '.join(manifest.get('files', ()))}"
     return f"jspec train data --out data {vocabulary} --heldout {heldout}"
 
 
@@ -118,13 +125,26 @@ def text_command(shape: tuple[int, int], model_name: str) -> str:
     return f"jspec train text --model {model_name} --prompts {prompts} --out rows.npy --rows {count} --width {width}"
 
 
+def describe_text(manifest: Manifest) -> str:
+    """What the data is, in a few words."""
+    train = manifest["train"]
+    if "kind" not in manifest:
+        return f"Python source, {train['tokens']:,} tokens of {train['packages']} packages"
+    texts, what = f"{train['files']:,}", "chats" if manifest["kind"] == "chats" else "texts"
+    learned = train.get("learned", train["tokens"])
+    return f"own {what}, {train['tokens']:,} tokens of {texts} {what}, of which {learned:,} count for the loss"
+
+
 def _packages(manifest: Manifest) -> str:
-    """The section that lists each package of the data, with its license."""
+    """The section that lists each package of the data, with its license, or the user's own files."""
+    skipped = "\n".join(f"- {reason}: {count:,}" for reason, count in sorted(manifest["skipped"].items()))
+    if "kind" in manifest:
+        names = "\n".join(f"- {name}" for name in manifest.get("files", ()))
+        return f"## Files\n\n{names}" + (f"\n\nDropped:\n\n{skipped}" if skipped else "")
     rows = [
         f"| {package['name']} | {package['version']} | {package['license']} | {package['files']:,} | "
         f"{package['bytes']:,} | {'held out' if package['heldout'] else 'train'} |"
         for package in manifest["packages"]
     ]
     table = "\n".join(["| package | version | license | files | bytes | use |", "|---|---|---|---|---|---|", *rows])
-    skipped = "\n".join(f"- {reason}: {count:,}" for reason, count in sorted(manifest["skipped"].items()))
     return f"## Packages\n\nLicenses as stated in the packages' metadata.\n\n{table}\n\nExcluded:\n\n{skipped}"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jspec.engine.arguments import Parser
-from jspec.train import arguments, data, options, text
+from jspec.train import arguments, options, prepare, text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,10 @@ class Command:
 
 COMMANDS = {
     "data": Command(
-        "write token files, a tokenizer and prompts from the installed packages",
-        data.__doc__,
-        data.add_arguments,
-        "data",
+        "write token files, a tokenizer and prompts from your own files or the installed packages",
+        prepare.__doc__,
+        prepare.add_arguments,
+        "prepare",
     ),
     "lm": Command(
         "train a language model from scratch, or distill a small one from a teacher",

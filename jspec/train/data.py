@@ -1,20 +1,19 @@
-"""`jspec train data`: writes token files, a tokenizer and prompts from the installed Python packages.
+"""The data of a training: one directory with token files, a tokenizer and prompts, and how it is made of packages.
 
-Writes into one directory:
+The files of the directory:
   tokenizer.json, tokenizer_config.json   the byte-level BPE
   train.npy, heldout.npy                  UInt[tokens], each source file followed by the end-of-text token; ids have
                                           16 bits, or 32 if the vocabulary needs them
+                                          of chats, UInt[sequences, T], each from the beginning of its chat
+  train_mask.npy, heldout_mask.npy        of chats, UInt8[sequences, T]: 1 for tokens that count for the loss
   data.json                               the packages, their licenses, what was skipped, and the counts
   heldout_prompts.json                    prompts from held-out packages, a list of {package, license, file, prompt}
-  train_prompts.json                      prompts from the other packages, in the same format
+  train_prompts.json                      prompts from the other packages, in the same format; chats have none
 """
 
-import argparse
 import dataclasses
-import json
 import multiprocessing
 import random
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -30,7 +29,7 @@ from jspec.checkpoints import atomic
 from jspec.checkpoints.files import CheckpointError, read_json
 from jspec.core.checks import check_int
 from jspec.engine.model import locate
-from jspec.train import corpus, options, prompts, tokenizer
+from jspec.train import prompts, tokenizer
 from jspec.train.corpus import Corpus, Document
 
 HELDOUT = (
@@ -39,6 +38,12 @@ HELDOUT = (
 """The packages that are held out by default, as far as they are installed."""
 
 MAX_PROCESSES = 1024
+
+MASKS = ("train_mask.npy", "heldout_mask.npy")
+"""Files that only chats have."""
+
+KINDS = ("text", "jsonl", "chats")
+"""Kinds of the user's own files."""
 
 TOKENIZER_BYTES = 100_000_000
 """Source to train the tokenizer on, in bytes; more takes longer and changes it little."""
@@ -65,12 +70,17 @@ class PromptLimits:
 
 
 class Side(TypedDict):
-    """Counts of the training data or of the held-out data."""
+    """Counts of the training data or of the held-out data.
+
+    Of the user's own files: packages are the files, and files the texts or chats in them.
+    """
 
     packages: int
     files: int
     bytes: int
     tokens: int
+    learned: NotRequired[int]
+    """Tokens that count for the loss."""
 
 
 class PackageRecord(TypedDict):
@@ -85,7 +95,10 @@ class PackageRecord(TypedDict):
 
 
 class Manifest(TypedDict):
-    """The contents of data.json; `tokenizer` is the model whose tokenizer was used, if any."""
+    """The contents of data.json; `tokenizer` is the model whose tokenizer was used, if any.
+
+    Data of the user's own files has their `kind`, one of `KINDS`, and their names.
+    """
 
     train: Side
     heldout: Side
@@ -94,6 +107,8 @@ class Manifest(TypedDict):
     packages: list[PackageRecord]
     tokenizer: NotRequired[str]
     heldout_prompts: NotRequired[int]
+    kind: NotRequired[str]
+    files: NotRequired[list[str]]
 
 
 def build(
@@ -129,7 +144,7 @@ def build(
     else:
         bpe = tokenizer.load(locate(given))
         tokenizer.check(bpe, given)
-    with atomic.staged(directory, key="data.json") as stage:
+    with atomic.staged(directory, key="data.json", replaced=MASKS) as stage:
         return _write(stage, collected, bpe, max_length=max_length, limits=limits, processes=processes, given=given)
 
 
@@ -221,6 +236,12 @@ def read_manifest(directory: Path) -> Manifest:
         _check_keys(path, f"packages[{index}]", package, PackageRecord.__annotations__)
     if not isinstance(manifest.get("tokenizer", ""), str):
         raise CheckpointError(f"{path}: tokenizer={manifest['tokenizer']!r} must be a str")
+    if "kind" in manifest:
+        if manifest["kind"] not in KINDS:
+            raise CheckpointError(f"{path}: kind={manifest['kind']!r:.60} must be one of {', '.join(KINDS)}")
+        names = manifest.get("files")
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"{path}: files must be a list of names, but is {names!r:.60}")
     return cast(Manifest, manifest)
 
 
@@ -317,48 +338,3 @@ def _is_test(path: str) -> bool:
 
 def _write_json(path: Path, value: object) -> None:
     atomic.write_json(path, value, indent=1)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jspec train data`."""
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument(
-        "--heldout",
-        nargs="+",
-        metavar="PACKAGE",
-        help=f"packages to hold out (default: those of these that are installed: {' '.join(HELDOUT)})",
-    )
-    parser.add_argument(
-        "--tokenizer", help="a model whose tokenizer to use: bundled:NAME or a directory (default: train one)"
-    )
-    for option, default, least, most, meaning in (
-        ("--vocab-size", 4096, tokenizer.MIN_VOCABULARY, tokenizer.MAX_VOCABULARY, "size of the vocabulary"),
-        ("--max-length", 1024, 1, None, "context written to the tokenizer"),
-        ("--heldout-prompts", 128, 1, None, "held-out prompts to write"),
-        ("--processes", 1, 1, MAX_PROCESSES, "processes that parse source"),
-    ):
-        options.add_number(parser, option, bounds={"least": least, "most": most}, default=default, help=meaning)
-
-
-def main(args: argparse.Namespace) -> int:
-    """Runs `jspec train data`; prints the counts and returns its exit status."""
-    options.check_writable("--out", args.out)
-    if args.tokenizer is not None:  # before the packages, which take minutes to read
-        tokenizer.check(tokenizer.load(locate(args.tokenizer)), args.tokenizer)
-    packages = [*corpus.installed(), corpus.standard_library()]
-    heldout = corpus.choose_heldout(packages, HELDOUT) if args.heldout is None else args.heldout
-    print(f"jspec: holding out {' '.join(heldout)}; reading {len(packages)} packages", file=sys.stderr, flush=True)
-    collected = corpus.collect(packages, heldout)
-    count = len(collected.train) + len(collected.heldout)
-    print(f"jspec: tokenizing {count:,} files, which takes minutes if they are many", file=sys.stderr, flush=True)
-    manifest = build(
-        args.out,
-        collected,
-        vocab_size=args.vocab_size,
-        max_length=args.max_length,
-        limits=PromptLimits(heldout=args.heldout_prompts),
-        processes=args.processes,
-        given=args.tokenizer,
-    )
-    print(json.dumps({key: value for key, value in manifest.items() if key != "packages"}, indent=1))
-    return 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 from tqdm import tqdm
 
 from jspec.analysis.evaluate import evaluate
@@ -14,6 +14,7 @@ from jspec.core.checks import check_flag
 from jspec.core.types import Params
 from jspec.drafters import DRAFTERS
 from jspec.engine.model import Model, refuse_split
+from jspec.engine.run import Prompt
 from jspec.models import Assistant, EagleHead
 from jspec.train import batches, fingerprint, learner, loop, trainer
 from jspec.train.batches import Source
@@ -38,18 +39,20 @@ def train(
     resume: bool = False,
     intervals: Intervals = DEFAULT_INTERVALS,
     stop_after: int | None = None,
+    heldout_mask: np.ndarray | None = None,
 ) -> DraftState:
     """Trains to the recipe's last step, or to step `stop_after`, and writes a checkpoint there.
 
     Args:
       target: the target's weights, in the setup's precision.
       sources: text to train on; best, text that the target wrote itself.
-      heldout: text to evaluate on, [tokens].
+      heldout: text to evaluate on, [tokens], or whole sequences, [sequences, T].
       directory: for metrics and checkpoints, see `run_directory`.
       measure_draft: from the draft's weights as they are served, more metrics to log at each evaluation, such as
         `accept_length`.
       resume: continue from the newest checkpoint in `directory` that is whole; the result equals that of an
         uninterrupted run.
+      heldout_mask: [sequences, T], as `Source.mask`.
 
     Raises:
       ValueError: a target, data and recipe that do not fit together, or a checkpoint of another recipe or other data.
@@ -57,13 +60,15 @@ def train(
       FileExistsError: `directory` has checkpoints and `resume` is False.
       OSError: metrics or a checkpoint cannot be written.
     """
-    heldout = batches.check_tokens("heldout", heldout, axes=(1,))
+    heldout = batches.check_tokens("heldout", heldout)
+    if heldout_mask is not None:
+        heldout_mask = batches.check_mask("heldout_mask", heldout_mask, heldout)
     check(setup, sources, heldout)
     ids = setup.learner.vocabulary(sources)
 
     def evaluate_state(state: DraftState) -> Metrics:
         served = state.serve(setup.dtype)
-        found = agreement(Params(target, served), heldout, setup, state.ids)
+        found = agreement(Params(target, served), heldout, setup, state.ids, mask=heldout_mask)
         return found | ({} if measure_draft is None else measure_draft(served))
 
     return loop.run(
@@ -73,7 +78,7 @@ def train(
         evaluate=evaluate_state,
         steps=setup.recipe.steps,
         schedule=trainer.schedule(setup.recipe),
-        record=_record(setup, target, sources, heldout),
+        record=_record(setup, target, sources, heldout, heldout_mask),
         resume=resume,
         intervals=intervals,
         stop_after=stop_after,
@@ -85,7 +90,9 @@ def init(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...]) -> Draf
     return learner.init(setup, target, setup.learner.vocabulary(sources))
 
 
-def _record(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], heldout: np.ndarray) -> Record:
+def _record(
+    setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], heldout: np.ndarray, mask: np.ndarray | None
+) -> Record:
     """Everything that determines a run."""
     return {
         **dataclasses.asdict(setup.recipe),
@@ -95,6 +102,7 @@ def _record(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], held
         "target": fingerprint.of_model(setup.target, target),
         **fingerprint.of_sources(sources),
         "heldout": fingerprint.of_array(heldout),
+        **({} if mask is None else {"heldout_mask": fingerprint.of_array(mask)}),
     }
 
 
@@ -154,12 +162,21 @@ def train_in_memory(
     return dataclasses.replace(model, params=Params(target, state.serve(setup.dtype)), draft=draft.config)
 
 
-def agreement(params: Params, heldout: np.ndarray, setup: DraftSetup, ids: Int[Array, " Vd"] | None = None) -> Metrics:
+def agreement(
+    params: Params,
+    heldout: np.ndarray,
+    setup: DraftSetup,
+    ids: Int[Array, " Vd"] | None = None,
+    *,
+    mask: np.ndarray | None = None,
+) -> Metrics:
     """Metrics of a draft in the training-time test on held-out text, in windows of the recipe's length.
 
     Args:
       params: both models' weights, in the setup's precision.
+      heldout: [tokens], or whole sequences, [sequences, T].
       ids: the draft's vocabulary; None: all.
+      mask: [sequences, T], the tokens that count; None: all.
 
     Returns:
       heldout_loss, heldout_agreement: for each step, the loss in nats and the share of rows where draft and target
@@ -171,18 +188,18 @@ def agreement(params: Params, heldout: np.ndarray, setup: DraftSetup, ids: Int[A
     # Sums over all windows.
     recipe, sums, sizes = setup.recipe, [], []
     size = min(recipe.length, len(heldout))
-    for batch in batches.windows(heldout[:_MAX_HELDOUT_TOKENS], batch_tokens=recipe.batch_tokens, length=size - 1):
-        tokens = jax.device_put(batch)
-        found = learner.measure(params, ids, tokens, learner.text_mask(tokens), setup=setup)
+    kept = heldout[: max(1, _MAX_HELDOUT_TOKENS // int(np.prod(heldout.shape[1:], dtype=np.int64)))]
+    for batch, counts in batches.heldout_batches(kept, mask, batch_tokens=recipe.batch_tokens, length=size - 1):
+        found = learner.measure(params, ids, *_with_row_mask(batch, counts), setup=setup)
         sums.append(jax.device_get(found))
-        sizes.append(len(batch))
+        sizes.append(batch.size)
     # Averages: steps differ in how many rows count, and the last batch is smaller.
     agreed, chained, counted = (
         np.sum([getattr(s, name) for s in sums], 0) for name in ("agreed", "chained", "counted")
     )
     share = agreed / np.maximum(counted, 1)
     return {
-        "heldout_loss": np.average([s.loss for s in sums], axis=0, weights=sizes).tolist(),
+        "heldout_loss": (np.dot(sizes, [s.loss for s in sums]) / np.maximum(counted, 1)).tolist(),
         "heldout_agreement": share.tolist(),
         "heldout_chain": 1 + float(np.sum(chained / np.maximum(counted, 1))),
         "heldout_estimate": 1 + float(np.cumprod(share).sum()),
@@ -193,7 +210,7 @@ def accept_length(
     model: Model,
     config: EagleHead | Assistant,
     params: PyTree,
-    prompts: Sequence[str],
+    prompts: Sequence[Prompt],
     *,
     depth: int = 5,
     max_new_tokens: int = NEW_TOKENS,
@@ -213,7 +230,7 @@ def accept_length(
     }
 
 
-def check_evaluation(model: Model, config: EagleHead | Assistant, prompts: Sequence[str], depth: int) -> None:
+def check_evaluation(model: Model, config: EagleHead | Assistant, prompts: Sequence[Prompt], depth: int) -> None:
     """Checks that `accept_length` can decode after all prompts.
 
     Raises:
@@ -223,7 +240,7 @@ def check_evaluation(model: Model, config: EagleHead | Assistant, prompts: Seque
     assert model.tokenizer is not None
     most = model.target.max_length - NEW_TOKENS
     for index, prompt in enumerate(prompts):
-        size = len(model.tokenizer.encode(prompt))
+        size = len(model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         if not 0 < size <= most:
             raise ValueError(
                 f"held-out prompt {index} has {size} tokens: must be from 1 to {most}, so that {NEW_TOKENS} new ones "
@@ -238,8 +255,12 @@ def check(setup: DraftSetup, sources: tuple[Source, ...], heldout: np.ndarray | 
       ValueError: sequences longer than the target's context, short texts, or ids outside of the vocabulary.
     """
     recipe, limit = setup.recipe, setup.target.max_length
-    widths = [source.tokens.shape[1] for source in sources if source.tokens.ndim == 2]
-    for name, length in [("length", recipe.length), *(("length of --rows", width) for width in widths)]:
+    texts = [(source.name or "sources", source.tokens) for source in sources]
+    texts += [] if heldout is None else [("the held-out sequences", heldout)]
+    lengths = [(f"length of {name}", tokens.shape[1]) for name, tokens in texts if tokens.ndim == 2]
+    if any(tokens.ndim == 1 for _, tokens in texts):
+        lengths.append(("length", recipe.length))
+    for name, length in lengths:
         if not 2 < length <= limit:
             raise ValueError(f"{name}={length}: must be between 3 and {limit}, the target's context")
     vocab_size = setup.target.vocab_size
@@ -254,8 +275,13 @@ def check(setup: DraftSetup, sources: tuple[Source, ...], heldout: np.ndarray | 
 def _advance(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], state: DraftState, step: int):
     recipe = setup.recipe
     # One token fewer than a language model's batch, whose last column is only predicted.
-    batch = batches.sample(
+    batch, mask = batches.sample_masked(
         sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length - 1
     )
+    return trainer.train_step(state, target, _with_row_mask(batch, mask), setup=setup)
+
+
+def _with_row_mask(batch: np.ndarray, mask: np.ndarray | None) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """The tokens of a batch, and the mask of its rows."""
     tokens = jax.device_put(batch)
-    return trainer.train_step(state, target, (tokens, learner.text_mask(tokens)), setup=setup)
+    return tokens, learner.text_mask(tokens) if mask is None else learner.row_mask(mask)

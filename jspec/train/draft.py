@@ -13,7 +13,7 @@ from jspec.checkpoints import atomic
 from jspec.engine.model import load, locate
 from jspec.models import Decoder
 from jspec.text.tokenizer import Tokenizer
-from jspec.train import batches, card, data, distill, draft_card, options
+from jspec.train import card, data, distill, draft_card, options
 from jspec.train.arguments import DEFAULT_PROMPTS
 from jspec.train.card import Inputs
 from jspec.train.learner import DraftSetup, DraftState, Learner
@@ -54,11 +54,14 @@ def main(kind: DraftKind, args: argparse.Namespace) -> int:
     prompts = data.read_heldout_prompts(args.data, args.prompts, DEFAULT_PROMPTS)
     _check_tokenizer(args, directory)
     model = load(args.target)
+    if manifest.get("kind") == "chats":
+        assert model.tokenizer is not None
+        prompts = [model.tokenizer.encode(prompt, special=False) for prompt in prompts]
     learner = kind.make_learner(model.target, args)
     recipe, vocab_size = options.recipe(args, DraftRecipe), model.target.vocab_size
     setup = DraftSetup(learner, recipe, str(model.params.target.embed.dtype))
     sources = options.sources(args, vocab_size)
-    heldout = batches.open_tokens(args.data / "heldout.npy", vocab_size=vocab_size, axes=(1,))
+    heldout, heldout_mask = options.heldout(args, vocab_size)
     inputs = card.inputs(manifest, sources, options.rows_share(args), len(prompts))
     # A card is tried now, so that a run that cannot have one does not begin.
     target = model.params.target
@@ -80,6 +83,7 @@ def main(kind: DraftKind, args: argparse.Namespace) -> int:
         resume=args.resume,
         intervals=options.intervals(args),
         stop_after=args.stop_after,
+        heldout_mask=heldout_mask,
     )
     final = card.final_metrics(args.work, "heldout_agreement")
     _export(kind, args, learner, state, _card(kind, args, setup, inputs, final, int(state.step), weights))

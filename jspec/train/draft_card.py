@@ -73,15 +73,15 @@ def given(args: argparse.Namespace, names: tuple[str, ...]) -> str:
 
 
 def _training(setup: DraftSetup, inputs: Inputs, final: FinalMetrics, steps: int, device: str) -> list[str]:
-    recipe, train, share = setup.recipe, inputs.manifest["train"], inputs.rows_share
+    recipe, share = setup.recipe, inputs.rows_share
     texts = [f"{share:.0%} of the batches are text that the target wrote greedily itself"] if share else []
     if share < 1:
-        texts.append(f"{1 - share:.0%} are Python source, {train['tokens']:,} tokens of {train['packages']} packages")
+        texts.append(f"{1 - share:.0%} are {card.describe_text(inputs.manifest)}")
     return [
         f"data: {'; '.join(texts)}",
         f"loss: a training-time test of {recipe.ttt_steps} steps, cross-entropy from the target's distribution, step "
         f"k weighted by {recipe.decay:g}^k",
-        card.optimization(recipe, steps),
+        card.optimization(recipe, steps, inputs.length),
         card.hardware(device, final),
     ]
 
@@ -89,7 +89,7 @@ def _training(setup: DraftSetup, inputs: Inputs, final: FinalMetrics, steps: int
 def _results(final: FinalMetrics, inputs: Inputs, args: argparse.Namespace) -> str:
     shares = " ".join(f"{share:.3f}" for share in final["heldout_agreement"])
     lines = [
-        f"- training-time test on held-out source: agreement with the target's choice by step: {shares}; "
+        f"- training-time test on held-out text: agreement with the target's choice by step: {shares}; "
         f"{final['heldout_chain']:.2f} tokens per round on this text"
     ]
     if "accept_length" in final:

@@ -40,6 +40,8 @@ def of_sources(sources: Iterable[Source]) -> dict[str, object]:
             "shape": list(source.tokens.shape),
             "sha256": of_array(source.tokens),
         }
+        if source.mask is not None:
+            facts = {**facts, "mask": of_array(source.mask)}
         found |= {f"{name}: {fact}": value for fact, value in facts.items()}
     return found
 

@@ -181,12 +181,17 @@ def count_tokens(tokens: np.ndarray, vocab_size: int, mask: np.ndarray | None = 
 def vocabulary(config: EagleHead, sources: tuple[Source, ...]) -> np.ndarray | None:
     """The draft's vocabulary, Int32[Vd]: the most common tokens of the sources, each source weighted by its share.
 
+    Only tokens that count for the loss are counted.
+
     None if the draft has the vocabulary of the target.
     """
     size, full = config.draft_vocab_size, config.vocab_size
     if size == full:
         return None
-    weighted = [source.share / source.tokens.size * count_tokens(source.tokens, full) for source in sources]
+    weighted = []
+    for source in sources:
+        counts = count_tokens(source.tokens, full, source.mask)
+        weighted.append(source.share / counts.sum() * counts)
     return most_common(np.sum(weighted, axis=0), size)
 
 

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jspec.core.types import ForwardOutput, Params
@@ -150,6 +150,15 @@ def read_target(
     attention = model.causal_attention(setup.target, setup.dtype)
     out = setup.target.apply(target, tokens, positions, attention, None, capture_layers=setup.learner.capture_layers)
     return setup.learner.observe(out), ttt.make_targets(out.logits, ids)
+
+
+def row_mask(mask: Float[ArrayLike, "B T"]) -> Float[Array, "B T"]:
+    """The mask of rows, as `ttt.unroll` takes it, by which exactly the tokens that count are learned.
+
+    mask: 1 for tokens that count. Row p of step k learns the distribution of the token at p + k + 2.
+    """
+    mask = np.asarray(mask, np.float32)
+    return jax.device_put(np.pad(mask, ((0, 0), (0, 2)))[:, 2:])
 
 
 def text_mask(tokens: Int[Array, "B T"]) -> Float[Array, "B T"]:

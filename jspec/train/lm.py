@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from jspec.checkpoints import atomic, fields, language_model, llama
 from jspec.checkpoints.files import DTYPES
 from jspec.models import LlamaParams
 from jspec.models.llama import require_llama
+from jspec.text.tokenizer import Tokenizer as TextTokenizer
 from jspec.train import batches, card, data, fingerprint, lm_card, loop, model, objective, options, tokenizer, trainer
 from jspec.train.batches import Source
 from jspec.train.objective import LmSetup
@@ -26,19 +28,28 @@ MAX_SHARD_BYTES = 9_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Heldout:
-    """Text to evaluate on: its tokens, UInt[tokens], and how many bytes of text each id of the vocabulary encodes.
+    """Text to evaluate on: its tokens, UInt[tokens] or UInt[sequences, T], and how many bytes of text each id of the
+    vocabulary encodes.
 
     Raises:
-      TypeError, ValueError: arrays that are not ints along one axis.
+      TypeError, ValueError: arrays that are not ints, or a mask that does not fit the tokens.
     """
 
     tokens: np.ndarray
     byte_counts: np.ndarray
+    mask: np.ndarray | None = None
+    """[sequences, T], as `Source.mask`."""
 
     def __post_init__(self):
-        for name in ("tokens", "byte_counts"):
-            array = batches.check_tokens(f"Heldout.{name}", getattr(self, name), axes=(1,))
+        for name, axes in (("tokens", (1, 2)), ("byte_counts", (1,))):
+            array = batches.check_tokens(f"Heldout.{name}", getattr(self, name), axes=axes)
             object.__setattr__(self, name, array)
+        if self.mask is not None:
+            object.__setattr__(self, "mask", batches.check_mask("Heldout.mask", self.mask, self.tokens))
+
+    def batches(self, recipe: LmRecipe) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+        """All tokens once, see `batches.heldout_batches`."""
+        return batches.heldout_batches(self.tokens, self.mask, batch_tokens=recipe.batch_tokens, length=recipe.length)
 
 
 def train(
@@ -69,7 +80,7 @@ def train(
     recipe = setup.recipe
 
     def advance(state: State, step: int):
-        batch = batches.sample(
+        batch = batches.sample_masked(
             sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length
         )
         return trainer.train_step(state, teacher, jax.device_put(batch), setup=setup)
@@ -96,11 +107,12 @@ def evaluate(params: LlamaParams, heldout: Heldout, setup: LmSetup, teacher: Lla
     """
     nats = distance = agreed = tokens = size = 0.0
     recipe = setup.recipe
-    for batch in batches.windows(heldout.tokens, batch_tokens=recipe.batch_tokens, length=recipe.length):
-        sums = objective.measure(params, teacher, jax.device_put(batch), setup=setup)
+    for batch, mask in heldout.batches(recipe):
+        sums = objective.measure(params, teacher, jax.device_put((batch, mask)), setup=setup)
         nats, distance, agreed = (float(new) + old for new, old in zip(sums, (nats, distance, agreed), strict=True))
-        tokens += batch[:, 1:].size
-        size += float(heldout.byte_counts[batch[:, 1:]].sum())
+        counted = np.ones(batch.shape, np.float32) if mask is None else mask
+        tokens += float(counted[:, 1:].sum())
+        size += float((counted * heldout.byte_counts[batch])[:, 1:].sum())
     result: Metrics = {"heldout_bits_per_byte": nats / math.log(2) / size, "heldout_nats_per_token": nats / tokens}
     if teacher is not None:
         result |= {"heldout_divergence": distance / tokens, "heldout_agreement": agreed / tokens}
@@ -121,7 +133,8 @@ def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher
         raise ValueError(f"dtype={setup.dtype!r}: must be one of {', '.join(DTYPES)}")
     if shape is None and recipe.cross_entropy:
         raise ValueError(f"cross_entropy={recipe.cross_entropy}: has an effect only with a teacher; must be 0")
-    for name, other in (("model", config), ("teacher", shape)):
+    cut = any(tokens.ndim == 1 for tokens in (heldout.tokens, *(source.tokens for source in sources)))
+    for name, other in (("model", config), ("teacher", shape)) if cut else ():
         if other is not None and recipe.length > other.max_length:
             raise ValueError(f"length={recipe.length}: exceeds the {name}'s context of {other.max_length} tokens")
     if shape is not None and shape.vocab_size != config.vocab_size:
@@ -139,8 +152,16 @@ def check(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teacher
     batches.check_sources(sources, length=recipe.length, context=context, vocab_size=config.vocab_size)
     batches.check_memory(recipe.batch_tokens, config.vocab_size)
     batches.check_ids("heldout", heldout.tokens, config.vocab_size)
-    windows = batches.count_windows(heldout.tokens, recipe.length)
-    if not heldout.byte_counts[heldout.tokens[1 : windows * recipe.length + 1]].any():
+    if heldout.tokens.ndim == 2 and heldout.tokens.shape[1] - 1 > context:
+        raise ValueError(
+            f"the held-out sequences have {heldout.tokens.shape[1]} tokens, but the model's context holds {context}"
+        )
+    if heldout.tokens.ndim == 1:
+        batches.count_windows(heldout.tokens, recipe.length)
+    if not any(
+        (heldout.byte_counts[tokens] * (1 if mask is None else mask))[:, 1:].any()
+        for tokens, mask in heldout.batches(recipe)
+    ):
         raise ValueError("the held-out text has no bytes: all of its tokens are special ones")
 
 
@@ -154,6 +175,7 @@ def _record(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teach
         **fingerprint.of_sources(sources),
         "heldout": fingerprint.of_array(heldout.tokens),
         "byte_counts": fingerprint.of_array(heldout.byte_counts),
+        **({} if heldout.mask is None else {"heldout_mask": fingerprint.of_array(heldout.mask)}),
     }
 
 
@@ -175,8 +197,8 @@ def main(args: argparse.Namespace) -> int:
         model.SHAPES[args.shape] if args.shape else llama.parse_config(fields.read_fields(args.config / "config.json"))
     )
     sources = options.sources(args, config.vocab_size)
-    heldout_tokens = batches.open_tokens(args.data / "heldout.npy", vocab_size=config.vocab_size, axes=(1,))
-    heldout = Heldout(heldout_tokens, tokenizer.byte_counts(bpe))
+    heldout_tokens, heldout_mask = options.heldout(args, config.vocab_size)
+    heldout = Heldout(heldout_tokens, tokenizer.byte_counts(bpe), heldout_mask)
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     teacher = None
     if args.teacher is not None:
@@ -202,15 +224,24 @@ def main(args: argparse.Namespace) -> int:
     )
     final = card.final_metrics(args.work, "heldout_bits_per_byte")
     text = lm_card.write(setup, inputs, final, args, steps=int(state.step), weights=weights, device=device)
-    export(args.out, setup, state, bpe, text)
+    export(args.out, setup, state, bpe, text, TextTokenizer.load(args.data))
     return 0
 
 
-def export(out: Path, setup: LmSetup, state: State, bpe: Tokenizer, text: str) -> None:
-    """Writes the model as a Hugging Face directory: weights in bfloat16, tokenizer, and `text` as its model card."""
+def export(
+    out: Path, setup: LmSetup, state: State, bpe: Tokenizer, text: str, chat: TextTokenizer | None = None
+) -> None:
+    """Writes the model as a Hugging Face directory: weights in bfloat16, tokenizer, and `text` as its model card.
+
+    chat: a tokenizer whose special tokens and chat templates the model gets; None, or without templates: none.
+    """
     end = tokenizer.end_of_text(bpe)
-    eos = () if end is None else (bpe.get_vocab()[end],)
+    special, templates = (None, None) if chat is None else (chat.special_roles, chat.templates)
+    if templates and special is not None:
+        # The replies that it learned end with this token.
+        end = special.get("eos_token", end)
+    eos = () if end is None or end not in bpe.get_vocab() else (bpe.get_vocab()[end],)
     with atomic.staged(out, key="config.json", replaced=(*atomic.WEIGHTS, "generation_config.json")) as stage:
         language_model.save(stage, setup.config, state.params, eos=eos, max_shard_bytes=MAX_SHARD_BYTES)
-        tokenizer.save(bpe, stage, setup.config.max_length)
+        tokenizer.save(bpe, stage, setup.config.max_length, special if templates else None, templates)
         (stage / "README.md").write_text(text, encoding="utf-8")

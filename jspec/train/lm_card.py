@@ -7,6 +7,11 @@ from jspec.train.card import FinalMetrics, Inputs
 from jspec.train.objective import LmSetup
 from jspec.train.recipe import LmRecipe
 
+_USE_OWN = """## Use and limits
+
+Its context is {context} tokens; it was trained on sequences of {length}. Text it writes may resemble the files
+below."""
+
 _USE = """## Use and limits
 
 A small model to demonstrate and test speculative decoding with: it completes Python functions in form, seldom in
@@ -38,20 +43,22 @@ def write(
       weights: number of weights.
       device: the hardware it was trained on.
     """
+    use = _USE_OWN if "kind" in inputs.manifest else _USE
     return card.assemble(
         args.out.name,
         pipeline="text-generation",
-        architecture=_architecture(setup, weights),
+        architecture=_architecture(setup, inputs, weights),
         training=_training(setup, inputs, final, steps, args, device),
-        sections=[_USE.format(context=setup.config.max_length, length=setup.recipe.length)],
+        sections=[use.format(context=setup.config.max_length, length=inputs.length or setup.recipe.length)],
         commands=_commands(setup.recipe, inputs, args),
         manifest=inputs.manifest,
     )
 
 
-def _architecture(setup: LmSetup, weights: int) -> str:
+def _architecture(setup: LmSetup, inputs: Inputs, weights: int) -> str:
     config, kind = setup.config, "Qwen3" if setup.config.qk_norm else "Llama"
-    role = "A draft model, distilled from its target" if setup.teacher else "A language model of Python source"
+    text = "own text" if "kind" in inputs.manifest else "Python source"
+    role = "A draft model, distilled from its target" if setup.teacher else f"A language model of {text}"
     return (
         f"{role}: {kind}-shaped, {weights:,} parameters ({config.num_layers} layers of width "
         f"{config.hidden_size}, {config.num_heads} heads of {config.head_dim}, {config.num_kv_heads} key heads, MLP of "
@@ -69,7 +76,14 @@ def _training(
         f"data: {train['tokens']:,} tokens ({train['bytes']:,} bytes, {train['files']:,} files) of "
         f"{train['packages']} packages under permissive licenses; duplicates and generated files removed",
         f"held out: {heldout['tokens']:,} tokens ({heldout['bytes']:,} bytes) of {heldout['packages']} packages",
-        card.optimization(recipe, steps),
+    ]
+    if "kind" in inputs.manifest:
+        lines = [
+            f"data: {card.describe_text(inputs.manifest)}",
+            f"held out: {heldout['tokens']:,} tokens of {heldout['files']:,} of them",
+        ]
+    lines += [
+        card.optimization(recipe, steps, inputs.length),
     ]
     if setup.teacher is not None:
         loss = f"loss: KL divergence to {args.teacher.name}"

@@ -14,6 +14,9 @@ from jspec.train.extra import optax
 from jspec.train.recipe import LmRecipe
 from jspec.train.trainer import State
 
+Batch = tuple[Int[Array, "B T+1"], Float[Array, "B T+1"] | None]
+"""Tokens, and 1 for those that count for the loss; None: all count."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LmSetup:
@@ -30,19 +33,28 @@ class LmSetup:
         """(params, tokens) -> logits."""
         return lambda params, tokens: model.logits(self.config, params, tokens, self.dtype)
 
-    def loss(self, state: State, frozen: LlamaParams | None, batch: Int[Array, "B T+1"]) -> Float[Array, ""]:
-        """Mean loss in nats per token.
+    def loss(self, state: State, frozen: LlamaParams | None, batch: Batch) -> Float[Array, ""]:
+        """Mean loss in nats per token that counts.
 
         frozen: the teacher's weights; None: there is no teacher.
         """
-        predicted, targets = self.apply(state.params, batch[:, :-1]), batch[:, 1:]
+        tokens, mask = batch
+        mask = None if mask is None else mask[:, 1:]
+        predicted, targets = self.apply(state.params, tokens[:, :-1]), tokens[:, 1:]
         if frozen is None or self.teacher is None:
-            return cross_entropy(predicted, targets).mean()
-        wanted = jax.lax.stop_gradient(model.logits(self.teacher, frozen, batch[:, :-1], self.dtype))
-        loss = (1 - self.recipe.cross_entropy) * divergence(wanted, predicted).mean()
+            return _mean(cross_entropy(predicted, targets), mask)
+        wanted = jax.lax.stop_gradient(model.logits(self.teacher, frozen, tokens[:, :-1], self.dtype))
+        loss = (1 - self.recipe.cross_entropy) * _mean(divergence(wanted, predicted), mask)
         if self.recipe.cross_entropy:
-            loss = loss + self.recipe.cross_entropy * cross_entropy(predicted, targets).mean()
+            loss = loss + self.recipe.cross_entropy * _mean(cross_entropy(predicted, targets), mask)
         return loss
+
+
+def _mean(loss: Float[Array, "B T"], mask: Float[Array, "B T"] | None) -> Float[Array, ""]:
+    """The mean over the tokens that count; 0 if none does."""
+    if mask is None:
+        return loss.mean()
+    return jnp.sum(mask * loss) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
 @partial(jax.jit, static_argnames=("setup",))
@@ -53,16 +65,20 @@ def init(setup: LmSetup) -> State:
 
 @partial(jax.jit, static_argnames=("setup",))
 def measure(
-    params: LlamaParams, teacher: LlamaParams | None, batch: Int[Array, "B T+1"], *, setup: LmSetup
+    params: LlamaParams, teacher: LlamaParams | None, batch: Batch, *, setup: LmSetup
 ) -> tuple[Float[Array, ""], Float[Array, ""], Int[Array, ""]]:
-    """Sums over the batch: cross-entropy and distance to the teacher in nats, and tokens where both choose the same."""
-    predicted, targets = setup.apply(params, batch[:, :-1]), batch[:, 1:]
-    nats = cross_entropy(predicted, targets).sum()
+    """Sums over the tokens of the batch that count: cross-entropy and distance to the teacher in nats, and tokens where
+    both choose the same.
+    """
+    tokens, mask = batch
+    counted = jnp.ones_like(tokens[:, 1:], jnp.float32) if mask is None else mask[:, 1:]
+    predicted, targets = setup.apply(params, tokens[:, :-1]), tokens[:, 1:]
+    nats = jnp.sum(counted * cross_entropy(predicted, targets))
     if teacher is None or setup.teacher is None:
         return nats, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    wanted = model.logits(setup.teacher, teacher, batch[:, :-1], setup.dtype)
-    agreed = jnp.argmax(predicted, axis=-1) == jnp.argmax(wanted, axis=-1)
-    return nats, divergence(wanted, predicted).sum(), agreed.sum(dtype=jnp.int32)
+    wanted = model.logits(setup.teacher, teacher, tokens[:, :-1], setup.dtype)
+    agreed = (jnp.argmax(predicted, axis=-1) == jnp.argmax(wanted, axis=-1)) & (counted > 0)
+    return nats, jnp.sum(counted * divergence(wanted, predicted)), agreed.sum(dtype=jnp.int32)
 
 
 def cross_entropy(predicted: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:

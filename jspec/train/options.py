@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from jspec.checkpoints import atomic
 from jspec.core.checks import check_int, check_number
 from jspec.train import batches
@@ -162,10 +164,21 @@ def sources(args: argparse.Namespace, vocab_size: int) -> tuple[Source, ...]:
       ValueError: a token file that is damaged or has ids outside of the vocabulary, or --rows without sequences.
       FileNotFoundError: a missing token file.
     """
-    share = rows_share(args)
-    text = batches.open_tokens(args.data / "train.npy", vocab_size=vocab_size)
-    found = (Source(text, 1 - share, name="train.npy"),)
+    share, path = rows_share(args), args.data / "train.npy"
+    text = batches.open_tokens(path, vocab_size=vocab_size)
+    found = (Source(text, 1 - share, name="train.npy", mask=batches.open_mask(path, text)),)
     if args.rows is None:
         return found
     rows = batches.open_tokens(args.rows, vocab_size=vocab_size, axes=(2,))
-    return *found, Source(rows, share, name="--rows")
+    return *found, Source(rows, share, name="--rows", mask=batches.open_mask(args.rows, rows))
+
+
+def heldout(args: argparse.Namespace, vocab_size: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """The held-out text of --data, and its mask.
+
+    Raises:
+      ValueError, FileNotFoundError: as in `sources`.
+    """
+    path = args.data / "heldout.npy"
+    tokens = batches.open_tokens(path, vocab_size=vocab_size)
+    return tokens, batches.open_mask(path, tokens)

@@ -1,6 +1,6 @@
 """A byte-level BPE for source code: every text round-trips, and the indentation of a line is one token."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -53,16 +53,29 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def save(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json in the format of `transformers`."""
+def save(
+    tokenizer: Tokenizer,
+    directory: Path,
+    max_length: int,
+    special: Mapping[str, str] | None = None,
+    templates: Mapping[str, str] | None = None,
+) -> None:
+    """Writes tokenizer.json and tokenizer_config.json in the format of `transformers`.
+
+    special: content of special tokens by role, such as "eos_token"; None: only the token that ends a text.
+    templates: chat templates by name.
+    """
     atomic.write_text(directory / "tokenizer.json", tokenizer.to_str(pretty=True))
-    config = {
+    config: dict[str, object] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": end_of_text(tokenizer),
         "bos_token": None,
         "clean_up_tokenization_spaces": False,
         "model_max_length": max_length,
+        **(special or {}),
     }
+    if templates:
+        config["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
     atomic.write_json(directory / "tokenizer_config.json", config)
 
 

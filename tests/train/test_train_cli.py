@@ -34,7 +34,7 @@ REQUIRED = {
 COUNTS = """stop-after eval-every checkpoint-every batch-tokens length""".split()
 DRAFTS = """depth prompts ttt-steps hidden-size intermediate-size num-heads""".split()
 INTS = {
-    "data": ["vocab-size", "max-length", "heldout-prompts", "processes"],
+    "data": ["vocab-size", "max-length", "heldout-prompts", "processes", "width"],
     "lm": [*COUNTS, "steps"],
     "eagle3": [*COUNTS, *DRAFTS, "steps", "num-kv-heads", "head-dim", "draft-vocab-size"],
     "frozen-kv-mtp": [*COUNTS, *DRAFTS, "steps", "num-layers"],
@@ -55,6 +55,7 @@ BAD = [
     *((command, option, value) for command in TRAININGS[1:] for option, value in
       (("ttt-steps", 65), ("decay", 1.5), ("decay", "nan"), ("depth", 65), ("hidden-size", 10**9), ("length", 2))),
     *(("lm", "cross-entropy", value) for value in ("nan", -0.1, 1.1)),
+    *(("data", "heldout-share", value) for value in ("nan", 0, -0.1, 0.6)),
     ("eagle3", "capture-layers", -1), ("frozen-kv-mtp", "reads", -2), ("data", "vocab-size", 257),
     ("data", "vocab-size", 10**9), ("data", "processes", 10**6), ("text", "width", 1), ("text", "batch", 10**9),
 ]  # fmt: skip

@@ -1,0 +1,203 @@
+"""Tokens that do not count contribute nothing: gradients and metrics are those of the tokens that count."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
+pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
+pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+
+from jspec.core.types import Params  # noqa: E402
+from jspec.models import Llama  # noqa: E402
+from jspec.train import assistant, batches, distill, head, learner, lm, model, objective, ttt  # noqa: E402
+from jspec.train.assistant import AssistantLearner  # noqa: E402
+from jspec.train.head import HeadLearner  # noqa: E402
+from jspec.train.learner import DraftSetup  # noqa: E402
+from jspec.train.objective import LmSetup  # noqa: E402
+from jspec.train.recipe import DraftRecipe, LmRecipe  # noqa: E402
+
+TARGET = Llama(
+    vocab_size=31,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    max_length=32,
+    tie_embeddings=True,
+)
+STEPS, LENGTH = 3, 12
+RECIPE = DraftRecipe(steps=4, batch_tokens=24, length=LENGTH, warmup=1, ttt_steps=STEPS)
+LEARNERS = {
+    "eagle3": HeadLearner(head.configure(TARGET, capture_layers=(1, 2)), TARGET),
+    "frozen-kv-mtp": AssistantLearner(assistant.configure(TARGET, num_layers=1), TARGET),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    params = model.init_params(TARGET, jax.random.key(3))
+    return dataclasses.replace(params, embed=20 * params.embed)
+
+
+def random_tokens(rng, count=2):
+    return rng.integers(0, 31, (count, LENGTH), np.int32)
+
+
+def random_mask(rng, last):
+    """A mask in which `last` is the last token that counts."""
+    mask = rng.integers(0, 2, (2, LENGTH)).astype(np.float32)
+    mask[:, last], mask[:, last + 1 :] = 1, 0
+    return mask
+
+
+def same(one, other):
+    return jax.tree.all(jax.tree.map(np.array_equal, one, other))
+
+
+@pytest.mark.fast("eagle3")
+@pytest.mark.parametrize("kind", sorted(LEARNERS))
+def test_only_counted_tokens_teach_a_draft(target, kind):
+    """The target's distribution of a token that does not count is unread, and so is text after the last that does."""
+    draft = LEARNERS[kind]
+    setup = DraftSetup(draft, RECIPE, "float32")
+    params = learner.init(setup, target, None).params
+
+    @jax.jit
+    def gradient(params, tokens, logits, rows):
+        def total(params):
+            observed, _ = learner.read_target(setup, target, tokens, None)
+            targets = ttt.make_targets(logits, None)
+            found = ttt.unroll(draft, Params(target, params), tokens, observed, targets, rows, STEPS)
+            return ttt.total(found.loss, 0.8), found
+
+        return jax.grad(total, has_aux=True)(params)
+
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        last = int(rng.integers(4, LENGTH - 1))
+        tokens, mask = random_tokens(rng), random_mask(rng, last)
+        logits = rng.normal(size=(2, LENGTH, 31)).astype(np.float32)
+        rows = learner.row_mask(mask)
+        expected = gradient(params, tokens, logits, rows)
+        assert expected[1].counted.tolist() == [int(mask[:, k + 2 :].sum()) for k in range(STEPS)]
+        # The logits at j are the target's distribution of the token at j + 1.
+        unread = np.pad(mask, ((0, 0), (0, 1)))[:, 1:, None] == 0
+        changed = np.where(unread, logits[:, :, ::-1], logits)
+        after = np.where(np.arange(LENGTH) >= last, (tokens + 7) % 31, tokens)
+        assert not np.array_equal(changed, logits) and not np.array_equal(after, tokens)
+        assert same(gradient(params, after, changed, rows), expected)
+        # What counts does have an effect: the token before the last one, and the distribution of the last.
+        before = np.where(np.arange(LENGTH) == last - 1, (tokens + 7) % 31, tokens)
+        assert not same(gradient(params, before, logits, rows)[0], expected[0])
+        other = np.where(np.arange(LENGTH)[:, None] == last - 1, logits[:, :, ::-1], logits)
+        assert not same(gradient(params, tokens, other, rows)[0], expected[0])
+
+
+@pytest.mark.fast("alone")
+@pytest.mark.parametrize("cross_entropy", [None, 0.3], ids=["alone", "distilled"])
+def test_only_counted_tokens_teach_a_language_model(target, cross_entropy):
+    teacher = None if cross_entropy is None else TARGET
+    recipe = LmRecipe(steps=4, batch_tokens=24, length=LENGTH - 1, warmup=1, cross_entropy=cross_entropy or 0.0)
+    setup = LmSetup(TARGET, recipe, teacher, "float32")
+    state, frozen = objective.init(setup), None if teacher is None else target
+    gradient = jax.jit(jax.grad(lambda params, batch: setup.loss(state.replace(params=params), frozen, batch)))
+
+    @jax.jit
+    @jax.grad
+    def by_hand(params, tokens, mask):
+        """The mean over the counted tokens, each from the logits of the token before."""
+        logits = jax.nn.log_softmax(model.logits(TARGET, params, tokens, "float32"))[:, :-1]
+        chosen = -jnp.take_along_axis(logits, tokens[:, 1:, None], axis=2, mode="clip")[..., 0]
+        if frozen is not None:
+            wanted = jax.nn.log_softmax(model.logits(TARGET, frozen, tokens, "float32"))[:, :-1]
+            distance = jnp.sum(jnp.exp(wanted) * (wanted - logits), axis=2)
+            chosen = cross_entropy * chosen + (1 - cross_entropy) * distance
+        return jnp.sum(mask[:, 1:] * chosen) / jnp.sum(mask[:, 1:])
+
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        last = int(rng.integers(4, LENGTH - 1))
+        tokens, mask = random_tokens(rng), random_mask(rng, last)
+        found = gradient(state.params, (tokens, mask))
+        for ours, theirs in zip(
+            jax.tree.leaves(found), jax.tree.leaves(by_hand(state.params, tokens, mask)), strict=True
+        ):
+            np.testing.assert_allclose(ours, theirs, atol=1e-6)
+        after = np.where(np.arange(LENGTH) > last, (tokens + 7) % 31, tokens)
+        assert same(gradient(state.params, (after, mask)), found)
+        changed = np.where(np.arange(LENGTH) == last, (tokens + 7) % 31, tokens)
+        assert not same(gradient(state.params, (changed, mask)), found)
+    whole, none = np.ones_like(mask), gradient(state.params, (tokens, np.zeros_like(mask)))
+    assert all(np.array_equal(leaf, np.zeros_like(leaf)) for leaf in jax.tree.leaves(none))
+    for ours, theirs in zip(
+        jax.tree.leaves(gradient(state.params, (tokens, whole))),
+        jax.tree.leaves(gradient(state.params, (tokens, None))),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_heldout_metrics_do_not_depend_on_padding(target):
+    """Sequences in a wider array, with any tokens after their ends, have the same metrics."""
+    rng = np.random.default_rng(0)
+    tokens, mask = random_tokens(rng, 4), np.concatenate([random_mask(rng, 9), random_mask(rng, 6)]).astype(np.uint8)
+    wide = np.concatenate([tokens, random_tokens(rng, 4)[:, :5]], axis=1), np.pad(mask, ((0, 0), (0, 5)))
+    setup = DraftSetup(LEARNERS["eagle3"], RECIPE, "float32")
+    params = Params(target, learner.init(setup, target, None).params)
+    narrow, wider = (distill.agreement(params, x, setup, mask=y) for x, y in ((tokens, mask), wide))
+    for name, value in narrow.items():
+        np.testing.assert_allclose(wider[name], value, rtol=1e-5)
+    lm_setup = LmSetup(TARGET, LmRecipe(steps=4, batch_tokens=24, length=LENGTH - 1), None, "float32")
+    counts = rng.integers(1, 5, 31)
+    found = [lm.evaluate(target, lm.Heldout(x, counts, y), lm_setup) for x, y in ((tokens, mask), wide)]
+    logits = np.asarray(jax.nn.log_softmax(model.logits(TARGET, target, jnp.asarray(tokens), "float32")))[:, :-1]
+    nats = -np.take_along_axis(logits, tokens[:, 1:, None], 2)[..., 0]
+    assert found[0]["heldout_nats_per_token"] == pytest.approx((nats * mask[:, 1:]).sum() / mask[:, 1:].sum(), rel=1e-5)
+    size = (counts[tokens] * mask)[:, 1:].sum()
+    assert found[0]["heldout_bits_per_byte"] == pytest.approx((nats * mask[:, 1:]).sum() / np.log(2) / size, rel=1e-5)
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_batches_carry_their_masks():
+    rng = np.random.default_rng(1)
+    tokens, mask = rng.integers(0, 31, (9, 6)).astype(np.uint16), rng.integers(0, 2, (9, 6)).astype(np.uint8)
+    mask[:, -1] = 1
+    sources = (batches.Source(tokens, 0.5, mask=mask), batches.Source(np.arange(100, dtype=np.uint16), 0.5))
+    by_row = {row.tobytes(): counted for row, counted in zip(tokens.astype(np.int32), mask, strict=True)}
+    masked = 0
+    for step in range(30):
+        batch, counted = batches.sample_masked(sources, seed=2, step=step, batch_tokens=20, length=5)
+        assert np.array_equal(batch, batches.sample(sources, seed=2, step=step, batch_tokens=20, length=5))
+        if counted is None:
+            assert (np.diff(batch, axis=1) == 1).all()
+            continue
+        masked += 1
+        assert all(np.array_equal(by_row[row.tobytes()], found) for row, found in zip(batch, counted, strict=True))
+    assert 5 < masked < 25
+    config = head.configure(TARGET, capture_layers=(1,), draft_vocab_size=3)
+    once = np.zeros((9, 6), np.uint8)
+    once[2, :3] = 1
+    common = head.vocabulary(config, (batches.Source(tokens, mask=once),))
+    assert {*tokens[2, :3].tolist()} <= {*common.tolist()}
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (np.ones((3, 4), np.uint8), ValueError, r"is uint8\[3, 4\]; must be \[2, 4\], one value per token"),
+        (np.ones((2, 4), np.float32), TypeError, "must be 0 and 1, which are ints or bools"),
+        (np.full((2, 4), 2), ValueError, "has values from 2 to 2; must be 0 or 1"),
+        (np.zeros((2, 4), bool), ValueError, "is 0 for all tokens; at least one must count"),
+    ],
+)
+def test_masks_that_do_not_fit(mask, error, message):
+    with pytest.raises(error, match=f"the mask of sequences: .*{message}"):
+        batches.Source(np.ones((2, 4), np.uint16), name="sequences", mask=mask)
+    with pytest.raises(ValueError, match="only sequences have masks"):
+        batches.Source(np.ones(4, np.uint16), mask=np.ones(4, np.uint8))

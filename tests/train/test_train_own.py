@@ -1,0 +1,107 @@
+"""Own text of each kind through the commands that train, on small checkpoints."""
+
+import json
+import shutil
+
+import chat_files
+import numpy as np
+import pytest
+
+pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
+pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
+pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+
+from train_files import lines, run  # noqa: E402
+
+import jspec  # noqa: E402
+from jspec.train import loop  # noqa: E402
+
+TINY = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1}
+RUN = {"steps": 2, "batch_tokens": 64, "length": 24}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "target"
+    chat_files.write_model(directory, **TINY)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def made(target, tmp_path_factory):
+    """Data of each kind."""
+    directory = tmp_path_factory.mktemp("own")
+    chat_files.write_lines(directory / "chats.jsonl", chat_files.questions(24))
+    texts = [value["messages"][1]["content"] * 6 for value in chat_files.questions(24)]
+    chat_files.write_lines(directory / "texts.jsonl", [{"text": text} for text in texts])
+    (directory / "text.txt").write_text("\n".join(texts))
+    run("data", out=directory / "chats", tokenizer=target, chats=directory / "chats.jsonl", heldout_share=0.2)
+    run("data", out=directory / "jsonl", tokenizer=target, jsonl=directory / "texts.jsonl", field="text")
+    run("data", out=directory / "text", tokenizer=target, text=directory / "text.txt")
+    return directory
+
+
+class Reached(Exception):
+    """The training would begin."""
+
+
+@pytest.mark.parametrize("kind", ["chats", "jsonl", "text"])
+def test_all_commands_read_all_kinds(made, target, tmp_path, monkeypatch, kind):
+    def reach(*_, record, **__):
+        raise Reached(record)
+
+    monkeypatch.setattr(loop, "run", reach)
+    common = {"data": made / kind, "work": tmp_path / "w", "out": tmp_path / "o", **RUN}
+    for command, options in {
+        "eagle3": {"target": target, "capture_layers": 1},
+        "frozen-kv-mtp": {"target": target, "num_layers": 1},
+        "lm": {"config": target},
+    }.items():
+        with pytest.raises(Reached) as reached:
+            run(command, **common, **options)
+        record = reached.value.args[0]
+        assert ("heldout_mask" in record) == ("train.npy: mask" in record) == (kind == "chats")
+
+
+def test_masks_that_are_damaged_are_named(made, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "run", None)
+    directory = shutil.copytree(made / "chats", tmp_path / "data")
+    common = {"data": directory, "work": tmp_path / "w", "out": tmp_path / "o", "target": target, **RUN}
+    for name in ("train_mask.npy", "heldout_mask.npy"):
+        kept = (directory / name).read_bytes()
+        shape = np.load(directory / name).shape
+        arrays = np.ones(shape, np.float32), np.ones((3, 3), np.uint8), np.full(shape, 7, np.uint8)
+        for damage in (b"x", kept[:90], *arrays):
+            if isinstance(damage, bytes):
+                (directory / name).write_bytes(damage)
+            else:
+                np.save(directory / name, damage)
+            with pytest.raises(ValueError, match=name):
+                run("eagle3", **common, capture_layers=1)
+        (directory / name).write_bytes(kept)
+
+
+@pytest.mark.slow
+def test_a_chat_model_and_its_head_end_to_end(made, target, tmp_path):
+    """A language model learns chats and keeps their template; a head for it is trained on them."""
+    common = {"data": made / "chats", **RUN}
+    run("lm", **common, config=target, work=tmp_path / "w1", out=tmp_path / "lm")
+    card = (tmp_path / "lm" / "README.md").read_text()
+    assert "license" not in card and "own chats" in card and "--chats chats.jsonl" in card
+    model = jspec.load(tmp_path / "lm")
+    messages = [{"role": "user", "content": "red hat 0?"}]
+    assert model.tokenizer.chat(messages) == jspec.load(target).tokenizer.chat(messages)
+    assert model.eos == jspec.load(target).eos
+    draft = {"target": tmp_path / "lm", "capture_layers": 1, "prompts": 2, "ttt_steps": 2, "depth": 2}
+    run("eagle3", **common, **draft, work=tmp_path / "w2", out=tmp_path / "head")
+    last = lines(tmp_path / "w2")[-1]
+    assert last["accept_length"] >= 1 and len(last["heldout_loss"]) == 2
+    assert "own chats" in (tmp_path / "head" / "README.md").read_text()
+    drafted = jspec.load(tmp_path / "lm", draft=tmp_path / "head")
+    prompt = model.tokenizer.chat(messages)
+    one, other = (
+        jspec.generate(x, prompt, max_new_tokens=8, drafter=d) for x, d in ((drafted, "eagle"), (model, None))
+    )
+    assert one.tokens == other.tokens
+    record = json.loads((tmp_path / "w2" / "recipe.json").read_text())
+    assert "train.npy: mask" in record
