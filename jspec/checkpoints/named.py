@@ -1,5 +1,6 @@
 """Weights that are arrays already, such as those of a training loop, under the names of a library."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.live import LiveArray
 from jspec.checkpoints.names import TRANSFORMERS, check_names, flatten_params, translate
 from jspec.checkpoints.tensors import FLOATS, HEAD, Tensors
+from jspec.core.sharding import Placement, refuse_types, without_types
 from jspec.models.decoder import Decoder
 
 _WHERE = Path("arrays")
@@ -75,6 +77,8 @@ class LiveTensors(Tensors):
     def put(self, field: str | None, parts: Sequence[Any]) -> Array:
         """Arrays side by side on their last axis."""
         arrays = [part.array for part in parts]
+        if self.placement is not None:
+            arrays = self.placement.arrange(field, arrays)
         return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
 
     def compare_head(self, embedding: str, *shape: int) -> None:
@@ -111,7 +115,13 @@ def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tu
     return parsed, language_model.ends_of_text([fields, fields.section("text_config")], parsed.vocab_size)
 
 
-def read(config: Decoder, arrays: PyTree, dtype: DTypeLike | None, names: str = TRANSFORMERS) -> tuple[Decoder, PyTree]:
+def read(
+    config: Decoder,
+    arrays: PyTree,
+    dtype: DTypeLike | None,
+    names: str = TRANSFORMERS,
+    placement: Placement | None = None,
+) -> tuple[Decoder, PyTree]:
     """The weights of a model of one of the families, by one program, which arrays of the same shapes compile once.
 
     The configuration that is returned has the MTP heads of which there are weights.
@@ -119,12 +129,19 @@ def read(config: Decoder, arrays: PyTree, dtype: DTypeLike | None, names: str = 
     arrays: by Hugging Face name, or as another library holds them; on any devices, traced ones included.
     dtype: None: that of the arrays.
     names: whose names the arrays have.
+    placement: the devices over which the weights are split; None: the program decides where they are.
 
     Raises:
       CheckpointError: a missing or unused array, or one of another shape or dtype; or names that are not known for this
         model.
-      ValueError: an unknown library.
+      ValueError: an unknown library, or a model that cannot be split.
     """
+    if getattr(config, "tensor", 1) > 1:
+        if placement is None:
+            raise ValueError(
+                f"config: is that of a model on {config.tensor} devices; tensor or mesh must be given, too"
+            )
+        config = dataclasses.replace(config, tensor=1)  # pyright: ignore[reportArgumentType]  # a dataclass
     check_names(names, config)
     given = arrays if names == TRANSFORMERS else flatten_params(names, arrays)
     held = {name: _checked(name, array) for name, array in given.items()}
@@ -135,7 +152,10 @@ def read(config: Decoder, arrays: PyTree, dtype: DTypeLike | None, names: str = 
     dtype = np.dtype(dtype or next(iter(dtypes), np.float32))
     if names == TRANSFORMERS:
         config = language_model.with_mtp(config, LiveTensors(_Named(held), dtype))
-    return config, _fuse(held, config=config, dtype=dtype, names=names)
+    if placement is not None:
+        config = config.split(placement.size)
+        held = {name: placement.gather(array) for name, array in held.items()}
+    return config, _fuse(held, config=config, dtype=dtype, names=names, placement=placement)
 
 
 def _checked(name: object, array: Any) -> Array:
@@ -143,11 +163,20 @@ def _checked(name: object, array: Any) -> Array:
         raise CheckpointError(f"{_WHERE}: have the key {name!r}; must have Hugging Face names")
     if not isinstance(array, jax.Array | np.ndarray | Tracer):
         raise CheckpointError(f"{_WHERE}: {name} is of type {type(array).__name__}; must be an array")
+    if isinstance(array, Tracer):
+        refuse_types(f"{_WHERE}: {name}", array)
+    elif isinstance(array, jax.Array):
+        return without_types(array)
     return array  # pyright: ignore[reportReturnType]  # a jitted program takes arrays of NumPy, too
 
 
-@partial(jax.jit, static_argnames=("config", "dtype", "names"))
-def _fuse(arrays: Mapping[str, Array], *, config: Decoder, dtype: np.dtype, names: str) -> PyTree:
+@partial(jax.jit, static_argnames=("config", "dtype", "names", "placement"))
+def _fuse(
+    arrays: Mapping[str, Array], *, config: Decoder, dtype: np.dtype, names: str, placement: Placement | None
+) -> PyTree:
     if names != TRANSFORMERS:
         arrays = translate(names, config, arrays)
-    return language_model.read_params(config, LiveTensors(_Named(arrays), dtype))
+    tensors = LiveTensors(_Named(arrays), dtype)
+    tensors.placement = placement
+    params = language_model.read_params(config, tensors)
+    return params if placement is None else placement.spread(params)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
@@ -107,6 +109,32 @@ class Placement:
 
         return jax.make_array_from_callback(shape, NamedSharding(self.mesh, _spec(axis)), share)
 
+    def arrange(self, field: str | None, parts: Sequence[Array]) -> list[Array]:
+        """Weights whose concatenation on the last axis is the array of `put`, from the parts of that array."""
+        shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
+        axis = None if field is None else self._split_axis(field, shape)
+        if axis != len(shape) - 1 or len(parts) == 1:
+            return list(parts)
+        shares = [jnp.split(part, self.size, axis=-1) for part in parts]
+        return [share[device] for device in range(self.size) for share in shares]
+
+    def gather(self, array: Array | np.ndarray) -> Array:
+        """An array on these devices, for a program over them: itself, or split on an axis that they divide."""
+        if isinstance(array, Tracer):
+            return array
+        given = array.sharding if isinstance(array, jax.Array) else None
+        # A program takes arrays of one order of devices.
+        if isinstance(given, NamedSharding) and isinstance(given.mesh, Mesh) and isinstance(array, jax.Array):
+            if given.mesh.devices.flatten().tolist() == self.mesh.devices.flatten().tolist():
+                return without_types(array)
+        axis = next((axis for axis, size in enumerate(array.shape) if size and size % self.size == 0), None)
+        return jax.device_put(array, NamedSharding(self.mesh, _spec(axis)))
+
+    def spread(self, params: T) -> T:
+        """Within a program: weights, each split as the table has it."""
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(params))
+        return jax.tree.map(lax.with_sharding_constraint, params, shardings)
+
     def complete(self, params: T) -> T:
         """The weights, those that are not split copied to all devices."""
         everywhere = NamedSharding(self.mesh, PartitionSpec())
@@ -131,6 +159,25 @@ class Placement:
         if field in STATE and len(shape) != _POOL_AXES:
             return None
         return axis % len(shape)
+
+
+def without_types(array: Array) -> Array:
+    """An array whose sharding is not part of its type, as programs here decide themselves how values are split."""
+    given = array.sharding
+    if not isinstance(given, NamedSharding) or all(kind == AxisType.Auto for kind in given.mesh.axis_types):
+        return array
+    assert isinstance(given.mesh, Mesh)
+    return jax.device_put(array, NamedSharding(_mesh(given.mesh.devices, given.mesh.axis_names), given.spec))
+
+
+def refuse_types(name: str, array: Tracer) -> None:
+    """Raises ValueError if a traced array has its sharding in its type. name: of the array, for the message."""
+    sharding = jax.typeof(array).sharding
+    if any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
+        raise ValueError(
+            f"{name}: is traced with the type {jax.typeof(array)}; inside jax.jit the axes of its mesh must be of "
+            "jax.sharding.AxisType.Auto, outside of it they may be of any type"
+        )
 
 
 def _spec(axis: int | None) -> PartitionSpec:

@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -76,10 +77,13 @@ class Model:
         params: `Params` of target and draft, or the weights of the target alone.
 
         Raises:
-          ValueError: another structure, shape or dtype than those of this model's, with the path of the leaf.
+          ValueError: another structure, shape or dtype than those of this model's, or of a model that is split, another
+            sharding; with the path of the leaf.
         """
         params = params if isinstance(params, Params) else Params(params, self.params.draft)
         check_same_shapes(self.params, params)
+        if self.placement is not None:
+            _check_same_devices(self.params, params)
         return dataclasses.replace(self, params=params)
 
     def with_draft(self, draft: "Model | None") -> "Model":
@@ -97,8 +101,12 @@ class Model:
                 f"draft={draft.name!r}: has a vocabulary of {draft.target.vocab_size} tokens; must have "
                 f"{self.target.vocab_size}, as {self.name!r}"
             )
-        params = Params(self.params.target, draft.params.target)
-        return dataclasses.replace(self, draft=draft.target, params=params)
+        refuse_split(draft, "with_draft")
+        params, placement = Params(self.params.target, draft.params.target), self.placement
+        if placement is not None:
+            placement = dataclasses.replace(placement, draft=False)
+            params = placement.complete(params)
+        return dataclasses.replace(self, draft=draft.target, params=params, placement=placement)
 
 
 def _dtypes(params: Any) -> str:
@@ -121,6 +129,25 @@ def check_same_shapes(old: Any, new: Any) -> None:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)}: is {getattr(y, 'dtype', type(y).__name__)}"
                 f"{list(getattr(y, 'shape', ()))}; must be {x.dtype}{list(x.shape)}"
+            )
+
+
+def _check_same_devices(old: Params, new: Params) -> None:
+    """Checks that weights are split over devices as those that they replace: others have another order of columns.
+
+    Raises:
+      ValueError: they are not, with the path of the leaf.
+    """
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        if isinstance(x, Tracer) or isinstance(y, Tracer):
+            continue
+        where = f"params{jax.tree_util.keystr(path)}"
+        if not isinstance(x, jax.Array):
+            raise ValueError(f"{where}: is of type {type(x).__name__}; must be a jax.Array")
+        if not x.sharding.is_equivalent_to(y.sharding, x.ndim):
+            raise ValueError(
+                f"{where}: has the sharding {x.sharding}; must have that of the model, {y.sharding}, as "
+                "jspec.from_named(..., tensor=...) makes it"
             )
 
 

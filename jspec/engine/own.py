@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
 from jspec.checkpoints import named
@@ -14,7 +15,9 @@ from jspec.checkpoints.files import resolve_dtype
 from jspec.checkpoints.language_model import Checkpoint
 from jspec.core import package
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, check_text
+from jspec.core.sharding import make_placement
 from jspec.core.types import TARGET_PARTS, Params, Target
+from jspec.core.xla_options import prepare_collectives
 from jspec.engine.model import Model, take_heads
 from jspec.models.decoder import Decoder
 from jspec.models.function import Function, FunctionModel, describe, is_causal
@@ -155,6 +158,8 @@ def from_named(
     eos: Sequence[int] | None = None,
     dtype: str | None = None,
     name: str | None = None,
+    tensor: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Model:
     """A model of a supported family from arrays under the names of a library, without files.
 
@@ -175,12 +180,18 @@ def from_named(
       eos: ids that end a text; None: those of `config`.
       dtype: "bfloat16", "float16" or "float32"; None: that of the arrays.
       name: for messages; None: that of the family.
+      tensor, mesh: the devices over which the model is split, as in `jspec.load`. Arrays on other devices are copied to
+        these, and those on the same devices may be split in any way.
 
     Raises:
       CheckpointError: a configuration that is not supported, or an array that is missing, not used, or of another shape
         or dtype; the message has its name.
-      TypeError, ValueError: other arguments of the wrong type.
+      TypeError, ValueError: other arguments of the wrong type, or a number of devices over which the model cannot be
+        split.
     """
+    placement = make_placement(None if tensor is None else check_int("tensor", tensor, least=1), mesh, jax.devices())
+    if placement is not None:
+        prepare_collectives()
     if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")
     kind = None if dtype is None else resolve_dtype(dtype)
@@ -189,8 +200,10 @@ def from_named(
         ends = _check_eos(eos, parsed.vocab_size)
     _check_tokenizer(tokenizer)
     name = type(parsed).__name__ if name is None else check_text("name", name)
-    loaded, heads, weights = take_heads(Checkpoint(*named.read(parsed, arrays, kind, names), ends))
-    return Model(name, loaded.config, Params(loaded.params, weights), tokenizer, ends, heads)
+    loaded, heads, weights = take_heads(Checkpoint(*named.read(parsed, arrays, kind, names, placement), ends))
+    if placement is not None:
+        placement = dataclasses.replace(placement, draft=heads is not None)
+    return Model(name, loaded.config, Params(loaded.params, weights), tokenizer, ends, heads, placement)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,9 @@ import toy
 
 import jspec
 from jspec.checkpoints import deepseek as deepseek_checkpoints
-from jspec.checkpoints import eagle, language_model, tensors
+from jspec.checkpoints import eagle, language_model, named, tensors
 from jspec.cli import main
+from jspec.core import decode
 from jspec.core.sharding import TENSOR, WEIGHTS
 from jspec.drafters import Eagle, Mtp, Ngram, Standalone
 from jspec.engine.many import generate_many
@@ -287,3 +288,138 @@ def test_more_prompts_than_an_engine_takes_run_at_once(load):
 def test_the_command_splits_the_model(capsys):
     assert main(["generate", "x", "--model", "bundled:python-tiny", "--tensor", "3"]) == 2
     assert "--tensor 3: must divide 2 heads" in capsys.readouterr().err
+
+
+def named_arrays(config, params):
+    """The weights as `transformers` would hold them."""
+    family = language_model._family_by_config(config)
+    return {name: jnp.asarray(array) for name, array in family.named_tensors(config, params)}
+
+
+def spread(arrays, mesh):
+    """Arrays as a trainer holds them: split on their first axis over the mesh, where that is possible."""
+    size = mesh.devices.size
+
+    def place(array):
+        axes = tuple(mesh.axis_names) if array.ndim and array.shape[0] % size == 0 else None
+        return jax.device_put(array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axes)))
+
+    return {name: place(array) for name, array in arrays.items()}
+
+
+def meshes():
+    """How arrays are given: on one device, over the devices of the model in several ways, and over others."""
+    devices = np.array(jax.devices())
+    return {
+        "host": None,
+        "one device": jax.sharding.Mesh(devices[:1], ("data",)),
+        "the same": jax.sharding.Mesh(devices[:2], ("data",)),
+        "turned": jax.sharding.Mesh(devices[1::-1], ("data",)),
+        "others": jax.sharding.Mesh(devices[4:], ("data",)),
+        "more": jax.sharding.Mesh(devices.reshape(2, 4), ("data", "model")),
+    }
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way == "the same" else slow) for way in meshes()])
+def test_arrays_become_the_weights_of_a_split_checkpoint(way, load):
+    """Values and shardings are those of `jspec.load`, and other arrays compile nothing."""
+    mesh, config = meshes()[way], TARGETS["biased"]
+    loaded = load("biased", None, 2)
+    named = named_arrays(config, weights(config))
+    given = {name: np.array(array) for name, array in named.items()} if mesh is None else spread(named, mesh)
+    model = jspec.from_named(config, given, tensor=2)
+    assert model.target == loaded.target and model.placement == loaded.placement
+    pairs = zip(jax.tree_util.tree_leaves_with_path(model.params), jax.tree.leaves(loaded.params), strict=True)
+    for (path, got), wanted in pairs:
+        np.testing.assert_array_equal(got, wanted, err_msg=jax.tree_util.keystr(path))
+        assert got.sharding.is_equivalent_to(wanted.sharding, got.ndim), path
+
+
+@slow
+def test_weights_of_a_trainer_go_into_a_split_model_without_compiling(load):
+    config = TARGETS["tied"]
+    mesh = jax.make_mesh((2, 2), ("data", TENSOR))
+    options = dict(drafter=Ngram(), max_new_tokens=12)
+    model, counts = None, []
+    for seed in range(3):
+        given = spread(named_arrays(config, weights(config, seed)), mesh)
+        new = jspec.from_named(config, given, mesh=jax.make_mesh((1, 4), ("data", TENSOR)))
+        if model is None:
+            model = new
+            jspec.generate(model, PROMPTS, **options)
+        model = model.with_params(new.params.target)
+        whole = jspec.from_named(config, named_arrays(config, weights(config, seed)))
+        assert jspec.generate(model, PROMPTS, **options).tokens == jspec.generate(whole, PROMPTS, **options).tokens
+        counts.append([f._cache_size() for f in (decode.jitted_prefill, decode._OVER_DEVICES[False], named._fuse)])
+    assert counts[0] == counts[1] == counts[2]
+    with pytest.raises(ValueError, match=r"params.target.embed: has the sharding .*; must have that of the model"):
+        model.with_params(whole.params.target)
+    with pytest.raises(ValueError, match="params.target.embed: is of type ndarray; must be a jax.Array"):
+        model.with_params(jax.tree.map(np.array, model.params.target))
+
+    @jax.jit
+    def complete(arrays, ids, lengths):
+        split = jspec.from_named(config, arrays, tensor=4)
+        options = dict(target=split.target, drafter=Ngram(), max_new_tokens=12, placement=split.placement)
+        return jspec.generate_ids(split.params, ids, lengths, jax.random.key(0), **options).tokens
+
+    with pytest.raises(ValueError, match=r"arrays: .* is traced with the type float32\[.*@"):
+        complete(given, toy.IDS, toy.LENGTHS)
+    automatic = jax.sharding.Mesh(mesh.devices, mesh.axis_names)
+    given = spread(named_arrays(config, weights(config, 2)), automatic)
+    expected, tokens = jspec.generate(model, PROMPTS, **options), complete(given, toy.IDS, toy.LENGTHS)
+    assert tokens[0, toy.LENGTHS[0] :].tolist()[:12] == expected[0].tokens
+
+
+@slow
+@pytest.mark.parametrize("name", ["experts", "latents", "indexed latents"])
+def test_other_families_are_split_as_their_checkpoints(name, load):
+    loaded = load(name, None, 2)
+    whole = load(name, None, None)
+    config = dataclasses.replace(whole.target, mtp_layers=1) if name == "latents" else whole.target
+    params = whole.params.target
+    if name == "latents":
+        params = dataclasses.replace(params, mtp=whole.params.draft)
+    model = jspec.from_named(config, named_arrays(config, params), tensor=2)
+    assert model.target == loaded.target and model.draft == loaded.draft and model.placement == loaded.placement
+    for (path, got), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(model.params), jax.tree.leaves(loaded.params), strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted, err_msg=jax.tree_util.keystr(path))
+
+
+@slow
+def test_arrays_over_devices_make_a_model_that_is_not_split():
+    config = TARGETS["tied"]
+    arrays = named_arrays(config, weights(config))
+    given = spread(arrays, jax.make_mesh((4,), ("data",)))
+    options = dict(drafter=Ngram(), max_new_tokens=8)
+    got, wanted = (jspec.generate(jspec.from_named(config, each), PROMPTS, **options) for each in (given, arrays))
+    assert got.tokens == wanted.tokens
+
+
+def test_a_split_model_takes_a_whole_draft(load):
+    model, draft = load("tied", None, 4), load("draft of tied", None, None)
+    drafted = model.with_draft(draft)
+    assert drafted.placement == dataclasses.replace(model.placement, draft=False)
+    assert all(leaf.sharding.device_set == set(jax.devices()[:4]) for leaf in jax.tree.leaves(drafted.params))
+    with pytest.raises(ValueError, match="is split over 4 devices, which with_draft does not support"):
+        draft.with_draft(model)
+
+
+@pytest.mark.parametrize(
+    "config, options, error, match",
+    [
+        ("tied", dict(tensor=3), ValueError, "tensor=3: must divide 8 heads"),
+        ("tied", dict(tensor=9), ValueError, "tensor=9: must be at most 8"),
+        ("tied", dict(tensor=0), ValueError, "tensor=0: must be at least 1"),
+        ("tied", dict(mesh=5), TypeError, "mesh is of type int"),
+        ("split", dict(), ValueError, "config: is that of a model on 4 devices; tensor or mesh must be given"),
+        ("gemma", dict(tensor=2), ValueError, "tensor=2: models of type Gemma4 cannot be split"),
+    ],
+    ids=str,
+)
+def test_a_wrong_placement_of_arrays_is_an_error(config, options, error, match):
+    kinds = {"tied": TIED, "split": dataclasses.replace(TIED, tensor=4), "gemma": gemma.KINDS["dense"]}
+    with pytest.raises(error, match=match):
+        jspec.from_named(kinds[config], named_arrays(TIED, weights(TIED)), **options)
