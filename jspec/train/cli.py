@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jspec.engine.arguments import Parser
-from jspec.train import arguments, options, prepare, text
+from jspec.train import arguments, options, prepare, replies, text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +45,12 @@ COMMANDS = {
         arguments.FROZEN_KV_MTP,
         arguments.add_frozen_kv_mtp,
         "frozen_kv_mtp",
+    ),
+    "replies": Command(
+        "write a target's own replies to prompts or chats, for its draft to learn from",
+        replies.__doc__,
+        replies.add_arguments,
+        "replies",
     ),
     "text": Command(
         "write a target's greedy text, for its draft to learn from",

@@ -29,6 +29,7 @@ REQUIRED = {
     "lm": {"data": "x", "work": "x", "out": "x", "shape": "python-tiny", "steps": 4},
     "eagle3": {"data": "x", "work": "x", "out": "x", "target": "x", "steps": 4},
     "frozen-kv-mtp": {"data": "x", "work": "x", "out": "x", "target": "x", "steps": 4},
+    "replies": {"model": "x", "prompts": "x", "out": "x"},
     "text": {"model": "x", "prompts": "x", "out": "x"},
 }
 COUNTS = """stop-after eval-every checkpoint-every batch-tokens length""".split()
@@ -38,6 +39,7 @@ INTS = {
     "lm": [*COUNTS, "steps"],
     "eagle3": [*COUNTS, *DRAFTS, "steps", "num-kv-heads", "head-dim", "draft-vocab-size"],
     "frozen-kv-mtp": [*COUNTS, *DRAFTS, "steps", "num-layers"],
+    "replies": ["rows", "max-new-tokens"],
     "text": ["rows", "width", "batch"],
 }
 """Options for which 0 is too small."""
@@ -55,6 +57,7 @@ BAD = [
     *((command, option, value) for command in TRAININGS[1:] for option, value in
       (("ttt-steps", 65), ("decay", 1.5), ("decay", "nan"), ("depth", 65), ("hidden-size", 10**9), ("length", 2))),
     *(("lm", "cross-entropy", value) for value in ("nan", -0.1, 1.1)),
+    *(("replies", "temperature", value) for value in ("nan", "inf", -0.1)), ("replies", "seed", -1),
     *(("data", "heldout-share", value) for value in ("nan", 0, -0.1, 0.6)),
     ("eagle3", "capture-layers", -1), ("frozen-kv-mtp", "reads", -2), ("data", "vocab-size", 257),
     ("data", "vocab-size", 10**9), ("data", "processes", 10**6), ("text", "width", 1), ("text", "batch", 10**9),

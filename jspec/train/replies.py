@@ -1,0 +1,162 @@
+"""`jspec train replies`: writes a target's own replies to prompts or chats, for its draft to learn from.
+
+A draft predicts its target's own text, so that is what it should be trained on (Zhou et al., DistillSpec, arXiv
+2310.08461). The result is a file of chats in JSON lines, which `jspec train data --chats` reads:
+
+  jspec train replies --model TARGET --chats chats.jsonl --out replies.jsonl
+  jspec train data --out data --tokenizer TARGET --chats replies.jsonl
+  jspec train eagle3 --data data --target TARGET --work work --out head --steps 2000
+
+Of a chat, the reply at its end is replaced, or added if there is none; earlier ones stay as context and do not count
+for the loss. Prompts (--prompts) are user messages: a JSON list of strings, or one {"prompt": ...} per line. A reply
+that reaches --max-new-tokens is marked as not finished, so that no end is learned there.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+from jspec.analysis.evaluate import read_prompts
+from jspec.checkpoints import atomic
+from jspec.core.sampling import Sampling
+from jspec.engine.generate import generate
+from jspec.engine.model import Model, load
+from jspec.train import chats, options, records
+from jspec.train.chats import Chat
+from jspec.train.records import Dropped
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `jspec train replies`."""
+    parser.add_argument("--model", required=True, help="the target, with a chat template: a directory or a hub id")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--chats", type=Path, nargs="+", metavar="FILE", help="files of JSON, whose values are chats")
+    given.add_argument("--prompts", type=Path, metavar="FILE", help="file of JSON with prompts")
+    parser.add_argument("--out", type=Path, required=True, help="file of JSON lines to write")
+    for option, default, least, meaning in (
+        ("--rows", 32768, 1, "most replies to write"),
+        ("--max-new-tokens", 512, 1, "most tokens of a reply"),
+        ("--seed", 0, 0, "seed of the first reply, if it is sampled; the next have the next ones"),
+    ):
+        options.add_number(parser, option, bounds={"least": least, "most": 2**24}, default=default, help=meaning)
+    heat = "temperature that replies are sampled at; 0: the most probable token each time"
+    options.add_number(parser, "--temperature", float, bounds={"least": 0}, default=0.0, help=heat)
+    parser.add_argument("--skip-bad", action="store_true", help="drop chats that are not valid, instead of an error")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `jspec train replies`; returns its exit status.
+
+    Raises:
+      ValueError, OSError: bad input; the message names it.
+    """
+    if args.out.is_dir():
+        raise IsADirectoryError(f"--out={args.out}: must be a file, but is a directory")
+    options.check_writable("--out", args.out.parent)
+    dropped = Dropped(args.skip_bad)
+    asked = _read(args, dropped)
+    model = load(args.model)
+    if model.tokenizer is None or not model.tokenizer.templates:
+        raise ValueError(f"--model={args.model}: has no chat template; name a model that has one, or add the file")
+    longest = model.target.max_length - args.max_new_tokens
+    if longest < 1:
+        raise ValueError(
+            f"--max-new-tokens={args.max_new_tokens}: must be less than {model.target.max_length}, the model's context"
+        )
+    prompts = _encode(asked, model, longest, dropped, args.rows)
+    dropped.say()
+    if not prompts:
+        raise ValueError(f"--{'chats' if args.chats else 'prompts'}: no prompt is left to reply to")
+    lines, cut = _write_replies(model, prompts, args)
+    atomic.write_text(args.out, "".join(lines))
+    print(f"{args.out}: {len(lines):,} replies, {cut:,} of them cut at {args.max_new_tokens} tokens")
+    return 0
+
+
+def _read(args: argparse.Namespace, dropped: Dropped) -> list[Chat]:
+    """The chats to reply to, each without the replies at its end.
+
+    Raises:
+      ValueError: a file or a line that is not valid.
+    """
+    if args.prompts is not None:
+        texts = read_prompts(args.prompts)
+        messages = [{"role": "user", "content": text} for text in texts]
+        return [Chat(f"{args.prompts}, prompt {i}", (message,), (False,)) for i, message in enumerate(messages, 1)]
+    records.check_files("--chats", args.chats)
+    found = []
+    for where, value in records.read_json(args.chats, dropped):
+        chat = dropped.check(lambda where=where, value=value: chats.parse(where, value))
+        if chat is None:
+            continue
+        messages = list(chat.messages)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages or messages[-1]["role"] in ("system", "developer"):
+            dropped.counts["chat without a question"] += 1
+            continue
+        found.append(dataclasses.replace(chat, messages=tuple(messages), learned=(False,) * len(messages)))
+    return found
+
+
+def _encode(
+    asked: list[Chat], model: Model, longest: int, dropped: Dropped, count: int
+) -> list[tuple[Chat, list[int]]]:
+    """Up to `count` chats with their prompts as tokens, of at most `longest`, without duplicates.
+
+    Raises:
+      ValueError: the template rejects a chat.
+    """
+    tokenizer, found, seen = model.tokenizer, [], set()
+    assert tokenizer is not None
+
+    def encode(chat: Chat) -> list[int]:
+        try:
+            return tokenizer.chat(chat.messages, tools=chat.tools)
+        except ValueError as error:
+            raise ValueError(f"{chat.where}: {error}") from None
+
+    for chat in asked:
+        ids = dropped.check(lambda chat=chat: encode(chat))
+        if ids is None:
+            continue
+        if not 0 < len(ids) <= longest:
+            dropped.counts[f"prompt of no token or more than {longest} tokens"] += 1
+        elif tuple(ids) in seen:
+            dropped.counts["duplicate prompt"] += 1
+        elif len(found) == count:
+            dropped.counts[f"prompt beyond the first {count} (--rows)"] += 1
+        else:
+            seen.add(tuple(ids))
+            found.append((chat, ids))
+    return found
+
+
+def _write_replies(
+    model: Model, prompts: list[tuple[Chat, list[int]]], args: argparse.Namespace
+) -> tuple[list[str], int]:
+    """A line of JSON for each chat, and how many replies reached the limit."""
+    sampling = Sampling(temperature=args.temperature) if args.temperature else None
+    print(f"jspec: writing {len(prompts):,} replies", file=sys.stderr, flush=True)
+    out = generate(
+        model,
+        [ids for _, ids in prompts],
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        seed=args.seed,
+        progress=sys.stderr.isatty(),
+    )
+    lines, cut = [], 0
+    for (chat, _), item in zip(prompts, out, strict=True):
+        # Earlier replies are not the target's own.
+        earlier = [{**m, "weight": 0} if m["role"] == "assistant" else m for m in chat.messages]
+        record: dict[str, object] = {"messages": [*earlier, {"role": "assistant", "content": item.text}]}
+        if chat.tools is not None:
+            record["tools"] = chat.tools
+        if item.finish_reason != "eos":
+            record["finished"] = False
+            cut += 1
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    return lines, cut
