@@ -3,8 +3,8 @@
     python benchmarks/chats.py --work /tmp/chats --json benchmarks/results/DATE-MACHINE-chats.jsonl
 
 The chat model is small and trained here, on made-up chats about people whose city, color, animal and job are always the
-same. The head learns from 200 other chats of the same kind, with `jspec train data --chats` and `jspec train eagle3`,
-and is measured on held-out chats. Some minutes on two cores of a CPU.
+same, in sentences that vary. The head learns from 200 other chats of the same kind, with `jspec train data --chats` and
+`jspec train eagle3`, and is measured on held-out chats. It takes 10 minutes on two cores of a CPU.
 """
 
 import argparse
@@ -40,6 +40,8 @@ FACTS = {
     "animal": ("keeps a", "cat dog horse goat parrot rabbit turtle hamster donkey pigeon".split()),
     "job": ("works as a", "baker pilot nurse farmer singer lawyer tailor painter miller dentist".split()),
 }
+BEGINNINGS = ("You ask about {}.", "Let me tell you about {}.", "Here is what I know:")
+FORMS = ("{} {} {}.", "As far as I know, {} {} {}.")
 ENDS = ("Shall I go on?", "Is there anything else?", "I hope that helps.")
 
 
@@ -49,8 +51,8 @@ def chat(rng: random.Random) -> dict[str, list[dict[str, str]]]:
     for _ in range(rng.randint(1, 3)):
         name, wanted = rng.choice(NAMES), rng.sample(sorted(FACTS), rng.randint(1, 3))
         asked = rng.choice(["Tell me the {} of {}.", "What is the {} of {}?"]).format(" and the ".join(wanted), name)
-        told = [f"{name} {FACTS[fact][0]} {value(name, fact)}." for fact in wanted]
-        reply = " ".join([f"You ask about {name}.", *told, ENDS[NAMES.index(name) % len(ENDS)]])
+        told = [rng.choice(FORMS).format(name, FACTS[fact][0], value(name, fact)) for fact in wanted]
+        reply = " ".join([rng.choice(BEGINNINGS).format(name), *told, rng.choice(ENDS)])
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": reply}]
     return {"messages": messages}
 
