@@ -8,6 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 LOG2_E = 1.4426950408889634
+BLOCK = 64
+"""Positions that exact attention absorbs at once."""
+SEGMENT = 256
+"""Positions whose softmax exact attention computes by itself; a multiple of `BLOCK`."""
 
 
 def row_mask(mask: jax.Array | None, nodes: int, rows: int) -> jax.Array:
@@ -61,3 +65,88 @@ def scores_in_base_2(products: jax.Array, scale: float, soft_cap: float | None) 
     if soft_cap is None:
         return products * (scale * LOG2_E)
     return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2_E)
+
+
+def paths(mask: jax.Array | None, batch: int, nodes: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    """The rows that each node sees, in their order: Int[B, N, R], and how many there are: Int[B, N].
+
+    Args:
+      mask: as in `row_mask`.
+    """
+    visible = jnp.broadcast_to(row_mask(mask, nodes, rows), (batch, nodes, rows))
+    rank = jnp.cumsum(visible, axis=-1, dtype=jnp.int32) - 1
+    row = jnp.arange(rows, dtype=jnp.int32)
+    sequence, node = jnp.arange(batch)[:, None, None], jnp.arange(nodes)[None, :, None]
+    path = jnp.zeros((batch, nodes, rows), jnp.int32)
+    path = path.at[sequence, node, jnp.where(visible, rank, rows)].set(row, mode="drop")
+    return path, rank[..., -1] + 1
+
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+"""The running peak [...], total [...] and weighted sum [..., D] of a softmax in base 2."""
+
+
+def fold(first: State, second: State) -> State:
+    """Two parts of a softmax as one. A part that has seen nothing changes no bit of the other."""
+    peak = jnp.maximum(first[0], second[0])
+    base = jnp.where(peak == -jnp.inf, 0.0, peak)
+    one, other = jnp.exp2(first[0] - base), jnp.exp2(second[0] - base)
+    total = first[1] * one + second[1] * other
+    return peak, total, first[2] * one[..., None] + second[2] * other[..., None]
+
+
+def check_rows(q: jax.Array, k_rows: jax.Array, v_rows: jax.Array, mask: jax.Array | None) -> None:
+    """Checks the queries and the round's own rows.
+
+    Raises:
+      ValueError: they do not fit together.
+    """
+    batch, nodes, heads, dim = q.shape
+    rows, kv_heads = k_rows.shape[1:3]
+    if k_rows.shape != v_rows.shape:
+        raise ValueError(f"k_rows {k_rows.shape} and v_rows {v_rows.shape} must have the same shape")
+    if (k_rows.shape[0], k_rows.shape[3]) != (batch, dim):
+        raise ValueError(
+            f"k_rows {k_rows.shape}: must have the batch of {batch} and the dimension {dim} of q {q.shape}"
+        )
+    if not q.dtype == k_rows.dtype == v_rows.dtype:
+        dtypes = f"{q.dtype}, {k_rows.dtype} and {v_rows.dtype}"
+        raise ValueError(f"q, k_rows and v_rows must have the same dtype, not {dtypes}")
+    if heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, which is not a multiple of the {kv_heads} key heads")
+    if rows < nodes:
+        raise ValueError(f"k_rows has {rows} rows: must have at least one for each of the {nodes} nodes of q")
+    if mask is not None and mask.shape not in ((batch, nodes, rows), (1, nodes, rows)):
+        raise ValueError(
+            f"mask {mask.shape}: must be {(batch, nodes, rows)}, for {batch} sequences, {nodes} nodes and {rows} rows"
+        )
+
+
+def check_prefix(
+    q: jax.Array,
+    k_rows: jax.Array,
+    pool: jax.Array | None,
+    page_table: jax.Array | None,
+    prefix_length: jax.Array | None,
+    layer: int,
+) -> None:
+    """Checks the committed rows.
+
+    Raises:
+      ValueError: they do not fit to the queries or to the round's own rows.
+    """
+    if prefix_length is None:
+        return
+    if pool is None or page_table is None:
+        raise ValueError("prefix_length requires pool and page_table")
+    batch = q.shape[0]
+    if pool.ndim != 6 or (pool.shape[1], *pool.shape[4:]) != (2, *k_rows.shape[2:]):
+        wanted = ("L", 2, "P", "page", *k_rows.shape[2:])
+        raise ValueError(f"pool {pool.shape}: must be {wanted} for k_rows {k_rows.shape}")
+    if not 0 <= layer < pool.shape[0]:
+        raise ValueError(f"layer={layer}: must be between 0 and {pool.shape[0] - 1}, the layers of the pool")
+    if page_table.shape[0] != batch or prefix_length.shape != (batch,):
+        raise ValueError(
+            f"page_table {page_table.shape} and prefix_length {prefix_length.shape}: "
+            f"must have a row of pages and a length for each of the {batch} sequences"
+        )

@@ -68,6 +68,7 @@ _STOPS = "core/test_stopping.py::test_examples"
 _SWA = "cache/test_swa.py::test_rounds_equal_dense_attention_over_each_nodes_window[8-1]"
 _CACHES = "cache/test_caches.py::test_output_equals_plain_decoding"
 _PAGED = "kernels/test_paged_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
+_BITS = "kernels/test_same_bits.py::test_attention_of_a_token_has_the_same_bits_in_every_round[bfloat16-xla]"
 _MLA = "kernels/test_mla_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
 _EAGLE = "drafters/test_eagle.py::test_sampled_drafts_report_the_distribution_after_their_own_path"
 _MTP = "drafters/test_mtp.py::test_proposals_are_those_of_a_pass_over_the_whole_text[None]"
@@ -530,6 +531,30 @@ MUTANTS = (
             "return jnp.tril(jnp.ones((1, nodes, rows), bool), rows - nodes)",
             "return jnp.tril(jnp.ones((1, nodes, rows), bool), rows)",
             _PAGED.replace("page_of_3", "nodes_33_chain"),
+        ),
+    ),
+    *_group(
+        "pallas_kernels/exact_attention/reference.py",
+        (
+            "segments follow the end of the prefix",
+            "whole = (block + 1) % (SEGMENT // BLOCK) == 0",
+            "whole = (block + 1 - committed // BLOCK) % (SEGMENT // BLOCK) == 0",
+            _BITS,
+        ),
+        (
+            "a node's path in the order of nodes",
+            "row = path[jnp.clip(position - committed, 0, rows - 1)]",
+            "row = jnp.clip(position - committed, 0, rows - 1)",
+            _BITS,
+        ),
+    ),
+    *_group(
+        "pallas_kernels/exact_matmul/reference.py",
+        (
+            "blocks of as many rows as there are",
+            "blocks = -(-rows // ROWS)",
+            "blocks, ROWS = 1, rows",
+            "kernels/test_same_bits.py::test_a_row_of_a_product_has_the_same_bits_among_any_rows",
         ),
     ),
     *_group(

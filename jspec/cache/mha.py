@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.cache import pages
 from jspec.cache.paged import PagedCache
 from jspec.core.struct import struct
+from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.paged_attention import paged_attention
 
@@ -46,11 +47,15 @@ class MhaCache(PagedCache):
         mask: Bool[Array, "#B N R"] | None,
         scale: float,
         positions: Int[Array, "#B #N"] | None = None,
+        exact: bool = False,
     ) -> Float[Array, "B N H D"]:
         """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`.
 
         positions: unused; only a sliding window needs them.
+        exact: the bits of a node's result do not depend on the other nodes, see `exact_attention`.
         """
+        if exact:
+            return exact_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
         return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
 
     def commit(

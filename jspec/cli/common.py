@@ -83,6 +83,11 @@ def add_weights(parser: argparse.ArgumentParser, model: str) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
     )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="drafts and the rest of the batch change no bit of the logits, in half precision too; slower",
+    )
 
 
 def add_drafter(parser: argparse.ArgumentParser, note: str = "") -> None:
@@ -137,7 +142,9 @@ def load_model(
     if draft not in loaded:
         with naming_models({"--draft": arguments.draft, option: arguments.model}):
             tensor = getattr(arguments, "tensor", None)
-            loaded[draft] = load(arguments.model, draft=draft, dtype=arguments.dtype, tensor=tensor)
+            loaded[draft] = load(
+                arguments.model, draft=draft, dtype=arguments.dtype, tensor=tensor, exact=arguments.exact
+            )
     return with_corpus(loaded[draft], corpus) if corpus and drafter == "suffix" else loaded[draft]
 
 

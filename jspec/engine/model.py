@@ -159,6 +159,7 @@ def load(
     tensor: int | None = None,
     mesh: Mesh | None = None,
     draft_tensor: bool | None = None,
+    exact: bool = False,
 ) -> Model:
     """Loads a target, and a draft for it, onto the default device, or splits it over several.
 
@@ -172,15 +173,20 @@ def load(
         None: one, or those of `mesh`. See docs/several-gpus.md.
       mesh: the devices to use, with the axis "tensor". None: the first ones.
       draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster.
+      exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
+        half precision too; for dense Llama and Qwen3 models on one device. See docs/losslessness.md.
 
     Raises:
       CheckpointError: files are missing, damaged or not supported.
-      ValueError: an unknown dtype or bundled model, the draft's tokenizer differs, a number of devices over which the
-        model cannot be split, or weights that do not fit into the memory of a device, which is known before any of
-        them is read.
+      ValueError: an unknown dtype or bundled model, the draft's tokenizer differs, a model without an exact forward, a
+        number of devices over which it cannot be split, or weights that do not fit into the memory of a device, which
+        is known before any of them is read.
       TypeError: an argument of the wrong type.
     """
     tensor = None if tensor is None else check_int("tensor", tensor, least=1)
+    exact = check_flag("exact", exact)
+    if exact and (mesh is not None or (tensor or 1) > 1):
+        raise ValueError("exact=True: no exact forward of a model over several devices yet; omit tensor and mesh")
     placement = make_placement(tensor, mesh, jax.devices())
     if placement is not None:
         prepare_collectives()
@@ -198,7 +204,11 @@ def load(
     devices = None if placement is None else placement.devices
     check = partial(memory.check_weights, str(source), devices=devices)
     place = whole if placement is None else partial(_place_target, placement, draft is None, draft_tensor)
+    if exact:
+        place = _whole_and_exact
     loaded, heads, head_params = _load_target(directory, dtype, check, place, mtp=draft is None)
+    if exact:
+        loaded = dataclasses.replace(loaded, config=loaded.config.exactly())
     tokenizer = Tokenizer.load(directory)
     config, params = heads, Params(loaded.params, head_params)
     if draft is not None and draft_directory is not None:
@@ -235,6 +245,16 @@ def _place_target(
         problem = "MTP heads are always split" if heads else "no draft is loaded"
         raise ValueError(f"draft_tensor={draft_tensor}: {problem}; omit it")
     return placement
+
+
+def _whole_and_exact(config: Splittable, dtype: DTypeLike) -> None:
+    """The `Place` of a model with an exact forward, on one device.
+
+    Raises:
+      ValueError: it has none, which is known before any of its weights is read.
+    """
+    assert isinstance(config, Decoder)
+    config.exactly()
 
 
 def _load_target(

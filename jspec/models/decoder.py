@@ -16,6 +16,7 @@ from jspec.core.types import Cache, DraftTree, ForwardOutput, Params
 from jspec.models import layers
 from jspec.models.moe import Routed
 from jspec.models.sizes import keys_bytes, tree_bytes
+from pallas_kernels.exact_matmul import exact_matmul
 
 
 class Decoder(abc.ABC):
@@ -35,6 +36,8 @@ class Decoder(abc.ABC):
     """MTP heads in its checkpoint."""
     tensor: int = 1
     """Devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model."""
+    exact: bool = False
+    """Whether the bits of a token's logits depend on its own context alone, see `exactly`."""
     drafter: ClassVar[str] = "standalone"
     """Name of the drafter that uses this model as its draft."""
 
@@ -96,6 +99,17 @@ class Decoder(abc.ABC):
         """
         raise ValueError(f"tensor={devices}: models of type {type(self).__name__} cannot be split over devices yet")
 
+    def exactly(self) -> Self:
+        """The configuration whose forward gives a token the same bits, whatever is read beside it.
+
+        Neither the number of tokens, the shape of the tree, the batch nor the size of pages changes a bit of the hidden
+        states and logits.
+
+        Raises:
+          ValueError: there is no such forward.
+        """
+        raise ValueError(f"exact=True: models of type {type(self).__name__} have no exact forward yet")
+
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; None if it has none."""
         return None
@@ -106,7 +120,7 @@ class Decoder(abc.ABC):
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"]) -> Float[Array, "*batch E"]:
         """The family's norm of the residual stream, such as the one between the last layer and the LM head."""
-        return layers.rms_norm(x, weight, self.rms_norm_eps)
+        return layers.rms_norm(x, weight, self.rms_norm_eps, exact=self.exact)
 
     def lm_head(self, params: PyTree) -> Float[Array, "E V"]:
         """The matrix of the LM head."""
@@ -114,7 +128,12 @@ class Decoder(abc.ABC):
 
     def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits in float32 of hidden states after the final norm."""
-        return gather_last(layers.linear(normed, self.lm_head(params)), self.vocab_size).astype(jnp.float32)
+        if self.exact and params.lm_head is None:
+            # The kernel reads the embedding as it is stored; a transposed operand would be a copy.
+            flat = exact_matmul(normed.reshape(-1, normed.shape[-1]), params.embed, transposed=True)
+            return flat.reshape(*normed.shape[:-1], -1).astype(jnp.float32)
+        logits = layers.linear(normed, self.lm_head(params), exact=self.exact)
+        return gather_last(logits, self.vocab_size).astype(jnp.float32)
 
     def mtp_layer(self) -> "Decoder":
         """The layer of an MTP head as a decoder of its own.
@@ -239,6 +258,8 @@ class Decoder(abc.ABC):
         """
         embedded = self.embed(params, tokens)
         attend = partial(cache.attend, start=start, mask=mask)
+        if self.exact:
+            attend = partial(attend, exact=True)
         rows, states = [], [embedded]
         # The last layer's output is needed for all tokens if it is captured.
         selected = None

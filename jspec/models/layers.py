@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from jspec.core.sharding import TENSOR, sum_over_devices
 from pallas_kernels import norm, rotary
+from pallas_kernels.add_norm import add_norm
+from pallas_kernels.exact_matmul import exact_matmul
 from pallas_kernels.platform import platform
 
 GEMV_MAX_WEIGHTS = 10_000_000
@@ -108,9 +110,19 @@ def take_token(x: Shaped[Array, "B N *rest"], token: Int[Array, " B"]) -> Shaped
 
 
 def linear(
-    x: Float[Array, "*batch in"], weight: Float[Array, "in out"], bias: Float[Array, " out"] | None = None
+    x: Float[Array, "*batch in"],
+    weight: Float[Array, "in out"],
+    bias: Float[Array, " out"] | None = None,
+    *,
+    exact: bool = False,
 ) -> Float[Array, "*batch out"]:
-    """x @ weight + bias. In float32 the products are exact float32 on every platform, not TF32."""
+    """x @ weight + bias. In float32 the products are exact float32 on every platform, not TF32.
+
+    exact: a token's result does not depend on the other tokens, to the bit.
+    """
+    if exact:
+        out = exact_matmul(x.reshape(-1, x.shape[-1]), weight)
+        return add_bias(out.reshape(*x.shape[:-1], -1), bias)
     alone = x.size == x.shape[-1] and weight.size < GEMV_MAX_WEIGHTS and platform() == "gpu"
     rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1])) if alone else x
     # In a narrow precision, HIGHEST would rule out the fastest products and gain nothing.
@@ -125,9 +137,26 @@ def add_bias(x: Float[Array, "*batch out"], bias: Float[Array, " out"] | None) -
     return x if bias is None else x + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
 
 
-def rms_norm(x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float) -> Float[Array, "*batch E"]:
-    """Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467), computed in float32."""
-    return norm.rms_norm(x, weight, eps)
+def rms_norm(
+    x: Float[Array, "*batch E"], weight: Float[Array, " E"], eps: float, *, exact: bool = False
+) -> Float[Array, "*batch E"]:
+    """Root-mean-square norm (Zhang and Sennrich, arXiv 1910.07467), computed in float32; `exact` as in `linear`."""
+    return add_norm(x, None, weight, eps=eps)[1] if exact else norm.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: Float[Array, "*batch E"],
+    branch: Float[Array, "*batch E"],
+    weight: Float[Array, " E"],
+    eps: float,
+    *,
+    exact: bool = False,
+) -> tuple[Float[Array, "*batch E"], Float[Array, "*batch E"]]:
+    """The residual stream with a branch added, and its `rms_norm`; `exact` as in `linear`."""
+    if exact:
+        return add_norm(x, branch, weight, eps=eps)
+    x = x + branch
+    return x, norm.rms_norm(x, weight, eps)
 
 
 def wide_rms_norm(
@@ -170,8 +199,16 @@ def gated_mlp(
     gate_up: Float[Array, "E F2"],
     down: Float[Array, "F E"],
     activation: Callable[[Array], Array] = jax.nn.silu,
+    *,
+    exact: bool = False,
 ) -> Float[Array, "*batch E"]:
-    """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product."""
+    """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product.
+
+    exact: as in `linear`.
+    """
+    if exact:
+        inner = exact_matmul(x.reshape(-1, x.shape[-1]), gate_up, activation=activation)
+        return exact_matmul(inner, down).reshape(x.shape)
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
     return linear(activation(gate) * up, down)
 

@@ -63,6 +63,7 @@ class Llama(Decoder):
 
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
     tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
+    exact: see `exactly`.
     """
 
     vocab_size: int
@@ -82,6 +83,19 @@ class Llama(Decoder):
     experts: Routed | None = None
     dense_layers: tuple[int, ...] = ()
     tensor: int = 1
+    exact: bool = False
+
+    def exactly(self) -> Self:
+        """As in `Decoder.exactly`.
+
+        Raises:
+          ValueError: the model has experts, or is split over devices.
+        """
+        if self.experts is not None:
+            raise ValueError("exact=True: models with experts have no exact forward yet")
+        if self.tensor > 1:
+            raise ValueError("exact=True: a model that is split over devices has no exact forward yet")
+        return dataclasses.replace(self, exact=True)
 
     def split(self, devices: int) -> Self:
         """The configuration whose weights and caches are split over that many devices.
@@ -146,11 +160,12 @@ class Llama(Decoder):
         rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype)
         for index, layer in enumerate(params.layers):
             assert layer.attention_norm is not None
-            normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
+            normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps, exact=self.exact)
             own = None if earlier is None else earlier[index]
             here = partial(attend, index, scale=self.layer_scale(index))
             here_selected = selected if index + 1 == self.num_layers else None
-            x, pair = decoder_layer(self, layer, x, normed, rotation, here, own, here_selected, self.experts)
+            options = {"routed": self.experts, "exact": self.exact}
+            x, pair = decoder_layer(self, layer, x, normed, rotation, here, own, here_selected, **options)
             yield x, pair
 
 
@@ -280,6 +295,8 @@ def decoder_layer(
     earlier: tuple[Array, Array] | None,
     selected: layers.SelectedToken | None = None,
     routed: Routed | None = None,
+    *,
+    exact: bool = False,
 ) -> tuple[Float[Array, "B N E"], tuple[Array, Array]]:
     """Attention over `normed`, then the MLP, each added to the residual stream `x`.
 
@@ -288,19 +305,22 @@ def decoder_layer(
     earlier: keys and values of this round's earlier rows.
     selected: the tokens whose stream is returned, [B, 1, E]; keys and values are returned for all tokens.
     routed: describes the layer's experts, if it has any.
+    exact: as in `layers.linear`.
 
     Returns the residual stream, and the keys and values of this round including `earlier`.
     """
     heads, kv_heads = config.num_heads // config.tensor, held_kv_heads(config) // config.tensor
-    qkv = layers.linear(normed, layer.qkv, layer.qkv_bias)
+    qkv = layers.linear(normed, layer.qkv, layer.qkv_bias, exact=exact)
     qkv = qkv.reshape(*x.shape[:2], heads + 2 * kv_heads, config.head_dim)
-    q, k, v = split_heads(qkv, *rotation, layer.q_norm, layer.k_norm, kv_heads=kv_heads, eps=config.rms_norm_eps)
+    options = {"kv_heads": kv_heads, "eps": config.rms_norm_eps, "exact": exact}
+    q, k, v = split_heads(qkv, *rotation, layer.q_norm, layer.k_norm, **options)
     if earlier is not None:
         k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
     if selected is not None:
         x, q = layers.take_token(x, selected.token), layers.take_token(q, selected.token)
         attend = partial(attend, mask=selected.mask)
-    attended = layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o)
-    x = x + layers.add_bias(sum_over_devices(attended, config.tensor), layer.o_bias)
-    mlp = layer_mlp(layers.rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer, routed)
+    attended = layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o, exact=exact)
+    branch = layers.add_bias(sum_over_devices(attended, config.tensor), layer.o_bias)
+    x, normed = layers.add_rms_norm(x, branch, layer.mlp_norm, config.rms_norm_eps, exact=exact)
+    mlp = layer_mlp(normed, layer, routed, exact=exact)
     return x + sum_over_devices(mlp, config.tensor), (k, v)

@@ -100,14 +100,17 @@ def mlp_shapes(routed: Routed | None, inner: int, width: int, dtype: DTypeLike) 
     return {"gate_up": None, "down": None, "experts": experts}
 
 
-def layer_mlp(x: Float[Array, "*batch E"], layer: MlpParams, routed: Routed | None) -> Float[Array, "*batch E"]:
+def layer_mlp(
+    x: Float[Array, "*batch E"], layer: MlpParams, routed: Routed | None, *, exact: bool = False
+) -> Float[Array, "*batch E"]:
     """The output of a layer's MLP, or of its experts, for each token.
 
     routed: describes the experts; ignored if the layer has none.
+    exact: as in `layers.linear`; the layer must have no experts.
     """
     if layer.experts is None:
         assert layer.gate_up is not None and layer.down is not None
-        return layers.gated_mlp(x, layer.gate_up, layer.down)
+        return layers.gated_mlp(x, layer.gate_up, layer.down, exact=exact)
     assert routed is not None
     return routed_mlp(x, layer.experts, routed)
 

@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.attention import check_prefix, check_rows
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.paged_attention import reference
 
@@ -47,63 +48,15 @@ def paged_attention(
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
     """
-    _check_rows(q, k_rows, v_rows, mask)
-    _check_prefix(q, k_rows, pool, page_table, prefix_length, prefix_start, layer)
+    check_rows(q, k_rows, v_rows, mask)
+    check_prefix(q, k_rows, pool, page_table, prefix_length, layer)
+    if prefix_start is not None and prefix_length is None:
+        raise ValueError("prefix_start requires prefix_length")
+    if prefix_start is not None and prefix_start.shape != q.shape[:2]:
+        raise ValueError(f"prefix_start {prefix_start.shape}: must be {q.shape[:2]}, one for each node")
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None for no bound")
 
     arrays = (q, k_rows, v_rows, pool, page_table, prefix_length, mask)
     options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "prefix_start": prefix_start}
     return OPERATION.run(backend, *arrays, **options)
-
-
-def _check_rows(q: Array, k_rows: Array, v_rows: Array, mask: Array | None) -> None:
-    batch, nodes, heads, dim = q.shape
-    rows, kv_heads = k_rows.shape[1:3]
-    if k_rows.shape != v_rows.shape:
-        raise ValueError(f"k_rows {k_rows.shape} and v_rows {v_rows.shape} must have the same shape")
-    if (k_rows.shape[0], k_rows.shape[3]) != (batch, dim):
-        raise ValueError(
-            f"k_rows {k_rows.shape}: must have the batch of {batch} and the dimension {dim} of q {q.shape}"
-        )
-    if not q.dtype == k_rows.dtype == v_rows.dtype:
-        dtypes = f"{q.dtype}, {k_rows.dtype} and {v_rows.dtype}"
-        raise ValueError(f"q, k_rows and v_rows must have the same dtype, not {dtypes}")
-    if heads % kv_heads:
-        raise ValueError(f"q has {heads} heads, which is not a multiple of the {kv_heads} key heads")
-    if rows < nodes:
-        raise ValueError(f"k_rows has {rows} rows: must have at least one for each of the {nodes} nodes of q")
-    if mask is not None and mask.shape not in ((batch, nodes, rows), (1, nodes, rows)):
-        raise ValueError(
-            f"mask {mask.shape}: must be {(batch, nodes, rows)}, for {batch} sequences, {nodes} nodes and {rows} rows"
-        )
-
-
-def _check_prefix(
-    q: Array,
-    k_rows: Array,
-    pool: Array | None,
-    page_table: Array | None,
-    prefix_length: Array | None,
-    prefix_start: Array | None,
-    layer: int,
-) -> None:
-    if prefix_length is None:
-        if prefix_start is not None:
-            raise ValueError("prefix_start requires prefix_length")
-        return
-    if pool is None or page_table is None:
-        raise ValueError("prefix_length requires pool and page_table")
-    batch, nodes, _, _ = q.shape
-    if pool.ndim != 6 or (pool.shape[1], *pool.shape[4:]) != (2, *k_rows.shape[2:]):
-        wanted = ("L", 2, "P", "page", *k_rows.shape[2:])
-        raise ValueError(f"pool {pool.shape}: must be {wanted} for k_rows {k_rows.shape}")
-    if not 0 <= layer < pool.shape[0]:
-        raise ValueError(f"layer={layer}: must be between 0 and {pool.shape[0] - 1}, the layers of the pool")
-    if page_table.shape[0] != batch or prefix_length.shape != (batch,):
-        raise ValueError(
-            f"page_table {page_table.shape} and prefix_length {prefix_length.shape}: "
-            f"must have a row of pages and a length for each of the {batch} sequences"
-        )
-    if prefix_start is not None and prefix_start.shape != (batch, nodes):
-        raise ValueError(f"prefix_start {prefix_start.shape}: must be {(batch, nodes)}, one for each node")

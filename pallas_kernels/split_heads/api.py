@@ -17,6 +17,7 @@ def split_heads(
     *,
     kv_heads: int,
     eps: float,
+    exact: bool = False,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N K D"], Float[Array, "B N K D"]]:
     """Queries, keys and values of a projection; queries and keys normed, if there are norms, and rotated.
@@ -30,6 +31,7 @@ def split_heads(
       q_norm, k_norm: weights of the norms of each query head and each key head; None: no norm.
       kv_heads: K.
       eps: added to the mean square by the norms.
+      exact: a token's result does not depend on the other tokens, to the bit. The kernels are exact in any case.
       backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
         None: the best one of this platform that supports the arguments.
 
@@ -45,4 +47,4 @@ def split_heads(
         )
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm must both be given, or neither")
-    return OPERATION.run(backend, qkv, cos, sin, q_norm, k_norm, kv_heads=kv_heads, eps=eps)
+    return OPERATION.run(backend, qkv, cos, sin, q_norm, k_norm, kv_heads=kv_heads, eps=eps, exact=exact)

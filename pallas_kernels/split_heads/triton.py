@@ -58,10 +58,11 @@ def split_heads(
     *,
     kv_heads: int,
     eps: float,
+    exact: bool = False,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Arguments as in `api.split_heads` and `dispatch.Operation`."""
+    """Arguments as in `api.split_heads` and `dispatch.Operation`; always exact: a program owns heads of one token."""
     config = config or default_config(heads=qkv.shape[2], head_dim=qkv.shape[3])
     return _split_heads(kv_heads, eps, config, platform.resolve_interpret(interpret), qkv, cos, sin, q_norm, k_norm)
 

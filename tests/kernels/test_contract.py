@@ -65,6 +65,13 @@ def example(package):
             return (jnp.array([[1, 0], [2, 1], [0, 2]]), 3, 1), {}
         case "split_heads":
             return (normal(1, 2, 4, 8), normal(1, 2, 4), normal(1, 2, 4), None, None), {"kv_heads": 1, "eps": 1e-5}
+        case "exact_attention":
+            own = normal(2, 3, 1, 64)
+            return (normal(2, 3, 2, 64), own, own, *paged(2, 1, 64), None), {"layer": 1, "scale": 0.1}
+        case "exact_matmul":
+            return (normal(6, 1040), normal(1040, 8) / 32), {}
+        case "add_norm":
+            return (normal(1, 2, 8), normal(1, 2, 8), normal(8)), {"eps": 1e-5}
         case "residual_norm":
             return (normal(1, 2, 8), normal(1, 2, 8), normal(8), normal(8), None), {"eps": 1e-5}
     raise NotImplementedError(package)
@@ -215,7 +222,8 @@ def test_config_and_interpret(package, kernel, monkeypatch):
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         # Small arrays limit what a larger value changes, and 1 may be the smallest.
-        others = (dataclasses.replace(config, **{field.name: other}) for other in {1, 2, value * 2} - {value})
+        values = {not value} if isinstance(value, bool) else {1, 2, value * 2} - {value}
+        others = (dataclasses.replace(config, **{field.name: other}) for other in values)
         assert any(jaxpr(config=other, interpret=False) != compiled for other in others), field.name
 
 

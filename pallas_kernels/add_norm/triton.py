@@ -1,0 +1,96 @@
+"""A sum and its norm as one Triton kernel: a program owns a token."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels import platform
+from pallas_kernels._triton import call
+from pallas_kernels._types import Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work of one call is divided: a program owns a token."""
+
+    num_warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Constants of `default_config` for a kind of device."""
+
+    elements_per_warp: int
+    max_warps: int
+
+
+TUNING = {"NVIDIA H100": Tuning(elements_per_warp=512, max_warps=16)}
+"""By device kind; the first entry is the default."""
+
+
+def default_config(*, width: int) -> Config:
+    """The configuration for tokens of `width` elements; it does not depend on the number of tokens."""
+    tuning = platform.for_device_kind(TUNING)
+    return Config(min(max(pl.next_power_of_2(width) // tuning.elements_per_warp, 1), tuning.max_warps))
+
+
+def supported(*args: object, interpret: bool | None = None, **options: object) -> str | None:
+    """None: the kernel can run all arguments of `add_norm`."""
+    return None
+
+
+def add_norm(
+    x: jax.Array,
+    branch: jax.Array | None,
+    weight: jax.Array,
+    *,
+    eps: float,
+    config: Config | None = None,
+    interpret: bool | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Arguments as in `api.add_norm` and `dispatch.Operation`."""
+    width = x.shape[-1]
+    tokens = x.size // width
+    config = config or default_config(width=width)
+    row = pl.BlockSpec((None, width), lambda token: (token, 0))
+    shape = jax.ShapeDtypeStruct((tokens, width), x.dtype)
+    results = call(
+        functools.partial(_kernel, eps=eps),
+        out_shape=[shape] * (1 if branch is None else 2),
+        grid=(tokens,),
+        in_specs=[row, None if branch is None else row, pl.BlockSpec((width,), lambda token: (0,))],
+        out_specs=[row] * (1 if branch is None else 2),
+        num_warps=config.num_warps,
+        interpret=platform.resolve_interpret(interpret),
+        name="add_norm",
+    )(x.reshape(tokens, width), None if branch is None else branch.reshape(tokens, width), weight)
+    *stream, normed = (result.reshape(x.shape) for result in results)
+    return stream[0] if stream else x, normed
+
+
+def _kernel(
+    x_ref: Ref,  # [E]
+    branch_ref: Ref | None,  # [E]
+    weight_ref: Ref,  # [E]
+    *out_refs: Ref,  # [E], the sum, if there is a branch; and [E], its norm
+    eps: float,
+) -> None:
+    (width,) = x_ref.shape
+    place = jnp.arange(pl.next_power_of_2(width))
+    inside = place < width
+
+    def load(ref):
+        return pltriton.load(ref.at[place], mask=inside, other=0)
+
+    stream = load(x_ref)
+    if branch_ref is not None:
+        stream = stream + load(branch_ref)
+        pltriton.store(out_refs[0].at[place], stream, mask=inside)
+    wide = stream.astype(jnp.float32)
+    scaled = wide * lax.rsqrt((wide * wide).sum() / width + eps)
+    pltriton.store(out_refs[-1].at[place], load(weight_ref) * scaled.astype(stream.dtype), mask=inside)

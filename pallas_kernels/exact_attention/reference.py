@@ -1,0 +1,76 @@
+"""Exact attention in plain JAX: a loop over nodes, each of which reads its own sequence of keys in blocks."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths, scores_in_base_2
+
+
+def exact_attention(
+    q: jax.Array,
+    k_rows: jax.Array,
+    v_rows: jax.Array,
+    pool: jax.Array | None,
+    page_table: jax.Array | None,
+    prefix_length: jax.Array | None,
+    mask: jax.Array | None,
+    *,
+    layer: int,
+    scale: float,
+    soft_cap: float | None = None,
+) -> jax.Array:
+    """Arguments as in `api.exact_attention`."""
+    batch, nodes, heads, dim = q.shape
+    rows, kv_heads = k_rows.shape[1:3]
+    path, count = paths(mask, batch, nodes, rows)
+    capacity = 0 if page_table is None or pool is None else page_table.shape[1] * pool.shape[3]
+    blocks = -(-(capacity + rows) // BLOCK)
+    if prefix_length is None:
+        prefix_length = jnp.zeros(batch, jnp.int32)
+
+    def attend(node: tuple[jax.Array, ...]) -> jax.Array:
+        """The result of one node, [K, G, D]."""
+        sequence, query, path, count = node
+        committed = prefix_length[sequence]
+        end = committed + count
+        queries = query.reshape(kv_heads, heads // kv_heads, dim)
+
+        def keys_and_values(position: jax.Array) -> list[jax.Array]:
+            row = path[jnp.clip(position - committed, 0, rows - 1)]
+            found = [part[sequence, row] for part in (k_rows, v_rows)]
+            if pool is not None and page_table is not None:
+                page = page_table[sequence, jnp.minimum(position // pool.shape[3], page_table.shape[1] - 1)]
+                stored = (pool[layer, kind, page, position % pool.shape[3]] for kind in (0, 1))
+                before = (position < committed)[:, None, None]
+                found = [jnp.where(before, old, new) for old, new in zip(stored, found, strict=True)]
+            return [jnp.where((position < end)[:, None, None], part, 0) for part in found]
+
+        def absorb(block: jax.Array, states: tuple) -> tuple:
+            merged, (peak, total, summed) = states
+            position = block * BLOCK + jnp.arange(BLOCK)
+            keys, values = keys_and_values(position)
+            scores = scores_in_base_2(_product("kgd,skd->kgs", queries, keys), scale, soft_cap)
+            scores = jnp.where(position < end, scores, -jnp.inf)
+            higher = jnp.maximum(peak, scores.max(-1))
+            base = jnp.where(higher == -jnp.inf, 0.0, higher)
+            weights, fade = jnp.exp2(scores - base[..., None]), jnp.exp2(peak - base)
+            new = _product("kgs,skd->kgd", weights.astype(values.dtype), values)
+            state = higher, total * fade + weights.sum(-1), summed * fade[..., None] + new
+            # A segment that is complete goes to the others.
+            whole = (block + 1) % (SEGMENT // BLOCK) == 0
+            folded = fold(merged, state)
+            return jax.tree.map(lambda done, before: jnp.where(whole, done, before), (folded, empty), (merged, state))
+
+        nothing = jnp.full(queries.shape[:2], -jnp.inf, jnp.float32)
+        empty = nothing, jnp.zeros_like(nothing), jnp.zeros(queries.shape, jnp.float32)
+        _, total, summed = fold(*lax.fori_loop(0, blocks, absorb, (empty, empty)))
+        return (summed / total[..., None]).astype(q.dtype)
+
+    sequence = jnp.repeat(jnp.arange(batch), nodes)
+    each = (sequence, q.reshape(-1, heads, dim), path.reshape(-1, rows), count.reshape(-1))
+    return lax.map(attend, each).reshape(q.shape)
+
+
+def _product(expression: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(expression, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

@@ -1,0 +1,188 @@
+"""Exact products as one Triton kernel: every program computes a tile of one size in one order.
+
+A tile has 64 rows, however many of them exist: as long as a product is limited by the bytes of the weight, the others
+cost nothing. The contraction is divided into parts. Few rows give too few tiles to keep the device busy, so that each
+part is a program of its own, and XLA adds the partial results in order; with many rows one program computes all parts
+and adds them in the same order.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
+
+from pallas_kernels import platform
+from pallas_kernels._triton import call, dot, refuse_dtype
+from pallas_kernels._types import Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work of one call is divided. All but `parts` are powers of two, the blocks at least 16.
+
+    The bits of the result depend on all of these but `spread`.
+    """
+
+    block_m: int
+    """Rows of a program."""
+    block_n: int
+    """Columns of a program; with an activation, half of them in each half."""
+    block_k: int
+    """Elements of a row, and rows of the matrix, per iteration."""
+    parts: int
+    """Parts of the contraction, which are summed by themselves."""
+    spread: bool
+    """Whether each part is a program of its own."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Constants of `default_config` for a kind of device."""
+
+    float32: Config
+    narrow: Config
+    """For types of 16 bits."""
+    programs: int
+    """The contraction is divided until there are this many programs for a block of rows."""
+    least_part: int
+    """Elements of the contraction in a part, at least."""
+    spread_rows: int
+    """Up to this many rows, parts are programs of their own: partial results cost bytes in proportion to the rows."""
+
+
+TUNING = {
+    "NVIDIA H100": Tuning(
+        float32=Config(block_m=16, block_n=32, block_k=32, parts=1, spread=False, num_warps=4, num_stages=2),
+        narrow=Config(block_m=64, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=4),
+        programs=256,
+        least_part=512,
+        spread_rows=64,
+    )
+}
+"""By device kind; the first entry is the default."""
+
+
+def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> Config:
+    """The configuration for a product [rows, inner] x [inner, columns]; `rows` decides on `spread` only."""
+    tuning = platform.for_device_kind(TUNING)
+    config = tuning.float32 if jnp.dtype(dtype).itemsize > 2 else tuning.narrow
+    wanted = tuning.programs // pl.cdiv(columns, config.block_n)
+    parts = max(1, min(wanted, inner // tuning.least_part))
+    return dataclasses.replace(config, parts=parts, spread=parts > 1 and rows <= tuning.spread_rows)
+
+
+def supported(x: jax.Array, *args: object, interpret: bool | None = None, **options: object) -> str | None:
+    """None, or why the kernel cannot run these arguments of `exact_matmul`."""
+    # The interpreter takes any dtype.
+    return None if platform.resolve_interpret(interpret) else refuse_dtype("x", x)
+
+
+def exact_matmul(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    transposed: bool = False,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    config: Config | None = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """Arguments as in `api.exact_matmul` and `dispatch.Operation`."""
+    rows, inner = x.shape
+    columns = weight.shape[0 if transposed else 1]
+    config = config or default_config(rows=rows, inner=inner, columns=columns, dtype=x.dtype)
+    gated = activation is not None and not config.spread
+    width = columns // 2 if gated else columns
+    shape = (config.parts, rows, columns) if config.spread else (rows, width)
+    out = call(
+        functools.partial(_kernel, activation=activation if gated else None, transposed=transposed, config=config),
+        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32 if config.spread else x.dtype),
+        # Blocks of rows run together, because they read the same columns of the matrix.
+        grid=(
+            pl.cdiv(rows, config.block_m),
+            pl.cdiv(width, config.block_n // (2 if gated else 1)),
+            config.parts if config.spread else 1,
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=platform.resolve_interpret(interpret),
+        name="exact_matmul",
+    )(x, weight)
+    if not config.spread:
+        return out
+    total = functools.reduce(jnp.add, [out[part] for part in range(config.parts)])
+    if activation is not None:
+        gate, other = jnp.split(total, 2, axis=-1)
+        total = activation(gate) * other
+    return total.astype(x.dtype)
+
+
+def _kernel(
+    x_ref: Ref,  # [T, K]
+    weight_ref: Ref,  # [K, N] or [N, K]
+    out_ref: Ref,  # [parts, T, N] or [T, M]
+    *,
+    activation: Callable[[jax.Array], jax.Array] | None,
+    transposed: bool,
+    config: Config,
+) -> None:
+    # The program's rows and columns.
+    (rows, inner), columns = x_ref.shape, out_ref.shape[-1]
+    halves = (0,) if activation is None else (0, columns)
+    width = config.block_n // len(halves)
+    row = pl.program_id(0) * config.block_m + jnp.arange(config.block_m)
+    column = pl.program_id(1) * width + jnp.arange(width)
+    real, inside = row < rows, column < columns
+    # Whole blocks in every part.
+    steps = pl.cdiv(pl.cdiv(inner, config.block_k), config.parts)
+
+    def part(index):
+        """The sums over one part of the contraction, for each half."""
+
+        def body(i, totals):
+            k = i * config.block_k + jnp.arange(config.block_k)
+            present = k < inner
+            x = pltriton.load(x_ref.at[row[:, None], k[None]], mask=real[:, None] & present[None], other=0)
+            products = []
+            for half in halves:
+                at = half + column
+                if transposed:
+                    stored = pltriton.load(
+                        weight_ref.at[at[:, None], k[None]], mask=inside[:, None] & present[None], other=0
+                    ).T
+                else:
+                    stored = pltriton.load(
+                        weight_ref.at[k[:, None], at[None]], mask=present[:, None] & inside[None], other=0
+                    )
+                products.append(dot(x, stored))
+            return tuple(total + product for total, product in zip(totals, products, strict=True))
+
+        zeros = (jnp.zeros((config.block_m, width), jnp.float32),) * len(halves)
+        return lax.fori_loop(
+            index * steps, jnp.minimum((index + 1) * steps, pl.cdiv(inner, config.block_k)), body, zeros
+        )
+
+    stored_at = (row[:, None], column[None])
+    mask = real[:, None] & inside[None]
+    if config.spread:
+        index = pl.program_id(2)
+        pltriton.store(out_ref.at[index, *stored_at], part(index)[0], mask=mask)
+        return
+    totals = part(0)
+    if config.parts > 1:
+
+        def add(index, totals):
+            return tuple(total + one for total, one in zip(totals, part(index), strict=True))
+
+        totals = lax.fori_loop(1, config.parts, add, totals)
+    result, *other = totals
+    if activation is not None:
+        result = activation(result) * other[0]
+    pltriton.store(out_ref.at[stored_at], result.astype(out_ref.dtype), mask=mask)

@@ -1,0 +1,289 @@
+"""Exact operations give a token the same bits, whatever is computed beside it."""
+
+import dataclasses
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from backends import FAST_COMPILE, each_backend, interpreted
+from cases import ATTENTION_CASES, Case, normal, page_table, pool, rng_of, tree_mask
+from crosslower import cross_lower
+
+from pallas_kernels import add_norm, exact_attention, exact_matmul
+from pallas_kernels.add_norm import triton as norm_triton
+from pallas_kernels.attention import BLOCK, SEGMENT
+from pallas_kernels.exact_attention import triton as attention_triton
+from pallas_kernels.exact_matmul import triton as matmul_triton
+from pallas_kernels.paged_attention import paged_attention
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+def jitted(function, backend):
+    return jax.jit(function, compiler_options=FAST_COMPILE if interpreted(backend) else None)
+
+
+def same_bits(a, b):
+    kind = {2: np.uint16, 4: np.uint32}[np.asarray(a).dtype.itemsize]
+    return np.array_equal(np.asarray(a).view(kind), np.asarray(b).view(kind))
+
+
+# Attention against paged attention
+
+
+@pytest.mark.fast(
+    "page_of_3-xla", "nodes_17_tree-xla", "earlier_rows_chain-xla", "no_prefix_tree-xla", "page_of_3-triton"
+)
+@each_backend(exact_attention.OPERATION)
+@pytest.mark.parametrize("case", [case for case in ATTENTION_CASES if not case.windows], ids=lambda case: case.name)
+def test_attention_is_that_of_paged_attention(case, backend):
+    rng, rows = rng_of(case), case.earlier + case.nodes
+    q = normal(rng, (case.batch, case.nodes, case.heads, case.head_dim), case.dtype)
+    k, v = (normal(rng, (case.batch, rows, case.kv_heads, case.head_dim), case.dtype) for _ in range(2))
+    prefix = (None, None, None)
+    if case.prefix is not None:
+        table, total = page_table(rng, case)
+        prefix = pool(rng, case, table, total, case.prefix), table, np.array(case.prefix, np.int32)
+    args = (q, k, v, *prefix, tree_mask(rng, case) if case.tree else None)
+    options = {"layer": case.layers - 1, "scale": 0.3, "soft_cap": case.soft_cap}
+    expected = jax.jit(partial(paged_attention, **options, backend="xla"))(*args)
+    result = jitted(partial(exact_attention.exact_attention, **options, backend=backend), backend)(*args)
+    assert result.dtype == q.dtype
+    np.testing.assert_allclose(
+        result.astype(jnp.float32), expected.astype(jnp.float32), rtol=0, atol=TOLERANCE[case.dtype]
+    )
+
+
+# Attention: bits
+
+
+@dataclasses.dataclass
+class Text:
+    """Keys, values and queries of a text, and of other texts that part from it at each position."""
+
+    q: np.ndarray  # [T, H, D]
+    k: np.ndarray  # [T, K, D]
+    v: np.ndarray
+
+    @classmethod
+    def random(cls, length, heads, kv_heads, dim, dtype, seed=0):
+        rng = np.random.default_rng(seed)
+        parts = (rng.normal(size=(length, count, dim)) for count in (heads, kv_heads, kv_heads))
+        return cls(*(part.astype(jnp.dtype(dtype)) for part in parts))
+
+    def committed(self, lengths, capacity, page_size, rng):
+        """A pool of one layer with the first rows of the text for each sequence; NaN elsewhere."""
+        each = -(-capacity // page_size)
+        table = rng.permutation(len(lengths) * each + 2)[: len(lengths) * each].reshape(len(lengths), each)
+        full = np.full((1, 2, len(lengths) * each + 2, page_size, *self.k.shape[1:]), np.nan, self.k.dtype)
+        for pages, length in zip(table, lengths, strict=True):
+            for t in range(length):
+                full[0, :, pages[t // page_size], t % page_size] = self.k[t], self.v[t]
+        return full, table.astype(np.int32), np.array(lengths, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """A forward in which each sequence reads `nodes` nodes after its prefix, with the text on some path among them."""
+
+    prefix: tuple[int, ...]
+    nodes: int
+    tree: bool = False
+    page_size: int = 16
+    capacity: int = 320
+    spread: bool = False
+
+
+SHAPES = {"batch": 1, "kv_heads": 1, "rows": 1, "capacity": 64, "head_dim": 32}
+
+
+@functools.cache
+def attend(backend, spread):
+    """The operation, jitted once for all rounds of a shape."""
+
+    def run(q, *args):
+        options = {"layer": 0, "scale": 0.2}
+        if backend != "triton":
+            return exact_attention.exact_attention(q, *args, **options, backend=backend)
+        default = attention_triton.default_config(**SHAPES, dtype=q.dtype)
+        return attention_triton.exact_attention(q, *args, **options, config=dataclasses.replace(default, spread=spread))
+
+    return jitted(run, backend)
+
+
+def outputs(text, each, backend, seed=0):
+    """The bits of each position of the text that the round computes: a list of (position, result)."""
+    rng, batch = np.random.default_rng(seed), len(each.prefix)
+    shape = (batch, each.nodes)
+    # Every node is first some other token; then those of the path get the text's.
+    other = Text.random(each.nodes, *text.q.shape[1:2], *text.k.shape[1:], text.q.dtype, seed + 1)
+    q, k, v = (np.broadcast_to(part, (batch, *part.shape)).copy() for part in (other.q, other.k, other.v))
+    mask, places = None, []
+    if each.tree:
+        mask = np.zeros((*shape, each.nodes), bool)
+    for b, start in enumerate(each.prefix):
+        node = -1
+        for depth in range(each.nodes):
+            # In a tree the path skips nodes, whose rows are of other branches.
+            node += 1 if mask is None else 1 + int(depth > 0 and rng.integers(3) == 0)
+            if node >= each.nodes or start + depth >= len(text.q):
+                break
+            q[b, node], k[b, node], v[b, node] = (part[start + depth] for part in (text.q, text.k, text.v))
+            places.append((b, node, start + depth))
+    if mask is not None:
+        on_path = {(b, node) for b, node, _ in places}
+        for b in range(batch):
+            parent = np.zeros(each.nodes, bool)
+            for node in range(each.nodes):
+                before = parent if (b, node) in on_path else mask[b, rng.integers(node)] if node else parent
+                mask[b, node] = before
+                mask[b, node, node] = True
+                if (b, node) in on_path:
+                    parent = mask[b, node]
+    arrays = (q, k, v, *text.committed(each.prefix, each.capacity, each.page_size, rng), mask)
+    result = np.asarray(attend(backend, each.spread)(*arrays))
+    return [(position, result[b, node]) for b, node, position in places]
+
+
+AT = SEGMENT + BLOCK
+ROUNDS = (
+    Round(prefix=(AT - 6,), nodes=6, spread=True),
+    Round(prefix=(AT - 1, AT - 4, SEGMENT - 2), nodes=5, page_size=64, capacity=384),
+    Round(prefix=(AT - 3, BLOCK - 4), nodes=9, tree=True, spread=True, capacity=352),
+    Round(prefix=(SEGMENT - 5,), nodes=17, tree=True, page_size=64),
+    Round(prefix=(SEGMENT - 20, AT - 30, 0), nodes=40, page_size=1, capacity=321),
+)
+
+
+@pytest.mark.fast("bfloat16-xla")
+@each_backend(exact_attention.OPERATION)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_attention_of_a_token_has_the_same_bits_in_every_round(dtype, backend):
+    text = Text.random(AT + 12, 4, 2, 32, dtype)
+    alone = {}
+    for each in ROUNDS:
+        for position, result in outputs(text, each, backend):
+            if position not in alone:
+                # One token after its prefix, alone.
+                one = Round(prefix=(position,), nodes=1, capacity=AT + 16, spread=position % 2 == 0)
+                (alone[position],) = (found for at, found in outputs(text, one, backend) if at == position)
+            assert same_bits(result, alone[position]), (each, position)
+    assert len(alone) > 60
+
+
+# Products
+
+
+@pytest.mark.fast("xla", "gated-bfloat16-triton")
+@each_backend(exact_matmul.OPERATION)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("form", ["plain", "transposed", "gated"])
+def test_a_row_of_a_product_has_the_same_bits_among_any_rows(form, dtype, backend):
+    rng = np.random.default_rng(0)
+    inner, columns = 200, 96
+    x = rng.normal(size=(150, inner)).astype(jnp.dtype(dtype))
+    weight = (rng.normal(size=(inner, columns)) / 14).astype(jnp.dtype(dtype))
+    options = {"activation": jax.nn.silu} if form == "gated" else {"transposed": form == "transposed"}
+    given = weight.T.copy() if form == "transposed" else weight
+    run = partial(exact_matmul.exact_matmul, backend=backend)
+    if backend == "triton":
+        few = matmul_triton.Config(block_m=16, block_n=32, block_k=16, parts=3, spread=True, num_warps=4, num_stages=2)
+
+        def run(x, weight, **options):
+            config = dataclasses.replace(few, spread=x.shape[0] < 64)
+            return matmul_triton.exact_matmul(x, weight, config=config, **options)
+
+    wide = x.astype(np.float64) @ weight.astype(np.float64)
+    if form == "gated":
+        wide = np.asarray(jax.nn.silu(wide[:, : columns // 2])) * wide[:, columns // 2 :]
+    whole = np.asarray(jitted(partial(run, **options), backend)(x, given))
+    np.testing.assert_allclose(whole.astype(np.float64), wide, rtol=0, atol=10 * TOLERANCE[dtype])
+    for rows in ([0], [149], [3, 7], list(range(40, 57)), list(range(20, 90))):
+        assert same_bits(jitted(partial(run, **options), backend)(x[rows], given), whole[rows]), rows
+
+
+@each_backend(add_norm.OPERATION)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_sum_and_its_norm(dtype, backend):
+    rng = np.random.default_rng(0)
+    x, branch = (rng.normal(size=(5, 7, 96)).astype(jnp.dtype(dtype)) for _ in range(2))
+    weight = rng.normal(size=96).astype(jnp.dtype(dtype))
+    run = jitted(partial(add_norm.add_norm, eps=1e-5, backend=backend), backend)
+    stream, normed = run(x, branch, weight)
+    wide = np.asarray(stream).astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight.astype(np.float64)
+    np.testing.assert_allclose(np.asarray(normed).astype(np.float64), expected, rtol=0, atol=2 * TOLERANCE[dtype])
+    assert same_bits(stream, jnp.asarray(x) + jnp.asarray(branch))
+    same = run(stream, None, weight)
+    assert same_bits(same[0], stream)
+    np.testing.assert_allclose(np.asarray(same[1]).astype(np.float64), expected, rtol=0, atol=2 * TOLERANCE[dtype])
+    one = run(x[1:2, 3:4], branch[1:2, 3:4], weight)
+    assert same_bits(one[1], normed[1:2, 3:4])
+
+
+# What the choices depend on
+
+
+def test_configurations_do_not_depend_on_the_number_of_rows():
+    """But for what changes no bit: whether parts of the work are programs of their own."""
+    for inner, columns in ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256), (64, 64)):
+        for dtype in ("bfloat16", "float32"):
+            make = partial(matmul_triton.default_config, inner=inner, columns=columns, dtype=dtype)
+            configs = {dataclasses.replace(make(rows=rows), spread=False) for rows in (1, 2, 6, 17, 64, 65, 2048)}
+            assert len(configs) == 1
+            (config,) = configs
+            assert config.parts == 1 or inner // config.parts >= config.block_k
+    for dtype in ("bfloat16", "float32"):
+        configs = {
+            attention_triton.default_config(
+                batch=batch, kv_heads=heads, rows=rows, capacity=capacity, head_dim=128, dtype=dtype
+            )
+            for batch in (1, 8, 64)
+            for heads in (1, 8)
+            for rows in (1, 4, 64, 8192)
+            for capacity in (0, 320, 131072)
+        }
+        assert {config.spread for config in configs} == {False, True}
+        assert len({dataclasses.replace(config, spread=False) for config in configs}) == 1
+
+
+# Cross-lowering
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_attention_lowers_for_a_gpu(dtype):
+    case = Case("exact", prefix=(700, 12), nodes=6, heads=32, kv_heads=8, head_dim=128, page_size=16, pages=64)
+    q, k = (jnp.zeros((2, 6, heads, 128), dtype) for heads in (32, 8))
+    pool_, table = jnp.zeros((2, 2, 130, 16, 8, 128), dtype), jnp.zeros((2, case.pages), jnp.int32)
+    mask = jnp.ones((2, 6, 6), bool)
+    for given in (None, mask):
+        for config in (None, attention_triton.Config(64 if dtype == "bfloat16" else 16, False, 4, 2)):
+            run = partial(
+                attention_triton.exact_attention, layer=1, scale=0.1, soft_cap=None, config=config, interpret=False
+            )
+            text = cross_lower(run, "cuda", q, k, k, pool_, table, jnp.array([700, 12]), given)
+            assert text.count("exact_attention") >= 2
+    run = partial(attention_triton.exact_attention, layer=1, scale=0.1, interpret=False)
+    assert "exact_attention" in cross_lower(run, "cuda", q, k, k, None, None, None, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_and_norms_lower_for_a_gpu(dtype):
+    for rows in (1, 384):
+        for inner, columns, options in (
+            (4096, 6144, {}),
+            (4096, 28672, {"activation": jax.nn.silu}),
+            (14336, 4096, {}),
+            (2048, 8192, {"transposed": True}),
+        ):
+            x = jnp.zeros((rows, inner), dtype)
+            weight = jnp.zeros((columns, inner) if options.get("transposed") else (inner, columns), dtype)
+            run = partial(matmul_triton.exact_matmul, interpret=False, **options)
+            assert "exact_matmul" in cross_lower(run, "cuda", x, weight)
+    x = jnp.zeros((3, 4096), dtype)
+    assert "add_norm" in cross_lower(partial(norm_triton.add_norm, eps=1e-5, interpret=False), "cuda", x, x, x[0])
