@@ -108,12 +108,10 @@ def cases():
     choose = random.Random(0)
     for command, base in BASE.items():
         options = options_of(command)
-        for option, value in itertools.product(options, VALUES):
+        for option in options:
             name = option.option_strings[-1]
-            given = [name] if option.nargs == 0 else [name, value]
-            yield command, [*base, *given], name
-            if option.nargs == 0:
-                break
+            for given in [[]] if option.nargs == 0 else [[value] for value in VALUES]:
+                yield command, [*base, name, *given], name
         for _ in range(150):
             pair = choose.sample(options, 2)
             given = [[o.option_strings[-1], *([] if o.nargs == 0 else [choose.choice(value_of(o))])] for o in pair]

@@ -129,6 +129,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=tuple(DTYPES), help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)"
     )
     parser.add_argument(
+        "--exact", action="store_true", help="measure the exact forward of the target, see jspec.load (default: no)"
+    )
+    parser.add_argument(
         "--page-size",
         type=COUNT,
         default=DEFAULT_PAGE_SIZE,
@@ -225,6 +228,8 @@ def check_plot(path: Path) -> None:
 
 def _subject(options: argparse.Namespace) -> Subject:
     subject = _loaded(options) if options.checkpoint else _shaped(options)
+    if options.exact:
+        subject = dataclasses.replace(subject, target=subject.target.exactly())
     if set(options.mode) == {"plain"}:
         return dataclasses.replace(subject, draft=None, params=Params(subject.params.target))
     return subject
@@ -289,7 +294,8 @@ def _make(subject: Subject) -> Params:
 
 def _settings(options: argparse.Namespace, subject: Subject, named: Sequence[str]) -> dict[str, Scalar]:
     """The drafter, and these options."""
-    return {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in named}}
+    settings = {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in named}}
+    return settings | ({"exact": True} if options.exact else {})
 
 
 def _describe(
