@@ -19,7 +19,7 @@ from jspec.bench.measurement import Measurement
 from jspec.checkpoints import llama
 from jspec.drafters import Ngram
 from jspec.engine.model import load
-from jspec.models import Llama
+from jspec.models import EagleHead, Llama
 from jspec.models.llama import require_llama
 from jspec.train import batches, cli, data, distill, head
 from jspec.train.head import HeadLearner
@@ -87,8 +87,17 @@ def make_target(work: Path, steps: int) -> Path:
     write(work / "model_chats.jsonl", chats(1, MODEL_CHATS))
     train("data", out=work / "model_data", tokenizer=work / "tokenizer", chats=work / "model_chats.jsonl")
     vocab_size = data.read_manifest(work / "model_data")["vocab_size"]
-    shape = {"hidden_size": 96, "intermediate_size": 256, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2}
-    config = Llama(vocab_size=vocab_size, head_dim=24, max_length=512, tie_embeddings=True, **shape)
+    config = Llama(
+        vocab_size=vocab_size,
+        hidden_size=96,
+        intermediate_size=256,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=24,
+        max_length=512,
+        tie_embeddings=True,
+    )
     (work / "shape").mkdir(exist_ok=True)
     (work / "shape" / "config.json").write_text(json.dumps(llama.describe(config)))
     common = {"data": work / "model_data", "work": work / "model_run", "out": work / "target", "config": work / "shape"}
@@ -145,6 +154,7 @@ def main() -> None:
     texts = data.read_heldout_prompts(made, 32, 32)
     prompts = [model.tokenizer.encode(text, special=False) for text in texts]
     trained = load(target, draft=work / "head")
+    assert isinstance(trained.draft, EagleHead)
     found = {
         "ngram": distill.evaluate(model, prompts, Ngram(depth=DEPTH), batch=32).accept_length,
         "untrained head": untrained(target, made, prompts),

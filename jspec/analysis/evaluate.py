@@ -69,6 +69,8 @@ def read_prompts(path: str | Path) -> list[str]:
 def read_records(path: str | Path) -> list[dict[str, Any]]:
     """Prompts from a file: a JSON list, or one JSON value per line, of strings or of objects with the key `prompt`.
 
+    An object whose `rendered` is true has the text of a chat template, to which no special tokens are added.
+
     path: the file; "-" is standard input.
 
     Returns:

@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -236,6 +236,24 @@ def read_prompt_file(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         return read_records(arguments.prompts)
     except ValueError as error:
         raise ValueError(f"--prompts {error}") from None
+
+
+def encode_record(model: Model, record: Mapping[str, Any], *, chat: bool = False) -> Prompt:
+    """The prompt of a record: its text, or the ids of what a chat template has rendered, which gets no special tokens.
+
+    chat: the text is a user's message.
+
+    Raises:
+      ValueError: as `chat_prompt`, or a text that is rendered already.
+    """
+    text, rendered = record["prompt"], record.get("rendered") is True
+    if not rendered:
+        return chat_prompt(model, text) if chat else text
+    if chat:
+        raise ValueError("--chat: the prompts are rendered by a chat template already; omit it")
+    if model.tokenizer is None:
+        raise ValueError(f"--prompts: {model.name} has no tokenizer")
+    return model.tokenizer.encode(text, special=False)
 
 
 def chat_prompt(model: Model, message: str) -> list[int]:

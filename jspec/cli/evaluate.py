@@ -16,6 +16,7 @@ from jspec.cli.common import (
     Commands,
     add_model,
     check_prompts,
+    encode_record,
     load_model,
     make_drafter,
     ratio,
@@ -66,14 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         check_output("--json", arguments.json)
     sampling = read_sampling(arguments)
-    prompts, where = heldout_prompts(), "the held-out prompts"
+    records, where = [{"prompt": prompt} for prompt in heldout_prompts()], "the held-out prompts"
     if arguments.prompts is not None:
-        prompts, where = [record["prompt"] for record in read_prompt_file(arguments)], f"--prompts {arguments.prompts}"
-    prompts = prompts[: arguments.limit]
+        records, where = read_prompt_file(arguments), f"--prompts {arguments.prompts}"
 
     # Plain decoding first, which the others are compared with.
     loaded: dict[str | None, Model] = {}
     model = load_model("auto", arguments, loaded)
+    prompts = [encode_record(model, record) for record in records[: arguments.limit]]
     names: list[str] = arguments.drafter or (["ngram"] if model.draft is None else ["ngram", "auto"])
     runs: list[tuple[Model, Drafter | None]] = [(model, None)]
     for name in dict.fromkeys(names):

@@ -16,8 +16,8 @@ from jspec.cli.common import (
     Commands,
     add_drafter,
     add_model,
-    chat_prompt,
     check_prompts,
+    encode_record,
     load_model,
     make_drafter,
     ratio,
@@ -118,8 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     records = _read_prompts(arguments)
     model = load_model(arguments.drafter, arguments)
     options = dataclasses.replace(options, drafter=make_drafter(arguments.drafter, arguments, model))
-    texts: list[str] = [record["prompt"] for record in records]
-    prompts: Sequence[Prompt] = [chat_prompt(model, text) for text in texts] if arguments.chat else texts
+    prompts: Sequence[Prompt] = [encode_record(model, record, chat=arguments.chat) for record in records]
     names = ["PROMPT"]
     if arguments.prompts is not None:
         names = [f"--prompts {arguments.prompts}, prompt {i}" for i in range(1, len(prompts) + 1)]

@@ -12,6 +12,8 @@ from email.message import Message
 from pathlib import Path, PurePosixPath
 from typing import cast
 
+from tqdm import tqdm
+
 from jspec.core.package import NAME
 from jspec.train import licenses
 
@@ -106,7 +108,7 @@ def collect(packages: Iterable[Package], heldout: Iterable[str]) -> Corpus:
     # Held-out packages first, so that a copy found elsewhere counts as the duplicate.
     held = tuple(document for package in apart for document in _read(package, seen, frozenset(), skipped))
     train: list[Document] = []
-    for package in packages:
+    for package in tqdm(packages, unit="package", desc="reading", disable=None, mininterval=1):
         if package.name in names:
             continue
         if not package.permissive:

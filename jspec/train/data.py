@@ -15,7 +15,7 @@ import dataclasses
 import multiprocessing
 import random
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import NotRequired, TypedDict, cast
 
 import numpy as np
 from tokenizers import Tokenizer
+from tqdm import tqdm
 
 from jspec.analysis.evaluate import read_prompts
 from jspec.checkpoints import atomic
@@ -300,9 +301,10 @@ def extract_prompts(
     if processes > 1:
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(processes, mp_context=context) as pool:
-            found = list(pool.map(prompts.from_source, [document.text for document in shuffled], chunksize=64))
+            parsed = pool.map(prompts.from_source, [document.text for document in shuffled], chunksize=64)
+            found = list(_shown(parsed, len(shuffled)))
     else:
-        found = [prompts.from_source(document.text) for document in shuffled]
+        found = list(_shown((prompts.from_source(document.text) for document in shuffled), len(shuffled)))
     pairs = [(document, prompt) for document, list_ in zip(shuffled, found, strict=True) for prompt in list_]
     lengths = [len(encoding.ids) for encoding in bpe.encode_batch_fast([prompt for _, prompt in pairs])]
     # Without duplicates, by package.
@@ -323,6 +325,10 @@ def extract_prompts(
     # One prompt of each package in turn.
     rounds = zip_longest(*(by_package[name] for name in sorted(by_package)))
     return [record for record in chain.from_iterable(rounds) if record is not None][:count]
+
+
+def _shown(parsed: Iterable[list[str]], total: int) -> Iterable[list[str]]:
+    return tqdm(parsed, total=total, desc="finding prompts", disable=None, mininterval=1)
 
 
 def _sample(documents: tuple[Document, ...], most_bytes: int) -> list[str]:

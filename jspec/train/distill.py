@@ -267,7 +267,7 @@ def check(setup: DraftSetup, sources: tuple[Source, ...], heldout: np.ndarray | 
     batches.check_sources(sources, length=recipe.length - 1, context=limit, vocab_size=vocab_size)
     batches.check_memory(recipe.batch_tokens, vocab_size)
     if heldout is not None:
-        if len(heldout) < 3:
+        if heldout.ndim == 1 and len(heldout) < 3:
             raise ValueError(f"the held-out text has {len(heldout)} tokens: at least 3 are needed")
         batches.check_ids("heldout", heldout, vocab_size)
 

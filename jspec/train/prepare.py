@@ -5,7 +5,7 @@ layout of OpenAI's API, {"messages": [{"role": ..., "content": ...}]}, or that o
 ..., "value": ...}]}. The chat template of --tokenizer renders them, and only what the assistant writes counts for the
 loss; a reply with "weight": 0 is context only. What is dropped is counted, and nothing is cut in the middle.
 
-  jspec train data --out data --text book.txt notes/*.md
+  jspec train data --out data --text book.txt notes.md
   jspec train data --out data --tokenizer TARGET --jsonl articles.jsonl --field text
   jspec train data --out data --tokenizer TARGET --chats chats.jsonl
   jspec train data --out data --tokenizer TARGET --processes 16

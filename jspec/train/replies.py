@@ -18,7 +18,7 @@ import json
 import sys
 from pathlib import Path
 
-from jspec.analysis.evaluate import read_prompts
+from jspec.analysis.evaluate import read_records
 from jspec.checkpoints import atomic
 from jspec.core.sampling import Sampling
 from jspec.engine.generate import generate
@@ -82,8 +82,12 @@ def _read(args: argparse.Namespace, dropped: Dropped) -> list[Chat]:
       ValueError: a file or a line that is not valid.
     """
     if args.prompts is not None:
-        texts = read_prompts(args.prompts)
-        messages = [{"role": "user", "content": text} for text in texts]
+        given = read_records(args.prompts)
+        if any(record.get("rendered") for record in given):
+            raise ValueError(
+                f"{args.prompts}: has prompts that a chat template has rendered; give the chats themselves"
+            )
+        messages = [{"role": "user", "content": record["prompt"]} for record in given]
         return [Chat(f"{args.prompts}, prompt {i}", (message,), (False,)) for i, message in enumerate(messages, 1)]
     records.check_files("--chats", args.chats)
     found = []

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 from tqdm import tqdm
 
-from jspec.analysis.evaluate import read_prompts
+from jspec.analysis.evaluate import read_records
 from jspec.checkpoints import atomic, language_model
 from jspec.core import accept, decode, stopping
 from jspec.core.checks import check_int
@@ -113,13 +113,17 @@ def main(args: argparse.Namespace) -> int:
         raise IsADirectoryError(f"--out={out}: must be a file, but is a directory")
     options.check_writable("--out", out.parent)
     directory = locate(args.model)
-    texts = read_prompts(args.prompts)
+    records = read_records(args.prompts)
+    if any(record.get("rendered") for record in records):
+        raise ValueError(f"{args.prompts}: has prompts of chats; use `jspec train replies`, whose replies end")
     # Adds the token that begins a text, if the tokenizer has one, as `generate` does.
-    encodings = tokenizer.load(directory).encode_batch_fast(texts)
+    encodings = tokenizer.load(directory).encode_batch_fast([record["prompt"] for record in records])
     longest = args.width * 3 // 4
     prompts = [list(encoding.ids) for encoding in encodings if 0 < len(encoding.ids) <= longest]
-    if skipped := len(texts) - len(prompts):
+    if skipped := len(records) - len(prompts):
         print(f"jspec: {skipped} prompts are empty or longer than {longest} tokens, and are skipped", file=sys.stderr)
+    if len(prompts) > args.rows:
+        print(f"jspec: {len(prompts) - args.rows} prompts beyond --rows={args.rows} are left out", file=sys.stderr)
     if not prompts:
         raise ValueError(f"{args.prompts}: has no prompt of 1 to {longest} tokens (--width {args.width})")
     loaded = language_model.load(directory, mtp=False)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
 
 from jspec.checkpoints import atomic
 from jspec.checkpoints.files import CheckpointError
@@ -132,7 +133,7 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str], batch: int = 512) -
     dtype = batches.id_dtype(max(vocabulary.values()) + 1)
     end = np.array([vocabulary[token]], dtype)
     pieces: list[np.ndarray] = [np.zeros(0, dtype)]
-    for i in range(0, len(texts), batch):
+    for i in tqdm(range(0, len(texts), batch), desc="tokenizing", disable=None, mininterval=1):
         for encoding in tokenizer.encode_batch_fast(texts[i : i + batch], add_special_tokens=False):
             pieces += [np.array(encoding.ids, dtype), end]
     return np.concatenate(pieces)

@@ -87,12 +87,16 @@ def test_bad_input_of_replies(target, tmp_path):
     good = chat_files.write_lines(tmp_path / "good", chat_files.questions(3))
     bad = chat_files.write_lines(tmp_path / "bad", [*chat_files.questions(1), {"messages": [{"role": "x"}]}])
     alone = chat_files.write_lines(tmp_path / "alone", [{"messages": [{"role": "assistant", "content": "x"}]}] * 2)
+    rendered = chat_files.write_lines(tmp_path / "rendered", [{"prompt": "x", "rendered": True}])
+    with pytest.raises(ValueError, match="rendered: has prompts of chats; use `jspec train replies`"):
+        run("text", model=target, prompts=rendered, out=tmp_path / "o")
     common = {"model": target, "out": tmp_path / "o", "max_new_tokens": 9}
     for options, message in [
         ({"chats": bad}, "bad, line 2: messages.0.: role='x': must be one of"),
         ({"chats": alone}, "--chats: no prompt is left to reply to"),
         ({"chats": tmp_path / "absent"}, "absent: no such file"),
         ({"prompts": tmp_path / "absent"}, "absent: cannot be read"),
+        ({"prompts": rendered}, "rendered: has prompts that a chat template has rendered; give the chats themselves"),
         ({"chats": good, "max_new_tokens": 256}, "--max-new-tokens=256: must be less than 256, the model's context"),
         ({"chats": good, "out": tmp_path / "folder"}, "--out=.*folder: must be a file, but is a directory"),
         ({"chats": good, "model": "bundled:python-tiny"}, "--model=bundled:python-tiny: has no chat template"),

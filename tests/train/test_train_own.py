@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import types
+from pathlib import Path
 
 import chat_files
 import numpy as np
@@ -14,7 +16,9 @@ pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip inst
 from train_files import lines, run  # noqa: E402
 
 import jspec  # noqa: E402
-from jspec.train import loop  # noqa: E402
+from jspec.train import cli, distill, loop, prepare, replies  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1}
 RUN = {"steps": 2, "batch_tokens": 64, "length": 24}
@@ -79,6 +83,47 @@ def test_masks_that_are_damaged_are_named(made, target, tmp_path, monkeypatch):
             with pytest.raises(ValueError, match=name):
                 run("eagle3", **common, capture_layers=1)
         (directory / name).write_bytes(kept)
+
+
+def commands(text):
+    """The commands of `jspec train` in a text, as lists of words."""
+    return [line.split()[2:] for line in text.splitlines() if line.strip().startswith("jspec train ")]
+
+
+def recipes():
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8").split("## Your own text")[1].split("\n## ")[0]
+    help_of_data = [words for words in commands(prepare.__doc__) if "--processes" not in words]
+    return {"docs": commands(page), "help of data": help_of_data, "help of replies": commands(replies.__doc__)}
+
+
+@pytest.mark.parametrize("name", ["docs", "help of data", "help of replies"])
+def test_the_recipes_work_as_printed(tmp_path, monkeypatch, name):
+    """Every command, in order, in one directory; only the training and the replies themselves are left out."""
+    chat_files.write_model(tmp_path / "TARGET", **TINY | {"num_layers": 7})
+    chat_files.write_lines(tmp_path / "chats.jsonl", chat_files.questions(24))
+    text = [value["messages"][1]["content"] * 9 for value in chat_files.questions(24)]
+    chat_files.write_lines(tmp_path / "articles.jsonl", [{"text": each} for each in text])
+    (tmp_path / "book.txt").write_text("\n".join(text))
+    (tmp_path / "notes.md").write_text("\n".join(reversed(text)))
+    monkeypatch.chdir(tmp_path)
+    reached = []
+    monkeypatch.setattr(distill, "train", lambda *_, **__: reached.append("train") or done())
+    answer = types.SimpleNamespace(text="a hat", finish_reason="eos")
+    monkeypatch.setattr(replies, "generate", lambda model, prompts, **_: [answer] * len(prompts))
+    found = recipes()[name]
+    assert len(found) >= 3
+    for words in found:
+        # The context of the target is small.
+        small = ["--max-new-tokens", "100"] if words[0] == "replies" else []
+        try:
+            assert cli.main([*words, *small]) == 0
+        except Reached:
+            reached.append(words[0])
+    assert reached == ["train", "eagle3"] * sum(words[0] == "eagle3" for words in found)
+
+
+def done():
+    raise Reached
 
 
 @pytest.mark.slow
