@@ -174,7 +174,7 @@ def load(
       mesh: the devices to use, with the axis "tensor". None: the first ones.
       draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster.
       exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
-        half precision too; for dense Llama and Qwen3 models on one device. See docs/losslessness.md.
+        half precision too; for Llama and Qwen3 models on one device. See docs/losslessness.md.
 
     Raises:
       CheckpointError: files are missing, damaged or not supported.

@@ -89,10 +89,8 @@ class Llama(Decoder):
         """As in `Decoder.exactly`.
 
         Raises:
-          ValueError: the model has experts, or is split over devices.
+          ValueError: the model is split over devices.
         """
-        if self.experts is not None:
-            raise ValueError("exact=True: models with experts have no exact forward yet")
         if self.tensor > 1:
             raise ValueError("exact=True: a model that is split over devices has no exact forward yet")
         return dataclasses.replace(self, exact=True)

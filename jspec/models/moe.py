@@ -1,6 +1,7 @@
 """Mixture of experts: a router sends each token through a few MLPs (Shazeer et al., arXiv 1701.06538)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.router import Router
 from jspec.models.sizes import shape_of
+from pallas_kernels.exact_matmul import exact_matmul
 from pallas_kernels.group_rows import group_rows
 from pallas_kernels.grouped_matmul import grouped_matmul
 
@@ -106,34 +108,45 @@ def layer_mlp(
     """The output of a layer's MLP, or of its experts, for each token.
 
     routed: describes the experts; ignored if the layer has none.
-    exact: as in `layers.linear`; the layer must have no experts.
+    exact: as in `layers.linear`.
     """
     if layer.experts is None:
         assert layer.gate_up is not None and layer.down is not None
         return layers.gated_mlp(x, layer.gate_up, layer.down, exact=exact)
     assert routed is not None
-    return routed_mlp(x, layer.experts, routed)
+    return routed_mlp(x, layer.experts, routed, exact=exact)
 
 
-def routed_mlp(x: Float[Array, "*batch E"], experts: RoutedParams, routed: Routed) -> Float[Array, "*batch E"]:
-    """The sum of the experts that the router chooses for each token and of the shared ones, as gated MLPs."""
+def routed_mlp(
+    x: Float[Array, "*batch E"], experts: RoutedParams, routed: Routed, *, exact: bool = False
+) -> Float[Array, "*batch E"]:
+    """The sum of the experts that the router chooses for each token and of the shared ones, as gated MLPs.
+
+    exact: as in `layers.linear`.
+    """
     flat = x.reshape(-1, x.shape[-1])
-    ids, weights = routed.router.route(router_logits(flat.astype(jnp.float32), experts.router), experts.bias)
+    logits = router_logits(flat.astype(jnp.float32), experts.router, exact=exact)
+    ids, weights = routed.router.route(logits, experts.bias, exact=exact)
     if routed.shared:
         gate = jnp.ones((1, 1), jnp.float32)
         if experts.shared_gate is not None:
             # Without the barrier XLA recomputes this product, in one thread, for each element of the weights below.
-            logit = lax.optimization_barrier(layers.linear(flat, experts.shared_gate))
+            logit = lax.optimization_barrier(layers.linear(flat, experts.shared_gate, exact=exact))
             gate = jax.nn.sigmoid(logit.astype(jnp.float32))
         weights = jnp.concatenate([weights, jnp.broadcast_to(gate, (len(flat), routed.shared))], axis=1)
-    return experts_mlp(flat, ids, weights, experts.gate_up, experts.down, jax.nn.silu).reshape(x.shape)
+    out = experts_mlp(flat, ids, weights, experts.gate_up, experts.down, jax.nn.silu, exact=exact)
+    return out.reshape(x.shape)
 
 
-def router_logits(x: Float[Array, "T E"], router: Float[Array, "X E"]) -> Float[Array, "T X"]:
+def router_logits(x: Float[Array, "T E"], router: Float[Array, "X E"], *, exact: bool = False) -> Float[Array, "T X"]:
     """Router logits, [tokens, experts].
 
     Its weights are [out, in], unlike all other weights here: the product with one token is then a single GPU kernel.
+
+    exact: as in `layers.linear`.
     """
+    if exact:
+        return exact_matmul(x, router, transposed=True)
     return jnp.matmul(x, router.T, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
 
 
@@ -144,13 +157,22 @@ def experts_mlp(
     gate_up: Float[Array, "Y E F2"],
     down: Float[Array, "Y F E"],
     activation: Callable[[Array], Array],
+    *,
+    exact: bool = False,
 ) -> Float[Array, "T E"]:
     """The weighted sum, in float32, of the outputs of the experts `ids` and of the last a - k, the shared experts.
 
     Tokens are sorted by expert, so that those of each expert are one block of a grouped product.
+
+    exact: as in `layers.linear`.
     """
     always = weights.shape[1] - ids.shape[1]
     order, place, sizes = group_rows(ids, gate_up.shape[0] - always, always)
-    inner = grouped_matmul(x, gate_up, sizes, rows=order, activation=activation)
-    out = jnp.take(grouped_matmul(inner, down, sizes), place, axis=0, mode="clip")
-    return (weights[:, :, None] * out.astype(jnp.float32)).sum(1).astype(x.dtype)
+    inner = grouped_matmul(x, gate_up, sizes, rows=order, activation=activation, exact=exact)
+    out = jnp.take(grouped_matmul(inner, down, sizes, exact=exact), place, axis=0, mode="clip")
+    weighted = weights[:, :, None] * out.astype(jnp.float32)
+    if exact:
+        # A reduction would be divided by its shape, and products merged with sums where the compiler sees fit.
+        weighted = lax.optimization_barrier(weighted)
+        return functools.reduce(jnp.add, [weighted[:, i] for i in range(weighted.shape[1])]).astype(x.dtype)
+    return weighted.sum(1).astype(x.dtype)

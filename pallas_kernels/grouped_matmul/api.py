@@ -17,6 +17,7 @@ def grouped_matmul(
     *,
     rows: Int[Array, " S"] | None = None,
     activation: Callable[[Array], Array] | None = None,
+    exact: bool = False,
     backend: str | None = None,
 ) -> Float[Array, "S M"]:
     """The first sizes[0] rows times weight[0], the next sizes[1] times weight[1], and so on.
@@ -29,6 +30,7 @@ def grouped_matmul(
       rows: index in `x` of each row; None: the rows of `x`, S = T.
       activation: of a gated MLP, whose matrices have the columns of the gate first, then the others: the result is
         activation(gate) * other, rounded once, M = N / 2. None: the products themselves, M = N.
+      exact: a row's result does not depend on the other rows, to the bit (see `exact_matmul`).
       backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
         None: the best one of this platform that supports the arguments.
 
@@ -43,4 +45,4 @@ def grouped_matmul(
         raise ValueError(f"x and weight must have the same dtype, not {x.dtype} and {weight.dtype}")
     if activation is not None and weight.shape[2] % 2:
         raise ValueError(f"weight {weight.shape}: must have an even number of columns with an activation")
-    return OPERATION.run(backend, x, weight, sizes, rows=rows, activation=activation)
+    return OPERATION.run(backend, x, weight, sizes, rows=rows, activation=activation, exact=exact)

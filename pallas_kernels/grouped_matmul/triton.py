@@ -48,6 +48,8 @@ class Tuning:
     """Limit for `many_rows`."""
     short_block_warps: int
     """Warps of smaller blocks than that of `many_rows`."""
+    exact: Config
+    """For any number of rows, where the bits must not depend on it."""
 
 
 TUNING = {
@@ -57,16 +59,19 @@ TUNING = {
         many_rows=Config(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
         min_block_m=32,
         short_block_warps=4,
+        exact=Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3),
     )
 }
 """By device kind; the first entry is the default."""
 
 
-def default_config(*, rows: int, groups: int, dtype: DTypeLike) -> Config:
-    """The configuration for `rows` that are spread over `groups` matrices."""
+def default_config(*, rows: int, groups: int, dtype: DTypeLike, exact: bool = False) -> Config:
+    """The configuration for `rows` that are spread over `groups` matrices; `exact`: the same for any number of them."""
     tuning = platform.for_device_kind(TUNING)
     if jnp.dtype(dtype).itemsize > 2:
         return tuning.float32
+    if exact:
+        return tuning.exact
     rows_per_group = pl.cdiv(rows, groups)
     if rows_per_group <= 16:
         return tuning.few_rows
@@ -89,13 +94,14 @@ def grouped_matmul(
     *,
     rows: jax.Array | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
+    exact: bool = False,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
     """Arguments as in `api.grouped_matmul` and `dispatch.Operation`."""
     count = x.shape[0] if rows is None else rows.shape[0]
     groups, _, columns = weight.shape
-    config = config or default_config(rows=count, groups=groups, dtype=x.dtype)
+    config = config or default_config(rows=count, groups=groups, dtype=x.dtype, exact=exact)
     # Each group has at most one block that is not full.
     blocks = count // config.block_m + min(groups, count)
     halves = 1 if activation is None else 2

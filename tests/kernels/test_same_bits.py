@@ -12,7 +12,7 @@ from backends import FAST_COMPILE, each_backend, interpreted
 from cases import ATTENTION_CASES, Case, normal, page_table, pool, rng_of, tree_mask
 from crosslower import cross_lower
 
-from pallas_kernels import add_norm, exact_attention, exact_matmul
+from pallas_kernels import add_norm, exact_attention, exact_matmul, grouped_matmul
 from pallas_kernels.add_norm import triton as norm_triton
 from pallas_kernels.attention import BLOCK, SEGMENT
 from pallas_kernels.exact_attention import triton as attention_triton
@@ -203,6 +203,24 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_rows(form, dtype, backen
     np.testing.assert_allclose(whole.astype(np.float64), wide, rtol=0, atol=10 * TOLERANCE[dtype])
     for rows in ([0], [149], [3, 7], list(range(40, 57)), list(range(20, 90))):
         assert same_bits(jitted(partial(run, **options), backend)(x[rows], given), whole[rows]), rows
+
+
+@pytest.mark.fast("bfloat16-xla")
+@each_backend(grouped_matmul.OPERATION)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_row_of_a_grouped_product_has_the_same_bits_among_any_rows(dtype, backend):
+    rng = np.random.default_rng(0)
+    group = np.sort(rng.integers(0, 5, 60))
+    x = rng.normal(size=(60, 96)).astype(jnp.dtype(dtype))
+    weight = (rng.normal(size=(5, 96, 64)) / 10).astype(jnp.dtype(dtype))
+    run = jitted(partial(grouped_matmul.grouped_matmul, activation=jax.nn.silu, exact=True, backend=backend), backend)
+    whole = run(x, weight, np.bincount(group, minlength=5))
+    plain = jax.jit(partial(grouped_matmul.grouped_matmul, activation=jax.nn.silu, backend="xla"))
+    expected = plain(x, weight, np.bincount(group, minlength=5))
+    np.testing.assert_allclose(whole.astype(jnp.float32), expected.astype(jnp.float32), rtol=0, atol=TOLERANCE[dtype])
+    for rows in ([0], [59], [3, 30], list(range(10, 50))):
+        part = run(x[rows], weight, np.bincount(group[rows], minlength=5))
+        assert same_bits(part, np.asarray(whole)[rows]), rows
 
 
 @each_backend(add_norm.OPERATION)
