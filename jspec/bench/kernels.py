@@ -1,4 +1,4 @@
-"""The time of attention or experts alone, beside the time to copy the bytes that they read.
+"""The time of attention, experts or products alone, beside the time to copy the bytes that they read.
 
 They run at the shapes of a preset, on random data, several times in one program: each time on another layer's rows, or
 with other experts. The time is the mean of a call, including the gaps between kernels.
@@ -27,12 +27,16 @@ from jspec.checkpoints.files import DTYPES, resolve_dtype
 from jspec.engine import memory
 from jspec.engine.arguments import check_output
 from jspec.engine.options import DEFAULT_PAGE_SIZE
+from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed
-from pallas_kernels import grouped_matmul, mla_attention, paged_attention, platform
+from pallas_kernels import exact_attention, exact_matmul, grouped_matmul, mla_attention, paged_attention, platform
 from pallas_kernels.dispatch import BACKENDS, Operation
 from pallas_kernels.group_rows import group_rows
 
+_INEXACT = "inexact"
+"""The label of what an exact operation is timed beside."""
+KERNELS = ("attention", "experts", "exact-attention", "exact-products")
 CALLS = 8
 """Calls of a kernel in one program."""
 
@@ -45,6 +49,7 @@ class Work:
     calls: arrays of each call, by name.
     static: the other arguments of each call, by name.
     bytes: that a call reads at least.
+    peer: a label and a function of the same arguments to time beside it; None: the operation on XLA.
     """
 
     name: str
@@ -53,11 +58,12 @@ class Work:
     calls: Sequence[dict[str, jax.Array]]
     static: Sequence[dict[str, Any]]
     bytes: float
+    peer: tuple[str, Callable] | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options, and sets `run`."""
-    parser.add_argument("kernel", choices=("attention", "experts"))
+    parser.add_argument("kernel", choices=KERNELS, help="those named exact are timed beside the others")
     parser.add_argument("--preset", choices=tuple(PRESETS), required=True, help="the model whose shapes are used")
     parser.add_argument("--batch", type=BATCH, default=8, metavar="N", help="sequences; default: 8")
     parser.add_argument(
@@ -121,8 +127,12 @@ def _works(options: argparse.Namespace, target: Decoder, dtype: DTypeLike) -> It
         if options.kernel == "experts":
             for work in experts(target, options.batch * nodes, dtype):
                 yield nodes, work
+        elif options.kernel == "exact-products":
+            for work in exact_products(target, options.batch * nodes, dtype):
+                yield nodes, work
         else:
-            yield nodes, attention(target, options.batch, nodes, context, page_size, dtype)
+            work = attention(target, options.batch, nodes, context, page_size, dtype)
+            yield nodes, _exactly(work) if options.kernel == "exact-attention" else work
 
 
 def _copy_line(
@@ -154,9 +164,9 @@ def _line(
     """A time as a line of data; floor in microseconds."""
     settings: dict[str, measurement.Scalar] = {"preset": options.preset, "nodes": nodes}
     context = None
-    if options.kernel == "attention":
+    if options.kernel in ("attention", "exact-attention"):
         context, settings["page_size"] = options.context or 8192, options.page_size or DEFAULT_PAGE_SIZE
-    if way not in ("default", "XLA"):
+    if way not in ("default", "XLA", _INEXACT):
         settings["tile"] = way
     return report.measurement(
         here,
@@ -172,7 +182,7 @@ def _line(
         floor=floor,
         command=getattr(options, "command_line", None),
         subject=work.name,
-        mode="XLA" if way == "XLA" else "kernel",
+        mode=way if way in ("XLA", _INEXACT) else "kernel",
         batch=options.batch,
         context=context,
         dtype=dtype,
@@ -186,19 +196,22 @@ def check(options: argparse.Namespace, target: Decoder) -> None:
         check_output("--json", options.json)
     if options.tile and platform.platform() != "gpu":
         raise ValueError(f"--tile {' '.join(options.tile)}: requires a GPU, but this device is a {_device_kind()}")
-    if options.kernel == "attention":
+    if options.kernel.startswith("exact"):
+        target.exactly()
+    if options.kernel in ("attention", "exact-attention"):
         return
     for name in ("context", "page_size"):
         value = getattr(options, name)
         if value is not None:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: experts do not read the cache; omit it")
-    if _experts(target) is None:
+            kernel = options.kernel.removeprefix("exact-")
+            raise ValueError(f"--{name.replace('_', '-')} {value}: {kernel} do not read the cache; omit it")
+    if options.kernel == "experts" and _experts(target) is None:
         others = ", ".join(name for name, preset in PRESETS.items() if _experts(preset.target))
         raise ValueError(f"--preset {options.preset} has no experts; must be one of {others}")
 
 
 def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[str, list[float] | str]]:
-    """Times an operation with its default backend, with each tile of the GPU kernel, and with XLA.
+    """Times an operation with its default backend, with each tile of the GPU kernel, and its peer.
 
     Yields:
       a label, and the seconds per call of each repetition, or why it cannot run.
@@ -209,7 +222,9 @@ def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[st
     for tile in tiles:
         label = "x".join(map(str, dataclasses.astuple(tile)))
         ways.append((label, functools.partial(getattr(_gpu_kernel(operation), operation.name), config=tile)))
-    if any(kernel in operation.kernels for kernel in BACKENDS.get(platform.platform(), ())):
+    if work.peer is not None:
+        ways.append(work.peer)
+    elif any(kernel in operation.kernels for kernel in BACKENDS.get(platform.platform(), ())):
         ways.append(("XLA", functools.partial(api, backend="xla")))
     for label, way in ways:
 
@@ -244,6 +259,46 @@ def attention(target: Decoder, batch: int, nodes: int, context: int, page_size: 
     return Work(
         operation.name, operation, (*own, pool, *prefix, chain), [{}] * CALLS, static, batch * context * row_bytes
     )
+
+
+def _exactly(work: Work) -> Work:
+    """Exact attention with the arguments of attention, which is timed beside it."""
+    peer = (_INEXACT, paged_attention.paged_attention)
+    return dataclasses.replace(work, name="exact_attention", operation=exact_attention.OPERATION, peer=peer)
+
+
+def exact_products(target: Decoder, tokens: int, dtype: DTypeLike) -> Iterator[Work]:
+    """The products of a layer of the target and of its LM head, one after the other."""
+    shapes = target.param_shapes(dtype)
+    layer = shapes.layers[-1]
+    head = shapes.embed if shapes.lm_head is None else shapes.lm_head
+    named = [("qkv", layer.qkv, {}), ("o", layer.o, {})]
+    if layer.gate_up is not None:
+        named += [("gate and up", layer.gate_up, {"activation": jax.nn.silu}), ("down", layer.down, {})]
+    named.append(("LM head", head, {"transposed": shapes.lm_head is None}))
+    for name, shape, static in named:
+        inner = shape.shape[1 if static.get("transposed") else 0]
+        (x, *weights) = _random(dtype, (tokens, inner), *[shape.shape] * min(CALLS, 2))
+        read = math.prod(shape.shape) * weights[0].dtype.itemsize
+        # Two matrices in turn, so that none is in the cache of the device.
+        calls = [{"weight": weights[i % len(weights)]} for i in range(CALLS)]
+        peer = (_INEXACT, _product)
+        yield Work(f"exact_matmul, {name}", exact_matmul.OPERATION, (x,), calls, [static] * CALLS, read, peer)
+
+
+def _product(
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    transposed: bool = False,
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+) -> jax.Array:
+    """The product as a model that is not exact computes it."""
+    out = layers.linear(x, weight.T if transposed else weight)
+    if activation is None:
+        return out
+    gate, other = jnp.split(out, 2, axis=-1)
+    return activation(gate) * other
 
 
 def experts(target: Decoder, tokens: int, dtype: DTypeLike) -> Iterator[Work]:
@@ -284,8 +339,13 @@ def _experts(target: Decoder) -> Routed | None:
 
 
 def _operation(kernel: str, target: Decoder) -> Operation:
-    if kernel == "experts":
-        return grouped_matmul.OPERATION
+    fixed = {
+        "experts": grouped_matmul.OPERATION,
+        "exact-attention": exact_attention.OPERATION,
+        "exact-products": exact_matmul.OPERATION,
+    }
+    if kernel in fixed:
+        return fixed[kernel]
     latent = target.layer_keys(target.num_layers - 1).latent
     return paged_attention.OPERATION if latent is None else mla_attention.OPERATION
 
@@ -301,7 +361,8 @@ def _tile(text: str, operation: Operation) -> Any:
     names, values = [field.name for field in dataclasses.fields(config)], text.split("x")
     if len(values) != len(names) or not all(value.isdigit() for value in values):
         raise ValueError(f"--tile {text}: must be {len(names)} integers joined by x: {', '.join(names)}")
-    return config(*map(int, values))
+    kinds = [bool if field.type is bool else int for field in dataclasses.fields(config)]
+    return config(*(kind(int(value)) for kind, value in zip(kinds, values, strict=True)))
 
 
 def _device_kind() -> str:

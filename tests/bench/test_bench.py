@@ -738,6 +738,29 @@ def test_experts_alone_read_those_that_were_chosen(capsys, one_gb_per_second):
     assert other.bytes == gated.bytes / 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("preset, names", [("tiny", ["qkv", "o", "gate and up", "down", "LM head"])])
+def test_exact_kernels_are_timed_beside_the_others(preset, names, capsys, one_gb_per_second, tmp_path):
+    file = tmp_path / "kernels.jsonl"
+    status, out, _ = run_kernels(capsys, "exact-products", "--preset", preset, "--json", str(file))
+    assert status == 0 and [line.split("  ")[0] for line in out.splitlines() if " default " in line] == [
+        f"exact_matmul, {name}" for name in names
+    ]
+    _, *lines = measurement.read(file)
+    assert [line.mode for line in lines] == ["kernel", "inexact"] * len(names)
+    for work in kernels.exact_products(PRESETS[preset].target, 3, jnp.float32):
+        for call, static in zip(work.calls[:1], work.static, strict=False):
+            exact = work.operation.run("xla", *work.shared, **call, **static)
+            other = work.peer[1](*work.shared, **call, **static)
+            np.testing.assert_allclose(exact, other, rtol=1e-4, atol=1e-4)
+    status, out, _ = run_kernels(capsys, "exact-attention", "--preset", preset, "--context", "70")
+    assert status == 0 and "exact_attention" in out and "inexact" in out
+    status, _, err = run_kernels(capsys, "exact-products", "--preset", "tiny-deepseek")
+    assert status == 2 and "have no exact forward" in err
+    status, _, err = run_kernels(capsys, "exact-products", "--preset", preset, "--context", "70")
+    assert status == 2 and "--context 70: products do not read the cache" in err
+
+
 def test_kernels_alone_refuse_what_does_not_fit(capsys, monkeypatch):
     fields = "block_m, block_k, splits, num_warps, num_stages"
     for platform, arguments, message in (

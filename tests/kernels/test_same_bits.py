@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backends import FAST_COMPILE, each_backend, interpreted
+from backends import FAST_COMPILE, HERE, each_backend, interpreted
 from cases import ATTENTION_CASES, Case, normal, page_table, pool, rng_of, tree_mask
 from crosslower import cross_lower
 
@@ -240,6 +240,50 @@ def test_a_sum_and_its_norm(dtype, backend):
     np.testing.assert_allclose(np.asarray(same[1]).astype(np.float64), expected, rtol=0, atol=2 * TOLERANCE[dtype])
     one = run(x[1:2, 3:4], branch[1:2, 3:4], weight)
     assert same_bits(one[1], normed[1:2, 3:4])
+
+
+# The shapes of a model of 8 billion parameters
+
+needs_gpu = pytest.mark.skipif(HERE != "gpu", reason="needs a GPU: the shapes of a large model")
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "inner, columns, options",
+    [(4096, 6144, {}), (4096, 28672, {"activation": jax.nn.silu}), (14336, 4096, {}), (4096, 128256, {})],
+)
+def test_products_of_a_large_model(inner, columns, options):
+    keys = jax.random.split(jax.random.key(0))
+    x = jax.random.normal(keys[0], (384, inner), jnp.bfloat16)
+    weight = jax.random.normal(keys[1], (inner, columns), jnp.bfloat16) / 64
+    run = jax.jit(partial(exact_matmul.exact_matmul, **options))
+    whole = np.asarray(run(x, weight))
+    for first, count in ((0, 1), (383, 1), (5, 2), (100, 6), (64, 17), (1, 32), (300, 64), (10, 65), (0, 192)):
+        assert same_bits(run(x[first : first + count], weight), whole[first : first + count]), (first, count)
+
+
+@needs_gpu
+def test_attention_of_a_large_model():
+    text = Text.random(5 * SEGMENT + 40, 32, 8, 128, "bfloat16")
+    long = 5 * SEGMENT + 2
+    rounds = [
+        Round(prefix=(long,) * batch, nodes=nodes, tree=tree, page_size=page_size, capacity=capacity)
+        for batch, nodes, tree, page_size, capacity in (
+            (1, 1, False, 64, 2048),
+            (1, 6, False, 16, 1536),
+            (3, 6, False, 64, 1408),
+            (8, 17, True, 64, 2048),
+            (1, 32, True, 16, 2048),
+            (32, 6, False, 64, 2048),
+            (32, 32, True, 64, 2048),
+        )
+    ]
+    rounds += [Round(prefix=(long - 300, 0), nodes=330, page_size=64, capacity=2048)]
+    found = {}
+    for each in rounds:
+        for position, result in outputs(text, each, None):
+            assert same_bits(result, found.setdefault(position, result)), (each, position)
+    assert sum(position >= long for position in found) > 20
 
 
 # What the choices depend on
