@@ -170,7 +170,7 @@ def without_types(array: Array) -> Array:
     return jax.device_put(array, NamedSharding(_mesh(given.mesh.devices, given.mesh.axis_names), given.spec))
 
 
-def refuse_types(name: str, array: Tracer) -> None:
+def refuse_types(name: str, array: Array) -> None:
     """Raises ValueError if a traced array has its sharding in its type. name: of the array, for the message."""
     sharding = jax.typeof(array).sharding
     if any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
