@@ -163,6 +163,10 @@ def _checked(name: object, array: Any) -> Array:
         raise CheckpointError(f"{_WHERE}: have the key {name!r}; must have Hugging Face names")
     if not isinstance(array, jax.Array | np.ndarray | Tracer):
         raise CheckpointError(f"{_WHERE}: {name} is of type {type(array).__name__}; must be an array")
+    if isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
+        raise CheckpointError(
+            f"{_WHERE}: {name} has been deleted, as donate_argnums of jax.jit does; give the arrays of the next step"
+        )
     if isinstance(array, Tracer):
         refuse_types(f"{_WHERE}: {name}", array)
     elif isinstance(array, jax.Array):

@@ -18,6 +18,7 @@ from jspec.core import logprobs as log_probabilities
 from jspec.core import sampling, sharding, stopping, tree
 from jspec.core.commit import commit_rows
 from jspec.core.invariants import check_round
+from jspec.core.returned import check_acceptance, check_draft, check_output, check_same_form
 from jspec.core.struct import struct
 from jspec.core.types import (
     Accept,
@@ -165,6 +166,7 @@ def read_columns(
     out = target.forward(
         params.target, tree.chain(tokens), s.cache, prefix, capture_layers=drafter.capture_layers, select=last
     )
+    check_output(target, out, 1)
     root = tree.chain(jnp.take_along_axis(tokens, last[:, None], axis=1))
     decision = accept_drafts(s, root, out, accept=accept, active=ends)
     # Commit and extend: all rows of the chunk are permanent.
@@ -230,10 +232,14 @@ def step(
         decision = accept_drafts(s, draft_tree, out, accept=accept)
         if debug:
             check_round(s, draft_tree, out.logits, decision.accepted, target.vocab_size)
+    before = s
     with jax.named_scope("commit"):
         s, committed = commit_round(s, out, decision)
     with jax.named_scope("extend"):
-        return extend(params, s, committed, drafter=drafter)
+        s = extend(params, s, committed, drafter=drafter)
+    check_same_form(f"{type(s.cache).__name__}.commit", before.cache, s.cache)
+    check_same_form(f"{type(drafter).__name__}.extend", before.draft, s.draft)
+    return s
 
 
 @struct
@@ -257,13 +263,15 @@ class Decision:
 
 def draft(params: Params, s: DecodeState, *, drafter: Drafter) -> tuple[DraftTree, DecodeState]:
     """The drafter's proposal, and the state with the drafter's new state."""
-    draft_tree, state = drafter.draft(params, s)
+    returned = drafter.draft(params, s)
+    draft_tree, state = check_draft(drafter, returned, s.length.shape[0], drafter.depth)
     return draft_tree, dataclasses.replace(s, draft=state)
 
 
 def verify(params: Params, s: DecodeState, draft_tree: DraftTree, *, target: Target, drafter: Drafter) -> ForwardOutput:
     """One forward of the target over all nodes of the tree; it reads the cache and does not write it."""
-    return target.forward(params.target, draft_tree, s.cache, s.length - 1, capture_layers=drafter.capture_layers)
+    out = target.forward(params.target, draft_tree, s.cache, s.length - 1, capture_layers=drafter.capture_layers)
+    return check_output(target, out, draft_tree.tokens.shape[1])
 
 
 def accept_drafts(
@@ -279,7 +287,7 @@ def accept_drafts(
     active: sequences that may get tokens; None: all. Those that have finished never do.
     """
     processed = node_logits(s, draft_tree, out)
-    accepted = accept(s.key, draft_tree, processed, s.length)
+    accepted = check_acceptance(accept, accept(s.key, draft_tree, processed, s.length), draft_tree)
     if active is not None:
         accepted = dataclasses.replace(accepted, length=jnp.where(active, accepted.length, 0))
     kept, stop, finish_code = truncate_at_stop(s, accepted)
@@ -440,7 +448,7 @@ _OVER_DEVICES = {many: _loop_program(many=many, devices=2) for many in (False, T
 
 @partial(jax.jit, static_argnames=("drafter", "placement"))
 def _drafted(params: Params, s: DecodeState, drafter: Drafter, placement: sharding.Placement | None) -> DraftTree:
-    return sharding.over(placement, lambda params, s: drafter.draft(params, s)[0], params, s)
+    return sharding.over(placement, lambda params, s: draft(params, s, drafter=drafter)[0], params, s)
 
 
 def draft_shape(

@@ -267,6 +267,10 @@ TARGET_PARTS = ("vocab_size", "hidden_size", "num_layers", "max_length", "init_c
 """The attributes of a `Target`, then its methods."""
 
 
+DRAFTER_PARTS = ("depth", "capture_layers", "bind", "init", "draft", "extend")
+"""The attributes of a `Drafter`, then its methods."""
+
+
 class Drafter(Protocol):
     """A way to propose tokens: a frozen dataclass of hyperparameters; see docs/adding-a-drafter.md."""
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from jspec.core.checks import shorten
-from jspec.core.types import Drafter
+from jspec.core.types import DRAFTER_PARTS, Drafter
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.frozen_kv_mtp import FrozenKvMtp
 from jspec.drafters.mtp import Mtp
@@ -64,8 +64,7 @@ def resolve(drafter: str | Drafter | None) -> Drafter:
     if isinstance(drafter, type):
         raise TypeError(f"drafter={drafter.__name__} is not a drafter: give an object, not a class")
     # Not `hasattr`, which would evaluate `capture_layers`, and that may raise before `bind`.
-    required = ("depth", "capture_layers", "bind", "init", "draft", "extend")
-    missing = [name for name in required if name not in dir(drafter)]
+    missing = [name for name in DRAFTER_PARTS if name not in dir(drafter)]
     if missing:
         raise TypeError(f"drafter={type(drafter).__name__} is not a drafter: it has no {', '.join(missing)}")
     return drafter

@@ -9,6 +9,7 @@ from typing import Any
 
 import huggingface_hub
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -123,12 +124,43 @@ def check_same_shapes(old: Any, new: Any) -> None:
     olds, structure = jax.tree_util.tree_flatten_with_path(old)
     news, other = jax.tree_util.tree_flatten_with_path(new)
     if structure != other:
-        raise ValueError(f"params: their structure is {other}; must be {structure}")
+        raise ValueError(f"params: their structure is not that of the model: {_difference(olds, news)}")
     for (path, x), (_, y) in zip(olds, news, strict=True):
-        if not hasattr(y, "shape") or x.shape != y.shape or x.dtype != y.dtype:
+        if not isinstance(y, jax.Array | np.ndarray) or x.shape != y.shape or x.dtype != y.dtype:
             raise ValueError(
-                f"params{jax.tree_util.keystr(path)}: is {getattr(y, 'dtype', type(y).__name__)}"
-                f"{list(getattr(y, 'shape', ()))}; must be {x.dtype}{list(x.shape)}"
+                f"params{jax.tree_util.keystr(path)}: is {_described(y)}; must be {x.dtype}{list(x.shape)}"
+            )
+    check_alive(new)
+
+
+def _difference(olds: list[tuple[Any, Any]], news: list[tuple[Any, Any]]) -> str:
+    """The first leaves that only one of two pytrees has."""
+    known, given = ([f"params{jax.tree_util.keystr(path)}" for path, _ in leaves] for leaves in (olds, news))
+    missing, unknown = [name for name in known if name not in given], [name for name in given if name not in known]
+    found = [f"{name} is missing" for name in missing[:2]]
+    found += [f"{name} is not one of its weights" for name in unknown[:2]]
+    return "; ".join(found) or "its containers are of other types"
+
+
+def _described(leaf: Any) -> str:
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        return f"of type {type(leaf).__name__}"
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def check_alive(params: Any, where: str = "params") -> None:
+    """Checks that weights have not been donated to a program of the user's, which deletes them.
+
+    where: what they are, for the message.
+
+    Raises:
+      ValueError: they have, with the path of the leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(
+                f"{where}{jax.tree_util.keystr(path)}: has been deleted, as donate_argnums of jax.jit does; give the "
+                "model its new weights with model.with_params, or copies"
             )
 
 

@@ -13,7 +13,7 @@ from jspec.cache.pages import DEFAULT_PAGE_SIZE
 from jspec.core.accept import NEEDS, RULES, LossyThresholds, greedy
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, shorten
 from jspec.core.sampling import Sampling
-from jspec.core.types import Accept, AdaptiveDrafter, BoundedDrafter, Drafter, RowSampling, Target
+from jspec.core.types import DRAFTER_PARTS, Accept, AdaptiveDrafter, BoundedDrafter, Drafter, RowSampling, Target
 from jspec.engine.model import Model
 from jspec.text.stream import check_stop
 
@@ -201,6 +201,13 @@ def bind_drafter(drafter: Drafter, target: Target, draft: object) -> Drafter:
       ValueError, TypeError: it does not work with them, or drafts longer chains than can be recorded.
     """
     bound = drafter.bind(target, draft)
+    kind, given = type(drafter).__name__, type(bound).__name__
+    if missing := [part for part in DRAFTER_PARTS if not hasattr(bound, part)]:
+        raise TypeError(f"{kind}.bind: must return a drafter, but this {given} has no {', '.join(missing)}")
+    if not isinstance(bound.capture_layers, tuple):
+        raise TypeError(f"{given}(capture_layers={bound.capture_layers!r}): must be a tuple of layers, () for none")
+    for layer in bound.capture_layers:
+        check_int("capture_layers", layer, least=0, most=target.num_layers + 1, owner=given)
     check_int("depth", bound.depth, least=0, most=MAX_DEPTH, owner=type(bound).__name__)
     return bound
 

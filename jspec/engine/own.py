@@ -18,7 +18,7 @@ from jspec.core.checks import check_flag, check_hashable, check_int, check_seque
 from jspec.core.sharding import make_placement
 from jspec.core.types import TARGET_PARTS, Params, Target
 from jspec.core.xla_options import prepare_collectives
-from jspec.engine.model import Model, take_heads
+from jspec.engine.model import Model, check_alive, take_heads
 from jspec.models.decoder import Decoder
 from jspec.models.function import Function, FunctionModel, describe, is_causal
 from jspec.text.tokenizer import Tokenizer
@@ -70,6 +70,7 @@ def from_function(
     name = describe(function) if name is None else check_text("name", name)
     check = check_flag("check", check)
     _check_tokenizer(tokenizer)
+    check_alive(params)
     length = min(_CHECKED_TOKENS, max_length)
     found = _check_result(function, params, name, length)
     if vocab_size is not None and check_int("vocab_size", vocab_size, least=1) != found:
@@ -77,7 +78,8 @@ def from_function(
     ids = _check_eos(eos, found)
     if check and not is_causal(function, params, found, length):
         raise ValueError(
-            f"function: the logits of {name} depend on later tokens; must be causal: texts are padded on the right"
+            f"function: the logits of {name} depend on later tokens; must be causal, since texts are padded on the "
+            "right; layers that are random, such as dropout, must be off"
         )
     return Model(name, FunctionModel(function, found, max_length), Params(params), tokenizer, ids)
 
@@ -144,6 +146,7 @@ def from_target(
     for size in ("vocab_size", "max_length"):
         check_int(size, getattr(target, size), least=1, owner=kind)
     _check_tokenizer(tokenizer)
+    check_alive(params)
     name = kind if name is None else check_text("name", name)
     given: Any = target
     return Model(name, given, Params(params), tokenizer, _check_eos(eos, target.vocab_size))

@@ -17,7 +17,7 @@ from jspec.core.checks import check_text, shorten
 from jspec.core.sampling import per_row
 from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
 from jspec.engine import memory
-from jspec.engine.model import Model
+from jspec.engine.model import Model, check_alive
 from jspec.engine.options import (
     GenerateOptions,
     bind_drafter,
@@ -276,9 +276,10 @@ def _bucket_stops(table: stopping.StopTable | None) -> stopping.StopTable | None
 
 
 def check_model(model: object) -> None:
-    """Raises TypeError unless `model` is a `Model`."""
+    """Raises TypeError unless `model` is a `Model`, or ValueError if its weights have been deleted."""
     if not isinstance(model, Model):
         raise TypeError(f"model={shorten(model)}: must be a jspec.Model, as jspec.load returns it")
+    check_alive(model.params, f"model={shorten(model.name)}: params")
 
 
 def encode_prompts(model: Model, prompts: object, name: str = "prompts") -> tuple[bool, list[list[int]]]:

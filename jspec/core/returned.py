@@ -1,0 +1,116 @@
+"""Checks of what a drafter, a rule and a target return, while a program is traced: they may be the user's own.
+
+Only types, shapes and dtypes are known then; `jspec.check_drafter`, `check_rule` and `check_target` look at values.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from jspec.core.types import Acceptance, DraftTree, ForwardOutput
+
+
+def check_draft(drafter: object, result: object, batch: int, depth: int) -> tuple[DraftTree, PyTree]:
+    """The tree and the state that `drafter.draft` returns.
+
+    Raises:
+      TypeError, ValueError: another type, shape or dtype.
+    """
+    name = f"{_name(drafter)}.draft"
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], DraftTree):
+        raise TypeError(f"{name}: returns {_kinds(result)}; must return (jspec.core.types.DraftTree, state)")
+    draft_tree, state = result
+    tokens, parents = draft_tree.tokens, draft_tree.parents
+    _check_integers(name, "tokens", tokens, (batch, None))
+    if parents is not None:
+        _check_integers(name, "parents", parents, tokens.shape)
+    elif tokens.shape[1] - 1 > depth:
+        raise ValueError(f"{name}: returns a chain of {tokens.shape[1] - 1} drafts; must have at most depth={depth}")
+    return draft_tree, state
+
+
+def check_output(target: Any, out: object, tokens: int) -> ForwardOutput:
+    """What `target.forward` returns for the logits of that many tokens of each sequence.
+
+    Raises:
+      TypeError, ValueError: another type, shape or dtype.
+    """
+    name = f"{_name(target)}.forward"
+    if not isinstance(out, ForwardOutput):
+        raise TypeError(f"{name}: returns {_kinds(out)}; must return a jspec.core.types.ForwardOutput")
+    logits = out.logits
+    if logits.ndim != 3 or logits.shape[1:] != (tokens, target.vocab_size) or logits.dtype != jnp.float32:
+        raise ValueError(
+            f"{name}: returns logits {_describe(logits)}; must be float32[B, {tokens}, {target.vocab_size}]"
+        )
+    return out
+
+
+def check_acceptance(rule: object, result: object, draft_tree: DraftTree) -> Acceptance:
+    """What an acceptance rule returns.
+
+    Raises:
+      TypeError, ValueError: another type, shape or dtype.
+    """
+    name = getattr(rule, "__name__", type(rule).__name__)
+    if not isinstance(result, Acceptance):
+        raise TypeError(f"accept={name}: returns {_kinds(result)}; must return a jspec.core.types.Acceptance")
+    batch, nodes = draft_tree.tokens.shape
+    _check_integers(f"accept={name}", "length", result.length, (batch,))
+    _check_integers(f"accept={name}", "tokens", result.tokens, (batch, None))
+    depth = nodes - 1 if draft_tree.depth is None else draft_tree.depth
+    if result.tokens.shape[1] <= depth:
+        raise ValueError(
+            f"accept={name}: returns tokens {_describe(result.tokens)}; must have a column for each of {depth} drafts "
+            "and for the token after them"
+        )
+    if result.path is not None:
+        _check_integers(f"accept={name}", "path", result.path, (batch, None))
+    elif draft_tree.parents is not None:
+        raise ValueError(f"accept={name}: returns path=None for a tree; must be the accepted nodes")
+    return result
+
+
+def check_same_form(name: str, before: PyTree, after: PyTree) -> None:
+    """Checks that a state can be carried through a loop.
+
+    name: what returns it.
+
+    Raises:
+      ValueError: its structure, or the shape or dtype of a leaf, has changed.
+    """
+    old, new = (
+        {jax.tree_util.keystr(path): _describe(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+        for state in (before, after)
+    )
+    for path in dict.fromkeys([*old, *new]):
+        if old.get(path) != new.get(path):
+            raise ValueError(
+                f"{name}: returns a state of another form: {path or 'it'} is {new.get(path, 'missing')}, but was "
+                f"{old.get(path, 'missing')}; must stay the same"
+            )
+
+
+def _check_integers(name: str, field: str, array: Any, shape: tuple[int | None, ...]) -> None:
+    found = getattr(array, "shape", ())
+    fits = len(found) == len(shape) and all(size in (given, None) for given, size in zip(found, shape, strict=True))
+    if not fits or not jnp.issubdtype(array.dtype, jnp.integer):
+        wanted = ", ".join("N" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: returns {field} {_describe(array)}; must be int32[{wanted}]")
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else f"of type {type(leaf).__name__}"
+
+
+def _kinds(result: object) -> str:
+    """The types of what is returned."""
+    if isinstance(result, tuple):
+        return f"({', '.join(_kinds(each) for each in result)})"
+    return "an array" if isinstance(result, jax.Array) else type(result).__name__
+
+
+def _name(part: object) -> str:
+    return type(part).__name__
