@@ -163,6 +163,7 @@ def from_named(
     name: str | None = None,
     tensor: int | None = None,
     mesh: Mesh | None = None,
+    exact: bool = False,
 ) -> Model:
     """A model of a supported family from arrays under the names of a library, without files.
 
@@ -185,6 +186,7 @@ def from_named(
       name: for messages; None: that of the family.
       tensor, mesh: the devices over which the model is split, as in `jspec.load`. Arrays on other devices are copied to
         these, and those on the same devices may be split in any way.
+      exact: as in `jspec.load`; a target that is exact already stays so.
 
     Raises:
       CheckpointError: a configuration that is not supported, or an array that is missing, not used, or of another shape
@@ -195,10 +197,15 @@ def from_named(
     placement = make_placement(None if tensor is None else check_int("tensor", tensor, least=1), mesh, jax.devices())
     if placement is not None:
         prepare_collectives()
+    exact = check_flag("exact", exact)
     if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")
     kind = None if dtype is None else resolve_dtype(dtype)
     parsed, ends = named.parse(config)
+    if exact:
+        parsed = parsed.exactly()
+    if parsed.exact and placement is not None and placement.size > 1:
+        raise ValueError("exact=True: no exact forward of a model over several devices yet; omit tensor and mesh")
     if eos is not None:
         ends = _check_eos(eos, parsed.vocab_size)
     _check_tokenizer(tokenizer)

@@ -1,10 +1,14 @@
 """With exact=True, drafted text equals plain text and a batch equals its sequences alone, in half precision too."""
 
+import gemma
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 
 import jspec
 from jspec.analysis.evaluate import heldout_prompts
+from jspec.checkpoints.language_model import _family_by_config
 
 SAMPLING = jspec.Sampling(temperature=1.0, min_p=0.01, repetition_penalty=1.1)
 DRAFTERS = {
@@ -60,3 +64,22 @@ def test_a_batch_and_an_engine_give_the_text_of_each_prompt_alone(models):
 def test_the_target_knows_that_it_is_exact(models):
     assert models["tiny"].target.exact and not jspec.load("bundled:python-tiny").target.exact
     assert models["tiny"].target == jspec.load("bundled:python-tiny").target.exactly()
+
+
+def test_live_arrays_make_an_exact_model():
+    """A training loop gets exact logits of its own weights."""
+    arrays = arrays_of(toy.TARGET, toy.random_params(toy.TARGET, 0))
+    model = jspec.from_named(toy.TARGET, arrays, exact=True, dtype="bfloat16")
+    assert model.target == toy.TARGET.exactly() == jspec.from_named(model.target, arrays).target
+    prompts, options = [[3, 1, 4, 1, 5], [2]], {"max_new_tokens": 6, "drafter": "plain"}
+    together = jspec.generate(model, prompts, **options).tokens
+    assert together == [jspec.generate(model, prompt, **options).tokens for prompt in prompts]
+    with pytest.raises(TypeError, match="exact=1"):
+        jspec.from_named(toy.TARGET, arrays, exact=1)
+    with pytest.raises(ValueError, match="models of type Gemma4 have no exact forward"):
+        jspec.from_named(gemma.KINDS["dense"], arrays, exact=True)
+
+
+def arrays_of(config, params):
+    """The weights as `transformers` would hold them, on the device."""
+    return {name: jnp.array(array) for name, array in _family_by_config(config).named_tensors(config, params)}
