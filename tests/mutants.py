@@ -72,6 +72,8 @@ _BITS = "kernels/test_same_bits.py::test_attention_of_a_token_has_the_same_bits_
 _MLA = "kernels/test_mla_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
 _EAGLE = "drafters/test_eagle.py::test_sampled_drafts_report_the_distribution_after_their_own_path"
 _MTP = "drafters/test_mtp.py::test_proposals_are_those_of_a_pass_over_the_whole_text[None]"
+_MASKS = "train/test_masks.py::test_only_counted_tokens_teach"
+_REPLY = "train/test_chats.py::test_what_counts_is_what_is_served"
 _NGRAM = "drafters/test_drafters.py::test_ngram_by_example"
 _SUFFIX = "drafters/test_suffix.py::test_the_tree_is_the_one_found_by_hand"
 _COPIES = "drafters/test_suffix.py::test_chains_by_example"
@@ -799,6 +801,24 @@ MUTANTS = (
             "            self._released.append(request.slot)\n",
             "",
             _SCHEDULE,
+        ),
+    ),
+    *_group(
+        "jspec/train/learner.py",
+        ("a mask one token late", "(0, 2)))[:, 2:]", "(0, 1)))[:, 1:]", f"{_MASKS}_a_draft[eagle3]"),
+    ),
+    *_group(
+        "jspec/train/objective.py",
+        ("masked tokens are learned", "jnp.sum(mask * loss)", "jnp.sum(loss)", f"{_MASKS}_a_language_model[alone]"),
+    ),
+    *_group(
+        "jspec/train/chats.py",
+        ("what follows the end of a reply counts", "if token in ends), len", "if token in ()), len", _REPLY),
+        (
+            "a reply goes on in another context",
+            "if done and before[: len(done[-1][0])] == done[-1][0]:",
+            "if done:",
+            _REPLY,
         ),
     ),
 )

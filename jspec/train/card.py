@@ -114,7 +114,8 @@ def data_command(manifest: Manifest) -> str:
     given = manifest.get("tokenizer")
     vocabulary = f"--tokenizer {given}" if given else f"--vocab-size {manifest['vocab_size']}"
     if "kind" in manifest:
-        return f"jspec train data --out data {vocabulary} --{manifest['kind']} {' '.join(manifest.get('files', ()))}"
+        files = f"--{manifest['kind']} {' '.join(manifest.get('files', ()))}"
+        return f"jspec train data --out data {vocabulary} {files}{manifest.get('options', '')}"
     return f"jspec train data --out data {vocabulary} --heldout {heldout}"
 
 

@@ -110,6 +110,8 @@ class Manifest(TypedDict):
     heldout_prompts: NotRequired[int]
     kind: NotRequired[str]
     files: NotRequired[list[str]]
+    options: NotRequired[str]
+    """Options of the command beyond the files and the tokenizer, each after a space."""
 
 
 def build(
@@ -243,6 +245,8 @@ def read_manifest(directory: Path) -> Manifest:
         names = manifest.get("files")
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise CheckpointError(f"{path}: files must be a list of names, but is {names!r:.60}")
+        if not isinstance(manifest.get("options", ""), str):
+            raise CheckpointError(f"{path}: options={manifest['options']!r:.60} must be a str")
     return cast(Manifest, manifest)
 
 

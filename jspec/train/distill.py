@@ -126,6 +126,7 @@ def train_in_memory(
     steps: int,
     batch_tokens: int,
     progress: bool,
+    mask: np.ndarray | None = None,
     **recipe_options: float,
 ) -> Model:
     """The model with the trained draft instead of its own.
@@ -134,6 +135,7 @@ def train_in_memory(
       sequences: Int[sequences, T] text to train on.
       steps, batch_tokens, recipe_options: fields of `DraftRecipe`.
       progress: show a bar with the loss.
+      mask: [sequences, T]: 1 for tokens that count for the loss; None: all count.
 
     Raises:
       TypeError: an argument of another type, or a field that `DraftRecipe` does not have.
@@ -148,7 +150,7 @@ def train_in_memory(
     # Widths that no recipe has are refused by `check`, as the widths of sequences.
     length = max(3, sequences.shape[1])
     recipe = DraftRecipe(steps=steps, batch_tokens=batch_tokens, length=length, **recipe_options)  # pyright: ignore[reportArgumentType]
-    sources, target = (Source(sequences, name="sequences"),), model.params.target
+    sources, target = (Source(sequences, name="sequences", mask=mask),), model.params.target
     setup = DraftSetup(draft, recipe, str(target.embed.dtype))
     check(setup, sources)
     state = init(setup, target, sources)

@@ -22,6 +22,7 @@ def train_head(
     sequences: np.ndarray,
     *,
     steps: int,
+    mask: np.ndarray | None = None,
     batch_tokens: int = 2048,
     capture_layers: tuple[int, ...] | None = None,
     draft_vocab_size: int | None = None,
@@ -34,6 +35,7 @@ def train_head(
       model: the target; a draft that it has is not in the result.
       sequences: Int[sequences, T] text that the target wrote itself, such as `jspec.train.text.complete` returns.
       steps: training steps, at least 2.
+      mask: [sequences, T]: 1 for tokens that count for the loss, 0 for others and for padding; None: all count.
       batch_tokens: tokens per step.
       capture_layers: the target's layers that the head reads; None: (2, L // 2, L - 3).
       draft_vocab_size: tokens that the head can propose, the most common ones of the text; None: all.
@@ -48,7 +50,14 @@ def train_head(
     config = head.configure(target, capture_layers=capture_layers, draft_vocab_size=draft_vocab_size)
     learner = HeadLearner(config, target)
     return distill.train_in_memory(
-        learner, model, sequences, steps=steps, batch_tokens=batch_tokens, progress=progress, **recipe_options
+        learner,
+        model,
+        sequences,
+        mask=mask,
+        steps=steps,
+        batch_tokens=batch_tokens,
+        progress=progress,
+        **recipe_options,
     )
 
 

@@ -24,6 +24,7 @@ def train_assistant(
     sequences: np.ndarray,
     *,
     steps: int,
+    mask: np.ndarray | None = None,
     batch_tokens: int = 2048,
     reads: tuple[int, ...] | None = None,
     num_layers: int | None = None,
@@ -37,6 +38,7 @@ def train_assistant(
       model: the target; a draft that it has is not in the result.
       sequences: Int[sequences, T] text that the target wrote itself, such as `jspec.train.text.complete` returns.
       steps: training steps, at least 2.
+      mask: [sequences, T]: 1 for tokens that count for the loss, 0 for others and for padding; None: all count.
       batch_tokens: tokens per step.
       reads, num_layers, target_head: shape of the assistant, see `assistant.configure`.
       progress: show a bar with the loss.
@@ -50,7 +52,14 @@ def train_assistant(
     config = assistant.configure(target, reads=reads, num_layers=num_layers, target_head=target_head)
     learner = AssistantLearner(config, target)
     return distill.train_in_memory(
-        learner, model, sequences, steps=steps, batch_tokens=batch_tokens, progress=progress, **recipe_options
+        learner,
+        model,
+        sequences,
+        mask=mask,
+        steps=steps,
+        batch_tokens=batch_tokens,
+        progress=progress,
+        **recipe_options,
     )
 
 

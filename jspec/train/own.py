@@ -42,6 +42,16 @@ class OwnText:
         check_int("width", self.width, least=4)
         records.check_files(f"--{self.kind}", self.paths)
 
+    def describe(self) -> str:
+        """The options that give it, without the files, each after a space; those with their default are omitted."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        found = ""
+        for name in ("field", "heldout_share", "width", "skip_bad"):
+            value = getattr(self, name)
+            if value != defaults[name]:
+                found += f" --{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        return found
+
 
 @dataclasses.dataclass(frozen=True)
 class Half:

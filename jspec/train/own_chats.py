@@ -18,6 +18,8 @@ from jspec.train.data import PromptLimits, Side
 from jspec.train.own import Half, OwnText, is_known
 from jspec.train.records import Dropped
 
+MOST_TOKENS = 2**32
+"""Bound of the tokens of all sequences, each filled up to the longest, which are held in memory."""
 _MOST_ID = 2**31 - 1
 
 
@@ -103,6 +105,11 @@ def _half(
     sequences = [sequence for listed, _ in found for sequence in listed]
     width = max(4, *(len(sequence.ids) for sequence in sequences))
     shape = len(sequences), width
+    if len(sequences) * width > MOST_TOKENS:
+        raise ValueError(
+            f"--chats: {len(sequences)} sequences of {width} tokens, which the longest has, are more than "
+            f"{MOST_TOKENS:,} tokens; must be fewer chats, or a smaller --width"
+        )
     tokens, mask = np.zeros(shape, batches.id_dtype(given.vocab_size)), np.zeros(shape, np.uint8)
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence.ids)] = sequence.ids

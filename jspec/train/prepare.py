@@ -181,6 +181,7 @@ def build_own(
         "packages": [],
         "kind": given.kind,
         "files": [path.name for path in given.paths],
+        "options": given.describe(),
     }
     if model is not None:
         manifest["tokenizer"] = public_name(model)

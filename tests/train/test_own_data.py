@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+from collections import Counter
 
 import chat_files
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from chat_files import TEMPLATES
 from train_files import run
 
-from jspec.train import chats, data, own_texts, prepare, records, tokenizer
+from jspec.text.tokenizer import Tokenizer
+from jspec.train import card, chats, data, own_chats, own_texts, prepare, records, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,9 @@ def test_chats(model, tmp_path):
         assert (mask.any(axis=0)[-1] or tokens.shape[1] == 4) and mask.any(axis=1).all()
     rows = [{*map(bytes, found[side])} for side in ("train", "heldout")]
     assert not rows[0] & rows[1]
+    assert card.data_command(manifest) == (
+        "jspec train data --out data --tokenizer target --chats chats.jsonl more.jsonl --heldout-share 0.2 --width 300"
+    )
     prompts = json.loads((out / "heldout_prompts.json").read_text())
     assert prompts and all(record["rendered"] and record["prompt"].endswith("assistant\n") for record in prompts)
     assert not (out / "train_prompts.json").exists()
@@ -183,6 +188,10 @@ def test_files_that_cannot_be_read(model, tmp_path, monkeypatch):
         run("data", **out, text=(tmp_path / "latin", tmp_path / "folder" / ".." / "latin"))
     with pytest.raises(ValueError, match=r"one, line 1: has the keys \['messages'\]; must be .* the key 'body'"):
         run("data", **out, jsonl=tmp_path / "one", field="body")
+    monkeypatch.setattr(own_chats, "MOST_TOKENS", 5)
+    (tmp_path / "two").write_text(GOOD % (1, 1) + GOOD % (2, 2))
+    with pytest.raises(ValueError, match=r"--chats: 1 sequences of .* more than 5 tokens; must be fewer"):
+        run("data", **out, chats=tmp_path / "two", tokenizer=model)
     monkeypatch.setattr(records, "MOST_FILE_BYTES", 3)
     monkeypatch.setattr(records, "MOST_LINE_BYTES", 20)
     with pytest.raises(ValueError, match=r"latin: has 10 bytes: must have at most 3; split it"):
@@ -220,3 +229,71 @@ def test_the_help_describes_the_layouts():
     assert '"conversations"' in prepare.__doc__ and '"weight": 0' in prepare.__doc__
     for speaker in ("human", "gpt"):
         assert speaker in chats._SPEAKERS
+
+
+WORDS = ("messages", "conversations", "role", "content", "from", "value", "user", "assistant", "human", "gpt", "weight")
+LEAVES = (*WORDS, None, True, 0, 1, -1.5, 10**30, "", "tools", "tool_calls", "finished", [], {}, "\n", "é")
+
+
+def random_json(rng, depth=0):
+    """Values that look like chats."""
+    if depth > 4 or rng.random() < 0.2:
+        return rng.choice(LEAVES)
+    if rng.random() < 0.4:
+        return [random_json(rng, depth + 1) for _ in range(rng.randint(0, 3))]
+    return {rng.choice(WORDS): random_json(rng, depth + 1) for _ in range(rng.randint(0, 4))}
+
+
+def damaged_chat(rng):
+    """A good chat in which one value is another."""
+    value = chat_files.as_sharegpt(rng, chat_files.random_messages(rng))
+    value = value if rng.random() < 0.5 else chat_files.as_openai(rng, chat_files.random_messages(rng))
+    holders, rest = [], [value]
+    while rest:
+        holder = rest.pop()
+        if isinstance(holder, dict | list) and holder:
+            holders.append(holder)
+            rest.extend(holder.values() if isinstance(holder, dict) else holder)
+    holder = rng.choice(holders)
+    holder[rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))] = rng.choice(LEAVES)
+    return value
+
+
+def test_any_json_is_a_chat_or_an_error_with_its_place(model):
+    tokenizer_of_model, outcomes = Tokenizer.load(model), Counter()
+    for seed in range(600):
+        rng = random.Random(seed)
+        value = random_json(rng) if seed % 3 == 0 else damaged_chat(rng)
+        try:
+            chat = chats.parse("f, line 7", json.loads(json.dumps(value)))
+            found = chats.encode(chat, tokenizer_of_model, ends={1}, most=200, dropped=Counter())
+        except ValueError as error:
+            assert str(error).startswith("f, line 7: "), (seed, error)
+            outcomes["error"] += 1
+            continue
+        for sequence in found:
+            assert sequence.ids.shape == sequence.mask.shape and len(sequence.ids) <= 200 and sequence.mask[-1] == 1
+        outcomes["sequences" if found else "nothing"] += 1
+    assert min(outcomes[name] for name in ("error", "sequences")) > 50, outcomes
+
+
+def test_damaged_files_are_named(model, tmp_path):
+    whole = write_chats(tmp_path / "chats.jsonl", 6).read_bytes()
+    whole_list = b"[" + whole.strip().replace(b"\n", b",\n") + b"]"
+    refused = 0
+    for seed in range(80):
+        rng = random.Random(seed)
+        content = bytearray(whole if seed % 2 else whole_list)
+        if seed % 4 < 2:
+            del content[rng.randrange(len(content)) :]
+        for _ in range(rng.randint(1, 3)):
+            if content:
+                content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        path = tmp_path / "damaged.jsonl"
+        path.write_bytes(content)
+        try:
+            run("data", out=tmp_path / "out", tokenizer=model, chats=path)
+        except ValueError as error:
+            refused += 1
+            assert "damaged.jsonl" in str(error) or str(error).startswith("--chats"), (seed, error)
+    assert refused > 30

@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 
 import chat_files
+import jax
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip inst
 from train_files import lines, run  # noqa: E402
 
 import jspec  # noqa: E402
-from jspec.train import cli, distill, loop, prepare, replies  # noqa: E402
+from jspec.train import cli, distill, eagle3, frozen_kv_mtp, loop, prepare, replies  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,6 +125,25 @@ def test_the_recipes_work_as_printed(tmp_path, monkeypatch, name):
 
 def done():
     raise Reached
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "frozen-kv-mtp"])
+def test_padding_in_memory_changes_nothing(target, kind):
+    """A draft that is trained in memory with a mask is the same for any tokens where the mask ends."""
+    model, rng = jspec.load(target), np.random.default_rng(0)
+    sequences, mask = rng.integers(0, 300, (8, 12)), rng.integers(0, 2, (8, 12))
+    mask[:, 6], mask[:, 7:] = 1, 0
+    other = np.where(np.arange(12) > 6, (sequences + 5) % 300, sequences)
+    common = {"mask": mask, "steps": 2, "batch_tokens": 48, "ttt_steps": 2, "progress": False}
+    train = eagle3.train_head if kind == "eagle3" else frozen_kv_mtp.train_assistant
+    shape = {"capture_layers": (1,)} if kind == "eagle3" else {"num_layers": 1}
+    one, two = (train(model, tokens, **common, **shape).params.draft for tokens in (sequences, other))
+    assert jax.tree.all(jax.tree.map(np.array_equal, one, two))
+    whole = train(model, sequences, **common | {"mask": None}, **shape).params.draft
+    assert not jax.tree.all(jax.tree.map(np.array_equal, one, whole))
+    with pytest.raises(ValueError, match=r"the mask of sequences: is int64\[8, 12\]; must be \[7, 12\]"):
+        train(model, sequences[:7], **common, **shape)
 
 
 @pytest.mark.slow
