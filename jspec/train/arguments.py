@@ -33,6 +33,8 @@ best trained on text that the target wrote itself (`jspec train text`), since it
   jspec train text --model TARGET --prompts data/train_prompts.json --out rows.npy
   jspec train eagle3 --data data --target TARGET --rows rows.npy --rows-share 0.8 --work work --out head --steps 2000
 
+Your own text and chats: see `jspec train data --help` and `jspec train replies --help`.
+
 Cost: a token takes one forward of the target and, in each of the `ttt_steps`, a forward and a backward of the head; on
 an accelerator one more forward, because the backward pass recomputes the inside of each step. Memory per token: the
 target's logits (4 bytes times its vocabulary), the logits of one step, and what is stored between steps, which is 29 kB
@@ -49,6 +51,8 @@ the keys, values and hidden states of a text. It is best trained on text that th
   jspec train data --out data --tokenizer TARGET --processes 16
   jspec train text --model TARGET --prompts data/train_prompts.json --out rows.npy
   jspec train frozen-kv-mtp --data data --target TARGET --rows rows.npy --work work --out assistant --steps 2000
+
+Your own text and chats: see `jspec train data --help` and `jspec train replies --help`.
 
 Training and cost are those of an EAGLE-3 head (see `jspec train eagle3`): the assistant predicts from the same states
 with the same losses, but has no keys and values of its own. The card of the bundled assistant states what its training

@@ -78,7 +78,7 @@ def test_only_counted_tokens_teach_a_draft(target, kind):
 
         return jax.grad(total, has_aux=True)(params)
 
-    for seed in range(4):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         last = int(rng.integers(4, LENGTH - 1))
         tokens, mask = random_tokens(rng), random_mask(rng, last)
@@ -120,7 +120,7 @@ def test_only_counted_tokens_teach_a_language_model(target, cross_entropy):
             chosen = cross_entropy * chosen + (1 - cross_entropy) * distance
         return jnp.sum(mask[:, 1:] * chosen) / jnp.sum(mask[:, 1:])
 
-    for seed in range(4):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         last = int(rng.integers(4, LENGTH - 1))
         tokens, mask = random_tokens(rng), random_mask(rng, last)
@@ -143,6 +143,7 @@ def test_only_counted_tokens_teach_a_language_model(target, cross_entropy):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_heldout_metrics_do_not_depend_on_padding(target):
     """Sequences in a wider array, with any tokens after their ends, have the same metrics."""
     rng = np.random.default_rng(0)

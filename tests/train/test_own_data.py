@@ -32,12 +32,12 @@ def read(directory):
 
 def documents(rng):
     """Texts of random lengths, mostly short."""
-    sizes = [rng.choice([1, 3, 20, 200, 2000]) for _ in range(rng.randint(1, 40))]
+    sizes = [rng.choice([1, 3, 20, 400]) for _ in range(rng.randint(1, 40))]
     return ["".join(f"{rng.choice(chat_files.COLORS)} {i}\n" for i in range(size)) for size in sizes]
 
 
 def test_a_part_of_the_text_is_held_out():
-    for seed in range(60):
+    for seed in range(30):
         rng = random.Random(seed)
         given, share = documents(rng), rng.choice([0.02, 0.05, 0.3, 0.5])
         total = sum(map(len, given))
@@ -261,7 +261,7 @@ def damaged_chat(rng):
 
 def test_any_json_is_a_chat_or_an_error_with_its_place(model):
     tokenizer_of_model, outcomes = Tokenizer.load(model), Counter()
-    for seed in range(600):
+    for seed in range(450):
         rng = random.Random(seed)
         value = random_json(rng) if seed % 3 == 0 else damaged_chat(rng)
         try:
@@ -281,7 +281,7 @@ def test_damaged_files_are_named(model, tmp_path):
     whole = write_chats(tmp_path / "chats.jsonl", 6).read_bytes()
     whole_list = b"[" + whole.strip().replace(b"\n", b",\n") + b"]"
     refused = 0
-    for seed in range(80):
+    for seed in range(30):
         rng = random.Random(seed)
         content = bytearray(whole if seed % 2 else whole_list)
         if seed % 4 < 2:
@@ -296,4 +296,4 @@ def test_damaged_files_are_named(model, tmp_path):
         except ValueError as error:
             refused += 1
             assert "damaged.jsonl" in str(error) or str(error).startswith("--chats"), (seed, error)
-    assert refused > 30
+    assert refused > 10
