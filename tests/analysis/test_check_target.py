@@ -3,13 +3,10 @@
 import dataclasses
 from typing import Any
 
-import deepseek
-import gemma
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import qwen
 import toy
 
 import jspec
@@ -140,19 +137,9 @@ def test_a_right_target_passes(capsys):
     assert "13/13" in capsys.readouterr().err
 
 
-FAMILIES = {
-    "llama": (toy.TARGET, lambda: toy.random_params(toy.TARGET)),
-    "sliding": (gemma.KINDS["shared"], lambda: gemma.params("shared")),
-    "indexed": (deepseek.KINDS["dsa"], lambda: deepseek.params("dsa")),
-    "recurrent": (qwen.KINDS["dense"], lambda: qwen.params("dense")),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_pass(family):
-    target, make = FAMILIES[family]
-    assert len(check_target(jspec.from_target(target, make())).checks) == 13
+def test_a_family_passes():
+    assert len(check_target(jspec.from_target(toy.NEAR, toy.random_params(toy.NEAR))).checks) == 13
 
 
 def test_own_targets_decode_as_they_read_whole_texts():
