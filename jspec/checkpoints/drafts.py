@@ -1,16 +1,19 @@
 """Checkpoint directories of drafts of all kinds."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jspec.checkpoints import assistant, eagle, language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import Place, whole
+from jspec.checkpoints.split import Place, Splittable, whole
+from jspec.core.sharding import Placement
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 
@@ -111,6 +114,31 @@ def check_beside_split(directory: str | Path, name: str, devices: int) -> None:
             f"tensor={devices}: not supported yet for draft={name!r}, which reads keys and values of the target; use "
             "another draft"
         )
+
+
+class _CanBeSplit(Exception):
+    """Ends the reading of a draft before its weights."""
+
+
+def check_split(directory: str | Path, name: str, *, target: Decoder, dtype: str | None, devices: int) -> None:
+    """Checks that a draft can itself be split over that many devices; reads no weights.
+
+    name: the draft's, for the message. target, dtype: as in `load`.
+
+    Raises:
+      CheckpointError: a file is missing or damaged, or the draft does not suit the target.
+      ValueError: it cannot.
+    """
+
+    def place(config: Splittable, dtype: DTypeLike) -> Placement | None:
+        try:
+            config.split(devices)
+        except ValueError as error:
+            raise ValueError(f"draft_tensor=True: draft={name!r} cannot be split: {error}; omit draft_tensor") from None
+        raise _CanBeSplit
+
+    with contextlib.suppress(_CanBeSplit):
+        load(directory, target=target, dtype=dtype, place=place)
 
 
 def _kind_of(source: Source) -> DraftKind:

@@ -90,6 +90,16 @@ def add_weights(parser: argparse.ArgumentParser, model: str) -> None:
     )
 
 
+def add_tensor(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for several devices."""
+    parser.add_argument(
+        "--tensor",
+        type=integer(1, MAX_TOKENS),
+        metavar="N",
+        help="split the model over N devices: heads, MLPs and vocabulary (default: one device)",
+    )
+
+
 def add_drafter(parser: argparse.ArgumentParser, note: str = "") -> None:
     """Adds the option for a single drafter. note: what its help adds about n-grams."""
     parser.add_argument(

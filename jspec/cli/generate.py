@@ -16,6 +16,7 @@ from jspec.cli.common import (
     Commands,
     add_drafter,
     add_model,
+    add_tensor,
     check_prompts,
     encode_record,
     load_model,
@@ -61,12 +62,7 @@ def add_command(commands: Commands) -> None:
     choice.add_argument(
         "--repetition-penalty", type=number, metavar="X", help="above 1: repeated tokens are less likely (default: 1)"
     )
-    parser.add_argument(
-        "--tensor",
-        type=integer(1, MAX_TOKENS),
-        metavar="N",
-        help="split the model over N devices: heads, MLPs and vocabulary (default: one device)",
-    )
+    add_tensor(parser)
     add_drafter(parser, ", which pays off where text repeats")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT; can be repeated"

@@ -9,6 +9,7 @@ from jspec.cli.common import (
     add_accept,
     add_drafter,
     add_shape,
+    add_tensor,
     add_weights,
     load_model,
     make_drafter,
@@ -34,6 +35,7 @@ def add_command(commands: Commands) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="bundled:NAME, a Hugging Face directory or a hub id")
     add_weights(parser, "MODEL")
+    add_tensor(parser)
     add_drafter(parser)
     add_accept(parser)
     add_shape(parser)

@@ -75,12 +75,17 @@ class Placement:
         """All devices of this process."""
         return list(self.mesh.local_devices)
 
+    @property
+    def everywhere(self) -> NamedSharding:
+        """The sharding of an array that each device has all of."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
     def specs(self, tree: PyTree) -> PyTree:
         """How the leaves of `Params`, of a state, or of anything whole are split."""
         return jax.tree_util.tree_map_with_path(lambda path, leaf: _spec(self.axis_of(path, leaf.shape)), tree)
 
     def local(self, shapes: PyTree) -> PyTree:
-        """What one device has of a model's weights, as `jax.ShapeDtypeStruct`s."""
+        """What one device has of a model's weights, or of a state, as `jax.ShapeDtypeStruct`s."""
 
         def shape(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             axis, dims = self.axis_of(path, leaf.shape), list(leaf.shape)
@@ -100,7 +105,7 @@ class Placement:
         axis = None if field is None else self._split_axis(field, shape)
         if axis is None:
             joined = np.asarray(parts[0], order="C") if len(parts) == 1 else np.concatenate(parts, axis=-1)
-            return jax.device_put(joined, NamedSharding(self.mesh, PartitionSpec()))
+            return jax.device_put(joined, self.everywhere)
 
         def share(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
@@ -137,11 +142,10 @@ class Placement:
 
     def complete(self, params: T) -> T:
         """The weights, those that are not split copied to all devices."""
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
 
         def place(leaf: Array) -> Array:
             placed = isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == self.mesh
-            return leaf if placed else jax.device_put(leaf, everywhere)
+            return leaf if placed else jax.device_put(leaf, self.everywhere)
 
         return jax.tree.map(place, params)
 

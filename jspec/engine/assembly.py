@@ -60,7 +60,7 @@ def assemble(
             f"model={model.name!r}: its cache {', '.join(sorted(lacking))} must have the methods of "
             "jspec.core.slots.SlotCache, by which sequences come and go; jspec.generate works without them"
         )
-    parts: Static = {"target": model.target, "drafter": bound, "accept": rule}
+    parts: Static = {"target": model.target, "drafter": bound, "accept": rule, "placement": model.placement}
     samples = programs.always_samples(model.params, **parts) or not knows_greedy(accept)
 
     # The caches and the state of all slots. A rule by name is the greedy one where nothing is sampled.

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from jaxtyping import Array, Int, PyTree
 from jspec.core import decode
 from jspec.core.accept import greedy
 from jspec.core.sampling import Sampling, per_row
+from jspec.core.sharding import Placement
 from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
 from jspec.core.xla_options import TRITON_GEMM_MAX_TOKENS
 from jspec.engine import programs
@@ -70,11 +71,12 @@ class DeviceRequest(Request):
 
 
 class Static(TypedDict):
-    """The static arguments of the programs."""
+    """The static arguments of the programs. placement: as in `jspec.engine.model.Model`; None if it is missing."""
 
     target: Target
     drafter: Drafter
     accept: Accept
+    placement: NotRequired[Placement | None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,7 +113,7 @@ class Landing(Landed):
 
 _empty_state = jax.jit(
     programs.empty_state,
-    static_argnames=("target", "drafter", "accept", "samples", "num_slots", "context", "page_size", "pages"),
+    static_argnames=(*programs.STATIC, "samples", "num_slots", "context", "page_size", "pages"),
 )
 
 
@@ -150,6 +152,7 @@ class Device:
         least_tier: int = 0,
     ):
         self.params, self.parts, self.stops = params, parts, stops
+        self._placement = parts.get("placement")
         self.num_slots, self.context, self.max_rounds = num_slots, context, max_rounds
         self.num_snapshots = snapshots
         self._greedy_rule, self._samples, self._least_tier = greedy_rule, samples, least_tier
@@ -163,13 +166,13 @@ class Device:
         self.snapshots: list[PyTree] = jax.jit(places)(self.state.cache) if snapshots else []
         sampling = RowSampling(temperature=_argument(np.zeros(num_slots, np.float32))) if samples else None
         state = dataclasses.replace(self.state, sampling=sampling)
-        self._nodes: int = decode.draft_shape(params, state, parts["drafter"])[1]
+        self._nodes: int = decode.draft_shape(params, state, parts["drafter"], self._placement)[1]
 
     def release(self, empty: Sequence[int]) -> None:
         """Empties slots."""
         mask = np.zeros(self.num_slots, bool)
         mask[list(empty)] = True
-        self.state = programs.release(self.state, _argument(mask))
+        self.state = programs.release(self.state, _argument(mask), placement=self._placement)
 
     def admit(self, admissions: Sequence[Admission], least: int = 0) -> None:
         """Puts requests into slots.
@@ -205,7 +208,7 @@ class Device:
         new = Admitted(
             tokens=_argument(tokens), seed=_argument(seeds), accept_counts=_argument(accept_counts), **arguments
         )
-        self.state = programs.admit(self.state, new, drafter=self.parts["drafter"])
+        self.state = programs.admit(self.state, new, drafter=self.parts["drafter"], placement=self._placement)
         for admission in admissions:
             if admission.restore is not None:
                 slot, place = np.int32(admission.slot), np.int32(admission.restore)
@@ -236,7 +239,7 @@ class Device:
         static, view = self._view(plan.requests, plan.table, seats)
         ceiling = seats.column(plan.ceiling, np.int32)
         many = jax.default_backend() == "gpu" and seats.size * self._nodes > TRITON_GEMM_MAX_TOKENS
-        program = programs.burst_many if many else programs.burst
+        program = programs.burst_for(self._placement, many=many)
         rounds, want = np.int32(plan.rounds), np.bool_(plan.want)
         static = {**static, "max_rounds": self.max_rounds}
         self.state, report = program(self.params, self.state, view, ceiling, rounds, want, **static)
@@ -293,14 +296,16 @@ class Device:
         )
         target, drafter = self.parts["target"], self.parts["drafter"]
         top = min(next(size for size in TOP_SIZES if size >= top), target.vocab_size)
-        static = ViewStatic(target=target, drafter=drafter, accept=rule, logprobs=logprobs, top_logprobs=top)
-        return static, view
+        parts = Static(target=target, drafter=drafter, accept=rule, placement=self._placement)
+        return ViewStatic(**parts, logprobs=logprobs, top_logprobs=top), view
 
     def _row_sampling(self, samplings: Sequence[Sampling | None], tier: tuple[str, ...]) -> RowSampling | None:
         """The columns of a tier. They rarely change from burst to burst, so the last ones are kept."""
         key = tuple(map(id, samplings)), tier
         if key != self._last_sampling[0]:
             columns = row_columns(samplings, tier, self.parts["target"].vocab_size) if tier else None
+            if columns is not None and self._placement is not None:
+                columns = jax.device_put(columns, self._placement.everywhere)
             self._last_sampling = key, columns, tuple(samplings)
         return self._last_sampling[1]
 

@@ -19,7 +19,7 @@ from jspec.engine.device import DeviceRequest, Landing
 from jspec.engine.handle import EngineError, Handle, wake
 from jspec.engine.loop import Loop
 from jspec.engine.metrics import Counters, Metrics
-from jspec.engine.model import Model, check_same_shapes, refuse_split
+from jspec.engine.model import Model, refuse_split
 from jspec.engine.options import DEFAULT_PAGE_SIZE, CommonKeywords, GenerateOptions, RequestKeywords, repeat
 from jspec.engine.request import QueueFull, Request
 from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece
@@ -78,7 +78,6 @@ class Engine:
     ):
         # Check the arguments.
         check_model(model)
-        refuse_split(model, "Engine")
         slots = check_int("slots", slots, least=1)
         page_size = check_int("page_size", page_size, least=1)
         prefill_tokens = check_int("prefill_tokens", prefill_tokens, least=1)
@@ -274,10 +273,12 @@ class Engine:
         scored at a time; further calls wait.
 
         Raises:
-          ValueError, TypeError: invalid arguments, or a cache that does not fit in the memory that is left.
+          ValueError, TypeError: invalid arguments, a model that is split over devices, or a cache that does not fit in
+            the memory that is left.
           EngineError: the engine has failed or is closed.
         """
         prompts = [self._encode_one(prompt)]
+        refuse_split(self.model, "Engine.score")
         top_k, page_size = check_score(self.model, prompts, top_k, DEFAULT_PAGE_SIZE)
         with self._scoring:
             self._check_alive()
@@ -330,12 +331,13 @@ class Engine:
         Requests that are running continue with the new weights over the keys and values of the old ones; nothing that
         was cached with the old weights is found by later requests.
 
-        params: weights of target and draft, of the structure, shapes and dtypes of `model.params`.
+        params: weights of target and draft, of the structure, shapes and dtypes of `model.params`, and of its shardings
+          if the model is split over devices.
 
         Raises:
-          ValueError: another structure, shape or dtype.
+          ValueError: another structure, shape, dtype or sharding, with the path of the leaf.
         """
-        check_same_shapes(self.model.params, params)
+        self.model.check_replacement(params)
         done = threading.Event()
 
         def replace() -> None:

@@ -42,8 +42,7 @@ def generate_many(
 ) -> Generations | None:
     """As `jspec.generate` if more than `MAX_BATCH` prompts are given; `stats.seconds` is the time of the whole call.
 
-    None: there are no more than that, or an engine lacks what is asked for: `debug`, a cache that has no slots, or
-    several devices.
+    None: there are no more than that, or an engine lacks what is asked for: `debug`, or a cache that has no slots.
 
     Raises:
       ValueError, TypeError: as `jspec.generate`, before anything is compiled.
@@ -52,8 +51,6 @@ def generate_many(
     if options.debug or not listed or not getattr(prompts, "ndim", 1) or len(prompts) <= MAX_BATCH:
         return None
     single, prompt_ids = encode_prompts(model, prompts)
-    if model.placement is not None:
-        return None
     count = len(prompt_ids)
     if single:
         return None

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,18 @@ class Model:
             sharding; with the path of the leaf.
         """
         params = params if isinstance(params, Params) else Params(params, self.params.draft)
-        check_same_shapes(self.params, params)
+        self.check_replacement(params)
+        return dataclasses.replace(self, params=params)
+
+    def check_replacement(self, params: Any) -> None:
+        """Checks that weights can replace this model's without compiling anything.
+
+        Raises:
+          ValueError: as `with_params`.
+        """
+        _check_same_shapes(self.params, params)
         if self.placement is not None:
             _check_same_devices(self.params, params)
-        return dataclasses.replace(self, params=params)
 
     def with_draft(self, draft: "Model | None") -> "Model":
         """This model with another language model as its draft, for the drafter `jspec.Standalone`; None: without one.
@@ -115,7 +123,7 @@ def _dtypes(params: Any) -> str:
     return "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")}))
 
 
-def check_same_shapes(old: Any, new: Any) -> None:
+def _check_same_shapes(old: Any, new: Any) -> None:
     """Checks that weights can replace others without compiling anything.
 
     Raises:
@@ -235,7 +243,13 @@ def load(
         drafts.check_beside_split(draft_directory, str(draft), placement.size)
     devices = None if placement is None else placement.devices
     check = partial(memory.check_weights, str(source), devices=devices)
-    place = whole if placement is None else partial(_place_target, placement, draft is None, draft_tensor)
+    place: Place = whole
+    if placement is not None:
+        place = partial(_place_target, placement, draft is None, draft_tensor)
+        if draft_directory is not None and draft_tensor:
+            options = {"dtype": dtype, "devices": placement.size}
+            check_draft = partial(drafts.check_split, draft_directory, str(draft), **options)
+            place = partial(_place_beside, placement, check_draft)
     if exact:
         place = _whole_and_exact
     loaded, heads, head_params = _load_target(directory, dtype, check, place, mtp=draft is None)
@@ -260,7 +274,7 @@ def refuse_split(model: Model, user: str) -> None:
     if model.placement is not None:
         raise ValueError(
             f"model={model.name!r}: is split over {model.placement.size} devices, which {user} does not support yet; "
-            "load it without tensor or mesh, or use jspec.generate, stream or generate_ids"
+            "load it without tensor or mesh, or use jspec.generate, stream, generate_ids or Engine"
         )
 
 
@@ -276,6 +290,21 @@ def _place_target(
     if alone and draft_tensor is not None and not (heads and draft_tensor):
         problem = "MTP heads are always split" if heads else "no draft is loaded"
         raise ValueError(f"draft_tensor={draft_tensor}: {problem}; omit it")
+    return placement
+
+
+def _place_beside(
+    placement: Placement, check_draft: Callable[..., None], config: Splittable, dtype: DTypeLike
+) -> Placement:
+    """The `Place` of a target beside a draft that is to be split.
+
+    check_draft: `drafts.check_split` of the draft, for the target's configuration.
+
+    Raises:
+      CheckpointError, ValueError: one of them cannot be split, which is known before any weights are read.
+    """
+    config.split(placement.size)  # Of two problems the target's comes first.
+    check_draft(target=config)
     return placement
 
 

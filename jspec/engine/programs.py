@@ -4,6 +4,9 @@
 `save` and `restore` copy what is not in pages, such as recurrent states, to snapshots and back. `read` and `burst` work
 on a view of some slots (`jspec.core.slots`), so their shapes do not depend on S. What comes back to the host is a
 `Report`: small arrays of its own, never parts of the state, which the next program may already be changing.
+
+With a `placement` every device runs each program on its own part of the weights and pools; all decide alike, and a
+report is the same on all of them. `save` and `restore` have none: no target that can be split keeps more than pages.
 """
 
 import dataclasses
@@ -15,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int8, Int16, Key, PyTree, UInt32
 
-from jspec.core import decode, slots, stopping
+from jspec.core import decode, sharding, slots, stopping
 from jspec.core.sampling import RowSampling
 from jspec.core.stopping import Stop
 from jspec.core.struct import struct
@@ -24,7 +27,7 @@ from jspec.core.xla_options import LoopProgram
 
 WAITING, EMPTY = 8, 9
 """Finish codes of slots that stand still: the prompt is not read yet; no sequence is there."""
-STATIC = ("target", "drafter", "accept")
+STATIC = ("target", "drafter", "accept", "placement")
 
 
 @struct
@@ -73,11 +76,30 @@ def empty_state(
     context: int,
     page_size: int,
     pages: int,
+    placement: sharding.Placement | None = None,
 ) -> DecodeState:
     """A state of empty slots, for sequences of at most `context` tokens, and pools of `pages` pages.
 
     samples: what `always_samples` returns.
     """
+    sizes = {"num_slots": num_slots, "context": context, "page_size": page_size, "pages": pages}
+    parts = {"target": target, "drafter": drafter, "accept": accept}
+    return sharding.over(placement, partial(_empty, **parts, **sizes, samples=samples), params)
+
+
+def _empty(
+    params: Params,
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    samples: bool,
+    num_slots: int,
+    context: int,
+    page_size: int,
+    pages: int,
+) -> DecodeState:
+    """`empty_state` on one device."""
     # A drafter's state has all its parts only after a prompt is read, so the structure is that of a prefilled state.
     static = {"target": target, "drafter": drafter, "accept": accept}
     sizes = {"capacity": context, "page_size": page_size}
@@ -90,13 +112,20 @@ def empty_state(
     return dataclasses.replace(s, length=length, finish_code=finish)
 
 
-def always_samples(params: Params, *, target: Target, drafter: Drafter, accept: Accept) -> bool:
+def always_samples(
+    params: Params, *, target: Target, drafter: Drafter, accept: Accept, placement: sharding.Placement | None = None
+) -> bool:
     """Whether programs need a temperature even if no sequence samples.
 
     A drafter that samples its drafts keeps their distributions, so its state has other parts when there is one.
     """
     static = {"target": target, "drafter": drafter, "accept": accept, "count": 1, "capacity": 8, "page_size": 8}
-    states = [jax.eval_shape(partial(_prefilled, samples=samples, **static), params) for samples in (False, True)]
+
+    def state(samples: bool) -> DecodeState:
+        prefilled = partial(_prefilled, samples=samples, **static)
+        return jax.eval_shape(lambda params: sharding.over(placement, prefilled, params), params)
+
+    states = [state(samples) for samples in (False, True)]
     without, with_temperature = (jax.tree.structure(s.draft) for s in states)
     return without != with_temperature
 
@@ -190,9 +219,15 @@ class Admitted:
     accept_counts: Int[Array, "n A"]
 
 
-@partial(jax.jit, static_argnames=("drafter",), donate_argnames=("s",))
-def admit(s: DecodeState, new: Admitted, *, drafter: Drafter) -> DecodeState:
+@partial(jax.jit, static_argnames=("drafter", "placement"), donate_argnames=("s",))
+def admit(
+    s: DecodeState, new: Admitted, *, drafter: Drafter, placement: sharding.Placement | None = None
+) -> DecodeState:
     """The state with sequences in slots; they stand still until their prompts are read."""
+    return sharding.over(placement, partial(_admitted, drafter=drafter), s, new)
+
+
+def _admitted(s: DecodeState, new: Admitted, *, drafter: Drafter) -> DecodeState:
 
     def write(buffer: Array, values: Array) -> Array:
         return buffer.at[new.slots].set(values.astype(buffer.dtype), mode="drop")
@@ -238,9 +273,13 @@ def restore(s: DecodeState, snapshots: list[PyTree], slot: Int[Array, ""], place
     return dataclasses.replace(s, cache=cache)
 
 
-@partial(jax.jit, donate_argnames=("s",))
-def release(s: DecodeState, mask: Bool[Array, " S"]) -> DecodeState:
+@partial(jax.jit, static_argnames=("placement",), donate_argnames=("s",))
+def release(s: DecodeState, mask: Bool[Array, " S"], placement: sharding.Placement | None = None) -> DecodeState:
     """The state with these slots empty. Programs run in order, so their pages may be given away at once."""
+    return sharding.over(placement, _released, s, mask)
+
+
+def _released(s: DecodeState, mask: Bool[Array, " S"]) -> DecodeState:
     finish_code = jnp.where(mask, EMPTY, s.finish_code)
     return dataclasses.replace(s, finish_code=finish_code, length=jnp.where(mask, 1, s.length))
 
@@ -272,8 +311,27 @@ def read(
     size: int,
     logprobs: bool,
     top_logprobs: int,
+    placement: sharding.Placement | None = None,
 ) -> tuple[DecodeState, Report]:
     """The state after at most `size` more tokens of each slot of the view are read."""
+    parts = {"target": target, "drafter": drafter, "accept": accept}
+    recorded = {"logprobs": logprobs, "top_logprobs": top_logprobs}
+    return sharding.over(placement, partial(_read, **parts, **recorded, size=size), params, s, view, plan)
+
+
+def _read(
+    params: Params,
+    s: DecodeState,
+    view: View,
+    plan: ReadPlan,
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    size: int,
+    logprobs: bool,
+    top_logprobs: int,
+) -> tuple[DecodeState, Report]:
     part = _part(s, view, logprobs, top_logprobs)
     before = part.length
     finish = jnp.where(plan.ends, stopping.RUNNING, part.finish_code)
@@ -299,6 +357,7 @@ def _burst(
     max_rounds: int,
     logprobs: bool,
     top_logprobs: int,
+    placement: sharding.Placement | None = None,
 ) -> tuple[DecodeState, Report]:
     """The state after at most `rounds` rounds of the view's slots.
 
@@ -309,6 +368,27 @@ def _burst(
     want: stop after the first round in which a sequence ends.
     max_rounds: an upper bound on `rounds`, which sets the width of the report.
     """
+    parts = {"target": target, "drafter": drafter, "accept": accept}
+    recorded = {"logprobs": logprobs, "top_logprobs": top_logprobs}
+    run = partial(_run_rounds, **parts, **recorded, max_rounds=max_rounds)
+    return sharding.over(placement, run, params, s, view, ceiling, rounds, want)
+
+
+def _run_rounds(
+    params: Params,
+    s: DecodeState,
+    view: View,
+    ceiling: Int[Array, " R"],
+    rounds: Int[Array, ""],
+    want: Bool[Array, ""],
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    max_rounds: int,
+    logprobs: bool,
+    top_logprobs: int,
+) -> tuple[DecodeState, Report]:
     part = _part(s, view, logprobs, top_logprobs)
     before, first = part.length, part.finish_code
     until = part.round_index + rounds
@@ -333,13 +413,22 @@ def _burst(
     return _whole(s, view, part), _report(part, before, max_rounds * (drafter.depth + 1))
 
 
-def _burst_program(many: bool) -> LoopProgram[..., tuple[DecodeState, Report]]:
+def _burst_program(*, many: bool, devices: int = 1) -> LoopProgram[..., tuple[DecodeState, Report]]:
     static = (*STATIC, "max_rounds", "logprobs", "top_logprobs")
-    return LoopProgram(_burst, many=many, static_argnames=static, donate_argnames=("s",))
+    return LoopProgram(_burst, many=many, devices=devices, static_argnames=static, donate_argnames=("s",))
 
 
 burst, burst_many = _burst_program(many=False), _burst_program(many=True)
 """Rounds of some slots; `burst_many` has the compiler options for rounds that verify many tokens."""
+_OVER_DEVICES = {many: _burst_program(many=many, devices=2) for many in (False, True)}
+"""The same for models that are split over several devices."""
+
+
+def burst_for(placement: sharding.Placement | None, *, many: bool) -> LoopProgram[..., tuple[DecodeState, Report]]:
+    """The program of rounds for models with this placement. many: each round verifies many tokens."""
+    if placement is not None and placement.size > 1:
+        return _OVER_DEVICES[many]
+    return burst_many if many else burst
 
 
 def _part(s: DecodeState, view: View, logprobs: bool, top_logprobs: int) -> DecodeState:

@@ -50,14 +50,16 @@ def fit(
     Args:
       sizes: samples, num_slots, context and page_size, as of `programs.empty_state`.
       pages: None: as many as all slots can use, or as fit; at least enough for one sequence.
-      fraction: of the device's memory that may be in use.
+      fraction: of the memory of each device that may be in use.
       share: whether sequences may share prefixes. Where the target's cache keeps more than pages they do if there is
         memory for a snapshot; there is at most one per slot.
 
     Raises:
       ValueError: `pages`, or the pages of one sequence, do not fit.
     """
-    num_slots, context = sizes["num_slots"], sizes["context"]
+    num_slots, context, placement = sizes["num_slots"], sizes["context"], parts.get("placement")
+    devices = None if placement is None else placement.devices
+    of_each = "" if devices is None else f" on each of {len(devices)} devices"
     each = -(-context // sizes["page_size"])
     least, wanted = each + 2, max(num_slots * each + 1, each + 2)
     one = _state(params, parts, sizes)
@@ -65,15 +67,15 @@ def fit(
     fixed = tree_bytes(one) + memory.logit_bytes(parts["target"], parts["drafter"], num_slots, context)
     of_snapshot = tree_bytes(programs.kept_states(one.cache))
     share = share and programs.sharing(one, parts["drafter"]) is not None
-    snapshots, has = num_slots if share and of_snapshot else 0, memory.free_bytes()
+    snapshots, has = num_slots if share and of_snapshot else 0, memory.least_free(devices)
     budget = None if has is None else has[0] - int((1 - fraction) * has[1])
     needed = fixed + ((least if pages is None else pages) - 1) * of_page
     if budget is not None and snapshots:
         snapshots = min(num_slots, max(0, int(SNAPSHOT_SHARE * (budget - needed))) // of_snapshot)
     if pages is not None and has is not None and needed > has[0]:
         raise ValueError(
-            f"pages={pages}, slots={num_slots}: the state takes {memory.gigabytes(needed)}, {memory.gigabytes(has[0])} "
-            "are free; use fewer pages or slots"
+            f"pages={pages}, slots={num_slots}: the state takes {memory.gigabytes(needed)}{of_each}, "
+            f"{memory.gigabytes(has[0])} are free; use fewer pages or slots"
         )
     if pages is None:
         pages = wanted
@@ -81,16 +83,18 @@ def fit(
             pages = min(wanted, 1 + (budget - fixed - snapshots * of_snapshot) // max(of_page, 1))
             if pages < least:
                 raise ValueError(
-                    f"slots={num_slots}, context={context}: the state takes {memory.gigabytes(needed)} with "
-                    f"pages for one sequence, {memory.gigabytes(max(0, budget))} are available at "
+                    f"slots={num_slots}, context={context}: the state takes {memory.gigabytes(needed)}{of_each} "
+                    f"with pages for one sequence, {memory.gigabytes(max(0, budget))} are available at "
                     f"memory_fraction={fraction}; use fewer slots or a shorter context"
                 )
     return Room(pages, snapshots, share and (snapshots > 0 or not of_snapshot))
 
 
 def _state(params: Params, parts: Static, sizes: dict[str, int]) -> DecodeState:
-    """The shapes of the state of all slots, with one page."""
-    return jax.eval_shape(partial(programs.empty_state, **parts, **sizes, pages=1), params)
+    """The shapes of the state of all slots, with one page; of each device's part if the model is split."""
+    shapes = jax.eval_shape(partial(programs.empty_state, **parts, **sizes, pages=1), params)
+    placement = parts.get("placement")
+    return shapes if placement is None else placement.local(shapes)
 
 
 def _pooled(s: DecodeState, *, pages: int) -> DecodeState:

@@ -35,7 +35,8 @@ class StopPool:
         # The table grows by doubling.
         most = min(MAX_TRANSITIONS // model.target.vocab_size, np.iinfo(np.int16).max)
         self._max_states = 1 << (most.bit_length() - 1)
-        self.token_class = jax.device_put(np.arange(model.target.vocab_size, dtype=np.int32))
+        self._where = None if model.placement is None else model.placement.everywhere
+        self.token_class = jax.device_put(np.arange(model.target.vocab_size, dtype=np.int32), self._where)
         """Sets have classes of their own, so each token is its own class here."""
 
     @property
@@ -44,7 +45,7 @@ class StopPool:
         with self._lock:
             table = self._device
             if table is None:
-                table = self._device = jax.device_put(self._table)
+                table = self._device = jax.device_put(self._table, self._where)
             return table
 
     def add(self, stop: Sequence[str], ignore_eos: bool = False) -> int:

@@ -12,7 +12,7 @@ from jspec.engine.request import QueueFull
 from jspec.engine.stop_pool import StopPool
 
 VOCAB, EOS = 16, 3
-MODEL = SimpleNamespace(tokenizer=None, target=SimpleNamespace(vocab_size=VOCAB), eos=(EOS,))
+MODEL = SimpleNamespace(tokenizer=None, placement=None, target=SimpleNamespace(vocab_size=VOCAB), eos=(EOS,))
 
 
 def automaton(strings, eos=(EOS,)):

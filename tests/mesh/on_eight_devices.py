@@ -22,7 +22,6 @@ from jspec.cli import main
 from jspec.core import decode
 from jspec.core.sharding import TENSOR, WEIGHTS
 from jspec.drafters import Eagle, Mtp, Ngram, Standalone
-from jspec.engine.many import generate_many
 from jspec.models.llama import Llama, LlamaParams
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.router import Router
@@ -255,11 +254,20 @@ def test_an_assistant_is_an_error_before_the_target_is_read(monkeypatch):
         jspec.load("bundled:python-small", draft="bundled:python-assistant", tensor=2)
 
 
+def test_a_draft_that_cannot_be_split_is_an_error_before_the_target_is_read(directories, monkeypatch):
+    target, head = directories("odd vocabulary"), directories("head")
+    monkeypatch.setattr(language_model, "read_params", None)
+    wrong = "draft_tensor=True: draft=.*head' cannot be split: tensor=4: must divide 2 heads.*; omit draft_tensor"
+    with pytest.raises(ValueError, match=wrong):
+        jspec.load(target, draft=head, tensor=4, draft_tensor=True)
+    with pytest.raises(ValueError, match="^tensor=3: must divide 4 heads"):
+        jspec.load(target, draft=head, tensor=3, draft_tensor=True)
+
+
 def test_what_needs_one_device_is_refused(load, tmp_path):
     model = load("tied", None, 4)
-    for call in (jspec.Engine, functools.partial(jspec.score, prompts=PROMPTS)):
-        with pytest.raises(ValueError, match="is split over 4 devices, which (Engine|score) does not support yet"):
-            call(model)
+    with pytest.raises(ValueError, match="is split over 4 devices, which score does not support yet"):
+        jspec.score(model, PROMPTS)
     with pytest.raises(ValueError, match="the weights are split over 4 devices: load them without tensor"):
         language_model.save(tmp_path / "copy", model.target, model.params.target)
     assert not (tmp_path / "copy").exists()
@@ -279,10 +287,6 @@ def test_weights_that_do_not_fit_count_per_device(directories, monkeypatch):
     half = sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes)) // 2
     free["bytes"] = 4 * half  # four CPU devices share it
     assert jspec.load(directories("tied"), tensor=4).placement.size == 4
-
-
-def test_more_prompts_than_an_engine_takes_run_at_once(load):
-    assert generate_many(load("tied", None, 4), [[1, 2]] * 65, jspec.GenerateOptions()) is None
 
 
 def test_the_command_splits_the_model(capsys):

@@ -1,4 +1,4 @@
-"""Models that are split over devices: the tests of on_eight_devices.py, in a process with eight devices.
+"""Models that are split over devices: the tests of `MODULES`, in a process with eight devices.
 
 The number of CPU devices is set before JAX starts, and for a process as a whole.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
+MODULES = ("on_eight_devices.py", "engine_on_eight_devices.py", "text_on_eight_devices.py")
 DEVICES = "--xla_force_host_platform_device_count=8"
 
 
@@ -18,7 +19,7 @@ def run(mark: str) -> None:
     environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-m", mark]
     ran = subprocess.run(
-        [*command, str(TESTS / "on_eight_devices.py")],
+        [*command, *(str(TESTS / module) for module in MODULES)],
         cwd=TESTS.parents[1],
         env=environment,
         capture_output=True,

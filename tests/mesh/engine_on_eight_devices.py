@@ -1,0 +1,145 @@
+"""The engine over several devices: any schedule gives each request what one device gives it alone.
+
+test_mesh.py runs these tests in a process with eight CPU devices.
+"""
+
+import dataclasses
+import functools
+
+import engine_storm
+import jax
+import numpy as np
+import on_eight_devices as split
+import pytest
+from engine_storm import Setup, Storm
+
+import jspec
+from jspec.core import accept
+from jspec.drafters import Eagle, Mtp, Ngram, Plain, Standalone, Suffix
+from jspec.engine import memory, programs, sizing
+from jspec.engine.device import buckets
+from jspec.engine.many import generate_many
+from jspec.engine.options import bind_drafter
+from jspec.engine.sizing import read_shapes
+from jspec.models.sizes import tree_bytes
+
+directories, load = split.directories, split.load
+slow = pytest.mark.slow
+TREE = split.TREE
+CASES = {
+    "suffix": ("tied", None, 2, None, Suffix()),
+    "experts and copies of heads": ("experts", None, 4, None, Ngram()),
+    "latents": ("latents", None, 4, None, Mtp(depth=2)),
+    "eagle tree, split": ("odd vocabulary", "head", 2, True, Eagle(**TREE)),
+    "standalone chain, whole": ("tied", "draft of tied", 4, False, Standalone(depth=3, sampled=True)),
+}
+"""Name -> target, draft, devices, whether the draft is split, and drafter."""
+TIGHT = dict(count=14, pages=13)
+STORMS = {
+    "suffix": ("greedy", Storm(count=8, seed=1, eos=(7,))),
+    "experts and copies of heads": ("sampled", Storm(seed=2, cancels=0.1, **TIGHT)),
+    "latents": ("greedy", Storm(seed=3, flights=1, **TIGHT)),
+    "eagle tree, split": ("sampled", Storm(seed=5, flights=1, cancels=0.1, **TIGHT)),
+    "standalone chain, whole": ("rejection", Storm(seed=7, cancels=0.1, **TIGHT)),
+}
+"""Name -> how tokens are chosen, and a schedule."""
+RETRACTS = {"eagle tree, split", "standalone chain, whole"}
+FAST = {"suffix"}
+SIZES = dict(slots=3, context=48, page_size=4, prefill_tokens=16)
+
+
+def setups(load, name, kind):
+    """What generates over several devices, and on one."""
+    target, draft, tensor, draft_tensor, drafter = CASES[name]
+    chosen = {} if kind == "greedy" else {"sampling": split.SAMPLED}
+    if kind == "rejection":
+        chosen["lossless"] = accept.rejection
+    made = []
+    for model in (load(target, draft, tensor, draft_tensor), load(target, draft, None)):
+        bound = bind_drafter(drafter, model.target, model.draft)
+        weights = functools.partial(getattr, model, "params")
+        made.append(Setup(model.target, bound, weights, placement=model.placement, **chosen))
+    return made
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else slow) for name in CASES])
+def test_a_storm_gives_each_request_what_one_device_gives_it(name, load):
+    """Arrivals, cancels, prefix hits, pools that force retracts; rows of the drafter where every report lands first."""
+    kind, storm = STORMS[name]
+    over, one = setups(load, name, kind)
+    counts = engine_storm.run(over, storm, one)
+    assert counts["shared"]
+    assert counts["retracts"] or name not in RETRACTS
+    assert counts["rows"] or storm.flights > 1
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """How often each program has been traced, and so compiled."""
+    counts = dict.fromkeys(("_run_rounds", "_read", "_admitted", "_released"), 0)
+
+    def count(name, program):
+        def counted(*args, **static):
+            counts[name] += 1
+            return program(*args, **static)
+
+        return counted
+
+    for name in counts:
+        monkeypatch.setattr(programs, name, count(name, getattr(programs, name)))
+    return counts
+
+
+@slow
+def test_an_engine_over_devices_generates_and_takes_new_weights(load, traced):
+    """In few programs, which new weights do not compile again."""
+    config = split.TIED
+    model, one = (load("tied", "draft of tied", *over) for over in ((4, True), (None,)))
+    options = dict(max_new_tokens=12, seed=3, logprobs=3)
+    drafter = Standalone(**TREE)
+    rows = SIZES["slots"], SIZES["context"], SIZES["prefill_tokens"], 3
+    with jspec.Engine(model, drafter=drafter, **SIZES) as engine:
+        assert len(engine.device.state.tokens.sharding.device_set) == 4
+        expected = jspec.generate(one, split.PROMPTS, drafter=drafter, **options)
+        got = engine.generate(split.PROMPTS, **options)
+        split.assert_same(got, expected)
+        counts = dict(traced)
+        assert counts["_run_rounds"] <= len(buckets(3)) and counts["_read"] <= len(read_shapes(*rows))
+
+        arrays = split.named_arrays(config, split.weights(config, 5))
+        target = jspec.from_named(config, arrays, tensor=4).params.target
+        engine.update(dataclasses.replace(model.params, target=target))
+        new = one.with_params(jspec.from_named(config, arrays).params.target)
+        split.assert_same(
+            engine.generate(split.PROMPTS, **options),
+            jspec.generate(new, split.PROMPTS, drafter=drafter, **options),
+        )
+        assert counts == traced
+        with pytest.raises(ValueError, match="params.target.*: has the sharding .*; must have that of the model"):
+            engine.update(one.params)
+        with pytest.raises(ValueError, match="is split over 4 devices, which Engine.score does not support yet"):
+            engine.score(split.PROMPTS[0])
+
+
+def test_the_state_of_an_engine_counts_per_device(load, monkeypatch):
+    model = load("tied", None, 4)
+    parts = {"target": model.target, "drafter": Plain(), "accept": accept.greedy}
+    sizes = {"samples": False, "num_slots": 3, "context": 48, "page_size": 4}
+    own = sizing._state(model.params, {**parts, "placement": model.placement}, sizes)
+    whole = jax.eval_shape(
+        functools.partial(programs.empty_state, **parts, **sizes, placement=model.placement, pages=1), model.params
+    )
+    assert own.cache.pool.size * 4 == whole.cache.pool.size and own.tokens.shape == whole.tokens.shape
+    needed = tree_bytes(own)
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (4 * (needed - 1), 10**9))
+    with pytest.raises(ValueError, match="the state takes .* on each of 4 devices"):
+        jspec.Engine(model, drafter=None, pages=14, **SIZES)
+
+
+@slow
+def test_more_prompts_than_run_at_once_take_turns(load):
+    model, one = load("tied", None, 4), load("tied", None, None)
+    prompts = [[int(x) for x in ids] for ids in np.random.default_rng(0).integers(0, 60, (66, 5))]
+    options = jspec.GenerateOptions(drafter=Ngram(), max_new_tokens=4)
+    got = generate_many(model, prompts, options)
+    split.assert_same(got, generate_many(one, prompts, options))

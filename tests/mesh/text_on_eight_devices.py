@@ -1,0 +1,47 @@
+"""The text of an engine's rounds over several devices.
+
+test_mesh.py runs this test in a process with eight CPU devices.
+"""
+
+import re
+
+import jax
+import on_eight_devices as split
+import pytest
+from hlo import check_in_place, opcode
+
+import jspec
+from jspec.drafters import Standalone
+from jspec.engine import programs
+
+TEXT_AS_SHIPPED = True
+directories, load = split.directories, split.load
+
+
+@pytest.mark.slow
+def test_rounds_over_devices_copy_no_pool(load):
+    """One loop, with its communication; outputs reuse the pools."""
+    found, model = [], load("tied", "draft of tied", 4, True)
+
+    def keep(placement, many):
+        def program(*args, **static):
+            found.append(programs._OVER_DEVICES[False].lower(*args, **static).compile().as_text())
+            return programs._OVER_DEVICES[False](*args, **static)
+
+        return program
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "burst_for", keep)
+        sizes = dict(slots=3, context=48, page_size=4, pages=23, prefill_tokens=16)
+        with jspec.Engine(model, drafter=Standalone(**split.TREE), **sizes) as engine:
+            leaves = jax.tree.leaves(engine.device.state)
+            pools = [x.addressable_shards[0].data.shape for x in leaves if x.ndim == 6]
+            engine.generate([[1, 2, 3]], max_new_tokens=4)
+    lines = found[0].splitlines()
+    opcodes = [opcode(line) for line in lines]
+    assert opcodes.count("while") == 1 and "all-reduce" in opcodes
+    shapes = [f"f32[{','.join(map(str, shape))}]" for shape in pools]
+    assert len(shapes) >= 2
+    for shape in set(shapes):
+        check_in_place(lines, shape, writes=shapes.count(shape))
+    assert len(re.findall("(?:may|must)-alias", lines[0])) == len(leaves) - len(pools)
