@@ -15,7 +15,7 @@ from engine_storm import Setup, Storm
 
 import jspec
 from jspec.core import accept
-from jspec.drafters import Eagle, Mtp, Ngram, Plain, Standalone, Suffix
+from jspec.drafters import Eagle, Mtp, Ngram, Plain, Standalone
 from jspec.engine import memory, programs, sizing
 from jspec.engine.device import buckets
 from jspec.engine.many import generate_many
@@ -27,7 +27,7 @@ directories, load = split.directories, split.load
 slow = pytest.mark.slow
 TREE = split.TREE
 CASES = {
-    "suffix": ("tied", None, 2, None, Suffix()),
+    "ngram": ("tied", None, 2, None, Ngram()),
     "experts and copies of heads": ("experts", None, 4, None, Ngram()),
     "latents": ("latents", None, 4, None, Mtp(depth=2)),
     "eagle tree, split": ("odd vocabulary", "head", 2, True, Eagle(**TREE)),
@@ -36,7 +36,7 @@ CASES = {
 """Name -> target, draft, devices, whether the draft is split, and drafter."""
 TIGHT = dict(count=14, pages=13)
 STORMS = {
-    "suffix": ("greedy", Storm(count=8, seed=1, eos=(7,))),
+    "ngram": ("greedy", Storm(count=8, seed=1, eos=(7,))),
     "experts and copies of heads": ("sampled", Storm(seed=2, cancels=0.1, **TIGHT)),
     "latents": ("greedy", Storm(seed=3, flights=1, **TIGHT)),
     "eagle tree, split": ("sampled", Storm(seed=5, flights=1, cancels=0.1, **TIGHT)),
@@ -44,7 +44,7 @@ STORMS = {
 }
 """Name -> how tokens are chosen, and a schedule."""
 RETRACTS = {"eagle tree, split", "standalone chain, whole"}
-FAST = {"suffix"}
+FAST = {"ngram"}
 SIZES = dict(slots=3, context=48, page_size=4, prefill_tokens=16)
 
 
