@@ -6,6 +6,7 @@ The number of CPU devices is set before JAX starts, and for a process as a whole
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ MODULES = ("on_eight_devices.py", "engine_on_eight_devices.py", "text_on_eight_d
 DEVICES = "--xla_force_host_platform_device_count=8"
 
 
-def run(mark: str) -> None:
+def run(mark: str, modules: Sequence[str] = MODULES) -> None:
     environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-m", mark]
     ran = subprocess.run(
-        [*command, *(str(TESTS / module) for module in MODULES)],
+        [*command, *(str(TESTS / module) for module in modules)],
         cwd=TESTS.parents[1],
         env=environment,
         capture_output=True,
@@ -34,5 +35,6 @@ def test_on_eight_devices():
 
 
 @pytest.mark.slow
-def test_all_on_eight_devices():
-    run("slow")
+@pytest.mark.parametrize("module", MODULES)
+def test_all_on_eight_devices(module):
+    run("slow", [module])
