@@ -21,7 +21,7 @@ def few(monkeypatch):
     monkeypatch.setattr(checks, "SHAPES", FEW)
 
 
-@pytest.mark.fast("coupled")
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["coupled", "rejection", "block", LossyThresholds(1.0, 1.0)], ids=str)
 def test_lossless_rules_pass(rule, request, capsys):
     if rule == "coupled":

@@ -99,6 +99,7 @@ def test_top_logprobs_of_a_mixed_load(engine):
             assert sum(pieces, []) == result.top_logprobs
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_are_items_of_their_own(engine):
     options = dict(max_new_tokens=6, sampling=Sampling(temperature=0.8))
     got = engine.generate(PROMPTS[:2], n=3, seed=20, **options)
@@ -132,6 +133,7 @@ def test_pieces_are_the_result(engine):
     assert list(handle) == pieces and handle.done
 
 
+@pytest.mark.slow
 def test_a_text_goes_on_after_its_end_where_that_is_asked_for(engine):
     """In the engine, in `generate` and in `stream`, with drafts and without; beside requests that end."""
     ended = engine.generate(PROMPTS, max_new_tokens=30)
@@ -153,7 +155,7 @@ def own_rule(key, draft_tree, logits, position):
     return accept.coupled(key, draft_tree, logits, position)
 
 
-@pytest.mark.fast("thresholds")
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [own_rule, accept.LossyThresholds(1.0, 0.9)], ids=["own", "thresholds"])
 def test_a_greedy_sequence_stays_greedy_under_any_rule(rule):
     """A rule that knows distributions only gets point masses, beside sequences that sample and without them."""
@@ -435,7 +437,7 @@ def test_text_of_a_bundled_model():
         assert "".join(piece.text for piece in engine.submit(prompts[0], **options)) == wanted.text[0]
 
 
-@pytest.mark.fast("greedy")
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.7, top_p=0.9)], ids=["greedy", "sampled"])
 def test_warm_up_leaves_nothing_to_compile(sampling):
     """And changes no output, whatever was generated before."""

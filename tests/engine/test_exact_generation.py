@@ -66,6 +66,7 @@ def test_the_target_knows_that_it_is_exact(models):
     assert models["tiny"].target == jspec.load("bundled:python-tiny").target.exactly()
 
 
+@pytest.mark.slow
 def test_live_arrays_make_an_exact_model():
     """A training loop gets exact logits of its own weights."""
     arrays = arrays_of(toy.TARGET, toy.random_params(toy.TARGET, 0))

@@ -375,6 +375,32 @@ def test_weights_of_a_trainer_go_into_a_split_model_without_compiling(load):
     assert tokens[0, toy.LENGTHS[0] :].tolist()[:12] == expected[0].tokens
 
 
+def family_weights(name, seed):
+    """The configuration of a target without heads, and random weights."""
+    if name in LATENTS:
+        config = dataclasses.replace(LATENTS[name], mtp_layers=0)
+        return config, deepseek_checkpoints.read_params(config, gemma.RandomTensors(seed))
+    config = {"qwen3": dataclasses.replace(TIED, qk_norm=True)}.get(name) or TARGETS[name]
+    return config, weights(config, seed)
+
+
+@slow
+@pytest.mark.parametrize("name", ["qwen3", "experts", "latents in one step", "indexed latents"])
+def test_new_weights_of_each_family_compile_nothing_over_devices(name):
+    options, counts, tokens, model = dict(drafter="plain", max_new_tokens=6), [], [], None
+    for seed in range(3):
+        config, made = family_weights(name, seed)
+        new = jspec.from_named(config, named_arrays(config, made), tensor=2)
+        model = new if model is None else model.with_params(new.params.target)
+        tokens += [jspec.generate(model, PROMPTS, **options).tokens for _ in range(2)]
+        counts.append([f._cache_size() for f in (decode.jitted_prefill, decode._OVER_DEVICES[False], named._fuse)])
+        whole = jspec.from_named(config, named_arrays(config, made))
+        assert tokens[-1] == jspec.generate(whole, PROMPTS, **options).tokens
+    # The first weights compile, also the programs of the model that is not split.
+    assert counts[1] == counts[2]
+    assert tokens[1] != tokens[3]
+
+
 @slow
 @pytest.mark.parametrize("name", ["experts", "latents", "indexed latents"])
 def test_other_families_are_split_as_their_checkpoints(name, load):

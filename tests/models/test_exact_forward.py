@@ -127,6 +127,7 @@ def test_a_token_has_the_same_bits_in_every_forward(name, dtype):
                 np.testing.assert_array_equal(bits(out.hidden[b, node]), bits(hidden[0, starts[b] + depth]))
 
 
+@pytest.mark.slow
 def test_the_exact_forward_is_the_forward():
     target = TARGETS["qwen3"]
     params = weights(target, "float32")

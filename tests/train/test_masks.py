@@ -99,7 +99,7 @@ def test_only_counted_tokens_teach_a_draft(target, kind):
         assert not same(gradient(params, tokens, other, rows)[0], expected[0])
 
 
-@pytest.mark.fast("alone")
+@pytest.mark.slow
 @pytest.mark.parametrize("cross_entropy", [None, 0.3], ids=["alone", "distilled"])
 def test_only_counted_tokens_teach_a_language_model(target, cross_entropy):
     teacher = None if cross_entropy is None else TARGET
