@@ -17,7 +17,7 @@ from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.bench.unfolded import Unfolded, seed
 from jspec.core import accept, decode, grow, stopping
-from jspec.core.stopping import Stop
+from jspec.core.automaton import Automaton
 from jspec.core.types import DecodeState, Drafter, Params
 from jspec.engine import memory
 from jspec.engine.run import prefill_chunk
@@ -226,7 +226,7 @@ def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) 
 
 def _prompt(
     setup: BenchSetup, result: CaseResult
-) -> tuple[Int[Array, "B T"], Int[Array, " B"], Int[Array, " B"], Key[Array, " B"], Stop]:
+) -> tuple[Int[Array, "B T"], Int[Array, " B"], Int[Array, " B"], Key[Array, " B"], Automaton]:
     """The arguments of `decode.prefill` after the weights: random ids, lengths, limits, keys and no stop strings."""
     batch = result.batch
     ids = np.random.default_rng(0).integers(0, setup.target.vocab_size, (batch, result.context), np.int32)

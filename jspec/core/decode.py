@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.core import logprobs as log_probabilities
 from jspec.core import sampling, sharding, stopping, tree
+from jspec.core.automaton import Automaton
 from jspec.core.commit import commit_rows
 from jspec.core.invariants import check_round
 from jspec.core.returned import check_acceptance, check_draft, check_output, check_same_form
@@ -45,7 +46,7 @@ def prefill(
     length: Int[Array, " B"],
     limit: Int[Array, " B"],
     key: Key[Array, " B"],
-    stop: stopping.Stop,
+    stop: Automaton,
     row_sampling: RowSampling | None = None,
     *,
     target: Target,
@@ -186,7 +187,7 @@ def jitted_prefill(
     length: Int[Array, " B"],
     limit: Int[Array, " B"],
     key: Key[Array, " B"],
-    stop: stopping.Stop,
+    stop: Automaton,
     row_sampling: RowSampling | None = None,
     *,
     target: Target,
@@ -250,7 +251,7 @@ class Decision:
     """What the acceptance rule decided."""
     kept: Acceptance
     """The same, truncated at the length limit and at the first stop."""
-    stop: stopping.Stop
+    stop: Automaton
     """The stop automaton after the kept tokens."""
     finish_code: Int[Array, " B"]
     logprobs: Float[Array, "B A"] | None
@@ -319,7 +320,7 @@ def node_logits(s: DecodeState, draft_tree: DraftTree, out: ForwardOutput) -> Fl
     return sampling.process(s, out.logits, tree.paths(draft_tree))
 
 
-def truncate_at_stop(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, stopping.Stop, Int[Array, " B"]]:
+def truncate_at_stop(s: DecodeState, accepted: Acceptance) -> tuple[Acceptance, Automaton, Int[Array, " B"]]:
     """Truncates the accepted tokens at the length limit or the first stop, and to none in finished sequences.
 
     Returns the truncated acceptance, the stop automaton after it, and the finish codes.

@@ -12,50 +12,19 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Int16
+from jaxtyping import Array, Bool, Int, Int16
 
-from jspec.core.struct import struct
+from jspec.core.automaton import Automaton, TokenTable, after_path, following, leads_on, token_classes
 
 RUNNING, EOS, STOP, LENGTH = range(4)
 """Why a sequence has finished; LENGTH is the token limit."""
-MAX_TRANSITIONS = 2**27
-"""Transitions that are computed to find the classes of tokens: about a second, and at most 256 MiB of table."""
-
 _END_OF_STOP, _END_OF_TEXT = -1, -2
-
-
-@struct
-class Stop:
-    """An automaton and the state of each sequence. `table` is None if only the length limit ends a sequence."""
-
-    table: Int16[Array, "states classes"] | None
-    """table[state, class]: the next state, or a negative code if the text ends with a token of that class."""
-    token_class: Int[Array, " V"] | None
-    """Tokens of a class have the same transitions. Most tokens have nothing in common with a stop string."""
-    state: Int16[Array, " B"] | None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StopTable:
-    """The automaton on the host: `table` and `token_class` as in `Stop`."""
-
-    table: Int16[np.ndarray, "states classes"]
-    token_class: Int[np.ndarray, " V"]
-
-    def dense(self) -> Int16[np.ndarray, "states V"]:
-        """The transition of each token."""
-        return self.table[:, self.token_class]
-
-    def padded(self, states: int, classes: int) -> "StopTable":
-        """The same automaton with this many states and classes, which no text reaches."""
-        extra = states - self.table.shape[0], classes - self.table.shape[1]
-        return dataclasses.replace(self, table=np.pad(self.table, ((0, extra[0]), (0, extra[1]))))
 
 
 def build_table(
     vocab_size: int, eos: Iterable[int], strings: Sequence[bytes] = (), token_bytes: Sequence[bytes] | None = None
-) -> StopTable | None:
-    """The automaton, or None if nothing ends a text.
+) -> TokenTable | None:
+    """The automaton, or None if nothing ends a text. Its negative codes are ends.
 
     Args:
       eos: ids that end a text.
@@ -79,90 +48,49 @@ def build_table(
         assert token_bytes is not None
         byte_table = byte_automaton(tuple(strings)).table
         spelled = token_bytes[:vocab_size]
-        token_class[: len(spelled)], columns = _token_classes(byte_table, spelled, len(strings))
+        too_large = (
+            f"stop: {len(strings)} strings of {len(byte_table) - 1} bytes, without those of common beginnings, need a "
+            "table that is too large for this vocabulary; give fewer or shorter strings"
+        )
+        token_class[: len(spelled)], columns = token_classes(byte_table, spelled, too_large)
     if eos:
         token_class[eos] = len(columns)
         columns.append(np.full(len(columns[0]), _END_OF_TEXT, np.int16))
     used, token_class = np.unique(token_class, return_inverse=True)
     table = np.stack([columns[index] for index in used], axis=1)
-    return StopTable(table, token_class.reshape(-1).astype(np.int32))
+    return TokenTable(table, token_class.reshape(-1).astype(np.int32))
 
 
-def init(table: StopTable | None, batch: int) -> Stop:
+def init(table: TokenTable | None, batch: int) -> Automaton:
     """An automaton with `batch` sequences in its start state."""
     if table is None:
-        return Stop(None, None, None)
-    return Stop(*jax.device_put((table.table, table.token_class, np.zeros(batch, np.int16))))
+        return Automaton()
+    return Automaton(*jax.device_put((table.table, table.token_class, np.zeros(batch, np.int16))))
 
 
 def run(
-    stop: Stop, tokens: Int[Array, "B A"], length: Int[Array, " B"]
-) -> tuple[Stop, Int[Array, " B"], Int[Array, " B"]]:
+    stop: Automaton, tokens: Int[Array, "B A"], length: Int[Array, " B"]
+) -> tuple[Automaton, Int[Array, " B"], Int[Array, " B"]]:
     """Reads the first `length[b]` tokens of each sequence, up to the one that ends the text.
 
     Returns the automaton after them, the number of tokens read, and the finish code (RUNNING if the text continues).
     """
-    if stop.table is None or stop.token_class is None or stop.state is None:
+    if stop.table is None or stop.state is None:
         return stop, length, jnp.full_like(length, RUNNING)
     state, read = stop.state, jnp.zeros_like(length)
-    classes = stop.token_class.at[tokens].get(mode="clip")
     for i in range(tokens.shape[1]):
         reads = (state >= 0) & (i < length)
-        following = stop.table.at[state, classes[:, i]].get(mode="clip")
-        state = jnp.where(reads, following, state)
+        state = jnp.where(reads, following(stop, jnp.maximum(state, 0), tokens[:, i]), state)
         read = read + reads.astype(read.dtype)
     finish = jnp.select([state == _END_OF_TEXT, state == _END_OF_STOP], [EOS, STOP], RUNNING)
     return dataclasses.replace(stop, state=state), read, finish.astype(length.dtype)
 
 
-def ends_text(stop: Stop, tokens: Int[Array, "B M g"]) -> Array:
-    """[B, M, V]: whether a token would end the text after the g `tokens` (negative: none), as an EOS or by completing a
-    stop string."""
-    assert stop.table is not None and stop.token_class is not None and stop.state is not None
-    state = jnp.broadcast_to(stop.state[:, None], tokens.shape[:2])
-    classes = stop.token_class.at[jnp.maximum(tokens, 0)].get(mode="clip")
-    for i in range(tokens.shape[2]):
-        following = stop.table.at[state, classes[:, :, i]].get(mode="clip")
-        state = jnp.where(tokens[:, :, i] >= 0, following, state)
-    # Choices after an end-of-text token are ignored, so any table row will do.
-    ends = stop.table.at[jnp.maximum(state, 0)].get(mode="clip") < 0
-    return ends.at[:, :, stop.token_class].get(mode="clip")
-
-
-def _token_classes(
-    byte_table: np.ndarray, token_bytes: Sequence[bytes], strings: int
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The class of each token, and the transitions of each class, [states].
-
-    Step i reads the i-th byte of every token. Tokens that had the same transitions so far and read the same byte are
-    computed once.
-    """
-    spelled = np.frombuffer(b"".join(token_bytes), np.uint8)
-    lengths = np.array([len(token) for token in token_bytes], np.int64)
-    starts = np.cumsum(lengths) - lengths
-    # As an index, _END_OF_STOP is the last row, which maps to itself: a string completed inside a token stays so.
-    byte_table = np.vstack([byte_table, np.full((1, 256), _END_OF_STOP, np.int16)])
-    states = len(byte_table) - 1
-    columns = [np.arange(states, dtype=np.int16)]
-    index = {columns[0].tobytes(): 0}
-    token_class, computed = np.zeros(len(lengths), np.int64), 0
-    for i in range(lengths.max(initial=0)):
-        longer = np.flatnonzero(lengths > i)
-        pairs, pair = np.unique(token_class[longer] * 256 + spelled[starts[longer] + i], return_inverse=True)
-        computed += len(pairs) * states
-        if computed > MAX_TRANSITIONS:
-            raise ValueError(
-                f"stop: {strings} strings of {states - 1} bytes, without those of common beginnings, need a table that "
-                "is too large for this vocabulary; give fewer or shorter strings"
-            )
-        following = []
-        for before, byte in zip(pairs // 256, pairs % 256, strict=True):
-            column = byte_table[columns[before], byte]
-            following.append(index.setdefault(column.tobytes(), len(columns)))
-            if following[-1] == len(columns):
-                columns.append(column)
-        token_class[longer] = np.array(following, np.int64)[pair.reshape(-1)]
-    return token_class, columns
+def ends_text(stop: Automaton, tokens: Int[Array, "B M g"]) -> Bool[Array, "B M V"]:
+    """Whether a token would end the text after the g `tokens` (negative: none), as an EOS or by completing a stop
+    string."""
+    # Choices after the end of the text are ignored, so any row of the table will do.
+    return ~leads_on(stop, after_path(stop, tokens))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from typing import Protocol, Self, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
-from jspec.core.stopping import Stop
+from jspec.core.automaton import Automaton
 from jspec.core.struct import struct
 
 Rows = PyTree
@@ -176,7 +176,7 @@ class DecodeState:
     """The length at which each sequence ends."""
     finish_code: Int[Array, " B"]
     """A code of `stopping`: RUNNING, EOS, STOP or LENGTH."""
-    stop: Stop
+    stop: Automaton
     cache: Cache
     """The target's."""
     draft: PyTree

@@ -19,8 +19,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int8, Int16, Key, PyTree, UInt32
 
 from jspec.core import decode, sharding, slots, stopping
+from jspec.core.automaton import Automaton
 from jspec.core.sampling import RowSampling
-from jspec.core.stopping import Stop
 from jspec.core.struct import struct
 from jspec.core.types import Accept, Cache, DecodeState, Drafter, PagedDrafter, Params, Stats, Target, TopTokens
 from jspec.core.xla_options import LoopProgram
@@ -55,7 +55,7 @@ class View:
 
     slots: None: all of them, in order.
     table: the pages of each; unused entries are 0.
-    stop_table, token_class: one automaton for all sequences, as in `stopping.Stop`; their states differ.
+    stop_table, token_class: one automaton for all sequences, as in `Automaton`; their states differ.
     """
 
     slots: Int[Array, " R"] | None
@@ -133,7 +133,7 @@ def always_samples(
 def _prefilled(params: Params, *, count: int, samples: bool, **static: Any) -> DecodeState:
     """The state after prompts of 4 tokens, with a temperature or without."""
     ids, length = jnp.zeros((count, 4), jnp.int32), jnp.full(count, 4, jnp.int32)
-    keys, stop = seeds_to_keys(length.astype(jnp.uint32)), Stop(None, None, jnp.zeros(count, jnp.int16))
+    keys, stop = seeds_to_keys(length.astype(jnp.uint32)), Automaton(None, None, jnp.zeros(count, jnp.int16))
     sampling = RowSampling(temperature=jnp.zeros(count)) if samples else None
     return decode.prefill(params, ids, length, length + 1, keys, stop, sampling, chunk=2, **static)
 
@@ -245,7 +245,7 @@ def _admitted(s: DecodeState, new: Admitted, *, drafter: Drafter) -> DecodeState
         length=write(s.length, new.length),
         limit=write(s.limit, new.limit),
         finish_code=write(s.finish_code, jnp.full_like(new.length, WAITING)),
-        stop=Stop(None, None, write(s.stop.state, new.stop_state)),
+        stop=Automaton(None, None, write(s.stop.state, new.stop_state)),
         draft=draft,
         key=keys,
         prompt_length=write(s.prompt_length, new.prompt_length),
@@ -435,7 +435,7 @@ def _part(s: DecodeState, view: View, logprobs: bool, top_logprobs: int) -> Deco
     """The state of the view's slots, with what the host holds for them."""
     part = slots.with_table(slots.take(s, view.slots), view.table)
     buffer = jnp.zeros(part.tokens.shape, jnp.float32) if logprobs else None
-    stop = Stop(view.stop_table, view.token_class, part.stop.state)
+    stop = Automaton(view.stop_table, view.token_class, part.stop.state)
     top = decode.top_buffer(part.tokens.shape, top_logprobs)
     sampled = decode.sampled_buffer(part.tokens.shape, view.sampling, logprobs)
     recorded = {"logprobs": buffer, "top": top, "sampled_logprobs": sampled}
@@ -445,7 +445,7 @@ def _part(s: DecodeState, view: View, logprobs: bool, top_logprobs: int) -> Deco
 def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
     """The state with the view's slots written back, without what the host holds."""
     nothing = dict.fromkeys(("sampling", "logprobs", "top", "sampled_logprobs"))
-    part = dataclasses.replace(part, stop=Stop(None, None, part.stop.state), **nothing)
+    part = dataclasses.replace(part, stop=Automaton(None, None, part.stop.state), **nothing)
     empty = jnp.zeros((s.tokens.shape[0], view.table.shape[1]), jnp.int32)
     return slots.with_table(slots.put(s, view.slots, part), empty)
 

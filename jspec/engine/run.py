@@ -13,6 +13,7 @@ from jaxtyping import Array, Int, Key
 
 from jspec.cache.pages import fit_page_size
 from jspec.core import decode, stopping
+from jspec.core.automaton import Automaton, TokenTable
 from jspec.core.checks import check_text, shorten
 from jspec.core.sampling import per_row
 from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
@@ -201,7 +202,7 @@ class Run:
     def _prefill(
         self,
         keys: Key[Array, " B"],
-        stop: stopping.Stop,
+        stop: Automaton,
         row_sampling: RowSampling | None,
         capacity: int,
         chunk: int,
@@ -267,7 +268,7 @@ def bucket(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def _bucket_stops(table: stopping.StopTable | None) -> stopping.StopTable | None:
+def _bucket_stops(table: TokenTable | None) -> TokenTable | None:
     """The stop automaton padded, so that other stop strings run the same program."""
     if table is None:
         return None

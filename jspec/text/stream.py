@@ -8,6 +8,7 @@ import codecs
 from collections.abc import Iterable, Mapping, Sequence
 
 from jspec.core import stopping
+from jspec.core.automaton import TokenTable
 from jspec.core.checks import check_text, shorten
 from jspec.text.tokenizer import Tokenizer
 
@@ -16,7 +17,7 @@ _MAX_CHARACTER_BYTES = 4  # of UTF-8
 
 def compile_stops(
     tokenizer: Tokenizer | None, vocab_size: int, eos: Iterable[int], stop: str | Sequence[str] = ()
-) -> stopping.StopTable | None:
+) -> TokenTable | None:
     """The table of `stopping.build_table` for EOS ids and stop strings.
 
     Args:

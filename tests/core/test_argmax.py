@@ -10,6 +10,7 @@ import pytest
 import toy
 
 from jspec.core import sampling, stopping
+from jspec.core.automaton import Automaton
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import DecodeState, RowSampling, Stats
 from jspec.core.xla_options import loop_options
@@ -37,7 +38,7 @@ def state_of(rows, **changes):
         length=nothing + 8,
         limit=nothing + 8,
         finish_code=nothing,
-        stop=stopping.Stop(None, None, None),
+        stop=Automaton(None, None, None),
         cache=None,
         draft=None,
         sampling=per_row(rows, batch, WORDS),

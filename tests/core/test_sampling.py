@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspec.core import accept, decode, sampling, stopping, tree
+from jspec.core.automaton import Automaton
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import DecodeState, DraftTree, Stats
 
@@ -109,7 +110,7 @@ def state_of(rows, prompts, generated, seeds=None):
         length=length,
         limit=length + np.int32(9),
         finish_code=nothing,
-        stop=stopping.Stop(TABLE.table, TABLE.token_class, automaton),
+        stop=Automaton(TABLE.table, TABLE.token_class, automaton),
         cache=None,
         draft=None,
         sampling=per_row(rows, batch, WORDS),

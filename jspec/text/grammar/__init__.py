@@ -1,0 +1,156 @@
+"""`Grammar`: the texts that a regex, a JSON schema or a list of choices allows."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jspec.core import grammar
+from jspec.core.automaton import TokenTable
+from jspec.core.checks import check_int, check_sequence, check_text, shorten
+from jspec.text.grammar import expression as e
+from jspec.text.grammar.byte_dfa import ByteDfa, after_text, compile_expression
+from jspec.text.grammar.expression import Expression
+from jspec.text.grammar.json_schema import parse_schema
+from jspec.text.grammar.regex import parse_regex
+from jspec.text.tokenizer import Tokenizer
+
+MAX_DEPTH = 3
+"""How often values of any kind, and definitions within themselves, are nested if nothing else is given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """The texts that a sequence may have; make one with `regex`, `json_schema` or `choice`.
+
+    It is given as `jspec.Sampling(grammar=...)`. Tokens that lead to no text of the grammar are never chosen, and an id
+    that ends the text is chosen only after a whole one. So the new text is in the grammar if it ends before
+    `max_new_tokens`. Logits of forbidden tokens become -inf before temperature and truncation; the probabilities of
+    the others keep their proportions.
+
+    kind, source: where it comes from; equal ones are the same grammar.
+    """
+
+    kind: str
+    source: str
+    dfa: ByteDfa = dataclasses.field(repr=False, compare=False)
+
+    @staticmethod
+    def regex(pattern: str) -> "Grammar":
+        """Texts that match a regex of Python's `re` module as a whole.
+
+        Classes such as \\d and \\w have ASCII characters only, as with `re.ASCII`. Supported flags
+        are (?s) and (?x).
+
+        Raises:
+          TypeError: not a str.
+          ValueError: not a regex; one with look-around, references to groups, atomic groups, possessive repetition or
+            anchors other than at both ends; or one whose automaton is too large.
+        """
+        return _compile("regex", pattern, parse_regex(pattern)[0])
+
+    @staticmethod
+    def choice(choices: Sequence[str]) -> "Grammar":
+        """One of these texts.
+
+        Raises:
+          TypeError: not a list of str.
+          ValueError: no text, an empty one, or so many that the automaton is too large.
+        """
+        given = check_sequence("choices", choices, items="a list of texts")
+        texts = [check_text(f"choices[{i}]", one) for i, one in enumerate(given)]
+        if not texts or not all(texts):
+            raise ValueError(f"choices={shorten(choices)}: must be at least one text, and none of them empty")
+        return _compile("choice", json.dumps(texts), e.either(*map(e.literal, texts)))
+
+    @staticmethod
+    def json_schema(
+        schema: Mapping[str, Any] | bool | str, *, whitespace: str = "[ ]?", max_depth: int = MAX_DEPTH
+    ) -> "Grammar":
+        """Documents of JSON that a schema accepts.
+
+        Properties come in the order of the schema. Supported are the keywords `type`, `enum`, `const`, `anyOf`,
+        `oneOf` (of schemas that plainly exclude each other), `allOf` (of one schema), `$ref` within the schema,
+        `properties`, `required`, `additionalProperties`, `items`, `minItems`, `maxItems`, `minLength`, `maxLength`,
+        `pattern` and `format` (date, time, date-time, uuid), and all annotations. Every other keyword is an error.
+        An object with `properties` gets no others; one without gets members of any names.
+
+        Args:
+          schema: as Python values, or as text of JSON. True, or an empty schema: any document.
+          whitespace: a regex of what may be after "{", "[", "," and ":", and before "}" and "]".
+          max_depth: how often objects and arrays are nested where the schema allows any value, and how often a
+            definition is nested in itself; at least 1.
+
+        Raises:
+          TypeError, ValueError: not a schema, or one with a keyword that is not supported; or no document suits it.
+        """
+        max_depth = check_int("max_depth", max_depth, least=1)
+        space, _, _ = parse_regex(whitespace, "whitespace")
+        _check_space(whitespace, space)
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"schema={shorten(schema)}: is not JSON ({error})") from None
+        parsed = parse_schema(schema, whitespace=space, max_depth=max_depth)
+        return _compile("json_schema", json.dumps([schema, whitespace, max_depth]), parsed)
+
+    def after(self, text: str) -> "Grammar":
+        """Anything up to the first occurrence of `text`, and then a text of this grammar.
+
+        For models that reason first: `grammar.after("</think>")`.
+
+        Raises:
+          TypeError, ValueError: not a text, or an empty one; or the automaton is too large.
+        """
+        if not check_text("text", text):
+            raise ValueError("text='': must have at least one character")
+        source = json.dumps([text, self.kind, self.source])
+        try:
+            return Grammar("after", source, after_text(self.dfa, text.encode()))
+        except ValueError as error:
+            raise ValueError(f"text={shorten(text)}: {error}") from None
+
+    def matches(self, text: str) -> bool:
+        """Whether a whole text is in the grammar."""
+        return self.dfa.matches(check_text("text", text).encode())
+
+    def compile(self, token_bytes: Sequence[bytes], vocab_size: int, eos: Sequence[int]) -> TokenTable:
+        """The automaton over the tokens of a vocabulary, as `jspec.core.grammar.build_table` makes it."""
+        return grammar.build_table(self.dfa.table, self.dfa.accepts, token_bytes, vocab_size, eos)
+
+
+def compile_grammar(
+    given: grammar.TokenGrammar | None, tokenizer: Tokenizer | None, vocab_size: int, eos: Sequence[int]
+) -> TokenTable | None:
+    """The automaton of a grammar over the tokens of a model; None for None.
+
+    Raises:
+      ValueError: there is no tokenizer, or as `jspec.core.grammar.build_table`.
+    """
+    if given is None:
+        return None
+    if tokenizer is None:
+        raise ValueError(f"grammar={shorten(given)}: requires a tokenizer, which this checkpoint does not have")
+    return _compiled(given, tokenizer, vocab_size, tuple(eos))
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(given: grammar.TokenGrammar, tokenizer: Tokenizer, vocab_size: int, eos: tuple[int, ...]) -> TokenTable:
+    return given.compile(tokenizer.token_bytes(), vocab_size, eos)
+
+
+def _compile(kind: str, source: str, parsed: Expression) -> Grammar:
+    try:
+        return Grammar(kind, source, compile_expression(parsed))
+    except ValueError as error:
+        raise ValueError(f"{kind} {shorten(source)}: {error}") from None
+
+
+def _check_space(whitespace: str, space: Expression) -> None:
+    """Raises ValueError unless an expression has whitespace of JSON only."""
+    table = compile_expression(space).table
+    other = [byte for byte in range(256) if byte not in b" \t\n\r" and (table[:, byte] >= 0).any()]
+    if other:
+        raise ValueError(f"whitespace={shorten(whitespace)}: must match spaces, tabs and line breaks only")

@@ -1,0 +1,243 @@
+"""From an expression to an automaton over the bytes of UTF-8: Thompson's construction, then subsets of its states.
+
+Ken Thompson, Regular Expression Search Algorithm, CACM 11:6, 1968; Rabin and Scott, Finite Automata and Their Decision
+Problems, IBM Journal 3:2, 1959.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int16
+
+from jspec.core.automaton import reaching
+from jspec.core.stopping import byte_automaton
+from jspec.text.grammar.expression import MAX_CODE, Chain, Characters, Concat, Either, Expression, Range
+
+MAX_STATES = 2**15 - 1
+"""States of an automaton. They are counted in 16 bits."""
+MAX_NODES = 2**18
+"""States of the automaton before it is deterministic, which takes about a second."""
+DEAD = -1
+"""The next state where no text of the language goes on with a byte."""
+
+_ENCODED = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, MAX_CODE))
+"""Code points that UTF-8 encodes in one, two, three, three and four bytes. Surrogates have no encoding."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByteDfa:
+    """A deterministic automaton over bytes. State 0 is the first one, and each state can reach an accepting one.
+
+    table: [states, 256] the next state, or `DEAD`.
+    accepts: [states] whether a text may end.
+    """
+
+    table: Int16[np.ndarray, "states bytes"]
+    accepts: Bool[np.ndarray, " states"]
+
+    def matches(self, text: bytes) -> bool:
+        """Whether the whole text is in the language."""
+        state = 0
+        for byte in text:
+            state = int(self.table[state, byte])
+            if state == DEAD:
+                return False
+        return bool(self.accepts[state])
+
+
+def compile_expression(expression: Expression) -> ByteDfa:
+    """The automaton that accepts the texts of an expression.
+
+    Raises:
+      ValueError: there are none, or the automaton is too large.
+    """
+    nfa = _Nfa()
+    try:
+        begin = nfa.new()
+        end = nfa.add(begin, expression)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    return _prune(*_determinize(nfa, begin, end))
+
+
+def after_text(dfa: ByteDfa, text: bytes) -> ByteDfa:
+    """Any bytes up to the first occurrence of `text`, and then a text of `dfa`.
+
+    Raises:
+      ValueError: the automaton is too large.
+    """
+    free = byte_automaton((text,)).table
+    _check_states(len(free) + len(dfa.table))
+    shifted = np.where(dfa.table == DEAD, DEAD, dfa.table + len(free))
+    table = np.concatenate([np.where(free < 0, len(free), free), shifted]).astype(np.int16)
+    return ByteDfa(table, np.concatenate([np.zeros(len(free), bool), dfa.accepts]))
+
+
+class _Nfa:
+    """A nondeterministic automaton: `skips` are transitions without a byte, `arcs` are (first byte, last byte, next).
+
+    No transition leads into the node from which a part is added, unless its caller makes one.
+    """
+
+    def __init__(self):
+        self.skips: list[list[int]] = []
+        self.arcs: list[list[tuple[int, int, int]]] = []
+
+    def new(self) -> int:
+        if len(self.skips) == MAX_NODES:
+            raise ValueError(
+                f"needs an automaton of more than {MAX_NODES} states before it is deterministic; must be shorter, or "
+                "have smaller numbers of repetitions"
+            )
+        self.skips.append([])
+        self.arcs.append([])
+        return len(self.skips) - 1
+
+    def add(self, start: int, part: Expression) -> int:
+        """Adds a part from a node on; returns the node after it."""
+        if isinstance(part, Characters):
+            return self._characters(start, part.ranges)
+        if isinstance(part, Concat):
+            for each in part.parts:
+                start = self.add(start, each)
+            return start
+        if isinstance(part, Either):
+            end = self.new()
+            for each in part.parts:
+                self._skip(self.add(self._after(start), each), end)
+            return end
+        if isinstance(part, Chain):
+            return self._chain(start, part)
+        return self._repeat(start, part.part, part.least, part.most, part.separator)
+
+    def _skip(self, start: int, end: int) -> None:
+        self.skips[start].append(end)
+
+    def _after(self, *nodes: int) -> int:
+        """A new node that follows these without a byte."""
+        node = self.new()
+        for each in nodes:
+            self._skip(each, node)
+        return node
+
+    def _characters(self, start: int, ranges: Sequence[Range]) -> int:
+        # Encodings that end alike share the nodes of their ends.
+        ends: dict[tuple[Range, ...], int] = {(): self.new()}
+        for first, last in ranges:
+            for encoded in utf8(first, last):
+                for i in range(len(encoded) - 1, 0, -1):
+                    rest = encoded[i:]
+                    if rest not in ends:
+                        ends[rest] = self.new()
+                        self.arcs[ends[rest]].append((*rest[0], ends[rest[1:]]))
+                self.arcs[start].append((*encoded[0], ends[encoded[1:]]))
+        return ends[()]
+
+    def _repeat(self, start: int, part: Expression, least: int, most: int | None, separator: Expression) -> int:
+        if most is None:
+            for _ in range(least - 1):
+                start = self.add(self.add(start, part), separator)
+            head = self._after(start)
+            end = self.add(head, part)
+            self._skip(self.add(self._after(end), separator), head)
+            return self._after(end) if least else self._after(start, end)
+        ends = [start] if least == 0 else []
+        for i in range(most):
+            start = self.add(self._after(start) if i == 0 else self.add(self._after(start), separator), part)
+            if i + 1 >= least:
+                ends.append(start)
+        return self._after(*ends)
+
+    def _chain(self, start: int, chain: Chain) -> int:
+        # `none` is the node at which no part is there yet (None: one must be), `some` that after at least one.
+        none, some = start, None
+        for part, required in chain.parts:
+            begins = [] if none is None else [none]
+            if some is not None:
+                begins.append(self.add(self._after(some), chain.separator))
+            end = self.add(self._after(*begins), part)
+            some = end if required or some is None else self._after(some, end)
+            none = None if required else none
+        return self._after(*(node for node in (none, some) if node is not None))
+
+
+def utf8(first: int, last: int) -> Iterator[tuple[Range, ...]]:
+    """The encodings of the characters from `first` to `last`, as sequences of ranges of bytes."""
+    for low, high in _ENCODED:
+        if max(first, low) <= min(last, high):
+            yield from _split(max(first, low), min(last, high))
+
+
+def _split(first: int, last: int) -> Iterator[tuple[Range, ...]]:
+    """`utf8` of characters whose encodings have the same length."""
+    low, high = chr(first).encode(), chr(last).encode()
+    for i in range(len(low) - 1, 0, -1):
+        # The bits of the last i bytes.
+        mask = (1 << 6 * i) - 1
+        if first & ~mask != last & ~mask:
+            if first & mask:
+                yield from _split(first, first | mask)
+                yield from _split((first | mask) + 1, last)
+                return
+            if last & mask != mask:
+                yield from _split(first, (last & ~mask) - 1)
+                yield from _split(last & ~mask, last)
+                return
+    yield tuple(zip(low, high, strict=True))
+
+
+def _determinize(nfa: _Nfa, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Transitions and accepting states of the automaton whose states are sets of nodes."""
+    closures: dict[int, frozenset[int]] = {}
+
+    def close(node: int) -> frozenset[int]:
+        """The nodes with arcs, and the end, that follow without a byte."""
+        if node not in closures:
+            found, todo = {node}, [node]
+            while todo:
+                for after in nfa.skips[todo.pop()]:
+                    if after not in found:
+                        found.add(after)
+                        todo.append(after)
+            closures[node] = frozenset(each for each in found if nfa.arcs[each] or each == end)
+        return closures[node]
+
+    first = close(begin)
+    index, order, rows = {first: 0}, [first], []
+    for nodes in order:
+        row = np.full(256, DEAD, np.int16)
+        arcs = [arc for node in nodes for arc in nfa.arcs[node]]
+        cuts = sorted({arc[0] for arc in arcs} | {arc[1] + 1 for arc in arcs})
+        for low, high in zip(cuts, cuts[1:], strict=False):
+            targets = {after for first, last, after in arcs if first <= low <= last}
+            if targets:
+                following = frozenset().union(*map(close, targets))
+                if following not in index:
+                    index[following] = len(order)
+                    order.append(following)
+                    _check_states(len(order))
+                row[low:high] = index[following]
+        rows.append(row)
+    return np.stack(rows), np.array([end in nodes for nodes in order])
+
+
+def _check_states(count: int) -> None:
+    if count > MAX_STATES:
+        raise ValueError(
+            f"needs an automaton of more than {MAX_STATES} states; must be shorter, or have smaller numbers of "
+            "repetitions"
+        )
+
+
+def _prune(table: np.ndarray, accepts: np.ndarray) -> ByteDfa:
+    """The automaton of the states from which a text can end.
+
+    Raises:
+      ValueError: the first state is not one of them.
+    """
+    live = reaching(table, accepts)
+    if not live[0]:
+        raise ValueError("matches no text")
+    number = np.append(np.where(live, np.cumsum(live) - 1, DEAD), DEAD)
+    return ByteDfa(number[table[live]].astype(np.int16), accepts[live])

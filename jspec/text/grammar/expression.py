@@ -1,0 +1,135 @@
+"""Regular languages of Unicode text as trees: what regexes and JSON schemas are compiled to.
+
+The functions build trees without impossible parts: what contains `NOTHING` is left out, or is `NOTHING` itself.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+MAX_CODE = 0x10FFFF
+
+Range: TypeAlias = tuple[int, int]
+"""The first and the last code point, both included."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Characters:
+    """One character of these ranges, which ascend and do not touch."""
+
+    ranges: tuple[Range, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Concat:
+    """One part after the other."""
+
+    parts: "tuple[Expression, ...]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Either:
+    """One of the parts."""
+
+    parts: "tuple[Expression, ...]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """A part from `least` to `most` times (None: without an upper bound), with a separator between two of them."""
+
+    part: "Expression"
+    least: int
+    most: int | None
+    separator: "Expression"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """The parts in order, each of them required or not, with a separator between two that are there."""
+
+    parts: "tuple[tuple[Expression, bool], ...]"
+    separator: "Expression"
+
+
+Expression: TypeAlias = Characters | Concat | Either | Repeat | Chain
+
+EMPTY = Concat(())
+"""The empty text."""
+NOTHING = Either(())
+"""No text at all."""
+
+
+def characters(ranges: Iterable[Range]) -> Expression:
+    """One character of any of these ranges."""
+    merged = merge(ranges)
+    return Characters(merged) if merged else NOTHING
+
+
+def merge(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """The same characters in ranges that ascend and do not touch."""
+    merged: list[Range] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def complement(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """All other characters."""
+    others, begin = [], 0
+    for first, last in merge(ranges):
+        if begin < first:
+            others.append((begin, first - 1))
+        begin = last + 1
+    if begin <= MAX_CODE:
+        others.append((begin, MAX_CODE))
+    return tuple(others)
+
+
+def without(ranges: Sequence[Range], excluded: Sequence[Range]) -> tuple[Range, ...]:
+    """The characters of `ranges` that are not in `excluded`."""
+    return complement([*complement(ranges), *excluded])
+
+
+def literal(text: str) -> Expression:
+    """This text."""
+    return concat(*[Characters(((ord(char), ord(char)),)) for char in text])
+
+
+def concat(*parts: Expression) -> Expression:
+    """One part after the other."""
+    if NOTHING in parts:
+        return NOTHING
+    kept = [part for part in parts if part != EMPTY]
+    return kept[0] if len(kept) == 1 else Concat(tuple(kept))
+
+
+def either(*parts: Expression) -> Expression:
+    """One of the parts."""
+    kept = [part for part in parts if part != NOTHING]
+    return kept[0] if len(kept) == 1 else Either(tuple(kept))
+
+
+def optional(part: Expression) -> Expression:
+    """The part or nothing."""
+    return repeat(part, 0, 1)
+
+
+def repeat(part: Expression, least: int, most: int | None, separator: Expression = EMPTY) -> Expression:
+    """A part from `least` to `most` times (None: without an upper bound), with a separator between two of them."""
+    if most == 0 or part == EMPTY and separator == EMPTY:
+        return EMPTY
+    if part == NOTHING:
+        return NOTHING if least else EMPTY
+    return part if least == most == 1 else Repeat(part, least, most, separator)
+
+
+def chain(parts: Iterable[tuple[Expression, bool]], separator: Expression) -> Expression:
+    """The parts in order, each of them required or not, with a separator between two that are there."""
+    parts = list(parts)
+    if any(required and part == NOTHING for part, required in parts):
+        return NOTHING
+    return Chain(tuple((part, required) for part, required in parts if part != NOTHING), separator)

@@ -1,0 +1,121 @@
+"""The texts of JSON as expressions (RFC 8259), with a choice of what may stand between tokens."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+from jspec.text.grammar import expression as e
+from jspec.text.grammar.expression import Chain, Characters, Concat, Either, Expression, Range
+
+_DIGIT, _HEX = [(0x30, 0x39)], [(0x30, 0x39), (0x41, 0x46), (0x61, 0x66)]
+_ESCAPED: tuple[Range, ...] = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
+"""Characters that a string must escape: controls, the quote and the backslash."""
+_SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
+"""Characters with escapes of two characters."""
+
+
+def _one_of(text: str) -> Expression:
+    return e.characters([(ord(char), ord(char)) for char in text])
+
+
+def _unicode_escape() -> Expression:
+    """\\u and four digits: any character but a lone surrogate."""
+    digit = e.characters(_HEX)
+    others = e.characters(e.without(_HEX, [(0x44, 0x44), (0x64, 0x64)]))
+    plain = e.either(e.concat(others, digit), e.concat(_one_of("Dd"), _one_of("01234567")))
+    high, low = e.concat(_one_of("Dd"), _one_of("89ABab")), e.concat(_one_of("Dd"), _one_of("CDEFcdef"))
+    rest = e.repeat(digit, 2, 2)
+    return e.concat(_one_of("u"), e.either(e.concat(plain, rest), e.concat(high, rest, e.literal("\\u"), low, rest)))
+
+
+CHARACTER = e.either(
+    e.characters(e.complement(_ESCAPED)),
+    e.concat(_one_of("\\"), e.either(_one_of('"\\/bfnrt'), _unicode_escape())),
+)
+"""A character within a string, however it is spelled."""
+INTEGER = e.concat(
+    e.optional(_one_of("-")),
+    e.either(_one_of("0"), e.concat(_one_of("123456789"), e.repeat(e.characters(_DIGIT), 0, None))),
+)
+NUMBER = e.concat(
+    INTEGER,
+    e.optional(e.concat(_one_of("."), e.repeat(e.characters(_DIGIT), 1, None))),
+    e.optional(e.concat(_one_of("eE"), e.optional(_one_of("+-")), e.repeat(e.characters(_DIGIT), 1, None))),
+)
+BOOLEAN = e.either(e.literal("true"), e.literal("false"))
+NULL = e.literal("null")
+
+
+def string(least: int = 0, most: int | None = None) -> Expression:
+    """A string of `least` to `most` characters."""
+    return quoted(e.repeat(CHARACTER, least, most))
+
+
+def quoted(inner: Expression) -> Expression:
+    """A string with this between its quotes."""
+    return e.concat(_one_of('"'), inner, _one_of('"'))
+
+
+def spelled(text: Expression) -> Expression:
+    """The texts of an expression as they are within a string, each character in its shortest spelling."""
+    if isinstance(text, Characters):
+        parts: list[Expression] = [e.characters(e.without(text.ranges, _ESCAPED))]
+        for code in (*range(0x20), 0x22, 0x5C):
+            if any(first <= code <= last for first, last in text.ranges):
+                parts.append(e.literal("\\" + _SHORT.get(code, f"u{code:04x}")))
+        return e.either(*parts)
+    if isinstance(text, Concat):
+        return e.concat(*map(spelled, text.parts))
+    if isinstance(text, Either):
+        return e.either(*map(spelled, text.parts))
+    separator = spelled(text.separator)
+    if isinstance(text, Chain):
+        return e.chain([(spelled(part), required) for part, required in text.parts], separator)
+    return e.repeat(spelled(text.part), text.least, text.most, separator)
+
+
+class Layout:
+    """Objects, arrays and values with the given whitespace: after "{", "[", "," and ":", and before "}" and "]"."""
+
+    def __init__(self, whitespace: Expression):
+        self._space = whitespace
+        self._comma = e.concat(_one_of(","), whitespace)
+
+    def object_of(self, members: Iterable[tuple[str, Expression, bool]]) -> Expression:
+        """An object of these members in their order: name, value, and whether it is required."""
+        parts = [(self._member(e.literal(_dump(name)), value), required) for name, value, required in members]
+        return self._around("{}", e.chain(parts, self._comma))
+
+    def map_of(self, value: Expression) -> Expression:
+        """An object of any names with values of one kind."""
+        return self._around("{}", e.repeat(self._member(string(), value), 0, None, self._comma))
+
+    def array_of(self, item: Expression, least: int = 0, most: int | None = None) -> Expression:
+        """An array of `least` to `most` items."""
+        return self._around("[]", e.repeat(item, least, most, self._comma))
+
+    def value(self, value: object) -> Expression:
+        """This value."""
+        if isinstance(value, Mapping):
+            return self.object_of([(name, self.value(each), True) for name, each in value.items()])
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            items = e.chain([(self.value(each), True) for each in value], self._comma)
+            return self._around("[]", items)
+        return e.literal(_dump(value))
+
+    def anything(self, depth: int) -> Expression:
+        """Any value in which objects and arrays are nested at most `depth` times."""
+        scalars = e.either(string(), NUMBER, BOOLEAN, NULL)
+        if not depth:
+            return scalars
+        inner = self.anything(depth - 1)
+        return e.either(scalars, self.map_of(inner), self.array_of(inner))
+
+    def _member(self, name: Expression, value: Expression) -> Expression:
+        return e.concat(name, _one_of(":"), self._space, value)
+
+    def _around(self, brackets: str, inner: Expression) -> Expression:
+        return e.concat(_one_of(brackets[0]), self._space, inner, self._space, _one_of(brackets[1]))
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

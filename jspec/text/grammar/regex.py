@@ -1,0 +1,127 @@
+"""Python's regular expressions as expressions, for those that are regular.
+
+The syntax is that of Python's `re` module, whose parser is used. What a language over whole texts cannot express is
+refused: anchors other than at both ends, look-around, references to groups, atomic groups and possessive repetition.
+"""
+
+import importlib
+import re
+import warnings
+from typing import Any
+
+from jspec.core.checks import check_text, shorten
+from jspec.text.grammar import expression as e
+from jspec.text.grammar.expression import Expression, Range
+
+_parser: Any = importlib.import_module("re._parser")
+_names: Any = importlib.import_module("re._constants")
+
+_ALLOWED_FLAGS = re.ASCII | re.UNICODE | re.VERBOSE | re.DOTALL
+_CATEGORIES: dict[str, tuple[Range, ...]] = {
+    "DIGIT": ((0x30, 0x39),),
+    "SPACE": ((0x09, 0x0D), (0x20, 0x20)),
+    "WORD": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
+}
+_REFUSED = {
+    "ASSERT": "look-ahead and look-behind",
+    "ASSERT_NOT": "look-ahead and look-behind",
+    "GROUPREF": "references to groups",
+    "GROUPREF_EXISTS": "references to groups",
+    "ATOMIC_GROUP": "atomic groups",
+    "POSSESSIVE_REPEAT": "possessive repetition",
+    "AT": "anchors other than ^ at the beginning and $ at the end",
+}
+
+
+def parse_regex(pattern: object, name: str = "pattern") -> tuple[Expression, bool, bool]:
+    """The texts that a regex matches as a whole, and whether it begins with ^ and ends with $.
+
+    Classes such as \\d and \\w have ASCII characters only, as with `re.ASCII`; "." is any character but a newline.
+
+    Args:
+      name: the argument, for messages.
+
+    Raises:
+      TypeError: not a str.
+      ValueError: not a regex, or one that is not regular or has flags that are not supported.
+    """
+    text = check_text(name, pattern)
+    shown = f"{name}={shorten(text)}"
+    try:
+        with warnings.catch_warnings():
+            # Python warns of what may mean something else in future versions; `re.compile` would do so, too.
+            warnings.simplefilter("ignore")
+            parsed = _parser.parse(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{shown}: is not a regex of Python's re module ({error})") from None
+    flags = re.RegexFlag(parsed.state.flags)
+    if flags & ~_ALLOWED_FLAGS:
+        raise ValueError(
+            f"{shown}: has the flags {flags & ~_ALLOWED_FLAGS!r}; only (?s), (?x), (?a) and (?u) are supported"
+        )
+    items = list(parsed)
+    begins = bool(items) and _is_anchor(items[0], "AT_BEGINNING", "AT_BEGINNING_STRING")
+    items = items[1:] if begins else items
+    ends = bool(items) and _is_anchor(items[-1], "AT_END", "AT_END_STRING")
+    items = items[:-1] if ends else items
+    try:
+        return _sequence(items, bool(flags & re.DOTALL), shown), begins, ends
+    except RecursionError:
+        raise ValueError(f"{shown}: is nested too deeply") from None
+
+
+def _flags_error(shown: str, flags: re.RegexFlag) -> ValueError:
+    return ValueError(
+        f"{shown}: has the flags {flags & ~_ALLOWED_FLAGS!r}; only (?s), (?x), (?a) and (?u) are supported"
+    )
+
+
+def _is_anchor(item: tuple[Any, Any], *kinds: str) -> bool:
+    return str(item[0]) == "AT" and str(item[1]) in kinds
+
+
+def _sequence(items: Any, dotall: bool, shown: str) -> Expression:
+    return e.concat(*[_item(str(kind), value, dotall, shown) for kind, value in items])
+
+
+def _item(kind: str, value: Any, dotall: bool, shown: str) -> Expression:
+    """One element of Python's parse tree."""
+    if kind == "LITERAL":
+        return e.characters([(value, value)])
+    if kind == "NOT_LITERAL":
+        return e.characters(e.complement([(value, value)]))
+    if kind == "ANY":
+        return e.characters([(0, e.MAX_CODE)] if dotall else e.complement([(10, 10)]))
+    if kind == "IN":
+        return e.characters(_set(value))
+    if kind == "BRANCH":
+        return e.either(*[_sequence(branch, dotall, shown) for branch in value[1]])
+    if kind == "SUBPATTERN":
+        _, added, removed, items = value
+        flags = re.RegexFlag(added | removed) & ~_ALLOWED_FLAGS
+        if flags:
+            raise _flags_error(shown, flags)
+        dotall = (dotall or bool(added & re.DOTALL)) and not removed & re.DOTALL
+        return _sequence(items, dotall, shown)
+    if kind in ("MAX_REPEAT", "MIN_REPEAT"):
+        least, most, items = value
+        return e.repeat(_sequence(items, dotall, shown), int(least), None if most is _names.MAXREPEAT else int(most))
+    raise ValueError(f"{shown}: has {_REFUSED.get(kind, kind)}, which a grammar cannot have")
+
+
+def _set(items: Any) -> tuple[Range, ...]:
+    """The characters of a set in brackets."""
+    ranges: list[Range] = []
+    negated = False
+    for kind, value in items:
+        if str(kind) == "NEGATE":
+            negated = True
+        elif str(kind) == "LITERAL":
+            ranges.append((value, value))
+        elif str(kind) == "RANGE":
+            ranges.append(value)
+        else:
+            _, _, name = str(value).partition("CATEGORY_")
+            own = _CATEGORIES[name.removeprefix("NOT_")]
+            ranges += e.complement(own) if name.startswith("NOT_") else own
+    return e.complement(ranges) if negated else e.merge(ranges)
