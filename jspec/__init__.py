@@ -30,6 +30,7 @@ from jspec.engine.request import QueueFull
 from jspec.engine.result import GeneratedToken, Generation, Generations, GenerationStats, Piece
 from jspec.engine.score import Scores, score
 from jspec.engine.startup import cache_programs
+from jspec.text.grammar import Grammar
 
 __version__ = VERSION
 
@@ -45,6 +46,7 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "Generations",
+    "Grammar",
     "Handle",
     "Metrics",
     "Model",

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jspec.core import grammar as grammars
 from jspec.core import logprobs as log_probabilities
 from jspec.core import sampling, sharding, stopping, tree
 from jspec.core.automaton import Automaton
@@ -48,6 +49,7 @@ def prefill(
     key: Key[Array, " B"],
     stop: Automaton,
     row_sampling: RowSampling | None = None,
+    grammar: Automaton | None = None,
     *,
     target: Target,
     drafter: Drafter,
@@ -66,6 +68,7 @@ def prefill(
       limit: the length at which each sequence ends, prompt included.
       key: random key of each sequence.
       row_sampling: sampling parameters of each sequence; None: greedy.
+      grammar: of each sequence, as `jspec.core.grammar.init` makes it; None: all tokens may follow.
       accept: the acceptance rule, as in the rounds.
       capacity: columns of the token buffer, at least max(limit).
       logprobs: record the log-probability of each new token.
@@ -97,6 +100,7 @@ def prefill(
         ),
         top=top_buffer((batch, buffer_len), top_logprobs),
         sampled_logprobs=sampled_buffer((batch, buffer_len), row_sampling, logprobs),
+        grammar=Automaton() if grammar is None else grammar,
     )
     size = width if chunk is None else min(chunk, width)
     read = partial(_read_prompt, params, target=target, drafter=drafter, accept=accept, size=size)
@@ -189,6 +193,7 @@ def jitted_prefill(
     key: Key[Array, " B"],
     stop: Automaton,
     row_sampling: RowSampling | None = None,
+    grammar: Automaton | None = None,
     *,
     target: Target,
     drafter: Drafter,
@@ -215,7 +220,7 @@ def jitted_prefill(
         top_logprobs=top_logprobs,
         chunk=chunk,
     )
-    return sharding.over(placement, read, params, ids, length, limit, key, stop, row_sampling)
+    return sharding.over(placement, read, params, ids, length, limit, key, stop, row_sampling, grammar)
 
 
 # A round
@@ -253,6 +258,8 @@ class Decision:
     """The same, truncated at the length limit and at the first stop."""
     stop: Automaton
     """The stop automaton after the kept tokens."""
+    grammar: Automaton
+    """The grammars after the kept tokens."""
     finish_code: Int[Array, " B"]
     logprobs: Float[Array, "B A"] | None
     """log p of each token under the unprocessed logits; None unless log-probabilities are recorded."""
@@ -263,10 +270,10 @@ class Decision:
 
 
 def draft(params: Params, s: DecodeState, *, drafter: Drafter) -> tuple[DraftTree, DecodeState]:
-    """The drafter's proposal, and the state with the drafter's new state."""
+    """The drafter's proposal, mended by the grammars, and the state with the drafter's new state."""
     returned = drafter.draft(params, s)
     draft_tree, state = check_draft(drafter, returned, s.length.shape[0], drafter.depth)
-    return draft_tree, dataclasses.replace(s, draft=state)
+    return grammars.mend(s.grammar, draft_tree), dataclasses.replace(s, draft=state)
 
 
 def verify(params: Params, s: DecodeState, draft_tree: DraftTree, *, target: Target, drafter: Drafter) -> ForwardOutput:
@@ -292,10 +299,11 @@ def accept_drafts(
     if active is not None:
         accepted = dataclasses.replace(accepted, length=jnp.where(active, accepted.length, 0))
     kept, stop, finish_code = truncate_at_stop(s, accepted)
+    grammar = grammars.advance(s.grammar, kept.tokens, kept.length)
     logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
     top = None if s.top is None else top_tokens(out.logits, kept, s.top.ids.shape[2])
     sampled = None if s.sampled_logprobs is None else token_logprobs(processed, kept)
-    return Decision(accepted, kept, stop, finish_code, logprobs, top, sampled)
+    return Decision(accepted, kept, stop, grammar, finish_code, logprobs, top, sampled)
 
 
 def commit_round(s: DecodeState, out: ForwardOutput, decision: Decision) -> tuple[DecodeState, Committed]:
@@ -363,6 +371,7 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
         length=s.length + kept.length,
         finish_code=decision.finish_code,
         stop=decision.stop,
+        grammar=decision.grammar,
     )
 
 

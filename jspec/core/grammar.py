@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Int16
+from jaxtyping import Array, Bool, Float, Int, Int16
 
 from jspec.core.automaton import Automaton, TokenTable, after_path, following, leads_on, reaching, token_classes
 from jspec.core.types import DraftTree
@@ -172,7 +172,7 @@ def _bucket(size: int, least: int = 64) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def forbid(grammar: Automaton, logits: Array, path: Int[Array, "B M g"]) -> Array:
+def forbid(grammar: Automaton, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:
     """Logits with -inf for the tokens that may not follow each of M nodes.
 
     If those that may are all -inf already, such as in a draft's smaller vocabulary, they are 0.
@@ -198,23 +198,19 @@ def mend(grammar: Automaton, draft_tree: DraftTree) -> DraftTree:
 
     Trees of sampled drafts stay as they are: their distributions are constrained already.
     """
-    if grammar.table is None or grammar.state is None or draft_tree.probs is not None:
+    if grammar.table is None or grammar.state is None or grammar.likely is None or draft_tree.probs is not None:
         return draft_tree
-    assert grammar.likely is not None
     tokens, parents = draft_tree.tokens, draft_tree.parents
-    batch, nodes = tokens.shape
-    # Parents come before their children.
     states, mended = [grammar.state], [tokens[:, 0]]
-    for node in range(1, nodes):
-        if parents is None:
-            before = states[-1]
-        else:
+    # Parents come before their children.
+    for node in range(1, tokens.shape[1]):
+        before = states[-1]
+        if parents is not None:
             before = jnp.take_along_axis(jnp.stack(states, axis=1), parents[:, node, None], axis=1)[:, 0]
         token, at = tokens[:, node], jnp.maximum(before, 0)
-        likely = grammar.likely.at[at].get(mode="clip")
-        replaced = (before >= 0) & (likely >= 0) & (following(grammar, at, token) < 0)
-        token = jnp.where(replaced, likely.astype(token.dtype), token)
+        likely = grammar.likely.at[at].get(mode="clip").astype(token.dtype)
+        wrong = (following(grammar, at, token) < 0) & (before >= 0) & (likely >= 0)
+        token = jnp.where(wrong, likely, token)
         mended.append(token)
         states.append(jnp.where(before >= 0, following(grammar, at, token), before))
-    del batch
     return dataclasses.replace(draft_tree, tokens=jnp.stack(mended, axis=1))

@@ -1,7 +1,8 @@
 """How the next token is chosen from the target's logits, and the noise of that choice.
 
-Logits are processed in this order: repetition penalty, frequency and presence penalty, logit bias, min_new_tokens,
-temperature, top-k, top-p, min-p. Each is applied exactly at every node of a tree, along the node's own path.
+Logits are processed in this order: grammar, repetition penalty, frequency and presence penalty, logit bias,
+min_new_tokens, temperature, top-k, top-p, min-p. Each is applied exactly at every node of a tree, along the node's own
+path.
 """
 
 import dataclasses
@@ -15,9 +16,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from jspec.core import grammar as grammars
 from jspec.core import stopping
 from jspec.core.bits import ordered_bits
-from jspec.core.checks import check_int, check_number, shorten
+from jspec.core.checks import check_hashable, check_int, check_number, shorten
 from jspec.core.types import DecodeState, RowSampling
 
 NOISE, DRAFT, COINS, FINAL = range(4)
@@ -42,6 +44,8 @@ class Sampling:
     logit_bias: token id -> value added to its logit; -inf forbids the token.
     min_new_tokens: until the sequence has this many new tokens, no token that ends the text is chosen, unless every
       other token is forbidden.
+    grammar: the texts that the sequence may have, such as a `jspec.Grammar`. None: all. No other option allows a token
+      that the grammar forbids.
 
     Raises:
       TypeError, ValueError: a parameter of another type or out of its bounds.
@@ -56,6 +60,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     min_new_tokens: int = 0
+    grammar: grammars.TokenGrammar | None = None
 
     def __post_init__(self):
         number, whole = partial(check_number, owner="Sampling"), partial(check_int, owner="Sampling")
@@ -75,6 +80,10 @@ class Sampling:
         values["min_new_tokens"] = whole("min_new_tokens", self.min_new_tokens, least=0, most=2**63 - 1)
         if self.logit_bias is not None:
             values["logit_bias"] = _check_bias(self.logit_bias)
+        if self.grammar is not None:
+            if isinstance(self.grammar, type) or not isinstance(self.grammar, grammars.TokenGrammar):
+                raise TypeError(f"Sampling(grammar={shorten(self.grammar)}): must be a jspec.Grammar, or None")
+            check_hashable("grammar", self.grammar)
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -94,7 +103,8 @@ def _check_bias(logit_bias: object) -> dict[int, float]:
 
 
 def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, vocab_size: int) -> RowSampling | None:
-    """The parameters as arrays; None if every sequence is greedy and without other options.
+    """The parameters as arrays; None if every sequence is greedy and without other options. Grammars are not part of
+    them: see `jspec.core.grammar.init`.
 
     sampling: one `Sampling` for all sequences, or one for each.
 
@@ -103,14 +113,7 @@ def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, v
       ValueError: a list whose length is not `batch`, a bias for a token outside the vocabulary, or biases that forbid
         all tokens.
     """
-    given = [sampling] * batch if sampling is None or isinstance(sampling, Sampling) else sampling
-    if not isinstance(given, Sequence) or not all(one is None or isinstance(one, Sampling) for one in given):
-        raise TypeError(
-            f"sampling={shorten(sampling)}: must be a jspec.Sampling, a list with one per sequence, or None (greedy)"
-        )
-    samplings = [Sampling(temperature=0.0) if one is None else one for one in given]
-    if len(samplings) != batch:
-        raise ValueError(f"sampling: {len(samplings)} for {batch} sequences; must be one, or one per sequence")
+    samplings = [Sampling(temperature=0.0) if one is None else one for one in each_of(sampling, batch)]
     off = {"top_k": vocab_size, "top_p": 1.0, "min_p": 0.0}
     # Larger values mean the same as these, and fit in int32.
     most = {"top_k": vocab_size, "min_new_tokens": np.iinfo(np.int32).max}
@@ -118,7 +121,7 @@ def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, v
     for field in dataclasses.fields(Sampling):
         values = [getattr(one, field.name) for one in samplings]
         unused = 0.0 if field.name == "temperature" else field.default
-        if field.name != "logit_bias" and any(value != unused for value in values):
+        if field.name not in ("logit_bias", "grammar") and any(value != unused for value in values):
             values = [off[field.name] if value is None else value for value in values]
             if field.name in most:
                 column = np.array([min(value, most[field.name]) for value in values], np.int32)
@@ -128,6 +131,22 @@ def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, v
     if any(one.logit_bias for one in samplings):
         columns["logit_bias"] = jax.device_put(_bias_matrix(samplings, vocab_size))
     return RowSampling(**columns) if columns else None
+
+
+def each_of(sampling: Sampling | Sequence[Sampling | None] | None, batch: int) -> list[Sampling | None]:
+    """The parameters of each sequence.
+
+    Raises:
+      TypeError, ValueError: as `per_row`, but for the values.
+    """
+    given = [sampling] * batch if sampling is None or isinstance(sampling, Sampling) else sampling
+    if not isinstance(given, Sequence) or not all(one is None or isinstance(one, Sampling) for one in given):
+        raise TypeError(
+            f"sampling={shorten(sampling)}: must be a jspec.Sampling, a list with one per sequence, or None (greedy)"
+        )
+    if len(given) != batch:
+        raise ValueError(f"sampling: {len(given)} for {batch} sequences; must be one, or one per sequence")
+    return list(given)
 
 
 def _bias_matrix(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray:
@@ -173,22 +192,24 @@ def process(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M
     path: the tokens after the committed ones up to each node, then -1.
     """
     options = s.sampling
-    if options is None:
-        return logits
     logits = adjust(s, logits, path)
-    if options.temperature is None:
+    if options is None or options.temperature is None:
         return logits
     greedy = (options.temperature == 0).reshape(-1, 1, 1)
     return jnp.where(greedy, jnp.where(_best(logits), 0.0, -jnp.inf), temper(options, logits))
 
 
 def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:
-    """Penalties, bias and min_new_tokens. Finite logits stay finite, unless the bias or min_new_tokens forbids them.
+    """Grammar, penalties, bias and min_new_tokens. Finite logits stay finite, unless a grammar, the bias or
+    min_new_tokens forbids them.
 
-    An option that would forbid all tokens that are left is not applied at that node.
+    Any other option that would forbid all tokens that are left is not applied at that node.
     """
+    if s.grammar.table is not None:
+        logits = grammars.forbid(s.grammar, logits, path)
     options = s.sampling
-    assert options is not None
+    if options is None:
+        return logits
     if options.repetition_penalty is not None:
         seen = _count(s, path, jnp.zeros_like(s.prompt_length), logits.shape[-1]) > 0
         penalty = options.repetition_penalty.reshape(-1, 1, 1)

@@ -98,8 +98,8 @@ def _rebuild(s: DecodeState, change: Callable[..., PyTree], *others: DecodeState
         values = [getattr(each, field.name) for each in (s, *others)]
         if field.name == "round_index":
             fields[field.name] = values[-1]
-        elif field.name == "stop":
-            state = None if values[0].state is None else change(*(stop.state for stop in values))
+        elif field.name in ("stop", "grammar"):
+            state = None if values[0].state is None else change(*(automaton.state for automaton in values))
             fields[field.name] = dataclasses.replace(values[-1], state=state)
         else:
             fields[field.name] = change(*values)

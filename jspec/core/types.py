@@ -197,6 +197,8 @@ class DecodeState:
     sampled_logprobs: Float[Array, "B C"] | None = None
     """log p of each new token under the distribution that it was sampled from; None if log-probabilities were not
     requested, or where every sequence is greedy."""
+    grammar: Automaton = dataclasses.field(default_factory=Automaton)
+    """Which tokens may follow, of `jspec.core.grammar`; not in use if no sequence has a grammar."""
 
     @property
     def root(self) -> Int[Array, "B 1"]:

@@ -126,6 +126,8 @@ def make_requests(
         request.logprobs, request.top_logprobs = bool(options.logprobs), options.top_logprobs
         scheduler.check_fits(request)
         per_row(sampling, 1, vocab_size)
+        if sampling is not None and sampling.grammar is not None:
+            raise ValueError("sampling: an engine takes no grammar; jspec.generate takes one for up to 64 prompts")
         requests.append(request)
     for request in requests:
         request.start_state = device.stops.add(request.stop, request.ignore_eos)

@@ -13,9 +13,10 @@ from tqdm import tqdm
 
 from jspec import drafters
 from jspec.cache.pages import DEFAULT_PAGE_SIZE, fit_page_size
-from jspec.core import decode, sharding, stopping
+from jspec.core import decode, grammar, sharding, stopping
+from jspec.core.automaton import Automaton
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, shorten
-from jspec.core.sampling import Sampling, check_rows, per_row
+from jspec.core.sampling import Sampling, check_rows, each_of, per_row
 from jspec.core.sharding import Placement
 from jspec.core.struct import struct
 from jspec.core.types import Accept, BoundedDrafter, Drafter, Params, RowSampling, Stats, Target
@@ -26,6 +27,7 @@ from jspec.engine.options import (
     GenerateKeywords,
     GenerateOptions,
     bind_drafter,
+    check_grammar_options,
     choose_rule,
     repeat,
     with_point_masses,
@@ -230,6 +232,7 @@ def generate_ids(
     accept: str | Accept | None = None,
     logprobs: bool = False,
     placement: Placement | None = None,
+    token_bytes: Sequence[bytes] | None = None,
 ) -> GeneratedIds:
     """Generation as a pure function of arrays, for use inside your own `jit`.
 
@@ -257,6 +260,7 @@ def generate_ids(
       accept: the acceptance rule, as in `generate`.
       logprobs: whether to record the log-probability of each new token.
       placement: `model.placement` of a model that is split over devices.
+      token_bytes: the bytes that each id adds to the text, `model.tokenizer.token_bytes()`; required with a grammar.
 
     Returns:
       Tokens and lengths of all sequences; the tokens are those of `generate` for the same keys.
@@ -293,9 +297,11 @@ def generate_ids(
         raise ValueError(f"max_length={max_length}: must be at least the {columns} columns of the prompts")
     if max_length > target.max_length:
         raise ValueError(f"max_length={max_length}: must be at most the model's context of {target.max_length}")
+    constraint = Automaton()
     if isinstance(sampling, RowSampling):
         check_rows(sampling, batch, vocabulary)
     else:
+        constraint = _compile_grammars(sampling, batch, vocabulary, eos, accept, token_bytes)
         sampling = per_row(sampling, batch, vocabulary)
     chosen = drafters.resolve(drafter)
     check_hashable("drafter", chosen)
@@ -323,7 +329,7 @@ def generate_ids(
         logprobs=logprobs,
         chunk=prefill_chunk(batch),
     )
-    arrays = params, ids, lengths, limit, key, stopping.init(table, batch), sampling
+    arrays = params, ids, lengths, limit, key, stopping.init(table, batch), sampling, constraint
     s = sharding.over(placement, read, *arrays)
     until = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
     s = sharding.over(placement, partial(decode.run_rounds, **parts), params, s, until)
@@ -332,6 +338,25 @@ def generate_ids(
     if sampled is None and s.logprobs is not None:
         sampled = jnp.zeros_like(s.logprobs)
     return GeneratedIds(jnp.where(written, s.tokens, 0), s.length, s.logprobs, s.stats, sampled)
+
+
+def _compile_grammars(
+    sampling: Sampling | Sequence[Sampling | None] | None,
+    batch: int,
+    vocab_size: int,
+    eos: Sequence[int],
+    accept: str | Accept | None,
+    token_bytes: Sequence[bytes] | None,
+) -> Automaton:
+    """The automaton of the grammars of `generate_ids`."""
+    given = [None if one is None else one.grammar for one in each_of(sampling, batch)]
+    if not any(one is not None for one in given):
+        return Automaton()
+    check_grammar_options(accept, ignore_eos=False)
+    if token_bytes is None:
+        raise ValueError("token_bytes=None: a grammar requires them: model.tokenizer.token_bytes()")
+    compiled = {one: one.compile(token_bytes, vocab_size, eos) for one in given if one is not None}
+    return grammar.init([None if one is None else compiled[one] for one in given], vocab_size)
 
 
 def _check_arrays(params: object, ids: object, lengths: object, key: object, target: object) -> tuple[int, int]:

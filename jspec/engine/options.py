@@ -10,11 +10,13 @@ from jaxtyping import UInt32
 
 from jspec import drafters
 from jspec.cache.pages import DEFAULT_PAGE_SIZE
-from jspec.core.accept import NEEDS, RULES, LossyThresholds, greedy
+from jspec.core.accept import NEEDS, RULES, Imposed, LossyThresholds, greedy
+from jspec.core.automaton import TokenTable
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, shorten
-from jspec.core.sampling import Sampling
+from jspec.core.sampling import Sampling, each_of
 from jspec.core.types import DRAFTER_PARTS, Accept, AdaptiveDrafter, BoundedDrafter, Drafter, RowSampling, Target
 from jspec.engine.model import Model
+from jspec.text.grammar import compile_grammar
 from jspec.text.stream import check_stop
 
 MAX_SEED = 2**32 - 1
@@ -192,6 +194,26 @@ def choose_rule(
     if rule in NEEDS and isinstance(drafter, AdaptiveDrafter):
         drafter = drafter.adapt(NEEDS[rule])
     return RULES[rule], drafter
+
+
+def compile_grammars(options: GenerateOptions, model: Model, batch: int) -> list[TokenTable | None]:
+    """The automaton of the grammar of each sequence over the tokens of the model, or None.
+
+    Raises:
+      ValueError: a grammar that does not suit the model or the other options.
+    """
+    given = [None if one is None else one.grammar for one in each_of(options.sampling, batch)]
+    if any(one is not None for one in given):
+        check_grammar_options(options.accept, ignore_eos=options.ignore_eos)
+    return [compile_grammar(one, model.tokenizer, model.target.vocab_size, model.eos) for one in given]
+
+
+def check_grammar_options(accept: str | Accept | None, *, ignore_eos: bool) -> None:
+    """Raises ValueError for options that cannot keep a text within a grammar."""
+    if ignore_eos:
+        raise ValueError("ignore_eos=True: a text of a grammar ends with an id that ends the text; omit it")
+    if isinstance(accept, Imposed):
+        raise ValueError(f"accept={accept}: accepts tokens that a grammar forbids; use another rule")
 
 
 def bind_drafter(drafter: Drafter, target: Target, draft: object) -> Drafter:

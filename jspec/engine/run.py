@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Int, Key
 
 from jspec.cache.pages import fit_page_size
-from jspec.core import decode, stopping
+from jspec.core import decode, grammar, stopping
 from jspec.core.automaton import Automaton, TokenTable
 from jspec.core.checks import check_text, shorten
 from jspec.core.sampling import per_row
@@ -25,6 +25,7 @@ from jspec.engine.options import (
     check_fits,
     choose_drafter,
     choose_rule,
+    compile_grammars,
     longest_sequence,
     with_point_masses,
 )
@@ -99,6 +100,7 @@ class Run:
         }
         check_fits(model.target, longest, new, self.parts["drafter"])
         eos = () if options.ignore_eos else model.eos
+        tables = compile_grammars(options, model, batch)
         table = _bucket_stops(compile_stops(model.tokenizer, model.target.vocab_size, eos, options.stop))
 
         # What the host collects.
@@ -114,12 +116,12 @@ class Run:
         # Allocate, read the prompts, and compile the loop.
         columns, length = max(map(len, self.prompts)), longest + new
         sizes = model.params, model.target, self.parts["drafter"], batch
-        extra = tree_bytes((row_sampling, None if table is None else (table.table, table.token_class)))
+        stop, constraint = stopping.init(table, batch), grammar.init(tables, model.target.vocab_size)
+        extra = tree_bytes((row_sampling, stop, constraint))
         capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(columns), length), extra)
         chunk = prefill_chunk(batch) if chunk is None else chunk
         try:
-            stop = stopping.init(table, batch)
-            self.state = self._prefill(_keys(seeds), stop, row_sampling, capacity, chunk)
+            self.state = self._prefill(_keys(seeds), stop, row_sampling, constraint, capacity, chunk)
             self._decode = self._choose_decode()
             self._run_until(0)  # compiles and runs no round
         except jax.errors.JaxRuntimeError as error:
@@ -204,6 +206,7 @@ class Run:
         keys: Key[Array, " B"],
         stop: Automaton,
         row_sampling: RowSampling | None,
+        constraint: Automaton,
         capacity: int,
         chunk: int,
     ) -> DecodeState:
@@ -216,6 +219,7 @@ class Run:
             keys,
             stop,
             row_sampling,
+            constraint,
             **self.parts,
             placement=self.model.placement,
             capacity=capacity,

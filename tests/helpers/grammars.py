@@ -1,10 +1,37 @@
-"""Texts of a grammar, found by walking its automaton over bytes; and whether documents suit a schema."""
+"""Texts of a grammar, found by walking its automaton over bytes; and a model with a tokenizer of bytes."""
 
+import dataclasses
 import functools
 
 import numpy as np
+import tokenizers
+import toy
 
+from jspec.core.types import Params
+from jspec.engine.model import Model
 from jspec.text.grammar.byte_dfa import ByteDfa
+from jspec.text.tokenizer import Tokenizer
+
+VOCAB = 300
+
+
+@functools.cache
+def byte_model() -> Model:
+    """A random target and a similar draft, over a byte-level vocabulary with a few merges, whose EOS token is 0."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<eos>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["for i in range(10): print(i) return x def f(x): é 漢字 🙂"] * 4, trainer)
+    target = dataclasses.replace(toy.TARGET, vocab_size=VOCAB, num_layers=1)
+    weights = toy.random_params(target)
+    draft = toy.near(weights, toy.random_params(target, seed=1))
+    return Model("toy", target, Params(weights, draft), Tokenizer(bpe), (0,), target)
 
 
 @functools.lru_cache(maxsize=8)

@@ -369,6 +369,7 @@ def start(
     seeds=None,
     chunk=None,
     rule=accept.greedy,
+    grammar=None,
 ) -> DecodeState:
     """The state after prefill. limit: by default 24 tokens to generate; seeds: by default 0, 1, ..."""
     limit = np.asarray(length) + 24 if limit is None else limit
@@ -376,7 +377,7 @@ def start(
     keys = row_keys(np.arange(len(ids)) if seeds is None else seeds)
     stop = stopping.init(table, len(ids))
     static = dict(target=TARGET, drafter=drafter, accept=rule, capacity=CAPACITY, page_size=page_size, chunk=chunk)
-    return decode.jitted_prefill(weights, np.asarray(ids), length, limit, keys, stop, rows, **static)
+    return decode.jitted_prefill(weights, np.asarray(ids), length, limit, keys, stop, rows, grammar, **static)
 
 
 def run(drafter: Drafter, weights: Params, s: DecodeState, until: int = 1000, rule=accept.greedy) -> DecodeState:

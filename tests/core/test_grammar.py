@@ -1,0 +1,334 @@
+"""Grammars in the loop: what is generated is in the grammar, and is what plain constrained decoding generates.
+
+The oracles walk the bytes of tokens in Python and read the target over whole texts.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from planted import weights_of
+
+from jspec.core import accept, decode, stopping, tree
+from jspec.core import grammar as grammars
+from jspec.core.types import DraftTree, RowSampling
+from jspec.drafters import Ngram, Plain, Standalone
+from jspec.text.grammar import Grammar
+
+EOS = 0
+TOKENS = [
+    *(b"", *(bytes([byte]) for byte in b'abcdefghijklmnopqrstuvwxyz0123456789{}":, []-.')),
+    *(b'{"', b'":', b'": ', b'"}', b"ab", b"name", b"12", b"true", b', "', b"null", b"kind", b'"xy', b"", b"\n"),
+]
+SIZE = toy.TARGET.vocab_size
+assert len(TOKENS) == SIZE
+SCHEMA = {
+    "properties": {"name": {"type": "string", "maxLength": 4}, "kind": {"enum": ["ab", "xyz"]}},
+    "required": ["name", "kind"],
+    "type": "object",
+}
+GRAMMARS = [Grammar.json_schema(SCHEMA), None, Grammar.regex("[a-f]{3,9}(x|y)+")]
+"""Of the three sequences of a batch."""
+
+
+def compiled(given):
+    return [None if one is None else one.compile(TOKENS, SIZE, [EOS]) for one in given]
+
+
+@functools.cache
+def batch():
+    return grammars.init(compiled(GRAMMARS), SIZE)
+
+
+@functools.cache
+def stops():
+    return stopping.build_table(SIZE, [EOS])
+
+
+def spelled(tokens):
+    return b"".join(TOKENS[token] for token in tokens)
+
+
+def walk(dfa, state, text):
+    for byte in text:
+        state = int(dfa.table[state, byte]) if state >= 0 else -1
+    return state
+
+
+def may_follow(grammar, tokens):
+    """[V] bool: which tokens may follow these new ones, by the bytes of each."""
+    if grammar is None:
+        return np.ones(SIZE, bool)
+    state = walk(grammar.dfa, 0, spelled(tokens))
+    allowed = [state >= 0 and bool(each) and walk(grammar.dfa, state, each) >= 0 for each in TOKENS]
+    allowed[EOS] = state >= 0 and bool(grammar.dfa.accepts[state])
+    return np.array(allowed)
+
+
+SAMPLED = RowSampling(temperature=np.array([0.8, 0.0, 1.0], np.float32))
+
+
+@functools.cache
+def constrained(name, rule=accept.coupled, sampled=True):
+    """The end of a constrained run of a drafter, and its new tokens."""
+    drafter = Plain() if name == "plain" else toy.bound_drafters()[name]
+    weights = weights_of(drafter)
+    rows = SAMPLED if sampled else None
+    s = toy.start(drafter, weights, table=stops(), rows=rows, rule=rule, grammar=batch())
+    s = toy.run(drafter, weights, s, rule=rule)
+    new = [tokens[length:] for tokens, length in zip(toy.generated(s), toy.LENGTHS, strict=True)]
+    return s, new
+
+
+def check_texts(s, new):
+    for grammar, tokens, code in zip(GRAMMARS, new, np.array(s.finish_code), strict=True):
+        for i in range(len(tokens)):
+            assert may_follow(grammar, tokens[:i])[tokens[i]], spelled(tokens[: i + 1])
+        if grammar is not None:
+            assert grammar.matches(spelled(tokens).decode()) == (code == stopping.EOS)
+
+
+@pytest.mark.fast("suffix", "standalone_tree")
+@pytest.mark.parametrize("name", [name for name in toy.bound_drafters() if name != "plain"])
+def test_constrained_output_does_not_depend_on_the_drafter(name):
+    """One sequence is greedy, one has no grammar; the other two are sampled."""
+    s, new = constrained(name)
+    plain, expected = constrained("plain")
+    assert new == expected
+    check_texts(s, new)
+    assert np.array(s.finish_code).tolist() == np.array(plain.finish_code).tolist()
+    np.testing.assert_array_equal(np.array(s.grammar.state), np.array(plain.grammar.state))
+    assert (np.array(s.stats.rounds)[[0, 2]] < np.array(plain.stats.rounds)[[0, 2]]).all(), "drafts are accepted"
+
+
+def test_the_sequence_without_a_grammar_is_that_of_a_batch_without():
+    free = toy.run(Plain(), toy.params(), toy.start(Plain(), toy.params(), table=stops()))
+    assert constrained("plain")[1][1] == toy.generated(free)[1][toy.LENGTHS[1] :]
+
+
+@functools.cache
+def read_target():
+    @jax.jit
+    def read(params, tokens):
+        cache = toy.TARGET.init_cache(params, 1, 4, 4)
+        return toy.TARGET.forward(params, tree.chain(tokens), cache, None).logits[0]
+
+    return read
+
+
+def logits_after(tokens):
+    """The target's logits after a whole text."""
+    padded = np.zeros((1, toy.CAPACITY), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.array(read_target()(toy.params().target, padded))[len(tokens) - 1]
+
+
+def test_greedy_output_is_the_best_allowed_token_each_time():
+    _, new = constrained("plain", accept.greedy, sampled=False)
+    for ids, length, grammar, tokens in zip(toy.IDS, toy.LENGTHS, GRAMMARS, new, strict=True):
+        text = ids[:length].tolist()
+        for i, token in enumerate(tokens):
+            allowed = may_follow(grammar, tokens[:i])
+            assert token == np.where(allowed, logits_after([*text, *tokens[:i]]), -np.inf).argmax()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["standalone", "eagle_tree", "suffix"])
+def test_greedy_output_does_not_depend_on_the_drafter(name):
+    s, new = constrained(name, accept.greedy, sampled=False)
+    assert new == constrained("plain", accept.greedy, sampled=False)[1]
+    check_texts(s, new)
+
+
+@pytest.mark.fast("standalone")
+@pytest.mark.parametrize("name", ["standalone", "eagle", "mtp", "frozen_kv_mtp"])
+def test_drafts_are_in_the_grammar(name):
+    drafter = toy.bound_drafters()[name]
+    weights = weights_of(drafter)
+    s = toy.start(drafter, weights, table=stops(), rows=SAMPLED, rule=accept.coupled, grammar=batch())
+    drafted = np.array(jax.jit(lambda s: drafter.draft(weights, s)[0].tokens)(s))
+    first = [tokens[length:] for tokens, length in zip(toy.generated(s), toy.LENGTHS, strict=True)]
+    for grammar, before, chain in zip(GRAMMARS, first, drafted[:, 1:].tolist(), strict=True):
+        for i in range(len(chain)):
+            done = EOS in chain[:i]
+            assert done or may_follow(grammar, [*before, *chain[:i]])[chain[i]]
+
+
+# The distribution
+
+FEW = Grammar.regex("(a|ab|bb?)(12?|-)")
+COUNT = 4096
+
+
+def exact_distribution(ids):
+    """Text of tokens -> its probability under the target, constrained and with temperature 1."""
+    found, todo = {}, [((), 1.0)]
+    while todo:
+        tokens, mass = todo.pop()
+        logits = np.where(may_follow(FEW, tokens), logits_after([*ids, *tokens]).astype(np.float64), -np.inf)
+        p = np.exp(logits - logits.max())
+        for token in np.flatnonzero(p):
+            (found.__setitem__ if token == EOS else lambda key, value: todo.append((key, value)))(
+                (*tokens, int(token)), mass * p[token] / p.sum()
+            )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rule", "width"),
+    [
+        ("rejection", 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("rejection", 3), ("block", 1), ("coupled", 3)]),
+    ],
+)
+def test_the_distribution_is_the_constrained_one(rule, width):
+    """Chi-square against the exact probabilities of all texts."""
+    drafter = Standalone(depth=2, width=width).bind(toy.TARGET, toy.NEAR)
+    if rule in ("rejection", "block"):
+        drafter = dataclasses.replace(drafter, sampled=True)
+    ids = np.repeat(toy.IDS[2:, :3], COUNT, axis=0)
+    given = dict(ids=ids, length=np.full(COUNT, 3), limit=np.full(COUNT, 12), table=stops(), seeds=np.arange(COUNT))
+    rows = RowSampling(temperature=np.ones(COUNT, np.float32))
+    constraint = grammars.init(compiled([FEW]) * COUNT, SIZE)
+    weights, judge = toy.params(), accept.RULES[rule]
+    s = toy.start(drafter, weights, rows=rows, rule=judge, grammar=constraint, **given)
+    s = toy.run(drafter, weights, s, rule=judge)
+    texts = [tuple(tokens[3:]) for tokens in toy.generated(s)]
+    expected = exact_distribution(ids[0].tolist())
+    assert set(texts) <= set(expected) and len(expected) > 8
+    counts = np.array([texts.count(text) for text in expected])
+    wanted = COUNT * np.array(list(expected.values()))
+    common = wanted >= 5
+    terms = (counts - wanted)[common] ** 2 / wanted[common]
+    degrees = common.sum()
+    assert terms.sum() < degrees + 5 * np.sqrt(2 * degrees), (counts, wanted)
+    assert np.array(s.stats.accept_counts)[:, 1:].sum() > COUNT / 4, "drafts are accepted"
+
+
+# Parts
+
+
+def path_oracle(draft_tree, b, node):
+    path, parents = [], np.array(draft_tree.parents)
+    while node:
+        path.append(int(draft_tree.tokens[b, node]))
+        node = parents[b, node]
+    return path[::-1]
+
+
+def random_tree(seed, nodes=9):
+    rng = np.random.default_rng(seed)
+    parents = np.array([[0] + [rng.integers(0, n) for n in range(1, nodes)] for _ in GRAMMARS], np.int32)
+    likely = [TOKENS.index(each) for each in (b'{"', b"name", b'":', b"a", b"x", b"b", b'"', b"12")]
+    tokens = np.where(
+        rng.random(parents.shape) < 0.3, rng.integers(0, SIZE, parents.shape), rng.choice(likely, parents.shape)
+    )
+    return DraftTree(tokens.astype(np.int32), parents, nodes - 1)
+
+
+FORBID = jax.jit(lambda constraint, draft_tree, logits: grammars.forbid(constraint, logits, tree.paths(draft_tree)))
+MEND = jax.jit(grammars.mend)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_node_of_a_tree_has_the_mask_of_its_path(seed):
+    draft_tree, rng = random_tree(seed), np.random.default_rng(seed)
+    logits = rng.normal(size=(3, 9, SIZE)).astype(np.float32)
+    # Nodes where nothing that may follow is left, as in a draft's smaller vocabulary.
+    logits[:, 4] = -np.inf
+    found = np.array(FORBID(batch(), draft_tree, logits))
+    for b, node in itertools.product(range(3), range(9)):
+        path = path_oracle(draft_tree, b, node)
+        allowed = may_follow(GRAMMARS[b], path)
+        if not allowed.any():
+            assert np.isfinite(found[b, node]).any(), "no node is without a token"
+            continue
+        wanted = np.where(allowed, 0 if node == 4 and GRAMMARS[b] is not None else logits[b, node], -np.inf)
+        if GRAMMARS[b] is not None or node != 4:
+            np.testing.assert_array_equal(found[b, node], wanted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("chain", [False, True])
+def test_forbidden_drafts_give_way_to_likely_ones(seed, chain):
+    draft_tree = random_tree(seed)
+    if chain:
+        draft_tree = DraftTree(draft_tree.tokens, None)
+    mended, tables = np.array(MEND(batch(), draft_tree).tokens), compiled(GRAMMARS)
+    above = np.maximum(np.arange(9) - 1, 0) if chain else None
+    changed = 0
+    for b, (grammar, table) in enumerate(zip(GRAMMARS, tables, strict=True)):
+        parents = above if chain else np.array(draft_tree.parents)[b]
+        for node in range(1, 9):
+            path, up = [], parents[node]
+            while up:
+                path, up = [int(mended[b, up]), *path], parents[up]
+            given = int(draft_tree.tokens[b, node])
+            if grammar is None or not may_follow(grammar, path).any() or may_follow(grammar, path)[given]:
+                assert mended[b, node] == given
+                continue
+            likely = int(table.likely[walk(grammar.dfa, 0, spelled(path))])
+            assert mended[b, node] == (given if likely < 0 else likely)
+            changed += likely >= 0
+    assert changed
+    sampled = dataclasses.replace(draft_tree, probs=np.zeros((3, 9, 1), np.float32))
+    np.testing.assert_array_equal(MEND(batch(), sampled).tokens, draft_tree.tokens)
+
+
+def test_a_copying_drafter_takes_keys_whole():
+    """Its own drafts copy the prompt; what the grammar leaves no choice about is drafted all the same."""
+    text = Grammar.regex('name": 12, "kind": null\\}')
+    table = compiled([text])[0]
+    rounds = {}
+    for likely in (True, False):
+        known = table if likely else dataclasses.replace(table, likely=np.full_like(table.likely, -1))
+        constraint = grammars.init([known] * 3, SIZE)
+        s = toy.start(Ngram(n=2, depth=4), toy.params(), table=stops(), grammar=constraint)
+        s = toy.run(Ngram(n=2, depth=4), toy.params(), s)
+        assert (np.array(s.finish_code) == stopping.EOS).all()
+        rounds[likely] = np.array(s.stats.rounds)
+    assert (rounds[True] < rounds[False]).all()
+
+
+def test_a_batch_has_sizes_of_powers_of_two():
+    constraint = batch()
+    states, classes = constraint.table.shape
+    assert states.bit_count() == classes.bit_count() == len(constraint.token_class).bit_count() == 1
+    assert constraint.map_of_state.shape == constraint.likely.shape == (states,)
+    assert grammars.init([None] * 3, SIZE).table is None
+    many = [Grammar.regex(f"[a-z]{{{n}}}").compile(TOKENS, SIZE, [EOS]) for n in (9000, 12000, 12001)]
+    with pytest.raises(ValueError, match="3 grammars of the batch have 33005 states; must have at most 32767 together"):
+        grammars.init(many, SIZE)
+
+
+def test_other_grammars_of_these_sizes_run_the_same_program():
+    drafter = Ngram(n=2, depth=4)
+    others = [None, Grammar.choice(["ab", "name"]), Grammar.regex("[0-9]{2,200}")]
+    programs = []
+    for given in (GRAMMARS, others):
+        constraint = grammars.init(compiled(given), SIZE)
+        s = toy.run(drafter, toy.params(), toy.start(drafter, toy.params(), table=stops(), grammar=constraint))
+        assert (np.array(s.finish_code) == stopping.RUNNING).sum() == 0
+        programs.append((decode.jitted_prefill._cache_size(), constraint.table.shape))
+    assert programs[0] == programs[1]
+
+
+def test_the_loop_has_no_way_to_the_host():
+    drafter = toy.bound_drafters()["suffix"]
+    s = toy.start(drafter, toy.params(), table=stops(), grammar=batch())
+    static = dict(target=toy.TARGET, drafter=drafter, accept=accept.greedy)
+    text = decode.decode.lower(toy.params(), s, jnp.int32(9), **static).compile().as_text()
+    assert "while" in text
+    for word in ("infeed", "outfeed", "callback", "send(", "recv("):
+        assert word not in text
+
+
+def test_a_document_parses():
+    text = spelled(constrained("plain")[1][0])
+    assert json.loads(text.removesuffix(TOKENS[EOS]))["kind"] in ("ab", "xyz")

@@ -1,0 +1,135 @@
+"""Grammars through `generate`, `stream` and `generate_ids`."""
+
+import json
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import toy
+from grammars import VOCAB, byte_model
+
+import jspec
+from jspec.core.accept import Imposed
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "n": {"type": "integer"}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+}
+DOCUMENT = jspec.Grammar.json_schema(SCHEMA)
+WORD = jspec.Grammar.choice(["return x", "for i in range", "é漢"])
+PROMPTS = ["def f(x):", "a", "for i in range(10):\n    print(i)"]
+MIXED = [
+    jspec.Sampling(temperature=0.8, grammar=DOCUMENT),
+    None,
+    jspec.Sampling(temperature=0, grammar=WORD),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return byte_model()
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return jspec.generate(model, PROMPTS, drafter=None, max_new_tokens=60, sampling=MIXED)
+
+
+def check(out):
+    assert out[0].finish_reason == out[2].finish_reason == "eos"
+    document = json.loads(out[0].text)
+    assert isinstance(document["name"], str) and isinstance(document["ok"], bool)
+    assert set(document) <= {"name", "n", "ok"}
+    assert out[2].text in ("return x", "for i in range", "é漢")
+
+
+def test_texts_are_in_their_grammars(model, plain):
+    check(plain)
+    alone = jspec.generate(model, PROMPTS[1], drafter=None, max_new_tokens=60)
+    assert plain[1].tokens == alone.tokens
+
+
+@pytest.mark.fast("ngram")
+@pytest.mark.parametrize("drafter", ["ngram", jspec.Standalone(depth=2), jspec.Standalone(depth=2, width=2)], ids=str)
+def test_tokens_do_not_depend_on_the_drafter(model, plain, drafter):
+    out = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=60, sampling=MIXED)
+    assert [one.tokens for one in out] == [one.tokens for one in plain]
+    pieces = jspec.stream(model, PROMPTS, drafter=drafter, max_new_tokens=60, sampling=MIXED)
+    texts = ["", "", ""]
+    for piece in pieces:
+        texts[piece.index] += piece.text
+    assert texts == [one.text for one in plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("seed", [0, 100])
+def test_texts_of_other_rules_are_in_their_grammars(model, rule, seed):
+    options = dict(max_new_tokens=60, sampling=MIXED, accept=rule, seed=seed)
+    check(jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=2), **options))
+
+
+def test_other_options_beside_a_grammar(model):
+    """A bias that forbids all that the grammar allows and a minimum beyond its end change nothing; limits do."""
+    grammar = jspec.Grammar.choice(["return x"])
+    forbidding = {i: -np.inf for i in range(1, VOCAB)}
+    sampling = [
+        jspec.Sampling(grammar=grammar, logit_bias=forbidding, min_new_tokens=50, repetition_penalty=2.0),
+        jspec.Sampling(grammar=jspec.Grammar.regex("[a-z]*"), min_new_tokens=20),
+        jspec.Sampling(grammar=DOCUMENT),
+    ]
+    out = jspec.generate(
+        model, PROMPTS, drafter="ngram", max_new_tokens=[60, 60, 2], sampling=sampling, stop=["return z"]
+    )
+    assert (out[0].text, out[0].finish_reason) == ("return x", "eos")
+    assert len(out[1].tokens) >= 20 and out[1].text.isalpha()
+    assert out[2].finish_reason == "length" and out[2].text.startswith("{")
+
+
+def test_a_stop_string_ends_a_text_within_its_grammar(model):
+    sampling = jspec.Sampling(temperature=0, grammar=jspec.Grammar.regex("abc, def"))
+    out = jspec.generate(model, "a", drafter="ngram", max_new_tokens=20, sampling=sampling, stop=", d")
+    assert (out.text, out.finish_reason) == ("abc", "stop")
+
+
+def test_generate_ids_takes_grammars(model, plain):
+    ids, lengths = np.zeros((3, 64), np.int32), np.zeros(3, np.int32)
+    for i, prompt in enumerate(PROMPTS):
+        tokens = model.tokenizer.encode(prompt)
+        ids[i, : len(tokens)], lengths[i] = tokens, len(tokens)
+    keys = toy.row_keys(np.arange(3))
+    given = dict(target=model.target, max_new_tokens=60, eos=model.eos, sampling=MIXED)
+    spelled = model.tokenizer.token_bytes()
+    generate = jax.jit(lambda *args: jspec.generate_ids(*args, **given, token_bytes=spelled))
+    out = generate(model.params, ids, lengths, keys)
+    for i, one in enumerate(plain):
+        assert np.array(out.tokens)[i, lengths[i] : out.length[i]].tolist() == one.tokens
+    with pytest.raises(ValueError, match="token_bytes=None: a grammar requires them"):
+        jspec.generate_ids(model.params, ids, lengths, keys, **given)
+    with pytest.raises(ValueError, match="needs an id that ends a text"):
+        jspec.generate_ids(model.params, ids, lengths, keys, **{**given, "eos": ()}, token_bytes=spelled)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignore_eos": True}, "ignore_eos=True: a text of a grammar ends with an id"),
+        ({"accept": Imposed(2.0)}, "accept=Imposed.*: accepts tokens that a grammar forbids"),
+    ],
+)
+def test_options_that_a_grammar_excludes(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        jspec.generate(model, "a", sampling=jspec.Sampling(grammar=WORD), **options)
+
+
+def test_models_and_values_that_do_not_suit(model):
+    sampling = jspec.Sampling(grammar=WORD)
+    with pytest.raises(ValueError, match="needs an id that ends a text"):
+        jspec.generate(replace(model, eos=()), "a", sampling=sampling)
+    with pytest.raises(ValueError, match="grammar=Grammar.*: requires a tokenizer"):
+        jspec.generate(replace(model, tokenizer=None), [1], sampling=sampling)
+    for wrong in ("[a-z]", jspec.Grammar, {"type": "object"}):
+        with pytest.raises(TypeError, match="must be a jspec.Grammar, or None"):
+            jspec.Sampling(grammar=wrong)
