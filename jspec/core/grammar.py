@@ -60,7 +60,7 @@ def build_table(
     states, spelled = len(byte_table), list(token_bytes[:vocab_size])
     too_large = (
         f"grammar: its automaton of {states} states needs a table that is too large for this vocabulary; must have "
-        "smaller numbers of repetitions"
+        "fewer repetitions"
     )
     token_class = np.full(vocab_size, -1, np.int64)
     token_class[: len(spelled)], columns = token_classes(byte_table, spelled, too_large)

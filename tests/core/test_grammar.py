@@ -34,7 +34,7 @@ SCHEMA = {
     "type": "object",
 }
 GRAMMARS = [Grammar.json_schema(SCHEMA), None, Grammar.regex("[a-f]{3,9}(x|y)+")]
-"""Of the three sequences of a batch."""
+"""Those of the three sequences of a batch."""
 
 
 def compiled(given):

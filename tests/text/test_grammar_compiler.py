@@ -52,8 +52,8 @@ def test_a_regex_matches_what_python_matches(pattern):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        (r"a(?=b)", "look-ahead"),
-        (r"(?<!a)b", "look-behind"),
+        (r"a(?=b)", "look-around"),
+        (r"(?<!a)b", "look-around"),
         (r"(a)\1", "references"),
         (r"(a)?(?(1)b|c)", "references"),
         (r"(?>a)b", "atomic"),
@@ -244,7 +244,7 @@ def test_whitespace_is_what_is_asked():
         ({"type": "array", "prefixItems": []}, "'prefixItems'"),
         ({"type": "string", "format": "email"}, "format 'email' must be one of date"),
         ({"type": "string", "format": "date", "maxLength": 3}, "format, maxLength together"),
-        ({"type": "string", "pattern": "(?=a)"}, "schema at /: pattern='.*look-ahead"),
+        ({"type": "string", "pattern": "(?=a)"}, "schema at /: pattern='.*look-around"),
         ({"type": "string", "minLength": 2, "maxLength": 1}, "maxLength 1 must be at least minLength, 2"),
         ({"type": "string", "maxLength": True}, "maxLength True must be an int"),
         ({"required": ["a"]}, "required has 'a', which must be one of the properties"),

@@ -56,7 +56,7 @@ class Grammar:
 
         Raises:
           TypeError: not a list of str.
-          ValueError: no text, an empty one, or so many that the automaton is too large.
+          ValueError: no text, an empty one, or the automaton is too large.
         """
         given = check_sequence("choices", choices, items="a list of texts")
         texts = [check_text(f"choices[{i}]", one) for i, one in enumerate(given)]

@@ -88,7 +88,7 @@ class _Nfa:
         if len(self.skips) == MAX_NODES:
             raise ValueError(
                 f"needs an automaton of more than {MAX_NODES} states before it is deterministic; must be shorter, or "
-                "have smaller numbers of repetitions"
+                "have fewer repetitions"
             )
         self.skips.append([])
         self.arcs.append([])
@@ -225,8 +225,7 @@ def _determinize(nfa: _Nfa, begin: int, end: int) -> tuple[np.ndarray, np.ndarra
 def _check_states(count: int) -> None:
     if count > MAX_STATES:
         raise ValueError(
-            f"needs an automaton of more than {MAX_STATES} states; must be shorter, or have smaller numbers of "
-            "repetitions"
+            f"needs an automaton of more than {MAX_STATES} states; must be shorter, or have fewer repetitions"
         )
 
 

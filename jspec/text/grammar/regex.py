@@ -23,8 +23,8 @@ _CATEGORIES: dict[str, tuple[Range, ...]] = {
     "WORD": ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)),
 }
 _REFUSED = {
-    "ASSERT": "look-ahead and look-behind",
-    "ASSERT_NOT": "look-ahead and look-behind",
+    "ASSERT": "look-around",
+    "ASSERT_NOT": "look-around",
     "GROUPREF": "references to groups",
     "GROUPREF_EXISTS": "references to groups",
     "ATOMIC_GROUP": "atomic groups",
