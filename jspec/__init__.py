@@ -17,7 +17,7 @@ from jspec.analysis.inspect_round import Round, inspect_round
 from jspec.core.package import VERSION
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
-from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
+from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
 from jspec.engine.corpus import with_corpus
 from jspec.engine.engine import Engine
 from jspec.engine.generate import GeneratedIds, generate, generate_ids, stream
@@ -35,6 +35,7 @@ from jspec.text.grammar import Grammar
 __version__ = VERSION
 
 __all__ = [
+    "Block",
     "DrafterReport",
     "Eagle",
     "Engine",

@@ -71,6 +71,7 @@ _PAGED = "kernels/test_paged_attention.py::test_equals_a_softmax_in_float64[page
 _BITS = "kernels/test_same_bits.py::test_attention_of_a_token_has_the_same_bits_in_every_round[bfloat16-xla]"
 _MLA = "kernels/test_mla_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
 _EAGLE = "drafters/test_eagle.py::test_sampled_drafts_report_the_distribution_after_their_own_path"
+_DRAFTED = "drafters/test_block.py::test_proposals_are_those_of_the_oracle"
 _MTP = "drafters/test_mtp.py::test_proposals_are_those_of_a_pass_over_the_whole_text[None]"
 _MASKS = "train/test_masks.py::test_only_counted_tokens_teach"
 _REPLY = "train/test_chats.py::test_what_counts_is_what_is_served"
@@ -687,6 +688,48 @@ MUTANTS = (
             "proposal = where_sequences(count > 0, proposal, state.proposal)",
             "proposal = proposal",
             f"{_STORM}[standalone-rows]",
+        ),
+    ),
+    *_group(
+        "jspec/drafters/block.py",
+        (
+            "a block one position late",
+            "positions = start[:, None] + jnp.arange",
+            "positions = s.length[:, None] + jnp.arange",
+            f"{_DRAFTED}[7-3-long]",
+        ),
+        (
+            "the row of the generation before",
+            "row = slice(path.shape[2], path.shape[2] + 1)",
+            "row = slice(max(path.shape[2] - 1, 0), max(path.shape[2], 1))",
+            f"{_DRAFTED}[5-1-dspark]",
+        ),
+        (
+            "fill-in rows predict the next token",
+            "first = 0 if model.next_token else 1",
+            "first = 0",
+            f"{_DRAFTED}[2-3-fill-in]",
+        ),
+        (
+            "the state of another path",
+            "else take_parents(markov, frontier)",
+            "else take_parents(markov[:, :1].repeat(markov.shape[1], 1), frontier)",
+            "drafters/test_block.py::test_sampled_drafts_report_the_distribution_after_their_own_path",
+        ),
+    ),
+    *_group(
+        "jspec/models/block_head.py",
+        (
+            "blocks are causal",
+            "mask = None if self.causal[index] else both_ways",
+            "mask = None",
+            f"{_DRAFTED}[2-3-fill-in]",
+        ),
+        (
+            "the keys of features are not rotated",
+            "return layers.rotate(layers.rms_norm(k, layer.k_norm, self.rms_norm_eps), *rotation), v",
+            "return layers.rms_norm(k, layer.k_norm, self.rms_norm_eps), v",
+            "drafters/test_block.py::test_the_cache_has_the_keys_and_values_of_the_committed_features[4-fill-in]",
         ),
     ),
     *_group(

@@ -26,7 +26,7 @@ from jspec.checkpoints.files import DTYPES, resolve_dtype
 from jspec.core import package
 from jspec.core.accept import Imposed
 from jspec.core.types import Drafter, Params
-from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Plain, Standalone
+from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Plain, Standalone
 from jspec.engine import memory
 from jspec.engine.arguments import check_output, integer, naming_models, number
 from jspec.engine.model import Model, load
@@ -38,9 +38,16 @@ from jspec.models.sizes import count_parameters
 
 MODES = ("plain", "chain", "tree")
 _CHAINS = (*MODES[1:], *FROM_HOST)
-_DRAFTERS = {"eagle": Eagle, "standalone": Standalone, "frozen-kv-mtp": FrozenKvMtp, "mtp": Mtp}
+_DRAFTERS = {
+    "eagle": Eagle,
+    "block": Block,
+    "standalone": Standalone,
+    "frozen-kv-mtp": FrozenKvMtp,
+    "mtp": Mtp,
+}
 _DRAFT_NAMES = {
     "eagle": "EAGLE head",
+    "block": "block draft",
     "standalone": "smaller model of its vocabulary",
     "frozen-kv-mtp": "assistant",
     "mtp": "MTP heads",
@@ -265,6 +272,7 @@ def _drafts(preset: Preset) -> dict[str, Draft | None]:
     """Drafter -> its draft model, or None."""
     return {
         "eagle": preset.head,
+        "block": preset.block,
         "standalone": preset.standalone,
         "frozen-kv-mtp": preset.assistant,
         "mtp": preset.mtp,

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jspec.cache import RecurrentLayer
-from jspec.models import Assistant, Deepseek, EagleHead, Gemma4, Llama, MtpHeads, Qwen3Next
+from jspec.models import Assistant, BlockHead, Deepseek, EagleHead, Gemma4, Llama, MtpHeads, Qwen3Next
 from jspec.models.assistant import Clusters
 from jspec.models.decoder import Decoder
 from jspec.models.deepseek import Indexer, Latent
@@ -31,6 +31,11 @@ class Preset:
     standalone: Decoder | None = None
     assistant: Assistant | None = None
     mtp: MtpHeads | None = None
+
+    @property
+    def block(self) -> BlockHead | None:
+        """A block draft for targets with an EAGLE-3 head."""
+        return None if self.head is None else block_draft(self.target, self.head)
 
 
 def mtp_heads(target: Deepseek | Qwen3Next, count: int = 1) -> MtpHeads:
@@ -63,6 +68,40 @@ def eagle_head(target: Llama | Qwen3Next, *, draft_vocab_size: int = DRAFT_VOCAB
         rms_norm_eps=target.rms_norm_eps,
         rope_theta=target.rope_theta,
         rope_scaling=target.rope_scaling,
+    )
+
+
+def block_draft(target: Decoder, head: EagleHead) -> BlockHead:
+    """A DSpark draft (arXiv 2607.05147) with five layers of an EAGLE-3 head's shape and a block of 7, like DeepSeek's.
+
+    It shares the target's embedding and LM head.
+
+    It reads the outputs of five layers, evenly spaced; of shallow targets, those that the head reads.
+    """
+    count = target.num_layers
+    spread = tuple(2 + round(index * (count - 4) / 4) for index in range(5))
+    return BlockHead(
+        vocab_size=head.vocab_size,
+        draft_vocab_size=head.vocab_size,
+        hidden_size=head.hidden_size,
+        target_hidden_size=head.target_hidden_size,
+        intermediate_size=head.intermediate_size,
+        num_layers=5,
+        num_heads=head.num_heads,
+        num_kv_heads=head.num_kv_heads,
+        head_dim=head.head_dim,
+        max_length=head.max_length,
+        capture_layers=spread if count >= 8 else head.capture_layers,
+        block_size=7,
+        mask_token=head.vocab_size - 1,
+        next_token=True,
+        windows=(None,) * 5,
+        causal=(False,) * 5,
+        markov="vanilla",
+        markov_rank=min(256, head.hidden_size),
+        rms_norm_eps=head.rms_norm_eps,
+        rope_theta=head.rope_theta,
+        rope_scaling=head.rope_scaling,
     )
 
 

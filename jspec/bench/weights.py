@@ -66,7 +66,8 @@ def round_bytes(
     layers once more. Of a mixture of experts, those that `nodes` tokens per sequence choose count.
 
     draft, depth: the draft model and the number of tokens it drafts; depth 0 is plain decoding. A round has one forward
-      of the target and `depth` of the draft; the first of these is its extension, if it has one.
+      of the target and `depth` of the draft, of which the first is its extension, if it has one; or one, and its
+      extension, if that drafts all tokens at once.
     nodes: nodes of the tree that the target verifies, root included; None: those of a chain.
     """
     itemsize = params.target.embed.dtype.itemsize
@@ -76,6 +77,7 @@ def round_bytes(
     if not depth:
         return total
     assert draft is not None
-    own = depth * batch * draft.kv_bytes(context, itemsize, target)
     extend = draft.extend_bytes(params)
-    return total + (depth - bool(extend)) * draft.step_bytes(params) + extend + own
+    steps, readers = (1, 1) if draft.at_once else (depth - bool(extend), depth)
+    own = readers * batch * draft.kv_bytes(context, itemsize, target)
+    return total + steps * draft.step_bytes(params) + extend + own

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from jspec.checkpoints import assistant, eagle, language_model
+from jspec.checkpoints import assistant, block, eagle, language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.split import Place, Splittable, whole
@@ -70,6 +70,7 @@ def _read_language_model(
 
 DRAFT_KINDS = (
     DraftKind(assistant.matches, _read_assistant, beside_split=False),
+    DraftKind(block.matches, block.read),
     DraftKind(eagle.matches, eagle.read),
     DraftKind(lambda source: True, _read_language_model),
 )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.checkpoints import atomic, eagle_config, torch_file
+from jspec.checkpoints import atomic, eagle_config, speculators, torch_file
 from jspec.checkpoints.fields import MOST_SIZE, Fields
 from jspec.checkpoints.files import (
     MOST_JSON_BYTES,
@@ -55,7 +55,7 @@ def matches(source: Source) -> bool:
       CheckpointError: a file is missing or damaged.
     """
     names = source.config.optional_texts("architectures") or ()
-    if eagle_config.is_speculators(source.config) or any("eagle" in name.lower() for name in names):
+    if speculators.is_speculators(source.config) or any("eagle" in name.lower() for name in names):
         return True
     # The config.json of an EAGLE-1 head is that of an ordinary Llama.
     return "fc.weight" in source.files.names()
@@ -147,7 +147,7 @@ def _read_params(config: EagleHead, fields: Fields, tensors: _HeadTensors) -> Ea
         layers=layers,
         norm=tensors.device("norm.weight", width) if eagle3 else None,
         lm_head=tensors.fused([("lm_head.weight", vocab)], width, "lm_head") if eagle3 and own_head else None,
-        ids=_read_ids(config, tensors) if eagle3 else None,
+        ids=speculators.read_ids(tensors, vocab, config.vocab_size) if eagle3 else None,
     )
 
 
@@ -189,29 +189,6 @@ def _read_head_layer(config: EagleHead, tensors: _HeadTensors, prefix: str, inde
     )
 
 
-def _read_ids(config: EagleHead, tensors: _HeadTensors) -> Int[Array, " Vd"] | None:
-    """The target's ids of the draft's vocabulary. d2t holds the offset of each."""
-    names, count, vocab = tensors.names(), config.draft_vocab_size, config.vocab_size
-    ids = np.arange(count, dtype=np.int64)
-    if "d2t" in names or count != vocab:
-        offsets = tensors.integers("d2t", count)
-        # Beyond these bounds a sum could wrap around to a valid id.
-        inside = (offsets >= -vocab) & (offsets <= vocab)
-        if not inside.all():
-            raise CheckpointError(
-                f"{tensors.directory}: d2t has the offset {offsets[~inside][0]}: must be between {-vocab} and {vocab}"
-            )
-        ids = ids + offsets
-    if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab:
-        raise CheckpointError(
-            f"{tensors.directory}: d2t maps to the token ids {ids[:3]} to {ids[-1]}, which must ascend from 0 to at "
-            f"most {vocab - 1}: d2t must hold offsets, target id = draft id + d2t"
-        )
-    if "t2d" in names and not np.array_equal(np.flatnonzero(tensors.marks("t2d", vocab)), ids):
-        raise CheckpointError(f"{tensors.directory}: t2d marks other tokens than d2t maps to")
-    return None if count == vocab else on_device(ids.astype(np.int32))
-
-
 def save(
     directory: str | Path,
     config: EagleHead,
@@ -239,10 +216,7 @@ def save(
     raw = eagle_config.describe(layout, config, params, dtype, verifier)
     named = _named_tensors(config, params, layout)
     tensors = {name: np.ascontiguousarray(np.asarray(tensor).astype(stored)) for name, tensor in named}
-    if params.ids is not None:
-        ids = np.asarray(params.ids, np.int64)
-        tensors["d2t"] = ids - np.arange(ids.size)
-        tensors["t2d"] = np.isin(np.arange(config.vocab_size), ids)
+    tensors |= speculators.name_ids(params.ids, config.vocab_size)
     with atomic.staged(directory, key="config.json", replaced=atomic.WEIGHTS) as stage:
         (stage / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         write_tensors(tensors, stage / "model.safetensors")

@@ -5,41 +5,17 @@ the config.json of a Llama with a few more keys. "speculators" (github.com/vllm-
 is for EAGLE-3 only and has the configuration of the layer under `transformer_layer_config`.
 """
 
-from pathlib import Path
 from typing import Any
 
 from jspec.checkpoints.config import read_eps, read_head_dim
-from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields, read_fields, refuse
+from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.llama import describe_scaling, parse_rope, read_heads, refuse_options
+from jspec.checkpoints.speculators import describe_method, is_speculators, read_layer_config
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead, EagleParams
 
 LAYOUTS = ("safeailab", "speculators")
-
-LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-    },
-    "qwen3": {
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-    },
-}
-"""Defaults of `transformers` for missing keys: `transformer_layer_config` only has those that differ."""
 
 _OTHER_METHODS = ("block_size", "dflash_config", "mask_token_id", "parallel_drafting", "pard_token", "ptd_token_id")
 """Keys of heads that draft several tokens at once (P-EAGLE, PARD, DFlash), some of which have EAGLE-3's tensors."""
@@ -55,11 +31,6 @@ _EAGLE_CONFIG: dict[str, tuple[object, ...]] = {
 """Options in `eagle_config`, and the only value of each that the forward here implements."""
 
 
-def is_speculators(config: Fields) -> bool:
-    """Whether a config.json has the layout "speculators"."""
-    return config.has("speculators_model_type")
-
-
 def parse_config(config: Fields, names: set[str], target: Decoder) -> EagleHead:
     """The head that a config.json of either layout describes.
 
@@ -72,7 +43,7 @@ def parse_config(config: Fields, names: set[str], target: Decoder) -> EagleHead:
         does not suit the target.
     """
     eagle3 = _is_eagle3(config, names)
-    layer = _layer_config(config)
+    layer = read_layer_config(config, ("llama", "qwen3"))
     _refuse(config, layer)
     heads, kv_heads = read_heads(layer)
     theta, scaling = parse_rope(layer)
@@ -105,18 +76,6 @@ def _is_eagle3(config: Fields, names: set[str]) -> bool:
     architectures = config.optional_texts("architectures") or ()
     stated = is_speculators(config) or config.has("eagle_config") or any("eagle3" in x.lower() for x in architectures)
     return stated or bool({"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"} & names)
-
-
-def _layer_config(config: Fields) -> Fields:
-    """The configuration of the decoder layer, complete."""
-    if not is_speculators(config):
-        return config
-    layer = config.required_section("transformer_layer_config")
-    kind = layer.read_text("model_type", "")
-    if kind not in LAYER_DEFAULTS:
-        known = ", ".join(LAYER_DEFAULTS)
-        raise CheckpointError(f"{layer.where}: {layer.describe('model_type')} is not supported; must be one of {known}")
-    return layer.with_defaults(LAYER_DEFAULTS[kind])
 
 
 def _refuse(config: Fields, layer: Fields) -> None:
@@ -278,19 +237,10 @@ def _describe_safeailab(config: EagleHead, params: EagleParams) -> dict[str, Any
 
 def _describe_speculators(config: EagleHead, params: EagleParams, verifier: str | None) -> dict[str, Any]:
     qwen3 = params.layers[0].q_norm is not None
-    own = None if verifier is None else Path(verifier) / "config.json"
-    known = read_fields(own) if own is not None and own.exists() else Fields({})
-    architectures = list(known.optional_texts("architectures") or ())
-    proposal = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier, "architectures": architectures},
-        },
+        "speculators_config": describe_method("eagle3", 3, verifier),
         "transformer_layer_config": {
             **_describe_layer(config, params),
             "model_type": "qwen3" if qwen3 else "llama",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from jspec.core.checks import shorten
 from jspec.core.types import DRAFTER_PARTS, Drafter
+from jspec.drafters.block import Block
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.frozen_kv_mtp import FrozenKvMtp
 from jspec.drafters.mtp import Mtp
@@ -14,6 +15,7 @@ from jspec.drafters.standalone import Standalone
 from jspec.drafters.suffix import Suffix
 
 DRAFTERS: dict[str, Callable[..., Drafter]] = {
+    "block": Block,
     "eagle": Eagle,
     "frozen-kv-mtp": FrozenKvMtp,
     "mtp": Mtp,

@@ -37,9 +37,9 @@ BUNDLED = {
 """Bundled models -> drafter -> its bundled draft; the first is the default."""
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-# The EAGLE authors publish heads only in this format. A repository with both formats doubles the download, but drafts
-# are small.
-_DRAFT_FILES = [*_HUB_FILES, "pytorch_model.bin"]
+# Some EAGLE heads are published only in the older format, and the mask of some block drafts. A repository with both
+# formats doubles the download, but drafts are small.
+_DRAFT_FILES = [*_HUB_FILES, "pytorch_model.bin", "mask_embedding.pt"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Targets and drafts: each a frozen configuration with a pure forward, and the pytree of its weights."""
 
 from jspec.models.assistant import Assistant, AssistantParams
+from jspec.models.block_head import BlockHead, BlockParams
 from jspec.models.decoder import Decoder
 from jspec.models.deepseek import Deepseek, DeepseekParams
 from jspec.models.draft import Draft
@@ -13,6 +14,8 @@ from jspec.models.qwen3_next import Qwen3Next, Qwen3NextParams
 __all__ = [
     "Assistant",
     "AssistantParams",
+    "BlockHead",
+    "BlockParams",
     "Decoder",
     "Deepseek",
     "DeepseekParams",

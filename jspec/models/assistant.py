@@ -108,6 +108,7 @@ class Assistant:
     target_head: bool = False
     drafter: ClassVar[str] = "frozen-kv-mtp"
     """Name of the drafter that uses this model as its draft."""
+    at_once: ClassVar[bool] = False
 
     def __post_init__(self):
         if len(self.target_layers) != len(self.head_dims) or not self.target_layers:

@@ -40,6 +40,7 @@ class Decoder(abc.ABC):
     """Whether the bits of a token's logits depend on its own context alone, see `exactly`."""
     drafter: ClassVar[str] = "standalone"
     """Name of the drafter that uses this model as its draft."""
+    at_once: ClassVar[bool] = False
 
     @abc.abstractmethod
     def param_shapes(self, dtype: DTypeLike) -> PyTree:

@@ -10,10 +10,12 @@ from jspec.models.decoder import Decoder
 
 
 class Draft(Protocol):
-    """The configuration of a draft model: a language model, an EAGLE head, an assistant, MTP heads."""
+    """The configuration of a draft model: a language model, an EAGLE head, a block draft, an assistant, MTP heads."""
 
     drafter: ClassVar[str]
     """Name of the drafter that uses this model as its draft."""
+    at_once: ClassVar[bool]
+    """Whether one forward drafts all tokens of a round."""
 
     @property
     def num_layers(self) -> int:

@@ -91,6 +91,7 @@ class EagleHead:
     tensor: int = 1
     drafter: ClassVar[str] = "eagle"
     """Name of the drafter that uses this model as its draft."""
+    at_once: ClassVar[bool] = False
 
     def summary(self) -> str:
         """The draft in a few words."""

@@ -170,6 +170,7 @@ class MtpHeads:
     count: int
     drafter: ClassVar[str] = "mtp"
     """Name of the drafter that uses these heads as its draft."""
+    at_once: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.layer.num_layers != 1:

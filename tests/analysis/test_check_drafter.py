@@ -37,6 +37,8 @@ def check(drafter, prompts=IDS):
 
 
 SLOW_DRAFTERS = (
+    "block",
+    "block_tree",
     "ngram",
     "mtp",
     "mtp_reused_tree",

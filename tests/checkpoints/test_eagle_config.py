@@ -9,7 +9,7 @@ import pytest
 from eagle_files import TARGET, edit, load, random_head
 from eagle_oracle import layer_config
 
-from jspec.checkpoints import eagle, eagle_config
+from jspec.checkpoints import eagle, eagle_config, speculators
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.models.layers import Llama3Rope
 
@@ -46,7 +46,7 @@ def test_the_layers_configuration_only_has_differences(head):
 @pytest.mark.slow
 def test_layer_defaults_are_those_of_transformers(needs):
     transformers = needs("transformers")
-    for kind, defaults in eagle_config.LAYER_DEFAULTS.items():
+    for kind, defaults in speculators.LAYER_DEFAULTS.items():
         theirs = transformers.AutoConfig.for_model(kind).to_dict()
         assert defaults == {key: theirs[key] for key in defaults}
         assert theirs["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4}

@@ -18,7 +18,7 @@ from planted import (
     assert_counted,
     complete,
     each_name,
-    pools,
+    paged_caches,
     weights_of,
 )
 
@@ -293,8 +293,7 @@ def test_free_pages_and_rows_after_the_committed_ones_are_never_read(drafter):
 
 def row_of(s, b):
     """The columns, counters and pages of one sequence."""
-    # The draft's page table equals the target's.
-    pages = [pool[:, :, s.cache.page_table[b]] for pool in pools(s)]
+    pages = [cache.pool[:, :, cache.page_table[b]] for cache in paged_caches(s)]
     return s.tokens[b], s.length[b], s.finish_code[b], s.stats.rounds[b], s.stats.accept_counts[b], pages
 
 

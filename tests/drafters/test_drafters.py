@@ -14,7 +14,7 @@ from planted import each_name, weights_of
 
 from jspec.core import tree
 from jspec.core.types import DraftNeeds, Params
-from jspec.drafters import DRAFTERS, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, resolve
+from jspec.drafters import DRAFTERS, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, resolve
 from jspec.drafters.ngram import continue_match
 from jspec.models.assistant import Clusters
 
@@ -120,6 +120,21 @@ def test_an_object_that_is_not_a_drafter_is_an_error_that_names_what_it_lacks():
             lambda: Eagle().bind(toy.TARGET, dataclasses.replace(toy.HEAD, capture_layers=(2, 1))),
             "they must ascend, from 0 to 3",
         ),
+        (lambda: Block(depth=0), r"Block\(depth=0\): must be from 1 to 64"),
+        (lambda: Block(width=65), r"Block\(width=65\): must be from 1 to 64"),
+        (lambda: Block(depth=6).bind(toy.TARGET, toy.BLOCK), r"Block\(depth=6\): must be at most 5, the predictions"),
+        (lambda: Block(depth=5).bind(toy.TARGET, toy.FILL_IN), r"Block\(depth=5\): must be at most 4, the predictions"),
+        (lambda: Block(num_nodes=9).bind(toy.TARGET, toy.BLOCK), "at least depth . 1 = 6 and at most .* = 6"),
+        (lambda: Block(width=49).bind(toy.TARGET, toy.BLOCK), r"Block\(width=49\): the draft's vocabulary has 48"),
+        (lambda: Block().bind(toy.TARGET, toy.HEAD), "needs a block draft, but the loaded draft is of type EagleHead"),
+        (
+            lambda: Block().bind(toy.TARGET, dataclasses.replace(toy.BLOCK, target_hidden_size=64)),
+            "target with hidden size 64, but this target has 32",
+        ),
+        (
+            lambda: Block().bind(toy.TARGET, dataclasses.replace(toy.BLOCK, capture_layers=(0, 4))),
+            "they must ascend, from 0 to 3",
+        ),
         (
             lambda: FrozenKvMtp(position="last"),
             r"FrozenKvMtp\(position='last'\): position must be one of 'committed', 'root'",
@@ -171,14 +186,14 @@ def test_invalid_settings_are_errors(make, message):
         make()
 
 
-@pytest.mark.parametrize("drafter", (Eagle(), FrozenKvMtp(), Mtp()))
+@pytest.mark.parametrize("drafter", (Block(), Eagle(), FrozenKvMtp(), Mtp()))
 def test_a_drafter_that_is_not_bound_has_no_layers_to_capture(drafter):
     assert resolve(drafter) is drafter
     with pytest.raises(ValueError, match=f"this {type(drafter).__name__} is not bound: use what its bind"):
         _ = drafter.capture_layers
 
 
-@pytest.mark.parametrize("drafter", (Eagle(), FrozenKvMtp(), Mtp(), Standalone()))
+@pytest.mark.parametrize("drafter", (Block(), Eagle(), FrozenKvMtp(), Mtp(), Standalone()))
 def test_drafters_with_a_model_adapt_to_the_rule_of_acceptance(drafter):
     sampled = dataclasses.replace(drafter, sampled=True)
     assert drafter.adapt(DraftNeeds()) == drafter and sampled.adapt(DraftNeeds()) == sampled

@@ -15,8 +15,8 @@ import toy
 from jspec.core import accept, stopping
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Params
-from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Standalone
-from jspec.models import Assistant, EagleHead, EagleParams, MtpHeads, MtpParams
+from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Standalone
+from jspec.models import Assistant, BlockHead, EagleHead, EagleParams, MtpHeads, MtpParams
 from jspec.models.assistant import Clusters
 
 EOS = 7
@@ -59,6 +59,27 @@ HEAD = EagleHead(
     capture_layers=(toy.TARGET.num_layers + 1,),
     rms_norm_eps=toy.TARGET.rms_norm_eps,
 )
+BLOCK = BlockHead(
+    vocab_size=VOCABULARY,
+    draft_vocab_size=VOCABULARY,
+    hidden_size=WIDTH,
+    target_hidden_size=WIDTH,
+    intermediate_size=toy.TARGET.intermediate_size,
+    num_layers=1,
+    num_heads=toy.TARGET.num_heads,
+    num_kv_heads=toy.TARGET.num_kv_heads,
+    head_dim=toy.TARGET.head_dim,
+    max_length=toy.TARGET.max_length,
+    capture_layers=(toy.TARGET.num_layers,),
+    block_size=4,
+    mask_token=VOCABULARY - 1,
+    next_token=True,
+    windows=(None,),
+    causal=(False,),
+    markov="vanilla",
+    markov_rank=WIDTH,
+    own_head=True,
+)
 ASSISTANT = Assistant(VOCABULARY, WIDTH, WIDTH, 64, num_heads=4, target_layers=(1, 0), head_dims=(16, 16))
 CLUSTERED = dataclasses.replace(ASSISTANT, clusters=Clusters(count=VOCABULARY, chosen=VOCABULARY))
 TOKEN_ONLY = np.concatenate([np.eye(WIDTH, dtype=np.float32), np.zeros((WIDTH, WIDTH), np.float32)])
@@ -90,6 +111,13 @@ def eagle():
     return EagleParams(None, TOKEN_ONLY, None, None, None, None, (layer,), target.norm, target.lm_head[:, ids], ids)
 
 
+def block():
+    """A Markov head that is the target, on logits that are 0."""
+    own, ids = toy.random_block(BLOCK), np.arange(VOCABULARY, dtype=np.int32)[::-1].copy()
+    markov = dataclasses.replace(own.markov, previous=table().embed, out=table().lm_head[:, ids])
+    return dataclasses.replace(own, lm_head=np.zeros((WIDTH, VOCABULARY), np.float32), ids=ids, markov=markov)
+
+
 def heads():
     own = toy.random_params(toy.HEAD_LAYER, seed=6).layers[0]
     ones = np.ones(WIDTH, np.float32)
@@ -118,6 +146,7 @@ def perfect():
     own = {
         "standalone": (Standalone, toy.TARGET, Params(exact, exact)),
         "eagle": (Eagle, HEAD, Params(layers, eagle())),
+        "block": (Block, BLOCK, Params(layers, block())),
         "mtp": (Mtp, MtpHeads(toy.HEAD_LAYER, 3), Params(layers, heads())),
         "frozen_kv_mtp": (FrozenKvMtp, ASSISTANT, Params(layers, assistant(ASSISTANT))),
         "frozen_kv_mtp_clustered": (FrozenKvMtp, CLUSTERED, Params(layers, assistant(CLUSTERED))),

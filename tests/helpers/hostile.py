@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import block_files
 import deepseek
 import eagle_files
 import gemma
@@ -18,8 +19,9 @@ import qwen
 import toy
 from safetensors.numpy import save_file
 
-from jspec.checkpoints import assistant, drafts, eagle_config, gemma4, language_model
+from jspec.checkpoints import assistant, block_config, drafts, eagle_config, gemma4, language_model
 from jspec.checkpoints.fields import Fields
+from jspec.models import BlockHead
 from jspec.models.assistant import Clusters
 from jspec.models.decoder import Decoder
 from jspec.models.layers import Llama3Rope, YarnRope
@@ -75,6 +77,8 @@ def bases(root: Path) -> list[Base]:
     made = [_model(root / name, name, config) for name, config in MODELS.items()]
     made += [_older(root / "older"), *(_wrapped(root / f"wrapped {name}", name) for name in ("gemma4", "qwen3_next"))]
     made += [_head(root / name, name) for name in eagle_files.HEADS]
+    blocks = ("z-lab sliding", "deepspec rnn", "specforge dspark", "speculators dspark")
+    made += [_block(root / name, name) for name in blocks]
     return [*made, own_assistant(root / "assistant"), _gemma4_assistant(root / "gemma4 assistant")]
 
 
@@ -203,6 +207,52 @@ def _head(directory: Path, name: str) -> Base:
         return {key: value for key, value in described.items() if key not in own}
 
     return Base(name, directory, raw, load, describe)
+
+
+def _block(directory: Path, name: str) -> Base:
+    block_files.make_draft(directory, **block_files.DRAFTS[name])
+    raw = json.loads((directory / "config.json").read_text())
+
+    def load(directory: Path):
+        made = drafts.load(directory, target=block_files.TARGET, dtype="float32")
+        return made.config, made.params
+
+    def describe(made) -> dict:
+        config, params = made
+        if isinstance(config, Decoder):
+            return language_model.describe(config)
+        if not isinstance(config, BlockHead):
+            return {}
+        # What both layouts cannot hold is compared by the tests of checkpoints.
+        plain = dataclasses.replace(config, logit_scale=1.0, soft_cap=None)
+        described = block_config.describe("speculators", plain, params, "float32", None)
+        heads = ("block_size", "mask_token_id", "markov_rank")
+        found = {key: described[key] for key in heads}
+        shape = {key: value for key, value in described["transformer_layer_config"].items() if key in _SHAPE}
+        if "speculators_model_type" in raw:
+            ids = {"aux_hidden_state_layer_ids": described["aux_hidden_state_layer_ids"]}
+            return {**found, **ids, "transformer_layer_config": shape}
+        ids = {"target_layer_ids": [layer - 1 for layer in config.capture_layers]}
+        # The section of the method takes precedence.
+        inner = {key: value for key, value in {**found, **ids}.items() if key in raw.get("dflash_config", {})}
+        return {**shape, **inner} if "dflash_config" not in raw else {**shape, "dflash_config": inner}
+
+    return Base(name, directory, raw, load, describe)
+
+
+_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "attention_bias",
+)
 
 
 def own_assistant(directory: Path) -> Base:

@@ -11,7 +11,7 @@ import toy
 
 from jspec.core import accept, tree
 from jspec.core.types import DraftTree, Params
-from jspec.drafters import Eagle, FrozenKvMtp
+from jspec.drafters import Block, Eagle, FrozenKvMtp
 from jspec.models import MtpHead, MtpHeads
 
 STATIC = ("target", "drafter", "accept")
@@ -58,7 +58,7 @@ class RandomTree(Planted):
         return DraftTree(jnp.where(keep, right, wrong), parents, self.depth), s.draft
 
 
-REPEATED = ("eagle", "frozen_kv_mtp", "mtp_reused_tree", "standalone", "suffix")
+REPEATED = ("block", "eagle", "frozen_kv_mtp", "mtp_reused_tree", "standalone", "suffix")
 """Slow points of the tests of all drafters: another shape of each of them always runs."""
 
 
@@ -92,6 +92,8 @@ def weights_of(drafter):
         return toy.assistant_params(drafter.model.clusters is not None)
     if isinstance(getattr(drafter, "model", None), MtpHead | MtpHeads):
         return toy.mtp_params()
+    if isinstance(drafter, Block):
+        return toy.block_params(drafter.model)
     return toy.head_params() if isinstance(drafter, Eagle) else toy.params()
 
 
@@ -107,9 +109,15 @@ def assert_counted(s, prompt=toy.LENGTHS):
     np.testing.assert_array_equal(counts @ np.arange(1, counts.shape[1] + 1), in_rounds)
 
 
+def paged_caches(s):
+    """The target's cache and, if it has one, the drafter's, or the groups of each."""
+    caches = [cache for cache in (s.cache, getattr(s.draft, "cache", None)) if cache is not None]
+    return [group for cache in caches for group in getattr(cache, "groups", (cache,))]
+
+
 def pools(s):
-    """The pools of the target's cache and, if it has one, of the drafter's."""
-    return [cache.pool for cache in (s.cache, getattr(s.draft, "cache", None)) if cache is not None]
+    """Their pools."""
+    return [cache.pool for cache in paged_caches(s)]
 
 
 def best_first_by_hand(dist, root, depth, width, nodes):

@@ -9,10 +9,12 @@ import numpy as np
 
 from jspec.core import accept, decode, stopping, tree
 from jspec.core.types import DecodeState, Drafter, Params
-from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
+from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
 from jspec.models import (
     Assistant,
     AssistantParams,
+    BlockHead,
+    BlockParams,
     EagleHead,
     EagleParams,
     Llama,
@@ -62,6 +64,32 @@ HEAD = EagleHead(
     max_length=512,
     capture_layers=(0, 1, 2),
 )
+BLOCK = BlockHead(
+    vocab_size=61,
+    draft_vocab_size=48,
+    hidden_size=96,
+    target_hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=24,
+    max_length=512,
+    capture_layers=(0, 1, 2),
+    block_size=5,
+    mask_token=60,
+    next_token=True,
+    windows=(None, 6),
+    causal=(False, True),
+    markov="rnn",
+    markov_rank=8,
+    own_embed=True,
+    own_head=True,
+)
+FILL_IN = dataclasses.replace(
+    BLOCK, next_token=False, num_layers=1, windows=(None,), causal=(False,), markov=None, markov_rank=0
+)
+"""A block whose rows predict the tokens at their own positions."""
 ASSISTANT = Assistant(
     vocab_size=61,
     hidden_size=128,
@@ -181,6 +209,60 @@ def fit_head(target: Llama, head: EagleHead, weights: LlamaParams, tokens: np.nd
     wanted = np.array(logits)[:, 1:, ids].reshape(len(feature), -1)
     fitted = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ wanted)
     return Params(weights, dataclasses.replace(random, lm_head=jax.device_put(fitted.astype(np.float32))))
+
+
+@functools.cache
+def block_params(config: BlockHead) -> Params:
+    """The target's weights and a block draft that is often right on the texts of `plain_tokens`."""
+    return fit_block(TARGET, config, params().target, plain_tokens())
+
+
+def random_block(config: BlockHead, ids: np.ndarray | None = None, seed: int = 17) -> BlockParams:
+    """Weights whose spread keeps logits apart."""
+    matrix = _matrices(seed)
+
+    def fill(shape):
+        if shape.dtype == np.int32:
+            return ids
+        return _norm(matrix, *shape.shape) if len(shape.shape) == 1 else matrix(*shape.shape)
+
+    return jax.device_put(jax.tree.map(fill, config.param_shapes(np.float32)))
+
+
+def fit_block(target: Llama, config: BlockHead, weights: LlamaParams, tokens: np.ndarray) -> Params:
+    """A random block draft with an LM head that is fitted to the target's logits on these texts."""
+    common = np.argsort(-np.bincount(tokens.ravel(), minlength=config.vocab_size), kind="stable")
+    ids = np.sort(common[: config.draft_vocab_size]).astype(np.int32)
+    both = Params(weights, random_block(config, ids))
+    rows, length = tokens.shape
+    anchors = np.tile(np.arange(length - config.depth, dtype=np.int32), rows)
+
+    @jax.jit
+    def read(both, tokens, anchors):
+        cache = target.init_cache(both.target, rows, 4, 4)
+        layers = config.capture_layers
+        out = target.forward(both.target, tree.chain(tokens), cache, None, capture_layers=layers)
+        each = jnp.repeat(jnp.arange(rows), len(anchors) // rows)
+        positions = jnp.arange(length, dtype=jnp.int32)[None]
+        _, kept = config.read(both.draft, out.hidden[each], positions)
+        cache = config.init_cache(both.draft, len(anchors), length, 4).commit(
+            kept, jnp.zeros_like(anchors), None, anchors
+        )
+        root = jnp.take_along_axis(tokens[each], anchors[:, None], axis=1)
+        masks = jnp.full((len(anchors), config.block_size - 1), config.mask_token)
+        block = anchors[:, None] + jnp.arange(config.block_size)[None]
+        made = config.apply(both, target, jnp.concatenate([root, masks], axis=1), block, cache, anchors)
+        wanted = jnp.take_along_axis(out.logits[each], block[:, : config.depth, None], axis=1)
+        return made[:, -config.depth :], wanted
+
+    feature, wanted = jax.device_get(read(both, tokens, anchors))
+    feature, wanted = feature.reshape(-1, config.hidden_size), wanted[:, :, ids].reshape(-1, len(ids))
+    fitted = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(config.hidden_size), feature.T @ wanted)
+    draft = dataclasses.replace(both.draft, lm_head=jax.device_put(fitted.astype(np.float32)))
+    if draft.markov is not None:
+        quiet = dataclasses.replace(draft.markov, out=draft.markov.out * np.float32(0.3))
+        draft = dataclasses.replace(draft, markov=quiet)
+    return Params(weights, draft)
 
 
 def _read(both: Params, tokens, *, target: Llama, head: EagleHead):
@@ -342,6 +424,8 @@ _keys = jax.jit(jax.vmap(jax.random.key))
 def bound_drafters() -> dict[str, Drafter]:
     """Drafters for each name in `DRAFTERS`, to run with `planted.weights_of`. Add new drafters here."""
     return {
+        "block": Block(depth=3).bind(TARGET, FILL_IN),
+        "block_tree": Block(width=3, num_nodes=12).bind(TARGET, BLOCK),
         "eagle": Eagle(depth=3).bind(TARGET, HEAD),
         "eagle_tree": Eagle(depth=4, width=3, num_nodes=12).bind(TARGET, HEAD),
         "frozen_kv_mtp": FrozenKvMtp(depth=3).bind(TARGET, ASSISTANT),

@@ -1,0 +1,346 @@
+"""The config.json of block drafts (DFlash, DSpark), in all layouts: reading and writing it.
+
+z-lab's (`DFlashDraftModel`, github.com/z-lab/dflash) and SpecForge's are the config.json of a Qwen3 with further keys,
+some of them under `dflash_config`; DeepSpec's (`Qwen3DSparkModel`, github.com/deepseek-ai/DeepSpec) has all of them at
+the top level. "speculators" (jspec/checkpoints/speculators.py) counts layers by what enters them, the others by what
+leaves them. A key is read from `dflash_config` first.
+"""
+
+from typing import Any, Literal
+
+from jspec.checkpoints.config import read_eps, read_head_dim, reading
+from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, MOST_NUMBER, Fields, refuse
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.llama import describe_scaling, parse_rope, read_heads
+from jspec.checkpoints.speculators import describe_method, is_speculators, read_layer_config
+from jspec.models.block_head import MARKOV_KINDS, BlockHead, BlockParams
+from jspec.models.decoder import Decoder
+
+LAYOUTS = ("deepspec", "speculators")
+"""Layouts that can be written."""
+
+_NAMES = ("dflash", "dspark", "domino")
+"""Parts of the names of classes and of speculators' model types."""
+_OTHER_CLASSES = ("domino", "dflash2", "gemma4", "dsv4", "glm")
+"""Parts of the names of classes whose layers or heads are others."""
+_SECTION = "dflash_config"
+_BUNDLED = "dspark_block_size"
+"""Key of a target's own config.json whose checkpoint has a DSpark module."""
+_OTHER_METHODS = ("conv_kernel_size", "selector_rank", "num_experts", "num_local_experts", "attention_sink_bias")
+_TRAINED_WITH = 512
+"""DeepSpec's default number of anchors per sequence, a key that its classes require."""
+
+
+def matches(config: Fields) -> bool:
+    """Whether a config.json is a block draft's, of any layout."""
+    names = [*(config.optional_texts("architectures") or ()), config.optional_text("speculators_model_type") or ""]
+    stated = any(part in name.lower() for name in names for part in _NAMES)
+    return stated or config.has(_SECTION) or config.has(_BUNDLED)
+
+
+def parse_config(config: Fields, names: set[str], target: Decoder) -> BlockHead:
+    """The block draft that a config.json describes.
+
+    Args:
+      names: those of the tensors, which determine whether it has an embedding and an LM head of its own.
+      target: the model that it drafts for.
+
+    Raises:
+      CheckpointError: an unsupported option, a key that is missing, of the wrong type or out of bounds, or a draft that
+        does not suit the target.
+    """
+    if config.has(_BUNDLED):
+        refuse(config.where, [f"{config.describe(_BUNDLED)}, a module with layers of DeepSeek-V4"], "a block draft")
+    layer = read_layer_config(config, ("qwen3",))
+    _refuse(config, layer)
+    heads, kv_heads = read_heads(layer)
+    theta, scaling = parse_rope(layer)
+    vocabulary = layer.read_int("vocab_size")
+    windows, causal = _read_attention(config, layer)
+    markov, rank = _read_markov(config)
+    scale, soft_cap = _read_logits(config, names, target)
+    with reading(config.where):
+        head = BlockHead(
+            vocab_size=vocabulary,
+            draft_vocab_size=config.read_int("draft_vocab_size", vocabulary),
+            hidden_size=layer.read_int("hidden_size"),
+            target_hidden_size=_in(config, "target_hidden_size").read_int("target_hidden_size", target.hidden_size),
+            intermediate_size=layer.read_int("intermediate_size"),
+            num_layers=layer.read_int("num_hidden_layers", most=MOST_LAYERS),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=read_head_dim(layer, default=128),
+            max_length=layer.read_int("max_position_embeddings", target.max_length, most=MOST_LENGTH),
+            capture_layers=_read_capture(config, layer, target),
+            block_size=_in(config, "block_size").read_int("block_size"),
+            mask_token=_in(config, "mask_token_id").read_int("mask_token_id", least=0),
+            next_token=_read_next_token(config),
+            windows=windows,
+            causal=causal,
+            markov=markov,
+            markov_rank=rank,
+            confidence=_read_confidence(config),
+            rms_norm_eps=read_eps(layer),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            attention_bias=layer.read_flag("attention_bias", False),
+            own_embed="embed_tokens.weight" in names,
+            own_head="lm_head.weight" in names,
+            logit_scale=scale,
+            soft_cap=soft_cap,
+        )
+    _check_config(head, target, config.where)
+    return head
+
+
+def _in(config: Fields, key: str) -> Fields:
+    """The object that has a key: the section of the method, otherwise the top level."""
+    section = config.section(_SECTION)
+    return section if section.has(key) else config
+
+
+def _refuse(config: Fields, layer: Fields) -> None:
+    """Raises if the configuration requires another forward than that of `BlockHead`."""
+    wrong = config.unsupported({"speculators_model_type": ("dflash", "dspark"), "shift_label": (False,)})
+    architectures = config.optional_texts("architectures") or ()
+    wrong += [f"architectures={name}" for name in architectures if any(part in name.lower() for part in _OTHER_CLASSES)]
+    section = config.section(_SECTION)
+    for fields in (config, layer, section):
+        wrong += fields.unsupported({"projector_type": ("dflash", "dspark"), "mlp_bias": (False,)})
+        wrong += fields.unsupported({"hidden_act": ("silu",)})
+        wrong += [fields.describe(key) for key in _OTHER_METHODS if fields.is_set(key)]
+        wrong += [
+            fields.describe(key)
+            for key in ("attention_value_scale", "input_embedding_scale")
+            if fields.optional_number(key) not in (None, 1)
+        ]
+        if fields.section("quantization_config").keys():
+            wrong.append("quantization_config")
+    refuse(config.where, wrong, "a block draft")
+
+
+def _is_dspark(config: Fields) -> bool:
+    """Whether a draft of z-lab's, DeepSpec's or SpecForge's layout is a DSpark one."""
+    names = config.optional_texts("architectures") or ()
+    kind = _in(config, "projector_type").read_text("projector_type", "")
+    return kind == "dspark" or any("dspark" in name.lower() for name in names)
+
+
+def _read_next_token(config: Fields) -> bool:
+    """Whether a row predicts the token after its own position."""
+    default = not is_speculators(config) and _is_dspark(config)
+    return _in(config, "sample_from_anchor").read_flag("sample_from_anchor", default)
+
+
+def _read_attention(config: Fields, layer: Fields) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """For each layer its window, and whether its rows see only the rows of the block up to their own."""
+    count, section = layer.read_int("num_hidden_layers", most=MOST_LAYERS), config.section(_SECTION)
+    types = layer.optional_texts("layer_types") or ("full_attention",) * count
+    if len(types) != count or set(types) - {"full_attention", "sliding_attention"}:
+        problem = f"must be {count} of full_attention or sliding_attention, one for each layer of the draft"
+        raise layer.wrong("layer_types", list(types), problem)
+    sliding = [kind == "sliding_attention" for kind in types]
+    window = None
+    if section.read_flag("use_swa", False):
+        sliding, window = [True] * count, section.read_int("swa_window_size")
+    elif any(sliding):
+        if not layer.read_flag("use_sliding_window", False):
+            raise layer.wrong("use_sliding_window", False, "must be true, as layer_types has sliding_attention")
+        window = layer.read_int("sliding_window")
+    flags = (config.optional_flag("is_causal"), layer.optional_flag("is_causal"), section.optional_flag("causal"))
+    stated = next((flag for flag in flags if flag is not None), None)
+    if stated is None and section.read_flag("use_swa", False):
+        raise CheckpointError(f"{config.where}: the key '{section.path}causal' is missing, and use_swa has no default")
+    if stated is None and config.read_flag("sliding_window_non_causal", False):
+        stated = False
+    causal = sliding if stated is None else [stated] * count
+    return tuple(window if one else None for one in sliding), tuple(causal)
+
+
+def _read_markov(config: Fields) -> tuple[Literal["vanilla", "gated", "rnn"] | None, int]:
+    """Kind and rank of the Markov head."""
+    rank = _in(config, "markov_rank").read_int("markov_rank", 0, least=0)
+    if rank == 0:
+        return None, 0
+    fields = _in(config, "markov_head_type")
+    kind = fields.read_text("markov_head_type", "vanilla").lower()
+    for known in ("vanilla", "gated", "rnn"):
+        if kind == known:
+            return known, rank
+    raise fields.wrong("markov_head_type", repr(kind), f"must be one of {', '.join(MARKOV_KINDS)}")
+
+
+def _read_confidence(config: Fields) -> Literal["hidden", "markov"] | None:
+    """What the confidence head reads."""
+    if not _in(config, "enable_confidence_head").read_flag("enable_confidence_head", False):
+        return None
+    joined = _in(config, "confidence_head_with_markov").read_flag("confidence_head_with_markov")
+    return "markov" if joined else "hidden"
+
+
+def _read_logits(config: Fields, names: set[str], target: Decoder) -> tuple[float, float | None]:
+    """The factor on the logits, and their bound."""
+    factors = {
+        key: fields.read_number(key, above=0, most=MOST_NUMBER)
+        for key in ("output_multiplier", "logit_scale")
+        if (fields := _in(config, key)).has(key)
+    }
+    if len(factors) > 1:
+        raise CheckpointError(f"{config.where}: has both output_multiplier and logit_scale; must have one")
+    scale = next(iter(factors.values()), 1.0)
+    cap = _in(config, "final_logit_softcapping").optional_number("final_logit_softcapping", least=0, most=MOST_NUMBER)
+    cap, own = cap or None, getattr(target, "soft_cap", None)
+    if "lm_head.weight" in names or own is None:
+        return scale, cap
+    if cap != own or scale != 1.0:
+        raise CheckpointError(
+            f"{config.where}: final_logit_softcapping={cap} with a factor of {scale}, but the draft shares the LM head "
+            f"of a target with a soft cap of {own}: must be the same, without a factor"
+        )
+    return scale, None
+
+
+def _read_capture(config: Fields, layer: Fields, target: Decoder) -> tuple[int, ...]:
+    """The hidden states of the target that the draft reads, as in `Decoder.apply`."""
+    count = target.num_layers
+    stated = config.optional_int("num_target_layers", most=MOST_LAYERS)
+    if stated not in (None, count):
+        raise config.wrong("num_target_layers", stated, f"the target has {count} layers")
+    if is_speculators(config):
+        key, shift, fields = "aux_hidden_state_layer_ids", 0, config
+        ids = fields.read_ints(key, most=MOST_LAYERS, count=MOST_LAYERS)
+    else:
+        key, shift = "target_layer_ids", 1
+        fields = _in(config, key)
+        ids = fields.optional_ints(key, least=-1, most=MOST_LAYERS, count=MOST_LAYERS)
+        ids = _default_ids(count, layer.read_int("num_hidden_layers", most=MOST_LAYERS)) if ids is None else ids
+    if not ids or list(ids) != sorted(set(ids)) or not -shift <= ids[0] <= ids[-1] <= count - shift:
+        problem = f"must ascend, from {-shift} to at most {count - shift}, as the target has {count} layers"
+        raise fields.wrong(key, list(ids), problem)
+    return tuple(i + shift for i in ids)
+
+
+def _default_ids(count: int, layers: int) -> tuple[int, ...]:
+    """The layers of a target of `count` layers that z-lab's drafts of `layers` layers read by default."""
+    if layers == 1:
+        return (count // 2,)
+    return tuple(round(1 + index * (count - 4) / (layers - 1)) for index in range(layers))
+
+
+def _check_config(config: BlockHead, target: Decoder, where: str) -> None:
+    """Raises if the hyperparameters contradict each other or the target's."""
+    if config.vocab_size != target.vocab_size:
+        raise CheckpointError(f"{where}: vocab_size={config.vocab_size}, but the target has {target.vocab_size} tokens")
+    if config.draft_vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{where}: draft_vocab_size={config.draft_vocab_size}: must be between 1 and vocab_size={config.vocab_size}"
+        )
+    if config.target_hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"{where}: target_hidden_size={config.target_hidden_size}, but the target's width is {target.hidden_size}"
+        )
+    if config.hidden_size != target.hidden_size and not (config.own_embed and config.own_head):
+        raise CheckpointError(
+            f"{where}: hidden_size={config.hidden_size}, but the target's is {target.hidden_size}: a draft of another "
+            "width needs the tensors embed_tokens.weight and lm_head.weight"
+        )
+
+
+def describe(layout: str, config: BlockHead, params: BlockParams, dtype: str, verifier: str | None) -> dict[str, Any]:
+    """The config.json of a block draft.
+
+    Args:
+      params: determines which weights exist; the values do not matter.
+      dtype: precision of the stored weights.
+      verifier: the target's directory or hub id, for the layout "speculators".
+
+    Raises:
+      ValueError: an unknown layout, or a draft that the layout cannot represent.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")
+    if config.logit_scale != 1.0 or config.soft_cap is not None or params.mask_embed is not None:
+        raise ValueError(f"layout={layout!r} cannot hold logit_scale, soft_cap or mask_embed")
+    if layout == "deepspec":
+        return {**_describe_deepspec(config), "torch_dtype": dtype}
+    return {**_describe_speculators(config, verifier), "torch_dtype": dtype}
+
+
+def _describe_layers(config: BlockHead) -> dict[str, Any]:
+    """The keys of the layers, those of a Qwen3, in the older generation's format, which every release reads."""
+    scaling, window = config.rope_scaling, next((one for one in config.windows if one), None)
+    return {
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_length,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if scaling is None else describe_scaling(scaling),
+        "attention_bias": config.attention_bias,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "layer_types": ["full_attention" if one is None else "sliding_attention" for one in config.windows],
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def _describe_heads(config: BlockHead) -> dict[str, Any]:
+    """The keys of a block and of its heads, at the top level in both layouts."""
+    return {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token,
+        "sample_from_anchor": config.next_token,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov or "vanilla",
+        "enable_confidence_head": config.confidence is not None,
+        "confidence_head_with_markov": config.confidence == "markov",
+    }
+
+
+def _describe_deepspec(config: BlockHead) -> dict[str, Any]:
+    plain = not any(config.windows) and not any(config.causal)
+    if not (plain and config.next_token and config.draft_vocab_size == config.vocab_size):
+        raise ValueError(
+            "layout='deepspec' requires next_token, the target's whole vocabulary, and full attention both ways: use "
+            "'speculators'"
+        )
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        **_describe_layers(config),
+        **_describe_heads(config),
+        "target_layer_ids": [layer - 1 for layer in config.capture_layers],
+        "num_anchors": _TRAINED_WITH,
+    }
+
+
+def _describe_speculators(config: BlockHead, verifier: str | None) -> dict[str, Any]:
+    kinds = {(window, causal) for window, causal in zip(config.windows, config.causal, strict=True)}
+    sliding = {kind for kind in kinds if kind[0]}
+    if (None, True) in kinds or len(sliding) > 1:
+        raise ValueError(
+            "layout='speculators' requires full attention both ways, and one kind of sliding layers: the draft has "
+            f"windows={config.windows}, causal={config.causal}"
+        )
+    dspark = config.next_token or config.markov is not None or config.confidence is not None
+    algorithm = "dspark" if dspark else "dflash"
+    return {
+        "architectures": [f"{'DSpark' if dspark else 'DFlash'}Speculator"],
+        "speculators_model_type": algorithm,
+        "speculators_config": describe_method(algorithm, config.depth, verifier),
+        "transformer_layer_config": _describe_layers(config),
+        **_describe_heads(config),
+        "sliding_window_non_causal": any(not causal for _, causal in sliding),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None if config.hidden_size == config.target_hidden_size else config.target_hidden_size,
+        "aux_hidden_state_layer_ids": list(config.capture_layers),
+        "tie_word_embeddings": False,
+    }

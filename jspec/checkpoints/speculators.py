@@ -1,0 +1,115 @@
+"""What drafts of all kinds share in the layout "speculators" (github.com/vllm-project/speculators), which vLLM reads.
+
+The configuration of the layers is under `transformer_layer_config`; `d2t` maps a reduced vocabulary to the target's.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from jspec.checkpoints.fields import Fields, read_fields
+from jspec.checkpoints.files import CheckpointError, on_device
+from jspec.checkpoints.tensors import Tensors
+
+LAYER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+    },
+}
+"""Defaults of `transformers` for missing keys: `transformer_layer_config` only has those that differ."""
+
+
+def is_speculators(config: Fields) -> bool:
+    """Whether a config.json has this layout."""
+    return config.has("speculators_model_type")
+
+
+def read_layer_config(config: Fields, kinds: tuple[str, ...]) -> Fields:
+    """The configuration of the decoder layers, complete; that of any other layout is at the top level.
+
+    kinds: the model types that a draft's layers may have.
+
+    Raises:
+      CheckpointError: another model type.
+    """
+    if not is_speculators(config):
+        return config
+    layer = config.required_section("transformer_layer_config")
+    kind = layer.read_text("model_type", "")
+    if kind not in kinds:
+        known = ", ".join(kinds)
+        raise CheckpointError(f"{layer.where}: {layer.describe('model_type')} is not supported; must be one of {known}")
+    return layer.with_defaults(LAYER_DEFAULTS[kind])
+
+
+def describe_method(algorithm: str, tokens: int, verifier: str | None) -> dict[str, Any]:
+    """The key `speculators_config`: the method and its target.
+
+    tokens: drafts per round.
+    verifier: the target's directory or hub id.
+    """
+    own = None if verifier is None else Path(verifier) / "config.json"
+    known = read_fields(own) if own is not None and own.exists() else Fields({})
+    architectures = list(known.optional_texts("architectures") or ())
+    method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method],
+        "verifier": {"name_or_path": verifier, "architectures": architectures},
+    }
+
+
+def read_ids(tensors: Tensors, count: int, vocab: int) -> Int[Array, " Vd"] | None:
+    """The target's ids of a draft's vocabulary; None if it is the target's. d2t holds the offset of each.
+
+    count, vocab: tokens of the draft's vocabulary and of the target's.
+
+    Raises:
+      CheckpointError: they are not ascending ids of the target.
+    """
+    names, ids = tensors.names(), np.arange(count, dtype=np.int64)
+    if "d2t" in names or count != vocab:
+        offsets = tensors.integers("d2t", count)
+        # Beyond these bounds a sum could wrap around to a valid id.
+        inside = (offsets >= -vocab) & (offsets <= vocab)
+        if not inside.all():
+            raise CheckpointError(
+                f"{tensors.directory}: d2t has the offset {offsets[~inside][0]}: must be between {-vocab} and {vocab}"
+            )
+        ids = ids + offsets
+    if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= vocab:
+        raise CheckpointError(
+            f"{tensors.directory}: d2t maps to the token ids {ids[:3]} to {ids[-1]}, which must ascend from 0 to at "
+            f"most {vocab - 1}: d2t must hold offsets, target id = draft id + d2t"
+        )
+    if "t2d" in names and not np.array_equal(np.flatnonzero(tensors.marks("t2d", vocab)), ids):
+        raise CheckpointError(f"{tensors.directory}: t2d marks other tokens than d2t maps to")
+    return None if count == vocab else on_device(ids.astype(np.int32))
+
+
+def name_ids(ids: Int[Array, " Vd"] | None, vocab: int) -> dict[str, np.ndarray]:
+    """The tensors that hold a reduced vocabulary; none if it is the target's."""
+    if ids is None:
+        return {}
+    known = np.asarray(ids, np.int64)
+    return {"d2t": known - np.arange(known.size), "t2d": np.isin(np.arange(vocab), known)}

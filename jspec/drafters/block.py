@@ -1,0 +1,186 @@
+"""Block drafts: one forward of a small model proposes all tokens of a round (DFlash, arXiv 2602.06036; DSpark, arXiv
+2607.05147), as a chain or, best first over the block's own distributions, as a tree (DDTree, arXiv 2604.12989).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jspec.core.commit import commit_rows
+from jspec.core.grow import check_shape, grow, take_parents
+from jspec.core.propose import propose
+from jspec.core.struct import struct
+from jspec.core.types import (
+    Cache,
+    Committed,
+    DecodeState,
+    DraftNeeds,
+    DraftTree,
+    Frontier,
+    Params,
+    Proposal,
+    Target,
+)
+from jspec.drafters.binding import bound, check_made_for, check_needs, check_options, describe_loaded
+from jspec.models.block_head import BlockHead, BlockParams
+
+
+@struct
+class BlockState:
+    """The draft's cache. Row p is made of the target's feature at position p: every committed token but the last has a
+    row, as in the target's own cache.
+    """
+
+    cache: Cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Proposes with a block draft, such as DFlash or DSpark: one forward per round, whatever the depth.
+
+    depth: tokens of the longest chain, from 1 to the block's predictions; None: all of them; an int after `bind`.
+    width: maximum children of a node, and nodes that are expanded per generation, from 1, which is a chain, to 64. A
+      generation of a tree costs a step of the Markov head, if there is one, and no forward.
+    num_nodes: nodes of the tree, root included; None: 32, or fewer if fewer are proposed.
+    sampled: sample the drafts from the draft's own distribution, as "rejection" and "block" need.
+    target, model: the configurations of the target and of the draft; set by `bind`.
+    """
+
+    depth: Any = None
+    width: int = 1
+    num_nodes: int | None = None
+    sampled: bool = False
+    target: Target | None = None
+    model: BlockHead | None = None
+
+    def __post_init__(self):
+        if self.depth is None:
+            # `bind` replaces the depth, and so checks the number of nodes.
+            check_shape("Block", 1, self.width, None)
+            return
+        check_options(self, depth=self.depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """The target's layers that the draft reads.
+
+        Raises:
+          ValueError: before `bind`.
+        """
+        return self._model.capture_layers
+
+    def bind(self, target: Target, draft: object) -> "Block":
+        """Takes the draft's configuration; it must have been made for a target of this shape."""
+        if not isinstance(draft, BlockHead):
+            raise ValueError(
+                f'drafter Block needs a block draft, {describe_loaded(draft)}: jspec.load(..., draft="...")'
+            )
+        check_made_for("draft", target, vocab_size=draft.vocab_size, hidden_size=draft.target_hidden_size)
+        layers, last = draft.capture_layers, target.num_layers + 1
+        if list(layers) != sorted(set(layers)) or not all(0 <= layer <= last for layer in layers):
+            raise ValueError(f"the draft reads the layers {layers}: they must ascend, from 0 to {last}")
+        if self.width > draft.draft_vocab_size:
+            raise ValueError(f"Block(width={self.width}): the draft's vocabulary has {draft.draft_vocab_size} tokens")
+        if self.depth is not None and self.depth > draft.depth:
+            raise ValueError(f"Block(depth={self.depth}): must be at most {draft.depth}, the predictions of a block")
+        depth = draft.depth if self.depth is None else self.depth
+        return dataclasses.replace(self, depth=depth, target=target, model=draft)
+
+    def adapt(self, needs: DraftNeeds) -> "Block":
+        """Samples the drafts if the acceptance rule needs that."""
+        check_needs(self, self.width, needs)
+        return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
+
+    def init(self, params: Params, batch: int, capacity: int, page_size: int) -> BlockState:
+        """An empty cache."""
+        return BlockState(self._model.init_cache(params.draft, batch, capacity, page_size))
+
+    def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, BlockState]:
+        """Runs one forward over the block; its rows are never written to the cache.
+
+        The block has all of its rows, as in training, also if fewer tokens are proposed.
+        """
+        state: BlockState = s.draft
+        hidden, logits = self._predict(params, s, state)
+        own: BlockParams = params.draft
+
+        def step(
+            markov: Float[Array, "B M R"] | None, previous: Int[Array, "B M"], path: Int[Array, "B M g"]
+        ) -> tuple[Float[Array, "B M R"] | None, Proposal]:
+            row = slice(path.shape[2], path.shape[2] + 1)
+            corrected, markov = self._model.correct(own, markov, previous, hidden[:, row], logits[:, row])
+            return markov, self._propose(params, s, corrected, path)
+
+        def expand(
+            markov: Float[Array, "B F R"] | None, frontier: Frontier
+        ) -> tuple[Float[Array, "B M R"] | None, Proposal]:
+            parents = None if markov is None else take_parents(markov, frontier)
+            return step(parents, frontier.tokens, frontier.path)
+
+        batch = s.root.shape[0]
+        markov, first = step(self._model.begin(own, batch), s.root, jnp.zeros((batch, 1, 0), jnp.int32))
+        draft_tree = grow(
+            s.root[:, 0], first, expand, markov, depth=self.depth, width=self.width, num_nodes=self.num_nodes
+        )
+        return draft_tree, state
+
+    def extend(self, params: Params, s: DecodeState, committed: Committed) -> BlockState:
+        """Projects the target's features of the committed tokens to keys and values; no attention."""
+        state: BlockState = s.draft
+        assert committed.hidden is not None
+        column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
+        feature, rows = self._model.read(params.draft, committed.hidden, committed.start[:, None] + column)
+        return BlockState(commit_rows(state.cache, rows, committed.start, None, committed.length, after=feature))
+
+    @property
+    def ahead(self) -> int:
+        """A row is made of its position's feature alone."""
+        return 0
+
+    @property
+    def further(self) -> int:
+        """As many rows as the target."""
+        return 0
+
+    def resume(self, state: BlockState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> BlockState:
+        """Itself: there is nothing but the cache."""
+        return state
+
+    @property
+    def _target(self) -> Target:
+        return bound(self, self.target)
+
+    @property
+    def _model(self) -> BlockHead:
+        return bound(self, self.model)
+
+    def _predict(
+        self, params: Params, s: DecodeState, state: BlockState
+    ) -> tuple[Float[Array, "B d E"], Float[Array, "B d Vd"]]:
+        """The outputs of the rows that predict the next `depth` tokens, and their logits before the Markov head."""
+        model = self._model
+        masks = jnp.full((s.root.shape[0], model.block_size - 1), model.mask_token, jnp.int32)
+        # The block begins with the root, which is in no cache yet.
+        start = s.length - 1
+        positions = start[:, None] + jnp.arange(model.block_size, dtype=jnp.int32)[None]
+        tokens = jnp.concatenate([s.root, masks], axis=1)
+        out = model.apply(params, self._target, tokens, positions, state.cache, start)
+        first = 0 if model.next_token else 1
+        hidden = out[:, first : first + self.depth]
+        return hidden, model.unembed(params, self._target, hidden)
+
+    def _propose(
+        self, params: Params, s: DecodeState, logits: Float[Array, "B _ Vd"], path: Int[Array, "B M g"]
+    ) -> Proposal:
+        batch, nodes, _ = path.shape
+        if s.sampling is None:
+            # Without a Markov head, all nodes of a generation have the same proposals.
+            path = path[:, : logits.shape[1]]
+        else:
+            logits = jnp.broadcast_to(logits, (batch, nodes, logits.shape[2]))
+        ids, vocabulary = self._model.ids(params.draft), self._target.vocab_size
+        found = propose(s, logits, path, width=self.width, vocab_size=vocabulary, ids=ids, sampled=self.sampled)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, nodes, x.shape[2])), found)

@@ -1,0 +1,353 @@
+"""Block drafts: a few decoder layers that propose all tokens of a round in one forward.
+
+DFlash (arXiv 2602.06036): the rows of a block are the last token and masks. Each row attends to the whole block and to
+the context, whose keys and values are projections of the target's hidden states; no forward reads the prompt.
+DSpark (arXiv 2607.05147) adds a Markov head, which corrects the logits of a row by the token before the one that it
+predicts, and a confidence head.
+"""
+
+import dataclasses
+from functools import partial
+from typing import ClassVar, Literal, Self
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from jspec.cache import HybridCache, LayerKeys, MhaCache
+from jspec.cache.mha import Rows
+from jspec.core.checks import check_int
+from jspec.core.sharding import gather_last
+from jspec.core.struct import struct
+from jspec.core.types import Params, Target
+from jspec.models import layers
+from jspec.models.decoder import Decoder
+from jspec.models.llama import LayerParams, decoder_layer, empty_cache, held_kv_heads, layer_shapes, split_layers
+from jspec.models.sizes import keys_bytes, shape_of, tree_bytes
+
+MARKOV_KINDS = ("vanilla", "gated", "rnn")
+"""Kinds of Markov heads (arXiv 2607.05147)."""
+CONFIDENCE_KINDS = ("hidden", "markov")
+"""What a confidence head reads: the row's output, or the embedding of the token before, too."""
+
+
+@struct
+class MarkovParams:
+    """Weights of a Markov head of rank R, [in, out]."""
+
+    previous: Float[Array, "V R"]
+    """Embedding of the token before the predicted one."""
+    out: Float[Array, "R Vd"]
+    mix: Float[Array, "X Y"] | None
+    """gated: [E + R, R], from a row's output and the embedding. rnn: [2 R + E, 3 R], from the state, the embedding and
+    the output. None in a vanilla head."""
+    mix_bias: Float[Array, " Y"] | None
+
+
+@struct
+class BlockParams:
+    """Weights of a block draft; matrices are [in, out]. C: width of the captured hidden states."""
+
+    embed: Float[Array, "V E"] | None
+    """None: the target's embedding."""
+    mask_embed: Float[Array, " E"] | None
+    """The embedding of the mask token; None: its row of the embedding."""
+    fc: Float[Array, "C E"]
+    hidden_norm: Float[Array, " E"]
+    layers: tuple[LayerParams, ...]
+    norm: Float[Array, " E"]
+    lm_head: Float[Array, "E Vd"] | None
+    """None: the target's LM head."""
+    ids: Int[Array, " Vd"] | None
+    """Target ids of the draft's vocabulary, ascending; None: the target's own vocabulary."""
+    markov: MarkovParams | None
+    confidence: Float[Array, "X 1"] | None
+    """[E, 1] or [E + R, 1]; None: there is no confidence head."""
+    confidence_bias: Float[Array, " 1"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockHead:
+    """The configuration of a block draft: static and hashable by value. Its methods take the weights as arguments.
+
+    vocab_size: the target's.
+    capture_layers: the target's hidden states that it reads, as in `Decoder.apply`.
+    block_size: rows of a block.
+    mask_token: the token of all rows of a block but the first.
+    next_token: row j predicts the token at its position + 1, as in DSpark. False: at its own position, as in DFlash,
+      where the first row predicts nothing.
+    windows: for each layer the positions that a row sees, its own included; None: all.
+    causal: for each layer whether a row sees only the rows up to its own of the block.
+    markov, markov_rank: kind and rank of the Markov head; None and 0: there is none.
+    confidence: what the confidence head reads; None: there is none.
+    logit_scale, soft_cap: factor on the logits, and bound of their result before the Markov head; None: no bound.
+    tensor: devices over which heads, MLPs and the LM head are split; the sizes here are those of the whole draft.
+    """
+
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_length: int
+    capture_layers: tuple[int, ...]
+    block_size: int
+    mask_token: int
+    next_token: bool
+    windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    markov: Literal["vanilla", "gated", "rnn"] | None = None
+    markov_rank: int = 0
+    confidence: Literal["hidden", "markov"] | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: layers.Llama3Rope | None = None
+    attention_bias: bool = False
+    own_embed: bool = False
+    own_head: bool = False
+    logit_scale: float = 1.0
+    soft_cap: float | None = None
+    tensor: int = 1
+    drafter: ClassVar[str] = "block"
+    """Name of the drafter that uses this model as its draft."""
+    at_once: ClassVar[bool] = True
+
+    def __post_init__(self):
+        for name, value in (("windows", self.windows), ("causal", self.causal)):
+            if len(value) != self.num_layers:
+                raise ValueError(f"{name}={value}: must have num_layers={self.num_layers} entries")
+        check_int("block_size", self.block_size, least=1 if self.next_token else 2)
+        for window in self.windows:
+            if window is not None and window < self.block_size:
+                raise ValueError(f"a window of {window} positions: must be at least block_size={self.block_size}")
+        if not 0 <= self.mask_token < self.vocab_size:
+            raise ValueError(f"mask_token={self.mask_token}: must be from 0 to {self.vocab_size - 1}")
+        if (self.markov is None) != (self.markov_rank == 0):
+            raise ValueError(
+                f"markov={self.markov!r} with markov_rank={self.markov_rank}: must both be set, or neither"
+            )
+        if self.markov is not None and self.markov not in MARKOV_KINDS:
+            raise ValueError(f"markov={self.markov!r}: must be one of {', '.join(MARKOV_KINDS)}")
+        if self.markov == "rnn" and not self.next_token:
+            raise ValueError("markov='rnn': requires next_token, as its state begins with the first row")
+        if self.confidence == "markov" and self.markov is None:
+            raise ValueError("confidence='markov': requires a Markov head")
+        if self.draft_vocab_size < self.vocab_size and not self.own_head:
+            raise ValueError(f"draft_vocab_size={self.draft_vocab_size}: a reduced vocabulary requires an LM head")
+
+    @property
+    def depth(self) -> int:
+        """Tokens that a block predicts."""
+        return self.block_size if self.next_token else self.block_size - 1
+
+    def summary(self) -> str:
+        """The draft in a few words."""
+        kind = "DFlash" if self.markov is None and not self.next_token else "DSpark"
+        return f"{kind} block draft of {self.depth} tokens"
+
+    def split(self, devices: int) -> Self:
+        """The configuration whose layers, LM head and cache are split over that many devices.
+
+        Raises:
+          ValueError: the number does not divide the heads or the width of the MLP.
+        """
+        return split_layers(self, devices, {"columns of the MLP": self.intermediate_size})
+
+    def param_shapes(self, dtype: DTypeLike) -> BlockParams:
+        """The weights as `jax.ShapeDtypeStruct`s, without a `mask_embed`, which only some checkpoints have."""
+        shape, width, reduced = shape_of(dtype), self.hidden_size, self.draft_vocab_size < self.vocab_size
+        layer = layer_shapes(self, dtype, input_width=width, qk_norm=True, bias=self.attention_bias)
+        read = width + (self.markov_rank if self.confidence == "markov" else 0)
+        return BlockParams(
+            embed=shape((self.vocab_size, width)) if self.own_embed else None,
+            mask_embed=None,
+            fc=shape((len(self.capture_layers) * self.target_hidden_size, width)),
+            hidden_norm=shape((width,)),
+            layers=(layer,) * self.num_layers,
+            norm=shape((width,)),
+            lm_head=shape((width, self.draft_vocab_size)) if self.own_head else None,
+            ids=shape((self.draft_vocab_size,), dtype=jnp.int32) if reduced else None,
+            markov=self._markov_shapes(dtype),
+            confidence=shape((read, 1)) if self.confidence else None,
+            confidence_bias=shape((1,)) if self.confidence else None,
+        )
+
+    def mix_shape(self) -> tuple[int, int] | None:
+        """Rows and columns of `MarkovParams.mix`; None if the Markov head has none."""
+        rank, width = self.markov_rank, self.hidden_size
+        return {"gated": (width + rank, rank), "rnn": (2 * rank + width, 3 * rank)}.get(self.markov or "")
+
+    def _markov_shapes(self, dtype: DTypeLike) -> MarkovParams | None:
+        if self.markov is None:
+            return None
+        shape, mix = shape_of(dtype), self.mix_shape()
+        return MarkovParams(
+            previous=shape((self.vocab_size, self.markov_rank)),
+            out=shape((self.markov_rank, self.draft_vocab_size)),
+            mix=None if mix is None else shape(mix),
+            mix_bias=None if mix is None else shape(mix[1:]),
+        )
+
+    def step_bytes(self, params: Params) -> int:
+        """Bytes of weights that the forward of a block reads, and each generation after it: the Markov head once."""
+        own: BlockParams = params.draft
+        shared = params.target.embed if params.target.lm_head is None else params.target.lm_head
+        head = shared if own.lm_head is None else own.lm_head
+        return tree_bytes((own.layers, own.norm, head, self._step_markov(own)))
+
+    def _step_markov(self, own: BlockParams) -> PyTree:
+        return None if own.markov is None else (own.markov.out, own.markov.mix, own.markov.mix_bias)
+
+    def extend_bytes(self, params: Params) -> int:
+        """Bytes of weights that are read after a round: those that fuse hidden states, and of each layer's projection
+        the keys and values.
+        """
+        own: BlockParams = params.draft
+        share = 1 - self._queries / own.layers[0].qkv.shape[1]
+        return int(share * tree_bytes([layer.qkv for layer in own.layers])) + tree_bytes((own.fc, own.hidden_norm))
+
+    def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
+        """Bytes of the draft's own keys and values that one forward reads for a sequence of `context` tokens."""
+        return keys_bytes(self._layer_keys(self.num_kv_heads), context, itemsize)
+
+    def init_cache(self, params: BlockParams, batch: int, capacity: int, page_size: int) -> MhaCache | HybridCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
+        if not any(self.windows):
+            return empty_cache(self, batch, capacity, page_size, params.fc.dtype)
+        keys = self._layer_keys(held_kv_heads(self) // self.tensor)
+        return HybridCache.empty(batch, capacity, page_size, layers=keys, dtype=params.fc.dtype)
+
+    def _layer_keys(self, kv_heads: int) -> list[LayerKeys]:
+        return [LayerKeys(kv_heads, self.head_dim, window) for window in self.windows]
+
+    def ids(self, params: BlockParams) -> Int[Array, " Vd"] | None:
+        """Target ids of the draft's vocabulary; None: the target's own vocabulary."""
+        return params.ids
+
+    @property
+    def _queries(self) -> int:
+        """Columns of queries in a layer's projection."""
+        return self.num_heads // self.tensor * self.head_dim
+
+    def read(
+        self, params: BlockParams, hidden: Float[Array, "B T C"], positions: Int[Array, "#B #T"]
+    ) -> tuple[Float[Array, "B T E"], Rows]:
+        """What the draft remembers of committed tokens: their fused features, and each layer's keys and values of them.
+
+        Args:
+          hidden: the target's captured hidden states at these positions, concatenated.
+        """
+        feature = layers.rms_norm(layers.linear(hidden, params.fc), params.hidden_norm, self.rms_norm_eps)
+        rotation = self._rotation(positions, feature.dtype)
+        return feature, tuple(self._context_rows(layer, feature, rotation) for layer in params.layers)
+
+    def _context_rows(
+        self, layer: LayerParams, feature: Float[Array, "B T E"], rotation: tuple[Array, Array]
+    ) -> tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+        # The norm before the attention does not apply to features, and nothing passes from layer to layer.
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[self._queries :]
+        pair = layers.linear(feature, layer.qkv[:, self._queries :], bias)
+        k, v = jnp.split(pair.reshape(*feature.shape[:2], -1, self.head_dim), 2, axis=2)
+        assert layer.k_norm is not None
+        return layers.rotate(layers.rms_norm(k, layer.k_norm, self.rms_norm_eps), *rotation), v
+
+    def _rotation(self, positions: Int[Array, "#B #N"], dtype: DTypeLike) -> tuple[Array, Array]:
+        frequencies = layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+        return layers.rotation(positions, frequencies, dtype)
+
+    def apply(
+        self,
+        params: Params,
+        target: Target,
+        tokens: Int[Array, "B N"],
+        positions: Int[Array, "B N"],
+        cache: PyTree,
+        start: Int[Array, " B"] | None,
+    ) -> Float[Array, "B N E"]:
+        """The outputs of the rows of a block, after the final norm.
+
+        Args:
+          params: the draft's weights, and the target's, whose embedding and LM head it may share.
+          target: the target's configuration.
+          tokens: the last committed token, then masks.
+          positions: from `start` on.
+          start: committed rows in the cache. None: none.
+        """
+        own: BlockParams = params.draft
+        x = self._embed(params, target, tokens)
+        rotation, nodes = self._rotation(positions, x.dtype), tokens.shape[1]
+        both_ways = jnp.ones((1, nodes, nodes), bool)
+        for index, layer in enumerate(own.layers):
+            assert layer.attention_norm is not None
+            normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps)
+            mask = None if self.causal[index] else both_ways
+            options = {"start": start, "mask": mask, "scale": self.head_dim**-0.5, "positions": positions}
+            x, _ = decoder_layer(self, layer, x, normed, rotation, partial(cache.attend, index, **options), None)
+        return layers.rms_norm(x, own.norm, self.rms_norm_eps)
+
+    def _embed(self, params: Params, target: Target, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
+        own: BlockParams = params.draft
+        if own.embed is None:
+            x = target.embed(params.target, tokens)
+        else:
+            x = layers.look_up(own.embed, tokens, self.vocab_size, self.tensor)
+        if own.mask_embed is None:
+            return x
+        return jnp.where((tokens == self.mask_token)[:, :, None], own.mask_embed.reshape(1, 1, -1), x)
+
+    def unembed(self, params: Params, target: Target, normed: Float[Array, "B N E"]) -> Float[Array, "B N Vd"]:
+        """Logits over the draft's vocabulary before the Markov head, in float32."""
+        own: BlockParams = params.draft
+        if own.lm_head is None:
+            logits = target.unembed(params.target, normed)
+        else:
+            logits = gather_last(layers.linear(normed, own.lm_head), self.draft_vocab_size).astype(jnp.float32)
+        if self.logit_scale != 1.0:
+            logits = self.logit_scale * logits
+        return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
+
+    def begin(self, params: BlockParams, batch: int) -> Float[Array, "B 1 R"] | None:
+        """The state of the Markov head before the first prediction of a block; None if it has no state."""
+        if self.markov != "rnn":
+            return None
+        assert params.markov is not None
+        return jnp.zeros((batch, 1, self.markov_rank), params.markov.out.dtype)
+
+    def correct(
+        self,
+        params: BlockParams,
+        state: Float[Array, "B M R"] | None,
+        previous: Int[Array, "B M"],
+        hidden: Float[Array, "B _ E"],
+        logits: Float[Array, "B _ Vd"],
+    ) -> tuple[Float[Array, "B M Vd"], Float[Array, "B M R"] | None]:
+        """Logits of one prediction after each of M paths, and the Markov head's state after it.
+
+        Args:
+          state: of each path; None: the head has none.
+          previous: the last token of each path, as a target id.
+          hidden, logits: of the row that predicts; the same for all paths, or one for each.
+        """
+        if params.markov is None:
+            return logits, None
+        own, nodes = params.markov, previous.shape[1]
+        embedded = jnp.take(own.previous, previous, axis=0, mode="clip")
+        hidden = jnp.broadcast_to(hidden, (hidden.shape[0], nodes, hidden.shape[2]))
+        if self.markov == "vanilla":
+            return logits + self._bias(own, embedded), None
+        assert own.mix is not None
+        if self.markov == "gated":
+            gate = layers.linear(jnp.concatenate([hidden, embedded], axis=-1), own.mix, own.mix_bias)
+            return logits + self._bias(own, jax.nn.sigmoid(gate) * embedded), None
+        joined = jnp.concatenate([state, embedded, hidden], axis=-1)
+        keep, new, out = jnp.split(layers.linear(joined, own.mix, own.mix_bias), 3, axis=-1)
+        keep = jax.nn.sigmoid(keep)
+        return logits + self._bias(own, jnp.tanh(out)), keep * state + (1 - keep) * jnp.tanh(new)
+
+    def _bias(self, own: MarkovParams, latent: Float[Array, "B M R"]) -> Float[Array, "B M Vd"]:
+        return layers.linear(latent, own.out).astype(jnp.float32)

@@ -1,0 +1,314 @@
+"""Block drafts of every layout: read like the oracle, written back unchanged, rejected if inconsistent."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import block_files
+import block_oracle as oracle
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import toy
+from block_files import DRAFTS, TARGET, V, load, random_draft, write
+from eagle_files import edit
+from hostile import TOKENIZER
+from safetensors.numpy import load_file
+
+import jspec
+from jspec.checkpoints import block, block_config, drafts, language_model
+from jspec.checkpoints.language_model import CheckpointError
+from jspec.checkpoints.source import Source
+from jspec.core.types import Params
+from jspec.models import Llama, LlamaParams
+
+START = 9
+"""Committed positions before the block."""
+
+
+@pytest.fixture
+def draft(tmp_path):
+    """A function that writes a random draft."""
+    return partial(block_files.make_draft, tmp_path / "draft")
+
+
+def equal(a, b):
+    return jax.tree.structure(a) == jax.tree.structure(b) and jax.tree.all(
+        jax.tree.map(lambda x, y: x.dtype == y.dtype and np.array_equal(x, y), a, b)
+    )
+
+
+@partial(jax.jit, static_argnums=0)
+def run(config, params, hidden, tokens, path):
+    """The rows of the context, outputs of the rows that predict, their logits, and those after each prefix of a path.
+
+    The context is committed in two parts, the second with columns that are not valid.
+    """
+    cache, zero = config.init_cache(params.draft, 1, 16, 4), jnp.zeros(1, jnp.int32)
+    positions = jnp.arange(hidden.shape[1], dtype=jnp.int32)[None]
+    _, rows = config.read(params.draft, hidden, positions)
+    cache = cache.commit(rows, zero, None, zero + 4)
+    _, later = config.read(params.draft, hidden[:, 4:], positions[:, 4:])
+    cache = cache.commit(later, zero + 4, None, zero + START - 4)
+    block = START + jnp.arange(config.block_size, dtype=jnp.int32)[None]
+    out = config.apply(params, TARGET, tokens, block, cache, zero + START)[:, -config.depth :]
+    logits = config.unembed(params, TARGET, out)
+    state, corrected = config.begin(params.draft, 1), []
+    for k in range(config.depth):
+        row = slice(k, k + 1)
+        made, state = config.correct(params.draft, state, path[:, row], out[:, row], logits[:, row])
+        corrected.append(made[:, 0])
+    return rows, out, logits, jnp.stack(corrected, axis=1)
+
+
+@pytest.mark.fast("deepspec rnn", "z-lab sliding", "speculators fill-in")
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_block_equals_the_oracle(draft, name):
+    directory = draft(**DRAFTS[name])
+    raw, stored = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    loaded = load(directory)
+    config, random = loaded.config, np.random.default_rng(7)
+    assert list(config.capture_layers) == oracle.entering_layers(raw, 8)
+    assert config.next_token == oracle.next_token(raw)
+    embed, lm_head = random.standard_normal((2, V, 16)).astype(np.float32) / 4
+    hidden = random.standard_normal((1, START + 2, 16 * len(config.capture_layers))).astype(np.float32)
+    path = random.integers(0, V, (1, config.depth)).astype(np.int32)
+    tokens = np.full((1, config.block_size), V - 1, np.int32)
+    tokens[0, 0] = path[0, 0]
+
+    target = LlamaParams(embed, (), np.ones(16, np.float32), lm_head.T)
+    rows, out, logits, corrected = jax.device_get(run(config, Params(target, loaded.params), hidden, tokens, path))
+    wanted, base = oracle.block(raw, stored, embed, lm_head, hidden[0, :START], path[0, 0])
+    for n in range(config.num_layers):
+        past = oracle.context(raw, stored, n, oracle.feature(raw, stored, hidden[0]))
+        for i in range(2):
+            np.testing.assert_allclose(rows[n][i][0], [pair[i] for pair in past], atol=1e-5)
+    np.testing.assert_allclose(out[0], wanted, atol=1e-5)
+    np.testing.assert_allclose(logits[0], base, atol=1e-5)
+    after = [oracle.correct(raw, stored, wanted, base, list(path[0, : k + 1])) for k in range(config.depth)]
+    np.testing.assert_allclose(corrected[0], after, atol=1e-5)
+    assert (config.markov is not None) == (np.abs(corrected - logits).max() > 0.1)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_round_trip_in_each_layout(draft, tmp_path, name):
+    loaded = load(draft(**DRAFTS[name]))
+    config = loaded.config
+    unsuited = {
+        "deepspec": not config.next_token or any(config.windows) or config.draft_vocab_size < V,
+        "speculators": False,
+    }
+    for layout in block_config.LAYOUTS:
+        out, write_draft = tmp_path / layout, partial(block.save, layout=layout, dtype="float32")
+        if unsuited[layout] or "logits" in name:
+            with pytest.raises(ValueError, match=f"layout='{layout}' (cannot hold|requires)"):
+                write_draft(out, config, loaded.params)
+            assert not out.exists()
+            continue
+        write_draft(out, config, loaded.params)
+        again = load(out)
+        assert again.config == config and equal(again.params, loaded.params)
+        assert block.matches(Source(out))
+
+
+def test_what_other_programs_read(draft, tmp_path):
+    language_model.save(tmp_path / "target", toy.DRAFT, toy.random_params(toy.DRAFT))
+    loaded = load(draft(**DRAFTS["deepspec gated"]))
+    save = partial(block.save, tmp_path / "out", loaded.config, loaded.params)
+    save(layout="deepspec")
+    raw, stored = json.loads((tmp_path / "out/config.json").read_text()), load_file(tmp_path / "out/model.safetensors")
+    assert raw["architectures"] == ["Qwen3DSparkModel"] and raw["model_type"] == "qwen3" and raw["num_anchors"] == 512
+    assert raw["target_layer_ids"] == [0, 3, 6] and raw["markov_head_type"] == "gated" and raw["markov_rank"] == 3
+    assert stored["markov_head.gate_proj.weight"].shape == (3, 19)
+    assert stored["fc.weight"].shape == (16, 48) and stored["fc.weight"].dtype == ml_dtypes.bfloat16
+    save(layout="speculators", verifier=str(tmp_path / "target"))
+    raw = json.loads((tmp_path / "out/config.json").read_text())
+    assert raw["architectures"] == ["DSparkSpeculator"] and raw["speculators_model_type"] == "dspark"
+    assert raw["aux_hidden_state_layer_ids"] == [1, 4, 7] and raw["sample_from_anchor"] is True
+    assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
+    verifier = {"name_or_path": str(tmp_path / "target"), "architectures": ["LlamaForCausalLM"]}
+    assert raw["speculators_config"]["verifier"] == verifier
+    with pytest.raises(ValueError, match="layout='z-lab': must be one of deepspec, speculators"):
+        save(layout="z-lab")
+
+
+@pytest.mark.fast("deepspec rnn", "z-lab")
+@pytest.mark.parametrize("name", DRAFTS)
+def test_every_tensor_is_needed_and_checked(draft, name):
+    """A draft with a missing tensor or one of another shape is rejected, except where that changes the meaning."""
+    directory = draft(**DRAFTS[name])
+    wanted, stored = load(directory), load_file(directory / "model.safetensors")
+    raw = json.loads((directory / "config.json").read_text())
+    shared = {"embed_tokens.weight", "lm_head.weight"} if wanted.config.hidden_size == 16 else set()
+    shared -= {"lm_head.weight"} if wanted.params.ids is not None else set()
+    for key in stored:
+        write(directory, raw, {name: tensor for name, tensor in stored.items() if name != key})
+        if key in shared:
+            assert not equal(load(directory).params, wanted.params)
+        elif key != "t2d":
+            problem = "reduced vocabulary|another width" if key in ("embed_tokens.weight", "lm_head.weight") else key
+            with pytest.raises(CheckpointError, match=problem):
+                load(directory)
+        write(directory, raw, {**stored, key: stored[key][:-1]})
+        with pytest.raises(CheckpointError, match=f"{key} has shape"):
+            load(directory)
+
+
+@pytest.mark.parametrize("name", ["mask_hidden", "layers.2.mlp.up_proj.weight", "layers.0.attention_conv.base_kernel"])
+def test_an_unused_tensor(draft, name):
+    with pytest.raises(CheckpointError, match=f"1 unused tensor.*this block draft does not read them: {name}"):
+        load(draft(tensors={name: np.zeros(2, np.float32)}))
+
+
+def test_the_mask_may_have_an_embedding_of_its_own(needs, draft):
+    torch = needs("torch")
+    directory, vector = draft(**DRAFTS["deepspec"]), np.arange(16, dtype=np.float32)
+    wanted = load(directory).params
+    for saved in (vector, vector[None], {"mask_token_id": V - 1, "embedding": vector}):
+        tensors = {"embedding": torch.from_numpy(vector)}
+        made = {**saved, **tensors} if isinstance(saved, dict) else torch.from_numpy(saved)
+        torch.save(made, directory / "mask_embedding.pt")
+        loaded = load(directory)
+        np.testing.assert_array_equal(loaded.params.mask_embed, vector)
+        assert equal(replace(loaded.params, mask_embed=None), wanted)
+    # The forward is that of an embedding with this row.
+    row = wanted.embed.at[V - 1].set(vector)
+    hidden, random = np.ones((1, START + 2, 48), np.float32), np.zeros((1, 4), np.int32)
+    target = LlamaParams(None, (), np.ones(16, np.float32), None)
+    tokens = np.array([[3, V - 1, V - 1, V - 1]], np.int32)
+    both = [
+        run(loaded.config, Params(target, own), hidden, tokens, random)[1]
+        for own in (loaded.params, replace(wanted, embed=row))
+    ]
+    np.testing.assert_array_equal(*both)
+    for saved, message in (
+        (torch.ones(3), "must hold one tensor of 16 values"),
+        ({"mask_token_id": 3, "embedding": torch.ones(16)}, "mask_token_id=3, but config.json has 60"),
+        (torch.full((16,), torch.inf), "NaN or infinite"),
+        ("text", "must hold one tensor"),
+    ):
+        torch.save(saved, directory / "mask_embedding.pt")
+        with pytest.raises(CheckpointError, match=message):
+            load(directory)
+
+
+def inside(**changes):
+    return lambda raw: {**raw, "dflash_config": edit(raw["dflash_config"], **changes)}
+
+
+def outside(**changes):
+    return lambda raw: edit(raw, **changes)
+
+
+def in_layers(**changes):
+    return lambda raw: {**raw, "transformer_layer_config": edit(raw["transformer_layer_config"], **changes)}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    (
+        ("z-lab", inside(mask_token_id="absent"), "'mask_token_id' is missing"),
+        ("z-lab", outside(block_size="absent"), "'block_size' is missing"),
+        ("z-lab", outside(block_size=1), "block_size=1: must be at least 2"),
+        ("z-lab", inside(mask_token_id=61), "mask_token=61: must be from 0 to 60"),
+        ("z-lab", inside(target_layer_ids=[3, 0]), r"target_layer_ids=\[3, 0\]: must ascend, from -1 to at most 7"),
+        ("z-lab", inside(target_layer_ids=[0, 3, 8]), "must ascend, from -1 to at most 7, as the target has 8"),
+        ("z-lab", inside(target_layer_ids=[]), "must ascend"),
+        ("z-lab", outside(num_target_layers=9), "num_target_layers=9: the target has 8 layers"),
+        ("z-lab", outside(vocab_size=62), "vocab_size=62, but the target has 61"),
+        ("z-lab", outside(hidden_size=24), "draft of another width needs the tensors"),
+        (
+            "z-lab",
+            inside(attention_sink_bias=True),
+            "not supported in a block draft: dflash_config.attention_sink_bias",
+        ),
+        ("z-lab", inside(attention_value_scale=0.7), "attention_value_scale=0.7"),
+        ("z-lab", inside(projector_type="domino"), "projector_type='domino'"),
+        ("z-lab", outside(architectures=["DFlash2DraftModel"]), "architectures=DFlash2DraftModel"),
+        ("z-lab", outside(architectures=["Gemma4DSparkModel"]), "architectures=Gemma4DSparkModel"),
+        ("z-lab", outside(layer_types=["full_attention"] * 3), "layer_types=.*: must be 2 of full_attention"),
+        ("z-lab", outside(layer_types=["linear_attention"] * 2), "layer_types=.*: must be 2 of full_attention"),
+        ("z-lab sliding", outside(use_sliding_window="absent"), "use_sliding_window=False: must be true"),
+        ("z-lab sliding", outside(sliding_window=3), "a window of 3 positions: must be at least block_size=4"),
+        ("z-lab window", inside(causal="absent"), "'dflash_config.causal' is missing, and use_swa has no default"),
+        ("z-lab", outside(dspark_block_size=5), "dspark_block_size=5, a module with layers of DeepSeek-V4"),
+        ("z-lab", outside(quantization_config={"bits": 4}), "quantization_config"),
+        ("z-lab logits", inside(logit_scale=2.0), "has both output_multiplier and logit_scale"),
+        (
+            "deepspec rnn",
+            outside(markov_head_type="lstm"),
+            "markov_head_type='lstm': must be one of vanilla, gated, rnn",
+        ),
+        ("deepspec rnn", outside(sample_from_anchor=False), "markov='rnn': requires next_token"),
+        ("deepspec rnn", outside(confidence_head_with_markov="absent"), "'confidence_head_with_markov' is missing"),
+        ("deepspec", outside(enable_confidence_head=True, confidence_head_with_markov=True), "requires a Markov head"),
+        ("speculators dflash", outside(speculators_model_type="dflash2"), "speculators_model_type='dflash2'"),
+        ("speculators dflash", outside(shift_label=True), "shift_label=True"),
+        ("speculators dflash", outside(aux_hidden_state_layer_ids="absent"), "'aux_hidden_state_layer_ids' is missing"),
+        ("speculators dflash", outside(aux_hidden_state_layer_ids=[1, 9]), "from 0 to at most 8"),
+        (
+            "speculators dflash",
+            outside(draft_vocab_size=62),
+            "draft_vocab_size=62: must be between 1 and vocab_size=61",
+        ),
+        ("speculators dflash", in_layers(model_type="gpt_oss"), "model_type='gpt_oss' is not supported; .* qwen3"),
+        ("speculators dflash", outside(target_hidden_size=32), "target_hidden_size=32, but the target's width is 16"),
+    ),
+)
+def test_configurations_that_are_refused(draft, name, change, message):
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(draft(change, **DRAFTS[name]))
+    assert "draft" in str(caught.value), "names the file"
+
+
+def test_a_soft_cap_of_the_target(draft):
+    """The target's own LM head caps its logits, so a draft that shares it must be made for the same bound."""
+
+    class Capped(Llama):
+        soft_cap = 2.0
+
+    capped = Capped(**{name: getattr(TARGET, name) for name in TARGET.__dataclass_fields__})
+    with pytest.raises(CheckpointError, match="shares the LM head of a target with a soft cap of 2.0"):
+        load(draft(), capped)
+    same = inside(final_logit_softcapping=2.0)
+    assert load(draft(same), capped).config.soft_cap is None
+    assert load(draft(same, lm_head=True), capped).config.soft_cap == 2.0
+    assert load(draft(same)).config.soft_cap == 2.0
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_the_table_of_drafts_finds_it(draft, name):
+    directory = draft(**DRAFTS[name])
+    made = drafts.load(directory, target=TARGET, dtype="float32")
+    assert isinstance(made, block.BlockCheckpoint) and made.config.drafter == "block"
+    shapes, stored = made.config.param_shapes(jnp.float32), made.params
+    assert equal(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (shapes,)), jax.tree.map(jnp.zeros_like, (stored,)))
+
+
+@pytest.mark.slow
+def test_generate_with_a_draft_from_a_directory(tmp_path):
+    """A random draft changes nothing but the number of rounds."""
+    raw, stored = random_draft("deepspec", markov="vanilla", target_layer_ids=[0, 1])
+    wide = {name: t for name, t in stored.items() if name not in ("fc.weight", "embed_tokens.weight", "lm_head.weight")}
+    small = toy.DRAFT
+    language_model.save(
+        tmp_path / "target",
+        replace(small, num_layers=2),
+        toy.random_params(replace(small, num_layers=2)),
+        dtype="float32",
+    )
+    wide["fc.weight"] = stored["fc.weight"][:, :32]
+    (tmp_path / "target" / "tokenizer.json").write_bytes(TOKENIZER)
+    write(tmp_path / "draft", edit(raw, vocab_size=61), wide)
+    model = jspec.load(tmp_path / "target", draft=tmp_path / "draft", dtype="float32")
+    assert "DSpark block draft of 4 tokens" in repr(model)
+    ids, length, key = np.array([[3, 4, 5]], np.int32), np.array([3], np.int32), jax.random.key(0)
+    static = dict(target=model.target, draft=model.draft, max_new_tokens=12)
+    plain, chain, tree = (
+        jspec.generate_ids(model.params, ids, length, key, drafter=drafter, **static)
+        for drafter in (None, "block", jspec.Block(depth=3, width=3))
+    )
+    np.testing.assert_array_equal(chain.tokens, plain.tokens)
+    np.testing.assert_array_equal(tree.tokens, plain.tokens)

@@ -1,0 +1,160 @@
+"""Random block drafts on disk, in every layout and with every option."""
+
+from pathlib import Path
+
+import numpy as np
+from eagle_files import TARGET, V, write
+
+from jspec.checkpoints import block
+from jspec.checkpoints.block import BlockCheckpoint
+from jspec.models import Llama
+
+WINDOW = dict(layer_types=["full_attention", "sliding_attention"], use_sliding_window=True, sliding_window=5)
+RANK = 3
+DRAFTS = {
+    "z-lab": dict(),
+    "z-lab default layers": dict(target_layer_ids=None),
+    "z-lab sliding": dict(layer=WINDOW),
+    "z-lab sliding both ways": dict(layer=WINDOW, is_causal=False),
+    "z-lab window": dict(inner=dict(use_swa=True, swa_window_size=6, causal=True)),
+    "z-lab logits": dict(inner=dict(final_logit_softcapping=2.0, output_multiplier=0.7)),
+    "z-lab biases": dict(attention_bias=True, embed=True, lm_head=True, rope_theta=500.0),
+    "deepspec": dict(layout="deepspec"),
+    "deepspec vanilla": dict(layout="deepspec", markov="vanilla", confidence="hidden"),
+    "deepspec gated": dict(layout="deepspec", markov="gated", confidence="markov"),
+    "deepspec rnn": dict(layout="deepspec", markov="rnn", confidence="markov"),
+    "specforge dflash": dict(layout="specforge"),
+    "specforge dspark": dict(layout="specforge", markov="gated", projector_type="dspark"),
+    "speculators dflash": dict(layout="speculators", draft_vocab=23),
+    "speculators dspark": dict(layout="speculators", draft_vocab=23, markov="rnn", next_token=True, layer=WINDOW),
+    "speculators fill-in": dict(layout="speculators", markov="vanilla", layer=WINDOW, sliding_window_non_causal=True),
+    "speculators narrow": dict(layout="speculators", width=8, embed=True, lm_head=True, next_token=True),
+}
+
+
+def load(directory: Path, target: Llama = TARGET, dtype: str = "float32") -> BlockCheckpoint:
+    return block.load(directory, target=target, dtype=dtype)
+
+
+def make_draft(directory: Path, change=None, *, tensors: dict | None = None, drop=(), **options) -> Path:
+    """Writes a `random_draft`. change: edits config.json; tensors, drop: tensors that are added and removed."""
+    raw, stored = random_draft(**options)
+    stored = {name: t for name, t in {**stored, **(tensors or {})}.items() if name not in drop}
+    return write(directory, raw if change is None else change(raw), stored)
+
+
+def random_draft(
+    layout: str = "z-lab",
+    *,
+    seed: int = 0,
+    width: int = 16,
+    num_layers: int = 2,
+    block_size: int = 4,
+    draft_vocab: int | None = None,
+    markov: str | None = None,
+    confidence: str | None = None,
+    next_token: bool | None = None,
+    target_layer_ids: list[int] | None = [0, 3, 6],  # noqa: B006
+    attention_bias: bool = False,
+    embed: bool = False,
+    lm_head: bool = False,
+    projector_type: str = "dflash",
+    layer: dict | None = None,
+    inner: dict | None = None,
+    **top,
+) -> tuple[dict, dict[str, np.ndarray]]:
+    """config.json and tensors of a draft for a target of 8 layers and width 16.
+
+    layout: "z-lab", "deepspec", "specforge" or "speculators".
+    target_layer_ids: layers by what leaves them; None: the key is missing, which means layers 1 and 5.
+    layer, inner: further keys of the layers and of `dflash_config`. top: further keys of config.json.
+    """
+    random = np.random.default_rng(seed)
+    t: dict[str, np.ndarray] = {}
+
+    def weight(name: str, *shape: int):
+        spread = random.standard_normal(shape)
+        # Norms and biases are random too; otherwise a dropped or swapped one would go unnoticed.
+        values = spread * shape[-1] ** -0.5 if len(shape) == 2 else 0.2 * spread + (name.endswith(".weight"))
+        t[name] = values.astype(np.float32)
+
+    heads, kv_heads, dim, mlp, rank = 4, 2, 8, 24, RANK if markov else 0
+    for n in range(num_layers):
+        prefix = f"layers.{n}."
+        for name, out, reads in (
+            ("q", heads * dim, width),
+            ("k", kv_heads * dim, width),
+            ("v", kv_heads * dim, width),
+            ("o", width, heads * dim),
+        ):
+            weight(f"{prefix}self_attn.{name}_proj.weight", out, reads)
+            if attention_bias:
+                weight(f"{prefix}self_attn.{name}_proj.bias", out)
+            if name in "qk":
+                weight(f"{prefix}self_attn.{name}_norm.weight", dim)
+        for name, shape in (("gate", (mlp, width)), ("up", (mlp, width)), ("down", (width, mlp))):
+            weight(f"{prefix}mlp.{name}_proj.weight", *shape)
+        weight(prefix + "input_layernorm.weight", width)
+        weight(prefix + "post_attention_layernorm.weight", width)
+    weight("fc.weight", width, 16 * (2 if target_layer_ids is None else len(target_layer_ids)))
+    weight("hidden_norm.weight", width)
+    weight("norm.weight", width)
+    own = layout == "deepspec"
+    if embed or own:
+        weight("embed_tokens.weight", V, width)
+    if lm_head or own or draft_vocab:
+        weight("lm_head.weight", draft_vocab or V, width)
+    if markov:
+        weight("markov_head.markov_w1.weight", V, rank)
+        weight("markov_head.markov_w2.weight", draft_vocab or V, rank)
+        reads, out, name = {"vanilla": (0, 0, ""), "gated": (width + rank, rank, "gate_proj")}.get(
+            markov, (2 * rank + width, 3 * rank, "joint_proj")
+        )
+        if name:
+            weight(f"markov_head.{name}.weight", out, reads)
+            weight(f"markov_head.{name}.bias", out)
+    if confidence:
+        weight("confidence_head.proj.weight", 1, width + (rank if confidence == "markov" else 0))
+        weight("confidence_head.proj.bias", 1)
+    if draft_vocab:
+        ids = np.sort(random.permutation(V)[:draft_vocab])
+        t["d2t"], t["t2d"] = ids - np.arange(draft_vocab), np.isin(np.arange(V), ids)
+    layers = {
+        "model_type": "qwen3",
+        "vocab_size": V,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": attention_bias,
+        **(layer or {}),
+    }
+    method = {"block_size": block_size, "mask_token_id": V - 1}
+    method_heads = {
+        "markov_rank": rank,
+        "markov_head_type": markov or "vanilla",
+        "enable_confidence_head": confidence is not None,
+        "confidence_head_with_markov": confidence == "markov",
+    }
+    ids = {} if target_layer_ids is None else {"target_layer_ids": target_layer_ids}
+    if layout == "z-lab":
+        section = {"mask_token_id": V - 1, **ids, **(inner or {})}
+        raw = {"architectures": ["DFlashDraftModel"], **layers, "block_size": block_size, "num_target_layers": 8}
+        return {**raw, "dflash_config": section, **top}, t
+    if layout == "deepspec":
+        return {"architectures": ["Qwen3DSparkModel"], **layers, **method, **method_heads, **ids, **top}, t
+    if layout == "specforge":
+        section = {"projector_type": projector_type, **method, **method_heads, **ids}
+        name = "DSparkDraftModel" if projector_type == "dspark" else "DFlashDraftModel"
+        return {"architectures": [name], **layers, "dflash_config": section, **top}, t
+    assert target_layer_ids is not None
+    kind = "dspark" if markov or next_token else "dflash"
+    raw = {"speculators_model_type": kind, "transformer_layer_config": layers, **method}
+    raw |= {"aux_hidden_state_layer_ids": [i + 1 for i in target_layer_ids], "draft_vocab_size": draft_vocab or V}
+    raw |= method_heads if kind == "dspark" else {}
+    raw |= {} if next_token is None else {"sample_from_anchor": next_token}
+    return {**raw, **top}, t
