@@ -344,6 +344,7 @@ class BlockHead:
         if self.markov == "gated":
             gate = layers.linear(jnp.concatenate([hidden, embedded], axis=-1), own.mix, own.mix_bias)
             return logits + self._bias(own, jax.nn.sigmoid(gate) * embedded), None
+        assert state is not None
         joined = jnp.concatenate([state, embedded, hidden], axis=-1)
         keep, new, out = jnp.split(layers.linear(joined, own.mix, own.mix_bias), 3, axis=-1)
         keep = jax.nn.sigmoid(keep)
