@@ -176,7 +176,7 @@ class Block:
         self, params: Params, s: DecodeState, logits: Float[Array, "B _ Vd"], path: Int[Array, "B M g"]
     ) -> Proposal:
         batch, nodes, _ = path.shape
-        if s.sampling is None:
+        if s.sampling is None and s.grammar.table is None:
             # Without a Markov head, all nodes of a generation have the same proposals.
             path = path[:, : logits.shape[1]]
         else:

@@ -18,7 +18,7 @@ from planted import weights_of
 from jspec.core import accept, decode, stopping, tree
 from jspec.core import grammar as grammars
 from jspec.core.types import DraftTree, RowSampling
-from jspec.drafters import Ngram, Plain, Standalone
+from jspec.drafters import Block, Ngram, Plain, Standalone
 from jspec.text.grammar import Grammar
 
 EOS = 0
@@ -147,7 +147,7 @@ def test_greedy_output_does_not_depend_on_the_drafter(name):
 
 
 @pytest.mark.fast("standalone")
-@pytest.mark.parametrize("name", ["standalone", "eagle", "mtp", "frozen_kv_mtp"])
+@pytest.mark.parametrize("name", ["standalone", "eagle", "mtp", "frozen_kv_mtp", "block"])
 def test_drafts_are_in_the_grammar(name):
     drafter = toy.bound_drafters()[name]
     weights = weights_of(drafter)
@@ -158,6 +158,17 @@ def test_drafts_are_in_the_grammar(name):
         for i in range(len(chain)):
             done = EOS in chain[:i]
             assert done or may_follow(grammar, [*before, *chain[:i]])[chain[i]]
+
+
+def test_nodes_of_a_block_have_the_masks_of_their_own_paths():
+    """Without a Markov head and options, the nodes of a generation share their logits, but not what is allowed."""
+    drafter = Block(depth=3, width=3, num_nodes=12).bind(toy.TARGET, toy.FILL_IN)
+    weights, drafted = weights_of(drafter), []
+    for rows in (None, RowSampling(temperature=np.zeros(3, np.float32))):
+        s = toy.start(drafter, weights, table=stops(), rows=rows, grammar=batch())
+        drafted.append(jax.device_get(jax.jit(lambda s: drafter.draft(weights, s)[0])(s)))
+    np.testing.assert_array_equal(drafted[0].tokens, drafted[1].tokens)
+    np.testing.assert_array_equal(drafted[0].parents, drafted[1].parents)
 
 
 # The distribution
