@@ -278,12 +278,13 @@ def exact_products(target: Decoder, tokens: int, dtype: DTypeLike) -> Iterator[W
     named.append(("LM head", head, {"transposed": shapes.lm_head is None}))
     for name, shape, static in named:
         inner = shape.shape[1 if static.get("transposed") else 0]
-        (x, *weights) = _random(dtype, (tokens, inner), *[shape.shape] * min(CALLS, 2))
-        read = math.prod(shape.shape) * weights[0].dtype.itemsize
-        # Two matrices in turn, so that none is in the cache of the device.
-        calls = [{"weight": weights[i % len(weights)]} for i in range(CALLS)]
+        *rows, one, other = _random(dtype, *[(tokens, inner)] * CALLS, *[shape.shape] * 2)
+        read = math.prod(shape.shape) * one.dtype.itemsize
+        # Two matrices in turn, so that none is in the cache of the device, and other rows in each call: XLA computes
+        # equal calls once.
+        calls = [{"x": x, "weight": (one, other)[i % 2]} for i, x in enumerate(rows)]
         peer = (_INEXACT, _product)
-        yield Work(f"exact_matmul, {name}", exact_matmul.OPERATION, (x,), calls, [static] * CALLS, read, peer)
+        yield Work(f"exact_matmul, {name}", exact_matmul.OPERATION, (), calls, [static] * CALLS, read, peer)
 
 
 def _product(

@@ -132,6 +132,14 @@ def linear(
     return add_bias(out, bias)
 
 
+def divided_linear(
+    x: Float[Array, "*batch in"], weight: Float[Array, "in out"]
+) -> Float[Array, "*batch out"] | Float[Array, "P *batch out"]:
+    """The exact product, or the sums over parts of its contraction, which `add_rms_norm` and `split_heads` add up."""
+    out = exact_matmul(x.reshape(-1, x.shape[-1]), weight, parts=True)
+    return out.reshape(*out.shape[:-2], *x.shape[:-1], -1)
+
+
 def add_bias(x: Float[Array, "*batch out"], bias: Float[Array, " out"] | None) -> Float[Array, "*batch out"]:
     """x + bias; `x` itself if there is none."""
     return x if bias is None else x + bias.reshape((1,) * (x.ndim - 1) + bias.shape)
@@ -146,13 +154,16 @@ def rms_norm(
 
 def add_rms_norm(
     x: Float[Array, "*batch E"],
-    branch: Float[Array, "*batch E"],
+    branch: Float[Array, "*batch E"] | Float[Array, "P *batch E"],
     weight: Float[Array, " E"],
     eps: float,
     *,
     exact: bool = False,
 ) -> tuple[Float[Array, "*batch E"], Float[Array, "*batch E"]]:
-    """The residual stream with a branch added, and its `rms_norm`; `exact` as in `linear`."""
+    """The residual stream with a branch added, and its `rms_norm`.
+
+    exact: as in `linear`; the branch may then be that of `divided_linear`.
+    """
     if exact:
         return add_norm(x, branch, weight, eps=eps)
     x = x + branch
@@ -201,14 +212,14 @@ def gated_mlp(
     activation: Callable[[Array], Array] = jax.nn.silu,
     *,
     exact: bool = False,
-) -> Float[Array, "*batch E"]:
+) -> Float[Array, "*batch E"] | Float[Array, "P *batch E"]:
     """Gated MLP, down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), gate and up in one product.
 
-    exact: as in `linear`.
+    exact: as in `linear`; the result may then be divided, as that of `divided_linear`.
     """
     if exact:
         inner = exact_matmul(x.reshape(-1, x.shape[-1]), gate_up, activation=activation)
-        return exact_matmul(inner, down).reshape(x.shape)
+        return divided_linear(inner.reshape(*x.shape[:-1], -1), down)
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
     return linear(activation(gate) * up, down)
 

@@ -22,6 +22,7 @@ from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, RoutedParams, layer_mlp, mlp_shapes
 from jspec.models.sizes import shape_of
+from pallas_kernels import parts
 from pallas_kernels.split_heads import split_heads
 
 
@@ -156,14 +157,17 @@ class Llama(Decoder):
     ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
         """Yields, after each layer, the residual stream and the layer's rows of this round."""
         rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype)
+        norms = [layer.attention_norm for layer in params.layers]
+        normed = layers.rms_norm(x, norms[0], self.rms_norm_eps, exact=self.exact)
         for index, layer in enumerate(params.layers):
-            assert layer.attention_norm is not None
-            normed = layers.rms_norm(x, layer.attention_norm, self.rms_norm_eps, exact=self.exact)
             own = None if earlier is None else earlier[index]
             here = partial(attend, index, scale=self.layer_scale(index))
-            here_selected = selected if index + 1 == self.num_layers else None
             options = {"routed": self.experts, "exact": self.exact}
-            x, pair = decoder_layer(self, layer, x, normed, rotation, here, own, here_selected, **options)
+            if index + 1 < self.num_layers:
+                x, branch, pair = layer_branches(self, layer, x, normed, rotation, here, own, **options)
+                x, normed = layers.add_rms_norm(x, branch, norms[index + 1], self.rms_norm_eps, exact=self.exact)
+            else:
+                x, pair = decoder_layer(self, layer, x, normed, rotation, here, own, selected, **options)
             yield x, pair
 
 
@@ -296,7 +300,25 @@ def decoder_layer(
     *,
     exact: bool = False,
 ) -> tuple[Float[Array, "B N E"], tuple[Array, Array]]:
-    """Attention over `normed`, then the MLP, each added to the residual stream `x`.
+    """The residual stream after a layer, and the layer's rows: arguments and rows as in `layer_branches`."""
+    x, branch, pair = layer_branches(config, layer, x, normed, rotation, attend, earlier, selected, routed, exact=exact)
+    return x + parts.whole(branch, x.ndim, x.dtype), pair
+
+
+def layer_branches(
+    config: LayerShape,
+    layer: LayerParams,
+    x: Float[Array, "B N E"],
+    normed: Float[Array, "B N X"],
+    rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
+    attend: Callable[..., Array],
+    earlier: tuple[Array, Array] | None,
+    selected: layers.SelectedToken | None = None,
+    routed: Routed | None = None,
+    *,
+    exact: bool = False,
+) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"] | Float[Array, "P B N E"], tuple[Array, Array]]:
+    """Attention over `normed`, added to the residual stream `x`, then the MLP over the sum.
 
     rotation: the angles of each token, see `layers.rotation`.
     attend: a cache's `attend` for this layer, called with (q, k, v).
@@ -305,11 +327,15 @@ def decoder_layer(
     routed: describes the layer's experts, if it has any.
     exact: as in `layers.linear`.
 
-    Returns the residual stream, and the keys and values of this round including `earlier`.
+    Returns the residual stream before the MLP's output is added, that output, which may be divided as in
+    `layers.gated_mlp`, and the keys and values of this round including `earlier`.
     """
     heads, kv_heads = config.num_heads // config.tensor, held_kv_heads(config) // config.tensor
-    qkv = layers.linear(normed, layer.qkv, layer.qkv_bias, exact=exact)
-    qkv = qkv.reshape(*x.shape[:2], heads + 2 * kv_heads, config.head_dim)
+    if exact and layer.qkv_bias is None:
+        qkv = layers.divided_linear(normed, layer.qkv)
+    else:
+        qkv = layers.linear(normed, layer.qkv, layer.qkv_bias, exact=exact)
+    qkv = qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, config.head_dim)
     options = {"kv_heads": kv_heads, "eps": config.rms_norm_eps, "exact": exact}
     q, k, v = split_heads(qkv, *rotation, layer.q_norm, layer.k_norm, **options)
     if earlier is not None:
@@ -317,8 +343,12 @@ def decoder_layer(
     if selected is not None:
         x, q = layers.take_token(x, selected.token), layers.take_token(q, selected.token)
         attend = partial(attend, mask=selected.mask)
-    attended = layers.linear(attend(q, k, v).reshape(*x.shape[:2], -1), layer.o, exact=exact)
-    branch = layers.add_bias(sum_over_devices(attended, config.tensor), layer.o_bias)
+    attended = attend(q, k, v).reshape(*x.shape[:2], -1)
+    if exact and layer.o_bias is None:
+        branch = layers.divided_linear(attended, layer.o)
+    else:
+        attended = layers.linear(attended, layer.o, exact=exact)
+        branch = layers.add_bias(sum_over_devices(attended, config.tensor), layer.o_bias)
     x, normed = layers.add_rms_norm(x, branch, layer.mlp_norm, config.rms_norm_eps, exact=exact)
     mlp = layer_mlp(normed, layer, routed, exact=exact)
-    return x + sum_over_devices(mlp, config.tensor), (k, v)
+    return x, sum_over_devices(mlp, config.tensor), (k, v)

@@ -104,11 +104,11 @@ def mlp_shapes(routed: Routed | None, inner: int, width: int, dtype: DTypeLike) 
 
 def layer_mlp(
     x: Float[Array, "*batch E"], layer: MlpParams, routed: Routed | None, *, exact: bool = False
-) -> Float[Array, "*batch E"]:
+) -> Float[Array, "*batch E"] | Float[Array, "P *batch E"]:
     """The output of a layer's MLP, or of its experts, for each token.
 
     routed: describes the experts; ignored if the layer has none.
-    exact: as in `layers.linear`.
+    exact: as in `layers.gated_mlp`.
     """
     if layer.experts is None:
         assert layer.gate_up is not None and layer.down is not None

@@ -10,7 +10,7 @@ OPERATION = Operation("add_norm", "pallas_kernels.add_norm", reference.add_norm,
 
 def add_norm(
     x: Float[Array, "*batch E"],
-    branch: Float[Array, "*batch E"] | None,
+    branch: Float[Array, "*batch E"] | Float[Array, "P *batch E"] | None,
     weight: Float[Array, " E"],
     *,
     eps: float,
@@ -22,7 +22,8 @@ def add_norm(
     the work of a reduction by its shape. The norm is rounded before the weight is applied, as in `norm.rms_norm`.
 
     Args:
-      branch: the output of attention or the MLP; None: 0, and the first result is `x`.
+      branch: the output of attention or the MLP, or the parts of it that `exact_matmul` gives, which are added first,
+        in order, and rounded; None: 0, and the first result is `x`.
       eps: added to the mean square.
       backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
         None: the best one of this platform that supports the arguments.
@@ -30,6 +31,12 @@ def add_norm(
     Raises:
       ValueError: the backend is unknown or cannot run, or the branch has another shape or dtype than the stream.
     """
-    if branch is not None and (x.dtype, x.shape) != (branch.dtype, branch.shape):
-        raise ValueError(f"branch is {branch.dtype}{list(branch.shape)}: must be {x.dtype}{list(x.shape)}, as x is")
+    if branch is not None:
+        divided = branch.ndim > x.ndim
+        dtype, shape = ("float32", branch.shape[1:]) if divided else (x.dtype, branch.shape)
+        if (dtype, x.shape) != (branch.dtype, shape):
+            of_parts = f", or float32[P, {str(list(x.shape))[1:]} of parts" if divided else ""
+            raise ValueError(
+                f"branch is {branch.dtype}{list(branch.shape)}: must be {x.dtype}{list(x.shape)}, as x is{of_parts}"
+            )
     return OPERATION.run(backend, x, branch, weight, eps=eps)

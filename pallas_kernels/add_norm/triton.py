@@ -58,24 +58,30 @@ def add_norm(
     tokens = x.size // width
     config = config or default_config(width=width)
     row = pl.BlockSpec((None, width), lambda token: (token, 0))
+    added = row
+    if branch is not None and branch.ndim > x.ndim:
+        added = pl.BlockSpec((len(branch), None, width), lambda token: (0, token, 0))
+        branch = branch.reshape(-1, tokens, width)
+    elif branch is not None:
+        branch = branch.reshape(tokens, width)
     shape = jax.ShapeDtypeStruct((tokens, width), x.dtype)
     results = call(
         functools.partial(_kernel, eps=eps),
         out_shape=[shape] * (1 if branch is None else 2),
         grid=(tokens,),
-        in_specs=[row, None if branch is None else row, pl.BlockSpec((width,), lambda token: (0,))],
+        in_specs=[row, None if branch is None else added, pl.BlockSpec((width,), lambda token: (0,))],
         out_specs=[row] * (1 if branch is None else 2),
         num_warps=config.num_warps,
         interpret=platform.resolve_interpret(interpret),
         name="add_norm",
-    )(x.reshape(tokens, width), None if branch is None else branch.reshape(tokens, width), weight)
+    )(x.reshape(tokens, width), branch, weight)
     *stream, normed = (result.reshape(x.shape) for result in results)
     return stream[0] if stream else x, normed
 
 
 def _kernel(
     x_ref: Ref,  # [E]
-    branch_ref: Ref | None,  # [E]
+    branch_ref: Ref | None,  # [E], or [P, E] of parts
     weight_ref: Ref,  # [E]
     *out_refs: Ref,  # [E], the sum, if there is a branch; and [E], its norm
     eps: float,
@@ -84,12 +90,17 @@ def _kernel(
     place = jnp.arange(pl.next_power_of_2(width))
     inside = place < width
 
-    def load(ref):
-        return pltriton.load(ref.at[place], mask=inside, other=0)
+    def load(ref, *lead):
+        return pltriton.load(ref.at[*lead, place], mask=inside, other=0)
 
     stream = load(x_ref)
     if branch_ref is not None:
-        stream = stream + load(branch_ref)
+        if len(branch_ref.shape) == 1:
+            branch = load(branch_ref)
+        else:
+            parts = [load(branch_ref, index) for index in range(branch_ref.shape[0])]
+            branch = functools.reduce(jnp.add, parts).astype(stream.dtype)
+        stream = stream + branch
         pltriton.store(out_refs[0].at[place], stream, mask=inside)
     wide = stream.astype(jnp.float32)
     scaled = wide * lax.rsqrt((wide * wide).sum() / width + eps)

@@ -16,8 +16,9 @@ def exact_matmul(
     *,
     transposed: bool = False,
     activation: Callable[[Array], Array] | None = None,
+    parts: bool = False,
     backend: str | None = None,
-) -> Float[Array, "T M"]:
+) -> Float[Array, "T M"] | Float[Array, "P T M"]:
     """x @ weight, where each row of the result depends on its own row of `x` alone, to the bit.
 
     Libraries of matrix products choose tiles and the order of sums by the number of rows, so that a row's last bits
@@ -28,6 +29,9 @@ def exact_matmul(
       transposed: the weight is [N, K], as an embedding that is the LM head.
       activation: of a gated MLP, whose matrix has the columns of the gate first, then the others: the result is
         activation(gate) * other, rounded once, M = N / 2. None: the products themselves, M = N.
+      parts: the result may also be the sums over the parts of the contraction, [P, T, N] in float32: added in order,
+        then rounded to the dtype of `x`, they are the product. `add_norm` and `split_heads` read them as they are,
+        which saves a pass over them. Not with an activation.
       backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
         None: the best one of this platform that supports the arguments. Bits differ between backends.
 
@@ -43,4 +47,6 @@ def exact_matmul(
     columns = weight.shape[0 if transposed else 1]
     if activation is not None and (columns % 2 or transposed):
         raise ValueError(f"weight {weight.shape}: must be [K, N] with an even N with an activation")
-    return OPERATION.run(backend, x, weight, transposed=transposed, activation=activation)
+    if parts and activation is not None:
+        raise ValueError("parts=True: must be False with an activation, which needs the whole sum")
+    return OPERATION.run(backend, x, weight, transposed=transposed, activation=activation, parts=parts)

@@ -16,8 +16,9 @@ def exact_matmul(
     *,
     transposed: bool = False,
     activation: Callable[[jax.Array], jax.Array] | None = None,
+    parts: bool = False,
 ) -> jax.Array:
-    """Arguments as in `api.exact_matmul`.
+    """Arguments as in `api.exact_matmul`; always the product itself.
 
     The loop is one even of a single block: a product outside of it could be compiled in another way.
     """

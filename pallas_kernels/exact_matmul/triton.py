@@ -1,9 +1,12 @@
-"""Exact products as one Triton kernel: every program computes a tile of one size in one order.
+"""Exact products as one Triton kernel: the order of sums depends on the matrix alone.
 
-A tile has 64 rows, however many of them exist: as long as a product is limited by the bytes of the weight, the others
-cost nothing. The contraction is divided into parts. Few rows give too few tiles to keep the device busy, so that each
-part is a program of its own, and XLA adds the partial results in order; with many rows one program computes all parts
-and adds them in the same order.
+The contraction is divided into parts. Few rows give too few tiles to keep the device busy, so that each part is a
+program of its own, and the partial results are added in order, by XLA or by the kernel that reads them; with many rows
+one program computes all parts and adds them in the same order.
+
+On a Hopper GPU, tensor cores add the products of 16 elements of the contraction to a sum, then those of the next 16,
+whatever the tile's sides are; so tiles may have as many rows as there are. `tests/kernels/test_same_bits.py` checks
+that on the device. On others, tiles have one size.
 """
 
 import dataclasses
@@ -20,13 +23,14 @@ from jax.typing import DTypeLike
 from pallas_kernels import platform
 from pallas_kernels._triton import call, dot, refuse_dtype
 from pallas_kernels._types import Ref
+from pallas_kernels.parts import add_parts
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work of one call is divided. All but `parts` are powers of two, the blocks at least 16.
+    """How the work of one call is divided. All are powers of two, the blocks at least 16.
 
-    The bits of the result depend on all of these but `spread`.
+    The bits of the result depend on `parts`, not on `spread`; the others may change them or not, see above.
     """
 
     block_m: int
@@ -50,32 +54,56 @@ class Tuning:
     float32: Config
     narrow: Config
     """For types of 16 bits."""
+    few_rows: tuple[int, ...]
+    """Rows of smaller blocks than those of `narrow`, which take as many rows as there are, where bits allow them."""
+    many_rows: Config | None
+    """For more than `spread_rows` rows; None: `narrow`."""
+    many_rows_whole: Config | None
+    """The same for a contraction of one part, whose sums take half the registers."""
     programs: int
-    """The contraction is divided until there are this many programs for a block of rows."""
+    """The contraction is divided until there are this many programs for a block of rows, or half as many."""
     least_part: int
     """Elements of the contraction in a part, at least."""
     spread_rows: int
     """Up to this many rows, parts are programs of their own: partial results cost bytes in proportion to the rows."""
 
 
-TUNING = {
-    "NVIDIA H100": Tuning(
-        float32=Config(block_m=16, block_n=32, block_k=32, parts=1, spread=False, num_warps=4, num_stages=2),
-        narrow=Config(block_m=64, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=4),
-        programs=256,
-        least_part=512,
-        spread_rows=64,
-    )
-}
+_ANY = Tuning(
+    float32=Config(block_m=16, block_n=32, block_k=32, parts=1, spread=False, num_warps=4, num_stages=2),
+    narrow=Config(block_m=64, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=3),
+    few_rows=(),
+    many_rows=None,
+    many_rows_whole=None,
+    programs=192,
+    least_part=512,
+    spread_rows=256,
+)
+_HOPPER = dataclasses.replace(
+    _ANY,
+    few_rows=(16, 32),
+    many_rows=Config(block_m=128, block_n=128, block_k=64, parts=1, spread=False, num_warps=8, num_stages=3),
+    many_rows_whole=Config(block_m=128, block_n=256, block_k=64, parts=1, spread=False, num_warps=8, num_stages=3),
+)
+TUNING = {"any other": _ANY, "NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
 """By device kind; the first entry is the default."""
 
 
 def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> Config:
-    """The configuration for a product [rows, inner] x [inner, columns]; `rows` decides on `spread` only."""
+    """The configuration for a product [rows, inner] x [inner, columns].
+
+    `rows` decides on `spread`, and on the size of tiles where no bit depends on it.
+    """
     tuning = platform.for_device_kind(TUNING)
     config = tuning.float32 if jnp.dtype(dtype).itemsize > 2 else tuning.narrow
-    wanted = tuning.programs // pl.cdiv(columns, config.block_n)
-    parts = max(1, min(wanted, inner // tuning.least_part))
+    wanted = max(1, min(tuning.programs // pl.cdiv(columns, config.block_n), inner // tuning.least_part))
+    # The power of two, so that the parts of most matrices have the same length.
+    parts = 1 << (wanted.bit_length() - 1)
+    if config is tuning.narrow:
+        if rows > tuning.spread_rows:
+            config = (tuning.many_rows if parts > 1 else tuning.many_rows_whole) or config
+        for block_m in reversed(tuning.few_rows):
+            if rows <= block_m:
+                config = dataclasses.replace(config, block_m=block_m)
     return dataclasses.replace(config, parts=parts, spread=parts > 1 and rows <= tuning.spread_rows)
 
 
@@ -91,6 +119,7 @@ def exact_matmul(
     *,
     transposed: bool = False,
     activation: Callable[[jax.Array], jax.Array] | None = None,
+    parts: bool = False,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
@@ -115,13 +144,12 @@ def exact_matmul(
         interpret=platform.resolve_interpret(interpret),
         name="exact_matmul",
     )(x, weight)
-    if not config.spread:
+    if parts or not config.spread:
         return out
-    total = functools.reduce(jnp.add, [out[part] for part in range(config.parts)])
-    if activation is not None:
-        gate, other = jnp.split(total, 2, axis=-1)
-        total = activation(gate) * other
-    return total.astype(x.dtype)
+    if activation is None:
+        return add_parts(out, x.dtype)
+    gate, other = jnp.split(add_parts(out, jnp.float32), 2, axis=-1)
+    return (activation(gate) * other).astype(x.dtype)
 
 
 def _kernel(

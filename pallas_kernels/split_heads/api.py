@@ -9,7 +9,7 @@ OPERATION = Operation("split_heads", "pallas_kernels.split_heads", reference.spl
 
 
 def split_heads(
-    qkv: Float[Array, "B N J D"],
+    qkv: Float[Array, "B N J D"] | Float[Array, "P B N J D"],
     cos: Float[Array, "#B #N half"],
     sin: Float[Array, "#B #N half"],
     q_norm: Float[Array, " D"] | None = None,
@@ -26,7 +26,8 @@ def split_heads(
     Sennrich, arXiv 1910.07467), computed in float32. Every backend has gradients.
 
     Args:
-      qkv: the J = H + 2 K heads of each token: H of queries, then K of keys, then K of values.
+      qkv: the J = H + 2 K heads of each token: H of queries, then K of keys, then K of values; or the parts of them
+        that `exact_matmul` gives, in float32, which are added first, in order, and rounded to the dtype of `cos`.
       cos, sin: of the angles by which a token's pairs are rotated.
       q_norm, k_norm: weights of the norms of each query head and each key head; None: no norm.
       kv_heads: K.
@@ -39,6 +40,8 @@ def split_heads(
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
     """
     *_, total, dim = qkv.shape
+    if qkv.ndim > 4 and qkv.dtype != "float32":
+        raise ValueError(f"qkv is {qkv.dtype}{list(qkv.shape)}: parts must be float32")
     if total <= 2 * kv_heads:
         raise ValueError(f"kv_heads={kv_heads}: must be below {total / 2:g}, as qkv {qkv.shape} has {total} heads")
     if dim % 2 or cos.shape[-1] != dim // 2 or cos.shape != sin.shape:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.norm import rms_norm
+from pallas_kernels.parts import whole
 from pallas_kernels.rotary import rotate
 
 
@@ -20,6 +21,7 @@ def split_heads(
     exact: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Arguments as in `api.split_heads`."""
+    qkv = whole(qkv, 4, cos.dtype)
     heads = qkv.shape[2] - 2 * kv_heads
     q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
     if q_norm is not None and k_norm is not None:

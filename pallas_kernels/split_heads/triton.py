@@ -63,7 +63,7 @@ def split_heads(
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Arguments as in `api.split_heads` and `dispatch.Operation`; always exact: a program owns heads of one token."""
-    config = config or default_config(heads=qkv.shape[2], head_dim=qkv.shape[3])
+    config = config or default_config(heads=qkv.shape[-2], head_dim=qkv.shape[-1])
     return _split_heads(kv_heads, eps, config, platform.resolve_interpret(interpret), qkv, cos, sin, q_norm, k_norm)
 
 
@@ -79,18 +79,19 @@ def _split_heads(
     q_norm: jax.Array | None,
     k_norm: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    batch, nodes, total, dim = qkv.shape
+    *parts, batch, nodes, total, dim = qkv.shape
+    dtype = cos.dtype if parts else qkv.dtype
     tokens, half = batch * nodes, dim // 2
     angles = [jnp.broadcast_to(x, (batch, nodes, half)).reshape(tokens, half) for x in (cos, sin)]
     counts = (total - 2 * kv_heads, kv_heads, kv_heads)
     q, k, v = call(
         functools.partial(_kernel, config=config, eps=eps),
-        out_shape=[jax.ShapeDtypeStruct((tokens, count, dim), qkv.dtype) for count in counts],
+        out_shape=[jax.ShapeDtypeStruct((tokens, count, dim), dtype) for count in counts],
         grid=(tokens, pl.cdiv(total, config.heads)),
         num_warps=config.num_warps,
         interpret=interpret,
         name="split_heads",
-    )(qkv.reshape(tokens, total, dim), *angles, q_norm, k_norm)
+    )(qkv.reshape(*parts, tokens, total, dim), *angles, q_norm, k_norm)
     shape = batch, nodes, -1, dim
     return q.reshape(shape), k.reshape(shape), v.reshape(shape)
 
@@ -108,7 +109,7 @@ _split_heads.defvjp(_forward, _backward)
 
 
 def _kernel(
-    qkv_ref: Ref,  # [T, J, D]
+    qkv_ref: Ref,  # [T, J, D], or [P, T, J, D] of parts
     cos_ref: Ref,  # [T, D / 2]
     sin_ref: Ref,  # [T, D / 2]
     q_norm_ref: Ref | None,  # [D]
@@ -118,15 +119,24 @@ def _kernel(
     eps: float,
 ) -> None:
     # The pairs (a, b) of the program's heads.
-    token, (_, _, dim) = pl.program_id(0), qkv_ref.shape
+    token, (*_, dim) = pl.program_id(0), qkv_ref.shape
     heads, kv_heads = out_refs[0].shape[1], out_refs[1].shape[1]
     half = dim // 2
     head = pl.program_id(1) * config.heads + jnp.arange(config.heads, dtype=jnp.int32)[:, None]
     pair = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)[None]
     inside = (head < heads + 2 * kv_heads) & (pair < half)
-    parts = [pltriton.load(qkv_ref.at[token, head, pair + at], mask=inside, other=0) for at in (0, half)]
-    dtype = parts[0].dtype
-    a, b = (x.astype(jnp.float32) for x in parts)
+    dtype = out_refs[0].dtype
+
+    def load(at, *lead):
+        return pltriton.load(qkv_ref.at[*lead, token, head, pair + at], mask=inside, other=0)
+
+    def halves(at):
+        if len(qkv_ref.shape) == 3:
+            return load(at)
+        return functools.reduce(jnp.add, [load(at, index) for index in range(qkv_ref.shape[0])]).astype(dtype)
+
+    pairs = [halves(at) for at in (0, half)]
+    a, b = (x.astype(jnp.float32) for x in pairs)
 
     # The norms of queries and keys; a program that has values does not store theirs.
     if q_norm_ref is not None and k_norm_ref is not None:
@@ -147,7 +157,7 @@ def _kernel(
 
     # Queries and keys, and the values as they came.
     first = 0
-    for ref, new in zip(out_refs, (rotated, rotated, parts), strict=True):
+    for ref, new in zip(out_refs, (rotated, rotated, pairs), strict=True):
         here = inside & (head >= first) & (head < first + ref.shape[1])
         for x, at in zip(new, (0, half), strict=True):
             pltriton.store(ref.at[token, head - first, pair + at], x, mask=here)

@@ -12,7 +12,7 @@ from backends import FAST_COMPILE, HERE, each_backend, interpreted
 from cases import ATTENTION_CASES, Case, normal, page_table, pool, rng_of, tree_mask
 from crosslower import cross_lower
 
-from pallas_kernels import add_norm, exact_attention, exact_matmul, grouped_matmul
+from pallas_kernels import add_norm, exact_attention, exact_matmul, grouped_matmul, parts, split_heads
 from pallas_kernels.add_norm import triton as norm_triton
 from pallas_kernels.attention import BLOCK, SEGMENT
 from pallas_kernels.exact_attention import triton as attention_triton
@@ -203,6 +203,10 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_rows(form, dtype, backen
     np.testing.assert_allclose(whole.astype(np.float64), wide, rtol=0, atol=10 * TOLERANCE[dtype])
     for rows in ([0], [149], [3, 7], list(range(40, 57)), list(range(20, 90))):
         assert same_bits(jitted(partial(run, **options), backend)(x[rows], given), whole[rows]), rows
+        if form != "gated":
+            divided = jitted(partial(run, parts=True, **options), backend)(x[rows], given)
+            assert divided.ndim == 2 + (backend == "triton" and len(rows) < 64)
+            assert same_bits(parts.whole(divided, 2, x.dtype), whole[rows]), rows
 
 
 @pytest.mark.fast("bfloat16-xla")
@@ -240,6 +244,45 @@ def test_a_sum_and_its_norm(dtype, backend):
     np.testing.assert_allclose(np.asarray(same[1]).astype(np.float64), expected, rtol=0, atol=2 * TOLERANCE[dtype])
     one = run(x[1:2, 3:4], branch[1:2, 3:4], weight)
     assert same_bits(one[1], normed[1:2, 3:4])
+    # A branch in parts.
+    divided = jnp.asarray(rng.normal(size=(3, *x.shape)), jnp.float32)
+    added = run(x, divided, weight)
+    for result, expected in zip(added, run(x, parts.add_parts(divided, dtype), weight), strict=True):
+        assert same_bits(result, expected)
+    assert same_bits(run(x[2:3], divided[:, 2:3], weight)[1], added[1][2:3])
+
+
+@each_backend(split_heads.OPERATION)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_heads_of_a_product_in_parts(dtype, backend):
+    rng = np.random.default_rng(0)
+    divided = jnp.asarray(rng.normal(size=(4, 2, 3, 6, 32)), jnp.float32)
+    cos, sin = (rng.normal(size=(2, 3, 16)).astype(jnp.dtype(dtype)) for _ in range(2))
+    norms = [rng.normal(size=32).astype(jnp.dtype(dtype)) for _ in range(2)]
+    for given in ([None, None], norms):
+        options = {"kv_heads": 1, "eps": 1e-5, "exact": True, "backend": backend}
+        run = jitted(lambda qkv, *rest, options=options: split_heads.split_heads(qkv, *rest, **options), backend)
+        whole = run(parts.add_parts(divided, dtype), cos, sin, *given)
+        for found, expected in zip(run(divided, cos, sin, *given), whole, strict=True):
+            assert found.dtype == dtype and same_bits(found, expected)
+
+
+def test_parts_of_another_type_or_shape_are_refused():
+    x, weight = jnp.zeros((2, 8), jnp.float16), jnp.zeros(8, jnp.float16)
+    for branch, message in (
+        (
+            jnp.zeros((3, 2, 8), jnp.float16),
+            r"branch is float16\[3, 2, 8\]: must be float16\[2, 8\].*float32\[P, 2, 8\]",
+        ),
+        (jnp.zeros((2, 8), jnp.float32), r"branch is float32\[2, 8\]: must be float16\[2, 8\], as x is$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            add_norm.add_norm(x, branch, weight, eps=1e-5)
+    with pytest.raises(ValueError, match=r"qkv is float16\[2, 1, 1, 3, 8\]: parts must be float32"):
+        angles = jnp.zeros((1, 1, 4), jnp.float16)
+        split_heads.split_heads(jnp.zeros((2, 1, 1, 3, 8), jnp.float16), angles, angles, kv_heads=1, eps=1e-5)
+    with pytest.raises(ValueError, match="parts=True: must be False with an activation"):
+        exact_matmul.exact_matmul(x, jnp.zeros((8, 8), jnp.float16), activation=jax.nn.silu, parts=True)
 
 
 # The shapes of a model of 8 billion parameters
@@ -289,15 +332,22 @@ def test_attention_of_a_large_model():
 # What the choices depend on
 
 
-def test_configurations_do_not_depend_on_the_number_of_rows():
-    """But for what changes no bit: whether parts of the work are programs of their own."""
+@pytest.mark.parametrize("kind", matmul_triton.TUNING)
+def test_configurations_do_not_depend_on_the_number_of_rows(kind, monkeypatch):
+    """But for what changes no bit: whether parts of the work are programs of their own, and tiles on some devices."""
+    monkeypatch.setattr(matmul_triton.platform, "for_device_kind", lambda table: table[kind])
     for inner, columns in ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256), (64, 64)):
         for dtype in ("bfloat16", "float32"):
             make = partial(matmul_triton.default_config, inner=inner, columns=columns, dtype=dtype)
-            configs = {dataclasses.replace(make(rows=rows), spread=False) for rows in (1, 2, 6, 17, 64, 65, 2048)}
-            assert len(configs) == 1
-            (config,) = configs
-            assert config.parts == 1 or inner // config.parts >= config.block_k
+            made = [make(rows=rows) for rows in (1, 2, 6, 17, 64, 65, 257, 2048)]
+            assert len({dataclasses.replace(config, spread=False) for config in made}) == 1 or "H" in kind
+            assert len({config.parts for config in made}) == 1
+            assert made[0].parts == 1 or inner // made[0].parts >= made[0].block_k
+            if "H" in kind and dtype == "bfloat16":
+                assert [config.block_m for config in made] == [16, 16, 16, 32, 64, 64, 128, 128]
+
+
+def test_configurations_of_attention_do_not_depend_on_the_number_of_rows():
     for dtype in ("bfloat16", "float32"):
         configs = {
             attention_triton.default_config(
