@@ -9,13 +9,20 @@ from jspec.core.accept import greedy
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Drafter, RowSampling
 from jspec.engine import programs, sizing
+from jspec.engine.automaton_pool import GrammarPool, StopPool
 from jspec.engine.device import Device, DeviceRequest, Static
 from jspec.engine.loop import FLIGHTS, MAX_ROUNDS
 from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions, bind_drafter, choose_drafter, choose_rule, knows_greedy
+from jspec.engine.options import (
+    GenerateOptions,
+    bind_drafter,
+    check_grammar_options,
+    choose_drafter,
+    choose_rule,
+    knows_greedy,
+)
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
-from jspec.engine.stop_pool import StopPool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +77,7 @@ def assemble(
         model.params,
         parts,
         StopPool(model),
+        GrammarPool(model),
         **sizes,
         pages=room.pages,
         snapshots=room.snapshots,
@@ -113,7 +121,7 @@ def make_requests(
 
     Raises:
       ValueError, TypeError: options that do not suit the model or each other, or a request that can never fit.
-      QueueFull: the stop strings of other requests leave no space for these.
+      QueueFull: the stop strings or grammars of other requests leave no space for these.
     """
     vocab_size = device.parts["target"].vocab_size
     options.check_vocabulary(vocab_size)
@@ -126,9 +134,17 @@ def make_requests(
         request.logprobs, request.top_logprobs = bool(options.logprobs), options.top_logprobs
         scheduler.check_fits(request)
         per_row(sampling, 1, vocab_size)
-        if sampling is not None and sampling.grammar is not None:
-            raise ValueError("sampling: an engine takes no grammar; jspec.generate takes one for up to 64 prompts")
+        if request.grammar is not None:
+            check_grammar_options(device.parts["accept"], ignore_eos=options.ignore_eos)
+            device.grammars.compile(request.grammar)
         requests.append(request)
-    for request in requests:
-        request.start_state = device.stops.add(request.stop, request.ignore_eos)
+    held: list[DeviceRequest] = []
+    try:
+        for request in requests:
+            device.hold(request)
+            held.append(request)
+    except Exception:
+        for request in held:
+            device.forget(request)
+        raise
     return requests

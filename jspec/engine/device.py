@@ -11,17 +11,19 @@ from jaxtyping import Array, Int, PyTree
 
 from jspec.core import decode
 from jspec.core.accept import greedy
+from jspec.core.automaton import Automaton
+from jspec.core.grammar import TokenGrammar
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.sharding import Placement
 from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
 from jspec.core.xla_options import TRITON_GEMM_MAX_TOKENS
 from jspec.engine import programs
+from jspec.engine.automaton_pool import GrammarPool, StopPool
 from jspec.engine.options import MAX_TOP_LOGPROBS
 from jspec.engine.plan import Admission, Burst, Landed, Read
 from jspec.engine.programs import Admitted, ReadPlan, Report, View
 from jspec.engine.request import Request
 from jspec.engine.result import top_pairs
-from jspec.engine.stop_pool import StopPool
 
 SMALL_BUCKETS: tuple[int, ...] = (1, 4, 16)
 """Slot counts for which rounds are compiled; beyond them, every power of two. Rounds of few sequences all take
@@ -49,7 +51,7 @@ EXECUTIONS = 2
 """How often `Device.warm_up` runs each program: on a GPU the second run captures its kernels in graphs."""
 TOP_SIZES: tuple[int, ...] = (0, 5, MAX_TOP_LOGPROBS)
 """How many of the most probable tokens a program records: the least of these that has all that were requested."""
-_ADMITTED = ("slots", "length", "limit", "prompt_length", "stop_state", "shared", "rounds")
+_ADMITTED = ("slots", "length", "limit", "prompt_length", "stop_state", "grammar_state", "shared", "rounds")
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,7 +60,7 @@ class DeviceRequest(Request):
 
     logprobs: whether the log-probabilities of its tokens are recorded.
     top_logprobs: how many of the most probable tokens are recorded with each.
-    start_state: of its stop automaton in the pool.
+    start_state, start_grammar: of its stop automaton and of its grammar, in their pools.
     """
 
     sampling: Sampling | None = None
@@ -68,6 +70,12 @@ class DeviceRequest(Request):
     logprobs: bool = False
     top_logprobs: int = 0
     start_state: int = 0
+    start_grammar: int = 0
+
+    @property
+    def grammar(self) -> TokenGrammar | None:
+        """The texts that it may have; None: all."""
+        return None if self.sampling is None else self.sampling.grammar
 
 
 class Static(TypedDict):
@@ -131,7 +139,7 @@ class Device:
     Attributes:
       state: the decode state of all slots, replaced by every program.
       snapshots: what the target's cache has kept of prefixes outside of pages, by place.
-      stops: the stop automata of the requests.
+      stops, grammars: the stop automata of the requests, and the automata of their grammars.
     """
 
     def __init__(
@@ -139,6 +147,7 @@ class Device:
         params: Params,
         parts: Static,
         stops: StopPool,
+        grammars: GrammarPool,
         *,
         samples: bool,
         num_slots: int,
@@ -151,7 +160,7 @@ class Device:
         sizes: Sequence[int] | None = None,
         least_tier: int = 0,
     ):
-        self.params, self.parts, self.stops = params, parts, stops
+        self.params, self.parts, self.stops, self.grammars = params, parts, stops, grammars
         self._placement = parts.get("placement")
         self.num_slots, self.context, self.max_rounds = num_slots, context, max_rounds
         self.num_snapshots = snapshots
@@ -167,6 +176,24 @@ class Device:
         sampling = RowSampling(temperature=_argument(np.zeros(num_slots, np.float32))) if samples else None
         state = dataclasses.replace(self.state, sampling=sampling)
         self._nodes: int = decode.draft_shape(params, state, parts["drafter"], self._placement)[1]
+
+    def hold(self, request: DeviceRequest) -> None:
+        """Puts the automata of a request into the pools, where they stay until `forget`.
+
+        Raises:
+          ValueError, QueueFull: as `AutomatonPool.insert`.
+        """
+        request.start_state = self.stops.add(request.stop, request.ignore_eos)
+        try:
+            request.start_grammar = self.grammars.add(request.grammar)
+        except Exception:
+            self.stops.remove(request.stop, request.ignore_eos)
+            raise
+
+    def forget(self, request: DeviceRequest) -> None:
+        """Lets go of the automata of a request that has ended."""
+        self.stops.remove(request.stop, request.ignore_eos)
+        self.grammars.remove(request.grammar)
 
     def release(self, empty: Sequence[int]) -> None:
         """Empties slots."""
@@ -199,6 +226,7 @@ class Device:
                 "limit": len(request.prompt) + request.max_new_tokens,
                 "prompt_length": len(request.prompt),
                 "stop_state": self.stops.state_after(request.start_state, request.tokens),
+                "grammar_state": self.grammars.state_after(request.start_grammar, request.tokens),
                 "shared": admission.begin,
                 "rounds": admission.rounds,
             }
@@ -281,18 +309,23 @@ class Device:
         """What the host adds to the state of some slots, and the static arguments that depend on their options."""
         table = np.zeros((seats.size, self._width), np.int32)
         samplings: list[Sampling | None] = [None] * seats.size
-        logprobs, top = False, 0
+        logprobs, top, constrained = False, 0, False
         for request, own, row in zip(requests, pages, seats.rows, strict=True):
             assert isinstance(request, DeviceRequest)
             table[row, : len(own)] = own
             samplings[row] = request.sampling
             logprobs, top = logprobs or request.logprobs, max(top, request.top_logprobs)
+            constrained |= request.grammar is not None
         tier, rule = TIERS[max(self._least_tier, *map(tier_of, samplings))], self.parts["accept"]
         if not tier:
             tier, rule = (TIERS[1], rule) if self._samples else (tier, self._greedy_rule)
         chosen = None if seats.slots is None else _argument(seats.slots)
         view = View(
-            chosen, _argument(table), self.stops.table, self.stops.token_class, self._row_sampling(samplings, tier)
+            chosen,
+            _argument(table),
+            self.stops.automaton,
+            self.grammars.automaton if constrained else Automaton(),
+            self._row_sampling(samplings, tier),
         )
         target, drafter = self.parts["target"], self.parts["drafter"]
         top = min(next(size for size in TOP_SIZES if size >= top), target.vocab_size)
@@ -349,7 +382,8 @@ def tier_of(sampling: Sampling | None) -> int:
     """The index in `TIERS` of the smallest set with the options that are in use."""
     if sampling is None:
         return 0
-    values = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
+    names = [field.name for field in dataclasses.fields(sampling) if field.name != "grammar"]
+    values = {name: getattr(sampling, name) for name in names}
     used = {name for name, value in values.items() if value is not None and value != _UNUSED.get(name)}
     return next(index for index, tier in enumerate(TIERS) if used <= set(tier))
 

@@ -431,7 +431,7 @@ class Engine:
         with self._wake:
             if most is not None and self._waiting + len(handles) > most:
                 for handle in handles:
-                    self.stops.remove(handle.request.stop, handle.request.ignore_eos)
+                    self.device.forget(handle.request)
                 raise QueueFull(f"max_queue={most}: as many requests wait already; try again later")
             self._waiting += len(handles)
             self._calls.append(submit)
@@ -505,7 +505,7 @@ class Engine:
     def _end(self, handle: Handle) -> None:
         """Forgets a request that has ended."""
         del self._handles[handle.request]
-        self.stops.remove(handle.request.stop, handle.request.ignore_eos)
+        self.device.forget(handle.request)
         self._counters.finished[FINISH_REASONS.get(handle.request.finish_code, "cancelled")] += 1
         self._counters.observe("end_to_end", time.monotonic() - handle.times.submitted)
         if handle.times.admitted is None:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Int8, Int16, Key, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree, UInt32
 
 from jspec.core import decode, sharding, slots, stopping
 from jspec.core.automaton import Automaton
@@ -55,13 +55,14 @@ class View:
 
     slots: None: all of them, in order.
     table: the pages of each; unused entries are 0.
-    stop_table, token_class: one automaton for all sequences, as in `Automaton`; their states differ.
+    stop, grammar: one automaton each for all sequences, whose states differ; the grammar is not in use if nobody has
+      one.
     """
 
     slots: Int[Array, " R"] | None
     table: Int[Array, "R W"]
-    stop_table: Int16[Array, "states classes"] | None
-    token_class: Int[Array, " V"] | None
+    stop: Automaton
+    grammar: Automaton
     sampling: RowSampling | None
 
 
@@ -133,9 +134,9 @@ def always_samples(
 def _prefilled(params: Params, *, count: int, samples: bool, **static: Any) -> DecodeState:
     """The state after prompts of 4 tokens, with a temperature or without."""
     ids, length = jnp.zeros((count, 4), jnp.int32), jnp.full(count, 4, jnp.int32)
-    keys, stop = seeds_to_keys(length.astype(jnp.uint32)), Automaton(None, None, jnp.zeros(count, jnp.int16))
+    keys, stop = seeds_to_keys(length.astype(jnp.uint32)), Automaton(state=jnp.zeros(count, jnp.int16))
     sampling = RowSampling(temperature=jnp.zeros(count)) if samples else None
-    return decode.prefill(params, ids, length, length + 1, keys, stop, sampling, chunk=2, **static)
+    return decode.prefill(params, ids, length, length + 1, keys, stop, sampling, stop, chunk=2, **static)
 
 
 def all_caches(tree: PyTree) -> list[slots.SlotCache]:
@@ -214,6 +215,7 @@ class Admitted:
     prompt_length: Int[Array, " n"]
     seed: UInt32[Array, " n"]
     stop_state: Int[Array, " n"]
+    grammar_state: Int[Array, " n"]
     shared: Int[Array, " n"]
     rounds: Int[Array, " n"]
     accept_counts: Int[Array, "n A"]
@@ -238,14 +240,15 @@ def _admitted(s: DecodeState, new: Admitted, *, drafter: Drafter) -> DecodeState
     draft = slots.clear(s.draft, new.slots)
     if isinstance(drafter, PagedDrafter):
         draft = drafter.resume(draft, new.slots, new.shared)
-    assert s.stop.state is not None
+    assert s.stop.state is not None and s.grammar.state is not None
     return dataclasses.replace(
         s,
         tokens=write(s.tokens, new.tokens),
         length=write(s.length, new.length),
         limit=write(s.limit, new.limit),
         finish_code=write(s.finish_code, jnp.full_like(new.length, WAITING)),
-        stop=Automaton(None, None, write(s.stop.state, new.stop_state)),
+        stop=Automaton(state=write(s.stop.state, new.stop_state)),
+        grammar=Automaton(state=write(s.grammar.state, new.grammar_state)),
         draft=draft,
         key=keys,
         prompt_length=write(s.prompt_length, new.prompt_length),
@@ -435,17 +438,19 @@ def _part(s: DecodeState, view: View, logprobs: bool, top_logprobs: int) -> Deco
     """The state of the view's slots, with what the host holds for them."""
     part = slots.with_table(slots.take(s, view.slots), view.table)
     buffer = jnp.zeros(part.tokens.shape, jnp.float32) if logprobs else None
-    stop = Automaton(view.stop_table, view.token_class, part.stop.state)
+    stop = dataclasses.replace(view.stop, state=part.stop.state)
+    grammar = dataclasses.replace(view.grammar, state=part.grammar.state)
     top = decode.top_buffer(part.tokens.shape, top_logprobs)
     sampled = decode.sampled_buffer(part.tokens.shape, view.sampling, logprobs)
     recorded = {"logprobs": buffer, "top": top, "sampled_logprobs": sampled}
-    return dataclasses.replace(part, stop=stop, sampling=view.sampling, **recorded)
+    return dataclasses.replace(part, stop=stop, grammar=grammar, sampling=view.sampling, **recorded)
 
 
 def _whole(s: DecodeState, view: View, part: DecodeState) -> DecodeState:
     """The state with the view's slots written back, without what the host holds."""
     nothing = dict.fromkeys(("sampling", "logprobs", "top", "sampled_logprobs"))
-    part = dataclasses.replace(part, stop=Automaton(None, None, part.stop.state), **nothing)
+    stop, grammar = Automaton(state=part.stop.state), Automaton(state=part.grammar.state)
+    part = dataclasses.replace(part, stop=stop, grammar=grammar, **nothing)
     empty = jnp.zeros((s.tokens.shape[0], view.table.shape[1]), jnp.int32)
     return slots.with_table(slots.put(s, view.slots, part), empty)
 

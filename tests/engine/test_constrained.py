@@ -133,3 +133,58 @@ def test_models_and_values_that_do_not_suit(model):
     for wrong in ("[a-z]", jspec.Grammar, {"type": "object"}):
         with pytest.raises(TypeError, match="must be a jspec.Grammar, or None"):
             jspec.Sampling(grammar=wrong)
+
+
+# The engine
+
+
+def given_requests(count):
+    """Prompts and sampling parameters, with three grammars, one after the other."""
+    grammars = [DOCUMENT, None, WORD, jspec.Grammar.regex("[a-c]{2,30}x")]
+    samplings = [jspec.Sampling(temperature=0.7 * (i % 3), grammar=grammars[i % 4]) for i in range(count)]
+    return [PROMPTS[i % 3] for i in range(count)], samplings
+
+
+@pytest.mark.parametrize("pages", [None, pytest.param(12, marks=pytest.mark.slow)], ids=["all", "few"])
+def test_an_engine_gives_the_tokens_of_generate(model, pages):
+    """With few pages sequences are retracted, and continue where they were in their grammars."""
+    prompts, samplings = given_requests(10)
+    options = dict(drafter="ngram", max_new_tokens=40)
+    alone = jspec.generate(model, prompts, sampling=samplings, **options)
+    sizes = dict(slots=4, context=96, page_size=8, burst_ms=1.0)
+    with jspec.Engine(model, drafter="ngram", pages=pages, **sizes) as engine:
+        handles = [
+            engine.submit(prompt, max_new_tokens=40, sampling=sampling, seed=i)
+            for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        ]
+        outs = [handle.result() for handle in handles]
+        if pages is not None:
+            assert engine.metrics().preemptions > 0
+        pool = engine.device.grammars
+        assert len(pool._places) == 3 and set(pool._users.values()) == {0}
+        assert pool.automaton.table.shape[0] == 2048, "what fits compiles nothing"
+        with pytest.raises(ValueError, match="ignore_eos=True: a text of a grammar ends"):
+            engine.submit("a", max_new_tokens=4, sampling=samplings[0], ignore_eos=True)
+    assert [out.tokens for out in outs] == [out.tokens for out in alone]
+    for sampling, out in zip(samplings, outs, strict=True):
+        if sampling.grammar is not None:
+            assert sampling.grammar.matches(out.text) == (out.finish_reason == "eos")
+
+
+@pytest.mark.slow
+def test_more_prompts_than_run_at_once(model):
+    prompts, samplings = given_requests(66)
+    out = jspec.generate(model, prompts, sampling=samplings, drafter="ngram", max_new_tokens=24)
+    some = jspec.generate(model, prompts[:8], sampling=samplings[:8], drafter="ngram", max_new_tokens=24)
+    assert [one.tokens for one in out[:8]] == [one.tokens for one in some]
+
+
+def test_a_grammar_that_an_engine_cannot_take(model):
+    large = jspec.Grammar.json_schema({"type": "string", "maxLength": 100})
+    with jspec.Engine(replace(model, tokenizer=None), drafter=None, slots=1, context=32) as engine:
+        with pytest.raises(ValueError, match="requires a tokenizer"):
+            engine.submit([1, 2], max_new_tokens=4, sampling=jspec.Sampling(grammar=large))
+        assert not engine.device.grammars._users and set(engine.stops._users.values()) <= {0}
+    with jspec.Engine(model, drafter=None, accept=Imposed(1.0), slots=1, context=32) as engine:
+        with pytest.raises(ValueError, match="accept=Imposed.*: accepts tokens that a grammar forbids"):
+            engine.submit([1, 2], max_new_tokens=4, sampling=jspec.Sampling(grammar=WORD))

@@ -19,12 +19,12 @@ def test_a_retracted_sequence_continues_its_stop_string_and_its_noise():
         request.append(encode("retu"))
         admission = Admission(request, 2, 0, None, list(request.known), True, rounds=3, accept_counts=[3])
         engine.device.admit([admission])
-        s, table = engine.device.state, np.asarray(engine.stops.table)
+        s, stop = engine.device.state, jax.device_get(engine.stops.automaton)
     state = int(s.stop.state[2])
     start = request.start_state
     for token in encode("rn"):
         assert state >= 0
-        state, start = int(table[state, token]), int(table[start, token])
+        state, start = (int(stop.table[at, stop.token_class[stop.map_of_state[at], token]]) for at in (state, start))
     assert state < 0 <= start, "the end of the stop string was found, and only after its beginning"
     np.testing.assert_array_equal(jax.random.key_data(s.key[2]), jax.random.key_data(jax.random.key(41)))
     assert (int(s.length[2]), int(s.stats.rounds[2])) == (len(request.known), 3)

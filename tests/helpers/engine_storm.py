@@ -15,13 +15,13 @@ from jspec.core.sampling import Sampling, per_row
 from jspec.core.sharding import Placement
 from jspec.core.types import Drafter, Params
 from jspec.engine import programs
+from jspec.engine.automaton_pool import GrammarPool, StopPool
 from jspec.engine.device import Device, DeviceRequest
 from jspec.engine.loop import Loop
 from jspec.engine.model import Model
 from jspec.engine.pages import Pages
 from jspec.engine.request import Phase
 from jspec.engine.schedule import Scheduler
-from jspec.engine.stop_pool import StopPool
 
 CONTEXT, PAGE, SLOTS, CHUNK, POOL = 48, 4, 4, 6, 40
 EOS = 7
@@ -179,7 +179,16 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
     keeps = jax.eval_shape(lambda p: setup.target.init_cache(p, SLOTS, CONTEXT, PAGE), model.params.target)
     snapshots = storm.snapshots if storm.share and jax.tree.leaves(programs.kept_states(keeps)) else 0
     samples = programs.always_samples(model.params, **setup.static)
-    device = Device(model.params, setup.static, stops, samples=samples, **sizes, snapshots=snapshots, max_rounds=4)
+    device = Device(
+        model.params,
+        setup.static,
+        stops,
+        GrammarPool(model),
+        samples=samples,
+        **sizes,
+        snapshots=snapshots,
+        max_rounds=4,
+    )
     ahead = programs.sharing(device.state, setup.drafter) if storm.share else None
     scheduler = Scheduler(
         slots=SLOTS,

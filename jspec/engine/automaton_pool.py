@@ -1,0 +1,205 @@
+"""One automaton for all sequences of an engine, made of those of their stop sets, or of their grammars."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+
+import jax
+import numpy as np
+
+from jspec.core import grammar, stopping
+from jspec.core.automaton import Automaton, TokenTable
+from jspec.core.grammar import TokenGrammar, shift
+from jspec.engine.model import Model
+from jspec.engine.request import QueueFull
+from jspec.text.grammar import compile_grammar
+from jspec.text.stream import compile_stops
+
+MAX_STATES = 2**15
+"""States of the automata in use together; they are counted in 16 bits."""
+MAX_CELLS = 2**27
+"""Entries of the table, states times classes, and of the maps, automata times vocabulary; one takes two bytes."""
+_GRAMMAR_STATES, _GRAMMAR_MAPS = 2048, 8
+"""States and maps of a table of grammars at first, so that most grammars run the same program."""
+
+
+class AutomatonPool:
+    """The automata in use, one after the other in one table with a map of classes for each.
+
+    A sequence starts in the first state of its automaton. Transitions are absolute, so the table is one automaton. Its
+    sizes are powers of two and never shrink, so they rarely change.
+
+    name: what the automata are made of, for messages.
+    model: whose vocabulary it is.
+    reserved: the first states, in which every token leads to state 0.
+    states, maps: sizes at first.
+    """
+
+    def __init__(self, name: str, model: Model, *, reserved: int = 0, states: int = 1, maps: int = 1):
+        self._name, self._reserved = name, reserved
+        self._vocab_size = model.target.vocab_size
+        self._lock = threading.Lock()
+        self._places: OrderedDict[Hashable, tuple[int, int, int]] = OrderedDict()
+        """First state, number of states and map of each automaton."""
+        self._users: dict[Hashable, int] = {}
+        self._table = np.zeros((states, 64), np.int16)
+        self._maps = np.zeros((maps, self._vocab_size), np.int16)
+        self._map_of_state = np.zeros(states, np.int32)
+        self._likely = np.full(states, -1, np.int32)
+        self._device: Automaton | None = None
+        self._where = None if model.placement is None else model.placement.everywhere
+
+    @property
+    def automaton(self) -> Automaton:
+        """On the device, without the states of sequences."""
+        with self._lock:
+            if self._device is None:
+                arrays = self._table, self._maps, self._map_of_state, self._likely
+                table, maps, map_of_state, likely = jax.device_put(tuple(map(np.copy, arrays)), self._where)
+                self._device = Automaton(table, maps, None, map_of_state, likely)
+            return self._device
+
+    def insert(self, key: Hashable, compile: Callable[[], TokenTable]) -> int:
+        """The first state of an automaton, which is in use until `free`. Equal keys share one.
+
+        Raises:
+          ValueError: it has more states than the pool can hold.
+          QueueFull: it does, together with those in use.
+        """
+        with self._lock:
+            known = key in self._places
+            if known:
+                self._users[key] += 1
+        # Others may use the pool meanwhile.
+        table = None if known else compile()
+        with self._lock:
+            if table is not None:
+                if key not in self._places:
+                    self._place(key, table)
+                self._users[key] += 1
+            self._places.move_to_end(key)
+            return self._places[key][0]
+
+    def free(self, key: Hashable) -> None:
+        """Ends one use. The automaton stays until its place is needed."""
+        with self._lock:
+            self._users[key] -= 1
+
+    def state_after(self, state: int, tokens: Sequence[int]) -> int:
+        """The state after tokens that do not end the text."""
+        for token in tokens:
+            state = int(self._table[state, self._maps[self._map_of_state[state], token]])
+        return state
+
+    def _place(self, key: Hashable, table: TokenTable) -> None:
+        states, classes = table.table.shape
+        if states + self._reserved > MAX_STATES or classes * states > MAX_CELLS:
+            raise ValueError(
+                f"{self._name}: the automaton has {states} states; must be at most {MAX_STATES - self._reserved}: use "
+                "fewer or shorter ones"
+            )
+        # Larger tables are other shapes, for which programs are compiled, so what nobody uses goes first.
+        while (place := self._find(states, classes, grow=False)) is None:
+            unused = next((key for key in self._places if not self._users[key]), None)
+            if unused is None:
+                break
+            del self._places[unused], self._users[unused]
+        place = self._find(states, classes, grow=True) if place is None else place
+        if place is None:
+            raise QueueFull(
+                f"{self._name}: {states} states beside those of other requests are more than {MAX_STATES}, or too many "
+                "for their table; try again later"
+            )
+        base, number = place
+        rows = slice(base, base + states)
+        self._places[key], self._users[key] = (base, states, number), 0
+        self._table[rows] = 0
+        self._table[rows, :classes] = shift(table.table, base)
+        self._maps[number] = table.token_class
+        self._map_of_state[rows] = number
+        self._likely[rows] = -1 if table.likely is None else table.likely
+        self._device = None
+
+    def _find(self, states: int, classes: int, *, grow: bool) -> tuple[int, int] | None:
+        """The first of `states` free states and a free map; None: there is no space. grow: makes it if possible."""
+        base = self._reserved
+        for start, count, _ in sorted(self._places.values()):
+            if start - base >= states:
+                break
+            base = start + count
+        taken = {number for _, _, number in self._places.values()}
+        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        rows, columns = _double(len(self._table), base + states), _double(self._table.shape[1], classes)
+        maps = _double(len(self._maps), number + 1)
+        larger = (rows, columns, maps) != (*self._table.shape, len(self._maps))
+        too_large = rows > MAX_STATES or rows * columns > MAX_CELLS or maps * self._vocab_size > MAX_CELLS
+        if larger and (too_large or not grow):
+            return None
+        self._table = _grown(self._table, (rows, columns))
+        self._maps = _grown(self._maps, (maps, self._vocab_size))
+        self._map_of_state = _grown(self._map_of_state, (rows,))
+        self._likely = _grown(self._likely, (rows,), -1)
+        return base, number
+
+
+def _double(size: int, least: int) -> int:
+    """The size, doubled until it is at least `least`."""
+    while size < least:
+        size *= 2
+    return size
+
+
+def _grown(array: np.ndarray, shape: tuple[int, ...], value: int = 0) -> np.ndarray:
+    extra = [(0, new - old) for new, old in zip(shape, array.shape, strict=True)]
+    return np.pad(array, extra, constant_values=value)
+
+
+class StopPool(AutomatonPool):
+    """The automata of stop sets. A set is strings, and whether the ids that end a text do not end it."""
+
+    def __init__(self, model: Model):
+        super().__init__("stop", model)
+        self._model = model
+
+    def add(self, stop: Sequence[str], ignore_eos: bool = False) -> int:
+        """`insert` of a stop set."""
+        return self.insert((tuple(stop), ignore_eos), lambda: self._compile(tuple(stop), ignore_eos))
+
+    def remove(self, stop: Sequence[str], ignore_eos: bool = False) -> None:
+        """`free` of a stop set."""
+        self.free((tuple(stop), ignore_eos))
+
+    def _compile(self, strings: tuple[str, ...], ignore_eos: bool) -> TokenTable:
+        vocab_size = self._model.target.vocab_size
+        eos = () if ignore_eos else self._model.eos
+        compiled = compile_stops(self._model.tokenizer, vocab_size, eos, strings)
+        if compiled is None:
+            return TokenTable(np.full((1, 1), stopping.RUNNING, np.int16), np.zeros(vocab_size, np.int32))
+        return compiled
+
+
+class GrammarPool(AutomatonPool):
+    """The automata of grammars. Sequences without one are in state `FREE`."""
+
+    def __init__(self, model: Model):
+        super().__init__("grammar", model, reserved=grammar.FREE + 1, states=_GRAMMAR_STATES, maps=_GRAMMAR_MAPS)
+        self._model = model
+
+    def add(self, given: TokenGrammar | None) -> int:
+        """`insert` of a grammar; `FREE` for None."""
+        return grammar.FREE if given is None else self.insert(given, lambda: self.compile(given))
+
+    def remove(self, given: TokenGrammar | None) -> None:
+        """`free` of a grammar."""
+        if given is not None:
+            self.free(given)
+
+    def compile(self, given: TokenGrammar) -> TokenTable:
+        """The automaton of a grammar alone.
+
+        Raises:
+          ValueError: it does not suit the model.
+        """
+        table = compile_grammar(given, self._model.tokenizer, self._vocab_size, self._model.eos)
+        assert table is not None
+        return table
