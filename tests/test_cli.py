@@ -370,3 +370,31 @@ def test_the_command_imports_no_optional_package():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_output_in_a_grammar(capsys, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}')
+    arguments = ("generate", "x = ", "--max-new-tokens", "32", "--json", *PAIR)
+    status, out, _ = run(capsys, *arguments, "--json-schema", str(schema))
+    record = json.loads(out)
+    assert status == 0 and record["finish_reason"] == "eos" and json.loads(record["text"])["n"] in (1, 2)
+    status, out, _ = run(capsys, *arguments, "--regex", "[ab]{3}-[cd]")
+    assert status == 0 and re.fullmatch("[ab]{3}-[cd]", json.loads(out)["text"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--regex", "("), r"--regex '\('.*is not a regex"),
+        (("--json-schema", "missing.json"), "--json-schema missing.json: cannot be read"),
+        (("--json-schema", "{}"), "--json-schema {}: "),
+        (("--regex", "a", "--json-schema", "b"), "not allowed with argument"),
+    ],
+)
+def test_grammars_that_are_refused(capsys, options, message):
+    try:
+        status, _, err = run(capsys, "generate", "x", *options)
+    except SystemExit as stop:
+        status, err = stop.code, capsys.readouterr().err
+    assert status == 2 and re.search(message, err), err

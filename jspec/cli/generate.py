@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from jspec.cli.common import (
     repeats_plain,
 )
 from jspec.core.checks import check_text
+from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.arguments import integer, number
 from jspec.engine.batches import split
@@ -35,6 +37,7 @@ from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateOptions, choose_draf
 from jspec.engine.result import Generation, GenerationStats
 from jspec.engine.run import Prompt, Run
 from jspec.engine.startup import notify_if_slow
+from jspec.text.grammar import Grammar
 
 _COMPILING = "jspec: compiling, or loading programs compiled before (they are kept, so that the next start is faster)"
 _ROUNDS_PER_PIECE = 4
@@ -67,6 +70,11 @@ def add_command(commands: Commands) -> None:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT; can be repeated"
     )
+    grammars = parser.add_mutually_exclusive_group()
+    grammars.add_argument(
+        "--json-schema", metavar="FILE", help="the output is a document of JSON that the JSON schema in FILE accepts"
+    )
+    grammars.add_argument("--regex", metavar="R", help="the output is a text that R, a regex of Python, matches")
     parser.add_argument("--chat", action="store_true", help="apply the chat template of the model to the prompt")
     parser.add_argument("--compare", action="store_true", help="run plain decoding, too, and compare tokens and speed")
     parser.add_argument("--show", action="store_true", help="print the text at the end, with tokens colored by origin")
@@ -104,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     # What needs no model is checked before it is loaded.
     options = GenerateOptions(
         max_new_tokens=arguments.max_new_tokens,
-        sampling=read_sampling(arguments),
+        sampling=_constrained(read_sampling(arguments), arguments),
         accept=arguments.accept,
         stop=arguments.stop,
         seed=arguments.seed,
@@ -137,6 +145,24 @@ def _check(arguments: argparse.Namespace) -> None:
                 raise ValueError(f"--{name}: prints text for one PROMPT; omit --{other}")
     if "" in arguments.stop:
         raise ValueError("--stop '': must not be empty, which would end every text at once")
+
+
+def _constrained(sampling: Sampling | None, arguments: argparse.Namespace) -> Sampling | None:
+    """The sampling parameters with the grammar that is asked for."""
+    schema, regex = arguments.json_schema, arguments.regex
+    if schema is None and regex is None:
+        return sampling
+    try:
+        if schema is None:
+            grammar = Grammar.regex(regex)
+        else:
+            grammar = Grammar.json_schema(Path(schema).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"--json-schema {schema}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        given = f"--regex {regex!r}" if schema is None else f"--json-schema {schema}"
+        raise ValueError(f"{given}: {error}") from None
+    return dataclasses.replace(Sampling(temperature=0.0) if sampling is None else sampling, grammar=grammar)
 
 
 def _read_prompts(arguments: argparse.Namespace) -> Sequence[Mapping[str, Any]]:

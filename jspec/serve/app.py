@@ -228,6 +228,7 @@ class Service:
         limits = [prompts.max_new_tokens(call, self._limits, len(prompt)) for prompt in ids]
         seed = secrets.randbelow(2**32 - call.n + 1) if call.seed is None else call.seed
         logprobs = False if call.logprobs is None else call.logprobs or True
+        sampling = openai.constrained(call)
         handles: list[Handle] = []
         try:
             for prompt, max_tokens in zip(ids, limits, strict=True):
@@ -235,7 +236,7 @@ class Service:
                     handle = self._engine.submit(
                         prompt,
                         max_new_tokens=max_tokens,
-                        sampling=call.sampling,
+                        sampling=sampling,
                         stop=call.stop,
                         ignore_eos=call.ignore_eos,
                         seed=seed + i,

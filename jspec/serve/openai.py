@@ -7,6 +7,7 @@ from typing import Any
 from jspec.core.checks import check_flag, check_int, check_number, check_text
 from jspec.core.sampling import Sampling
 from jspec.serve.fields import ApiError, Fields
+from jspec.serve.grammars import FIELDS, GrammarRequest, take_grammar
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_BYTES = 256  # of all strings: each byte is a row of the automaton that finds them
@@ -25,7 +26,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "metadata": ({},),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
@@ -37,10 +37,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
 }
 _OTHERS = (
-    *("add_special_tokens", "allowed_token_ids", "audio", "best_of", "chat_template", "guided_choice"),
-    *("guided_grammar", "guided_json", "guided_regex", "moderation", "parallel_tool_calls", "prediction"),
+    *("add_special_tokens", "allowed_token_ids", "audio", "best_of", "chat_template"),
+    *("guided_grammar", "guided_decoding_backend", "moderation", "parallel_tool_calls", "prediction"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_logprobs", "reasoning_effort", "safety_identifier"),
-    *("structured_outputs", "suffix", "truncate_prompt_tokens", "verbosity", "web_search_options"),
+    *("suffix", "truncate_prompt_tokens", "verbosity", "web_search_options"),
 )
 _REFUSED = dict.fromkeys(_OTHERS, ()) | _NEUTRAL
 """Fields of OpenAI's API and of other servers that are not supported -> values that ask for nothing."""
@@ -87,6 +87,7 @@ class Call:
     max_tokens: of the output; 0 where only the prompt is echoed. None: `default_tokens`, or what fits if that is less
       or None.
     length_field: the field that has max_tokens.
+    sampling: without the grammar, which is still to be compiled.
     logprobs: None: off. k: the log-probability of each token of the answer and the k most probable tokens with theirs.
     echo: whether the answer begins with the prompt.
     seed: of the first sequence of each prompt; None: random.
@@ -100,6 +101,7 @@ class Call:
     length_field: str
     default_tokens: int | None
     sampling: Sampling | None
+    grammar: GrammarRequest | None
     stop: list[str]
     ignore_eos: bool
     seed: int | None
@@ -110,6 +112,18 @@ class Call:
     continuous_usage: bool
     priority: int
     salt: str
+
+
+def constrained(call: Call) -> Sampling | None:
+    """The sampling parameters with the grammar, which is compiled here.
+
+    Raises:
+      ApiError: it is invalid, or not supported.
+    """
+    if call.grammar is None:
+        return call.sampling
+    free = Sampling(temperature=0.0) if call.sampling is None else call.sampling
+    return dataclasses.replace(free, grammar=call.grammar.compile())
 
 
 def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
@@ -184,6 +198,7 @@ def _read_common(fields: Fields, known: Sequence[str], vocab_size: int, *, n: in
         **given,
         n=n,
         sampling=_sampling(fields, vocab_size),
+        grammar=take_grammar(fields),
         stop=fields.take("stop", _check_stop, []),
         ignore_eos=fields.take("ignore_eos", check_flag, False),
         seed=fields.take("seed", check_int, None, least=0, most=_SEEDS - n),
@@ -352,6 +367,7 @@ _SHARED_FIELDS = (
     *_SAMPLING_FIELDS,
     *("logit_bias", "model", "user", "n", "max_tokens", "logprobs", "stop", "seed", "stream", "stream_options"),
     *("priority", "cache_salt", "ignore_eos"),
+    *FIELDS,
 )
 _COMPLETION_FIELDS = (*_SHARED_FIELDS, "prompt", "echo")
 _CHAT_FIELDS = (*_SHARED_FIELDS, "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")

@@ -37,6 +37,26 @@ COMMON_BAD = {
     "priority": [2**31, 0.5, "high"],
     "cache_salt": [5, {}],
     "ignore_eos": [1, 0, "yes", []],
+    "response_format": [
+        *(
+            {"type": "json_schema"},
+            "text",
+            {},
+            {"type": "xml"},
+            {"type": "text", "x": 1},
+            {"type": "json_object", "a": 1},
+        ),
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": True}},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer", "minimum": 1}}},
+    ],
+    "structured_outputs": [
+        *(True, "x", ["x"], {"x": 1}, {}, {"json": {}, "regex": "a"}, {"grammar": "a"}, {"json": True}, {"choice": []}),
+        *({"regex": "(?=a)"}, {"choice": [5]}, {"regex": "a", "whitespace_pattern": ""}, {"json": "{"}),
+    ],
+    "guided_json": [True, "x", ["x"], {"x": 1}, 5],
+    "guided_regex": ["(", "a" * 50 + "\\1", 5, {}],
+    "guided_choice": ["x", [], [""], {}],
+    "guided_whitespace_pattern": [" ", 5],
 }
 BAD = {
     "/v1/completions": {
@@ -80,7 +100,6 @@ BAD = {
         "tools": [[{"type": "function"}], {}, "x"],
         "tool_choice": ["auto", {"type": "function"}],
         "parallel_tool_calls": [True],
-        "response_format": [{"type": "json_object"}, {"type": "json_schema"}, "text", {}],
         "functions": [[{}]],
         "audio": [{}],
         "modalities": [["text", "audio"]],
@@ -97,8 +116,7 @@ BAD = {
 }
 REFUSED = [
     "bad_words",
-    "structured_outputs",
-    "guided_json",
+    "guided_grammar",
     "use_beam_search",
     "stop_token_ids",
     "store",
@@ -196,6 +214,7 @@ def test_random_bytes(shared):
 def test_fields_that_ask_for_nothing_are_allowed(shared):
     body = {"messages": [{"role": "assistant", "content": "x", "refusal": None, "tool_calls": []}], "max_tokens": 1}
     body |= {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "n": None}
+    body |= {"structured_outputs": None, "guided_json": None}
     body |= {"modalities": ["text"], "service_tier": "auto", "stop": [], "logprobs": False, "stream_options": None}
     assert shared.post("/v1/chat/completions", body).status_code == 200
     body = {"prompt": "x", "suffix": None, "best_of": None, "echo": False, "logit_bias": {}, "model": None}

@@ -1,0 +1,132 @@
+"""Fields that ask for a text of a grammar, in the spellings of OpenAI and of vLLM."""
+
+import dataclasses
+from typing import Any
+
+from jspec.core.checks import check_flag, check_text
+from jspec.serve.fields import ApiError, Fields
+from jspec.text.grammar import Grammar
+
+FIELDS = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    "guided_whitespace_pattern",
+)
+_REFUSED = {"grammar": (), "structural_tag": (), "disable_fallback": (False,), "disable_any_whitespace": (False,)}
+_REFUSED_OF_FORMAT: dict[str, tuple[object, ...]] = {"grammar": (), "structural_tag": ()}
+_MOST_OF_MESSAGE = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class GrammarRequest:
+    """A grammar that is still to be compiled, which may take seconds.
+
+    param: the field that asks for it.
+    kind: "json_schema", "regex" or "choice".
+    value: the schema, the regex or the choices.
+    whitespace: as in `Grammar.json_schema`; None: its default.
+    """
+
+    param: str
+    kind: str
+    value: Any
+    whitespace: str | None = None
+
+    def compile(self) -> Grammar:
+        """The grammar.
+
+        Raises:
+          ApiError: it is invalid, or not supported.
+        """
+        try:
+            if self.kind == "regex":
+                return Grammar.regex(self.value)
+            if self.kind == "choice":
+                return Grammar.choice(self.value)
+            if self.whitespace is None:
+                return Grammar.json_schema(self.value)
+            return Grammar.json_schema(self.value, whitespace=self.whitespace)
+        except (ValueError, TypeError) as error:
+            message = str(error)
+            shown = message if len(message) <= _MOST_OF_MESSAGE else f"{message[:_MOST_OF_MESSAGE]}..."
+            raise ApiError(f"{self.param}: {shown}", param=self.param) from None
+
+
+def take_grammar(fields: Fields) -> GrammarRequest | None:
+    """The grammar that a request asks for; None if it asks for none.
+
+    Raises:
+      ApiError: a field is invalid or not supported, or several ask for a grammar.
+    """
+    formatted = fields.take("response_format", _response_format)
+    outputs = fields.take("structured_outputs", _structured_outputs)
+    schema = fields.take("guided_json", _check_schema)
+    regex, choice = fields.take("guided_regex", check_text), fields.take("guided_choice", _check_choices)
+    whitespace = fields.take("guided_whitespace_pattern", check_text)
+    given = [each for each in (formatted, outputs) if each is not None]
+    for param, kind, value in (
+        ("guided_json", "json_schema", schema),
+        ("guided_regex", "regex", regex),
+        ("guided_choice", "choice", choice),
+    ):
+        if value is not None:
+            given.append(GrammarRequest(param, kind, value, whitespace if kind == "json_schema" else None))
+    if whitespace is not None and schema is None:
+        name = "guided_whitespace_pattern"
+        raise ApiError(f"{name}: requires guided_json", param=name)
+    if len(given) > 1:
+        first, second = given[0].param, given[1].param
+        raise ApiError(f"{second}: must be omitted beside {first}; a text has one grammar", param=second)
+    return given[0] if given else None
+
+
+def _response_format(name: str, value: object) -> GrammarRequest | None:
+    fields = Fields(value, name)
+    kind = fields.require("type", check_text)
+    if kind not in ("text", "json_object", "json_schema"):
+        message = f"{name}.type={kind[:40]!r}: must be 'text', 'json_object' or 'json_schema'"
+        raise ApiError(message, param=f"{name}.type")
+    schema = {"type": "object"} if kind == "json_object" else None
+    if kind == "json_schema":
+        schema = fields.require("json_schema", _named_schema)
+    fields.end(("type", "json_schema"), _REFUSED_OF_FORMAT)
+    return None if schema is None else GrammarRequest(name, "json_schema", schema)
+
+
+def _named_schema(name: str, value: object) -> object:
+    """The schema of OpenAI's object; its name and description are only for people, and it always holds strictly."""
+    fields = Fields(value, name)
+    fields.take("name", check_text)
+    fields.take("description", check_text)
+    fields.take("strict", check_flag)
+    schema = fields.require("schema", _check_schema)
+    fields.end(("name", "description", "strict", "schema"))
+    return schema
+
+
+def _structured_outputs(name: str, value: object) -> GrammarRequest:
+    fields = Fields(value, name)
+    schema, regex = fields.take("json", _check_schema), fields.take("regex", check_text)
+    choice, anything = fields.take("choice", _check_choices), fields.take("json_object", check_flag, False)
+    whitespace = fields.take("whitespace_pattern", check_text)
+    fields.end(("json", "regex", "choice", "json_object", "whitespace_pattern"), _REFUSED)
+    kinds = {"json": schema, "regex": regex, "choice": choice, "json_object": {"type": "object"} if anything else None}
+    given = [kind for kind, each in kinds.items() if each is not None]
+    if len(given) != 1:
+        found = ", ".join(given) or "none"
+        raise ApiError(f"{name}: must have one of {', '.join(kinds)}, but has {found}", param=name)
+    (kind,) = given
+    if whitespace is not None and not kind.startswith("json"):
+        raise ApiError(f"{name}.whitespace_pattern: requires json", param=f"{name}.whitespace_pattern")
+    return GrammarRequest(name, "json_schema" if kind.startswith("json") else kind, kinds[kind], whitespace)
+
+
+def _check_schema(name: str, value: object) -> object:
+    if not isinstance(value, dict | str):
+        raise TypeError(f"{name}: must be a JSON schema, as an object or as text")
+    return value
+
+
+def _check_choices(name: str, value: object) -> list[str]:
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+        raise ValueError(f"{name}: must be a list of texts that are not empty")
+    return value
