@@ -62,10 +62,14 @@ def walk(dfa, state, text):
 
 
 def may_follow(grammar, tokens):
-    """[V] bool: which tokens may follow these new ones, by the bytes of each."""
+    """[V] bool: which tokens may follow these new ones, by the bytes of each; none after one that may not."""
     if grammar is None:
         return np.ones(SIZE, bool)
-    state = walk(grammar.dfa, 0, spelled(tokens))
+    state = 0
+    for token in tokens:
+        state = walk(grammar.dfa, state, TOKENS[token])
+        if state < 0 or (token == EOS and not grammar.dfa.accepts[state]) or (token != EOS and not TOKENS[token]):
+            return np.zeros(SIZE, bool)
     allowed = [state >= 0 and bool(each) and walk(grammar.dfa, state, each) >= 0 for each in TOKENS]
     allowed[EOS] = state >= 0 and bool(grammar.dfa.accepts[state])
     return np.array(allowed)
@@ -234,12 +238,15 @@ def path_oracle(draft_tree, b, node):
 
 
 def random_tree(seed, nodes=9):
+    """Most tokens may follow their parents, so most paths lead on."""
     rng = np.random.default_rng(seed)
     parents = np.array([[0] + [rng.integers(0, n) for n in range(1, nodes)] for _ in GRAMMARS], np.int32)
-    likely = [TOKENS.index(each) for each in (b'{"', b"name", b'":', b"a", b"x", b"b", b'"', b"12")]
-    tokens = np.where(
-        rng.random(parents.shape) < 0.3, rng.integers(0, SIZE, parents.shape), rng.choice(likely, parents.shape)
-    )
+    tokens = rng.integers(0, SIZE, parents.shape)
+    for b, grammar in enumerate(GRAMMARS):
+        for node in range(1, nodes):
+            allowed = may_follow(grammar, path_oracle(DraftTree(tokens, parents), b, parents[b, node]))
+            if allowed.any() and rng.random() < 0.8:
+                tokens[b, node] = rng.choice(np.flatnonzero(allowed))
     return DraftTree(tokens.astype(np.int32), parents, nodes - 1)
 
 
