@@ -34,6 +34,7 @@ from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 from jspec.models.llama import require_llama
+from jspec.models.quantized import FORMATS, largest_matrix, quantize_shapes
 from jspec.models.sizes import count_parameters
 
 MODES = ("plain", "chain", "tree")
@@ -136,6 +137,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=tuple(DTYPES), help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)"
     )
     parser.add_argument(
+        "--weights",
+        choices=tuple(FORMATS),
+        help="8-bit matrices of linear layers in target and draft, see jspec.load (default: those of --dtype)",
+    )
+    parser.add_argument(
         "--exact", action="store_true", help="measure the exact forward of the target, see jspec.load (default: no)"
     )
     parser.add_argument(
@@ -165,7 +171,7 @@ def main(options: argparse.Namespace) -> int:
     if options.load:
         for model in filter(None, (subject.target, subject.draft)):
             load_cli.check_fits(subject.name, getattr(model, "max_length", subject.target.max_length))
-    memory.check_weights(subject.name, subject.params)
+    memory.check_weights(subject.name, (subject.params, largest_matrix(subject.params)))
     if options.load:
         model = Model(subject.name, subject.target, _make(subject), None, (), subject.draft)
         return load_cli.main(options, model, drafters, _settings(options, subject, _SHAPE))
@@ -234,6 +240,8 @@ def check_plot(path: Path) -> None:
 
 
 def _subject(options: argparse.Namespace) -> Subject:
+    if options.exact and options.weights:
+        raise ValueError(f"--exact: no exact forward with --weights {options.weights} yet; omit one of them")
     subject = _loaded(options) if options.checkpoint else _shaped(options)
     if options.exact:
         subject = dataclasses.replace(subject, target=subject.target.exactly())
@@ -245,11 +253,11 @@ def _subject(options: argparse.Namespace) -> Subject:
 def _loaded(options: argparse.Namespace) -> Subject:
     """A checkpoint, with a random head if it has no draft."""
     with naming_models({"--draft": options.draft, "--checkpoint": options.checkpoint}):
-        model = load(options.checkpoint, draft=options.draft, dtype=options.dtype)
+        model = load(options.checkpoint, draft=options.draft, dtype=options.dtype, weights=options.weights)
     if model.draft is not None or options.drafter == "standalone":
         return Subject(model.name, model.target, model.draft, model.params)
     head = eagle_head(require_llama(model.target, "a random head"))
-    shapes = head.param_shapes(model.params.target.embed.dtype)
+    shapes = quantize_shapes(head.param_shapes(model.params.target.embed.dtype), options.weights)
     return Subject(model.name, model.target, head, Params(model.params.target, shapes))
 
 
@@ -264,7 +272,7 @@ def _shaped(options: argparse.Namespace) -> Subject:
         raise ValueError(
             f"--drafter {drafter}: {options.preset} has no {_DRAFT_NAMES[drafter]}; those that do: {others}"
         )
-    params = Params(preset.target.param_shapes(dtype), draft.param_shapes(dtype))
+    params = quantize_shapes(Params(preset.target.param_shapes(dtype), draft.param_shapes(dtype)), options.weights)
     return Subject(options.preset, preset.target, draft, params)
 
 
@@ -303,6 +311,7 @@ def _make(subject: Subject) -> Params:
 def _settings(options: argparse.Namespace, subject: Subject, named: Sequence[str]) -> dict[str, Scalar]:
     """The drafter, and these options."""
     settings = {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in named}}
+    settings |= {"weights": options.weights} if options.weights else {}
     return settings | ({"exact": True} if options.exact else {})
 
 

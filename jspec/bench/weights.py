@@ -10,6 +10,7 @@ import numpy as np
 from jspec.core.types import Params
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
+from jspec.models.quantized import FORMATS, Quantized, is_matrix, quantize
 
 SPREAD = 0.02
 """Standard deviation of random matrices: activations stay finite at any depth."""
@@ -26,28 +27,32 @@ def random_weights(shapes: P, vocab_size: int, seed: int = 0) -> P:
     shapes: `param_shapes` of a configuration; leaves that are arrays already are kept.
     vocab_size: the target's vocabulary, over which the draft's vocabulary is spread evenly.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_matrix)
     key = jax.random.key(seed)
     made = []
     for index, (path, leaf) in enumerate(leaves):
-        if isinstance(leaf, jax.Array):
+        if all(isinstance(part, jax.Array) for part in jax.tree.leaves(leaf)):
             made.append(leaf)
         elif jnp.issubdtype(leaf.dtype, jnp.integer):
             ids = np.arange(leaf.size) * (vocab_size // leaf.size)
             made.append(jnp.asarray(ids.reshape(leaf.shape), leaf.dtype))
-        elif leaf.ndim <= 1:
+        elif len(leaf.shape) <= 1:
             made.append(jnp.ones(leaf.shape, leaf.dtype))
         else:
             # The dimension that logits are summed over.
             width = {"embed": leaf.shape[-1], "head": leaf.shape[-1], "lm_head": leaf.shape[0]}.get(path[-1].name)
             spread = SPREAD if width is None else LOGIT_SPREAD * width**-0.5
-            made.append(_normal(jax.random.fold_in(key, index), spread, shape=leaf.shape, dtype=leaf.dtype))
+            narrow = leaf.narrow.dtype if isinstance(leaf, Quantized) else None
+            options = {"shape": leaf.shape, "dtype": leaf.dtype, "narrow": narrow}
+            made.append(_normal(jax.random.fold_in(key, index), spread, **options))
     return jax.tree.unflatten(structure, made)
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(key, spread, *, shape, dtype):
-    return jax.random.normal(key, shape, dtype) * spread.astype(dtype)
+@partial(jax.jit, static_argnames=("shape", "dtype", "narrow"))
+def _normal(key, spread, *, shape, dtype, narrow):
+    made = jax.random.normal(key, shape, dtype) * spread.astype(dtype)
+    formats = (name for name, kind in FORMATS.items() if kind == narrow)
+    return made if narrow is None else quantize(made, next(formats))
 
 
 def round_bytes(

@@ -64,13 +64,21 @@ def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) ->
 
 
 def read(
-    source: Source, target: Decoder, dtype: str | None, check: Callable[[PyTree], None] | None = None
+    source: Source,
+    target: Decoder,
+    dtype: str | None,
+    check: Callable[[PyTree], None] | None = None,
+    weights: str | None = None,
 ) -> AssistantCheckpoint:
-    """`load` from an open directory. `check`: called with the shapes of the weights before any of them is read."""
+    """`load` from an open directory.
+
+    check: called with the shapes of the weights before any of them is read. weights: as in `language_model.read`.
+    """
     config = parse_config(source.config, target)
     tensors = Tensors(source.safetensors, resolve_dtype(dtype))
+    tensors.weights = weights
     if check is not None:
-        check(config.param_shapes(tensors.dtype))
+        check(tensors.memory(config.param_shapes(tensors.dtype)))
     return AssistantCheckpoint(config, read_params(config, tensors))
 
 
@@ -142,10 +150,10 @@ def read_params(config: Assistant, tensors: Tensors) -> AssistantParams:
     width, outer = config.hidden_size, config.target_hidden_size
     own_head = config.clusters is None and not config.target_head
     params = AssistantParams(
-        pre_projection=tensors.fused([("pre_projection.weight", width)], 2 * outer),
+        pre_projection=tensors.fused([("pre_projection.weight", width)], 2 * outer, "pre_projection"),
         layers=tuple(_read_layer(config, tensors, i, f"model.layers.{i}.") for i in range(config.num_layers)),
         norm=tensors.device("model.norm.weight", width),
-        post_projection=tensors.fused([("post_projection.weight", outer)], width),
+        post_projection=tensors.fused([("post_projection.weight", outer)], width, "post_projection"),
         head=tensors.device("model.embed_tokens.weight", config.vocab_size, width) if own_head else None,
         clusters=_read_clusters(config, tensors) if config.clusters else None,
     )
@@ -160,9 +168,9 @@ def _read_layer(config: Assistant, tensors: Tensors, index: int, prefix: str) ->
     query = config.num_heads * head_dim
     return AssistantLayerParams(
         **{field: tensors.device(prefix + name, width) for field, name in NORMS.items()},
-        q=tensors.fused([(prefix + "self_attn.q_proj.weight", query)], width),
+        q=tensors.fused([(prefix + "self_attn.q_proj.weight", query)], width, "q"),
         q_norm=tensors.device(prefix + "self_attn.q_norm.weight", head_dim),
-        o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query),
+        o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query, "o"),
         **read_mlp(tensors, prefix + "mlp.", mlp, width),
         scalar=tensors.device(prefix + "layer_scalar", 1).reshape(()),
     )

@@ -68,16 +68,17 @@ def read(
     dtype: str | None,
     check: Callable[[PyTree], None] | None = None,
     place: Place = whole,
+    weights: str | None = None,
 ) -> BlockCheckpoint:
-    """`load` from an open directory. `check` and `place`: as in `language_model.read`."""
+    """`load` from an open directory. `check`, `place` and `weights`: as in `language_model.read`."""
     tensors = Tensors(source.files, resolve_dtype(dtype))
+    tensors.weights = weights
     config = block_config.parse_config(source.config, tensors.names(), target)
     placement = place(config, tensors.dtype)
     if placement is not None:
         config, tensors.placement = config.split(placement.size), placement
     if check is not None:
-        shapes = config.param_shapes(tensors.dtype)
-        check(shapes if placement is None else placement.local(shapes))
+        check(tensors.memory(config.param_shapes(tensors.dtype)))
     params = _read_params(config, source, tensors)
     tensors.refuse_unread("block draft", _UNREAD.__contains__)
     return BlockCheckpoint(config, params)
@@ -89,7 +90,7 @@ def _read_params(config: BlockHead, source: Source, tensors: Tensors) -> BlockPa
     return BlockParams(
         embed=tensors.device("embed_tokens.weight", vocab, width, field="embed") if config.own_embed else None,
         mask_embed=_read_mask(config, source, tensors),
-        fc=tensors.fused([("fc.weight", width)], len(config.capture_layers) * config.target_hidden_size),
+        fc=tensors.fused([("fc.weight", width)], len(config.capture_layers) * config.target_hidden_size, "fc"),
         hidden_norm=tensors.device("hidden_norm.weight", width),
         layers=tuple(_read_layer(config, tensors, f"layers.{index}.") for index in range(config.num_layers)),
         norm=tensors.device("norm.weight", width),
@@ -116,7 +117,7 @@ def _read_markov(config: BlockHead, tensors: Tensors) -> MarkovParams | None:
         mix, bias = tensors.fused([(f"{name}.weight", shape[1])], shape[0]), tensors.device(f"{name}.bias", shape[1])
     return MarkovParams(
         previous=tensors.device("markov_head.markov_w1.weight", config.vocab_size, config.markov_rank),
-        out=tensors.fused([("markov_head.markov_w2.weight", config.draft_vocab_size)], config.markov_rank),
+        out=tensors.fused([("markov_head.markov_w2.weight", config.draft_vocab_size)], config.markov_rank, "out"),
         mix=mix,
         mix_bias=bias,
     )

@@ -357,7 +357,7 @@ def _read_mtp(config: Deepseek, tensors: Tensors, index: int) -> MtpParams:
     return MtpParams(
         token_norm=tensors.device(prefix + "enorm.weight", width),
         hidden_norm=tensors.device(prefix + "hnorm.weight", width),
-        projection=tensors.fused([(prefix + "eh_proj.weight", width)], 2 * width),
+        projection=tensors.fused([(prefix + "eh_proj.weight", width)], 2 * width, "projection"),
         layer=_read_layer(config, tensors, index),
         norm=tensors.device(prefix + "shared_head.norm.weight", width),
         embed=None if embed is None else tensors.put("embed", [embed]),

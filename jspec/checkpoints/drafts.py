@@ -40,26 +40,26 @@ class DraftKind:
     """A kind of draft.
 
     matches: whether a checkpoint is of this kind; `read` may still reject it.
-    read: the draft, for a target's configuration, in a precision, with a check of its shapes and a placement, see
-      `load`.
+    read: the draft, for a target's configuration, in a precision, with a check of its shapes, a placement and a format
+      of weights, see `load`.
     beside_split: whether it can draft for a target that is split over devices.
     """
 
     matches: Callable[[Source], bool]
-    read: Callable[[Source, Decoder, str | None, Check | None, Place], DraftCheckpoint]
+    read: Callable[[Source, Decoder, str | None, Check | None, Place, str | None], DraftCheckpoint]
     beside_split: bool = True
 
 
 def _read_assistant(
-    source: Source, target: Decoder, dtype: str | None, check: Check | None, place: Place
+    source: Source, target: Decoder, dtype: str | None, check: Check | None, place: Place, weights: str | None
 ) -> DraftCheckpoint:
-    return assistant.read(source, target, dtype, check)
+    return assistant.read(source, target, dtype, check, weights)
 
 
 def _read_language_model(
-    source: Source, target: Decoder, dtype: str | None, check: Check | None, place: Place
+    source: Source, target: Decoder, dtype: str | None, check: Check | None, place: Place, weights: str | None
 ) -> DraftCheckpoint:
-    small = language_model.read(source, dtype=dtype, mtp=False, check=check, place=place)
+    small = language_model.read(source, dtype=dtype, mtp=False, check=check, place=place, weights=weights)
     count = small.config.vocab_size
     if count != target.vocab_size:
         raise CheckpointError(
@@ -84,6 +84,7 @@ def load(
     dtype: str | None = None,
     check: Check | None = None,
     place: Place = whole,
+    weights: str | None = None,
 ) -> DraftCheckpoint:
     """Loads a draft of any kind onto the default device, or splits it over several.
 
@@ -92,13 +93,14 @@ def load(
       dtype: as in `language_model.load`; use the same for both.
       check: called with the shapes of the weights, of one device if they are split, before any of them is read.
       place: whether it is split over devices. Only what is split is then on the right devices.
+      weights: as in `language_model.read`.
 
     Raises:
       CheckpointError: a file is missing or damaged, or the draft is not supported or does not suit the target.
       ValueError: an unknown dtype.
     """
     source = Source(directory)
-    return _kind_of(source).read(source, target, dtype, check, place)
+    return _kind_of(source).read(source, target, dtype, check, place, weights)
 
 
 def check_beside_split(directory: str | Path, name: str, devices: int) -> None:

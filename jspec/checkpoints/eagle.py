@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
@@ -35,6 +36,7 @@ from jspec.checkpoints.tensors import Tensors
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.llama import LayerParams, LlamaParams
+from jspec.models.quantized import Quantized
 
 _UNREAD = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
 """Tensors that are copies of the target's, or that only training uses."""
@@ -86,16 +88,17 @@ def read(
     dtype: str | None,
     check: Callable[[PyTree], None] | None = None,
     place: Place = whole,
+    weights: str | None = None,
 ) -> EagleCheckpoint:
-    """`load` from an open directory. `check` and `place`: as in `language_model.read`."""
+    """`load` from an open directory. `check`, `place` and `weights`: as in `language_model.read`."""
     tensors = _HeadTensors(source.files, resolve_dtype(dtype))
+    tensors.weights = weights
     config = eagle_config.parse_config(source.config, tensors.names(), target)
     placement = place(config, tensors.dtype)
     if placement is not None:
         config, tensors.placement = config.split(placement.size), placement
     if check is not None:
-        shapes = config.param_shapes(tensors.dtype)
-        check(shapes if placement is None else placement.local(shapes))
+        check(tensors.memory(config.param_shapes(tensors.dtype)))
     params = _read_params(config, source.config, tensors)
     tensors.check_all_read(config)
     return EagleCheckpoint(config, params)
@@ -139,7 +142,7 @@ def _read_params(config: EagleHead, fields: Fields, tensors: _HeadTensors) -> Ea
             fc_norms = tuple(tensors.device(name, config.target_hidden_size) for name in chunks)
     return EagleParams(
         embed=tensors.device("embed_tokens.weight", config.vocab_size, width, field="embed") if own_embed else None,
-        fc=tensors.fused([("fc.weight", width)], captured if eagle3 else 2 * width),
+        fc=tensors.fused([("fc.weight", width)], captured if eagle3 else 2 * width, "fc"),
         fc_bias=tensors.optional("fc.bias", width),
         fc_norms=fc_norms,
         input_norm=tensors.device("input_norm.weight", captured) if eagle3 and input_norm else None,
@@ -292,7 +295,8 @@ def with_hot_tokens(
     if chosen[0] < 0 or chosen[-1] >= config.vocab_size:
         raise ValueError(f"ids range from {chosen[0]} to {chosen[-1]}: must be between 0 and {config.vocab_size - 1}")
     head = _columns(params.lm_head, chosen) if params.lm_head is not None else _target_columns(target_params, chosen)
-    cut = dataclasses.replace(params, lm_head=head.astype(params.fc.dtype), ids=on_device(chosen.astype(np.int32)))
+    head = head if isinstance(head, Quantized) else head.astype(params.fc.dtype)
+    cut = dataclasses.replace(params, lm_head=head, ids=on_device(chosen.astype(np.int32)))
     return EagleCheckpoint(dataclasses.replace(config, draft_vocab_size=int(chosen.size)), cut)
 
 
@@ -301,4 +305,5 @@ def _target_columns(params: LlamaParams, ids: np.ndarray) -> Float[Array, "E Vd"
 
 
 def _columns(lm_head: Float[Array, "E V"], ids: np.ndarray) -> Float[Array, "E Vd"]:
-    return jnp.take(lm_head, ids, axis=1)
+    """Columns of an LM head; of a quantized one, with their scales."""
+    return jax.tree.map(lambda part: jnp.take(part, ids, axis=-1), lm_head)

@@ -297,7 +297,9 @@ def _read_per_layer_inputs(config: Gemma4, tensors: Tensors, root: str) -> PerLa
     size = config.num_layers * config.per_layer_size
     return PerLayerInputParams(
         embed=tensors.device(root + "embed_tokens_per_layer.weight", config.vocab_size, size),
-        projection=tensors.fused([(root + "per_layer_model_projection.weight", size)], config.hidden_size),
+        projection=tensors.fused(
+            [(root + "per_layer_model_projection.weight", size)], config.hidden_size, "projection"
+        ),
         norm=tensors.device(root + "per_layer_projection_norm.weight", config.per_layer_size),
     )
 
@@ -310,16 +312,16 @@ def _read_layer(config: Gemma4, tensors: Tensors, index: int, prefix: str) -> Ge
     per_layer = None
     if size := config.per_layer_size:
         per_layer = PerLayerParams(
-            gate=tensors.fused([(prefix + "per_layer_input_gate.weight", size)], width),
-            out=tensors.fused([(prefix + "per_layer_projection.weight", width)], size),
+            gate=tensors.fused([(prefix + "per_layer_input_gate.weight", size)], width, "gate"),
+            out=tensors.fused([(prefix + "per_layer_projection.weight", width)], size, "out"),
             norm=tensors.device(prefix + "post_per_layer_input_norm.weight", width),
         )
     return Gemma4LayerParams(
         **{field: tensors.device(prefix + name, width) for field, name in NORMS.items()},
-        qkv=tensors.fused(outs, width),
+        qkv=tensors.fused(outs, width, "qkv"),
         q_norm=tensors.device(prefix + "self_attn.q_norm.weight", kind.head_dim),
         k_norm=tensors.device(prefix + "self_attn.k_norm.weight", kind.head_dim) if own else None,
-        o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query),
+        o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query, "o"),
         **read_mlp(tensors, prefix + "mlp.", mlp, width),
         experts=None if config.experts is None else _read_experts(config.experts, tensors, prefix, width),
         per_layer=per_layer,

@@ -22,6 +22,7 @@ from jspec.checkpoints.split import Place, refuse_split, whole
 from jspec.checkpoints.tensors import Tensors
 from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
+from jspec.models.quantized import refuse_quantized
 from jspec.models.sizes import count_parameters
 
 FAMILIES: tuple[Family[Any], ...] = (llama.FAMILY, gemma4.FAMILY, deepseek.FAMILY, qwen3_next.FAMILY)
@@ -65,11 +66,13 @@ def read(
     mtp: bool = True,
     check: Callable[[PyTree], None] | None = None,
     place: Place = whole,
+    weights: str | None = None,
 ) -> Checkpoint:
     """`load` from an open directory.
 
     check: called with the shapes of the weights, of one device if they are split, before any of them is read.
     place: whether they are split over devices. Only those that are split are then on the right devices.
+    weights: the format of the matrices of linear layers, a key of `quantized.FORMATS`; None: `dtype`.
 
     Raises:
       ValueError: they are to be split, and cannot be.
@@ -78,6 +81,7 @@ def read(
     parsed = family.parse_config(source.config)
     eos = _read_eos(source, parsed.vocab_size)
     tensors = family.open_tensors(source, resolve_dtype(dtype))
+    tensors.weights = weights
     config = family.with_mtp(parsed, tensors, mtp)
     placement = place(config, tensors.dtype)
     if placement is not None:
@@ -85,7 +89,7 @@ def read(
     shapes = config.param_shapes(tensors.dtype)
     _check_size(shapes, source.config.where)
     if check is not None:
-        check(shapes if placement is None else placement.local(shapes))
+        check(tensors.memory(shapes))
     return Checkpoint(config, read_params(config, tensors), eos)
 
 
@@ -101,7 +105,7 @@ def read_params(config: Decoder, tensors: Tensors) -> PyTree:
       CheckpointError: a tensor is missing or not used, or has an unexpected shape.
     """
     params = _family_by_config(config).read_params(config, tensors)
-    _check_shapes(params, config.param_shapes(tensors.dtype), tensors.directory)
+    _check_shapes(params, tensors.shapes(config.param_shapes(tensors.dtype)), tensors.directory)
     return params
 
 
@@ -189,6 +193,7 @@ def save(
     """
     family = _family_by_config(config)
     refuse_split(config)
+    refuse_quantized(params, "writing a checkpoint")
     for token in eos:
         check_int("eos", token, least=0, most=config.vocab_size - 1)
     raw = family.describe(config) | {"dtype": dtype}

@@ -21,6 +21,7 @@ from jspec.checkpoints.names import TRANSFORMERS, check_names, flatten_params, t
 from jspec.checkpoints.tensors import FLOATS, HEAD, Tensors
 from jspec.core.sharding import Placement, refuse_types, without_types
 from jspec.models.decoder import Decoder
+from jspec.models.quantized import LINEAR, quantize
 
 _WHERE = Path("arrays")
 """What errors name in the place of a directory."""
@@ -74,12 +75,14 @@ class LiveTensors(Tensors):
         """An array to be filled."""
         return LiveArray(jnp.zeros(shape, self.dtype))
 
-    def put(self, field: str | None, parts: Sequence[Any]) -> Array:
+    def put(self, field: str | None, parts: Sequence[Any]) -> Any:
         """Arrays side by side on their last axis."""
         arrays = [part.array for part in parts]
         if self.placement is not None:
             arrays = self.placement.arrange(field, arrays)
-        return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
+        array = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
+        # `Placement.spread` places the parts of a quantized matrix, as all of this is one program.
+        return array if self.weights is None or field not in LINEAR else quantize(array, self.weights)
 
     def compare_head(self, embedding: str, *shape: int) -> None:
         """Refuses an LM head beside a tied embedding, unless it is known to be equal."""
@@ -121,6 +124,7 @@ def read(
     dtype: DTypeLike | None,
     names: str = TRANSFORMERS,
     placement: Placement | None = None,
+    weights: str | None = None,
 ) -> tuple[Decoder, PyTree]:
     """The weights of a model of one of the families, by one program, which arrays of the same shapes compile once.
 
@@ -130,6 +134,7 @@ def read(
     dtype: None: that of the arrays.
     names: whose names the arrays have.
     placement: the devices over which the weights are split; None: the program decides where they are.
+    weights: the format of linear layers, a key of `quantized.FORMATS`; None: `dtype`.
 
     Raises:
       CheckpointError: a missing or unused array, or one of another shape or dtype; or names that are not known for this
@@ -155,7 +160,8 @@ def read(
     if placement is not None:
         config = config.split(placement.size)
         held = {name: placement.gather(array) for name, array in held.items()}
-    return config, _fuse(held, config=config, dtype=dtype, names=names, placement=placement)
+    options = {"config": config, "dtype": dtype, "names": names, "placement": placement, "weights": weights}
+    return config, _fuse(held, **options)
 
 
 def _checked(name: object, array: Any) -> Array:
@@ -174,13 +180,19 @@ def _checked(name: object, array: Any) -> Array:
     return array  # pyright: ignore[reportReturnType]  # a jitted program takes arrays of NumPy, too
 
 
-@partial(jax.jit, static_argnames=("config", "dtype", "names", "placement"))
+@partial(jax.jit, static_argnames=("config", "dtype", "names", "placement", "weights"))
 def _fuse(
-    arrays: Mapping[str, Array], *, config: Decoder, dtype: np.dtype, names: str, placement: Placement | None
+    arrays: Mapping[str, Array],
+    *,
+    config: Decoder,
+    dtype: np.dtype,
+    names: str,
+    placement: Placement | None,
+    weights: str | None,
 ) -> PyTree:
     if names != TRANSFORMERS:
         arrays = translate(names, config, arrays)
     tensors = LiveTensors(_Named(arrays), dtype)
-    tensors.placement = placement
+    tensors.placement, tensors.weights = placement, weights
     params = language_model.read_params(config, tensors)
     return params if placement is None else placement.spread(params)

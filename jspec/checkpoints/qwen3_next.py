@@ -198,7 +198,7 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
     names = tensors.names()
     wrapped = any(name.startswith("model.language_model.") for name in names)
     root, width = "model.language_model." if wrapped else "model.", config.hidden_size
-    head = None if config.tie_embeddings else tensors.fused([(HEAD, config.vocab_size)], width)
+    head = None if config.tie_embeddings else tensors.fused([(HEAD, config.vocab_size)], width, "lm_head")
     params = Qwen3NextParams(
         embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width),
         layers=tuple(
@@ -221,7 +221,7 @@ def _read_mtp(config: Qwen3Next, tensors: Tensors) -> MtpParams:
     return MtpParams(
         token_norm=_centered(tensors, MTP + "pre_fc_norm_embedding.weight", width),
         hidden_norm=_centered(tensors, MTP + "pre_fc_norm_hidden.weight", width),
-        projection=tensors.fused([(MTP + "fc.weight", width)], 2 * width),
+        projection=tensors.fused([(MTP + "fc.weight", width)], 2 * width, "projection"),
         layer=_read_layer(config, tensors, MTP + "layers.0.", full=True, experts=config.experts),
         norm=_centered(tensors, MTP + "norm.weight", width),
     )
@@ -258,10 +258,10 @@ def _read_attention(config: Qwen3Next, tensors: Tensors, prefix: str) -> Attenti
     k = k.reshape(kv_heads, dim, width)[:, order]
     parts = (q[:, order], k, v, gate)
     return AttentionParams(
-        projection=_fused(*(part.reshape(-1, width) for part in parts)),
+        projection=tensors.put("projection", [np.concatenate([part.reshape(-1, width) for part in parts]).T]),
         q_norm=_centered(tensors, prefix + "q_norm.weight", dim)[order],
         k_norm=_centered(tensors, prefix + "k_norm.weight", dim)[order],
-        out=tensors.fused([(prefix + "o_proj.weight", width)], heads * dim),
+        out=tensors.fused([(prefix + "o_proj.weight", width)], heads * dim, "out"),
     )
 
 
@@ -284,12 +284,12 @@ def _read_delta(config: Qwen3Next, tensors: Tensors, prefix: str) -> DeltaParams
     parts = _grouped_parts(config, tensors, prefix) if grouped else _plain_parts(config, tensors, prefix)
     conv = tensors.read(prefix + "conv1d.weight", state.channels, 1, state.kernel)
     return DeltaParams(
-        projection=_fused(*parts),
+        projection=tensors.put("projection", [np.concatenate(parts).T]),
         conv=on_device(conv[:, 0].T),
         log_rate=on_device(tensors.stored(prefix + "A_log", count).astype(np.float32)),
         rate_bias=on_device(tensors.stored(prefix + "dt_bias", count).astype(np.float32)),
         norm=tensors.device(prefix + "norm.weight", state.value_dim),
-        out=tensors.fused([(prefix + "out_proj.weight", width)], made),
+        out=tensors.fused([(prefix + "out_proj.weight", width)], made, "out"),
     )
 
 
@@ -310,11 +310,6 @@ def _grouped_parts(config: Qwen3Next, tensors: Tensors, prefix: str) -> list[np.
     ends = np.cumsum([state.key_dim, state.key_dim, made // heads])
     parts = [*np.split(qkvz, ends, axis=1), *np.split(ba, 2, axis=1)]
     return [part.reshape(-1, width) for part in parts]
-
-
-def _fused(*parts: np.ndarray) -> jax.Array:
-    """Weights [out, in] with one input, as one weight [in, sum of outs] on the device."""
-    return on_device(np.concatenate(parts).T)
 
 
 def named_tensors(config: Qwen3Next, params: Qwen3NextParams) -> Iterator[tuple[str, Any]]:

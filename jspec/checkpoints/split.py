@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jspec.core.sharding import Placement
+from jspec.models.quantized import quantize_shapes
 from jspec.models.sizes import tree_bytes
 
 BYTES_PER_SECOND = 3.58e12
@@ -41,7 +42,9 @@ def whole(config: Splittable, dtype: DTypeLike) -> None:
     return None
 
 
-def place_draft(config: Splittable, dtype: DTypeLike, *, target: Placement, wanted: bool | None) -> Placement | None:
+def place_draft(
+    config: Splittable, dtype: DTypeLike, *, target: Placement, wanted: bool | None, weights: str | None = None
+) -> Placement | None:
     """The placement of a draft; None: each device has all of it.
 
     To split a draft saves the time in which a device reads the parts of the others, and adds a sum after each attention
@@ -49,13 +52,14 @@ def place_draft(config: Splittable, dtype: DTypeLike, *, target: Placement, want
 
     target: the placement of the target.
     wanted: whether to split it; None: if that makes a step of the draft faster.
+    weights: the format of its matrices, as in `language_model.read`.
 
     Raises:
       ValueError: it is to be split, and cannot be.
     """
     devices = target.size
     if wanted is None:
-        saved = tree_bytes(config.param_shapes(dtype)) * (1 - 1 / devices) / BYTES_PER_SECOND
+        saved = tree_bytes(quantize_shapes(config.param_shapes(dtype), weights)) * (1 - 1 / devices) / BYTES_PER_SECOND
         wanted = saved > SUM_SECONDS * (2 * config.num_layers + 1) and _fits(config, devices)
     if not wanted:
         return None

@@ -1,16 +1,19 @@
 """The tensors of a checkpoint: checked against config.json and converted as they are read, one at a time."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.core.sharding import Placement
+from jspec.models.quantized import LINEAR, largest_matrix, quantize, quantize_shapes
 
 FLOATS = {np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)}
 """What weights may be stored as."""
@@ -20,6 +23,9 @@ _DERIVED = ".rotary_emb.inv_freq"
 """End of the names of tables that some checkpoints contain; configurations imply them."""
 _CHUNK = 2**20
 """Elements that are checked at once, so that they stay in the processor's cache."""
+
+
+_quantize = partial(jax.jit, static_argnames="weights")(quantize)
 
 
 class TensorFiles(Protocol):
@@ -56,6 +62,8 @@ class Tensors:
 
     placement: Placement | None = None
     """The devices over which the weights are split; None: all are on the default device."""
+    weights: str | None = None
+    """The format of the matrices of linear layers, a key of `quantized.FORMATS`; None: `dtype`."""
 
     def __init__(self, files: TensorFiles, dtype: DTypeLike):
         self.files, self.directory, self.dtype = files, files.directory, dtype
@@ -142,7 +150,7 @@ class Tensors:
         """One tensor on the device, in the chosen dtype. field: as in `put`."""
         return self.put(field, [self.read(name, *shape)])
 
-    def fused(self, parts: list[tuple[str, int]], width: int, field: str | None = None) -> jax.Array:
+    def fused(self, parts: list[tuple[str, int]], width: int, field: str | None = None) -> Any:
         """Weights [out, in] with the same input, as one weight [in, sum of outs] on the device.
 
         parts: name and out of each.
@@ -151,14 +159,38 @@ class Tensors:
         """
         return self.put(field, [self.read(name, out, width, transpose=True) for name, out in parts])
 
-    def put(self, field: str | None, parts: Sequence[np.ndarray]) -> jax.Array:
+    def put(self, field: str | None, parts: Sequence[np.ndarray]) -> Any:
         """Arrays side by side on their last axis, on the device, or as `Placement.put` splits them.
 
-        field: of the weights, for the table of what is split; None: it is not in the table.
+        The result is an array, or a `Quantized` that takes its place.
+
+        field: of the weights, for the tables of what is split and what is quantized; None: it is in neither.
         """
         if self.placement is not None:
-            return self.placement.put(field, parts)
-        return on_device(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
+            array = self.placement.put(field, parts)
+        else:
+            array = on_device(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
+        return self.narrowed(field, array)
+
+    def narrowed(self, field: str | None, array: jax.Array) -> Any:
+        """A weight in the format of its field: the matrices of linear layers are quantized, one at a time."""
+        if self.weights is None or field not in LINEAR:
+            return array
+        made = _quantize(array, self.weights)
+        return made if self.placement is None else self.placement.place(field, made)
+
+    def shapes(self, shapes: PyTree) -> PyTree:
+        """`jax.ShapeDtypeStruct`s of weights in `dtype`, with quantized matrices where these tensors become such."""
+        return quantize_shapes(shapes, self.weights)
+
+    def memory(self, shapes: PyTree) -> PyTree:
+        """What one device needs while weights of these shapes are read: the weights, and a matrix to be quantized.
+
+        shapes: as those of `shapes`.
+        """
+        made = self.shapes(shapes)
+        local = made if self.placement is None else self.placement.local(made)
+        return local, largest_matrix(local)
 
     def empty(self, *shape: int) -> np.ndarray:
         """An array to be filled with what has been read, in the chosen dtype."""

@@ -16,6 +16,7 @@ from jspec.engine.corpus import with_corpus
 from jspec.engine.model import Model, bundled_draft, load
 from jspec.engine.options import check_fits, choose_drafter
 from jspec.engine.run import Prompt, encode_prompts
+from jspec.models.quantized import FORMATS
 
 _SHAPE_OPTIONS = {"depth": "drafts no tokens", "width": "drafts no trees", "num_nodes": "drafts no trees"}
 """Options of the draft's shape -> the error message for drafters that do not have them."""
@@ -83,10 +84,20 @@ def add_weights(parser: argparse.ArgumentParser, model: str) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
     )
+    add_format(parser)
     parser.add_argument(
         "--exact",
         action="store_true",
         help="drafts and the rest of the batch change no bit of the logits, in half precision too; slower",
+    )
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for weights of fewer bits."""
+    parser.add_argument(
+        "--weights",
+        choices=tuple(FORMATS),
+        help="quantize the linear layers of model and draft, with a scale for each column (default: those of --dtype)",
     )
 
 
@@ -152,9 +163,8 @@ def load_model(
     if draft not in loaded:
         with naming_models({"--draft": arguments.draft, option: arguments.model}):
             tensor = getattr(arguments, "tensor", None)
-            loaded[draft] = load(
-                arguments.model, draft=draft, dtype=arguments.dtype, tensor=tensor, exact=arguments.exact
-            )
+            options = {"tensor": tensor, "exact": arguments.exact, "weights": arguments.weights}
+            loaded[draft] = load(arguments.model, draft=draft, dtype=arguments.dtype, **options)
     return with_corpus(loaded[draft], corpus) if corpus and drafter == "suffix" else loaded[draft]
 
 

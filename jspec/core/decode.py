@@ -36,7 +36,7 @@ from jspec.core.types import (
     Target,
     TopTokens,
 )
-from jspec.core.xla_options import TRITON_GEMM_MAX_TOKENS, LoopProgram
+from jspec.core.xla_options import LoopProgram, prefers_cublas
 
 # Prefill
 
@@ -474,7 +474,7 @@ def verifies_many(
     """Whether rounds of these shapes verify enough tokens for `decode_many` to be faster. Only affects GPUs."""
     if jax.default_backend() != "gpu":
         return False
-    return math.prod(draft_shape(params, s, drafter, placement)) > TRITON_GEMM_MAX_TOKENS
+    return prefers_cublas(params, math.prod(draft_shape(params, s, drafter, placement)))
 
 
 def fastest(

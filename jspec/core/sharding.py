@@ -42,6 +42,9 @@ _WHOLE = {"indexer"}
 _VOCABULARY = {"embed", "lm_head"}
 """Fields that are whole if the number of devices does not divide them; the others are checked by `check_split`."""
 
+_QUANTIZED = {"narrow", "scale"}
+"""The parts of a quantized matrix (`jspec.models.quantized`), which are split as the field that has it."""
+
 T = TypeVar("T")
 
 
@@ -149,16 +152,27 @@ class Placement:
 
         return jax.tree.map(place, params)
 
+    def place(self, field: str, matrix: T) -> T:
+        """A quantized matrix, split as this field is."""
+        return jax.tree.map(
+            lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, _spec(self._split_axis(field, leaf.shape)))),
+            matrix,
+        )
+
     def axis_of(self, path: Sequence[object], shape: tuple[int, ...]) -> int | None:
         """The axis of a leaf that is split, counted from the first; None: it is whole."""
         names = [getattr(key, "name", None) for key in path]
         if _WHOLE & set(names) or (not self.draft and "draft" in names):
             return None
+        if len(names) > 1 and names[-1] in _QUANTIZED:
+            names.pop()
         return self._split_axis(str(names[-1]) if names else "", shape)
 
     def _split_axis(self, field: str, shape: tuple[int, ...]) -> int | None:
         axis = WEIGHTS.get(field, STATE.get(field))
         if axis is None or (field in _VOCABULARY and shape[axis] % self.size):
+            return None
+        if shape[axis] == 1:  # The scales of columns that are whole, of a matrix whose rows are split.
             return None
         if field in STATE and len(shape) != _POOL_AXES:
             return None

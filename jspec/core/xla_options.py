@@ -11,7 +11,8 @@ node may not contain, unless NCCL_GRAPH_MIXING_SUPPORT is 0 before its first cal
 
 **Matrix products of many tokens.** XLA times candidates for each matrix product with its operands in the GPU's cache,
 where the weights are not when a round reads them, so it prefers its own Triton kernels too often. They are the fastest
-for a few tokens; for more, cuBLAS is (docs/decisions.md).
+for a few tokens; for more, cuBLAS is (docs/decisions.md). Of 8-bit weights they are the fastest for any number, as they
+widen them inside the product; for cuBLAS, XLA would write the widened weights to memory first.
 """
 
 import functools
@@ -20,6 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
+import numpy as np
+from jaxtyping import PyTree
 
 from jspec.core.checks import check_flag, check_int, check_text
 
@@ -62,6 +65,16 @@ def loop_options(*, many: bool = False, devices: int = 1, flags: str | None = No
             capture[_OWN_COLLECTIVES] = ""
     wanted = (capture, _PRODUCTS) if many else (capture,)
     return {name: value for group in wanted if not any(own in flags for own in group) for name, value in group.items()}
+
+
+def prefers_cublas(params: PyTree, tokens: int) -> bool:
+    """Whether rounds that verify that many tokens, all sequences together, need `loop_options(many=True)`.
+
+    params: the weights, or their shapes.
+    """
+    if jax.default_backend() != "gpu" or tokens <= TRITON_GEMM_MAX_TOKENS:
+        return False
+    return not any(leaf.dtype.itemsize == 1 and leaf.dtype != np.bool_ for leaf in jax.tree.leaves(params))
 
 
 P = ParamSpec("P")

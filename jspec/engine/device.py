@@ -16,7 +16,7 @@ from jspec.core.grammar import TokenGrammar
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.sharding import Placement
 from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
-from jspec.core.xla_options import TRITON_GEMM_MAX_TOKENS
+from jspec.core.xla_options import prefers_cublas
 from jspec.engine import programs
 from jspec.engine.automaton_pool import GrammarPool, StopPool
 from jspec.engine.options import MAX_TOP_LOGPROBS
@@ -266,7 +266,7 @@ class Device:
         seats = self._seats(plan.slots, next(size for size in self._buckets if size >= max(least, len(plan.slots))))
         static, view = self._view(plan.requests, plan.table, seats)
         ceiling = seats.column(plan.ceiling, np.int32)
-        many = jax.default_backend() == "gpu" and seats.size * self._nodes > TRITON_GEMM_MAX_TOKENS
+        many = prefers_cublas(self.params, seats.size * self._nodes)
         program = programs.burst_for(self._placement, many=many)
         rounds, want = np.int32(plan.rounds), np.bool_(plan.want)
         static = {**static, "max_rounds": self.max_rounds}

@@ -28,6 +28,7 @@ from jspec.engine import memory
 from jspec.models import MtpHeads, MtpParams
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
+from jspec.models.quantized import check_weights
 from jspec.text.tokenizer import Tokenizer
 
 BUNDLED = {
@@ -200,6 +201,7 @@ def load(
     mesh: Mesh | None = None,
     draft_tensor: bool | None = None,
     exact: bool = False,
+    weights: str | None = None,
 ) -> Model:
     """Loads a target, and a draft for it, onto the default device, or splits it over several.
 
@@ -215,16 +217,21 @@ def load(
       draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster.
       exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
         half precision too; for Llama and Qwen3 models on one device. See docs/losslessness.md.
+      weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
+        have 8 bits and a scale for each column. None: all weights are in `dtype`. See docs/quantization.md.
 
     Raises:
       CheckpointError: files are missing, damaged or not supported.
-      ValueError: an unknown dtype or bundled model, the draft's tokenizer differs, a model without an exact forward, a
-        number of devices over which it cannot be split, or weights that do not fit into the memory of a device, which
-        is known before any of them is read.
+      ValueError: an unknown dtype, format of weights or bundled model, the draft's tokenizer differs, a model without
+        an exact forward, a number of devices over which it cannot be split, or weights that do not fit into the memory
+        of a device, which is known before any of them is read.
       TypeError: an argument of the wrong type.
     """
     tensor = None if tensor is None else check_int("tensor", tensor, least=1)
     exact = check_flag("exact", exact)
+    check_weights(weights)
+    if exact and weights is not None:
+        raise ValueError(f"exact=True: no exact forward with weights={weights!r} yet; omit one of them")
     if exact and (mesh is not None or (tensor or 1) > 1):
         raise ValueError("exact=True: no exact forward of a model over several devices yet; omit tensor and mesh")
     placement = make_placement(tensor, mesh, jax.devices())
@@ -252,7 +259,7 @@ def load(
             place = partial(_place_beside, placement, check_draft)
     if exact:
         place = _whole_and_exact
-    loaded, heads, head_params = _load_target(directory, dtype, check, place, mtp=draft is None)
+    loaded, heads, head_params = _load_target(directory, dtype, check, place, weights, mtp=draft is None)
     if exact:
         loaded = dataclasses.replace(loaded, config=loaded.config.exactly())
     tokenizer = Tokenizer.load(directory)
@@ -260,8 +267,12 @@ def load(
     if draft is not None and draft_directory is not None:
         _check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
         check = partial(memory.check_weights, str(draft), devices=devices)
-        place = whole if placement is None else partial(place_draft, target=placement, wanted=draft_tensor)
-        small = drafts.load(draft_directory, target=loaded.config, dtype=dtype, check=check, place=place)
+        if placement is None:
+            place = whole
+        else:
+            place = partial(place_draft, target=placement, wanted=draft_tensor, weights=weights)
+        options = {"dtype": dtype, "check": check, "place": place, "weights": weights}
+        small = drafts.load(draft_directory, target=loaded.config, **options)
         config, params = small.config, Params(loaded.params, small.params)
     if placement is not None:
         placement = dataclasses.replace(placement, draft=getattr(config, "tensor", 1) > 1)
@@ -319,10 +330,10 @@ def _whole_and_exact(config: Splittable, dtype: DTypeLike) -> None:
 
 
 def _load_target(
-    directory: Path, dtype: str | None, check: drafts.Check, place: Place, *, mtp: bool
+    directory: Path, dtype: str | None, check: drafts.Check, place: Place, weights: str | None, *, mtp: bool
 ) -> tuple[Checkpoint, MtpHeads | None, tuple[MtpParams, ...] | None]:
     """A language model, and the MTP heads of its checkpoint and their weights; None if not wanted or none exist."""
-    loaded = language_model.read(Source(directory), dtype=dtype, mtp=mtp, check=check, place=place)
+    loaded = language_model.read(Source(directory), dtype=dtype, mtp=mtp, check=check, place=place, weights=weights)
     return take_heads(loaded)
 
 

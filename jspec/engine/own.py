@@ -21,6 +21,7 @@ from jspec.core.xla_options import prepare_collectives
 from jspec.engine.model import Model, check_alive, take_heads
 from jspec.models.decoder import Decoder
 from jspec.models.function import Function, FunctionModel, describe, is_causal
+from jspec.models.quantized import check_weights
 from jspec.text.tokenizer import Tokenizer
 
 _CHECKED_TOKENS = 8
@@ -164,6 +165,7 @@ def from_named(
     tensor: int | None = None,
     mesh: Mesh | None = None,
     exact: bool = False,
+    weights: str | None = None,
 ) -> Model:
     """A model of a supported family from arrays under the names of a library, without files.
 
@@ -187,6 +189,7 @@ def from_named(
       tensor, mesh: the devices over which the model is split, as in `jspec.load`. Arrays on other devices are copied to
         these, and those on the same devices may be split in any way.
       exact: as in `jspec.load`; a target that is exact already stays so.
+      weights: as in `jspec.load`; the program that fuses the weights quantizes them.
 
     Raises:
       CheckpointError: a configuration that is not supported, or an array that is missing, not used, or of another shape
@@ -198,22 +201,27 @@ def from_named(
     if placement is not None:
         prepare_collectives()
     exact = check_flag("exact", exact)
+    check_weights(weights)
     if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")
     kind = None if dtype is None else resolve_dtype(dtype)
     parsed, ends = named.parse(config)
     if exact:
         parsed = parsed.exactly()
+    if parsed.exact and weights is not None:
+        raise ValueError(f"exact=True: no exact forward with weights={weights!r} yet; omit one of them")
     if parsed.exact and placement is not None and placement.size > 1:
         raise ValueError("exact=True: no exact forward of a model over several devices yet; omit tensor and mesh")
     if eos is not None:
         ends = _check_eos(eos, parsed.vocab_size)
     _check_tokenizer(tokenizer)
     name = type(parsed).__name__ if name is None else check_text("name", name)
-    loaded, heads, weights = take_heads(Checkpoint(*named.read(parsed, arrays, kind, names, placement), ends))
+    loaded, heads, head_params = take_heads(
+        Checkpoint(*named.read(parsed, arrays, kind, names, placement, weights), ends)
+    )
     if placement is not None:
         placement = dataclasses.replace(placement, draft=heads is not None)
-    return Model(name, loaded.config, Params(loaded.params, weights), tokenizer, ends, heads, placement)
+    return Model(name, loaded.config, Params(loaded.params, head_params), tokenizer, ends, heads, placement)
 
 
 @dataclasses.dataclass(frozen=True)

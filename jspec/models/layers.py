@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
 
 from jspec.core.sharding import TENSOR, sum_over_devices
+from jspec.models.quantized import Quantized, quantized_product
 from pallas_kernels import norm, rotary
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.exact_matmul import exact_matmul
@@ -111,33 +112,47 @@ def take_token(x: Shaped[Array, "B N *rest"], token: Int[Array, " B"]) -> Shaped
 
 def linear(
     x: Float[Array, "*batch in"],
-    weight: Float[Array, "in out"],
+    weight: Float[Array, "in out"] | Quantized,
     bias: Float[Array, " out"] | None = None,
     *,
     exact: bool = False,
 ) -> Float[Array, "*batch out"]:
     """x @ weight + bias. In float32 the products are exact float32 on every platform, not TF32.
 
-    exact: a token's result does not depend on the other tokens, to the bit.
+    exact: a token's result does not depend on the other tokens, to the bit; not for a quantized weight.
     """
     if exact:
-        out = exact_matmul(x.reshape(-1, x.shape[-1]), weight)
+        out = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(weight))
         return add_bias(out.reshape(*x.shape[:-1], -1), bias)
     alone = x.size == x.shape[-1] and weight.size < GEMV_MAX_WEIGHTS and platform() == "gpu"
     rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1])) if alone else x
-    # In a narrow precision, HIGHEST would rule out the fastest products and gain nothing.
-    out = jnp.matmul(rows, weight, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+    if isinstance(weight, Quantized):
+        out = quantized_product(rows, weight)
+    else:
+        # In a narrow precision, HIGHEST would rule out the fastest products and gain nothing.
+        out = jnp.matmul(rows, weight, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
     if alone:
         out = out[:1].reshape(*x.shape[:-1], -1)
     return add_bias(out, bias)
 
 
 def divided_linear(
-    x: Float[Array, "*batch in"], weight: Float[Array, "in out"]
+    x: Float[Array, "*batch in"], weight: Float[Array, "in out"] | Quantized
 ) -> Float[Array, "*batch out"] | Float[Array, "P *batch out"]:
     """The exact product, or the sums over parts of its contraction, which `add_rms_norm` and `split_heads` add up."""
-    out = exact_matmul(x.reshape(-1, x.shape[-1]), weight, parts=True)
+    out = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(weight), parts=True)
     return out.reshape(*out.shape[:-2], *x.shape[:-1], -1)
+
+
+def require_wide(weight: Float[Array, "*stack in out"] | Quantized) -> Float[Array, "*stack in out"]:
+    """The weight of an exact product.
+
+    Raises:
+      ValueError: it is quantized.
+    """
+    if isinstance(weight, Quantized):
+        raise ValueError("exact=True: no exact products of quantized weights yet; load the model without weights=")
+    return weight
 
 
 def add_bias(x: Float[Array, "*batch out"], bias: Float[Array, " out"] | None) -> Float[Array, "*batch out"]:
@@ -207,8 +222,8 @@ def look_up(
 
 def gated_mlp(
     x: Float[Array, "*batch E"],
-    gate_up: Float[Array, "E F2"],
-    down: Float[Array, "F E"],
+    gate_up: Float[Array, "E F2"] | Quantized,
+    down: Float[Array, "F E"] | Quantized,
     activation: Callable[[Array], Array] = jax.nn.silu,
     *,
     exact: bool = False,
@@ -218,7 +233,7 @@ def gated_mlp(
     exact: as in `linear`; the result may then be divided, as that of `divided_linear`.
     """
     if exact:
-        inner = exact_matmul(x.reshape(-1, x.shape[-1]), gate_up, activation=activation)
+        inner = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(gate_up), activation=activation)
         return divided_linear(inner.reshape(*x.shape[:-1], -1), down)
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
     return linear(activation(gate) * up, down)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from jspec.core.struct import struct
 from jspec.models import layers
+from jspec.models.quantized import Quantized
 from jspec.models.router import Router
 from jspec.models.sizes import shape_of
 from pallas_kernels.exact_matmul import exact_matmul
@@ -154,8 +155,8 @@ def experts_mlp(
     x: Float[Array, "T E"],
     ids: Int[Array, "T k"],
     weights: Float[Array, "T a"],
-    gate_up: Float[Array, "Y E F2"],
-    down: Float[Array, "Y F E"],
+    gate_up: Float[Array, "Y E F2"] | Quantized,
+    down: Float[Array, "Y F E"] | Quantized,
     activation: Callable[[Array], Array],
     *,
     exact: bool = False,
@@ -168,11 +169,29 @@ def experts_mlp(
     """
     always = weights.shape[1] - ids.shape[1]
     order, place, sizes = group_rows(ids, gate_up.shape[0] - always, always)
-    inner = grouped_matmul(x, gate_up, sizes, rows=order, activation=activation, exact=exact)
-    out = jnp.take(grouped_matmul(inner, down, sizes, exact=exact), place, axis=0, mode="clip")
+    inner = _grouped(x, gate_up, sizes, rows=order, activation=activation, exact=exact)
+    out = jnp.take(_grouped(inner, down, sizes, exact=exact), place, axis=0, mode="clip")
     weighted = weights[:, :, None] * out.astype(jnp.float32)
     if exact:
         # A reduction would be divided by its shape, and products merged with sums where the compiler sees fit.
         weighted = lax.optimization_barrier(weighted)
         return functools.reduce(jnp.add, [weighted[:, i] for i in range(weighted.shape[1])]).astype(x.dtype)
     return weighted.sum(1).astype(x.dtype)
+
+
+def _grouped(
+    x: Float[Array, "T E"],
+    weight: Float[Array, "Y E F"] | Quantized,
+    sizes: Int[Array, " Y"],
+    *,
+    exact: bool,
+    rows: Int[Array, " S"] | None = None,
+    activation: Callable[[Array], Array] | None = None,
+) -> Float[Array, "S M"]:
+    """`grouped_matmul` with the matrices of experts, which may be quantized."""
+    options: dict[str, Any] = {"rows": rows, "activation": activation, "exact": exact}
+    if not isinstance(weight, Quantized):
+        return grouped_matmul(x, weight, sizes, **options)
+    if exact:
+        layers.require_wide(weight)
+    return grouped_matmul(x, weight.narrow, sizes, scale=weight.scale[:, 0], **options)

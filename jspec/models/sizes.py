@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jspec.cache import LayerKeys
+from jspec.models.quantized import is_matrix
 
 
 def shape_of(dtype: DTypeLike) -> Callable[..., Any]:
@@ -19,8 +20,9 @@ def shape_of(dtype: DTypeLike) -> Callable[..., Any]:
 
 
 def count_parameters(tree: PyTree) -> int:
-    """Elements of all floating-point arrays, or shapes, in a pytree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating))
+    """Elements of all floating-point arrays and quantized matrices, or shapes of them, in a pytree."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_matrix)
+    return sum(leaf.size for leaf in leaves if is_matrix(leaf) or jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def tree_bytes(tree: PyTree) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.grouped_matmul import reference
@@ -12,9 +12,10 @@ OPERATION = Operation("grouped_matmul", "pallas_kernels.grouped_matmul", referen
 
 def grouped_matmul(
     x: Float[Array, "T K"],
-    weight: Float[Array, "X K N"],
+    weight: Shaped[Array, "X K N"],
     sizes: Int[Array, " X"],
     *,
+    scale: Float[Array, "X N"] | None = None,
     rows: Int[Array, " S"] | None = None,
     activation: Callable[[Array], Array] | None = None,
     exact: bool = False,
@@ -26,7 +27,9 @@ def grouped_matmul(
     Products of float32 run in full float32 on every platform.
 
     Args:
+      weight: in the dtype of x, or in one of 8 bits with a scale; widened inside the kernel.
       sizes: they add up to S.
+      scale: factors of the columns of each matrix, in float32, applied to the sums.
       rows: index in `x` of each row; None: the rows of `x`, S = T.
       activation: of a gated MLP, whose matrices have the columns of the gate first, then the others: the result is
         activation(gate) * other, rounded once, M = N / 2. None: the products themselves, M = N.
@@ -41,8 +44,14 @@ def grouped_matmul(
         raise ValueError(
             f"x {x.shape}, weight {weight.shape} and sizes {sizes.shape}: must be [T, K], [X, K, N] and [X]"
         )
-    if x.dtype != weight.dtype:
+    if scale is None and x.dtype != weight.dtype:
         raise ValueError(f"x and weight must have the same dtype, not {x.dtype} and {weight.dtype}")
+    if scale is not None and (weight.dtype.itemsize != 1 or scale.shape != (weight.shape[0], weight.shape[2])):
+        raise ValueError(
+            f"scale {scale.shape} of a weight {weight.dtype}{list(weight.shape)}: must be [X, N] of 8-bit weights"
+        )
+    if scale is not None and exact:
+        raise ValueError("exact=True: requires a weight of 16 or 32 bits, without scale")
     if activation is not None and weight.shape[2] % 2:
         raise ValueError(f"weight {weight.shape}: must have an even number of columns with an activation")
-    return OPERATION.run(backend, x, weight, sizes, rows=rows, activation=activation, exact=exact)
+    return OPERATION.run(backend, x, weight, sizes, scale=scale, rows=rows, activation=activation, exact=exact)

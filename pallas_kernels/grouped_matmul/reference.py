@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import platform
+
 
 def grouped_matmul(
     x: jax.Array,
     weight: jax.Array,
     sizes: jax.Array,
     *,
+    scale: jax.Array | None = None,
     rows: jax.Array | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     exact: bool = False,
@@ -20,10 +23,17 @@ def grouped_matmul(
     if rows is not None:
         x = jnp.take(x, rows, axis=0, mode="clip")
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    if scale is not None:
+        if platform.platform() == "cpu":
+            # Otherwise XLA widens the matrices in front of a loop, and keeps them.
+            x, weight = lax.optimization_barrier((x, weight))
+        weight = weight.astype(x.dtype)
     if exact:
         out = _row_by_row(x, weight, sizes, precision)
     else:
         out = lax.ragged_dot(x, weight, sizes, precision=precision, preferred_element_type=jnp.float32)
+    if scale is not None:
+        out = out * scale[_group_of_rows(sizes, x.shape[0])]
     if activation is not None:
         gate, other = jnp.split(out, 2, axis=-1)
         out = activation(gate) * other
@@ -32,11 +42,15 @@ def grouped_matmul(
 
 def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array, precision: lax.Precision | None) -> jax.Array:
     """The product of each row in the same way; bits of a product of all rows depend on their number."""
-    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(x.shape[0]), side="right", method="compare_all")
 
     def product(each: tuple[jax.Array, jax.Array]) -> jax.Array:
         row, group = each
         out = jnp.matmul(row[None], weight[group], precision=precision, preferred_element_type=jnp.float32)
         return lax.optimization_barrier(out)[0]
 
-    return lax.map(product, (x, group))
+    return lax.map(product, (x, _group_of_rows(sizes, x.shape[0])))
+
+
+def _group_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
+    """The group of each row."""
+    return jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right", method="compare_all")

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
-from pallas_kernels._triton import call, dot, refuse_dtype
+from pallas_kernels._triton import call, dot, int32_or_none, refuse_dtype
 from pallas_kernels._types import Ref
 
 
@@ -92,6 +92,7 @@ def grouped_matmul(
     weight: jax.Array,
     sizes: jax.Array,
     *,
+    scale: jax.Array | None = None,
     rows: jax.Array | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     exact: bool = False,
@@ -105,8 +106,13 @@ def grouped_matmul(
     # Each group has at most one block that is not full.
     blocks = count // config.block_m + min(groups, count)
     halves = 1 if activation is None else 2
+    narrow = None
+    if weight.dtype.itemsize == 1:
+        # Masked loads of fp8 do not compile.
+        narrow, weight = weight.dtype, lax.bitcast_convert_type(weight, jnp.int8)
+    optional = (sizes.astype(jnp.int32), scale, int32_or_none(rows))
     return call(
-        functools.partial(_kernel, activation=activation, config=config),
+        functools.partial(_kernel, scaled=scale is not None, narrow=narrow, activation=activation, config=config),
         out_shape=jax.ShapeDtypeStruct((count, columns // halves), x.dtype),
         # The columns of a block run together, because they read adjacent memory.
         grid=(pl.cdiv(columns, config.block_n), blocks),
@@ -114,19 +120,21 @@ def grouped_matmul(
         num_stages=config.num_stages,
         interpret=platform.resolve_interpret(interpret),
         name="grouped_matmul",
-    )(x, weight, *(counts.astype(jnp.int32) for counts in (sizes, rows) if counts is not None))
+    )(x, weight, *(each for each in optional if each is not None))
 
 
 def _kernel(
     x_ref: Ref,  # [T, K]
     weight_ref: Ref,  # [X, K, N]
     sizes_ref: Ref,  # [X]
-    *refs: Ref,  # [S] of the rows, unless they are those of x; [S, M] of the result
+    *refs: Ref,  # [X, N] of the scales, if any; [S] of the rows, unless they are those of x; [S, M] of the result
+    scaled: bool,
+    narrow: DTypeLike | None,
     activation: Callable[[jax.Array], jax.Array] | None,
     config: Config,
 ) -> None:
     # The program's rows, matrix and columns.
-    *rows_ref, out_ref = refs
+    scale_refs, (*rows_ref, out_ref) = refs[:scaled], refs[scaled:]
     inner, columns = weight_ref.shape[1], out_ref.shape[1]
     halves = (0,) if activation is None else (0, columns)
     width = config.block_n // len(halves)
@@ -149,11 +157,17 @@ def _kernel(
             for half in halves:
                 at = weight_ref.at[group, k[:, None], half + column[None]]
                 weight = pltriton.load(at, mask=present[:, None] & inside[None], other=0)
-                products.append(dot(x, weight))
+                if narrow is not None:
+                    weight = lax.bitcast_convert_type(weight, narrow)
+                products.append(dot(x, weight.astype(x.dtype)))
             return tuple(total + product for total, product in zip(totals, products, strict=True))
 
         totals = (jnp.zeros((config.block_m, width), jnp.float32),) * len(halves)
-        result, *other = lax.fori_loop(0, pl.cdiv(inner, config.block_k), body, totals)
+        totals = lax.fori_loop(0, pl.cdiv(inner, config.block_k), body, totals)
+        for scale_ref in scale_refs:
+            scales = (pltriton.load(scale_ref.at[group, half + column], mask=inside, other=0) for half in halves)
+            totals = tuple(total * scale[None] for total, scale in zip(totals, scales, strict=True))
+        result, *other = totals
         if activation is not None:
             result = activation(result) * other[0]
         out = out_ref.at[row[:, None], column[None]]

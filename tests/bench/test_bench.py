@@ -30,12 +30,14 @@ from jspec.core.types import Params
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Plain, Standalone
 from jspec.engine import memory
 from jspec.models.moe import Routed
+from jspec.models.quantized import widen
 from jspec.models.router import Router
 from jspec.models.sizes import count_parameters
 
 RULE = accept.Imposed(2.5)
 ROUTED = Routed(Router(count=8, chosen=2), width=8)
 TINY, GEMMA = PRESETS["tiny"], PRESETS["tiny-gemma-4"]
+TINY_SHAPES = TINY.target.param_shapes(np.float32)
 DRAFTERS = {
     "plain": Plain(),
     "chain": Standalone(depth=2).bind(TINY.target, TINY.standalone),
@@ -445,6 +447,22 @@ def test_a_checkpoint_without_a_draft_gets_a_random_head():
     assert made.draft.lm_head.shape == (subject.target.hidden_size, subject.target.vocab_size)
 
 
+@pytest.mark.parametrize("narrow", ("float8_e4m3fn", "int8"))
+def test_random_weights_of_8_bits_have_the_spread_of_wide_ones(narrow):
+    name = {"float8_e4m3fn": "fp8", "int8": "int8"}[narrow]
+    options = cli.build_parser().parse_args(["bench", "--preset", "tiny", "--dtype", "float32", "--weights", name])
+    subject = bench._subject(options)
+    assert bench._settings(options, subject, ())["weights"] == name
+    made = bench._make(subject)
+    for head in made.target.lm_head, made.draft.lm_head:
+        assert head.narrow.dtype == narrow
+        wide = np.asarray(widen(head))
+        assert abs(wide.std() / (weights.LOGIT_SPREAD * wide.shape[0] ** -0.5) - 1) < 0.2
+    assert made.target.embed.dtype == np.float32
+    narrow_bytes, wide = subject.target.forward_bytes(made.target), subject.target.forward_bytes(TINY_SHAPES)
+    assert narrow_bytes < 0.35 * wide
+
+
 @pytest.mark.slow
 def test_rows_that_do_not_fit_are_named_and_the_others_run(capsys, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device=None: (400_000, 1_000_000))
@@ -480,6 +498,7 @@ def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, mon
         ("--tokens-per-round 0.5", "--tokens-per-round 0.5: must be from 1, which is the bonus token, to 1000"),
         ("--width 1", "--width 1: a tree must have a width of at least 2"),
         ("--num-nodes 500", "--num-nodes, root included, must be at least depth + 1 = 6"),
+        ("--exact --weights fp8", "--exact: no exact forward with --weights fp8 yet; omit one of them"),
         ("--draft x", "--draft x: requires --checkpoint; the weights of a preset are random"),
         ("--json /no/such/file", "--json /no/such/file: the directory /no/such does not exist"),
     ),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspec.core import xla_options
-from jspec.core.xla_options import LoopProgram, loop_options
+from jspec.core.xla_options import LoopProgram, loop_options, prefers_cublas
 
 PROGRAM = """
 import jspec
@@ -28,6 +28,16 @@ def test_flags_of_the_user_take_precedence():
     assert loop_options(many=True, flags="--xla_gpu_enable_command_buffer=") == products
     assert loop_options(flags="--xla_cpu_x=1 --xla_gpu_graph_min_graph_size=5") == {}
     assert loop_options(many=True, flags="--xla_gpu_enable_triton_gemm=true") == few
+
+
+@pytest.mark.parametrize("backend", ("gpu", "cpu"))
+def test_cublas_multiplies_many_tokens_but_no_weights_of_8_bits(backend, monkeypatch):
+    """XLA would write the widened weights to memory for it."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    wide = {"w": jnp.zeros((2, 2), jnp.bfloat16), "ids": jnp.zeros(2, jnp.int32), "seen": jnp.zeros(2, bool)}
+    assert [prefers_cublas(wide, tokens) for tokens in (32, 33)] == [False, backend == "gpu"]
+    for narrow in (jnp.float8_e4m3fn, jnp.int8):
+        assert not prefers_cublas(wide | {"narrow": jnp.zeros((2, 2), narrow)}, 33)
 
 
 @pytest.mark.parametrize("mixing", ("0", "1", None))

@@ -453,3 +453,48 @@ def test_a_wrong_placement_of_arrays_is_an_error(config, options, error, match):
     kinds = {"tied": TIED, "split": dataclasses.replace(TIED, tensor=4), "gemma": gemma.KINDS["dense"]}
     with pytest.raises(error, match=match):
         jspec.from_named(kinds[config], named_arrays(TIED, weights(TIED)), **options)
+
+
+def test_quantized_weights_are_split_with_the_scales_of_whole_columns(directories):
+    """Each device has the scales of its columns; where rows are split, all scales, which are those of whole columns."""
+    one, two = (jspec.load(directories("biased"), tensor=tensor, weights="fp8") for tensor in (None, 2))
+    for whole, split in zip(one.params.target.layers, two.params.target.layers, strict=True):
+        for field, parts in (("qkv", (64 * 2, 64, 64)), ("o", None), ("gate_up", (64, 64)), ("down", None)):
+            was, now = getattr(whole, field), getattr(split, field)
+            shares = [shard.data.shape for shard in now.narrow.addressable_shards]
+            rows, columns = was.shape
+            assert shares == [(rows // 2, columns) if parts is None else (rows, columns // 2)] * 2
+            assert now.scale.addressable_shards[0].data.shape == (1, columns if parts is None else columns // 2)
+            got, expected = (jax.tree.map(lambda x: np.asarray(x, np.float32), each) for each in (now, was))
+            if parts is not None:
+                # The columns of a device are those of its heads.
+                order = np.concatenate(
+                    [block.reshape(2, -1) for block in np.split(np.arange(columns), np.cumsum(parts)[:-1])], axis=1
+                ).reshape(-1)
+                expected = jax.tree.map(lambda x, order=order: x[:, order], expected)
+            np.testing.assert_array_equal(got.narrow, expected.narrow)
+            np.testing.assert_array_equal(got.scale, expected.scale)
+    assert two.params.target.embed.dtype == np.float32
+
+
+@slow
+@pytest.mark.parametrize(("name", "drafter"), [("experts", Ngram()), ("latents", Mtp(depth=2))])
+@pytest.mark.parametrize("weights", ["fp8", "int8"])
+def test_quantized_models_generate_the_tokens_of_one_device(directories, name, drafter, weights):
+    runs = [
+        jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=16)
+        for model in (jspec.load(directories(name), tensor=tensor, weights=weights) for tensor in (None, 2))
+    ]
+    assert_same(*runs[::-1])
+
+
+def test_quantized_weights_from_arrays_are_those_of_files(directories):
+    """They are quantized by the program that fuses them, which splits the scales as well."""
+    config, arrays = TARGETS["experts"], {}
+    family = language_model._family_by_config(config)
+    arrays = {name: jnp.array(x) for name, x in family.named_tensors(config, weights(config))}
+    got = jspec.from_named(config, arrays, tensor=2, weights="int8").params.target
+    expected = jspec.load(directories("experts"), tensor=2, weights="int8").params.target
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
