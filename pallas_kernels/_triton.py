@@ -51,6 +51,11 @@ def padded(size: int) -> int:
     return max(16, pl.next_power_of_2(size))
 
 
+def power_of_2_in(size: int) -> int:
+    """The largest power of two that divides a number."""
+    return size & -size
+
+
 def refuse_dtype(name: str, x: jax.Array) -> str | None:
     """Why the compiled kernel cannot take the array of that name; None if it can."""
     return None if x.dtype.name in DTYPES else f"{name} is {x.dtype.name}: must be one of {', '.join(DTYPES)}"

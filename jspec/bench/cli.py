@@ -34,7 +34,7 @@ from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 from jspec.models.llama import require_llama
-from jspec.models.quantized import FORMATS, largest_matrix, quantize_shapes
+from jspec.models.quantized import BLOCKS, FORMATS, WIDE, largest_matrix, quantize_shapes
 from jspec.models.sizes import count_parameters
 
 MODES = ("plain", "chain", "tree")
@@ -138,8 +138,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        choices=tuple(FORMATS),
-        help="8-bit matrices of linear layers in target and draft, see jspec.load (default: those of --dtype)",
+        choices=(*FORMATS, BLOCKS, WIDE),
+        help="8-bit matrices of linear layers in target and draft, see jspec.load (default: as stored, or those of "
+        f"--dtype); {BLOCKS}, for presets: as in checkpoints with one scale for 128 x 128 values",
     )
     parser.add_argument(
         "--exact", action="store_true", help="measure the exact forward of the target, see jspec.load (default: no)"
@@ -240,7 +241,9 @@ def check_plot(path: Path) -> None:
 
 
 def _subject(options: argparse.Namespace) -> Subject:
-    if options.exact and options.weights:
+    if options.weights == BLOCKS and options.checkpoint:
+        raise ValueError(f"--weights {BLOCKS}: requires --preset; a checkpoint that is stored so keeps its weights")
+    if options.exact and options.weights in (*FORMATS, BLOCKS):
         raise ValueError(f"--exact: no exact forward with --weights {options.weights} yet; omit one of them")
     subject = _loaded(options) if options.checkpoint else _shaped(options)
     if options.exact:

@@ -10,7 +10,7 @@ import numpy as np
 from jspec.core.types import Params
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
-from jspec.models.quantized import FORMATS, Quantized, is_matrix, quantize
+from jspec.models.quantized import BLOCKS, FORMATS, Quantized, is_matrix, quantize
 
 SPREAD = 0.02
 """Standard deviation of random matrices: activations stay finite at any depth."""
@@ -42,7 +42,7 @@ def random_weights(shapes: P, vocab_size: int, seed: int = 0) -> P:
             # The dimension that logits are summed over.
             width = {"embed": leaf.shape[-1], "head": leaf.shape[-1], "lm_head": leaf.shape[0]}.get(path[-1].name)
             spread = SPREAD if width is None else LOGIT_SPREAD * width**-0.5
-            narrow = leaf.narrow.dtype if isinstance(leaf, Quantized) else None
+            narrow = _format(leaf) if isinstance(leaf, Quantized) else None
             options = {"shape": leaf.shape, "dtype": leaf.dtype, "narrow": narrow}
             made.append(_normal(jax.random.fold_in(key, index), spread, **options))
     return jax.tree.unflatten(structure, made)
@@ -51,8 +51,14 @@ def random_weights(shapes: P, vocab_size: int, seed: int = 0) -> P:
 @partial(jax.jit, static_argnames=("shape", "dtype", "narrow"))
 def _normal(key, spread, *, shape, dtype, narrow):
     made = jax.random.normal(key, shape, dtype) * spread.astype(dtype)
-    formats = (name for name, kind in FORMATS.items() if kind == narrow)
-    return made if narrow is None else quantize(made, next(formats))
+    return made if narrow is None else quantize(made, narrow)
+
+
+def _format(matrix: Quantized) -> str:
+    """The name of the format of a quantized matrix."""
+    if matrix.group is not None:
+        return BLOCKS
+    return next(name for name, kind in FORMATS.items() if kind == matrix.narrow.dtype)
 
 
 def round_bytes(

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from jspec.cache.mla import UpProjections
-from jspec.checkpoints import block_scaled
+from jspec.checkpoints import scaled
 from jspec.checkpoints.config import (
     describe_shape,
     family_of,
@@ -28,7 +27,6 @@ from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import on_device
-from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams, Latent
 from jspec.models.layers import YarnRope
@@ -244,14 +242,6 @@ SHARED = "shared_experts."
 """Prefix of the MLP that every token goes through."""
 
 
-def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
-    """The tensors of a checkpoint; block-scaled ones are dequantized when they are read."""
-    block = block_scaled.parse_block(source.config)
-    if block is None:
-        return Tensors(source.safetensors, dtype)
-    return block_scaled.BlockScaledTensors(source.safetensors, dtype, block)
-
-
 def with_mtp(config: Deepseek, tensors: Tensors, wanted: bool) -> Deepseek:
     """The configuration with all of its MTP heads, or with none if they are not wanted or have no tensors.
 
@@ -440,6 +430,6 @@ FAMILY = Family(
     describe,
     read_params,
     named_tensors,
-    open_tensors=open_tensors,
+    open_tensors=scaled.open_tensors,
     with_mtp=with_mtp,
 )

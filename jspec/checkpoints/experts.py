@@ -47,7 +47,8 @@ def read_experts(
     expect(tensors, prefix + "experts.", count, experts.width, width)
     if experts.shared:
         tensors.expect(f"{prefix}{shared}gate_proj.weight", experts.shared_width, width)
-    matrices = _Matrices.empty(tensors, count + experts.shared, experts.width, width)
+    first = prefix + ("experts.gate_up_proj" if stacked else "experts.0.gate_proj.weight")
+    matrices = _Matrices.empty(tensors, count + experts.shared, experts.width, width, first)
     (matrices.read_stacked if stacked else matrices.read_single)(tensors, prefix + "experts.", count)
     if experts.shared:
         matrices.read_shared(tensors, prefix + shared, count, experts.shared_width)
@@ -68,7 +69,7 @@ def read_stacked(tensors: Tensors, prefix: str, count: int, inner: int, width: i
       CheckpointError: a tensor is missing or has an unexpected shape.
     """
     _expect_stacked(tensors, prefix, count, inner, width)
-    matrices = _Matrices.empty(tensors, count, inner, width)
+    matrices = _Matrices.empty(tensors, count, inner, width, prefix + "gate_up_proj")
     matrices.read_stacked(tensors, prefix, count)
     return matrices.device(tensors)
 
@@ -91,12 +92,13 @@ def _expect_single(tensors: Tensors, prefix: str, count: int, inner: int, width:
 class _Matrices:
     """The matrices of all experts of a layer, in host memory, filled tensor by tensor."""
 
-    gate_up: np.ndarray
-    down: np.ndarray
+    gate_up: Any
+    down: Any
 
     @classmethod
-    def empty(cls, tensors: Tensors, count: int, inner: int, width: int) -> "_Matrices":
-        return cls(tensors.empty(count, width, 2 * inner), tensors.empty(count, inner, width))
+    def empty(cls, tensors: Tensors, count: int, inner: int, width: int, like: str) -> "_Matrices":
+        """Matrices to be filled. like: the name of one of the tensors."""
+        return cls(tensors.empty(count, width, 2 * inner, like=like), tensors.empty(count, inner, width, like=like))
 
     def device(self, tensors: Tensors) -> dict[str, jax.Array]:
         """The `gate_up` and `down` of a layer's weights, where `tensors` puts them."""

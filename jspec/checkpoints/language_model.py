@@ -6,6 +6,7 @@ Reading copies one tensor at a time from the memory-mapped files to the device, 
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from jspec.checkpoints.split import Place, refuse_split, whole
 from jspec.checkpoints.tensors import Tensors
 from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
-from jspec.models.quantized import refuse_quantized
+from jspec.models.quantized import is_matrix, refuse_quantized
 from jspec.models.sizes import count_parameters
 
 FAMILIES: tuple[Family[Any], ...] = (llama.FAMILY, gemma4.FAMILY, deepseek.FAMILY, qwen3_next.FAMILY)
@@ -72,7 +73,7 @@ def read(
 
     check: called with the shapes of the weights, of one device if they are split, before any of them is read.
     place: whether they are split over devices. Only those that are split are then on the right devices.
-    weights: the format of the matrices of linear layers, a key of `quantized.FORMATS`; None: `dtype`.
+    weights: as `Tensors.weights`.
 
     Raises:
       ValueError: they are to be split, and cannot be.
@@ -105,7 +106,7 @@ def read_params(config: Decoder, tensors: Tensors) -> PyTree:
       CheckpointError: a tensor is missing or not used, or has an unexpected shape.
     """
     params = _family_by_config(config).read_params(config, tensors)
-    _check_shapes(params, tensors.shapes(config.param_shapes(tensors.dtype)), tensors.directory)
+    _check_shapes(params, config.param_shapes(tensors.dtype), tensors.directory)
     return params
 
 
@@ -118,8 +119,9 @@ def _check_size(shapes: PyTree, where: str) -> None:
 
 def _check_shapes(params: PyTree, shapes: PyTree, directory: Path) -> None:
     """Raises if weights differ from what the configuration describes; they may have more, such as own embeddings."""
-    found = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+    leaves = partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_matrix)
+    found = {path: leaf.shape for path, leaf in leaves(params)}
+    for path, leaf in leaves(shapes):
         if found.get(path) != leaf.shape:
             name = jax.tree_util.keystr(path)
             raise CheckpointError(

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
+from jspec.checkpoints import scaled
 from jspec.checkpoints.config import (
     describe_experts,
     describe_shape,
@@ -43,7 +44,7 @@ def parse_config(config: Fields) -> Llama:
     family = family_of(config, ARCHITECTURES)
     if family is None:
         raise unknown_family(config, ARCHITECTURES)
-    refuse_options(config)
+    refuse_options(config, quantized=True)
     heads, kv_heads = read_heads(config)
     theta, scaling = parse_rope(config)
     with reading(config.where):
@@ -84,8 +85,10 @@ def _parse_experts(config: Fields, family: str) -> dict[str, Any]:
     return {"experts": experts, "dense_layers": parse_dense_layers(config)}
 
 
-def refuse_options(config: Fields) -> None:
+def refuse_options(config: Fields, *, quantized: bool = False) -> None:
     """Raises if the configuration has options that the models here do not implement.
+
+    quantized: whether its matrices may be quantized.
 
     Raises:
       CheckpointError: names the options and the file.
@@ -98,7 +101,7 @@ def refuse_options(config: Fields) -> None:
             "pretraining_tp": (1,),
         }
     )
-    if config.section("quantization_config").keys():
+    if not quantized and config.section("quantization_config").keys():
         wrong.append("quantization_config")
     if config.optional_number("partial_rotary_factor") not in (None, 1):
         wrong.append(config.describe("partial_rotary_factor"))
@@ -271,4 +274,6 @@ def name_layer(
     yield from name_layer_mlp(layer, experts, prefix + "mlp.")
 
 
-FAMILY = Family(Llama, ARCHITECTURES, parse_config, describe, read_params, named_tensors)
+FAMILY = Family(
+    Llama, ARCHITECTURES, parse_config, describe, read_params, named_tensors, open_tensors=scaled.open_tensors
+)

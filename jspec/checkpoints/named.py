@@ -71,7 +71,7 @@ class LiveTensors(Tensors):
         array = self.stored(name, *shape).astype(self.dtype)
         return array.T if transpose else array
 
-    def empty(self, *shape: int) -> Any:
+    def empty(self, *shape: int, like: str | None = None) -> Any:
         """An array to be filled."""
         return LiveArray(jnp.zeros(shape, self.dtype))
 

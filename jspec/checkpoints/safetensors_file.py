@@ -73,6 +73,15 @@ class SafetensorFiles:
         """
         return self._entry(name).shape
 
+    def dtype(self, name: str) -> np.dtype | None:
+        """The type of one tensor, without reading it; None: one that cannot be read.
+
+        Raises:
+          CheckpointError: as `shape`.
+        """
+        found = DTYPES.get(self._entry(name).dtype)
+        return None if found is None else np.dtype(found)
+
     def get(self, name: str) -> np.ndarray:
         """A copy of one tensor as stored.
 

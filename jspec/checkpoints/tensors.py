@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.core.sharding import Placement
-from jspec.models.quantized import LINEAR, largest_matrix, quantize, quantize_shapes
+from jspec.models.quantized import FORMATS, LINEAR, largest_matrix, quantize, quantize_shapes
 
 FLOATS = {np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)}
 """What weights may be stored as."""
@@ -63,7 +63,8 @@ class Tensors:
     placement: Placement | None = None
     """The devices over which the weights are split; None: all are on the default device."""
     weights: str | None = None
-    """The format of the matrices of linear layers, a key of `quantized.FORMATS`; None: `dtype`."""
+    """The format of the matrices of linear layers, a key of `quantized.FORMATS`; "wide": `dtype`; None: 8 bits if they
+    are stored so, and otherwise `dtype`."""
 
     def __init__(self, files: TensorFiles, dtype: DTypeLike):
         self.files, self.directory, self.dtype = files, files.directory, dtype
@@ -128,7 +129,7 @@ class Tensors:
             raise CheckpointError(f"{self.directory}: {name} has dtype {tensor.dtype}; must hold bools")
         return tensor.astype(bool)
 
-    def read(self, name: str, *shape: int, transpose: bool = False) -> np.ndarray:
+    def read(self, name: str, *shape: int, transpose: bool = False) -> Any:
         """One tensor in the chosen dtype.
 
         shape: its shape as stored.
@@ -174,7 +175,7 @@ class Tensors:
 
     def narrowed(self, field: str | None, array: jax.Array) -> Any:
         """A weight in the format of its field: the matrices of linear layers are quantized, one at a time."""
-        if self.weights is None or field not in LINEAR:
+        if self.weights not in FORMATS or field not in LINEAR:
             return array
         made = _quantize(array, self.weights)
         return made if self.placement is None else self.placement.place(field, made)
@@ -192,8 +193,8 @@ class Tensors:
         local = made if self.placement is None else self.placement.local(made)
         return local, largest_matrix(local)
 
-    def empty(self, *shape: int) -> np.ndarray:
-        """An array to be filled with what has been read, in the chosen dtype."""
+    def empty(self, *shape: int, like: str | None = None) -> Any:
+        """An array to be filled with what has been read, in the chosen dtype. like: one of the tensors to be read."""
         return np.empty(shape, self.dtype)
 
     def leave(self, *prefixes: str) -> None:

@@ -16,7 +16,7 @@ from jspec.engine.corpus import with_corpus
 from jspec.engine.model import Model, bundled_draft, load
 from jspec.engine.options import check_fits, choose_drafter
 from jspec.engine.run import Prompt, encode_prompts
-from jspec.models.quantized import FORMATS
+from jspec.models.quantized import FORMATS, WIDE
 
 _SHAPE_OPTIONS = {"depth": "drafts no tokens", "width": "drafts no trees", "num_nodes": "drafts no trees"}
 """Options of the draft's shape -> the error message for drafters that do not have them."""
@@ -96,8 +96,9 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     """Adds the option for weights of fewer bits."""
     parser.add_argument(
         "--weights",
-        choices=tuple(FORMATS),
-        help="quantize the linear layers of model and draft, with a scale for each column (default: those of --dtype)",
+        choices=(*FORMATS, WIDE),
+        help="quantize the linear layers of model and draft, with a scale for each column; wide: all weights are those "
+        "of --dtype (default: 8 bits where they are stored so, otherwise those of --dtype)",
     )
 
 

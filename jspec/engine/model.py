@@ -28,7 +28,7 @@ from jspec.engine import memory
 from jspec.models import MtpHeads, MtpParams
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
-from jspec.models.quantized import check_weights
+from jspec.models.quantized import FORMATS, WIDE, check_weights, refuse_quantized
 from jspec.text.tokenizer import Tokenizer
 
 BUNDLED = {
@@ -218,7 +218,8 @@ def load(
       exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
         half precision too; for Llama and Qwen3 models on one device. See docs/losslessness.md.
       weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
-        have 8 bits and a scale for each column. None: all weights are in `dtype`. See docs/quantization.md.
+        have 8 bits and a scale for each column. "wide": all weights are in `dtype`. None: those that a checkpoint
+        stores in 8 bits keep them, and the others are in `dtype`. See docs/quantization.md.
 
     Raises:
       CheckpointError: files are missing, damaged or not supported.
@@ -229,8 +230,8 @@ def load(
     """
     tensor = None if tensor is None else check_int("tensor", tensor, least=1)
     exact = check_flag("exact", exact)
-    check_weights(weights)
-    if exact and weights is not None:
+    check_weights(weights, WIDE)
+    if exact and weights in FORMATS:
         raise ValueError(f"exact=True: no exact forward with weights={weights!r} yet; omit one of them")
     if exact and (mesh is not None or (tensor or 1) > 1):
         raise ValueError("exact=True: no exact forward of a model over several devices yet; omit tensor and mesh")
@@ -258,7 +259,7 @@ def load(
             check_draft = partial(drafts.check_split, draft_directory, str(draft), **options)
             place = partial(_place_beside, placement, check_draft)
     if exact:
-        place = _whole_and_exact
+        place, check = _whole_and_exact, partial(_check_exact, check)
     loaded, heads, head_params = _load_target(directory, dtype, check, place, weights, mtp=draft is None)
     if exact:
         loaded = dataclasses.replace(loaded, config=loaded.config.exactly())
@@ -317,6 +318,12 @@ def _place_beside(
     config.split(placement.size)  # Of two problems the target's comes first.
     check_draft(target=config)
     return placement
+
+
+def _check_exact(check: drafts.Check, shapes: Any) -> None:
+    """The `Check` of a model with an exact forward, which reads weights of 16 or 32 bits."""
+    refuse_quantized(shapes, "exact=True")
+    check(shapes)
 
 
 def _whole_and_exact(config: Splittable, dtype: DTypeLike) -> None:

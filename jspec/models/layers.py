@@ -151,7 +151,7 @@ def require_wide(weight: Float[Array, "*stack in out"] | Quantized) -> Float[Arr
       ValueError: it is quantized.
     """
     if isinstance(weight, Quantized):
-        raise ValueError("exact=True: no exact products of quantized weights yet; load the model without weights=")
+        raise ValueError("exact=True: no exact products of quantized weights yet; load the model with weights='wide'")
     return weight
 
 

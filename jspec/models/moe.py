@@ -194,4 +194,4 @@ def _grouped(
         return grouped_matmul(x, weight, sizes, **options)
     if exact:
         layers.require_wide(weight)
-    return grouped_matmul(x, weight.narrow, sizes, scale=weight.scale[:, 0], **options)
+    return grouped_matmul(x, weight.narrow, sizes, scale=weight.scale, group=weight.group, **options)

@@ -1,4 +1,4 @@
-"""Weights of 8 bits: matrices in fp8 or int8 with a scale for each output column.
+"""Weights of 8 bits: matrices in fp8 or int8 with a scale for each output column, or for groups of its rows.
 
 A `Quantized` takes the place of an array in a pytree of weights. Its products are XLA's: on a GPU the narrow matrix is
 widened inside the kernel that multiplies, so that a round reads the narrow bytes alone (docs/quantization.md).
@@ -7,7 +7,7 @@ widened inside the kernel that multiplies, so that a round reads the narrow byte
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,15 @@ from jax import lax
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from pallas_kernels.platform import platform
+from pallas_kernels.scaled_matmul import scaled_matmul
 
-Bits: TypeAlias = Literal["fp8", "int8"]
+WIDE = "wide"
+"""What `weights` is called that have no fewer bits than `dtype`, however a checkpoint stores them."""
 FORMATS: dict[str, np.dtype] = {"fp8": np.dtype(ml_dtypes.float8_e4m3fn), "int8": np.dtype(np.int8)}
 """Name -> type of the matrices."""
+BLOCKS = "fp8-blocks"
+"""What `jspec.bench` calls fp8 with a scale for each `BLOCK` rows of a column, as block-scaled checkpoints have it."""
+BLOCK = 128
 LARGEST = {FORMATS["fp8"]: 448.0, FORMATS["int8"]: 127.0}
 """The largest value of each type: that of a column after it is divided by its scale."""
 LINEAR = {
@@ -51,13 +56,15 @@ class Quantized:
     """A matrix, or a stack of them, as narrow values times scales.
 
     narrow: fp8 (e4m3) or int8.
-    scale: of each output column, in float32.
+    scale: of each output column, or of each group of its rows, in float32.
     dtype: what it has been made from, and the precision of caches that take theirs from weights.
+    group: rows that share a scale, in a column, as in block-scaled checkpoints; None: all of the column.
     """
 
     narrow: Shaped[Array, "*stack in out"]
-    scale: Float[Array, "*stack 1 out"]
+    scale: Float[Array, "*stack groups out"]
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    group: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,19 +85,20 @@ Weight: TypeAlias = Float[Array, "*stack in out"] | Quantized
 """A matrix of a linear layer."""
 
 
-def check_weights(weights: object) -> None:
-    """Raises ValueError if this is not the name of a format, or None."""
-    if weights is not None and (not isinstance(weights, str) or weights not in FORMATS):
-        raise ValueError(
-            f"weights={weights!r}: must be one of {', '.join(FORMATS)}, or None for the precision of dtype"
-        )
+def check_weights(weights: object, *others: str) -> None:
+    """Raises ValueError if this is neither the name of a format, nor one of `others`, nor None."""
+    known = (*FORMATS, *others)
+    if weights is not None and (not isinstance(weights, str) or weights not in known):
+        raise ValueError(f"weights={weights!r}: must be one of {', '.join(known)}, or None")
 
 
 def quantize(weight: Float[Array, "*stack in out"], weights: str) -> Quantized:
     """A matrix, or a stack of them, in a format: each column is scaled so that its largest value is the format's.
 
-    weights: a key of `FORMATS`.
+    weights: a key of `FORMATS`; or `BLOCKS`, for random weights.
     """
+    if weights == BLOCKS:
+        return _quantize_groups(weight)
     kind = FORMATS[weights]
     wide = weight.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-2, keepdims=True)
@@ -100,15 +108,32 @@ def quantize(weight: Float[Array, "*stack in out"], weights: str) -> Quantized:
     return Quantized(narrow, scale, np.dtype(weight.dtype))
 
 
+def _quantize_groups(weight: Float[Array, "*stack in out"]) -> Quantized:
+    """fp8 with a scale for each `BLOCK` rows of a column, or for the whole column if it has no more."""
+    *stack, rows, columns = weight.shape
+    if rows <= BLOCK:
+        return quantize(weight, "fp8")
+    padded = jnp.pad(weight, [(0, 0)] * len(stack) + [(0, -rows % BLOCK), (0, 0)])
+    made = quantize(padded.reshape(*stack, -1, BLOCK, columns), "fp8")
+    narrow = made.narrow.reshape(*stack, -1, columns)[..., :rows, :]
+    return Quantized(narrow, made.scale[..., 0, :], made.dtype, BLOCK)
+
+
 def widen(weight: Weight) -> Float[Array, "*stack in out"]:
     """The matrix that the narrow values and their scales describe, in float32; of an array, itself."""
     if not isinstance(weight, Quantized):
         return weight
-    return weight.narrow.astype(jnp.float32) * weight.scale
+    scale = weight.scale
+    if weight.group is not None:
+        scale = jnp.repeat(scale, weight.group, axis=-2)[..., : weight.shape[-2], :]
+    return weight.narrow.astype(jnp.float32) * scale
 
 
 def quantized_product(x: Float[Array, "*batch in"], weight: Quantized) -> Float[Array, "*batch out"]:
     """x @ weight, with sums in float32, on which the scales are applied."""
+    if weight.group is not None:
+        out = scaled_matmul(x.reshape(-1, x.shape[-1]), weight.narrow, weight.scale, group=weight.group)
+        return out.reshape(*x.shape[:-1], -1)
     narrow = weight.narrow
     if platform() == "cpu":
         # Without the barrier, XLA widens all weights in front of the loop, and keeps them.
@@ -126,8 +151,8 @@ def is_quantized(path: Sequence[Any]) -> bool:
 
 
 def quantize_shapes(shapes: PyTree, weights: str | None) -> PyTree:
-    """The `jax.ShapeDtypeStruct`s of weights whose linear layers are in a format; None: as they are."""
-    if weights is None:
+    """The `jax.ShapeDtypeStruct`s of weights whose linear layers are in a format; anything else: as they are."""
+    if weights not in (*FORMATS, BLOCKS):
         return shapes
 
     def quantized(path: Sequence[Any], leaf: Any) -> Any:
@@ -151,4 +176,4 @@ def is_matrix(node: object) -> bool:
 def refuse_quantized(params: PyTree, user: str) -> None:
     """Raises ValueError if weights are quantized, which `user` does not support."""
     if any(isinstance(node, Quantized) for node in jax.tree.leaves(params, is_leaf=is_matrix)):
-        raise ValueError(f"the weights have 8 bits, which {user} does not support: load them without weights=")
+        raise ValueError(f"the weights have 8 bits, which {user} does not support: load them with weights='wide'")

@@ -15,7 +15,8 @@ def grouped_matmul(
     weight: Shaped[Array, "X K N"],
     sizes: Int[Array, " X"],
     *,
-    scale: Float[Array, "X N"] | None = None,
+    scale: Float[Array, "X G N"] | None = None,
+    group: int | None = None,
     rows: Int[Array, " S"] | None = None,
     activation: Callable[[Array], Array] | None = None,
     exact: bool = False,
@@ -29,7 +30,8 @@ def grouped_matmul(
     Args:
       weight: in the dtype of x, or in one of 8 bits with a scale; widened inside the kernel.
       sizes: they add up to S.
-      scale: factors of the columns of each matrix, in float32, applied to the sums.
+      scale: factors of each matrix, in float32, applied to sums: of whole columns, G = 1, or of groups of their rows.
+      group: rows of a matrix that share a factor, in a column; the last group may be shorter. None: all.
       rows: index in `x` of each row; None: the rows of `x`, S = T.
       activation: of a gated MLP, whose matrices have the columns of the gate first, then the others: the result is
         activation(gate) * other, rounded once, M = N / 2. None: the products themselves, M = N.
@@ -46,12 +48,17 @@ def grouped_matmul(
         )
     if scale is None and x.dtype != weight.dtype:
         raise ValueError(f"x and weight must have the same dtype, not {x.dtype} and {weight.dtype}")
-    if scale is not None and (weight.dtype.itemsize != 1 or scale.shape != (weight.shape[0], weight.shape[2])):
+    groups = 1 if group is None else -(-weight.shape[1] // group)
+    expected = (weight.shape[0], groups, weight.shape[2])
+    if scale is not None and (weight.dtype.itemsize != 1 or scale.shape != expected):
         raise ValueError(
-            f"scale {scale.shape} of a weight {weight.dtype}{list(weight.shape)}: must be [X, N] of 8-bit weights"
+            f"scale {scale.shape} of a weight {weight.dtype}{list(weight.shape)}, group={group}: must be "
+            f"{list(expected)}, of 8-bit weights"
         )
     if scale is not None and exact:
         raise ValueError("exact=True: requires a weight of 16 or 32 bits, without scale")
     if activation is not None and weight.shape[2] % 2:
         raise ValueError(f"weight {weight.shape}: must have an even number of columns with an activation")
-    return OPERATION.run(backend, x, weight, sizes, scale=scale, rows=rows, activation=activation, exact=exact)
+    return OPERATION.run(
+        backend, x, weight, sizes, scale=scale, group=group, rows=rows, activation=activation, exact=exact
+    )

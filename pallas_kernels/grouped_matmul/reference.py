@@ -15,6 +15,7 @@ def grouped_matmul(
     sizes: jax.Array,
     *,
     scale: jax.Array | None = None,
+    group: int | None = None,
     rows: jax.Array | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     exact: bool = False,
@@ -27,13 +28,14 @@ def grouped_matmul(
         if platform.platform() == "cpu":
             # Otherwise XLA widens the matrices in front of a loop, and keeps them.
             x, weight = lax.optimization_barrier((x, weight))
-        weight = weight.astype(x.dtype)
-    if exact:
+    if scale is not None and group is not None:
+        out = _by_groups(x, weight, sizes, scale, group, precision)
+    elif exact:
         out = _row_by_row(x, weight, sizes, precision)
     else:
-        out = lax.ragged_dot(x, weight, sizes, precision=precision, preferred_element_type=jnp.float32)
-    if scale is not None:
-        out = out * scale[_group_of_rows(sizes, x.shape[0])]
+        out = lax.ragged_dot(x, weight.astype(x.dtype), sizes, precision=precision, preferred_element_type=jnp.float32)
+        if scale is not None:
+            out = out * scale[_group_of_rows(sizes, x.shape[0]), 0]
     if activation is not None:
         gate, other = jnp.split(out, 2, axis=-1)
         out = activation(gate) * other
@@ -49,6 +51,26 @@ def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array, precision: la
         return lax.optimization_barrier(out)[0]
 
     return lax.map(product, (x, _group_of_rows(sizes, x.shape[0])))
+
+
+def _by_groups(
+    x: jax.Array,
+    weight: jax.Array,
+    sizes: jax.Array,
+    scale: jax.Array,
+    group: int,
+    precision: lax.Precision | None,
+) -> jax.Array:
+    """The products of each group of rows of the matrices, times its factors, added up."""
+    owner, (count, inner) = _group_of_rows(sizes, x.shape[0]), x.shape
+    total = jnp.zeros((count, weight.shape[2]), jnp.float32)
+    for index, first in enumerate(range(0, inner, group)):
+        own = weight[:, first : first + group].astype(x.dtype)
+        part = lax.ragged_dot(
+            x[:, first : first + group], own, sizes, precision=precision, preferred_element_type=jnp.float32
+        )
+        total = total + part * scale[owner, index]
+    return total
 
 
 def _group_of_rows(sizes: jax.Array, rows: int) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
-from pallas_kernels._triton import call, dot, int32_or_none, refuse_dtype
+from pallas_kernels._triton import call, dot, int32_or_none, power_of_2_in, refuse_dtype
 from pallas_kernels._types import Ref
 
 
@@ -81,8 +81,12 @@ def default_config(*, rows: int, groups: int, dtype: DTypeLike, exact: bool = Fa
     return dataclasses.replace(tuning.many_rows, block_m=block_m, num_warps=tuning.short_block_warps)
 
 
-def supported(x: jax.Array, *args: object, interpret: bool | None = None, **options: object) -> str | None:
+def supported(
+    x: jax.Array, *args: object, group: int | None = None, interpret: bool | None = None, **options: object
+) -> str | None:
     """None, or why the kernel cannot run these arguments of `grouped_matmul`."""
+    if group is not None and power_of_2_in(group) < 16:
+        return f"group={group}: must be a multiple of 16"
     # The interpreter takes any dtype.
     return None if platform.resolve_interpret(interpret) else refuse_dtype("x", x)
 
@@ -93,6 +97,7 @@ def grouped_matmul(
     sizes: jax.Array,
     *,
     scale: jax.Array | None = None,
+    group: int | None = None,
     rows: jax.Array | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     exact: bool = False,
@@ -103,6 +108,8 @@ def grouped_matmul(
     count = x.shape[0] if rows is None else rows.shape[0]
     groups, _, columns = weight.shape
     config = config or default_config(rows=count, groups=groups, dtype=x.dtype, exact=exact)
+    if group is not None:
+        config = dataclasses.replace(config, block_k=min(config.block_k, power_of_2_in(group)))
     # Each group has at most one block that is not full.
     blocks = count // config.block_m + min(groups, count)
     halves = 1 if activation is None else 2
@@ -112,7 +119,9 @@ def grouped_matmul(
         narrow, weight = weight.dtype, lax.bitcast_convert_type(weight, jnp.int8)
     optional = (sizes.astype(jnp.int32), scale, int32_or_none(rows))
     return call(
-        functools.partial(_kernel, scaled=scale is not None, narrow=narrow, activation=activation, config=config),
+        functools.partial(
+            _kernel, scaled=scale is not None, shared=group, narrow=narrow, activation=activation, config=config
+        ),
         out_shape=jax.ShapeDtypeStruct((count, columns // halves), x.dtype),
         # The columns of a block run together, because they read adjacent memory.
         grid=(pl.cdiv(columns, config.block_n), blocks),
@@ -127,8 +136,9 @@ def _kernel(
     x_ref: Ref,  # [T, K]
     weight_ref: Ref,  # [X, K, N]
     sizes_ref: Ref,  # [X]
-    *refs: Ref,  # [X, N] of the scales, if any; [S] of the rows, unless they are those of x; [S, M] of the result
+    *refs: Ref,  # [X, G, N] of the scales, if any; [S] of the rows, unless they are those of x; [S, M] of the result
     scaled: bool,
+    shared: int | None,
     narrow: DTypeLike | None,
     activation: Callable[[jax.Array], jax.Array] | None,
     config: Config,
@@ -149,6 +159,10 @@ def _kernel(
     def _():
         source = pltriton.load(rows_ref[0].at[row], mask=real, other=0) if rows_ref else row
 
+        def factors(index, half):
+            """The scales of the program's columns, of some of the matrix's rows."""
+            return pltriton.load(scale_refs[0].at[group, index, half + column], mask=inside, other=0)[None]
+
         def body(i, totals):
             k = i * config.block_k + jnp.arange(config.block_k)
             present = k < inner
@@ -159,14 +173,14 @@ def _kernel(
                 weight = pltriton.load(at, mask=present[:, None] & inside[None], other=0)
                 if narrow is not None:
                     weight = lax.bitcast_convert_type(weight, narrow)
-                products.append(dot(x, weight.astype(x.dtype)))
+                product = dot(x, weight.astype(x.dtype))
+                products.append(product if shared is None else product * factors(i * config.block_k // shared, half))
             return tuple(total + product for total, product in zip(totals, products, strict=True))
 
         totals = (jnp.zeros((config.block_m, width), jnp.float32),) * len(halves)
         totals = lax.fori_loop(0, pl.cdiv(inner, config.block_k), body, totals)
-        for scale_ref in scale_refs:
-            scales = (pltriton.load(scale_ref.at[group, half + column], mask=inside, other=0) for half in halves)
-            totals = tuple(total * scale[None] for total, scale in zip(totals, scales, strict=True))
+        if scaled and shared is None:
+            totals = tuple(total * factors(0, half) for total, half in zip(totals, halves, strict=True))
         result, *other = totals
         if activation is not None:
             result = activation(result) * other[0]

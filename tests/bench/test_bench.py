@@ -30,7 +30,7 @@ from jspec.core.types import Params
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Plain, Standalone
 from jspec.engine import memory
 from jspec.models.moe import Routed
-from jspec.models.quantized import widen
+from jspec.models.quantized import quantize, widen
 from jspec.models.router import Router
 from jspec.models.sizes import count_parameters
 
@@ -445,6 +445,19 @@ def test_a_checkpoint_without_a_draft_gets_a_random_head():
     made = bench._make(subject)
     assert made.target is subject.params.target or made.target.embed is subject.params.target.embed
     assert made.draft.lm_head.shape == (subject.target.hidden_size, subject.target.vocab_size)
+
+
+def test_random_weights_in_blocks_have_a_scale_for_128_rows(capsys):
+    shape = jax.eval_shape(lambda w: quantize(w, "fp8-blocks"), jnp.zeros((300, 40)))
+    made = weights.random_weights(Params(shape), 61).target
+    assert (made.group, made.scale.shape, made.narrow.dtype) == (128, (3, 40), jnp.float8_e4m3fn)
+    wide = np.asarray(widen(made))
+    assert abs(wide.std() / weights.SPREAD - 1) < 0.05
+    largest = np.abs(np.asarray(made.narrow, np.float32))
+    for first in (0, 128, 256):
+        assert (largest[first : first + 128].max(0) == 448).all()
+    status, _, err = run(capsys, "--checkpoint", "bundled:python-tiny", "--weights", "fp8-blocks")
+    assert status == 2 and "--weights fp8-blocks: requires --preset" in err
 
 
 @pytest.mark.parametrize("narrow", ("float8_e4m3fn", "int8"))

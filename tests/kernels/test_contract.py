@@ -70,6 +70,8 @@ def example(package):
             return (normal(2, 3, 2, 64), own, own, *paged(2, 1, 64), None), {"layer": 1, "scale": 0.1}
         case "exact_matmul":
             return (normal(6, 1040), normal(1040, 8) / 32), {}
+        case "scaled_matmul":
+            return (normal(6, 64), normal(64, 8).astype(jnp.int8), normal(4, 8)), {"group": 16}
         case "add_norm":
             return (normal(1, 2, 8), normal(1, 2, 8), normal(8)), {"eps": 1e-5}
         case "residual_norm":

@@ -163,37 +163,43 @@ def test_arguments_that_do_not_fit_are_an_error(change, message, without_jaxtypi
         grouped_matmul(*map(jnp.asarray, change(*inputs((1, 2)))), activation=jax.nn.silu)
 
 
-@pytest.mark.fast("float8_e4m3fn-gated", "int8-plain-triton")
+@pytest.mark.fast("columns-float8_e4m3fn-gated", "groups-int8-plain", "groups-float8_e4m3fn-gated-triton")
 @backends
 @pytest.mark.parametrize("activation", (None, jax.nn.silu), ids=("plain", "gated"))
 @pytest.mark.parametrize("narrow", ("float8_e4m3fn", "int8"))
-def test_8_bit_matrices_are_widened_and_scaled(narrow, activation, backend):
+@pytest.mark.parametrize("group", (None, 16), ids=("columns", "groups"))
+def test_8_bit_matrices_are_widened_and_scaled(group, narrow, activation, backend):
     sizes = (2, 0, 17, 5)
     x, wide, counts = inputs(sizes, inner=37, columns=38)
     weight = np.where(np.isnan(wide), 0, 40 * wide).astype(jnp.dtype(narrow))
-    scale = np.random.default_rng(2).uniform(0.01, 0.1, (4, 38)).astype(np.float32)
-    out = jax.jit(partial(grouped_matmul, activation=activation, backend=backend))(x, weight, counts, scale=scale)
-    expected = oracle(x, weight.astype(np.float64) * scale[:, None], counts)
+    scale = np.random.default_rng(2).uniform(0.01, 0.1, (4, 3 if group else 1, 38)).astype(np.float32)
+    run = jax.jit(partial(grouped_matmul, group=group, activation=activation, backend=backend))
+    out = run(x, weight, counts, scale=scale)
+    expected = oracle(x, weight.astype(np.float64) * np.repeat(scale, group or 37, axis=1)[:, :37], counts)
     if activation is not None:
         gate, other = np.split(expected, 2, axis=1)
         expected = np.asarray(activation(jnp.asarray(gate, jnp.float32)), np.float64) * other
     assert_close(out, expected)
 
 
+@pytest.mark.parametrize("group", (None, 128))
 @pytest.mark.parametrize("narrow", ("float8_e4m3fn", "int8"))
-def test_8_bit_matrices_lower_for_a_gpu(narrow):
-    shapes = [((6, 256), "bfloat16"), ((8, 256, 512), narrow), ((8,), "int32"), ((8, 512), "float32")]
+def test_8_bit_matrices_lower_for_a_gpu(narrow, group):
+    scale = ((8, 2 if group else 1, 512), "float32")
+    shapes = [((6, 256), "bfloat16"), ((8, 256, 512), narrow), ((8,), "int32"), scale]
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     kernel = partial(triton.grouped_matmul, activation=jax.nn.silu, interpret=False)
-    assert "triton" in cross_lower(lambda *a: kernel(*a[:3], scale=a[3]), "cuda", *args)
+    assert "triton" in cross_lower(lambda *a: kernel(*a[:3], scale=a[3], group=group), "cuda", *args)
 
 
 def test_scales_that_do_not_fit_are_refused(without_jaxtyping):
     x, weight, counts = inputs((2, 3))
-    narrow, scale = weight.astype(np.int8), np.ones((2, 40), np.float32)
-    with pytest.raises(ValueError, match=r"scale \(2, 39\) of a weight int8\[2, 48, 40\]: must be \[X, N\]"):
-        grouped_matmul(x, narrow, counts, scale=scale[:, 1:])
-    with pytest.raises(ValueError, match=r"scale \(2, 40\) of a weight float32.*: must be \[X, N\] of 8-bit weights"):
+    narrow, scale = weight.astype(np.int8), np.ones((2, 1, 40), np.float32)
+    with pytest.raises(
+        ValueError, match=r"scale \(2, 1, 39\) of a weight int8\[2, 48, 40\], group=None: must be \[2, 1, 40\]"
+    ):
+        grouped_matmul(x, narrow, counts, scale=scale[..., 1:])
+    with pytest.raises(ValueError, match=r"scale \(2, 1, 40\) of a weight float32.*, of 8-bit weights"):
         grouped_matmul(x, weight, counts, scale=scale)
     with pytest.raises(ValueError, match="exact=True: requires a weight of 16 or 32 bits"):
         grouped_matmul(x, narrow, counts, scale=scale, exact=True)

@@ -218,7 +218,7 @@ def test_memory_counts_narrow_weights_and_one_matrix_that_is_being_quantized(dir
 
 def test_wrong_arguments(directory):
     for wrong in ("int4", "FP8", 8, ""):
-        with pytest.raises(ValueError, match=rf"weights={wrong!r}: must be one of fp8, int8, or None"):
+        with pytest.raises(ValueError, match=rf"weights={wrong!r}: must be one of fp8, int8, wide, or None"):
             jspec.load(directory, weights=wrong)
     with pytest.raises(ValueError, match=r"exact=True: no exact forward with weights='fp8' yet; omit one of them"):
         jspec.load(directory, weights="fp8", exact=True)

@@ -1,0 +1,302 @@
+"""Checkpoints whose matrices have 8 bits, with a scale for each block, output channel or tensor.
+
+Two formats: a matrix `X.weight` in fp8 with the factors of its blocks in `X.weight_scale_inv`, as published for
+DeepSeek-V3 (arXiv 2412.19437, section 3.3) and Qwen3; and those of compressed-tensors
+(github.com/vllm-project/compressed-tensors) in fp8 or int8 with `X.weight_scale`. Linear layers keep the stored values
+and scales, unless other weights are asked for. Everything else is widened.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from jspec.checkpoints.fields import Fields
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.safetensors_file import SafetensorFiles
+from jspec.checkpoints.source import Source
+from jspec.checkpoints.tensors import HEAD, Tensors
+from jspec.core.sharding import WEIGHTS
+from jspec.models.quantized import LINEAR, Quantized, is_quantized
+
+FP8, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
+"""Types of the matrices."""
+_COMPRESSED = {"float-quantized": ("float", FP8), "int-quantized": ("int", INT8)}
+"""Format of compressed-tensors -> what config.json calls the type, and the type."""
+_NAN = 0x7F
+"""Bits of NaN in fp8, but for the sign."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How matrices are scaled.
+
+    kind: their type.
+    suffix: what the name of their scales adds to that of the matrix.
+    block: rows and columns, [out, in], that share a scale; None: all of them.
+    spare: end of the names of tensors that are not used: scales of activations, which are not quantized here.
+    """
+
+    kind: np.dtype
+    suffix: str
+    block: tuple[int | None, int | None]
+    spare: str | None = None
+
+    def group(self, width: int) -> int | None:
+        """Rows of a matrix [in, out] that share a scale; None: all."""
+        size = self.block[1]
+        return None if size is None or size >= width else size
+
+
+def parse_scheme(config: Fields) -> Scheme | None:
+    """How the matrices are scaled that a config.json describes; None: they are not quantized.
+
+    Raises:
+      CheckpointError: another quantization method.
+    """
+    method = config.section("quantization_config")
+    if not method.keys():
+        return None
+    name = method.optional_text("quant_method")
+    found = {"fp8": _parse_blocks, "compressed-tensors": _parse_compressed}.get(name or "", lambda method: None)(method)
+    if found is None:
+        raise CheckpointError(
+            f"{config.where}: {config.describe('quantization_config')} is not supported; must have quant_method='fp8', "
+            "fmt='e4m3' and a weight_block_size of two integers; or quant_method='compressed-tensors' with symmetric "
+            "weights of 8 bits, of type float or int, by channel or by tensor, and without a kv_cache_scheme"
+        )
+    return found
+
+
+def _parse_blocks(method: Fields) -> Scheme | None:
+    block = method.optional_ints("weight_block_size", least=1, count=2)
+    if method.read_text("fmt", "e4m3") != "e4m3" or block is None or len(block) != 2:
+        return None
+    out, width = block
+    return Scheme(FP8, "_scale_inv", (out, width))
+
+
+def _parse_compressed(method: Fields) -> Scheme | None:
+    named, kind = _COMPRESSED.get(method.read_text("format"), (None, FP8))
+    groups = method.section("config_groups")
+    sections = [groups.section(name).section("weights") for name in groups.keys()]
+    if named is None or not sections or method.section("kv_cache_scheme").keys():
+        return None
+    for weights in sections:
+        known = weights.optional_text("type") == named and weights.read_int("num_bits") == 8
+        if not known or weights.optional_text("strategy") not in ("channel", "tensor"):
+            return None
+        if not weights.read_flag("symmetric", True) or weights.read_flag("dynamic", False):
+            return None
+    return Scheme(kind, "_scale", (None, None), spare=".input_scale")
+
+
+def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
+    """The tensors of a checkpoint, some of which may be 8-bit matrices with scales."""
+    scheme = parse_scheme(source.config)
+    if scheme is None:
+        return Tensors(source.safetensors, dtype)
+    return ScaledTensors(source.safetensors, dtype, scheme)
+
+
+class ScaledArray:
+    """Narrow values, and beside each its scale, with NumPy's interface: both are moved alike.
+
+    group: rows of a matrix [in, out] that share a scale; None: all.
+    """
+
+    def __init__(self, narrow: np.ndarray, scale: np.ndarray, group: int | None):
+        self.narrow, self.scale, self.group = narrow, scale, group
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
+        return self.narrow.shape
+
+    @property
+    def T(self) -> "ScaledArray":
+        """With the axes reversed."""
+        return self._both(lambda part: part.T)
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError("narrow values without their scales")
+
+    def __array_function__(
+        self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any], options: dict[str, Any]
+    ) -> Any:
+        """A function of NumPy."""
+        if function is np.array_equal:
+            return all(np.array_equal(*(_part(arg, half) for arg in args)) for half in (0, 1))
+        narrow, scale = (function(*(_part(arg, half) for arg in args), **options) for half in (0, 1))
+        if isinstance(narrow, list | tuple):
+            return [ScaledArray(*pair, self.group) for pair in zip(narrow, scale, strict=True)]
+        return ScaledArray(narrow, scale, self.group)
+
+    def __len__(self) -> int:
+        return len(self.narrow)
+
+    def __getitem__(self, index: Any) -> "ScaledArray":
+        return self._both(lambda part: part[index])
+
+    def __setitem__(self, index: Any, values: "ScaledArray | int") -> None:
+        self.narrow[index], self.scale[index] = _part(values, 0), _part(values, 1)
+
+    def reshape(self, *shape: Any) -> "ScaledArray":
+        """With other axes."""
+        return self._both(lambda part: part.reshape(*shape))
+
+    def swapaxes(self, first: int, second: int) -> "ScaledArray":
+        """With two axes in each other's place."""
+        return self._both(lambda part: part.swapaxes(first, second))
+
+    def wide(self, dtype: DTypeLike) -> np.ndarray:
+        """The values, in a floating-point type."""
+        return (self.narrow.astype(np.float32) * self.scale).astype(dtype)
+
+    def scales(self) -> np.ndarray:
+        """Of a matrix [..., in, out]: the scales, [..., groups, out]."""
+        return self.scale[..., :: self.group or self.shape[-2], :]
+
+    def is_grouped(self) -> bool:
+        """Whether all rows of a group have its scale. Pieces of a shared expert can begin within a group."""
+        size = self.group or self.shape[-2]
+        return all(
+            np.array_equal(rows, np.broadcast_to(rows[..., :1, :], rows.shape))
+            for rows in (self.scale[..., first : first + size, :] for first in range(0, self.shape[-2], size))
+        )
+
+    def _both(self, function: Callable[[np.ndarray], np.ndarray]) -> "ScaledArray":
+        return ScaledArray(function(self.narrow), function(self.scale), self.group)
+
+
+def _part(argument: Any, half: int) -> Any:
+    """The values, or the scales, of an argument of a function of NumPy."""
+    if isinstance(argument, ScaledArray):
+        return (argument.narrow, argument.scale)[half]
+    if isinstance(argument, np.ndarray) and argument.dtype.kind not in "iub":
+        raise CheckpointError("matrices that form one weight must all have 8 bits, or none of them")
+    return [_part(each, half) for each in argument] if isinstance(argument, list | tuple) else argument
+
+
+class ScaledTensors(Tensors):
+    """Tensors of which some are 8-bit matrices with scales, which linear layers keep if `weights` is None."""
+
+    def __init__(self, files: SafetensorFiles, dtype: DTypeLike, scheme: Scheme):
+        super().__init__(files, dtype)
+        self.scheme, self.headers = scheme, files
+        if scheme.spare is not None:
+            self.asked |= {name for name in files.names() if name.endswith(scheme.spare)}
+
+    def get(self, name: str) -> np.ndarray:
+        """One tensor; an 8-bit matrix is widened, to float32."""
+        if not self.is_narrow(name):
+            return super().get(name)
+        narrow, scale = self._read_narrow(name)
+        with np.errstate(over="ignore"):  # found by the check for finite values
+            return narrow.astype(np.float32) * scale
+
+    def is_narrow(self, name: str) -> bool:
+        """Whether a tensor is an 8-bit matrix."""
+        return self.headers.dtype(name) == self.scheme.kind
+
+    def read(self, name: str, *shape: int, transpose: bool = False) -> Any:
+        """One tensor: an 8-bit matrix with its scales, or in the chosen dtype."""
+        if self.weights is not None or not self.is_narrow(name):
+            return super().read(name, *shape, transpose=transpose)
+        self.expect(name, *shape)
+        narrow, scale = self._read_narrow(name)
+        array = ScaledArray(narrow, scale, self.scheme.group(narrow.shape[1]))
+        return array.T if transpose else array
+
+    def empty(self, *shape: int, like: str | None = None) -> Any:
+        """An array to be filled. like: a tensor whose type the others have."""
+        if like is None or self.weights is not None or not self.is_narrow(like):
+            return super().empty(*shape)
+        group = self.scheme.group(shape[-2])
+        return ScaledArray(np.empty(shape, self.scheme.kind), np.empty(shape, np.float32), group)
+
+    def put(self, field: str | None, parts: Sequence[Any]) -> Any:
+        """As in `Tensors`; a linear layer all of whose parts have 8 bits, in whole groups, keeps them."""
+        if field not in LINEAR or not all(isinstance(part, ScaledArray) and part.is_grouped() for part in parts):
+            return super().put(
+                field, [part.wide(self.dtype) if isinstance(part, ScaledArray) else part for part in parts]
+            )
+        narrow, scale = (super(ScaledTensors, self).put(field, each) for each in zip(*map(_halves, parts), strict=True))
+        return Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group)
+
+    def shapes(self, shapes: PyTree) -> PyTree:
+        """As in `Tensors`. Linear layers have 8 bits, but the LM head if it is stored wide; others may be, too.
+
+        Raises:
+          ValueError: devices would have parts of groups.
+        """
+        if self.weights is not None:
+            return super().shapes(shapes)
+
+        def stored(path: Sequence[Any], leaf: Any) -> Any:
+            if not is_quantized(path) or (path[-1].name == "lm_head" and not self._head_is_narrow()):
+                return leaf
+            *stack, width, columns = leaf.shape
+            group = self.scheme.group(width)
+            self._check_devices(path[-1].name, width, group)
+            scale: Any = jax.ShapeDtypeStruct((*stack, -(-width // (group or width)), columns), np.float32)
+            narrow: Any = jax.ShapeDtypeStruct(leaf.shape, self.scheme.kind)
+            return Quantized(narrow, scale, np.dtype(leaf.dtype), group)
+
+        return jax.tree_util.tree_map_with_path(stored, shapes)
+
+    def memory(self, shapes: PyTree) -> PyTree:
+        """As in `Tensors`; stored matrices are placed as they are."""
+        if self.weights is not None:
+            return super().memory(shapes)
+        made = self.shapes(shapes)
+        return made if self.placement is None else self.placement.local(made)
+
+    def _head_is_narrow(self) -> bool:
+        return HEAD in self.names() and self.is_narrow(HEAD)
+
+    def _check_devices(self, field: str, width: int, group: int | None) -> None:
+        devices = 1 if self.placement is None else self.placement.size
+        if devices > 1 and group is not None and WEIGHTS.get(field) == -2 and width % (devices * group):
+            fitting = [str(n) for n in range(1, width // group + 1) if n == 1 or width % (n * group) == 0]
+            raise ValueError(
+                f"tensor={devices}: {field} has {width} rows with one scale for each {group}; must be "
+                f"{', '.join(fitting)}; weights='wide' and other formats have no such groups"
+            )
+
+    def _read_narrow(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """An 8-bit matrix, [out, in], and the scale of each of its values.
+
+        Raises:
+          CheckpointError: it is no matrix, has values that are NaN, or its scales are missing or of another shape.
+        """
+        narrow = super().get(name)
+        if narrow.ndim != 2:
+            raise CheckpointError(
+                f"{self.directory}: {name} has dtype {narrow.dtype} and shape {narrow.shape}; must be a matrix"
+            )
+        if narrow.dtype == FP8 and ((narrow.view(np.uint8) & _NAN) == _NAN).any():
+            raise CheckpointError(f"{self.directory}: {name} has values that are NaN or infinite; all must be finite")
+        return narrow, np.broadcast_to(self._read_scale(name + self.scheme.suffix, *narrow.shape), narrow.shape)
+
+    def _read_scale(self, name: str, *shape: int) -> np.ndarray:
+        """The scales of a matrix of this shape, in float32, which broadcast to it."""
+        if self.scheme.block == (None, None):
+            found = self.files.shape(name)
+            stored = found if found in ((), (1,), (shape[0],)) else (shape[0], 1)
+            return super().stored(name, *stored).astype(np.float32).reshape(-1, 1)
+        blocks = [size if each is None else each for size, each in zip(shape, self.scheme.block, strict=True)]
+        counts = [-(-size // each) for size, each in zip(shape, blocks, strict=True)]
+        scale = super().stored(name, *counts).astype(np.float32)
+        for axis, (size, each) in enumerate(zip(shape, blocks, strict=True)):
+            scale = np.repeat(scale, each, axis=axis).take(range(size), axis=axis)
+        return scale
+
+
+def _halves(part: ScaledArray) -> tuple[np.ndarray, np.ndarray]:
+    return part.narrow, part.scales()

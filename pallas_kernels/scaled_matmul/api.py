@@ -1,0 +1,42 @@
+"""Products with scaled 8-bit matrices: the backends, and the checks that all of them rely on."""
+
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.scaled_matmul import reference
+
+OPERATION = Operation("scaled_matmul", "pallas_kernels.scaled_matmul", reference.scaled_matmul, ("triton",))
+
+
+def scaled_matmul(
+    x: Float[Array, "T K"],
+    weight: Shaped[Array, "K N"],
+    scale: Float[Array, "G N"],
+    *,
+    group: int,
+    backend: str | None = None,
+) -> Float[Array, "T N"]:
+    """x @ (weight * scale), with one scale for each `group` rows of a column, as in block-scaled checkpoints.
+
+    The matrix is widened inside the kernel. The products of a group are summed in float32, on which its scale is
+    applied; XLA on its own would write the widened matrix to memory.
+
+    Args:
+      weight: fp8 or int8.
+      scale: float32; row g belongs to the rows from g * group on, and the last group may be shorter.
+      backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
+        None: the best one of this platform that supports the arguments.
+
+    Raises:
+      ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
+    """
+    if weight.ndim != 2 or x.shape[1] != weight.shape[0] or weight.dtype.itemsize != 1:
+        raise ValueError(
+            f"x {x.shape} and weight {weight.dtype}{list(weight.shape)}: must be [T, K] and [K, N] of 8 bits"
+        )
+    if group < 1 or scale.shape != (-(-weight.shape[0] // group), weight.shape[1]):
+        raise ValueError(
+            f"scale {scale.shape}, weight {weight.shape}, group={group}: must be [G, N] and [K, N], with K / group "
+            "groups, rounded up"
+        )
+    return OPERATION.run(backend, x, weight, scale, group=group)

@@ -1,0 +1,147 @@
+"""Products with scaled 8-bit matrices as one Triton kernel.
+
+A program widens a tile of the matrix in registers, multiplies, and applies the scales of the tile's group to the
+products. Few rows give too few tiles to keep the device busy, so the contraction is divided into parts, each a program
+of its own, and XLA adds up the partial results.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
+
+from pallas_kernels import platform
+from pallas_kernels._triton import call, dot, power_of_2_in, refuse_dtype
+from pallas_kernels._types import Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work of one call is divided. All but `parts` are powers of two, the blocks at least 16."""
+
+    block_m: int
+    """Rows of a program."""
+    block_n: int
+    """Columns of a program."""
+    block_k: int
+    """Elements of a row, and rows of the matrix, per iteration; at most those of a group."""
+    parts: int
+    """Programs that share the contraction of a tile."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Constants of `default_config` for a kind of device."""
+
+    float32: Config
+    few_rows: Config
+    """For up to 64 rows; `block_m` is the power of two that holds them."""
+    many_rows: Config
+    programs: int
+    """The contraction of few rows is divided until there are this many programs."""
+    least_part: int
+    """Elements of the contraction in a part, at least."""
+
+
+TUNING = {
+    "NVIDIA H100": Tuning(
+        float32=Config(block_m=16, block_n=32, block_k=32, parts=1, num_warps=4, num_stages=2),
+        few_rows=Config(block_m=64, block_n=64, block_k=128, parts=1, num_warps=4, num_stages=4),
+        many_rows=Config(block_m=128, block_n=128, block_k=64, parts=1, num_warps=8, num_stages=3),
+        programs=512,
+        least_part=512,
+    )
+}
+"""By device kind; the first entry is the default."""
+
+
+def default_config(*, rows: int, inner: int, columns: int, group: int, dtype: DTypeLike) -> Config:
+    """The configuration for a product [rows, inner] x [inner, columns] with groups of this size."""
+    tuning = platform.for_device_kind(TUNING)
+    if jnp.dtype(dtype).itemsize > 2:
+        config = tuning.float32
+    elif rows > tuning.few_rows.block_m:
+        config = tuning.many_rows
+    else:
+        config = dataclasses.replace(tuning.few_rows, block_m=max(16, pl.next_power_of_2(rows)))
+        wanted = tuning.programs // pl.cdiv(columns, config.block_n)
+        config = dataclasses.replace(config, parts=max(1, min(wanted, inner // tuning.least_part)))
+    return dataclasses.replace(config, block_k=min(config.block_k, power_of_2_in(group)))
+
+
+def supported(
+    x: jax.Array, weight: jax.Array, scale: jax.Array, *, group: int, interpret: bool | None = None
+) -> str | None:
+    """None, or why the kernel cannot run these arguments of `scaled_matmul`."""
+    if power_of_2_in(group) < 16:
+        return f"group={group}: must be a multiple of 16"
+    # The interpreter takes any dtype.
+    return None if platform.resolve_interpret(interpret) else refuse_dtype("x", x)
+
+
+def scaled_matmul(
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    *,
+    group: int,
+    config: Config | None = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """Arguments as in `api.scaled_matmul` and `dispatch.Operation`."""
+    (rows, inner), columns = x.shape, weight.shape[1]
+    config = config or default_config(rows=rows, inner=inner, columns=columns, group=group, dtype=x.dtype)
+    spread = config.parts > 1
+    # Masked loads of fp8 do not compile.
+    narrow, weight = weight.dtype, lax.bitcast_convert_type(weight, jnp.int8)
+    out = call(
+        functools.partial(_kernel, narrow=narrow, group=group, config=config),
+        out_shape=jax.ShapeDtypeStruct((config.parts, rows, columns), jnp.float32 if spread else x.dtype),
+        # Blocks of rows run together, because they read the same columns of the matrix.
+        grid=(pl.cdiv(rows, config.block_m), pl.cdiv(columns, config.block_n), config.parts),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=platform.resolve_interpret(interpret),
+        name="scaled_matmul",
+    )(x, weight, scale)
+    return out.sum(0).astype(x.dtype) if spread else out[0]
+
+
+def _kernel(
+    x_ref: Ref,  # [T, K]
+    weight_ref: Ref,  # [K, N]
+    scale_ref: Ref,  # [G, N]
+    out_ref: Ref,  # [parts, T, N]
+    *,
+    narrow: DTypeLike,
+    group: int,
+    config: Config,
+) -> None:
+    # The program's rows, columns and part.
+    (rows, inner), columns = x_ref.shape, weight_ref.shape[1]
+    row = pl.program_id(0) * config.block_m + jnp.arange(config.block_m)
+    column = pl.program_id(1) * config.block_n + jnp.arange(config.block_n)
+    real, inside, part = row < rows, column < columns, pl.program_id(2)
+    blocks = pl.cdiv(inner, config.block_k)
+    steps = pl.cdiv(blocks, config.parts)
+
+    def body(i, total):
+        k = i * config.block_k + jnp.arange(config.block_k)
+        present = k < inner
+        x = pltriton.load(x_ref.at[row[:, None], k[None]], mask=real[:, None] & present[None], other=0)
+        mask = present[:, None] & inside[None]
+        weight = pltriton.load(weight_ref.at[k[:, None], column[None]], mask=mask, other=0)
+        scale = pltriton.load(scale_ref.at[(i * config.block_k) // group, column], mask=inside, other=0)
+        return total + dot(x, lax.bitcast_convert_type(weight, narrow).astype(x.dtype)) * scale[None]
+
+    total = jnp.zeros((config.block_m, config.block_n), jnp.float32)
+    total = lax.fori_loop(part * steps, jnp.minimum((part + 1) * steps, blocks), body, total)
+    at = out_ref.at[part, row[:, None], column[None]]
+    pltriton.store(at, total.astype(out_ref.dtype), mask=real[:, None] & inside[None])
