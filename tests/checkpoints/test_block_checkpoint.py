@@ -23,6 +23,7 @@ from jspec.checkpoints.language_model import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.core.types import Params
 from jspec.models import Llama, LlamaParams
+from jspec.models.quantized import is_matrix, widen
 
 START = 9
 """Committed positions before the block."""
@@ -288,8 +289,9 @@ def test_the_table_of_drafts_finds_it(draft, name):
 
 
 @pytest.mark.slow
-def test_generate_with_a_draft_from_a_directory(tmp_path):
-    """A random draft changes nothing but the number of rounds."""
+@pytest.mark.parametrize("weights", (None, "fp8"))
+def test_generate_with_a_draft_from_a_directory(tmp_path, weights):
+    """A random draft changes nothing but the number of rounds, which are those of the widened weights."""
     raw, stored = random_draft("deepspec", markov="vanilla", target_layer_ids=[0, 1])
     wide = {name: t for name, t in stored.items() if name not in ("fc.weight", "embed_tokens.weight", "lm_head.weight")}
     small = toy.DRAFT
@@ -302,7 +304,9 @@ def test_generate_with_a_draft_from_a_directory(tmp_path):
     wide["fc.weight"] = stored["fc.weight"][:, :32]
     (tmp_path / "target" / "tokenizer.json").write_bytes(TOKENIZER)
     write(tmp_path / "draft", edit(raw, vocab_size=61), wide)
-    model = jspec.load(tmp_path / "target", draft=tmp_path / "draft", dtype="float32")
+    model = jspec.load(tmp_path / "target", draft=tmp_path / "draft", dtype="float32", weights=weights)
+    narrow = [is_matrix(leaf) for leaf in jax.tree.leaves(model.params.draft, is_leaf=is_matrix)]
+    assert any(narrow) == (weights is not None)
     assert "DSpark block draft of 4 tokens" in repr(model)
     ids, length, key = np.array([[3, 4, 5]], np.int32), np.array([3], np.int32), jax.random.key(0)
     static = dict(target=model.target, draft=model.draft, max_new_tokens=12)
@@ -312,3 +316,8 @@ def test_generate_with_a_draft_from_a_directory(tmp_path):
     )
     np.testing.assert_array_equal(chain.tokens, plain.tokens)
     np.testing.assert_array_equal(tree.tokens, plain.tokens)
+    if weights is not None:
+        wide = jax.tree.map(widen, model.params, is_leaf=is_matrix)
+        expected = jspec.generate_ids(wide, ids, length, key, drafter="block", **static)
+        np.testing.assert_array_equal(chain.tokens, expected.tokens)
+        np.testing.assert_array_equal(chain.stats.rounds, expected.stats.rounds)

@@ -20,6 +20,7 @@ from jspec.core import accept, decode
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Plain
 from jspec.engine import memory
+from jspec.models import layers
 from jspec.models.moe import Routed, RoutedParams
 from jspec.models.quantized import FORMATS, Quantized, is_matrix, quantize, quantize_shapes, widen
 from jspec.models.router import Router
@@ -111,6 +112,14 @@ def test_logits_are_those_of_the_widened_weights(family, weights):
     got, expected = np.asarray(logits(narrow)), np.asarray(logits(wide))
     np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
     assert not np.allclose(got, logits(make()), atol=2e-3), "nothing was quantized"
+
+
+def test_columns_can_be_taken(weights):
+    x, w = np.ones((3, 8), np.float32), np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+    whole = jax.jit(quantize, static_argnames="weights")(w, weights=weights)
+    part = whole[:, 2:]
+    assert part.shape == (8, 4) and part.dtype == whole.dtype
+    np.testing.assert_allclose(layers.linear(jnp.array(x), part), layers.linear(jnp.array(x), whole)[:, 2:], rtol=1e-6)
 
 
 def small_model(weights, dtype="float32", widened=False):
