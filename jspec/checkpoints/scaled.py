@@ -159,7 +159,7 @@ class ScaledArray:
         return (self.narrow.astype(np.float32) * self.scale).astype(dtype)
 
     def scales(self) -> np.ndarray:
-        """Of a matrix [..., in, out]: the scales, [..., groups, out]."""
+        """The scales of a matrix [..., in, out], which are [..., groups, out]."""
         return self.scale[..., :: self.group or self.shape[-2], :]
 
     def is_grouped(self) -> bool:
