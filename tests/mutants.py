@@ -74,6 +74,7 @@ _EAGLE = "drafters/test_eagle.py::test_sampled_drafts_report_the_distribution_af
 _DRAFTED = "drafters/test_block.py::test_proposals_are_those_of_the_oracle"
 _MTP = "drafters/test_mtp.py::test_proposals_are_those_of_a_pass_over_the_whole_text[None]"
 _MASKS = "train/test_masks.py::test_only_counted_tokens_teach"
+_BLOCKS = "train/test_train_dspark.py::test_the_loss_is_that_of_a_loop_over_served_blocks"
 _REPLY = "train/test_chats.py::test_what_counts_is_what_is_served"
 _NGRAM = "drafters/test_drafters.py::test_ngram_by_example"
 _SUFFIX = "drafters/test_suffix.py::test_the_tree_is_the_one_found_by_hand"
@@ -898,6 +899,27 @@ MUTANTS = (
             "            self._released.append(request.slot)\n",
             "",
             _SCHEDULE,
+        ),
+    ),
+    *_group(
+        "jspec/train/block.py",
+        (
+            "a block sees the feature of its anchor",
+            "seen = column < self.anchors[:, :, None, None]",
+            "seen = column <= self.anchors[:, :, None, None]",
+            f"{_BLOCKS}[dspark]",
+        ),
+        (
+            "a block continues after a token that does not count",
+            "counted = jnp.cumprod(counted, axis=2)",
+            "counted = counted * 1.0",
+            f"{_BLOCKS}[dspark]",
+        ),
+        (
+            "the target's distribution one token late",
+            "wanted = out.logits.at[row, place].get",
+            "wanted = out.logits.at[row, place + 1].get",
+            f"{_BLOCKS}[dspark]",
         ),
     ),
     *_group(

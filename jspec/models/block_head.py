@@ -350,5 +350,20 @@ class BlockHead:
         keep = jax.nn.sigmoid(keep)
         return logits + self._bias(own, jnp.tanh(out)), keep * state + (1 - keep) * jnp.tanh(new)
 
+    def confide(
+        self, params: BlockParams, previous: Int[Array, "B M"], hidden: Float[Array, "B M E"]
+    ) -> Float[Array, "B M"] | None:
+        """Logits, in float32, of the probability that a prediction is accepted if those before it are.
+
+        previous, hidden: of each prediction, as in `correct`. None: there is no confidence head.
+        """
+        if params.confidence is None:
+            return None
+        if self.confidence == "markov":
+            assert params.markov is not None
+            embedded = jnp.take(params.markov.previous, previous, axis=0, mode="clip")
+            hidden = jnp.concatenate([hidden, embedded], axis=-1)
+        return layers.linear(hidden, params.confidence, params.confidence_bias)[..., 0].astype(jnp.float32)
+
     def _bias(self, own: MarkovParams, latent: Float[Array, "B M R"]) -> Float[Array, "B M Vd"]:
         return layers.linear(latent, own.out).astype(jnp.float32)

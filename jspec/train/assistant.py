@@ -20,6 +20,7 @@ from jspec.models.assistant import AssistantLayerParams
 from jspec.models.decoder import Decoder
 from jspec.train import model, ttt
 from jspec.train.batches import Source
+from jspec.train.learner import UnrolledLearner
 from jspec.train.model import CausalAttention
 
 Pair = tuple[Float[Array, "B T K D"], Float[Array, "B T K D"]]
@@ -70,7 +71,7 @@ class FrozenRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class AssistantLearner:
+class AssistantLearner(UnrolledLearner):
     """An assistant for a target, as `learner.Learner`.
 
     Raises:

@@ -40,6 +40,9 @@ COMMANDS = {
         "lm",
     ),
     "eagle3": Command("train an EAGLE-3 head for a target", arguments.EAGLE3, arguments.add_eagle3, "eagle3"),
+    "dspark": Command(
+        "train a block draft for a target: DSpark or DFlash", arguments.DSPARK, arguments.add_dspark, "dspark"
+    ),
     "frozen-kv-mtp": Command(
         "train an assistant for a target, which reads the target's keys and values",
         arguments.FROZEN_KV_MTP,

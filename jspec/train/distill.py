@@ -15,11 +15,11 @@ from jspec.core.types import Params
 from jspec.drafters import DRAFTERS
 from jspec.engine.model import Model, refuse_split
 from jspec.engine.run import Prompt
-from jspec.models import Assistant, EagleHead
+from jspec.models import Assistant, BlockHead, EagleHead
 from jspec.train import batches, fingerprint, learner, loop, trainer
 from jspec.train.batches import Source
 from jspec.train.learner import DraftSetup, DraftState, Learner
-from jspec.train.recipe import DEFAULT_INTERVALS, DraftRecipe, Intervals
+from jspec.train.recipe import DEFAULT_INTERVALS, Intervals
 from jspec.train.run_directory import Metrics, Record
 
 NEW_TOKENS = 128
@@ -133,23 +133,23 @@ def train_in_memory(
 
     Args:
       sequences: Int[sequences, T] text to train on.
-      steps, batch_tokens, recipe_options: fields of `DraftRecipe`.
+      steps, batch_tokens, recipe_options: fields of the draft's kind of recipe.
       progress: show a bar with the loss.
       mask: [sequences, T]: 1 for tokens that count for the loss; None: all count.
 
     Raises:
-      TypeError: an argument of another type, or a field that `DraftRecipe` does not have.
+      TypeError: an argument of another type, or a field that the recipe does not have.
       ValueError: a target, text and recipe that do not fit together.
     """
     check_flag("progress", progress)
-    names = {field.name for field in dataclasses.fields(DraftRecipe)} - {"steps", "batch_tokens", "length"}
+    names = {field.name for field in dataclasses.fields(draft.recipe_kind)} - {"steps", "batch_tokens", "length"}
     for name, value in recipe_options.items():
         if name not in names:
             raise TypeError(f"{name}={value!r}: no such argument; recipe options are {', '.join(sorted(names))}")
     sequences = batches.check_tokens("sequences", sequences, axes=(2,))
     # Widths that no recipe has are refused by `check`, as the widths of sequences.
     length = max(3, sequences.shape[1])
-    recipe = DraftRecipe(steps=steps, batch_tokens=batch_tokens, length=length, **recipe_options)  # pyright: ignore[reportArgumentType]
+    recipe = draft.recipe_kind(steps=steps, batch_tokens=batch_tokens, length=length, **recipe_options)  # pyright: ignore[reportArgumentType]
     sources, target = (Source(sequences, name="sequences", mask=mask),), model.params.target
     setup = DraftSetup(draft, recipe, str(target.embed.dtype))
     check(setup, sources)
@@ -172,7 +172,9 @@ def agreement(
     *,
     mask: np.ndarray | None = None,
 ) -> Metrics:
-    """Metrics of a draft in the training-time test on held-out text, in windows of the recipe's length.
+    """Metrics of a draft on held-out text, in windows of the recipe's length.
+
+    They are those of each step of the training-time test, or of each prediction of a block.
 
     Args:
       params: both models' weights, in the setup's precision.
@@ -183,16 +185,16 @@ def agreement(
     Returns:
       heldout_loss, heldout_agreement: for each step, the loss in nats and the share of rows where draft and target
         choose the same token.
-      heldout_chain: tokens per round of a chain of `ttt_steps` drafts, bonus included, if the target wrote the held-out
-        text; heldout_estimate: the same from the agreements a_k alone, as if the steps were independent:
-        1 + a_0 + a_0 a_1 + ...
+      heldout_chain: tokens per round of a chain of as many drafts as there are steps, bonus included, if the target
+        wrote the held-out text; heldout_estimate: the same from the agreements a_k alone, as if the steps were
+        independent: 1 + a_0 + a_0 a_1 + ...
     """
     # Sums over all windows.
     recipe, sums, sizes = setup.recipe, [], []
     size = min(recipe.length, len(heldout))
     kept = heldout[: max(1, _MAX_HELDOUT_TOKENS // int(np.prod(heldout.shape[1:], dtype=np.int64)))]
     for batch, counts in batches.heldout_batches(kept, mask, batch_tokens=recipe.batch_tokens, length=size - 1):
-        found = learner.measure(params, ids, *_with_row_mask(batch, counts), setup=setup)
+        found = learner.measure(params, ids, *_with_row_mask(setup, batch, counts), setup=setup)
         sums.append(jax.device_get(found))
         sizes.append(batch.size)
     # Averages: steps differ in how many rows count, and the last batch is smaller.
@@ -210,7 +212,7 @@ def agreement(
 
 def accept_length(
     model: Model,
-    config: EagleHead | Assistant,
+    config: EagleHead | BlockHead | Assistant,
     params: PyTree,
     prompts: Sequence[Prompt],
     *,
@@ -232,13 +234,16 @@ def accept_length(
     }
 
 
-def check_evaluation(model: Model, config: EagleHead | Assistant, prompts: Sequence[Prompt], depth: int) -> None:
+def check_evaluation(
+    model: Model, config: EagleHead | BlockHead | Assistant, prompts: Sequence[Prompt], depth: int
+) -> None:
     """Checks that `accept_length` can decode after all prompts.
 
     Raises:
-      ValueError: a depth that the drafter does not have, or a prompt that is empty or too long for the target.
+      ValueError: a depth that the drafter or the draft does not have, or a prompt that is empty or too long for the
+        target.
     """
-    DRAFTERS[config.drafter](depth=depth)
+    DRAFTERS[config.drafter](depth=depth).bind(model.target, config)
     assert model.tokenizer is not None
     most = model.target.max_length - NEW_TOKENS
     for index, prompt in enumerate(prompts):
@@ -280,10 +285,12 @@ def _advance(setup: DraftSetup, target: PyTree, sources: tuple[Source, ...], sta
     batch, mask = batches.sample_masked(
         sources, seed=recipe.seed, step=step, batch_tokens=recipe.batch_tokens, length=recipe.length - 1
     )
-    return trainer.train_step(state, target, _with_row_mask(batch, mask), setup=setup)
+    return trainer.train_step(state, target, _with_row_mask(setup, batch, mask), setup=setup)
 
 
-def _with_row_mask(batch: np.ndarray, mask: np.ndarray | None) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+def _with_row_mask(
+    setup: DraftSetup, batch: np.ndarray, mask: np.ndarray | None
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     """The tokens of a batch, and the mask of its rows."""
     tokens = jax.device_put(batch)
-    return tokens, learner.text_mask(tokens) if mask is None else learner.row_mask(mask)
+    return tokens, setup.learner.count_rows(tokens, mask)

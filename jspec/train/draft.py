@@ -1,4 +1,4 @@
-"""Runs a command that trains a draft of any kind: `jspec train eagle3`, `jspec train frozen-kv-mtp`."""
+"""Runs a command that trains a draft of any kind: `jspec train eagle3`, `dspark`, `frozen-kv-mtp`."""
 
 import argparse
 import dataclasses
@@ -18,7 +18,7 @@ from jspec.train.arguments import DEFAULT_PROMPTS
 from jspec.train.card import Inputs
 from jspec.train.learner import DraftSetup, DraftState, Learner
 from jspec.train.model import count
-from jspec.train.recipe import DraftRecipe
+from jspec.train.recipe import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,7 @@ class DraftKind:
     name: of the command.
     noun: what such a draft is called.
     shape: the names of the options that give the draft's shape.
+    recipe: the kind of recipe that it is trained by.
     make_learner: (the target's configuration, the options) -> the draft to train.
     save: (directory, learner, weights in float32, the target's name, options) writes the checkpoint.
     describe: (learner, number of weights, the target's name, options) -> the sentence of the card that describes it.
@@ -36,6 +37,7 @@ class DraftKind:
     name: str
     noun: str
     shape: tuple[str, ...]
+    recipe: type[Recipe]
     make_learner: Callable[[Decoder, argparse.Namespace], Learner]
     save: Callable[[Path, Learner, PyTree, str, argparse.Namespace], None]
     describe: Callable[[Learner, int, str, argparse.Namespace], str]
@@ -58,7 +60,7 @@ def main(kind: DraftKind, args: argparse.Namespace) -> int:
         assert model.tokenizer is not None
         prompts = [model.tokenizer.encode(prompt, special=False) for prompt in prompts]
     learner = kind.make_learner(model.target, args)
-    recipe, vocab_size = options.recipe(args, DraftRecipe), model.target.vocab_size
+    recipe, vocab_size = options.recipe(args, kind.recipe), model.target.vocab_size
     setup = DraftSetup(learner, recipe, str(model.params.target.embed.dtype))
     sources = options.sources(args, vocab_size)
     heldout, heldout_mask = options.heldout(args, vocab_size)

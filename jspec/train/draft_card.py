@@ -54,7 +54,7 @@ def write(
         tags=[command],
         architecture=architecture,
         training=_training(setup, inputs, final, steps, device),
-        sections=[_results(final, inputs, args), use],
+        sections=[_results(setup.learner.test, final, inputs, args), use],
         commands=_commands(setup, command, shape, inputs, args),
         manifest=inputs.manifest,
     )
@@ -67,7 +67,7 @@ def given(args: argparse.Namespace, names: tuple[str, ...]) -> str:
         value, option = getattr(args, name), " --" + name.replace("_", "-")
         if value is True:
             found += option
-        elif value not in (None, False):
+        elif value is not None and value is not False:
             found += f"{option} {' '.join(map(str, value)) if isinstance(value, list) else value}"
     return found
 
@@ -79,17 +79,16 @@ def _training(setup: DraftSetup, inputs: Inputs, final: FinalMetrics, steps: int
         texts.append(f"{1 - share:.0%} are {card.describe_text(inputs.manifest)}")
     return [
         f"data: {'; '.join(texts)}",
-        f"loss: a training-time test of {recipe.ttt_steps} steps, cross-entropy from the target's distribution, step "
-        f"k weighted by {recipe.decay:g}^k",
+        f"loss: {setup.learner.describe_loss(recipe)}",
         card.optimization(recipe, steps, inputs.length),
         card.hardware(device, final),
     ]
 
 
-def _results(final: FinalMetrics, inputs: Inputs, args: argparse.Namespace) -> str:
+def _results(test: str, final: FinalMetrics, inputs: Inputs, args: argparse.Namespace) -> str:
     shares = " ".join(f"{share:.3f}" for share in final["heldout_agreement"])
     lines = [
-        f"- training-time test on held-out text: agreement with the target's choice by step: {shares}; "
+        f"- {test} on held-out text: agreement with the target's choice by step: {shares}; "
         f"{final['heldout_chain']:.2f} tokens per round on this text"
     ]
     if "accept_length" in final:

@@ -15,6 +15,7 @@ from jspec.train.arguments import HEAD_SHAPE
 from jspec.train.draft import DraftKind
 from jspec.train.head import HeadLearner
 from jspec.train.learner import Learner
+from jspec.train.recipe import DraftRecipe
 
 
 def train_head(
@@ -89,6 +90,7 @@ KIND = DraftKind(
     name="eagle3",
     noun="head",
     shape=("layout", "capture_layers", *HEAD_SHAPE, "draft_vocab_size"),
+    recipe=DraftRecipe,
     make_learner=_make_learner,
     save=_save,
     describe=_describe,

@@ -17,6 +17,7 @@ from jspec.train.arguments import ASSISTANT_SHAPE
 from jspec.train.assistant import AssistantLearner
 from jspec.train.draft import DraftKind
 from jspec.train.learner import Learner
+from jspec.train.recipe import DraftRecipe
 
 
 def train_assistant(
@@ -93,6 +94,7 @@ KIND = DraftKind(
     name="frozen-kv-mtp",
     noun="assistant",
     shape=("reads", *ASSISTANT_SHAPE),
+    recipe=DraftRecipe,
     make_learner=_make_learner,
     save=_save,
     describe=_describe,

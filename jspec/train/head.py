@@ -19,6 +19,7 @@ from jspec.core.types import ForwardOutput, Params
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams
 from jspec.train import model, ttt
 from jspec.train.batches import Source
+from jspec.train.learner import UnrolledLearner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class TttAttention:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadLearner:
+class HeadLearner(UnrolledLearner):
     """An EAGLE-3 head for a target, as `learner.Learner`."""
 
     config: EagleHead

@@ -1,12 +1,12 @@
 """State and training step of a draft model distilled from its target.
 
-Drafts of all kinds are trained by the training-time test (`ttt`); each kind is a `Learner`.
+Each kind of draft is a `Learner`; most learn in the training-time test (`ttt`), as `UnrolledLearner`s.
 """
 
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +16,27 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 
 from jspec.core.types import ForwardOutput, Params
 from jspec.models.assistant import Assistant
+from jspec.models.block_head import BlockHead
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead
 from jspec.train import model, trainer, ttt
 from jspec.train.batches import Source
-from jspec.train.recipe import DraftRecipe
+from jspec.train.recipe import DraftRecipe, Recipe
 from jspec.train.trainer import State
 
 P = TypeVar("P")
 
 
-class Learner(ttt.Unrolled, Protocol):
+class Learner(Protocol):
     """A draft of some kind and shape, for one target: static, hashable by value."""
 
+    recipe_kind: ClassVar[type[Recipe]]
+    """The recipe that it is trained by."""
+    test: ClassVar[str]
+    """What its metrics on held-out text are called."""
+
     @property
-    def config(self) -> EagleHead | Assistant:
+    def config(self) -> EagleHead | BlockHead | Assistant:
         """The draft's configuration."""
         ...
 
@@ -52,9 +58,80 @@ class Learner(ttt.Unrolled, Protocol):
         """Initial weights in float32, given the target's; `ids` as in `DraftState`."""
         ...
 
+    @property
+    def forward(self) -> Callable[..., PyTree]:
+        """Its forward over a text."""
+        ...
+
+    def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
+        """What `learn` needs to know of which tokens count. mask: 1 for those; None: all count."""
+        ...
+
+    def learn(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        out: ForwardOutput,
+        ids: Int[Array, " Vd"] | None,
+        mask: Float[Array, "B T"],
+        recipe: Recipe,
+        key: Key[Array, ""],
+    ) -> tuple[Float[Array, ""], ttt.StepMetrics]:
+        """The loss of a batch in nats, differentiable in `params.draft`, and its metrics.
+
+        Args:
+          params: both models' weights, in the precision of the forward.
+          out: the target's forward over the tokens.
+          ids: as in `DraftState`.
+          mask: the result of `count_rows`.
+          key: for what the draft samples.
+        """
+        ...
+
+    def describe_loss(self, recipe: Recipe) -> str:
+        """The loss, for a card."""
+        ...
+
+
+class UnrolledLearner(ttt.Unrolled, Protocol):
+    """The part of a `Learner` that all drafts share which learn in the training-time test."""
+
+    recipe_kind: ClassVar[type[Recipe]] = DraftRecipe
+    test: ClassVar[str] = "training-time test"
+
     def observe(self, out: ForwardOutput) -> PyTree:
         """What it reads of the target's forward over a text, as arrays."""
         ...
+
+    def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
+        """The mask of rows, see `row_mask` and `text_mask`."""
+        return text_mask(tokens) if mask is None else row_mask(mask)
+
+    def learn(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        out: ForwardOutput,
+        ids: Int[Array, " Vd"] | None,
+        mask: Float[Array, "B T"],
+        recipe: Recipe,
+        key: Key[Array, ""],
+    ) -> tuple[Float[Array, ""], ttt.StepMetrics]:
+        """The loss of the training-time test, and the metrics of its steps."""
+        assert isinstance(recipe, DraftRecipe)
+        # XLA on CPU schedules the program such that recomputing costs time and saves no memory.
+        recompute = jax.default_backend() != "cpu"
+        observed, targets = self.observe(out), ttt.make_targets(out.logits, ids)
+        found = ttt.unroll(self, params, tokens, observed, targets, mask, recipe.ttt_steps, recompute=recompute)
+        return ttt.total(found.loss, recipe.decay), found
+
+    def describe_loss(self, recipe: Recipe) -> str:
+        """The loss, for a card."""
+        assert isinstance(recipe, DraftRecipe)
+        return (
+            f"a training-time test of {recipe.ttt_steps} steps, cross-entropy from the target's distribution, step k "
+            f"weighted by {recipe.decay:g}^k"
+        )
 
 
 class DraftState(State):
@@ -82,7 +159,7 @@ class DraftSetup:
     """Everything static in a training step of a draft, as `trainer.Setup`."""
 
     learner: Learner
-    recipe: DraftRecipe
+    recipe: Recipe
     dtype: str
     """Precision of the forward and backward pass; the draft's weights themselves are float32."""
 
@@ -92,26 +169,23 @@ class DraftSetup:
         return self.learner.target
 
     @property
-    def apply(self) -> Callable[..., tuple[Float[Array, "B T Vd"], PyTree]]:
-        """`ttt.Unrolled.forward`."""
+    def apply(self) -> Callable[..., PyTree]:
+        """`Learner.forward`."""
         return self.learner.forward
 
     def loss(
         self, state: DraftState, frozen: PyTree, batch: tuple[Int[Array, "B T"], Float[Array, "B T"]]
     ) -> Float[Array, ""]:
-        """The loss of the training-time test in nats.
+        """The loss in nats, see `Learner.learn`.
 
         frozen: the target's weights, in the setup's precision.
-        batch: tokens and their mask, as in `ttt.unroll`.
+        batch: tokens and the result of `Learner.count_rows`.
         """
         tokens, mask = batch
-        observed, targets = read_target(self, frozen, tokens, state.ids)
         params = Params(frozen, jax.tree.map(lambda leaf: leaf.astype(self.dtype), state.params))
-        # XLA on CPU schedules the program such that recomputing costs time and saves no memory.
-        recompute = jax.default_backend() != "cpu"
-        steps = self.recipe.ttt_steps
-        found = ttt.unroll(self.learner, params, tokens, observed, targets, mask, steps, recompute=recompute)
-        return ttt.total(found.loss, self.recipe.decay)
+        out = run_target(self, frozen, tokens)
+        key = jax.random.fold_in(jax.random.key(self.recipe.seed), state.step)
+        return self.learner.learn(params, tokens, out, state.ids, mask, self.recipe, key)[0]
 
 
 def init(setup: DraftSetup, target: PyTree, ids: np.ndarray | None) -> DraftState:
@@ -138,18 +212,15 @@ def measure(
     setup: DraftSetup,
 ) -> ttt.StepMetrics:
     """The metrics of a batch. Both models' weights are in the setup's precision."""
-    observed, targets = read_target(setup, params.target, tokens, ids)
-    return ttt.unroll(setup.learner, params, tokens, observed, targets, mask, setup.recipe.ttt_steps)
+    out, key = run_target(setup, params.target, tokens), jax.random.key(setup.recipe.seed)
+    return setup.learner.learn(params, tokens, out, ids, mask, setup.recipe, key)[1]
 
 
-def read_target(
-    setup: DraftSetup, target: PyTree, tokens: Int[Array, "B T"], ids: Int[Array, " Vd"] | None
-) -> tuple[PyTree, ttt.Targets]:
-    """What the draft reads of the target at each token, and what it learns from it."""
+def run_target(setup: DraftSetup, target: PyTree, tokens: Int[Array, "B T"]) -> ForwardOutput:
+    """The target's forward over a text, with the hidden states that the draft reads."""
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     attention = model.causal_attention(setup.target, setup.dtype)
-    out = setup.target.apply(target, tokens, positions, attention, None, capture_layers=setup.learner.capture_layers)
-    return setup.learner.observe(out), ttt.make_targets(out.logits, ids)
+    return setup.target.apply(target, tokens, positions, attention, None, capture_layers=setup.learner.capture_layers)
 
 
 def row_mask(mask: Float[ArrayLike, "B T"]) -> Float[Array, "B T"]:

@@ -31,7 +31,11 @@ _MEANINGS = {
     "seed": "seed of the initial weights and of the order of the text",
     "ttt_steps": "length of the chains that are trained, in tokens: each draft reads the output of the one before",
     "decay": "weight of each draft of a chain relative to the one before: draft k counts decay^k",
-    "cross_entropy": "with a teacher: share of the loss that is cross-entropy on the text",
+    "cross_entropy": "weight of the cross-entropy on the text, with a teacher or a target to learn from",
+    "anchors": "blocks that are learned in each sequence and step",
+    "distance": "weight of the L1 distance to the target's distribution",
+    "confidence": "weight of the cross-entropy of the confidence head",
+    "reach": "prediction k of a block, from 1, counts exp(-(k - 1) / reach)",
 }
 """Help of the option for each field of a recipe."""
 

@@ -72,6 +72,29 @@ class DraftRecipe(Recipe):
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockRecipe(Recipe):
+    """Hyperparameters of the training of a block draft; the defaults are DeepSeek's for DSpark (arXiv 2607.05147).
+
+    DFlash learns by cross-entropy alone: cross_entropy=1, distance=0.
+    """
+
+    length: int = dataclasses.field(default=512, metadata={"least": 3, "most": 2**24})
+    """T: tokens of a sequence; a source of whole sequences has its own."""
+    learning_rate: float = dataclasses.field(default=6e-4, metadata={"above": 0})
+    weight_decay: float = dataclasses.field(default=0.0, metadata={"least": 0})
+    anchors: int = dataclasses.field(default=64, metadata={"least": 1, "most": 2**20})
+    """Blocks of each text and step, or as many as the text has positions."""
+    cross_entropy: float = dataclasses.field(default=0.1, metadata={"least": 0})
+    """Weight of the cross-entropy on the text."""
+    distance: float = dataclasses.field(default=0.9, metadata={"least": 0})
+    """Weight of the L1 distance to the target's distribution."""
+    confidence: float = dataclasses.field(default=1.0, metadata={"least": 0})
+    """Weight of the confidence head's cross-entropy."""
+    reach: float = dataclasses.field(default=4.0, metadata={"above": 0})
+    """Prediction k, from 1, is weighted by exp(-(k - 1) / reach)."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Intervals:
     """How often to log, evaluate and write a checkpoint, in steps.
 

@@ -164,6 +164,7 @@ def test_drafts_are_in_the_grammar(name):
             assert done or may_follow(grammar, [*before, *chain[:i]])[chain[i]]
 
 
+@pytest.mark.slow
 def test_nodes_of_a_block_have_the_masks_of_their_own_paths():
     """Without a Markov head and options, the nodes of a generation share their logits, but not what is allowed."""
     drafter = Block(depth=3, width=3, num_nodes=12).bind(toy.TARGET, toy.FILL_IN)

@@ -71,7 +71,7 @@ def test_only_counted_tokens_teach_a_draft(target, kind):
     @jax.jit
     def gradient(params, tokens, logits, rows):
         def total(params):
-            observed, _ = learner.read_target(setup, target, tokens, None)
+            observed = draft.observe(learner.run_target(setup, target, tokens))
             targets = ttt.make_targets(logits, None)
             found = ttt.unroll(draft, Params(target, params), tokens, observed, targets, rows, STEPS)
             return ttt.total(found.loss, 0.8), found

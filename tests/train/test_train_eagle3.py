@@ -45,7 +45,9 @@ RECIPE = DraftRecipe(steps=30, batch_tokens=96, length=24, learning_rate=1e-2, w
 CONFIG = head.configure(TARGET, capture_layers=(1, 2, 4), draft_vocab_size=40)
 LEARNER = HeadLearner(CONFIG, TARGET)
 SETUP = DraftSetup(LEARNER, RECIPE, "float32")
-READ_TARGET = jax.jit(learner.read_target, static_argnums=0)
+OBSERVE = jax.jit(
+    lambda setup, target, tokens: setup.learner.observe(learner.run_target(setup, target, tokens)), static_argnums=0
+)
 MAKE_TARGETS = jax.jit(ttt.make_targets)
 UNROLL = jax.jit(ttt.unroll, static_argnums=(0, 6))
 INTERVALS = Intervals(log=1, evaluate=10, checkpoint=10)
@@ -152,7 +154,7 @@ def random_tokens(batch, length):
 def test_training_equals_serving(target):
     """Step k of row p is the k-th draft of a decoder whose cache holds rows 0 to p."""
     params, tokens = Params(target, random_head(target)), random_tokens(2, 12)
-    hidden = READ_TARGET(SETUP, target, tokens, None)[0]
+    hidden = OBSERVE(SETUP, target, tokens)
     fused = np.array(jax.jit(CONFIG.fuse)(params.draft, hidden))
     carry, trained = jax.jit(LEARNER.begin)(params, hidden), []
     forward, apply = jax.jit(LEARNER.forward, static_argnums=4), jax.jit(CONFIG.apply, static_argnums=1)
@@ -178,7 +180,7 @@ def test_training_equals_serving(target):
 def test_masked_text_changes_nothing(target):
     params, tokens = dataclasses.replace(random_head(target), ids=None), random_tokens(2, 12)
     ids = np.arange(0, 60, 1.5).astype(np.int32)
-    hidden = np.array(READ_TARGET(SETUP, target, tokens, None)[0])
+    hidden = np.array(OBSERVE(SETUP, target, tokens))
     logits = np.random.default_rng(1).normal(size=(2, 12, 61)).astype(np.float32)
     mask = np.random.default_rng(4).integers(0, 2, (2, 12)).astype(np.float32)
     mask[:, 7:] = 0.0
@@ -436,12 +438,13 @@ def test_mismatched_arguments_raise(target, sources, heldout, data_directory, tm
 
 def test_prompts_that_cannot_be_evaluated_are_refused(data_directory):
     plain = jspec.load(data_directory / "small", dtype="float32")
-    distill.check_evaluation(plain, CONFIG, train_files.PROMPTS, 5)
+    config = head.configure(plain.target, capture_layers=(1, 2, 4), draft_vocab_size=40)
+    distill.check_evaluation(plain, config, train_files.PROMPTS, 5)
     for prompts in (["", "x"], ["x", "def f(a):" * 200]):
         with pytest.raises(
             ValueError, match=r"held-out prompt [01] has \d+ tokens: must be from 1 to 128, so that 128"
         ):
-            distill.check_evaluation(plain, CONFIG, prompts, 5)
+            distill.check_evaluation(plain, config, prompts, 5)
 
 
 INVALID = [

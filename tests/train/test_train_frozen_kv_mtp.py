@@ -61,7 +61,7 @@ def test_training_equals_serving(name, target_head):
 
     @jax.jit
     def unroll(params, tokens):
-        observed, _ = learner.read_target(setup, params.target, tokens, None)
+        observed = draft.observe(learner.run_target(setup, params.target, tokens))
         carry, found = draft.begin(params, observed), []
         for step in range(STEPS):
             logits, carry = draft.forward(params, tokens, observed, carry, step)

@@ -1,0 +1,338 @@
+"""Block drafts in training: shape, initial weights, and the blocks of a text that they learn.
+
+Anchors are sampled in each text. After each of them one block is predicted as in decoding, from the target's hidden
+states before the anchor; the Markov and the confidence head read the text's own tokens (DSpark, arXiv 2607.05147; also
+DFlash, arXiv 2602.06036).
+"""
+
+import dataclasses
+from functools import partial
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jspec.cache.mha import Rows
+from jspec.core.checks import check_int
+from jspec.core.struct import struct
+from jspec.core.types import ForwardOutput, Params
+from jspec.models import BlockHead, BlockParams, Llama, LlamaParams
+from jspec.models.block_head import MARKOV_KINDS, MarkovParams
+from jspec.train import model
+from jspec.train.batches import Source
+from jspec.train.extra import optax
+from jspec.train.recipe import BlockRecipe, Recipe
+from jspec.train.ttt import StepMetrics
+
+_SPREAD = 0.01
+"""Standard deviation of initial embeddings of the Markov head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockAttention:
+    """Takes the place of a cache: the rows of each block attend to the text before its anchor and to their own block.
+
+    context: keys and values of the text, for each layer.
+    anchors: [B, A] positions of the first rows of A blocks.
+    windows: for each layer how many positions a row sees, its own included; None: all.
+    """
+
+    context: Rows
+    anchors: Int[Array, "B A"]
+    windows: tuple[int | None, ...]
+
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "B N H D"],
+        k: Float[Array, "B N K D"],
+        v: Float[Array, "B N K D"],
+        start: None,
+        mask: Bool[Array, "1 N N"] | None,
+        scale: float,
+        positions: Int[Array, "B N"],
+    ) -> Float[Array, "B N H D"]:
+        """Attention of the rows of all blocks, block by block; `mask` None: causal within a block, otherwise both ways.
+
+        No row of a window reaches beyond its block, which is at most as long.
+        """
+        assert start is None
+        batch, blocks = self.anchors.shape
+        _, rows, heads, dim = q.shape
+        size, kv_heads = rows // blocks, k.shape[2]
+        dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+        query = q.reshape(batch, blocks, size, kv_heads, heads // kv_heads, dim)
+        own_k, own_v = (x.reshape(batch, blocks, size, kv_heads, dim) for x in (k, v))
+        text_k, text_v = self.context[layer]
+        # Scores of the text before the anchor, and of the block.
+        before = dot("banhgd,bthd->bhgant", query, text_k) * scale
+        column = jnp.arange(text_k.shape[1], dtype=jnp.int32)[None, None, None]
+        seen = column < self.anchors[:, :, None, None]
+        window = self.windows[layer]
+        if window is not None:
+            seen = seen & (positions.reshape(batch, blocks, size, 1) - column < window)
+        before = jnp.where(seen[:, None, None], before, -jnp.inf)
+        own = dot("banhgd,bamhd->bhganm", query, own_k) * scale
+        if mask is None:
+            own = jnp.where(jnp.tril(jnp.ones((size, size), bool))[None, None, None, None], own, -jnp.inf)
+        # One softmax over both, without concatenating them.
+        highest = jnp.maximum(before.max(-1, keepdims=True), own.max(-1, keepdims=True))
+        before, own = (jnp.exp(scores - lax.stop_gradient(highest)) for scores in (before, own))
+        total = before.sum(-1) + own.sum(-1)
+        out = dot("bhgant,bthd->banhgd", before.astype(v.dtype), text_v)
+        out = out + dot("bhganm,bamhd->banhgd", own.astype(v.dtype), own_v)
+        return (out / jnp.moveaxis(total, (1, 2), (3, 4))[..., None]).astype(q.dtype).reshape(q.shape)
+
+
+@struct
+class Blocks:
+    """The predictions of A blocks of each text, d of each block."""
+
+    logits: Float[Array, "B A d V"]
+    confidence: Float[Array, "B A d"] | None
+    """Logits of the probability that a prediction is accepted if those before it are; None: there is no such head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLearner:
+    """A block draft for a target, as `learner.Learner`."""
+
+    config: BlockHead
+    target: Llama
+    recipe_kind: ClassVar[type[Recipe]] = BlockRecipe
+    test: ClassVar[str] = "blocks after sampled anchors"
+
+    @property
+    def capture_layers(self) -> tuple[int, ...]:
+        """The target's hidden states that it reads."""
+        return self.config.capture_layers
+
+    def vocabulary(self, sources: tuple[Source, ...]) -> None:
+        """All tokens."""
+
+    def init(self, target: LlamaParams, ids: Int[Array, " Vd"] | None, key: Key[Array, ""]) -> BlockParams:
+        """Initial weights, see `init_params`."""
+        assert ids is None
+        return init_params(self.config, target, key)
+
+    def describe_loss(self, recipe: Recipe) -> str:
+        """The loss, for a card."""
+        assert isinstance(recipe, BlockRecipe)
+        return (
+            f"blocks after {recipe.anchors} anchors in each text; {recipe.cross_entropy:g} times cross-entropy, "
+            f"{recipe.distance:g} times the L1 distance to the target's distribution, {recipe.confidence:g} times the "
+            f"confidence head's cross-entropy; prediction k weighted by exp(-(k-1)/{recipe.reach:g})"
+        )
+
+    def count_rows(self, tokens: Int[Array, "B T"], mask: np.ndarray | None) -> Float[Array, "B T"]:
+        """The tokens that count: those of the mask."""
+        return jax.device_put(np.ones(tokens.shape, np.float32) if mask is None else np.asarray(mask, np.float32))
+
+    def learn(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        out: ForwardOutput,
+        ids: Int[Array, " Vd"] | None,
+        mask: Float[Array, "B T"],
+        recipe: Recipe,
+        key: Key[Array, ""],
+    ) -> tuple[Float[Array, ""], StepMetrics]:
+        """The loss of blocks after anchors that the key samples, and metrics of each of the d predictions."""
+        assert isinstance(recipe, BlockRecipe) and out.hidden is not None
+        anchors, kept = sample_anchors(mask, recipe.anchors, key)
+        made = self.forward(params, tokens, out.hidden, anchors)
+        place = anchors[:, :, None] + jnp.arange(self.config.depth, dtype=jnp.int32)[None, None]
+        row = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None, None]
+        # Of a prediction k, counted from 0, the target's distribution is that after position a + k.
+        wanted = out.logits.at[row, place].get(mode="clip")
+        labels = tokens.at[row, place + 1].get(mode="clip")
+        counted = mask.at[row, place + 1].get(mode="fill", fill_value=0.0) * kept[:, :, None]
+        counted = jnp.cumprod(counted, axis=2)
+        return compare(made, wanted, labels, counted, recipe, tokens.size)
+
+    def forward(
+        self, params: Params, tokens: Int[Array, "B T"], hidden: Float[Array, "B T C"], anchors: Int[Array, "B A"]
+    ) -> Blocks:
+        """The blocks after these anchors.
+
+        hidden: the target's captured hidden states of the text.
+        """
+        config, own = self.config, params.draft
+        batch, blocks = anchors.shape
+        size, depth = config.block_size, config.depth
+        _, rows = config.read(own, hidden, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])
+        offset = jnp.arange(size, dtype=jnp.int32)[None, None]
+        positions = (anchors[:, :, None] + offset).reshape(batch, blocks * size)
+        root = jnp.take_along_axis(tokens, anchors, axis=1)[:, :, None]
+        block = jnp.where(offset == 0, root, config.mask_token).reshape(batch, blocks * size)
+        attention = BlockAttention(rows, anchors, config.windows)
+        out = config.apply(params, self.target, block, positions, attention, None)
+        out = out.reshape(batch * blocks, size, -1)[:, size - depth :]
+        logits = config.unembed(params, self.target, out)
+        # The token before each prediction.
+        before = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
+        before = before.reshape(batch * blocks, size)[:, :depth]
+        logits = self._correct(own, before, out, logits).reshape(batch, blocks, depth, -1)
+        confidence = config.confide(own, before, out)
+        return Blocks(logits, None if confidence is None else confidence.reshape(batch, blocks, depth))
+
+    def _correct(
+        self, own: BlockParams, before: Int[Array, "N d"], out: Float[Array, "N d E"], logits: Float[Array, "N d V"]
+    ) -> Float[Array, "N d V"]:
+        state = self.config.begin(own, before.shape[0])
+        if state is None:
+            return self.config.correct(own, None, before, out, logits)[0]
+        corrected = []
+        for k in range(before.shape[1]):
+            row = slice(k, k + 1)
+            made, state = self.config.correct(own, state, before[:, row], out[:, row], logits[:, row])
+            corrected.append(made)
+        return jnp.concatenate(corrected, axis=1)
+
+
+def sample_anchors(
+    mask: Float[Array, "B T"], count: int, key: Key[Array, ""]
+) -> tuple[Int[Array, "B A"], Float[Array, "B A"]]:
+    """Up to `count` positions of each text, ascending, that count and whose next token counts, and 1 for each of them.
+
+    Texts with fewer such positions have 0 at the end, with 0 in the second result.
+    """
+    length = mask.shape[1]
+    valid = (mask[:, :-1] > 0) & (mask[:, 1:] > 0)
+    noise = jnp.where(valid, jax.random.uniform(key, valid.shape), 2.0)
+    _, chosen = lax.top_k(-noise, min(count, length - 1))
+    anchors = jnp.sort(jnp.where(jnp.take_along_axis(valid, chosen, axis=1), chosen, length), axis=1)
+    kept = anchors < length
+    return jnp.where(kept, anchors, 0).astype(jnp.int32), kept.astype(jnp.float32)
+
+
+def compare(
+    made: Blocks,
+    wanted: Float[Array, "B A d V"],
+    labels: Int[Array, "B A d"],
+    counted: Float[Array, "B A d"],
+    recipe: BlockRecipe,
+    tokens: int,
+) -> tuple[Float[Array, ""], StepMetrics]:
+    """The loss of predictions, and metrics of each position in a block.
+
+    Args:
+      wanted: the target's logits.
+      labels: the tokens of the text.
+      counted: 1 for predictions that count, a prefix of each block.
+      tokens: those of the batch, by which the losses of the metrics are divided.
+    """
+    depth = labels.shape[2]
+    weight = counted * jnp.exp(-jnp.arange(depth, dtype=jnp.float32) / recipe.reach)[None, None]
+    total = weight.sum() + 1e-6
+    nats = optax.softmax_cross_entropy_with_integer_labels(made.logits, labels)
+    distance = jnp.abs(jax.nn.softmax(made.logits) - jax.nn.softmax(wanted)).sum(-1)
+    loss = recipe.cross_entropy * jnp.sum(weight * nats) + recipe.distance * jnp.sum(weight * distance)
+    if made.confidence is not None:
+        accepted = lax.stop_gradient(jnp.clip(1.0 - 0.5 * distance, 0.0, 1.0))
+        surprise = optax.sigmoid_binary_cross_entropy(made.confidence, accepted)
+        loss = loss + recipe.confidence * jnp.sum(weight * surprise)
+    agreed = (counted > 0) & (jnp.argmax(made.logits, axis=-1) == jnp.argmax(wanted, axis=-1))
+    chained = jnp.cumprod(agreed.astype(jnp.int32), axis=2)
+    sums = (jnp.sum(x, axis=(0, 1), dtype=jnp.int32) for x in (agreed, chained, counted > 0))
+    return loss / total, StepMetrics(jnp.sum(counted * nats, axis=(0, 1)) / tokens, *sums)
+
+
+def configure(
+    target: Llama,
+    *,
+    block_size: int = 8,
+    num_layers: int = 2,
+    next_token: bool = True,
+    markov: Literal["vanilla", "gated", "rnn"] | None = "vanilla",
+    markov_rank: int = 64,
+    confidence: bool = True,
+    capture_layers: tuple[int, ...] | None = None,
+    mask_token: int | None = None,
+) -> BlockHead:
+    """A block draft whose layers have the shape of the target's, with full attention and the target's embedding and LM
+    head.
+
+    Args:
+      block_size: rows of a block; it predicts as many tokens, or one fewer without `next_token`.
+      next_token: rows predict the token after their own, as in DSpark; False: their own, as in DFlash.
+      markov, markov_rank: kind and rank of the Markov head; None: there is none.
+      confidence: whether there is a confidence head.
+      capture_layers: layers of the target whose input it reads, ascending; L is the output of the last one; None: five
+        layers from 2 to L - 2, evenly spaced.
+      mask_token: the token of the rows to predict; None: the last one of the vocabulary.
+
+    Raises:
+      TypeError, ValueError: an argument of another type or out of bounds, or a layer that the target does not have.
+    """
+    block_size = check_int("block_size", block_size, least=1 if next_token else 2, most=64)
+    num_layers = check_int("num_layers", num_layers, least=1)
+    if markov is not None and markov not in MARKOV_KINDS:
+        raise ValueError(f"markov={markov!r}: must be one of {', '.join(MARKOV_KINDS)}, or None")
+    count = target.num_layers
+    if capture_layers is None:
+        if count < 8:
+            raise ValueError(f"capture_layers=None: a target of {count} layers has no default; name the layers to read")
+        capture_layers = tuple(2 + round(index * (count - 4) / 4) for index in range(5))
+    capture_layers = model.check_layers("capture_layers", capture_layers)
+    ascending = list(capture_layers) == sorted(set(capture_layers))
+    if not capture_layers or not ascending or not 0 <= capture_layers[0] <= capture_layers[-1] <= count:
+        raise ValueError(f"capture_layers={capture_layers}: must be ascending, each between 0 and {count}")
+    mask = target.vocab_size - 1 if mask_token is None else check_int("mask_token", mask_token, least=0)
+    return BlockHead(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=num_layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        max_length=target.max_length,
+        capture_layers=capture_layers,
+        block_size=block_size,
+        mask_token=mask,
+        next_token=next_token,
+        windows=(None,) * num_layers,
+        causal=(False,) * num_layers,
+        markov=markov,
+        markov_rank=0 if markov is None else check_int("markov_rank", markov_rank, least=1),
+        confidence=("hidden" if markov is None else "markov") if confidence else None,
+        rms_norm_eps=target.rms_norm_eps,
+        rope_theta=target.rope_theta,
+        rope_scaling=target.rope_scaling,
+    )
+
+
+def init_params(config: BlockHead, target: LlamaParams, key: Key[Array, ""]) -> BlockParams:
+    """Initial weights in float32: random, except for the norm, which is the target's. The Markov head begins small."""
+    shapes = config.param_shapes(jnp.float32)
+    keys = iter(jax.random.split(key, 4 * config.num_layers + 5))
+    return BlockParams(
+        embed=None,
+        mask_embed=None,
+        fc=model.init_matrix(next(keys), *shapes.fc.shape),
+        hidden_norm=jnp.ones(shapes.hidden_norm.shape, jnp.float32),
+        layers=tuple(model.init_layer(layer, keys, branch=(2 * config.num_layers) ** -0.5) for layer in shapes.layers),
+        norm=target.norm.astype(jnp.float32),
+        lm_head=None,
+        ids=None,
+        markov=None if shapes.markov is None else _init_markov(shapes.markov, keys),
+        confidence=None if shapes.confidence is None else model.init_matrix(next(keys), *shapes.confidence.shape),
+        confidence_bias=None if shapes.confidence is None else jnp.zeros(1, jnp.float32),
+    )
+
+
+def _init_markov(shapes: MarkovParams, keys) -> MarkovParams:
+    mix = shapes.mix
+    return MarkovParams(
+        previous=jax.random.normal(next(keys), shapes.previous.shape, jnp.float32) * _SPREAD,
+        out=model.init_matrix(next(keys), *shapes.out.shape),
+        mix=None if mix is None else model.init_matrix(next(keys), *mix.shape),
+        mix_bias=None if mix is None else jnp.zeros(mix.shape[1], jnp.float32),
+    )

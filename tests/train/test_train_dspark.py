@@ -1,0 +1,234 @@
+"""Training of block drafts: training equals serving, the loss is that of a loop over blocks, and it falls."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
+pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
+pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip install -e ".[train]"')
+
+import train_files  # noqa: E402
+from train_files import lines, run  # noqa: E402
+
+import jspec  # noqa: E402
+from jspec.checkpoints import language_model  # noqa: E402
+from jspec.core.types import Params  # noqa: E402
+from jspec.models import Llama  # noqa: E402
+from jspec.train import block, distill, dspark, learner, model, tokenizer  # noqa: E402
+from jspec.train.block import BlockLearner  # noqa: E402
+from jspec.train.learner import DraftSetup  # noqa: E402
+from jspec.train.recipe import BlockRecipe  # noqa: E402
+
+TARGET = Llama(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_length=64,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+LENGTH = 14
+RECIPE = BlockRecipe(steps=30, batch_tokens=56, length=LENGTH, learning_rate=1e-2, warmup=2, anchors=5, reach=3.0)
+_configure = partial(block.configure, TARGET, block_size=4, capture_layers=(1, 3), markov_rank=6)
+_WINDOWS = {"windows": (None, 6), "causal": (False, True)}
+CONFIGS = {
+    "dspark": dataclasses.replace(_configure(markov="rnn"), **_WINDOWS),
+    "dflash": _configure(next_token=False, markov=None, confidence=False, num_layers=1),
+    "fill-in": _configure(next_token=False, markov="gated", num_layers=1),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    params = model.init_params(TARGET, jax.random.key(3))
+    return dataclasses.replace(params, embed=20 * params.embed)
+
+
+def random_draft(config, target):
+    """Weights that are far from their initial ones, so that each part of the draft matters."""
+    params = block.init_params(config, target, jax.random.key(1))
+    if params.markov is not None:
+        params = dataclasses.replace(
+            params, markov=dataclasses.replace(params.markov, previous=50 * params.markov.previous)
+        )
+    return params
+
+
+@partial(jax.jit, static_argnames="config")
+def serve(config, both, hidden, tokens, anchor):
+    """The draft as it decodes: rows of the features before the anchor in its cache, then one block."""
+    cache = config.init_cache(both.draft, 1, 16, 4)
+    _, rows = config.read(both.draft, hidden, jnp.arange(hidden.shape[1], dtype=jnp.int32)[None])
+    cache = cache.commit(rows, jnp.zeros(1, jnp.int32), None, anchor)
+    row = jnp.full((1, config.block_size), config.mask_token).at[:, 0].set(tokens[:, anchor[0]])
+    positions = anchor[:, None] + jnp.arange(config.block_size, dtype=jnp.int32)[None]
+    out = config.apply(both, TARGET, row, positions, cache, anchor)[:, -config.depth :]
+    logits, state, made, sure = config.unembed(both, TARGET, out), config.begin(both.draft, 1), [], []
+    for k in range(config.depth):
+        at = slice(k, k + 1)
+        before = jax.lax.dynamic_slice_in_dim(tokens, jnp.minimum(anchor[0] + k, LENGTH - 1), 1, axis=1)
+        corrected, state = config.correct(both.draft, state, before, out[:, at], logits[:, at])
+        made.append(corrected[0, 0])
+        sure.append(config.confide(both.draft, before, out[:, at]))
+    return jnp.stack(made), None if sure[0] is None else jnp.concatenate(sure, axis=1)[0]
+
+
+def softmax(x):
+    return np.exp(x - np.logaddexp.reduce(x, axis=-1, keepdims=True))
+
+
+@pytest.mark.fast("dspark")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_is_that_of_a_loop_over_served_blocks(target, name):
+    """Each block is computed on its own, as in decoding, and each term of the loss in plain numpy."""
+    config, rng = CONFIGS[name], np.random.default_rng(0)
+    draft, recipe = BlockLearner(config, TARGET), dataclasses.replace(RECIPE, cross_entropy=0.3, confidence=0.7)
+    setup, both = DraftSetup(draft, recipe, "float32"), Params(target, random_draft(config, target))
+    tokens = rng.integers(0, 61, (3, LENGTH)).astype(np.int32)
+    mask = np.ones((3, LENGTH), np.float32)
+    mask[1, [3, 9]], mask[2, 4:] = 0, 0
+    out = jax.jit(learner.run_target, static_argnums=0)(setup, target, tokens)
+    key = jax.random.key(5)
+    learn = jax.jit(draft.learn, static_argnames="recipe")
+    loss, metrics = jax.device_get(
+        learn(both, tokens, out, None, draft.count_rows(tokens, mask), recipe=recipe, key=key)
+    )
+    anchors, kept = jax.device_get(jax.jit(block.sample_anchors, static_argnums=1)(mask, recipe.anchors, key))
+
+    sums, total, nats, agreed, chained, counted = np.zeros(3), 0.0, *(np.zeros(config.depth) for _ in range(4))
+    for b in range(3):
+        for a, used in zip(anchors[b], kept[b], strict=True):
+            if not used:
+                continue
+            logits, sure = jax.device_get(serve(config, both, out.hidden[b : b + 1], tokens[b : b + 1], jnp.array([a])))
+            chain = True
+            for k in range(config.depth):
+                if a + k + 1 >= LENGTH or not mask[b, a + k + 1]:
+                    break
+                q, wanted = softmax(logits[k].astype(np.float64)), np.array(out.logits[b, a + k], np.float64)
+                distance, weight = np.abs(q - softmax(wanted)).sum(), np.exp(-k / recipe.reach)
+                surprise = -np.log(q[tokens[b, a + k + 1]])
+                right = 1 - distance / 2
+                sums += weight * np.array([surprise, distance, 0 if sure is None else cross_entropy(sure[k], right)])
+                total += weight
+                same = np.argmax(q) == np.argmax(wanted)
+                chain &= same
+                nats[k] += surprise
+                agreed[k], chained[k], counted[k] = agreed[k] + same, chained[k] + chain, counted[k] + 1
+    expected = (sums / total) @ [recipe.cross_entropy, recipe.distance, recipe.confidence]
+    np.testing.assert_allclose(loss, expected, rtol=2e-5)
+    assert sums.all() == (config.confidence is not None) and 0 < counted[-1] < counted[0]
+    np.testing.assert_allclose(metrics.loss, nats / tokens.size, rtol=2e-5)
+    for found, wanted in ((metrics.agreed, agreed), (metrics.chained, chained), (metrics.counted, counted)):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def cross_entropy(logit, share):
+    return share * np.logaddexp(0, -logit) + (1 - share) * np.logaddexp(0, logit)
+
+
+def test_anchors_are_positions_that_count_with_a_next_token_that_does():
+    sample = jax.jit(block.sample_anchors, static_argnums=1)
+    rng, seen = np.random.default_rng(0), set()
+    mask = rng.integers(0, 2, (40, 12)).astype(np.float32)
+    mask[0], mask[1] = 0, 1
+    for count in (1, 4, 30):
+        for seed in range(3):
+            anchors, kept = jax.device_get(sample(mask, count, jax.random.key(seed)))
+            assert anchors.shape == (40, min(count, 11)) and anchors.dtype == np.int32
+            for row, found, used in zip(mask, anchors, kept, strict=True):
+                valid = [p for p in range(11) if row[p] and row[p + 1]]
+                chosen = [int(p) for p, one in zip(found, used, strict=True) if one]
+                assert chosen == sorted(set(chosen)) and set(chosen) <= set(valid)
+                assert len(chosen) == min(count, len(valid))
+                assert not found[used == 0].any()
+            seen |= {int(anchors[1, 0])} if count == 1 else set()
+    assert len(seen) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("dspark", "dflash"))
+def test_the_loss_falls_and_the_draft_serves(target, name):
+    """A text that repeats is learned, so that a draft of its target is accepted more often, and changes no token."""
+    pattern = np.random.default_rng(1).integers(0, 60, (1, 7))
+    texts = np.tile(np.concatenate([np.roll(pattern, -i, axis=1) for i in range(7)]), (1, 3))[:, :LENGTH].astype(
+        np.int32
+    )
+    base = jspec.Model("small", TARGET, Params(target), None, ())
+    kinds = {"dspark": {}, "dflash": {"next_token": False, "markov": None, "confidence": False, "cross_entropy": 1.0}}
+    options = dict(block_size=4, num_layers=1, markov_rank=6, capture_layers=(1, 3), batch_tokens=56, anchors=8)
+    options |= {"learning_rate": 1e-2, "progress": False, **kinds[name]}
+    losses = []
+    for steps in (2, 40):
+        trained = dspark.train_block(base, texts, steps=steps, warmup=1, **options)
+        assert trained.draft.drafter == "block"
+        setup = DraftSetup(BlockLearner(trained.draft, TARGET), dataclasses.replace(RECIPE, anchors=8), "float32")
+        rows = setup.learner.count_rows(texts, None)
+        losses.append(np.array(learner.measure(trained.params, None, jnp.asarray(texts), rows, setup=setup).loss))
+    assert (losses[1] < 0.7 * losses[0]).all()
+    if name == "dspark":
+        given = texts[:2, :5], np.full(2, 5, np.int32), jax.random.key(0)
+        static = dict(target=TARGET, draft=trained.draft, max_new_tokens=8)
+        plain, drafted = (
+            jspec.generate_ids(trained.params, *given, drafter=drafter, **static) for drafter in (None, "block")
+        )
+        np.testing.assert_array_equal(plain.tokens, drafted.tokens)
+
+
+def test_invalid_settings():
+    for changes, message in (
+        (dict(block_size=0), "block_size=0: must be from 1 to 64"),
+        (dict(block_size=1, next_token=False), "block_size=1: must be from 2 to 64"),
+        (dict(markov="lstm"), "markov='lstm': must be one of vanilla, gated, rnn, or None"),
+        (dict(capture_layers=(3, 1)), r"capture_layers=\(3, 1\): must be ascending, each between 0 and 4"),
+        (dict(capture_layers=None), "capture_layers=None: a target of 4 layers has no default"),
+        (dict(mask_token=61), "mask_token=61: must be from 0 to 60"),
+        (dict(markov_rank=0), "markov_rank=0: must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _configure(**changes)
+    with pytest.raises(ValueError, match="reach=0"):
+        dataclasses.replace(RECIPE, reach=0.0)
+    base = jspec.Model("small", TARGET, Params(None), None, ())
+    with pytest.raises(ValueError, match=r"Block\(depth=5\): must be at most 4, the predictions of a block"):
+        distill.check_evaluation(base, CONFIGS["dspark"], [], 5)
+    with pytest.raises(TypeError, match="ttt_steps=3: no such argument; recipe options are anchors, clip, confidence"):
+        dspark.train_block(base, np.zeros((2, 8), np.int32), steps=2, capture_layers=(1,), ttt_steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ("deepspec", "speculators"))
+def test_the_command_trains_a_draft_that_loads(tmp_path, layout):
+    data = tmp_path / "data"
+    data.mkdir()
+    bpe = train_files.write(data)
+    config = dataclasses.replace(TARGET, vocab_size=train_files.VOCABULARY, max_length=512)
+    weights = model.init_params(config, jax.random.key(3))
+    language_model.save(data / "small", config, weights, dtype="float32", eos=(0,))
+    tokenizer.save(bpe, data / "small", 64)
+    options = {"data": data, "target": data / "small", "work": tmp_path / "work", "out": tmp_path / "draft"}
+    options |= {
+        "capture_layers": (1, 3),
+        "block_size": 4,
+        "markov_rank": 6,
+        "layout": layout,
+        "rows": data / "rows.npy",
+    }
+    options |= {"steps": 4, "batch_tokens": 64, "length": 24, "anchors": 4, "depth": 3, "prompts": 2, "eval_every": 2}
+    run("dspark", **options)
+    last = [line for line in lines(tmp_path / "work") if "heldout_agreement" in line][-1]
+    assert len(last["heldout_agreement"]) == 4 and last["accept_length"] >= 1
+    card = (tmp_path / "draft" / "README.md").read_text()
+    assert "DSpark block draft of 4 tokens" in card and "blocks after 4 anchors in each text" in card
+    assert "jspec train dspark" in card and 'drafter="block"' in card
+    loaded = jspec.load(data / "small", draft=tmp_path / "draft", dtype="float32")
+    assert loaded.draft.confidence == "markov" and loaded.draft.capture_layers == (1, 3)
