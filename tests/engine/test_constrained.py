@@ -145,7 +145,8 @@ def given_requests(count):
     return [PROMPTS[i % 3] for i in range(count)], samplings
 
 
-@pytest.mark.parametrize("pages", [None, pytest.param(12, marks=pytest.mark.slow)], ids=["all", "few"])
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", [None, 12], ids=["all", "few"])
 def test_an_engine_gives_the_tokens_of_generate(model, pages):
     """With few pages sequences are retracted, and continue where they were in their grammars."""
     prompts, samplings = given_requests(10)

@@ -66,7 +66,7 @@ def test_a_regex_matches_what_python_matches(pattern):
         (r"a(", "not a regex"),
         ("a\ud800", "surrogate"),
         (r"[^\x00-\U0010ffff]", "matches no text"),
-        (r"(a{1000}){1000}", "states"),
+        pytest.param(r"(a{1000}){1000}", "states", marks=pytest.mark.slow),
         pytest.param(r"(a|b)*a(a|b){20}", "more than 32767 states", marks=pytest.mark.slow),
         ("(" * 100 + "a" + ")" * 100 + "(" * 3000, "not a regex"),
     ],
