@@ -23,7 +23,7 @@ FOLDER = pathlib.Path(pallas_kernels.__path__[0])
 PACKAGES = sorted(path.parent.name for path in FOLDER.glob("*/api.py"))
 OPERATIONS = {name: importlib.import_module(f"pallas_kernels.{name}").OPERATION for name in PACKAGES}
 DEVICE_KINDS = {"gpu": "NVIDIA H100", "tpu": "TPU v5 lite"}
-"""Platform -> the first device kind, which is the default, of its kernels' `TUNING` tables."""
+"""Platform -> the first device kind, which is the default, of its kernels' `TUNING` tables; some name no device there."""
 
 operations = pytest.mark.parametrize("package", PACKAGES)
 kernels = pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_kernel_module_has_the_interface(package, kernel):
     assert dataclasses.is_dataclass(module.Config) and module.Config.__dataclass_params__.frozen
     shapes = inspect.signature(module.default_config).parameters.values()
     assert all(shape.kind == shape.KEYWORD_ONLY for shape in shapes)
-    assert next(iter(module.TUNING)) == DEVICE_KINDS[REQUIRES[kernel]]
+    assert next(iter(module.TUNING)) in ("any other", DEVICE_KINDS[REQUIRES[kernel]])
     run = inspect.signature(getattr(module, operation.name)).parameters
     for name in ("config", "interpret"):
         assert (run[name].kind, run[name].default) == (inspect.Parameter.KEYWORD_ONLY, None)
