@@ -23,7 +23,7 @@ FOLDER = pathlib.Path(pallas_kernels.__path__[0])
 PACKAGES = sorted(path.parent.name for path in FOLDER.glob("*/api.py"))
 OPERATIONS = {name: importlib.import_module(f"pallas_kernels.{name}").OPERATION for name in PACKAGES}
 DEVICE_KINDS = {"gpu": "NVIDIA H100", "tpu": "TPU v5 lite"}
-"""Platform -> the first device kind, which is the default, of its kernels' `TUNING` tables; some name no device there."""
+"""Platform -> the first device kind, which is the default, of its kernels' `TUNING` tables, if they begin with one."""
 
 operations = pytest.mark.parametrize("package", PACKAGES)
 kernels = pytest.mark.parametrize(
