@@ -172,9 +172,11 @@ class Placement:
         axis = WEIGHTS.get(field, STATE.get(field))
         if axis is None or (field in _VOCABULARY and shape[axis] % self.size):
             return None
-        if shape[axis] == 1:  # The scales of columns that are whole, of a matrix whose rows are split.
-            return None
         if field in STATE and len(shape) != _POOL_AXES:
+            return None
+        if field in WEIGHTS and shape[axis] == 1:
+            # The scales of columns that are whole, of a matrix whose rows are split. A pool with one head is one
+            # device's part.
             return None
         return axis % len(shape)
 

@@ -20,6 +20,7 @@ from scipy import stats
 
 import jspec
 from jspec.core import accept, decode, sampling, stopping, tree
+from jspec.core.automaton import Automaton
 from jspec.core.propose import propose
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import DecodeState, Params, RowSampling
@@ -259,7 +260,7 @@ def test_drafts_are_sampled_without_replacement_from_the_distribution_they_repor
         length = jnp.zeros(rows, jnp.int32)
         unused = {field.name: None for field in dataclasses.fields(DecodeState)}
         keys = jax.vmap(jax.random.key)(seeds)
-        s = DecodeState(**unused | {"length": length, "sampling": parameters, "key": keys})
+        s = DecodeState(**unused | {"length": length, "sampling": parameters, "key": keys, "grammar": Automaton()})
         logits = jnp.broadcast_to(jnp.log(jnp.asarray(q, jnp.float32))[None] / 2, (rows, 2, 4))
         return propose(s, logits, jnp.zeros((rows, 2, 1), jnp.int32), width=3, vocab_size=4, sampled=True)
 
