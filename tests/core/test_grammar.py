@@ -98,7 +98,7 @@ def check_texts(s, new):
             assert grammar.matches(spelled(tokens).decode()) == (code == stopping.EOS)
 
 
-@pytest.mark.fast("suffix")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in toy.bound_drafters() if name != "plain"])
 def test_constrained_output_does_not_depend_on_the_drafter(name):
     """One sequence is greedy, one has no grammar; the other two are sampled."""

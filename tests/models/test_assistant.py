@@ -185,11 +185,13 @@ DRAFTERS = (
     FrozenKvMtp(depth=2, width=8, position="root"),
 )
 RARELY = [
-    (kind, window, bool((i + j) % 2), drafter, (1, 16)[(i + j + k) % 2])
+    (kind, window, bool((i + j) % 2), drafter, (1, 16)[(i + k // 2) % 2])
     for i, kind in enumerate(hf.GEMMA4_KINDS)
     for j, window in enumerate((8, 16, 64))
     for k, drafter in enumerate(DRAFTERS)
+    if (i + j + k) % 2 == 0
 ]
+"""Each pair of a kind or a window with a drafter, but not all three."""
 
 
 def matrix():
