@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
+from jax import lax
 
 T = TypeVar("T")
 _GPUS = ("gpu", "cuda", "rocm")
@@ -35,6 +36,14 @@ def interpret() -> bool:
 def resolve_interpret(requested: T | None) -> T | bool:
     """The `interpret=` that a caller of a kernel requested; None: `interpret()`."""
     return interpret() if requested is None else requested
+
+
+def kept_in_loop(*arrays: T) -> tuple[T, ...]:
+    """The same arrays; XLA does not compute ahead of a loop what depends on them alone, such as widened weights.
+
+    On a GPU it widens inside the kernel that multiplies, and a barrier would prevent that.
+    """
+    return lax.optimization_barrier(arrays) if platform() == "cpu" else arrays
 
 
 def processors() -> int:

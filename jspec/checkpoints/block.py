@@ -17,7 +17,7 @@ from jspec.checkpoints import atomic, block_config, speculators, torch_file
 from jspec.checkpoints.files import CheckpointError, resolve_dtype, write_tensors
 from jspec.checkpoints.llama import name_layer, read_layer
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import Place, refuse_split, whole
+from jspec.checkpoints.split import Place, placed, refuse_split, whole
 from jspec.checkpoints.tensors import FLOATS, Tensors, is_finite
 from jspec.models.block_head import BlockHead, BlockParams, MarkovParams
 from jspec.models.decoder import Decoder
@@ -74,9 +74,7 @@ def read(
     tensors = Tensors(source.files, resolve_dtype(dtype))
     tensors.weights = weights
     config = block_config.parse_config(source.config, tensors.names(), target)
-    placement = place(config, tensors.dtype)
-    if placement is not None:
-        config, tensors.placement = config.split(placement.size), placement
+    config = placed(config, tensors, place)
     if check is not None:
         check(tensors.memory(config.param_shapes(tensors.dtype)))
     params = _read_params(config, source, tensors)

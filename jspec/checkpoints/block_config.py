@@ -8,7 +8,7 @@ leaves them. A key is read from `dflash_config` first.
 
 from typing import Any, Literal
 
-from jspec.checkpoints.config import read_eps, read_head_dim, reading
+from jspec.checkpoints.config import check_target, read_eps, read_head_dim, reading
 from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.llama import describe_scaling, parse_rope, read_heads
@@ -229,16 +229,7 @@ def _default_ids(count: int, layers: int) -> tuple[int, ...]:
 
 def _check_config(config: BlockHead, target: Decoder, where: str) -> None:
     """Raises if the hyperparameters contradict each other or the target's."""
-    if config.vocab_size != target.vocab_size:
-        raise CheckpointError(f"{where}: vocab_size={config.vocab_size}, but the target has {target.vocab_size} tokens")
-    if config.draft_vocab_size > config.vocab_size:
-        raise CheckpointError(
-            f"{where}: draft_vocab_size={config.draft_vocab_size}: must be between 1 and vocab_size={config.vocab_size}"
-        )
-    if config.target_hidden_size != target.hidden_size:
-        raise CheckpointError(
-            f"{where}: target_hidden_size={config.target_hidden_size}, but the target's width is {target.hidden_size}"
-        )
+    check_target(config, target, where)
     if config.hidden_size != target.hidden_size and not (config.own_embed and config.own_head):
         raise CheckpointError(
             f"{where}: hidden_size={config.hidden_size}, but the target's is {target.hidden_size}: a draft of another "

@@ -31,7 +31,7 @@ from jspec.checkpoints.files import (
 )
 from jspec.checkpoints.llama import name_layer, read_layer
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import Place, refuse_split, whole
+from jspec.checkpoints.split import Place, placed, refuse_split, whole
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead, EagleParams
@@ -94,9 +94,7 @@ def read(
     tensors = _HeadTensors(source.files, resolve_dtype(dtype))
     tensors.weights = weights
     config = eagle_config.parse_config(source.config, tensors.names(), target)
-    placement = place(config, tensors.dtype)
-    if placement is not None:
-        config, tensors.placement = config.split(placement.size), placement
+    config = placed(config, tensors, place)
     if check is not None:
         check(tensors.memory(config.param_shapes(tensors.dtype)))
     params = _read_params(config, source.config, tensors)

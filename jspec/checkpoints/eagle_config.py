@@ -7,7 +7,7 @@ is for EAGLE-3 only and has the configuration of the layer under `transformer_la
 
 from typing import Any
 
-from jspec.checkpoints.config import read_eps, read_head_dim
+from jspec.checkpoints.config import check_target, read_eps, read_head_dim
 from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.llama import describe_scaling, parse_rope, read_heads, refuse_options
@@ -131,16 +131,7 @@ def _capture(config: Fields, target: Decoder) -> tuple[int, ...]:
 
 def _check_config(config: EagleHead, target: Decoder, where: str) -> None:
     """Raises if the hyperparameters contradict each other or the target's."""
-    if config.vocab_size != target.vocab_size:
-        raise CheckpointError(f"{where}: vocab_size={config.vocab_size}, but the target has {target.vocab_size} tokens")
-    if not 1 <= config.draft_vocab_size <= config.vocab_size:
-        raise CheckpointError(
-            f"{where}: draft_vocab_size={config.draft_vocab_size}: must be between 1 and vocab_size={config.vocab_size}"
-        )
-    if config.target_hidden_size != target.hidden_size:
-        raise CheckpointError(
-            f"{where}: target_hidden_size={config.target_hidden_size}, but the target's width is {target.hidden_size}"
-        )
+    check_target(config, target, where)
     if config.version == 1 and config.hidden_size != target.hidden_size:
         raise CheckpointError(f"{where}: hidden_size={config.hidden_size}, but the target's is {target.hidden_size}")
 

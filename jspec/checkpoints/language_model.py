@@ -19,7 +19,7 @@ from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_dtype, write_shards
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import Place, refuse_split, whole
+from jspec.checkpoints.split import Place, placed, refuse_split, whole
 from jspec.checkpoints.tensors import Tensors
 from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
@@ -84,9 +84,7 @@ def read(
     tensors = family.open_tensors(source, resolve_dtype(dtype))
     tensors.weights = weights
     config = family.with_mtp(parsed, tensors, mtp)
-    placement = place(config, tensors.dtype)
-    if placement is not None:
-        config, tensors.placement = config.split(placement.size), placement
+    config = placed(config, tensors, place)
     shapes = config.param_shapes(tensors.dtype)
     _check_size(shapes, source.config.where)
     if check is not None:

@@ -1,11 +1,12 @@
 """Whether a model that is read is split over devices."""
 
 from collections.abc import Callable
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self, TypeAlias, TypeVar
 
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from jspec.checkpoints.tensors import Tensors
 from jspec.core.sharding import Placement
 from jspec.models.quantized import quantize_shapes
 from jspec.models.sizes import tree_bytes
@@ -40,6 +41,18 @@ Place: TypeAlias = Callable[[Splittable, DTypeLike], Placement | None]
 def whole(config: Splittable, dtype: DTypeLike) -> None:
     """The `Place` of models that are not split."""
     return None
+
+
+C = TypeVar("C", bound=Splittable)
+
+
+def placed(config: C, tensors: Tensors, place: Place) -> C:
+    """The configuration of one device, after the tensors are told over which they are split."""
+    placement = place(config, tensors.dtype)
+    if placement is None:
+        return config
+    tensors.placement = placement
+    return config.split(placement.size)
 
 
 def place_draft(

@@ -154,29 +154,32 @@ class Placement:
 
     def place(self, field: str, matrix: T) -> T:
         """A quantized matrix, split as this field is."""
-        return jax.tree.map(
-            lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, _spec(self._split_axis(field, leaf.shape)))),
-            matrix,
-        )
+
+        def put(path: Sequence[object], leaf: Array) -> Array:
+            axis = self._axis_of_field([field, *_names(path)], leaf.shape)
+            return jax.device_put(leaf, NamedSharding(self.mesh, _spec(axis)))
+
+        return jax.tree_util.tree_map_with_path(put, matrix)
 
     def axis_of(self, path: Sequence[object], shape: tuple[int, ...]) -> int | None:
         """The axis of a leaf that is split, counted from the first; None: it is whole."""
-        names = [getattr(key, "name", None) for key in path]
+        names = _names(path)
         if _WHOLE & set(names) or (not self.draft and "draft" in names):
             return None
-        if len(names) > 1 and names[-1] in _QUANTIZED:
-            names.pop()
-        return self._split_axis(str(names[-1]) if names else "", shape)
+        return self._axis_of_field(names, shape)
+
+    def _axis_of_field(self, names: list[str | None], shape: tuple[int, ...]) -> int | None:
+        """The axis of a leaf by the name of its field, the last one or that before the part of a quantized matrix."""
+        part = names.pop() if len(names) > 1 and names[-1] in _QUANTIZED else None
+        axis = self._split_axis(str(names[-1]) if names else "", shape)
+        # Where rows are split, the scales are those of whole columns.
+        return None if part == "scale" and axis is not None and shape[axis] == 1 else axis
 
     def _split_axis(self, field: str, shape: tuple[int, ...]) -> int | None:
         axis = WEIGHTS.get(field, STATE.get(field))
         if axis is None or (field in _VOCABULARY and shape[axis] % self.size):
             return None
         if field in STATE and len(shape) != _POOL_AXES:
-            return None
-        if field in WEIGHTS and shape[axis] == 1:
-            # The scales of columns that are whole, of a matrix whose rows are split. A pool with one head is one
-            # device's part.
             return None
         return axis % len(shape)
 
@@ -198,6 +201,11 @@ def refuse_types(name: str, array: Array) -> None:
             f"{name}: is traced with the type {jax.typeof(array)}; inside jax.jit the axes of its mesh must be of "
             "jax.sharding.AxisType.Auto, outside of it they may be of any type"
         )
+
+
+def _names(path: Sequence[object]) -> list[str | None]:
+    """The fields on the way to a leaf."""
+    return [getattr(key, "name", None) for key in path]
 
 
 def _spec(axis: int | None) -> PartitionSpec:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from pallas_kernels.platform import platform
+from pallas_kernels.platform import kept_in_loop
 from pallas_kernels.scaled_matmul import scaled_matmul
 
 WIDE = "wide"
@@ -134,10 +134,7 @@ def quantized_product(x: Float[Array, "*batch in"], weight: Quantized) -> Float[
     if weight.group is not None:
         out = scaled_matmul(x.reshape(-1, x.shape[-1]), weight.narrow, weight.scale, group=weight.group)
         return out.reshape(*x.shape[:-1], -1)
-    narrow = weight.narrow
-    if platform() == "cpu":
-        # Without the barrier, XLA widens all weights in front of the loop, and keeps them.
-        x, narrow = lax.optimization_barrier((x, narrow))
+    x, narrow = kept_in_loop(x, weight.narrow)
     # In a narrow precision, HIGHEST would rule out the fastest products and gain nothing.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     out = jnp.matmul(x, narrow.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)

@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import platform
 from pallas_kernels._triton import call
 from pallas_kernels._types import Ref
+from pallas_kernels.parts import add_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +99,7 @@ def _kernel(
         if len(branch_ref.shape) == 1:
             branch = load(branch_ref)
         else:
-            parts = [load(branch_ref, index) for index in range(branch_ref.shape[0])]
-            branch = functools.reduce(jnp.add, parts).astype(stream.dtype)
+            branch = add_parts([load(branch_ref, index) for index in range(branch_ref.shape[0])], stream.dtype)
         stream = stream + branch
         pltriton.store(out_refs[0].at[place], stream, mask=inside)
     wide = stream.astype(jnp.float32)

@@ -278,6 +278,20 @@ class _Specs:
         return pl.BlockSpec(block, lambda h, bt, *_: (0, bt // self.tiles, 0, h, 0, *zeros))
 
 
+def _load_state(
+    refs: tuple[Ref, Ref, Ref], slot: jax.Array | int, node: jax.Array, member: jax.Array, used: jax.Array
+) -> State:
+    """The state of some query rows in a slot of the peaks, totals and sums; empty where it is not used."""
+    peak_ref, total_ref, sum_ref = refs
+    column = jnp.arange(padded(sum_ref.shape[-1]))[None]
+    inside = used[:, None] & (column < sum_ref.shape[-1])
+    return (
+        pltriton.load(peak_ref.at[slot, node, member], mask=used, other=-jnp.inf),
+        pltriton.load(total_ref.at[slot, node, member], mask=used, other=0),
+        pltriton.load(sum_ref.at[slot, node[:, None], member[:, None], column], mask=inside, other=0),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Tile:
     """The query rows of a program: the node and the member of the group of each row, and whether it exists."""
@@ -309,6 +323,10 @@ class _Tile:
         (rows,) = self.node.shape
         peak = jnp.full(rows, -jnp.inf, jnp.float32)
         return peak, jnp.zeros(rows, jnp.float32), jnp.zeros(self.q.shape, jnp.float32)
+
+    def load_state(self, refs: tuple[Ref, Ref, Ref], slot: int) -> State:
+        """A state that `store` wrote."""
+        return _load_state(refs, slot, self.node, self.member, self.real)
 
     def store(self, out_refs: tuple[Ref, Ref, Ref], slot: jax.Array | int, state: State) -> None:
         """Writes a state: its peaks [S, N, G], totals [S, N, G] and sums [S, N, G, D]."""
@@ -519,12 +537,7 @@ def _fold_kernel(
         seen = pltriton.load(count_ref.at[node], mask=real, other=0)
 
     def load(slot, used):
-        inside = (real & used)[:, None] & (column < dim)
-        return (
-            pltriton.load(peak_ref.at[slot, node, member], mask=real & used, other=-jnp.inf),
-            pltriton.load(total_ref.at[slot, node, member], mask=real & used, other=0),
-            pltriton.load(sum_ref.at[slot, *at], mask=inside, other=0),
-        )
+        return _load_state((peak_ref, total_ref, sum_ref), slot, node, member, real & used)
 
     def several(index, merged):
         # Loads that do not wait for one another; an empty segment changes no bit.
@@ -590,16 +603,8 @@ def _own_kernel(
     tile, done = own.tile, own.committed // BLOCK
     whole = done // PER_SEGMENT
     merged = state = tile.empty()
-    at, inside = tile.columns(q_ref.shape[2])
     if peak_ref is not None and total_ref is not None and sum_ref is not None:
-        merged, state = (
-            (
-                pltriton.load(peak_ref.at[slot, tile.node, tile.member], mask=tile.real, other=-jnp.inf),
-                pltriton.load(total_ref.at[slot, tile.node, tile.member], mask=tile.real, other=0),
-                pltriton.load(sum_ref.at[slot, *at], mask=inside, other=0),
-            )
-            for slot in (0, 1)
-        )
+        merged, state = (tile.load_state((peak_ref, total_ref, sum_ref), slot) for slot in (0, 1))
 
     def segment(number, states):
         merged, state = states
@@ -608,4 +613,5 @@ def _own_kernel(
         return fold(merged, own.absorb(jnp.maximum(begin, done), last, state, scale, soft_cap)), tile.empty()
 
     (_, total, summed), _ = lax.fori_loop(whole, pl.cdiv(own.end, PER_SEGMENT), segment, (merged, state))
+    at, inside = tile.columns(q_ref.shape[2])
     pltriton.store(out_ref.at[at], (summed / total[:, None]).astype(out_ref.dtype), mask=inside)

@@ -54,11 +54,12 @@ class Tuning:
     float32: Config
     narrow: Config
     """For types of 16 bits."""
-    few_rows: tuple[int, ...]
-    """Rows of smaller blocks than those of `narrow`, which take as many rows as there are, where bits allow them."""
-    many_rows: Config | None
-    """For more than `spread_rows` rows; None: `narrow`."""
-    many_rows_whole: Config | None
+    min_block_m: int
+    """With fewer rows than `narrow` has in a block, `block_m` is the power of two that holds them, and at least this;
+    that of `narrow` where bits depend on it."""
+    many_rows: Config
+    """For more than `spread_rows` rows; `narrow` where bits depend on the tile."""
+    many_rows_whole: Config
     """The same for a contraction of one part, whose sums take half the registers."""
     programs: int
     """The contraction is divided until there are this many programs for a block of rows, or half as many."""
@@ -68,19 +69,20 @@ class Tuning:
     """Up to this many rows, parts are programs of their own: partial results cost bytes in proportion to the rows."""
 
 
+_NARROW = Config(block_m=64, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=3)
 _ANY = Tuning(
     float32=Config(block_m=16, block_n=32, block_k=32, parts=1, spread=False, num_warps=4, num_stages=2),
-    narrow=Config(block_m=64, block_n=128, block_k=64, parts=1, spread=False, num_warps=4, num_stages=3),
-    few_rows=(),
-    many_rows=None,
-    many_rows_whole=None,
+    narrow=_NARROW,
+    min_block_m=_NARROW.block_m,
+    many_rows=_NARROW,
+    many_rows_whole=_NARROW,
     programs=192,
     least_part=512,
     spread_rows=256,
 )
 _HOPPER = dataclasses.replace(
     _ANY,
-    few_rows=(16, 32),
+    min_block_m=16,
     many_rows=Config(block_m=128, block_n=128, block_k=64, parts=1, spread=False, num_warps=8, num_stages=3),
     many_rows_whole=Config(block_m=128, block_n=256, block_k=64, parts=1, spread=False, num_warps=8, num_stages=3),
 )
@@ -98,12 +100,11 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> 
     wanted = max(1, min(tuning.programs // pl.cdiv(columns, config.block_n), inner // tuning.least_part))
     # The power of two, so that the parts of most matrices have the same length.
     parts = 1 << (wanted.bit_length() - 1)
-    if config is tuning.narrow:
-        if rows > tuning.spread_rows:
-            config = (tuning.many_rows if parts > 1 else tuning.many_rows_whole) or config
-        for block_m in reversed(tuning.few_rows):
-            if rows <= block_m:
-                config = dataclasses.replace(config, block_m=block_m)
+    if config is tuning.narrow and rows > tuning.spread_rows:
+        config = tuning.many_rows if parts > 1 else tuning.many_rows_whole
+    elif config is tuning.narrow:
+        block_m = max(min(pl.next_power_of_2(rows), config.block_m), tuning.min_block_m)
+        config = dataclasses.replace(config, block_m=block_m)
     return dataclasses.replace(config, parts=parts, spread=parts > 1 and rows <= tuning.spread_rows)
 
 

@@ -25,9 +25,7 @@ def grouped_matmul(
         x = jnp.take(x, rows, axis=0, mode="clip")
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     if scale is not None:
-        if platform.platform() == "cpu":
-            # Otherwise XLA widens the matrices in front of a loop, and keeps them.
-            x, weight = lax.optimization_barrier((x, weight))
+        x, weight = platform.kept_in_loop(x, weight)
     if scale is not None and group is not None:
         out = _by_groups(x, weight, sizes, scale, group, precision)
     elif exact:

@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import platform
 from pallas_kernels._triton import call
 from pallas_kernels._types import Ref
+from pallas_kernels.parts import add_parts
 from pallas_kernels.split_heads import reference
 
 
@@ -133,7 +134,7 @@ def _kernel(
     def halves(at):
         if len(qkv_ref.shape) == 3:
             return load(at)
-        return functools.reduce(jnp.add, [load(at, index) for index in range(qkv_ref.shape[0])]).astype(dtype)
+        return add_parts([load(at, index) for index in range(qkv_ref.shape[0])], dtype)
 
     pairs = [halves(at) for at in (0, half)]
     a, b = (x.astype(jnp.float32) for x in pairs)

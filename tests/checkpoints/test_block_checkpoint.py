@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import toy
-from block_files import DRAFTS, TARGET, V, load, random_draft, write
-from eagle_files import edit
+from block_files import DRAFTS, TARGET, V, load, random_draft
+from eagle_files import edit, write
 from hostile import TOKENIZER
 from safetensors.numpy import load_file
 

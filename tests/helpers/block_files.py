@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-from eagle_files import TARGET, V, write
+from eagle_files import TARGET, V, random_weight, write_edited
 
 from jspec.checkpoints import block
 from jspec.checkpoints.block import BlockCheckpoint
@@ -38,9 +38,7 @@ def load(directory: Path, target: Llama = TARGET, dtype: str = "float32") -> Blo
 
 def make_draft(directory: Path, change=None, *, tensors: dict | None = None, drop=(), **options) -> Path:
     """Writes a `random_draft`. change: edits config.json; tensors, drop: tensors that are added and removed."""
-    raw, stored = random_draft(**options)
-    stored = {name: t for name, t in {**stored, **(tensors or {})}.items() if name not in drop}
-    return write(directory, raw if change is None else change(raw), stored)
+    return write_edited(directory, random_draft(**options), change, tensors, drop)
 
 
 def random_draft(
@@ -73,10 +71,7 @@ def random_draft(
     t: dict[str, np.ndarray] = {}
 
     def weight(name: str, *shape: int):
-        spread = random.standard_normal(shape)
-        # Norms and biases are random too; otherwise a dropped or swapped one would go unnoticed.
-        values = spread * shape[-1] ** -0.5 if len(shape) == 2 else 0.2 * spread + (name.endswith(".weight"))
-        t[name] = values.astype(np.float32)
+        t[name] = random_weight(random, name, *shape)
 
     heads, kv_heads, dim, mlp, rank = 4, 2, 8, 24, RANK if markov else 0
     for n in range(num_layers):

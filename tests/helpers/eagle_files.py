@@ -64,9 +64,23 @@ def make_head(
     directory: Path, change: Callable[[dict], dict] | None = None, *, tensors: dict | None = None, drop=(), **options
 ) -> Path:
     """Writes a `random_head`. change: edits config.json; tensors, drop: tensors that are added and removed."""
-    raw, stored = random_head(**options)
+    return write_edited(directory, random_head(**options), change, tensors, drop)
+
+
+def write_edited(
+    directory: Path, made: tuple[dict, dict[str, np.ndarray]], change: Callable[[dict], dict] | None, tensors, drop
+) -> Path:
+    """Writes config.json and tensors of a draft. The other arguments as of `make_head`."""
+    raw, stored = made
     stored = {name: t for name, t in {**stored, **(tensors or {})}.items() if name not in drop}
     return write(directory, raw if change is None else change(raw), stored)
+
+
+def random_weight(random: np.random.Generator, name: str, *shape: int) -> np.ndarray:
+    spread = random.standard_normal(shape)
+    # Norms and biases are random too; otherwise a dropped or swapped one would go unnoticed.
+    values = spread * shape[-1] ** -0.5 if len(shape) == 2 else 0.2 * spread + (name.endswith(".weight"))
+    return values.astype(np.float32)
 
 
 def random_head(
@@ -98,10 +112,7 @@ def random_head(
     t: dict[str, np.ndarray] = {}
 
     def weight(name: str, *shape: int):
-        spread = random.standard_normal(shape)
-        # Norms and biases are random too; otherwise a dropped or swapped one would go unnoticed.
-        values = spread * shape[-1] ** -0.5 if len(shape) == 2 else 0.2 * spread + (name.endswith(".weight"))
-        t[name] = values.astype(np.float32)
+        t[name] = random_weight(random, name, *shape)
 
     heads, kv_heads, dim, mlp, three = 4, 2, 8, 24, layout != "eagle1"
     for n in range(num_layers):
