@@ -36,24 +36,11 @@ def check(drafter, prompts=IDS):
     return check_drafter(drafter, model_for(drafter), prompts, max_new_tokens=20)
 
 
-SLOW_DRAFTERS = (
-    "block",
-    "block_tree",
-    "ngram",
-    "mtp",
-    "mtp_reused_tree",
-    "plain",
-    "eagle_tree",
-    "frozen_kv_mtp",
-    "frozen_kv_mtp_tree",
-    "suffix",
-)
+NAMES = ("block", "eagle_tree", "frozen_kv_mtp_tree", "mtp", "ngram", "plain", "standalone", "suffix")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ("standalone", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_DRAFTERS))
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_drafters_of_this_package_satisfy_the_contract(name):
     drafter = toy.bound_drafters()[name]
     report = check(drafter, None if name in ("ngram", "suffix") else FITTED_PROMPTS)

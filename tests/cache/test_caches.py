@@ -49,9 +49,11 @@ ALWAYS = [
 ]
 """Kind, drafter, page size and columns of a chunk."""
 SLOW_POINTS = [
-    (*point, CHUNKS[(i + i // len(PAGE_SIZES)) % len(CHUNKS)])
-    for i, point in enumerate(itertools.product(KINDS, DRAFTERS, PAGE_SIZES))
+    (kind, drafter, PAGE_SIZES[(i + j) % 3], CHUNKS[(i + 2 * j) % 3])
+    for i, kind in enumerate(KINDS)
+    for j, drafter in enumerate(DRAFTERS)
 ]
+"""All pairs of any two of these."""
 CAPACITY = 40
 NEW = np.array([24, 9, 24])
 """New tokens of each sequence: the second one ends long before the others."""

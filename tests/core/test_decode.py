@@ -14,10 +14,10 @@ from planted import (
     Planted,
     RandomTree,
     all_drafters,
-    all_drafters_but_slow,
     assert_counted,
     complete,
-    each_name,
+    one_name_of_each,
+    one_shape_of_each_drafter,
     paged_caches,
     weights_of,
 )
@@ -47,9 +47,8 @@ def test_every_drafter_commits_the_tokens_of_plain_decoding(drafter):
     check_tokens(drafter, page_size=4)
 
 
-# Drafters without pages of their own, and further ones with pages, are slow points: they add nothing here.
 @pytest.mark.fast("eagle_tree")
-@all_drafters_but_slow("plain", "ngram", "mtp", "frozen_kv_mtp_tree", "standalone_tree")
+@one_shape_of_each_drafter
 def test_pages_of_one_row_change_nothing(drafter):
     check_tokens(drafter, page_size=1)
 
@@ -99,7 +98,7 @@ def test_hidden_states_and_tokens_of_the_drafter_match():
 
 @pytest.mark.fast("eagle_tree")
 @pytest.mark.parametrize("chunk", (pytest.param(2, marks=pytest.mark.slow), 5))
-@each_name
+@one_name_of_each
 def test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once(name, chunk):
     """Prompts of 1, 5 and 9 tokens in chunks of 2 or 5: some end in the first chunk, some at the end of a chunk, and
     the root of some is the first token of the next chunk.
@@ -186,7 +185,7 @@ def test_a_state_that_is_continued_with_a_deeper_draft_counts_every_round():
 
 
 @pytest.mark.fast("eagle_tree", "ngram")
-@all_drafters
+@one_shape_of_each_drafter
 def test_several_calls_give_the_state_of_one_call(drafter):
     weights, whole = weights_of(drafter), complete(drafter)
     s = toy.start(drafter, weights)
@@ -197,7 +196,7 @@ def test_several_calls_give_the_state_of_one_call(drafter):
 
 
 @pytest.mark.fast("eagle_tree")
-@all_drafters
+@one_shape_of_each_drafter
 def test_a_sequence_that_was_held_continues_as_if_it_was_not(drafter):
     """An engine holds a sequence that waits for pages. What is drafted after that shows in the counters alone."""
     weights, whole = weights_of(drafter), complete(drafter)
@@ -215,7 +214,7 @@ def test_a_sequence_that_was_held_continues_as_if_it_was_not(drafter):
 
 
 @pytest.mark.fast("plain")
-@all_drafters_but_slow("ngram", "mtp", "standalone_tree")
+@one_shape_of_each_drafter
 def test_single_steps_give_the_state_of_one_call(drafter):
     weights, whole = weights_of(drafter), complete(drafter)
     step = jax.jit(decode.step, static_argnames=STATIC)
@@ -259,7 +258,7 @@ def test_a_configuration_is_traced_once():
 
 
 @pytest.mark.fast("ngram")
-@each_name
+@one_name_of_each
 def test_sequences_are_independent_of_each_other_and_of_padding(name):
     drafter = toy.bound_drafters()[name]
     whole = complete(drafter)
@@ -277,7 +276,7 @@ def test_sequences_are_independent_of_each_other_and_of_padding(name):
 
 
 @pytest.mark.fast("standalone_tree")
-@all_drafters_but_slow("plain", "ngram")
+@one_shape_of_each_drafter
 def test_free_pages_and_rows_after_the_committed_ones_are_never_read(drafter):
     weights = weights_of(drafter)
     s = toy.start(drafter, weights)
@@ -297,7 +296,7 @@ def row_of(s, b):
     return s.tokens[b], s.length[b], s.finish_code[b], s.stats.rounds[b], s.stats.accept_counts[b], pages
 
 
-@all_drafters
+@one_shape_of_each_drafter
 def test_a_finished_sequence_keeps_every_bit_while_others_continue(drafter):
     weights = weights_of(drafter)
     s = toy.start(drafter, weights, limit=toy.LENGTHS + [24, 3, 24])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 import toy
 from jax.experimental import checkify
-from planted import Planted, all_drafters, complete, planted_params, weights_of
+from planted import Planted, complete, one_shape_of_each_drafter, planted_params, weights_of
 
 from jspec.core import accept, decode
 from jspec.core.types import DraftTree, Params
@@ -18,7 +18,7 @@ def checked(drafter, weights, s, rule=accept.greedy):
 
 
 @pytest.mark.fast("ngram")
-@all_drafters
+@one_shape_of_each_drafter
 def test_checked_rounds_find_nothing_wrong_and_change_nothing(drafter):
     err, s = checked(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter)))
     assert err.get() is None

@@ -14,6 +14,7 @@ from planted import (
     RandomTree,
     each_name,
     each_name_and_trees,
+    one_name_of_each,
     planted_params,
     pools,
     weights_of,
@@ -32,7 +33,7 @@ def kinds(x):
 
 
 @pytest.mark.fast("standalone_tree")
-@each_name
+@one_name_of_each
 def test_the_state_keeps_its_structure_and_types(name):
     drafter = toy.bound_drafters()[name]
     weights = weights_of(drafter)
@@ -145,7 +146,7 @@ def test_the_last_layer_continues_with_the_selected_tokens_only(select):
 
 
 @pytest.mark.fast("plain")
-@each_name
+@one_name_of_each
 def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
     drafter, weights, s = lone_pool(name)
     shape = dict(capacity=40, page_size=5, chunk=4)
@@ -157,7 +158,7 @@ def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
 
 
 @pytest.mark.fast("eagle_tree")
-@each_name
+@one_name_of_each
 def test_the_donated_pools_are_the_result(name):
     text, types = program(name)
     for shape in types:

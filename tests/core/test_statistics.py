@@ -27,6 +27,8 @@ from jspec.core.types import DecodeState, Params, RowSampling
 from jspec.drafters import Ngram, Plain, Standalone
 from jspec.models import Llama
 
+# A program runs longer here than it compiles.
+AS_SHIPPED = True
 VOCABULARY, NEW, EOS = 5, 3, 4
 MODEL = Llama(
     vocab_size=VOCABULARY,
@@ -198,13 +200,13 @@ CHAIN, SMALL_TREE = Standalone(depth=3), Standalone(depth=2, width=2, num_nodes=
 @pytest.mark.parametrize(
     ("drafter", "rule", "least"),
     (
-        pytest.param(CHAIN, "rejection", 1.3, marks=pytest.mark.slow),
-        pytest.param(CHAIN, "block", 1.3, marks=pytest.mark.slow),
-        pytest.param(SMALL_TREE, "coupled", 1.3, marks=pytest.mark.slow),
+        (CHAIN, "rejection", 1.3),
+        (CHAIN, "block", 1.3),
+        (SMALL_TREE, "coupled", 1.3),
         (Standalone(depth=3, width=3, num_nodes=8), "rejection", 1.4),
         # Drafts that know the noise of the target's choice, with a rule that treats them as certain.
-        pytest.param(SMALL_TREE, accept.rejection, 1.2, marks=pytest.mark.slow),
-        pytest.param(Ngram(n=2, depth=3), "rejection", 1.2, marks=pytest.mark.slow),
+        (SMALL_TREE, accept.rejection, 1.2),
+        (Ngram(n=2, depth=3), "rejection", 1.2),
     ),
     ids=("chain, rejection", "chain, block", "tree, coupled", "tree, rejection")
     + ("tree of certain tokens, rejection", "ngram, rejection"),

@@ -78,18 +78,18 @@ def test_logits_equal_transformers(model, oracle, name):
 
 
 PROMPTS, NEW_TOKENS = slice(0, 6), 48
-PAGE_SIZES = (1, 16, 64)
 EAGLE_TREE = jspec.Eagle(depth=5, width=8, num_nodes=32)
-# Every depth and every page size. test_parity.py has all pairs, with smaller models.
-SETTINGS = [(None, page_size) for page_size in PAGE_SIZES]
-SETTINGS += [(jspec.Ngram(depth=depth), PAGE_SIZES[depth % 3]) for depth in (1, 3, 5)]
-SETTINGS += [(jspec.Standalone(depth=depth), PAGE_SIZES[(depth + 1) % 3]) for depth in (2, 6)]
-SETTINGS += [(jspec.Eagle(depth=depth), PAGE_SIZES[depth % 3]) for depth in (3, 5)]
-SETTINGS += [(jspec.FrozenKvMtp(depth=depth), PAGE_SIZES[(depth + 2) % 3]) for depth in (3, 4)]
-SETTINGS += [(EAGLE_TREE, 16), (jspec.Standalone(depth=4, width=3), 1)]
-SETTINGS += [(jspec.FrozenKvMtp(depth=5, width=8, num_nodes=32), 16)]
-# These programs are shared with `test_accept_length`.
-SETTINGS += [(EAGLE_TREE, 64), (jspec.FrozenKvMtp(depth=4), 64)]
+# Chains and trees; test_parity.py has every depth, with smaller models. `test_accept_length` shares some programs.
+SETTINGS = [
+    (None, 16),
+    (jspec.Ngram(depth=3), 1),
+    (jspec.Standalone(depth=6), 64),
+    (jspec.Standalone(depth=4, width=3), 1),
+    (jspec.Eagle(depth=3), 16),
+    (EAGLE_TREE, 64),
+    (jspec.FrozenKvMtp(depth=4), 64),
+    (jspec.FrozenKvMtp(depth=5, width=8, num_nodes=32), 16),
+]
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +107,8 @@ def continued(model, oracle):
     return reference, ids, whole, stops, stopped
 
 
-def setting_param(drafter, page_size):
-    """One setting per drafter runs in the fast tier."""
-    fast = [(None, 16), (jspec.Ngram(depth=3), 1), (jspec.Standalone(depth=2), 1)]
-    fast += [(EAGLE_TREE, 64), (jspec.FrozenKvMtp(depth=4), 64)]
-    marks = () if (drafter, page_size) in fast else pytest.mark.slow
-    return pytest.param(drafter, page_size, id=f"{drafter}-{page_size}", marks=marks)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter, page_size", [setting_param(*setting) for setting in SETTINGS])
+@pytest.mark.parametrize("drafter, page_size", SETTINGS, ids=str)
 def test_greedy_output_equals_transformers(models, continued, drafter, page_size):
     import hf
 
@@ -131,11 +123,7 @@ def test_greedy_output_equals_transformers(models, continued, drafter, page_size
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter",
-    [
-        pytest.param(None, marks=pytest.mark.slow),
-        jspec.Ngram(depth=4),
-        pytest.param(jspec.Standalone(depth=4), marks=pytest.mark.slow),
-    ],
+    [None, jspec.Standalone(depth=4)],
     ids=str,
 )
 def test_stop_strings_end_the_text_where_transformers_does(model, continued, drafter):
@@ -149,8 +137,8 @@ def test_stop_strings_end_the_text_where_transformers_does(model, continued, dra
 @pytest.mark.parametrize(
     ("drafter", "floor"),
     (
-        pytest.param(jspec.Standalone(depth=4), 1.9, marks=pytest.mark.slow),
-        pytest.param(jspec.Eagle(depth=5), 2.5, marks=pytest.mark.slow),
+        (jspec.Standalone(depth=4), 1.9),
+        (jspec.Eagle(depth=5), 2.5),
         (EAGLE_TREE, 3.2),
         (jspec.FrozenKvMtp(depth=4), 2.8),
     ),

@@ -59,21 +59,24 @@ class RandomTree(Planted):
 
 
 REPEATED = ("block", "eagle", "frozen_kv_mtp", "mtp_reused_tree", "standalone", "suffix")
-"""Slow points of the tests of all drafters: another shape of each of them always runs."""
+"""Second shapes of drafters: slow points of the tests of all shapes."""
 
 
 def _points(drafters, slow=REPEATED):
     return [pytest.param(x, id=name, marks=[pytest.mark.slow] * (name in slow)) for name, x in drafters.items()]
 
 
-def all_drafters_but_slow(*names):
-    """Each drafter; those with these names or in `REPEATED` as slow points."""
-    every = toy.bound_drafters() | {"random_tree": RandomTree()}
-    return pytest.mark.parametrize("drafter", _points(every, (*REPEATED, *names)))
+def _every():
+    return toy.bound_drafters() | {"random_tree": RandomTree()}
 
 
-all_drafters = all_drafters_but_slow()
+all_drafters = pytest.mark.parametrize("drafter", _points(_every()))
+one_shape_of_each_drafter = pytest.mark.parametrize(
+    "drafter", _points({name: x for name, x in _every().items() if name not in REPEATED})
+)
+"""For properties of the loop rather than of a shape."""
 each_name = pytest.mark.parametrize("name", _points({name: name for name in toy.bound_drafters()}))
+one_name_of_each = pytest.mark.parametrize("name", [name for name in toy.bound_drafters() if name not in REPEATED])
 each_name_and_trees = pytest.mark.parametrize(
     "name", _points({name: name for name in (*toy.bound_drafters(), "random_tree")})
 )

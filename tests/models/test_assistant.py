@@ -187,11 +187,11 @@ DRAFTERS = (
 RARELY = [
     (kind, window, bool((i + j) % 2), drafter, (1, 16)[(i + k // 2) % 2])
     for i, kind in enumerate(hf.GEMMA4_KINDS)
-    for j, window in enumerate((8, 16, 64))
     for k, drafter in enumerate(DRAFTERS)
-    if (i + j + k) % 2 == 0
+    for j, window in (((i + k) % 3, (8, 16, 64)[(i + k) % 3]),)
+    if drafter.width > 1 or i != k % 3
 ]
-"""Each pair of a kind or a window with a drafter, but not all three."""
+"""Trees with each kind and each window, and each depth of a chain with two of them."""
 
 
 def matrix():

@@ -79,12 +79,11 @@ OFTEN = [
 RARELY = [
     (kind, window, drafter, page_size, chunk)
     for i, kind in enumerate(hf.GEMMA4_KINDS)
-    for j, window in enumerate((8, 16, 64))
     for k, drafter in enumerate((None, Ngram(depth=12), CHAIN, TREE, jspec.Eagle(depth=3), jspec.Eagle(4, width=3)))
-    for page_size, chunk in (((1, 16, 5)[(i + j + k) % 3], (None, 20, 7)[(i + k) % 3]),)
-    if (i + j + k) % 2 == 0
+    for window in ((8, 16, 64)[(i + k) % 3],)
+    for page_size, chunk in (((1, 16, 5)[(i + k // 2) % 3], (None, 20, 7)[(i + 2 * k) % 3]),)
 ]
-"""Each pair of a kind or a window with a drafter, but not all three."""
+"""All pairs of a kind, a window and a drafter, but not all three."""
 
 
 def matrix():

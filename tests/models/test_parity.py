@@ -67,33 +67,36 @@ PAGES = (1, 16, 64)
 DEPTHS = range(1, 7)
 MAKERS = (jspec.Standalone, jspec.Eagle)
 # Every depth, with one page size, and one depth of each drafter with all of them.
-CASES = [(None, size) for size in PAGES]
+CASES = [("llama", None, size) for size in PAGES]
 CASES += [
-    (make(depth=depth), size)
+    ("llama", make(depth=depth), size)
     for make in (jspec.Ngram, *MAKERS)
     for depth in DEPTHS
     for size in (PAGES if depth == 5 else [PAGES[depth % 3]])
 ]
-# Each depth and each width of trees, but not each pair of them.
+# Each depth and each width of trees, but few pairs of them.
 CASES += [
-    (make(depth=depth, width=width, num_nodes=min(64, 1 + width + (depth - 1) * width**2)), PAGES[depth % 3])
+    ("llama", make(depth=depth, width=width, num_nodes=min(64, 1 + width + (depth - 1) * width**2)), PAGES[depth % 3])
     for make in MAKERS
-    for depth in DEPTHS
-    for width in range(2, 9)
-    if (depth + width) % 2 == 0
+    for depth, width in ((1, 2), (2, 8), (2, 3), (3, 4), (4, 7), (5, 5), (6, 6))
+]
+# The loop is the same for every family.
+CASES += [
+    ("qwen3", drafter, PAGES[i % 3])
+    for i, drafter in enumerate([None, jspec.Ngram(depth=5), *(make(4, width) for make in MAKERS for width in (1, 3))])
 ]
 
 
 def label(case):
-    drafter, page_size = case
+    family, drafter, page_size = case
     if drafter is None:
-        return f"plain-{page_size}"
+        return f"{family}-plain-{page_size}"
     width = getattr(drafter, "width", 1)
-    return f"{type(drafter).__name__}-{drafter.depth}{f'x{width}' if width > 1 else ''}-{page_size}"
+    return f"{family}-{type(drafter).__name__}-{drafter.depth}{f'x{width}' if width > 1 else ''}-{page_size}"
 
 
-@pytest.mark.fast("plain-16", "Ngram-4-16", "Standalone-5-16", "Eagle-3-1")
-@pytest.mark.parametrize(("drafter", "page_size"), CASES, ids=map(label, CASES))
+@pytest.mark.fast("llama-plain-16", "llama-Ngram-4-16", "llama-Standalone-5-16", "llama-Eagle-3-1")
+@pytest.mark.parametrize(("pair", "drafter", "page_size"), CASES, ids=map(label, CASES), indirect=["pair"])
 def test_greedy_output_equals_transformers(pair, with_head, expected, drafter, page_size):
     model, oracle = pair
     prompts, wanted = expected
