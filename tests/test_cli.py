@@ -2,9 +2,11 @@
 
 import argparse
 import io
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -17,8 +19,9 @@ import pytest
 import jspec
 from jspec import cli
 from jspec.bench import measurement
-from jspec.cli import common, generate
+from jspec.cli import common, generate, prompt_sets
 from jspec.engine import startup
+from jspec.engine.model import locate
 from jspec.models import Assistant, EagleHead, Llama
 
 PAIR = ("--model", "bundled:python-tiny", "--draft", "bundled:python-tiny", "--drafter", "standalone")
@@ -166,16 +169,18 @@ def test_options_that_are_no_values_exit_with_one_line(capsys, arguments, messag
     assert len(err) < 700
 
 
-def test_chat_applies_the_template(capsys, tmp_path):
-    import shutil
-
-    from jspec.engine.model import locate
-
+@pytest.fixture
+def chatty(tmp_path):
+    """A directory of the tiny model with a chat template."""
     directory = tmp_path / "chatty"
     shutil.copytree(locate("bundled:python-tiny"), directory)
     template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     (directory / "chat_template.jinja").write_text(template)
-    arguments = ("--model", str(directory), "--max-new-tokens", "8", "--drafter", "ngram")
+    return directory
+
+
+def test_chat_applies_the_template(capsys, chatty):
+    arguments = ("--model", str(chatty), "--max-new-tokens", "8", "--drafter", "ngram")
     _, chat, _ = run(capsys, "generate", "hello", "--chat", *arguments)
     _, plain, _ = run(capsys, "generate", "# user: hello\n", *arguments)
     assert plain == "# user: hello\n" + chat
@@ -198,6 +203,74 @@ def test_evaluate_writes_lines_of_data(capsys, tmp_path):
     assert ngram == "Ngram(depth=4)"
     assert values[ngram, "sequences unlike plain"] == 0 and values[plain, "speed against plain"] == 1
     assert out.count("sequences that differ from plain: 0") == 2
+
+
+def test_evaluate_compares_categories(capsys, tmp_path):
+    """Categories in the order in which they come, each in batches of its own; the whole is their sum."""
+    files = [tmp_path / name for name in ("some.jsonl", "code.jsonl")]
+    files[0].write_text('{"turns": ["x = [1, 2"], "category": "code"}\n"import os"\n{"prompt": "a", "category": ""}')
+    files[1].write_text('["def f(x):", "class A:"]')
+    lines, options = tmp_path / "lines.jsonl", ("--max-new-tokens", "16", "--batch", "2", "--drafter", "ngram")
+    given = ("--prompts", *map(str, files), "--json", str(lines), "--model", "bundled:python-tiny")
+    status, out, _ = run(capsys, "evaluate", *given, *options)
+    assert status == 0
+    rows = [line.split() for line in out.splitlines() if line.startswith("  ")]
+    assert [row[:2] for row in rows] == 2 * [["category", "prompts"], ["code", "3"], ["some", "1"], ["other", "1"]]
+    assert all(row[4] == "1.00x" and row[5:] == ["0", "-"] for row in rows[1:4])
+    found = measurement.read(lines)
+    assert {line.settings.get("category") for line in found} == {None, "code", "some", "other"}
+    assert len({line.id for line in found}) == len(found)
+
+    def value(metric, category=None):
+        (line,) = [
+            line
+            for line in found
+            if (line.mode, line.metric, line.settings.get("category")) == ("Ngram(depth=4)", metric, category)
+        ]
+        return line.median
+
+    assert value("new tokens") == 5 * 16 == sum(value("new tokens", name) for name in ("code", "some", "other"))
+    assert value("sequences unlike plain") == 0
+    reached, at = 1.0, 0
+    for at in range(1, 5):
+        assert value(f"acceptance at {at}") == pytest.approx(reached * value(f"conditional acceptance at {at}"))
+        reached = value(f"acceptance at {at}")
+        if not reached:
+            break
+    assert f"{value('accept length', 'code'):.3f}" == rows[5][2]
+
+
+def test_evaluate_limits_each_category(capsys, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"x{i}", "category": "ab"[i % 2]}) + "\n" for i in range(6)))
+    given = ("--prompts", str(path), "--limit", "2", "--model", "bundled:python-tiny", "--max-new-tokens", "4")
+    _, out, _ = run(capsys, "evaluate", *given, "--drafter", "plain")
+    assert "\n4 prompts" in out and out.count("plain: accept length") == 1
+
+
+def test_a_conversation_has_the_replies_of_the_model(chatty):
+    """The prompts of all turns, against a loop over conversations that decodes plainly, one prompt at a time."""
+    chats = [["hello", "class A:", "x"], ["def f(x):"], ["import os", "y ="]]
+    options = ["evaluate", "--model", str(chatty), "--chat", "--batch", "2", "--max-new-tokens", "6"]
+    arguments = cli.build_parser().parse_args(options)
+    groups = {"a": chats[:2], "b": chats[2:]}
+    given = {
+        name: [prompt_sets.Given(name, {"prompt": chat[0], "turns": chat}) for chat in own]
+        for name, own in groups.items()
+    }
+    model = jspec.load(chatty)
+    found = prompt_sets.encode(model, given, arguments, {"max_new_tokens": 6, "sampling": None, "accept": None})
+    wanted: dict = {name: [[], [], []] for name in groups}
+    for name, own in groups.items():
+        for chat in own:
+            text = ""
+            for turn, message in enumerate(chat):
+                text += f"# user: {message}\n"
+                wanted[name][turn].append(model.tokenizer.encode(text, special=False))
+                reply = jspec.generate(model, wanted[name][turn][-1], drafter=None, max_new_tokens=6).text
+                text += f"# assistant: {reply}\n"
+    assert found == {name: [*itertools.chain(*turns)] for name, turns in wanted.items()}
+    assert [len(prompts) for prompts in found.values()] == [4, 2]
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import sys
 import pytest
 
 from jspec import cli
-from jspec.analysis import evaluate as evaluation
+from jspec.analysis import records
 from jspec.bench import cli as bench
 from jspec.bench import machine
 from jspec.cli import common
@@ -286,10 +286,41 @@ def test_lines_of_prompts_are_named(tmp_path):
     with pytest.raises(
         ValueError, match=re.escape(f"{path}, line 3: must be a string, or an object whose key 'prompt'")
     ):
-        evaluation.read_prompts(path)
+        records.read_prompts(path)
     path.write_text('["a", 5]')
     with pytest.raises(ValueError, match=re.escape(f"{path}, prompt 2: must be")):
-        evaluation.read_prompts(path)
+        records.read_prompts(path)
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ('{"turns": "a"}', "turns='a': must be a list of at least one string"),
+        ('{"turns": []}', "turns=[]: must be a list of at least one string"),
+        ('{"turns": ["a", 3]}', "must be a string, or an object whose key 'prompt'"),
+        ('{"turns": ["a", "\\ud800"]}', "'\\ud800'"),
+        ('{"turns": ["a"], "prompt": "a"}', "must have one of the keys 'prompt' and 'turns', not both"),
+        ('{"turns": ["a", "b"]}', "has 2 turns"),
+        ('{"prompt": "a", "category": 3}', "category=3: must be a string"),
+        ('{"turns": ["a", "b"], "rendered": true}', "has 2 turns"),
+    ],
+)
+def test_conversations_are_checked(capsys, tmp_path, record, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'"a"\n{record}\n')
+    status, err = outcome(capsys, ["evaluate", *BASE["evaluate"], "--prompts", str(path)])
+    assert status == 2 and message in err and f"--prompts {path}" in err and (" 2: " in err), err
+
+
+def test_a_conversation_of_several_turns_is_only_for_evaluate(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"turns": ["a"]}')
+    assert records.read_prompts(path) == ["a"]
+    path.write_text('{"turns": ["a", "b"]}')
+    with pytest.raises(ValueError, match="line 1: has 2 turns; must have one, except for `jspec evaluate --chat`"):
+        records.read_prompts(path)
+    (record,) = records.read_records(path, conversations=True)
+    assert record == {"turns": ["a", "b"], "prompt": "a"}
 
 
 @pytest.mark.parametrize("content", (b"\xff", b"", b"\xc3"))
@@ -306,7 +337,14 @@ def test_a_prompt_is_refused_by_name_or_the_work_begins(capsys, prompt):
 
 
 @pytest.mark.parametrize(
-    "command, option", [("evaluate", "--json"), ("bench", "--json"), ("bench", "--plot"), ("bench-kernels", "--json")]
+    "command, option",
+    [
+        ("evaluate", "--json"),
+        ("evaluate", "--plot"),
+        ("bench", "--json"),
+        ("bench", "--plot"),
+        ("bench-kernels", "--json"),
+    ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, command, option):
     ending = ".png" if option == "--plot" else ""

@@ -2,16 +2,13 @@
 
 import dataclasses
 import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
 
 import numpy as np
 from tqdm import tqdm
 
 from jspec import drafters
-from jspec.core.checks import check_flag, check_int, check_text, shorten
+from jspec.core.checks import check_flag, check_int, shorten
 from jspec.core.package import ASSETS
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter
@@ -23,9 +20,6 @@ from jspec.engine.run import Prompt, encode_prompts
 
 REPEAT_LENGTH = 16
 """Tokens that must occur again for a text to count as repeated."""
-STANDARD_INPUT = "-"
-"""Names standard input where a file is expected."""
-_PROMPT_FILE = "a JSON list, or one JSON value per line, of strings or of objects with the key 'prompt'"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,6 +29,7 @@ class Evaluation:
     drafter: its class with its depth and the options that are set, or "plain".
     accept_length: mean number of tokens per round, bonus token included.
     acceptance_by_position: [depth] share of rounds that accepted the draft token at each position.
+    conditional_acceptance: [depth] the same of the rounds that accepted all tokens before it; NaN if there are none.
     tokens_per_second: new tokens over the time of the rounds, without prefill and compilation.
     new_tokens: in total.
     repeated: share of the new tokens that end a run of REPEAT_LENGTH tokens that occurred earlier in their sequence.
@@ -44,6 +39,7 @@ class Evaluation:
     drafter: str
     accept_length: float
     acceptance_by_position: np.ndarray
+    conditional_acceptance: np.ndarray
     tokens_per_second: float
     new_tokens: int
     repeated: float
@@ -54,104 +50,33 @@ class Evaluation:
         """New ids of each prompt."""
         return [generation.tokens for batch in self.generations for generation in batch]
 
+    @classmethod
+    def total(cls, parts: "Sequence[Evaluation]") -> "Evaluation":
+        """The metrics over the prompts of all parts, which have one drafter."""
+        return cls.of(parts[0].drafter, [batch for part in parts for batch in part.generations])
+
+    @classmethod
+    def of(cls, drafter: str, generations: list[Generations]) -> "Evaluation":
+        """The metrics of the outputs of batches."""
+        parts = [out.stats for out in generations]
+        stats = GenerationStats.total(parts, sum(part.seconds for part in parts))
+        repeated = sum(count_repeated(item.prompt, item.tokens) for out in generations for item in out)
+        return cls(
+            drafter=drafter,
+            accept_length=stats.accept_length,
+            acceptance_by_position=stats.acceptance_by_position,
+            conditional_acceptance=stats.conditional_acceptance,
+            tokens_per_second=stats.tokens_per_second,
+            new_tokens=stats.new_tokens,
+            repeated=repeated / stats.new_tokens,
+            generations=generations,
+        )
+
 
 def heldout_prompts() -> list[str]:
     """The prompts that ship with the bundled models, from packages that were not used to train them."""
     path = ASSETS / "heldout_prompts.json"
     return [record["prompt"] for record in json.loads(path.read_text(encoding="utf-8"))]
-
-
-def read_prompts(path: str | Path) -> list[str]:
-    """The prompts of a file, see `read_records`."""
-    return [record["prompt"] for record in read_records(path)]
-
-
-def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """Prompts from a file: a JSON list, or one JSON value per line, of strings or of objects with the key `prompt`.
-
-    An object whose `rendered` is true has the text of a chat template, to which no special tokens are added.
-
-    path: the file; "-" is standard input.
-
-    Returns:
-      The objects; a string as an object that has the key `prompt` only.
-
-    Raises:
-      ValueError: the file cannot be read, or has other content; the message has the file and the line or the index.
-    """
-    if str(path) == STANDARD_INPUT:
-        where, text = "standard input", read_standard_input()
-    else:
-        where, text = str(path), read_text(Path(path))
-    if text.lstrip().startswith("["):
-        listed = _parse_json(text, where)
-        values = [(f"{where}, prompt {i}", value) for i, value in enumerate(listed, 1)]
-    else:
-        lines = [(f"{where}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-        values = [(name, _parse_json(line, name)) for name, line in lines]
-    if not values:
-        raise ValueError(f"{where}: has no prompts; must be {_PROMPT_FILE}")
-    return [_record(name, value) for name, value in values]
-
-
-def read_standard_input() -> str:
-    """All text of standard input.
-
-    Raises:
-      ValueError: it cannot be read, or is not UTF-8.
-    """
-    stream = sys.stdin
-    if stream is None:
-        raise ValueError("standard input: is closed")
-    try:
-        content = stream.buffer.read() if hasattr(stream, "buffer") else stream.read()
-    except OSError as error:  # for example a directory
-        raise ValueError(f"standard input: cannot be read ({error.strerror or error})") from None
-    return content if isinstance(content, str) else _decode(content, "standard input")
-
-
-def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-      ValueError: it cannot be read, or is not UTF-8.
-    """
-    try:
-        content = path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a null byte
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ValueError(f"{path}: cannot be read ({reason})") from None
-    return _decode(content, str(path))
-
-
-def _decode(content: bytes, where: str) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: byte {error.start} is not UTF-8; must be UTF-8 text") from None
-
-
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error}); must be {_PROMPT_FILE}") from None
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number in JSON")
-
-
-def _record(where: str, value: object) -> dict[str, Any]:
-    """A prompt and what came with it."""
-    record = value if isinstance(value, dict) else {"prompt": value}
-    if not isinstance(record.get("prompt"), str):
-        raise ValueError(f"{where}: must be a string, or an object whose key 'prompt' is a string")
-    try:
-        check_text("prompt", record["prompt"])
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    return record
 
 
 def evaluate(
@@ -201,18 +126,7 @@ def evaluate(
         for each in batches:
             outputs.append(each.run(model))
             bar.update()
-    parts = [out.stats for out in outputs]
-    stats = GenerationStats.total(parts, sum(part.seconds for part in parts))
-    repeated = sum(count_repeated(item.prompt, item.tokens) for out in outputs for item in out)
-    return Evaluation(
-        drafter=name,
-        accept_length=stats.accept_length,
-        acceptance_by_position=stats.acceptance_by_position,
-        tokens_per_second=stats.tokens_per_second,
-        new_tokens=stats.new_tokens,
-        repeated=repeated / stats.new_tokens,
-        generations=outputs,
-    )
+    return Evaluation.of(name, outputs)
 
 
 def count_repeated(prompt: Sequence[int], new: Sequence[int]) -> int:

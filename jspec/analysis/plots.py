@@ -5,10 +5,12 @@ None; they return the axes and raise ModuleNotFoundError if matplotlib is not in
 """
 
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jspec.analysis.evaluate import Evaluation
 from jspec.analysis.inspect_round import Round
 from jspec.core import package
 from jspec.engine.result import Generation, Generations, GenerationStats
@@ -58,6 +60,46 @@ def acceptance_by_position(
     if isinstance(generations, Mapping):
         ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
     return ax
+
+
+def evaluations(results: Mapping[str, Mapping[str, Evaluation]]) -> "Axes":
+    """Accept length by category, and conditional acceptance by position over all categories, of several drafters.
+
+    Args:
+      results: for each drafter its evaluation in each category. Drafters that draft nothing are not shown.
+
+    Returns:
+      The axes of the accept lengths; those of the acceptance are the second of the figure.
+
+    Raises:
+      ValueError: nothing was drafted.
+    """
+    drafted = {
+        name: parts
+        for name, parts in results.items()
+        if len(Evaluation.total([*parts.values()]).conditional_acceptance)
+    }
+    if not drafted:
+        raise ValueError("nothing was drafted: give an evaluation that has a drafter")
+    categories = list(next(iter(drafted.values())))
+    left = _axes(None, (4.5 + min(9.0, 0.25 * len(categories) * len(drafted)), 3.4))
+    figure: Any = left.figure
+    left.remove()
+    left, right = figure.subplots(1, 2)
+    at, width = np.arange(len(categories)), 0.8 / len(drafted)
+    for i, (name, parts) in enumerate(drafted.items()):
+        color = _SERIES_COLORS[i % len(_SERIES_COLORS)]
+        whole = Evaluation.total([*parts.values()])
+        lengths = [parts[category].accept_length for category in categories]
+        left.bar(at + (i - (len(drafted) - 1) / 2) * width, lengths, width, color=color, label=name)
+        share = whole.conditional_acceptance
+        right.plot(np.arange(1, len(share) + 1), share, marker="o", color=color, label=name)
+    left.set(ylabel="accept length", ylim=(0, None), xticks=at)
+    left.set_xticklabels([category or "all" for category in categories], rotation=30 if len(categories) > 3 else 0)
+    right.set(xlabel="position in the draft", ylabel="conditional acceptance", ylim=(0, 1.05))
+    right.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(*left.get_legend_handles_labels(), frameon=False, loc="outside upper left", ncols=len(drafted))
+    return left
 
 
 def tokens_per_round(generation: Generation, ax: "Axes | None" = None) -> "Axes":
@@ -186,6 +228,12 @@ def load_timeline(samples: Sequence[Sequence[float]], title: str = "", ax: "Axes
     ax.set_title(title, fontsize=10, loc="left")
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return ax
+
+
+def save(ax: "Axes", path: str | PathLike[str]) -> None:
+    """Writes the picture that the axes are in. The ending of the name is its format."""
+    figure: Any = ax.figure
+    figure.savefig(path, dpi=150)
 
 
 def _split(measured: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -7,11 +7,9 @@ many requests go through jspec.Engine instead.
 
 import argparse
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -23,12 +21,11 @@ from jspec.bench.measurement import Scalar
 from jspec.bench.presets import PRESETS, Preset, eagle_head
 from jspec.bench.unfolded import Unfolded
 from jspec.checkpoints.files import DTYPES, resolve_dtype
-from jspec.core import package
 from jspec.core.accept import Imposed
 from jspec.core.types import Drafter, Params
 from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Plain, Standalone
 from jspec.engine import memory
-from jspec.engine.arguments import check_output, integer, naming_models, number
+from jspec.engine.arguments import check_output, check_plot, integer, naming_models, number
 from jspec.engine.model import Model, load
 from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models.decoder import Decoder
@@ -193,8 +190,7 @@ def main(options: argparse.Namespace) -> int:
     print(report.table(out))
     if options.plot and any(result.round for result in out.results):
         lines = [dataclasses.asdict(line) for line in report.lines(out)]
-        figure: Any = plots.bench_report(lines).figure
-        figure.savefig(options.plot, dpi=150)
+        plots.save(plots.bench_report(lines), options.plot)
     return 0
 
 
@@ -224,20 +220,6 @@ def check(options: argparse.Namespace) -> None:
     tiny = (options.preset or "").startswith("tiny")
     options.batch = options.batch or ([1] if tiny else [1, 8, 32])
     options.context = options.context or ([64] if tiny else [512, 4096, 32_768])
-
-
-def check_plot(path: Path) -> None:
-    """Raises a ValueError if a picture cannot be written to this file."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--plot {path}: requires matplotlib: {package.install('notebooks')}")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.lower().removeprefix(".") not in kinds:
-        raise ValueError(
-            f"--plot {path}: the name must end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}"
-        )
-    check_output("--plot", path)
 
 
 def _subject(options: argparse.Namespace) -> Subject:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from jspec import drafters
-from jspec.analysis.evaluate import read_records, read_text
+from jspec.analysis.records import read_records, read_text
 from jspec.core import accept
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
@@ -245,16 +245,16 @@ def check_prompts(model: Model, names: Sequence[str], prompts: Sequence[Prompt],
             raise ValueError(f"{name}: {error}") from None
 
 
-def read_prompt_file(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The records of --prompts.
+def read_prompt_file(path: str, *, conversations: bool = False) -> list[dict[str, Any]]:
+    """The records of a file of --prompts.
 
     Raises:
       ValueError: the file cannot be read, or holds something else.
     """
-    if arguments.prompts == "":
+    if path == "":
         raise ValueError("--prompts '': must be a file, or - for standard input")
     try:
-        return read_records(arguments.prompts)
+        return read_records(path, conversations=conversations)
     except ValueError as error:
         raise ValueError(f"--prompts {error}") from None
 
@@ -269,7 +269,7 @@ def encode_record(model: Model, record: Mapping[str, Any], *, chat: bool = False
     """
     text, rendered = record["prompt"], record.get("rendered") is True
     if not rendered:
-        return chat_prompt(model, text) if chat else text
+        return chat_prompt(model, [{"role": "user", "content": text}]) if chat else text
     if chat:
         raise ValueError("--chat: the prompts are rendered by a chat template already; omit it")
     if model.tokenizer is None:
@@ -277,8 +277,8 @@ def encode_record(model: Model, record: Mapping[str, Any], *, chat: bool = False
     return model.tokenizer.encode(text, special=False)
 
 
-def chat_prompt(model: Model, message: str) -> list[int]:
-    """The ids of a user's message in the chat template of the model.
+def chat_prompt(model: Model, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The ids of a conversation in the chat template of the model, up to the beginning of its reply.
 
     Raises:
       ValueError: the model has no tokenizer or no template, or the template fails.
@@ -286,7 +286,7 @@ def chat_prompt(model: Model, message: str) -> list[int]:
     if model.tokenizer is None:
         raise ValueError(f"--chat: {model.name} has no tokenizer")
     try:
-        return model.tokenizer.chat([{"role": "user", "content": message}])
+        return model.tokenizer.chat(messages)
     except ValueError as error:
         raise ValueError(f"--chat: {error}") from None
 

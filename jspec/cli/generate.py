@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jspec import drafters
-from jspec.analysis.evaluate import STANDARD_INPUT, read_standard_input
+from jspec.analysis.records import STANDARD_INPUT, read_standard_input
 from jspec.cli.common import (
     MAX_TOKENS,
     Commands,
@@ -168,7 +168,7 @@ def _constrained(sampling: Sampling | None, arguments: argparse.Namespace) -> Sa
 def _read_prompts(arguments: argparse.Namespace) -> Sequence[Mapping[str, Any]]:
     """The records of the prompts."""
     if arguments.prompts is not None:
-        return read_prompt_file(arguments)
+        return read_prompt_file(arguments.prompts)
     text = read_standard_input() if arguments.prompt == STANDARD_INPUT else arguments.prompt
     try:
         return [{"prompt": check_text("PROMPT", text)}]

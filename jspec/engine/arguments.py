@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import re
 import stat
@@ -9,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from jspec.core import package
 from jspec.core.checks import check_number
 
 _OPEN_LIMIT = 80
@@ -70,6 +72,20 @@ def check_output(option: str, path: Path) -> None:
     os.close(descriptor)
     if regular and not existed:
         path.unlink()
+
+
+def check_plot(path: Path) -> None:
+    """Raises a ValueError if a picture cannot be written to this file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"--plot {path}: requires matplotlib: {package.install('notebooks')}")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise ValueError(
+            f"--plot {path}: the name must end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}"
+        )
+    check_output("--plot", path)
 
 
 @contextlib.contextmanager

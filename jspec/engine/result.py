@@ -77,6 +77,15 @@ class GenerationStats:
         return at_least[1:] / max(int(self.rounds.sum()), 1)
 
     @property
+    def conditional_acceptance(self) -> np.ndarray:
+        """[depth] share of the rounds that accepted all drafts before a position that accepted the one there, too.
+
+        NaN at a position that no round reached.
+        """
+        at_least = np.cumsum(self.accept_counts.sum(0)[::-1])[::-1].astype(float)
+        return np.divide(at_least[1:], at_least[:-1], out=np.full(self.depth, np.nan), where=at_least[:-1] > 0)
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens of all rounds and sequences per second."""
         return self._tokens_of_rounds / self.seconds if self.seconds else float("nan")

@@ -25,7 +25,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from jspec.analysis.evaluate import read_prompts
+from jspec.analysis.records import read_prompts
 from jspec.checkpoints import atomic
 from jspec.checkpoints.files import CheckpointError, read_json
 from jspec.core.checks import check_int

@@ -18,7 +18,7 @@ import json
 import sys
 from pathlib import Path
 
-from jspec.analysis.evaluate import read_records
+from jspec.analysis.records import read_records
 from jspec.checkpoints import atomic
 from jspec.core.sampling import Sampling
 from jspec.engine.generate import generate

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 from tqdm import tqdm
 
-from jspec.analysis.evaluate import read_records
+from jspec.analysis.records import read_records
 from jspec.checkpoints import atomic, language_model
 from jspec.core import accept, decode, stopping
 from jspec.core.checks import check_int

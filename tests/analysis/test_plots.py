@@ -9,6 +9,7 @@ import toy
 
 import jspec
 from jspec.analysis import plots
+from jspec.analysis.evaluate import Evaluation
 from jspec.drafters import Ngram
 
 PROMPT = [5, 6, 7, 5, 6]
@@ -119,6 +120,30 @@ def test_acceptance_by_position(axes):
     ]
     with pytest.raises(ValueError, match="nothing was drafted"):
         plots.acceptance_by_position(stats(4))
+
+
+def test_conditional_acceptance_is_that_of_rounds_that_came_so_far():
+    """6 of 8 rounds accept the first draft, and 1 of these the second; none comes to the fourth."""
+    np.testing.assert_allclose(stats(2, 5, 1, 0, 0).conditional_acceptance, [6 / 8, 1 / 6, 0, np.nan])
+    assert stats(4).conditional_acceptance.shape == (0,)
+
+
+def test_evaluations(axes):
+    def part(*counts):
+        made = jspec.Generations([], stats(*counts))
+        return Evaluation.of("x", [made])
+
+    found = {"plain": {"a": part(3), "b": part(2)}, "x": {"a": part(1, 1, 2), "b": part(0, 4, 0)}}
+    ax = plots.evaluations(found)
+    assert [high for _, high in bars(ax)] == [2.25, 2.0]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["a", "b"]
+    _, right = ax.figure.axes
+    (line,) = right.lines
+    np.testing.assert_allclose(line.get_xydata(), [[1, 7 / 8], [2, 2 / 7]])
+    (legend,) = ax.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["x"]
+    with pytest.raises(ValueError, match="nothing was drafted"):
+        plots.evaluations({"plain": found["plain"]})
 
 
 def test_tokens_per_round(axes, model):

@@ -1,0 +1,127 @@
+"""Prompts and conversations in files of JSON."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jspec.core.checks import check_text, shorten
+
+STANDARD_INPUT = "-"
+"""Names standard input where a file is expected."""
+_PROMPT_FILE = "a JSON list, or one JSON value per line, of strings or of objects with the key 'prompt' or 'turns'"
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """The prompts of a file, see `read_records`."""
+    return [record["prompt"] for record in read_records(path)]
+
+
+def read_records(path: str | Path, *, conversations: bool = False) -> list[dict[str, Any]]:
+    """Prompts from a file: a JSON list, or one JSON value per line, of strings or of objects.
+
+    An object has the key `prompt`, or the key `turns`, a list of the user's messages, as in Spec-Bench (Xia et al.,
+    https://arxiv.org/abs/2401.07851). An object whose `rendered` is true has the text of a chat template as its prompt,
+    to which no special tokens are added.
+
+    Args:
+      path: the file; "-" is standard input.
+      conversations: whether an object may have several turns.
+
+    Returns:
+      The objects, each with the key `prompt`; that of a conversation is its first turn. A string becomes an object that
+      has this key only.
+
+    Raises:
+      ValueError: the file cannot be read, or has other content; the message has the file and the line or the index.
+    """
+    if str(path) == STANDARD_INPUT:
+        where, text = "standard input", read_standard_input()
+    else:
+        where, text = str(path), read_text(Path(path))
+    if text.lstrip().startswith("["):
+        listed = _parse_json(text, where)
+        values = [(f"{where}, prompt {i}", value) for i, value in enumerate(listed, 1)]
+    else:
+        lines = [(f"{where}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+        values = [(name, _parse_json(line, name)) for name, line in lines]
+    if not values:
+        raise ValueError(f"{where}: has no prompts; must be {_PROMPT_FILE}")
+    return [_record(name, value, conversations) for name, value in values]
+
+
+def read_standard_input() -> str:
+    """All text of standard input.
+
+    Raises:
+      ValueError: it cannot be read, or is not UTF-8.
+    """
+    stream = sys.stdin
+    if stream is None:
+        raise ValueError("standard input: is closed")
+    try:
+        content = stream.buffer.read() if hasattr(stream, "buffer") else stream.read()
+    except OSError as error:  # for example a directory
+        raise ValueError(f"standard input: cannot be read ({error.strerror or error})") from None
+    return content if isinstance(content, str) else _decode(content, "standard input")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+      ValueError: it cannot be read, or is not UTF-8.
+    """
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{path}: cannot be read ({reason})") from None
+    return _decode(content, str(path))
+
+
+def _decode(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: byte {error.start} is not UTF-8; must be UTF-8 text") from None
+
+
+def _parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error}); must be {_PROMPT_FILE}") from None
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
+
+
+def _record(where: str, value: object, conversations: bool) -> dict[str, Any]:
+    """A prompt and what came with it."""
+    record = dict(value) if isinstance(value, dict) else {"prompt": value}
+    turns = _turns(where, record, conversations) if "turns" in record else [record.get("prompt")]
+    for turn in turns:
+        if not isinstance(turn, str):
+            raise ValueError(
+                f"{where}: must be a string, or an object whose key 'prompt' is a string or whose key 'turns' is a "
+                "list of strings"
+            )
+        try:
+            check_text("prompt", turn)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    return {**record, "prompt": turns[0]}
+
+
+def _turns(where: str, record: dict[str, Any], conversations: bool) -> list[object]:
+    """The turns of an object, which has at least one."""
+    if "prompt" in record:
+        raise ValueError(f"{where}: must have one of the keys 'prompt' and 'turns', not both")
+    turns = record["turns"]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{where}: turns={shorten(turns)}: must be a list of at least one string")
+    if len(turns) > 1 and not conversations:
+        raise ValueError(f"{where}: has {len(turns)} turns; must have one, except for `jspec evaluate --chat`")
+    return turns

@@ -1,0 +1,121 @@
+"""The prompts of `jspec evaluate`: files of prompts and conversations, in categories."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jspec.analysis.evaluate import heldout_prompts
+from jspec.analysis.records import STANDARD_INPUT
+from jspec.cli.common import chat_prompt, check_prompts, encode_record, read_prompt_file
+from jspec.engine.batches import split
+from jspec.engine.model import Model
+from jspec.engine.options import GenerateOptions
+from jspec.engine.run import Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """A prompt or a conversation of a file. name: where it is, for messages."""
+
+    name: str
+    record: Mapping[str, Any]
+
+    @property
+    def turns(self) -> list[str]:
+        """The messages of the user; a prompt is one."""
+        return self.record.get("turns", [self.record["prompt"]])
+
+
+def read(arguments: argparse.Namespace) -> dict[str, list[Given]]:
+    """The prompts by category, in the order in which these first occur.
+
+    Raises:
+      ValueError: a file cannot be read, or holds something else; or several turns without a chat template.
+    """
+    if arguments.prompts is None:
+        records = [{"prompt": prompt} for prompt in heldout_prompts()]
+        files = {"the held-out prompts": records}
+    else:
+        files = {}
+        for path in arguments.prompts:
+            if path in files:
+                raise ValueError(f"--prompts {path}: is given twice")
+            files[path] = read_prompt_file(path, conversations=True)
+    groups: dict[str, list[Given]] = {}
+    for path, records in files.items():
+        where = path if arguments.prompts is None else f"--prompts {path}"
+        for number, record in enumerate(records, 1):
+            own = Given(f"{where}, prompt {number}", record)
+            category = record.get("category", _stem(path) if len(files) > 1 else "")
+            if not isinstance(category, str):
+                raise ValueError(f"{own.name}: category={category!r}: must be a string")
+            if len(own.turns) > 1 and not arguments.chat:
+                raise ValueError(f"{own.name}: has {len(own.turns)} turns; a conversation requires --chat")
+            if record.get("rendered") is True and len(own.turns) > 1:
+                raise ValueError(f"{own.name}: rendered=true: the turns of a conversation must not be rendered")
+            groups.setdefault(category, []).append(own)
+    if len(groups) > 1 and "" in groups:
+        groups["other"] = groups.get("other", []) + groups.pop("")
+    return {category: group[: arguments.limit] for category, group in groups.items()}
+
+
+def _stem(path: str) -> str:
+    return "standard input" if path == STANDARD_INPUT else Path(path).stem
+
+
+@dataclasses.dataclass
+class _Chat:
+    """A conversation up to a message of the user, and its prompt."""
+
+    given: Given
+    messages: list[dict[str, str]]
+    prompt: Prompt
+
+
+def encode(
+    model: Model, groups: Mapping[str, Sequence[Given]], arguments: argparse.Namespace, options: Mapping[str, Any]
+) -> dict[str, list[Prompt]]:
+    """The prompts of all turns, the first ones first. The later ones contain the replies of the model to earlier turns.
+
+    So every drafter continues the same prompts. The replies are those of the loaded draft, or of n-grams without one.
+
+    options: of `jspec.generate`.
+
+    Raises:
+      ValueError: a prompt that does not fit, or no chat template.
+    """
+    started: dict[str, list[_Chat]] = {}
+    for category, group in groups.items():
+        prompts = [encode_record(model, given.record, chat=arguments.chat) for given in group]
+        check_prompts(model, [given.name for given in group], prompts, arguments.max_new_tokens)
+        started[category] = [
+            _Chat(given, [{"role": "user", "content": given.turns[0]}], prompt)
+            for given, prompt in zip(group, prompts, strict=True)
+        ]
+    own = GenerateOptions(drafter="auto", seed=arguments.seed, **options)
+    found: dict[str, list[Prompt]] = {}
+    for category, chats in started.items():
+        found[category] = [chat.prompt for chat in chats]
+        for turn in range(1, max(len(chat.given.turns) for chat in chats)):
+            chats = _next_turn(model, [chat for chat in chats if len(chat.given.turns) > turn], turn, arguments, own)
+            found[category] += [chat.prompt for chat in chats]
+    return found
+
+
+def _next_turn(
+    model: Model, chats: Sequence[_Chat], turn: int, arguments: argparse.Namespace, options: GenerateOptions
+) -> list[_Chat]:
+    """The conversations with a reply and their next message."""
+    batches = split([chat.prompt for chat in chats], options, arguments.batch)
+    replies = [item.text or "" for batch in tqdm(batches, desc=f"replies to turn {turn}") for item in batch.run(model)]
+    later: list[_Chat] = []
+    for chat, reply in zip(chats, replies, strict=True):
+        added = [{"role": "assistant", "content": reply}, {"role": "user", "content": chat.given.turns[turn]}]
+        later.append(_Chat(chat.given, chat.messages + added, chat_prompt(model, chat.messages + added)))
+    names = [f"{chat.given.name}, turn {turn + 1}" for chat in later]
+    check_prompts(model, names, [chat.prompt for chat in later], arguments.max_new_tokens)
+    return later
