@@ -11,8 +11,8 @@ node may not contain, unless NCCL_GRAPH_MIXING_SUPPORT is 0 before its first cal
 
 **Matrix products of many tokens.** XLA times candidates for each matrix product with its operands in the GPU's cache,
 where the weights are not when a round reads them, so it prefers its own Triton kernels too often. They are the fastest
-for a few tokens; for more, cuBLAS is (docs/decisions.md). Of 8-bit weights they are the fastest for any number, as they
-widen them inside the product; for cuBLAS, XLA would write the widened weights to memory first.
+for a few tokens; for more, cuBLAS is (docs/decisions.md). Products with 8-bit weights are left to XLA for any number of
+tokens: its kernels widen the weights inside the product, while for cuBLAS they are written to memory in full first.
 """
 
 import functools
