@@ -1,9 +1,9 @@
-"""Checkpoints whose matrices have 8 bits, with a scale for each block, output channel or tensor.
+"""Checkpoints whose matrices have 8 bits, with a scale for each block, output channel or tensor; or 4, for each group.
 
-Two formats: a matrix `X.weight` in fp8 with the factors of its blocks in `X.weight_scale_inv`, as published for
-DeepSeek-V3 (arXiv 2412.19437, section 3.3) and Qwen3; and those of compressed-tensors
-(github.com/vllm-project/compressed-tensors) in fp8 or int8 with `X.weight_scale`. Linear layers keep the stored values
-and scales, unless other weights are asked for. Everything else is widened.
+Two formats of 8 bits: a matrix `X.weight` in fp8 with the factors of its blocks in `X.weight_scale_inv`, as published
+for DeepSeek-V3 (arXiv 2412.19437, section 3.3) and Qwen3; and those of compressed-tensors
+(github.com/vllm-project/compressed-tensors) in fp8 or int8 with `X.weight_scale`. Those of 4 bits are in `packed.py`.
+Linear layers keep the stored values and scales, unless other weights are asked for. Everything else is widened.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from jaxtyping import PyTree
 
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.packed import PackedFiles, Packing, parse_awq, parse_compressed, parse_gptq
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import HEAD, Tensors
@@ -40,12 +41,14 @@ class Scheme:
     suffix: what the name of their scales adds to that of the matrix.
     block: rows and columns, [out, in], that share a scale; None: all of them.
     spare: end of the names of tensors that are not used: scales of activations, which are not quantized here.
+    packing: of the values in words, which are unpacked as they are read; None: each is stored by itself.
     """
 
     kind: np.dtype
     suffix: str
     block: tuple[int | None, int | None]
     spare: str | None = None
+    packing: Packing | None = None
 
     def group(self, width: int) -> int | None:
         """Rows of a matrix [in, out] that share a scale; None: all."""
@@ -62,13 +65,14 @@ def parse_scheme(config: Fields) -> Scheme | None:
     method = config.section("quantization_config")
     if not method.keys():
         return None
-    name = method.optional_text("quant_method")
-    found = {"fp8": _parse_blocks, "compressed-tensors": _parse_compressed}.get(name or "", lambda method: None)(method)
+    parse = _METHODS.get(method.optional_text("quant_method") or "")
+    found = None if parse is None else parse(method)
     if found is None:
         raise CheckpointError(
             f"{config.where}: {config.describe('quantization_config')} is not supported; must have quant_method='fp8', "
-            "fmt='e4m3' and a weight_block_size of two integers; or quant_method='compressed-tensors' with symmetric "
-            "weights of 8 bits, of type float or int, by channel or by tensor, and without a kv_cache_scheme"
+            "fmt='e4m3' and a weight_block_size of two integers; or quant_method='compressed-tensors' without a "
+            "kv_cache_scheme, with symmetric weights of 8 bits, of type float or int, by channel or by tensor, or "
+            "packed integers of 4 or 8 bits by group or by channel; or quant_method='gptq' or 'awq' with 4 bits"
         )
     return found
 
@@ -96,12 +100,26 @@ def _parse_compressed(method: Fields) -> Scheme | None:
     return Scheme(kind, "_scale", (None, None), spare=".input_scale")
 
 
+def _packed(packing: Packing | None) -> Scheme | None:
+    return None if packing is None else Scheme(INT8, "_scale", (1, packing.group), packing=packing)
+
+
+_METHODS: dict[str, Callable[[Fields], Scheme | None]] = {
+    "fp8": _parse_blocks,
+    "compressed-tensors": lambda method: _parse_compressed(method) or _packed(parse_compressed(method)),
+    "gptq": lambda method: _packed(parse_gptq(method)),
+    "awq": lambda method: _packed(parse_awq(method)),
+}
+"""Quantization method of config.json -> a function that reads its options; None: they are not supported."""
+
+
 def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
     """The tensors of a checkpoint, some of which may be 8-bit matrices with scales."""
     scheme = parse_scheme(source.config)
     if scheme is None:
         return Tensors(source.safetensors, dtype)
-    return ScaledTensors(source.safetensors, dtype, scheme)
+    files = source.safetensors if scheme.packing is None else PackedFiles(source.safetensors, scheme.packing)
+    return ScaledTensors(files, dtype, scheme)
 
 
 class ScaledArray:
@@ -186,7 +204,7 @@ def _part(argument: Any, half: int) -> Any:
 class ScaledTensors(Tensors):
     """Tensors of which some are 8-bit matrices with scales, which linear layers keep if `weights` is None."""
 
-    def __init__(self, files: SafetensorFiles, dtype: DTypeLike, scheme: Scheme):
+    def __init__(self, files: SafetensorFiles | PackedFiles, dtype: DTypeLike, scheme: Scheme):
         super().__init__(files, dtype)
         self.scheme, self.headers = scheme, files
         if scheme.spare is not None:

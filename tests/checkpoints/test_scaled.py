@@ -1,9 +1,7 @@
 """Checkpoints that store 8-bit matrices with scales: linear layers keep them as they are, or are widened."""
 
-import dataclasses
 import json
 
-import deepseek
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,21 +9,14 @@ import numpy as np
 import pytest
 import toy
 from safetensors.numpy import save_file
+from scaled_files import MODELS, is_linear, load_file, values
 
 import jspec
 from jspec.checkpoints import language_model
 from jspec.checkpoints.files import CheckpointError
-from jspec.checkpoints.safetensors_file import SafetensorFiles
-from jspec.models.moe import Routed, RoutedParams
-from jspec.models.quantized import Quantized, is_matrix, quantize, widen
-from jspec.models.router import Router
+from jspec.models.quantized import Quantized, is_matrix, quantize
 
 PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
-EXPERTS = dataclasses.replace(
-    toy.TARGET,
-    experts=Routed(Router(count=4, chosen=2, normalize=True), width=24, shared_width=0),
-    dense_layers=(1,),
-)
 WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 COMPRESSED = {
     "quant_method": "compressed-tensors",
@@ -41,36 +32,6 @@ INT8 = {
 }
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 16], "activation_scheme": "dynamic"}
 FORMATS = {"blocks": BLOCKS, "channels": COMPRESSED, "tensors": COMPRESSED, "int8": INT8}
-
-
-def expert_weights():
-    rng, made = np.random.default_rng(3), toy.random_params(EXPERTS)
-
-    def matrix(*shape):
-        return (rng.normal(size=shape) * shape[-2] ** -0.5).astype(np.float32)
-
-    first, *others = made.layers
-    experts = RoutedParams(matrix(4, 32), None, matrix(4, 32, 48), matrix(4, 24, 32))
-    first = dataclasses.replace(first, experts=experts, gate_up=None, down=None)
-    return dataclasses.replace(made, layers=(first, *others))
-
-
-MODELS = {
-    "llama": (toy.TARGET, lambda: toy.random_params(toy.TARGET)),
-    "experts": (EXPERTS, expert_weights),
-    "latents": (deepseek.MLA, lambda: deepseek.params("mla")),
-}
-
-
-def load_file(path):
-    """The tensors of a file; the reader of safetensors has no fp8."""
-    files = SafetensorFiles(path.parent)
-    return {name: files.get(name) for name in files.names()}
-
-
-def is_linear(name):
-    kept = ("embed_tokens", "norm", "lm_head", "mlp.gate.weight")
-    return name.endswith(".weight") and not any(part in name for part in kept)
 
 
 def store(path, model, form, head=False):
@@ -118,10 +79,6 @@ def stored(tmp_path_factory):
         return made[key]
 
     return pair
-
-
-def values(params):
-    return jax.tree_util.tree_leaves_with_path(jax.tree.map(widen, params, is_leaf=is_matrix))
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -218,10 +175,10 @@ def group(**changes):
         group(symmetric=False),
         group(dynamic=True),
         group(type="int"),
-        {**COMPRESSED, "format": "pack-quantized"},
+        {**COMPRESSED, "format": "nvfp4-pack-quantized"},
         {**COMPRESSED, "config_groups": {}},
         {**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}},
-        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "mxfp4"},
         {"quant_method": "fp8"},
         {**BLOCKS, "fmt": "e5m2"},
     ),

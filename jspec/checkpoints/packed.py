@@ -1,0 +1,220 @@
+"""Checkpoints whose matrices have 4 bits, several in a word of 32 bits, with a scale for each group of inputs.
+
+Three layouts of a linear layer X with weights [out, in], all with the lowest bits of a word first:
+
+- compressed-tensors' `pack-quantized`: `X.weight_packed` [out, in / 8], `X.weight_scale` [out, groups] and, unless the
+  values are symmetric, `X.weight_zero_point` [out / 8, groups], packed along its first axis
+  (github.com/vllm-project/compressed-tensors).
+- GPTQ (Frantar et al., arXiv 2210.17323): `X.qweight` [in / 8, out], `X.scales` [groups, out] and `X.qzeros`
+  [groups, out / 8], which are one too small in its first format; `X.g_idx` [in], the group of each input.
+- AWQ (Lin et al., arXiv 2306.00978), the layout of its matrix products: `X.qweight` [in, out / 8], `X.scales` and
+  `X.qzeros` as in GPTQ. A word has eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7.
+
+A value minus its zero point fits 8 bits, which are kept: the weights are those of the checkpoint, in twice its bytes.
+"""
+
+import dataclasses
+from typing import Literal, NoReturn
+
+import numpy as np
+
+from jspec.checkpoints.fields import Fields
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.safetensors_file import SafetensorFiles
+
+_NAMES = {
+    "compressed": (".weight_packed", ".weight_scale", ".weight_zero_point"),
+    "gptq": (".qweight", ".scales", ".qzeros"),
+    "awq": (".qweight", ".scales", ".qzeros"),
+}
+"""Layout -> ends of the names of values, scales and zero points."""
+_SHAPE, _GROUP_OF = ".weight_shape", ".g_idx"
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The column of each value of a word."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How values are packed.
+
+    bits: of a value, 4 or 8.
+    group: inputs that share a scale; None: all.
+    zeros: whether there are zero points; otherwise the zero is half of the range.
+    zero_offset: what is added to a stored zero point.
+    """
+
+    layout: Literal["compressed", "gptq", "awq"]
+    bits: int
+    group: int | None
+    zeros: bool
+    zero_offset: int = 0
+
+
+def parse_compressed(method: Fields) -> Packing | None:
+    """The packing of a `quantization_config` of compressed-tensors; None: it is not supported."""
+    groups = method.section("config_groups")
+    found = {_parse_group(groups.section(name).section("weights")) for name in groups.keys()}
+    if method.read_text("format") != "pack-quantized" or method.section("kv_cache_scheme").keys() or len(found) != 1:
+        return None
+    return found.pop()
+
+
+def _parse_group(weights: Fields) -> Packing | None:
+    bits, strategy = weights.read_int("num_bits"), weights.optional_text("strategy")
+    symmetric = weights.read_flag("symmetric", True)
+    if weights.optional_text("type") != "int" or bits not in (4, 8) or strategy not in ("group", "channel"):
+        return None
+    if weights.read_flag("dynamic", False) or (
+        weights.is_set("actorder") and weights.text_or_flag("actorder") != "weight"
+    ):
+        return None
+    return Packing("compressed", bits, weights.read_int("group_size") if strategy == "group" else None, not symmetric)
+
+
+def parse_gptq(method: Fields) -> Packing | None:
+    """The packing of a `quantization_config` of GPTQ; None: it is not supported."""
+    bits, form = method.read_int("bits"), method.optional_text("checkpoint_format") or "gptq"
+    if bits not in (4, 8) or form not in ("gptq", "gptq_v2"):
+        return None
+    return Packing("gptq", bits, _group_size(method), True, zero_offset=int(form == "gptq"))
+
+
+def parse_awq(method: Fields) -> Packing | None:
+    """The packing of a `quantization_config` of AWQ; None: it is not supported."""
+    version = method.optional_text("version") or "gemm"
+    if method.read_int("bits") != 4 or version.lower() != "gemm":
+        return None
+    return Packing("awq", 4, _group_size(method), method.read_flag("zero_point", True))
+
+
+def _group_size(method: Fields) -> int | None:
+    size = method.read_int("group_size", least=-1)
+    return None if size in (-1, 0) else size
+
+
+class PackedFiles:
+    """The tensors of a checkpoint, in which a packed layer X is `X.weight`, in int8, and `X.weight_scale`.
+
+    `X.weight` [out, in] has the values minus their zero points, and `X.weight_scale` is [out, groups].
+    """
+
+    def __init__(self, files: SafetensorFiles, packing: Packing):
+        self.directory, self._files, self._packing = files.directory, files, packing
+        self._values, self._scales, self._zeros = _NAMES[packing.layout]
+        stored = files.names()
+        layers = {name.removesuffix(self._values) for name in stored if name.endswith(self._values)}
+        ends = (self._values, self._scales, self._zeros, _SHAPE, _GROUP_OF)
+        self._layers = {f"{layer}.weight": layer for layer in layers}
+        self._scale_of = {f"{layer}.weight_scale": layer for layer in layers}
+        self._names = stored - {layer + end for layer in layers for end in ends} | {*self._layers, *self._scale_of}
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        return self._names
+
+    def dtype(self, name: str) -> np.dtype | None:
+        """The type of one tensor, without reading it; None: one that cannot be read."""
+        if name in self._layers:
+            return np.dtype(np.int8)
+        return self._files.dtype(self._stored(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of one tensor.
+
+        Raises:
+          CheckpointError: it is missing, or of no such layer.
+        """
+        if name not in self._layers:
+            found = self._files.shape(self._stored(name))
+            return found[::-1] if name in self._scale_of and self._packing.layout != "compressed" else found
+        layer, per_word = self._layers[name], 32 // self._packing.bits
+        packed = self._packed_shape(layer)
+        if self._packing.layout == "compressed":
+            given = self._files.get(layer + _SHAPE).reshape(-1) if layer + _SHAPE in self._files.names() else ()
+            out, width = map(int, given) if len(given) == 2 else (packed[0], packed[1] * per_word)
+            if (out, -(-width // per_word)) != packed:
+                self._refuse(layer + self._values, f"has shape {packed} for a matrix of shape {(out, width)}")
+            return out, width
+        return (
+            (packed[1], packed[0] * per_word) if self._packing.layout == "gptq" else (packed[1] * per_word, packed[0])
+        )
+
+    def get(self, name: str) -> np.ndarray:
+        """One tensor.
+
+        Raises:
+          CheckpointError: it is missing, or damaged; or groups are not made of successive inputs.
+        """
+        if name in self._scale_of:
+            scale = self._files.get(self._stored(name))
+            return scale if self._packing.layout == "compressed" else np.ascontiguousarray(scale.T)
+        if name not in self._layers:
+            return self._files.get(name)
+        layer, (out, width) = self._layers[name], self.shape(name)
+        self._check_groups(layer, width)
+        words = self._words(layer + self._values)
+        if self._packing.layout == "compressed":
+            values = self._unpack(words)[:, :width]
+        elif self._packing.layout == "gptq":
+            values = self._unpack(words.T)
+        else:
+            values = self._unpack(words, _AWQ_ORDER).T
+        made = values.astype(np.int16) - self._zero_points(layer, out, width)
+        if made.min(initial=0) < -128 or made.max(initial=0) > 127:
+            self._refuse(layer + self._zeros, "has zero points whose distance to the values exceeds 8 bits")
+        return made.astype(np.int8)
+
+    def _zero_points(self, layer: str, out: int, width: int) -> np.ndarray:
+        """The zero point of each value, [out, in], or of all of them."""
+        half = np.int16(2 ** (self._packing.bits - 1))
+        if not self._packing.zeros:
+            return np.full((1, 1), half)
+        words = self._words(layer + self._zeros)
+        if self._packing.layout == "compressed":
+            zeros = self._unpack(words.T).T[:out]
+        else:
+            zeros = self._unpack(words, _AWQ_ORDER if self._packing.layout == "awq" else None).T
+        size = self._packing.group or width
+        if zeros.shape != (out, -(-width // size)):
+            self._refuse(layer + self._zeros, f"has shape {words.shape}, which is not that of {out} x {width} values")
+        if self._packing.zero_offset and (zeros == 2 * half - 1).any():
+            # Implementations read this as 0 or as a number beyond the range.
+            self._refuse(layer + self._zeros, "has zero points that this format does not define; its second one does")
+        wide = zeros.astype(np.int16) + np.int16(self._packing.zero_offset)
+        return np.repeat(wide, size, axis=1)[:, :width]
+
+    def _unpack(self, words: np.ndarray, order: tuple[int, ...] | None = None) -> np.ndarray:
+        """The values of words along the last axis; order: the place of each value of a word, if not its own."""
+        bits = self._packing.bits
+        shifts = np.arange(0, 32, bits, dtype=np.uint32)
+        if order is not None:
+            shifts = shifts[np.argsort(order)]
+        values = (words[..., None] >> shifts) & np.uint32(2**bits - 1)
+        return values.astype(np.uint8).reshape(*words.shape[:-1], -1)
+
+    def _words(self, name: str) -> np.ndarray:
+        words = self._files.get(name)
+        if words.ndim != 2 or words.dtype not in (np.int32, np.uint32):
+            self._refuse(name, f"has dtype {words.dtype} and shape {words.shape}; must be a matrix of 32-bit integers")
+        return words.view(np.uint32)
+
+    def _packed_shape(self, layer: str) -> tuple[int, int]:
+        shape = self._files.shape(layer + self._values)
+        if len(shape) != 2:
+            self._refuse(layer + self._values, f"has shape {shape}; must be a matrix")
+        return shape[0], shape[1]
+
+    def _check_groups(self, layer: str, width: int) -> None:
+        """Raises if inputs were grouped in another order than theirs, by the size of their activations."""
+        name = layer + _GROUP_OF
+        if name not in self._files.names():
+            return
+        size = self._packing.group or width
+        if not np.array_equal(self._files.get(name), np.arange(width) // size):
+            self._refuse(name, "groups inputs that are not successive (desc_act, actorder), which is not supported")
+
+    def _stored(self, name: str) -> str:
+        return self._scale_of[name] + self._scales if name in self._scale_of else name
+
+    def _refuse(self, name: str, problem: str) -> NoReturn:
+        raise CheckpointError(f"{self.directory}: {name} {problem}")

@@ -1,0 +1,295 @@
+"""Checkpoints of 4-bit matrices in words: read like the values that were packed, refused if they do not fit."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from safetensors.numpy import save_file
+from scaled_files import MODELS, is_linear, load_file, values
+
+import jspec
+from jspec.checkpoints import language_model
+from jspec.checkpoints.files import CheckpointError
+from jspec.models.quantized import is_matrix
+
+GROUP = 8
+
+
+def compressed(**changes):
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": GROUP,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**weights, **changes}}},
+        "ignore": ["lm_head"],
+    }
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+FORMATS = {
+    "compressed": compressed(),
+    "compressed_zeros": compressed(symmetric=False),
+    "compressed_channel": compressed(strategy="channel", group_size=None),
+    "compressed_8_bits": compressed(num_bits=8),
+    "gptq": GPTQ,
+    "gptq_v2": {**GPTQ, "checkpoint_format": "gptq_v2"},
+    "gptq_column": {**GPTQ, "group_size": -1},
+    "awq": AWQ,
+}
+
+
+WHOLE = ("compressed_channel", "gptq_column")
+"""Formats with one scale for each output."""
+
+
+def pack(values, bits, order=None):
+    """Words of 32 bits along the last axis, one value after the other. order: the column of each place of a word."""
+    count = 32 // bits
+    padded = np.pad(values, [(0, 0), (0, -values.shape[1] % count)]).astype(np.uint64)
+    words = np.zeros((len(values), padded.shape[1] // count), np.uint64)
+    for word in range(words.shape[1]):
+        for place in range(count):
+            column = word * count + (place if order is None else order[place])
+            words[:, word] |= padded[:, column] << np.uint64(bits * place)
+    return words.astype(np.uint32).view(np.int32)
+
+
+def packed_layer(rng, shape, form):
+    """Random tensors of a layer [out, in], by the end of their names, and its weights in float32."""
+    out, width = shape
+    bits = 8 if form == "compressed_8_bits" else 4
+    size = width if form in WHOLE else GROUP
+    groups = -(-width // size)
+    q = rng.integers(0, 2**bits, shape)
+    # The first format of GPTQ stores a zero point less one, and has none for 0.
+    zeros = (
+        rng.integers(1, 16, (out, groups)) if "zeros" in form or "q" in form else np.full((out, groups), 2**bits // 2)
+    )
+    scale = rng.uniform(0.5, 1, (out, groups)).astype(np.float16) * np.float16(0.05 / 2 ** (bits - 4))
+    wide = (q - np.repeat(zeros, size, axis=1)[:, :width]) * np.repeat(scale.astype(np.float32), size, axis=1)[
+        :, :width
+    ]
+    if form.startswith("compressed"):
+        tensors = {".weight_packed": pack(q, bits), ".weight_scale": scale, ".weight_shape": np.array(shape)}
+        if "zeros" in form:
+            tensors[".weight_zero_point"] = np.ascontiguousarray(pack(zeros.T, bits).T)
+    elif form.startswith("gptq"):
+        stored = zeros - (form != "gptq_v2")
+        tensors = {".qweight": pack(q, bits).T, ".scales": scale.T, ".qzeros": pack(stored.T, bits)}
+        tensors[".g_idx"] = (np.arange(width) // size).astype(np.int32)
+    else:
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        tensors = {".qweight": pack(q.T, bits, order), ".scales": scale.T, ".qzeros": pack(zeros.T, bits, order)}
+    return {end: np.ascontiguousarray(tensor) for end, tensor in tensors.items()}, wide.astype(np.float32)
+
+
+def store(path, model, form):
+    """Writes a checkpoint of packed matrices, and one with their values in float32."""
+    config, make = MODELS[model]
+    for kind in ("narrow", "wide"):
+        language_model.save(path / kind, config, make(), dtype="float32")
+    rng, narrow, wide = np.random.default_rng(0), {}, {}
+    for name, tensor in load_file(path / "wide" / "model.safetensors").items():
+        if is_linear(name):
+            tensors, wide[name] = packed_layer(rng, tensor.shape, form)
+            narrow |= {name.removesuffix(".weight") + end: part for end, part in tensors.items()}
+        else:
+            narrow[name] = wide[name] = tensor
+    save_file(narrow, path / "narrow" / "model.safetensors")
+    save_file(wide, path / "wide" / "model.safetensors")
+    configure(path / "narrow" / "config.json", FORMATS[form])
+    return path
+
+
+def configure(path, method):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": method}))
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A function that writes a pair of checkpoints once."""
+    made = {}
+
+    def pair(model, form):
+        if (model, form) not in made:
+            made[model, form] = store(tmp_path_factory.mktemp(model), model, form)
+        return made[model, form]
+
+    return pair
+
+
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [*(("llama", form) for form in FORMATS), ("experts", "awq"), ("experts", "gptq"), ("latents", "compressed_zeros")],
+)
+def test_weights_are_those_that_were_packed(stored, model, form):
+    path = stored(model, form)
+    got, expected = (jspec.load(path / kind).params.target for kind in ("narrow", "wide"))
+    for (name, x), (_, y) in zip(values(got), values(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), jax.tree_util.keystr(name))
+    matrices = [leaf for leaf in jax.tree.leaves(got, is_leaf=is_matrix) if is_matrix(leaf)]
+    assert len(matrices) >= 8
+    for leaf in matrices:
+        assert (leaf.narrow.dtype, leaf.scale.dtype, leaf.dtype) == (np.int8, np.float32, np.float32)
+        assert leaf.group == (None if form in WHOLE else GROUP)
+
+
+@pytest.mark.parametrize("form", ("compressed_zeros", "awq"))
+def test_logits_are_those_of_the_widened_weights(stored, form):
+    loaded = [jspec.load(stored("llama", form) / kind) for kind in ("narrow", "wide")]
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, toy.TARGET.vocab_size, (2, 9)), jnp.int32)
+
+    @jax.jit
+    def logits(params):
+        cache = loaded[0].target.init_cache(params, 2, 16, 4)
+        return loaded[0].target.apply(params, tokens, jnp.arange(9, dtype=jnp.int32)[None], cache, None).logits
+
+    got, expected = (np.asarray(logits(each.params.target)) for each in loaded)
+    np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
+
+
+def test_drafted_tokens_and_rounds_are_those_of_the_widened_weights(stored):
+    path = stored("llama", "gptq")
+    options = {"max_new_tokens": 20, "page_size": 16}
+    prompts = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+    narrow, wide = (jspec.load(path / kind, draft=path / kind) for kind in ("narrow", "wide"))
+    plain = jspec.generate(narrow, prompts, drafter=None, **options)
+    runs = [jspec.generate(model, prompts, drafter=jspec.Standalone(depth=3), **options) for model in (narrow, wide)]
+    assert runs[0].tokens == runs[1].tokens == plain.tokens
+    np.testing.assert_array_equal(runs[0].stats.rounds, runs[1].stats.rounds)
+    assert runs[0].stats.accept_length > 2
+
+
+def test_other_weights_can_be_chosen(stored):
+    path = stored("llama", "awq")
+    got, expected = (jspec.load(path / kind, weights="wide").params.target for kind in ("narrow", "wide"))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    half = jspec.load(path / "narrow", dtype="bfloat16").params.target
+    assert half.embed.dtype == half.layers[0].o.dtype == jnp.bfloat16 and is_matrix(half.layers[0].o)
+
+
+def test_memory_counts_8_bits(stored, monkeypatch):
+    from jspec.engine import memory
+
+    path = stored("llama", "awq") / "narrow"
+    size = memory.tree_bytes(jspec.load(path).params)
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (size, 10**9))
+    jspec.load(path)
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (size - 1, 10**9))
+    with pytest.raises(ValueError, match="do not fit"):
+        jspec.load(path)
+
+
+@pytest.mark.parametrize(
+    "method",
+    (
+        compressed(num_bits=3),
+        compressed(type="float"),
+        compressed(strategy="block"),
+        compressed(dynamic=True),
+        compressed(actorder="group"),
+        {**compressed(), "kv_cache_scheme": {"num_bits": 8}},
+        {
+            **compressed(),
+            "config_groups": {**compressed()["config_groups"], "b": compressed(num_bits=8)["config_groups"]["group_0"]},
+        },
+        {**GPTQ, "bits": 3},
+        {**GPTQ, "checkpoint_format": "marlin"},
+        {**AWQ, "bits": 8},
+        {**AWQ, "version": "gemv"},
+    ),
+    ids=str,
+)
+def test_other_methods_are_refused(stored, tmp_path, method):
+    for file in (stored("llama", "awq") / "narrow").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    configure(tmp_path / "config.json", method)
+    with pytest.raises(CheckpointError, match=r"quantization_config=.*is not supported; must have quant_method='fp8'"):
+        jspec.load(tmp_path)
+
+
+LAYER, WORDS = "model.layers.0.self_attn.o_proj", np.full((8, 8), -1, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    (
+        ("gptq", {f"{LAYER}.g_idx": np.arange(64, dtype=np.int32) % 8}, "g_idx groups inputs that are not successive"),
+        (
+            "gptq",
+            {f"{LAYER}.qzeros": np.full((8, 4), -1, np.int32)},
+            "qzeros has zero points that this format does not def",
+        ),
+        (
+            "gptq",
+            {f"{LAYER}.qzeros": np.zeros((4, 4), np.int32)},
+            r"qzeros has shape \(4, 4\), which is not that of 32 x 64",
+        ),
+        ("gptq", {f"{LAYER}.scales": None}, "o_proj.scales' is missing"),
+        ("gptq", {f"{LAYER}.scales": np.ones((3, 32), np.float16)}, r"weight_scale has shape \(32, 3\)"),
+        (
+            "gptq",
+            {f"{LAYER}.scales": np.full((8, 32), np.inf, np.float16)},
+            "weight_scale has values that are NaN or inf",
+        ),
+        ("awq", {f"{LAYER}.qweight": WORDS}, r"o_proj.weight has shape \(64, 8\), but config.json implies \(32, 64\)"),
+        ("awq", {f"{LAYER}.qweight": np.zeros((64, 4), np.float32)}, "qweight has dtype float32 .* of 32-bit integers"),
+        ("awq", {f"{LAYER}.qweight": np.zeros(4, np.int32)}, r"qweight has shape \(4,\); must be a matrix"),
+        ("awq", {f"{LAYER}.qzeros": None}, "o_proj.qzeros' is missing"),
+        ("awq", {"model.layers.7.self_attn.o_proj.qweight": WORDS}, "unused tensor"),
+        (
+            "compressed",
+            {f"{LAYER}.weight_shape": np.array([32, 8])},
+            r"weight_packed has shape \(32, 8\) for a matrix of shape",
+        ),
+        ("compressed", {f"{LAYER}.weight_scale": np.ones((32, 1), np.float16)}, r"weight_scale has shape \(32, 1\)"),
+    ),
+    ids=lambda part: part if isinstance(part, str) else None,
+)
+def test_damaged_checkpoints_are_refused(stored, tmp_path, form, change, message):
+    source = stored("llama", form) / "narrow"
+    tensors = load_file(source / "model.safetensors")
+    for name, value in change.items():
+        assert name in tensors or ".7." in name
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match=message):
+        jspec.load(tmp_path)
+
+
+def test_zero_points_that_leave_8_bits_are_refused(stored, tmp_path):
+    """GPTQ of 8 bits keeps values whose zero is the middle of their range; others reach further than 8 bits."""
+    config, make = MODELS["llama"]
+    language_model.save(tmp_path, config, make(), dtype="float32")
+    configure(tmp_path / "config.json", {**GPTQ, "bits": 8, "sym": True})
+    tensors, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(0)
+    for name in [name for name in tensors if is_linear(name)]:
+        out, width = tensors.pop(name).shape
+        parts = {
+            "qweight": pack(rng.integers(0, 256, (out, width)), 8).T,
+            "scales": np.full((width // GROUP, out), 0.01, np.float16),
+            "qzeros": pack(np.full((width // GROUP, out), 127), 8),
+        }
+        tensors |= {name.replace("weight", end): np.ascontiguousarray(part) for end, part in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert jspec.load(tmp_path).params.target.layers[0].o.narrow.min() == -128
+    tensors[f"{LAYER}.qzeros"] = pack(np.full((8, 32), 20), 8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="zero points whose distance to the values exceeds 8 bits"):
+        jspec.load(tmp_path)
