@@ -189,9 +189,9 @@ RARELY = [
     for i, kind in enumerate(hf.GEMMA4_KINDS)
     for k, drafter in enumerate(DRAFTERS)
     for j, window in (((i + k) % 3, (8, 16, 64)[(i + k) % 3]),)
-    if drafter.width > 1 or i != k % 3
+    if (i != k % 3 if drafter.width > 1 else i == k % 3)
 ]
-"""Trees with each kind and each window, and each depth of a chain with two of them."""
+"""Each depth of a chain with one of the kinds and windows, each tree with two of them."""
 
 
 def matrix():

@@ -107,7 +107,7 @@ FAMILIES = [("deepseek-v3", 1), ("deepseek-v3", 2), ("deepseek-v32", 1), ("qwen3
 RARELY = [
     (*family, drafter, (1, 16, 5)[(i + k) % 3], (None, 20, 7)[(2 * i + k) % 3])
     for i, family in enumerate(FAMILIES)
-    for k, drafter in enumerate(("auto", CHAINS[i % 3], TREE, *([Mtp(depth=2)] if family[1] == 2 else [])))
+    for k, drafter in enumerate(("auto", (TREE, CHAINS[i % 3])[i % 2], *([Mtp(depth=2)] if family[1] == 2 else [])))
 ]
 
 
