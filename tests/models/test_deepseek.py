@@ -255,7 +255,7 @@ def _fused(tensors):
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("v3", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.*awq.* is not supported"),
+        ("v3", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config=.*mxfp4.* is not supported"),
         ("v3", {"quantization_config": {**FP8, "weight_block_size": None}}, "weight_block_size"),
         ("v3", {"attention_bias": True}, "attention_bias=True"),
         ("v3", {"rope_interleave": False}, "rope_interleave=False"),
