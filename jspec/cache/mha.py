@@ -47,16 +47,23 @@ class MhaCache(PagedCache):
         mask: Bool[Array, "#B N R"] | None,
         scale: float,
         positions: Int[Array, "#B #N"] | None = None,
+        sinks: Float[Array, " H"] | None = None,
         exact: bool = False,
     ) -> Float[Array, "B N H D"]:
         """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`.
 
         positions: unused; only a sliding window needs them.
+        sinks: as in `paged_attention`.
         exact: the bits of a node's result do not depend on the other nodes, see `exact_attention`.
+
+        Raises:
+          ValueError: `exact` with `sinks`.
         """
+        if exact and sinks is not None:
+            raise ValueError("exact=True: exact attention has no sinks yet")
         if exact:
             return exact_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
-        return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
+        return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale, sinks=sinks)
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]

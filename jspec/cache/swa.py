@@ -10,6 +10,7 @@ more than R rows only the last R are written, so each gets a slot of its own.
 """
 
 import dataclasses
+from functools import partial
 from typing import Self
 
 import jax.numpy as jnp
@@ -67,10 +68,12 @@ class SlidingCache(PagedCache):
         mask: Bool[Array, "#B N R"] | None,
         scale: float,
         positions: Int[Array, "#B #N"] | None = None,
+        sinks: Float[Array, " H"] | None = None,
     ) -> Float[Array, "B N H D"]:
         """Like `MhaCache.attend`, within the window of each node.
 
         positions: positions of the nodes; required if `start` is given.
+        sinks: as in `paged_attention`.
         """
         first = None
         if start is not None:
@@ -78,9 +81,8 @@ class SlidingCache(PagedCache):
                 raise ValueError("positions=None: a window over a prefix needs the positions of its nodes")
             first = jnp.broadcast_to(jnp.maximum(positions - self.window + 1, 0), q.shape[:2])
         mask = window_mask(mask, q.shape[1], k.shape[1], self.window)
-        return paged_attention(
-            q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale, prefix_start=first
-        )
+        attend = partial(paged_attention, layer=layer, scale=scale, prefix_start=first, sinks=sinks)
+        return attend(q, k, v, self.pool, self.page_table, start, mask)
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]

@@ -24,6 +24,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     prefix_start: Int[Array, "B N"] | None = None,
+    sinks: Float[Array, " H"] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B N H D"]:
     """Attention of N nodes over a committed prefix in pages and over R rows of this round, which are in no page yet.
@@ -42,6 +43,8 @@ def paged_attention(
       soft_cap: bounds the scores, after `scale`, to soft_cap * tanh(scores / soft_cap). None: no bound.
       prefix_start: the first committed position that each node sees: a sliding window. The result does not depend on
         positions before the windows of all nodes. None: 0. If a window begins among the rows, `mask` has to say so.
+      sinks: for each query head the score of one more key, neither scaled nor bounded, whose value is zero: attention
+        that no row gets (gpt-oss, arXiv 2508.10925, section 2.2). None: there is none.
       backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
         None: the best one of this platform that supports the arguments.
 
@@ -54,9 +57,11 @@ def paged_attention(
         raise ValueError("prefix_start requires prefix_length")
     if prefix_start is not None and prefix_start.shape != q.shape[:2]:
         raise ValueError(f"prefix_start {prefix_start.shape}: must be {q.shape[:2]}, one for each node")
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks {sinks.shape}: must be {q.shape[2:3]}, one for each head of q")
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None for no bound")
 
     arrays = (q, k_rows, v_rows, pool, page_table, prefix_length, mask)
-    options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "prefix_start": prefix_start}
+    options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "prefix_start": prefix_start, "sinks": sinks}
     return OPERATION.run(backend, *arrays, **options)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import platform
 from pallas_kernels._types import Ref
-from pallas_kernels.attention import scores_in_base_2
+from pallas_kernels.attention import LOG2_E, scores_in_base_2
 
 DTYPES = ("bfloat16", "float32")
 LANES, SUBLANES = 128, 8
@@ -104,6 +104,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     prefix_start: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     config: Config | None = None,
     interpret: bool | pltpu.InterpretParams | None = None,
 ) -> jax.Array:
@@ -133,7 +134,7 @@ def paged_attention(
     tile = pl.BlockSpec((None, kv_heads, config.block_m, dim), lambda b, t, *_: (b, 0, t, 0))
     # The prefix, its windows and the mask, where there are any.
     table = lengths = lower = jnp.zeros(batch * tiles, jnp.int32)
-    starts = prefix = prefix_scratch = start_spec = mask_spec = None
+    starts = prefix = prefix_scratch = start_spec = mask_spec = sink_spec = None
     if pool is not None and page_table is not None and prefix_length is not None:
         prefix, table, lengths = pool, page_table.reshape(-1).astype(jnp.int32), prefix_length.astype(jnp.int32)
         prefix_scratch = _double_buffer((2, config.step_pages, page_size, kv_heads, dim), pool.dtype)
@@ -146,6 +147,10 @@ def paged_attention(
         shared = mask.shape[0] == 1
         mask = _pad(_pad(jnp.repeat(mask.astype(jnp.int8), group, axis=1), 1, folded), 2, own.shape[2])
         mask_spec = pl.BlockSpec((None, config.block_m, own.shape[2]), lambda b, t, *_: (0 if shared else b, t, 0))
+    if sinks is not None:
+        sinks = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, nodes))[:, :, None]
+        sinks = _pad(sinks, 1, folded)
+        sink_spec = pl.BlockSpec((kv_heads, config.block_m, 1), lambda b, t, *_: (0, t, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     vmem_bytes = platform.for_device_kind(TUNING).vmem_bytes
     out = pl.pallas_call(
@@ -162,7 +167,7 @@ def paged_attention(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(batch, tiles),
-            in_specs=[tile, anywhere, None if prefix is None else anywhere, start_spec, mask_spec],
+            in_specs=[tile, anywhere, None if prefix is None else anywhere, start_spec, mask_spec, sink_spec],
             out_specs=tile,
             scratch_shapes=[_double_buffer((2, config.step_rows, kv_heads, dim), q.dtype), prefix_scratch],
         ),
@@ -170,7 +175,7 @@ def paged_attention(
         interpret=platform.resolve_interpret(interpret),
         name="paged_attention",
         # The layer is an array, because XLA compiles a kernel once for all calls that differ only in their arrays.
-    )(jnp.full(1, layer, jnp.int32), table, lengths, lower, queries, own, prefix, starts, mask)
+    )(jnp.full(1, layer, jnp.int32), table, lengths, lower, queries, own, prefix, starts, mask, sinks)
     out = out[:, :, : nodes * group].reshape(batch, kv_heads, nodes, group, dim)
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
@@ -194,6 +199,7 @@ def _kernel(
     pool_ref: Ref | None,  # [L, 2, P, page, K, D]
     start_ref: Ref | None,  # [block_m, 1]
     mask_ref: Ref | None,  # [block_m, R]
+    sink_ref: Ref | None,  # [K, block_m, 1]
     out_ref: Ref,  # [K, block_m, D]
     own_scratch: tuple[Ref, Ref],  # two of [2, step_rows, K, D], and their semaphores
     page_scratch: tuple[Ref, Ref] | None,  # two of [2, step_pages, page, K, D], and their semaphores
@@ -208,11 +214,10 @@ def _kernel(
     sequence, tile = pl.program_id(0), pl.program_id(1)
     q = q_ref[...]
     absorb = functools.partial(_absorb, q, scale=scale, soft_cap=soft_cap)
-    state = (
-        jnp.full((*q.shape[:2], 1), -jnp.inf, jnp.float32),
-        jnp.zeros((*q.shape[:2], 1), jnp.float32),
-        jnp.zeros(q.shape, jnp.float32),
-    )
+    peak, total = jnp.full((*q.shape[:2], 1), -jnp.inf, jnp.float32), jnp.zeros((*q.shape[:2], 1), jnp.float32)
+    if sink_ref is not None:
+        peak, total = sink_ref[...] * LOG2_E, jnp.ones_like(total)
+    state = (peak, total, jnp.zeros(q.shape, jnp.float32))
     if pool_ref is not None and page_scratch is not None:
         state = _committed(
             pool_ref,

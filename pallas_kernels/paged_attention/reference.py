@@ -19,6 +19,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     prefix_start: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Gathers each sequence's pages, then one softmax over prefix and rows. Arguments as in `api.paged_attention`."""
     batch, nodes, heads, dim = q.shape
@@ -38,6 +39,10 @@ def paged_attention(
         values = jnp.where(visible.any(1)[:, :, None, None], values, jnp.zeros((), values.dtype))
         visible = jnp.repeat(visible, group, axis=1) if prefix_start is not None else visible
         parts.append((masked_scores(queries, keys, visible[:, None], scale, soft_cap), values))
+    if sinks is not None:
+        scores = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, nodes))[None, :, :, None]
+        none = jnp.zeros((batch, 1, kv_heads, dim), v_rows.dtype)
+        parts.append((jnp.broadcast_to(scores, (batch, *scores.shape[1:])), none))
     out = attend(parts).astype(q.dtype).reshape(batch, kv_heads, nodes, group, dim)
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 

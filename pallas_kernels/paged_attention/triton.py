@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from pallas_kernels import platform
 from pallas_kernels._triton import absorb, call, dot, int32_or_none, load_rows, merge, padded, refuse_dtype
 from pallas_kernels._types import Ref
-from pallas_kernels.attention import scores_in_base_2
+from pallas_kernels.attention import LOG2_E, scores_in_base_2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +112,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     prefix_start: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
@@ -160,6 +161,7 @@ def paged_attention(
             None if prefix_length is None else specs.sequence(),
             None if prefix_start is None else specs.sequence(nodes),
             None if mask is None else specs.sequence(nodes, rows, shared=mask.shape[0] == 1),
+            None if sinks is None else pl.BlockSpec((None, group), lambda h, bt, s: (h, 0)),
         ],
         out_specs=out_specs,
         num_warps=config.num_warps,
@@ -177,6 +179,7 @@ def paged_attention(
         int32_or_none(prefix_length),
         int32_or_none(prefix_start),
         mask,
+        None if sinks is None else sinks.astype(jnp.float32).reshape(kv_heads, group),
     )
     return (out[0] if config.splits == 1 else merge(out, q.dtype, interpret)).reshape(q.shape)
 
@@ -217,6 +220,7 @@ def _kernel(
     length_ref: Ref | None,  # []
     start_ref: Ref | None,  # [N]
     mask_ref: Ref | None,  # [N, R]
+    sink_ref: Ref | None,  # [G]
     *out_refs: Ref,  # [N, G, D]; or of this split: peaks [N, G], totals [N, G], sums [N, G, D]
     config: Config,
     tiles: int,
@@ -248,11 +252,13 @@ def _kernel(
         return lax.fori_loop(begin, end, body, (find(begin), state))[1]
 
     # One softmax over this split of the prefix and, in the last program, over the round's own rows.
-    state = (
-        jnp.full(config.block_m, -jnp.inf, jnp.float32),
-        jnp.zeros(config.block_m, jnp.float32),
-        jnp.zeros(q.shape, jnp.float32),
-    )
+    peak, total = jnp.full(config.block_m, -jnp.inf, jnp.float32), jnp.zeros(config.block_m, jnp.float32)
+    if sink_ref is not None:
+        sink = pltriton.load(sink_ref.at[member], mask=real, other=0) * LOG2_E
+        # The softmax of one split begins with it. The total is 1 there and otherwise 0.
+        peak = sink if config.splits == 1 else jnp.where(split == 0, sink, -jnp.inf)
+        total = jnp.exp2(peak - sink)
+    state = (peak, total, jnp.zeros(q.shape, jnp.float32))
     if pool_ref is not None and table_ref is not None and length_ref is not None:
         starts = None
         if start_ref is not None:

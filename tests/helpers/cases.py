@@ -29,6 +29,7 @@ class Case:
     soft_cap: float | None = None
     windows: bool = False
     """Each node sees the prefix from its own position on."""
+    sinks: bool = False
 
     @property
     def batch(self) -> int:
@@ -77,6 +78,13 @@ ATTENTION_CASES = (
     Case("bfloat16_windows_soft_cap", dtype="bfloat16", windows=True, soft_cap=2.0, tree=True, head_dim=64),
 )
 """Those, and cases that differ for attention only."""
+SINK_CASES = (
+    Case("sinks_chain", sinks=True, nodes=5, heads=6, page_size=3, pages=7, prefix=(20, 3, 0)),
+    Case("sinks_windows_tree", sinks=True, windows=True, nodes=9, heads=4, kv_heads=1, tree=True, prefix=(12, 7)),
+    Case("sinks_no_prefix", sinks=True, prefix=None, nodes=9, heads=4),
+    Case("bfloat16_sinks_soft_cap", dtype="bfloat16", sinks=True, soft_cap=2.0, heads=4, head_dim=64),
+)
+"""For attention with sinks."""
 
 
 def rng_of(case: Case) -> np.random.Generator:

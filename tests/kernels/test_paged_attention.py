@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backends import FAST_COMPILE, HERE, REQUIRES, each_backend, interpreted, params
-from cases import ATTENTION_CASES, CASES, Case, normal, page_table, pool, rng_of, tree_mask, window_starts
+from cases import ATTENTION_CASES, CASES, SINK_CASES, Case, normal, page_table, pool, rng_of, tree_mask, window_starts
 from crosslower import cross_lower
 from jax.experimental.pallas import tpu as pltpu
 
@@ -43,7 +43,11 @@ def starts(case: Case):
     return window_starts(rng_of(case), case) if case.windows else None
 
 
-def oracle(q, k, v, pool, table, prefix, mask, *, layer=0, scale=1.0, soft_cap=None, prefix_start=None):
+def sinks_of(case: Case):
+    return normal(rng_of(case), (case.heads,), "float32") * 3 if case.sinks else None
+
+
+def oracle(q, k, v, pool, table, prefix, mask, *, layer=0, scale=1.0, soft_cap=None, prefix_start=None, sinks=None):
     batch, nodes, heads, _ = q.shape
     rows, group = k.shape[1], heads // k.shape[2]
     out = np.zeros(q.shape, np.float64)
@@ -57,30 +61,32 @@ def oracle(q, k, v, pool, table, prefix, mask, *, layer=0, scale=1.0, soft_cap=N
         scores = np.concatenate(keys).astype(np.float64) @ q[b, n, h].astype(np.float64) * scale
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)
+        if sinks is not None:
+            scores, values = np.append(scores, sinks[h]), [*values, np.zeros_like(values[0][:1])]
         weights = np.exp(scores - scores.max())
         out[b, n, h] = weights / weights.sum() @ np.concatenate(values).astype(np.float64)
     return out
 
 
-def attend(*args, layer=0, scale=1.0, soft_cap=None, prefix_start=None, backend=None):
+def attend(*args, layer=0, scale=1.0, soft_cap=None, prefix_start=None, sinks=None, backend=None):
     """The operation, jitted: backends always run inside a program."""
     options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "backend": backend}
     run = jax.jit(
-        lambda prefix_start, *args: paged_attention(*args, prefix_start=prefix_start, **options),
+        lambda prefix_start, sinks, *args: paged_attention(*args, prefix_start=prefix_start, sinks=sinks, **options),
         compiler_options=FAST_COMPILE if interpreted(backend) else None,
     )
-    return run(prefix_start, *args)
+    return run(prefix_start, sinks, *args)
 
 
 def attend_with(kernel, config, *args, interpret=None, **options):
     """A kernel with a configuration that it would not choose itself."""
     run = partial(kernel.paged_attention, config=config, interpret=interpret, layer=0, scale=1.0)
-    prefix_start = options.pop("prefix_start", None)
+    prefix_start, sinks = options.pop("prefix_start", None), options.pop("sinks", None)
     jitted = jax.jit(
-        lambda start, *args: run(*args, prefix_start=start, **options),
+        lambda start, sinks, *args: run(*args, prefix_start=start, sinks=sinks, **options),
         compiler_options=FAST_COMPILE if HERE == "cpu" else None,
     )
-    return jitted(prefix_start, *args)
+    return jitted(prefix_start, sinks, *args)
 
 
 def assert_close(out, expected, dtype="float32"):
@@ -94,7 +100,7 @@ COVERED = (
 """Slow cases of interpreted kernels, which other cases cover almost entirely."""
 POINTS = [
     pytest.param(case, *backend.values, marks=[*backend.marks, *slow], id=f"{case.name}-{backend.values[0]}")
-    for case in ATTENTION_CASES
+    for case in (*ATTENTION_CASES, *SINK_CASES)
     for backend in params(*sorted(OPERATION.backends))
     for slow in [[pytest.mark.slow] if HERE == "cpu" and case.name in COVERED and backend.values != ("xla",) else []]
 ]
@@ -109,6 +115,8 @@ POINTS = [
     "bfloat16_earlier_rows",
     "head_dim_24-xla",
     "soft_cap-xla",
+    "sinks_chain-xla",
+    "sinks_chain-triton",
     "windows_tree-xla",
     "bfloat16_windows_soft_cap-mosaic_tpu",
 )
@@ -117,6 +125,7 @@ def test_equals_a_softmax_in_float64(case, backend):
     """Free pages, and rows after the prefix or before all windows, are NaN: reading one shows in the result."""
     args = inputs(case)
     options = {"layer": case.layers - 1, "scale": 0.3, "soft_cap": case.soft_cap, "prefix_start": starts(case)}
+    options["sinks"] = sinks_of(case)
     out = attend(*args, **options, backend=backend)
     assert out.dtype == jnp.dtype(case.dtype)
     assert out.shape == args[0].shape
@@ -163,14 +172,15 @@ SPLIT = Case("splits", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page
         (2, dataclasses.replace(SPLIT, name="splits_of_small_pages", page_size=3, pages=32)),
         (3, dataclasses.replace(SPLIT, name="splits_of_windows", windows=True, tree=False)),
         (3, dataclasses.replace(SPLIT, name="splits_of_many_rows", nodes=20, prefix=(50,), tree=False, kv_heads=1)),
+        (2, dataclasses.replace(SPLIT, name="splits_sinks", kv_heads=1, sinks=True)),
     ),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_splits_of_the_prefix_are_merged(case, splits, kernel):
     """Including more splits than blocks of keys, and several tiles of rows."""
     args, config = inputs(case), triton.Config(block_m=16, block_k=16, splits=splits, num_warps=4, num_stages=2)
-    out = attend_with(triton, config, *args, prefix_start=starts(case))
-    assert_close(out, oracle(*args, prefix_start=starts(case)))
+    options = {"prefix_start": starts(case), "sinks": sinks_of(case)}
+    assert_close(attend_with(triton, config, *args, **options), oracle(*args, **options))
 
 
 @pytest.mark.fast("2-steps_windows")
@@ -181,13 +191,14 @@ def test_splits_of_the_prefix_are_merged(case, splits, kernel):
         (1, dataclasses.replace(SPLIT, name="steps_tree", nodes=20)),
         (2, dataclasses.replace(SPLIT, name="steps_windows", windows=True, tree=False, nodes=20)),
         (1, dataclasses.replace(SPLIT, name="steps_no_prefix", prefix=None, tree=False, nodes=40)),
+        (2, dataclasses.replace(SPLIT, name="steps_sinks", kv_heads=1, sinks=True, nodes=20)),
     ),
     ids=lambda x: getattr(x, "name", x),
 )
 def test_steps_and_tiles_of_the_tpu_kernel(case, step_pages, kernel):
     args, config = inputs(case), mosaic_tpu.Config(block_m=16, step_pages=step_pages, step_rows=16)
-    out = attend_with(mosaic_tpu, config, *args, prefix_start=starts(case))
-    assert_close(out, oracle(*args, prefix_start=starts(case)))
+    options = {"prefix_start": starts(case), "sinks": sinks_of(case)}
+    assert_close(attend_with(mosaic_tpu, config, *args, **options), oracle(*args, **options))
 
 
 @pytest.mark.fast("simulated_tree")
@@ -212,6 +223,7 @@ REAL = (
     Case("draft_step", **LLAMA, prefix=(0,), nodes=1, earlier=7, tree=True),
     Case("windows", **LLAMA, prefix=(0,), nodes=6, tree=True, windows=True, soft_cap=50.0),
     Case("head_dim_64", **{**LLAMA, "head_dim": 64}, prefix=(0,), nodes=6),
+    Case("sinks", **{**LLAMA, "head_dim": 64, "heads": 64}, prefix=(0,), nodes=6, tree=True, windows=True, sinks=True),
     Case("head_dim_256", **{**LLAMA, "head_dim": 256}, prefix=(0,), nodes=6, tree=True, windows=True),
     Case("float32", **{**LLAMA, "dtype": "float32"}, prefix=(0,), nodes=6, tree=True),
 )
@@ -239,10 +251,12 @@ def test_lowers_for(case, platform):
     windows = jax.ShapeDtypeStruct((case.batch, case.nodes), "int32") if case.windows else None
     options = {"layer": case.layers - 1, "scale": 0.1, "soft_cap": case.soft_cap, "interpret": False}
 
-    def run(prefix_start, *args):
-        return kernel.paged_attention(*args, prefix_start=prefix_start, **options)
+    sinks = jax.ShapeDtypeStruct((case.heads,), case.dtype) if case.sinks else None
 
-    assert call in cross_lower(run, platform, windows, *shapes(case))
+    def run(prefix_start, sinks, *args):
+        return kernel.paged_attention(*args, prefix_start=prefix_start, sinks=sinks, **options)
+
+    assert call in cross_lower(run, platform, windows, sinks, *shapes(case))
 
 
 SMEM = 227 * 1024
@@ -342,6 +356,7 @@ WRONG = {
     "page_table": ({"table": lambda table: table[:2]}, r"page_table \(2, 3\) and prefix_length \(3,\)"),
     "layer": ({"layer": lambda _: 2}, "layer=2: must be between 0 and 1, the layers of the pool"),
     "soft_cap": ({"soft_cap": lambda _: 0.0}, "soft_cap=0.0: must be above 0"),
+    "sinks": ({"sinks": lambda _: np.zeros(3, np.float32)}, r"sinks \(3,\): must be \(2,\), one for each head"),
     "windows": ({"prefix_start": lambda _: np.zeros((3, 1), np.int32)}, r"prefix_start \(3, 1\): must be \(3, 4\)"),
     "no_prefix": (
         {"prefix": lambda _: None, "prefix_start": lambda _: np.zeros((3, 4), np.int32)},
@@ -354,7 +369,7 @@ WRONG = {
 def test_arguments_that_do_not_fit_are_an_error(change, message, without_jaxtyping):
     names = ("q", "k", "v", "pool", "table", "prefix", "mask")
     args = dict(zip(names, inputs(Case("wrong", tree=True)), strict=True))
-    options = {"layer": 0, "soft_cap": None, "prefix_start": None}
+    options = {"layer": 0, "soft_cap": None, "prefix_start": None, "sinks": None}
     args |= {name: new(args[name]) for name, new in change.items() if name in args}
     options |= {name: new(None) for name, new in change.items() if name in options}
     with pytest.raises(ValueError, match=message):
