@@ -15,11 +15,12 @@ from jspec.cache.mla import UpProjections
 from jspec.checkpoints import scaled
 from jspec.checkpoints.config import (
     describe_shape,
+    describe_yarn,
     family_of,
+    parse_yarn,
     read_eps,
     read_layer_count,
     read_length,
-    read_rope,
     reading,
     unknown_family,
 )
@@ -29,7 +30,6 @@ from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import on_device
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams, Latent
-from jspec.models.layers import YarnRope
 from jspec.models.moe import Routed
 from jspec.models.mtp_head import MtpParams
 from jspec.models.router import Router
@@ -77,7 +77,7 @@ def parse_config(config: Fields) -> Deepseek:
     latent, heads = _parse_latent(config), config.read_int("num_attention_heads")
     if config.read_int("num_key_value_heads", heads) != heads:
         raise config.wrong("num_attention_heads", heads, "must equal num_key_value_heads in latent attention")
-    theta, scaling = _parse_rope(config)
+    theta, scaling = parse_yarn(config)
     with reading(config.where):
         return Deepseek(
             vocab_size=config.read_int("vocab_size"),
@@ -157,35 +157,6 @@ def _parse_experts(config: Fields, family: str) -> Routed:
     return Routed(router, width, config.read_int("n_shared_experts") * width)
 
 
-def _parse_rope(config: Fields) -> tuple[float, YarnRope | None]:
-    """The base and the scaling of the rotary positions, from a config.json of either generation."""
-    kind, theta, rope = read_rope(config, "default", "yarn")
-    if kind == "default":
-        return theta, None
-    if theta == 1:
-        raise rope.wrong("rope_theta", theta, "must be above 1 with rope_type='yarn'")
-    length = read_length(config)
-    original = rope.read_int("original_max_position_embeddings", most=MOST_LENGTH)
-    if not rope.has("factor") and original > length:
-        raise rope.wrong("original_max_position_embeddings", original, f"must be at most {length} without a factor")
-    fast, slow = (
-        rope.read_number(f"beta_{name}", each, above=0, most=MOST_NUMBER)
-        for name, each in (("fast", 32.0), ("slow", 1.0))
-    )
-    if fast < slow:
-        raise rope.wrong("beta_fast", fast, f"must be at least beta_slow={slow}")
-    return theta, YarnRope(
-        factor=rope.read_number("factor", length / original, least=1, most=MOST_NUMBER),
-        original_length=original,
-        beta_fast=fast,
-        beta_slow=slow,
-        mscale=rope.optional_number("mscale", least=0, most=MOST_NUMBER),
-        mscale_all_dim=rope.optional_number("mscale_all_dim", least=0, most=MOST_NUMBER),
-        attention_factor=rope.optional_number("attention_factor", above=0, most=MOST_NUMBER),
-        truncate=rope.read_flag("truncate", True),
-    )
-
-
 def describe(config: Deepseek) -> dict[str, Any]:
     """The config.json of a model, in the newer generation's format."""
     latent, router = config.latent, config.experts.router
@@ -205,7 +176,7 @@ def describe(config: Deepseek) -> dict[str, Any]:
         "moe_intermediate_size": config.experts.width,
         "routed_scaling_factor": router.scale,
         "norm_topk_prob": router.normalize,
-        "rope_parameters": _describe_rope(config),
+        "rope_parameters": describe_yarn(config.rope_theta, config.rope_scaling),
         "tie_word_embeddings": config.tie_embeddings,
         "num_nextn_predict_layers": config.mtp_layers,
         "attention_bias": False,
@@ -219,23 +190,6 @@ def describe(config: Deepseek) -> dict[str, Any]:
         sizes = config.indexer
         raw |= {"index_n_heads": sizes.heads, "index_head_dim": sizes.size, "index_topk": sizes.top_k}
     return raw
-
-
-def _describe_rope(config: Deepseek) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    if scaling is None:
-        return {"rope_type": "default", "rope_theta": config.rope_theta}
-    raw = {
-        "rope_type": "yarn",
-        "rope_theta": config.rope_theta,
-        "factor": scaling.factor,
-        "original_max_position_embeddings": scaling.original_length,
-        "beta_fast": scaling.beta_fast,
-        "beta_slow": scaling.beta_slow,
-        "truncate": scaling.truncate,
-    }
-    optional = {name: getattr(scaling, name) for name in ("mscale", "mscale_all_dim", "attention_factor")}
-    return raw | {name: value for name, value in optional.items() if value is not None}
 
 
 SHARED = "shared_experts."

@@ -330,6 +330,66 @@ def layer_branches(
     Returns the residual stream before the MLP's output is added, that output, which may be divided as in
     `layers.gated_mlp`, and the keys and values of this round including `earlier`.
     """
+    x, normed, pair = attend_layer(config, layer, x, normed, rotation, attend, earlier, selected, exact=exact)
+    mlp = layer_mlp(normed, layer, routed, exact=exact)
+    return x, sum_over_devices(mlp, config.tensor), pair
+
+
+class AttentionParams(Protocol):
+    """The part of a layer's weights that is its attention, and the norm after it."""
+
+    @property
+    def qkv(self) -> Float[Array, "X QKV"]:
+        """The projections to queries, keys and values."""
+        ...
+
+    @property
+    def qkv_bias(self) -> Float[Array, " QKV"] | None:
+        """Their biases."""
+        ...
+
+    @property
+    def q_norm(self) -> Float[Array, " D"] | None:
+        """The norm of query heads."""
+        ...
+
+    @property
+    def k_norm(self) -> Float[Array, " D"] | None:
+        """The norm of key heads."""
+        ...
+
+    @property
+    def o(self) -> Float[Array, "HD E"]:
+        """The projection of the heads' outputs."""
+        ...
+
+    @property
+    def o_bias(self) -> Float[Array, " E"] | None:
+        """Its bias."""
+        ...
+
+    @property
+    def mlp_norm(self) -> Float[Array, " E"]:
+        """The norm of the MLP's input."""
+        ...
+
+
+def attend_layer(
+    config: LayerShape,
+    layer: AttentionParams,
+    x: Float[Array, "B N E"],
+    normed: Float[Array, "B N X"],
+    rotation: tuple[Float[Array, "#B #N half"], Float[Array, "#B #N half"]],
+    attend: Callable[..., Array],
+    earlier: tuple[Array, Array] | None,
+    selected: layers.SelectedToken | None,
+    *,
+    exact: bool = False,
+) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"], tuple[Array, Array]]:
+    """The first half of a layer: arguments as in `layer_branches`.
+
+    Returns the residual stream after the attention, its norm, and the keys and values of this round.
+    """
     heads, kv_heads = config.num_heads // config.tensor, held_kv_heads(config) // config.tensor
     if exact and layer.qkv_bias is None:
         qkv = layers.divided_linear(normed, layer.qkv)
@@ -350,5 +410,4 @@ def layer_branches(
         attended = layers.linear(attended, layer.o, exact=exact)
         branch = layers.add_bias(sum_over_devices(attended, config.tensor), layer.o_bias)
     x, normed = layers.add_rms_norm(x, branch, layer.mlp_norm, config.rms_norm_eps, exact=exact)
-    mlp = layer_mlp(normed, layer, routed, exact=exact)
-    return x, sum_over_devices(mlp, config.tensor), (k, v)
+    return x, normed, (k, v)

@@ -169,8 +169,8 @@ def experts_mlp(
     """
     always = weights.shape[1] - ids.shape[1]
     order, place, sizes = group_rows(ids, gate_up.shape[0] - always, always)
-    inner = _grouped(x, gate_up, sizes, rows=order, activation=activation, exact=exact)
-    out = jnp.take(_grouped(inner, down, sizes, exact=exact), place, axis=0, mode="clip")
+    inner = grouped(x, gate_up, sizes, rows=order, activation=activation, exact=exact)
+    out = jnp.take(grouped(inner, down, sizes, exact=exact), place, axis=0, mode="clip")
     weighted = weights[:, :, None] * out.astype(jnp.float32)
     if exact:
         # A reduction would be divided by its shape, and products merged with sums where the compiler sees fit.
@@ -179,12 +179,12 @@ def experts_mlp(
     return weighted.sum(1).astype(x.dtype)
 
 
-def _grouped(
+def grouped(
     x: Float[Array, "T E"],
     weight: Float[Array, "Y E F"] | Quantized,
     sizes: Int[Array, " Y"],
     *,
-    exact: bool,
+    exact: bool = False,
     rows: Int[Array, " S"] | None = None,
     activation: Callable[[Array], Array] | None = None,
 ) -> Float[Array, "S M"]:
