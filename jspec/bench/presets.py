@@ -3,7 +3,7 @@
 import dataclasses
 
 from jspec.cache import RecurrentLayer
-from jspec.models import Assistant, BlockHead, Deepseek, EagleHead, Gemma4, Llama, MtpHeads, Qwen3Next
+from jspec.models import Assistant, BlockHead, Deepseek, EagleHead, Gemma4, GptOss, Llama, MtpHeads, Qwen3Next
 from jspec.models.assistant import Clusters
 from jspec.models.decoder import Decoder
 from jspec.models.deepseek import Indexer, Latent
@@ -301,6 +301,39 @@ _QWEN3_30B_A3B = dataclasses.replace(
     num_kv_heads=4,
     experts=Routed(Router(count=128, chosen=8, normalize=True), width=768),
 )
+_GPT_OSS_20B = GptOss(
+    vocab_size=201_088,
+    hidden_size=2880,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    windows=(128, None) * 12,
+    max_length=131_072,
+    experts=Routed(Router(count=32, chosen=4, normalize=True), width=2880),
+    rope_scaling=YarnRope(factor=32.0, original_length=4096, truncate=False),
+)
+_GPT_OSS_120B = dataclasses.replace(
+    _GPT_OSS_20B,
+    windows=(128, None) * 18,
+    experts=Routed(Router(count=128, chosen=4, normalize=True), width=2880),
+)
+
+
+def gpt_oss_head(target: GptOss) -> EagleHead:
+    """The EAGLE-3 head of gpt-oss in SpecForge's configuration: dense, and six times as wide as the stream."""
+    shape = Llama(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=6 * target.hidden_size,
+        num_layers=target.num_layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        max_length=4096,
+    )
+    return eagle_head(shape)
+
+
 _TINY_DEEPSEEK = Deepseek(
     vocab_size=128,
     hidden_size=16,
@@ -347,6 +380,8 @@ PRESETS = {
     # The 3 dense layers and the first with experts, which fit on one GPU with 80 GB, together with the MTP head.
     "deepseek-v3.2-4-layers": Preset(_DEEPSEEK_V3_2_4, mtp=mtp_heads(_DEEPSEEK_V3_2_4)),
     "tiny-deepseek-v3.2": Preset(_TINY_DEEPSEEK_V3_2, mtp=mtp_heads(_TINY_DEEPSEEK_V3_2)),
+    "gpt-oss-20b": Preset(_GPT_OSS_20B, gpt_oss_head(_GPT_OSS_20B)),
+    "gpt-oss-120b": Preset(_GPT_OSS_120B, gpt_oss_head(_GPT_OSS_120B)),
     "gemma-4-31b": Preset(
         _GEMMA_4_31B, assistant=gemma4_assistant(_GEMMA_4_31B, hidden_size=1024, intermediate_size=8192)
     ),

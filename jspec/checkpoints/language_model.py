@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from jspec.checkpoints import atomic, deepseek, gemma4, llama, qwen3_next
+from jspec.checkpoints import atomic, deepseek, gemma4, gpt_oss, llama, qwen3_next
 from jspec.checkpoints.config import family_of, unknown_family
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, read_fields
@@ -26,7 +26,13 @@ from jspec.models.decoder import Decoder
 from jspec.models.quantized import is_matrix, refuse_quantized
 from jspec.models.sizes import count_parameters
 
-FAMILIES: tuple[Family[Any], ...] = (llama.FAMILY, gemma4.FAMILY, deepseek.FAMILY, qwen3_next.FAMILY)
+FAMILIES: tuple[Family[Any], ...] = (
+    llama.FAMILY,
+    gemma4.FAMILY,
+    deepseek.FAMILY,
+    qwen3_next.FAMILY,
+    gpt_oss.FAMILY,
+)
 """All families of language models; a new one is one more entry."""
 
 MOST_PARAMETERS = 10**13

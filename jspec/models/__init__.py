@@ -7,6 +7,7 @@ from jspec.models.deepseek import Deepseek, DeepseekParams
 from jspec.models.draft import Draft
 from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.gemma4 import Gemma4, Gemma4Params
+from jspec.models.gpt_oss import GptOss, GptOssParams
 from jspec.models.llama import Llama, LlamaParams
 from jspec.models.mtp_head import MtpHead, MtpHeads, MtpParams
 from jspec.models.qwen3_next import Qwen3Next, Qwen3NextParams
@@ -24,6 +25,8 @@ __all__ = [
     "EagleParams",
     "Gemma4",
     "Gemma4Params",
+    "GptOss",
+    "GptOssParams",
     "Llama",
     "LlamaParams",
     "MtpHead",

@@ -41,6 +41,8 @@ class Decoder(abc.ABC):
     drafter: ClassVar[str] = "standalone"
     """Name of the drafter that uses this model as its draft."""
     at_once: ClassVar[bool] = False
+    has_sinks: ClassVar[bool] = False
+    """Whether its attention has sinks, see `paged_attention`."""
 
     @abc.abstractmethod
     def param_shapes(self, dtype: DTypeLike) -> PyTree:

@@ -172,11 +172,16 @@ def configure(
 
 
 def require_keys(target: Decoder) -> Decoder:
-    """`target`, if an assistant can be trained for it: each of its layers has per-head keys and values.
+    """`target`, if an assistant can be trained for it: each of its layers has per-head keys and values, and no sinks.
 
     Raises:
-      ValueError: some layers keep latents or states instead.
+      ValueError: some layers keep latents or states instead, or there are sinks.
     """
+    if target.has_sinks:
+        raise ValueError(
+            "an assistant cannot be trained for a target whose attention has sinks yet, and the target is of type "
+            f"{type(target).__name__}"
+        )
     attends = len(target.attention_layers) == target.num_layers
     if attends and all(target.layer_keys(layer).latent is None for layer in range(target.num_layers)):
         return target

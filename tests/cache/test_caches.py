@@ -13,6 +13,7 @@ import gemma
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oss
 import poison
 import pytest
 import qwen
@@ -30,6 +31,7 @@ KINDS = {
     "mla": (deepseek.KINDS["mla"], lambda seed: deepseek.params("mla", seed)),
     "dsa": (deepseek.KINDS["dsa"], lambda seed: deepseek.params("dsa", seed)),
     "recurrent": (qwen.KINDS["dense"], lambda seed: qwen.params("dense", seed)),
+    "sinks": (oss.KINDS["sinks"], lambda seed: oss.params("sinks", seed)),
 }
 """A target, and a function from a seed to weights. All but the first and the third have two kinds of layers."""
 DRAFTERS = {

@@ -7,6 +7,7 @@ import gemma
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oss
 import pytest
 import qwen
 import toy
@@ -47,6 +48,7 @@ CASES = {
     **{
         f"qwen-{kind}": (config, lambda seed, kind=kind: qwen.params(kind, seed)) for kind, config in qwen.KINDS.items()
     },
+    **{f"oss-{kind}": (config, lambda seed, kind=kind: oss.params(kind, seed)) for kind, config in oss.KINDS.items()},
 }
 
 

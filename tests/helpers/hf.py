@@ -90,6 +90,26 @@ DEEPSEEK_KINDS = {
 }
 """V2-Lite, V2, V3 and V3.2: how queries are projected, experts chosen, positions scaled and tokens selected."""
 
+GPT_OSS = {
+    **BASE,
+    "num_hidden_layers": 3,
+    "intermediate_size": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+    "swiglu_limit": 1.5,
+}
+"""With a bound that some values of the gate exceed."""
+
 
 def gemma4_config(kind: str, **changes):
     """The configuration of a text model of a kind in `GEMMA4_KINDS`."""
@@ -172,7 +192,7 @@ def build_assistant(raw: dict, seed: int = 7):
 def build(family: str, seed: int = 0, **changes):
     """A model with random weights.
 
-    family: "llama", "qwen3", "qwen3_moe", one of `qwen3_next`, or "gemma4-" and a kind in `GEMMA4_KINDS`, or
+    family: "llama", "qwen3", "qwen3_moe", "gpt_oss", one of `qwen3_next`, or "gemma4-" and a kind in `GEMMA4_KINDS`, or
       "deepseek-" and a kind in `DEEPSEEK_KINDS`.
     """
     import transformers
@@ -182,6 +202,8 @@ def build(family: str, seed: int = 0, **changes):
         model = transformers.LlamaForCausalLM(config)
     elif family == "qwen3_moe":
         model = _build_qwen3_moe(changes)
+    elif family == "gpt_oss":
+        model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**GPT_OSS, **changes}))
     elif family.startswith("deepseek-"):
         model = _build_deepseek(family.removeprefix("deepseek-"), changes)
     elif family.startswith("gemma4-"):

@@ -15,6 +15,7 @@ import gemma
 import hf
 import jax
 import numpy as np
+import oss
 import qwen
 import toy
 from safetensors.numpy import save_file
@@ -66,6 +67,7 @@ MODELS: dict[str, Decoder] = {
     "qwen3_moe": dataclasses.replace(toy.TARGET, experts=_MOE, dense_layers=(1,)),
     **{f"gemma4 {kind}": config for kind, config in gemma.KINDS.items()},
     **{f"qwen3_next {kind}": config for kind, config in qwen.KINDS.items()},
+    **{f"gpt_oss {kind}": config for kind, config in oss.KINDS.items()},
     **{f"deepseek {kind}": config for kind, config in deepseek.KINDS.items()},
     "deepseek v2": _V2,
     "deepseek mtp": dataclasses.replace(deepseek.MLA, mtp_layers=2),

@@ -10,6 +10,7 @@ import gemma
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oss
 import qwen
 import toy
 from planted import Planted, weights_of
@@ -110,7 +111,7 @@ ASSISTANT = Assistant(61, 24, 32, 48, num_heads=4, target_layers=(2, 3), head_di
 
 
 def _family(module: Any, kind: str, drafter: Drafter) -> Loop:
-    """A target of `gemma`, `deepseek` or `qwen`, with a draft of the same shape or with what the drafter needs."""
+    """A target of one of these modules, with a draft of the same shape or with what the drafter needs."""
     target: Decoder = module.KINDS[kind]
     draft: Any = {FrozenKvMtp: ASSISTANT, Mtp: None}.get(type(drafter), target)
     if isinstance(drafter, Mtp):
@@ -159,6 +160,7 @@ LOOPS: dict[str, Loop] = {
             ("experts", gemma, "experts", {"ngram": Ngram(depth=3)}),
             ("recurrent", qwen, "dense", {"standalone_tree": TREE}),
             ("recurrent_experts", qwen, "experts", {"standalone": CHAIN}),
+            ("sinks", oss, "sinks", {"standalone_tree": TREE}),
         )
         for shape, drafter in {"plain": Plain(), **drafters}.items()
     },

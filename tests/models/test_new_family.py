@@ -10,6 +10,7 @@ import gemma
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oss
 import pytest
 import qwen
 import toy
@@ -23,7 +24,7 @@ from jspec.checkpoints.config import describe_shape, read_layer_count, read_leng
 from jspec.checkpoints.family import Family
 from jspec.core.struct import struct
 from jspec.core.types import Params
-from jspec.models import assistant, eagle_head, gemma4, layers, llama, mtp_head, qwen3_next
+from jspec.models import assistant, eagle_head, gemma4, gpt_oss, layers, llama, mtp_head, qwen3_next
 from jspec.models import deepseek as deepseek_model
 from jspec.models.decoder import Decoder
 from jspec.models.sizes import shape_of, tree_bytes
@@ -208,6 +209,7 @@ def test_an_assistant_can_be_trained_for_it(checkpoint):
         (dataclasses.replace(qwen.KINDS["dense"], mtp_layers=1), qwen3_next.Qwen3Next),
         *((config, deepseek_model.Deepseek) for config in deepseek.KINDS.values()),
         (dataclasses.replace(deepseek.MLA, mtp_layers=2), deepseek_model.Deepseek),
+        *((config, gpt_oss.GptOss) for config in oss.KINDS.values()),
         (toy.TARGET, llama.Llama),
         (dataclasses.replace(toy.TARGET, qk_norm=True, attention_bias=True, tie_embeddings=False), llama.Llama),
     ],
@@ -225,7 +227,7 @@ def classes_of(module: ModuleType) -> set[str]:
 
 def test_only_its_own_files_ask_for_a_family():
     """A drafter, and the training of a kind of draft, may check for their own kind; others ask the configuration."""
-    modules = (llama, gemma4, deepseek_model, qwen3_next, eagle_head, mtp_head, assistant)
+    modules = (llama, gemma4, deepseek_model, qwen3_next, gpt_oss, eagle_head, mtp_head, assistant)
     known = set().union(*map(classes_of, modules))
     root = Path(jspec.__file__).parent
     own = {root / "train" / "eagle3.py", root / "train" / "frozen_kv_mtp.py"}

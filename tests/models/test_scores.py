@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[pari
 transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
 
 FAMILIES = (
-    *("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gpt_oss"),
     *(f"gemma4-{kind}" for kind in hf.GEMMA4_KINDS),
     *(f"deepseek-{kind}" for kind in hf.DEEPSEEK_KINDS),
 )

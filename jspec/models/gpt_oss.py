@@ -1,0 +1,216 @@
+"""gpt-oss (OpenAI, arXiv 2508.10925): sliding-window layers interleaved with full ones, and experts in every layer.
+
+Each query head has a sink, a learned score that takes part in the softmax and has no value. Router and experts have
+biases, and the experts' gate is clamped. YaRN scales the rotary positions of all layers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PyTree
+
+from jspec.cache import HybridCache, LayerKeys
+from jspec.cache.mha import Rows
+from jspec.core.struct import struct
+from jspec.models import layers
+from jspec.models.decoder import Decoder
+from jspec.models.llama import attend_layer
+from jspec.models.moe import Routed, grouped, router_logits
+from jspec.models.sizes import shape_of
+from pallas_kernels.group_rows import group_rows
+
+
+@struct
+class BiasedExperts:
+    """X experts of width F, F2 = 2 F, and their router."""
+
+    router: Float[Array, "X E"]
+    """In float32, like its bias."""
+    router_bias: Float[Array, " X"]
+    gate_up: Float[Array, "X E F2"]
+    """The columns of the gate first, then the others; checkpoints interleave them."""
+    gate_up_bias: Float[Array, "X F2"]
+    down: Float[Array, "X F E"]
+    down_bias: Float[Array, "X E"]
+
+
+@struct
+class GptOssLayerParams:
+    """Weights of one layer, [in, out]. HD = H * D, QKV = (H + 2 K) * D."""
+
+    attention_norm: Float[Array, " E"]
+    qkv: Float[Array, "E QKV"]
+    qkv_bias: Float[Array, " QKV"] | None
+    sinks: Float[Array, " H"]
+    """The score of each query head that has no key and no value."""
+    o: Float[Array, "HD E"]
+    o_bias: Float[Array, " E"] | None
+    mlp_norm: Float[Array, " E"]
+    experts: BiasedExperts
+
+    @property
+    def q_norm(self) -> None:
+        """There are no norms of heads."""
+
+    @property
+    def k_norm(self) -> None:
+        """There are no norms of heads."""
+
+
+@struct
+class GptOssParams:
+    """Weights of a model. `lm_head` is None if the embedding is the LM head."""
+
+    embed: Float[Array, "V E"]
+    layers: tuple[GptOssLayerParams, ...]
+    norm: Float[Array, " E"]
+    lm_head: Float[Array, "E V"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class GptOss(Decoder):
+    """The configuration of a model; static, hashable by value, with its forward as methods.
+
+    windows: for each layer, the positions that a token sees, including its own; None: all.
+    experts: those of every layer.
+    gate_limit: bound of the gate, from above, and of the other half of an expert's product.
+    gate_slope: factor within the sigmoid of the gate.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]
+    max_length: int
+    experts: Routed
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 150_000.0
+    rope_scaling: layers.YarnRope | None = None
+    tie_embeddings: bool = False
+    attention_bias: bool = True
+    gate_limit: float = 7.0
+    gate_slope: float = 1.702
+
+    has_sinks: ClassVar[bool] = True
+
+    # A field and a property are alike to readers of a frozen value.
+    @property
+    def num_layers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Layers of the model."""
+        return len(self.windows)
+
+    @property
+    def intermediate_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Width of an expert."""
+        return self.experts.width
+
+    def layer_experts(self, layer: int) -> Routed | None:
+        """The experts of a layer."""
+        return self.experts
+
+    def param_shapes(self, dtype: DTypeLike) -> GptOssParams:
+        """The weights as `jax.ShapeDtypeStruct`s."""
+        shape, vocabulary, width = shape_of(dtype), self.vocab_size, self.hidden_size
+        return GptOssParams(
+            embed=shape((vocabulary, width)),
+            layers=(self._layer_shapes(dtype),) * self.num_layers,
+            norm=shape((width,)),
+            lm_head=None if self.tie_embeddings else shape((width, vocabulary)),
+        )
+
+    def _layer_shapes(self, dtype: DTypeLike) -> GptOssLayerParams:
+        shape, wide, width = shape_of(dtype), shape_of(jnp.float32), self.hidden_size
+        queries, count, inner = self.num_heads * self.head_dim, self.experts.router.count, self.experts.width
+        projected = queries + 2 * self.num_kv_heads * self.head_dim
+        return GptOssLayerParams(
+            attention_norm=shape((width,)),
+            qkv=shape((width, projected)),
+            qkv_bias=shape((projected,)) if self.attention_bias else None,
+            sinks=shape((self.num_heads,)),
+            o=shape((queries, width)),
+            o_bias=shape((width,)) if self.attention_bias else None,
+            mlp_norm=shape((width,)),
+            experts=BiasedExperts(
+                router=wide((count, width)),
+                router_bias=wide((count,)),
+                gate_up=shape((count, width, 2 * inner)),
+                gate_up_bias=shape((count, 2 * inner)),
+                down=shape((count, inner, width)),
+                down_bias=shape((count, width)),
+            ),
+        )
+
+    def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> HybridCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens."""
+        keys = [self.layer_keys(index) for index in range(self.num_layers)]
+        return HybridCache.empty(batch, capacity, page_size, layers=keys, dtype=dtype)
+
+    def layer_keys(self, layer: int) -> LayerKeys:
+        """The keys and values of a layer."""
+        return LayerKeys(self.num_kv_heads, self.head_dim, self.windows[layer])
+
+    def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
+        """How those keys are rotated: radians per position, for each pair of dimensions."""
+        return layers.rope_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
+
+    def layer_scale(self, layer: int) -> float:
+        """The factor on the products of queries and those keys."""
+        return self.head_dim**-0.5
+
+    def run_layers(
+        self,
+        params: PyTree,
+        tokens: Int[Array, "B N"],
+        x: Float[Array, "B N E"],
+        positions: Int[Array, "#B #N"],
+        attend: Callable[..., Array],
+        earlier: Rows | None,
+        selected: layers.SelectedToken | None,
+    ) -> Iterator[tuple[Float[Array, "B N E"], tuple[Array, Array]]]:
+        """Yields, after each layer, the residual stream and the layer's rows of this round."""
+        magnitude = 1.0 if self.rope_scaling is None else self.rope_scaling.magnitude
+        rotation = layers.rotation(positions, self.layer_frequencies(0), x.dtype, magnitude)
+        for index, layer in enumerate(params.layers):
+            last, at = index + 1 == self.num_layers, positions
+            if last and selected is not None:
+                at = layers.take_token(jnp.broadcast_to(positions, tokens.shape), selected.token)
+            here = partial(attend, index, scale=self.layer_scale(index), sinks=layer.sinks, positions=at)
+            own = None if earlier is None else earlier[index]
+            normed = self.norm(x, layer.attention_norm)
+            x, normed, pair = attend_layer(self, layer, x, normed, rotation, here, own, selected if last else None)
+            x = x + self._mlp(layer.experts, normed)
+            yield x, pair
+
+    def _mlp(self, params: BiasedExperts, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
+        """The weighted sum, in float32, of the outputs of the experts that the router chooses for each token."""
+        flat = x.reshape(-1, x.shape[-1])
+        logits = router_logits(flat.astype(jnp.float32), params.router) + params.router_bias[None]
+        ids, weights = self.experts.router.route(logits)
+        order, place, sizes = group_rows(ids, self.experts.router.count)
+        expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(order)), side="right", method="compare_all")
+        products = grouped(flat, params.gate_up, sizes, rows=order).astype(jnp.float32)
+        inner = clamped_gate(
+            products + jnp.take(params.gate_up_bias, expert, axis=0, mode="clip").astype(jnp.float32),
+            self.gate_limit,
+            self.gate_slope,
+        )
+        out = jnp.take(grouped(inner.astype(x.dtype), params.down, sizes), place, axis=0, mode="clip")
+        biased = out.astype(jnp.float32) + jnp.take(params.down_bias, ids, axis=0, mode="clip").astype(jnp.float32)
+        return (weights[:, :, None] * biased).sum(1).astype(x.dtype).reshape(x.shape)
+
+
+def clamped_gate(products: Float[Array, "S F2"], limit: float, slope: float) -> Float[Array, "S F"]:
+    """A gated MLP's inner features, from its gate and its other half: (other + 1) * gate * sigmoid(slope * gate).
+
+    limit: the gate is at most this, and the other half is between this and its negative.
+    """
+    gate, other = jnp.split(products, 2, axis=-1)
+    gate, other = jnp.minimum(gate, limit), jnp.clip(other, -limit, limit)
+    return (other + 1) * gate * jax.nn.sigmoid(slope * gate)

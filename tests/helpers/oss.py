@@ -1,0 +1,33 @@
+"""A tiny random gpt-oss, without `transformers`."""
+
+import functools
+
+import gemma
+
+from jspec.checkpoints import gpt_oss
+from jspec.models.gpt_oss import GptOss, GptOssParams
+from jspec.models.layers import YarnRope
+from jspec.models.moe import Routed
+from jspec.models.router import Router
+
+SHAPE = dict(
+    vocab_size=61,
+    hidden_size=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_length=512,
+    experts=Routed(Router(count=6, chosen=2, normalize=True), width=16),
+    rope_scaling=YarnRope(factor=4.0, original_length=64, truncate=False),
+    gate_limit=1.5,
+)
+KINDS = {
+    "sinks": GptOss(**SHAPE, windows=(8, None)),
+    "tied": GptOss(**SHAPE, windows=(None, 8, 8), tie_embeddings=True, attention_bias=False),
+}
+
+
+@functools.cache
+def params(kind: str, seed: int = 0) -> GptOssParams:
+    """Weights with a spread that keeps logits apart."""
+    return gpt_oss.read_params(KINDS[kind], gemma.RandomTensors(seed))
