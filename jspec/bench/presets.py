@@ -250,6 +250,21 @@ _QWEN3_5_9B = Qwen3Next(
     state=RecurrentLayer(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
     max_length=262_144,
 )
+_QWEN3_6_27B = dataclasses.replace(
+    _QWEN3_5_9B,
+    hidden_size=5120,
+    intermediate_size=17_408,
+    num_heads=24,
+    is_full_attention=(False, False, False, True) * 16,
+    state=RecurrentLayer(key_heads=16, value_heads=48, key_dim=128, value_dim=128),
+)
+_QWEN3_6_35B_A3B = dataclasses.replace(
+    _QWEN3_NEXT,
+    vocab_size=248_320,
+    intermediate_size=0,
+    is_full_attention=(False, False, False, True) * 10,
+    experts=Routed(Router(count=256, chosen=8, normalize=True), width=512, shared_width=512, shared_gate=True),
+)
 _TINY_QWEN3_NEXT = Qwen3Next(
     vocab_size=128,
     hidden_size=16,
@@ -369,6 +384,9 @@ PRESETS = {
         _QWEN3_NEXT_16, eagle_head(_QWEN3_NEXT_16), _QWEN3_06B, mtp=mtp_heads(_QWEN3_NEXT_16)
     ),
     "qwen3.5-9b": Preset(_QWEN3_5_9B, eagle_head(_QWEN3_5_9B), mtp=mtp_heads(_QWEN3_5_9B)),
+    # With their MTP heads alone: the shapes of published EAGLE-3 heads are not known here.
+    "qwen3.6-27b": Preset(_QWEN3_6_27B, mtp=mtp_heads(_QWEN3_6_27B)),
+    "qwen3.6-35b-a3b": Preset(_QWEN3_6_35B_A3B, mtp=mtp_heads(_QWEN3_6_35B_A3B)),
     "tiny-qwen3-next": Preset(
         _TINY_QWEN3_NEXT, eagle_head(_TINY_QWEN3_NEXT, draft_vocab_size=64), mtp=mtp_heads(_TINY_QWEN3_NEXT)
     ),

@@ -101,6 +101,8 @@ def _refuse_options(config: Fields, text: Fields) -> None:
             "hidden_act": ("silu",),
             "attn_output_gate": (True,),
             "mamba_ssm_dtype": ("float32",),
+            # Of the norm after recurrent layers, not of attention.
+            "output_gate_type": ("swish", "silu"),
         }
     )
     if config.section("quantization_config").keys() or text.section("quantization_config").keys():

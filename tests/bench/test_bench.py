@@ -111,6 +111,9 @@ def test_a_call_takes_the_mean_of_many_in_a_row(monkeypatch):
         ("qwen3-next", 79.7e9),
         ("qwen3.5-9b", 9.0e9),
         ("deepseek-v3.2", 671e9),
+        # 27 and 35 billion with the encoder of images and the MTP head.
+        ("qwen3.6-27b", 26.9e9),
+        ("qwen3.6-35b-a3b", 34.7e9),
         ("gpt-oss-20b", 20.9e9),
         ("gpt-oss-120b", 116.8e9),
     ),

@@ -13,7 +13,9 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 import jspec
+from jspec.bench.presets import PRESETS
 from jspec.checkpoints import language_model
+from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.core import tree
 from jspec.core.types import DraftTree, Params
@@ -232,6 +234,69 @@ def test_the_text_model_of_a_multimodal_one_and_its_mtp_head(tmp_path):
         language_model.load(tmp_path)
 
 
+QWEN3_6 = {
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "output_gate_type": "swish",
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262_144,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e7,
+        "rope_type": "default",
+    },
+    "vocab_size": 248_320,
+}
+QWEN3_6_SIZES = {
+    "qwen3.6-27b": {
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "linear_num_value_heads": 48,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+    },
+    "qwen3.6-35b-a3b": {
+        "hidden_size": 2048,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "num_attention_heads": 16,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "shared_expert_intermediate_size": 512,
+    },
+}
+
+
+@pytest.mark.parametrize("size", QWEN3_6_SIZES)
+def test_a_configuration_of_qwen3_6(size):
+    """The published values, in the classes of Qwen3.5."""
+    kind = "qwen3_5_moe" if "a3b" in size else "qwen3_5"
+    name = "Qwen3_5MoeForConditionalGeneration" if "a3b" in size else "Qwen3_5ForConditionalGeneration"
+    text = {**QWEN3_6, **QWEN3_6_SIZES[size], "model_type": f"{kind}_text", "tie_word_embeddings": False}
+    text["layer_types"] = ([LINEAR] * 3 + [FULL]) * (text["num_hidden_layers"] // 4)
+    raw = {"architectures": [name], "model_type": kind, "text_config": text, "vision_config": {"depth": 27}}
+    preset = PRESETS[size].target
+    found = language_model.parse_config(Fields(raw))
+    assert found == dataclasses.replace(preset, rope_theta=1e7, rotary_share=0.25)
+    assert language_model.describe(found)["num_hidden_layers"] == found.num_layers
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, family):
     model, oracle = pair(family)
@@ -290,6 +355,7 @@ def test_an_unused_tensor_is_an_error(tmp_path, name):
         ({"attention_bias": True}, "attention_bias=True"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"attn_output_gate": False}, "attn_output_gate=False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
         ({"layer_types": ["sliding_attention"] * 3}, "must be 3 of linear_attention, full_attention"),
         ({"layer_types": [LINEAR]}, "must be 3 of"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "factor": 2.0}}, "must be default or mrope"),

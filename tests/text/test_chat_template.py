@@ -221,6 +221,24 @@ def test_what_is_no_template(source):
         ("{{ raise_exception is callable }}{{ strftime_now('%d %b %Y') | length }}", "True11"),
         ("{{ '<' | e }}{{ ('<' | safe) ~ '>' }}{{ 1.5 | round(1) }}{{ '7' | int + 1 }}", "&lt;<>1.58"),
         ("{{ (['a'] + ['b']) | join }}{{ range(3) | list }}{{ ('a', 'b') + ('c',) }}", "ab[0, 1, 2]('a', 'b', 'c')"),
+        (  # As in gpt-oss: macros that call themselves, keys that are methods of dictionaries, and the rest of a list.
+            "{% macro of(spec, null=false) -%}{% if spec.type == 'array' %}{{ of(spec['items']) + '[]' }}"
+            "{% elif spec.type is iterable and spec.type is not string and spec.type[0] is defined -%}"
+            "{{ spec.type | join(' | ') }}{% else %}{% for name, own in (spec.properties or {}).items() -%}"
+            "{{ name }}: {{ of(own) }};{% else %}{{ spec.type }}{% endfor %}{% endif %}{%- endmacro %}"
+            "{{ of({'type': 'object', 'properties': {'a': {'type': 'array', 'items': {'type': 'string'}},"
+            " 'b': {'type': ['integer', 'null']}}}) }}",
+            "a: string[];b: integer | null;",
+        ),
+        (
+            "{% macro date() %}{% if day is not defined %}{% set day = strftime_now('%Y') %}{% endif %}"
+            "{{ day | length }}{% endmacro %}{% set last = namespace(name=none) %}"
+            "{% for m in messages %}{% if 'content' in m and "
+            "'<|x|>' in m.content %}{{ raise_exception('x') }}{% endif %}{% for later in messages[loop.index:] %}"
+            "{% set last.name = later.role %}{% endfor %}{% endfor %}"
+            "{{ last.name }}{{ date() }}{{ {'a': 1} | tojson }}",
+            'user4{"a": 1}',
+        ),
         ("{{ [1, 2, 3, 4] | batch(2) | list }}{{ [2, 1, 2] | unique | list }}", "[[1, 2], [3, 4]][2, 1]"),
     ],
 )
