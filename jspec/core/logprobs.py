@@ -1,9 +1,12 @@
-"""Log-probabilities under the target's own, unprocessed logits, in float32."""
+"""Log-probabilities under the target's own, unprocessed logits, in float32.
 
-import jax
+Those of a token depend on its own logits alone, to the bit, not on the shape of the batch.
+"""
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.core import sums
 from jspec.core.types import TopTokens
 from pallas_kernels.topk import topk
 
@@ -11,7 +14,7 @@ from pallas_kernels.topk import topk
 def of_tokens(logits: Float[Array, "B M V"], tokens: Int[Array, "B M"]) -> Float[Array, "B M"]:
     """log p of one token at each of M nodes."""
     chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[:, :, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    return chosen - sums.logsumexp(logits)[:, :, 0]
 
 
 def most_probable(logits: Float[Array, "B M V"], k: int) -> TopTokens:
@@ -21,4 +24,4 @@ def most_probable(logits: Float[Array, "B M V"], k: int) -> TopTokens:
     """
     # The normalizer is that of `of_tokens`, so that a token has the same log-probability in both.
     values, ids, _ = topk(logits, k)
-    return TopTokens(ids, values - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    return TopTokens(ids, values - sums.logsumexp(logits))

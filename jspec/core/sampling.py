@@ -7,7 +7,7 @@ path.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.core import grammar as grammars
-from jspec.core import stopping
+from jspec.core import stopping, sums
 from jspec.core.bits import ordered_bits
 from jspec.core.checks import check_hashable, check_int, check_number, shorten
 from jspec.core.types import DecodeState, RowSampling
@@ -274,11 +274,12 @@ def temper(options: RowSampling, logits: Float[Array, "B M V"]) -> Float[Array, 
     if best is None:
         return logits
     if options.top_k is not None:
-        kept = _heaviest(logits, jnp.ones_like(logits), options.top_k.astype(jnp.float32))
+        kept = _heaviest(logits, _count_of, options.top_k.astype(jnp.float32).reshape(-1, 1, 1))
         logits = jnp.where(kept | best, logits, -jnp.inf)
     if options.top_p is not None:
-        bound = jnp.where(options.top_p < 1, options.top_p, jnp.inf)
-        kept = _heaviest(logits, jax.nn.softmax(logits, axis=-1), bound)
+        bound = jnp.where(options.top_p < 1, options.top_p, jnp.inf).reshape(-1, 1, 1)
+        _, weights = sums.exponentials(logits)
+        kept = _heaviest(logits, weights.sum, bound * weights.sum())
         logits = jnp.where(kept | best, logits, -jnp.inf)
     if options.min_p is not None:
         kept = logits - logits.max(-1, keepdims=True) >= jnp.log(options.min_p).reshape(-1, 1, 1)
@@ -291,13 +292,21 @@ def _best(logits: Float[Array, "B M V"]) -> Bool[Array, "B M V"]:
     return jnp.argmax(logits, axis=-1, keepdims=True) == jnp.arange(logits.shape[-1]).reshape(1, 1, -1)
 
 
+def _count_of(chosen: Bool[Array, "B M V"]) -> Float[Array, "B M 1"]:
+    return chosen.sum(-1, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
+
+
 def _heaviest(
-    logits: Float[Array, "B M V"], weights: Float[Array, "B M V"], bound: Float[Array, " B"]
+    logits: Float[Array, "B M V"],
+    weigh: Callable[[Bool[Array, "B M V"]], Float[Array, "B M 1"]],
+    bound: Float[Array, "B _ 1"],
 ) -> Bool[Array, "B M V"]:
-    """The tokens for which the weights of all tokens with higher logits sum to less than `bound`.
+    """The tokens for which all tokens with higher logits weigh less than `bound`.
 
     The threshold is found by bisection over the 2^32 bit patterns of a float, in the order of the floats: 32 sums, no
     sort, and exact.
+
+    weigh: the weight of a choice of tokens; independent of the shape of the batch, so that the result is.
     """
     order = ordered_bits(logits)
     low = jnp.zeros((*logits.shape[:2], 1), jnp.uint32)
@@ -306,8 +315,7 @@ def _heaviest(
     def halve(_: int, ends: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = ends
         middle = low + ((high - low) >> 1)
-        above = jnp.where(order > middle, weights, 0.0).sum(-1, keepdims=True)
-        enough = above < bound.reshape(-1, 1, 1)
+        enough = weigh(order > middle) < bound
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
     _, threshold = lax.fori_loop(0, 32, halve, (low, high))
