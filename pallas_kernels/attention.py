@@ -10,7 +10,7 @@ from jax import lax
 LOG2_E = 1.4426950408889634
 BLOCK = 64
 """Positions that exact attention absorbs at once."""
-SEGMENT = 256
+SEGMENT = 128
 """Positions whose softmax exact attention computes by itself; a multiple of `BLOCK`."""
 
 

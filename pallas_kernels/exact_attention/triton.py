@@ -28,7 +28,7 @@ from pallas_kernels.attention import BLOCK, SEGMENT, State, fold, paths, scores_
 
 PER_SEGMENT = SEGMENT // BLOCK
 """Blocks of a segment."""
-AT_ONCE = 4
+AT_ONCE = 16
 """Segments whose states are loaded together."""
 
 
@@ -537,16 +537,23 @@ def _fold_kernel(
         seen = pltriton.load(count_ref.at[node], mask=real, other=0)
 
     def load(slot, used):
-        return _load_state((peak_ref, total_ref, sum_ref), slot, node, member, real & used)
+        # Whether a state is used is decided after its load, which therefore does not wait for the lengths.
+        state = _load_state((peak_ref, total_ref, sum_ref), slot, node, member, real)
+        return jnp.where(used, state[0], -jnp.inf), jnp.where(used, state[1], 0), jnp.where(used[:, None], state[2], 0)
 
-    def several(index, merged):
-        # Loads that do not wait for one another; an empty segment changes no bit.
-        slots = [index * AT_ONCE + i for i in range(AT_ONCE)]
-        return functools.reduce(fold, [load(jnp.minimum(slot, segments - 1), slot < whole) for slot in slots], merged)
+    def several(first, count, merged):
+        # An empty segment changes no bit.
+        slots = [first + i for i in range(count)]
+        states = [load(jnp.minimum(slot, segments - 1), jnp.broadcast_to(slot < whole, row.shape)) for slot in slots]
+        return functools.reduce(fold, states, merged)
 
     last = [load(segments + tail, (whole + tail) * SEGMENT < committed + seen) for tail in range(tails)]
-    nothing = jnp.full(row.shape, -jnp.inf), jnp.zeros(row.shape), jnp.zeros((*row.shape, padded(dim)))
-    merged = lax.fori_loop(0, pl.cdiv(whole, AT_ONCE), several, nothing)
+    merged = jnp.full(row.shape, -jnp.inf), jnp.zeros(row.shape), jnp.zeros((*row.shape, padded(dim)))
+    if segments <= AT_ONCE:
+        merged = several(0, segments, merged)
+    else:
+        turns = pl.cdiv(whole, AT_ONCE)
+        merged = lax.fori_loop(0, turns, lambda i, merged: several(i * AT_ONCE, AT_ONCE, merged), merged)
     _, total, summed = functools.reduce(fold, last, merged)
     pltriton.store(out_ref.at[at], (summed / total[:, None]).astype(out_ref.dtype), mask=inside)
 

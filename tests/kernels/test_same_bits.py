@@ -311,17 +311,17 @@ def test_products_of_a_large_model(inner, columns, options):
 
 @needs_gpu
 def test_attention_of_a_large_model():
-    text = Text.random(5 * SEGMENT + 40, 32, 8, 128, "bfloat16")
-    long = 5 * SEGMENT + 2
+    text = Text.random(9 * SEGMENT + 40, 32, 8, 128, "bfloat16")
+    long = 9 * SEGMENT + 2
     rounds = [
         Round(prefix=(long,) * batch, nodes=nodes, tree=tree, page_size=page_size, capacity=capacity)
         for batch, nodes, tree, page_size, capacity in (
             (1, 1, False, 64, 2048),
             (1, 6, False, 16, 1536),
             (3, 6, False, 64, 1408),
-            (8, 17, True, 64, 2048),
+            (8, 17, True, 64, 4096),
             (1, 32, True, 16, 2048),
-            (32, 6, False, 64, 2048),
+            (32, 6, False, 64, 4096),
             (32, 32, True, 64, 2048),
         )
     ]
