@@ -1,7 +1,7 @@
 """Weights of 8 bits: matrices in fp8 or int8 with a scale for each output column, or for groups of its rows.
 
-A `Quantized` takes the place of an array in a pytree of weights. Its products are XLA's: on a GPU the narrow matrix is
-widened inside the kernel that multiplies, so that a round reads the narrow bytes alone (docs/quantization.md).
+A `Quantized` takes the place of an array in a pytree of weights. On a GPU the narrow matrix is widened inside the
+kernel that multiplies, so that a round reads the narrow bytes alone (docs/quantization.md).
 """
 
 import dataclasses
@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from pallas_kernels.platform import kept_in_loop
 from pallas_kernels.scaled_matmul import scaled_matmul
 
 WIDE = "wide"
@@ -131,14 +129,9 @@ def widen(weight: Weight) -> Float[Array, "*stack in out"]:
 
 def quantized_product(x: Float[Array, "*batch in"], weight: Quantized) -> Float[Array, "*batch out"]:
     """x @ weight, with sums in float32, on which the scales are applied."""
-    if weight.group is not None:
-        out = scaled_matmul(x.reshape(-1, x.shape[-1]), weight.narrow, weight.scale, group=weight.group)
-        return out.reshape(*x.shape[:-1], -1)
-    x, narrow = kept_in_loop(x, weight.narrow)
-    # In a narrow precision, HIGHEST would rule out the fastest products and gain nothing.
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    out = jnp.matmul(x, narrow.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
-    return (out * weight.scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+    rows, inner = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    out = scaled_matmul(rows, weight.narrow, weight.scale, group=weight.group or inner)
+    return out.reshape(*x.shape[:-1], -1)
 
 
 def is_quantized(path: Sequence[Any]) -> bool:

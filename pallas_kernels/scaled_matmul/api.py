@@ -18,14 +18,16 @@ def scaled_matmul(
 ) -> Float[Array, "T N"]:
     """x @ (weight * scale), with one scale for each `group` rows of a column, as in block-scaled checkpoints.
 
-    The matrix is widened inside the kernel. The products of a group are summed in float32, on which its scale is
-    applied; XLA on its own would write the widened matrix to memory.
+    The products of a group are summed in float32, on which its scale is applied. The matrix is widened inside the
+    kernel; with scales of groups, XLA on its own would write the widened matrix to memory.
 
     Args:
       weight: fp8 or int8.
       scale: float32; row g belongs to the rows from g * group on, and the last group may be shorter.
+      group: at least K for one scale per column.
       backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform that supports the arguments.
+        None: the best one of this platform that supports the arguments. For several rows and one scale per column, that
+        is XLA, which widens the matrix inside its kernel.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
@@ -39,4 +41,6 @@ def scaled_matmul(
             f"scale {scale.shape}, weight {weight.shape}, group={group}: must be [G, N] and [K, N], with K / group "
             "groups, rounded up"
         )
+    if backend is None and group >= len(weight) and len(x) > 1:
+        backend = "xla"
     return OPERATION.run(backend, x, weight, scale, group=group)

@@ -3,6 +3,9 @@
 A program widens a tile of the matrix in registers, multiplies, and applies the scales of the tile's group to the
 products. Few rows give too few tiles to keep the device busy, so the contraction is divided into parts, each a program
 of its own, and XLA adds up the partial results.
+
+A single row gives tensor cores nothing to share: its products are those of each thread, which keeps the sums of its own
+elements of the tile.
 """
 
 import dataclasses
@@ -25,7 +28,7 @@ class Config:
     """How the work of one call is divided. All but `parts` are powers of two, the blocks at least 16."""
 
     block_m: int
-    """Rows of a program."""
+    """Rows of a program; 1: the only row there is."""
     block_n: int
     """Columns of a program."""
     block_k: int
@@ -41,22 +44,27 @@ class Tuning:
     """Constants of `default_config` for a kind of device."""
 
     float32: Config
+    one_row: Config
     few_rows: Config
     """For up to 64 rows; `block_m` is the power of two that holds them."""
     many_rows: Config
     programs: int
-    """The contraction of few rows is divided until there are this many programs."""
+    """The contraction of few rows is divided until there are this many programs, or half as many."""
     least_part: int
     """Elements of the contraction in a part, at least."""
+    one_row_least_part: int
+    """The same for one row."""
 
 
 TUNING = {
     "NVIDIA H100": Tuning(
         float32=Config(block_m=16, block_n=32, block_k=32, parts=1, num_warps=4, num_stages=2),
-        few_rows=Config(block_m=64, block_n=64, block_k=128, parts=1, num_warps=4, num_stages=4),
+        one_row=Config(block_m=1, block_n=128, block_k=32, parts=1, num_warps=4, num_stages=4),
+        few_rows=Config(block_m=64, block_n=128, block_k=64, parts=1, num_warps=8, num_stages=4),
         many_rows=Config(block_m=128, block_n=128, block_k=64, parts=1, num_warps=8, num_stages=3),
-        programs=512,
+        programs=1024,
         least_part=512,
+        one_row_least_part=128,
     )
 }
 """By device kind; the first entry is the default."""
@@ -65,22 +73,26 @@ TUNING = {
 def default_config(*, rows: int, inner: int, columns: int, group: int, dtype: DTypeLike) -> Config:
     """The configuration for a product [rows, inner] x [inner, columns] with groups of this size."""
     tuning = platform.for_device_kind(TUNING)
-    if jnp.dtype(dtype).itemsize > 2:
+    least = tuning.least_part
+    if rows == 1:
+        config, least = tuning.one_row, tuning.one_row_least_part
+    elif jnp.dtype(dtype).itemsize > 2:
         config = tuning.float32
     elif rows > tuning.few_rows.block_m:
         config = tuning.many_rows
     else:
         config = dataclasses.replace(tuning.few_rows, block_m=max(16, pl.next_power_of_2(rows)))
-        wanted = tuning.programs // pl.cdiv(columns, config.block_n)
-        config = dataclasses.replace(config, parts=max(1, min(wanted, inner // tuning.least_part)))
-    return dataclasses.replace(config, block_k=min(config.block_k, power_of_2_in(group)))
+    if config not in (tuning.float32, tuning.many_rows):
+        parts = max(1, min(tuning.programs // pl.cdiv(columns, config.block_n), inner // least))
+        config = dataclasses.replace(config, parts=1 << (parts.bit_length() - 1))
+    return config if group >= inner else dataclasses.replace(config, block_k=min(config.block_k, power_of_2_in(group)))
 
 
 def supported(
     x: jax.Array, weight: jax.Array, scale: jax.Array, *, group: int, interpret: bool | None = None
 ) -> str | None:
     """None, or why the kernel cannot run these arguments of `scaled_matmul`."""
-    if power_of_2_in(group) < 16:
+    if group < len(weight) and power_of_2_in(group) < 16:
         return f"group={group}: must be a multiple of 16"
     # The interpreter takes any dtype.
     return None if platform.resolve_interpret(interpret) else refuse_dtype("x", x)
@@ -102,7 +114,9 @@ def scaled_matmul(
     # Masked loads of fp8 do not compile.
     narrow, weight = weight.dtype, lax.bitcast_convert_type(weight, jnp.int8)
     out = call(
-        functools.partial(_kernel, narrow=narrow, group=group, config=config),
+        functools.partial(
+            _one_row_kernel if config.block_m == 1 else _kernel, narrow=narrow, group=group, config=config
+        ),
         out_shape=jax.ShapeDtypeStruct((config.parts, rows, columns), jnp.float32 if spread else x.dtype),
         # Blocks of rows run together, because they read the same columns of the matrix.
         grid=(pl.cdiv(rows, config.block_m), pl.cdiv(columns, config.block_n), config.parts),
@@ -145,3 +159,41 @@ def _kernel(
     total = lax.fori_loop(part * steps, jnp.minimum((part + 1) * steps, blocks), body, total)
     at = out_ref.at[part, row[:, None], column[None]]
     pltriton.store(at, total.astype(out_ref.dtype), mask=real[:, None] & inside[None])
+
+
+def _one_row_kernel(
+    x_ref: Ref,  # [1, K]
+    weight_ref: Ref,  # [K, N]
+    scale_ref: Ref,  # [G, N]
+    out_ref: Ref,  # [parts, 1, N]
+    *,
+    narrow: DTypeLike,
+    group: int,
+    config: Config,
+) -> None:
+    # The program's columns and part.
+    (inner, columns), part = weight_ref.shape, pl.program_id(2)
+    column = pl.program_id(1) * config.block_n + jnp.arange(config.block_n)
+    inside = column < columns
+    blocks = pl.cdiv(inner, config.block_k)
+    steps = pl.cdiv(blocks, config.parts)
+    whole_columns = group >= inner
+
+    def body(i, total):
+        k = i * config.block_k + jnp.arange(config.block_k)
+        present = k < inner
+        x = pltriton.load(x_ref.at[0, k], mask=present, other=0).astype(jnp.float32)
+        mask = present[:, None] & inside[None]
+        weight = pltriton.load(weight_ref.at[k[:, None], column[None]], mask=mask, other=0)
+        products = lax.bitcast_convert_type(weight, narrow).astype(jnp.float32) * x[:, None]
+        if not whole_columns:
+            products *= pltriton.load(scale_ref.at[(i * config.block_k) // group, column], mask=inside, other=0)[None]
+        return total + products
+
+    # Each element of the tile has a sum of its own, so that no threads wait for one another before the end.
+    totals = jnp.zeros((config.block_k, config.block_n), jnp.float32)
+    totals = lax.fori_loop(part * steps, jnp.minimum((part + 1) * steps, blocks), body, totals)
+    total = totals.sum(0)
+    if whole_columns:
+        total *= pltriton.load(scale_ref.at[0, column], mask=inside, other=0)
+    pltriton.store(out_ref.at[part, 0, column], total.astype(out_ref.dtype), mask=inside)

@@ -14,6 +14,9 @@ from pallas_kernels.scaled_matmul import OPERATION, scaled_matmul, triton
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 CASES = {
     "one_row": (1, 64, 40, 32, {}),
+    "one_row_of_whole_columns": (1, 200, 130, 200, {}),
+    "one_row_in_parts": (1, 512, 40, 48, {"dtype": "bfloat16", "narrow": "int8"}),
+    "whole_columns": (6, 200, 40, 200, {}),
     "many_groups": (6, 256, 96, 32, {}),
     "the_last_group_is_short": (5, 200, 33, 128, {}),
     "one_short_group": (3, 40, 19, 128, {}),
@@ -37,7 +40,9 @@ def oracle(x, weight, scale, group):
     return x.astype(np.float64) @ wide
 
 
-@pytest.mark.fast("many_groups", "the_last_group_is_short", "half_precision_in_parts")
+@pytest.mark.fast(
+    "one_row_of_whole_columns", "one_row_in_parts", "many_groups", "the_last_group_is_short", "half_precision_in_parts"
+)
 @each_backend(OPERATION)
 @pytest.mark.parametrize(("rows", "inner", "columns", "group", "options"), CASES.values(), ids=CASES)
 def test_equals_the_product_with_the_widened_matrix(rows, inner, columns, group, options, backend):
@@ -50,7 +55,17 @@ def test_equals_the_product_with_the_widened_matrix(rows, inner, columns, group,
     )
 
 
+def test_one_scale_per_column_and_several_rows_run_on_xla(monkeypatch, without_jaxtyping):
+    monkeypatch.setattr(type(OPERATION), "run", lambda self, backend, *args, **options: backend)
+    x, weight, scale = inputs(6, 200, 40, 200)
+    assert scaled_matmul(x, weight, scale, group=200) == "xla"
+    assert scaled_matmul(x[:1], weight, scale, group=200) is None
+    assert scaled_matmul(x, weight, np.ones((2, 40), np.float32), group=128) is None
+
+
 def test_few_rows_are_spread_over_parts_and_many_are_not():
+    one = triton.default_config(rows=1, inner=4096, columns=4096, group=4096, dtype=jnp.bfloat16)
+    assert one.block_m == 1 and one.parts == 32
     few = triton.default_config(rows=6, inner=4096, columns=4096, group=128, dtype=jnp.bfloat16)
     many = triton.default_config(rows=512, inner=4096, columns=4096, group=128, dtype=jnp.bfloat16)
     assert few.parts > 1 and few.block_m == 16 and many.parts == 1 and many.block_m == 128
@@ -65,6 +80,8 @@ def test_lowers_for_a_gpu(rows, narrow):
         for shape, dtype in (((rows, 1000), "bfloat16"), ((1000, 640), narrow), ((8, 640), "float32"))
     ]
     assert "triton" in cross_lower(partial(triton.scaled_matmul, group=128, interpret=False), "cuda", *args)
+    args[2] = jax.ShapeDtypeStruct((1, 640), "float32")
+    assert "triton" in cross_lower(partial(triton.scaled_matmul, group=1000, interpret=False), "cuda", *args)
 
 
 def test_arguments_that_do_not_fit_are_refused(without_jaxtyping):
