@@ -3,15 +3,20 @@
     python benchmarks/lossless.py --state /tmp/lossless.jsonl
     python benchmarks/lossless.py --state /tmp/lossless.jsonl --json benchmarks/results/DATE-MACHINE-lossless.jsonl
 
-Held-out prompts are continued greedily and with sampling, in which each sequence of a batch has options of its own, by
-plain decoding and by every drafter, chains and trees. Each output goes to the state file, so a run that was interrupted
-continues where it ended. With --json, the counts become measurements. The exit status is 1 if any sequence differs.
+Held-out prompts are continued greedily and with sampling, in which each sequence has options of its own, by every
+drafter, chains and trees, in batches, and each of them alone by plain decoding. Each output goes to the state file, so
+a run that was interrupted continues where it ended. With --json, the counts become measurements. The exit status is 1
+if any sequence differs.
+
+Several processes can share the work: start them with --part 0/4 to 3/4, then report without --part.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +35,7 @@ from jspec.engine.model import BUNDLED, Model
 from jspec.models import MtpHeads
 
 ROOT = Path(__file__).parent.parent
-MODEL, BATCH, PROMPT_TOKENS, NEW_TOKENS = "python-small", 16, 64, 128
+MODEL, PROMPT_TOKENS, NEW_TOKENS = "python-small", 64, 128
 SAMPLINGS = (
     jspec.Sampling(),
     jspec.Sampling(temperature=0.8, top_p=0.95),
@@ -41,9 +46,11 @@ SAMPLINGS = (
     jspec.Sampling(temperature=0.9, logit_bias={100: 2.0, 200: -np.inf}, min_new_tokens=48),
     jspec.Sampling(temperature=0.0, repetition_penalty=1.1),
 )
-MODES = {"greedy": None, "sampled": [SAMPLINGS[i % len(SAMPLINGS)] for i in range(BATCH)]}
+MODES = ("greedy", "sampled")
 DRAFTED: tuple[Drafter, ...] = (
     jspec.Ngram(depth=4),
+    jspec.Suffix(depth=6),
+    jspec.Suffix(depth=6, width=3, num_nodes=16),
     jspec.Standalone(depth=4),
     jspec.Standalone(depth=4, width=3, num_nodes=16),
     jspec.Eagle(depth=5),
@@ -53,19 +60,41 @@ DRAFTED: tuple[Drafter, ...] = (
     jspec.Mtp(depth=3),
     jspec.Mtp(depth=4, width=3, num_nodes=16, heads=1),
 )
-Outputs = dict[tuple[str, str, int], dict]
-"""The state file: mode, drafter and index of a batch -> the line with its output."""
+Outputs = dict[tuple[str, str, int, int], dict]
+"""What the state files hold: mode, drafter, batch size and number of the first prompt -> the line with its output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How all sequences are generated. part: index and number of processes that share the drafters."""
+
+    dtype: str
+    exact: bool
+    batches: tuple[int, ...]
+    part: tuple[int, int]
+
+    @property
+    def prompts(self) -> int:
+        """Prompts that are continued at every batch size before the next ones."""
+        return math.lcm(*self.batches)
+
+    @property
+    def drafters(self) -> tuple[Drafter, ...]:
+        """Those of this process."""
+        index, parts = self.part
+        return DRAFTED[index::parts]
 
 
 def read_state(path: Path) -> Outputs:
-    """The outputs in the state file; a last line that was cut off is ignored."""
+    """The outputs in a state file and in those of parts; a last line that was cut off is ignored."""
     found: Outputs = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
-        found[line["mode"], line["drafter"], line["batch"]] = line
+    for file in (path, *sorted(path.parent.glob(f"{path.name}.*"))):
+        for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else []:
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            found[line["mode"], line["drafter"], line["batch"], line["first"]] = line
     return found
 
 
@@ -83,78 +112,87 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def prompts(model: Model) -> Iterator[list[list[int]]]:
-    """Batches of prompts: the last tokens of each held-out prompt."""
+def prompts(model: Model, setting: Setting) -> Iterator[list[list[int]]]:
+    """Groups of prompts: the last tokens of each held-out prompt."""
     assert model.tokenizer is not None
     ids = [model.tokenizer.encode(text)[-PROMPT_TOKENS:] for text in heldout_prompts()]
-    for first in range(0, len(ids) - BATCH + 1, BATCH):
-        yield ids[first : first + BATCH]
+    for first in range(0, len(ids) - setting.prompts + 1, setting.prompts):
+        yield ids[first : first + setting.prompts]
 
 
 @functools.cache
-def model_with(draft: str | None) -> Model:
+def model_with(draft: str | None, setting: Setting) -> Model:
     """The bundled target with one of its drafts."""
-    return jspec.load(f"bundled:{MODEL}", draft=draft and f"bundled:{draft}", dtype="float32")
+    draft = draft and f"bundled:{draft}"
+    return jspec.load(f"bundled:{MODEL}", draft=draft, dtype=setting.dtype, exact=setting.exact)
 
 
-def model_for(drafter: Drafter, texts: Callable[[], list[list[int]]]) -> Model:
+def model_for(drafter: Drafter, setting: Setting, texts: Callable[[], list[list[int]]]) -> Model:
     """The bundled target with the draft that a drafter needs.
 
     texts: prompts with their continuations, for heads that no bundled checkpoint has.
     """
     if isinstance(drafter, jspec.Mtp):
-        return model_with_heads(texts())
+        return model_with_heads(setting, texts())
     drafts = BUNDLED[MODEL]
     name = next((name for name, kind in DRAFTERS.items() if kind is type(drafter)), "")
-    return model_with(drafts.get(name, drafts["standalone"]))
+    return model_with(drafts.get(name), setting)
 
 
-HEADS: dict[int, Model] = {}
+HEADS: dict[Setting, Model] = {}
 
 
-def model_with_heads(texts: list[list[int]]) -> Model:
+def model_with_heads(setting: Setting, texts: list[list[int]]) -> Model:
     """The target with random MTP heads whose LM heads are fitted to its own continuations."""
-    if not HEADS:
+    if setting not in HEADS:
         sys.path.insert(0, str(ROOT / "tests" / "helpers"))
         import toy
 
-        model = model_with(None)
-        layer = dataclasses.replace(model.target, num_layers=1)
+        model = model_with(None, setting)
+        layer = dataclasses.replace(model.target, num_layers=1, exact=False)
         heads = MtpHeads(layer, count=3)
         width = min(map(len, texts))
         both = dataclasses.replace(model.params, draft=toy.random_heads(layer, heads.count))
         params = toy.fit_heads(model.target, heads, both, np.array([row[:width] for row in texts], np.int32))
-        HEADS[0] = dataclasses.replace(model, params=params, draft=heads)
-    return HEADS[0]
+        HEADS[setting] = dataclasses.replace(model, params=params, draft=heads)
+    return HEADS[setting]
 
 
-def run(path: Path, wanted: int) -> Outputs:
-    """Continues batch after batch until `wanted` drafted tokens are in the state file."""
-    found = read_state(path)
-    target = model_with(None)
-    texts = functools.partial(texts_of, next(prompts(target)), found, 0)
-    for index, batch in enumerate(prompts(target)):
+def run(path: Path, wanted: int, setting: Setting) -> None:
+    """Continues prompt after prompt until this process has generated `wanted` drafted tokens."""
+    index, parts = setting.part
+    own = path if parts == 1 else path.with_name(f"{path.name}.{index}")
+    found = read_state(own)
+    target = model_with(None, setting)
+    for number, group in enumerate(prompts(target, setting)):
         if count_tokens(found) >= wanted:
             break
-        for mode, drafter in ((mode, drafter) for mode in MODES for drafter in (jspec.Plain(), *DRAFTED)):
-            key = mode, str(drafter), index
-            if key in found:
-                continue
-            model = target if isinstance(drafter, jspec.Plain) else model_for(drafter, texts)
-            options = dict(max_new_tokens=NEW_TOKENS, sampling=MODES[mode], seed=index * BATCH)
-            out = jspec.generate(model, batch, drafter=drafter, **options)
-            accepted = [int(rounds) for rounds in out.stats.rounds]
-            found[key] = dict(mode=mode, drafter=key[1], batch=index, rounds=accepted, tokens=out.tokens)
-            append(path, found[key])
-            differing = len(differences(found, key))
-            print(f"batch {index}, {mode}, {drafter}: {differing} differ, {count_tokens(found):,} tokens", flush=True)
-    return found
+        start = number * setting.prompts
+        texts = functools.partial(texts_of, group, found, start)
+        drafted = ((drafter, size) for drafter in setting.drafters for size in setting.batches)
+        for mode, (drafter, size) in itertools.product(MODES, [(jspec.Plain(), 1), *drafted]):
+            for first in range(0, len(group), size):
+                key = mode, str(drafter), size, start + first
+                if key in found:
+                    continue
+                model = target if isinstance(drafter, jspec.Plain) else model_for(drafter, setting, texts)
+                out = generate(model, group[first : first + size], drafter, mode, start + first)
+                line = {"mode": mode, "drafter": key[1], "batch": size, "first": key[3]}
+                found[key] = line | {"rounds": [int(n) for n in out.stats.rounds], "tokens": out.tokens}
+                append(own, found[key])
+            print(f"{mode}, {drafter}, batches of {size}: {count_tokens(found):,} tokens", flush=True)
 
 
-def texts_of(batch: Sequence[list[int]], found: Outputs, index: int) -> list[list[int]]:
-    """The prompts of a batch with their greedy continuations."""
-    tokens = found["greedy", str(jspec.Plain()), index]["tokens"]
-    both = [prompt + new for prompt, new in zip(batch, tokens, strict=True)]
+def generate(model: Model, group: list[list[int]], drafter: Drafter, mode: str, first: int) -> jspec.Generations:
+    """Continues prompts; the number of a prompt decides on its options and its seed."""
+    chosen = [SAMPLINGS[(first + i) % len(SAMPLINGS)] for i in range(len(group))] if mode == "sampled" else None
+    return jspec.generate(model, group, drafter=drafter, max_new_tokens=NEW_TOKENS, sampling=chosen, seed=first)
+
+
+def texts_of(group: Sequence[list[int]], found: Outputs, start: int) -> list[list[int]]:
+    """Prompts with their greedy continuations."""
+    tokens = [found["greedy", str(jspec.Plain()), 1, start + i]["tokens"][0] for i in range(len(group))]
+    both = [prompt + new for prompt, new in zip(group, tokens, strict=True)]
     return [text for text in both if len(text) >= NEW_TOKENS // 2]
 
 
@@ -168,20 +206,20 @@ def count_tokens(found: Outputs) -> int:
     return sum(len(tokens) for line in drafted(found).values() for tokens in line["tokens"])
 
 
-def differences(found: Outputs, key: tuple[str, str, int]) -> list[tuple[int, int]]:
-    """Sequence and first differing position of each sequence that is not the one of plain decoding."""
-    mode, _, index = key
+def differences(found: Outputs, key: tuple[str, str, int, int]) -> list[tuple[int, int]]:
+    """Number of the prompt and first differing position of each sequence that is not its prompt's plain one."""
+    mode, _, _, first = key
     different = []
-    plain = found[mode, str(jspec.Plain()), index]["tokens"]
-    for sequence, (ours, theirs) in enumerate(zip(found[key]["tokens"], plain, strict=True)):
+    for number, ours in enumerate(found[key]["tokens"], start=first):
+        theirs = found[mode, str(jspec.Plain()), 1, number]["tokens"][0]
         if ours != theirs:
             pairs = enumerate(zip(ours, theirs, strict=False))
             at = next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
-            different.append((sequence, at))
+            different.append((number, at))
     return different
 
 
-def measurements(found: Outputs, command: str) -> list[Measurement]:
+def measurements(found: Outputs, setting: Setting, command: str) -> list[Measurement]:
     """The counts: tokens, sequences, and those that differ."""
     here, lines = environment(), drafted(found)
     differing = {key: differences(found, key) for key in lines}
@@ -190,21 +228,25 @@ def measurements(found: Outputs, command: str) -> list[Measurement]:
         ("sequences compared with plain decoding", "sequences", sum(len(line["tokens"]) for line in lines.values())),
         ("sequences that differ from plain decoding", "sequences", sum(map(len, differing.values()))),
     )
-    where = [f"{key}, sequence {at[0]}, token {at[1]}" for key, found in differing.items() for at in found]
+    where = [f"{key}, prompt {at[0]}, token {at[1]}" for key, found in differing.items() for at in found]
     return [
         report.measurement(
             here,
-            *(MODEL, "lossless"),
+            *(MODEL, "lossless", setting.dtype, "exact" if setting.exact else "inexact"),
             metric=metric,
             unit=unit,
             values=[value],
             command=command,
             subject=MODEL,
             mode="all drafters, greedy and sampled",
-            batch=BATCH,
-            dtype="float32",
-            settings={"settings of drafters": len(DRAFTED), "settings of sampling": len(SAMPLINGS)},
-            note="; ".join(where) or None,
+            dtype=setting.dtype,
+            settings={
+                "settings of drafters": len({key[1] for key in lines}),
+                "settings of sampling": len(SAMPLINGS),
+                "batches": " ".join(map(str, setting.batches)),
+                "exact": setting.exact,
+            },
+            note="; ".join(where[:20]) or None,
         )
         for metric, unit, value in counts
     ]
@@ -215,9 +257,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compares every drafter with plain decoding.")
     parser.add_argument("--state", type=Path, required=True, help="file of all outputs; an existing one is continued")
     parser.add_argument("--tokens", type=int, default=200_000, help="drafted tokens to generate (default: 200,000)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[16], help="batch sizes (default: 16)")
+    parser.add_argument("--dtype", default="float32", help="precision of the weights (default: float32)")
+    parser.add_argument("--exact", action="store_true", help="use the exact forward, see jspec.load")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th drafter, from the I-th on")
     parser.add_argument("--json", type=Path, help="file of measurements to which the counts are added")
     options = parser.parse_args()
-    found = run(options.state, options.tokens)
+    index, parts = map(int, options.part.split("/"))
+    setting = Setting(options.dtype, options.exact, tuple(options.batch), (index, parts))
+    run(options.state, options.tokens, setting)
+    found = read_state(options.state)
     keys = sorted(drafted(found))
     for drafter in map(str, DRAFTED):
         own = [key for key in keys if key[1] == drafter]
@@ -225,13 +274,15 @@ def main() -> int:
         rounds = sum(sum(found[key]["rounds"]) for key in own)
         print(f"{drafter}: {tokens:,} tokens, {tokens / max(rounds, 1):.2f} per round")
     different = [(key, at) for key in keys for at in differences(found, key)]
-    for key, (sequence, at) in different:
-        print(f"{key}: sequence {sequence} differs from token {at} on")
-    print(f"{count_tokens(found):,} tokens, {len(different)} sequences differ")
+    for key, (prompt, at) in different:
+        print(f"{key}: prompt {prompt} differs from token {at} on")
+    sequences = sum(len(line["tokens"]) for line in drafted(found).values())
+    print(f"{count_tokens(found):,} tokens, {sequences:,} sequences, of which {len(different)} differ")
     if options.json is not None:
         old = measurement.read(options.json) if options.json.exists() else []
-        command = f"python benchmarks/lossless.py --state FILE {shlex.join(['--tokens', str(options.tokens)])}"
-        measurement.write(options.json, [*old, *measurements(found, command)])
+        given = [word for word in sys.argv[1:] if not word.endswith(".jsonl") and word not in ("--state", "--json")]
+        command = f"python benchmarks/lossless.py --state FILE {shlex.join(given)}".strip()
+        measurement.write(options.json, [*old, *measurements(found, setting, command)])
     return int(bool(different))
 
 
