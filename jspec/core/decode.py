@@ -6,6 +6,7 @@ round are five functions, which `step` calls in order. Benchmarks and inspection
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -20,11 +21,12 @@ from jspec.core import sampling, sharding, stopping, tree
 from jspec.core.automaton import Automaton
 from jspec.core.commit import commit_rows
 from jspec.core.invariants import check_round
-from jspec.core.returned import check_acceptance, check_draft, check_output, check_same_form
+from jspec.core.returned import check_acceptance, check_draft, check_output, check_same_form, check_unchanged
 from jspec.core.struct import struct
 from jspec.core.types import (
     Accept,
     Acceptance,
+    BranchingDrafter,
     Committed,
     DecodeState,
     Drafter,
@@ -97,6 +99,7 @@ def prefill(
             rounds=jnp.zeros(batch, jnp.int32),
             accept_counts=jnp.zeros((batch, drafter.depth + 1), jnp.int32),
             dropped=jnp.zeros(batch, jnp.int32),
+            branch_counts=branch_counters(drafter, batch),
         ),
         top=top_buffer((batch, buffer_len), top_logprobs),
         sampled_logprobs=sampled_buffer((batch, buffer_len), row_sampling, logprobs),
@@ -121,6 +124,13 @@ def sampled_buffer(
     """An empty `DecodeState.sampled_logprobs`; None unless `logprobs` and a sequence samples."""
     samples = row_sampling is not None and row_sampling.temperature is not None
     return jnp.zeros(shape, jnp.float32) if logprobs and samples else None
+
+
+def branch_counters(drafter: Drafter, batch: int) -> Int[Array, "B K A"] | None:
+    """`Stats.branch_counts` before the first round."""
+    if not isinstance(drafter, BranchingDrafter):
+        return None
+    return jnp.zeros((batch, len(drafter.branches), drafter.depth + 1), jnp.int32)
 
 
 def _read_prompt(
@@ -230,22 +240,122 @@ def step(
     params: Params, s: DecodeState, *, target: Target, drafter: Drafter, accept: Accept, debug: bool = False
 ) -> DecodeState:
     """One round. The scopes name its parts in a profile."""
-    with jax.named_scope("draft"):
-        draft_tree, s = draft(params, s, drafter=drafter)
-    with jax.named_scope("verify"):
-        out = verify(params, s, draft_tree, target=target, drafter=drafter)
-    with jax.named_scope("accept"):
-        decision = accept_drafts(s, draft_tree, out, accept=accept)
-        if debug:
-            check_round(s, draft_tree, out.logits, decision.accepted, target.vocab_size)
     before = s
+    if isinstance(drafter, BranchingDrafter):
+        branch, s, out, verdict = _verify_in_branch(
+            params, s, target=target, drafter=drafter, accept=accept, debug=debug
+        )
+    else:
+        branch = None
+        s, out, verdict = _verify_draft(
+            params, s, target=target, drafter=drafter, captor=drafter, accept=accept, debug=debug
+        )
+    with jax.named_scope("accept"):
+        decision = truncate(s, verdict)
+    after = s
     with jax.named_scope("commit"):
-        s, committed = commit_round(s, out, decision)
+        s, committed = commit_round(s, out, decision, branch)
     with jax.named_scope("extend"):
         s = extend(params, s, committed, drafter=drafter)
     check_same_form(f"{type(s.cache).__name__}.commit", before.cache, s.cache)
-    check_same_form(f"{type(drafter).__name__}.extend", before.draft, s.draft)
+    check_same_form(f"{type(drafter).__name__}.extend", after.draft, s.draft)
     return s
+
+
+def _verify_draft(
+    params: Params,
+    s: DecodeState,
+    *,
+    target: Target,
+    drafter: Drafter,
+    captor: Drafter,
+    accept: Accept,
+    debug: bool,
+) -> tuple[DecodeState, ForwardOutput, "Verdict"]:
+    """Draft, verify and accept: the state with the drafter's new state, the target's output, and the verdict.
+
+    captor: the drafter whose captured layers the output has.
+    """
+    with jax.named_scope("draft"):
+        draft_tree, s = draft(params, s, drafter=drafter)
+    with jax.named_scope("verify"):
+        out = verify(params, s, draft_tree, target=target, drafter=captor)
+    with jax.named_scope("accept"):
+        verdict = judge(s, draft_tree, out, accept=accept)
+        if debug:
+            check_round(s, draft_tree, out.logits, verdict.accepted, target.vocab_size)
+    return s, out, verdict
+
+
+def _verify_in_branch(
+    params: Params,
+    s: DecodeState,
+    *,
+    target: Target,
+    drafter: BranchingDrafter,
+    accept: Accept,
+    debug: bool,
+) -> tuple[Int[Array, ""], DecodeState, ForwardOutput, "Verdict"]:
+    """`_verify_draft` by the drafter of this round's branch, whose index comes first.
+
+    The branches read the caches and return rows, tokens and lengths in the shape of the widest, so that what writes the
+    caches is outside of them: XLA copies a pool that a branch of a program writes. Of the logits, which are large,
+    they return the first ones, as what depends on the forward.
+    """
+    with jax.named_scope("draft"):
+        index, state = drafter.choose(params, s)
+        s = dataclasses.replace(s, draft=state)
+    states = drafter.states(s.draft)
+
+    def in_branch(drafts_with: Drafter, params: Params, s: DecodeState) -> tuple[ForwardOutput, Verdict]:
+        after, out, verdict = _verify_draft(
+            params, s, target=target, drafter=drafts_with, captor=drafter, accept=accept, debug=debug
+        )
+        check_unchanged(drafts_with, s.draft, after.draft)
+        return dataclasses.replace(out, logits=out.logits[:, :1, :1]), verdict
+
+    # Jitted, so that each is traced once, although its shapes have to be known before the others.
+    branches = [jax.jit(partial(in_branch, each), inline=True) for each in drafter.branches]
+    inputs = [(params, dataclasses.replace(s, draft=state)) for state in states]
+    results = [jax.eval_shape(branch, *given) for branch, given in zip(branches, inputs, strict=True)]
+    chains = all(verdict.accepted.path is None for _, verdict in results)
+    shapes = [jax.eval_shape(partial(_with_path, chains=chains), *result) for result in results]
+    widest = jax.tree.map(lambda *leaves: tuple(map(max, zip(*(leaf.shape for leaf in leaves), strict=True))), *shapes)
+
+    def padded(branch: Callable[..., tuple[ForwardOutput, Verdict]], given: tuple[Params, DecodeState]):
+        return lambda: jax.tree.map(_pad, _with_path(*branch(*given), chains=chains), widest)
+
+    out, verdict = lax.switch(index, [padded(*each) for each in zip(branches, inputs, strict=True)])
+    return index, s, out, verdict
+
+
+def _with_path(out: ForwardOutput, verdict: "Verdict", *, chains: bool) -> tuple[ForwardOutput, "Verdict"]:
+    """The same, with a path that is written out, unless all branches draft chains."""
+    accepted = verdict.accepted
+    if chains or accepted.path is not None:
+        return out, verdict
+    column = jnp.arange(accepted.tokens.shape[1], dtype=jnp.int32)[None]
+    path = jnp.broadcast_to(column, accepted.tokens.shape)
+    return out, dataclasses.replace(verdict, accepted=dataclasses.replace(accepted, path=path))
+
+
+def _pad(x: Array, shape: tuple[int, ...]) -> Array:
+    """The array with zeros after its elements."""
+    return jnp.pad(x, [(0, wanted - size) for size, wanted in zip(x.shape, shape, strict=True)])
+
+
+@struct
+class Verdict:
+    """The result of `judge`."""
+
+    accepted: Acceptance
+    """What the acceptance rule decided."""
+    logprobs: Float[Array, "B A"] | None
+    """log p of each token under the unprocessed logits; None unless log-probabilities are recorded."""
+    top: TopTokens | None
+    """The most probable tokens where each token was chosen, [B, A, k]; None unless they are recorded."""
+    sampled_logprobs: Float[Array, "B A"] | None
+    """log p of each token under the processed logits; None unless they are recorded."""
 
 
 @struct
@@ -294,23 +404,46 @@ def accept_drafts(
 
     active: sequences that may get tokens; None: all. Those that have finished never do.
     """
+    return truncate(s, judge(s, draft_tree, out, accept=accept, active=active))
+
+
+def judge(
+    s: DecodeState,
+    draft_tree: DraftTree,
+    out: ForwardOutput,
+    *,
+    accept: Accept,
+    active: Bool[Array, " B"] | None = None,
+) -> Verdict:
+    """What the acceptance rule decides, with the log-probabilities that are recorded: all that needs the logits."""
     processed = node_logits(s, draft_tree, out)
     accepted = check_acceptance(accept, accept(s.key, draft_tree, processed, s.length), draft_tree)
     if active is not None:
         accepted = dataclasses.replace(accepted, length=jnp.where(active, accepted.length, 0))
-    kept, stop, finish_code = truncate_at_stop(s, accepted)
+    logprobs = token_logprobs(out.logits, accepted) if s.logprobs is not None else None
+    top = None if s.top is None else top_tokens(out.logits, accepted, s.top.ids.shape[2])
+    sampled = None if s.sampled_logprobs is None else token_logprobs(processed, accepted)
+    return Verdict(accepted, logprobs, top, sampled)
+
+
+def truncate(s: DecodeState, verdict: Verdict) -> Decision:
+    """The verdict, truncated at the length limit and at the first stop."""
+    kept, stop, finish_code = truncate_at_stop(s, verdict.accepted)
     grammar = grammars.advance(s.grammar, kept.tokens, kept.length)
-    logprobs = token_logprobs(out.logits, kept) if s.logprobs is not None else None
-    top = None if s.top is None else top_tokens(out.logits, kept, s.top.ids.shape[2])
-    sampled = None if s.sampled_logprobs is None else token_logprobs(processed, kept)
-    return Decision(accepted, kept, stop, grammar, finish_code, logprobs, top, sampled)
+    recorded = verdict.logprobs, verdict.top, verdict.sampled_logprobs
+    return Decision(verdict.accepted, kept, stop, grammar, finish_code, *recorded)
 
 
-def commit_round(s: DecodeState, out: ForwardOutput, decision: Decision) -> tuple[DecodeState, Committed]:
-    """The state with the kept rows in the cache and the kept tokens appended, and what `extend` absorbs."""
+def commit_round(
+    s: DecodeState, out: ForwardOutput, decision: Decision, branch: Int[Array, ""] | None = None
+) -> tuple[DecodeState, Committed]:
+    """The state with the kept rows in the cache and the kept tokens appended, and what `extend` absorbs.
+
+    branch: that of the round, to be counted; None: the drafter has none.
+    """
     start, kept = s.length - 1, decision.kept
     cache = commit_rows(s.cache, out.rows, start, kept.path, kept.length, after=out.logits)
-    stats = count_round(s, decision)
+    stats = count_round(s, decision, branch)
     s = dataclasses.replace(append(s, decision), cache=cache, round_index=s.round_index + 1, stats=stats)
     return s, Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)
 
@@ -375,14 +508,19 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
     )
 
 
-def count_round(s: DecodeState, decision: Decision) -> Stats:
-    """The counters of `s` after a round."""
+def count_round(s: DecodeState, decision: Decision, branch: Int[Array, ""] | None = None) -> Stats:
+    """The counters of `s` after a round. branch: as in `commit_round`."""
     slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
-    kept = decision.kept.length
+    kept, branches = decision.kept.length, s.stats.branch_counts
+    appended = (slots == kept[:, None] - 1).astype(jnp.int32)
+    if branch is not None and branches is not None:
+        taken = jnp.arange(branches.shape[1], dtype=jnp.int32) == branch
+        branches = branches + appended[:, None] * taken[None, :, None].astype(jnp.int32)
     return Stats(
         jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
-        s.stats.accept_counts + (slots == kept[:, None] - 1).astype(jnp.int32),
+        s.stats.accept_counts + appended,
         s.stats.dropped + jnp.where(s.done, 0, decision.accepted.length - kept),
+        branches,
     )
 
 

@@ -75,12 +75,16 @@ def grow(
 ) -> DraftTree:
     """The tree under `root`: `first` proposes the root's children, `expand` those of all other nodes.
 
+    first: `width` children or more, of which the first ones count.
     carry: passed to the first call of `expand`; each call returns the carry of the next one.
     exact: a node attends to the rows of its own ancestors. False: to those of whichever node held its slot in the
       previous frontiers, as in engines that do not move a draft's rows when the beam changes. The output is the same.
     """
     if width == 1:
         return _grow_chain(root, first, expand, carry, depth)
+    if first.tokens.shape[2] > width:
+        scores = None if first.scores is None else first.scores[:, :, :width]
+        first = Proposal(first.tokens[:, :, :width], scores, first.probs)
     nodes = size(depth, width, num_nodes)
     if first.probs is not None:
         return _grow_sampled(root, first, expand, carry, depth, width, nodes)

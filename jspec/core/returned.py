@@ -93,6 +93,17 @@ def check_same_form(name: str, before: PyTree, after: PyTree) -> None:
             )
 
 
+def check_unchanged(drafter: object, before: PyTree, after: PyTree) -> None:
+    """Checks that the `draft` of one of several drafters returns its state as it was.
+
+    Raises:
+      ValueError: it is another one, which would be lost.
+    """
+    old, new = (jax.tree.leaves(state) for state in (before, after))
+    if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
+        raise ValueError(f"{_name(drafter)}.draft: returns another state; a branch of a drafter must return s.draft")
+
+
 def _check_integers(name: str, field: str, array: Any, shape: tuple[int | None, ...]) -> None:
     found = getattr(array, "shape", ())
     fits = len(found) == len(shape) and all(size in (given, None) for given, size in zip(found, shape, strict=True))

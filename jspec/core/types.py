@@ -131,6 +131,8 @@ class Stats:
     """accept_counts[b, i]: rounds that appended i + 1 tokens."""
     dropped: Int[Array, " B"]
     """Tokens that the acceptance rule appended in the last round, but after the end of the text or beyond the limit."""
+    branch_counts: Int[Array, "B K A"] | None = None
+    """branch_counts[b, k, i]: rounds in branch k that appended i + 1 tokens; None: the drafter has no branches."""
 
 
 @struct
@@ -358,6 +360,48 @@ class PagedDrafter(Protocol):
 
         Slots out of range are skipped.
         """
+        ...
+
+
+@runtime_checkable
+class BranchingDrafter(Drafter, Protocol):
+    """A drafter that leaves each round to one of several others, whose trees may differ in shape. Optional.
+
+    Such a round drafts, verifies and accepts in the branch of that drafter alone. Its own `draft` returns the same
+    proposal as a tree of one shape.
+    """
+
+    @property
+    def branches(self) -> tuple[Drafter, ...]:
+        """The others, bound. Their `draft` returns its state unchanged."""
+        ...
+
+    def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], PyTree]:
+        """The index of the branch of this round, and the drafter's new state.
+
+        A function of what is known before the round: the rules "rejection" and "block" rely on it.
+        """
+        ...
+
+    def states(self, state: PyTree) -> tuple[PyTree, ...]:
+        """The state from which each branch drafts."""
+        ...
+
+    def parts(self, state: PyTree) -> tuple[tuple[Drafter, PyTree], ...]:
+        """The states that the drafter's state holds, each once, with the drafter that extends it."""
+        ...
+
+    def with_parts(self, state: PyTree, parts: tuple[PyTree, ...]) -> PyTree:
+        """The drafter's state with others in place of those."""
+        ...
+
+
+@runtime_checkable
+class SharingDrafter(Protocol):
+    """A drafter that can draft from the state of another one, so that both need it only once. Optional."""
+
+    def shares(self, other: Drafter) -> bool:
+        """Whether `draft` works with the state that `other` extends. Both are bound."""
         ...
 
 

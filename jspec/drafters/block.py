@@ -17,6 +17,7 @@ from jspec.core.types import (
     Cache,
     Committed,
     DecodeState,
+    Drafter,
     DraftNeeds,
     DraftTree,
     Frontier,
@@ -93,6 +94,10 @@ class Block:
         """Samples the drafts if the acceptance rule needs that."""
         check_needs(self, self.width, needs)
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
+
+    def shares(self, other: Drafter) -> bool:
+        """Whether `draft` works with the state of another one: of the same draft, whose cache it is."""
+        return isinstance(other, Block) and self.model == other.model
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> BlockState:
         """An empty cache."""

@@ -15,6 +15,7 @@ from jspec.core.types import (
     Cache,
     Committed,
     DecodeState,
+    Drafter,
     DraftNeeds,
     DraftTree,
     Frontier,
@@ -93,6 +94,14 @@ class Eagle:
         """Samples the drafts if the acceptance rule needs that."""
         check_needs(self, self.width, needs)
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
+
+    def shares(self, other: Drafter) -> bool:
+        """Whether `draft` works with the state of another one: of the same head, and at least as wide."""
+        return (
+            isinstance(other, Eagle)
+            and (self.target, self.model, self.sampled) == (other.target, other.model, other.sampled)
+            and self.width <= other.width
+        )
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> EagleState:
         """An empty cache."""

@@ -13,7 +13,17 @@ from jspec.core.checks import shorten
 from jspec.core.grow import grow, take_parents
 from jspec.core.propose import propose
 from jspec.core.tree import where_sequences
-from jspec.core.types import Committed, DecodeState, DraftNeeds, DraftTree, Frontier, Params, Proposal, Target
+from jspec.core.types import (
+    Committed,
+    DecodeState,
+    Drafter,
+    DraftNeeds,
+    DraftTree,
+    Frontier,
+    Params,
+    Proposal,
+    Target,
+)
 from jspec.drafters.binding import bound, check_needs, check_options, describe_loaded
 from jspec.models import Assistant
 from jspec.models.decoder import Decoder
@@ -82,6 +92,10 @@ class FrozenKvMtp:
         """Samples the drafts if the acceptance rule needs that."""
         check_needs(self, self.width, needs)
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
+
+    def shares(self, other: Drafter) -> bool:
+        """Whether `draft` works with the state of another one: the target's hidden state, whatever the options."""
+        return isinstance(other, FrozenKvMtp) and (self.target, self.model) == (other.target, other.model)
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> Float[Array, "B 1 E"]:
         """Zeros: the hidden state while nothing is committed."""

@@ -113,6 +113,14 @@ class Mtp:
         check_needs(self, self.width, needs)
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 
+    def shares(self, other: Drafter) -> bool:
+        """Whether `draft` works with the state of another one: it has the proposals of as many heads or more."""
+        return (
+            isinstance(other, Mtp)
+            and (self.target, self.model, self.sampled) == (other.target, other.model, other.sampled)
+            and self.depth <= other.depth
+        )
+
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> MtpState:
         """Empty caches."""
         caches = (head.init_cache(params.draft, batch, capacity, page_size) for head in self._heads())

@@ -14,6 +14,7 @@ from jspec.core.types import (
     Cache,
     Committed,
     DecodeState,
+    Drafter,
     DraftNeeds,
     DraftTree,
     Frontier,
@@ -77,6 +78,14 @@ class Standalone:
         """Samples the drafts if the acceptance rule needs that."""
         check_needs(self, self.width, needs)
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
+
+    def shares(self, other: Drafter) -> bool:
+        """Whether `draft` works with the state of another one: of the same model, and at least as wide."""
+        return (
+            isinstance(other, Standalone)
+            and (self.model, self.sampled) == (other.model, other.sampled)
+            and self.width <= other.width
+        )
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> StandaloneState:
         """An empty cache."""
