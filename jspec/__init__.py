@@ -14,10 +14,11 @@ from jspec.analysis.check_drafter import DrafterReport, check_drafter
 from jspec.analysis.check_rule import RuleReport, check_rule
 from jspec.analysis.check_target import TargetReport, check_target
 from jspec.analysis.inspect_round import Round, inspect_round
+from jspec.analysis.measure_costs import measure_costs
 from jspec.core.package import VERSION
 from jspec.core.sampling import Sampling
 from jspec.core.xla_options import loop_options
-from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
+from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
 from jspec.engine.corpus import with_corpus
 from jspec.engine.engine import Engine
 from jspec.engine.generate import GeneratedIds, generate, generate_ids, stream
@@ -35,6 +36,7 @@ from jspec.text.grammar import Grammar
 __version__ = VERSION
 
 __all__ = [
+    "Adaptive",
     "Block",
     "DrafterReport",
     "Eagle",
@@ -76,6 +78,7 @@ __all__ = [
     "inspect_round",
     "load",
     "loop_options",
+    "measure_costs",
     "score",
     "stream",
     "with_corpus",

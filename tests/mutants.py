@@ -77,6 +77,8 @@ _MASKS = "train/test_masks.py::test_only_counted_tokens_teach"
 _BLOCKS = "train/test_train_dspark.py::test_the_loss_is_that_of_a_loop_over_served_blocks"
 _REPLY = "train/test_chats.py::test_what_counts_is_what_is_served"
 _NGRAM = "drafters/test_drafters.py::test_ngram_by_example"
+_ADAPTIVE = "drafters/test_adaptive.py::"
+_POLICY = "drafters/test_adaptive.py::test_the_policy_equals_an_oracle"
 _SUFFIX = "drafters/test_suffix.py::test_the_tree_is_the_one_found_by_hand"
 _COPIES = "drafters/test_suffix.py::test_chains_by_example"
 _DEVICE = "engine/test_device.py::test_a_retracted_sequence_continues_its_stop_string_and_its_noise"
@@ -785,6 +787,29 @@ MUTANTS = (
         ("a copy that runs out of text", "[None] % period", "[None]", _NGRAM),
     ),
     *_group(
+        "jspec/drafters/policy.py",
+        ("old rounds count as much as new ones", "keep = jnp.where(reached, 1.0 - rate, 1.0)", "keep = 1.0", _POLICY),
+        ("sequences that ended vote", "jnp.where(live[:, None, None], x, 0.0).sum(0)", "x.sum(0)", _POLICY),
+        ("a deeper draft is as unknown as the first", "+ WEIGHT * before)", "+ WEIGHT * prior)", _POLICY),
+        ("the best choice changes at once", "best = jnp.where(stays, previous, best)", "best = best + 0", _POLICY),
+        ("the draft that failed was not judged", "own & (drafts >= positions", "own & (drafts > positions", _POLICY),
+    ),
+    *_group(
+        "jspec/drafters/adaptive.py",
+        (
+            "a probe counts as a round of the best choice",
+            "self._choices, state.taken - 1, committed",
+            "self._choices, state.best - 1, committed",
+            f"{_ADAPTIVE}test_what_is_observed_belongs_to_the_drafter_that_was_taken",
+        ),
+        (
+            "a probe is the best choice",
+            "best, taken = jnp.where(live, best + 1, state.best)",
+            "best, taken = jnp.where(live, index + 1, state.best)",
+            f"{_ADAPTIVE}test_what_is_observed_belongs_to_the_drafter_that_was_taken",
+        ),
+    ),
+    *_group(
         "jspec/drafters/suffix.py",
         ("a copy that leaves the text", "+ 1 + offset % period", "+ 1 + offset", _COPIES),
         ("the next text of a corpus is copied", "jnp.where(offset < end, continued, -1)", "continued", _COPIES),
@@ -835,7 +860,7 @@ MUTANTS = (
         "jspec/engine/programs.py",
         (
             "a draft's state is shared",
-            "if jax.tree.leaves(kept_states(s.draft)):",
+            "if jax.tree.leaves(kept_states(state)):",
             "if False:",
             "engine/test_storm.py::test_a_draft_whose_state_is_further_than_the_targets_shares_nothing",
         ),

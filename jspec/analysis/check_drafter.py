@@ -7,13 +7,22 @@ from typing import Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 from tqdm.auto import tqdm
 
 from jspec.core import accept, decode, stopping
 from jspec.core.checks import check_flag, check_int, shorten
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import Accept, Committed, DecodeState, Drafter, DraftTree, Params, Target
+from jspec.core.types import (
+    Accept,
+    BranchingDrafter,
+    Committed,
+    DecodeState,
+    Drafter,
+    DraftTree,
+    Params,
+    Target,
+)
 from jspec.engine.model import Model, refuse_split
 from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateKeywords, GenerateOptions, choose_drafter
 from jspec.engine.result import Generation, Generations
@@ -86,7 +95,7 @@ def check_drafter(
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
     check_int("max_new_tokens", max_new_tokens, least=1)
     check_flag("progress", progress)
-    case = _Case(in_float32(model), _TraceCounter(chosen, []), ids, max_new_tokens, temperature, seed)
+    case = _Case(in_float32(model), _wrap(chosen), ids, max_new_tokens, temperature, seed)
     _ = case.options.seeds(2 * len(ids))
     done = ["it has the attributes and methods of a drafter, and can be hashed"]
     name = type(chosen.bind(model.target, model.draft)).__name__
@@ -130,6 +139,38 @@ class _TraceCounter:
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> PyTree:
         return self.drafter.extend(params, s, committed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BranchCounter(_TraceCounter):
+    """The same for a drafter with branches, which counts how often `choose` is traced."""
+
+    drafter: BranchingDrafter  # pyright: ignore[reportGeneralTypeIssues,reportIncompatibleVariableOverride]
+
+    @property
+    def branches(self) -> tuple[Drafter, ...]:
+        return self.drafter.branches
+
+    def bind(self, target: Target, draft: object) -> "_BranchCounter":
+        return _BranchCounter(super().bind(target, draft).drafter, self.traces)  # pyright: ignore[reportArgumentType]
+
+    def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], PyTree]:
+        self.traces.append(1)
+        return self.drafter.choose(params, s)
+
+    def states(self, state: PyTree) -> tuple[PyTree, ...]:
+        return self.drafter.states(state)
+
+    def parts(self, state: PyTree) -> tuple[tuple[Drafter, PyTree], ...]:
+        return self.drafter.parts(state)
+
+    def with_parts(self, state: PyTree, parts: tuple[PyTree, ...]) -> PyTree:
+        return self.drafter.with_parts(state, parts)
+
+
+def _wrap(drafter: Drafter) -> _TraceCounter:
+    has_branches = all(hasattr(type(drafter), name) for name in ("branches", "choose", "states", "parts"))
+    return (_BranchCounter if has_branches else _TraceCounter)(drafter, [])  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass
@@ -361,12 +402,17 @@ def _check_same_rounds(case: _Case, run: Run, where: str) -> None:
 def _check_alone(case: _Case) -> str:
     for i, prompt in enumerate(case.ids):
         (alone,), expected = case.run_alone(prompt, case.seed + i).finish(), case.result()[i]
-        if not _same_rounds(alone, expected):
+        if isinstance(case.drafter, _BranchCounter):
+            # All sequences share the choice of a round, which may only change how many rounds there are.
+            if alone.tokens != expected.tokens:
+                raise AssertionError(f"sequence {i} has other tokens alone than in a batch")
+        elif not _same_rounds(alone, expected):
             raise AssertionError(
                 f"sequence {i} takes different rounds alone than in a batch: {alone.tokens_per_round} tokens instead "
                 f"of {expected.tokens_per_round}; the draft for a sequence must not depend on the others"
             )
-    return "each sequence takes the same rounds alone as in a batch"
+    same = "has the same tokens" if isinstance(case.drafter, _BranchCounter) else "takes the same rounds"
+    return f"each sequence {same} alone as in a batch"
 
 
 def _check_traces(case: _Case) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from jspec.core.checks import shorten
 from jspec.core.types import DRAFTER_PARTS, Drafter
+from jspec.drafters.adaptive import Adaptive
 from jspec.drafters.block import Block
 from jspec.drafters.eagle import Eagle
 from jspec.drafters.frozen_kv_mtp import FrozenKvMtp
@@ -13,17 +14,25 @@ from jspec.drafters.ngram import Ngram
 from jspec.drafters.plain import Plain
 from jspec.drafters.standalone import Standalone
 from jspec.drafters.suffix import Suffix
+from jspec.drafters.table import PROPOSING
 
-DRAFTERS: dict[str, Callable[..., Drafter]] = {
-    "block": Block,
-    "eagle": Eagle,
-    "frozen-kv-mtp": FrozenKvMtp,
-    "mtp": Mtp,
-    "ngram": Ngram,
-    "plain": Plain,
-    "standalone": Standalone,
-    "suffix": Suffix,
-}
+__all__ = [
+    "DRAFTERS",
+    "Adaptive",
+    "Block",
+    "Eagle",
+    "FrozenKvMtp",
+    "Mtp",
+    "Ngram",
+    "Plain",
+    "Standalone",
+    "Suffix",
+    "describe",
+    "name_of",
+    "resolve",
+]
+
+DRAFTERS: dict[str, Callable[..., Drafter]] = {"adaptive": Adaptive, **PROPOSING}
 """Name -> class; a name alone selects the class with its defaults."""
 
 
@@ -47,6 +56,8 @@ def describe(drafter: Drafter) -> str:
         if field.name == "depth" or getattr(drafter, field.name) != field.default
         if isinstance(getattr(drafter, field.name), str | int | float | None)
     ]
+    if isinstance(drafter, Adaptive) and drafter.drafters is not None:
+        shown = [" | ".join(map(describe, drafter.drafters)), *shown]
     return f"{type(drafter).__name__}({', '.join(shown)})"
 
 

@@ -211,6 +211,8 @@ class Device:
         columns["slots"][:] = self.num_slots
         tokens = np.zeros((count, self.context), np.int32)
         accept_counts = np.zeros((count, self.parts["drafter"].depth + 1), np.int32)
+        branches = self.state.stats.branch_counts
+        branch_counts = None if branches is None else np.zeros((count, *branches.shape[1:]), np.int32)
         seeds = np.zeros(count, np.uint32)
         for row, admission in enumerate(admissions):
             request = admission.request
@@ -220,6 +222,8 @@ class Device:
             seeds[row] = request.seed
             if admission.accept_counts:
                 accept_counts[row] = admission.accept_counts
+            if branch_counts is not None and admission.branch_counts:
+                branch_counts[row] = admission.branch_counts
             values = {
                 "slots": admission.slot,
                 "length": len(known),
@@ -234,7 +238,11 @@ class Device:
                 columns[name][row] = value
         arguments = {name: _argument(column) for name, column in columns.items()}
         new = Admitted(
-            tokens=_argument(tokens), seed=_argument(seeds), accept_counts=_argument(accept_counts), **arguments
+            tokens=_argument(tokens),
+            seed=_argument(seeds),
+            accept_counts=_argument(accept_counts),
+            branch_counts=None if branch_counts is None else _argument(branch_counts),
+            **arguments,
         )
         self.state = programs.admit(self.state, new, drafter=self.parts["drafter"], placement=self._placement)
         for admission in admissions:
@@ -433,6 +441,7 @@ def _landing(request: Request, report: Report, row: int) -> Landing:
         finish_code=int(report.finish_code[row]),
         rounds=int(report.rounds[row]),
         accept_counts=report.accept_counts[row].tolist(),
+        branch_counts=None if report.branch_counts is None else report.branch_counts[row].tolist(),
         origin=report.origin[row, :count].tolist(),
         logprobs=logprobs,
         top_logprobs=top,

@@ -22,7 +22,7 @@ from jspec.engine.metrics import Counters, Metrics
 from jspec.engine.model import Model, refuse_split
 from jspec.engine.options import DEFAULT_PAGE_SIZE, CommonKeywords, GenerateOptions, RequestKeywords, repeat
 from jspec.engine.request import QueueFull, Request
-from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece
+from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece, drafted_tokens
 from jspec.engine.run import Prompt, check_model, encode_prompts
 from jspec.engine.score import Scores, check_score, split
 
@@ -371,7 +371,7 @@ class Engine:
             preemptions=scheduler.preemptions,
             rounds=rounds,
             device_rounds=self._loop.rounds,
-            drafted=rounds * scheduler.depth,
+            drafted=counters.drafted,
             accepted=sum(accepted),
             accepted_by_position=accepted,
             **counters.histograms(),
@@ -418,7 +418,7 @@ class Engine:
         """Requests that are not in the queue yet."""
         self._check_alive()
         requests = make_requests(self.device, self.scheduler, prompts, options, samplings, priority, salt)
-        return [Handle(x, self.model.tokenizer, self._cancel, self.scheduler.depth) for x in requests]
+        return [Handle(x, self.model.tokenizer, self._cancel, self.device.parts["drafter"]) for x in requests]
 
     def _enqueue(self, handles: Sequence[Handle], most: int | None = None) -> None:
         """Puts requests into the queue, all at once, if at most `most` wait then."""
@@ -526,9 +526,11 @@ class Engine:
         counters, times, old = self._counters, handle.times, handle.counted
         counters.new_tokens += len(landing.tokens)
         counters.rounds += landing.rounds - old[0]
+        drafted = drafted_tokens(self.device.parts["drafter"], landing.rounds, landing.branch_counts)
+        counters.drafted += drafted - old[2]
         for index, count in enumerate(landing.accept_counts):
             counters.accept_counts[index] += count - old[1][index]
-        handle.counted = landing.rounds, landing.accept_counts
+        handle.counted = landing.rounds, landing.accept_counts, drafted
         if not landing.tokens:
             return
         if times.last_token is None:

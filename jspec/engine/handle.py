@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import numpy as np
 
 from jspec.core import stopping
+from jspec.core.types import Drafter
 from jspec.engine.device import DeviceRequest, Landing
-from jspec.engine.result import FINISH_REASONS, FinishReason, Generation, GenerationStats, Piece
+from jspec.engine.result import FINISH_REASONS, Branches, FinishReason, Generation, GenerationStats, Piece
 from jspec.text.stream import TextStream
 from jspec.text.tokenizer import Tokenizer
 
@@ -41,14 +42,14 @@ class Handle:
     Attributes:
       request: what the scheduler knows of it.
       times: when things happened to it.
-      counted: rounds and accept counts that the engine's own counters have.
+      counted: rounds, accept counts and drafts that the engine's own counters have.
     """
 
     def __init__(
-        self, request: DeviceRequest, tokenizer: Tokenizer | None, cancel: Callable[["Handle"], None], depth: int
+        self, request: DeviceRequest, tokenizer: Tokenizer | None, cancel: Callable[["Handle"], None], drafter: Drafter
     ):
         self.request, self.times = request, Times()
-        self._tokenizer, self._cancel, self._depth = tokenizer, cancel, depth
+        self._tokenizer, self._cancel, self._drafter = tokenizer, cancel, drafter
         self._stream = None
         if tokenizer is not None:
             self._stream = TextStream(tokenizer, request.prompt, request.stop)
@@ -62,7 +63,7 @@ class Handle:
         self._ended, self._dropped = False, 0
         self._error: BaseException | None = None
         self._finish: FinishReason | None = None
-        self.counted: tuple[int, list[int]] = 0, [0] * (depth + 1)
+        self.counted: tuple[int, list[int], int] = 0, [0] * (drafter.depth + 1), 0
 
     @property
     def done(self) -> bool:
@@ -122,9 +123,10 @@ class Handle:
     def generation(self) -> Generation:
         """What has been generated so far."""
         request = self.request
-        counts = np.zeros((1, self._depth + 1), np.int32)
+        counts = np.zeros((1, self._drafter.depth + 1), np.int32)
         if request.accept_counts:
             counts[0] = request.accept_counts
+        by_branch = None if request.branch_counts is None else np.array([request.branch_counts], np.int32)
         first, last = self.times.first_token, self.times.last_token
         seconds = 0.0 if first is None or last is None else last - first
         with self._changed:
@@ -134,7 +136,11 @@ class Handle:
             text=None if self._tokenizer is None else "".join(piece.text for piece in pieces),
             finish_reason=self._finish,
             stats=GenerationStats(
-                np.array([request.rounds], np.int32), counts, seconds, np.array([self._dropped], np.int32)
+                np.array([request.rounds], np.int32),
+                counts,
+                seconds,
+                np.array([self._dropped], np.int32),
+                Branches.of(self._drafter, by_branch, 1),
             ),
             origin=list(self._origin),
             logprobs=list(self._logprobs) if request.logprobs else None,

@@ -85,7 +85,7 @@ def generate_many(
     )
     began = time.monotonic()
     requests = make_requests(device, scheduler, prompt_ids, options, samplings)
-    handles = {x: Handle(x, model.tokenizer, lambda _: None, scheduler.depth) for x in requests}
+    handles = {x: Handle(x, model.tokenizer, lambda _: None, device.parts["drafter"]) for x in requests}
     _run(Loop(device, scheduler, burst_seconds=BURST_SECONDS), scheduler, handles, progress)
     items = [handle.generation() for handle in handles.values()]
     return Generations(items, GenerationStats.total([x.stats for x in items], time.monotonic() - began))

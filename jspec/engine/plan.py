@@ -23,6 +23,7 @@ class Admission:
     resumed: bool
     rounds: int
     accept_counts: list[int]
+    branch_counts: list[list[int]] | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -96,3 +97,5 @@ class Landed:
     rounds: int
     """Rounds since the request was submitted."""
     accept_counts: list[int]
+    branch_counts: list[list[int]] | None = dataclasses.field(default=None, kw_only=True)
+    """As in `jspec.core.types.Stats`; None if the drafter has no branches."""

@@ -22,7 +22,18 @@ from jspec.core import decode, sharding, slots, stopping
 from jspec.core.automaton import Automaton
 from jspec.core.sampling import RowSampling
 from jspec.core.struct import struct
-from jspec.core.types import Accept, Cache, DecodeState, Drafter, PagedDrafter, Params, Stats, Target, TopTokens
+from jspec.core.types import (
+    Accept,
+    BranchingDrafter,
+    Cache,
+    DecodeState,
+    Drafter,
+    PagedDrafter,
+    Params,
+    Stats,
+    Target,
+    TopTokens,
+)
 from jspec.core.xla_options import LoopProgram
 
 WAITING, EMPTY = 8, 9
@@ -47,6 +58,8 @@ class Report:
     """The most probable tokens where each was chosen, [R, W, k]; None if they are not recorded."""
     sampled_logprobs: Float[Array, "R W"] | None
     """As in `DecodeState`."""
+    branch_counts: Int[Array, "R K A"] | None
+    """As in `Stats`."""
 
 
 @struct
@@ -163,18 +176,35 @@ def sharing(s: DecodeState, drafter: Drafter) -> int | None:
     Where the target's cache keeps more than pages, they can share those that a snapshot belongs to. A drafter's cache
     may be further than the target's, so that its state belongs to another prefix: it must keep pages only.
     """
-    if jax.tree.leaves(kept_states(s.draft)):
+    most = 0
+    for part, state in _parts(drafter, s.draft):
+        ahead = _sharing(part, state)
+        if ahead is None:
+            return None
+        most = max(most, ahead)
+    return most
+
+
+def _parts(drafter: Drafter, state: PyTree) -> tuple[tuple[Drafter, PyTree], ...]:
+    """The drafter with its state, or those of the branches of one that has branches."""
+    return drafter.parts(state) if isinstance(drafter, BranchingDrafter) else ((drafter, state),)
+
+
+def _sharing(drafter: Drafter, state: PyTree) -> int | None:
+    """`sharing` as far as a drafter's state decides."""
+    if jax.tree.leaves(kept_states(state)):
         return None
     if isinstance(drafter, PagedDrafter):
         return drafter.ahead
-    return None if all_caches(s.draft) else 0
+    return None if all_caches(state) else 0
 
 
 def further_rows(s: DecodeState, drafter: Drafter) -> int:
     """Rows of a sequence that the drafter's caches may hold beyond those of the target's."""
-    if isinstance(drafter, PagedDrafter):
-        return drafter.further
-    return int(bool(all_caches(s.draft)))
+    return max(
+        part.further if isinstance(part, PagedDrafter) else int(bool(all_caches(state)))
+        for part, state in _parts(drafter, s.draft)
+    )
 
 
 def kept_states(caches: PyTree) -> list[PyTree]:
@@ -205,7 +235,7 @@ class Admitted:
     tokens: known tokens, padded.
     length: number of known tokens.
     shared: rows that they share with earlier sequences; reading begins there.
-    rounds, accept_counts: what the sequence counted before it was retracted; zeros at first.
+    rounds, accept_counts, branch_counts: what the sequence counted before it was retracted; zeros at first.
     """
 
     slots: Int[Array, " n"]
@@ -219,6 +249,7 @@ class Admitted:
     shared: Int[Array, " n"]
     rounds: Int[Array, " n"]
     accept_counts: Int[Array, "n A"]
+    branch_counts: Int[Array, "n K A"] | None = None
 
 
 @partial(jax.jit, static_argnames=("drafter", "placement"), donate_argnames=("s",))
@@ -237,9 +268,7 @@ def _admitted(s: DecodeState, new: Admitted, *, drafter: Drafter) -> DecodeState
     keys = jax.random.wrap_key_data(
         write(jax.random.key_data(s.key), jax.random.key_data(seeds_to_keys(new.seed))), impl=jax.random.key_impl(s.key)
     )
-    draft = slots.clear(s.draft, new.slots)
-    if isinstance(drafter, PagedDrafter):
-        draft = drafter.resume(draft, new.slots, new.shared)
+    draft = _resumed(drafter, slots.clear(s.draft, new.slots), new)
     assert s.stop.state is not None and s.grammar.state is not None
     return dataclasses.replace(
         s,
@@ -257,8 +286,17 @@ def _admitted(s: DecodeState, new: Admitted, *, drafter: Drafter) -> DecodeState
             write(s.stats.rounds, new.rounds),
             write(s.stats.accept_counts, new.accept_counts),
             write(s.stats.dropped, jnp.zeros_like(new.rounds)),
+            jax.tree.map(write, s.stats.branch_counts, new.branch_counts),
         ),
     )
+
+
+def _resumed(drafter: Drafter, state: PyTree, new: Admitted) -> PyTree:
+    """The drafter's state, cleared in the slots of new sequences, where it has the rows that they share."""
+    if isinstance(drafter, BranchingDrafter):
+        parts = tuple(_resumed(part, own, new) for part, own in drafter.parts(state))
+        return drafter.with_parts(state, parts)
+    return drafter.resume(state, new.slots, new.shared) if isinstance(drafter, PagedDrafter) else state
 
 
 @partial(jax.jit, donate_argnames=("snapshots",))
@@ -473,4 +511,5 @@ def _report(part: DecodeState, before: Int[Array, " R"], width: int) -> Report:
         dropped=part.stats.dropped,
         top=jax.tree.map(window, part.top),
         sampled_logprobs=jax.tree.map(window, part.sampled_logprobs),
+        branch_counts=part.stats.branch_counts,
     )

@@ -56,6 +56,8 @@ class Request:
     rounds: int = dataclasses.field(default=0, init=False)
     accept_counts: list[int] = dataclasses.field(default_factory=list, init=False)
     """Rounds by accepted drafts, as in `jspec.core.types.Stats`; empty before the first round has landed."""
+    branch_counts: list[list[int]] | None = dataclasses.field(default=None, init=False)
+    """The same by branch; None before the first round has landed, and if the drafter has no branches."""
     retracts: int = dataclasses.field(default=0, init=False)
 
     slot: int | None = dataclasses.field(default=None, init=False)

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jspec.core import stopping
-from jspec.core.types import TopTokens
+from jspec.core.types import BranchingDrafter, Drafter, TopTokens
+from jspec.drafters import describe
 from jspec.text import highlight
 from jspec.text.tokenizer import Tokenizer
 
@@ -35,6 +36,54 @@ class GeneratedToken(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Branches:
+    """Counters of a generation by the drafter that each round took.
+
+    drafters: the drafters in a few words.
+    depths: tokens of the longest chain of each.
+    counts: [B, K, depth + 1]; counts[b, k, i] is the number of rounds of drafter k that appended i + 1 tokens.
+    """
+
+    drafters: tuple[str, ...]
+    depths: tuple[int, ...]
+    counts: Int[np.ndarray, "B K A"]
+
+    @classmethod
+    def of(cls, drafter: Drafter, counts: Int[np.ndarray, "B K A"] | None, batch: int) -> "Branches | None":
+        """The counters of a drafter (counts None: no round yet); None if it has no branches."""
+        if not isinstance(drafter, BranchingDrafter):
+            return None
+        depths = tuple(each.depth for each in drafter.branches)
+        if counts is None:
+            counts = np.zeros((batch, len(depths), max(depths) + 1), np.int32)
+        return cls(tuple(map(describe, drafter.branches)), depths, counts)
+
+    @property
+    def rounds(self) -> dict[str, int]:
+        """Rounds of all sequences by drafter."""
+        return dict(zip(self.drafters, self.counts.sum((0, 2)).tolist(), strict=True))
+
+    @property
+    def drafted(self) -> int:
+        """Drafts of the longest chains."""
+        return int(self.counts.sum((0, 2)) @ np.array(self.depths))
+
+    def judged(self) -> tuple[np.ndarray, np.ndarray]:
+        """[depth] rounds that drafted a token at each position and accepted all before it, and that one, too."""
+        at_least = np.cumsum(self.counts.sum(0)[:, ::-1], axis=1)[:, ::-1].astype(float)
+        drafted = np.arange(at_least.shape[1] - 1)[None] < np.array(self.depths)[:, None]
+        reached, accepted = (np.where(drafted, part, 0.0).sum(0) for part in (at_least[:, :-1], at_least[:, 1:]))
+        return reached, accepted
+
+
+def drafted_tokens(drafter: Drafter, rounds: int, branch_counts: Sequence[Sequence[int]] | None) -> int:
+    """Drafts of the longest chains of a sequence's rounds. branch_counts: those of the sequence, [K, depth + 1]."""
+    if not isinstance(drafter, BranchingDrafter) or branch_counts is None:
+        return rounds * drafter.depth
+    return sum(sum(counts) * each.depth for counts, each in zip(branch_counts, drafter.branches, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class GenerationStats:
     """Counters of a generation of B sequences. The first token of each comes from prefill, not from a round.
 
@@ -43,12 +92,14 @@ class GenerationStats:
     seconds: wall time of all rounds, without prefill and compilation.
     dropped: [B] tokens of the last round of each sequence that were accepted, but are after the end of the text or
       beyond the limit. `accept_counts` has that round with the tokens that it appended.
+    branches: the counters by drafter, where each round took one of several; None for other drafters.
     """
 
     rounds: Int[np.ndarray, " B"]
     accept_counts: Int[np.ndarray, "B A"]
     seconds: float
     dropped: Int[np.ndarray, " B"]
+    branches: Branches | None = None
 
     @property
     def new_tokens(self) -> int:
@@ -62,13 +113,18 @@ class GenerationStats:
 
     @property
     def accept_rate(self) -> float:
-        """Share of the drafts of the longest chains, `depth` per round, that were accepted; 0 for plain decoding.
+        """Share of the drafts of the longest chains that were accepted; 0 for plain decoding.
 
         The last round counts with all drafts that were accepted, the `dropped` ones included.
         """
         rounds = int(self.rounds.sum())
         accepted = self._tokens_of_rounds - rounds + int(self.dropped.sum())
-        return accepted / max(rounds * self.depth, 1)
+        return accepted / max(self.drafted, 1)
+
+    @property
+    def drafted(self) -> int:
+        """Drafts of the longest chains: `depth` per round, or that of the drafter that it took."""
+        return int(self.rounds.sum()) * self.depth if self.branches is None else self.branches.drafted
 
     @property
     def acceptance_by_position(self) -> np.ndarray:
@@ -80,10 +136,14 @@ class GenerationStats:
     def conditional_acceptance(self) -> np.ndarray:
         """[depth] share of the rounds that accepted all drafts before a position that accepted the one there, too.
 
-        NaN at a position that no round reached.
+        NaN at a position that no round reached. A round that drafted no token there does not count.
         """
-        at_least = np.cumsum(self.accept_counts.sum(0)[::-1])[::-1].astype(float)
-        return np.divide(at_least[1:], at_least[:-1], out=np.full(self.depth, np.nan), where=at_least[:-1] > 0)
+        if self.branches is not None:
+            reached, accepted = self.branches.judged()
+        else:
+            at_least = np.cumsum(self.accept_counts.sum(0)[::-1])[::-1].astype(float)
+            reached, accepted = at_least[:-1], at_least[1:]
+        return np.divide(accepted, reached, out=np.full(self.depth, np.nan), where=reached > 0)
 
     @property
     def tokens_per_second(self) -> float:
@@ -97,21 +157,30 @@ class GenerationStats:
 
     def of_sequence(self, index: int) -> "GenerationStats":
         """The counters of one sequence; `seconds` remains the time of all."""
-        return GenerationStats(
-            self.rounds[index, None], self.accept_counts[index, None], self.seconds, self.dropped[index, None]
-        )
+        return self._taken([index])
+
+    def _taken(self, chosen: "slice | list[int]") -> "GenerationStats":
+        """The counters of some sequences."""
+        branches = self.branches
+        if branches is not None:
+            branches = dataclasses.replace(branches, counts=branches.counts[chosen])
+        counters = self.rounds[chosen], self.accept_counts[chosen], self.seconds, self.dropped[chosen]
+        return GenerationStats(*counters, branches)
 
     @classmethod
     def total(cls, parts: "Sequence[GenerationStats]", seconds: float) -> "GenerationStats":
         """The counters of all sequences of several generations, which took this time together."""
         counts = np.concatenate([part.accept_counts for part in parts])
         dropped = np.concatenate([part.dropped for part in parts])
-        return cls(np.concatenate([part.rounds for part in parts]), counts, seconds, dropped)
+        branches = [part.branches for part in parts if part.branches is not None]
+        together = None
+        if branches:
+            together = dataclasses.replace(branches[0], counts=np.concatenate([one.counts for one in branches]))
+        return cls(np.concatenate([part.rounds for part in parts]), counts, seconds, dropped, together)
 
     def of_first(self, count: int) -> "GenerationStats":
         """The counters of the first sequences; `seconds` remains the time of all."""
-        counts, dropped = self.accept_counts[:count], self.dropped[:count]
-        return dataclasses.replace(self, rounds=self.rounds[:count], accept_counts=counts, dropped=dropped)
+        return self._taken(slice(count))
 
     @property
     def _tokens_of_rounds(self) -> int:

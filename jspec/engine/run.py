@@ -29,7 +29,7 @@ from jspec.engine.options import (
     longest_sequence,
     with_point_masses,
 )
-from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece, top_pairs
+from jspec.engine.result import FINISH_REASONS, Branches, Generation, Generations, GenerationStats, Piece, top_pairs
 from jspec.models.sizes import tree_bytes
 from jspec.text.stream import TextStream, compile_stops
 from pallas_kernels import platform
@@ -176,7 +176,8 @@ class Run:
     def result(self) -> Generations:
         """What came out so far."""
         stats = jax.device_get(self.state.stats)
-        stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped)
+        branches = Branches.of(self.parts["drafter"], stats.branch_counts, len(self.prompts))
+        stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped, branches)
         origin = self._new_columns(self.state.origin)
         logprobs = None if self.state.logprobs is None else self._new_columns(self.state.logprobs)
         sampled = None if logprobs is None else [[0.0] * len(tokens) for tokens in self.tokens]

@@ -309,6 +309,7 @@ class Scheduler:
             resumed=request.resumed,
             rounds=request.rounds,
             accept_counts=list(request.accept_counts),
+            branch_counts=request.branch_counts,
         )
 
     # Reading
@@ -499,6 +500,7 @@ class Scheduler:
             )
         request.append(report.tokens)
         request.rounds, request.accept_counts = report.rounds, list(report.accept_counts)
+        request.branch_counts = report.branch_counts
         if report.finish_code:
             request.finish_code = report.finish_code
             self._leave(request, Phase.DONE)

@@ -200,7 +200,7 @@ class Answer:
         if stats:
             rounds = sum(int(one.rounds.sum()) for one in stats)
             accepted = sum(one.new_tokens for one in stats) - len(stats) - rounds
-            drafted = sum(int(one.rounds.sum()) * one.depth for one in stats)
+            drafted = sum(one.drafted for one in stats)
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": drafted - accepted,

@@ -36,7 +36,7 @@ def check(drafter, prompts=IDS):
     return check_drafter(drafter, model_for(drafter), prompts, max_new_tokens=20)
 
 
-NAMES = ("block", "eagle_tree", "frozen_kv_mtp_tree", "mtp", "ngram", "plain", "standalone", "suffix")
+NAMES = ("adaptive", "block", "eagle_tree", "frozen_kv_mtp_tree", "mtp", "ngram", "plain", "standalone", "suffix")
 
 
 @pytest.mark.slow

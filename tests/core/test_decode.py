@@ -24,7 +24,7 @@ from planted import (
 
 from jspec.core import decode, stopping, tree
 from jspec.core.types import Params
-from jspec.drafters import Ngram, Plain
+from jspec.drafters import Adaptive, Ngram, Plain
 
 # What is committed
 
@@ -209,7 +209,7 @@ def test_a_sequence_that_was_held_continues_as_if_it_was_not(drafter):
     going[1] = stopping.RUNNING
     s = toy.run(drafter, weights, dataclasses.replace(s, finish_code=jnp.asarray(going)))
     toy.assert_same((s.tokens, s.length, s.finish_code), (whole.tokens, whole.length, whole.finish_code))
-    if not isinstance(drafter, RandomTree):  # drafts by the number of the round
+    if not isinstance(drafter, RandomTree | Adaptive):  # these draft by the number of the round
         toy.assert_same(s.stats, whole.stats)
 
 
@@ -272,7 +272,8 @@ def test_sequences_are_independent_of_each_other_and_of_padding(name):
     for b in range(len(toy.IDS)):
         alone = complete(drafter, ids=toy.IDS[b : b + 1], length=toy.LENGTHS[b : b + 1])
         assert toy.generated(alone) == expected[b : b + 1]
-        assert alone.stats.rounds[0] == rounds[b]
+        if name != "adaptive":  # chooses for all sequences together
+            assert alone.stats.rounds[0] == rounds[b]
 
 
 @pytest.mark.fast("standalone_tree")

@@ -11,7 +11,7 @@ import toy
 
 from jspec.core import accept, tree
 from jspec.core.types import DraftTree, Params
-from jspec.drafters import Block, Eagle, FrozenKvMtp
+from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp
 from jspec.models import MtpHead, MtpHeads
 
 STATIC = ("target", "drafter", "accept")
@@ -62,7 +62,7 @@ REPEATED = ("block", "eagle", "frozen_kv_mtp", "mtp_reused_tree", "standalone", 
 """Second shapes of drafters: slow points of the tests of all shapes."""
 
 
-def _points(drafters, slow=REPEATED):
+def _points(drafters, slow=(*REPEATED, "adaptive")):
     return [pytest.param(x, id=name, marks=[pytest.mark.slow] * (name in slow)) for name, x in drafters.items()]
 
 
@@ -97,7 +97,7 @@ def weights_of(drafter):
         return toy.mtp_params()
     if isinstance(drafter, Block):
         return toy.block_params(drafter.model)
-    return toy.head_params() if isinstance(drafter, Eagle) else toy.params()
+    return toy.head_params() if isinstance(drafter, Eagle | Adaptive) else toy.params()
 
 
 def complete(drafter, **options):
@@ -114,7 +114,8 @@ def assert_counted(s, prompt=toy.LENGTHS):
 
 def paged_caches(s):
     """The target's cache and, if it has one, the drafter's, or the groups of each."""
-    caches = [cache for cache in (s.cache, getattr(s.draft, "cache", None)) if cache is not None]
+    states = getattr(s.draft, "states", (s.draft,))
+    caches = [s.cache, *(state.cache for state in states if hasattr(state, "cache"))]
     return [group for cache in caches for group in getattr(cache, "groups", (cache,))]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jspec.core import accept, decode, stopping, tree
 from jspec.core.types import DecodeState, Drafter, Params
-from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
+from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
 from jspec.models import (
     Assistant,
     AssistantParams,
@@ -423,7 +423,10 @@ _keys = jax.jit(jax.vmap(jax.random.key))
 
 def bound_drafters() -> dict[str, Drafter]:
     """Drafters for each name in `DRAFTERS`, to run with `planted.weights_of`. Add new drafters here."""
+    # Equal costs and a probe in every second round: all choices are taken.
+    switching = Adaptive((None, Eagle(depth=2), Suffix(n=4, depth=4, width=3, num_nodes=12)), (1, 1, 1), probe=2)
     return {
+        "adaptive": switching.bind(TARGET, HEAD),
         "block": Block(depth=3).bind(TARGET, FILL_IN),
         "block_tree": Block(width=3, num_nodes=12).bind(TARGET, BLOCK),
         "eagle": Eagle(depth=3).bind(TARGET, HEAD),
