@@ -163,9 +163,9 @@ def run(path: Path, wanted: int, setting: Setting) -> None:
     index, parts = setting.part
     own = path if parts == 1 else path.with_name(f"{path.name}.{index}")
     found = read_state(own)
-    target = model_with(None, setting)
+    target, names = model_with(None, setting), set(map(str, setting.drafters))
     for number, group in enumerate(prompts(target, setting)):
-        if count_tokens(found) >= wanted:
+        if count_tokens({key: line for key, line in found.items() if key[1] in names}) >= wanted:
             break
         start = number * setting.prompts
         texts = functools.partial(texts_of, group, found, start)
