@@ -46,6 +46,15 @@ def kept_in_loop(*arrays: T) -> tuple[T, ...]:
     return lax.optimization_barrier(arrays) if platform() == "cpu" else arrays
 
 
+def result_alone(x: T) -> T:
+    """The same array; XLA does not choose its layout by what follows.
+
+    On a TPU the layout of a product's result decides that of its matrix, and one that is not stored in it is copied
+    before the loop, in addition to the stored one (docs/decisions.md).
+    """
+    return lax.optimization_barrier(x) if platform() == "tpu" else x
+
+
 def processors() -> int:
     """Multiprocessors of the default device; those of an H100 if it does not report them."""
     return getattr(device(), "core_count", None) or H100_PROCESSORS

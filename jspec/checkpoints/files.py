@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 from safetensors.numpy import save_file
 
 from jspec.checkpoints.live import LiveArray
+from pallas_kernels import platform
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -46,7 +47,7 @@ def resolve_dtype(dtype: str | None) -> Any:
       ValueError: an unknown name.
     """
     if dtype is None:
-        return DTYPES["float32" if jax.default_backend() == "cpu" else "bfloat16"]
+        return DTYPES["float32" if platform.platform() == "cpu" else "bfloat16"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(DTYPES)}, or None for the platform's default")
     return DTYPES[dtype]

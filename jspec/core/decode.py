@@ -39,6 +39,7 @@ from jspec.core.types import (
     TopTokens,
 )
 from jspec.core.xla_options import LoopProgram, prefers_cublas
+from pallas_kernels import platform
 
 # Prefill
 
@@ -610,7 +611,7 @@ def verifies_many(
     params: Params, s: DecodeState, drafter: Drafter, placement: sharding.Placement | None = None
 ) -> bool:
     """Whether rounds of these shapes verify enough tokens for `decode_many` to be faster. Only affects GPUs."""
-    if jax.default_backend() != "gpu":
+    if platform.platform() != "gpu":
         return False
     return prefers_cublas(params, math.prod(draft_shape(params, s, drafter, placement)))
 

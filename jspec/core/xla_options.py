@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from jspec.core.checks import check_flag, check_int, check_text
+from pallas_kernels import platform
 
 TRITON_GEMM_MAX_TOKENS = 32
 """Tokens that a round verifies, all sequences together, up to which XLA's own matrix products are faster."""
@@ -72,7 +73,7 @@ def prefers_cublas(params: PyTree, tokens: int) -> bool:
 
     params: the weights, or their shapes.
     """
-    if jax.default_backend() != "gpu" or tokens <= TRITON_GEMM_MAX_TOKENS:
+    if platform.platform() != "gpu" or tokens <= TRITON_GEMM_MAX_TOKENS:
         return False
     return not any(leaf.dtype.itemsize == 1 and leaf.dtype != np.bool_ for leaf in jax.tree.leaves(params))
 

@@ -19,10 +19,10 @@ from jspec.models.quantized import Quantized, quantized_product
 from pallas_kernels import norm, rotary
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.exact_matmul import exact_matmul
-from pallas_kernels.platform import platform
+from pallas_kernels.platform import platform, result_alone
 
-GEMV_MAX_WEIGHTS = 10_000_000
-"""Size of a matrix below which XLA, on a GPU, lowers its product with a single row to a sum over columns. That is
+GEMV_MAX_WEIGHTS = {"gpu": 10_000_000, "tpu": math.inf}
+"""Size of a matrix below which XLA, on a platform, lowers its product with a single row to a sum over columns. That is
 slower than a matrix product with six rows (docs/decisions.md). A product with two equal rows is a matrix product.
 """
 
@@ -124,7 +124,7 @@ def linear(
     if exact:
         out = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(weight))
         return add_bias(out.reshape(*x.shape[:-1], -1), bias)
-    alone = x.size == x.shape[-1] and weight.size < GEMV_MAX_WEIGHTS and platform() == "gpu"
+    alone = x.size == x.shape[-1] and weight.size < GEMV_MAX_WEIGHTS.get(platform(), 0)
     rows = jnp.broadcast_to(x.reshape(1, -1), (2, x.shape[-1])) if alone else x
     if isinstance(weight, Quantized):
         out = quantized_product(rows, weight)
@@ -133,7 +133,7 @@ def linear(
         out = jnp.matmul(rows, weight, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
     if alone:
         out = out[:1].reshape(*x.shape[:-1], -1)
-    return add_bias(out, bias)
+    return add_bias(result_alone(out), bias)
 
 
 def divided_linear(

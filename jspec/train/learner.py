@@ -23,6 +23,7 @@ from jspec.train import model, trainer, ttt
 from jspec.train.batches import Source
 from jspec.train.recipe import DraftRecipe, Recipe
 from jspec.train.trainer import State
+from pallas_kernels import platform
 
 P = TypeVar("P")
 
@@ -120,7 +121,7 @@ class UnrolledLearner(ttt.Unrolled, Protocol):
         """The loss of the training-time test, and the metrics of its steps."""
         assert isinstance(recipe, DraftRecipe)
         # XLA on CPU schedules the program such that recomputing costs time and saves no memory.
-        recompute = jax.default_backend() != "cpu"
+        recompute = platform.platform() != "cpu"
         observed, targets = self.observe(out), ttt.make_targets(out.logits, ids)
         found = ttt.unroll(self, params, tokens, observed, targets, mask, recipe.ttt_steps, recompute=recompute)
         return ttt.total(found.loss, recipe.decay), found

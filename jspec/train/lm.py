@@ -21,6 +21,7 @@ from jspec.train.objective import LmSetup
 from jspec.train.recipe import DEFAULT_INTERVALS, Intervals, LmRecipe
 from jspec.train.run_directory import Metrics, Record
 from jspec.train.trainer import State
+from pallas_kernels import platform
 
 MAX_SHARD_BYTES = 9_000_000
 """Weight files are split at this size, so that a source repository can hold them."""
@@ -199,7 +200,7 @@ def main(args: argparse.Namespace) -> int:
     sources = options.sources(args, config.vocab_size)
     heldout_tokens, heldout_mask = options.heldout(args, config.vocab_size)
     heldout = Heldout(heldout_tokens, tokenizer.byte_counts(bpe), heldout_mask)
-    dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = "float32" if platform.platform() == "cpu" else "bfloat16"
     teacher = None
     if args.teacher is not None:
         tokenizer.check_same(bpe, args.data, args.teacher)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Key, PyTree
 from jspec.core.checks import check_int
 from jspec.models import Llama, LlamaParams
 from jspec.models.decoder import Decoder
+from pallas_kernels import platform
 
 SHAPES = {
     "python-small": Llama(
@@ -146,4 +147,4 @@ def logits(config: Llama, params: LlamaParams, tokens: Int[Array, "B N"], dtype:
 def causal_attention(config: Decoder, dtype: str) -> CausalAttention:
     """The fastest `CausalAttention` for a model on this machine in this precision."""
     windows = tuple(config.layer_keys(layer).window for layer in range(config.num_layers))
-    return CausalAttention(windows, fused=jax.default_backend() == "gpu" and dtype != "float32")
+    return CausalAttention(windows, fused=platform.platform() == "gpu" and dtype != "float32")
