@@ -82,11 +82,11 @@ class Operation:
 
     def _refusal(self, kernel: str, args: tuple, options: dict[str, object]) -> str | None:
         """Why a kernel backend cannot run these arguments; None if it can."""
-        return _unavailable(self, kernel) or self.module(kernel).supported(*args, **options)
+        return unavailable(self, kernel) or self.module(kernel).supported(*args, **options)
 
 
 @functools.cache
-def _unavailable(operation: Operation, kernel: str) -> str | None:
+def unavailable(operation: Operation, kernel: str) -> str | None:
     """Why a kernel backend cannot be imported; None if it can."""
     try:
         operation.module(kernel)

@@ -116,7 +116,7 @@ def environment(device_count: int = 1) -> Environment:
     """
     return Environment(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=_commit(),
+        commit=commit(),
         jspec=VERSION,
         jax=jax.__version__,
         driver=_driver(Path("/proc/driver/nvidia/version")) if jax.default_backend() == "gpu" else None,
@@ -127,7 +127,7 @@ def environment(device_count: int = 1) -> Environment:
     )
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the checkout that this file belongs to; None if it is not in one."""
     source = Path(__file__).resolve()
 

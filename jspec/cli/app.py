@@ -11,7 +11,7 @@ import jax
 
 from jspec.bench import cli as bench
 from jspec.bench import kernels
-from jspec.cli import evaluate, generate, serve
+from jspec.cli import doctor, evaluate, generate, serve
 from jspec.core import package
 from jspec.engine.arguments import Parser, in_options, printable
 from jspec.engine.startup import enable_compilation_cache
@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_command(commands)
     evaluate.add_command(commands)
     serve.add_command(commands)
+    doctor.add_command(commands)
     summary = "measure rounds and their phases at real model shapes"
     bench.add_arguments(commands.add_parser("bench", help=summary, description=bench.__doc__))
     summary = "measure attention and expert kernels, compared with memory bandwidth"

@@ -1,0 +1,226 @@
+"""Looks at the machine: its devices, the versions of what is installed, and which kernels run; then runs the tests for
+accelerators, if this is a clone with pytest, and a short measurement. All of it is written to one file, to send along
+with a report: without names of hosts or users, and without paths.
+"""
+
+import argparse
+import getpass
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import pkgutil
+import platform as system
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import jax
+
+import pallas_kernels
+from jspec.bench import cli as bench
+from jspec.bench import machine
+from jspec.cli.common import Commands
+from jspec.core import package
+from jspec.engine.arguments import Parser, check_output
+from pallas_kernels import dispatch, platform
+from pallas_kernels.dispatch import Operation
+
+_PACKAGES = ("jax", "jaxlib", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax")
+_ROOT = Path(__file__).resolve().parents[2]
+_TESTS = {"cpu": ("tests/engine/test_accelerator.py",)}
+"""What is tested, by platform; on all others also the kernels."""
+_TESTS_ELSEWHERE = ("tests/engine/test_accelerator.py", "tests/kernels")
+_PRESETS = {"cpu": "tiny"}
+"""What is measured, by platform; on all others a model of 1.2 billion parameters."""
+_PRESET_ELSEWHERE = "llama-3.2-1b"
+_TEST_SECONDS = 3600
+_PATH = re.compile(r"(?<![\w.~-])(?:~|[A-Za-z]:)?[/\\](?:[^\s'\"`,;:()<>|\[\]{}]+)")
+
+
+def add_command(commands: Commands) -> None:
+    """Adds the command."""
+    summary = "look at devices, versions and kernels, test and measure them, and write a file to send"
+    parser = commands.add_parser("doctor", help=summary, description=__doc__)
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("jspec-doctor.json"),
+        metavar="FILE",
+        help="where to write everything (default: %(default)s)",
+    )
+    parser.add_argument("--no-tests", action="store_true", help="run no tests")
+    parser.add_argument("--no-bench", action="store_true", help="measure nothing")
+    parser.set_defaults(run=main)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints and writes; the exit status is 0 if nothing failed, otherwise 1.
+
+    Raises:
+      ValueError, OSError: the file cannot be written.
+    """
+    check_output("--json", options.json)
+    report: dict[str, Any] = {"versions": versions()}
+    _show("versions", report["versions"])
+    # A TPU belongs to one process at a time, so the tests run before this process takes it.
+    report["tests"] = _not_run("--no-tests") if options.no_tests else run_tests(_ROOT, _platform_of_a_process())
+    _show("tests", report["tests"])
+    report["devices"], report["kernels"] = devices(), kernels()
+    for number, device in enumerate(report["devices"]):
+        _show(f"device {number}", device)
+    _show("kernels", report["kernels"])
+    report["bench"] = _not_run("--no-bench") if options.no_bench else run_bench(platform.platform())
+    if "problem" in report["bench"]:
+        _show("bench", report["bench"])
+    anonymous = without_names(report, [socket.gethostname(), _user()])
+    options.json.write_text(json.dumps(anonymous, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"written to {options.json}")
+    failed = report["tests"].get("failed", 0) or "problem" in report["bench"] or "problem" in report["tests"]
+    return int(bool(failed))
+
+
+def versions() -> dict[str, str | None]:
+    """Python, the operating system and the packages that matter -> version; None: not installed."""
+    found = {"jspec": package.VERSION, "commit": machine.commit(), "python": system.python_version()}
+    found["system"] = f"{system.system()} {system.machine()}"
+    return {**found, **{name: _version(name) for name in _PACKAGES}}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> list[dict[str, Any]]:
+    """The devices that JAX uses by default."""
+    found = []
+    for device in jax.devices():
+        stats = (device.memory_stats() or {}) if device.platform != "cpu" else {}
+        found.append({"kind": device.device_kind, "platform": device.platform, "memory": stats.get("bytes_limit")})
+    return found
+
+
+def operations() -> list[Operation]:
+    """All operations of `pallas_kernels`."""
+    names = sorted(module.name for module in pkgutil.iter_modules(pallas_kernels.__path__) if module.ispkg)
+    return [importlib.import_module(f"pallas_kernels.{name}.api").OPERATION for name in names]
+
+
+def kernels() -> dict[str, str]:
+    """Operation -> what runs it on this platform, where it supports the shapes, or why no kernel does."""
+    return {operation.name: _backend(operation) for operation in operations()}
+
+
+def _backend(operation: Operation) -> str:
+    wanted = [name for name in dispatch.BACKENDS.get(platform.platform(), ()) if name in operation.kernels]
+    reasons = []
+    for name in wanted:
+        reason = dispatch.unavailable(operation, name)
+        if reason is None:
+            return name
+        reasons.append(f"{name} is {reason}")
+    return f"xla ({'; '.join(reasons) or 'no kernel for this platform'})"
+
+
+def _platform_of_a_process() -> str:
+    """The platform of JAX in a process of its own, which gives the devices back when it ends."""
+    code = "from pallas_kernels import platform; print(platform.platform())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return out.stdout.split()[-1] if out.returncode == 0 and out.stdout else "cpu"
+
+
+def run_tests(root: Path, platform_name: str) -> dict[str, Any]:
+    """The counts of the accelerator's tests and the messages of those that failed, or why they were not run.
+
+    root: of the repository.
+    """
+    files = _TESTS.get(platform_name, _TESTS_ELSEWHERE)
+    if not all((root / name).exists() for name in files):
+        return _not_run("the tests are in the repository, and this is an installed package")
+    missing = [name for name in ("pytest", "xdist") if importlib.util.find_spec(name) is None]
+    if missing:
+        return _not_run(f"{' and '.join(missing)} not installed: {package.install('test')}")
+    print(f"testing {' and '.join(files)}: minutes", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"--junitxml={results}"]
+        try:
+            done = subprocess.run(
+                [*command, *files], cwd=root, capture_output=True, text=True, timeout=_TEST_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {"files": list(files), "problem": f"not done after {_TEST_SECONDS} s"}
+        if not results.exists():
+            return {"files": list(files), "problem": (done.stdout + done.stderr)[-2000:]}
+        return {"files": list(files), **read_results(results)}
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The counts and the failures in pytest's XML."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    failures, reasons = {}, set()
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        wrong, skipped = case.find("failure"), case.find("skipped")
+        wrong = case.find("error") if wrong is None else wrong
+        if wrong is not None:
+            failures[f"{case.get('classname')} {case.get('name')}"] = (wrong.get("message") or "")[:500]
+        elif skipped is not None:
+            reasons.add(skipped.get("message") or "")
+        counts["failed" if wrong is not None else "passed" if skipped is None else "skipped"] += 1
+    return {**counts, "failures": failures, "skipped because": sorted(reasons)}
+
+
+def run_bench(platform_name: str) -> dict[str, Any]:
+    """The lines of a short measurement, as `jspec bench --json` writes them, or why there are none."""
+    preset = _PRESETS.get(platform_name, _PRESET_ELSEWHERE)
+    arguments = ["--preset", preset, "--batch", "1", "--context", "64" if preset == "tiny" else "512", "--repeats", "3"]
+    parser = Parser(prog="jspec bench")
+    bench.add_arguments(parser)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.jsonl"
+        options = parser.parse_args([*arguments, "--json", str(path)])
+        try:
+            bench.main(options)
+        except Exception as error:  # whatever fails on a machine that nobody has tried is what its owner reports
+            return {"problem": f"{type(error).__name__}: {error}"[:2000], "arguments": arguments}
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {"arguments": arguments, "lines": lines}
+
+
+def _not_run(reason: str) -> dict[str, Any]:
+    return {"not run": reason}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
+
+
+def without_names(value: Any, names: Sequence[str]) -> Any:
+    """The same data without absolute paths and without these names."""
+    if isinstance(value, str):
+        text = _PATH.sub("PATH", value)
+        for name in filter(None, names):
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "NAME", text)
+        return text
+    if isinstance(value, Mapping):
+        return {without_names(key, names): without_names(part, names) for key, part in value.items()}
+    return [without_names(part, names) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _show(title: str, values: Mapping[str, Any]) -> None:
+    width = max(map(len, values))
+    print(f"{title}:")
+    for name, value in values.items():
+        print(f"  {name.ljust(width)}  {json.dumps(value) if isinstance(value, list | dict) else value}", flush=True)
