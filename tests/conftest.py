@@ -104,6 +104,7 @@ EXTRAS = {
     "mkdocs": "docs",
     "flax": "train",
     "optax": "train",
+    "libtpu": "tpu",
 }
 
 

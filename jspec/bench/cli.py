@@ -2,7 +2,7 @@
 
 Weights are random, and a given number of draft tokens is accepted whether they are right or not, so the results depend
 on the engine and the machine only. With --checkpoint the weights are real; acceptance is still imposed. With --load,
-many requests go through jspec.Engine instead.
+many requests go through jspec.Engine instead. With --compile-for nothing runs: a TPU's compiler estimates the rounds.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import jax
 from tqdm import tqdm
 
 from jspec.analysis import plots
-from jspec.bench import load_cli, machine, measurement, report, weights
+from jspec.bench import compile_cli, load_cli, machine, measurement, report, weights
 from jspec.bench.measure import FROM_HOST, BenchSetup, measure
 from jspec.bench.measurement import Scalar
 from jspec.bench.presets import PRESETS, Preset, eagle_head
@@ -153,6 +153,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", type=Path, metavar="FILE", help="write each measurement to FILE as a line of JSON, after each case"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results; requires matplotlib")
+    compile_cli.add_arguments(parser)
     load_cli.add_arguments(parser)
     parser.set_defaults(run=main)
 
@@ -166,6 +167,9 @@ def main(options: argparse.Namespace) -> int:
     check(options)
     subject = _subject(options)
     drafters = {mode: _drafter(mode, options, subject) for mode in options.mode}
+    if options.compile_for:
+        settings = _settings(options, subject, (*_SHAPE, "rounds", "page_size"))
+        return compile_cli.main(options, subject.name, _setup(options, subject, subject.params), drafters, settings)
     if options.load:
         for model in filter(None, (subject.target, subject.draft)):
             load_cli.check_fits(subject.name, getattr(model, "max_length", subject.target.max_length))
@@ -177,8 +181,7 @@ def main(options: argparse.Namespace) -> int:
     head = subject.params.target.embed
     gemv = machine.gemv_bandwidth(subject.target.hidden_size, subject.target.vocab_size, head.dtype, options.repeats)
     params = _make(subject)
-    shared = {name: getattr(options, name) for name in ("tokens_per_round", "rounds", "repeats", "page_size")}
-    setup = BenchSetup(subject.target, params, split=not options.no_split, draft=subject.draft, **shared)
+    setup = _setup(options, subject, params)
     out = _describe(options, subject, params, {"copy": copy, "gemv": gemv})
     cases = [(mode, batch, context) for context in options.context for batch in options.batch for mode in options.mode]
     with tqdm(cases, unit="case") as bar:
@@ -196,6 +199,7 @@ def main(options: argparse.Namespace) -> int:
 
 def check(options: argparse.Namespace) -> None:
     """Fills in defaults, and raises if options contradict each other, before anything is measured."""
+    compile_cli.check(options)
     load_cli.check(options)
     options.rounds, options.repeats = options.rounds or _ROUNDS, options.repeats or _REPEATS
     for name, default in _DEFAULTS.items():
@@ -286,6 +290,11 @@ def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Drafte
     tree = {"width": options.width, "num_nodes": options.num_nodes} if mode == "tree" else {}
     drafter = kind(depth=options.depth, **tree).bind(subject.target, subject.draft)
     return Unfolded(drafter) if mode == "unfolded" else drafter
+
+
+def _setup(options: argparse.Namespace, subject: Subject, params: Params) -> BenchSetup:
+    shared = {name: getattr(options, name) for name in ("tokens_per_round", "rounds", "repeats", "page_size")}
+    return BenchSetup(subject.target, params, split=not options.no_split, draft=subject.draft, **shared)
 
 
 def _make(subject: Subject) -> Params:

@@ -7,11 +7,13 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jax.stages import Lowered
+from jaxtyping import Array, Int, Key, PyTree
 
 from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
@@ -34,6 +36,7 @@ Progress = Callable[[str], object]
 Rounds = Callable[[DecodeState, Int[Array, ""]], DecodeState]
 """Runs rounds from a state up to a round index."""
 Seed = Callable[[DecodeState], DecodeState]
+Prompt: TypeAlias = tuple[Int[Array, "B T"], Int[Array, " B"], Int[Array, " B"], Key[Array, " B"], Automaton]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,17 +120,8 @@ def measure(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context:
 
     drafter: bound to the target and the draft.
     """
-    depth, max_tokens = drafter.depth, math.ceil(setup.tokens_per_round)
-    draft = None if not depth else setup.draft or getattr(drafter, "model", None)
-    nodes = grow.size(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None))
-    sizes = {"depth": depth, "batch": batch, "context": context, "nodes": nodes}
-    floor = weights.round_bytes(setup.params, setup.target, draft, **sizes)
-    # The first token, the tokens of all rounds and the last proposal fit, so no sequence reaches its limit.
-    capacity = context + 1 + setup.rounds * min(max_tokens, depth + 1) + depth + 2
-    result = CaseResult(mode, batch, context, floor, capacity)
-    max_length = min(setup.target.max_length, getattr(draft, "max_length", setup.target.max_length))
-    if capacity > max_length:
-        result.problem = f"needs {capacity} tokens for {setup.rounds} rounds; the context length is {max_length}"
+    result = new_case(setup, mode, drafter, batch, context)
+    if result.problem:
         return result
     try:
         _measure(setup, result, drafter, report)
@@ -136,6 +130,29 @@ def measure(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context:
             raise
         result.problem = f"out of memory while running: {str(error).splitlines()[0]}"
     return result
+
+
+def new_case(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context: int) -> CaseResult:
+    """A case that is not measured yet; `problem` has the reason if it is longer than the model's context."""
+    depth, max_tokens = drafter.depth, math.ceil(setup.tokens_per_round)
+    draft = None if not depth else setup.draft or getattr(drafter, "model", None)
+    floor = case_bytes(setup, drafter, batch, context)
+    # The first token, the tokens of all rounds and the last proposal fit, so no sequence reaches its limit.
+    capacity = context + 1 + setup.rounds * min(max_tokens, depth + 1) + depth + 2
+    result = CaseResult(mode, batch, context, floor, capacity)
+    max_length = min(setup.target.max_length, getattr(draft, "max_length", setup.target.max_length))
+    if capacity > max_length:
+        result.problem = f"needs {capacity} tokens for {setup.rounds} rounds; the context length is {max_length}"
+    return result
+
+
+def case_bytes(setup: BenchSetup, drafter: Drafter, batch: int, context: int) -> int:
+    """The fewest bytes that a round of a case reads; see `weights.round_bytes`."""
+    depth = drafter.depth
+    draft = None if not depth else setup.draft or getattr(drafter, "model", None)
+    nodes = grow.size(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None))
+    sizes = {"depth": depth, "batch": batch, "context": context, "nodes": nodes}
+    return weights.round_bytes(setup.params, setup.target, draft, **sizes)
 
 
 def _measure(setup: BenchSetup, result: CaseResult, drafter: Drafter, report: Progress) -> None:
@@ -155,19 +172,17 @@ def _measure(setup: BenchSetup, result: CaseResult, drafter: Drafter, report: Pr
 
 def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledCase | None:
     """Compiles the programs of a case; None if they do not fit the device's memory."""
-    static = {"target": phases.target, "drafter": phases.drafter, "accept": phases.accept}
     # The caches alone, before anything of this size is traced.
     sizes = result.batch, result.capacity, setup.page_size
     result.state_bytes = memory.need(setup.params, setup.target, phases.drafter, *sizes).total
     result.problem = too_large(setup, result, "prefill", 0)
     if result.problem:
         return None
-    prompt = _prompt(setup, result)
+    prompt = prompt_of(setup, result)
 
     # Prefill. Its outputs are the caches and buffers of the case.
-    shape = {"capacity": result.capacity, "page_size": setup.page_size, "chunk": prefill_chunk(result.batch)}
     began = time.perf_counter()
-    lowered = decode.jitted_prefill.lower(setup.params, *prompt, **static, **shape)
+    lowered = lower_prefill(setup, result, phases, prompt)
     state = lowered.out_info
     result.state_bytes = memory.tree_bytes(state)
     result.problem = too_large(setup, result, "prefill", 0)
@@ -178,8 +193,7 @@ def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledC
 
     # The loop, and the seed where it is a separate program.
     began = time.perf_counter()
-    loop = decode.fastest(setup.params, state, phases.drafter)
-    rounds = loop.lower(setup.params, state, jnp.int32(1), **static).compile()
+    rounds = lower_rounds(setup, phases, state).compile()
     result.compile_seconds["decode"] = time.perf_counter() - began
     programs = {"prefill": prefill, "decode": rounds}
     if isinstance(phases.drafter, Unfolded):
@@ -193,6 +207,22 @@ def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledC
     if result.mode in FROM_HOST:
         run = partial(from_host, run, partial(programs["seed"], setup.params) if "seed" in programs else None)
     return CompiledCase(start, run)
+
+
+def lower_prefill(setup: BenchSetup, result: CaseResult, phases: Phases, prompt: Prompt) -> Lowered:
+    """The program that reads the prompts of a case, lowered."""
+    shape = {"capacity": result.capacity, "page_size": setup.page_size, "chunk": prefill_chunk(result.batch)}
+    return decode.jitted_prefill.lower(setup.params, *prompt, **_static(phases), **shape)
+
+
+def lower_rounds(setup: BenchSetup, phases: Phases, state: PyTree) -> Lowered:
+    """The program of the rounds, lowered. state: or its shapes."""
+    until = jax.ShapeDtypeStruct((), jnp.int32)
+    return decode.fastest(setup.params, state, phases.drafter).lower(setup.params, state, until, **_static(phases))
+
+
+def _static(phases: Phases) -> dict[str, Any]:
+    return {"target": phases.target, "drafter": phases.drafter, "accept": phases.accept}
 
 
 def from_host(rounds: Rounds, seed: Seed | None, s: DecodeState, until: Int[Array, ""] | int) -> DecodeState:
@@ -224,9 +254,7 @@ def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) 
     )
 
 
-def _prompt(
-    setup: BenchSetup, result: CaseResult
-) -> tuple[Int[Array, "B T"], Int[Array, " B"], Int[Array, " B"], Key[Array, " B"], Automaton]:
+def prompt_of(setup: BenchSetup, result: CaseResult) -> Prompt:
     """The arguments of `decode.prefill` after the weights: random ids, lengths, limits, keys and no stop strings."""
     batch = result.batch
     ids = np.random.default_rng(0).integers(0, setup.target.vocab_size, (batch, result.context), np.int32)

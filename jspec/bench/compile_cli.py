@@ -1,0 +1,196 @@
+"""`jspec bench --compile-for`: its options, its lines of data and its table."""
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from jspec.bench import compiled, machine, measurement, report, tpu
+from jspec.bench.compiled import CompiledCase
+from jspec.bench.measure import FROM_HOST, BenchSetup
+from jspec.bench.measurement import Measurement, Scalar
+from jspec.core.types import Drafter
+from jspec.models.sizes import count_parameters
+
+NOT_RUN = "compiled, not run"
+"""Marks whatever is written."""
+_NOTE = (
+    f"{NOT_RUN}: the compiler's estimate, in which each kernel takes the time of the roofline for the keys and values"
+)
+_NEED_A_DEVICE = ("load", "slots", "requests", "repeats", "no_split", "plot", "checkpoint")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the option."""
+    parser.add_argument(
+        "--compile-for",
+        choices=tuple(tpu.CHIPS),
+        help="compile for one TPU of this kind, which need not be there, and print what the compiler knows of a round; "
+        "nothing runs (requires libtpu: the extra tpu)",
+    )
+
+
+def check(options: argparse.Namespace) -> None:
+    """Fills in defaults, and raises if options require a device.
+
+    Raises:
+      ValueError: they do, or libtpu is not installed.
+    """
+    if not options.compile_for:
+        return
+    for name in _NEED_A_DEVICE:
+        value = getattr(options, name)
+        if value:
+            shown = "" if value is True else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
+            raise ValueError(f"--{name.replace('_', '-')}{shown}: requires a device; leave it out with --compile-for")
+    for mode in options.mode:
+        if mode in FROM_HOST:
+            raise ValueError(f"--mode {mode}: requires a device; leave it out with --compile-for")
+    options.dtype = options.dtype or "bfloat16"
+    try:
+        tpu.device(options.compile_for)
+    except ValueError as error:
+        raise ValueError(f"--compile-for {error}") from None
+
+
+@dataclasses.dataclass
+class CompileReport:
+    """Everything that a run of the command finds out.
+
+    settings: the drafter and the options that shapes depend on. parameters: of target and draft.
+    """
+
+    model: str
+    dtype: str
+    command: str | None
+    environment: machine.Environment
+    chip: tpu.Chip
+    settings: Mapping[str, Scalar]
+    parameters: Mapping[str, int]
+    results: list[CompiledCase] = dataclasses.field(default_factory=list)
+
+
+def main(
+    options: argparse.Namespace,
+    name: str,
+    setup: BenchSetup,
+    drafters: Mapping[str, Drafter],
+    settings: Mapping[str, Scalar],
+) -> int:
+    """Compiles and prints; returns the exit status.
+
+    name: of the model. setup: its weights are shapes. drafters: by mode. settings: as in `CompileReport`.
+    """
+    device, target = tpu.device(options.compile_for), setup.params.target
+    out = CompileReport(
+        model=name,
+        dtype=str(target.embed.dtype),
+        command=getattr(options, "command_line", None),
+        environment=_environment(device),
+        chip=tpu.CHIPS[options.compile_for],
+        settings={**settings, "libtpu": tpu.version()},
+        parameters={"target": count_parameters(target), "draft": count_parameters(setup.params.draft)},
+    )
+    cases = [(mode, batch, context) for context in options.context for batch in options.batch for mode in options.mode]
+    with tqdm(cases, unit="case") as bar:
+        for mode, batch, context in bar:
+            bar.set_description(f"{mode} {batch} x {context}")
+            show = bar.set_postfix_str
+            out.results.append(compiled.compile_case(setup, mode, drafters[mode], batch, context, device, show))
+            if options.json:
+                measurement.write(options.json, lines(out))
+    print(table(out))
+    return 0
+
+
+def _environment(device: Any) -> machine.Environment:
+    """That of this machine, with the device that programs are compiled for."""
+    return dataclasses.replace(machine.environment(), device=f"{device.device_kind} ({NOT_RUN})", driver=None)
+
+
+def lines(out: CompileReport) -> list[Measurement]:
+    """All results, each marked as not run."""
+    return [line for result in out.results for line in _case_lines(out, result)]
+
+
+def _case_lines(out: CompileReport, result: CompiledCase) -> list[Measurement]:
+    case, chip = result.case, out.chip
+    unused = report.unused_settings(case.mode)
+    settings = {name: value for name, value in out.settings.items() if name not in unused}
+
+    def line(metric: str, unit: str, values: Sequence[float], **fields: Any) -> Measurement:
+        return report.measurement(
+            out.environment,
+            *(out.model, case.mode, f"b{case.batch}", f"c{case.context}"),
+            **{"metric": metric, "unit": unit, "values": values, "note": NOT_RUN, **fields},
+            command=out.command,
+            subject=out.model,
+            mode=case.mode,
+            batch=case.batch,
+            context=case.context,
+            dtype=out.dtype,
+            settings={**settings, **fields.pop("settings", {})},
+        )
+
+    estimates = [1e3 * result.estimate(chip)] if result.cycles else []
+    note = f"{NOT_RUN}: {case.problem}" if case.problem else _NOTE
+    made = [line("estimated round", "ms", estimates, floor=1e3 * result.roofline(chip), note=note)]
+    if case.problem:
+        return made
+    made.append(line("round in the cost model", "ms", [1e3 * result.modeled]))
+    made.append(line("accessed by a call of one round", "bytes", [result.accessed]))
+    made.append(line("operations of a call of one round", "", [result.operations]))
+    made.append(line("kernels of a round", "", [result.kernels]))
+    for name, each in result.memory.items():
+        expected = {"expected": result.arguments} if name == "decode" else {}
+        made.append(line(f"arguments of {name}", "bytes", [each.arguments], **expected))
+        made.append(line(f"temporary memory of {name}", "bytes", [each.temporary]))
+    for name, seconds in case.compile_seconds.items():
+        made.append(line(f"compiling {name}", "s", [seconds]))
+    return made
+
+
+def table(out: CompileReport) -> str:
+    """The results as aligned text: model and chip, one line per case, then the cases that did not compile."""
+    names = [
+        "mode",
+        "batch",
+        "context",
+        "estimated ms",
+        "roofline ms",
+        "ratio",
+        "cost model ms",
+        "GB accessed",
+        "GFLOP",
+    ]
+    rows = [[*names, "kernels", "arguments GB", "temporary GB", "compile s"]]
+    rows += [_cells(out.chip, result) for result in out.results if not result.case.problem]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    model = report.describe(out.model, out.parameters, out.settings["drafter"], out.dtype)
+    versions = f"jax {out.environment.jax}, libtpu {out.settings['libtpu']}"
+    head = f"{model}; {out.environment.device}, {versions}; roofline at {out.chip.gb_per_second:g} GB/s"
+    problems = [
+        f"{result.case.mode} {result.case.batch} x {result.case.context}: {result.case.problem}"
+        for result in out.results
+        if result.case.problem
+    ]
+    return "\n".join([head, *text, *problems])
+
+
+def _cells(chip: tpu.Chip, result: CompiledCase) -> list[str]:
+    estimate, roofline = result.estimate(chip), result.roofline(chip)
+    return [
+        *(result.case.mode, str(result.case.batch), str(result.case.context)),
+        *(f"{1e3 * seconds:.3f}" for seconds in (estimate, roofline)),
+        f"{estimate / roofline:.2f}",
+        f"{1e3 * result.modeled:.3f}",
+        f"{result.accessed / 1e9:.2f}",
+        f"{result.operations / 1e9:.1f}",
+        str(result.kernels),
+        f"{result.memory['decode'].arguments / 1e9:.2f}",
+        f"{max(each.temporary for each in result.memory.values()) / 1e9:.2f}",
+        f"{sum(result.case.compile_seconds.values()):.1f}",
+    ]

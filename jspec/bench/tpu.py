@@ -1,0 +1,79 @@
+"""TPUs that are not there: their compiler is in libtpu, which any machine can load, and makes programs for them."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import os
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from jspec.core import package
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A generation of TPUs. Bandwidth and memory are those that Google publishes for a chip.
+
+    topology: the name of the smallest group of chips that the compiler knows.
+    gb_per_second: of the memory, in 1e9 bytes.
+    memory: bytes.
+    hertz: cycles per second, in which the compiler estimates times; the published operations per second over those that
+      it plans per cycle.
+    """
+
+    topology: str
+    gb_per_second: float
+    memory: int
+    hertz: float
+
+
+CHIPS = {
+    "v5e": Chip("v5e:2x2", 819, 16 * 2**30, 1.5e9),
+    "v6e": Chip("v6e:2x2", 1640, 32 * 2**30, 1.75e9),
+    "v5p": Chip("v5p:2x2x1", 2765, 95 * 2**30, 1.75e9),
+}
+_WITHOUT_A_TPU = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v6e-4",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+"""What libtpu reads when it is loaded: several processes may load it, and it need not look for a machine with TPUs."""
+
+
+def version() -> str | None:
+    """The version of libtpu; None if it is not installed."""
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def device(name: str) -> Any:
+    """A `jax.Device` of a chip in `CHIPS`, to compile for; nothing can be put on it.
+
+    Arguments that are compiled for it are shapes with its sharding, as `on` makes them, and a program is traced and
+    lowered inside `jax.default_device(device)`, which is how `pallas_kernels.platform` learns of it.
+
+    Raises:
+      ValueError: libtpu is not installed, or cannot be loaded.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(f"{name}: requires libtpu, which compiles for TPUs: {package.install('tpu')}")
+    if jax.default_backend() != "tpu":
+        for variable, value in _WITHOUT_A_TPU.items():
+            os.environ.setdefault(variable, value)
+    try:
+        return topologies.get_topology_desc(CHIPS[name].topology, platform="tpu").devices[0]
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"{name}: libtpu cannot be loaded: {error}") from None
+
+
+def on(device: Any, tree: Any) -> Any:
+    """The shapes of a tree of arrays or shapes, on a device."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

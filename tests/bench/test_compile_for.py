@@ -1,0 +1,177 @@
+"""`jspec bench --compile-for`, and what TPU compilers make of loops of every family: nothing here runs on a TPU.
+
+The tests that compile need libtpu (the extra `tpu`). `tests/helpers/tpu_cases.py` compiles all cases.
+"""
+
+import importlib.util
+import json
+import types
+
+import pytest
+import tpu_cases
+
+from jspec import cli
+from jspec.bench import compile_cli, compiled, machine, tpu
+from jspec.bench.measure import CaseResult
+
+TEXT = """HloModule jit_decode
+
+%fused (p: f32[2]) -> f32[2] {
+  %p = f32[2]{0} parameter(0)
+  ROOT %copied = f32[2]{0} copy(%p)
+}
+
+%inner_body (t: f32[2]) -> f32[2] {
+  ROOT %add.1 = f32[2]{0} add(%t, %t), backend_config={"estimated_cycles":"5"}
+}
+
+%body (t: f32[2]) -> f32[2] {
+  %t = f32[2]{0} parameter(0)
+  %fusion.1 = f32[2]{0} fusion(%t), calls=%fused, backend_config={"estimated_cycles":"100"}
+  %kernel.1 = f32[2]{0} custom-call(%fusion.1), custom_call_target="tpu_custom_call"
+  ROOT %while.2 = f32[2]{0} while(%kernel.1), condition=%inner, body=%inner_body
+}
+
+%unused (t: f32[2]) -> f32[2] {
+  ROOT %add.2 = f32[2]{0} add(%t, %t), backend_config={"estimated_cycles":"7"}
+}
+
+ENTRY %main (a: f32[2]) -> f32[2] {
+  %copy.1 = f32[2]{0} copy(%a), backend_config={"estimated_cycles":"1000"}
+  ROOT %while.1 = f32[2]{0} while(%copy.1), condition=%cond, body=%body
+}
+"""
+
+
+def run(capsys, *arguments):
+    status = cli.main(["bench", "--preset", "tiny", *arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+@pytest.fixture
+def a_chip(monkeypatch):
+    """A device that needs no libtpu, and nothing is compiled for it."""
+    monkeypatch.setattr(tpu, "device", lambda name: types.SimpleNamespace(device_kind=f"kind of {name}"))
+    monkeypatch.setattr(compiled, "compile_programs", None)
+
+
+def test_only_what_is_in_the_loop_counts():
+    assert compiled.round_cycles(TEXT) == 105
+    lines = compiled.loop_lines(TEXT)
+    assert sum("tpu_custom_call" in line for line in lines) == 1 and any("%copied" in line for line in lines)
+    assert compiled.loop_lines(TEXT.replace("body=%body", "")) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    (
+        ("--load", "--load"),
+        ("--repeats 3", "--repeats 3"),
+        ("--no-split", "--no-split"),
+        ("--plot a.png", "--plot a.png"),
+        ("--mode stepped", "--mode stepped"),
+    ),
+)
+def test_options_that_require_a_device_are_refused(capsys, a_chip, arguments, refused):
+    status, out, err = run(capsys, "--compile-for", "v6e", *arguments.split())
+    assert (status, out) == (2, "")
+    assert err == f"jspec: {refused}: requires a device; leave it out with --compile-for\n"
+
+
+def test_a_checkpoint_requires_a_device(capsys, a_chip):
+    assert cli.main(["bench", "--checkpoint", "x", "--compile-for", "v6e"]) == 2
+    assert "--checkpoint x: requires a device" in capsys.readouterr().err
+
+
+def test_without_libtpu_the_extra_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    tpu.device.cache_clear()
+    status, out, err = run(capsys, "--compile-for", "v5p")
+    assert (status, out) == (2, "")
+    reason = "requires libtpu, which compiles for TPUs"
+    assert err == f'jspec: --compile-for v5p: {reason}: pip install "jspec-decoding[tpu]"\n'
+
+
+CHIP = tpu.Chip("", gb_per_second=1000, memory=2**34, hertz=1e9)
+
+
+def report_of(*results):
+    here = machine.Environment(
+        "2026-01-02T03:04:05+00:00", None, None, "1", None, "kind (compiled, not run)", 1, "", None
+    )
+    settings = {"drafter": "eagle", "depth": 5, "width": 8, "num_nodes": 32, "tokens_per_round": 3.0, "libtpu": "2"}
+    parameters = {"target": 10, "draft": 0}
+    return compile_cli.CompileReport("m", "bfloat16", None, here, CHIP, settings, parameters, list(results))
+
+
+def case_of(kernels=33, problem=None):
+    case = CaseResult("chain", 2, 512, floor_bytes=8 * 10**9, capacity=600, problem=problem)
+    if problem:
+        return compiled.CompiledCase(case)
+    case.compile_seconds = {"prefill": 1.0, "decode": 2.5}
+    memory = {"prefill": compiled.Memory(5 * 10**9, 2 * 10**9), "decode": compiled.Memory(6 * 10**9, 10**9)}
+    fields = dict(cycles=9 * 10**6, modeled=0.0085, accessed=1e10, operations=3e12, kernels=kernels)
+    return compiled.CompiledCase(case, memory, 5_900_000_000, **fields, kernel_bytes=10**9)
+
+
+def test_kernels_take_the_time_of_the_roofline_for_keys_and_values():
+    assert case_of().roofline(CHIP) == pytest.approx(0.008)
+    assert case_of().estimate(CHIP) == pytest.approx(0.010)
+    assert case_of(kernels=0).estimate(CHIP) == pytest.approx(0.009)
+
+
+def test_everything_written_is_marked_as_not_run():
+    out = report_of(case_of(), case_of(problem="does not compile: no memory"))
+    head, _, row, problem = compile_cli.table(out).splitlines()
+    assert head.endswith("; kind (compiled, not run), jax 1, libtpu 2; roofline at 1000 GB/s")
+    assert row.split() == "chain 2 512 10.000 8.000 1.25 8.500 10.00 3000.0 33 6.00 2.00 3.5".split()
+    assert problem == "chain 2 x 512: does not compile: no memory"
+    lines = compile_cli.lines(out)
+    assert all(line.note.startswith("compiled, not run") and "(compiled, not run)" in line.device for line in lines)
+    assert all(line.id.startswith("kind-compiled-not-run/m/chain/b2/c512/") for line in lines)
+    values = {line.metric: (line.median, line.floor, line.expected) for line in lines[:-1]}
+    assert values["estimated round"] == (pytest.approx(10), pytest.approx(8), None)
+    assert values["round in the cost model"][0] == 8.5
+    assert values["arguments of decode"] == (6e9, None, 5_900_000_000)
+    assert values["temporary memory of prefill"][0] == 2e9
+    assert (lines[-1].values, lines[-1].note) == ([], "compiled, not run: does not compile: no memory")
+    assert "width" not in lines[0].settings and lines[0].settings["libtpu"] == "2"
+
+
+def test_every_family_and_drafter_has_cases():
+    names = [str(case) for case in tpu_cases.CASES]
+    assert len(set(names)) == len(names)
+    for name in ("llama", "qwen3", "gemma4", "deepseek", "deepseek-dsa", "qwen3-next"):
+        assert f"{name}-plain" in names
+    assert {case.drafter for case in tpu_cases.CASES} == {"", *tpu_cases._KINDS}
+
+
+PAIRS = [
+    ("llama-eagle-chain", "v6e"),
+    ("llama-block-tree", "v6e"),
+]
+"""Each family, each drafter and each shape with several chips."""
+
+
+@pytest.mark.fast("llama-eagle-chain")
+@pytest.mark.parametrize(("name", "chip"), PAIRS, ids=lambda part: part)
+def test_a_loop_compiles_and_keeps_its_promises(name, chip, needs):
+    """In place, donated, without sorts or transfers, in the memory that arithmetic gives; or as `KNOWN` has it."""
+    needs("libtpu")
+    (case,) = [case for case in tpu_cases.CASES if str(case) == name]
+    found, known = tpu_cases.problems(case, chip), tpu_cases.known(case, chip)
+    assert found.keys() == known.keys(), found
+    assert all(message in found[check] for check, message in known.items()), found
+
+
+@pytest.mark.slow
+def test_a_preset_is_compiled_and_reported(capsys, tmp_path, needs):
+    needs("libtpu")
+    path = tmp_path / "out.jsonl"
+    status, out, _ = run(capsys, "--compile-for", "v6e", "--mode", "plain", "--json", str(path))
+    assert status == 0 and out.startswith("tiny: 8,784 parameters") and "TPU v6 lite (compiled, not run)" in out
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    values = {line["metric"]: line["median"] for line in lines}
+    assert values["estimated round"] > 0 and values["operations of a call of one round"] > 0
+    assert values["arguments of decode"] > 0 and {line["dtype"] for line in lines} == {"bfloat16"}
