@@ -253,13 +253,12 @@ def step(
         )
     with jax.named_scope("accept"):
         decision = truncate(s, verdict)
-    after = s
     with jax.named_scope("commit"):
         s, committed = commit_round(s, out, decision, branch)
     with jax.named_scope("extend"):
         s = extend(params, s, committed, drafter=drafter)
     check_same_form(f"{type(s.cache).__name__}.commit", before.cache, s.cache)
-    check_same_form(f"{type(drafter).__name__}.extend", after.draft, s.draft)
+    check_same_form(f"{type(drafter).__name__}.extend", before.draft, s.draft)
     return s
 
 

@@ -261,7 +261,7 @@ def test_generate_ids_ends_when_the_buffer_is_full(model, plain):
             "a",
             {"drafter": "medusa"},
             ValueError,
-            "'medusa' is unknown; valid names are block, eagle, frozen-kv-mtp, mtp, ngram, plain, standalone",
+            "'medusa' is unknown; valid names are adaptive, block, eagle, frozen-kv-mtp, mtp, ngram, plain, standalone",
         ),
         ("a", {"drafter": jspec.Ngram}, TypeError, "give an object, not a class"),
         ("a", {"drafter": 4}, TypeError, "drafter=int is not a drafter: it has no depth"),
