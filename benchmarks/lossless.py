@@ -238,7 +238,7 @@ def measurements(found: Outputs, setting: Setting, command: str) -> list[Measure
             values=[value],
             command=command,
             subject=MODEL,
-            mode="all drafters, greedy and sampled",
+            mode=" and ".join(sorted({key[0] for key in lines})),
             dtype=setting.dtype,
             settings={
                 "settings of drafters": len({key[1] for key in lines}),
@@ -280,8 +280,14 @@ def main() -> int:
     print(f"{count_tokens(found):,} tokens, {sequences:,} sequences, of which {len(different)} differ")
     if options.json is not None:
         old = measurement.read(options.json) if options.json.exists() else []
-        given = [word for word in sys.argv[1:] if not word.endswith(".jsonl") and word not in ("--state", "--json")]
-        command = f"python benchmarks/lossless.py --state FILE {shlex.join(given)}".strip()
+        given = [
+            "--dtype",
+            setting.dtype,
+            "--batch",
+            *map(str, setting.batches),
+            *(["--exact"] if setting.exact else []),
+        ]
+        command = f"python benchmarks/lossless.py --state FILE {shlex.join(given)}"
         measurement.write(options.json, [*old, *measurements(found, setting, command)])
     return int(bool(different))
 
