@@ -5,7 +5,7 @@ from jaxtyping import Array, Bool, Float
 from pallas_kernels.delta_rule import xla
 from pallas_kernels.dispatch import Operation
 
-OPERATION = Operation("tree_delta_rule", "pallas_kernels.delta_rule", xla.tree_delta_rule, ("triton",))
+OPERATION = Operation("tree_delta_rule", "pallas_kernels.delta_rule", xla.tree_delta_rule, ("triton", "mosaic_tpu"))
 
 
 def tree_delta_rule(

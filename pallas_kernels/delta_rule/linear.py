@@ -22,11 +22,13 @@ def unit_lower_inverse(lower: Float[Array, "*batch N N"], count: int | None = No
     Args:
       count: rows before the first one that is all zeros, as are those after it; None: unknown.
     """
-    size, index = 1, jnp.arange(lower.shape[-1])
-    inverse = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
+    # A TPU kernel has matrices only, no vectors.
+    row, column = (lax.broadcasted_iota(jnp.int32, lower.shape[-2:], axis) for axis in (0, 1))
+    inverse = jnp.broadcast_to((row == column).astype(lower.dtype), lower.shape)
+    size = 1
     while size < (count or lower.shape[-1]):
-        block = index // size
-        below = jnp.where((block[:, None] % 2 == 1) & (block[None] == block[:, None] - 1), lower, 0)
+        block = row // size
+        below = jnp.where((block % 2 == 1) & (column // size == block - 1), lower, 0)
         if size == 1:
             inverse = inverse - below
         else:

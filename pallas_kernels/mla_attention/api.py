@@ -5,7 +5,9 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.mla_attention import reference
 
-OPERATION = Operation("mla_attention", "pallas_kernels.mla_attention", reference.mla_attention, ("triton",))
+OPERATION = Operation(
+    "mla_attention", "pallas_kernels.mla_attention", reference.mla_attention, ("triton", "mosaic_tpu")
+)
 
 
 def mla_attention(

@@ -17,14 +17,25 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
+from pallas_kernels._mosaic_tpu import (
+    LANES,
+    SUBLANES,
+    State,
+    absorb,
+    double_buffer,
+    empty_state,
+    exactness,
+    own_rows_end,
+    pad,
+    page_positions,
+    round_up,
+    sees_own_rows,
+    stream,
+)
 from pallas_kernels._types import Ref
 from pallas_kernels.attention import LOG2_E, scores_in_base_2
 
 DTYPES = ("bfloat16", "float32")
-LANES, SUBLANES = 128, 8
-
-State = tuple[jax.Array, jax.Array, jax.Array]
-"""Peak [K, block_m, 1], total [K, block_m, 1] and weighted sum [K, block_m, D] of a softmax."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +76,12 @@ def default_config(
       own_rows: R.
     """
     tuning = platform.for_device_kind(TUNING)
-    row_bytes = _round_up(kv_heads, SUBLANES) * _round_up(head_dim, LANES) * jnp.dtype(dtype).itemsize
+    row_bytes = round_up(kv_heads, SUBLANES) * round_up(head_dim, LANES) * jnp.dtype(dtype).itemsize
     max_keys = max(tuning.step_bytes // row_bytes // LANES * LANES, LANES)
     step_pages = max(min(max_keys // page_size, pages), 1)
-    step_rows = min(_round_up(own_rows, 16), max_keys)
+    step_rows = min(round_up(own_rows, 16), max_keys)
     max_rows = tuning.score_bytes // (4 * kv_heads * max(step_pages * page_size, step_rows, LANES))
-    return Config(min(_round_up(rows, 16), max(max_rows // 32 * 32, 32)), step_pages, step_rows)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return pl.cdiv(size, multiple) * multiple
+    return Config(min(round_up(rows, 16), max(max_rows // 32 * 32, 32)), step_pages, step_rows)
 
 
 def supported(
@@ -126,30 +133,30 @@ def paged_attention(
         dtype=q.dtype,
     )
     # Queries and own rows, padded to whole tiles and steps.
-    folded = _round_up(nodes * group, config.block_m)
+    folded = round_up(nodes * group, config.block_m)
     tiles = folded // config.block_m
     queries = q.reshape(batch, nodes, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
-    queries = _pad(queries.reshape(batch, kv_heads, nodes * group, dim), 2, folded)
-    own = _pad(jnp.stack((k_rows, v_rows), 1), 2, _round_up(rows, config.step_rows))
+    queries = pad(queries.reshape(batch, kv_heads, nodes * group, dim), 2, folded)
+    own = pad(jnp.stack((k_rows, v_rows), 1), 2, round_up(rows, config.step_rows))
     tile = pl.BlockSpec((None, kv_heads, config.block_m, dim), lambda b, t, *_: (b, 0, t, 0))
     # The prefix, its windows and the mask, where there are any.
     table = lengths = lower = jnp.zeros(batch * tiles, jnp.int32)
     starts = prefix = prefix_scratch = start_spec = mask_spec = sink_spec = None
     if pool is not None and page_table is not None and prefix_length is not None:
         prefix, table, lengths = pool, page_table.reshape(-1).astype(jnp.int32), prefix_length.astype(jnp.int32)
-        prefix_scratch = _double_buffer((2, config.step_pages, page_size, kv_heads, dim), pool.dtype)
+        prefix_scratch = double_buffer((2, config.step_pages, page_size, kv_heads, dim), pool.dtype)
         if prefix_start is not None:
             starts = jnp.repeat(prefix_start.astype(jnp.int32), group, axis=1)
-            starts = _pad(starts, 1, folded, mode="edge")[:, :, None]
+            starts = pad(starts, 1, folded, mode="edge")[:, :, None]
             lower = starts.reshape(batch * tiles, config.block_m).min(1)
             start_spec = pl.BlockSpec((None, config.block_m, 1), lambda b, t, *_: (b, t, 0))
     if mask is not None:
         shared = mask.shape[0] == 1
-        mask = _pad(_pad(jnp.repeat(mask.astype(jnp.int8), group, axis=1), 1, folded), 2, own.shape[2])
+        mask = pad(pad(jnp.repeat(mask.astype(jnp.int8), group, axis=1), 1, folded), 2, own.shape[2])
         mask_spec = pl.BlockSpec((None, config.block_m, own.shape[2]), lambda b, t, *_: (0 if shared else b, t, 0))
     if sinks is not None:
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, nodes))[:, :, None]
-        sinks = _pad(sinks, 1, folded)
+        sinks = pad(sinks, 1, folded)
         sink_spec = pl.BlockSpec((kv_heads, config.block_m, 1), lambda b, t, *_: (0, t, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     vmem_bytes = platform.for_device_kind(TUNING).vmem_bytes
@@ -169,7 +176,7 @@ def paged_attention(
             grid=(batch, tiles),
             in_specs=[tile, anywhere, None if prefix is None else anywhere, start_spec, mask_spec, sink_spec],
             out_specs=tile,
-            scratch_shapes=[_double_buffer((2, config.step_rows, kv_heads, dim), q.dtype), prefix_scratch],
+            scratch_shapes=[double_buffer((2, config.step_rows, kv_heads, dim), q.dtype), prefix_scratch],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=vmem_bytes),
         interpret=platform.resolve_interpret(interpret),
@@ -178,15 +185,6 @@ def paged_attention(
     )(jnp.full(1, layer, jnp.int32), table, lengths, lower, queries, own, prefix, starts, mask, sinks)
     out = out[:, :, : nodes * group].reshape(batch, kv_heads, nodes, group, dim)
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
-
-
-def _pad(x: jax.Array, axis: int, size: int, mode: str = "constant") -> jax.Array:
-    return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)], mode=mode)
-
-
-def _double_buffer(shape: tuple[int, ...], dtype: jnp.dtype) -> tuple:
-    """Memory for the current step and the next one, and a semaphore for each."""
-    return pltpu.VMEM((2, *shape), dtype), pltpu.SemaphoreType.DMA((2,))
 
 
 def _kernel(
@@ -213,11 +211,10 @@ def _kernel(
 ) -> None:
     sequence, tile = pl.program_id(0), pl.program_id(1)
     q = q_ref[...]
-    absorb = functools.partial(_absorb, q, scale=scale, soft_cap=soft_cap)
-    peak, total = jnp.full((*q.shape[:2], 1), -jnp.inf, jnp.float32), jnp.zeros((*q.shape[:2], 1), jnp.float32)
+    take = functools.partial(_absorb, q, scale=scale, soft_cap=soft_cap)
+    state = empty_state(q.shape[:2], q.shape[2])
     if sink_ref is not None:
-        peak, total = sink_ref[...] * LOG2_E, jnp.ones_like(total)
-    state = (peak, total, jnp.zeros(q.shape, jnp.float32))
+        state = sink_ref[...] * LOG2_E, jnp.ones_like(state[1]), state[2]
     if pool_ref is not None and page_scratch is not None:
         state = _committed(
             pool_ref,
@@ -227,10 +224,10 @@ def _kernel(
             start_ref,
             page_scratch,
             layer_ref[0],
-            absorb,
+            take,
             state,
         )
-    state = _own(own_ref.at[sequence], mask_ref, own_scratch, tile * config.block_m, last_seen, group, absorb, state)
+    state = _own(own_ref.at[sequence], mask_ref, own_scratch, tile * config.block_m, last_seen, group, take, state)
     _, total, summed = state
     out_ref[...] = (summed / total).astype(out_ref.dtype)
 
@@ -243,7 +240,7 @@ def _committed(
     start_ref: Ref | None,
     scratch: tuple[Ref, Ref],
     layer: jax.Array,
-    absorb: Callable,
+    take: Callable,
     state: State,
 ) -> State:
     """The state after the prefix from `lower` to `upper`, in steps of several pages."""
@@ -262,25 +259,20 @@ def _committed(
 
         return jnp.minimum(pl.cdiv(upper, page_size) - first, step_pages), copy
 
-    def take(i, state):
+    def step(i, state):
         @pl.when((i * keys < lower) | ((i + 1) * keys > upper))
         def _():
             # 0 * NaN is NaN, and outside of the range there may be a free page or an old buffer: mask the values.
-            position = i * keys + _position((step_pages, page_size, 1, 1))
+            position = i * keys + page_positions(step_pages, page_size, 2)
             used = (position >= lower) & (position < upper)
             values = buffer[i % 2, 1]
             buffer[i % 2, 1] = jnp.where(used, values, jnp.zeros_like(values))
 
         position = i * keys + lax.broadcasted_iota(jnp.int32, (1, keys), 1)
         visible = (position >= (lower if start_ref is None else start_ref[...])) & (position < upper)
-        return absorb(*(buffer[i % 2, kind].reshape(keys, kv_heads, dim) for kind in (0, 1)), visible, state)
+        return take(*(buffer[i % 2, kind].reshape(keys, kv_heads, dim) for kind in (0, 1)), visible, state)
 
-    return _stream(lower // keys, pl.cdiv(upper, keys), copies, take, state)
-
-
-def _position(shape: tuple[int, ...]) -> jax.Array:
-    """Positions of the rows of several pages, [pages, page, 1, 1]."""
-    return lax.broadcasted_iota(jnp.int32, shape, 0) * shape[1] + lax.broadcasted_iota(jnp.int32, shape, 1)
+    return stream(lower // keys, pl.cdiv(upper, keys), (copies,), step, state)
 
 
 def _own(
@@ -290,7 +282,7 @@ def _own(
     first_row: jax.Array,
     last_seen: int,
     group: int,
-    absorb: Callable,
+    take: Callable,
     state: State,
 ) -> State:
     """The state after the round's own rows; without a mask, node n sees the rows up to `last_seen` + n."""
@@ -302,44 +294,12 @@ def _own(
         rows_of_step = own_ref.at[:, pl.ds(pl.multiple_of(i * step_rows, step_rows), step_rows)]
         return 1, lambda _: pltpu.make_async_copy(rows_of_step, buffer.at[i % 2], semaphores.at[i % 2])
 
-    def take(i, state):
-        if mask_ref is None:
-            node = (first_row + lax.broadcasted_iota(jnp.int32, (block_m, 1), 0)) // group
-            position = i * step_rows + lax.broadcasted_iota(jnp.int32, (1, step_rows), 1)
-            visible = position <= last_seen + node
-        elif step_rows == rows:
-            visible = mask_ref[...] != 0
-        else:
-            visible = mask_ref[:, pl.ds(pl.multiple_of(i * step_rows, step_rows), step_rows)] != 0
-        return absorb(buffer[i % 2, 0], buffer[i % 2, 1], visible, state)
-
-    end = rows if mask_ref is not None else jnp.minimum(rows, last_seen + (first_row + block_m - 1) // group + 1)
-    return _stream(0, pl.cdiv(end, step_rows), copies, take, state)
-
-
-def _stream(begin: jax.Array | int, end: jax.Array | int, copies: Callable, take: Callable, state: State) -> State:
-    """The state after `take(i, state)` for each step, while the copies of the next step run.
-
-    `copies(i)` returns how many copies step i needs, and a function that makes the j-th one.
-    """
-
-    def run(i, act):
-        count, copy = copies(i)
-        lax.fori_loop(0, count, lambda j, _: act(copy(j)), None)
-
-    @pl.when(begin < end)
-    def _():
-        run(begin, lambda copy: copy.start())
-
     def step(i, state):
-        @pl.when(i + 1 < end)
-        def _():
-            run(i + 1, lambda copy: copy.start())
+        visible = sees_own_rows(mask_ref, i, step_rows, first_row, block_m, group, last_seen)
+        return take(buffer[i % 2, 0], buffer[i % 2, 1], visible, state)
 
-        run(i, lambda copy: copy.wait())
-        return take(i, state)
-
-    return lax.fori_loop(begin, end, step, state)
+    end = own_rows_end(mask_ref, rows, last_seen, (first_row + block_m - 1) // group)
+    return stream(0, pl.cdiv(end, step_rows), (copies,), step, state)
 
 
 def _absorb(
@@ -352,16 +312,10 @@ def _absorb(
     scale: float,
     soft_cap: float | None,
 ) -> State:
-    """Adds a step's keys to the running softmax, in base 2."""
-    peak, total, summed = state
+    """The state after a step's keys and values, [keys, K, D] each."""
     scores = scores_in_base_2(_dot(q, keys.astype(q.dtype), 2, 2), scale, soft_cap)
     scores = jnp.where(visible[None], scores, -jnp.inf)
-    higher = jnp.maximum(peak, scores.max(2, keepdims=True))
-    # A row that has seen nothing yet has no peak to subtract.
-    base = jnp.where(higher == -jnp.inf, 0.0, higher)
-    weights, fade = jnp.exp2(scores - base), jnp.exp2(peak - base)
-    summed = summed * fade + _dot(weights.astype(q.dtype), values.astype(q.dtype), 2, 0)
-    return higher, total * fade + weights.sum(2, keepdims=True), summed
+    return absorb(scores, lambda weights: _dot(weights.astype(q.dtype), values.astype(q.dtype), 2, 0), state)
 
 
 def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
@@ -370,6 +324,6 @@ def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
         a,
         b,
         (((a_axis,), (b_axis,)), ((0,), (1,))),
-        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else None,
+        precision=exactness(a),
         preferred_element_type=jnp.float32,
     )

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.topk import reference
 
-OPERATION = Operation("topk", "pallas_kernels.topk", reference.topk, ("triton",))
+OPERATION = Operation("topk", "pallas_kernels.topk", reference.topk, ("triton", "mosaic_tpu"))
 
 
 def topk(
@@ -19,7 +19,7 @@ def topk(
 
     Args:
       logits: float32 or narrower; all computations are in float32.
-      k: at most V, and at most 64 for "triton".
+      k: at most V, at most 64 for "triton", and at most 128 for "mosaic_tpu".
       backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
         None: the best one of this platform that supports the arguments.
 

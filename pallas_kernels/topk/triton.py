@@ -1,8 +1,7 @@
 """Top-k as two Triton kernels: the best of each tile of the vocabulary, then the best of those for each row.
 
 A row that is one tile, such as the logits of a router, needs one kernel only. Both find the best one after the other in
-registers: the largest, and the lowest index that holds it. Logits are compared as integers in the order of the floats,
-with one key reserved as a sentinel, because -inf is a logit like any other.
+registers: the largest, and the lowest index that holds it.
 """
 
 import dataclasses
@@ -17,14 +16,12 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels import platform
 from pallas_kernels._triton import call
 from pallas_kernels._types import Ref
+from pallas_kernels.topk.order import NO_INDEX, NO_KEY, key_of, logit_of
 
 MAX_K = 64
 """Each further one is one more pass over a tile."""
 MAX_MERGED = 4096
 """The best of all tiles of a row, which one program merges in registers."""
-NO_KEY = -(2**31)
-"""The key of no logit: below that of -inf."""
-NO_INDEX = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +121,7 @@ def _best_of_one(
     row = pl.program_id(0)
     index, x = _read(logits_ref, row, 0, tile)
     total_ref[row] = _log_sum_exp(x)
-    _store(values_ref, best_ref, row, *_best(_key(x), index, values_ref.shape[1]))
+    _store(values_ref, best_ref, row, *_best(key_of(x), index, values_ref.shape[1]))
 
 
 def _best_of_tile(
@@ -138,7 +135,7 @@ def _best_of_tile(
     row, t = pl.program_id(0), pl.program_id(1)
     index, x = _read(logits_ref, row, t, tile)
     total_ref[row, t] = _log_sum_exp(x)
-    keys, indices = _best(_key(x), index, keys_ref.shape[2])
+    keys, indices = _best(key_of(x), index, keys_ref.shape[2])
     place = jnp.arange(keys.shape[0], dtype=jnp.int32)
     pltriton.store(keys_ref.at[row, t, place], keys, mask=place < keys_ref.shape[2])
     pltriton.store(indices_ref.at[row, t, place], indices, mask=place < keys_ref.shape[2])
@@ -176,7 +173,7 @@ def _store(values_ref: Ref, best_ref: Ref, row: jax.Array, keys: jax.Array, indi
     """Writes the k best of a row."""
     place = jnp.arange(keys.shape[0], dtype=jnp.int32)
     inside = place < values_ref.shape[1]
-    pltriton.store(values_ref.at[row, place], _logit(keys), mask=inside)
+    pltriton.store(values_ref.at[row, place], logit_of(keys), mask=inside)
     pltriton.store(best_ref.at[row, place], indices, mask=inside)
 
 
@@ -196,17 +193,6 @@ def _best(keys: jax.Array, indices: jax.Array, k: int) -> tuple[jax.Array, jax.A
 
     empty = jnp.full(place.shape, NO_KEY, jnp.int32), jnp.full(place.shape, NO_INDEX, jnp.int32)
     return lax.fori_loop(0, k, find, (keys, *empty))[1:]
-
-
-def _key(x: jax.Array) -> jax.Array:
-    """Integers in the order of the floats: all bits of a negative float but its sign are flipped; -0 becomes 0."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits == NO_KEY, 0, jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
-
-
-def _logit(key: jax.Array) -> jax.Array:
-    """The inverse of `_key`."""
-    return lax.bitcast_convert_type(jnp.where(key < 0, key ^ 0x7FFFFFFF, key), jnp.float32)
 
 
 def _log_sum_exp(x: jax.Array) -> jax.Array:

@@ -130,3 +130,67 @@ def window_starts(rng, case: Case) -> np.ndarray:
     """The first committed position that each node sees, in the second half of the prefix; some nodes see none."""
     prefix = np.array(case.prefix, np.int32)
     return rng.integers(prefix[:, None] // 2, prefix[:, None] + 1, (case.batch, case.nodes)).astype(np.int32)
+
+
+def attention_inputs(case: Case) -> tuple:
+    """Arguments of `paged_attention`, in order, up to the mask. All that is not committed, or before all windows, is
+    NaN."""
+    rng = rng_of(case)
+    rows = case.earlier + case.nodes
+    q = normal(rng, (case.batch, case.nodes, case.heads, case.head_dim), case.dtype)
+    k, v = (normal(rng, (case.batch, rows, case.kv_heads, case.head_dim), case.dtype) for _ in range(2))
+    mask = tree_mask(rng, case) if case.tree else None
+    if case.prefix is None:
+        return q, k, v, None, None, None, mask
+    table, total = page_table(rng, case)
+    starts = attention_starts(case)
+    first = None if starts is None else starts.min(1)
+    return q, k, v, pool(rng, case, table, total, case.prefix, first), table, np.array(case.prefix, np.int32), mask
+
+
+def attention_starts(case: Case) -> np.ndarray | None:
+    """The windows of a case, if it has any."""
+    return window_starts(rng_of(case), case) if case.windows else None
+
+
+def attention_sinks(case: Case) -> np.ndarray | None:
+    """The sinks of a case, if it has any."""
+    return normal(rng_of(case), (case.heads,), "float32") * 3 if case.sinks else None
+
+
+ROPE = 8
+"""Rotary elements of a latent row; the number of latent ones is a case's head_dim."""
+
+
+def latent_inputs(case: Case, rope: int = ROPE) -> tuple:
+    """Arguments of `mla_attention`, in order, up to the mask. All that is not committed is NaN."""
+    rng = rng_of(case)
+    queries = (case.batch, case.nodes, case.heads)
+    q_latent, q_rope = (normal(rng, (*queries, size), case.dtype) for size in (case.head_dim, rope))
+    width = case.head_dim + rope
+    rows = normal(rng, (case.batch, case.earlier + case.nodes, width), case.dtype)
+    mask = tree_mask(rng, case) if case.tree else None
+    if case.prefix is None:
+        return q_latent, q_rope, rows, None, None, None, mask
+    table, total = page_table(rng, case)
+    latents = np.full((case.layers, 1, total, case.page_size, width), np.nan, jnp.dtype(case.dtype))
+    for b, length in enumerate(case.prefix):
+        for t in range(length):
+            row = normal(rng, (case.layers, 1, width), case.dtype)
+            latents[:, :, table[b, t // case.page_size], t % case.page_size] = row
+    return q_latent, q_rope, rows, latents, table, np.array(case.prefix, np.int32), mask
+
+
+def compaction_inputs(case: Case, *, with_path: bool, lengths: tuple[int, ...] | None = None) -> tuple:
+    """Arguments of `kv_compact`, in order. Rows start after the case's prefix, and some do not fit."""
+    rng = rng_of(case)
+    table, total = page_table(rng, case)
+    shape = (case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim)
+    rows = normal(rng, (case.layers, 2, case.batch, case.nodes, case.kv_heads, case.head_dim), case.dtype)
+    accepted = max(case.nodes - 1, 1) if with_path else case.nodes
+    path = np.sort(rng.integers(0, case.nodes, (case.batch, accepted)), axis=1).astype(np.int32) if with_path else None
+    if lengths is None:
+        # The first sequence accepts all, the last one nothing, the others any number.
+        lengths = (accepted, *rng.integers(0, accepted + 1, max(case.batch - 2, 0)), 0)[: case.batch]
+    start = np.array(case.prefix or (0,) * case.batch, np.int32)
+    return normal(rng, shape, case.dtype), rows, table, start, path, np.array(lengths, np.int32)

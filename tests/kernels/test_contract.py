@@ -35,9 +35,9 @@ def normal(*shape):
     return jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)
 
 
-def paged(*row):
-    """A pool of 2 layers and 4 pages of 4 rows, the page table of 2 sequences, and their lengths."""
-    return normal(2, *row[:1], 4, 4, *row[1:]), jnp.array([[3, 0], [1, 2]]), jnp.array([5, 0])
+def paged(*row, page_size=4):
+    """A pool of 2 layers and 4 pages, the page table of 2 sequences, and their lengths."""
+    return normal(2, *row[:1], 4, page_size, *row[1:]), jnp.array([[3, 0], [1, 2]]), jnp.array([5, 0])
 
 
 def example(package):
@@ -48,7 +48,7 @@ def example(package):
             return (normal(2, 3, 2, 64), own, own, *paged(2, 1, 64), None), {"layer": 1, "scale": 0.1}
         case "mla_attention":
             arrays = normal(2, 3, 2, 16), normal(2, 3, 2, 8), normal(2, 3, 24)
-            return (*arrays, *paged(1, 24), None), {"layer": 1, "scale": 0.1}
+            return (*arrays, *paged(1, 24, page_size=8), None), {"layer": 1, "scale": 0.1}
         case "kv_compact":
             pool, table, start = paged(2, 1, 16)
             row = normal(2, 3, 1, 16)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backends import each_backend, requires
+from backends import each_backend, params
 from crosslower import cross_lower
 
 from pallas_kernels import delta_rule, platform
@@ -16,7 +16,6 @@ from pallas_kernels.delta_rule.linear import unit_lower_inverse
 B, H, G, K, V = 2, 2, 3, 8, 5
 TOLERANCE = dict(rtol=0, atol=1e-5)
 backends = each_backend(delta_rule.OPERATION)
-on_kernels = requires("triton")
 
 
 def random_inputs(rng, count, slow=False):
@@ -92,10 +91,10 @@ def test_every_node_equals_the_recurrence_along_its_path(count, shape, backend):
 
 
 @pytest.mark.fast("sizes1-some")
-@on_kernels
+@pytest.mark.parametrize("backend", params(*delta_rule.OPERATION.kernels))
 @pytest.mark.parametrize("held", ["none", "all", "some"])
 @pytest.mark.parametrize("sizes", [(8, 5), (40, 37), (64, 32)])
-def test_the_kernel_equals_xla_for_any_size(sizes, held):
+def test_the_kernel_equals_xla_for_any_size(sizes, held, backend):
     """Sizes of keys and values that need several blocks or padding; states of sequences without one are not read."""
     rng = np.random.default_rng(sum(sizes))
     count, (keys, values) = 19, sizes
@@ -108,7 +107,7 @@ def test_the_kernel_equals_xla_for_any_size(sizes, held):
     mask = jnp.asarray(ancestors(random_parents(rng, count)))
     given = [None if held == "none" else jnp.asarray(state, jnp.float32), *narrow(q, k, v, g, beta), mask, None, live]
     wanted = jax.jit(partial(delta_rule.tree_delta_rule, backend="xla"))(*given)
-    got = jax.jit(partial(delta_rule.tree_delta_rule, backend="triton"))(*given)
+    got = jax.jit(partial(delta_rule.tree_delta_rule, backend=backend))(*given)
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, **TOLERANCE)
 
@@ -124,21 +123,26 @@ def shapes(count, earlier=0):
 @pytest.mark.parametrize(
     ("here", "count", "earlier", "call"),
     [("gpu", 6, 0, True), ("gpu", 32, 0, True), ("gpu", 1, 0, False), ("gpu", 33, 0, False), ("gpu", 6, 2, False)]
-    + [("tpu", 6, 0, False)],
+    + [("tpu", 6, 0, True), ("tpu", 64, 0, True), ("tpu", 1, 0, False), ("tpu", 65, 0, False), ("tpu", 6, 2, False)],
 )
 def test_the_best_backend(here, count, earlier, call, monkeypatch):
     monkeypatch.setattr(platform, "platform", lambda: here)
     text = cross_lower(delta_rule.tree_delta_rule, "cuda" if here == "gpu" else "tpu", *shapes(count, earlier))
-    assert ("gpu.triton" in text) == call
+    assert (("gpu.triton" if here == "gpu" else "tpu_custom_call") in text) == call
 
 
 @pytest.mark.parametrize(
-    ("count", "earlier", "message"),
-    [(33, 0, "q has 33 nodes: must be at most 32"), (6, 2, "earlier is given: must be None")],
+    ("backend", "count", "earlier", "message"),
+    [
+        ("triton", 33, 0, "q has 33 nodes: must be at most 32"),
+        ("mosaic_tpu", 65, 0, "q has 65 nodes: must be at most 64"),
+        ("triton", 6, 2, "earlier is given: must be None"),
+        ("mosaic_tpu", 6, 2, "earlier is given: must be None"),
+    ],
 )
-def test_unsupported_arguments(count, earlier, message):
-    with pytest.raises(ValueError, match=f"tree_delta_rule: backend='triton' cannot run: {message}"):
-        jax.eval_shape(partial(delta_rule.tree_delta_rule, backend="triton"), *shapes(count, earlier))
+def test_unsupported_arguments(backend, count, earlier, message):
+    with pytest.raises(ValueError, match=f"tree_delta_rule: backend='{backend}' cannot run: {message}"):
+        jax.eval_shape(partial(delta_rule.tree_delta_rule, backend=backend), *shapes(count, earlier))
 
 
 @pytest.mark.parametrize("live", [(True, False), None])

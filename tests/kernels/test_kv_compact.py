@@ -7,32 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backends import HERE, each_backend, requires
-from cases import CASES, Case, normal, page_table, rng_of
+from backends import each_backend, requires
+from cases import CASES, Case
+from cases import compaction_inputs as inputs
 from crosslower import cross_lower
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import platform
 from pallas_kernels.kv_compact import OPERATION, kv_compact, mosaic_tpu, triton
 
 backends = each_backend(OPERATION)
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-
-
-def inputs(case: Case, *, with_path: bool, lengths=None):
-    """Arguments of `kv_compact`, in order. Rows start after the case's prefix, and some do not fit."""
-    rng = rng_of(case)
-    table, total = page_table(rng, case)
-    shape = (case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim)
-    rows = normal(rng, (case.layers, 2, case.batch, case.nodes, case.kv_heads, case.head_dim), case.dtype)
-    accepted = max(case.nodes - 1, 1) if with_path else case.nodes
-    path = np.sort(rng.integers(0, case.nodes, (case.batch, accepted)), axis=1).astype(np.int32) if with_path else None
-    if lengths is None:
-        # The first sequence accepts all, the last one nothing, the others any number.
-        lengths = rng.integers(0, accepted + 1, case.batch)
-        lengths[-1], lengths[0] = 0, accepted
-    start = np.array(case.prefix or (0,) * case.batch, np.int32)
-    return normal(rng, shape, case.dtype), rows, table, start, path, np.array(lengths, np.int32)
 
 
 def oracle(pool, rows, table, start, path, length):
@@ -146,12 +130,10 @@ def test_the_result_does_not_depend_on_the_tuning(kv_heads, parts, monkeypatch):
     np.testing.assert_array_equal(out, oracle(*args))
 
 
-@pytest.mark.skipif(HERE != "cpu", reason="requires a CPU, whose interpreter of TPU kernels tracks their copies")
-@pytest.mark.parametrize("in_flight", (1, 3, 16))
-def test_tpu_kernel_waits_for_its_copies(in_flight, monkeypatch):
-    """The simulation runs a copy when the kernel waits for it."""
+@requires("mosaic_tpu")
+@pytest.mark.parametrize("in_flight", (1, 3))
+def test_the_result_does_not_depend_on_copies_in_flight(in_flight, monkeypatch):
     monkeypatch.setattr(mosaic_tpu, "default_config", lambda: mosaic_tpu.Config(in_flight))
-    monkeypatch.setattr(platform, "interpret", lambda: pltpu.InterpretParams(dma_execution_mode="on_wait"))
     pool, rows, *rest = args = inputs(Case("copies", nodes=6, prefix=(2, 5, 8)), with_path=True)
     out = jax.jit(partial(kv_compact, backend="mosaic_tpu"))(pool, pairs(rows), *rest)
     np.testing.assert_array_equal(out, oracle(*args))
@@ -197,6 +179,29 @@ def test_a_pool_of_one_part_without_heads(with_path, backend):
     pool, rows = pool[:, :1, :, :, 0], rows[:, :1, :, :, 0]
     out = np.asarray(program(backend)(pool, pairs(rows), *rest))
     np.testing.assert_array_equal(out, oracle(pool, rows, *rest))
+
+
+@requires("mosaic_tpu")
+@pytest.mark.parametrize("tile_bytes", (1, 2**22), ids=("a_layer", "all_layers"))
+@pytest.mark.parametrize("start", (0, 7, 8, 13))
+def test_rows_without_heads_are_written_in_tiles(start, tile_bytes, monkeypatch):
+    """Tiles of 8 rows, of which the first and the last one keep the rows beside the new ones."""
+    monkeypatch.setattr(mosaic_tpu, "TILE_BYTES", tile_bytes)
+    case = Case("tiles", nodes=12, page_size=16, prefix=(start, 30), layers=3)
+    pool, rows, *rest = inputs(case, with_path=False, lengths=(12, 5))
+    pool, rows = pool[:, :1, :, :, 0], rows[:, :1, :, :, 0]
+    out = jax.jit(partial(kv_compact, backend="mosaic_tpu"))(pool, pairs(rows), *rest)
+    np.testing.assert_array_equal(out, oracle(pool, rows, *rest))
+
+
+def test_pages_that_are_no_whole_tiles_run_on_xla(monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: "tpu")
+    new = jax.ShapeDtypeStruct
+    row, count = new((2, 6, 640), "bfloat16"), new((2,), "int32")
+    args = new((3, 1, 8, 12, 640), "bfloat16"), ((row,),) * 3, new((2, 4), "int32"), count, None, count
+    with pytest.raises(ValueError, match="pool has pages of 12 rows: must be a multiple of 8 for rows without heads"):
+        jax.eval_shape(partial(kv_compact, backend="mosaic_tpu"), *args)
+    assert jax.eval_shape(kv_compact, *args).shape == args[0].shape
 
 
 @backends

@@ -7,38 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from backends import FAST_COMPILE, HERE, each_backend, params, requires
-from cases import CASES, Case, normal, page_table, rng_of, tree_mask
+from backends import FAST_COMPILE, each_backend, interpreted, params, requires
+from cases import CASES, Case, rng_of
+from cases import latent_inputs as inputs
 from crosslower import cross_lower
 
 from pallas_kernels import platform
-from pallas_kernels.mla_attention import OPERATION, mla_attention, triton
+from pallas_kernels.mla_attention import OPERATION, mla_attention, mosaic_tpu, triton
 
 # Values are of unit variance. In bfloat16 the weights of the softmax and the result are rounded to 8 bits.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-ROPE = 8
-"""Rotary elements of a row; the number of latent ones is a case's head_dim."""
 backends = each_backend(OPERATION)
 kernels = requires("triton")
-
-
-def inputs(case: Case, rope: int = ROPE):
-    """Arguments of `mla_attention`, in order, up to the mask. All that is not committed is NaN."""
-    rng = rng_of(case)
-    queries = (case.batch, case.nodes, case.heads)
-    q_latent, q_rope = (normal(rng, (*queries, size), case.dtype) for size in (case.head_dim, rope))
-    width = case.head_dim + rope
-    rows = normal(rng, (case.batch, case.earlier + case.nodes, width), case.dtype)
-    mask = tree_mask(rng, case) if case.tree else None
-    if case.prefix is None:
-        return q_latent, q_rope, rows, None, None, None, mask
-    table, total = page_table(rng, case)
-    pool = np.full((case.layers, 1, total, case.page_size, width), np.nan, jnp.dtype(case.dtype))
-    for b, length in enumerate(case.prefix):
-        for t in range(length):
-            row = normal(rng, (case.layers, 1, width), case.dtype)
-            pool[:, :, table[b, t // case.page_size], t % case.page_size] = row
-    return q_latent, q_rope, rows, pool, table, np.array(case.prefix, np.int32), mask
 
 
 def some_of(case: Case, share: float = 0.4):
@@ -66,11 +46,11 @@ def oracle(q_latent, q_rope, rows, pool, table, prefix, mask, *, layer=0, scale=
 
 def attend(*args, layer=0, scale=1.0, prefix_mask=None, backend=None, config=None):
     """The operation, jitted: backends always run inside a program."""
-    interpreted = HERE == "cpu" and (backend == "triton" or config)
-    run = partial(triton.mla_attention, config=config) if config else partial(mla_attention, backend=backend)
+    kernel = mosaic_tpu if isinstance(config, mosaic_tpu.Config) else triton
+    run = partial(kernel.mla_attention, config=config) if config else partial(mla_attention, backend=backend)
     jitted = jax.jit(
         lambda prefix_mask, *args: run(*args, prefix_mask=prefix_mask, layer=layer, scale=scale),
-        compiler_options=FAST_COMPILE if interpreted else None,
+        compiler_options=FAST_COMPILE if config or interpreted(backend) else None,
     )
     return jitted(prefix_mask, *args)
 
@@ -171,6 +151,24 @@ def test_latent_rows_are_multiplied_part_by_part(monkeypatch):
         assert_close(attend(*args, config=config), oracle(*args))
 
 
+@pytest.mark.fast("True-steps_masked")
+@requires("mosaic_tpu")
+@pytest.mark.parametrize(
+    ("masked", "case"),
+    (
+        (True, dataclasses.replace(SPLIT, name="steps_masked", nodes=20)),
+        (False, dataclasses.replace(SPLIT, name="steps_chain", nodes=40, tree=False)),
+        (False, dataclasses.replace(SPLIT, name="steps_no_prefix", prefix=None, tree=False, nodes=20)),
+    ),
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_steps_and_tiles_of_the_tpu_kernel(case, masked):
+    seen = some_of(case) if masked else None
+    config = mosaic_tpu.Config(block_m=16, step_pages=2, step_rows=16)
+    args = inputs(case)
+    assert_close(attend(*args, prefix_mask=seen, config=config), oracle(*args, prefix_mask=seen))
+
+
 DEEPSEEK = {"head_dim": 512, "dtype": "bfloat16", "page_size": 64, "pages": 128, "layers": 27}
 REAL = (
     Case("decode", **DEEPSEEK, heads=16, prefix=(0,), nodes=1),
@@ -197,17 +195,19 @@ def shapes(case: Case, rope: int = 64):
     return *queries, own, pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
 
 
-@pytest.mark.fast("verify_tree")
+@pytest.mark.fast("cuda-verify_tree", "tpu-verify_tree")
 @pytest.mark.parametrize("masked", (False, True), ids=("", "masked"))
 @pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
-def test_lowers_for_a_gpu(case, masked):
+@pytest.mark.parametrize("platform", ("cuda", "tpu"))
+def test_lowers_for(platform, case, masked):
     masked = masked and case.prefix is not None
     seen = jax.ShapeDtypeStruct((case.batch, case.nodes, case.capacity), "bool") if masked else None
+    kernel, call = {"cuda": (triton, "gpu.triton"), "tpu": (mosaic_tpu, "tpu_custom_call")}[platform]
 
     def run(prefix_mask, *args):
-        return triton.mla_attention(*args, prefix_mask=prefix_mask, layer=0, scale=0.1, interpret=False)
+        return kernel.mla_attention(*args, prefix_mask=prefix_mask, layer=0, scale=0.1, interpret=False)
 
-    assert "gpu.triton" in cross_lower(run, "cuda", seen, *shapes(case))
+    assert call in cross_lower(run, platform, seen, *shapes(case))
 
 
 SMEM = 227 * 1024
@@ -236,25 +236,32 @@ def test_splits_of_long_prefixes_alone_fill_the_gpu():
     assert triton.default_config(batch=256, keys=8192, **shape).splits == 1
 
 
-@pytest.mark.parametrize(("here", "call"), (("gpu", "gpu.triton"), ("tpu", None), ("cpu", None)))
+@pytest.mark.parametrize(("here", "call"), (("gpu", "gpu.triton"), ("tpu", "tpu_custom_call"), ("cpu", None)))
 def test_the_best_backend_of_a_platform(here, call, monkeypatch):
-    """There is no TPU kernel."""
     monkeypatch.setattr(platform, "platform", lambda: here)
     text = cross_lower(partial(mla_attention, layer=0, scale=1.0), {"gpu": "cuda"}.get(here, "tpu"), *shapes(REAL[0]))
     assert call in text if call else "custom_call" not in text
 
 
-def test_unsupported_arguments(monkeypatch):
+@pytest.mark.parametrize(
+    ("here", "backend", "change", "reason"),
+    (
+        ("gpu", "triton", {"dtype": "float8_e4m3fn"}, "q_latent is float8_e4m3fn: must be one of bfloat16, float16"),
+        ("tpu", "mosaic_tpu", {"dtype": "float16"}, "q_latent is float16: must be one of bfloat16, float32"),
+        ("tpu", "mosaic_tpu", {"page_size": 12}, "pool has pages of 12 rows: must be a multiple of 8"),
+    ),
+)
+def test_unsupported_arguments(here, backend, change, reason, monkeypatch):
     """An error if the kernel is named; otherwise XLA runs them."""
-    monkeypatch.setattr(platform, "platform", lambda: "gpu")
-    args = shapes(Case("refused", dtype="float8_e4m3fn"))
-    with pytest.raises(ValueError, match="cannot run: q_latent is float8_e4m3fn: must be one of bfloat16"):
-        jax.eval_shape(partial(mla_attention, layer=0, scale=1.0, backend="triton"), *args)
+    monkeypatch.setattr(platform, "platform", lambda: here)
+    args = shapes(Case("refused", **change))
+    with pytest.raises(ValueError, match=f"cannot run: {reason}"):
+        jax.eval_shape(partial(mla_attention, layer=0, scale=1.0, backend=backend), *args)
     assert jax.eval_shape(partial(mla_attention, layer=0, scale=1.0), *args).shape == args[0].shape
 
 
 def test_an_unknown_backend_is_an_error():
-    with pytest.raises(ValueError, match="mla_attention: backend='cray': must be one of triton, xla"):
+    with pytest.raises(ValueError, match="mla_attention: backend='cray': must be one of mosaic_tpu, triton, xla"):
         attend(*inputs(CASES[0]), backend="cray")
 
 

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backends import FAST_COMPILE, HERE, REQUIRES, each_backend, interpreted, params
-from cases import ATTENTION_CASES, CASES, SINK_CASES, Case, normal, page_table, pool, rng_of, tree_mask, window_starts
+from cases import ATTENTION_CASES, CASES, SINK_CASES, Case
+from cases import attention_inputs as inputs
+from cases import attention_sinks as sinks_of
+from cases import attention_starts as starts
 from crosslower import cross_lower
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import platform
 from pallas_kernels.paged_attention import OPERATION, mosaic_tpu, paged_attention, triton
@@ -23,28 +25,6 @@ backends = each_backend(OPERATION)
 
 def named(cases):
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
-
-
-def inputs(case: Case):
-    """Arguments of `paged_attention`, in order, up to the mask."""
-    rng = rng_of(case)
-    rows = case.earlier + case.nodes
-    q = normal(rng, (case.batch, case.nodes, case.heads, case.head_dim), case.dtype)
-    k, v = (normal(rng, (case.batch, rows, case.kv_heads, case.head_dim), case.dtype) for _ in range(2))
-    mask = tree_mask(rng, case) if case.tree else None
-    if case.prefix is None:
-        return q, k, v, None, None, None, mask
-    table, total = page_table(rng, case)
-    first = starts(case).min(1) if case.windows else None
-    return q, k, v, pool(rng, case, table, total, case.prefix, first), table, np.array(case.prefix, np.int32), mask
-
-
-def starts(case: Case):
-    return window_starts(rng_of(case), case) if case.windows else None
-
-
-def sinks_of(case: Case):
-    return normal(rng_of(case), (case.heads,), "float32") * 3 if case.sinks else None
 
 
 def oracle(q, k, v, pool, table, prefix, mask, *, layer=0, scale=1.0, soft_cap=None, prefix_start=None, sinks=None):
@@ -199,16 +179,6 @@ def test_steps_and_tiles_of_the_tpu_kernel(case, step_pages, kernel):
     args, config = inputs(case), mosaic_tpu.Config(block_m=16, step_pages=step_pages, step_rows=16)
     options = {"prefix_start": starts(case), "sinks": sinks_of(case)}
     assert_close(attend_with(mosaic_tpu, config, *args, **options), oracle(*args, **options))
-
-
-@pytest.mark.fast("simulated_tree")
-@pytest.mark.skipif(HERE != "cpu", reason="requires a CPU, which simulates copies and semaphores of a TPU")
-@named((Case("simulated", nodes=3, pages=4, prefix=(11, 0)), Case("simulated_tree", nodes=20, tree=True, prefix=None)))
-def test_tpu_kernel_waits_for_its_copies(case):
-    """The simulation runs a copy when the kernel waits for it; memory that was never written is NaN."""
-    args, config = inputs(case), mosaic_tpu.Config(block_m=16, step_pages=1, step_rows=16)
-    simulate = pltpu.InterpretParams(dma_execution_mode="on_wait", uninitialized_memory="nan", detect_races=True)
-    assert_close(attend_with(mosaic_tpu, config, *args, interpret=simulate), oracle(*args))
 
 
 LLAMA = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16", "page_size": 16, "pages": 512, "layers": 32}

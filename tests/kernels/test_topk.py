@@ -15,14 +15,16 @@ from jax import lax
 
 from jspec.core import grow
 from pallas_kernels import platform
-from pallas_kernels.topk import OPERATION, topk, triton
+from pallas_kernels.topk import OPERATION, mosaic_tpu, topk, triton
 
 backends = each_backend(OPERATION)
 
 
 @cache
 def program(k, backend, config=None):
-    return jax.jit(partial(topk, k=k, backend=backend) if config is None else partial(triton.topk, k=k, config=config))
+    if config is None:
+        return jax.jit(partial(topk, k=k, backend=backend))
+    return jax.jit(partial(OPERATION.module(backend).topk, k=k, config=config))
 
 
 def check(logits, k, run):
@@ -113,9 +115,9 @@ FLOATS = st.one_of(SPECIAL, st.floats(width=32))
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(logits=arrays.arrays(np.float32, (2, 40), elements=FLOATS, fill=SPECIAL))
 def test_any_logits(backend, logits):
-    """The kernel uses tiles of 16."""
-    tiny = triton.Config(16, 1, 1) if backend == "triton" else None
-    check(logits, 6, program(6, backend, tiny))
+    """The kernels use several tiles."""
+    tiny = {"triton": triton.Config(16, 1, 1), "mosaic_tpu": mosaic_tpu.Config(16)}
+    check(logits, 6, program(6, backend, tiny.get(backend)))
 
 
 @requires("triton")
@@ -123,6 +125,14 @@ def test_any_logits(backend, logits):
 def test_the_result_does_not_depend_on_the_tiles(tile):
     logits = np.round(normal((2, 2500)))
     check(logits, 16, program(16, "triton", triton.Config(tile, num_warps=2, merge_warps=1)))
+
+
+@requires("mosaic_tpu")
+@pytest.mark.parametrize("tile", (128, 1024))
+def test_the_result_does_not_depend_on_the_steps(tile):
+    """12 rows are more than one program has; with ties, the lower index is first."""
+    logits = np.round(normal((12, 2500)))
+    check(logits, 16, program(16, "mosaic_tpu", mosaic_tpu.Config(tile)))
 
 
 @pytest.mark.fast("8-bfloat16-(32, 128256)", "16-float32-(2, 3, 17)")
@@ -133,6 +143,18 @@ def test_lowers_for_a_gpu(k, dtype, shape, monkeypatch):
     monkeypatch.setattr(platform, "platform", lambda: "gpu")
     text = cross_lower(partial(topk, k=k), "cuda", jax.ShapeDtypeStruct(shape, dtype))
     assert text.count("__gpu$xla.gpu.triton") == (2 if shape[-1] > 1024 else 1)
+    assert "sort" not in text and "top_k" not in text.lower()
+
+
+@pytest.mark.fast("8-bfloat16-(32, 128256)", "16-float32-(2, 3, 17)")
+@pytest.mark.parametrize("shape", ((1, 32000), (32, 128256), (2, 3, 17)), ids=str)
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("k", (8, 16))
+def test_lowers_for_a_tpu(k, dtype, shape, monkeypatch):
+    """As one kernel, without a sort."""
+    monkeypatch.setattr(platform, "platform", lambda: "tpu")
+    text = cross_lower(partial(topk, k=k), "tpu", jax.ShapeDtypeStruct(shape, dtype))
+    assert text.count("tpu_custom_call") == 1
     assert "sort" not in text and "top_k" not in text.lower()
 
 
@@ -153,15 +175,16 @@ def test_tiles_fill_the_chip_and_can_be_merged(rows, vocabulary):
 
 
 @pytest.mark.parametrize(
-    ("where", "k", "kernel"), (("gpu", 64, True), ("gpu", 65, False), ("tpu", 8, False), ("cpu", 8, False))
+    ("where", "k", "kernel"),
+    (("gpu", 64, True), ("gpu", 65, False), ("tpu", 128, True), ("tpu", 129, False), ("cpu", 8, False)),
 )
 def test_the_backend_of_a_platform(where, k, kernel, monkeypatch):
     monkeypatch.setattr(platform, "platform", lambda: where)
-    assert ("pallas_call" in str(jax.make_jaxpr(partial(topk, k=k))(jnp.zeros(80)))) == kernel
+    assert ("pallas_call" in str(jax.make_jaxpr(partial(topk, k=k))(jnp.zeros(160)))) == kernel
 
 
 def test_a_backend_that_cannot_run_is_an_error(monkeypatch):
-    with pytest.raises(ValueError, match="topk: backend='cray': must be one of triton, xla"):
+    with pytest.raises(ValueError, match="topk: backend='cray': must be one of mosaic_tpu, triton, xla"):
         topk(jnp.zeros(4), 2, backend="cray")
     with pytest.raises(ValueError, match="backend='triton' cannot run: k=65: must be at most 64"):
         topk(jnp.zeros(80), 65, backend="triton")

@@ -1,0 +1,221 @@
+"""Every TPU kernel in a simulation of its DMAs, semaphores and memories, against the operation in XLA.
+
+Other tests compare a kernel with an oracle, in an interpreter that runs a copy where it starts. Here it runs where it
+starts or where the kernel waits for it, a race is an error, and memory that was never written is NaN.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+from backends import FAST_COMPILE, HERE
+from cases import (
+    ATTENTION_CASES,
+    CASES,
+    SINK_CASES,
+    Case,
+    attention_inputs,
+    attention_sinks,
+    attention_starts,
+    compaction_inputs,
+    latent_inputs,
+    normal,
+    rng_of,
+    tree_mask,
+)
+from simulate import DMA_MODES, drop_wait, record_copies, simulate
+
+from pallas_kernels import delta_rule, kv_compact, mla_attention, paged_attention, topk
+from pallas_kernels.delta_rule import mosaic_tpu as delta
+from pallas_kernels.dispatch import Operation
+from pallas_kernels.kv_compact import mosaic_tpu as compaction
+from pallas_kernels.mla_attention import mosaic_tpu as latent_attention
+from pallas_kernels.paged_attention import mosaic_tpu as attention
+from pallas_kernels.topk import mosaic_tpu as best
+
+pytestmark = pytest.mark.skipif(HERE != "cpu", reason="requires a CPU, which simulates copies and semaphores of a TPU")
+# In bfloat16 the weights of the softmax and the result are rounded to 8 bits.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """How a kernel is run for a case."""
+
+    operation: Operation
+    cases: tuple[Case, ...]
+    arguments: Callable[[Case], tuple[tuple, dict]]
+    """The arguments of the kernel, and its options."""
+    config: object
+    """Small steps, so that several copies are in flight."""
+    copies: int
+    """Lines of the kernel that copy."""
+
+    def run(self, case: Case, dma_mode: str) -> tuple:
+        """What the simulation found, and the result of XLA."""
+        args, options = self.arguments(case)
+        kernel = getattr(self.operation.module("mosaic_tpu"), self.operation.name)
+        found = simulate(kernel, dma_mode, *args, config=self.config, **options)
+        program = jax.jit(lambda *args: self.operation.xla(*args, **options), compiler_options=FAST_COMPILE)
+        return found, program(*args)
+
+
+def attention_arguments(case: Case) -> tuple[tuple, dict]:
+    options = {"layer": case.layers - 1, "scale": 0.3, "soft_cap": case.soft_cap}
+    arrays = {"prefix_start": attention_starts(case), "sinks": attention_sinks(case)}
+    return attention_inputs(case), {**options, **jax.device_put(arrays)}
+
+
+def latent_arguments(case: Case) -> tuple[tuple, dict]:
+    return latent_inputs(case), {"layer": case.layers - 1, "scale": 0.3}
+
+
+def selected_arguments(case: Case) -> tuple[tuple, dict]:
+    """Nodes that see some of the prefix."""
+    args, options = latent_arguments(case)
+    seen = rng_of(case).random((case.batch, case.nodes, case.capacity)) < 0.4
+    return args, {**options, "prefix_mask": jax.device_put(seen)}
+
+
+def topk_arguments(case: Case) -> tuple[tuple, dict]:
+    """Rows with ties, and one without a possible logit."""
+    logits = np.round(normal(rng_of(case), (case.batch * case.nodes, 300), "float32"), 1).astype(case.dtype)
+    logits[0] = -np.inf
+    return (logits,), {"k": 4}
+
+
+def delta_arguments(case: Case) -> tuple[tuple, dict]:
+    """Two heads of values for each head of keys; sequences without a prefix have no state."""
+    rng, keys, values = rng_of(case), case.kv_heads, 2 * case.kv_heads
+    q, k = normal(rng, (2, case.batch, case.nodes, keys, case.head_dim), "float32") * case.head_dim**-0.5
+    v = normal(rng, (case.batch, case.nodes, values, 24), "float32")
+    g, beta = rng.uniform(size=(2, case.batch, case.nodes, values)).astype("float32")
+    state, live = normal(rng, (case.batch, values, case.head_dim, 24), "float32"), None
+    if case.prefix is not None:
+        live = np.array(case.prefix) > 0
+        state[~live] = np.nan
+    mask = tree_mask(rng, case) if case.tree else None
+    return (state, q, k, v, -g, beta, mask, None, live), {}
+
+
+def compaction_arguments(case: Case) -> tuple[tuple, dict]:
+    """The rows along the path, which XLA gathers."""
+    pool, rows, table, start, path, length = compaction_inputs(case, with_path=case.tree)
+    rows = rows.reshape(-1, *rows.shape[2:])
+    if path is not None:
+        rows = np.take_along_axis(rows, path[None, :, :, None, None], axis=2)
+    return (pool, rows, table, start, length), {}
+
+
+def latent_compaction_arguments(case: Case) -> tuple[tuple, dict]:
+    """The same for a pool of one part without heads."""
+    (pool, rows, *rest), options = compaction_arguments(case)
+    return (pool[:, :1, :, :, 0], rows[::2, :, :, 0], *rest), options
+
+
+SIMULATIONS = {
+    "attention": Simulation(
+        paged_attention.OPERATION,
+        (*ATTENTION_CASES, *SINK_CASES),
+        attention_arguments,
+        attention.Config(16, step_pages=1, step_rows=16),
+        copies=2,
+    ),
+    "latent_attention": Simulation(
+        mla_attention.OPERATION, CASES, latent_arguments, latent_attention.Config(16, 1, 16), copies=2
+    ),
+    "selected_attention": Simulation(
+        mla_attention.OPERATION,
+        tuple(case for case in CASES if case.prefix is not None and case.tree),
+        selected_arguments,
+        latent_attention.Config(16, 1, 16),
+        copies=3,
+    ),
+    "topk": Simulation(
+        topk.OPERATION,
+        (Case("rows_12"), Case("one_row", prefix=(0,), nodes=1), Case("bfloat16", dtype="bfloat16", nodes=6)),
+        topk_arguments,
+        best.Config(128),
+        copies=0,
+    ),
+    "delta_rule": Simulation(
+        delta_rule.OPERATION,
+        tuple(case for case in CASES if case.nodes <= delta.MAX_NODES and not case.earlier),
+        delta_arguments,
+        delta.Config(24),
+        copies=0,
+    ),
+    "compaction": Simulation(kv_compact.OPERATION, CASES, compaction_arguments, compaction.Config(2), copies=1),
+    "latent_compaction": Simulation(
+        kv_compact.OPERATION, CASES, latent_compaction_arguments, compaction.Config(2), copies=2
+    ),
+}
+BOTH = ("page_of_3", "nodes_17_tree", "windows_tree")
+"""Cases that run in both modes; the others alternate."""
+POINTS = [
+    pytest.param(simulation, case, mode, id=f"{name}-{case.name}-{mode}")
+    for name, simulation in SIMULATIONS.items()
+    for place, case in enumerate(simulation.cases)
+    for mode in (DMA_MODES if case.name in BOTH else DMA_MODES[place % 2 :][:1])
+]
+
+
+@pytest.mark.fast(
+    "attention-page_of_3-on_wait",
+    "latent_attention-page_of_3-on_wait",
+    "topk-rows_12",
+    "delta_rule-page_of_3-eager",
+    "compaction-page_of_3-on_wait",
+    "latent_compaction-nodes_17_tree-on_wait",
+)
+@pytest.mark.parametrize(("simulation", "case", "mode"), POINTS)
+def test_equals_xla_without_a_race(simulation, case, mode):
+    """All rows of a pool that are not committed are NaN."""
+    found, expected = simulation.run(case, mode)
+    assert not found.races
+    tolerance = TOLERANCE[case.dtype]
+    for ours, theirs in zip(jax.tree.leaves(found.out), jax.tree.leaves(expected), strict=True):
+        ours, theirs = (np.asarray(x, np.float64) for x in (ours, theirs))
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+FAULTY = Case("faulty", nodes=9, page_size=8, pages=4, prefix=(17, 9))
+FAULTS = [(name, number) for name, simulation in SIMULATIONS.items() for number in range(simulation.copies)]
+
+
+@pytest.mark.fast("latent_compaction-1-eager")
+@pytest.mark.parametrize("mode", DMA_MODES)
+@pytest.mark.parametrize(("name", "number"), FAULTS, ids=lambda x: str(x))
+def test_a_wait_that_is_dropped_is_found(name, number, mode, monkeypatch):
+    """Copies that run where they start then race; those that run where the kernel waits for them never run."""
+    drop_wait(monkeypatch, number)
+    found, expected = SIMULATIONS[name].run(FAULTY, mode)
+    if mode == "eager":
+        assert found.races
+    else:
+        pairs = zip(jax.tree.leaves(found.out), jax.tree.leaves(expected), strict=True)
+        assert not all(np.allclose(ours, theirs, 1e-3, 1e-3, equal_nan=True) for ours, theirs in pairs)
+
+
+@pytest.mark.fast("latent_attention")
+@pytest.mark.parametrize("name", SIMULATIONS)
+def test_every_line_that_copies_has_a_planted_fault(name, monkeypatch):
+    lines = drop_wait(monkeypatch, -1)
+    found, _ = SIMULATIONS[name].run(FAULTY, "eager")
+    assert not found.races
+    assert len(lines) == SIMULATIONS[name].copies
+
+
+def test_latent_attention_copies_committed_pages_only(monkeypatch):
+    """Each page with a committed row once, and nothing else of the pool: no other page, no other layer."""
+    case = Case("bytes", prefix=(17, 0, 8, 32), page_size=8, pages=4, nodes=3, layers=3)
+    args, options = latent_arguments(case)
+    pool, table = args[3], args[4]
+    copied = record_copies(monkeypatch, pool.shape)
+    kernel = latent_attention.mla_attention
+    simulate(kernel, "eager", *args, config=latent_attention.Config(16, 2, 16), **options)
+    committed = [table[b, t] for b, length in enumerate(case.prefix) for t in range(-(-length // case.page_size))]
+    assert sorted(page for page, _ in copied) == sorted(committed)
+    assert {size for _, size in copied} == {pool[0, 0, 0].nbytes}
