@@ -9,6 +9,7 @@ from jax import lax
 T = TypeVar("T")
 _GPUS = ("gpu", "cuda", "rocm")
 H100_PROCESSORS = 132
+TPU_COLUMNS = 128
 
 
 def platform() -> str:
@@ -53,6 +54,15 @@ def result_alone(x: T) -> T:
     before the loop, in addition to the stored one (docs/decisions.md).
     """
     return lax.optimization_barrier(x) if platform() == "tpu" else x
+
+
+def row_width(width: int) -> int:
+    """The elements that a pool should have for a row of `width` elements: more on a TPU, where a tile has 128 columns.
+
+    XLA would put a pool of other rows in memory page by page for each column, and move all of it into the layout of the
+    kernels wherever it enters or leaves a program. The kernels' layout has this many elements in any case.
+    """
+    return -(-width // TPU_COLUMNS) * TPU_COLUMNS if platform() == "tpu" else width
 
 
 def processors() -> int:

@@ -85,7 +85,7 @@ class DsaCache:
         query: the indexer's queries.
         """
         # With at most `top_k` tokens every visible one is selected.
-        committed = None if start is None else self.index.committed(layer)
+        committed = None if start is None else self.index.committed(layer, keys.shape[-1])
         count = rows.shape[1] + (0 if committed is None else committed.shape[1])
         if count <= self.top_k:
             return self.latent.attend(layer, q, rows, up, start, mask, scale)

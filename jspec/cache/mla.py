@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.cache import pages
 from jspec.cache.paged import PagedCache
 from jspec.core.struct import struct
+from pallas_kernels import platform
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.paged_attention import paged_attention
@@ -35,7 +36,8 @@ class UpProjections:
 class MlaCache(PagedCache):
     """Latent rows of committed tokens, W features each. Only `commit`, once per round, writes them."""
 
-    pool: Float[Array, "L 1 P page W"]
+    pool: Float[Array, "L 1 P page padded"]
+    """Zeros follow the W features of a row, if it has more elements."""
 
     @classmethod
     def empty(
@@ -43,17 +45,20 @@ class MlaCache(PagedCache):
     ) -> "MlaCache":
         """An empty cache for `batch` sequences of `capacity` rows each, rounded up to whole pages.
 
+        Args:
+          width: W; the pool has more elements per row where the platform wants that (`platform.row_width`).
+
         Raises:
           ValueError: `page_size` below 1.
         """
         each = pages.pages_for(capacity, page_size)
-        pool = jnp.zeros((layers, 1, batch * each, page_size, width), dtype)
+        pool = jnp.zeros((layers, 1, batch * each, page_size, platform.row_width(width)), dtype)
         return cls(pool, pages.contiguous_table(batch, each))
 
-    def committed(self, layer: int) -> Float[Array, "B S W"]:
-        """A layer's rows at all S positions that have pages, committed or not."""
+    def committed(self, layer: int, width: int) -> Float[Array, "B S W"]:
+        """The first `width` features of a layer's rows at all S positions that have pages, committed or not."""
         rows = self.pool.at[layer, 0, self.page_table].get(mode="clip")
-        return rows.reshape(len(self.page_table), -1, rows.shape[-1])
+        return rows.reshape(len(self.page_table), -1, rows.shape[-1])[..., :width]
 
     def attend(
         self,
@@ -82,8 +87,8 @@ class MlaCache(PagedCache):
         latent = _each_head("bnhp,hpc->bnhc", q[..., :split], up.keys)
         seen = mla_attention(
             latent,
-            q[..., split:],
-            rows,
+            self._padded(q[..., split:], rows),
+            self._padded(rows, rows),
             self.pool,
             self.page_table,
             start,
@@ -98,8 +103,14 @@ class MlaCache(PagedCache):
         self, rows: MlaRows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
-        pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
+        padded = tuple((self._padded(each, each),) for (each,) in rows)
+        pool = kv_compact(self.pool, padded, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)
+
+    def _padded(self, x: Array, rows: Array) -> Array:
+        """Zeros after what `x` has in the last axis, as many as the pool has after the features of `rows`."""
+        extra = self.pool.shape[-1] - rows.shape[-1]
+        return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, extra),)) if extra else x
 
 
 def _expanded(

@@ -10,6 +10,7 @@ import pytest
 from jspec.cache import DsaCache, MlaCache, dsa
 from jspec.cache.dsa import IndexQuery
 from jspec.cache.mla import UpProjections
+from pallas_kernels import platform
 
 HEADS, KEY, ROPE, LATENT, VALUE, INDEX, INDEX_HEADS = 3, 6, 4, 10, 8, 12, 5
 WIDTH, SCALE = LATENT + ROPE, 0.3
@@ -101,6 +102,17 @@ def test_a_path_of_a_tree_is_read_and_committed_like_a_chain(kind, whole, page_s
     following = part((Q, ROWS, KEYS, ASKED), LENGTHS + 3, 1)
     out = attend(cache, kind, *following, start + 3, None)
     np.testing.assert_allclose(out, part(whole, LENGTHS + 3, 1), atol=1e-5)
+
+
+def test_rows_that_the_platform_pads_give_the_same_result(kind, whole, monkeypatch):
+    """A row of 14 features has 16 elements in the pool, and an indexer's key of 12 has 16."""
+    monkeypatch.setattr(platform, "row_width", lambda width: 16)
+    cache = committed(kind, 16)
+    pools = (cache.pool,) if kind == "mla" else (cache.latent.pool, cache.index.pool)
+    assert {pool.shape[-1] for pool in pools} == {16}
+    given = part((Q, ROWS, KEYS, ASKED), LENGTHS, 4)
+    out = attend(cache, kind, *given, jnp.asarray(LENGTHS), None)
+    np.testing.assert_allclose(out, part(whole, LENGTHS, 4), atol=1e-5)
 
 
 def test_an_indexer_selects(whole, kind):

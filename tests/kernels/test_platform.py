@@ -54,3 +54,11 @@ def test_a_table_by_device_kind(monkeypatch):
     assert platform.for_device_kind(table) == "specific"
     del table["NVIDIA H100 80GB"]
     assert platform.for_device_kind(table) == "general"
+
+
+@pytest.mark.parametrize(
+    ("here", "width", "wanted"), (("cpu", 576, 576), ("gpu", 576, 576), ("tpu", 576, 640), ("tpu", 128, 128))
+)
+def test_rows_of_a_pool_on_a_tpu_are_whole_tiles(here, width, wanted, monkeypatch):
+    monkeypatch.setattr(platform, "platform", lambda: here)
+    assert platform.row_width(width) == wanted

@@ -147,9 +147,9 @@ SIMULATIONS = {
         delta.Config(24),
         copies=0,
     ),
-    "compaction": Simulation(kv_compact.OPERATION, CASES, compaction_arguments, compaction.Config(2), copies=1),
+    "compaction": Simulation(kv_compact.OPERATION, CASES[::2], compaction_arguments, compaction.Config(2), copies=1),
     "latent_compaction": Simulation(
-        kv_compact.OPERATION, CASES, latent_compaction_arguments, compaction.Config(2), copies=2
+        kv_compact.OPERATION, CASES[::2], latent_compaction_arguments, compaction.Config(2), copies=2
     ),
 }
 BOTH = ("page_of_3", "nodes_17_tree", "windows_tree")
