@@ -7,12 +7,14 @@ import importlib.util
 import json
 import types
 
+import jax
 import pytest
 import tpu_cases
 
 from jspec import cli
 from jspec.bench import compile_cli, compiled, machine, tpu
 from jspec.bench.measure import CaseResult
+from jspec.models import layers
 
 TEXT = """HloModule jit_decode
 
@@ -139,6 +141,14 @@ def test_everything_written_is_marked_as_not_run():
     assert "width" not in lines[0].settings and lines[0].settings["libtpu"] == "2"
 
 
+@pytest.mark.parametrize(("name", "size", "rows"), (("tpu", 4096, 2), ("gpu", 4096, 1), ("gpu", 8, 2), ("cpu", 8, 1)))
+def test_a_single_row_is_multiplied_as_two_where_a_sum_over_columns_is_slow(name, size, rows, monkeypatch):
+    monkeypatch.setattr(layers, "platform", lambda: name)
+    row, matrix = jax.ShapeDtypeStruct((1, 1, size), "float32"), jax.ShapeDtypeStruct((size, size), "float32")
+    program = str(jax.make_jaxpr(lambda x, w: layers.linear(x, w))(row, matrix))
+    assert (f"f32[2,{size}]" in program) == (rows == 2), program
+
+
 def test_every_family_and_drafter_has_cases():
     names = [str(case) for case in tpu_cases.CASES]
     assert len(set(names)) == len(names)
@@ -149,7 +159,6 @@ def test_every_family_and_drafter_has_cases():
 
 PAIRS = [
     ("llama-eagle-chain", "v6e"),
-    ("llama-block-tree", "v6e"),
 ]
 """Each family, each drafter and each shape with several chips."""
 

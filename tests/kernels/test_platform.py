@@ -62,3 +62,10 @@ def test_a_table_by_device_kind(monkeypatch):
 def test_rows_of_a_pool_on_a_tpu_are_whole_tiles(here, width, wanted, monkeypatch):
     monkeypatch.setattr(platform, "platform", lambda: here)
     assert platform.row_width(width) == wanted
+
+
+@pytest.mark.parametrize("name", ("cpu", "gpu", "tpu"))
+def test_only_on_a_tpu_what_follows_a_product_does_not_decide_its_layout(monkeypatch, name):
+    monkeypatch.setattr(platform, "platform", lambda: name)
+    program = str(jax.make_jaxpr(lambda x: platform.result_alone(x))(1.0))
+    assert ("optimization_barrier" in program) == (name == "tpu")
