@@ -159,8 +159,13 @@ def test_every_family_and_drafter_has_cases():
 
 PAIRS = [
     ("llama-eagle-chain", "v6e"),
+    ("llama-64-eagle-chain", "v5e"),
+    ("llama-block-tree", "v6e"),
+    ("llama-suffix-tree", "v6e"),
+    ("deepseek-plain", "v6e"),
+    ("deepseek-mtp-tree", "v6e"),
 ]
-"""Each family, each drafter and each shape with several chips."""
+"""Those that have been compiled and take little time."""
 
 
 @pytest.mark.fast("llama-eagle-chain")
