@@ -35,3 +35,8 @@ def test_a_whole_id_names_one_point():
     items = [Item("a", point, "mtp", "1") for point in ("mtp", "frozen_mtp", "x-1", "y-1")]
     assert tiers.mark_slow(items) == set()
     assert [item.get_closest_marker("slow") is not None for item in items] == [False, True, False, False]
+
+
+def test_every_part_of_a_marker_names_a_point(request):
+    """Checks the tests of this run. An error while they are collected would end a worker without a message."""
+    assert request.config.stash[tiers.UNMATCHED] == set()

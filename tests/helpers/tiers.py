@@ -4,6 +4,9 @@ from collections.abc import Iterable
 
 import pytest
 
+UNMATCHED = pytest.StashKey[set[str]]()
+"""The parts of `fast` markers that name no point of a collected test; `tests/test_tiers.py` fails if there are any."""
+
 
 def mark_slow(items: Iterable[pytest.Item]) -> set[str]:
     """Makes the points slow that the `fast` marker of their test does not name.
