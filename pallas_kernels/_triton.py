@@ -67,16 +67,21 @@ def int32_or_none(x: jax.Array | None) -> jax.Array | None:
 
 
 def load_rows(ref: Ref, lead: tuple, row: jax.Array, used: jax.Array) -> jax.Array:
-    """Rows of `ref` under the leading indices `lead`, [block, padded width]; zero where they are not used."""
-    column = jnp.arange(padded(ref.shape[-1]))[None]
-    return pltriton.load(ref.at[*lead, row[:, None], column], mask=used[:, None] & (column < ref.shape[-1]), other=0)
+    """Rows of `ref` under the leading indices `lead`, [block, padded width]; zero where they are not used.
+
+    Rows of 8-bit elements are widened.
+    """
+    return load_columns(ref, lead, row, used, 0, ref.shape[-1])
 
 
 def load_columns(ref: Ref, lead: tuple, row: jax.Array, used: jax.Array, first: int, width: int) -> jax.Array:
     """As `load_rows`, of `width` columns from `first` on."""
     column = jnp.arange(padded(width))[None]
-    inside = used[:, None] & (column < width)
-    return pltriton.load(ref.at[*lead, row[:, None], first + column], mask=inside, other=0)
+    inside, place = used[:, None] & (column < width), ref.at[*lead, row[:, None], first + column]
+    if ref.dtype.itemsize > 1:
+        return pltriton.load(place, mask=inside, other=0)
+    # Triton has no constants of 8-bit floating-point types. All their values are in bfloat16.
+    return jnp.where(inside, pltriton.load(place, mask=inside).astype(jnp.bfloat16), jnp.zeros((), jnp.bfloat16))
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -450,6 +450,21 @@ MUTANTS = (
         ),
     ),
     *_group(
+        "jspec/cache/narrow.py",
+        (
+            "a round's own rows are not rounded",
+            "return narrowed(x, dtype).astype(x.dtype) if",
+            "return x if",
+            "cache/test_narrow.py::test_a_token_is_read_alike_in_its_own_round_and_later[llama]",
+        ),
+        (
+            "values beyond the range are not numbers",
+            "return jnp.clip(x, -most, most).astype(kind)",
+            "return x.astype(kind)",
+            "cache/test_narrow.py::test_values_are_rounded_to_the_nearest_and_bounded[float32]",
+        ),
+    ),
+    *_group(
         "jspec/cache/swa.py",
         (
             "a snapshot of the ring of another slot",

@@ -25,7 +25,7 @@ from jspec.core.accept import Imposed
 from jspec.core.types import Drafter, Params
 from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Plain, Standalone
 from jspec.engine import memory
-from jspec.engine.arguments import check_output, check_plot, integer, naming_models, number
+from jspec.engine.arguments import add_kv, check_output, check_plot, integer, naming_models, number
 from jspec.engine.model import Model, load
 from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models.decoder import Decoder
@@ -139,6 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="8-bit matrices of linear layers in target and draft, see jspec.load (default: as stored, or those of "
         f"--dtype); {BLOCKS}, for presets: as in checkpoints with one scale for 128 x 128 values",
     )
+    add_kv(parser)
     parser.add_argument(
         "--exact", action="store_true", help="measure the exact forward of the target, see jspec.load (default: no)"
     )
@@ -231,7 +232,11 @@ def _subject(options: argparse.Namespace) -> Subject:
         raise ValueError(f"--weights {BLOCKS}: requires --preset; a checkpoint that is stored so keeps its weights")
     if options.exact and options.weights in (*FORMATS, BLOCKS):
         raise ValueError(f"--exact: no exact forward with --weights {options.weights} yet; omit one of them")
+    if options.exact and options.kv:
+        raise ValueError(f"--exact: no exact forward with --kv {options.kv} yet; omit one of them")
     subject = _loaded(options) if options.checkpoint else _shaped(options)
+    if options.kv:
+        subject = dataclasses.replace(subject, target=subject.target.with_kv(options.kv))
     if options.exact:
         subject = dataclasses.replace(subject, target=subject.target.exactly())
     if set(options.mode) == {"plain"}:
@@ -305,7 +310,7 @@ def _make(subject: Subject) -> Params:
 def _settings(options: argparse.Namespace, subject: Subject, named: Sequence[str]) -> dict[str, Scalar]:
     """The drafter, and these options."""
     settings = {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in named}}
-    settings |= {"weights": options.weights} if options.weights else {}
+    settings |= {name: getattr(options, name) for name in ("weights", "kv") if getattr(options, name)}
     return settings | ({"exact": True} if options.exact else {})
 
 

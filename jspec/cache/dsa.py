@@ -53,8 +53,13 @@ class DsaCache:
         index_width: int,
         top_k: int,
         dtype: DTypeLike,
+        index_dtype: DTypeLike | None = None,
     ) -> "DsaCache":
         """An empty cache for `batch` sequences of `capacity` rows each, rounded up to whole pages.
+
+        Args:
+          dtype: of latent rows.
+          index_dtype: of indexer keys; None: the same.
 
         Raises:
           ValueError: `page_size` or `top_k` below 1.
@@ -62,8 +67,8 @@ class DsaCache:
         if top_k < 1:
             raise ValueError(f"top_k={top_k}: must be at least 1")
         latent, index = (
-            MlaCache.empty(batch, capacity, page_size, layers=layers, width=each, dtype=dtype)
-            for each in (width, index_width)
+            MlaCache.empty(batch, capacity, page_size, layers=layers, width=each, dtype=kind)
+            for each, kind in ((width, dtype), (index_width, index_dtype or dtype))
         )
         return cls(latent, index, top_k)
 

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PyTree
 
 from jspec.cache.mha import MhaCache
+from jspec.cache.narrow import KV_FORMATS, stored_dtype
 from jspec.cache.swa import SlidingCache
 from jspec.core.slots import SlotCache
 from jspec.core.struct import struct
@@ -42,17 +43,23 @@ class LayerKeys:
 
     window: positions that a token sees, its own included; None: all.
     latent: the first features of a row that are also its value; None: keys and values are separate.
+    kv: the format in which they are stored, of `narrow.KV_FORMATS`; None: the precision of the model's weights.
     """
 
     kv_heads: int
     head_dim: int
     window: int | None = None
     latent: int | None = None
+    kv: str | None = None
 
     @property
     def width(self) -> int:
         """Features per token."""
         return self.kv_heads * self.head_dim * (2 if self.latent is None else 1)
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Bytes per token. itemsize: bytes of an element in the precision of the model's weights."""
+        return self.width * (itemsize if self.kv is None else KV_FORMATS[self.kv].itemsize)
 
     def empty(
         self, batch: int, capacity: int, page_size: int, *, layers: int, dtype: DTypeLike
@@ -63,7 +70,7 @@ class LayerKeys:
           ValueError: `page_size` or the window below 1.
         """
         size = batch, capacity, page_size
-        heads, dim = self.kv_heads, self.head_dim
+        heads, dim, dtype = self.kv_heads, self.head_dim, stored_dtype(self.kv, dtype)
         if self.window is None:
             return MhaCache.empty(*size, layers=layers, kv_heads=heads, head_dim=dim, dtype=dtype)
         return SlidingCache.empty(*size, layers=layers, kv_heads=heads, head_dim=dim, dtype=dtype, window=self.window)

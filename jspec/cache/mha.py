@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
+from jspec.cache.narrow import as_stored, narrowed
 from jspec.cache.paged import PagedCache
 from jspec.core.struct import struct
 from pallas_kernels.exact_attention import exact_attention
@@ -16,6 +17,11 @@ from pallas_kernels.paged_attention import paged_attention
 
 Rows = tuple[tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]], ...]
 """Keys and values of a round's nodes, one pair per layer."""
+
+
+def stored_rows(rows: Rows, dtype: DTypeLike) -> Rows:
+    """The rows of all layers in the type of a pool."""
+    return tuple((narrowed(k, dtype), narrowed(v, dtype)) for k, v in rows)
 
 
 @struct
@@ -52,6 +58,8 @@ class MhaCache(PagedCache):
     ) -> Float[Array, "B N H D"]:
         """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`.
 
+        A round's own rows are read as the pool would give them back.
+
         positions: unused; only a sliding window needs them.
         sinks: as in `paged_attention`.
         exact: the bits of a node's result do not depend on the other nodes, see `exact_attention`.
@@ -61,6 +69,7 @@ class MhaCache(PagedCache):
         """
         if exact and sinks is not None:
             raise ValueError("exact=True: exact attention has no sinks yet")
+        k, v = as_stored(k, self.pool.dtype), as_stored(v, self.pool.dtype)
         if exact:
             return exact_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
         return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale, sinks=sinks)
@@ -69,5 +78,6 @@ class MhaCache(PagedCache):
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
+        rows = stored_rows(rows, self.pool.dtype)
         pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)

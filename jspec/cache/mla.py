@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
+from jspec.cache.narrow import as_stored, narrowed
 from jspec.cache.paged import PagedCache
 from jspec.core.struct import struct
 from pallas_kernels import platform
@@ -77,11 +78,13 @@ class MlaCache(PagedCache):
         values of the heads are never materialized. Without a prefix every row is read by as many nodes as there are
         rows, and materializing keys and values takes fewer operations.
 
+        A round's own rows are read as the pool would give them back.
+
         Args:
           q: queries, D features: P unrotated ones, then the rotated ones.
           prefix_mask: the committed positions that each node attends to; None: all.
         """
-        split = up.keys.shape[1]
+        split, rows = up.keys.shape[1], as_stored(rows, self.pool.dtype)
         if start is None:
             return _expanded(q, rows, up, mask, scale)
         latent = _each_head("bnhp,hpc->bnhc", q[..., :split], up.keys)
@@ -103,7 +106,7 @@ class MlaCache(PagedCache):
         self, rows: MlaRows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
-        padded = tuple((self._padded(each, each),) for (each,) in rows)
+        padded = tuple((narrowed(self._padded(each, each), self.pool.dtype),) for (each,) in rows)
         pool = kv_compact(self.pool, padded, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)
 

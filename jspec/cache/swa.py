@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
-from jspec.cache.mha import Rows
+from jspec.cache.mha import Rows, stored_rows
+from jspec.cache.narrow import as_stored
 from jspec.cache.paged import PagedCache
 from jspec.core.struct import struct
 from pallas_kernels.kv_compact import kv_compact
@@ -81,6 +82,7 @@ class SlidingCache(PagedCache):
                 raise ValueError("positions=None: a window over a prefix needs the positions of its nodes")
             first = jnp.broadcast_to(jnp.maximum(positions - self.window + 1, 0), q.shape[:2])
         mask = window_mask(mask, q.shape[1], k.shape[1], self.window)
+        k, v = as_stored(k, self.pool.dtype), as_stored(v, self.pool.dtype)
         attend = partial(paged_attention, layer=layer, scale=scale, prefix_start=first, sinks=sinks)
         return attend(q, k, v, self.pool, self.page_table, start, mask)
 
@@ -88,7 +90,7 @@ class SlidingCache(PagedCache):
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """Like `MhaCache.commit`; rows that no later window reaches may be omitted."""
-        page_size = self.pool.shape[3]
+        page_size, rows = self.pool.shape[3], stored_rows(rows, self.pool.dtype)
         ring = pages.pages_for(self.window, page_size) * page_size
         columns = rows[0][0].shape[1] if path is None else path.shape[1]
         if columns > ring:

@@ -11,7 +11,7 @@ from jspec.analysis.records import read_records, read_text
 from jspec.core import accept
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
-from jspec.engine.arguments import Parser, integer, naming_models, number
+from jspec.engine.arguments import Parser, add_kv, integer, naming_models, number
 from jspec.engine.corpus import with_corpus
 from jspec.engine.model import Model, bundled_draft, load
 from jspec.engine.options import check_fits, choose_drafter
@@ -85,6 +85,7 @@ def add_weights(parser: argparse.ArgumentParser, model: str) -> None:
         help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
     )
     add_format(parser)
+    add_kv(parser)
     parser.add_argument(
         "--exact",
         action="store_true",
@@ -164,8 +165,8 @@ def load_model(
     if draft not in loaded:
         with naming_models({"--draft": arguments.draft, option: arguments.model}):
             tensor = getattr(arguments, "tensor", None)
-            options = {"tensor": tensor, "exact": arguments.exact, "weights": arguments.weights}
-            loaded[draft] = load(arguments.model, draft=draft, dtype=arguments.dtype, **options)
+            options = {name: getattr(arguments, name) for name in ("dtype", "exact", "weights", "kv")}
+            loaded[draft] = load(arguments.model, draft=draft, tensor=tensor, **options)
     return with_corpus(loaded[draft], corpus) if corpus and drafter == "suffix" else loaded[draft]
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: values of options, files that are written, and errors in the words of the command line."""
+"""What the commands share: options and values, files that are written, and errors in the words of the command line."""
 
 import argparse
 import contextlib
@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from jspec.cache.narrow import KV_FORMATS
 from jspec.core import package
 from jspec.core.checks import check_number
 
@@ -153,3 +154,12 @@ def _typed(name: str, value: str) -> str:
 
 def _shown(text: str) -> str:
     return repr(text if len(text) <= _OPEN_LIMIT else text[: _OPEN_LIMIT - 3] + "...")
+
+
+def add_kv(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for caches of fewer bits."""
+    parser.add_argument(
+        "--kv",
+        choices=tuple(KV_FORMATS),
+        help="keep the target's keys and values in 8 bits (default: in the precision of the weights)",
+    )

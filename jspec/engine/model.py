@@ -14,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jspec.cache.narrow import check_kv
 from jspec.checkpoints import drafts, language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.language_model import Checkpoint
@@ -202,6 +203,7 @@ def load(
     draft_tensor: bool | None = None,
     exact: bool = False,
     weights: str | None = None,
+    kv: str | None = None,
 ) -> Model:
     """Loads a target, and a draft for it, onto the default device, or splits it over several.
 
@@ -220,17 +222,22 @@ def load(
       weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
         have 8 bits and a scale for each column. "wide": all weights are in `dtype`. None: those that a checkpoint
         stores in 8 bits keep them, and the others are in `dtype`. See docs/quantization.md.
+      kv: "fp8": caches keep the target's keys and values, or latents, in 8 bits. None: in `dtype`. Drafted output
+        equals plain output with the same `kv`. See docs/quantization.md.
 
     Raises:
       CheckpointError: files are missing, damaged or not supported.
-      ValueError: an unknown dtype, format of weights or bundled model, the draft's tokenizer differs, a model without
-        an exact forward, a number of devices over which it cannot be split, or weights that do not fit into the memory
-        of a device, which is known before any of them is read.
+      ValueError: an unknown dtype, format or bundled model, the draft's tokenizer differs, a model without an exact
+        forward or a narrow cache, a number of devices over which it cannot be split, or weights that do not fit into
+        the memory of a device, which is known before any of them is read.
       TypeError: an argument of the wrong type.
     """
     tensor = None if tensor is None else check_int("tensor", tensor, least=1)
     exact = check_flag("exact", exact)
     check_weights(weights, WIDE)
+    check_kv(kv)
+    if exact and kv is not None:
+        raise ValueError(f"exact=True: no exact forward with kv={kv!r} yet; omit one of them")
     if exact and weights in FORMATS:
         raise ValueError(f"exact=True: no exact forward with weights={weights!r} yet; omit one of them")
     if exact and (mesh is not None or (tensor or 1) > 1):
@@ -260,9 +267,13 @@ def load(
             place = partial(_place_beside, placement, check_draft)
     if exact:
         place, check = _whole_and_exact, partial(_check_exact, check)
+    if kv is not None:
+        place = partial(_place_with_kv, kv, place)
     loaded, heads, head_params = _load_target(directory, dtype, check, place, weights, mtp=draft is None)
     if exact:
         loaded = dataclasses.replace(loaded, config=loaded.config.exactly())
+    if kv is not None:
+        loaded = dataclasses.replace(loaded, config=loaded.config.with_kv(kv))
     tokenizer = Tokenizer.load(directory)
     config, params = heads, Params(loaded.params, head_params)
     if draft is not None and draft_directory is not None:
@@ -334,6 +345,17 @@ def _whole_and_exact(config: Splittable, dtype: DTypeLike) -> None:
     """
     assert isinstance(config, Decoder)
     config.exactly()
+
+
+def _place_with_kv(kv: str, place: Place, config: Splittable, dtype: DTypeLike) -> Placement | None:
+    """The `Place` of a model with a narrow cache.
+
+    Raises:
+      ValueError: it has none, which is known before any of its weights is read.
+    """
+    assert isinstance(config, Decoder)
+    config.with_kv(kv)
+    return place(config, dtype)
 
 
 def _load_target(

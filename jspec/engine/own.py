@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
+from jspec.cache.narrow import check_kv
 from jspec.checkpoints import named
 from jspec.checkpoints.files import resolve_dtype
 from jspec.checkpoints.language_model import Checkpoint
@@ -166,6 +167,7 @@ def from_named(
     mesh: Mesh | None = None,
     exact: bool = False,
     weights: str | None = None,
+    kv: str | None = None,
 ) -> Model:
     """A model of a supported family from arrays under the names of a library, without files.
 
@@ -190,6 +192,7 @@ def from_named(
         these, and those on the same devices may be split in any way.
       exact: as in `jspec.load`; a target that is exact already stays so.
       weights: as in `jspec.load`; the program that fuses the weights quantizes them.
+      kv: as in `jspec.load`; a target with a narrow cache keeps it.
 
     Raises:
       CheckpointError: a configuration that is not supported, or an array that is missing, not used, or of another shape
@@ -202,12 +205,15 @@ def from_named(
         prepare_collectives()
     exact = check_flag("exact", exact)
     check_weights(weights)
+    check_kv(kv)
     if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")
     kind = None if dtype is None else resolve_dtype(dtype)
     parsed, ends = named.parse(config)
     if exact:
         parsed = parsed.exactly()
+    if kv is not None:
+        parsed.with_kv(kv)
     if parsed.exact and weights is not None:
         raise ValueError(f"exact=True: no exact forward with weights={weights!r} yet; omit one of them")
     if parsed.exact and placement is not None and placement.size > 1:
@@ -221,6 +227,8 @@ def from_named(
     )
     if placement is not None:
         placement = dataclasses.replace(placement, draft=heads is not None)
+    if kv is not None:
+        loaded = dataclasses.replace(loaded, config=loaded.config.with_kv(kv))
     return Model(name, loaded.config, Params(loaded.params, head_params), tokenizer, ends, heads, placement)
 
 

@@ -1,6 +1,7 @@
 """What the language models of all families share: reading a token tree, and the path from tokens to logits."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -10,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.cache import LayerKeys
+from jspec.cache.narrow import check_kv
 from jspec.core import tree
 from jspec.core.sharding import gather_last
 from jspec.core.types import Cache, DraftTree, ForwardOutput, Params
@@ -38,6 +40,8 @@ class Decoder(abc.ABC):
     """Devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model."""
     exact: bool = False
     """Whether the bits of a token's logits depend on its own context alone, see `exactly`."""
+    kv: str | None = None
+    """The format in which caches keep keys and values, see `with_kv`; None: the precision of the weights."""
     drafter: ClassVar[str] = "standalone"
     """Name of the drafter that uses this model as its draft."""
     at_once: ClassVar[bool] = False
@@ -112,6 +116,20 @@ class Decoder(abc.ABC):
           ValueError: there is no such forward.
         """
         raise ValueError(f"exact=True: models of type {type(self).__name__} have no exact forward yet")
+
+    def with_kv(self, kv: str) -> Self:
+        """The configuration whose caches keep keys and values in a format of `jspec.cache.narrow.KV_FORMATS`.
+
+        Raises:
+          ValueError: an unknown format, or caches of this family have no such format.
+        """
+        check_kv(kv)
+        family: Any = self
+        if all(field.name != "kv" for field in dataclasses.fields(family)):
+            raise ValueError(f"kv={kv!r}: models of type {type(self).__name__} have no narrow cache yet; omit kv")
+        if self.exact:
+            raise ValueError(f"kv={kv!r}: no exact forward with a narrow cache yet; omit kv or exact")
+        return dataclasses.replace(family, kv=kv)
 
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; None if it has none."""

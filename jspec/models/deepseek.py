@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jspec.cache import DsaCache, LayerKeys, MlaCache
 from jspec.cache.dsa import DsaRows, IndexQuery
 from jspec.cache.mla import MlaRows, UpProjections
+from jspec.cache.narrow import stored_dtype
 from jspec.core.sharding import check_split, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models import layers
@@ -119,6 +120,7 @@ class Deepseek(Decoder):
     mtp_layers: MTP heads in `DeepseekParams.mtp`.
     indexer: the indexer of each layer, in V3.2; None: attention reads all tokens.
     tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
+    kv: see `with_kv`; indexers' keys keep their precision.
     """
 
     vocab_size: int
@@ -137,6 +139,7 @@ class Deepseek(Decoder):
     mtp_layers: int = 0
     indexer: Indexer | None = None
     tensor: int = 1
+    kv: str | None = None
 
     def split(self, devices: int) -> Self:
         """The configuration whose heads, MLPs and experts are split over that many devices; latents are whole.
@@ -209,21 +212,22 @@ class Deepseek(Decoder):
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MlaCache | DsaCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
         layers, width = self.num_layers, self.latent.width
+        stored = stored_dtype(self.kv, dtype)
         if self.indexer is None:
-            return MlaCache.empty(batch, capacity, page_size, layers=layers, width=width, dtype=dtype)
-        index = {"index_width": self.indexer.size, "top_k": self.indexer.top_k}
-        return DsaCache.empty(batch, capacity, page_size, layers=layers, width=width, dtype=dtype, **index)
+            return MlaCache.empty(batch, capacity, page_size, layers=layers, width=width, dtype=stored)
+        index = {"index_width": self.indexer.size, "top_k": self.indexer.top_k, "index_dtype": dtype}
+        return DsaCache.empty(batch, capacity, page_size, layers=layers, width=width, dtype=stored, **index)
 
     def layer_keys(self, layer: int) -> LayerKeys:
         """The rows of a layer."""
-        return LayerKeys(1, self.latent.width, latent=self.latent.kv_rank)
+        return LayerKeys(1, self.latent.width, latent=self.latent.kv_rank, kv=self.kv)
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder | None = None) -> int:
         """As in `Decoder`; with indexers, the keys of all tokens and the rows of those that one token selects."""
         if self.indexer is None:
             return super().kv_bytes(context, itemsize)
-        layer = self.indexer.size * context + self.latent.width * min(context, self.indexer.top_k)
-        return self.num_layers * layer * itemsize
+        selected = self.layer_keys(0).row_bytes(itemsize) * min(context, self.indexer.top_k)
+        return self.num_layers * (self.indexer.size * context * itemsize + selected)
 
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
         """How the rotary part of those rows is rotated: radians per position, for each pair of dimensions."""

@@ -116,6 +116,7 @@ class Gemma4(Decoder):
     double_wide_mlp: whether those layers' MLPs are twice as wide.
     per_layer_size: width of the per-layer inputs; 0: there are none.
     soft_cap: bound of the logits, None: none.
+    kv: see `with_kv`.
     """
 
     vocab_size: int
@@ -130,6 +131,7 @@ class Gemma4(Decoder):
     per_layer_size: int = 0
     experts: Routed | None = None
     soft_cap: float | None = None
+    kv: str | None = None
 
     def __post_init__(self):
         owners = self.attention[: self.num_layers - self.shared_layers]
@@ -232,7 +234,7 @@ class Gemma4(Decoder):
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values that a layer reads."""
         kind = self.attention[layer]
-        return LayerKeys(kind.kv_heads, kind.head_dim, kind.window)
+        return LayerKeys(kind.kv_heads, kind.head_dim, kind.window, kv=self.kv)
 
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
         """How those keys are rotated: radians per position, for each pair of dimensions."""

@@ -80,6 +80,7 @@ class GptOss(Decoder):
     experts: those of every layer.
     gate_limit: bound of the gate, from above, and of the other half of an expert's product.
     gate_slope: factor within the sigmoid of the gate.
+    kv: see `with_kv`.
     """
 
     vocab_size: int
@@ -97,6 +98,7 @@ class GptOss(Decoder):
     attention_bias: bool = True
     gate_limit: float = 7.0
     gate_slope: float = 1.702
+    kv: str | None = None
 
     has_sinks: ClassVar[bool] = True
 
@@ -154,7 +156,7 @@ class GptOss(Decoder):
 
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values of a layer."""
-        return LayerKeys(self.num_kv_heads, self.head_dim, self.windows[layer])
+        return LayerKeys(self.num_kv_heads, self.head_dim, self.windows[layer], kv=self.kv)
 
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
         """How those keys are rotated: radians per position, for each pair of dimensions."""

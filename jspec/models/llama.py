@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
+from jspec.cache.narrow import stored_dtype
 from jspec.core.sharding import check_split, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models import layers
@@ -65,6 +66,7 @@ class Llama(Decoder):
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
     tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
     exact: see `exactly`.
+    kv: see `with_kv`.
     """
 
     vocab_size: int
@@ -85,15 +87,18 @@ class Llama(Decoder):
     dense_layers: tuple[int, ...] = ()
     tensor: int = 1
     exact: bool = False
+    kv: str | None = None
 
     def exactly(self) -> Self:
         """As in `Decoder.exactly`.
 
         Raises:
-          ValueError: the model is split over devices.
+          ValueError: the model is split over devices, or has a narrow cache.
         """
         if self.tensor > 1:
             raise ValueError("exact=True: a model that is split over devices has no exact forward yet")
+        if self.kv is not None:
+            raise ValueError(f"exact=True: no exact forward with kv={self.kv!r} yet; omit one of them")
         return dataclasses.replace(self, exact=True)
 
     def split(self, devices: int) -> Self:
@@ -131,11 +136,11 @@ class Llama(Decoder):
 
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
-        return empty_cache(self, batch, capacity, page_size, dtype)
+        return empty_cache(self, batch, capacity, page_size, stored_dtype(self.kv, dtype))
 
     def layer_keys(self, layer: int) -> LayerKeys:
         """The keys and values of a layer."""
-        return LayerKeys(self.num_kv_heads, self.head_dim)
+        return LayerKeys(self.num_kv_heads, self.head_dim, kv=self.kv)
 
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
         """How those keys are rotated: radians per position, for each pair of dimensions."""

@@ -89,6 +89,7 @@ class Qwen3Next(Decoder):
     intermediate_size: width of the MLP of layers without experts.
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
     mtp_layers: MTP heads in `Qwen3NextParams.mtp`.
+    kv: see `with_kv`; states keep their precision.
     """
 
     vocab_size: int
@@ -107,6 +108,7 @@ class Qwen3Next(Decoder):
     rotary_share: float = 0.25
     tie_embeddings: bool = False
     mtp_layers: int = 0
+    kv: str | None = None
     rope_scaling: ClassVar[None] = None
     """Frequencies are never scaled."""
 
@@ -204,7 +206,7 @@ class Qwen3Next(Decoder):
         """
         if not self.is_full_attention[layer]:
             raise ValueError(f"layer {layer} keeps a state and has no keys")
-        return LayerKeys(self.num_kv_heads, self.head_dim)
+        return LayerKeys(self.num_kv_heads, self.head_dim, kv=self.kv)
 
     def layer_frequencies(self, layer: int) -> Float[Array, " half"]:
         """How those keys are rotated: radians a position, for each pair of dimensions.

@@ -36,4 +36,4 @@ def keys_bytes(keys: Iterable[LayerKeys], context: int, itemsize: int) -> int:
 
     A sliding window bounds what its layer reads.
     """
-    return sum(layer.width * min(context, layer.window or context) for layer in keys) * itemsize
+    return sum(layer.row_bytes(itemsize) * min(context, layer.window or context) for layer in keys)

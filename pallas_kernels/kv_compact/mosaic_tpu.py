@@ -45,7 +45,11 @@ def default_config() -> Config:
 def supported(pool: jax.Array, *args: object, interpret: bool | pltpu.InterpretParams | None = None) -> str | None:
     """None, or why the kernel cannot run these arguments of `kv_compact`."""
     # The interpreter has no tiles.
-    if platform.resolve_interpret(interpret) or pool.ndim > 5 or pool.shape[3] % TILE_ROWS == 0:
+    if platform.resolve_interpret(interpret):
+        return None
+    if pool.dtype.itemsize == 1:
+        return f"pool is {pool.dtype.name}: must have elements of 16 or 32 bits"
+    if pool.ndim > 5 or pool.shape[3] % TILE_ROWS == 0:
         return None
     return f"pool has pages of {pool.shape[3]} rows: must be a multiple of {TILE_ROWS} for rows without heads"
 

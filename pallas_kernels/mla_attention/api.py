@@ -34,7 +34,7 @@ def mla_attention(
       q_latent: queries for the latent part of a row, which have absorbed the up-projection of keys.
       q_rope: queries for the rotary part of a row.
       rows: the round's rows; the last N of them belong to the nodes.
-      pool: the rows of all layers, in pages.
+      pool: the rows of all layers, in pages; of any floating-point dtype.
       page_table: the pages of each sequence, in order; position t is in page t // page, row t % page.
       prefix_length: committed rows of each sequence; the result does not depend on the rows after them.
         None: nothing is committed yet, and `pool` and `page_table` are not read.

@@ -99,6 +99,8 @@ def supported(
         return None
     if q_latent.dtype.name not in DTYPES:
         return f"q_latent is {q_latent.dtype.name}: must be one of {', '.join(DTYPES)}"
+    if pool is not None and pool.dtype.name not in DTYPES:
+        return f"pool is {pool.dtype.name}: must be one of {', '.join(DTYPES)}"
     if pool is not None and pool.shape[3] % PAGE_ROWS:
         return f"pool has pages of {pool.shape[3]} rows: must be a multiple of {PAGE_ROWS}"
     return None

@@ -26,7 +26,9 @@ def mla_attention(
     visible = jnp.repeat(row_mask(mask, nodes, rows.shape[1]), heads, axis=1)[:, None]
     parts = [(masked_scores(queries, own, visible, scale, None), own[..., :latent])]
     if pool is not None and prefix_length is not None:
-        keys = pool.at[layer, 0, page_table].get(mode="clip").reshape(batch, -1, 1, rows.shape[2])
+        keys = (
+            pool.at[layer, 0, page_table].get(mode="clip").reshape(batch, -1, 1, rows.shape[2]).astype(q_latent.dtype)
+        )
         committed = jnp.arange(keys.shape[1])[None] < prefix_length[:, None]
         # 0 * NaN is NaN, and a free page may hold anything: mask the values, not the weights alone.
         values = jnp.where(committed[:, :, None, None], keys[..., :latent], jnp.zeros((), keys.dtype))

@@ -85,7 +85,13 @@ def default_config(
 
 
 def supported(
-    q: jax.Array, *args: object, interpret: bool | pltpu.InterpretParams | None = None, **options: object
+    q: jax.Array,
+    k_rows: jax.Array,
+    v_rows: jax.Array,
+    pool: jax.Array | None,
+    *args: object,
+    interpret: bool | pltpu.InterpretParams | None = None,
+    **options: object,
 ) -> str | None:
     """None, or why the kernel cannot run these arguments of `paged_attention`."""
     # The interpreter takes any shape and dtype.
@@ -93,6 +99,8 @@ def supported(
         return None
     if q.dtype.name not in DTYPES:
         return f"q is {q.dtype.name}: must be one of {', '.join(DTYPES)}"
+    if pool is not None and pool.dtype.name not in DTYPES:
+        return f"pool is {pool.dtype.name}: must be one of {', '.join(DTYPES)}"
     if q.shape[3] < LANES // 2:
         return f"q has head_dim {q.shape[3]}: must be at least {LANES // 2}, as the kernel pads a row to {LANES}"
     return None

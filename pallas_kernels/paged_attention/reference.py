@@ -32,8 +32,8 @@ def paged_attention(
     parts = [(masked_scores(queries, k_rows, visible, scale, soft_cap), v_rows)]
     if pool is not None and prefix_length is not None:
         pages = pool.at[layer, :, page_table].get(mode="clip")
-        keys = pages[:, :, 0].reshape(batch, -1, kv_heads, dim)
-        values = pages[:, :, 1].reshape(batch, -1, kv_heads, dim)
+        keys = pages[:, :, 0].reshape(batch, -1, kv_heads, dim).astype(q.dtype)
+        values = pages[:, :, 1].reshape(batch, -1, kv_heads, dim).astype(q.dtype)
         visible = _prefix_mask(prefix_length, prefix_start, keys.shape[1])
         # 0 * NaN is NaN, and a free page may hold anything: mask the values, not the weights alone.
         values = jnp.where(visible.any(1)[:, :, None, None], values, jnp.zeros((), values.dtype))

@@ -34,6 +34,9 @@ KINDS = {
     "sinks": (oss.KINDS["sinks"], lambda seed: oss.params("sinks", seed)),
 }
 """A target, and a function from a seed to weights. All but the first and the third have two kinds of layers."""
+NARROW = {f"{kind} fp8": (target.with_kv("fp8"), weights) for kind, (target, weights) in KINDS.items()}
+"""The same targets with keys and values of 8 bits."""
+TARGETS = KINDS | NARROW
 DRAFTERS = {
     "ngram": Ngram(n=2, depth=4),
     "random_tree": RandomTree(depth=3),
@@ -48,14 +51,21 @@ ALWAYS = [
     ("mla", "random_tree", 1, None),
     ("dsa", "tree", 4, None),
     ("recurrent", "tree", 16, 5),
+    ("mha fp8", "tree", 4, 5),
+    ("mla fp8", "chain", 16, None),
 ]
 """Kind, drafter, page size and columns of a chunk."""
 SLOW_POINTS = [
     (kind, drafter, PAGE_SIZES[(i + j) % 3], CHUNKS[(i + 2 * j) % 3])
     for i, kind in enumerate(KINDS)
     for j, drafter in enumerate(DRAFTERS)
+] + [
+    ("sliding fp8", "chain", 1, 2),
+    ("dsa fp8", "random_tree", 4, None),
+    ("recurrent fp8", "tree", 4, 2),
+    ("sinks fp8", "tree", 16, None),
 ]
-"""All pairs of any two of these."""
+"""All pairs of any two of the wide kinds, and each narrow one."""
 CAPACITY = 40
 NEW = np.array([24, 9, 24])
 """New tokens of each sequence: the second one ends long before the others."""
@@ -69,7 +79,7 @@ def matrix():
 @functools.cache
 def plain_tokens(kind: str) -> np.ndarray:
     """The token buffer of plain decoding, from forwards over whole texts, which read no cache."""
-    target, weights = KINDS[kind]
+    target, weights = TARGETS[kind]
     cache = target.init_cache(weights(0), 3, 1, 1)
     forward = jax.jit(lambda p, t: jnp.argmax(target.forward(p, tree.chain(t), cache, None).logits, axis=-1))
     tokens, row = np.zeros((3, CAPACITY), np.int32), np.arange(3)
@@ -82,7 +92,7 @@ def plain_tokens(kind: str) -> np.ndarray:
 
 def weights_of(kind: str, drafter: Any) -> Params:
     """The target's weights, and as draft the tokens to plant, or the target's weights slightly perturbed."""
-    _, weights = KINDS[kind]
+    _, weights = TARGETS[kind]
     if isinstance(drafter, RandomTree):
         return Params(weights(0), jnp.asarray(plain_tokens(kind)))
     off = jax.tree.map(lambda a, b: jnp.asarray(0.95 * np.array(a) + 0.05 * np.array(b)), weights(0), weights(1))
@@ -102,7 +112,7 @@ def spoiled(s, spare: int = 0):
 @pytest.mark.parametrize(("kind", "drafter", "page_size", "chunk"), list(matrix()))
 def test_output_equals_plain_decoding(kind, drafter, page_size, chunk, monkeypatch):
     """Both caches are NaN before the first token, and their unused parts are NaN between rounds."""
-    wanted, target = plain_tokens(kind), KINDS[kind][0]
+    wanted, target = plain_tokens(kind), TARGETS[kind][0]
     empty = Decoder.init_cache
     monkeypatch.setattr(Decoder, "init_cache", lambda *given: poison.fill(empty(*given)))
     bound, weights = DRAFTERS[drafter].bind(target, target), weights_of(kind, DRAFTERS[drafter])

@@ -30,6 +30,8 @@ class Case:
     windows: bool = False
     """Each node sees the prefix from its own position on."""
     sinks: bool = False
+    stored: str | None = None
+    """The dtype of the pool; None: `dtype`."""
 
     @property
     def batch(self) -> int:
@@ -38,6 +40,10 @@ class Case:
     @property
     def capacity(self) -> int:
         return self.pages * self.page_size
+
+    @property
+    def pool_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.stored or self.dtype)
 
 
 CASES = (
@@ -62,6 +68,8 @@ CASES = (
     Case("one_sequence_one_layer", prefix=(6,), layers=1),
     Case("bfloat16_chain", dtype="bfloat16", heads=4, head_dim=64, page_size=16, prefix=(48, 0, 20)),
     Case("bfloat16_tree", dtype="bfloat16", heads=6, head_dim=128, nodes=16, tree=True, page_size=16),
+    Case("narrow_pool_chain", stored="float8_e4m3fn", nodes=3, heads=4, page_size=3, pages=5, prefix=(14, 3, 0)),
+    Case("narrow_pool_tree", dtype="bfloat16", stored="float8_e4m3fn", nodes=5, tree=True, head_dim=64, page_size=16),
     Case("bfloat16_earlier_rows", dtype="bfloat16", nodes=2, earlier=4, page_size=1, pages=12),
 )
 
@@ -105,10 +113,10 @@ def page_table(rng, case: Case, spare: int = 4) -> tuple[np.ndarray, int]:
 
 def pool(rng, case: Case, table: np.ndarray, total: int, lengths, starts=None) -> np.ndarray:
     """Random rows before each sequence's length (and from its start on), and NaN everywhere else."""
-    full = np.full((case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim), np.nan, jnp.dtype(case.dtype))
+    full = np.full((case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim), np.nan, case.pool_dtype)
     for b, length in enumerate(lengths):
         for t in range(0 if starts is None else starts[b], length):
-            row = normal(rng, (case.layers, 2, case.kv_heads, case.head_dim), case.dtype)
+            row = normal(rng, (case.layers, 2, case.kv_heads, case.head_dim), case.pool_dtype)
             full[:, :, table[b, t // case.page_size], t % case.page_size] = row
     return full
 
@@ -173,10 +181,10 @@ def latent_inputs(case: Case, rope: int = ROPE) -> tuple:
     if case.prefix is None:
         return q_latent, q_rope, rows, None, None, None, mask
     table, total = page_table(rng, case)
-    latents = np.full((case.layers, 1, total, case.page_size, width), np.nan, jnp.dtype(case.dtype))
+    latents = np.full((case.layers, 1, total, case.page_size, width), np.nan, case.pool_dtype)
     for b, length in enumerate(case.prefix):
         for t in range(length):
-            row = normal(rng, (case.layers, 1, width), case.dtype)
+            row = normal(rng, (case.layers, 1, width), case.pool_dtype)
             latents[:, :, table[b, t // case.page_size], t % case.page_size] = row
     return q_latent, q_rope, rows, latents, table, np.array(case.prefix, np.int32), mask
 

@@ -97,12 +97,13 @@ def test_rejected_rows_do_not_matter(backend):
     np.testing.assert_array_equal(out, oracle(pool, rows, table, start, None, length))
 
 
+@pytest.mark.parametrize("dtype", (jnp.bfloat16, jnp.float8_e4m3fn))
 @backends
-def test_rows_take_the_precision_of_the_pool(backend):
+def test_rows_take_the_precision_of_the_pool(backend, dtype):
     pool, *rest = inputs(Case("narrow"), with_path=True)
-    pool = pool.astype(jnp.bfloat16)
+    pool = pool.astype(dtype)
     out = compact(backend, pool, *rest)
-    assert out.dtype == jnp.bfloat16
+    assert out.dtype == dtype
     np.testing.assert_array_equal(out, oracle(pool, *rest))
 
 
@@ -148,6 +149,18 @@ LOWERED = (
     Case("small"),
     Case("odd", kv_heads=3, head_dim=24, layers=3, page_size=3, nodes=7),
 )
+
+
+def test_a_pool_of_8_bits_is_written_by_a_kernel_on_a_gpu_and_by_xla_on_a_tpu(monkeypatch):
+    new = jax.ShapeDtypeStruct
+    row, count, table = new((2, 6, 8, 128), "bfloat16"), new((2,), "int32"), new((2, 4), "int32")
+    args = new((4, 2, 8, 16, 8, 128), "float8_e4m3fn"), ((row, row),) * 4, table, count, None, count
+    for where, call in (("gpu", KERNEL["triton"]), ("tpu", None)):
+        monkeypatch.setattr(platform, "platform", lambda where=where: where)
+        text = cross_lower(kv_compact, LOWERING[where], *args)
+        assert call in text if call else "custom_call" not in text
+    with pytest.raises(ValueError, match="pool is float8_e4m3fn: must have elements of 16 or 32 bits"):
+        jax.eval_shape(partial(kv_compact, backend="mosaic_tpu"), *args)
 
 
 @pytest.mark.parametrize(("where", "backend"), [("gpu", "triton"), ("tpu", "mosaic_tpu")])

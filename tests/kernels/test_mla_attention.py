@@ -36,7 +36,7 @@ def oracle(q_latent, q_rope, rows, pool, table, prefix, mask, *, layer=0, scale=
         for t in range(0 if prefix is None else prefix[b]):
             if prefix_mask is None or prefix_mask[b, n, t]:
                 keys.append(pool[layer, 0, table[b, t // pool.shape[3]], t % pool.shape[3]][None])
-        keys = np.concatenate(keys).astype(np.float64)
+        keys = np.concatenate([part.astype(np.float64) for part in keys])
         q = np.concatenate([q_latent[b, n], q_rope[b, n]], axis=-1).astype(np.float64)
         scores = q @ keys.T * scale
         weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -67,7 +67,7 @@ MLA_CASES = (
 )
 ALWAYS_RUN = (
     "prefix_full_and_empty nothing_committed page_of_1 page_of_3 no_prefix_chain earlier_rows_tree bfloat16_tree "
-    "latent_20 sixteen_heads"
+    "latent_20 sixteen_heads narrow_pool_chain"
 ).split()
 """Cases that run in every test run; interpreted kernels are slow."""
 POINTS = [
@@ -79,7 +79,13 @@ POINTS = [
 
 
 @pytest.mark.fast(
-    "prefix_full_and_empty", "page_of_3", "earlier_rows_tree", "no_prefix_chain", "bfloat16_tree", "latent_20"
+    "prefix_full_and_empty",
+    "page_of_3",
+    "earlier_rows_tree",
+    "no_prefix_chain",
+    "bfloat16_tree",
+    "latent_20",
+    "narrow_pool_chain",
 )
 @pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
@@ -177,6 +183,7 @@ REAL = (
     Case("pages_of_1", **{**DEEPSEEK, "page_size": 1}, heads=16, prefix=(0,), nodes=6),
     Case("chunk_of_512", **DEEPSEEK, heads=16, prefix=(0,), nodes=512),
     Case("draft_step", **DEEPSEEK, heads=16, prefix=(0,), nodes=1, earlier=7, tree=True),
+    Case("narrow_pool", **DEEPSEEK, heads=16, prefix=(0,) * 8, nodes=6, stored="float8_e4m3fn"),
     Case("no_prefix", **DEEPSEEK, heads=16, prefix=None, nodes=6),
     Case("float32", **{**DEEPSEEK, "dtype": "float32"}, heads=16, prefix=(0,), nodes=6, tree=True),
 )
@@ -191,7 +198,7 @@ def shapes(case: Case, rope: int = 64):
     mask = new((case.batch, case.nodes, rows), "bool") if case.tree else None
     if case.prefix is None:
         return *queries, own, None, None, None, mask
-    pool = new((case.layers, 1, case.batch * case.pages, case.page_size, width), case.dtype)
+    pool = new((case.layers, 1, case.batch * case.pages, case.page_size, width), case.pool_dtype)
     return *queries, own, pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
 
 
@@ -248,6 +255,7 @@ def test_the_best_backend_of_a_platform(here, call, monkeypatch):
     (
         ("gpu", "triton", {"dtype": "float8_e4m3fn"}, "q_latent is float8_e4m3fn: must be one of bfloat16, float16"),
         ("tpu", "mosaic_tpu", {"dtype": "float16"}, "q_latent is float16: must be one of bfloat16, float32"),
+        ("tpu", "mosaic_tpu", {"stored": "float8_e4m3fn"}, "pool is float8_e4m3fn: must be one of bfloat16, float32"),
         ("tpu", "mosaic_tpu", {"page_size": 12}, "pool has pages of 12 rows: must be a multiple of 8"),
     ),
 )

@@ -38,13 +38,14 @@ def oracle(q, k, v, pool, table, prefix, mask, *, layer=0, scale=1.0, soft_cap=N
             page, row = table[b, t // pool.shape[3]], t % pool.shape[3]
             keys.append(pool[layer, 0, page, row, h // group][None])
             values.append(pool[layer, 1, page, row, h // group][None])
-        scores = np.concatenate(keys).astype(np.float64) @ q[b, n, h].astype(np.float64) * scale
+        keys, values = ([part.astype(np.float64) for part in parts] for parts in (keys, values))
+        scores = np.concatenate(keys) @ q[b, n, h].astype(np.float64) * scale
         if soft_cap is not None:
             scores = soft_cap * np.tanh(scores / soft_cap)
         if sinks is not None:
             scores, values = np.append(scores, sinks[h]), [*values, np.zeros_like(values[0][:1])]
         weights = np.exp(scores - scores.max())
-        out[b, n, h] = weights / weights.sum() @ np.concatenate(values).astype(np.float64)
+        out[b, n, h] = weights / weights.sum() @ np.concatenate(values)
     return out
 
 
@@ -99,6 +100,7 @@ POINTS = [
     "sinks_chain-triton",
     "windows_tree-xla",
     "bfloat16_windows_soft_cap-mosaic_tpu",
+    "narrow_pool_chain",
 )
 @pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
@@ -195,6 +197,7 @@ REAL = (
     Case("head_dim_64", **{**LLAMA, "head_dim": 64}, prefix=(0,), nodes=6),
     Case("sinks", **{**LLAMA, "head_dim": 64, "heads": 64}, prefix=(0,), nodes=6, tree=True, windows=True, sinks=True),
     Case("head_dim_256", **{**LLAMA, "head_dim": 256}, prefix=(0,), nodes=6, tree=True, windows=True),
+    Case("narrow_pool", **LLAMA, prefix=(0,) * 8, nodes=6, stored="float8_e4m3fn"),
     Case("float32", **{**LLAMA, "dtype": "float32"}, prefix=(0,), nodes=6, tree=True),
 )
 
@@ -209,7 +212,7 @@ def shapes(case: Case):
     if case.prefix is None:
         return q, own, own, None, None, None, mask
     total = case.batch * case.pages
-    pool = new((case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim), case.dtype)
+    pool = new((case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim), case.pool_dtype)
     return q, own, own, pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
 
 
@@ -283,6 +286,7 @@ def test_a_kernel_of_another_platform_is_an_error(here, backend, monkeypatch):
         ("gpu", "triton", {"dtype": "float8_e4m3fn"}, "q is float8_e4m3fn: must be one of bfloat16, float16, float32"),
         ("tpu", "mosaic_tpu", {"dtype": "float16"}, "q is float16: must be one of bfloat16, float32"),
         ("tpu", "mosaic_tpu", {"head_dim": 32}, "q has head_dim 32: must be at least 64"),
+        ("tpu", "mosaic_tpu", {"head_dim": 64, "stored": "float8_e4m3fn"}, "pool is float8_e4m3fn: must be one of"),
     ),
 )
 def test_unsupported_arguments(here, backend, change, reason, monkeypatch):

@@ -1,0 +1,44 @@
+"""Keys and values of fewer bits than the model's: the formats of pools, and the rounding that every reader sees.
+
+Attention reads a round's own rows before they are committed. It rounds them first, so that a token is read as the same
+values in the round that drafts it and in all later ones, and drafted output equals plain output.
+"""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+KV_FORMATS: dict[str, np.dtype] = {"fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
+"""Name -> type of the elements of a pool. They have no scale (FP8 formats, arXiv 2209.05433)."""
+
+
+def check_kv(kv: object) -> None:
+    """Raises ValueError if this is neither the name of a format nor None."""
+    if kv is not None and (not isinstance(kv, str) or kv not in KV_FORMATS):
+        raise ValueError(
+            f"kv={kv!r}: must be {' or '.join(map(repr, KV_FORMATS))}, or None for the precision of weights"
+        )
+
+
+def stored_dtype(kv: str | None, dtype: DTypeLike) -> DTypeLike:
+    """The type of a pool's elements. dtype: that without a format."""
+    return dtype if kv is None else KV_FORMATS[kv]
+
+
+def narrowed(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """`x` in the type of a pool: rounded to nearest even, and the largest value of a narrow type beyond its range.
+
+    A conversion alone gives NaN there. NaN stays NaN.
+    """
+    kind = jnp.dtype(dtype)
+    if kind not in KV_FORMATS.values():
+        return x.astype(kind)
+    most = jnp.asarray(jnp.finfo(kind).max, x.dtype)
+    return jnp.clip(x, -most, most).astype(kind)
+
+
+def as_stored(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """The values that a pool of this type gives back for `x`, in the type of `x`; with a wide pool `x` itself."""
+    return narrowed(x, dtype).astype(x.dtype) if jnp.dtype(dtype) in KV_FORMATS.values() else x
