@@ -118,12 +118,15 @@ def compile_case(
 def compile_programs(
     setup: BenchSetup, case: CaseResult, drafter: Drafter, device: Any, report: Progress = str
 ) -> Programs:
-    """Compiles prefill and the loop of a case for a device that need not be there.
+    """Compiles prefill and the loop of a case for a device that need not be there, or for those of `setup.placement`.
+
+    device: one of them.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refuses, for example because the memory is too small.
     """
-    setup = dataclasses.replace(setup, params=tpu.on(device, setup.params))
+    where = setup.placement or device
+    setup = dataclasses.replace(setup, params=tpu.on(where, setup.params))
     phases = Phases(setup.target, drafter, Imposed(setup.tokens_per_round))
     made: dict[str, Compiled] = {}
     seconds: dict[str, float] = {}
@@ -133,11 +136,11 @@ def compile_programs(
         seconds[name] = time.perf_counter() - began
 
     with jax.default_device(device):
-        prompt = tpu.on(device, jax.eval_shape(lambda: prompt_of(setup, case)))
+        prompt = tpu.on(where, jax.eval_shape(lambda: prompt_of(setup, case)))
         report("compiling prefill")
         began = time.perf_counter()
         prefill = lower_prefill(setup, case, phases, prompt)
-        state = tpu.on(device, prefill.out_info)
+        state = tpu.on(where, prefill.out_info)
         finish("prefill", began, prefill)
         report("compiling decode")
         began = time.perf_counter()
