@@ -1,6 +1,7 @@
 """Paged cache of multi-head and grouped-query attention; all layers share one pool."""
 
 import dataclasses
+from functools import partial
 from typing import Self
 
 import jax.numpy as jnp
@@ -8,8 +9,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
-from jspec.cache.paged import PagedCache
+from jspec.cache.paged import PagedCache, widened
 from jspec.core.struct import struct
+from pallas_kernels import platform
 from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.paged_attention import paged_attention
@@ -22,7 +24,8 @@ Rows = tuple[tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]], ...]
 class MhaCache(PagedCache):
     """Keys and values of committed tokens. A forward reads it; only `commit`, once per round, writes it."""
 
-    pool: Float[Array, "L 2 P page K D"]
+    pool: Float[Array, "L 2 P page K padded"]
+    """Zeros follow the D features of a head, if it has more elements."""
 
     @classmethod
     def empty(
@@ -34,7 +37,7 @@ class MhaCache(PagedCache):
           ValueError: `page_size` below 1.
         """
         each = pages.pages_for(capacity, page_size)
-        pool = jnp.zeros((layers, 2, batch * each, page_size, kv_heads, head_dim), dtype)
+        pool = jnp.zeros((layers, 2, batch * each, page_size, kv_heads, platform.row_width(head_dim)), dtype)
         return cls(pool, pages.contiguous_table(batch, each))
 
     def attend(
@@ -61,13 +64,14 @@ class MhaCache(PagedCache):
         """
         if exact and sinks is not None:
             raise ValueError("exact=True: exact attention has no sinks yet")
-        if exact:
-            return exact_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
-        return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale, sinks=sinks)
+        attend = exact_attention if exact else partial(paged_attention, sinks=sinks)
+        dim, (q, k, v) = q.shape[-1], (widened(x, self.pool.shape[-1]) for x in (q, k, v))
+        return attend(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)[..., :dim]
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
-        pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
+        wide = tuple((widened(k, self.pool.shape[-1]), widened(v, self.pool.shape[-1])) for k, v in rows)
+        pool = kv_compact(self.pool, wide, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)

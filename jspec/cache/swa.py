@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
 from jspec.cache.mha import Rows
-from jspec.cache.paged import PagedCache
+from jspec.cache.paged import PagedCache, widened
 from jspec.core.struct import struct
+from pallas_kernels import platform
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.paged_attention import paged_attention
 
@@ -29,7 +30,8 @@ from pallas_kernels.paged_attention import paged_attention
 class SlidingCache(PagedCache):
     """Keys and values of at least the last `window` committed tokens. Only `commit`, once per round, writes it."""
 
-    pool: Float[Array, "L 2 P page K D"]
+    pool: Float[Array, "L 2 P page K padded"]
+    """Zeros follow the D features of a head, if it has more elements."""
     window: int = dataclasses.field(metadata={"static": True})
     """Positions that a token sees, its own included."""
 
@@ -55,7 +57,7 @@ class SlidingCache(PagedCache):
             raise ValueError(f"window={window}: must be at least 1, the token itself")
         each = pages.pages_for(capacity, page_size)
         ring = min(each, pages.pages_for(window, page_size))
-        pool = jnp.zeros((layers, 2, batch * ring, page_size, kv_heads, head_dim), dtype)
+        pool = jnp.zeros((layers, 2, batch * ring, page_size, kv_heads, platform.row_width(head_dim)), dtype)
         return cls(pool, pages.cyclic_table(batch, each, ring), window)
 
     def attend(
@@ -82,7 +84,8 @@ class SlidingCache(PagedCache):
             first = jnp.broadcast_to(jnp.maximum(positions - self.window + 1, 0), q.shape[:2])
         mask = window_mask(mask, q.shape[1], k.shape[1], self.window)
         attend = partial(paged_attention, layer=layer, scale=scale, prefix_start=first, sinks=sinks)
-        return attend(q, k, v, self.pool, self.page_table, start, mask)
+        dim, (q, k, v) = q.shape[-1], (widened(x, self.pool.shape[-1]) for x in (q, k, v))
+        return attend(q, k, v, self.pool, self.page_table, start, mask)[..., :dim]
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
@@ -96,7 +99,8 @@ class SlidingCache(PagedCache):
             last = omitted[:, None] + jnp.arange(ring, dtype=jnp.int32)[None]
             path = last if path is None else jnp.take_along_axis(path, last, axis=1, mode="clip")
             start, length = start + omitted, length - omitted
-        pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
+        wide = tuple((widened(k, self.pool.shape[-1]), widened(v, self.pool.shape[-1])) for k, v in rows)
+        pool = kv_compact(self.pool, wide, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)
 
     def with_table(self, table: Int[Array, "R W"]) -> Self:
@@ -107,11 +111,11 @@ class SlidingCache(PagedCache):
         """Itself: it has no pages of the common pool."""
         return self
 
-    def state_of(self, slot: Int[Array, ""]) -> Float[Array, "L 2 ring page K D"]:
+    def state_of(self, slot: Int[Array, ""]) -> Float[Array, "L 2 ring page K padded"]:
         """The ring of a sequence, which has forgotten what is before the window."""
         return self.pool[:, :, self._ring(slot)]
 
-    def with_state(self, slot: Int[Array, ""], state: Float[Array, "L 2 ring page K D"]) -> Self:
+    def with_state(self, slot: Int[Array, ""], state: Float[Array, "L 2 ring page K padded"]) -> Self:
         """The cache with this ring of a sequence."""
         return dataclasses.replace(self, pool=self.pool.at[:, :, self._ring(slot)].set(state))
 
