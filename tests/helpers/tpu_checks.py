@@ -34,10 +34,10 @@ def problems(programs: Programs, state: Any, expected: int, devices: int) -> dic
     devices: over which the loop runs.
     """
     text = programs.decode.as_text() or ""
-    loop = compiled.loop_lines(text)
+    loop, prefill = compiled.loop_lines(text), programs.prefill and programs.prefill.as_text() or ""
     found = {
         "one loop": "" if len(loop) > 100 else f"the loop has {len(loop)} operations",
-        "no host transfer": _named(text.splitlines(), _HOST),
+        "no host transfer": _named([*text.splitlines(), *prefill.splitlines()], _HOST),
         "no sort": _named(loop, {"sort"}),
         "sums over devices in the loop": ""
         if bool(_named(loop, _SUMS)) == (devices > 1)
