@@ -149,8 +149,13 @@ class TpuCase:
 
     @property
     def only_loop(self) -> bool:
-        """Whether prefill is left to the tree of the same drafter, whose program differs little."""
-        return self.shape == "chain" and dataclasses.replace(self, shape="tree") in CASES
+        """Whether prefill is left to a tree of the same target and drafter, or of any drafter if this case has none.
+
+        Its program does the same and more.
+        """
+        trees = [case for case in CASES if case.shape == "tree" and case.devices == self.devices]
+        drafters = {case.drafter for case in trees if case.target == self.target}
+        return self.shape != "tree" and (self.drafter in drafters if self.drafter else bool(drafters))
 
     def build(self, devices: tuple[Any, ...]) -> tuple[BenchSetup, Drafter]:
         """The models, as shapes, and the bound drafter; `devices` has at least as many as the case."""
@@ -196,7 +201,7 @@ CASES = [
 ]
 
 KNOWN: dict[tuple[str, str], str] = {
-    # Something else takes as much.
+    # The indexer's keys are gathered: several arrays of one layer's keys, of which the draft's pool has as many.
     (r"deepseek-dsa-mtp-chain/v5p", "no copy of a pool"): "temporary memory",
 }
 """A regular expression for CASE/CHIP, check -> part of the message. Strict: what is here must fail."""
