@@ -29,8 +29,8 @@ _BLOCK = re.compile(r"(<!-- bench:(\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 _INLINE = re.compile(r"(<!-- n:(\S+)(?: (\S+))? -->).*?(<!-- /n -->)", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{([^{}:\s]+)(?::([^{}\s]+))?\}")
 _FIELD = re.compile(r"(.+)\.(floor|min|max|values|date|commit|jax|peer|expected|goal|share)")
-_CHECKS = "checks that fail"
-"""A metric: the number of checks that fail, which `note` names."""
+_CHECKS, _PREFILL = "checks that fail", "compiling prefill"
+"""Metrics: the number of checks that fail, which `note` names, and seconds."""
 _RANK = ("peer", "mode", "batch", "context", "dtype", "settings")
 """What identifies a row of a table, from the left."""
 
@@ -130,24 +130,28 @@ def _all(results: Results) -> str:
 
 
 def _checks(results: Results) -> str:
-    """A row for each subject and drafter with a cell for each device: the modes that were checked.
+    """A row for each subject and drafter with a cell for each device: the modes that were checked, and prefill.
 
     A number after a mode leads to what does not hold, in a list after the table.
     """
-    lines = [line for line in results.by_id.values() if line.superseded_by is None and line.metric == _CHECKS]
+    standing = [line for line in results.by_id.values() if line.superseded_by is None]
+    lines = [line for line in standing if line.metric in (_CHECKS, _PREFILL)]
     devices = list(dict.fromkeys(line.device.partition(" (")[0] for line in lines))
     cells: dict[tuple[str, str], dict[str, list[str]]] = {}
     problems: dict[str, list[str]] = {}
     for line in lines:
         device = line.device.partition(" (")[0]
-        over = "" if line.device_count == 1 else f", over {line.device_count} devices"
+        subject = line.subject + ("" if line.device_count == 1 else f", over {line.device_count} devices")
         *drafter, shape = (line.mode or "").split()
-        row, mark = (f"{line.subject}{over}", " ".join(drafter)), ""
+        cell = cells.setdefault((subject, " ".join(drafter)), {}).setdefault(device, [])
+        if line.metric == _PREFILL:
+            cell.insert(0, "prefill")
+            continue
         if line.median:
             found = problems.setdefault(str(line.note), [])
-            found.append(f"{line.subject}{over}, {line.mode}, {device}")
-            mark = f" ({list(problems).index(str(line.note)) + 1})"
-        cells.setdefault(row, {}).setdefault(device, []).append(shape + mark)
+            found.append(f"{subject}, {line.mode}, {device}")
+            shape += f" ({list(problems).index(str(line.note)) + 1})"
+        cell.append(shape)
     heads = ["target", "drafter", *devices]
     table = [[*row, *(", ".join(found.get(device, ())) for device in devices)] for row, found in cells.items()]
     text = "\n".join(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *table])

@@ -127,6 +127,7 @@ _KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any] | None]] = {
     "suffix": (Suffix, None),
 }
 """Drafter -> what makes it in a shape, and what makes its draft for a target."""
+_ALL_PREFILLS = "v6e"
 _SPLIT = {"eagle", "mtp"}
 """Drafters whose draft is split like the target."""
 
@@ -147,15 +148,15 @@ class TpuCase:
         over = "" if self.devices == 1 else f"over-{self.devices}"
         return "-".join(part for part in (self.target, self.drafter, self.shape, over) if part != "")
 
-    @property
-    def only_loop(self) -> bool:
-        """Whether prefill is left to a tree of the same target and drafter, or of any drafter if this case has none.
+    def only_loop(self, chip: str) -> bool:
+        """Whether prefill is left out: it is compiled for each target and chip once, and for one chip with each drafter.
 
-        Its program does the same and more.
+        A tree has it, or the chain of a drafter without trees; that of plain decoding is a part of any.
         """
-        trees = [case for case in CASES if case.shape == "tree" and case.devices == self.devices]
-        drafters = {case.drafter for case in trees if case.target == self.target}
-        return self.shape != "tree" and (self.drafter in drafters if self.drafter else bool(drafters))
+        drafters = [case.drafter for case in CASES if (case.target, case.shape) == (self.target, "tree")]
+        if chip == _ALL_PREFILLS:
+            return self.drafter in ("", *drafters) and self.shape != "tree"
+        return self.devices > 1 or self.shape != "tree" or self.drafter != drafters[0]
 
     def build(self, devices: tuple[Any, ...]) -> tuple[BenchSetup, Drafter]:
         """The models, as shapes, and the bound drafter; `devices` has at least as many as the case."""
@@ -227,7 +228,7 @@ def compile_for(case: TpuCase, chip: str) -> Outcome:
     setup, drafter = case.build(tpu.devices(chip))
     shapes = CaseResult(case.shape, BATCH, CONTEXT, floor_bytes=0, capacity=CONTEXT + 64)
     try:
-        programs = compiled.compile_programs(setup, shapes, drafter, tpu.device(chip), only_loop=case.only_loop)
+        programs = compiled.compile_programs(setup, shapes, drafter, tpu.device(chip), only_loop=case.only_loop(chip))
     except Exception as error:  # whatever the compiler or the lowering raises is the result
         return Outcome({"compiles": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
     params, state = setup.params, programs.state
