@@ -5,6 +5,7 @@ A page holds marks, and what is between them is replaced:
     <!-- bench:NAME -->   the table `benchmarks/tables/NAME.md`, in which {ID:FORMAT} is a number;   <!-- /bench -->
     <!-- bench:all -->    all measurements, by machine and subject;                                  <!-- /bench -->
     <!-- bench:results/FILE -->   the measurements of one file;                                      <!-- /bench -->
+    <!-- bench:checks -->   what was compiled and checked: a table by device, and what does not hold; <!-- /bench -->
     <!-- n:ID FORMAT -->   one number   <!-- /n -->
 
 ID is a measurement's id. It is the median; ID.floor, ID.min, ID.max, ID.values and so on are other fields. A superseded
@@ -28,6 +29,8 @@ _BLOCK = re.compile(r"(<!-- bench:(\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 _INLINE = re.compile(r"(<!-- n:(\S+)(?: (\S+))? -->).*?(<!-- /n -->)", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{([^{}:\s]+)(?::([^{}\s]+))?\}")
 _FIELD = re.compile(r"(.+)\.(floor|min|max|values|date|commit|jax|peer|expected|goal|share)")
+_CHECKS, _PREFILL = "checks that fail", "compiling prefill"
+"""Metrics: the number of checks that fail, which `note` names, and seconds."""
 _RANK = ("peer", "mode", "batch", "context", "dtype", "settings")
 """What identifies a row of a table, from the left."""
 
@@ -98,6 +101,8 @@ def render(text: str, results: Results, tables: Path) -> str:
         opening, name, closing = match.groups()
         if name == "all":
             content = _all(results)
+        elif name == "checks":
+            content = _checks(results)
         elif name.startswith("results/") and name.removeprefix("results/") in results.files:
             content = _tables(results.files[name.removeprefix("results/")], 4)
         elif (tables / f"{name}.md").is_file():
@@ -122,6 +127,36 @@ def _all(results: Results) -> str:
         machines.setdefault(line.machine, []).append(line)
     newest = sorted(machines, key=lambda machine: max(line.date for line in machines[machine]), reverse=True)
     return "\n\n".join(f"## {machine}\n\n{_tables(machines[machine], 3)}" for machine in newest)
+
+
+def _checks(results: Results) -> str:
+    """A row for each subject and drafter with a cell for each device: the modes that were checked, and prefill.
+
+    A number after a mode leads to what does not hold, in a list after the table.
+    """
+    standing = [line for line in results.by_id.values() if line.superseded_by is None]
+    lines = [line for line in standing if line.metric in (_CHECKS, _PREFILL)]
+    devices = list(dict.fromkeys(line.device.partition(" (")[0] for line in lines))
+    cells: dict[tuple[str, str], dict[str, list[str]]] = {}
+    problems: dict[str, list[str]] = {}
+    for line in lines:
+        device = line.device.partition(" (")[0]
+        subject = line.subject + ("" if line.device_count == 1 else f", over {line.device_count} devices")
+        *drafter, shape = (line.mode or "").split()
+        cell = cells.setdefault((subject, " ".join(drafter)), {}).setdefault(device, [])
+        if line.metric == _PREFILL:
+            cell.insert(0, "prefill")
+            continue
+        if line.median:
+            found = problems.setdefault(str(line.note), [])
+            found.append(f"{subject}, {line.mode}, {device}")
+            shape += f" ({list(problems).index(str(line.note)) + 1})"
+        cell.append(shape)
+    heads = ["target", "drafter", *devices]
+    table = [[*row, *(", ".join(found.get(device, ())) for device in devices)] for row, found in cells.items()]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in [heads, ["---"] * len(heads), *table])
+    listed = [f"{i}. {note} ({'; '.join(where)})" for i, (note, where) in enumerate(problems.items(), 1)]
+    return "\n\n".join([text, *(["\n".join(listed)] if listed else [])])
 
 
 def _tables(lines: Sequence[Measurement], level: int) -> str:

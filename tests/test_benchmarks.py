@@ -147,6 +147,36 @@ def test_marks_name_fields_and_formats(tmp_path):
             render.render(text, results, tmp_path)
 
 
+def test_checks_are_a_table_of_what_holds_and_a_list_of_what_does_not(tmp_path):
+    def line(name, device, mode, note, metric="checks that fail", **fields):
+        failed = 0 if note is None else 1
+        given = dict(id=name, device=device, mode=mode, note=note, metric=metric, unit="", floor=None)
+        return dataclasses.replace(EXAMPLE, **given, values=[failed], median=None, **fields)
+
+    one = [
+        line("a/1", "A (not run)", "plain", None),
+        line("a/2", "A (not run)", "eagle chain", "no copy: 3 copies"),
+        line("a/3", "A (not run)", "eagle tree", "no copy: 3 copies", superseded_by="a/4"),
+        line("a/4", "A (not run)", "eagle tree", None),
+        line("a/5", "A (not run)", "eagle tree", None, "compiling prefill"),
+    ]
+    two = [line("b/1", "B (not run)", "eagle chain", "no copy: 3 copies", device_count=4)]
+    measurement.write(tmp_path / "2026-01-02-a-m.jsonl", one)
+    measurement.write(tmp_path / "2026-01-02-b-m.jsonl", two)
+    text = render.render("<!-- bench:checks -->\n<!-- /bench -->", render.Results(tmp_path), tmp_path)
+    assert text.splitlines()[1:-1] == [
+        "",
+        "| target | drafter | A | B |",
+        "| --- | --- | --- | --- |",
+        "| m |  | plain |  |",
+        "| m | eagle | prefill, chain (1), tree |  |",
+        "| m, over 4 devices | eagle |  | chain (1) |",
+        "",
+        "1. no copy: 3 copies (m, eagle chain, A; m, over 4 devices, eagle chain, B)",
+        "",
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     (

@@ -79,9 +79,12 @@ class CompiledCase:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The two programs of a case, with the seconds from tracing to the executable, and the shapes of their state."""
+    """The two programs of a case, with the seconds from tracing to the executable, and the shapes of their state.
 
-    prefill: Compiled
+    prefill: None if only the loop was compiled.
+    """
+
+    prefill: Compiled | None
     decode: Compiled
     seconds: Mapping[str, float]
     state: Any
@@ -116,14 +119,23 @@ def compile_case(
 
 
 def compile_programs(
-    setup: BenchSetup, case: CaseResult, drafter: Drafter, device: Any, report: Progress = str
+    setup: BenchSetup,
+    case: CaseResult,
+    drafter: Drafter,
+    device: Any,
+    report: Progress = str,
+    *,
+    only_loop: bool = False,
 ) -> Programs:
-    """Compiles prefill and the loop of a case for a device that need not be there.
+    """Compiles prefill and the loop of a case for a device that need not be there, or for those of `setup.placement`.
+
+    device: one of them. only_loop: prefill is traced, for the shapes of the state, and not compiled.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refuses, for example because the memory is too small.
     """
-    setup = dataclasses.replace(setup, params=tpu.on(device, setup.params))
+    where = setup.placement or device
+    setup = dataclasses.replace(setup, params=tpu.on(where, setup.params))
     phases = Phases(setup.target, drafter, Imposed(setup.tokens_per_round))
     made: dict[str, Compiled] = {}
     seconds: dict[str, float] = {}
@@ -133,16 +145,18 @@ def compile_programs(
         seconds[name] = time.perf_counter() - began
 
     with jax.default_device(device):
-        prompt = tpu.on(device, jax.eval_shape(lambda: prompt_of(setup, case)))
-        report("compiling prefill")
+        prompt = tpu.on(where, jax.eval_shape(lambda: prompt_of(setup, case)))
+        if not only_loop:
+            report("compiling prefill")
         began = time.perf_counter()
         prefill = lower_prefill(setup, case, phases, prompt)
-        state = tpu.on(device, prefill.out_info)
-        finish("prefill", began, prefill)
+        state = tpu.on(where, prefill.out_info)
+        if not only_loop:
+            finish("prefill", began, prefill)
         report("compiling decode")
         began = time.perf_counter()
         finish("decode", began, lower_rounds(setup, phases, state))
-    return Programs(made["prefill"], made["decode"], seconds, state)
+    return Programs(made.get("prefill"), made["decode"], seconds, state)
 
 
 def memory_of(program: Compiled) -> Memory:

@@ -20,6 +20,7 @@ from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.bench.unfolded import Unfolded, seed
 from jspec.core import accept, decode, grow, stopping
 from jspec.core.automaton import Automaton
+from jspec.core.sharding import Placement
 from jspec.core.types import DecodeState, Drafter, Params
 from jspec.engine import memory
 from jspec.engine.run import prefill_chunk
@@ -47,6 +48,7 @@ class BenchSetup:
     repeats: repetitions of each measurement.
     split: also time each phase separately.
     draft: the draft model; None: that of the drafter, if it has one.
+    placement: the devices over which the weights are split; None: they are on one.
     """
 
     target: Decoder
@@ -57,6 +59,7 @@ class BenchSetup:
     page_size: int
     split: bool = True
     draft: Draft | None = None
+    placement: Placement | None = None
 
 
 @dataclasses.dataclass
@@ -212,17 +215,19 @@ def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledC
 def lower_prefill(setup: BenchSetup, result: CaseResult, phases: Phases, prompt: Prompt) -> Lowered:
     """The program that reads the prompts of a case, lowered."""
     shape = {"capacity": result.capacity, "page_size": setup.page_size, "chunk": prefill_chunk(result.batch)}
-    return decode.jitted_prefill.lower(setup.params, *prompt, **_static(phases), **shape)
+    return decode.jitted_prefill.lower(setup.params, *prompt, **_static(setup, phases), **shape)
 
 
 def lower_rounds(setup: BenchSetup, phases: Phases, state: PyTree) -> Lowered:
     """The program of the rounds, lowered. state: or its shapes."""
     until = jax.ShapeDtypeStruct((), jnp.int32)
-    return decode.fastest(setup.params, state, phases.drafter).lower(setup.params, state, until, **_static(phases))
+    program = decode.fastest(setup.params, state, phases.drafter, setup.placement)
+    return program.lower(setup.params, state, until, **_static(setup, phases))
 
 
-def _static(phases: Phases) -> dict[str, Any]:
-    return {"target": phases.target, "drafter": phases.drafter, "accept": phases.accept}
+def _static(setup: BenchSetup, phases: Phases) -> dict[str, Any]:
+    parts = {"target": phases.target, "drafter": phases.drafter, "accept": phases.accept}
+    return {**parts, "placement": setup.placement}
 
 
 def from_host(rounds: Rounds, seed: Seed | None, s: DecodeState, until: Int[Array, ""] | int) -> DecodeState:

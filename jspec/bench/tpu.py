@@ -11,6 +11,7 @@ import jax
 from jax.experimental import topologies
 
 from jspec.core import package
+from jspec.core.sharding import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +53,21 @@ def version() -> str | None:
         return None
 
 
-@functools.cache
 def device(name: str) -> Any:
     """A `jax.Device` of a chip in `CHIPS`, to compile for; nothing can be put on it.
 
     Arguments that are compiled for it are shapes with its sharding, as `on` makes them, and a program is traced and
     lowered inside `jax.default_device(device)`, which is how `pallas_kernels.platform` learns of it.
+
+    Raises:
+      ValueError: as `devices`.
+    """
+    return devices(name)[0]
+
+
+@functools.cache
+def devices(name: str) -> tuple[Any, ...]:
+    """The devices of the smallest group of a chip in `CHIPS`, four of them, to compile for.
 
     Raises:
       ValueError: libtpu is not installed, or cannot be loaded.
@@ -68,12 +78,15 @@ def device(name: str) -> Any:
         for variable, value in _WITHOUT_A_TPU.items():
             os.environ.setdefault(variable, value)
     try:
-        return topologies.get_topology_desc(CHIPS[name].topology, platform="tpu").devices[0]
+        return tuple(topologies.get_topology_desc(CHIPS[name].topology, platform="tpu").devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"{name}: libtpu cannot be loaded: {error}") from None
 
 
-def on(device: Any, tree: Any) -> Any:
-    """The shapes of a tree of arrays or shapes, on a device."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+def on(where: Any, tree: Any) -> Any:
+    """The shapes of a tree of arrays or shapes, on a device, or split over those of a `Placement`."""
+    if isinstance(where, Placement):
+        shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(where.mesh, spec), where.specs(tree))
+    else:
+        shardings = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(where), tree)
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings)

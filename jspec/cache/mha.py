@@ -1,6 +1,7 @@
 """Paged cache of multi-head and grouped-query attention; all layers share one pool."""
 
 import dataclasses
+from functools import partial
 from typing import Self
 
 import jax.numpy as jnp
@@ -9,8 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
 from jspec.cache.narrow import as_stored, narrowed
-from jspec.cache.paged import PagedCache
+from jspec.cache.paged import PagedCache, pad_last
 from jspec.core.struct import struct
+from pallas_kernels import platform
 from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.paged_attention import paged_attention
@@ -19,16 +21,21 @@ Rows = tuple[tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]], ...]
 """Keys and values of a round's nodes, one pair per layer."""
 
 
-def stored_rows(rows: Rows, dtype: DTypeLike) -> Rows:
-    """The rows of all layers in the type of a pool."""
-    return tuple((narrowed(k, dtype), narrowed(v, dtype)) for k, v in rows)
+def stored_rows(rows: Rows, pool: Float[Array, "L 2 P page K padded"]) -> Rows:
+    """The rows of all layers as a pool takes them: in its type, with zeros after the features of a head."""
+    return tuple((_stored(k, pool), _stored(v, pool)) for k, v in rows)
+
+
+def _stored(x: Float[Array, "B R K D"], pool: Float[Array, "L 2 P page K padded"]) -> Float[Array, "B R K padded"]:
+    return narrowed(pad_last(x, pool.shape[-1]), pool.dtype)
 
 
 @struct
 class MhaCache(PagedCache):
     """Keys and values of committed tokens. A forward reads it; only `commit`, once per round, writes it."""
 
-    pool: Float[Array, "L 2 P page K D"]
+    pool: Float[Array, "L 2 P page K padded"]
+    """Zeros follow the D features of a head, if it has more elements."""
 
     @classmethod
     def empty(
@@ -40,7 +47,7 @@ class MhaCache(PagedCache):
           ValueError: `page_size` below 1.
         """
         each = pages.pages_for(capacity, page_size)
-        pool = jnp.zeros((layers, 2, batch * each, page_size, kv_heads, head_dim), dtype)
+        pool = jnp.zeros((layers, 2, batch * each, page_size, kv_heads, platform.row_width(head_dim)), dtype)
         return cls(pool, pages.contiguous_table(batch, each))
 
     def attend(
@@ -69,15 +76,15 @@ class MhaCache(PagedCache):
         """
         if exact and sinks is not None:
             raise ValueError("exact=True: exact attention has no sinks yet")
+        attend = exact_attention if exact else partial(paged_attention, sinks=sinks)
         k, v = as_stored(k, self.pool.dtype), as_stored(v, self.pool.dtype)
-        if exact:
-            return exact_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
-        return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale, sinks=sinks)
+        dim, (q, k, v) = q.shape[-1], (pad_last(x, self.pool.shape[-1]) for x in (q, k, v))
+        return attend(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)[..., :dim]
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """The cache with the first `length[b]` rows along `path` (None: a chain) at positions from `start[b]` on."""
-        rows = stored_rows(rows, self.pool.dtype)
+        rows = stored_rows(rows, self.pool)
         pool = kv_compact(self.pool, rows, self.page_table, start, path, length)
         return dataclasses.replace(self, pool=pool)

@@ -9,6 +9,12 @@ from jaxtyping import Array, Float, Int, PyTree
 from jspec.core.struct import struct
 
 
+def pad_last(x: Float[Array, "*axes D"], width: int) -> Float[Array, "*axes W"]:
+    """The same features, with zeros after them where a pool has more per row (`platform.row_width`)."""
+    extra = width - x.shape[-1]
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, extra),)) if extra else x
+
+
 @struct
 class PagedCache:
     """A pool of pages and the pages of each sequence."""

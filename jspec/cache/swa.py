@@ -20,8 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.cache import pages
 from jspec.cache.mha import Rows, stored_rows
 from jspec.cache.narrow import as_stored
-from jspec.cache.paged import PagedCache
+from jspec.cache.paged import PagedCache, pad_last
 from jspec.core.struct import struct
+from pallas_kernels import platform
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.paged_attention import paged_attention
 
@@ -30,7 +31,8 @@ from pallas_kernels.paged_attention import paged_attention
 class SlidingCache(PagedCache):
     """Keys and values of at least the last `window` committed tokens. Only `commit`, once per round, writes it."""
 
-    pool: Float[Array, "L 2 P page K D"]
+    pool: Float[Array, "L 2 P page K padded"]
+    """Zeros follow the D features of a head, if it has more elements."""
     window: int = dataclasses.field(metadata={"static": True})
     """Positions that a token sees, its own included."""
 
@@ -56,7 +58,7 @@ class SlidingCache(PagedCache):
             raise ValueError(f"window={window}: must be at least 1, the token itself")
         each = pages.pages_for(capacity, page_size)
         ring = min(each, pages.pages_for(window, page_size))
-        pool = jnp.zeros((layers, 2, batch * ring, page_size, kv_heads, head_dim), dtype)
+        pool = jnp.zeros((layers, 2, batch * ring, page_size, kv_heads, platform.row_width(head_dim)), dtype)
         return cls(pool, pages.cyclic_table(batch, each, ring), window)
 
     def attend(
@@ -84,13 +86,14 @@ class SlidingCache(PagedCache):
         mask = window_mask(mask, q.shape[1], k.shape[1], self.window)
         k, v = as_stored(k, self.pool.dtype), as_stored(v, self.pool.dtype)
         attend = partial(paged_attention, layer=layer, scale=scale, prefix_start=first, sinks=sinks)
-        return attend(q, k, v, self.pool, self.page_table, start, mask)
+        dim, (q, k, v) = q.shape[-1], (pad_last(x, self.pool.shape[-1]) for x in (q, k, v))
+        return attend(q, k, v, self.pool, self.page_table, start, mask)[..., :dim]
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
     ) -> Self:
         """Like `MhaCache.commit`; rows that no later window reaches may be omitted."""
-        page_size, rows = self.pool.shape[3], stored_rows(rows, self.pool.dtype)
+        page_size, rows = self.pool.shape[3], stored_rows(rows, self.pool)
         ring = pages.pages_for(self.window, page_size) * page_size
         columns = rows[0][0].shape[1] if path is None else path.shape[1]
         if columns > ring:
@@ -109,11 +112,11 @@ class SlidingCache(PagedCache):
         """Itself: it has no pages of the common pool."""
         return self
 
-    def state_of(self, slot: Int[Array, ""]) -> Float[Array, "L 2 ring page K D"]:
+    def state_of(self, slot: Int[Array, ""]) -> Float[Array, "L 2 ring page K padded"]:
         """The ring of a sequence, which has forgotten what is before the window."""
         return self.pool[:, :, self._ring(slot)]
 
-    def with_state(self, slot: Int[Array, ""], state: Float[Array, "L 2 ring page K D"]) -> Self:
+    def with_state(self, slot: Int[Array, ""], state: Float[Array, "L 2 ring page K padded"]) -> Self:
         """The cache with this ring of a sequence."""
         return dataclasses.replace(self, pool=self.pool.at[:, :, self._ring(slot)].set(state))
 

@@ -12,6 +12,7 @@ import toy
 from jspec.cache import MhaCache
 from jspec.core import tree
 from jspec.core.commit import commit_rows
+from pallas_kernels import platform
 
 LAYERS, KV_HEADS, HEADS, DIM, BATCH, CAPACITY, NODES = 2, 2, 4, 16, 3, 21, 5
 SCALE = 0.25
@@ -49,11 +50,15 @@ def dense(q, keys, values):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "scrambled"), [(1, True), (2, True), (3, False), (3, True), (5, True), (8, True), (16, True)]
+    ("page_size", "scrambled", "width"),
+    [(1, True, DIM), (2, True, DIM), (3, False, DIM), (3, True, DIM), (5, True, 24), (8, True, DIM), (16, True, DIM)],
 )
-def test_rounds_of_commits_equal_dense_attention_over_the_committed_tokens(page_size, scrambled):
+def test_rounds_of_commits_equal_dense_attention_over_the_committed_tokens(page_size, scrambled, width, monkeypatch):
+    """width: elements of a head in the pool, of which some platforms want more."""
+    monkeypatch.setattr(platform, "row_width", lambda _: width)
     rng = np.random.default_rng(page_size)
     cache = empty(page_size, rng, scrambled=scrambled)
+    assert cache.pool.shape[-1] == width
     committed = {at: np.zeros((0, 2, KV_HEADS, DIM), np.float32) for at in np.ndindex(LAYERS, BATCH)}
     start = np.zeros(BATCH, np.int32)
     for _ in range(5):

@@ -87,8 +87,11 @@ def drop_wait(monkeypatch: pytest.MonkeyPatch, number: int) -> list[tuple[str, i
     return lines
 
 
-def record_copies(monkeypatch: pytest.MonkeyPatch, pool: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The page and the bytes of each copy out of a pool [L, 1, P, page, W]; the list fills while a kernel runs."""
+def record_copies(monkeypatch: pytest.MonkeyPatch, pool: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """The layer, the page and the bytes of each copy out of a pool [L, 1, P, page, W].
+
+    The list fills while a kernel runs, which first selects a layer of the pool and then a page.
+    """
     make, copied = pltpu.make_async_copy, []
 
     def make_recorded(source, target, semaphore):
@@ -96,12 +99,11 @@ def record_copies(monkeypatch: pytest.MonkeyPatch, pool: tuple[int, ...]) -> lis
         if getattr(source, "ref", source).shape != pool:
             return copy
         size = math.prod(target.shape) * target.dtype.itemsize
-        # The last index of the reference is the page.
-        page = source.transforms[-1].indices[0]
-        start = copy.start
+        of_layer, of_page = source.transforms
+        place, start = (of_layer.indices[0], of_page.indices[0]), copy.start
 
         def start_recorded():
-            jax.debug.callback(lambda page: copied.append((int(page), size)), page)
+            jax.debug.callback(lambda *place: copied.append((*map(int, place), size)), *place)
             start()
 
         copy.start = start_recorded

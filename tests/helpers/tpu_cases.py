@@ -7,31 +7,33 @@ FILE` writes it as measurements.
 """
 
 import argparse
-import collections
 import dataclasses
 import functools
 import itertools
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import tpu_checks
 
 from jspec.bench import compiled, machine, measurement, report, tpu
 from jspec.bench.measure import BenchSetup, CaseResult
-from jspec.bench.presets import PRESETS, block_draft, eagle_head, gemma4_assistant, mtp_heads
+from jspec.bench.presets import PRESETS, block_draft, eagle_head, gemma4_assistant, gpt_oss_head, mtp_heads
+from jspec.core import sharding
 from jspec.core.types import Drafter, Params
-from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
-from jspec.models import Deepseek, Gemma4, Llama
+from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
+from jspec.models import Deepseek, Gemma4, GptOss, Llama
 from jspec.models.decoder import Decoder
 from jspec.models.deepseek import Indexer, Latent
 from jspec.models.moe import Routed
 from jspec.models.router import Router
 from jspec.models.sizes import tree_bytes
 
-CONTEXT, BATCH = 16_000, 8
-_SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "max_length": 16_384}
+CONTEXT, BATCH, PAGE_SIZE = 16_000, 8, 64
+_SIZES = {"vocab_size": 512, "hidden_size": 256, "max_length": 16_384}
+_SHAPE = {**_SIZES, "intermediate_size": 512}
 _LLAMA = Llama(**_SHAPE, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=128)
 _ROUTED = Routed(Router(count=8, chosen=2, normalize=True), width=128)
 _DEEPSEEK = Deepseek(
@@ -46,7 +48,7 @@ _DEEPSEEK = Deepseek(
 
 def _shrunk(name: str, **sizes: Any) -> Any:
     """The target of a preset at these sizes."""
-    return dataclasses.replace(PRESETS[name].target, **_SHAPE, **sizes)
+    return dataclasses.replace(PRESETS[name].target, **sizes)
 
 
 def _gemma() -> Gemma4:
@@ -61,6 +63,7 @@ def _gemma() -> Gemma4:
 TARGETS: dict[str, Decoder] = {
     "llama": _LLAMA,
     "llama-64": dataclasses.replace(_LLAMA, head_dim=64, tie_embeddings=True),
+    "llama-8-heads": dataclasses.replace(_LLAMA, num_heads=8, num_kv_heads=8),
     "qwen3": dataclasses.replace(_LLAMA, qk_norm=True, tie_embeddings=True),
     "qwen3-experts": dataclasses.replace(_LLAMA, qk_norm=True, experts=_ROUTED),
     "gemma4": _gemma(),
@@ -73,18 +76,22 @@ TARGETS: dict[str, Decoder] = {
     ),
     "qwen3-next": _shrunk(
         "qwen3-next",
+        **_SHAPE,
         num_heads=4,
         num_kv_heads=2,
         is_full_attention=(False, True),
         state=dataclasses.replace(PRESETS["qwen3-next"].target.state, key_heads=2, value_heads=4),  # pyright: ignore
         experts=dataclasses.replace(_ROUTED, shared_width=128, shared_gate=True),
     ),
+    "gpt-oss": _shrunk("gpt-oss-20b", **_SIZES, num_heads=4, num_kv_heads=2, windows=(128, None), experts=_ROUTED),
 }
 _TREE = {"depth": 3, "width": 4, "num_nodes": 10}
 _SHAPES = {"chain": {"depth": 3}, "tree": _TREE}
 
 
 def _eagle(target: Any) -> Any:
+    if isinstance(target, GptOss):
+        return dataclasses.replace(gpt_oss_head(target), max_length=target.max_length)
     return eagle_head(target if target.experts is None else dataclasses.replace(target, experts=None))
 
 
@@ -103,161 +110,132 @@ def _assistant(target: Any) -> Any:
     )
 
 
-_KINDS: dict[str, tuple[Any, Any]] = {
-    "eagle": (Eagle, _eagle),
+def _adaptive(**shape: int) -> Adaptive:
+    """Between plain decoding, a short chain and this shape."""
+    return Adaptive([None, Eagle(depth=1), Eagle(**shape)])
+
+
+_KINDS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any] | None]] = {
+    "adaptive": (_adaptive, _eagle),
     "block": (Block, _block),
-    "standalone": (Standalone, _smaller),
+    "eagle": (Eagle, _eagle),
     "frozen-kv-mtp": (FrozenKvMtp, _assistant),
     "mtp": (Mtp, mtp_heads),
+    "mtp-of-3-heads": (Mtp, functools.partial(mtp_heads, count=3)),
     "ngram": (Ngram, None),
+    "standalone": (Standalone, _smaller),
     "suffix": (Suffix, None),
 }
-"""Drafter -> its class, and what makes its draft for a target."""
-_DRAFTERS = {
-    "llama": ("eagle", "block", "standalone", "suffix"),
+"""Drafter -> what makes it in a shape, and what makes its draft for a target."""
+_ALL_PREFILLS = "v6e"
+_SPLIT = {"eagle", "mtp"}
+"""Drafters whose draft is split like the target."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuCase:
+    """A loop: the name of a target, and of a drafter with its shape.
+
+    devices: over which the target is split.
+    """
+
+    target: str
+    drafter: str
+    shape: str
+    devices: int = 1
+
+    def __str__(self) -> str:
+        over = "" if self.devices == 1 else f"over-{self.devices}"
+        return "-".join(part for part in (self.target, self.drafter, self.shape, over) if part != "")
+
+    def only_loop(self, chip: str) -> bool:
+        """Whether prefill is left out: it is compiled once for a target and a chip, and on one chip for each drafter.
+
+        A tree has it, or the chain of a drafter without trees; that of plain decoding is a part of any.
+        """
+        drafters = [case.drafter for case in CASES if (case.target, case.shape) == (self.target, "tree")]
+        if chip == _ALL_PREFILLS:
+            return self.drafter in ("", *drafters) and self.shape != "tree"
+        return self.devices > 1 or self.shape != "tree" or self.drafter != drafters[0]
+
+    def build(self, devices: tuple[Any, ...]) -> tuple[BenchSetup, Drafter]:
+        """The models, as shapes, and the bound drafter; `devices` has at least as many as the case."""
+        target, placement, splits = TARGETS[self.target], None, self.drafter in _SPLIT
+        kind, draft_of = _KINDS.get(self.drafter, (Plain, None))
+        draft = None if draft_of is None else draft_of(target)
+        if self.devices > 1:
+            placement = sharding.make_placement(self.devices, None, devices)
+            assert placement is not None
+            placement, target = dataclasses.replace(placement, draft=splits), target.split(self.devices)
+            if self.drafter == "mtp":
+                draft = mtp_heads(target)  # pyright: ignore[reportArgumentType]
+            elif splits:
+                draft = draft.split(self.devices)
+        drafter = kind(**_SHAPES.get(self.shape, {})).bind(target, draft)
+        params = Params(target.param_shapes(jnp.bfloat16), draft and draft.param_shapes(jnp.bfloat16))
+        options = {"tokens_per_round": 2.0, "rounds": 8, "repeats": 1, "page_size": PAGE_SIZE}
+        return BenchSetup(target, params, **options, draft=draft, placement=placement), drafter
+
+
+_DRAFTERS: Mapping[str, tuple[str, ...]] = {
+    "llama": ("eagle", "block", "standalone", "suffix", "adaptive"),
     "llama-64": ("eagle",),
     "qwen3": ("eagle", "block"),
     "qwen3-experts": ("eagle",),
     "gemma4": ("frozen-kv-mtp", "suffix"),
     "deepseek": ("standalone", "mtp"),
     "deepseek-dsa": ("mtp",),
-    "qwen3-next": ("eagle", "mtp"),
+    "qwen3-next": ("eagle", "mtp", "adaptive"),
+    "gpt-oss": ("eagle", "suffix"),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class TpuCase:
-    """A loop: the name of a target, and of a drafter with its shape."""
-
-    target: str
-    drafter: str
-    shape: str
-
-    def __str__(self) -> str:
-        return "-".join(part for part in (self.target, self.drafter, self.shape) if part != "")
-
-    def build(self) -> tuple[BenchSetup, Drafter]:
-        """The models, as shapes, and the bound drafter."""
-        target = TARGETS[self.target]
-        kind, draft_of = _KINDS.get(self.drafter, (Plain, None))
-        draft = draft_of and draft_of(target)
-        drafter = kind(**_SHAPES.get(self.shape, {})).bind(target, draft)
-        params = Params(target.param_shapes(jnp.bfloat16), draft and draft.param_shapes(jnp.bfloat16))
-        options = {"tokens_per_round": 2.0, "rounds": 8, "repeats": 1, "page_size": 64, "draft": draft}
-        return BenchSetup(target, params, **options), drafter
-
-
 CASES = [
-    TpuCase(target, drafter, shape)
-    for target, drafters in _DRAFTERS.items()
-    for drafter, shape in [("", "plain"), *itertools.product(drafters, _SHAPES)]
-] + [TpuCase("llama", "ngram", "chain")]
+    *(
+        TpuCase(target, drafter, shape)
+        for target, drafters in _DRAFTERS.items()
+        for drafter, shape in [("", "plain"), *itertools.product(drafters, _SHAPES)]
+    ),
+    TpuCase("llama", "ngram", "chain"),
+    TpuCase("deepseek", "mtp-of-3-heads", "chain"),
+    TpuCase("llama-8-heads", "", "plain", 4),
+    *(TpuCase("llama-8-heads", drafter, shape, 4) for drafter in ("eagle", "standalone") for shape in _SHAPES),
+    TpuCase("deepseek", "mtp", "tree", 4),
+]
 
 KNOWN: dict[tuple[str, str], str] = {
-    # XLA pads the pool to 128 columns where it enters and leaves the program.
-    (r"llama-64-.*", "no copy of a pool"): "copy of",
-    # Something else takes as much.
+    # The indexer's keys are gathered: several arrays of one layer's keys, of which the draft's pool has as many.
     (r"deepseek-dsa-mtp-chain/v5p", "no copy of a pool"): "temporary memory",
 }
 """A regular expression for CASE/CHIP, check -> part of the message. Strict: what is here must fail."""
 
 
-@functools.cache
-def compile_for(case: TpuCase, chip: str) -> tuple[compiled.Programs, int]:
-    """The programs of a case, and the bytes of weights and state."""
-    setup, drafter = case.build()
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A case that was compiled.
+
+    problems: check -> what does not hold.
+    programs: None if they do not compile.
+    expected: bytes of the weights and the state on one device.
+    """
+
+    problems: Mapping[str, str]
+    programs: compiled.Programs | None = None
+    expected: int = 0
+
+
+@functools.lru_cache(maxsize=1)
+def compile_for(case: TpuCase, chip: str) -> Outcome:
+    """Compiles a case and checks it."""
+    setup, drafter = case.build(tpu.devices(chip))
     shapes = CaseResult(case.shape, BATCH, CONTEXT, floor_bytes=0, capacity=CONTEXT + 64)
-    programs = compiled.compile_programs(setup, shapes, drafter, tpu.device(chip))
-    return programs, tree_bytes(setup.params) + tree_bytes(programs.state)
-
-
-def problems(case: TpuCase, chip: str) -> dict[str, str]:
-    """Check -> what does not hold, for one case."""
     try:
-        programs, expected = compile_for(case, chip)
+        programs = compiled.compile_programs(setup, shapes, drafter, tpu.device(chip), only_loop=case.only_loop(chip))
     except Exception as error:  # whatever the compiler or the lowering raises is the result
-        return {"compiles": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
-    text = programs.decode.as_text() or ""
-    loop = compiled.loop_lines(text)
-    found = {
-        "one loop": "" if len(loop) > 100 else f"the loop has {len(loop)} operations",
-        "no host transfer": _named(text.splitlines(), _HOST),
-        "no sort": _named(loop, {"sort"}),
-        "no copy of a pool": _pool_copies(text, programs.state) or _pool_memory(programs),
-        "donated": _not_donated(text, programs.state),
-        "no copy of a weight": _weight_copies(text),
-        "memory": _unexpected(programs.decode, expected),
-    }
-    return {check: message for check, message in found.items() if message}
-
-
-_HOST = {"infeed", "outfeed", "send", "send-done", "recv", "recv-done"}
-_NAMES = {"bfloat16": "bf16", "float32": "f32", "int32": "s32", "uint32": "u32", "int8": "s8", "bool": "pred"}
-_MOVES = {
-    "copy",
-    "copy-start",
-    "copy-done",
-    "transpose",
-    "pad",
-    "slice",
-    "concatenate",
-    "convert",
-    "gather",
-    "broadcast",
-}
-
-
-def _opcode(line: str) -> str | None:
-    found = re.search(r" = .*?[\]})] ([a-z][a-z0-9-]*)\(", line)
-    return found[1] if found else None
-
-
-def _named(lines: list[str], opcodes: set[str]) -> str:
-    found = collections.Counter(opcode for line in lines if (opcode := _opcode(line)) in opcodes)
-    return ", ".join(f"{count} x {opcode}" for opcode, count in sorted(found.items()))
-
-
-def pools(state: Any) -> list[Any]:
-    """The largest arrays of a state: those of its caches that are as long as the context."""
-    return [leaf for leaf in jax.tree.leaves((state.cache, state.draft)) if leaf.size * leaf.dtype.itemsize > 2**24]
-
-
-def _pool_copies(text: str, state: Any) -> str:
-    """Operations, anywhere in the program, whose result has the shape of a pool, and which move it."""
-    found = set()
-    for pool in pools(state):
-        shape = f"{_NAMES[str(pool.dtype)]}[{','.join(map(str, pool.shape))}]"
-        for line in text.splitlines():
-            if re.search(rf" = \(?{re.escape(shape)}", line) and _opcode(line) in _MOVES:
-                found.add(f"{_opcode(line)} of {shape}")
-    return ", ".join(sorted(found))
-
-
-def _pool_memory(programs: compiled.Programs) -> str:
-    """Whether the temporary memory of the loop has room for a copy of the smallest pool."""
-    sizes = [pool.size * pool.dtype.itemsize for pool in pools(programs.state)]
-    temporary = compiled.memory_of(programs.decode).temporary
-    return f"{temporary:,} bytes of temporary memory; a pool has {min(sizes):,}" if temporary >= min(sizes) else ""
-
-
-def _not_donated(text: str, state: Any) -> str:
-    aliases = re.search(r"input_output_alias=\{(.*?)\}, entry_computation_layout", text)
-    count = len(re.findall(r"\(\d+, \{\}", aliases[1])) if aliases else 0
-    leaves = len(jax.tree.leaves(state))
-    return "" if count == leaves else f"{count} of {leaves} arrays of the state are donated"
-
-
-def _weight_copies(text: str) -> str:
-    """Copies before the loop."""
-    entry = text[text.index("\nENTRY ") :].split("\n}\n")[0].splitlines()
-    matrices = [line for line in entry if _opcode(line) == "copy" and re.search(r" = \w+\[\d{3,},\d{3,}\]", line)]
-    return f"{len(matrices)} matrices are copied" if matrices else ""
-
-
-def _unexpected(program: Any, expected: int) -> str:
-    actual = compiled.memory_of(program).arguments
-    close = abs(actual - expected) <= 0.1 * expected
-    return "" if close else f"arguments take {actual:,} bytes; {expected:,} by arithmetic"
+        return Outcome({"compiles": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
+    params, state = setup.params, programs.state
+    if setup.placement is not None:
+        params, state = setup.placement.local(params), setup.placement.local(state)
+    expected = tree_bytes(params) + tree_bytes(state)
+    return Outcome(tpu_checks.problems(programs, state, expected, case.devices), programs, expected)
 
 
 def known(case: TpuCase, chip: str) -> dict[str, str]:
@@ -277,33 +255,47 @@ def main() -> None:
     for case, chip in itertools.product(CASES, options.chip):
         if options.only and not re.fullmatch(options.only, str(case)):
             continue
-        found = problems(case, chip)
-        print(f"{case}/{chip}: {found or 'holds'}", flush=True)
-        lines.append(_line(case, chip, found))
+        outcome = compile_for(case, chip)
+        print(f"{case}/{chip}: {dict(outcome.problems) or 'holds'}", flush=True)
+        lines += _lines(case, chip, outcome)
         if options.json:
             measurement.write(options.json, lines)
-        compile_for.cache_clear()
 
 
-def _line(case: TpuCase, chip: str, found: dict[str, str]) -> measurement.Measurement:
+CHECKS = "checks that fail"
+"""The metric that each case has."""
+
+
+def _lines(case: TpuCase, chip: str, outcome: Outcome) -> list[measurement.Measurement]:
     device = f"{tpu.device(chip).device_kind} (compiled, not run)"
-    environment = dataclasses.replace(machine.environment(), device=device)
-    return report.measurement(
-        environment,
-        "small-loops",
-        case,
-        metric="checks that fail",
-        unit="",
-        values=[len(found)],
-        subject=f"small {case.target}",
-        mode=f"{case.drafter} {case.shape}".strip(),
-        batch=BATCH,
-        context=CONTEXT,
-        dtype="bfloat16",
-        settings={"libtpu": tpu.version()},
-        command="python tests/helpers/tpu_cases.py",
-        note="; ".join(f"{check}: {message}" for check, message in found.items()) or "compiled, not run",
-    )
+    environment = dataclasses.replace(machine.environment(case.devices), device=device)
+
+    def line(metric: str, unit: str, value: float, **fields: Any) -> measurement.Measurement:
+        return report.measurement(
+            environment,
+            "small-loops",
+            case,
+            **{"metric": metric, "unit": unit, "values": [value], "note": "compiled, not run", **fields},
+            subject=f"small {case.target}",
+            mode=f"{case.drafter} {case.shape}".strip(),
+            batch=BATCH,
+            context=CONTEXT,
+            dtype="bfloat16",
+            settings={"page_size": PAGE_SIZE, "libtpu": tpu.version()},
+            command="python tests/helpers/tpu_cases.py --json results.jsonl",
+        )
+
+    failed = outcome.problems
+    note = "; ".join(f"{check}: {message}" for check, message in failed.items()) or "compiled, not run"
+    made = [line(CHECKS, "", len(failed), note=note)]
+    if outcome.programs is not None:
+        programs, arguments = outcome.programs, compiled.memory_of(outcome.programs.decode).arguments
+        made.append(line("arguments of decode", "bytes", arguments, expected=outcome.expected))
+        for name, seconds in programs.seconds.items():
+            made.append(line(f"compiling {name}", "s", round(seconds, 1)))
+            temporary = compiled.memory_of(getattr(programs, name)).temporary
+            made.append(line(f"temporary memory of {name}", "bytes", temporary))
+    return made
 
 
 if __name__ == "__main__":

@@ -208,14 +208,17 @@ def test_every_line_that_copies_has_a_planted_fault(name, monkeypatch):
     assert len(lines) == SIMULATIONS[name].copies
 
 
-def test_latent_attention_copies_committed_pages_only(monkeypatch):
-    """Each page with a committed row once, and nothing else of the pool: no other page, no other layer."""
-    case = Case("bytes", prefix=(17, 0, 8, 32), page_size=8, pages=4, nodes=3, layers=3)
-    args, options = latent_arguments(case)
+@pytest.mark.fast("latent_attention-3")
+@pytest.mark.parametrize("nodes", (3, 17))
+@pytest.mark.parametrize("name", ("latent_attention", "selected_attention"))
+def test_latent_attention_copies_committed_pages_only(name, nodes, monkeypatch):
+    """Each page with a committed row once for a tile of 16 query rows, and nothing else of the pool."""
+    case = Case("bytes", prefix=(17, 0, 8, 32), page_size=8, pages=4, nodes=nodes, layers=3)
+    args, options = SIMULATIONS[name].arguments(case)
     pool, table = args[3], args[4]
     copied = record_copies(monkeypatch, pool.shape)
     kernel = latent_attention.mla_attention
     simulate(kernel, "eager", *args, config=latent_attention.Config(16, 2, 16), **options)
+    tiles = -(-nodes * case.heads // 16)
     committed = [table[b, t] for b, length in enumerate(case.prefix) for t in range(-(-length // case.page_size))]
-    assert sorted(page for page, _ in copied) == sorted(committed)
-    assert {size for _, size in copied} == {pool[0, 0, 0].nbytes}
+    assert sorted(copied) == sorted((options["layer"], page, pool[0, 0, 0].nbytes) for page in committed * tiles)
