@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
 from jspec.cache.paged import PagedCache
+from jspec.cache.window import Window, attend_within
 from jspec.core.struct import struct
 from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.kv_compact import kv_compact
@@ -49,21 +50,28 @@ class MhaCache(PagedCache):
         positions: Int[Array, "#B #N"] | None = None,
         sinks: Float[Array, " H"] | None = None,
         exact: bool = False,
+        window: Window | None = None,
     ) -> Float[Array, "B N H D"]:
         """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`.
 
-        positions: unused; only a sliding window needs them.
+        positions: those of the nodes, for a window. None: a node follows the rows of the round that it sees.
         sinks: as in `paged_attention`.
         exact: the bits of a node's result do not depend on the other nodes, see `exact_attention`.
+        window: the rows that a node sees; None: all.
 
         Raises:
-          ValueError: `exact` with `sinks`.
+          ValueError: `exact` with `sinks` or a window.
         """
         if exact and sinks is not None:
             raise ValueError("exact=True: exact attention has no sinks yet")
+        if exact and window is not None:
+            raise ValueError("exact=True: exact attention has no windows yet")
+        arrays = q, k, v, self.pool, self.page_table, start, mask
+        if window is not None:
+            return attend_within(window, *arrays, layer=layer, scale=scale, positions=positions, sinks=sinks)
         if exact:
-            return exact_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
-        return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale, sinks=sinks)
+            return exact_attention(*arrays, layer=layer, scale=scale)
+        return paged_attention(*arrays, layer=layer, scale=scale, sinks=sinks)
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]

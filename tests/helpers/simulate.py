@@ -87,8 +87,11 @@ def drop_wait(monkeypatch: pytest.MonkeyPatch, number: int) -> list[tuple[str, i
     return lines
 
 
-def record_copies(monkeypatch: pytest.MonkeyPatch, pool: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The page and the bytes of each copy out of a pool [L, 1, P, page, W]; the list fills while a kernel runs."""
+def record_copies(monkeypatch: pytest.MonkeyPatch, pool: tuple[int, ...], place: int = 0) -> list[tuple[int, int]]:
+    """The page and the bytes of each copy out of a pool; the list fills while a kernel runs.
+
+    place: of the page among the last indices of the reference.
+    """
     make, copied = pltpu.make_async_copy, []
 
     def make_recorded(source, target, semaphore):
@@ -96,8 +99,7 @@ def record_copies(monkeypatch: pytest.MonkeyPatch, pool: tuple[int, ...]) -> lis
         if getattr(source, "ref", source).shape != pool:
             return copy
         size = math.prod(target.shape) * target.dtype.itemsize
-        # The last index of the reference is the page.
-        page = source.transforms[-1].indices[0]
+        page = source.transforms[-1].indices[place]
         start = copy.start
 
         def start_recorded():
