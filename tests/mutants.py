@@ -66,6 +66,9 @@ _PENALTIES = "core/test_sampling.py::test_penalties_and_bias_hold_at_every_node_
 _PATHS = "core/test_tree.py::test_the_path_of_a_node_has_the_tokens_from_the_root_to_it"
 _STOPS = "core/test_stopping.py::test_examples"
 _SWA = "cache/test_swa.py::test_rounds_equal_dense_attention_over_each_nodes_window[8-1]"
+_DRAFT_WINDOW = "cache/test_swa.py::test_a_drafts_window_equals_dense_attention_over_it_and_the_first_rows[8-3-4]"
+_FIRST_OF_TREE = _DRAFT_WINDOW.replace("8-3-4", "1-1-3")
+_WINDOWS = "drafters/test_windows.py::test_drafts_are_those_of_a_banded_forward"
 _CACHES = "cache/test_caches.py::test_output_equals_plain_decoding"
 _PAGED = "kernels/test_paged_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
 _BITS = "kernels/test_same_bits.py::test_attention_of_a_token_has_the_same_bits_in_every_round[bfloat16-xla]"
@@ -465,6 +468,51 @@ MUTANTS = (
         ),
     ),
     *_group(
+        "jspec/cache/window.py",
+        (
+            "a window of one more",
+            "jnp.maximum(positions - window.length + 1, 0)",
+            "jnp.maximum(positions - window.length, 0)",
+            f"{_SWA} & {_DRAFT_WINDOW}",
+        ),
+        (
+            "a window of one less",
+            "jnp.maximum(positions - window.length + 1, 0)",
+            "jnp.maximum(positions - window.length + 2, 0)",
+            f"{_SWA} & {_DRAFT_WINDOW}",
+        ),
+        (
+            "a window of one less in a tree",
+            "near = from_here <= window.length",
+            "near = from_here < window.length",
+            f"{_SWA} & {_DRAFT_WINDOW}",
+        ),
+        (
+            "a window of one more in a chain",
+            "near = row > own - window.length",
+            "near = row >= own - window.length",
+            f"{_SWA} & {_DRAFT_WINDOW}",
+        ),
+        (
+            "one first position less in a tree",
+            "near |= before + jnp.cumsum(mask, axis=2, dtype=jnp.int32) <= window.keep_first",
+            "near |= before + jnp.cumsum(mask, axis=2, dtype=jnp.int32) < window.keep_first",
+            _FIRST_OF_TREE,
+        ),
+        (
+            "the first rows of a chain are those of the text",
+            "before = 0 if start is None else start.reshape(-1, 1, 1)",
+            "before = 0 if start is None else 0 * start.reshape(-1, 1, 1)",
+            _DRAFT_WINDOW,
+        ),
+        (
+            "nodes at the position after their own",
+            "return mask.sum(axis=2, dtype=jnp.int32) - 1",
+            "return mask.sum(axis=2, dtype=jnp.int32)",
+            _DRAFT_WINDOW,
+        ),
+    ),
+    *_group(
         "jspec/cache/swa.py",
         (
             "a snapshot of the ring of another slot",
@@ -473,16 +521,10 @@ MUTANTS = (
             _SLIDING,
         ),
         (
-            "a window of one more",
-            "jnp.maximum(positions - self.window + 1, 0)",
-            "jnp.maximum(positions - self.window, 0)",
-            _SWA,
-        ),
-        (
-            "a window of one less in a round",
-            "return mask & (from_here <= window)",
-            "return mask & (from_here < window)",
-            _SWA,
+            "a layer's own window gives way to the draft's",
+            "length = self.window if window is None else min(self.window, window.length)",
+            "length = self.window if window is None else window.length",
+            "cache/test_swa.py::test_a_layer_with_a_window_of_its_own_sees_the_shorter_one_and_no_first_rows[20]",
         ),
         (
             "a ring that is too short",
@@ -585,9 +627,33 @@ MUTANTS = (
         ),
         (
             "a window starts late",
-            "committed & (position >= prefix_start[:, :, None])",
-            "committed & (position > prefix_start[:, :, None])",
+            "return committed & ((position >= prefix_start[:, :, None]) | (position < keep_first))",
+            "return committed & ((position > prefix_start[:, :, None]) | (position < keep_first))",
             _PAGED.replace("page_of_3", "windows_tree"),
+        ),
+        (
+            "one first position too many",
+            "return committed & ((position >= prefix_start[:, :, None]) | (position < keep_first))",
+            "return committed & ((position >= prefix_start[:, :, None]) | (position <= keep_first))",
+            _PAGED.replace("page_of_3", "first_chain"),
+        ),
+    ),
+    *_group(
+        "pallas_kernels/paged_attention/triton.py",
+        (
+            "the blocks before the windows instead of the first ones",
+            "return (i - jnp.where(i < first, first - kept, 0) if keep_first else i) * config.block_k",
+            "return i * config.block_k",
+            _PAGED.replace("page_of_3-xla", "first_tree-triton"),
+        ),
+    ),
+    *_group(
+        "pallas_kernels/paged_attention/mosaic_tpu.py",
+        (
+            "the pages between the first ones and the windows",
+            "kept = jnp.minimum(pl.cdiv(keep_first, keys), first) if keep_first else 0",
+            "kept = first if keep_first else 0",
+            "kernels/test_simulated.py::test_windows_copy_the_first_pages_and_their_own[1]",
         ),
     ),
     *_group(
@@ -689,6 +755,12 @@ MUTANTS = (
     *_group(
         "jspec/drafters/standalone.py",
         (
+            "committed tokens are read without the window",
+            "positions, self._seen(state.cache), prefix, select=last)",
+            "positions, state.cache, prefix, select=last)",
+            f"{_WINDOWS}[standalone-shape1-2-1-1-4]",
+        ),
+        (
             "the draft reads at the next position",
             "(s.length + frontier.generation - 1)[:, None],",
             "(s.length + frontier.generation)[:, None],",
@@ -710,6 +782,12 @@ MUTANTS = (
     ),
     *_group(
         "jspec/drafters/block.py",
+        (
+            "a block without the first positions",
+            "within(state.cache, self.window, self.keep_first)",
+            "within(state.cache, self.window)",
+            f"{_WINDOWS}[block-shape2-7-3-16-None]",
+        ),
         (
             "a block one position late",
             "positions = start[:, None] + jnp.arange",
@@ -752,6 +830,18 @@ MUTANTS = (
     ),
     *_group(
         "jspec/drafters/eagle.py",
+        (
+            "a head without its window",
+            "return within(cache, self.window, self.keep_first)",
+            "return cache",
+            f"{_WINDOWS}[eagle-shape0-5-2-4-None]",
+        ),
+        (
+            "drafts from the rows of another window",
+            'alike = ("target", "model", "sampled", "window", "keep_first")',
+            'alike = ("target", "model", "sampled")',
+            "drafters/test_windows.py::test_adaptive_drafters_share_the_cache_of_one_window",
+        ),
         (
             "a head one position ahead",
             "(s.length + frontier.generation - 2)[:, None],",

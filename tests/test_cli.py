@@ -69,14 +69,14 @@ def test_show_prints_the_text_once_and_in_color(capsys):
 
 @pytest.mark.slow
 def test_sampling_and_shape_options_reach_generate(capsys):
-    shape = ("--depth", "3", "--width", "2", "--num-nodes", "6")
+    shape = ("--depth", "3", "--width", "2", "--num-nodes", "6", "--draft-window", "7", "--keep-first", "2")
     choice = ("--temperature", "0.8", "--top-k", "50", "--top-p", "0.9", "--min-p", "0.01", "--seed", "4")
     arguments = ("--max-new-tokens", "16", "--repetition-penalty", "1.1", *PAIR, *shape, *choice)
     status, out, err = run(capsys, "generate", "def add(a, b):", *arguments, "--compare")
     assert status == 0 and "the same tokens" in err
     sampling = jspec.Sampling(temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
     model = jspec.load("bundled:python-tiny", draft="bundled:python-tiny")
-    drafter = jspec.Standalone(depth=3, width=2, num_nodes=6)
+    drafter = jspec.Standalone(depth=3, width=2, num_nodes=6, window=7, keep_first=2)
     wanted = jspec.generate(model, "def add(a, b):", drafter=drafter, max_new_tokens=16, sampling=sampling, seed=4)
     assert out == "def add(a, b):" + wanted.text + "\n"
     assert f"in {wanted.stats.rounds.sum()} rounds" in err
@@ -119,6 +119,15 @@ def test_a_stop_string_ends_the_text(capsys):
         (["generate", "x", "--model", "bundled:nothing"], "bundled models: "),
         (["generate", "x", "--drafter", "plain", "--depth", "3"], "--depth 3: the drafter plain drafts no tokens"),
         (["generate", "x", "--drafter", "ngram", "--width", "3"], "--width 3: the drafter ngram drafts no trees"),
+        (
+            ["generate", "x", "--drafter", "ngram", "--draft-window", "9"],
+            "--draft-window 9: the drafter ngram has no window",
+        ),
+        (["generate", "x", *PAIR, "--keep-first", "4"], "--keep-first 4: requires a window"),
+        (
+            ["generate", "x", *PAIR, "--draft-window", "4", "--keep-first", "5"],
+            "--draft-window 4 --keep-first 5: must keep no more",
+        ),
         (["generate", "x", "--drafter", "ngram", "--num-nodes", "9"], "--num-nodes 9: the drafter ngram drafts no"),
         (
             ["generate", "x", *PAIR, "--depth", "4", "--num-nodes", "3"],
@@ -148,6 +157,7 @@ def test_invalid_input_prints_one_line_and_exits_with_status_2(capsys, arguments
     [
         (["generate", "x", "--max-new-tokens", "0"], "argument --max-new-tokens: '0': must be an integer from 1"),
         (["generate", "x", "--page-size", "0"], "argument --page-size: '0': must be an integer from 1"),
+        (["generate", "x", "--draft-window", "0"], "argument --draft-window: '0': must be an integer from 1"),
         (["generate", "x", "--depth", "0"], "argument --depth: '0': must be an integer from 1"),
         (["generate", "x", "--top-k", "0"], "argument --top-k: '0': must be an integer from 1"),
         (["generate", "x", "--top-p", "much"], "argument --top-p: 'much': must be a number"),

@@ -390,6 +390,7 @@ def test_what_does_not_fit_is_known_before_the_first_byte(capsys, monkeypatch, a
         ("max_new_tokens=0: must be at least 1", "--max-new-tokens 0: must be at least 1"),
         ("Eagle(depth=0): depth must be at least 1", "--depth 0: depth must be at least 1"),
         ("Eagle(depth=4, width=2, num_nodes=3): num_nodes is", "--depth 4 --width 2 --num-nodes 3: --num-nodes is"),
+        ("Eagle(window=4, keep_first=5): no", "--draft-window 4 --keep-first 5: no"),
         ("Ngram(depth=2.5): must be an int", "--depth 2.5: must be an int"),
         ("needs a head: jspec.load(..., draft=\"...\")", "needs a head: --draft MODEL"),
         ("accept='greedy' ignores it, or use 'coupled'", "--accept greedy ignores it, or use 'coupled'"),
@@ -406,7 +407,18 @@ def test_what_does_not_fit_is_known_before_the_first_byte(capsys, monkeypatch, a
     ],
 )  # fmt: skip
 def test_errors_have_the_names_of_options(message, wanted):
-    names = ["max_new_tokens", "depth", "width", "num_nodes", "draft", "accept", "debug", "drafter"]
+    names = [
+        "max_new_tokens",
+        "depth",
+        "width",
+        "num_nodes",
+        "window",
+        "keep_first",
+        "draft",
+        "accept",
+        "debug",
+        "drafter",
+    ]
     assert shared.in_options(message, names) == wanted
     assert shared.in_options(message, []) == message
 

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -25,7 +26,16 @@ from jspec.core.accept import Imposed
 from jspec.core.types import Drafter, Params
 from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Plain, Standalone
 from jspec.engine import memory
-from jspec.engine.arguments import add_kv, check_output, check_plot, integer, naming_models, number
+from jspec.engine.arguments import (
+    add_kv,
+    add_window,
+    check_output,
+    check_plot,
+    integer,
+    naming_models,
+    number,
+    option_of,
+)
 from jspec.engine.model import Model, load
 from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models.decoder import Decoder
@@ -51,10 +61,22 @@ _DRAFT_NAMES = {
     "mtp": "MTP heads",
 }
 """Drafter -> the kind of draft model that it uses."""
-_DEFAULTS = {"drafter": None, "depth": 5, "tokens_per_round": 3.0, "width": 8, "num_nodes": 32}
+_DEFAULTS = {
+    "drafter": None,
+    "window": None,
+    "keep_first": None,
+    "depth": 5,
+    "tokens_per_round": 3.0,
+    "width": 8,
+    "num_nodes": 32,
+}
 _SHAPE = ("depth", "width", "num_nodes", "tokens_per_round")
+_WINDOW = ("window", "keep_first")
+_WITH_WINDOW = ("eagle", "block", "standalone")
 _USED_BY = {
     "drafter": _CHAINS,
+    "window": _CHAINS,
+    "keep_first": _CHAINS,
     "depth": _CHAINS,
     "tokens_per_round": _CHAINS,
     "width": ("tree",),
@@ -111,6 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--depth", type=COUNT, metavar="N", help="length of the longest chain (default: 5)")
     shape.add_argument("--width", type=COUNT, metavar="N", help="children per node of a tree (default: 8)")
     shape.add_argument("--num-nodes", type=COUNT, metavar="N", help="nodes of a tree, root included (default: 32)")
+    add_window(shape)
     shape.add_argument(
         "--tokens-per-round",
         type=number,
@@ -206,7 +229,7 @@ def check(options: argparse.Namespace) -> None:
     for name, default in _DEFAULTS.items():
         given, users = getattr(options, name), _USED_BY[name]
         if given is not None and not set(users) & set(options.mode):
-            option = f"--{name.replace('_', '-')} {given}"
+            option = f"{option_of(name)} {given}"
             raise ValueError(f"{option}: requires --mode {' or '.join(users)}, but --mode is {' '.join(options.mode)}")
         setattr(options, name, default if given is None else given)
     Imposed(options.tokens_per_round)
@@ -293,8 +316,22 @@ def _drafter(mode: str, options: argparse.Namespace, subject: Subject) -> Drafte
         name = _drafter_name(options, subject)
         raise ValueError(f"--mode unfolded: requires the drafter frozen-kv-mtp, not {name}")
     tree = {"width": options.width, "num_nodes": options.num_nodes} if mode == "tree" else {}
-    drafter = kind(depth=options.depth, **tree).bind(subject.target, subject.draft)
+    drafter = kind(depth=options.depth, **tree, **_window(options, subject)).bind(subject.target, subject.draft)
     return Unfolded(drafter) if mode == "unfolded" else drafter
+
+
+def _window(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
+    """The options of the draft's window that are given.
+
+    Raises:
+      ValueError: the drafter has no window.
+    """
+    given = {name: value for name in _WINDOW if (value := getattr(options, name)) is not None}
+    drafter = _drafter_name(options, subject)
+    for name, value in given.items():
+        if drafter not in _WITH_WINDOW:
+            raise ValueError(f"{option_of(name)} {value}: the drafter {drafter} has no window")
+    return given
 
 
 def _setup(options: argparse.Namespace, subject: Subject, params: Params) -> BenchSetup:
@@ -311,6 +348,8 @@ def _settings(options: argparse.Namespace, subject: Subject, named: Sequence[str
     """The drafter, and these options."""
     settings = {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in named}}
     settings |= {name: getattr(options, name) for name in ("weights", "kv") if getattr(options, name)}
+    if subject.draft is not None:
+        settings |= _window(options, subject)
     return settings | ({"exact": True} if options.exact else {})
 
 

@@ -154,7 +154,9 @@ def case_bytes(setup: BenchSetup, drafter: Drafter, batch: int, context: int) ->
     depth = drafter.depth
     draft = None if not depth else setup.draft or getattr(drafter, "model", None)
     nodes = grow.size(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None))
-    sizes = {"depth": depth, "batch": batch, "context": context, "nodes": nodes}
+    window = getattr(drafter, "window", None)
+    seen = None if window is None else window + getattr(drafter, "keep_first", 0)
+    sizes = {"depth": depth, "batch": batch, "context": context, "nodes": nodes, "seen": seen}
     return weights.round_bytes(setup.params, setup.target, draft, **sizes)
 
 

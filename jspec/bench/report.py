@@ -13,7 +13,7 @@ from jspec.bench.measurement import Measurement, Scalar
 PHASES = {"draft": "draft", "verify": "verify", "accept_commit": "accept+commit", "extend": "extend", "rest": "rest"}
 """Key -> heading, and the metric of a line."""
 _TREE_SETTINGS = ("width", "num_nodes")
-_DRAFT_SETTINGS = ("drafter", "depth", "tokens_per_round", *_TREE_SETTINGS)
+_DRAFT_SETTINGS = ("drafter", "depth", "tokens_per_round", "window", "keep_first", *_TREE_SETTINGS)
 
 
 @dataclasses.dataclass

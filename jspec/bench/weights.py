@@ -70,6 +70,7 @@ def round_bytes(
     batch: int,
     context: int,
     nodes: int | None = None,
+    seen: int | None = None,
 ) -> int:
     """The fewest bytes that a round reads.
 
@@ -80,6 +81,7 @@ def round_bytes(
       of the target and `depth` of the draft, of which the first is its extension, if it has one; or one, and its
       extension, if that drafts all tokens at once.
     nodes: nodes of the tree that the target verifies, root included; None: those of a chain.
+    seen: tokens of the context that the draft sees; None: all.
     """
     itemsize = params.target.embed.dtype.itemsize
     tokens = batch * (nodes or depth + 1)
@@ -90,5 +92,5 @@ def round_bytes(
     assert draft is not None
     extend = draft.extend_bytes(params)
     steps, readers = (1, 1) if draft.at_once else (depth - bool(extend), depth)
-    own = readers * batch * draft.kv_bytes(context, itemsize, target)
+    own = readers * batch * draft.kv_bytes(context if seen is None else min(seen, context), itemsize, target)
     return total + steps * draft.step_bytes(params) + extend + own

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.cache import pages
 from jspec.cache.narrow import as_stored, narrowed
 from jspec.cache.paged import PagedCache, pad_last
+from jspec.cache.window import Window, attend_within
 from jspec.core.struct import struct
 from pallas_kernels import platform
 from pallas_kernels.exact_attention import exact_attention
@@ -62,23 +63,30 @@ class MhaCache(PagedCache):
         positions: Int[Array, "#B #N"] | None = None,
         sinks: Float[Array, " H"] | None = None,
         exact: bool = False,
+        window: Window | None = None,
     ) -> Float[Array, "B N H D"]:
         """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`.
 
         A round's own rows are read as the pool would give them back.
 
-        positions: unused; only a sliding window needs them.
+        positions: those of the nodes, for a window. None: a node follows the rows of the round that it sees.
         sinks: as in `paged_attention`.
         exact: the bits of a node's result do not depend on the other nodes, see `exact_attention`.
+        window: the rows that a node sees; None: all.
 
         Raises:
-          ValueError: `exact` with `sinks`.
+          ValueError: `exact` with `sinks` or a window.
         """
         if exact and sinks is not None:
             raise ValueError("exact=True: exact attention has no sinks yet")
-        attend = exact_attention if exact else partial(paged_attention, sinks=sinks)
+        if exact and window is not None:
+            raise ValueError("exact=True: exact attention has no windows yet")
         k, v = as_stored(k, self.pool.dtype), as_stored(v, self.pool.dtype)
         dim, (q, k, v) = q.shape[-1], (pad_last(x, self.pool.shape[-1]) for x in (q, k, v))
+        if window is not None:
+            attend = partial(attend_within, window, positions=positions, sinks=sinks)
+        else:
+            attend = exact_attention if exact else partial(paged_attention, sinks=sinks)
         return attend(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)[..., :dim]
 
     def commit(

@@ -21,10 +21,10 @@ from jspec.cache import pages
 from jspec.cache.mha import Rows, stored_rows
 from jspec.cache.narrow import as_stored
 from jspec.cache.paged import PagedCache, pad_last
+from jspec.cache.window import Window, attend_within
 from jspec.core.struct import struct
 from pallas_kernels import platform
 from pallas_kernels.kv_compact import kv_compact
-from pallas_kernels.paged_attention import paged_attention
 
 
 @struct
@@ -72,21 +72,16 @@ class SlidingCache(PagedCache):
         scale: float,
         positions: Int[Array, "#B #N"] | None = None,
         sinks: Float[Array, " H"] | None = None,
+        window: Window | None = None,
     ) -> Float[Array, "B N H D"]:
         """Like `MhaCache.attend`, within the window of each node.
 
-        positions: positions of the nodes; required if `start` is given.
-        sinks: as in `paged_attention`.
+        window: the shorter of this one and the layer's own counts; the ring has no first positions to keep.
         """
-        first = None
-        if start is not None:
-            if positions is None:
-                raise ValueError("positions=None: a window over a prefix needs the positions of its nodes")
-            first = jnp.broadcast_to(jnp.maximum(positions - self.window + 1, 0), q.shape[:2])
-        mask = window_mask(mask, q.shape[1], k.shape[1], self.window)
+        length = self.window if window is None else min(self.window, window.length)
         k, v = as_stored(k, self.pool.dtype), as_stored(v, self.pool.dtype)
-        attend = partial(paged_attention, layer=layer, scale=scale, prefix_start=first, sinks=sinks)
         dim, (q, k, v) = q.shape[-1], (pad_last(x, self.pool.shape[-1]) for x in (q, k, v))
+        attend = partial(attend_within, Window(length), layer=layer, scale=scale, positions=positions, sinks=sinks)
         return attend(q, k, v, self.pool, self.page_table, start, mask)[..., :dim]
 
     def commit(
@@ -123,19 +118,3 @@ class SlidingCache(PagedCache):
     def _ring(self, slot: Int[Array, ""]) -> Int[Array, " ring"]:
         """The pages of a sequence."""
         return self.page_table[slot, : pages.pages_for(self.window, self.pool.shape[3])]
-
-
-def window_mask(mask: Bool[Array, "#B N R"] | None, nodes: int, rows: int, window: int) -> Bool[Array, "#B N R"] | None:
-    """The part of `mask` within each node's window.
-
-    A node sees one row of each generation, and earlier generations are further back: the distance from row m to the
-    node is the number of rows after m that the node sees.
-    """
-    # With at most `window` rows the mask is already correct.
-    if rows <= window:
-        return mask
-    if mask is None:
-        row, own = jnp.arange(rows)[None], jnp.arange(rows - nodes, rows)[:, None]
-        return ((row <= own) & (row > own - window))[None]
-    from_here = jnp.cumsum(mask[:, :, ::-1], axis=2, dtype=jnp.int32)[:, :, ::-1]
-    return mask & (from_here <= window)

@@ -11,18 +11,22 @@ from jspec.analysis.records import read_records, read_text
 from jspec.core import accept
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
-from jspec.engine.arguments import Parser, add_kv, integer, naming_models, number
+from jspec.engine.arguments import MAX_TOKENS, Parser, add_kv, add_window, integer, naming_models, number, option_of
 from jspec.engine.corpus import with_corpus
 from jspec.engine.model import Model, bundled_draft, load
 from jspec.engine.options import check_fits, choose_drafter
 from jspec.engine.run import Prompt, encode_prompts
 from jspec.models.quantized import FORMATS, WIDE
 
-_SHAPE_OPTIONS = {"depth": "drafts no tokens", "width": "drafts no trees", "num_nodes": "drafts no trees"}
-"""Options of the draft's shape -> the error message for drafters that do not have them."""
+_SHAPE_OPTIONS = {
+    "depth": "drafts no tokens",
+    "width": "drafts no trees",
+    "num_nodes": "drafts no trees",
+    "window": "has no window",
+    "keep_first": "has no window",
+}
+"""Options of the draft's shape and window -> the error message for drafters that do not have them."""
 _SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
-MAX_TOKENS = 2**31 - 1
-"""The largest count that an option takes."""
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -125,7 +129,7 @@ def add_drafter(parser: argparse.ArgumentParser, note: str = "") -> None:
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the draft's shape."""
+    """Adds the options of the draft's shape and of its window."""
     shape = parser.add_argument_group("shape of the draft", "The defaults depend on the drafter.")
     shape.add_argument("--depth", type=integer(1, MAX_TOKENS), metavar="N", help="length of the longest drafted chain")
     shape.add_argument(
@@ -137,6 +141,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--num-nodes", type=integer(1, MAX_TOKENS), metavar="N", help="nodes of the drafted tree, root included"
     )
+    add_window(shape)
 
 
 def add_accept(group: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
@@ -203,8 +208,9 @@ def make_drafter(name: str, arguments: argparse.Namespace, model: Model) -> Draf
     given = {field: getattr(arguments, field) for field in _SHAPE_OPTIONS if getattr(arguments, field) is not None}
     for field, value in given.items():
         if field not in fields:
-            option = field.replace("_", "-")
-            raise ValueError(f"--{option} {value}: the drafter {drafters.name_of(drafter)} {_SHAPE_OPTIONS[field]}")
+            raise ValueError(
+                f"{option_of(field)} {value}: the drafter {drafters.name_of(drafter)} {_SHAPE_OPTIONS[field]}"
+            )
     made: Drafter = dataclasses.replace(drafter, **given)  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
         made.bind(model.target, model.draft)

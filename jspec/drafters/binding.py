@@ -2,9 +2,10 @@
 
 from typing import TypeVar
 
-from jspec.core.checks import check_flag
+from jspec.core.checks import check_flag, check_int
 from jspec.core.grow import check_shape
 from jspec.core.types import DraftNeeds, Target
+from jspec.models.draft import WindowedDraft
 
 T = TypeVar("T")
 
@@ -29,6 +30,47 @@ def check_options(drafter: object, *, depth: object, width: object, num_nodes: o
     set_checked(drafter, width=width, num_nodes=num_nodes, sampled=sampled)
     if getattr(drafter, "depth", None) is not None:
         set_checked(drafter, depth=depth)
+
+
+def check_window(drafter: object, *, window: object, keep_first: object) -> None:
+    """Checks the options that narrow the draft's attention, for `__post_init__`.
+
+    Raises:
+      TypeError, ValueError: not counts of positions; first positions without a window, or more than it has.
+    """
+    name = type(drafter).__name__
+    keep_first = check_int("keep_first", keep_first, least=0, owner=name)
+    if window is not None:
+        window = check_int("window", window, least=1, most=2**31 - 1, owner=name)
+        if keep_first > window:
+            raise ValueError(
+                f"{name}(window={window}, keep_first={keep_first}): must keep no more positions than the window has"
+            )
+    elif keep_first:
+        raise ValueError(f"{name}(keep_first={keep_first}): requires a window; without one, a draft sees all positions")
+    set_checked(drafter, window=window, keep_first=keep_first)
+
+
+def check_windowed(drafter: object, draft: object, *, window: int | None, keep_first: int) -> None:
+    """Checks that the layers of a draft model can honor a drafter's window, for `bind`.
+
+    Raises:
+      ValueError: they cannot.
+    """
+    if window is None:
+        return
+    name, kind = type(drafter).__name__, type(draft).__name__
+    if not isinstance(draft, WindowedDraft):
+        raise ValueError(f"{name}(window={window}): a draft of type {kind} has no layer_windows, so no window")
+    try:
+        own = draft.layer_windows()
+    except ValueError as error:
+        raise ValueError(f"{name}(window={window}): a draft of type {kind} cannot have a window: {error}") from None
+    if keep_first and None not in own:
+        raise ValueError(
+            f"{name}(keep_first={keep_first}): each layer of the draft has a sliding window of its own, which keeps no "
+            "first positions; must be 0"
+        )
 
 
 def describe_loaded(draft: object) -> str:

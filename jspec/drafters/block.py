@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.cache.window import within
 from jspec.core.commit import commit_rows
 from jspec.core.grow import check_shape, grow, take_parents
 from jspec.core.propose import propose
@@ -25,7 +26,15 @@ from jspec.core.types import (
     Proposal,
     Target,
 )
-from jspec.drafters.binding import bound, check_made_for, check_needs, check_options, describe_loaded
+from jspec.drafters.binding import (
+    bound,
+    check_made_for,
+    check_needs,
+    check_options,
+    check_window,
+    check_windowed,
+    describe_loaded,
+)
 from jspec.models.block_head import BlockHead, BlockParams
 
 
@@ -47,6 +56,11 @@ class Block:
       generation of a tree costs a step of the Markov head, if there is one, and no forward.
     num_nodes: nodes of the tree, root included; None: 32, or fewer if fewer are proposed.
     sampled: sample the drafts from the draft's own distribution, as "rejection" and "block" need.
+    window: positions that the draft sees, the last ones up to its own, which counts; None: all. Its attention then
+      reads no more rows in a longer context, and none further back than it may have been trained for (arXiv
+      2605.09992). Neither the output nor the memory changes.
+    keep_first: positions at the beginning that the draft sees in addition, from 0 to `window` (the attention sinks of
+      StreamingLLM, arXiv 2309.17453). Layers with a sliding window of their own keep none.
     target, model: the configurations of the target and of the draft; set by `bind`.
     """
 
@@ -54,10 +68,13 @@ class Block:
     width: int = 1
     num_nodes: int | None = None
     sampled: bool = False
+    window: int | None = None
+    keep_first: int = 0
     target: Target | None = None
     model: BlockHead | None = None
 
     def __post_init__(self):
+        check_window(self, window=self.window, keep_first=self.keep_first)
         if self.depth is None:
             # `bind` replaces the depth, and so checks the number of nodes.
             check_shape("Block", 1, self.width, None)
@@ -87,6 +104,9 @@ class Block:
             raise ValueError(f"Block(width={self.width}): the draft's vocabulary has {draft.draft_vocab_size} tokens")
         if self.depth is not None and self.depth > draft.depth:
             raise ValueError(f"Block(depth={self.depth}): must be at most {draft.depth}, the predictions of a block")
+        check_windowed(self, draft, window=self.window, keep_first=self.keep_first)
+        if self.window is not None and self.window < draft.block_size:
+            raise ValueError(f"Block(window={self.window}): must be at least {draft.block_size}, the rows of a block")
         depth = draft.depth if self.depth is None else self.depth
         return dataclasses.replace(self, depth=depth, target=target, model=draft)
 
@@ -96,7 +116,7 @@ class Block:
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 
     def shares(self, other: Drafter) -> bool:
-        """Whether `draft` works with the state of another one: of the same draft, whose cache it is."""
+        """Whether `draft` works with the state of another one: of the same draft, with any window of its cache."""
         return isinstance(other, Block) and self.model == other.model
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> BlockState:
@@ -172,7 +192,9 @@ class Block:
         start = s.length - 1
         positions = start[:, None] + jnp.arange(model.block_size, dtype=jnp.int32)[None]
         tokens = jnp.concatenate([s.root, masks], axis=1)
-        out = model.apply(params, self._target, tokens, positions, state.cache, start)
+        out = model.apply(
+            params, self._target, tokens, positions, within(state.cache, self.window, self.keep_first), start
+        )
         first = 0 if model.next_token else 1
         hidden = out[:, first : first + self.depth]
         return hidden, model.unembed(params, self._target, hidden)

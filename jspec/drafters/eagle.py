@@ -1,10 +1,12 @@
 """EAGLE: a head that drafts from the target's hidden states (arXiv 2401.15077, 2406.16858, 2503.01840)."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.cache.window import within
 from jspec.core.checks import check_flag
 from jspec.core.commit import commit_rows
 from jspec.core.grow import grow, take_parents
@@ -24,7 +26,16 @@ from jspec.core.types import (
     Rows,
     Target,
 )
-from jspec.drafters.binding import bound, check_made_for, check_needs, check_options, describe_loaded, set_checked
+from jspec.drafters.binding import (
+    bound,
+    check_made_for,
+    check_needs,
+    check_options,
+    check_window,
+    check_windowed,
+    describe_loaded,
+    set_checked,
+)
 from jspec.drafters.feature_head import FeatureHead
 
 
@@ -52,6 +63,11 @@ class Eagle:
     sampled: sample the drafts from the head's own distribution, as "rejection" and "block" need.
     exact: in a tree, a node attends to the head's rows of its own ancestors. False: to those of whichever nodes held
       its slot in the previous frontiers, as in SGLang; this is no faster here and only serves comparisons.
+    window: positions that the draft sees, the last ones up to its own, which counts; None: all. Its attention then
+      reads no more rows in a longer context, and none further back than it may have been trained for (arXiv
+      2605.09992). Neither the output nor the memory changes.
+    keep_first: positions at the beginning that the draft sees in addition, from 0 to `window` (the attention sinks of
+      StreamingLLM, arXiv 2309.17453). Layers with a sliding window of their own keep none.
     target, model: the configurations of the target and of the head; set by `bind`.
     """
 
@@ -60,11 +76,14 @@ class Eagle:
     num_nodes: int | None = None
     sampled: bool = False
     exact: bool = True
+    window: int | None = None
+    keep_first: int = 0
     target: Target | None = None
     model: FeatureHead | None = None
 
     def __post_init__(self):
         check_options(self, depth=self.depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
+        check_window(self, window=self.window, keep_first=self.keep_first)
         set_checked(self, exact=check_flag("exact", self.exact, owner="Eagle"))
 
     @property
@@ -88,6 +107,7 @@ class Eagle:
             raise ValueError(f"the head reads the layers {layers}: they must ascend, from 0 to {last}")
         if self.width > draft.draft_vocab_size:
             raise ValueError(f"Eagle(width={self.width}): the head's vocabulary has {draft.draft_vocab_size} tokens")
+        check_windowed(self, draft, window=self.window, keep_first=self.keep_first)
         return dataclasses.replace(self, target=target, model=draft)
 
     def adapt(self, needs: DraftNeeds) -> "Eagle":
@@ -96,10 +116,11 @@ class Eagle:
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 
     def shares(self, other: Drafter) -> bool:
-        """Whether `draft` works with the state of another one: of the same head, and at least as wide."""
+        """Whether `draft` works with the state of another one: of the same head and window, and at least as wide."""
+        alike = ("target", "model", "sampled", "window", "keep_first")
         return (
             isinstance(other, Eagle)
-            and (self.target, self.model, self.sampled) == (other.target, other.model, other.sampled)
+            and all(getattr(self, name) == getattr(other, name) for name in alike)
             and self.width <= other.width
         )
 
@@ -125,7 +146,7 @@ class Eagle:
                 frontier.tokens,
                 take_parents(feature, frontier),
                 (s.length + frontier.generation - 2)[:, None],
-                state.cache,
+                self._seen(state.cache),
                 s.length - 1,
                 mask=frontier.mask,
                 earlier=rows,
@@ -155,7 +176,7 @@ class Eagle:
             committed.tokens,
             self._model.fuse(params.draft, committed.hidden),
             committed.start[:, None] + column,
-            state.cache,
+            self._seen(state.cache),
             None if committed.first else committed.start,
             select=jnp.maximum(committed.length - 1, 0),
         )
@@ -188,6 +209,9 @@ class Eagle:
     @property
     def _model(self) -> FeatureHead:
         return bound(self, self.model)
+
+    def _seen(self, cache: Cache) -> Any:
+        return within(cache, self.window, self.keep_first)
 
     def _propose(
         self, params: Params, s: DecodeState, logits: Float[Array, "B M Vd"], path: Int[Array, "B M g"]

@@ -10,7 +10,10 @@ from jspec.models.eagle_head import HeadOutput
 
 @runtime_checkable
 class FeatureHead(Protocol):
-    """A head that reads a token and a feature of the position before it, such as `jspec.models.EagleHead`."""
+    """A head that reads a token and a feature of the position before it, such as `jspec.models.EagleHead`.
+
+    For a window it needs the `layer_windows` of `jspec.models.draft.WindowedDraft`, too, and a cache of `jspec.cache`.
+    """
 
     @property
     def vocab_size(self) -> int:

@@ -1,10 +1,12 @@
 """A small language model as the draft (Leviathan, Kalman and Matias, arXiv 2211.17192)."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.cache.window import within
 from jspec.core.commit import commit_rows
 from jspec.core.grow import grow
 from jspec.core.propose import propose
@@ -23,7 +25,7 @@ from jspec.core.types import (
     Rows,
     Target,
 )
-from jspec.drafters.binding import bound, check_needs, check_options, describe_loaded
+from jspec.drafters.binding import bound, check_needs, check_options, check_window, check_windowed, describe_loaded
 from jspec.models.decoder import Decoder
 
 
@@ -45,6 +47,11 @@ class Standalone:
     width: maximum children of a node, and nodes that are expanded per generation, from 1, which is a chain, to 64.
     num_nodes: nodes of the tree, root included; None: 32, or as many as there can be.
     sampled: sample the drafts from the draft's own distribution, as the rule "rejection" needs.
+    window: positions that the draft sees, the last ones up to its own, which counts; None: all. Its attention then
+      reads no more rows in a longer context, and none further back than it may have been trained for (arXiv
+      2605.09992). Neither the output nor the memory changes.
+    keep_first: positions at the beginning that the draft sees in addition, from 0 to `window` (the attention sinks of
+      StreamingLLM, arXiv 2309.17453). Layers with a sliding window of their own keep none.
     model: the draft's configuration; set by `bind`.
     """
 
@@ -52,11 +59,14 @@ class Standalone:
     width: int = 1
     num_nodes: int | None = None
     sampled: bool = False
+    window: int | None = None
+    keep_first: int = 0
     model: Decoder | None = None
     capture_layers = ()
 
     def __post_init__(self):
         check_options(self, depth=self.depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
+        check_window(self, window=self.window, keep_first=self.keep_first)
 
     def bind(self, target: Target, draft: object) -> "Standalone":
         """Takes the draft's configuration; it must be a language model with the target's vocabulary."""
@@ -72,6 +82,7 @@ class Standalone:
             )
         if self.width > target.vocab_size:
             raise ValueError(f"Standalone(width={self.width}): the vocabulary has {target.vocab_size} tokens")
+        check_windowed(self, draft, window=self.window, keep_first=self.keep_first)
         return dataclasses.replace(self, model=draft)
 
     def adapt(self, needs: DraftNeeds) -> "Standalone":
@@ -80,10 +91,11 @@ class Standalone:
         return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 
     def shares(self, other: Drafter) -> bool:
-        """Whether `draft` works with the state of another one: of the same model, and at least as wide."""
+        """Whether `draft` works with the state of another one: of the same model and window, and at least as wide."""
+        alike = ("model", "sampled", "window", "keep_first")
         return (
             isinstance(other, Standalone)
-            and (self.model, self.sampled) == (other.model, other.sampled)
+            and all(getattr(self, name) == getattr(other, name) for name in alike)
             and self.width <= other.width
         )
 
@@ -105,7 +117,7 @@ class Standalone:
                 params.draft,
                 frontier.tokens,
                 (s.length + frontier.generation - 1)[:, None],
-                state.cache,
+                self._seen(state.cache),
                 state.length,
                 mask=frontier.mask,
                 earlier=rows,
@@ -127,7 +139,7 @@ class Standalone:
         tokens = jnp.take_along_axis(s.tokens, positions, axis=1, mode="clip")
         prefix = None if committed.first else start
         last = jnp.maximum(count - 1, 0)
-        out = self._model.apply(params.draft, tokens, positions, state.cache, prefix, select=last)
+        out = self._model.apply(params.draft, tokens, positions, self._seen(state.cache), prefix, select=last)
         proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
         if not committed.first:
             proposal = where_sequences(count > 0, proposal, state.proposal)
@@ -160,6 +172,9 @@ class Standalone:
     @property
     def _model(self) -> Decoder:
         return bound(self, self.model)
+
+    def _seen(self, cache: Cache) -> Any:
+        return within(cache, self.window, self.keep_first)
 
     def _propose(self, s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Proposal:
         return propose(s, logits, path, width=self.width, vocab_size=self._model.vocab_size, sampled=self.sampled)

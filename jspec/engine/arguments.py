@@ -115,6 +115,29 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+MAX_TOKENS = 2**31 - 1
+"""The largest count that an option takes."""
+LONGER = {"window": "draft_window"}
+"""Arguments whose options have longer names, because the options of all objects are together on the command line."""
+
+
+def add_window(group: "argparse._ArgumentGroup") -> None:
+    """Adds the options of the draft's window."""
+    group.add_argument(
+        "--draft-window",
+        type=integer(1, MAX_TOKENS),
+        dest="window",
+        metavar="N",
+        help="positions of the context that an EAGLE head, a block draft or a small model sees (default: all)",
+    )
+    group.add_argument(
+        "--keep-first",
+        type=integer(0, MAX_TOKENS),
+        metavar="N",
+        help="positions at the beginning that it sees in addition to --draft-window (default: 0)",
+    )
+
+
 def in_options(message: str, names: Iterable[str]) -> str:
     """An error message of the Python API in the words of the command line: `max_new_tokens=0` is `--max-new-tokens 0`.
 
@@ -133,23 +156,24 @@ def in_options(message: str, names: Iterable[str]) -> str:
     # The name alone, where it cannot be an ordinary word.
     spelled = "|".join(option for option in options if "_" in option)
     if spelled:
-        message = re.sub(rf"(?<![\w.=-])({spelled})(?![\w=])", lambda found: _option(found[1]), message)
+        message = re.sub(rf"(?<![\w.=-])({spelled})(?![\w=])", lambda found: option_of(found[1]), message)
     return message.replace("jspec.load(...)", "this command")
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def option_of(name: str) -> str:
+    """The option for an argument of the Python API."""
+    return f"--{LONGER.get(name, name).replace('_', '-')}"
 
 
 def _typed(name: str, value: str) -> str:
     """An option with its value, as typed in a shell."""
     if value == "True":
-        return _option(name)
+        return option_of(name)
     if value == "None":
-        return "--drafter plain" if name == "drafter" else f"no {_option(name)}"
+        return "--drafter plain" if name == "drafter" else f"no {option_of(name)}"
     plain = value[1:-1] if value[0] in "'\"" else value
     plain = "MODEL" if plain == "..." else plain
-    return f"{_option(name)} {plain if plain and not any(map(str.isspace, plain)) else value}"
+    return f"{option_of(name)} {plain if plain and not any(map(str.isspace, plain)) else value}"
 
 
 def _shown(text: str) -> str:

@@ -4,7 +4,7 @@ from jspec.models.assistant import Assistant, AssistantParams
 from jspec.models.block_head import BlockHead, BlockParams
 from jspec.models.decoder import Decoder
 from jspec.models.deepseek import Deepseek, DeepseekParams
-from jspec.models.draft import Draft
+from jspec.models.draft import Draft, WindowedDraft
 from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.gemma4 import Gemma4, Gemma4Params
 from jspec.models.gpt_oss import GptOss, GptOssParams
@@ -34,4 +34,5 @@ __all__ = [
     "MtpParams",
     "Qwen3Next",
     "Qwen3NextParams",
+    "WindowedDraft",
 ]

@@ -215,6 +215,10 @@ class BlockHead:
         """Bytes of the draft's own keys and values that one forward reads for a sequence of `context` tokens."""
         return keys_bytes(self._layer_keys(self.num_kv_heads), context, itemsize)
 
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """For each layer, the positions that a row sees, its own included; None: all."""
+        return self.windows
+
     def init_cache(self, params: BlockParams, batch: int, capacity: int, page_size: int) -> MhaCache | HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
         if not any(self.windows):

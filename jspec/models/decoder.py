@@ -205,7 +205,20 @@ class Decoder(abc.ABC):
         """The sizes of the model in a few words."""
         return f"{self.num_layers} layers, width {self.hidden_size}"
 
-    # As a draft: see `models.draft.Draft`
+    # As a draft: see `models.draft`
+
+    def layer_windows(self) -> Sequence[int | None]:
+        """For each layer, the positions that a token sees, its own included; None: all.
+
+        Raises:
+          ValueError: a layer keeps a state of fixed size, or latent keys.
+        """
+        if len(self.attention_layers) < self.num_layers:
+            raise ValueError("some of its layers keep a state of fixed size instead of a row for each position")
+        keys = [self.layer_keys(layer) for layer in range(self.num_layers)]
+        if any(each.latent is not None for each in keys):
+            raise ValueError("attention to its latent keys has no windows")
+        return [each.window for each in keys]
 
     def summary(self) -> str:
         """The draft in a few words."""

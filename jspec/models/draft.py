@@ -1,6 +1,7 @@
-"""What loading and benchmarks ask of the configuration of any draft model."""
+"""What loading, benchmarks and windows ask of the configuration of a draft model."""
 
-from typing import ClassVar, Protocol
+from collections.abc import Sequence
+from typing import ClassVar, Protocol, runtime_checkable
 
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -40,4 +41,17 @@ class Draft(Protocol):
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
         """Bytes of keys and values that one forward reads for a sequence of `context` tokens."""
+        ...
+
+
+@runtime_checkable
+class WindowedDraft(Protocol):
+    """A draft model whose attention a drafter can narrow to a window. Optional."""
+
+    def layer_windows(self) -> Sequence[int | None]:
+        """For each layer, the positions that a token sees by itself, its own included; None: all.
+
+        Raises:
+          ValueError: a layer does not remember a row for each position, so it cannot honor a window.
+        """
         ...

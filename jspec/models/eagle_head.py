@@ -151,6 +151,10 @@ class EagleHead:
         """Bytes of the head's own keys and values that one forward reads for a sequence of `context` tokens."""
         return keys_bytes([LayerKeys(self.num_kv_heads, self.head_dim)] * self.num_layers, context, itemsize)
 
+    def layer_windows(self) -> tuple[None, ...]:
+        """None for each layer: a token sees all positions."""
+        return (None,) * self.num_layers
+
     def init_cache(self, params: EagleParams, batch: int, capacity: int, page_size: int) -> MhaCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
         return empty_cache(self, batch, capacity, page_size, params.fc.dtype)

@@ -169,11 +169,11 @@ class FunctionModel(Decoder):
         """There is no LM head."""
         raise ValueError(f"{describe(self.function)}: a function of tokens has no LM head")
 
-    def layer_keys(self, layer: int) -> Never:
+    def layer_keys(self, layer: int = 0) -> Never:
         """There are no keys."""
         raise ValueError(f"{describe(self.function)}: a function of tokens has no keys")
 
-    layer_frequencies = layer_scale = layer_keys
+    layer_frequencies = layer_scale = layer_windows = layer_keys
 
     def run_layers(self, *args: object, **options: object) -> Never:
         """There are no layers."""

@@ -24,6 +24,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     prefix_start: Int[Array, "B N"] | None = None,
+    keep_first: int = 0,
     sinks: Float[Array, " H"] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B N H D"]:
@@ -43,6 +44,9 @@ def paged_attention(
       soft_cap: bounds the scores, after `scale`, to soft_cap * tanh(scores / soft_cap). None: no bound.
       prefix_start: the first committed position that each node sees: a sliding window. The result does not depend on
         positions before the windows of all nodes. None: 0. If a window begins among the rows, `mask` has to say so.
+      keep_first: committed positions at the beginning that every node sees in addition to its window (StreamingLLM,
+        arXiv 2309.17453, section 3.2, calls them attention sinks). Kernels do not read the pages between them and the
+        windows.
       sinks: for each query head the score of one more key, neither scaled nor bounded, whose value is zero: attention
         that no row gets (gpt-oss, arXiv 2508.10925, section 2.2). None: there is none.
       backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
@@ -57,11 +61,13 @@ def paged_attention(
         raise ValueError("prefix_start requires prefix_length")
     if prefix_start is not None and prefix_start.shape != q.shape[:2]:
         raise ValueError(f"prefix_start {prefix_start.shape}: must be {q.shape[:2]}, one for each node")
+    if keep_first < 0 or (keep_first and prefix_start is None):
+        raise ValueError(f"keep_first={keep_first}: must be at least 0, and 0 without prefix_start")
     if sinks is not None and sinks.shape != q.shape[2:3]:
         raise ValueError(f"sinks {sinks.shape}: must be {q.shape[2:3]}, one for each head of q")
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None for no bound")
 
     arrays = (q, k_rows, v_rows, pool, page_table, prefix_length, mask)
-    options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "prefix_start": prefix_start, "sinks": sinks}
-    return OPERATION.run(backend, *arrays, **options)
+    options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "sinks": sinks}
+    return OPERATION.run(backend, *arrays, **options, prefix_start=prefix_start, keep_first=keep_first)

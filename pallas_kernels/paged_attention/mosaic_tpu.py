@@ -119,6 +119,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     prefix_start: jax.Array | None = None,
+    keep_first: int = 0,
     sinks: jax.Array | None = None,
     config: Config | None = None,
     interpret: bool | pltpu.InterpretParams | None = None,
@@ -177,6 +178,7 @@ def paged_attention(
             group=group,
             scale=scale,
             soft_cap=soft_cap,
+            keep_first=keep_first,
         ),
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -216,6 +218,7 @@ def _kernel(
     group: int,
     scale: float,
     soft_cap: float | None,
+    keep_first: int,
 ) -> None:
     sequence, tile = pl.program_id(0), pl.program_id(1)
     q = q_ref[...]
@@ -230,6 +233,7 @@ def _kernel(
             jnp.minimum(length_ref[sequence], pages * pool_ref.shape[3]),
             lower_ref[sequence * pl.num_programs(1) + tile],
             start_ref,
+            keep_first,
             page_scratch,
             layer_ref[0],
             take,
@@ -246,41 +250,57 @@ def _committed(
     upper: jax.Array,
     lower: jax.Array,
     start_ref: Ref | None,
+    keep_first: int,
     scratch: tuple[Ref, Ref],
     layer: jax.Array,
     take: Callable,
     state: State,
 ) -> State:
-    """The state after the prefix from `lower` to `upper`, in steps of several pages."""
+    """The state after the prefix from `lower` to `upper`, in steps of several pages.
+
+    keep_first: positions at the beginning that are seen, too. If `lower` is after their steps, the loop counts those as
+      if they were just before the first step of the windows, so that the next step is always the next copy.
+    """
     buffer, semaphores = scratch
     _, _, step_pages, page_size, kv_heads, dim = buffer.shape
     keys = step_pages * page_size
     lower = jnp.clip(lower, 0, upper)
+    first = lower // keys
+    kept = jnp.minimum(pl.cdiv(keep_first, keys), first) if keep_first else 0
+
+    def place(i):
+        return i - jnp.where(i < first, first - kept, 0) if keep_first else i
 
     def copies(i):
-        first = i * step_pages
+        page = place(i) * step_pages
+        end = jnp.where(i < first, keep_first, upper) if keep_first else upper
 
         def copy(j):
             return pltpu.make_async_copy(
-                pool_ref.at[layer, :, page_at(first + j)], buffer.at[i % 2, :, j], semaphores.at[i % 2]
+                pool_ref.at[layer, :, page_at(page + j)], buffer.at[i % 2, :, j], semaphores.at[i % 2]
             )
 
-        return jnp.minimum(pl.cdiv(upper, page_size) - first, step_pages), copy
+        return jnp.minimum(pl.cdiv(end, page_size) - page, step_pages), copy
+
+    def seen(position, start):
+        within = position >= start
+        return (within | (position < keep_first) if keep_first else within) & (position < upper)
 
     def step(i, state):
-        @pl.when((i * keys < lower) | ((i + 1) * keys > upper))
+        at = place(i) * keys
+
+        @pl.when((at < lower) | (at + keys > upper))
         def _():
             # 0 * NaN is NaN, and outside of the range there may be a free page or an old buffer: mask the values.
-            position = i * keys + page_positions(step_pages, page_size, 2)
-            used = (position >= lower) & (position < upper)
+            used = seen(at + page_positions(step_pages, page_size, 2), lower)
             values = buffer[i % 2, 1]
             buffer[i % 2, 1] = jnp.where(used, values, jnp.zeros_like(values))
 
-        position = i * keys + lax.broadcasted_iota(jnp.int32, (1, keys), 1)
-        visible = (position >= (lower if start_ref is None else start_ref[...])) & (position < upper)
+        position = at + lax.broadcasted_iota(jnp.int32, (1, keys), 1)
+        visible = seen(position, lower if start_ref is None else start_ref[...])
         return take(*(buffer[i % 2, kind].reshape(keys, kv_heads, dim) for kind in (0, 1)), visible, state)
 
-    return stream(lower // keys, pl.cdiv(upper, keys), (copies,), step, state)
+    return stream(first - kept, pl.cdiv(upper, keys), (copies,), step, state)
 
 
 def _own(

@@ -19,6 +19,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     prefix_start: jax.Array | None = None,
+    keep_first: int = 0,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Gathers each sequence's pages, then one softmax over prefix and rows. Arguments as in `api.paged_attention`."""
@@ -34,7 +35,7 @@ def paged_attention(
         pages = pool.at[layer, :, page_table].get(mode="clip")
         keys = pages[:, :, 0].reshape(batch, -1, kv_heads, dim).astype(q.dtype)
         values = pages[:, :, 1].reshape(batch, -1, kv_heads, dim).astype(q.dtype)
-        visible = _prefix_mask(prefix_length, prefix_start, keys.shape[1])
+        visible = _prefix_mask(prefix_length, prefix_start, keep_first, keys.shape[1])
         # 0 * NaN is NaN, and a free page may hold anything: mask the values, not the weights alone.
         values = jnp.where(visible.any(1)[:, :, None, None], values, jnp.zeros((), values.dtype))
         visible = jnp.repeat(visible, group, axis=1) if prefix_start is not None else visible
@@ -47,8 +48,10 @@ def paged_attention(
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
-def _prefix_mask(prefix_length: jax.Array, prefix_start: jax.Array | None, capacity: int) -> jax.Array:
+def _prefix_mask(prefix_length: jax.Array, prefix_start: jax.Array | None, keep_first: int, capacity: int) -> jax.Array:
     """The committed positions that each node sees, Bool[B, N, S]; without windows Bool[B, 1, S] for all of them."""
     position = jnp.arange(capacity)[None, None]
     committed = position < prefix_length[:, None, None]
-    return committed if prefix_start is None else committed & (position >= prefix_start[:, :, None])
+    if prefix_start is None:
+        return committed
+    return committed & ((position >= prefix_start[:, :, None]) | (position < keep_first))

@@ -112,6 +112,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     prefix_start: jax.Array | None = None,
+    keep_first: int = 0,
     sinks: jax.Array | None = None,
     config: Config | None = None,
     interpret: bool | None = None,
@@ -147,7 +148,7 @@ def paged_attention(
         out_shape = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (partials, partials, (*partials, dim))]
         out_specs = [specs.partial(nodes, group), specs.partial(nodes, group), specs.partial(nodes, group, dim)]
     out = call(
-        functools.partial(_kernel, config=config, tiles=tiles, scale=scale, soft_cap=soft_cap),
+        functools.partial(_kernel, config=config, tiles=tiles, scale=scale, soft_cap=soft_cap, keep_first=keep_first),
         out_shape=out_shape,
         # The heads of a row are adjacent in a page: programs that run together read adjacent memory.
         grid=(kv_heads, batch * tiles, splits),
@@ -226,6 +227,7 @@ def _kernel(
     tiles: int,
     scale: float,
     soft_cap: float | None,
+    keep_first: int,
 ) -> None:
     # The tile's queries.
     nodes, group, dim = q_ref.shape
@@ -263,7 +265,7 @@ def _kernel(
         starts = None
         if start_ref is not None:
             starts = pltriton.load(start_ref.at[node], mask=real, other=jnp.iinfo(jnp.int32).max)
-        blocks = _committed(pool_ref, layer_ref[...], table_ref, length_ref[...], starts, split, config)
+        blocks = _committed(pool_ref, layer_ref[...], table_ref, length_ref[...], starts, keep_first, split, config)
         state = attend(blocks, state)
     state = attend(_own(k_ref, v_ref, mask_ref, node, real, nodes, split, config), state)
 
@@ -288,6 +290,7 @@ def _committed(
     table_ref: Ref,
     length: jax.Array,
     starts: jax.Array | None,
+    keep_first: int,
     split: jax.Array,
     config: Config,
 ) -> Blocks:
@@ -295,32 +298,44 @@ def _committed(
 
     Args:
       starts: where the window of each row begins, Int[block_m]; None: at 0.
+      keep_first: positions at the beginning that are seen, too. If windows begin after their blocks, the loop counts
+        those as if they were just before the first block of the windows, so that it has no gap.
     """
     page_size = pool_ref.shape[3]
     upper = jnp.minimum(length, table_ref.shape[0] * page_size)
     lower = 0 if starts is None else jnp.clip(starts.min(), 0, upper)
     first, last = lower // config.block_k, pl.cdiv(upper, config.block_k)
-    blocks_per_split = pl.cdiv(last - first, config.splits)
-    begin = first + split * blocks_per_split
+    kept = jnp.minimum(pl.cdiv(keep_first, config.block_k), first) if keep_first else 0
+    blocks_per_split = pl.cdiv(last - first + kept, config.splits)
+    begin = first - kept + split * blocks_per_split
+
+    def place(i):
+        return (i - jnp.where(i < first, first - kept, 0) if keep_first else i) * config.block_k
 
     def find(i):
-        at = i * config.block_k
+        at = place(i)
         if page_size % config.block_k:
             at += jnp.arange(config.block_k)
         return pltriton.load(table_ref.at[at // page_size], mask=at < upper, other=0)
 
     def fetch(i, page):
-        at, offset = i * config.block_k, jnp.arange(config.block_k)
+        at, offset = place(i), jnp.arange(config.block_k)
         position = at + offset
         # 0 * NaN is NaN, and beyond the prefix there may be a free page: mask the load, not the weight.
         used = (position >= lower) & (position < upper)
+        if keep_first:
+            used |= (position < keep_first) & (position < upper)
         if page_size % config.block_k:
             page, row = page[:, None], position % page_size
         else:
             row = at % page_size + offset
         keys, values = (load_rows(pool_ref, (layer, kind, page), row, used) for kind in (0, 1))
-        visible = used[None] if starts is None else used[None] & (position[None] >= starts[:, None])
-        return keys, values, visible
+        if starts is None:
+            return keys, values, used[None]
+        seen = position[None] >= starts[:, None]
+        if keep_first:
+            seen |= position[None] < keep_first
+        return keys, values, used[None] & seen
 
     return begin, jnp.minimum(begin + blocks_per_split, last), find, fetch
 

@@ -144,6 +144,8 @@ def test_bytes_are_those_of_the_literature(name, head, target, step, extend, kv)
     assert plain == preset.target.forward_bytes(params.target) + 8 * 512 * kv
     chain = weights.round_bytes(params, preset.target, preset.head, depth=5, batch=8, context=512)
     assert chain - plain == pytest.approx(extend + 4 * step + 5 * 8 * 512 * 4096, rel=1e-3)
+    narrow = weights.round_bytes(params, preset.target, preset.head, depth=5, batch=8, context=512, seen=100)
+    assert chain - narrow == 5 * 8 * 412 * 4096
 
 
 @pytest.mark.parametrize("version", (1, 3))
@@ -392,6 +394,10 @@ def test_a_report_of_the_tiny_preset(capsys, tmp_path, needs):
         2,
         "--dtype",
         "bfloat16",
+        "--draft-window",
+        16,
+        "--keep-first",
+        2,
     )
     status, out, err = run(capsys, "--preset", "tiny", *shape, *files)
     assert status == 0 and "3/3" in err, "a progress bar"
@@ -418,6 +424,8 @@ def test_a_report_of_the_tiny_preset(capsys, tmp_path, needs):
         assert (rounds.batch, rounds.context, rounds.settings["rounds"]) == (2, 64, 8)
         assert rounds.settings.get("drafter") == (None if mode == "plain" else "eagle")
         assert ("width" in rounds.settings) == (mode == "tree")
+        window = rounds.settings.get("window"), rounds.settings.get("keep_first")
+        assert window == ((None, None) if mode == "plain" else (16, 2))
         assert len(by_metric[mode, "first token"].values) == 3
         (accept_length,) = by_metric[mode, "accept length"].values
         assert accept_length == (1 if mode == "plain" else 3)
@@ -511,6 +519,9 @@ def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, mon
             "--mode plain --depth 3",
             "--depth 3: requires --mode chain or tree or stepped or unfolded, but --mode is plain",
         ),
+        ("--preset tiny-gemma-4 --draft-window 9", "--draft-window 9: the drafter frozen-kv-mtp has no window"),
+        ("--keep-first 2", "--keep-first 2: requires a window"),
+        ("--mode plain --draft-window 9", "--draft-window 9: requires --mode chain or tree or stepped or unfolded"),
         ("--mode plain --drafter eagle", "--drafter eagle: requires --mode chain or tree or stepped or unfolded"),
         ("--tokens-per-round 7", "--tokens-per-round 7: must be at most 6 with --depth 5"),
         ("--tokens-per-round 0.5", "--tokens-per-round 0.5: must be from 1, which is the bonus token, to 1000"),

@@ -1,4 +1,4 @@
-"""The sliding-window cache against dense attention over the end of each path; everything beyond a window is NaN."""
+"""Windows, of a ring and of a draft, against dense attention over the end of each path; everything outside is NaN."""
 
 import dataclasses
 from functools import partial
@@ -8,22 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspec.cache import SlidingCache, swa
-from jspec.cache.swa import window_mask
+from jspec.cache import MhaCache, SlidingCache, swa
+from jspec.cache.window import Window, window_mask, within
 from jspec.core import tree
 from jspec.core.types import DraftTree
 from pallas_kernels import platform
 
-LAYERS, KV_HEADS, HEADS, DIM, BATCH, CAPACITY = 2, 1, 2, 16, 3, 90
+LAYERS, KV_HEADS, HEADS, DIM, BATCH, CAPACITY = 2, 1, 2, 16, 3, 100
 SHAPE = dict(layers=LAYERS, kv_heads=KV_HEADS, head_dim=DIM, dtype=jnp.float32)
 
 
-@partial(jax.jit, static_argnames="layer")
-def attend(cache, layer, q, k, v, start, mask, positions):
-    return cache.attend(layer, q, k, v, start, mask, 0.25, positions)
+@partial(jax.jit, static_argnames=("layer", "window"))
+def attend(cache, layer, q, k, v, start, mask, positions, window=None):
+    seen = cache if window is None else within(cache, window.length, window.keep_first)
+    return seen.attend(layer, q, k, v, start, mask, 0.25, positions)
 
 
-commit = jax.jit(SlidingCache.commit)
+commit = jax.jit(lambda cache, *given: cache.commit(*given))
 
 
 @jax.jit
@@ -32,22 +33,28 @@ def depths_and_mask(tokens, parents):
     return tree.depths(draft), tree.ancestor_mask(draft)
 
 
-def empty(window, page_size, rng):
+def empty(window, page_size, rng, kind=SlidingCache):
     """An empty cache in a pool with spare pages, with its pages in random order."""
-    make = partial(SlidingCache.empty, BATCH, CAPACITY, page_size, **SHAPE, window=window)
-    cache = jax.jit(make)()
+    own = {"window": window} if kind is SlidingCache else {}
+    cache = jax.jit(partial(kind.empty, BATCH, CAPACITY, page_size, **SHAPE, **own))()
     pages = cache.pool.shape[2] + 3
     moved = rng.permutation(pages)[: cache.pool.shape[2]].astype(np.int32)
     pool = np.full((LAYERS, 2, pages, *cache.pool.shape[3:]), np.float32(np.nan))
     return dataclasses.replace(cache, pool=pool, page_table=moved[np.array(cache.page_table)])
 
 
-def forget(cache, length):
-    """The cache with NaN in every row outside the last window."""
+def forget(cache, length, window=None):
+    """The cache with NaN in every row outside the last window.
+
+    window: of a draft, whose queries are all after the committed rows.
+    """
+    last, first = (cache.window, 0) if window is None else (window.length - 1, window.keep_first)
     pool, table = np.array(cache.pool), np.array(cache.page_table)
     kept, page_size = np.full_like(pool, np.nan), pool.shape[3]
     for b, end in enumerate(length):
-        for t in range(max(0, end - cache.window), end):
+        for t in range(end):
+            if first <= t < end - last:
+                continue
             at = table[b, t // page_size], t % page_size
             kept[:, :, *at] = pool[:, :, *at]
     return dataclasses.replace(cache, pool=jnp.asarray(kept))
@@ -91,23 +98,42 @@ def test_rounds_equal_dense_attention_over_each_nodes_window(window, page_size, 
 
     With one window, a head has more elements in the pool, as some platforms want it.
     """
-    width = 24 if window == 7 else DIM
+    compare(SlidingCache, window, 0, page_size, monkeypatch, width=24 if window == 7 else DIM)
+
+
+@pytest.mark.fast("8-3-4")
+@pytest.mark.parametrize(
+    ("window", "keep_first", "page_size"),
+    ((8, 3, 4), (8, 0, 1), (1, 1, 3), (7, 7, 16), (20, 9, 4), (100, 5, 16), (30, 30, 1), (26, 2, 5)),
+)
+def test_a_drafts_window_equals_dense_attention_over_it_and_the_first_rows(window, keep_first, page_size, monkeypatch):
+    """Without the positions of the nodes, which follow from the rows that they see."""
+    compare(MhaCache, window, keep_first, page_size, monkeypatch, width=24 if window == 7 else DIM)
+
+
+def compare(kind, window, keep_first, page_size, monkeypatch, width):
+    """width: elements of a head in the pool."""
+    draft = None if kind is SlidingCache else Window(window, keep_first)
     monkeypatch.setattr(platform, "row_width", lambda _: width)
     rng = np.random.default_rng(window + page_size)
-    cache = empty(window, page_size, rng)
+    cache = empty(window, page_size, rng, kind)
     assert cache.pool.shape[-1] == width
     committed = {at: [] for at in np.ndindex(LAYERS, BATCH)}
     length = np.zeros(BATCH, np.int32)
-    for count, chain in ((25, True), (1, True), (12, False), (5, True), (12, False), (25, True)):
+    # The first positions of a draft's window are at first among the rows of the round, of a tree and of a chain.
+    first = ((12, False),) if keep_first else ()
+    for count, chain in (*first, (25, True), (1, True), (12, False), (5, True), (12, False), (25, True)):
         q, rows, parents, paths = random_round(rng, count, chain)
         paths = [path if b else [] for b, path in enumerate(paths)] if count == 5 else paths
         depths, mask = depths_and_mask(np.zeros((BATCH, count), np.int32), None if chain else parents)
         positions = length[:, None] + np.asarray(depths)
         for layer in range(LAYERS):
-            out = np.asarray(attend(cache, layer, q, *rows[layer], length, mask, positions))
+            given = (positions, None) if draft is None else (None, draft)
+            out = np.asarray(attend(cache, layer, q, *rows[layer], length, mask, *given))
             for b, n in np.ndindex(BATCH, count):
                 own = range(n + 1) if parents is None else line(parents[b], n)
-                seen = [*committed[layer, b], *(rows[layer, :, b, m] for m in own)][-window:]
+                path = [*committed[layer, b], *(rows[layer, :, b, m] for m in own)]
+                seen = path[:keep_first] + path[max(keep_first, len(path) - window) :]
                 np.testing.assert_allclose(out[b, n], dense(q[b, n], seen), rtol=1e-5, atol=1e-5)
         taken = np.array([len(path) for path in paths], np.int32)
         padded = None if chain else np.array([path + [0] * (count - len(path)) for path in paths], np.int32)
@@ -115,7 +141,7 @@ def test_rounds_equal_dense_attention_over_each_nodes_window(window, page_size, 
         for layer, b in committed:
             committed[layer, b] += [rows[layer, :, b, m] for m in paths[b]]
         length = length + taken
-        cache = forget(cache, length)
+        cache = forget(cache, length, draft)
     assert length.max() > 3 * min(window, 8) and length.min() < length.max()
 
 
@@ -181,7 +207,7 @@ def test_no_two_sequences_share_a_page():
 @pytest.mark.parametrize("chain", [True, False])
 def test_rounds_within_the_window_keep_their_mask(chain):
     mask = None if chain else jnp.ones((1, 8, 8), bool)
-    assert window_mask(mask, 8, 8, 8) is mask
+    assert window_mask(mask, 8, 8, Window(8), None) is mask
 
 
 def test_an_empty_window_is_an_error():
@@ -189,8 +215,19 @@ def test_an_empty_window_is_an_error():
         SlidingCache.empty(1, 8, 4, **SHAPE, window=0)
 
 
-def test_a_prefix_without_positions_is_an_error():
-    cache = SlidingCache.empty(1, 8, 4, **SHAPE, window=4)
+@pytest.mark.parametrize("length", (3, 8, 20))
+def test_a_layer_with_a_window_of_its_own_sees_the_shorter_one_and_no_first_rows(length):
+    rng = np.random.default_rng(0)
+    cache, shorter = empty(8, 4, rng), empty(min(length, 8), 4, rng)
+    q, rows, _, _ = random_round(rng, 25, True)
+    start, count = np.zeros(BATCH, np.int32), np.array([25, 9, 3], np.int32)
+    cache, shorter = (commit(each, tuple(map(tuple, rows)), start, None, count) for each in (cache, shorter))
+    given = 1, q[:, :2], *rows[0, :, :, :2], count, None, None
+    np.testing.assert_array_equal(attend(cache, *given, Window(length, 2)), attend(shorter, *given))
+
+
+def test_a_window_of_exact_attention_is_an_error():
+    cache = MhaCache.empty(1, 8, 4, **SHAPE)
     q, k = jnp.zeros((1, 1, HEADS, DIM)), jnp.zeros((1, 1, KV_HEADS, DIM))
-    with pytest.raises(ValueError, match="positions=None"):
-        cache.attend(0, q, k, k, jnp.zeros(1, jnp.int32), None, 1.0)
+    with pytest.raises(ValueError, match="exact=True: exact attention has no windows yet"):
+        within(cache, 4).attend(0, q, k, k, jnp.zeros(1, jnp.int32), None, 1.0, exact=True)

@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 
+import deepseek
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import qwen
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from jspec.core.types import DraftNeeds, Params
 from jspec.drafters import DRAFTERS, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, resolve
 from jspec.drafters.ngram import continue_match
 from jspec.models.assistant import Clusters
+from jspec.models.function import FunctionModel
 
 # The contract
 
@@ -136,6 +139,35 @@ def test_an_object_that_is_not_a_drafter_is_an_error_that_names_what_it_lacks():
             lambda: Block().bind(toy.TARGET, dataclasses.replace(toy.BLOCK, capture_layers=(0, 4))),
             "they must ascend, from 0 to 3",
         ),
+        (lambda: Eagle(window=0), r"Eagle\(window=0\): must be from 1 to 2147483647"),
+        (lambda: Block(window=-3), r"Block\(window=-3\): must be from 1 to"),
+        (
+            lambda: Standalone(window=2, keep_first=3),
+            r"Standalone\(window=2, keep_first=3\): must keep no more positions",
+        ),
+        (lambda: Eagle(window=2, keep_first=-1), r"Eagle\(keep_first=-1\): must be at least 0"),
+        (lambda: Block(keep_first=4), r"Block\(keep_first=4\): requires a window"),
+        (lambda: Block(window=4).bind(toy.TARGET, toy.BLOCK), r"Block\(window=4\): must be at least 5, the rows of a"),
+        (
+            lambda: Block(window=9, keep_first=1).bind(toy.TARGET, dataclasses.replace(toy.BLOCK, windows=(6, 6))),
+            r"Block\(keep_first=1\): each layer of the draft has a sliding window of its own",
+        ),
+        (
+            lambda: Standalone(window=9).bind(qwen.KINDS["dense"], qwen.KINDS["dense"]),
+            r"Standalone\(window=9\): a draft of type Qwen3Next cannot have a window: some of its layers keep a state",
+        ),
+        (
+            lambda: Standalone(window=9).bind(deepseek.KINDS["mla"], deepseek.KINDS["mla"]),
+            "a draft of type Deepseek cannot have a window: attention to its latent keys has no windows",
+        ),
+        (
+            lambda: Standalone(window=9).bind(toy.TARGET, FunctionModel(len, toy.TARGET.vocab_size, 64)),
+            "a draft of type FunctionModel cannot have a window: len: a function of tokens has no keys",
+        ),
+        (
+            lambda: Eagle(window=9).bind(toy.TARGET, toy.HEADS.head(0, toy.TARGET)),
+            r"Eagle\(window=9\): a draft of type MtpHead has no layer_windows",
+        ),
         (
             lambda: FrozenKvMtp(position="last"),
             r"FrozenKvMtp\(position='last'\): position must be one of 'committed', 'root'",
@@ -185,6 +217,18 @@ def test_an_object_that_is_not_a_drafter_is_an_error_that_names_what_it_lacks():
 def test_invalid_settings_are_errors(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("kind", (Eagle, Block, Standalone))
+@pytest.mark.parametrize(
+    "given", ({"window": True}, {"window": 8.0}, {"window": "8"}, {"window": 8, "keep_first": True})
+)
+def test_a_window_is_a_number_of_positions(kind, given):
+    *_, (name, value) = given.items()
+    with pytest.raises(TypeError, match=rf"{kind.__name__}\({name}={value!r}\): must be an int"):
+        kind(**given)
+    made = kind(window=np.int64(8), keep_first=np.int32(8))
+    assert (type(made.window), made.window, made.keep_first) == (int, 8, 8)
 
 
 @pytest.mark.parametrize("drafter", (Block(), Eagle(), FrozenKvMtp(), Mtp()))

@@ -62,7 +62,7 @@ SETUPS = {
     "standalone_tree_sampled": Setup(T, Standalone(3, 2, 6).bind(T, toy.NEAR), toy.params, SAMPLED),
     "eagle": Setup(T, Eagle(depth=3).bind(T, toy.HEAD), toy.head_params),
     "eagle_sampled": Setup(T, Eagle(depth=3).bind(T, toy.HEAD), toy.head_params, SAMPLED),
-    "eagle_tree": Setup(T, Eagle(3, 3, 9).bind(T, toy.HEAD), toy.head_params),
+    "eagle_tree": Setup(T, Eagle(3, 3, 9, window=6, keep_first=2).bind(T, toy.HEAD), toy.head_params),
     "block": Setup(T, Block(depth=3).bind(T, toy.FILL_IN), lambda: toy.block_params(toy.FILL_IN)),
     "ring_block": Setup(T, Block(depth=3).bind(T, toy.BLOCK), lambda: toy.block_params(toy.BLOCK)),
     "standalone_rejection": Setup(T, Standalone(2, 2, 5, True).bind(T, toy.NEAR), toy.params, SAMPLED, rejection),

@@ -72,10 +72,20 @@ def sees(raw: dict, layer: int) -> tuple[int | None, bool]:
     return window, causal
 
 
-def block(raw: dict, t: Tensors, embed: np.ndarray, head: np.ndarray, hidden: np.ndarray, root: int):
+def block(
+    raw: dict,
+    t: Tensors,
+    embed: np.ndarray,
+    head: np.ndarray,
+    hidden: np.ndarray,
+    root: int,
+    limit: int | None = None,
+    keep_first: int = 0,
+):
     """Outputs [gamma, E] and logits [gamma, Vd] of the rows that predict, after the committed positions of `hidden`.
 
     embed [V, E], head [V, E]: the target's, for a draft without its own.
+    limit, keep_first: the drafter's window; the first positions are those of layers without a window of their own.
     """
     config, g = layer_config(raw), feature(raw, t, hidden)
     eps, start, size = config["rms_norm_eps"], len(hidden), option(raw, "block_size")
@@ -91,6 +101,8 @@ def block(raw: dict, t: Tensors, embed: np.ndarray, head: np.ndarray, hidden: np
             place, seen = start + j, []
             for position, pair in enumerate([*past, *own]):
                 inside = window is None or abs(place - position) < window
+                if limit is not None and place - position >= limit:
+                    inside = window is None and position < keep_first
                 if inside and not (causal and position > place):
                     seen.append(pair)
             x[j] = x[j] + attend(config, t, prefix + "self_attn.", normed[j], place, seen)

@@ -29,6 +29,8 @@ class Case:
     soft_cap: float | None = None
     windows: bool = False
     """Each node sees the prefix from its own position on."""
+    keep_first: int = 0
+    """And this number of positions at the beginning."""
     sinks: bool = False
     stored: str | None = None
     """The dtype of the pool; None: `dtype`."""
@@ -83,6 +85,10 @@ ATTENTION_CASES = (
     Case("soft_cap", soft_cap=1.5, tree=True),
     Case("windows_chain", windows=True, nodes=5, heads=4, page_size=2, pages=20, prefix=(40, 33, 0)),
     Case("windows_tree", windows=True, nodes=9, tree=True, page_size=16, pages=4, prefix=(64, 50, 20)),
+    Case("first_chain", windows=True, keep_first=3, nodes=5, page_size=2, pages=20, prefix=(40, 33, 2, 0)),
+    Case(
+        "first_tree", windows=True, keep_first=17, nodes=9, heads=4, tree=True, page_size=16, pages=9, prefix=(144, 9)
+    ),
     Case("bfloat16_windows_soft_cap", dtype="bfloat16", windows=True, soft_cap=2.0, tree=True, head_dim=64),
 )
 """Those, and cases that differ for attention only."""
@@ -112,10 +118,12 @@ def page_table(rng, case: Case, spare: int = 4) -> tuple[np.ndarray, int]:
 
 
 def pool(rng, case: Case, table: np.ndarray, total: int, lengths, starts=None) -> np.ndarray:
-    """Random rows before each sequence's length (and from its start on), and NaN everywhere else."""
+    """Random rows before each sequence's length (and from its start on, or first ones to keep); NaN everywhere else."""
     full = np.full((case.layers, 2, total, case.page_size, case.kv_heads, case.head_dim), np.nan, case.pool_dtype)
     for b, length in enumerate(lengths):
-        for t in range(0 if starts is None else starts[b], length):
+        for t in range(length):
+            if starts is not None and case.keep_first <= t < starts[b]:
+                continue
             row = normal(rng, (case.layers, 2, case.kv_heads, case.head_dim), case.pool_dtype)
             full[:, :, table[b, t // case.page_size], t % case.page_size] = row
     return full

@@ -15,27 +15,36 @@ def fill(cache: Any) -> Any:
     return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
 
 
-def spoil(cache: Any, lengths: Any, *, spare: int = 0) -> Any:
+def spoil(cache: Any, lengths: Any, *, spare: int = 0, window: int | None = None, keep_first: int = 0) -> Any:
     """The cache with NaN in all rows that neither a window nor a full layer may read.
 
     lengths: committed rows of each sequence; 0: nothing is in use.
     spare: unused pages of NaN to add; all pages are then shuffled.
+    window, keep_first: those of a drafter, whose queries are all after the committed rows.
     """
 
     def part(each):
-        return _states(each, lengths) if isinstance(each, RecurrentCache) else _pages(each, lengths, spare)
+        if isinstance(each, RecurrentCache):
+            return _states(each, lengths)
+        own = getattr(each, "window", None)
+        if window is None or (own is not None and own < window):
+            return _pages(each, lengths, spare, own, 0)
+        return _pages(each, lengths, spare, window - 1, keep_first if own is None else 0)
 
     return jax.tree.map(part, cache, is_leaf=lambda x: isinstance(x, RecurrentCache) or hasattr(x, "page_table"))
 
 
-def _pages(cache: Any, lengths: Any, spare: int) -> Any:
+def _pages(cache: Any, lengths: Any, spare: int, last: int | None, keep_first: int) -> Any:
+    """NaN in all rows but the `last` ones, None: all of them; and the first."""
     pool, table = np.array(cache.pool), np.array(cache.page_table)
     pages, page_size = pool.shape[2] + spare, pool.shape[3]
     order = np.random.default_rng(0).permutation(pages) if spare else np.arange(pages)
     moved = order[table].astype(np.int32)
     kept = np.full((*pool.shape[:2], pages, *pool.shape[3:]), np.nan, pool.dtype)
     for b, length in enumerate(np.array(lengths)):
-        for t in range(max(0, length - getattr(cache, "window", length)), length):
+        for t in range(length):
+            if last is not None and keep_first <= t < length - last:
+                continue
             at, row = t // page_size, t % page_size
             kept[:, :, moved[b, at], row] = pool[:, :, table[b, at], row]
     return dataclasses.replace(cache, pool=jax.device_put(kept), page_table=jax.device_put(moved))

@@ -87,10 +87,10 @@ def drop_wait(monkeypatch: pytest.MonkeyPatch, number: int) -> list[tuple[str, i
     return lines
 
 
-def record_copies(monkeypatch: pytest.MonkeyPatch, pool: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """The layer, the page and the bytes of each copy out of a pool [L, 1, P, page, W].
+def record_copies(monkeypatch: pytest.MonkeyPatch, pool: tuple[int, ...], place: int = 0) -> list[tuple[int, int, int]]:
+    """The layer, the page and the bytes of each copy out of a pool, whose first axis is that of layers.
 
-    The list fills while a kernel runs, which first selects a layer of the pool and then a page.
+    The list fills while a kernel runs. place: of the page among the last indices of the reference.
     """
     make, copied = pltpu.make_async_copy, []
 
@@ -99,11 +99,11 @@ def record_copies(monkeypatch: pytest.MonkeyPatch, pool: tuple[int, ...]) -> lis
         if getattr(source, "ref", source).shape != pool:
             return copy
         size = math.prod(target.shape) * target.dtype.itemsize
-        of_layer, of_page = source.transforms
-        place, start = (of_layer.indices[0], of_page.indices[0]), copy.start
+        position = source.transforms[0].indices[0], source.transforms[-1].indices[place]
+        start = copy.start
 
         def start_recorded():
-            jax.debug.callback(lambda *place: copied.append((*map(int, place), size)), *place)
+            jax.debug.callback(lambda *at: copied.append((*map(int, at), size)), *position)
             start()
 
         copy.start = start_recorded

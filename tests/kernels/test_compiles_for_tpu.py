@@ -38,7 +38,9 @@ ROUNDS = {
 }
 
 
-def attention_program(heads, dtype, page_size, nodes, rows=0, batch=1, tree=False, windows=False, soft_cap=None):
+def attention_program(
+    heads, dtype, page_size, nodes, rows=0, batch=1, tree=False, windows=False, keep_first=0, soft_cap=None
+):
     """A call of the kernel at these shapes, and its arguments."""
     query_heads, kv_heads, dim = heads
     own = new((batch, rows or nodes, kv_heads, dim), dtype)
@@ -48,8 +50,8 @@ def attention_program(heads, dtype, page_size, nodes, rows=0, batch=1, tree=Fals
     table = new((batch, 4096 // page_size // batch), "int32")
 
     def run(starts, *args):
-        options = {"layer": 3, "scale": 0.1, "soft_cap": soft_cap, "prefix_start": starts, "interpret": False}
-        return attention.paged_attention(*args, **options)
+        options = {"layer": 3, "scale": 0.1, "soft_cap": soft_cap, "prefix_start": starts, "keep_first": keep_first}
+        return attention.paged_attention(*args, **options, interpret=False)
 
     q, length = new((batch, nodes, query_heads, dim), dtype), new((batch,), "int32")
     return run, (starts, q, own, own, pool, table, length, mask)
@@ -67,6 +69,13 @@ POINTS = [
 def test_attention(model, name, page_size, generation):
     run, args = attention_program(HEADS[model], "bfloat16", page_size, **ROUNDS[name])
     assert not copies_a_pool(compile_for(generation, run, *args), args[4])
+
+
+@pytest.mark.parametrize("name", ("windows", "draft_step"))
+def test_attention_to_a_window_and_the_first_positions(name):
+    shape = {**ROUNDS[name], "windows": True, "keep_first": 4}
+    run, args = attention_program(HEADS["llama_8b"], "bfloat16", 64, **shape)
+    assert not copies_a_pool(compile_for(next(iter(TOPOLOGIES)), run, *args), args[4])
 
 
 @generations

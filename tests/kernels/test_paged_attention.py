@@ -27,14 +27,31 @@ def named(cases):
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-def oracle(q, k, v, pool, table, prefix, mask, *, layer=0, scale=1.0, soft_cap=None, prefix_start=None, sinks=None):
+def oracle(
+    q,
+    k,
+    v,
+    pool,
+    table,
+    prefix,
+    mask,
+    *,
+    layer=0,
+    scale=1.0,
+    soft_cap=None,
+    prefix_start=None,
+    keep_first=0,
+    sinks=None,
+):
     batch, nodes, heads, _ = q.shape
     rows, group = k.shape[1], heads // k.shape[2]
     out = np.zeros(q.shape, np.float64)
     for b, n, h in np.ndindex(batch, nodes, heads):
         seen = np.arange(rows) <= rows - nodes + n if mask is None else mask[b, n]
         keys, values = [k[b, seen, h // group]], [v[b, seen, h // group]]
-        for t in range(0 if prefix_start is None else prefix_start[b, n], 0 if prefix is None else prefix[b]):
+        for t in range(0 if prefix is None else prefix[b]):
+            if prefix_start is not None and keep_first <= t < prefix_start[b, n]:
+                continue
             page, row = table[b, t // pool.shape[3]], t % pool.shape[3]
             keys.append(pool[layer, 0, page, row, h // group][None])
             values.append(pool[layer, 1, page, row, h // group][None])
@@ -49,9 +66,10 @@ def oracle(q, k, v, pool, table, prefix, mask, *, layer=0, scale=1.0, soft_cap=N
     return out
 
 
-def attend(*args, layer=0, scale=1.0, soft_cap=None, prefix_start=None, sinks=None, backend=None):
+def attend(*args, layer=0, scale=1.0, prefix_start=None, sinks=None, **options):
     """The operation, jitted: backends always run inside a program."""
-    options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "backend": backend}
+    backend = options.setdefault("backend", None)
+    options |= {"layer": layer, "scale": scale}
     run = jax.jit(
         lambda prefix_start, sinks, *args: paged_attention(*args, prefix_start=prefix_start, sinks=sinks, **options),
         compiler_options=FAST_COMPILE if interpreted(backend) else None,
@@ -99,6 +117,9 @@ POINTS = [
     "sinks_chain-xla",
     "sinks_chain-triton",
     "windows_tree-xla",
+    "first_chain-xla",
+    "first_tree-triton",
+    "first_chain-mosaic_tpu",
     "bfloat16_windows_soft_cap-mosaic_tpu",
     "narrow_pool_chain",
 )
@@ -107,7 +128,7 @@ def test_equals_a_softmax_in_float64(case, backend):
     """Free pages, and rows after the prefix or before all windows, are NaN: reading one shows in the result."""
     args = inputs(case)
     options = {"layer": case.layers - 1, "scale": 0.3, "soft_cap": case.soft_cap, "prefix_start": starts(case)}
-    options["sinks"] = sinks_of(case)
+    options |= {"sinks": sinks_of(case), "keep_first": case.keep_first}
     out = attend(*args, **options, backend=backend)
     assert out.dtype == jnp.dtype(case.dtype)
     assert out.shape == args[0].shape
@@ -153,6 +174,8 @@ SPLIT = Case("splits", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page
         (8, SPLIT),
         (2, dataclasses.replace(SPLIT, name="splits_of_small_pages", page_size=3, pages=32)),
         (3, dataclasses.replace(SPLIT, name="splits_of_windows", windows=True, tree=False)),
+        (3, dataclasses.replace(SPLIT, name="splits_of_first", windows=True, keep_first=18, tree=False)),
+        (9, dataclasses.replace(SPLIT, name="splits_of_few_blocks", windows=True, keep_first=1, nodes=1)),
         (3, dataclasses.replace(SPLIT, name="splits_of_many_rows", nodes=20, prefix=(50,), tree=False, kv_heads=1)),
         (2, dataclasses.replace(SPLIT, name="splits_sinks", kv_heads=1, sinks=True)),
     ),
@@ -161,7 +184,7 @@ SPLIT = Case("splits", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page
 def test_splits_of_the_prefix_are_merged(case, splits, kernel):
     """Including more splits than blocks of keys, and several tiles of rows."""
     args, config = inputs(case), triton.Config(block_m=16, block_k=16, splits=splits, num_warps=4, num_stages=2)
-    options = {"prefix_start": starts(case), "sinks": sinks_of(case)}
+    options = {"prefix_start": starts(case), "sinks": sinks_of(case), "keep_first": case.keep_first}
     assert_close(attend_with(triton, config, *args, **options), oracle(*args, **options))
 
 
@@ -172,6 +195,8 @@ def test_splits_of_the_prefix_are_merged(case, splits, kernel):
     (
         (1, dataclasses.replace(SPLIT, name="steps_tree", nodes=20)),
         (2, dataclasses.replace(SPLIT, name="steps_windows", windows=True, tree=False, nodes=20)),
+        (1, dataclasses.replace(SPLIT, name="steps_first", windows=True, keep_first=18, nodes=20)),
+        (2, dataclasses.replace(SPLIT, name="steps_first_of_2_pages", windows=True, keep_first=1, tree=False)),
         (1, dataclasses.replace(SPLIT, name="steps_no_prefix", prefix=None, tree=False, nodes=40)),
         (2, dataclasses.replace(SPLIT, name="steps_sinks", kv_heads=1, sinks=True, nodes=20)),
     ),
@@ -179,7 +204,7 @@ def test_splits_of_the_prefix_are_merged(case, splits, kernel):
 )
 def test_steps_and_tiles_of_the_tpu_kernel(case, step_pages, kernel):
     args, config = inputs(case), mosaic_tpu.Config(block_m=16, step_pages=step_pages, step_rows=16)
-    options = {"prefix_start": starts(case), "sinks": sinks_of(case)}
+    options = {"prefix_start": starts(case), "sinks": sinks_of(case), "keep_first": case.keep_first}
     assert_close(attend_with(mosaic_tpu, config, *args, **options), oracle(*args, **options))
 
 
@@ -194,6 +219,7 @@ REAL = (
     Case("first_chunk", **LLAMA, prefix=None, nodes=2048),
     Case("draft_step", **LLAMA, prefix=(0,), nodes=1, earlier=7, tree=True),
     Case("windows", **LLAMA, prefix=(0,), nodes=6, tree=True, windows=True, soft_cap=50.0),
+    Case("first_tree", **LLAMA, prefix=(0,) * 8, nodes=8, earlier=24, tree=True, windows=True, keep_first=4),
     Case("head_dim_64", **{**LLAMA, "head_dim": 64}, prefix=(0,), nodes=6),
     Case("sinks", **{**LLAMA, "head_dim": 64, "heads": 64}, prefix=(0,), nodes=6, tree=True, windows=True, sinks=True),
     Case("head_dim_256", **{**LLAMA, "head_dim": 256}, prefix=(0,), nodes=6, tree=True, windows=True),
@@ -223,7 +249,7 @@ def test_lowers_for(case, platform):
     kernel, call = {"cuda": (triton, "gpu.triton"), "tpu": (mosaic_tpu, "tpu_custom_call")}[platform]
     windows = jax.ShapeDtypeStruct((case.batch, case.nodes), "int32") if case.windows else None
     options = {"layer": case.layers - 1, "scale": 0.1, "soft_cap": case.soft_cap, "interpret": False}
-
+    options["keep_first"] = case.keep_first
     sinks = jax.ShapeDtypeStruct((case.heads,), case.dtype) if case.sinks else None
 
     def run(prefix_start, sinks, *args):
@@ -332,6 +358,8 @@ WRONG = {
     "soft_cap": ({"soft_cap": lambda _: 0.0}, "soft_cap=0.0: must be above 0"),
     "sinks": ({"sinks": lambda _: np.zeros(3, np.float32)}, r"sinks \(3,\): must be \(2,\), one for each head"),
     "windows": ({"prefix_start": lambda _: np.zeros((3, 1), np.int32)}, r"prefix_start \(3, 1\): must be \(3, 4\)"),
+    "first": ({"keep_first": lambda _: 2}, "keep_first=2: must be at least 0, and 0 without prefix_start"),
+    "negative_first": ({"keep_first": lambda _: -1}, "keep_first=-1: must be at least 0"),
     "no_prefix": (
         {"prefix": lambda _: None, "prefix_start": lambda _: np.zeros((3, 4), np.int32)},
         "prefix_start requires prefix_length",
@@ -343,7 +371,7 @@ WRONG = {
 def test_arguments_that_do_not_fit_are_an_error(change, message, without_jaxtyping):
     names = ("q", "k", "v", "pool", "table", "prefix", "mask")
     args = dict(zip(names, inputs(Case("wrong", tree=True)), strict=True))
-    options = {"layer": 0, "soft_cap": None, "prefix_start": None, "sinks": None}
+    options = {"layer": 0, "soft_cap": None, "prefix_start": None, "sinks": None, "keep_first": 0}
     args |= {name: new(args[name]) for name, new in change.items() if name in args}
     options |= {name: new(None) for name, new in change.items() if name in options}
     with pytest.raises(ValueError, match=message):

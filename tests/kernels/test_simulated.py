@@ -63,7 +63,7 @@ class Simulation:
 
 
 def attention_arguments(case: Case) -> tuple[tuple, dict]:
-    options = {"layer": case.layers - 1, "scale": 0.3, "soft_cap": case.soft_cap}
+    options = {"layer": case.layers - 1, "scale": 0.3, "soft_cap": case.soft_cap, "keep_first": case.keep_first}
     arrays = {"prefix_start": attention_starts(case), "sinks": attention_sinks(case)}
     return attention_inputs(case), {**options, **jax.device_put(arrays)}
 
@@ -222,3 +222,19 @@ def test_latent_attention_copies_committed_pages_only(name, nodes, monkeypatch):
     tiles = -(-nodes * case.heads // 16)
     committed = [table[b, t] for b, length in enumerate(case.prefix) for t in range(-(-length // case.page_size))]
     assert sorted(copied) == sorted((options["layer"], page, pool[0, 0, 0].nbytes) for page in committed * tiles)
+
+
+@pytest.mark.parametrize("step_pages", (1, 2))
+def test_windows_copy_the_first_pages_and_their_own(step_pages, monkeypatch):
+    """Each page once, in steps; of the pages between them none."""
+    case = Case("windows_bytes", prefix=(61, 7, 30), page_size=4, pages=16, nodes=2, keep_first=5)
+    q, k, v, pool, table, prefix, mask = attention_inputs(case)
+    starts = np.array([[50, 52], [0, 1], [30, 9]], np.int32)
+    copied = record_copies(monkeypatch, pool.shape, place=2)
+    options = {"layer": 1, "scale": 0.3, "prefix_start": jax.device_put(starts), "keep_first": case.keep_first}
+    config = attention.Config(16, step_pages=step_pages, step_rows=16)
+    simulate(attention.paged_attention, "eager", q, k, v, pool, table, prefix, mask, config=config, **options)
+    read = {0: [0, 1, 12, 13, 14, 15], 1: [0, 1], 2: [0, 1, 2, 3, 4, 5, 6, 7]}
+    assert sorted(page for _, page, _ in copied) == sorted(
+        int(table[b, at]) for b, pages in read.items() for at in pages
+    )

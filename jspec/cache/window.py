@@ -1,0 +1,109 @@
+"""Attention within a window of each token: of a layer with a sliding window, and of a draft that a drafter narrows."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from pallas_kernels.paged_attention import paged_attention
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Which positions a token sees.
+
+    length: the last ones, its own included.
+    keep_first: those at the beginning of the sequence, in addition (StreamingLLM, arXiv 2309.17453, section 3.2).
+    """
+
+    length: int
+    keep_first: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Windowed:
+    """A cache to read, whose layers see no more than a window. It is no state: commits go to the cache itself."""
+
+    cache: Any
+    window: Window
+
+    def attend(self, layer: int, *inputs: PyTree, **options: PyTree) -> PyTree:
+        """The cache's `attend`, within the window."""
+        return self.cache.attend(layer, *inputs, window=self.window, **options)
+
+
+def within(cache: Any, length: int | None, keep_first: int = 0) -> Any:
+    """What a forward with a window of that length reads of a cache; None: the cache itself."""
+    return cache if length is None else Windowed(cache, Window(length, keep_first))
+
+
+def attend_within(
+    window: Window,
+    q: Float[Array, "B N H D"],
+    k: Float[Array, "B R K D"],
+    v: Float[Array, "B R K D"],
+    pool: Float[Array, "L 2 P page K D"],
+    page_table: Int[Array, "B pages"],
+    start: Int[Array, " B"] | None,
+    mask: Bool[Array, "#B N R"] | None,
+    *,
+    layer: int,
+    scale: float,
+    positions: Int[Array, "#B #N"] | None,
+    sinks: Float[Array, " H"] | None,
+) -> Float[Array, "B N H D"]:
+    """Attention within a window over the first `start[b]` committed rows (None: none) and over the round's own rows.
+
+    positions: of the nodes. None: a node follows the rows of the round that it sees, of which each is one position.
+    """
+    nodes, rows, begin = q.shape[1], k.shape[1], None
+    if start is not None:
+        if positions is None:
+            positions = start[:, None] + _depths(mask, nodes, rows)
+        begin = jnp.broadcast_to(jnp.maximum(positions - window.length + 1, 0), q.shape[:2])
+    return paged_attention(
+        q,
+        k,
+        v,
+        pool,
+        page_table,
+        start,
+        window_mask(mask, nodes, rows, window, start),
+        layer=layer,
+        scale=scale,
+        prefix_start=begin,
+        keep_first=0 if begin is None else window.keep_first,
+        sinks=sinks,
+    )
+
+
+def window_mask(
+    mask: Bool[Array, "#B N R"] | None, nodes: int, rows: int, window: Window, start: Int[Array, " B"] | None
+) -> Bool[Array, "#B N R"] | None:
+    """The part of `mask` within each node's window.
+
+    A node sees one row of each generation, and earlier generations are further back: the distance from row m to the
+    node is the number of rows after m that the node sees, and the position of row m is `start` (None: 0) plus the
+    number of rows before m that it sees.
+    """
+    # With at most as many rows as the window has positions, the mask is already correct.
+    if rows <= window.length:
+        return mask
+    before = 0 if start is None else start.reshape(-1, 1, 1)
+    if mask is None:
+        row, own = jnp.arange(rows)[None, None], jnp.arange(rows - nodes, rows)[None, :, None]
+        near = row > own - window.length
+        return (row <= own) & (near | (before + row < window.keep_first) if window.keep_first else near)
+    from_here = jnp.cumsum(mask[:, :, ::-1], axis=2, dtype=jnp.int32)[:, :, ::-1]
+    near = from_here <= window.length
+    if window.keep_first:
+        near |= before + jnp.cumsum(mask, axis=2, dtype=jnp.int32) <= window.keep_first
+    return mask & near
+
+
+def _depths(mask: Bool[Array, "#B N R"] | None, nodes: int, rows: int) -> Int[Array, "#B N"]:
+    """How many rows of the round each node sees before its own."""
+    if mask is None:
+        return jnp.arange(rows - nodes, rows, dtype=jnp.int32)[None]
+    return mask.sum(axis=2, dtype=jnp.int32) - 1
