@@ -55,15 +55,9 @@ class MhaCache(PagedCache):
         positions: unused; only a sliding window needs them.
         sinks: as in `paged_attention`.
         exact: the bits of a node's result do not depend on the other nodes, see `exact_attention`.
-
-        Raises:
-          ValueError: `exact` with `sinks`.
         """
-        if exact and sinks is not None:
-            raise ValueError("exact=True: exact attention has no sinks yet")
-        if exact:
-            return exact_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)
-        return paged_attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale, sinks=sinks)
+        attention = exact_attention if exact else paged_attention
+        return attention(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale, sinks=sinks)
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]

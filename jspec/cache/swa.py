@@ -21,6 +21,7 @@ from jspec.cache import pages
 from jspec.cache.mha import Rows
 from jspec.cache.paged import PagedCache
 from jspec.core.struct import struct
+from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.paged_attention import paged_attention
 
@@ -69,12 +70,17 @@ class SlidingCache(PagedCache):
         scale: float,
         positions: Int[Array, "#B #N"] | None = None,
         sinks: Float[Array, " H"] | None = None,
+        exact: bool = False,
     ) -> Float[Array, "B N H D"]:
         """Like `MhaCache.attend`, within the window of each node.
 
-        positions: positions of the nodes; required if `start` is given.
+        positions: positions of the nodes; required if `start` is given and the attention is not `exact`.
         sinks: as in `paged_attention`.
+        exact: as in `MhaCache.attend`.
         """
+        if exact:
+            whole = partial(exact_attention, layer=layer, scale=scale, window=self.window, sinks=sinks)
+            return whole(q, k, v, self.pool, self.page_table, start, mask)
         first = None
         if start is not None:
             if positions is None:

@@ -1,6 +1,7 @@
 """What the language models of all families share: reading a token tree, and the path from tokens to logits."""
 
 import abc
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -37,7 +38,9 @@ class Decoder(abc.ABC):
     tensor: int = 1
     """Devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model."""
     exact: bool = False
-    """Whether the bits of a token's logits depend on its own context alone, see `exactly`."""
+    """Whether the bits of a token's logits depend on its own context alone, see `exactly`. A family that has such a
+    forward has this field.
+    """
     drafter: ClassVar[str] = "standalone"
     """Name of the drafter that uses this model as its draft."""
     at_once: ClassVar[bool] = False
@@ -109,9 +112,16 @@ class Decoder(abc.ABC):
         states and logits.
 
         Raises:
-          ValueError: there is no such forward.
+          ValueError: there is no such forward, or the model is split over devices.
         """
-        raise ValueError(f"exact=True: models of type {type(self).__name__} have no exact forward yet")
+        if not _can_be_exact(type(self)):
+            kinds = ", ".join(sorted(kind.__name__ for kind in _subclasses(Decoder) if _can_be_exact(kind)))
+            raise ValueError(
+                f"exact=True: models of type {type(self).__name__} have no exact forward yet; those of type {kinds} do"
+            )
+        if self.tensor > 1:
+            raise ValueError("exact=True: a model that is split over devices has no exact forward yet")
+        return dataclasses.replace(self, exact=True)  # pyright: ignore[reportArgumentType]  # a dataclass
 
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; None if it has none."""
@@ -279,3 +289,13 @@ class Decoder(abc.ABC):
         logits = self.unembed(params, self.norm(x, params.norm))
         captured = [state for index, state in enumerate(states) if index in capture_layers]
         return ForwardOutput(logits, tuple(rows), jnp.concatenate(captured, axis=-1) if captured else None)
+
+
+def _can_be_exact(kind: type) -> bool:
+    return "exact" in getattr(kind, "__dataclass_fields__", {})
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)

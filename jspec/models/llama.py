@@ -64,7 +64,7 @@ class Llama(Decoder):
 
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
     tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
-    exact: see `exactly`.
+    exact: see `Decoder.exactly`.
     """
 
     vocab_size: int
@@ -85,16 +85,6 @@ class Llama(Decoder):
     dense_layers: tuple[int, ...] = ()
     tensor: int = 1
     exact: bool = False
-
-    def exactly(self) -> Self:
-        """As in `Decoder.exactly`.
-
-        Raises:
-          ValueError: the model is split over devices.
-        """
-        if self.tensor > 1:
-            raise ValueError("exact=True: a model that is split over devices has no exact forward yet")
-        return dataclasses.replace(self, exact=True)
 
     def split(self, devices: int) -> Self:
         """The configuration whose weights and caches are split over that many devices.
