@@ -95,6 +95,12 @@ def fold(first: State, second: State) -> State:
     return peak, total, first[2] * one[..., None] + second[2] * other[..., None]
 
 
+def sink_state(sinks: jax.Array, dim: int) -> State:
+    """The part of a softmax that is a sink for each element of `sinks`: a score, and a value of zeros."""
+    peak = sinks.astype(jnp.float32) * LOG2_E
+    return peak, jnp.ones_like(peak), jnp.zeros((*peak.shape, dim), jnp.float32)
+
+
 def check_rows(q: jax.Array, k_rows: jax.Array, v_rows: jax.Array, mask: jax.Array | None) -> None:
     """Checks the queries and the round's own rows.
 
@@ -129,8 +135,11 @@ def check_prefix(
     page_table: jax.Array | None,
     prefix_length: jax.Array | None,
     layer: int,
+    planes: int = 2,
 ) -> None:
     """Checks the committed rows.
+
+    planes: of the pool; 1 if the keys are also the values.
 
     Raises:
       ValueError: they do not fit to the queries or to the round's own rows.
@@ -140,8 +149,8 @@ def check_prefix(
     if pool is None or page_table is None:
         raise ValueError("prefix_length requires pool and page_table")
     batch = q.shape[0]
-    if pool.ndim != 6 or (pool.shape[1], *pool.shape[4:]) != (2, *k_rows.shape[2:]):
-        wanted = ("L", 2, "P", "page", *k_rows.shape[2:])
+    if pool.ndim != 6 or (pool.shape[1], *pool.shape[4:]) != (planes, *k_rows.shape[2:]):
+        wanted = ("L", planes, "P", "page", *k_rows.shape[2:])
         raise ValueError(f"pool {pool.shape}: must be {wanted} for k_rows {k_rows.shape}")
     if not 0 <= layer < pool.shape[0]:
         raise ValueError(f"layer={layer}: must be between 0 and {pool.shape[0] - 1}, the layers of the pool")

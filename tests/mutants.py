@@ -72,6 +72,8 @@ _WINDOWS = "drafters/test_windows.py::test_drafts_are_those_of_a_banded_forward"
 _CACHES = "cache/test_caches.py::test_output_equals_plain_decoding"
 _PAGED = "kernels/test_paged_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
 _BITS = "kernels/test_same_bits.py::test_attention_of_a_token_has_the_same_bits_in_every_round[bfloat16-xla]"
+_WINDOWS = "kernels/test_same_bits.py::test_attention_has_the_same_bits_in_every_round[short window-xla]"
+_FORWARD = "models/test_exact_forward.py::test_a_token_has_the_same_bits_in_every_forward"
 _MLA = "kernels/test_mla_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
 _EAGLE = "drafters/test_eagle.py::test_sampled_drafts_report_the_distribution_after_their_own_path"
 _DRAFTED = "drafters/test_block.py::test_proposals_are_those_of_the_oracle"
@@ -538,6 +540,12 @@ MUTANTS = (
             "start, length = start, length - omitted",
             _SWA,
         ),
+        (
+            "a longer window in an exact forward",
+            "window=self.window, sinks",
+            "window=self.window + 1, sinks",
+            "models/test_exact_forward.py::test_the_exact_forward_is_the_forward[sinks]",
+        ),
     ),
     *_group(
         "jspec/cache/mla.py",
@@ -546,6 +554,30 @@ MUTANTS = (
             "prefix_mask=prefix_mask,",
             "prefix_mask=None,",
             f"{_CACHES}[dsa-tree-4-None]",
+        ),
+        (
+            "exact attention of a prompt has another form",
+            "        if exact:",
+            "        if exact and start is not None:",
+            f"{_FORWARD}[latent queries-float32]",
+        ),
+    ),
+    *_group(
+        "jspec/models/deepseek.py",
+        (
+            "experts of an exact forward by their number of tokens",
+            "layer, self.experts, exact=self.exact)",
+            "layer, self.experts)",
+            f"{_FORWARD}[latent queries-float32]",
+        ),
+    ),
+    *_group(
+        "jspec/models/gpt_oss.py",
+        (
+            "products of exact experts by their number of rows",
+            "params.down, sizes, exact=exact)",
+            "params.down, sizes)",
+            f"{_FORWARD}[sinks-float32]",
         ),
     ),
     *_group(
@@ -688,6 +720,13 @@ MUTANTS = (
             "row = jnp.clip(position - committed, 0, rows - 1)",
             _BITS,
         ),
+        (
+            "an exact window of one more",
+            "jnp.maximum(end - window, 0)",
+            "jnp.maximum(end - window - 1, 0)",
+            _WINDOWS,
+        ),
+        ("exact attention without its sinks", "if sinks is not None:", "if False:", _WINDOWS),
     ),
     *_group(
         "pallas_kernels/exact_matmul/reference.py",
@@ -741,6 +780,12 @@ MUTANTS = (
             "wide_rms_norm(stream, following, eps)",
             "wide_rms_norm(branch, following, eps)",
             "kernels/test_residual_norm.py::test_equals_the_equations[xla-a few elements]",
+        ),
+        (
+            "an exact sum of all tokens at once",
+            "    if not exact:",
+            "    if True:",
+            f"{_FORWARD}[shared keys-float32]",
         ),
     ),
     *_group(

@@ -29,6 +29,7 @@ from jspec.engine.arguments import check_output
 from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models import layers
 from jspec.models.decoder import Decoder
+from jspec.models.llama import require_llama
 from jspec.models.moe import Routed
 from pallas_kernels import exact_attention, exact_matmul, grouped_matmul, mla_attention, paged_attention, platform
 from pallas_kernels.dispatch import BACKENDS, Operation
@@ -197,7 +198,8 @@ def check(options: argparse.Namespace, target: Decoder) -> None:
     if options.tile and platform.platform() != "gpu":
         raise ValueError(f"--tile {' '.join(options.tile)}: requires a GPU, but this device is a {_device_kind()}")
     if options.kernel.startswith("exact"):
-        target.exactly()
+        # The shapes below are those of its layers.
+        require_llama(target, options.kernel)
     if options.kernel in ("attention", "exact-attention"):
         return
     for name in ("context", "page_size"):

@@ -1,12 +1,13 @@
 """Paged cache of multi-head and grouped-query attention; all layers share one pool."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.cache import pages
 from jspec.cache.narrow import as_stored, narrowed
@@ -29,6 +30,23 @@ def stored_rows(rows: Rows, pool: Float[Array, "L 2 P page K padded"]) -> Rows:
 
 def _stored(x: Float[Array, "B R K D"], pool: Float[Array, "L 2 P page K padded"]) -> Float[Array, "B R K padded"]:
     return narrowed(pad_last(x, pool.shape[-1]), pool.dtype)
+
+
+def read(
+    attend: Callable[..., Array],
+    cache: PagedCache,
+    q: Float[Array, "B N H D"],
+    k: Float[Array, "B R K D"],
+    v: Float[Array, "B R K D"],
+    start: Int[Array, " B"] | None,
+    mask: Bool[Array, "#B N R"] | None,
+    **options: PyTree,
+) -> Float[Array, "B N H D"]:
+    """`attend` over a pool of keys and values and a round's own rows, read as the pool would give them back."""
+    pool, dim = cache.pool, q.shape[-1]
+    k, v = as_stored(k, pool.dtype), as_stored(v, pool.dtype)
+    q, k, v = (pad_last(x, pool.shape[-1]) for x in (q, k, v))
+    return attend(q, k, v, pool, cache.page_table, start, mask, **options)[..., :dim]
 
 
 @struct
@@ -67,27 +85,20 @@ class MhaCache(PagedCache):
     ) -> Float[Array, "B N H D"]:
         """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`.
 
-        A round's own rows are read as the pool would give them back.
-
         positions: those of the nodes, for a window. None: a node follows the rows of the round that it sees.
         sinks: as in `paged_attention`.
         exact: the bits of a node's result do not depend on the other nodes, see `exact_attention`.
         window: the rows that a node sees; None: all.
 
         Raises:
-          ValueError: `exact` with `sinks` or a window.
+          ValueError: `exact` with a window.
         """
-        if exact and sinks is not None:
-            raise ValueError("exact=True: exact attention has no sinks yet")
         if exact and window is not None:
-            raise ValueError("exact=True: exact attention has no windows yet")
-        k, v = as_stored(k, self.pool.dtype), as_stored(v, self.pool.dtype)
-        dim, (q, k, v) = q.shape[-1], (pad_last(x, self.pool.shape[-1]) for x in (q, k, v))
+            raise ValueError("exact=True: exact attention has no windows of drafts yet")
+        attend = exact_attention if exact else paged_attention
         if window is not None:
-            attend = partial(attend_within, window, positions=positions, sinks=sinks)
-        else:
-            attend = exact_attention if exact else partial(paged_attention, sinks=sinks)
-        return attend(q, k, v, self.pool, self.page_table, start, mask, layer=layer, scale=scale)[..., :dim]
+            attend = partial(attend_within, window, positions=positions)
+        return read(attend, self, q, k, v, start, mask, layer=layer, scale=scale, sinks=sinks)
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]

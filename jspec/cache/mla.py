@@ -5,6 +5,7 @@ followed by a rotated key that they share.
 """
 
 import dataclasses
+from functools import partial
 from typing import Self
 
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from jspec.cache.narrow import as_stored, narrowed
 from jspec.cache.paged import PagedCache
 from jspec.core.struct import struct
 from pallas_kernels import platform
+from pallas_kernels.exact_attention import exact_attention
+from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.kv_compact import kv_compact
 from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.paged_attention import paged_attention
@@ -71,6 +74,7 @@ class MlaCache(PagedCache):
         mask: Bool[Array, "#B N M"] | None,
         scale: float,
         prefix_mask: Bool[Array, "B N S"] | None = None,
+        exact: bool = False,
     ) -> Float[Array, "B N H V"]:
         """Attention over the first `start[b]` committed rows (None: none) and the round's own rows under `mask`.
 
@@ -83,8 +87,17 @@ class MlaCache(PagedCache):
         Args:
           q: queries, D features: P unrotated ones, then the rotated ones.
           prefix_mask: the committed positions that each node attends to; None: all.
+          exact: as in `MhaCache.attend`; in the space of latents also without a prefix.
+
+        Raises:
+          ValueError: `exact` with a `prefix_mask`.
         """
-        split, rows = up.keys.shape[1], as_stored(rows, self.pool.dtype)
+        rows = as_stored(rows, self.pool.dtype)
+        if exact:
+            if prefix_mask is not None:
+                raise ValueError("exact=True: requires prefix_mask=None, since exact attention reads all positions")
+            return self._attend_exactly(layer, q, rows, up, start, mask, scale)
+        split = up.keys.shape[1]
         if start is None:
             return _expanded(q, rows, up, mask, scale)
         latent = _each_head("bnhp,hpc->bnhc", q[..., :split], up.keys)
@@ -101,6 +114,25 @@ class MlaCache(PagedCache):
             prefix_mask=prefix_mask,
         )
         return _each_head("bnhc,hcv->bnhv", seen, up.values)
+
+    def _attend_exactly(
+        self,
+        layer: int,
+        q: Float[Array, "B N H D"],
+        rows: Float[Array, "B M W"],
+        up: UpProjections,
+        start: Int[Array, " B"] | None,
+        mask: Bool[Array, "#B N M"] | None,
+        scale: float,
+    ) -> Float[Array, "B N H V"]:
+        """One head of keys, which are the rows, and also the values: the first features of a result are a latent."""
+        _, split, rank = up.keys.shape
+        latent = _each_head_exactly(q[..., :split], up.keys)
+        queries = self._padded(jnp.concatenate([latent, q[..., split:]], axis=-1), rows)
+        keys, pool = self._padded(rows, rows)[:, :, None], self.pool[..., None, :]
+        attend = partial(exact_attention, layer=layer, scale=scale)
+        seen = attend(queries, keys, None, pool, self.page_table, start, mask)
+        return _each_head_exactly(seen[..., :rank], up.values)
 
     def commit(
         self, rows: MlaRows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]
@@ -138,3 +170,11 @@ def _expanded(
 def _each_head(equation: str, x: Array, weight: Array) -> Array:
     """One product per head; exact in float32, like `layers.linear`."""
     return jnp.einsum(equation, x, weight, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+
+
+def _each_head_exactly(x: Float[Array, "B N H K"], weight: Float[Array, "H K M"]) -> Float[Array, "B N H M"]:
+    """One product per head; a token's result does not depend on the other tokens, to the bit."""
+    batch, nodes, heads, inner = x.shape
+    rows = x.transpose(2, 0, 1, 3).reshape(-1, inner)
+    out = grouped_matmul(rows, weight, jnp.full(heads, batch * nodes, jnp.int32), exact=True)
+    return out.reshape(heads, batch, nodes, -1).transpose(1, 2, 0, 3)

@@ -18,12 +18,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.cache import pages
-from jspec.cache.mha import Rows, stored_rows
-from jspec.cache.narrow import as_stored
-from jspec.cache.paged import PagedCache, pad_last
+from jspec.cache.mha import Rows, read, stored_rows
+from jspec.cache.paged import PagedCache
 from jspec.cache.window import Window, attend_within
 from jspec.core.struct import struct
 from pallas_kernels import platform
+from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.kv_compact import kv_compact
 
 
@@ -72,17 +72,23 @@ class SlidingCache(PagedCache):
         scale: float,
         positions: Int[Array, "#B #N"] | None = None,
         sinks: Float[Array, " H"] | None = None,
+        exact: bool = False,
         window: Window | None = None,
     ) -> Float[Array, "B N H D"]:
         """Like `MhaCache.attend`, within the window of each node.
 
         window: the shorter of this one and the layer's own counts; the ring has no first positions to keep.
+
+        Raises:
+          ValueError: `exact` with a window.
         """
+        if exact and window is not None:
+            raise ValueError("exact=True: exact attention has no windows of drafts yet")
         length = self.window if window is None else min(self.window, window.length)
-        k, v = as_stored(k, self.pool.dtype), as_stored(v, self.pool.dtype)
-        dim, (q, k, v) = q.shape[-1], (pad_last(x, self.pool.shape[-1]) for x in (q, k, v))
-        attend = partial(attend_within, Window(length), layer=layer, scale=scale, positions=positions, sinks=sinks)
-        return attend(q, k, v, self.pool, self.page_table, start, mask)[..., :dim]
+        attend = partial(attend_within, Window(length), positions=positions)
+        if exact:
+            attend = partial(exact_attention, window=length)
+        return read(attend, self, q, k, v, start, mask, layer=layer, scale=scale, sinks=sinks)
 
     def commit(
         self, rows: Rows, start: Int[Array, " B"], path: Int[Array, "B A"] | None, length: Int[Array, " B"]

@@ -218,7 +218,7 @@ def load(
       mesh: the devices to use, with the axis "tensor". None: the first ones.
       draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster.
       exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
-        half precision too; for Llama and Qwen3 models on one device. See docs/losslessness.md.
+        half precision too; on one device, for the families that docs/losslessness.md lists.
       weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
         have 8 bits and a scale for each column. "wide": all weights are in `dtype`. None: those that a checkpoint
         stores in 8 bits keep them, and the others are in `dtype`. See docs/quantization.md.

@@ -39,9 +39,13 @@ class Decoder(abc.ABC):
     tensor: int = 1
     """Devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model."""
     exact: bool = False
-    """Whether the bits of a token's logits depend on its own context alone, see `exactly`."""
+    """Whether the bits of a token's logits depend on its own context alone, see `exactly`. A family that has such a
+    forward has this field.
+    """
     kv: str | None = None
-    """The format in which caches keep keys and values, see `with_kv`; None: the precision of the weights."""
+    """The format in which caches keep keys and values, see `with_kv`; None: the precision of the weights. A family
+    whose caches have such a format has this field.
+    """
     drafter: ClassVar[str] = "standalone"
     """Name of the drafter that uses this model as its draft."""
     at_once: ClassVar[bool] = False
@@ -113,23 +117,31 @@ class Decoder(abc.ABC):
         states and logits.
 
         Raises:
-          ValueError: there is no such forward.
+          ValueError: there is no such forward, the model is split over devices, or its cache is narrow.
         """
-        raise ValueError(f"exact=True: models of type {type(self).__name__} have no exact forward yet")
+        if not _has_field(type(self), "exact"):
+            kinds = ", ".join(sorted(kind.__name__ for kind in _subclasses(Decoder) if _has_field(kind, "exact")))
+            raise ValueError(
+                f"exact=True: models of type {type(self).__name__} have no exact forward yet; those of type {kinds} do"
+            )
+        if self.tensor > 1:
+            raise ValueError("exact=True: a model that is split over devices has no exact forward yet")
+        if self.kv is not None:
+            raise ValueError(f"exact=True: no exact forward with kv={self.kv!r} yet; omit one of them")
+        return dataclasses.replace(self, exact=True)  # pyright: ignore[reportArgumentType]  # a dataclass
 
     def with_kv(self, kv: str) -> Self:
         """The configuration whose caches keep keys and values in a format of `jspec.cache.narrow.KV_FORMATS`.
 
         Raises:
-          ValueError: an unknown format, or caches of this family have no such format.
+          ValueError: an unknown format, caches of this family have none, or the forward is exact.
         """
         check_kv(kv)
-        family: Any = self
-        if all(field.name != "kv" for field in dataclasses.fields(family)):
+        if not _has_field(type(self), "kv"):
             raise ValueError(f"kv={kv!r}: models of type {type(self).__name__} have no narrow cache yet; omit kv")
         if self.exact:
             raise ValueError(f"kv={kv!r}: no exact forward with a narrow cache yet; omit kv or exact")
-        return dataclasses.replace(family, kv=kv)
+        return dataclasses.replace(self, kv=kv)  # pyright: ignore[reportArgumentType]  # a dataclass
 
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; None if it has none."""
@@ -310,3 +322,13 @@ class Decoder(abc.ABC):
         logits = self.unembed(params, self.norm(x, params.norm))
         captured = [state for index, state in enumerate(states) if index in capture_layers]
         return ForwardOutput(logits, tuple(rows), jnp.concatenate(captured, axis=-1) if captured else None)
+
+
+def _has_field(kind: type, name: str) -> bool:
+    return name in getattr(kind, "__dataclass_fields__", {})
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)

@@ -27,6 +27,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, RoutedParams, layer_mlp, mlp_shapes
 from jspec.models.mtp_head import MtpParams, mtp_shapes
 from jspec.models.sizes import shape_of
+from pallas_kernels import parts
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of queries and latents; independent of the other norms' epsilon."""
@@ -121,6 +122,7 @@ class Deepseek(Decoder):
     indexer: the indexer of each layer, in V3.2; None: attention reads all tokens.
     tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
     kv: see `with_kv`; indexers' keys keep their precision.
+    exact: see `exactly`.
     """
 
     vocab_size: int
@@ -139,7 +141,18 @@ class Deepseek(Decoder):
     mtp_layers: int = 0
     indexer: Indexer | None = None
     tensor: int = 1
+    exact: bool = False
     kv: str | None = None
+
+    def exactly(self) -> Self:
+        """As in `Decoder.exactly`.
+
+        Raises:
+          ValueError: the model is split over devices, or has indexers.
+        """
+        if self.indexer is not None:
+            raise ValueError("exact=True: attention that reads what an indexer selects has no exact forward yet")
+        return super().exactly()
 
     def split(self, devices: int) -> Self:
         """The configuration whose heads, MLPs and experts are split over that many devices; latents are whole.
@@ -165,8 +178,8 @@ class Deepseek(Decoder):
         return None if layer < self.dense_layers else self.experts
 
     def mtp_layer(self) -> "Deepseek":
-        """The layer of an MTP head as a decoder of its own."""
-        return dataclasses.replace(self, num_layers=1, dense_layers=0, mtp_layers=0)
+        """The layer of an MTP head as a decoder of its own; the bits of drafts do not matter, so it is not exact."""
+        return dataclasses.replace(self, num_layers=1, dense_layers=0, mtp_layers=0, exact=False)
 
     def param_shapes(self, dtype: DTypeLike) -> DeepseekParams:
         """The weights as `jax.ShapeDtypeStruct`s; embedding and LM head of MTP heads are the target's."""
@@ -298,24 +311,28 @@ class Deepseek(Decoder):
         if query is not None:
             attend = partial(attend, keys=keys[0], query=query)
         seen = attend(q, row, layer.up, scale=self.layer_scale(0))
-        x = x + sum_over_devices(layers.linear(seen.reshape(*x.shape[:2], -1), layer.o), self.tensor)
-        mlp = layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts)
-        return x + sum_over_devices(mlp, self.tensor), rows
+        x = x + sum_over_devices(self._linear(seen.reshape(*x.shape[:2], -1), layer.o), self.tensor)
+        mlp = layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts, exact=self.exact)
+        return x + sum_over_devices(parts.whole(mlp, x.ndim, x.dtype), self.tensor), rows
+
+    def _linear(self, x, weight):
+        return layers.linear(x, weight, exact=self.exact)
 
     def _project(self, layer: DeepseekLayerParams, normed, rotation):
         """Queries [B, N, H, P + R], rows [B, N, C + R], and the input of the queries' second step."""
         sizes = self.latent
-        down = layers.linear(normed, layer.down_projection)
+        down = self._linear(normed, layer.down_projection)
         q, latent, shared = jnp.split(down, [down.shape[-1] - sizes.width, down.shape[-1] - sizes.rope_dim], axis=-1)
         middle = None
         if layer.query is not None:
             assert layer.query_norm is not None
-            middle = layers.rms_norm(q, layer.query_norm, LATENT_EPS)
-            q = layers.linear(middle, layer.query)
+            middle = layers.rms_norm(q, layer.query_norm, LATENT_EPS, exact=self.exact)
+            q = self._linear(middle, layer.query)
         q = q.reshape(*q.shape[:2], self.num_heads // self.tensor, -1)
         q = jnp.concatenate([q[..., : sizes.nope_dim], layers.rotate(q[..., sizes.nope_dim :], *rotation)], axis=-1)
         shared = layers.rotate(shared[:, :, None], *rotation)[:, :, 0]
-        return q, jnp.concatenate([layers.rms_norm(latent, layer.latent_norm, LATENT_EPS), shared], axis=-1), middle
+        latent = layers.rms_norm(latent, layer.latent_norm, LATENT_EPS, exact=self.exact)
+        return q, jnp.concatenate([latent, shared], axis=-1), middle
 
     def _index(self, indexer: IndexerParams, normed, middle, rotation) -> tuple[IndexQuery, Float[Array, "B N I"]]:
         """The query of a layer's indexer, and its keys; the first R features of both are rotated."""

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -18,6 +19,7 @@ from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, experts_mlp, router_logits
 from jspec.models.sizes import shape_of, tree_bytes
+from pallas_kernels import parts
 from pallas_kernels.residual_norm import residual_norm
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
@@ -89,6 +91,10 @@ class Gemma4Params:
     layers: tuple[Gemma4LayerParams, ...]
     norm: Float[Array, " E"]
 
+    @property
+    def lm_head(self) -> None:
+        """It is the embedding."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
@@ -117,6 +123,7 @@ class Gemma4(Decoder):
     per_layer_size: width of the per-layer inputs; 0: there are none.
     soft_cap: bound of the logits, None: none.
     kv: see `with_kv`.
+    exact: see `Decoder.exactly`.
     """
 
     vocab_size: int
@@ -132,6 +139,7 @@ class Gemma4(Decoder):
     experts: Routed | None = None
     soft_cap: float | None = None
     kv: str | None = None
+    exact: bool = False
 
     def __post_init__(self):
         owners = self.attention[: self.num_layers - self.shared_layers]
@@ -247,7 +255,7 @@ class Gemma4(Decoder):
 
     def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """The input of the first layer: embeddings times sqrt(E), which is rounded to their precision first."""
-        return _scaled_rows(params.embed, tokens, self.hidden_size)
+        return self._scaled_rows(params.embed, tokens, self.hidden_size)
 
     def run_layers(
         self,
@@ -277,29 +285,35 @@ class Gemma4(Decoder):
             pair = rows[self.kv_source_layer(index)]
             assert pair is not None
             seen = attend(index, q, *pair, scale=self.layer_scale(index), positions=positions)
-            out = layers.linear(seen.reshape(*x.shape[:2], -1), layer.o)
+            out = self._linear(seen.reshape(*x.shape[:2], -1), layer.o)
             x, normed = self._add(x, out, layer.attention_out_norm, layer.mlp_norm)
             branch, norm = self._mlp(layer, x, normed), layer.mlp_out_norm
             if layer.per_layer is not None:
                 assert inputs is not None
                 x, _ = self._add(x, branch, norm)
-                gate = layers.gelu(layers.linear(x, layer.per_layer.gate))
-                branch = layers.linear(gate * inputs[:, :, index], layer.per_layer.out)
+                gate = layers.gelu(self._linear(x, layer.per_layer.gate))
+                branch = self._linear(gate * inputs[:, :, index], layer.per_layer.out)
                 norm = layer.per_layer.norm
             x, normed = self._add(x, branch, norm, following[index], layer.scalar)
             yield x, own
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None) -> Float[Array, "*batch E"]:
         """The norm of the residual stream and of heads; weight None: 1."""
-        return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
+        return layers.wide_rms_norm(x, weight, self.rms_norm_eps, exact=self.exact)
+
+    def _scaled_rows(self, embed: Float[Array, "V E"], tokens: Int[Array, "B N"], width: int) -> Float[Array, "B N E"]:
+        """Rows of an embedding times sqrt(width), rounded to the embedding's precision before the product."""
+        scale = jnp.float32(width**0.5).astype(embed.dtype)
+        rows = jnp.take(embed, tokens, axis=0, mode="clip") * scale
+        # A compiler merges this product with a sum in some shapes.
+        return lax.optimization_barrier(rows) if self.exact else rows
+
+    def _linear(self, x, weight):
+        return layers.linear(x, weight, exact=self.exact)
 
     def _add(self, x, branch, weight, following=None, factor=None):
         """The stream plus a branch, whose output is normed, and the normed input of the next branch."""
-        return residual_norm(x, branch, weight, following, factor, eps=self.rms_norm_eps)
-
-    def lm_head(self, params: PyTree) -> Float[Array, "E V"]:
-        """The matrix of the LM head."""
-        return params.embed.T
+        return residual_norm(x, branch, weight, following, factor, eps=self.rms_norm_eps, exact=self.exact)
 
     def unembed(self, params: PyTree, normed: Float[Array, "B N E"]) -> Float[Array, "B N V"]:
         """The LM head alone: logits in float32 of hidden states after the final norm."""
@@ -312,14 +326,14 @@ class Gemma4(Decoder):
         if made is None:
             return None
         shape = (*tokens.shape, self.num_layers, size)
-        token = _scaled_rows(made.embed, tokens, size).reshape(shape)
-        context = _times(layers.linear(x, made.projection), self.hidden_size**-0.5).reshape(shape)
+        token = self._scaled_rows(made.embed, tokens, size).reshape(shape)
+        context = _times(self._linear(x, made.projection), self.hidden_size**-0.5).reshape(shape)
         return _times(self.norm(context, made.norm) + token, 2**-0.5)
 
     def _project(self, layer: Gemma4LayerParams, kind: Attention, normed, positions, frequencies):
         """The queries, and the new keys and values of a layer; None if it shares another layer's."""
         heads, kv_heads = self.num_heads, kind.kv_heads
-        qkv = layers.linear(normed, layer.qkv).reshape(*normed.shape[:2], -1, kind.head_dim)
+        qkv = self._linear(normed, layer.qkv).reshape(*normed.shape[:2], -1, kind.head_dim)
         q = layers.rope(self.norm(qkv[:, :, :heads], layer.q_norm), positions, frequencies)
         if layer.k_norm is None:
             return q, None
@@ -329,7 +343,8 @@ class Gemma4(Decoder):
 
     def _mlp(self, layer: Gemma4LayerParams, x, normed):
         """The MLP, plus the experts in parallel to it."""
-        out = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu)
+        out = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu, exact=self.exact)
+        out = parts.whole(out, x.ndim, x.dtype)
         if layer.experts is None:
             return out
         chosen = self.norm(self._experts(layer.experts, x), layer.experts.out_norm)
@@ -340,16 +355,12 @@ class Gemma4(Decoder):
         assert self.experts is not None
         flat = x.reshape(-1, x.shape[-1])
         routed = _times(self.norm(flat, None) * experts.router_scale[None], self.hidden_size**-0.5)
-        ids, weights = self.experts.router.route(router_logits(routed, experts.router))
+        logits = router_logits(routed, experts.router, exact=self.exact)
+        ids, weights = self.experts.router.route(logits, exact=self.exact)
         weights = weights * jnp.take(experts.scales, ids, mode="clip").astype(jnp.float32)
-        out = experts_mlp(self.norm(flat, experts.norm), ids, weights, experts.gate_up, experts.down, layers.gelu)
+        own, matrices = self.norm(flat, experts.norm), (experts.gate_up, experts.down)
+        out = experts_mlp(own, ids, weights, *matrices, layers.gelu, exact=self.exact)
         return out.reshape(x.shape)
-
-
-def _scaled_rows(embed: Float[Array, "V E"], tokens: Int[Array, "B N"], width: int) -> Float[Array, "B N E"]:
-    """Rows of an embedding times sqrt(width), rounded to the embedding's precision before the product."""
-    scale = jnp.float32(width**0.5).astype(embed.dtype)
-    return jnp.take(embed, tokens, axis=0, mode="clip") * scale
 
 
 def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:

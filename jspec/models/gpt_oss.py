@@ -20,7 +20,7 @@ from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.llama import attend_layer
-from jspec.models.moe import Routed, grouped, router_logits
+from jspec.models.moe import Routed, grouped, router_logits, weighted_sum
 from jspec.models.sizes import shape_of
 from pallas_kernels.group_rows import group_rows
 
@@ -81,6 +81,7 @@ class GptOss(Decoder):
     gate_limit: bound of the gate, from above, and of the other half of an expert's product.
     gate_slope: factor within the sigmoid of the gate.
     kv: see `with_kv`.
+    exact: see `Decoder.exactly`.
     """
 
     vocab_size: int
@@ -99,6 +100,7 @@ class GptOss(Decoder):
     gate_limit: float = 7.0
     gate_slope: float = 1.702
     kv: str | None = None
+    exact: bool = False
 
     has_sinks: ClassVar[bool] = True
 
@@ -186,26 +188,28 @@ class GptOss(Decoder):
             here = partial(attend, index, scale=self.layer_scale(index), sinks=layer.sinks, positions=at)
             own = None if earlier is None else earlier[index]
             normed = self.norm(x, layer.attention_norm)
-            x, normed, pair = attend_layer(self, layer, x, normed, rotation, here, own, selected if last else None)
+            only = selected if last else None
+            x, normed, pair = attend_layer(self, layer, x, normed, rotation, here, own, only, exact=self.exact)
             x = x + self._mlp(layer.experts, normed)
             yield x, pair
 
     def _mlp(self, params: BiasedExperts, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
         """The weighted sum, in float32, of the outputs of the experts that the router chooses for each token."""
-        flat = x.reshape(-1, x.shape[-1])
-        logits = router_logits(flat.astype(jnp.float32), params.router) + params.router_bias[None]
-        ids, weights = self.experts.router.route(logits)
+        flat, exact = x.reshape(-1, x.shape[-1]), self.exact
+        logits = router_logits(flat.astype(jnp.float32), params.router, exact=exact) + params.router_bias[None]
+        ids, weights = self.experts.router.route(logits, exact=exact)
         order, place, sizes = group_rows(ids, self.experts.router.count)
         expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(order)), side="right", method="compare_all")
-        products = grouped(flat, params.gate_up, sizes, rows=order).astype(jnp.float32)
+        products = grouped(flat, params.gate_up, sizes, rows=order, exact=exact).astype(jnp.float32)
         inner = clamped_gate(
             products + jnp.take(params.gate_up_bias, expert, axis=0, mode="clip").astype(jnp.float32),
             self.gate_limit,
             self.gate_slope,
         )
-        out = jnp.take(grouped(inner.astype(x.dtype), params.down, sizes), place, axis=0, mode="clip")
+        out = grouped(inner.astype(x.dtype), params.down, sizes, exact=exact)
+        out = jnp.take(out, place, axis=0, mode="clip")
         biased = out.astype(jnp.float32) + jnp.take(params.down_bias, ids, axis=0, mode="clip").astype(jnp.float32)
-        return (weights[:, :, None] * biased).sum(1).astype(x.dtype).reshape(x.shape)
+        return weighted_sum(weights, biased, exact=exact).astype(x.dtype).reshape(x.shape)
 
 
 def clamped_gate(products: Float[Array, "S F2"], limit: float, slope: float) -> Float[Array, "S F"]:

@@ -186,9 +186,11 @@ def add_rms_norm(
 
 
 def wide_rms_norm(
-    x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float
+    x: Float[Array, "*batch E"], weight: Float[Array, " E"] | None, eps: float, *, exact: bool = False
 ) -> Float[Array, "*batch E"]:
     """`rms_norm` whose weight (None: 1) is applied in float32 too, before the result is rounded, as in Gemma."""
+    if exact:
+        return add_norm(x, None, weight, eps=eps, wide=True)[1]
     return norm.wide_rms_norm(x, weight, eps)
 
 

@@ -65,7 +65,7 @@ class Llama(Decoder):
 
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
     tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
-    exact: see `exactly`.
+    exact: see `Decoder.exactly`.
     kv: see `with_kv`.
     """
 
@@ -88,18 +88,6 @@ class Llama(Decoder):
     tensor: int = 1
     exact: bool = False
     kv: str | None = None
-
-    def exactly(self) -> Self:
-        """As in `Decoder.exactly`.
-
-        Raises:
-          ValueError: the model is split over devices, or has a narrow cache.
-        """
-        if self.tensor > 1:
-            raise ValueError("exact=True: a model that is split over devices has no exact forward yet")
-        if self.kv is not None:
-            raise ValueError(f"exact=True: no exact forward with kv={self.kv!r} yet; omit one of them")
-        return dataclasses.replace(self, exact=True)
 
     def split(self, devices: int) -> Self:
         """The configuration whose weights and caches are split over that many devices.

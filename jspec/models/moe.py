@@ -171,12 +171,19 @@ def experts_mlp(
     order, place, sizes = group_rows(ids, gate_up.shape[0] - always, always)
     inner = grouped(x, gate_up, sizes, rows=order, activation=activation, exact=exact)
     out = jnp.take(grouped(inner, down, sizes, exact=exact), place, axis=0, mode="clip")
-    weighted = weights[:, :, None] * out.astype(jnp.float32)
-    if exact:
-        # A reduction would be divided by its shape, and products merged with sums where the compiler sees fit.
-        weighted = lax.optimization_barrier(weighted)
-        return functools.reduce(jnp.add, [weighted[:, i] for i in range(weighted.shape[1])]).astype(x.dtype)
-    return weighted.sum(1).astype(x.dtype)
+    return weighted_sum(weights, out.astype(jnp.float32), exact=exact).astype(x.dtype)
+
+
+def weighted_sum(
+    weights: Float[Array, "T a"], out: Float[Array, "T a E"], *, exact: bool = False
+) -> Float[Array, "T E"]:
+    """The outputs of a token's experts times their weights, added; `exact` as in `layers.linear`."""
+    weighted = weights[:, :, None] * out
+    if not exact:
+        return weighted.sum(1)
+    # A reduction would be divided by its shape, and products merged with sums where the compiler sees fit.
+    weighted = lax.optimization_barrier(weighted)
+    return functools.reduce(jnp.add, [weighted[:, i] for i in range(weighted.shape[1])])
 
 
 def grouped(

@@ -48,9 +48,10 @@ def supported(*args: object, interpret: bool | None = None, **options: object) -
 def add_norm(
     x: jax.Array,
     branch: jax.Array | None,
-    weight: jax.Array,
+    weight: jax.Array | None,
     *,
     eps: float,
+    wide: bool = False,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -67,10 +68,14 @@ def add_norm(
         branch = branch.reshape(tokens, width)
     shape = jax.ShapeDtypeStruct((tokens, width), x.dtype)
     results = call(
-        functools.partial(_kernel, eps=eps),
+        functools.partial(_kernel, eps=eps, wide=wide),
         out_shape=[shape] * (1 if branch is None else 2),
         grid=(tokens,),
-        in_specs=[row, None if branch is None else added, pl.BlockSpec((width,), lambda token: (0,))],
+        in_specs=[
+            row,
+            None if branch is None else added,
+            None if weight is None else pl.BlockSpec((width,), lambda token: (0,)),
+        ],
         out_specs=[row] * (1 if branch is None else 2),
         num_warps=config.num_warps,
         interpret=platform.resolve_interpret(interpret),
@@ -83,9 +88,10 @@ def add_norm(
 def _kernel(
     x_ref: Ref,  # [E]
     branch_ref: Ref | None,  # [E], or [P, E] of parts
-    weight_ref: Ref,  # [E]
+    weight_ref: Ref | None,  # [E]
     *out_refs: Ref,  # [E], the sum, if there is a branch; and [E], its norm
     eps: float,
+    wide: bool,
 ) -> None:
     (width,) = x_ref.shape
     place = jnp.arange(pl.next_power_of_2(width))
@@ -102,6 +108,12 @@ def _kernel(
             branch = add_parts([load(branch_ref, index) for index in range(branch_ref.shape[0])], stream.dtype)
         stream = stream + branch
         pltriton.store(out_refs[0].at[place], stream, mask=inside)
-    wide = stream.astype(jnp.float32)
-    scaled = wide * lax.rsqrt((wide * wide).sum() / width + eps)
-    pltriton.store(out_refs[-1].at[place], load(weight_ref) * scaled.astype(stream.dtype), mask=inside)
+    values = stream.astype(jnp.float32)
+    scaled = values * lax.rsqrt((values * values).sum() / width + eps)
+    if weight_ref is None:
+        normed = scaled.astype(stream.dtype)
+    elif wide:
+        normed = (load(weight_ref).astype(jnp.float32) * scaled).astype(stream.dtype)
+    else:
+        normed = load(weight_ref) * scaled.astype(stream.dtype)
+    pltriton.store(out_refs[-1].at[place], normed, mask=inside)

@@ -12,8 +12,8 @@ OPERATION = Operation("exact_attention", "pallas_kernels.exact_attention", refer
 def exact_attention(
     q: Float[Array, "B N H D"],
     k_rows: Float[Array, "B R K D"],
-    v_rows: Float[Array, "B R K D"],
-    pool: Float[Array, "L 2 P page K D"] | None,
+    v_rows: Float[Array, "B R K D"] | None,
+    pool: Float[Array, "L planes P page K D"] | None,
     page_table: Int[Array, "B pages"] | None,
     prefix_length: Int[Array, " B"] | None,
     mask: Bool[Array, "#B N R"] | None = None,
@@ -21,6 +21,8 @@ def exact_attention(
     layer: int,
     scale: float,
     soft_cap: float | None = None,
+    window: int | None = None,
+    sinks: Float[Array, " H"] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B N H D"]:
     """`paged_attention` whose result for a node depends on the keys and values along its path alone, to the bit.
@@ -29,13 +31,28 @@ def exact_attention(
     Positions are divided into segments of `attention.SEGMENT`, and these into blocks of `attention.BLOCK`. The softmax
     runs over the blocks of a segment in order, and the results of the segments are merged in order. So a token is in
     the same place of the same sum, whether it has been committed or is a node of this round, and neither the number of
-    nodes, the tree, the batch, the page size nor the capacity changes a bit.
+    nodes, the tree, the batch, the page size nor the capacity changes a bit. A window does not move a token: a segment
+    in which it begins has fewer tokens. A sink is merged after the last segment.
 
-    Arguments and errors are those of `paged_attention`, without windows. Bits differ between backends.
+    Arguments and errors are those of `paged_attention`, but for these. Bits differ between backends.
+
+    Args:
+      v_rows: None: keys are also the values, and the pool has one plane, as that of latent attention.
+      mask: all ancestors of a node, those before its window too.
+      window: positions that a node sees, its own included: a sliding window. The result does not depend on earlier
+        positions of the pool. None: all.
+
+    Raises:
+      ValueError: the backend is unknown or cannot run, or the arguments do not fit together.
     """
-    check_rows(q, k_rows, v_rows, mask)
-    check_prefix(q, k_rows, pool, page_table, prefix_length, layer)
+    check_rows(q, k_rows, k_rows if v_rows is None else v_rows, mask)
+    check_prefix(q, k_rows, pool, page_table, prefix_length, layer, planes=1 if v_rows is None else 2)
+    if window is not None and window < 1:
+        raise ValueError(f"window={window}: must be at least 1, the node itself, or None for no window")
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(f"sinks {sinks.shape}: must be {q.shape[2:3]}, one for each head of q")
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap={soft_cap}: must be above 0, or None for no bound")
     arrays = (q, k_rows, v_rows, pool, page_table, prefix_length, mask)
-    return OPERATION.run(backend, *arrays, layer=layer, scale=scale, soft_cap=soft_cap)
+    options = {"layer": layer, "scale": scale, "soft_cap": soft_cap, "window": window, "sinks": sinks}
+    return OPERATION.run(backend, *arrays, **options)

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths, scores_in_base_2
+from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths, scores_in_base_2, sink_state
 
 
 def exact_attention(
     q: jax.Array,
     k_rows: jax.Array,
-    v_rows: jax.Array,
+    v_rows: jax.Array | None,
     pool: jax.Array | None,
     page_table: jax.Array | None,
     prefix_length: jax.Array | None,
@@ -19,13 +19,19 @@ def exact_attention(
     layer: int,
     scale: float,
     soft_cap: float | None = None,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Arguments as in `api.exact_attention`."""
+    v_rows = k_rows if v_rows is None else v_rows
     batch, nodes, heads, dim = q.shape
     rows, kv_heads = k_rows.shape[1:3]
     path, count = paths(mask, batch, nodes, rows)
     capacity = 0 if page_table is None or pool is None else page_table.shape[1] * pool.shape[3]
     blocks = -(-(capacity + rows) // BLOCK)
+    if window is not None:
+        # A window overlaps this many blocks at most.
+        blocks = min(blocks, -(-(window - 1) // BLOCK) + 1)
     if prefix_length is None:
         prefix_length = jnp.zeros(batch, jnp.int32)
 
@@ -35,23 +41,27 @@ def exact_attention(
         committed = prefix_length[sequence]
         end = committed + count
         queries = query.reshape(kv_heads, heads // kv_heads, dim)
+        start = None if window is None else jnp.maximum(end - window, 0)
+
+        def seen(position: jax.Array) -> jax.Array:
+            return position < end if start is None else (position < end) & (position >= start)
 
         def keys_and_values(position: jax.Array) -> list[jax.Array]:
             row = path[jnp.clip(position - committed, 0, rows - 1)]
             found = [part[sequence, row] for part in (k_rows, v_rows)]
             if pool is not None and page_table is not None:
                 page = page_table[sequence, jnp.minimum(position // pool.shape[3], page_table.shape[1] - 1)]
-                stored = (pool[layer, kind, page, position % pool.shape[3]] for kind in (0, 1))
+                stored = (pool[layer, kind, page, position % pool.shape[3]] for kind in (0, -1))
                 before = (position < committed)[:, None, None]
                 found = [jnp.where(before, old, new) for old, new in zip(stored, found, strict=True)]
-            return [jnp.where((position < end)[:, None, None], part, 0) for part in found]
+            return [jnp.where(seen(position)[:, None, None], part, 0) for part in found]
 
         def absorb(block: jax.Array, states: tuple) -> tuple:
             merged, (peak, total, summed) = states
             position = block * BLOCK + jnp.arange(BLOCK)
             keys, values = keys_and_values(position)
             scores = scores_in_base_2(_product("kgd,skd->kgs", queries, keys), scale, soft_cap)
-            scores = jnp.where(position < end, scores, -jnp.inf)
+            scores = jnp.where(seen(position), scores, -jnp.inf)
             higher = jnp.maximum(peak, scores.max(-1))
             base = jnp.where(higher == -jnp.inf, 0.0, higher)
             weights, fade = jnp.exp2(scores - base[..., None]), jnp.exp2(peak - base)
@@ -64,7 +74,11 @@ def exact_attention(
 
         nothing = jnp.full(queries.shape[:2], -jnp.inf, jnp.float32)
         empty = nothing, jnp.zeros_like(nothing), jnp.zeros(queries.shape, jnp.float32)
-        _, total, summed = fold(*lax.fori_loop(0, blocks, absorb, (empty, empty)))
+        turn = absorb if start is None else lambda index, states: absorb(start // BLOCK + index, states)
+        result = fold(*lax.fori_loop(0, blocks, turn, (empty, empty)))
+        if sinks is not None:
+            result = fold(result, sink_state(sinks.reshape(queries.shape[:2]), dim))
+        _, total, summed = result
         return (summed / total[..., None]).astype(q.dtype)
 
     sequence = jnp.repeat(jnp.arange(batch), nodes)

@@ -22,9 +22,10 @@ from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
-from pallas_kernels._triton import absorb, call, dot, int32_or_none, load_rows, padded, refuse_dtype
+from pallas_kernels._triton import call, int32_or_none, padded, refuse_dtype
 from pallas_kernels._types import Ref
-from pallas_kernels.attention import BLOCK, SEGMENT, State, fold, paths, scores_in_base_2
+from pallas_kernels.attention import BLOCK, SEGMENT, State, fold, paths, sink_state
+from pallas_kernels.exact_attention.tiles import Prefix, Round, Tile, first_seen, load_state
 
 PER_SEGMENT = SEGMENT // BLOCK
 """Blocks of a segment."""
@@ -53,6 +54,9 @@ class Tuning:
     block_m_16_bit: int
     """The least rows of a product that runs on the tensor cores of a whole group of warps."""
     block_m_32_bit: int
+    block_m_wide: int
+    """For heads of more than `wide` dimensions, whose tiles would not fit into registers otherwise."""
+    wide: int
     programs: int
     """With fewer programs per segment, each segment is a program of its own,"""
     state_bytes: int
@@ -61,17 +65,22 @@ class Tuning:
     num_stages: int
     stage_bytes: int
     """Bytes of a block's keys at most; there is one stage if they take more."""
+    block_bytes: int
+    """Bytes of a block's keys and values at most, which are in shared memory."""
 
 
 TUNING = {
     "NVIDIA H100": Tuning(
         block_m_16_bit=64,
         block_m_32_bit=16,
+        block_m_wide=16,
+        wide=256,
         programs=256,
         state_bytes=2**26,
         num_warps=4,
         num_stages=2,
         stage_bytes=2**15,
+        block_bytes=2**17,
     ),
 }
 """By device kind; the first entry is the default."""
@@ -84,6 +93,8 @@ def default_config(*, batch: int, kv_heads: int, rows: int, capacity: int, head_
     """
     tuning = platform.for_device_kind(TUNING)
     block_m = {2: tuning.block_m_16_bit, 4: tuning.block_m_32_bit}[jnp.dtype(dtype).itemsize]
+    if head_dim > tuning.wide:
+        block_m = tuning.block_m_wide
     tiles = batch * kv_heads * pl.cdiv(rows, block_m)
     states = pl.cdiv(capacity, SEGMENT) * batch * kv_heads * rows * (head_dim + 2) * 4
     spread = tiles < tuning.programs and states <= tuning.state_bytes
@@ -92,16 +103,30 @@ def default_config(*, batch: int, kv_heads: int, rows: int, capacity: int, head_
     return Config(block_m, spread, tuning.num_warps, stages)
 
 
-def supported(q: jax.Array, *args: object, interpret: bool | None = None, **options: object) -> str | None:
+def supported(
+    q: jax.Array,
+    k_rows: jax.Array,
+    v_rows: jax.Array | None,
+    *args: object,
+    interpret: bool | None = None,
+    **options: object,
+) -> str | None:
     """None, or why the kernel cannot run these arguments of `exact_attention`."""
-    # The interpreter takes any dtype.
-    return None if platform.resolve_interpret(interpret) else refuse_dtype("q", q)
+    if v_rows is None:
+        return "v_rows is None: must be given, since the kernel has no keys that are also values"
+    # The interpreter takes any dtype and any size.
+    if platform.resolve_interpret(interpret):
+        return None
+    most, dim = platform.for_device_kind(TUNING).block_bytes, q.shape[-1]
+    if 2 * BLOCK * padded(dim) * q.dtype.itemsize > most:
+        return f"q has heads of {dim} dimensions in {q.dtype}: must be at most {most // (2 * BLOCK * q.dtype.itemsize)}"
+    return refuse_dtype("q", q)
 
 
 def exact_attention(
     q: jax.Array,
     k_rows: jax.Array,
-    v_rows: jax.Array,
+    v_rows: jax.Array | None,
     pool: jax.Array | None,
     page_table: jax.Array | None,
     prefix_length: jax.Array | None,
@@ -110,14 +135,18 @@ def exact_attention(
     layer: int,
     scale: float,
     soft_cap: float | None = None,
+    window: int | None = None,
+    sinks: jax.Array | None = None,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
     """Arguments as in `api.exact_attention` and `dispatch.Operation`."""
+    assert v_rows is not None
     batch, nodes, heads, dim = q.shape
     rows, kv_heads = k_rows.shape[1:3]
     group = heads // kv_heads
     capacity = 0 if page_table is None or pool is None else page_table.shape[1] * pool.shape[3]
+    capacity = min(capacity, _segments(capacity, window) * SEGMENT)
     shapes = {"batch": batch, "kv_heads": kv_heads, "rows": nodes * group, "capacity": capacity, "head_dim": dim}
     config = config or default_config(**shapes, dtype=q.dtype)
     # An array as the layer, because XLA compiles a kernel once for all calls that differ only in their arrays.
@@ -128,14 +157,22 @@ def exact_attention(
     path = count = None
     if mask is not None:
         path, count = (x.astype(jnp.int32) for x in paths(mask, batch, nodes, rows))
-    settings = {"scale": scale, "soft_cap": soft_cap, "config": config}
+    settings = {"scale": scale, "soft_cap": soft_cap, "window": window, "config": config}
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(kv_heads, group)
     run = functools.partial(
         call, num_warps=config.num_warps, num_stages=config.num_stages, interpret=platform.resolve_interpret(interpret)
     )
     args = q.reshape(batch, nodes, kv_heads, group, dim), k_rows, v_rows, path, count
     if config.spread and stored is not None:
-        return _spread(run, *args, stored, settings).reshape(q.shape)
-    return _in_turn(run, *args, stored, settings).reshape(q.shape)
+        return _spread(run, *args, stored, sinks, settings).reshape(q.shape)
+    return _in_turn(run, *args, stored, sinks, settings).reshape(q.shape)
+
+
+def _segments(capacity: int, window: int | None) -> int:
+    """Segments of the prefix that the nodes of a round see at most."""
+    segments = pl.cdiv(capacity, SEGMENT)
+    return segments if window is None else min(segments, pl.cdiv(window - 1, SEGMENT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +201,13 @@ def _spread(
     path: jax.Array | None,
     count: jax.Array | None,
     stored: _Stored,
+    sinks: jax.Array | None,
     settings: dict[str, Any],
 ) -> jax.Array:
     """Segments of the prefix and the blocks after them as programs of one kernel, and a second one that merges them."""
     batch, nodes, kv_heads, group, dim = queries.shape
-    rows, config = k_rows.shape[1], settings["config"]
-    segments, tails = pl.cdiv(stored.capacity, SEGMENT), pl.cdiv(SEGMENT - 1 + rows, SEGMENT)
+    rows, config, window = k_rows.shape[1], settings["config"], settings["window"]
+    segments, tails = _segments(stored.capacity, window), pl.cdiv(SEGMENT - 1 + rows, SEGMENT)
     tiles = pl.cdiv(nodes * group, config.block_m)
     own_tiles = tiles if path is None else nodes
     slots, specs = segments + tails, _Specs(1)
@@ -188,17 +226,18 @@ def _spread(
     )(queries, k_rows, v_rows, path, count, *stored.arrays)
     specs = _Specs(pl.cdiv(nodes * group, config.fold_rows))
     return run(
-        functools.partial(_fold_kernel, rows=rows, tails=tails, capacity=stored.capacity, config=config),
+        functools.partial(_fold_kernel, rows=rows, tails=tails, capacity=stored.capacity, window=window, config=config),
         out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         grid=(kv_heads, batch * specs.tiles),
         in_specs=[
             None if count is None else specs.sequence(nodes),
             specs.sequence(),
+            specs.sinks(sinks),
             *(specs.states(slots, nodes, group, *last) for last in ((), (), (dim,))),
         ],
         out_specs=specs.queries(nodes, group, dim),
         name="exact_attention",
-    )(count, stored.length, *states)
+    )(count, stored.length, sinks, *states)
 
 
 def _in_turn(
@@ -209,6 +248,7 @@ def _in_turn(
     path: jax.Array | None,
     count: jax.Array | None,
     stored: _Stored | None,
+    sinks: jax.Array | None,
     settings: dict[str, Any],
 ) -> jax.Array:
     """All segments of the prefix in one program for each tile, and a second kernel that goes on with the result."""
@@ -219,14 +259,20 @@ def _in_turn(
     if stored is not None:
         # The segments before the last block of the prefix, and the state after that block.
         specs, shape = _Specs(tiles), (2, batch, nodes, kv_heads, group)
+        # Without a window all nodes see the same of the prefix.
+        seen = None if settings["window"] is None else count
         states = run(
-            functools.partial(_prefix_kernel, tiles=tiles, **settings),
+            functools.partial(_prefix_kernel, rows=rows, tiles=tiles, **settings),
             out_shape=[jax.ShapeDtypeStruct(one, jnp.float32) for one in (shape, shape, (*shape, dim))],
             grid=(kv_heads, batch * tiles),
-            in_specs=[specs.queries(nodes, group, dim), *specs.stored(stored)],
+            in_specs=[
+                specs.queries(nodes, group, dim),
+                None if seen is None else specs.sequence(nodes),
+                *specs.stored(stored),
+            ],
             out_specs=[specs.states(2, nodes, group, *last) for last in ((), (), (dim,))],
             name="exact_attention_prefix",
-        )(queries, *stored.arrays)
+        )(queries, seen, *stored.arrays)
     specs = _Specs(tiles if path is None else nodes)
     of_states = [None if stored is None else specs.states(2, nodes, group, *last) for last in ((), (), (dim,))]
     return run(
@@ -237,11 +283,12 @@ def _in_turn(
             specs.queries(nodes, group, dim),
             *specs.round(rows, dim, path),
             *specs.stored(stored),
+            specs.sinks(sinks),
             *of_states,
         ],
         out_specs=specs.queries(nodes, group, dim),
         name="exact_attention",
-    )(queries, k_rows, v_rows, path, count, *((None,) * 4 if stored is None else stored.arrays), *states)
+    )(queries, k_rows, v_rows, path, count, *((None,) * 4 if stored is None else stored.arrays), sinks, *states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,193 +319,13 @@ class _Specs:
         zeros = (0,) * len(shape)
         return pl.BlockSpec((None, *shape), lambda h, bt, *_: (bt // self.tiles, *zeros))
 
+    def sinks(self, sinks: jax.Array | None) -> pl.BlockSpec | None:
+        return None if sinks is None else pl.BlockSpec((None, sinks.shape[1]), lambda h, *_: (h, 0))
+
     def states(self, slots: int, nodes: int, group: int, *dim: int) -> pl.BlockSpec:
         zeros = (0,) * len(dim)
         block = (slots, None, nodes, None, group, *dim)
         return pl.BlockSpec(block, lambda h, bt, *_: (0, bt // self.tiles, 0, h, 0, *zeros))
-
-
-def _load_state(
-    refs: tuple[Ref, Ref, Ref], slot: jax.Array | int, node: jax.Array, member: jax.Array, used: jax.Array
-) -> State:
-    """The state of some query rows in a slot of the peaks, totals and sums; empty where it is not used."""
-    peak_ref, total_ref, sum_ref = refs
-    column = jnp.arange(padded(sum_ref.shape[-1]))[None]
-    inside = used[:, None] & (column < sum_ref.shape[-1])
-    return (
-        pltriton.load(peak_ref.at[slot, node, member], mask=used, other=-jnp.inf),
-        pltriton.load(total_ref.at[slot, node, member], mask=used, other=0),
-        pltriton.load(sum_ref.at[slot, node[:, None], member[:, None], column], mask=inside, other=0),
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tile:
-    """The query rows of a program: the node and the member of the group of each row, and whether it exists."""
-
-    node: jax.Array
-    member: jax.Array
-    real: jax.Array
-    q: jax.Array
-
-    @classmethod
-    def load(cls, q_ref: Ref, first_node: jax.Array | int, first: jax.Array | int, nodes: int, block_m: int) -> "_Tile":
-        """The rows from row `first` on of `nodes` nodes from `first_node` on."""
-        _, group, dim = q_ref.shape
-        row = first + jnp.arange(block_m)
-        node, member, real = first_node + row // group, row % group, row < nodes * group
-        column = jnp.arange(padded(dim))[None]
-        inside = real[:, None] & (column < dim)
-        return cls(
-            node, member, real, pltriton.load(q_ref.at[node[:, None], member[:, None], column], mask=inside, other=0)
-        )
-
-    def columns(self, dim: int) -> tuple[tuple, jax.Array]:
-        """Where the columns of the rows are in an array [N, G, D], and which of them exist."""
-        column = jnp.arange(padded(dim))[None]
-        return (self.node[:, None], self.member[:, None], column), self.real[:, None] & (column < dim)
-
-    def empty(self) -> State:
-        """The state before the first block."""
-        (rows,) = self.node.shape
-        peak = jnp.full(rows, -jnp.inf, jnp.float32)
-        return peak, jnp.zeros(rows, jnp.float32), jnp.zeros(self.q.shape, jnp.float32)
-
-    def load_state(self, refs: tuple[Ref, Ref, Ref], slot: int) -> State:
-        """A state that `store` wrote."""
-        return _load_state(refs, slot, self.node, self.member, self.real)
-
-    def store(self, out_refs: tuple[Ref, Ref, Ref], slot: jax.Array | int, state: State) -> None:
-        """Writes a state: its peaks [S, N, G], totals [S, N, G] and sums [S, N, G, D]."""
-        peak, total, summed = state
-        at, inside = self.columns(out_refs[2].shape[-1])
-        pltriton.store(out_refs[0].at[slot, self.node, self.member], peak, mask=self.real)
-        pltriton.store(out_refs[1].at[slot, self.node, self.member], total, mask=self.real)
-        pltriton.store(out_refs[2].at[slot, *at], summed, mask=inside)
-
-    def absorb(
-        self, keys: jax.Array, values: jax.Array, visible: jax.Array, state: State, scale: float, cap: float | None
-    ) -> State:
-        """The state after a block."""
-        scores = scores_in_base_2(dot(self.q, keys.T), scale, cap)
-        return absorb(jnp.where(visible, scores, -jnp.inf), values, state)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prefix:
-    """What a program knows of its committed rows."""
-
-    layer: jax.Array
-    pool: Ref  # [L, 2, P, page, D]
-    table: Ref  # [pages]
-    length: jax.Array
-
-    @classmethod
-    def load(cls, layer_ref: Ref | None, pool_ref: Ref | None, table_ref: Ref | None, length_ref: Ref | None):
-        """None if nothing is stored."""
-        if layer_ref is None or pool_ref is None or table_ref is None or length_ref is None:
-            return None
-        capacity = table_ref.shape[0] * pool_ref.shape[3]
-        return cls(layer_ref[...], pool_ref, table_ref, jnp.minimum(length_ref[...], capacity))
-
-    def block(self, index: jax.Array, used: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of a block, [BLOCK, padded D] each; zero where they are not used. used: None: all are."""
-        pages, page_size = self.table.shape[0], self.pool.shape[3]
-        position = index * BLOCK + jnp.arange(BLOCK)
-        inside = position < pages * page_size
-        used = inside if used is None else used & inside
-        if page_size % BLOCK:
-            page = pltriton.load(self.table.at[position // page_size], mask=used, other=0)[:, None]
-        else:
-            # The block is in one page. A block after the capacity reads no row.
-            page = pltriton.load(self.table.at[jnp.minimum(index * BLOCK // page_size, pages - 1)])
-        row = position % page_size
-        keys, values = (load_rows(self.pool, (self.layer, kind, page), row, used) for kind in (0, 1))
-        return keys, values
-
-    def absorb(self, tile: _Tile, begin: jax.Array, end: jax.Array, scale: float, soft_cap: float | None) -> State:
-        """The state after blocks that are committed as a whole."""
-
-        def body(i, state):
-            # All of them are visible. The condition keeps the block like those of a round.
-            visible = (i * BLOCK + jnp.arange(BLOCK) < end * BLOCK)[None]
-            return tile.absorb(*self.block(i, None), visible, state, scale, soft_cap)
-
-        return lax.fori_loop(begin, end, body, tile.empty())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Round:
-    """A tile of the round's queries, and the rows that they see."""
-
-    tile: _Tile
-    k: Ref  # [R, D]
-    v: Ref  # [R, D]
-    path: Ref | None  # [N, R]
-    node: jax.Array
-    """The node of the tile, in a tree."""
-    seen: jax.Array
-    """Own rows that each of the queries sees."""
-    most: jax.Array
-    prefix: _Prefix | None
-
-    @classmethod
-    def load(
-        cls,
-        index: jax.Array,
-        tiles: int,
-        block_m: int,
-        q_ref: Ref,
-        k_ref: Ref,
-        v_ref: Ref,
-        path_ref: Ref | None,
-        count_ref: Ref | None,
-        prefix: _Prefix | None,
-    ):
-        """The tile of that index."""
-        nodes, rows = q_ref.shape[0], k_ref.shape[0]
-        if count_ref is None:
-            # The last nodes of a chain see the most rows: they go first, so that short tiles fill the gaps at the end.
-            tile = _Tile.load(q_ref, 0, (tiles - 1 - index) * block_m, nodes, block_m)
-            seen = rows - nodes + jnp.minimum(tile.node, nodes - 1) + 1
-            most = seen.max()
-        else:
-            tile = _Tile.load(q_ref, index, 0, 1, block_m)
-            most = count_ref[index]
-            seen = jnp.broadcast_to(most, tile.node.shape)
-        return cls(tile, k_ref, v_ref, path_ref, index, seen, most, prefix)
-
-    @property
-    def committed(self) -> jax.Array:
-        """Rows of the prefix."""
-        return jnp.int32(0) if self.prefix is None else self.prefix.length
-
-    @property
-    def end(self) -> jax.Array:
-        """The block after the last one."""
-        return pl.cdiv(self.committed + self.most, BLOCK)
-
-    def absorb(self, begin: jax.Array, end: jax.Array, state: State, scale: float, soft_cap: float | None) -> State:
-        """The state after blocks of which the first may be committed in part."""
-
-        def body(i, state):
-            position = i * BLOCK + jnp.arange(BLOCK)
-            own = position - self.committed
-            used = (own >= 0) & (own < self.most)
-            row = own
-            if self.path is not None:
-                row = pltriton.load(self.path.at[self.node, own], mask=used, other=0)
-            keys, values = (load_rows(ref, (), row, used) for ref in (self.k, self.v))
-            if self.prefix is not None:
-                before = position < self.committed
-                # Each row is in one of the two, and zero in the other.
-                keys, values = (
-                    jnp.where(before[:, None], old, new)
-                    for old, new in zip(self.prefix.block(i, before), (keys, values), strict=True)
-                )
-            return self.tile.absorb(keys, values, own[None] < self.seen[:, None], state, scale, soft_cap)
-
-        return lax.fori_loop(begin, end, body, state)
 
 
 def _segments_kernel(
@@ -467,13 +334,14 @@ def _segments_kernel(
     v_ref: Ref,  # [R, D]
     path_ref: Ref | None,  # [N, R]
     count_ref: Ref | None,  # [N]
-    *refs: Ref,  # of `_Prefix`, then peaks [S, N, G], totals [S, N, G], sums [S, N, G, D]
+    *refs: Ref,  # of `Prefix`, then peaks [S, N, G], totals [S, N, G], sums [S, N, G, D]
     config: Config,
     tiles: int,
     own_tiles: int,
     tails: int,
     scale: float,
     soft_cap: float | None,
+    window: int | None,
 ) -> None:
     """The state of each segment; of those from the last one of the prefix on in the last `tails` slots.
 
@@ -482,14 +350,14 @@ def _segments_kernel(
     *stored_refs, peak_ref, total_ref, sum_ref = refs
     out_refs = peak_ref, total_ref, sum_ref
     job, segments = pl.program_id(2), peak_ref.shape[0] - tails
-    prefix = _Prefix.load(*stored_refs)
+    prefix = Prefix.load(*stored_refs, window=window)
     assert prefix is not None
     done = prefix.length // BLOCK
     whole = done // PER_SEGMENT
 
     @pl.when(job < own_tiles)
     def _():
-        own = _Round.load(job, own_tiles, config.block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix)
+        own = Round.load(job, own_tiles, config.block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix, window)
 
         def segment(number, state):
             begin = number * PER_SEGMENT
@@ -498,20 +366,23 @@ def _segments_kernel(
             own.tile.store(out_refs, segments + number - whole, state)
             return own.tile.empty()
 
-        state = prefix.absorb(own.tile, whole * PER_SEGMENT, done, scale, soft_cap)
+        state = prefix.absorb(own.tile, whole * PER_SEGMENT, done, own.starts, scale, soft_cap)
         lax.fori_loop(whole, pl.cdiv(own.end, PER_SEGMENT), segment, state)
 
-    @pl.when((job >= own_tiles) & ((job - own_tiles) // tiles < whole))
+    @pl.when((job >= own_tiles) & (prefix.segment((job - own_tiles) // tiles) < whole))
     def _():
-        index = (job - own_tiles) // tiles
-        tile = _Tile.load(q_ref, 0, (job - own_tiles) % tiles * config.block_m, q_ref.shape[0], config.block_m)
-        state = prefix.absorb(tile, index * PER_SEGMENT, (index + 1) * PER_SEGMENT, scale, soft_cap)
-        tile.store(out_refs, index, state)
+        slot = (job - own_tiles) // tiles
+        index = prefix.segment(slot)
+        tile = Tile.load(q_ref, 0, (job - own_tiles) % tiles * config.block_m, q_ref.shape[0], config.block_m)
+        starts = prefix.starts(tile, q_ref.shape[0], k_ref.shape[0], count_ref, window)
+        state = prefix.absorb(tile, index * PER_SEGMENT, (index + 1) * PER_SEGMENT, starts, scale, soft_cap)
+        tile.store(out_refs, slot, state)
 
 
 def _fold_kernel(
     count_ref: Ref | None,  # [N]
     length_ref: Ref,  # []
+    sinks_ref: Ref | None,  # [G]
     peak_ref: Ref,  # [S, N, G]
     total_ref: Ref,  # [S, N, G]
     sum_ref: Ref,  # [S, N, G, D]
@@ -520,13 +391,18 @@ def _fold_kernel(
     rows: int,
     tails: int,
     capacity: int,
+    window: int | None,
     config: Config,
 ) -> None:
     """Merges the segments in order."""
     nodes, group, dim = out_ref.shape
     segments = peak_ref.shape[0] - tails
     committed = jnp.minimum(length_ref[...], capacity)
-    whole = committed // SEGMENT
+    whole = slots_used = committed // SEGMENT
+    first = first_seen(committed, window)
+    if first is not None:
+        # The first slot is that of the first segment that a node sees.
+        slots_used = whole - first // SEGMENT
     row = pl.program_id(1) % pl.cdiv(nodes * group, config.fold_rows) * config.fold_rows + jnp.arange(config.fold_rows)
     node, member, real = row // group, row % group, row < nodes * group
     column = jnp.arange(padded(dim))[None]
@@ -538,13 +414,15 @@ def _fold_kernel(
 
     def load(slot, used):
         # Whether a state is used is decided after its load, which therefore does not wait for the lengths.
-        state = _load_state((peak_ref, total_ref, sum_ref), slot, node, member, real)
+        state = load_state((peak_ref, total_ref, sum_ref), slot, node, member, real)
         return jnp.where(used, state[0], -jnp.inf), jnp.where(used, state[1], 0), jnp.where(used[:, None], state[2], 0)
 
     def several(first, count, merged):
         # An empty segment changes no bit.
         slots = [first + i for i in range(count)]
-        states = [load(jnp.minimum(slot, segments - 1), jnp.broadcast_to(slot < whole, row.shape)) for slot in slots]
+        states = [
+            load(jnp.minimum(slot, segments - 1), jnp.broadcast_to(slot < slots_used, row.shape)) for slot in slots
+        ]
         return functools.reduce(fold, states, merged)
 
     last = [load(segments + tail, (whole + tail) * SEGMENT < committed + seen) for tail in range(tails)]
@@ -552,35 +430,46 @@ def _fold_kernel(
     if segments <= AT_ONCE:
         merged = several(0, segments, merged)
     else:
-        turns = pl.cdiv(whole, AT_ONCE)
+        turns = pl.cdiv(slots_used, AT_ONCE)
         merged = lax.fori_loop(0, turns, lambda i, merged: several(i * AT_ONCE, AT_ONCE, merged), merged)
-    _, total, summed = functools.reduce(fold, last, merged)
+    _, total, summed = _with_sinks(functools.reduce(fold, last, merged), sinks_ref, member, real)
     pltriton.store(out_ref.at[at], (summed / total[:, None]).astype(out_ref.dtype), mask=inside)
+
+
+def _with_sinks(state: State, sinks_ref: Ref | None, member: jax.Array, real: jax.Array) -> State:
+    """The state of some query rows after their sinks, if there are any."""
+    if sinks_ref is None:
+        return state
+    return fold(state, sink_state(pltriton.load(sinks_ref.at[member], mask=real, other=0), state[2].shape[-1]))
 
 
 def _prefix_kernel(
     q_ref: Ref,  # [N, G, D]
-    *refs: Ref,  # of `_Prefix`, then peaks [2, N, G], totals [2, N, G], sums [2, N, G, D]
+    count_ref: Ref | None,  # [N], in a tree with a window
+    *refs: Ref,  # of `Prefix`, then peaks [2, N, G], totals [2, N, G], sums [2, N, G, D]
     config: Config,
+    rows: int,
     tiles: int,
     scale: float,
     soft_cap: float | None,
+    window: int | None,
 ) -> None:
     """The segments that are committed as a whole, merged; and the state after the blocks that are, of the next."""
     *stored_refs, peak_ref, total_ref, sum_ref = refs
-    prefix = _Prefix.load(*stored_refs)
+    prefix = Prefix.load(*stored_refs, window=window)
     assert prefix is not None
-    tile = _Tile.load(q_ref, 0, pl.program_id(1) % tiles * config.block_m, q_ref.shape[0], config.block_m)
+    tile = Tile.load(q_ref, 0, pl.program_id(1) % tiles * config.block_m, q_ref.shape[0], config.block_m)
+    starts = prefix.starts(tile, q_ref.shape[0], rows, count_ref, window)
     done = prefix.length // BLOCK
     whole = done // PER_SEGMENT
 
     def body(index, merged):
         begin = index * PER_SEGMENT
-        return fold(merged, prefix.absorb(tile, begin, begin + PER_SEGMENT, scale, soft_cap))
+        return fold(merged, prefix.absorb(tile, begin, begin + PER_SEGMENT, starts, scale, soft_cap))
 
     out_refs = peak_ref, total_ref, sum_ref
-    tile.store(out_refs, 0, lax.fori_loop(0, whole, body, tile.empty()))
-    tile.store(out_refs, 1, prefix.absorb(tile, whole * PER_SEGMENT, done, scale, soft_cap))
+    tile.store(out_refs, 0, lax.fori_loop(prefix.first_segment, whole, body, tile.empty()))
+    tile.store(out_refs, 1, prefix.absorb(tile, whole * PER_SEGMENT, done, starts, scale, soft_cap))
 
 
 def _own_kernel(
@@ -589,10 +478,11 @@ def _own_kernel(
     v_ref: Ref,  # [R, D]
     path_ref: Ref | None,  # [N, R]
     count_ref: Ref | None,  # [N]
-    layer_ref: Ref | None,  # these four as in `_Prefix`
+    layer_ref: Ref | None,  # these four as in `Prefix`
     pool_ref: Ref | None,
     table_ref: Ref | None,
     length_ref: Ref | None,
+    sinks_ref: Ref | None,  # [G]
     peak_ref: Ref | None,  # [2, N, G]
     total_ref: Ref | None,  # [2, N, G]
     sum_ref: Ref | None,  # [2, N, G, D]
@@ -602,11 +492,12 @@ def _own_kernel(
     tiles: int,
     scale: float,
     soft_cap: float | None,
+    window: int | None,
 ) -> None:
     """Goes on with what `_prefix_kernel` found."""
-    prefix = _Prefix.load(layer_ref, pool_ref, table_ref, length_ref)
+    prefix = Prefix.load(layer_ref, pool_ref, table_ref, length_ref, window=window)
     index = pl.program_id(1) % tiles
-    own = _Round.load(index, tiles, config.block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix)
+    own = Round.load(index, tiles, config.block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix, window)
     tile, done = own.tile, own.committed // BLOCK
     whole = done // PER_SEGMENT
     merged = state = tile.empty()
@@ -619,6 +510,7 @@ def _own_kernel(
         last = jnp.minimum(begin + PER_SEGMENT, own.end)
         return fold(merged, own.absorb(jnp.maximum(begin, done), last, state, scale, soft_cap)), tile.empty()
 
-    (_, total, summed), _ = lax.fori_loop(whole, pl.cdiv(own.end, PER_SEGMENT), segment, (merged, state))
+    result, _ = lax.fori_loop(whole, pl.cdiv(own.end, PER_SEGMENT), segment, (merged, state))
+    _, total, summed = _with_sinks(result, sinks_ref, tile.member, tile.real)
     at, inside = tile.columns(q_ref.shape[2])
     pltriton.store(out_ref.at[at], (summed / total[:, None]).astype(out_ref.dtype), mask=inside)

@@ -16,6 +16,7 @@ def residual_norm(
     factor: Float[Array, ""] | None = None,
     *,
     eps: float,
+    exact: bool = False,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"] | None]:
     """The residual stream (x + norm(branch)) * factor, and its norm, which the next branch reads.
@@ -30,6 +31,7 @@ def residual_norm(
       following: weight of the norm of the new stream; None: that norm is not computed.
       factor: on the new stream, in its precision; None: 1.
       eps: added to the mean square by the norms.
+      exact: a token's result does not depend on the other tokens, to the bit. The kernel is exact in any case.
       backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
         None: the best one of this platform that supports the arguments.
 
@@ -41,4 +43,4 @@ def residual_norm(
     """
     if x.dtype != branch.dtype:
         raise ValueError(f"branch is {branch.dtype}: must be {x.dtype}, the dtype of x")
-    return OPERATION.run(backend, x, branch, weight, following, factor, eps=eps)
+    return OPERATION.run(backend, x, branch, weight, following, factor, eps=eps, exact=exact)

@@ -1,6 +1,9 @@
 """The residual stream and its norm in plain JAX."""
 
+import functools
+
 import jax
+from jax import lax
 
 from pallas_kernels.norm import wide_rms_norm
 
@@ -13,8 +16,27 @@ def residual_norm(
     factor: jax.Array | None,
     *,
     eps: float,
+    exact: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Arguments as in `api.residual_norm`."""
+    """Arguments as in `api.residual_norm`; `exact`: a loop over tokens, so that each is computed in the same way."""
+    add = functools.partial(_add, weight=weight, following=following, factor=factor, eps=eps)
+    if not exact:
+        return add(x, branch)
+    tokens = tuple(each.reshape(-1, x.shape[-1]) for each in (x, branch))
+    # Products before and after a loop of one turn would be merged with its sums.
+    results = lax.map(lambda token: lax.optimization_barrier(add(*lax.optimization_barrier(token))), tokens)
+    return jax.tree.map(lambda result: result.reshape(x.shape), results)
+
+
+def _add(
+    x: jax.Array,
+    branch: jax.Array,
+    *,
+    weight: jax.Array,
+    following: jax.Array | None,
+    factor: jax.Array | None,
+    eps: float,
+) -> tuple[jax.Array, jax.Array | None]:
     stream = x + wide_rms_norm(branch, weight, eps)
     if factor is not None:
         stream = stream * factor

@@ -53,10 +53,11 @@ def residual_norm(
     factor: jax.Array | None,
     *,
     eps: float,
+    exact: bool = False,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Arguments as in `api.residual_norm` and `dispatch.Operation`."""
+    """Arguments as in `api.residual_norm` and `dispatch.Operation`; always exact."""
     config = config or default_config(width=x.shape[-1])
     return _residual_norm(eps, config, platform.resolve_interpret(interpret), x, branch, weight, following, factor)
 

@@ -1,9 +1,12 @@
 """With exact=True, drafted text equals plain text and a batch equals its sequences alone, in half precision too."""
 
+import deepseek
 import gemma
 import jax.numpy as jnp
 import numpy as np
+import oss
 import pytest
+import qwen
 import toy
 
 import jspec
@@ -77,8 +80,43 @@ def test_live_arrays_make_an_exact_model():
     assert together == [jspec.generate(model, prompt, **options).tokens for prompt in prompts]
     with pytest.raises(TypeError, match="exact=1"):
         jspec.from_named(toy.TARGET, arrays, exact=1)
-    with pytest.raises(ValueError, match="models of type Gemma4 have no exact forward"):
-        jspec.from_named(gemma.KINDS["dense"], arrays, exact=True)
+    with pytest.raises(ValueError, match="models of type Qwen3Next have no exact forward"):
+        jspec.from_named(qwen.KINDS["dense"], arrays, exact=True)
+
+
+FAMILIES = {
+    "windows and sinks": (oss, "sinks"),
+    "windows and shared keys": (gemma, "shared"),
+    "latents": (deepseek, "mla"),
+}
+"""Tiny random models whose windows are 8 tokens."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafted_text_of_other_families_is_plain_text(family):
+    module, kind = FAMILIES[family]
+    arrays = arrays_of(module.KINDS[kind], module.params(kind))
+    model = jspec.from_named(module.KINDS[kind], arrays, exact=True, dtype="bfloat16")
+    # Repetitions, so that drafts are accepted.
+    given, sampling, seeds = [[3, 1, 4, 1, 5] * 9, [2, 7, 1, 8] * 9], [None, SAMPLING], [5, 6]
+    plain = [
+        jspec.generate(model, [one], drafter="plain", sampling=[how], seed=[seed], page_size=64, max_new_tokens=24)
+        for one, how, seed in zip(given, sampling, seeds, strict=True)
+    ]
+    alone = [list(np.ravel(one.tokens)) for one in plain]
+    drafter, options = DRAFTERS["suffix tree"], {"max_new_tokens": 24}
+    drafted = jspec.generate(model, given, drafter=drafter, sampling=sampling, seed=seeds, page_size=16, **options)
+    assert [list(each) for each in drafted.tokens] == alone
+    assert drafted.stats.rounds.sum() < sum(one.stats.rounds.sum() for one in plain)
+    if family != "windows and sinks":
+        return
+    with jspec.Engine(model, drafter=drafter, slots=2, context=128, page_size=16, prefill_tokens=16) as engine:
+        # The beginning of the first prompt is in the prefix cache when it comes again.
+        for index in (0, 1, 0):
+            handle = engine.submit(given[index], sampling=sampling[index], seed=seeds[index], **options)
+            assert list(handle.result().tokens) == alone[index], index
+        assert engine.metrics().prefix_hits > 0
 
 
 def arrays_of(config, params):

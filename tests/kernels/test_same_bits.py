@@ -12,7 +12,7 @@ from backends import FAST_COMPILE, HERE, each_backend, interpreted
 from cases import ATTENTION_CASES, Case, normal, page_table, pool, rng_of, tree_mask
 from crosslower import cross_lower
 
-from pallas_kernels import add_norm, exact_attention, exact_matmul, grouped_matmul, parts, split_heads
+from pallas_kernels import add_norm, exact_attention, exact_matmul, grouped_matmul, parts, residual_norm, split_heads
 from pallas_kernels.add_norm import triton as norm_triton
 from pallas_kernels.attention import BLOCK, SEGMENT
 from pallas_kernels.exact_attention import triton as attention_triton
@@ -74,15 +74,52 @@ class Text:
         parts = (rng.normal(size=(length, count, dim)) for count in (heads, kv_heads, kv_heads))
         return cls(*(part.astype(jnp.dtype(dtype)) for part in parts))
 
-    def committed(self, lengths, capacity, page_size, rng):
-        """A pool of one layer with the first rows of the text for each sequence; NaN elsewhere."""
+    def committed(self, lengths, capacity, page_size, rng, form):
+        """A pool of one layer with the first rows of the text for each sequence; NaN elsewhere.
+
+        With a window, only the rows that it reaches, in pages that are a ring.
+        """
         each = -(-capacity // page_size)
-        table = rng.permutation(len(lengths) * each + 2)[: len(lengths) * each].reshape(len(lengths), each)
-        full = np.full((1, 2, len(lengths) * each + 2, page_size, *self.k.shape[1:]), np.nan, self.k.dtype)
+        ring = each if form.window is None else min(each, -(-form.window // page_size))
+        table = rng.permutation(len(lengths) * ring + 2)[: len(lengths) * ring].reshape(len(lengths), ring)
+        table = table[:, np.arange(each) % ring]
+        full = np.full((1, 2, len(lengths) * ring + 2, page_size, *self.k.shape[1:]), np.nan, self.k.dtype)
         for pages, length in zip(table, lengths, strict=True):
-            for t in range(length):
+            for t in range(0 if form.window is None else max(length + 1 - form.window, 0), length):
                 full[0, :, pages[t // page_size], t % page_size] = self.k[t], self.v[t]
         return full, table.astype(np.int32), np.array(lengths, np.int32)
+
+    def dense(self, position, form):
+        """The result at a position by the equations, in float64."""
+        first = 0 if form.window is None else max(position + 1 - form.window, 0)
+        group = self.q.shape[1] // self.k.shape[1]
+        q, k, v = (part.astype(np.float64) for part in (self.q[position], self.k, self.v))
+        k, v = (np.repeat(part[first : position + 1], group, axis=1) for part in (k, v))
+        scores = SCALE * np.einsum("hd,shd->hs", q, k)
+        sinks = np.full(len(q), -np.inf) if form.sinks is None else np.array(form.sinks)
+        weights = np.exp(scores)
+        return np.einsum("hs,shd->hd", weights / (weights.sum(1) + np.exp(sinks))[:, None], v)
+
+
+SCALE = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What an attention has besides queries, keys and values."""
+
+    window: int | None = None
+    sinks: tuple[float, ...] | None = None
+    latent: bool = False
+    """Whether the values are the keys."""
+
+
+PLAIN = Form()
+FORMS = {
+    "short window": Form(window=24, sinks=(2.0, -1.0, 0.5, 4.0)),
+    "long window": Form(window=150, sinks=(2.0, -1.0, 0.5, 4.0)),
+    "latents": Form(latent=True),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,11 +138,12 @@ SHAPES = {"batch": 1, "kv_heads": 1, "rows": 1, "capacity": 64, "head_dim": 32}
 
 
 @functools.cache
-def attend(backend, spread):
+def attend(backend, spread, form):
     """The operation, jitted once for all rounds of a shape."""
 
     def run(q, *args):
-        options = {"layer": 0, "scale": 0.2}
+        sinks = None if form.sinks is None else jnp.array(form.sinks)
+        options = {"layer": 0, "scale": SCALE, "window": form.window, "sinks": sinks}
         if backend != "triton":
             return exact_attention.exact_attention(q, *args, **options, backend=backend)
         default = attention_triton.default_config(**SHAPES, dtype=q.dtype)
@@ -114,7 +152,7 @@ def attend(backend, spread):
     return jitted(run, backend)
 
 
-def outputs(text, each, backend, seed=0):
+def outputs(text, each, backend, seed=0, form=PLAIN):
     """The bits of each position of the text that the round computes: a list of (position, result)."""
     rng, batch = np.random.default_rng(seed), len(each.prefix)
     shape = (batch, each.nodes)
@@ -143,8 +181,9 @@ def outputs(text, each, backend, seed=0):
                 mask[b, node, node] = True
                 if (b, node) in on_path:
                     parent = mask[b, node]
-    arrays = (q, k, v, *text.committed(each.prefix, each.capacity, each.page_size, rng), mask)
-    result = np.asarray(attend(backend, each.spread)(*arrays))
+    stored, *rest = text.committed(each.prefix, each.capacity, each.page_size, rng, form)
+    v, stored = (None, stored[:, :1]) if form.latent else (v, stored)
+    result = np.asarray(attend(backend, each.spread, form)(q, k, v, stored, *rest, mask))
     return [(position, result[b, node]) for b, node, position in places]
 
 
@@ -176,6 +215,42 @@ def test_attention_of_a_token_has_the_same_bits_in_every_round(dtype, backend):
             else:
                 assert same_bits(result, alone[position]), (each, position)
     assert len(alone) > 60
+
+
+@pytest.mark.fast("short window-xla")
+@each_backend(exact_attention.OPERATION)
+@pytest.mark.parametrize("name", FORMS)
+def test_attention_has_the_same_bits_in_every_round(name, backend):
+    form = FORMS[name]
+    if form.latent and backend == "triton":
+        pytest.skip("the kernel has no latents")
+    text = Text.random(AT + 12, 4, 1 if form.latent else 2, 32, "bfloat16")
+    if form.latent:
+        text.v = text.k
+    alone = {}
+    for each in ROUNDS:
+        for position, result in outputs(text, each, backend, form=form):
+            if position not in alone:
+                one = Round(prefix=(position,), nodes=1, capacity=AT + 16, spread=position % 2 == 0)
+                ((_, alone[position]),) = outputs(text, one, backend, form=form)
+                found = alone[position].astype(np.float64)
+                np.testing.assert_allclose(found, text.dense(position, form), rtol=0, atol=TOLERANCE["bfloat16"])
+            assert same_bits(result, alone[position]), (each, position)
+    assert len(alone) > 60
+
+
+def test_windows_and_values_that_do_not_fit_are_refused():
+    q = jnp.zeros((1, 2, 4, 8))
+    run = partial(exact_attention.exact_attention, q, q, q, None, None, None, layer=0, scale=1.0)
+    with pytest.raises(ValueError, match="window=0: must be at least 1"):
+        run(window=0)
+    pool_ = jnp.zeros((1, 2, 3, 4, 4, 8))
+    with pytest.raises(ValueError, match=r"pool \(1, 2, 3, 4, 4, 8\): must be \('L', 1, 'P'"):
+        exact_attention.exact_attention(
+            q, q, None, pool_, jnp.zeros((1, 2), jnp.int32), jnp.zeros(1, jnp.int32), layer=0, scale=1.0
+        )
+    with pytest.raises(ValueError, match="v_rows is None"):
+        exact_attention.exact_attention(q, q, None, None, None, None, layer=0, scale=1.0, backend="triton")
 
 
 # Products
@@ -254,6 +329,41 @@ def test_a_sum_and_its_norm(dtype, backend):
     for result, expected in zip(added, run(x, parts.add_parts(divided, dtype), weight), strict=True):
         assert same_bits(result, expected)
     assert same_bits(run(x[2:3], divided[:, 2:3], weight)[1], added[1][2:3])
+
+
+@each_backend(add_norm.OPERATION)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_wide_norms_and_normed_branches(dtype, backend):
+    rng = np.random.default_rng(0)
+    x, branch = (rng.normal(size=(5, 7, 96)).astype(jnp.dtype(dtype)) for _ in range(2))
+    weight, following = (jnp.asarray(rng.normal(size=96), dtype) for _ in range(2))
+    factor = jnp.asarray(0.7, dtype)
+
+    def run(x, branch):
+        options = {"eps": 1e-5, "backend": backend}
+        alone = [add_norm.add_norm(x, None, each, wide=True, **options)[1] for each in (weight, None)]
+        return *alone, *residual_norm.residual_norm(x, branch, weight, following, factor, exact=True, **options)
+
+    run = jitted(run, backend)
+    normed, plain, stream, after = run(x, branch)
+
+    def expected(x, weight):
+        wide = np.asarray(x).astype(np.float64)
+        return wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(weight).astype(np.float64)
+
+    added = (x.astype(np.float64) + expected(branch, weight)) * float(factor)
+    for ours, theirs in (
+        (normed, expected(x, weight)),
+        (plain, expected(x, 1)),
+        (stream, added),
+        (after, expected(stream, following)),
+    ):
+        np.testing.assert_allclose(np.asarray(ours).astype(np.float64), theirs, rtol=0, atol=3 * TOLERANCE[dtype])
+    for part in (np.s_[1:2, 3:4], np.s_[2:5, :2]):
+        for ours, theirs in zip(run(x[part], branch[part]), (normed, plain, stream, after), strict=True):
+            assert same_bits(ours, theirs[part])
+    with pytest.raises(ValueError, match="weight=None: requires wide=True"):
+        add_norm.add_norm(jnp.asarray(x), None, None, eps=1e-5)
 
 
 @each_backend(split_heads.OPERATION)
@@ -389,6 +499,30 @@ def test_attention_lowers_for_a_gpu(dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim, window, sinks", [(64, 8, 64, 128, True), (8, 2, 256, 512, False), (8, 1, 512, None, False)]
+)
+def test_attention_with_windows_and_sinks_lowers_for_a_gpu(heads, kv_heads, dim, window, sinks):
+    q, k = (jnp.zeros((2, 6, count, dim), jnp.bfloat16) for count in (heads, kv_heads))
+    pool_, table = jnp.zeros((2, 2, 130, 16, kv_heads, dim), jnp.bfloat16), jnp.zeros((2, 64), jnp.int32)
+    options = {"window": window, "sinks": jnp.zeros(heads) if sinks else None}
+    default = attention_triton.default_config(
+        batch=2, kv_heads=kv_heads, rows=6 * heads // kv_heads, capacity=1024, head_dim=dim, dtype="bfloat16"
+    )
+    assert default.spread and default.block_m == (16 if dim > 256 else 64)
+    for given in (None, jnp.ones((2, 6, 6), bool)):
+        for config in (default, dataclasses.replace(default, spread=False)):
+            run = partial(
+                attention_triton.exact_attention, layer=1, scale=0.1, config=config, interpret=False, **options
+            )
+            text = cross_lower(run, "cuda", q, k, k, pool_, table, jnp.array([700, 12]), given)
+            assert text.count("exact_attention") >= 2
+    assert attention_triton.supported(q, k, k, interpret=False) is None
+    wide = attention_triton.supported(q.astype("float32"), k, k, interpret=False)
+    assert (wide is None) == (dim <= 256) and (wide is None or "must be at most 256" in wide)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_products_and_norms_lower_for_a_gpu(dtype):
     for rows in (1, 384):
@@ -403,4 +537,6 @@ def test_products_and_norms_lower_for_a_gpu(dtype):
             run = partial(matmul_triton.exact_matmul, interpret=False, **options)
             assert "exact_matmul" in cross_lower(run, "cuda", x, weight)
     x = jnp.zeros((3, 4096), dtype)
-    assert "add_norm" in cross_lower(partial(norm_triton.add_norm, eps=1e-5, interpret=False), "cuda", x, x, x[0])
+    for weight, options in ((x[0], {}), (x[0], {"wide": True}), (None, {"wide": True})):
+        run = partial(norm_triton.add_norm, eps=1e-5, interpret=False, **options)
+        assert "add_norm" in cross_lower(run, "cuda", x, x, weight)
