@@ -135,7 +135,10 @@ def _checks(results: Results) -> str:
     A number after a mode leads to what does not hold, in a list after the table.
     """
     standing = [line for line in results.by_id.values() if line.superseded_by is None]
+    checked = {(line.machine, line.subject, line.mode) for line in standing if line.metric == _CHECKS}
     lines = [line for line in standing if line.metric in (_CHECKS, _PREFILL)]
+    lines = [line for line in lines if (line.machine, line.subject, line.mode) in checked]
+    lines.sort(key=lambda line: line.device_count)
     devices = list(dict.fromkeys(line.device.partition(" (")[0] for line in lines))
     cells: dict[tuple[str, str], dict[str, list[str]]] = {}
     problems: dict[str, list[str]] = {}

@@ -160,6 +160,7 @@ def test_checks_are_a_table_of_what_holds_and_a_list_of_what_does_not(tmp_path):
         line("a/4", "A (not run)", "eagle tree", None),
         line("a/5", "A (not run)", "eagle tree", None, "compiling prefill"),
     ]
+    measurement.write(tmp_path / "2026-01-02-c-m.jsonl", [line("c/1", "C", "plain", None, "compiling prefill")])
     two = [line("b/1", "B (not run)", "eagle chain", "no copy: 3 copies", device_count=4)]
     measurement.write(tmp_path / "2026-01-02-a-m.jsonl", one)
     measurement.write(tmp_path / "2026-01-02-b-m.jsonl", two)

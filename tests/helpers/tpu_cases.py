@@ -149,7 +149,7 @@ class TpuCase:
         return "-".join(part for part in (self.target, self.drafter, self.shape, over) if part != "")
 
     def only_loop(self, chip: str) -> bool:
-        """Whether prefill is left out: it is compiled once for a target and a chip, and on one chip for each drafter.
+        """Whether prefill is left out: each target has one for each chip, and for one chip one with each drafter.
 
         A tree has it, or the chain of a drafter without trees; that of plain decoding is a part of any.
         """
