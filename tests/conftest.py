@@ -103,6 +103,7 @@ EXTRAS = {
     "mkdocs": "docs",
     "flax": "train",
     "optax": "train",
+    "jsonschema": "test",
     "libtpu": "tpu",
 }
 

@@ -17,6 +17,33 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 5}, "n": {"type": "integer"}, "ok": {"type": "boolean"}},
     "required": ["name", "ok"],
 }
+SCHEMAS = [
+    SCHEMA,
+    {
+        "type": "array",
+        "items": {
+            "oneOf": [
+                {
+                    "type": "object",
+                    "properties": {"k": {"const": "a"}, "v": {"enum": [1, 2.5, None, "é"]}},
+                    "required": ["k", "v"],
+                },
+                {"type": "object", "properties": {"k": {"const": "b"}}, "required": ["k"]},
+                {"type": "null"},
+            ]
+        },
+        "minItems": 1,
+        "maxItems": 3,
+    },
+    {
+        "type": "object",
+        "properties": {
+            "at": {"type": "string", "format": "date"},
+            "code": {"type": "string", "pattern": r"^[a-z]{2,4}-\d$"},
+        },
+        "required": ["code"],
+    },
+]
 DOCUMENT = jspec.Grammar.json_schema(SCHEMA)
 WORD = jspec.Grammar.choice(["return x", "for i in range", "é漢"])
 PROMPTS = ["def f(x):", "a", "for i in range(10):\n    print(i)"]
@@ -61,6 +88,26 @@ def test_tokens_do_not_depend_on_the_drafter(model, plain, drafter):
     for piece in pieces:
         texts[piece.index] += piece.text
     assert texts == [one.text for one in plain]
+
+
+@pytest.mark.slow
+def test_documents_validate(model, needs):
+    """Greedy and sampled documents of several schemas, by drafters whose drafts are accepted in part."""
+    jsonschema, count = needs("jsonschema"), 30
+    grammars = [jspec.Grammar.json_schema(schema) for schema in SCHEMAS]
+    sampling = [jspec.Sampling(temperature=0.5 * (i // 3 % 3), grammar=grammars[i % 3]) for i in range(count)]
+    options = dict(max_new_tokens=120, sampling=sampling)
+    prompts = [f"{PROMPTS[i % 2]} {i}" for i in range(count)]
+    plain = jspec.generate(model, prompts, drafter=None, **options)
+    whole = [(i, one.text) for i, one in enumerate(plain) if one.finish_reason == "eos"]
+    assert len(whole) >= 24 and len({text for _, text in whole}) >= 15
+    kind = jsonschema.Draft202012Validator
+    for i, text in whole:
+        kind(SCHEMAS[i % 3], format_checker=kind.FORMAT_CHECKER).validate(json.loads(text))
+    for drafter in ("ngram", jspec.Standalone(depth=3, width=2, num_nodes=8)):
+        out = jspec.generate(model, prompts, drafter=drafter, **options)
+        assert out.tokens == plain.tokens
+        assert out.stats.rounds.sum() < 0.9 * plain.stats.rounds.sum()
 
 
 @pytest.mark.slow

@@ -169,12 +169,11 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_documents_of_a_schema_validate(name):
+def test_documents_of_a_schema_validate(name, needs):
     grammar, rng = Grammar.json_schema(SCHEMAS[name]), np.random.default_rng(0)
     texts = [sample_text(grammar.dfa, rng, most) for most in (0, 10, 40, 120) for _ in range(20)]
     documents = [json.loads(text) for text in texts]
-    jsonschema = pytest.importorskip("jsonschema")
-    validator = jsonschema.Draft202012Validator(SCHEMAS[name])
+    validator = needs("jsonschema").Draft202012Validator(SCHEMAS[name])
     for text, document in zip(texts, documents, strict=True):
         assert validator.is_valid(document), text
 
