@@ -463,7 +463,7 @@ MUTANTS = (
             "cache/test_narrow.py::test_a_token_is_read_alike_in_its_own_round_and_later[llama]",
         ),
         (
-            "values beyond the range are not numbers",
+            "values beyond the range become NaN",
             "return jnp.clip(x, -most, most).astype(kind)",
             "return x.astype(kind)",
             "cache/test_narrow.py::test_values_are_rounded_to_the_nearest_and_bounded[float32]",
@@ -542,8 +542,8 @@ MUTANTS = (
         ),
         (
             "a longer window in an exact forward",
-            "window=self.window, sinks",
-            "window=self.window + 1, sinks",
+            "partial(exact_attention, window=length)",
+            "partial(exact_attention, window=length + 1)",
             "models/test_exact_forward.py::test_the_exact_forward_is_the_forward[sinks]",
         ),
     ),

@@ -229,5 +229,5 @@ def test_a_layer_with_a_window_of_its_own_sees_the_shorter_one_and_no_first_rows
 def test_a_window_of_exact_attention_is_an_error():
     cache = MhaCache.empty(1, 8, 4, **SHAPE)
     q, k = jnp.zeros((1, 1, HEADS, DIM)), jnp.zeros((1, 1, KV_HEADS, DIM))
-    with pytest.raises(ValueError, match="exact=True: exact attention has no windows yet"):
+    with pytest.raises(ValueError, match="exact=True: exact attention has no windows of drafts yet"):
         within(cache, 4).attend(0, q, k, k, jnp.zeros(1, jnp.int32), None, 1.0, exact=True)
