@@ -574,9 +574,9 @@ MUTANTS = (
     *_group(
         "jspec/models/gpt_oss.py",
         (
-            "products of exact experts by their number of rows",
-            "params.down, sizes, exact=exact)",
-            "params.down, sizes)",
+            "the attention of an exact layer by its number of tokens",
+            "here, own, only, exact=self.exact)",
+            "here, own, only)",
             f"{_FORWARD}[sinks-float32]",
         ),
     ),

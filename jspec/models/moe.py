@@ -171,14 +171,14 @@ def experts_mlp(
     order, place, sizes = group_rows(ids, gate_up.shape[0] - always, always)
     inner = grouped(x, gate_up, sizes, rows=order, activation=activation, exact=exact)
     out = jnp.take(grouped(inner, down, sizes, exact=exact), place, axis=0, mode="clip")
-    return weighted_sum(weights, out.astype(jnp.float32), exact=exact).astype(x.dtype)
+    return weighted_sum(weights, out, exact=exact).astype(x.dtype)
 
 
 def weighted_sum(
     weights: Float[Array, "T a"], out: Float[Array, "T a E"], *, exact: bool = False
 ) -> Float[Array, "T E"]:
-    """The outputs of a token's experts times their weights, added; `exact` as in `layers.linear`."""
-    weighted = weights[:, :, None] * out
+    """The outputs of a token's experts times their weights, added in float32; `exact` as in `layers.linear`."""
+    weighted = weights[:, :, None] * out.astype(jnp.float32)
     if not exact:
         return weighted.sum(1)
     # A reduction would be divided by its shape, and products merged with sums where the compiler sees fit.

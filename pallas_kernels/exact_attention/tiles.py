@@ -115,8 +115,8 @@ class Prefix:
         if layer_ref is None or pool_ref is None or table_ref is None or length_ref is None:
             return None
         capacity = table_ref.shape[0] * pool_ref.shape[3]
-        length = jnp.minimum(length_ref[...], capacity)
-        return cls(layer_ref[...], pool_ref, table_ref, length, first_seen(length, window))
+        layer, length = layer_ref[...], jnp.minimum(length_ref[...], capacity)
+        return cls(layer, pool_ref, table_ref, length, first_seen(length, window))
 
     @property
     def first_segment(self) -> jax.Array | int:
