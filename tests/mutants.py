@@ -68,7 +68,7 @@ _STOPS = "core/test_stopping.py::test_examples"
 _SWA = "cache/test_swa.py::test_rounds_equal_dense_attention_over_each_nodes_window[8-1]"
 _DRAFT_WINDOW = "cache/test_swa.py::test_a_drafts_window_equals_dense_attention_over_it_and_the_first_rows[8-3-4]"
 _FIRST_OF_TREE = _DRAFT_WINDOW.replace("8-3-4", "1-1-3")
-_WINDOWS = "drafters/test_windows.py::test_drafts_are_those_of_a_banded_forward"
+_BANDED = "drafters/test_windows.py::test_drafts_are_those_of_a_banded_forward"
 _CACHES = "cache/test_caches.py::test_output_equals_plain_decoding"
 _PAGED = "kernels/test_paged_attention.py::test_equals_a_softmax_in_float64[page_of_3-xla]"
 _BITS = "kernels/test_same_bits.py::test_attention_of_a_token_has_the_same_bits_in_every_round[bfloat16-xla]"
@@ -682,9 +682,9 @@ MUTANTS = (
     *_group(
         "pallas_kernels/paged_attention/mosaic_tpu.py",
         (
-            "the pages between the first ones and the windows",
-            "kept = jnp.minimum(pl.cdiv(keep_first, keys), first) if keep_first else 0",
-            "kept = first if keep_first else 0",
+            "the pages before the windows instead of the first ones",
+            "return i - jnp.where(i < first, first - kept, 0) if keep_first else i",
+            "return i",
             "kernels/test_simulated.py::test_windows_copy_the_first_pages_and_their_own[1]",
         ),
     ),
@@ -803,7 +803,7 @@ MUTANTS = (
             "committed tokens are read without the window",
             "positions, self._seen(state.cache), prefix, select=last)",
             "positions, state.cache, prefix, select=last)",
-            f"{_WINDOWS}[standalone-shape1-2-1-1-4]",
+            f"{_BANDED}[standalone-shape1-2-1-1-4]",
         ),
         (
             "the draft reads at the next position",
@@ -831,7 +831,7 @@ MUTANTS = (
             "a block without the first positions",
             "within(state.cache, self.window, self.keep_first)",
             "within(state.cache, self.window)",
-            f"{_WINDOWS}[block-shape2-7-3-16-None]",
+            f"{_BANDED}[block-shape2-7-3-16-None]",
         ),
         (
             "a block one position late",
@@ -879,7 +879,7 @@ MUTANTS = (
             "a head without its window",
             "return within(cache, self.window, self.keep_first)",
             "return cache",
-            f"{_WINDOWS}[eagle-shape0-5-2-4-None]",
+            f"{_BANDED}[eagle-shape0-5-2-4-None]",
         ),
         (
             "drafts from the rows of another window",

@@ -87,7 +87,7 @@ ATTENTION_CASES = (
     Case("windows_tree", windows=True, nodes=9, tree=True, page_size=16, pages=4, prefix=(64, 50, 20)),
     Case("first_chain", windows=True, keep_first=3, nodes=5, page_size=2, pages=20, prefix=(40, 33, 2, 0)),
     Case(
-        "first_tree", windows=True, keep_first=17, nodes=9, heads=4, tree=True, page_size=16, pages=9, prefix=(144, 9)
+        "first_tree", windows=True, keep_first=17, nodes=9, heads=4, tree=True, page_size=16, pages=20, prefix=(320, 9)
     ),
     Case("bfloat16_windows_soft_cap", dtype="bfloat16", windows=True, soft_cap=2.0, tree=True, head_dim=64),
 )
