@@ -158,7 +158,7 @@ def read(
     if names == TRANSFORMERS:
         config = language_model.with_mtp(config, LiveTensors(_Named(held), dtype))
     if placement is not None:
-        config = config.split(placement.size)
+        config = config if placement.size == 1 else config.split(placement.size)
         held = {name: placement.gather(array) for name, array in held.items()}
     options = {"config": config, "dtype": dtype, "names": names, "placement": placement, "weights": weights}
     return config, _fuse(held, **options)

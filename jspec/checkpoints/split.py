@@ -52,7 +52,7 @@ def placed(config: C, tensors: Tensors, place: Place) -> C:
     if placement is None:
         return config
     tensors.placement = placement
-    return config.split(placement.size)
+    return config if placement.size == 1 else config.split(placement.size)
 
 
 def place_draft(

@@ -117,6 +117,22 @@ def add_tensor(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for groups of devices."""
+    parser.add_argument(
+        "--data",
+        type=integer(1, MAX_TOKENS),
+        metavar="N",
+        help="split the prompts of a batch over N groups of devices, each with the whole model (default: one group)",
+    )
+
+
+def check_data(data: int | None, batch: int) -> None:
+    """Raises ValueError if there are more groups of devices than prompts in a batch."""
+    if data is not None and data > batch:
+        raise ValueError(f"--data {data}: must be at most --batch, the prompts that run together: {batch}")
+
+
 def add_drafter(parser: argparse.ArgumentParser, note: str = "") -> None:
     """Adds the option for a single drafter. note: what its help adds about n-grams."""
     parser.add_argument(
@@ -169,9 +185,9 @@ def load_model(
     loaded = {} if loaded is None else loaded
     if draft not in loaded:
         with naming_models({"--draft": arguments.draft, option: arguments.model}):
-            tensor = getattr(arguments, "tensor", None)
+            split = {name: getattr(arguments, name, None) for name in ("tensor", "data")}
             options = {name: getattr(arguments, name) for name in ("dtype", "exact", "weights", "kv")}
-            loaded[draft] = load(arguments.model, draft=draft, tensor=tensor, **options)
+            loaded[draft] = load(arguments.model, draft=draft, **split, **options)
     return with_corpus(loaded[draft], corpus) if corpus and drafter == "suffix" else loaded[draft]
 
 

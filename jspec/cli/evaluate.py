@@ -17,7 +17,10 @@ from jspec.cli import prompt_sets
 from jspec.cli.common import (
     MAX_TOKENS,
     Commands,
+    add_data,
     add_model,
+    add_tensor,
+    check_data,
     load_model,
     make_drafter,
     ratio,
@@ -38,6 +41,8 @@ def add_command(commands: Commands) -> None:
     summary = "measure accept length and speed of drafters on a set of prompts"
     parser = commands.add_parser("evaluate", help=summary, description=f"{summary.capitalize()}.")
     add_model(parser)
+    add_tensor(parser)
+    add_data(parser)
     parser.add_argument(
         "--drafter",
         action="append",
@@ -77,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_output("--json", arguments.json)
     if arguments.plot:
         check_plot(arguments.plot)
+    check_data(arguments.data, arguments.batch)
     sampling = read_sampling(arguments)
     groups = prompt_sets.read(arguments)
 
@@ -188,6 +194,7 @@ def _lines(
             "prompts": len(out.tokens),
             "new_tokens": arguments.max_new_tokens,
             **({} if category is None else {"category": category}),
+            **({} if model.placement is None else {"tensor": model.placement.size, "data": model.placement.groups}),
         },
     }
     metrics = [

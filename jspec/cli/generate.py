@@ -15,9 +15,11 @@ from jspec.analysis.records import STANDARD_INPUT, read_standard_input
 from jspec.cli.common import (
     MAX_TOKENS,
     Commands,
+    add_data,
     add_drafter,
     add_model,
     add_tensor,
+    check_data,
     check_prompts,
     encode_record,
     load_model,
@@ -66,6 +68,7 @@ def add_command(commands: Commands) -> None:
         "--repetition-penalty", type=number, metavar="X", help="above 1: repeated tokens are less likely (default: 1)"
     )
     add_tensor(parser)
+    add_data(parser)
     add_drafter(parser, ", which pays off where text repeats")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT; can be repeated"
@@ -139,6 +142,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"PROMPT or --prompts FILE: {given}; must be one of them (PROMPT - reads standard input)")
     if arguments.batch is not None and arguments.prompts is None:
         raise ValueError(f"--batch {arguments.batch}: requires --prompts")
+    check_data(arguments.data, arguments.batch or 1)
     for name in ("compare", "show"):
         for other in ("prompts", "json"):
             if getattr(arguments, name) and getattr(arguments, other):

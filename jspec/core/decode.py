@@ -16,8 +16,8 @@ from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jspec.core import grammar as grammars
+from jspec.core import groups, sampling, sharding, stopping, tree
 from jspec.core import logprobs as log_probabilities
-from jspec.core import sampling, sharding, stopping, tree
 from jspec.core.automaton import Automaton
 from jspec.core.commit import commit_rows
 from jspec.core.invariants import check_round
@@ -218,20 +218,13 @@ def jitted_prefill(
 ) -> DecodeState:
     """`prefill`, jitted: one compiled program for each configuration and shape of the prompts.
 
-    placement: of the weights over devices; None: they are on one.
+    placement: of the weights over devices; None: they are on one. If it has several groups, the state is stacked, as
+      `jspec.core.groups` describes.
     """
-    read = partial(
-        prefill,
-        target=target,
-        drafter=drafter,
-        accept=accept,
-        capacity=capacity,
-        page_size=page_size,
-        logprobs=logprobs,
-        top_logprobs=top_logprobs,
-        chunk=chunk,
-    )
-    return sharding.over(placement, read, params, ids, length, limit, key, stop, row_sampling, grammar)
+    static = {"target": target, "drafter": drafter, "accept": accept, "capacity": capacity, "page_size": page_size}
+    static |= {"logprobs": logprobs, "top_logprobs": top_logprobs, "chunk": chunk}
+    arrays = params, ids, length, limit, key, stop, row_sampling, grammar
+    return groups.prefill(placement, partial(prefill, **static), *arrays)
 
 
 # A round
@@ -526,10 +519,11 @@ def count_round(s: DecodeState, decision: Decision, branch: Int[Array, ""] | Non
 
 def with_counters(s: DecodeState, depth: int) -> DecodeState:
     """The state with counters for rounds of this depth, for one that is continued with a drafter of a greater depth."""
-    missing = depth + 1 - s.stats.accept_counts.shape[1]
+    counts = s.stats.accept_counts
+    missing = depth + 1 - counts.shape[-1]
     if missing <= 0:
         return s
-    counts = jnp.pad(s.stats.accept_counts, ((0, 0), (0, missing)))
+    counts = jnp.pad(counts, [*[(0, 0)] * (counts.ndim - 1), (0, missing)])
     return dataclasses.replace(s, stats=dataclasses.replace(s.stats, accept_counts=counts))
 
 
@@ -550,6 +544,10 @@ def run_rounds(
     s = with_counters(s, drafter.depth)
     body = partial(step, params, target=target, drafter=drafter, accept=accept, debug=debug)
     return lax.while_loop(lambda s: ~jnp.all(s.done) & (s.round_index < until), body, s)
+
+
+SHARED = (0, 2)
+"""The arguments of `run_rounds` that groups of devices have in common; the state is that of each."""
 
 
 class _Loop(LoopProgram[..., DecodeState]):
@@ -583,7 +581,7 @@ def _loop_program(*, many: bool, devices: int = 1) -> LoopProgram[..., DecodeSta
         To stream, show progress or stop early, call it repeatedly with a growing `until`; the tokens are the same.
         """
         rounds = partial(run_rounds, target=target, drafter=drafter, accept=accept)
-        return sharding.over(placement, rounds, params, s, until)
+        return sharding.over(placement, rounds, params, s, until, shared=SHARED)
 
     return _Loop(decode, many=many, devices=devices, static_argnames=_STATIC, donate_argnames=("s",))
 
@@ -602,8 +600,8 @@ def _drafted(params: Params, s: DecodeState, drafter: Drafter, placement: shardi
 def draft_shape(
     params: Params, s: DecodeState, drafter: Drafter, placement: sharding.Placement | None = None
 ) -> tuple[int, ...]:
-    """The shape of a round's tree: sequences and nodes of each."""
-    return _drafted.eval_shape(params, s, drafter=drafter, placement=placement).tokens.shape
+    """The shape of a round's tree in one group of devices: sequences and nodes of each."""
+    return _drafted.eval_shape(params, s, drafter=drafter, placement=placement).tokens.shape[-2:]
 
 
 def verifies_many(
@@ -639,4 +637,4 @@ def decode_checked(
     """`decode` with `check_round` in every round; `error.throw()` raises the first broken invariant."""
     rounds = partial(run_rounds, target=target, drafter=drafter, accept=accept, debug=True)
     checked = checkify.checkify(rounds, errors=checkify.user_checks)
-    return sharding.over(placement, checked, params, s, until)
+    return sharding.over(placement, checked, params, s, until, shared=SHARED)

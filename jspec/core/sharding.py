@@ -1,11 +1,18 @@
 """Programs over a mesh of devices, and which part of each array a device has (Shoeybi et al., arXiv 1909.08053).
 
-Every device runs one program (`jax.shard_map`) in which all shapes are its own. Each has the whole residual stream, all
-tokens and all lengths, and so makes the same decisions; heads, the widths of MLPs and the vocabulary are split. A model
-adds up what its devices contribute (`sum_over_devices`) and gathers logits (`gather_last`).
+Every device runs one program (`jax.shard_map`) in which all shapes are its own. The devices of a group have the same
+sequences: each has the whole residual stream, all tokens and all lengths, and so makes the same decisions; heads, the
+widths of MLPs and the vocabulary are split. A model adds up what its devices contribute (`sum_over_devices`) and
+gathers logits (`gather_last`).
+
+Several groups (data parallelism) have equal weights and sequences, pages and random keys of their own. They never
+communicate, so each runs as many rounds as its own sequences need. What belongs to groups is stacked: outside of the
+program its arrays have a first axis for them, which each device sees without.
 """
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -19,6 +26,8 @@ from jaxtyping import Array, Float, PyTree
 
 TENSOR = "tensor"
 """The axis of the mesh over which weights are split."""
+DATA = "data"
+"""The axis over which sequences are split."""
 WEIGHTS = {
     "embed": -2,
     "qkv": -1,
@@ -61,7 +70,7 @@ class Device(Protocol):
 class Placement:
     """The devices of a model; static, hashable by value.
 
-    mesh: has the axis "tensor"; weights are equal along the others.
+    mesh: has the axis "tensor", and may have the axis "data"; weights are equal along all but the first.
     draft: whether the draft is split like the target. Otherwise each device has all of it, and of its caches.
     """
 
@@ -74,6 +83,15 @@ class Placement:
         return self.mesh.shape[TENSOR]
 
     @property
+    def groups(self) -> int:
+        """Groups of such devices, each with its own sequences."""
+        return self.mesh.shape.get(DATA, 1)
+
+    def __str__(self) -> str:
+        total, groups = self.mesh.size, self.groups
+        return f"{total} devices" if groups == 1 else f"{total} devices (data={groups}, tensor={self.size})"
+
+    @property
     def devices(self) -> list[Device]:
         """All devices of this process."""
         return list(self.mesh.local_devices)
@@ -83,9 +101,16 @@ class Placement:
         """The sharding of an array that each device has all of."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def specs(self, tree: PyTree) -> PyTree:
-        """How the leaves of `Params`, of a state, or of anything whole are split."""
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: _spec(self.axis_of(path, leaf.shape)), tree)
+    def specs(self, tree: PyTree, *, stacked: bool = False) -> PyTree:
+        """How the leaves of `Params`, of a state, or of anything whole are split.
+
+        stacked: they have a first axis of groups.
+        """
+
+        def spec(path: Sequence[object], leaf: Array) -> PartitionSpec:
+            return _spec(self.axis_of(path, leaf.shape[stacked:]), stacked=stacked)
+
+        return jax.tree_util.tree_map_with_path(spec, tree)
 
     def local(self, shapes: PyTree) -> PyTree:
         """What one device has of a model's weights, or of a state, as `jax.ShapeDtypeStruct`s."""
@@ -107,15 +132,31 @@ class Placement:
         shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
         axis = None if field is None else self._split_axis(field, shape)
         if axis is None:
-            joined = np.asarray(parts[0], order="C") if len(parts) == 1 else np.concatenate(parts, axis=-1)
-            return jax.device_put(joined, self.everywhere)
+            return self.copy(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
+
+        @functools.cache  # Every group has the same ones.
+        def of_device(device: int) -> np.ndarray:
+            return np.concatenate([np.split(part, self.size, axis)[device] for part in parts], axis=-1)
 
         def share(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            device = (index[axis].start or 0) * self.size // shape[axis]
-            return np.concatenate([np.split(part, self.size, axis)[device] for part in parts], axis=-1)
+            return of_device((index[axis].start or 0) * self.size // shape[axis])
 
         return jax.make_array_from_callback(shape, NamedSharding(self.mesh, _spec(axis)), share)
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether some of the devices belong to another process."""
+        return not self.everywhere.is_fully_addressable
+
+    def copy(self, array: Array | np.ndarray, axis: int | None = None) -> Array:
+        """An array that each process has, on these devices. axis: the one that is split; None: each device has all."""
+        sharding = NamedSharding(self.mesh, _spec(axis))
+        if not self.spans_processes:
+            return jax.device_put(array if isinstance(array, jax.Array) else np.asarray(array, order="C"), sharding)
+        # Each process copies its own parts; `device_put` would first compare the arrays of all processes.
+        held = np.asarray(array)
+        return jax.make_array_from_callback(held.shape, sharding, lambda index: np.asarray(held[index], order="C"))
 
     def arrange(self, field: str | None, parts: Sequence[Array]) -> list[Array]:
         """Weights whose concatenation on the last axis is the array of `put`, from the parts of that array."""
@@ -135,8 +176,13 @@ class Placement:
         if isinstance(given, NamedSharding) and isinstance(given.mesh, Mesh) and isinstance(array, jax.Array):
             if given.mesh.devices.flatten().tolist() == self.mesh.devices.flatten().tolist():
                 return without_types(array)
+        if given is not None and not given.is_fully_addressable and not given.is_fully_replicated:
+            raise ValueError(
+                f"arrays: one of shape {array.shape} is on devices of several processes, but not on those of the model "
+                f"in their order: it has the sharding {given}, and the model the mesh {self.mesh}"
+            )
         axis = next((axis for axis, size in enumerate(array.shape) if size and size % self.size == 0), None)
-        return jax.device_put(array, NamedSharding(self.mesh, _spec(axis)))
+        return self.copy(array, axis)
 
     def spread(self, params: T) -> T:
         """Within a program: weights, each split as the table has it."""
@@ -148,7 +194,7 @@ class Placement:
 
         def place(leaf: Array) -> Array:
             placed = isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == self.mesh
-            return leaf if placed else jax.device_put(leaf, self.everywhere)
+            return leaf if placed else self.copy(leaf)
 
         return jax.tree.map(place, params)
 
@@ -208,28 +254,40 @@ def _names(path: Sequence[object]) -> list[str | None]:
     return [getattr(key, "name", None) for key in path]
 
 
-def _spec(axis: int | None) -> PartitionSpec:
-    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TENSOR)
+def _spec(axis: int | None, *, stacked: bool = False) -> PartitionSpec:
+    """Splits an axis over the devices of a group. stacked: after an axis of groups."""
+    first = [DATA] if stacked else []
+    return PartitionSpec(*first) if axis is None else PartitionSpec(*first, *[None] * axis, TENSOR)
 
 
-def over(placement: Placement | None, function: Callable[..., T], *args: PyTree) -> T:
+def over(placement: Placement | None, function: Callable[..., T], *args: PyTree, shared: Collection[int] = (0,)) -> T:
     """`function(*args)` on each device with its own part of the arguments. placement None: the call itself.
 
-    Of the results, those that `STATE` names are split, and the others are equal on all devices.
+    Of the results, those that `STATE` names are split, and the others are equal on all devices of a group.
+
+    shared: which arguments are equal for all groups, such as weights, the first one. If there are several groups, the
+      others and the results are stacked.
     """
     if placement is None:
         return function(*args)
     structures, axes = [], (None, *sorted(set(STATE.values())))
+    stacks = placement.groups > 1
+    stacked = [stacks and index not in shared for index in range(len(args))]
 
     def local(*args: PyTree) -> tuple[tuple[Array, ...], ...]:
         """The results, those with one way of being split together: what they are is known once this is traced."""
-        named, structure = jax.tree_util.tree_flatten_with_path(function(*args))
+        own = (
+            jax.tree.map(lambda x: jnp.squeeze(x, 0), arg) if each else arg
+            for arg, each in zip(args, stacked, strict=True)
+        )
+        named, structure = jax.tree_util.tree_flatten_with_path(function(*own))
         split = [placement.axis_of(path, leaf.shape) for path, leaf in named]
         structures.append((structure, split))
-        return tuple(tuple(leaf for (_, leaf), own in zip(named, split, strict=True) if own == axis) for axis in axes)
+        leaves = [jnp.expand_dims(leaf, 0) if stacks else leaf for _, leaf in named]
+        return tuple(tuple(leaf for leaf, own in zip(leaves, split, strict=True) if own == axis) for axis in axes)
 
-    specs = tuple(map(placement.specs, args))
-    out_specs = tuple(map(_spec, axes))
+    specs = tuple(placement.specs(arg, stacked=each) for arg, each in zip(args, stacked, strict=True))
+    out_specs = tuple(_spec(axis, stacked=stacks) for axis in axes)
     # Every result that is not split is the same on all devices, which the checks of `check_vma` cannot know of kernels.
     run = jax.shard_map(local, mesh=placement.mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
     groups = dict(zip(axes, map(iter, run(*args)), strict=True))
@@ -278,27 +336,59 @@ def _listed(items: Sequence[str], word: str) -> str:
     return f"{', '.join(first)} {word} {last}" if first else last
 
 
-def make_placement(tensor: int | None, mesh: object, devices: Sequence[Device]) -> Placement | None:
+def make_placement(
+    tensor: int | None, mesh: object, devices: Sequence[Device], data: int | None = None
+) -> Placement | None:
     """The placement of a target that these arguments of `jspec.load` describe; None: on one device.
 
     Raises:
-      ValueError, TypeError: too few devices, or a mesh without the axis "tensor" or with another one of several
-        devices.
+      ValueError, TypeError: too few devices, a mesh without the axes "tensor" and "data" or with another one of several
+        devices, or a process without a device.
     """
     if mesh is None:
-        if tensor is None or tensor == 1:
+        shape = (data or 1, tensor or 1)
+        if shape == (1, 1):
             return None
-        if tensor > len(devices):
-            raise ValueError(f"tensor={tensor}: must be at most {len(devices)}, the number of devices that JAX has")
-        return Placement(_mesh(np.array(devices[:tensor]), (TENSOR,)))
+        if (wanted := math.prod(shape)) > len(devices):
+            named = {"data": data, "tensor": tensor}
+            given = ", ".join(f"{name}={size}" for name, size in named.items() if size is not None)
+            product = "their product must be" if None not in named.values() else "must be"
+            raise ValueError(f"{given}: {product} at most {len(devices)}, the number of devices that JAX has")
+        axes, sizes = ((DATA, TENSOR), shape) if shape[0] > 1 else ((TENSOR,), shape[1:])
+        return _placement(np.array(devices[:wanted]).reshape(sizes), axes)
     if not isinstance(mesh, Mesh):
         raise TypeError(f"mesh is of type {type(mesh).__name__}: must be a jax.sharding.Mesh, as jax.make_mesh makes")
     shape = dict(mesh.shape)
-    if TENSOR not in shape or any(size > 1 for name, size in shape.items() if name != TENSOR):
-        raise ValueError(f"mesh has the axes {shape}: must have the axis 'tensor', and no other of several devices")
-    if tensor is not None and tensor != shape[TENSOR]:
-        raise ValueError(f"tensor={tensor}: the mesh has {shape[TENSOR]} devices on its axis 'tensor'; omit tensor")
-    return Placement(_mesh(mesh.devices, mesh.axis_names))
+    others = [size for name, size in shape.items() if name not in (TENSOR, DATA)]
+    if not {TENSOR, DATA} & set(shape) or any(size > 1 for size in others):
+        raise ValueError(
+            f"mesh has the axes {shape}: must have the axis 'tensor' or 'data', and no other of several devices"
+        )
+    for name, size in ((TENSOR, tensor), (DATA, data)):
+        if size is not None and size != shape.get(name, 1):
+            raise ValueError(
+                f"{name}={size}: the mesh has {shape.get(name, 1)} devices on its axis {name!r}; omit {name}"
+            )
+    if TENSOR not in shape:
+        return _placement(mesh.devices[..., None], (*mesh.axis_names, TENSOR), given=True)
+    return _placement(mesh.devices, mesh.axis_names, given=True)
+
+
+def _placement(devices: np.ndarray, names: Collection[str], *, given: bool = False) -> Placement:
+    """The placement on these devices. given: the caller has chosen them, and may want those of this process alone.
+
+    Raises:
+      ValueError: a process has none of them.
+    """
+    found = {device.process_index for device in devices.flat}
+    own = given and found == {jax.process_index()}
+    missing = [process for process in range(jax.process_count()) if process not in found]
+    if missing and not own:
+        raise ValueError(
+            f"the model is on {devices.size} devices, none of which belongs to process {missing[0]}: each of the "
+            f"{jax.process_count()} processes must have some, or a mesh must have devices of one process alone"
+        )
+    return Placement(_mesh(devices, names))
 
 
 def _mesh(devices: np.ndarray, names: Collection[str]) -> Mesh:

@@ -60,8 +60,8 @@ class AdaptiveState:
 class Adaptive:
     """Takes in each round the drafter with the most expected tokens per unit of cost.
 
-    All sequences of a batch share the choice; those that have finished have no influence on it. Drafters of one draft
-    share its cache: it absorbs what was committed in every round, whichever drafter was taken.
+    All sequences of a batch, or of a group of devices, share the choice; those that have finished have no influence on
+    it. Drafters of one draft share its cache: it absorbs what was committed in every round, whatever was taken.
 
     drafters: at most 8, each a drafter, or None for plain decoding. None: plain decoding and chains of 1, 3, 5 and 8
       tokens, as far as it goes, by the drafter for the loaded draft, or by "suffix" if there is none.

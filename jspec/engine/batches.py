@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
+from jspec.core.sampling import each_of
 from jspec.engine.model import Model
 from jspec.engine.options import GenerateOptions
 from jspec.engine.result import Generations
@@ -16,33 +18,40 @@ class Batch:
     prompts: as many as every other batch has; after the first `count`, copies of the last one fill it up.
     options: those of the batch, with the seed of each prompt.
     count: prompts whose results are wanted.
+    left: those of this batch and of all later ones.
     """
 
     prompts: list[Prompt]
     options: GenerateOptions
     count: int
+    left: int
 
     def run(self, model: Model) -> Generations:
         """The results of the first `count` prompts, and their counters. Copies take as many rounds as the original."""
-        out = Run(model, self.prompts, self.options).finish()
+        out = Run(model, self.prompts, self.options, plan=f"{self.left} prompts in batches").finish()
         return Generations(out.items[: self.count], out.stats.of_first(self.count))
 
 
 def split(prompts: Sequence[Prompt], options: GenerateOptions, size: int) -> list[Batch]:
     """The prompts in order, `size` at a time; fewer if there are fewer of them in total.
 
-    options: with one seed, which becomes `seed + i` for prompt i, or one for each prompt. Sampling parameters are
-      those of all prompts.
+    options: of all prompts, or in lists with one entry for each; one seed becomes `seed + i` for prompt i.
 
     Raises:
-      ValueError, TypeError: seeds that are too large, or not one for each prompt.
+      ValueError, TypeError: seeds that are too large, or another number of entries than of prompts.
     """
-    seeds = [int(seed) for seed in options.seeds(len(prompts))]
-    size = min(size, len(prompts))
+    count = len(prompts)
+    seeds, limits = options.seeds(count).tolist(), options.limits(count)
+    samplings = each_of(options.sampling, count)
+    size = min(size, count)
     batches = []
-    for start in range(0, len(prompts), size):
-        given, own = list(prompts[start : start + size]), seeds[start : start + size]
-        missing = size - len(given)
-        filled = dataclasses.replace(options, seed=tuple(own + own[-1:] * missing))
-        batches.append(Batch(given + given[-1:] * missing, filled, len(given)))
+    for start in range(0, count, size):
+        index = [min(i, count - 1) for i in range(start, start + size)]
+        own: dict[str, Any] = {
+            "seed": [seeds[i] for i in index],
+            "max_new_tokens": [limits[i] for i in index],
+            "sampling": [samplings[i] for i in index],
+        }
+        given, left = [prompts[i] for i in index], count - start
+        batches.append(Batch(given, dataclasses.replace(options, **own), min(size, left), left))
     return batches

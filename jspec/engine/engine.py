@@ -19,7 +19,7 @@ from jspec.engine.device import DeviceRequest, Landing
 from jspec.engine.handle import EngineError, Handle, wake
 from jspec.engine.loop import Loop
 from jspec.engine.metrics import Counters, Metrics
-from jspec.engine.model import Model, refuse_split
+from jspec.engine.model import Model, refuse_groups, refuse_split
 from jspec.engine.options import DEFAULT_PAGE_SIZE, CommonKeywords, GenerateOptions, RequestKeywords, repeat
 from jspec.engine.request import QueueFull, Request
 from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece, drafted_tokens
@@ -78,6 +78,7 @@ class Engine:
     ):
         # Check the arguments.
         check_model(model)
+        refuse_groups(model, "Engine")
         slots = check_int("slots", slots, least=1)
         page_size = check_int("page_size", page_size, least=1)
         prefill_tokens = check_int("prefill_tokens", prefill_tokens, least=1)

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jspec import drafters
 from jspec.cache.pages import DEFAULT_PAGE_SIZE, fit_page_size
-from jspec.core import decode, grammar, sharding, stopping
+from jspec.core import decode, grammar, groups, sharding, stopping
 from jspec.core.automaton import Automaton
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, shorten
 from jspec.core.sampling import Sampling, check_rows, each_of, per_row
@@ -33,7 +33,7 @@ from jspec.engine.options import (
     with_point_masses,
 )
 from jspec.engine.result import Generation, Generations, Piece
-from jspec.engine.run import Parts, Prompt, Run, encode_prompts, prefill_chunk
+from jspec.engine.run import Parts, Prompt, Run, encode_prompts, one_call, prefill_chunk
 
 ROUNDS_PER_UPDATE = 16
 """Rounds between two updates of the progress bar."""
@@ -86,6 +86,7 @@ def generate(
     sampling with the same seed, for any drafter, tree shape, batch and page size.
 
     Of more than 64 prompts, 64 run at a time: a sequence that ends makes room for the next one, as in `jspec.Engine`.
+    With groups of devices (`jspec.load(..., data=2)`), batches of 64 for each group take turns.
 
     Args:
       model: from `jspec.load`.
@@ -118,31 +119,33 @@ def generate(
       ValueError, TypeError: an invalid argument, or caches that do not fit in the memory of the device. Raised before
         anything is compiled.
     """
-    options = GenerateOptions(
-        drafter=drafter,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        accept=accept,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        seed=seed,
-        logprobs=logprobs,
-        page_size=page_size,
-        debug=debug,
-    )
-    check_flag("progress", progress)
-    if n is not None:
-        n = check_int("n", n, least=1)
-        _, ids = encode_prompts(model, prompts)
-        options = repeat(options, len(ids), n)
-        prompts = [prompt for prompt in ids for _ in range(n)]
+    with one_call(model):
+        options = GenerateOptions(
+            drafter=drafter,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            accept=accept,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            seed=seed,
+            logprobs=logprobs,
+            page_size=page_size,
+            debug=debug,
+        )
+        check_flag("progress", progress)
+        if n is not None:
+            n = check_int("n", n, least=1)
+            _, ids = encode_prompts(model, prompts)
+            options = repeat(options, len(ids), n)
+            prompts = [prompt for prompt in ids for _ in range(n)]
     if (many := generate_many(model, prompts, options, progress=progress)) is not None:
         return many
     with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:
-        run = Run(model, prompts, options)
+        rounds = ROUNDS_PER_UPDATE if progress else None
+        run = Run(model, prompts, options, plan=f"generate, progress={progress}")
         bar.set_description()
         bar.reset(sum(options.limits(len(run.prompts))))
-        while not run.advance(ROUNDS_PER_UPDATE if progress else None):
+        while not run.advance(rounds):
             bar.update(run.new_tokens - bar.n)
         bar.update(run.new_tokens - bar.n)
     return run.result()[0] if run.single else run.result()
@@ -178,20 +181,21 @@ def stream(
     Returns:
       What `generate` returns, as the value of `yield from`.
     """
-    rounds = check_int("rounds", rounds, least=1)
-    options = GenerateOptions(
-        drafter=drafter,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        accept=accept,
-        stop=stop,
-        ignore_eos=ignore_eos,
-        seed=seed,
-        logprobs=logprobs,
-        page_size=page_size,
-        debug=debug,
-    )
-    return _stream(Run(model, prompts, options), rounds)
+    with one_call(model):
+        rounds = check_int("rounds", rounds, least=1)
+        options = GenerateOptions(
+            drafter=drafter,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            accept=accept,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            seed=seed,
+            logprobs=logprobs,
+            page_size=page_size,
+            debug=debug,
+        )
+    return _stream(Run(model, prompts, options, plan=f"stream, rounds={rounds}"), rounds)
 
 
 def _stream(run: Run, rounds: int) -> Generator[Piece, None, Generation | Generations]:
@@ -313,7 +317,8 @@ def generate_ids(
             f"max_length={max_length}: exceeds the draft's context of {bound.max_length}, after which it proposes "
             "nothing useful; pass less, or another drafter"
         )
-    memory.fit(params, target, bound, batch, page_size, max_length, max_length)
+    own = groups.batch_of(placement, batch)
+    memory.fit(params, target, bound, own, page_size, max_length, max_length)
     table = stopping.build_table(vocabulary, eos)
     ids, lengths = jnp.asarray(ids, jnp.int32), jnp.asarray(lengths, jnp.int32)
     new = jnp.asarray(max_new_tokens, jnp.int32)
@@ -327,17 +332,18 @@ def generate_ids(
         capacity=max_length,
         page_size=fit_page_size(page_size, max_length),
         logprobs=logprobs,
-        chunk=prefill_chunk(batch),
+        chunk=prefill_chunk(own),
     )
     arrays = params, ids, lengths, limit, key, stopping.init(table, batch), sampling, constraint
-    s = sharding.over(placement, read, *arrays)
+    s = groups.prefill(placement, read, *arrays)
     until = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
-    s = sharding.over(placement, partial(decode.run_rounds, **parts), params, s, until)
-    written = jnp.arange(max_length, dtype=jnp.int32)[None] < s.length[:, None]
-    sampled = s.sampled_logprobs
-    if sampled is None and s.logprobs is not None:
-        sampled = jnp.zeros_like(s.logprobs)
-    return GeneratedIds(jnp.where(written, s.tokens, 0), s.length, s.logprobs, s.stats, sampled)
+    s = sharding.over(placement, partial(decode.run_rounds, **parts), params, s, until, shared=decode.SHARED)
+    results = s.tokens, s.length, s.logprobs, s.stats, s.sampled_logprobs
+    tokens, length, recorded, stats, sampled = groups.unstack(placement, results, batch)
+    written = jnp.arange(max_length, dtype=jnp.int32)[None] < length[:, None]
+    if sampled is None and recorded is not None:
+        sampled = jnp.zeros_like(recorded)
+    return GeneratedIds(jnp.where(written, tokens, 0), length, recorded, stats, sampled)
 
 
 def _compile_grammars(

@@ -7,10 +7,11 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from jspec.core import stopping
+from jspec.core import groups, stopping
 from jspec.core.sampling import per_row
 from jspec.engine import memory, programs
 from jspec.engine.assembly import OneShape, assemble, make_requests
+from jspec.engine.batches import split
 from jspec.engine.device import DeviceRequest, tier_of
 from jspec.engine.handle import Handle
 from jspec.engine.loop import Loop
@@ -25,7 +26,7 @@ from jspec.engine.options import (
     with_point_masses,
 )
 from jspec.engine.result import Generations, GenerationStats
-from jspec.engine.run import Prompt, bucket, encode_prompts
+from jspec.engine.run import Prompt, bucket, encode_prompts, one_call
 from jspec.engine.schedule import Scheduler
 
 MAX_BATCH = 64
@@ -48,12 +49,17 @@ def generate_many(
       ValueError, TypeError: as `jspec.generate`, before anything is compiled.
     """
     listed = isinstance(prompts, Sequence | np.ndarray | jax.Array) and not isinstance(prompts, str)
-    if options.debug or not listed or not getattr(prompts, "ndim", 1) or len(prompts) <= MAX_BATCH:
+    placement = getattr(model, "placement", None)
+    most = MAX_BATCH * groups.count(placement)
+    if options.debug or not listed or not getattr(prompts, "ndim", 1) or len(prompts) <= most:
         return None
-    single, prompt_ids = encode_prompts(model, prompts)
+    with one_call(model):
+        single, prompt_ids = encode_prompts(model, prompts)
     count = len(prompt_ids)
     if single:
         return None
+    if placement is not None and (placement.groups > 1 or placement.spans_processes):
+        return _generate_batches(model, prompt_ids, options, most, progress)
     options.seeds(count)
     longest, new = longest_sequence(prompt_ids, options.limits(count))
     row_sampling = per_row(options.sampling, count, model.target.vocab_size)
@@ -88,6 +94,21 @@ def generate_many(
     handles = {x: Handle(x, model.tokenizer, lambda _: None, device.parts["drafter"]) for x in requests}
     _run(Loop(device, scheduler, burst_seconds=BURST_SECONDS), scheduler, handles, progress)
     items = [handle.generation() for handle in handles.values()]
+    return Generations(items, GenerationStats.total([x.stats for x in items], time.monotonic() - began))
+
+
+def _generate_batches(
+    model: Model, prompts: list[list[int]], options: GenerateOptions, size: int, progress: bool
+) -> Generations:
+    """As `generate_many`, `size` prompts at a time, for models that engines do not support."""
+    with one_call(model):
+        check_fits(model.target, *longest_sequence(prompts, options.limits(len(prompts))))
+        batches = split(prompts, options, size)
+    began, items = time.monotonic(), []
+    with tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar:
+        for batch in batches:
+            items += batch.run(model).items
+            bar.update(batch.count)
     return Generations(items, GenerationStats.total([x.stats for x in items], time.monotonic() - began))
 
 

@@ -86,7 +86,7 @@ def free_bytes(device: Any = None) -> tuple[int, int] | None:
 
     device: None: the default device.
     """
-    device = device or jax.devices()[0]
+    device = device or jax.local_devices()[0]
     if device.platform == "cpu":
         return host_memory.free_bytes()
     stats = device.memory_stats() or {}

@@ -55,7 +55,8 @@ class Model:
     params: weights of both.
     tokenizer: None if the checkpoint has none; prompts and outputs are then token ids.
     eos: ids that end a text.
-    placement: the devices over which weights are split, and whether the draft is; None: all are on one device.
+    placement: the devices over which weights and sequences are split, and whether the draft is; None: all are on one
+      device.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Model:
         known = isinstance(self.target, Decoder)
         outline = self.target.outline() if known else f"target {type(self.target).__name__}"
         shape = f"{outline}, vocabulary {self.target.vocab_size}"
-        devices = "" if self.placement is None else f" on {self.placement.size} devices"
+        devices = "" if self.placement is None else f" on {self.placement}"
         return f"Model({self.name!r}: {shape}, {_dtypes(self.params.target)}{devices}; {draft})"
 
     def with_params(self, params: Any) -> "Model":
@@ -199,6 +200,7 @@ def load(
     draft: str | Path | None = None,
     dtype: str | None = None,
     tensor: int | None = None,
+    data: int | None = None,
     mesh: Mesh | None = None,
     draft_tensor: bool | None = None,
     exact: bool = False,
@@ -215,7 +217,9 @@ def load(
       dtype: "bfloat16", "float16" or "float32"; None is bfloat16 on an accelerator and float32 on a CPU.
       tensor: number of devices over which heads, MLPs and the vocabulary of the target are split (tensor parallelism);
         None: one, or those of `mesh`. See docs/several-gpus.md.
-      mesh: the devices to use, with the axis "tensor". None: the first ones.
+      data: number of groups of `tensor` devices over which the sequences of a batch are split (data parallelism); each
+        group has all weights. None: one, or those of `mesh`.
+      mesh: the devices to use, with the axes "tensor" and "data" or one of them. None: the first ones.
       draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster.
       exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
         half precision too; on one device, for the families that docs/losslessness.md lists.
@@ -233,6 +237,7 @@ def load(
       TypeError: an argument of the wrong type.
     """
     tensor = None if tensor is None else check_int("tensor", tensor, least=1)
+    data = None if data is None else check_int("data", data, least=1)
     exact = check_flag("exact", exact)
     check_weights(weights, WIDE)
     check_kv(kv)
@@ -240,21 +245,21 @@ def load(
         raise ValueError(f"exact=True: no exact forward with kv={kv!r} yet; omit one of them")
     if exact and weights in FORMATS:
         raise ValueError(f"exact=True: no exact forward with weights={weights!r} yet; omit one of them")
-    if exact and (mesh is not None or (tensor or 1) > 1):
-        raise ValueError("exact=True: no exact forward of a model over several devices yet; omit tensor and mesh")
-    placement = make_placement(tensor, mesh, jax.devices())
+    if exact and (mesh is not None or (tensor or 1) > 1 or (data or 1) > 1):
+        raise ValueError("exact=True: no exact forward of a model over several devices yet; omit tensor, data and mesh")
+    placement = make_placement(tensor, mesh, jax.devices(), data)
     if placement is not None:
         prepare_collectives()
     if draft_tensor is not None:
         draft_tensor = check_flag("draft_tensor", draft_tensor)
-        if placement is None:
+        if placement is None or placement.size == 1:
             raise ValueError(f"draft_tensor={draft_tensor}: requires tensor or mesh")
     directory = locate(source)
     if dtype is not None:
         check_text("dtype", dtype)
     draft = bundled_draft(source) if draft is None else draft
     draft_directory = None if draft is None else locate(draft, _DRAFT_FILES, "draft")
-    if placement is not None and draft_directory is not None:
+    if placement is not None and placement.size > 1 and draft_directory is not None:
         drafts.check_beside_split(draft_directory, str(draft), placement.size)
     devices = None if placement is None else placement.devices
     check = partial(memory.check_weights, str(source), devices=devices)
@@ -296,9 +301,23 @@ def refuse_split(model: Model, user: str) -> None:
     """Raises ValueError if the model is split over devices, which `user` does not support."""
     if model.placement is not None:
         raise ValueError(
-            f"model={model.name!r}: is split over {model.placement.size} devices, which {user} does not support yet; "
-            "load it without tensor or mesh, or use jspec.generate, stream, generate_ids or Engine"
+            f"model={model.name!r}: is split over {model.placement}, which {user} does not support yet; "
+            "load it without tensor, data and mesh, or use jspec.generate, stream or generate_ids"
         )
+
+
+def refuse_groups(model: Model, user: str) -> None:
+    """Raises ValueError if sequences are split over groups of devices, or the model over processes, which `user` does
+    not support.
+    """
+    placement = model.placement
+    if placement is None or (placement.groups == 1 and not placement.spans_processes):
+        return
+    several = "several processes" if placement.groups == 1 else f"data={placement.groups}"
+    raise ValueError(
+        f"model={model.name!r}: is on {placement} with {several}, which {user} does not support yet; load it with "
+        "tensor alone in one process, or use jspec.generate, stream or generate_ids"
+    )
 
 
 def _place_target(

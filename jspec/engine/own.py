@@ -164,6 +164,7 @@ def from_named(
     dtype: str | None = None,
     name: str | None = None,
     tensor: int | None = None,
+    data: int | None = None,
     mesh: Mesh | None = None,
     exact: bool = False,
     weights: str | None = None,
@@ -188,8 +189,8 @@ def from_named(
       eos: ids that end a text; None: those of `config`.
       dtype: "bfloat16", "float16" or "float32"; None: that of the arrays.
       name: for messages; None: that of the family.
-      tensor, mesh: the devices over which the model is split, as in `jspec.load`. Arrays on other devices are copied to
-        these, and those on the same devices may be split in any way.
+      tensor, data, mesh: the devices over which the model is split, as in `jspec.load`. Arrays on other devices are
+        copied to these, and those on the same devices may be split in any way.
       exact: as in `jspec.load`; a target that is exact already stays so.
       weights: as in `jspec.load`; the program that fuses the weights quantizes them.
       kv: as in `jspec.load`; a target with a narrow cache keeps it.
@@ -200,7 +201,10 @@ def from_named(
       TypeError, ValueError: other arguments of the wrong type, or a number of devices over which the model cannot be
         split.
     """
-    placement = make_placement(None if tensor is None else check_int("tensor", tensor, least=1), mesh, jax.devices())
+    tensor, data = (
+        None if size is None else check_int(axis, size, least=1) for axis, size in (("tensor", tensor), ("data", data))
+    )
+    placement = make_placement(tensor, mesh, jax.devices(), data)
     if placement is not None:
         prepare_collectives()
     exact = check_flag("exact", exact)
@@ -216,8 +220,8 @@ def from_named(
         parsed.with_kv(kv)
     if parsed.exact and weights is not None:
         raise ValueError(f"exact=True: no exact forward with weights={weights!r} yet; omit one of them")
-    if parsed.exact and placement is not None and placement.size > 1:
-        raise ValueError("exact=True: no exact forward of a model over several devices yet; omit tensor and mesh")
+    if parsed.exact and placement is not None and placement.mesh.size > 1:
+        raise ValueError("exact=True: no exact forward of a model over several devices yet; omit tensor, data and mesh")
     if eos is not None:
         ends = _check_eos(eos, parsed.vocab_size)
     _check_tokenizer(tokenizer)
@@ -226,7 +230,7 @@ def from_named(
         Checkpoint(*named.read(parsed, arrays, kind, names, placement, weights), ends)
     )
     if placement is not None:
-        placement = dataclasses.replace(placement, draft=heads is not None)
+        placement = dataclasses.replace(placement, draft=heads is not None and placement.size > 1)
     if kv is not None:
         loaded = dataclasses.replace(loaded, config=loaded.config.with_kv(kv))
     return Model(name, loaded.config, Params(loaded.params, head_params), tokenizer, ends, heads, placement)

@@ -1,7 +1,9 @@
 """`Run`: the host's side of one generation."""
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias, TypedDict
 
@@ -9,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Int, Key, PyTree
 
 from jspec.cache.pages import fit_page_size
-from jspec.core import decode, grammar, stopping
+from jspec.core import decode, grammar, groups, stopping
 from jspec.core.automaton import Automaton, TokenTable
 from jspec.core.checks import check_text, shorten
+from jspec.core.processes import agreement, fetch, least
 from jspec.core.sampling import per_row
 from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
 from jspec.engine import memory
@@ -41,6 +44,10 @@ PREFILL_TOKENS = {"cpu": 1024}
 """Prompt tokens of the whole batch that are read at once, by platform; 4096 on the others. Enough to keep the matrix
 units busy, and few enough that activations are small compared with the weights."""
 
+_PLAN = "progress, rounds or number of prompts"
+COMPARED = (*(field.name for field in dataclasses.fields(GenerateOptions)), "target", "prompts", "eos", _PLAN)
+"""What several processes must agree in."""
+
 
 class Parts(TypedDict):
     """The static arguments of `decode.decode`."""
@@ -59,6 +66,7 @@ class Run:
       model, prompts: as in `jspec.generate`.
       options: the other arguments of `jspec.generate`.
       chunk: columns of the prompts that are read at once; None: `prefill_chunk`.
+      plan: what the caller is going to do, such as the rounds of each `advance`, in which all processes must agree.
 
     Attributes:
       model: the model.
@@ -80,28 +88,35 @@ class Run:
         options: GenerateOptions,
         *,
         chunk: int | None = None,
+        plan: object = None,
     ):
-        # Validate what depends on the model and the prompts.
         check_model(model)
-        self.single, self.prompts = encode_prompts(model, prompts)
-        self.model, self.options = model, options
-        batch, self._limits = len(self.prompts), options.limits(len(self.prompts))
-        longest, new = longest_sequence(self.prompts, self._limits)
-        seeds = options.seeds(batch)
-        options.check_vocabulary(model.target.vocab_size)
-        check_fits(model.target, longest, new)
-        row_sampling = per_row(options.sampling, batch, model.target.vocab_size)
-        row_sampling = with_point_masses(options.accept, row_sampling, batch)
-        rule, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
-        self.parts: Parts = {
-            "target": model.target,
-            "drafter": bind_drafter(drafter, model.target, model.draft),
-            "accept": rule,
-        }
-        check_fits(model.target, longest, new, self.parts["drafter"])
-        eos = () if options.ignore_eos else model.eos
-        tables = compile_grammars(options, model, batch)
-        table = _bucket_stops(compile_stops(model.tokenizer, model.target.vocab_size, eos, options.stop))
+        self.model, self.options, placement = model, options, model.placement
+        with one_call(model) as compare:
+            self.single, self.prompts = encode_prompts(model, prompts)
+            batch, self._limits = len(self.prompts), options.limits(len(self.prompts))
+            longest, new = longest_sequence(self.prompts, self._limits)
+            seeds = options.seeds(batch)
+            options.check_vocabulary(model.target.vocab_size)
+            check_fits(model.target, longest, new)
+            row_sampling = per_row(options.sampling, batch, model.target.vocab_size)
+            row_sampling = with_point_masses(options.accept, row_sampling, batch)
+            rule, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
+            drafter = bind_drafter(drafter, model.target, model.draft)
+            self.parts: Parts = {"target": model.target, "drafter": drafter, "accept": rule}
+            check_fits(model.target, longest, new, drafter)
+            eos = () if options.ignore_eos else model.eos
+            tables = compile_grammars(options, model, batch)
+            table = _bucket_stops(compile_stops(model.tokenizer, model.target.vocab_size, eos, options.stop))
+            stop, constraint = stopping.init(table, batch), grammar.init(tables, model.target.vocab_size)
+            # What each device needs, of the sequences that it has.
+            columns, length = max(map(len, self.prompts)), longest + new
+            own = groups.batch_of(placement, batch)
+            extra = tree_bytes((stop, constraint)) + tree_bytes(row_sampling) * own // batch
+            sizes = model.params, model.target, drafter, own
+            capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(columns), length), extra)
+            compare({**vars(options), **self.parts, "prompts": self.prompts, "eos": model.eos, _PLAN: plan})
+        capacity = least(placement, capacity)
 
         # What the host collects.
         self.tokens: list[list[int]] = [[] for _ in self.prompts]
@@ -114,12 +129,7 @@ class Run:
             self._streams = [TextStream(model.tokenizer, prompt, options.stop) for prompt in self.prompts]
 
         # Allocate, read the prompts, and compile the loop.
-        columns, length = max(map(len, self.prompts)), longest + new
-        sizes = model.params, model.target, self.parts["drafter"], batch
-        stop, constraint = stopping.init(table, batch), grammar.init(tables, model.target.vocab_size)
-        extra = tree_bytes((row_sampling, stop, constraint))
-        capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(columns), length), extra)
-        chunk = prefill_chunk(batch) if chunk is None else chunk
+        chunk = prefill_chunk(own) if chunk is None else chunk
         try:
             self.state = self._prefill(_keys(seeds), stop, row_sampling, constraint, capacity, chunk)
             self._decode = self._choose_decode()
@@ -140,8 +150,11 @@ class Run:
         Returns True when every sequence has ended.
         """
         unbounded = int(np.iinfo(np.int32).max)
-        self._run_until(unbounded if rounds is None else min(int(self.state.round_index) + rounds, unbounded))
-        buffer, lengths, codes = jax.device_get((self.state.tokens, self.state.length, self.state.finish_code))
+        # A group of devices whose sequences have ended runs fewer rounds than the others.
+        done = 0 if rounds is None else int(np.max(fetch(self.state.round_index)))
+        self._run_until(unbounded if rounds is None else min(done + rounds, unbounded))
+        s = self.state
+        buffer, lengths, codes = self._of_sequences((s.tokens, s.length, s.finish_code))
         for i, prompt in enumerate(self.prompts):
             new = buffer[i, len(prompt) + len(self.tokens[i]) : lengths[i]].tolist()
             has_ended = codes[i] != stopping.RUNNING and self.finish_codes[i] == stopping.RUNNING
@@ -175,7 +188,7 @@ class Run:
 
     def result(self) -> Generations:
         """What came out so far."""
-        stats = jax.device_get(self.state.stats)
+        stats = self._of_sequences(self.state.stats)
         branches = Branches.of(self.parts["drafter"], stats.branch_counts, len(self.prompts))
         stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped, branches)
         origin = self._new_columns(self.state.origin)
@@ -230,16 +243,20 @@ class Run:
             chunk=chunk,
         )
 
+    def _of_sequences(self, tree: PyTree) -> Any:
+        """Arrays of the state on the host, [B, ...]."""
+        return groups.unstack(self.model.placement, fetch(tree), len(self.prompts))
+
     def _new_columns(self, buffer: Array) -> list[list[Any]]:
         """The columns of a [B, C] buffer that belong to new tokens."""
-        rows = zip(jax.device_get(buffer), self.prompts, self.tokens, strict=True)
+        rows = zip(self._of_sequences(buffer), self.prompts, self.tokens, strict=True)
         return [row[len(prompt) : len(prompt) + len(new)].tolist() for row, prompt, new in rows]
 
     def _top_logprobs(self) -> list[list[list[tuple[int, float]]]] | None:
         """The most probable tokens where each new token was chosen; None if they are not recorded."""
         if self.state.top is None:
             return None
-        top = jax.device_get(self.state.top)
+        top = self._of_sequences(self.state.top)
         ends = [(len(prompt), len(prompt) + len(new)) for prompt, new in zip(self.prompts, self.tokens, strict=True)]
         parts = (TopTokens(top.ids[i, begin:end], top.logprobs[i, begin:end]) for i, (begin, end) in enumerate(ends))
         return [top_pairs(part, self.options.top_logprobs) for part in parts]
@@ -252,7 +269,7 @@ class Run:
 
         def checked(params: Params, s: DecodeState, until: Int[Array, ""]) -> DecodeState:
             error, s = decode.decode_checked(params, s, until, **self.parts, placement=placement)
-            error.throw()
+            fetch(error).throw()
             return s
 
         return checked
@@ -261,6 +278,14 @@ class Run:
         began = time.perf_counter()
         self.state = jax.block_until_ready(self._decode(self.model.params, self.state, jnp.int32(round_index)))
         self.seconds += time.perf_counter() - began
+
+
+def one_call(model: object) -> AbstractContextManager[Callable[[Mapping[str, object]], None]]:
+    """A context in which several processes check the arguments of a generation: see `jspec.core.processes.agreement`.
+
+    It may be entered several times, the last one with the comparison.
+    """
+    return agreement(model.placement if isinstance(model, Model) else None, COMPARED)
 
 
 def prefill_chunk(batch: int) -> int:

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-MODULES = ("on_eight_devices.py", "engine_on_eight_devices.py", "text_on_eight_devices.py")
+MODULES = (
+    "on_eight_devices.py",
+    "groups_on_eight_devices.py",
+    "engine_on_eight_devices.py",
+    "text_on_eight_devices.py",
+)
 DEVICES = "--xla_force_host_platform_device_count=8"
 
 

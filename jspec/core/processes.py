@@ -1,0 +1,90 @@
+"""Several processes that run the same programs over devices of all of them, as after `jax.distributed.initialize()`.
+
+Each must make the same calls with the same arguments: a process whose programs differ waits for the others forever.
+"""
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Int, PyTree
+
+from jspec.core.sharding import Placement
+
+_BYTES = 16
+"""Bytes of a digest."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def fetch(tree: PyTree) -> Any:
+    """Arrays as those of NumPy. If this process lacks a part of one, all processes must call this alike."""
+    return jax.tree.map(_fetch, tree)
+
+
+def _fetch(array: Any) -> Any:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
+        return multihost_utils.process_allgather(array, tiled=True)
+    return jax.device_get(array)
+
+
+def least(placement: Placement | None, value: int) -> int:
+    """The smallest of the values that the processes of a placement have."""
+    if not _is_shared(placement):
+        return value
+    return int(np.min(multihost_utils.process_allgather(np.int32(value))))
+
+
+@contextlib.contextmanager
+def agreement(placement: Placement | None, names: Sequence[str]) -> Generator[Callable[[Mapping[str, object]], None]]:
+    """A context in which a process checks its arguments, and then calls the function that is yielded with their values.
+
+    If one process fails before that, the others do, too. In a single process only its own checks count.
+
+    names: of the values, which are compared by their texts (`repr`).
+
+    Raises:
+      ValueError: the values of two processes differ, or another process has failed; in every process.
+    """
+    compared = False
+
+    def compare(values: Mapping[str, object]) -> None:
+        nonlocal compared
+        compared = True
+        if _is_shared(placement):
+            _check(names, multihost_utils.process_allgather(np.stack([_digest(values[name]) for name in names])))
+
+    try:
+        yield compare
+    except Exception:
+        if not compared and _is_shared(placement):
+            multihost_utils.process_allgather(np.zeros((len(names), _BYTES), np.uint8))
+        raise
+
+
+def _is_shared(placement: Placement | None) -> bool:
+    return placement is not None and placement.spans_processes
+
+
+def _digest(value: object) -> Int[np.ndarray, " bytes"]:
+    """A digest that processes can compare. Where an object lies in memory is no part of it."""
+    text = _ADDRESS.sub("", repr(value))
+    return np.frombuffer(hashlib.sha256(text.encode()).digest()[:_BYTES], np.uint8)
+
+
+def _check(names: Sequence[str], digests: Int[np.ndarray, "processes names bytes"]) -> None:
+    """Raises ValueError unless all processes have the same digests. Zeros are those of one that has failed."""
+    for process, own in enumerate(digests):
+        if not own.any():
+            raise ValueError(f"process {process} has refused this call: the reason is in its own error")
+    for index, name in enumerate(names):
+        for process, own in enumerate(digests):
+            if (own[index] != digests[0][index]).any():
+                raise ValueError(
+                    f"{name}: differs between process 0 and process {process}; all processes must make the same calls "
+                    "with the same arguments"
+                )

@@ -1,0 +1,99 @@
+"""Several processes that generate together give what one device gives."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toy
+
+import jspec
+from jspec.checkpoints import language_model
+from jspec.drafters import Standalone
+
+WORKER = Path(__file__).parent / "one_process.py"
+PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
+SECONDS = 240
+"""The time after which processes that wait for each other count as stuck."""
+MINUTE = 60
+"""The time in which the others must end after one has died."""
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def start(directory: Path, count: int = 2) -> list[subprocess.Popen]:
+    """The processes; each writes its results to INDEX.json, and its output to INDEX.log."""
+    address = f"localhost:{free_port()}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    started = []
+    for index in range(count):
+        command = [sys.executable, WORKER, address, str(count), str(index), directory, directory / f"{index}.json"]
+        with open(directory / f"{index}.log", "w") as log:
+            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    return started
+
+
+def finish(processes: list[subprocess.Popen]) -> list[int]:
+    """Their exit statuses, once the last one has died; processes that are stuck are ended."""
+    *others, dying = processes
+    try:
+        return [dying.wait(SECONDS), *(process.wait(MINUTE) for process in others)][::-1]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_two_processes_generate_what_one_device_does(tmp_path):
+    """Groups of devices in each process, and a group over both; the processes must make the same calls."""
+    target = toy.random_params(toy.TARGET, 0)
+    near = toy.near(target, toy.random_params(toy.TARGET, 1))
+    language_model.save(tmp_path / "target", toy.TARGET, target, dtype="float32")
+    draft = dataclasses.replace(near, layers=near.layers[:1])
+    language_model.save(tmp_path / "draft", toy.NEAR, draft, dtype="float32")
+    sampling = [None, {"temperature": 0.8, "top_p": 0.9}, None]
+    given = dict(prompts=PROMPTS, max_new_tokens=[16, 9, 4], seed=7, page_size=4, logprobs=True)
+    (tmp_path / "options.json").write_text(json.dumps({**given, "sampling": sampling}))
+    first, last = finish(start(tmp_path))
+    logs = [(tmp_path / f"{index}.log").read_text()[-4000:] for index in range(2)]
+    assert last == 3, logs
+    assert first != 0, "a process goes on without the other"
+    zero, one = (json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2))
+
+    model = jspec.load(tmp_path / "target", draft=tmp_path / "draft")
+    given["sampling"] = [one and jspec.Sampling(**one) for one in sampling]
+    prompts = given.pop("prompts")
+    drafted, copied = (
+        jspec.generate(model, prompts, drafter=drafter, **given) for drafter in (Standalone(depth=2), "ngram")
+    )
+    for found in (zero, one):
+        for name, expected in {"data": drafted, "tensor": copied, "again": copied}.items():
+            assert found[name]["tokens"] == expected.tokens, name
+            assert found[name]["rounds"] == expected.stats.rounds.tolist(), name
+            assert found[name]["counts"] == expected.stats.accept_counts.tolist()
+            assert found[name]["origin"] == [out.origin for out in expected]
+            for got, out in zip(found[name]["logprobs"], expected, strict=True):
+                np.testing.assert_allclose(got, out.logprobs, atol=1e-4)
+        assert found["stream"] == drafted.tokens
+        assert found["another seed"].startswith("seed: differs between process 0 and process 1")
+        assert found["progress"].startswith(
+            "progress, rounds or number of prompts: differs between process 0 and process 1"
+        )
+        assert "with several processes, which Engine does not support yet" in found["engine"]
+        assert "none of which belongs to process 1" in found["too few"]
+    assert "page_size=0" in zero["one option fails"]
+    assert one["one option fails"] == "process 0 has refused this call: the reason is in its own error"
+    assert zero["one fails"] == "process 1 has refused this call: the reason is in its own error"
+    assert "contains the id 1000000" in one["one fails"]
+    # Each process has the parts of its own devices: all of a model twice split over its two, or half of one over four.
+    assert zero["tensor bytes"] == one["tensor bytes"] < 0.75 * zero["data bytes"]
+    assert zero["8-bit bytes"] == one["8-bit bytes"] < zero["tensor bytes"] / 2
