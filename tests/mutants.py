@@ -729,6 +729,15 @@ MUTANTS = (
         ("exact attention without its sinks", "if sinks is not None:", "if False:", _WINDOWS),
     ),
     *_group(
+        "pallas_kernels/each.py",
+        (
+            "a loop of one turn",
+            "if len(jax.tree.leaves(xs)[0]) > 1:",
+            "if True:",
+            "models/test_exact_forward.py::test_a_token_alone_has_the_bits_of_a_token_among_others",
+        ),
+    ),
+    *_group(
         "pallas_kernels/exact_matmul/reference.py",
         (
             "blocks of as many rows as there are",

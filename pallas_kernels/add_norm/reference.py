@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import norm
+from pallas_kernels.each import map_each
 from pallas_kernels.parts import whole
 
 
@@ -21,5 +22,5 @@ def add_norm(
             return lax.optimization_barrier(norm.wide_rms_norm(lax.optimization_barrier(token), weight, eps))
         return norm.rms_norm(token, weight, eps)
 
-    normed = lax.map(normed_token, stream.reshape(-1, width))
+    normed = map_each(normed_token, stream.reshape(-1, width))
     return stream, jnp.reshape(normed, x.shape)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths, scores_in_base_2, sink_state
+from pallas_kernels.each import map_each
 
 
 def exact_attention(
@@ -83,7 +84,7 @@ def exact_attention(
 
     sequence = jnp.repeat(jnp.arange(batch), nodes)
     each = (sequence, q.reshape(-1, heads, dim), path.reshape(-1, rows), count.reshape(-1))
-    return lax.map(attend, each).reshape(q.shape)
+    return map_each(attend, each).reshape(q.shape)
 
 
 def _product(expression: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.each import map_each
+
 ROWS = 16
 """Rows of a block; the last one is filled up with zeros."""
 
@@ -33,7 +35,7 @@ def exact_matmul(
         # Nothing is merged with the product, which would change it.
         return lax.optimization_barrier(out)
 
-    out = lax.map(product, padded).reshape(blocks * ROWS, -1)[:rows]
+    out = map_each(product, padded).reshape(blocks * ROWS, -1)[:rows]
     if activation is not None:
         gate, other = jnp.split(out, 2, axis=-1)
         out = activation(gate) * other

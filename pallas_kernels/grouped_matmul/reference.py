@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import platform
+from pallas_kernels.each import map_each
 
 
 def grouped_matmul(
@@ -48,7 +49,7 @@ def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array, precision: la
         out = jnp.matmul(row[None], weight[group], precision=precision, preferred_element_type=jnp.float32)
         return lax.optimization_barrier(out)[0]
 
-    return lax.map(product, (x, _group_of_rows(sizes, x.shape[0])))
+    return map_each(product, (x, _group_of_rows(sizes, x.shape[0])))
 
 
 def _by_groups(

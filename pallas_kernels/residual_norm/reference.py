@@ -5,6 +5,7 @@ import functools
 import jax
 from jax import lax
 
+from pallas_kernels.each import map_each
 from pallas_kernels.norm import wide_rms_norm
 
 
@@ -24,7 +25,7 @@ def residual_norm(
         return add(x, branch)
     tokens = tuple(each.reshape(-1, x.shape[-1]) for each in (x, branch))
     # Products before and after a loop of one turn would be merged with its sums.
-    results = lax.map(lambda token: lax.optimization_barrier(add(*lax.optimization_barrier(token))), tokens)
+    results = map_each(lambda token: lax.optimization_barrier(add(*lax.optimization_barrier(token))), tokens)
     return jax.tree.map(lambda result: result.reshape(x.shape), results)
 
 

@@ -2,8 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from pallas_kernels.each import map_each
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.parts import whole
 from pallas_kernels.rotary import rotate
@@ -33,4 +33,4 @@ def _norm(x: jax.Array, weight: jax.Array, eps: float, exact: bool) -> jax.Array
     """The norm of each head; `exact`: token by token, so that the program is the same for any number of them."""
     if not exact:
         return rms_norm(x, weight, eps)
-    return lax.map(lambda token: rms_norm(token, weight, eps), x.reshape(-1, *x.shape[2:])).reshape(x.shape)
+    return map_each(lambda token: rms_norm(token, weight, eps), x.reshape(-1, *x.shape[2:])).reshape(x.shape)
