@@ -734,7 +734,7 @@ MUTANTS = (
             "a loop of one turn",
             "if len(jax.tree.leaves(xs)[0]) > 1:",
             "if True:",
-            "models/test_exact_forward.py::test_a_token_alone_has_the_bits_of_a_token_among_others",
+            "models/test_exact_as_shipped.py::test_a_token_alone_has_the_bits_of_a_token_among_others",
         ),
     ),
     *_group(

@@ -211,14 +211,3 @@ def test_models_without_an_exact_forward_are_refused():
         jspec.load("bundled:python-tiny", exact=True, tensor=2)
     with pytest.raises(TypeError, match="exact=1"):
         jspec.load("bundled:python-tiny", exact=1)
-
-
-def test_a_token_alone_has_the_bits_of_a_token_among_others():
-    """With sizes that no vector of a CPU divides. XLA takes loops of one turn apart, see `pallas_kernels.each`."""
-    sliding = Attention(kv_heads=1, head_dim=24, window=9, rope_theta=1e4)
-    full = Attention(kv_heads=3, head_dim=40, window=None, rope_theta=1e6, rotary_share=0.25)
-    target = Gemma4(61, 72, 52, 3, attention=(sliding, full), max_length=64, per_layer_size=12).exactly()
-    reader, tokens = Reader(target, weights(target, "float32")), np.random.default_rng(5).integers(0, 61, 16)
-    alone, among = (reader.committed(tokens.astype(np.int32), chunk, 1, 4, 32)[1:] for chunk in (1, 16))
-    for one, other in zip(alone, among, strict=True):
-        np.testing.assert_array_equal(bits(one), bits(other))
