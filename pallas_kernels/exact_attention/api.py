@@ -34,7 +34,8 @@ def exact_attention(
     nodes, the tree, the batch, the page size nor the capacity changes a bit. A window does not move a token: a segment
     in which it begins has fewer tokens. A sink is merged after the last segment.
 
-    Arguments and errors are those of `paged_attention`, but for these. Bits differ between backends.
+    Arguments and errors are those of `paged_attention`, but for these and for the dtype of a pool, which is that of q.
+    Bits differ between backends.
 
     Args:
       v_rows: None: keys are also the values, and the pool has one plane, as that of latent attention.
@@ -47,6 +48,8 @@ def exact_attention(
     """
     check_rows(q, k_rows, k_rows if v_rows is None else v_rows, mask)
     check_prefix(q, k_rows, pool, page_table, prefix_length, layer, planes=1 if v_rows is None else 2)
+    if pool is not None and pool.dtype != q.dtype:
+        raise ValueError(f"pool is {pool.dtype}: must be {q.dtype}, as q")
     if window is not None and window < 1:
         raise ValueError(f"window={window}: must be at least 1, the node itself, or None for no window")
     if sinks is not None and sinks.shape != q.shape[2:3]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backends import FAST_COMPILE, HERE, each_backend, interpreted
-from cases import ATTENTION_CASES, Case, normal, page_table, pool, rng_of, tree_mask
+from cases import ATTENTION_CASES, Case, attention_inputs, normal, page_table, pool, rng_of, tree_mask
 from crosslower import cross_lower
 
 from pallas_kernels import add_norm, exact_attention, exact_matmul, grouped_matmul, parts, residual_norm, split_heads
@@ -34,11 +34,19 @@ def same_bits(a, b):
 # Attention against paged attention
 
 
+def test_a_narrow_pool_is_an_error():
+    *args, mask = attention_inputs(Case("narrow", stored="float8_e4m3fn", tree=True))
+    with pytest.raises(ValueError, match="pool is float8_e4m3fn: must be float32, as q"):
+        jax.eval_shape(partial(exact_attention.exact_attention, layer=0, scale=1.0), *args, mask)
+
+
 @pytest.mark.fast(
     "page_of_3-xla", "nodes_17_tree-xla", "earlier_rows_chain-xla", "no_prefix_tree-xla", "page_of_3-triton"
 )
 @each_backend(exact_attention.OPERATION)
-@pytest.mark.parametrize("case", [case for case in ATTENTION_CASES if not case.windows], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [case for case in ATTENTION_CASES if not (case.windows or case.stored)], ids=lambda case: case.name
+)
 def test_attention_is_that_of_paged_attention(case, backend):
     rng, rows = rng_of(case), case.earlier + case.nodes
     q = normal(rng, (case.batch, case.nodes, case.heads, case.head_dim), case.dtype)
