@@ -118,8 +118,8 @@ def test_drafted_output_is_plain_output():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_keys_and_values_take_a_byte_each(name):
-    config, make = FAMILIES[name]
-    params = jax.eval_shape(make)
+    config, _ = FAMILIES[name]
+    params = config.param_shapes(jnp.float32)
     pools = [pool_bytes(target, params) for target in (config, config.with_kv("fp8"))]
     assert pools[0] == 4 * pools[1] > 0
     wide, narrow = (target.kv_bytes(10, 4) for target in (config, config.with_kv("fp8")))
@@ -136,7 +136,7 @@ def pool_bytes(target, params):
 
 
 def test_a_generation_needs_less_memory():
-    params = Params(jax.eval_shape(lambda: toy.random_params(toy.TARGET)))
+    params = Params(toy.TARGET.param_shapes(jnp.float32))
     wide, narrow = (
         memory.need(params, target, Ngram(), 2, 64, 16).target for target in (toy.TARGET, toy.TARGET.with_kv("fp8"))
     )

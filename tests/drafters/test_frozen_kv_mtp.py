@@ -14,7 +14,7 @@ import toy
 from hlo import made, opcode
 from planted import best_first_by_hand
 
-from jspec.cache import mha, swa
+from jspec.cache import mha, window
 from jspec.core import accept, decode, stopping, tree
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Params
@@ -316,7 +316,7 @@ def test_kernels_find_the_prefix_alone(backend, monkeypatch):
 
     wanted = run()
     kernel = functools.partial(paged_attention, backend=backend)
-    for module in (mha, swa):
+    for module in (mha, window):
         monkeypatch.setattr(module, "paged_attention", kernel)
     got = run()
     np.testing.assert_allclose(got.logits, wanted.logits, atol=2e-5, rtol=0)
