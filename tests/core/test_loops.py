@@ -38,7 +38,9 @@ def test_a_loop_is_lowered_as_one_loop(name, where, monkeypatch):
     s = loop.start(weights)
     monkeypatch.setattr(platform, "platform", lambda: SHORT[where])
     text = cross_lower(functools.partial(decode.run_rounds, **loop.static), where, weights, s, jnp.int32(9))
-    assert "kv_compact" in text
+    # Latent rows, four to a page here, are no whole tile of a TPU: XLA writes them there.
+    latent = name.startswith(("mla", "dsa"))
+    assert ("kv_compact" in text) == (where == "cuda" or not latent)
     assert not re.search("callback|infeed|outfeed|triangular_solve|cusolver", text)
     # Top-k and top-p each search their threshold in a loop of fixed length.
     options = loop.sampling or Sampling()
@@ -48,7 +50,7 @@ def test_a_loop_is_lowered_as_one_loop(name, where, monkeypatch):
     if where == "cuda":
         # The state's own names contain "top_k".
         assert not re.search(r"\bsort\b|top_k|TopK", text.replace("sampling.top_k", ""))
-        attention = "mla_attention" if name.startswith(("mla", "dsa")) else "paged_attention"
+        attention = "mla_attention" if latent else "paged_attention"
         assert attention in text
         assert ('name = "topk_of_rows"' in text) == ranks(name)
 
