@@ -41,8 +41,8 @@ def test_a_batch_that_was_filled_up_gives_what_each_prompt_gives_alone(monkeypat
     options = GenerateOptions(drafter="ngram", max_new_tokens=9, sampling=sampling, seed=3)
     shapes, make = [], batches.Run
 
-    def record(model, prompts, options):
-        run = make(model, prompts, options)
+    def record(model, prompts, options, **keywords):
+        run = make(model, prompts, options, **keywords)
         shapes.append(run.state.tokens.shape)
         return run
 
