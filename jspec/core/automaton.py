@@ -7,9 +7,10 @@ tables their meaning.
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Int16
+from jaxtyping import Array, Bool, Int, Int16, UInt32
 
 from jspec.core.struct import struct
 
@@ -17,11 +18,50 @@ MAX_TRANSITIONS = 2**27
 """Transitions that are computed to find the classes of tokens: about a second, and at most 256 MiB of table."""
 
 
+_WORD = 32
+"""Classes in a word of `SparseTable.leads`."""
+
+
+@struct
+class SparseTable:
+    """A table of transitions of which most are -1, which are not stored. `sparse` makes it.
+
+    Many states have next states for the same classes, if other ones. The next state of a class comes after the first
+    one of its state, as far as there are bits before that of the class.
+    """
+
+    pattern: Int16[Array, " states"]
+    """The row of `leads` of each state."""
+    leads: UInt32[Array, "patterns words"]
+    """Bit c % 32 of word c // 32: whether class c leads to a state."""
+    first: Int[Array, " states"]
+    """Where the next states of each state begin."""
+    following: Int16[Array, " entries"]
+    """The next states of all states, in the order of states and classes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in (self.pattern, self.leads, self.first, self.following))
+
+    def padded(self, states: int, classes: int, patterns: int, entries: int) -> "SparseTable":
+        """The same table on the host with at least these sizes. What is added is not reached."""
+
+        def grown(array: Array, *sizes: int) -> Array:
+            extra = [(0, max(size - old, 0)) for size, old in zip(sizes, array.shape, strict=True)]
+            return np.pad(array, extra)  # pyright: ignore[reportReturnType]
+
+        leads = grown(self.leads, patterns, -(-classes // _WORD))
+        return SparseTable(
+            grown(self.pattern, states), leads, grown(self.first, states), grown(self.following, entries)
+        )
+
+
 @struct
 class Automaton:
     """An automaton and the state of each sequence. `table` is None if it is not in use."""
 
-    table: Int16[Array, "states classes"] | None = None
+    table: Int16[Array, "states classes"] | SparseTable | None = None
     """table[state, class]: the next state, or a negative code."""
     token_class: Int[Array, "*maps V"] | None = None
     """The class of each token, in each of several maps."""
@@ -51,6 +91,17 @@ class TokenTable:
         return TokenTable(np.pad(self.table, ((0, extra[0]), (0, extra[1]))), self.token_class, likely)
 
 
+def sparse(table: Int16[np.ndarray, "states classes"]) -> SparseTable:
+    """The transitions of a table whose only negative code is -1, in arrays of the host."""
+    leads = table >= 0
+    words = np.packbits(leads, axis=1, bitorder="little")
+    words = np.pad(words, ((0, 0), (0, -words.shape[1] % (_WORD // 8)))).view("<u4").astype(np.uint32)
+    patterns, pattern = np.unique(words, axis=0, return_inverse=True)
+    counts = leads.sum(1)
+    arrays = pattern.reshape(-1).astype(np.int16), patterns, (np.cumsum(counts) - counts).astype(np.int32), table[leads]
+    return SparseTable(*arrays)  # pyright: ignore[reportArgumentType]
+
+
 def following(automaton: Automaton, state: Int16[Array, "*batch"], tokens: Int[Array, "*batch"]) -> Array:
     """The state after each token, from states that are not negative."""
     assert automaton.table is not None and automaton.token_class is not None
@@ -59,7 +110,22 @@ def following(automaton: Automaton, state: Int16[Array, "*batch"], tokens: Int[A
     else:
         chosen = automaton.map_of_state.at[state].get(mode="clip")
         classes = automaton.token_class.at[chosen, tokens].get(mode="clip")
+    if isinstance(automaton.table, SparseTable):
+        return _of_sparse(automaton.table, state, classes.astype(jnp.uint32))
     return automaton.table.at[state, classes].get(mode="clip")
+
+
+def _of_sparse(table: SparseTable, state: Int16[Array, "*batch"], classes: UInt32[Array, "*batch"]) -> Array:
+    """The next state of a class, or -1."""
+    row = table.leads.at[table.pattern.at[state].get(mode="clip")].get(mode="clip")
+    word, bit = classes[..., None] // _WORD, jnp.uint32(1) << classes % _WORD
+    index = jnp.arange(row.shape[-1], dtype=jnp.uint32).reshape((1,) * classes.ndim + (-1,))
+    of_class = jnp.where(index == word, row, 0)
+    before = jnp.where(index < word, row, of_class & (bit - 1)[..., None])
+    rank = jax.lax.population_count(before).sum(-1, dtype=jnp.uint32).astype(jnp.int32)
+    entry = table.first.at[state].get(mode="clip") + rank
+    leads = ((of_class & bit[..., None]) != 0).any(-1)
+    return jnp.where(leads, table.following.at[entry].get(mode="clip"), jnp.int16(-1))
 
 
 def after_path(automaton: Automaton, path: Int[Array, "B M g"]) -> Int16[Array, "B M"]:
@@ -75,7 +141,14 @@ def after_path(automaton: Automaton, path: Int[Array, "B M g"]) -> Int16[Array, 
 def leads_on(automaton: Automaton, state: Int16[Array, "B M"]) -> Bool[Array, "B M V"]:
     """Whether each token leads to a state, not to a negative code. Negative states count as state 0."""
     assert automaton.table is not None and automaton.token_class is not None and automaton.state is not None
-    leads = automaton.table.at[jnp.maximum(state, 0)].get(mode="clip") >= 0
+    row = jnp.maximum(state, 0)
+    if isinstance(automaton.table, SparseTable):
+        pattern = automaton.table.pattern.at[row].get(mode="clip")
+        words = automaton.table.leads.at[pattern].get(mode="clip")
+        bits = jnp.arange(_WORD, dtype=jnp.uint32)[None, None, None]
+        leads = ((words[..., None] >> bits & 1) != 0).reshape(*words.shape[:-1], -1)
+    else:
+        leads = automaton.table.at[row].get(mode="clip") >= 0
     if automaton.map_of_state is None:
         return leads.at[:, :, automaton.token_class].get(mode="clip")
     chosen = automaton.map_of_state.at[jnp.maximum(automaton.state, 0)].get(mode="clip")

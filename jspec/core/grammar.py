@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Int16
 
-from jspec.core.automaton import Automaton, TokenTable, after_path, following, leads_on, reaching, token_classes
+from jspec.core.automaton import Automaton, TokenTable, after_path, following, leads_on, reaching, sparse, token_classes
 from jspec.core.types import DraftTree
 
 FORBIDDEN = -1
 """The next state where a token may not follow."""
 FREE = 0
 """The state of a sequence without a grammar, in which every token may follow."""
+_LEAST = 1024, 128, 64, 2**14
+"""States, classes, patterns and transitions of the smallest table, so that most grammars run the same program."""
 _LONGEST_GUESS = 64
 """Bytes of the longest token that is looked up as likely."""
 
@@ -153,23 +155,27 @@ def shift(table: Int16[np.ndarray, "states classes"], base: int) -> Int16[np.nda
 def init(tables: Sequence[TokenTable | None], vocab_size: int) -> Automaton:
     """The automaton of a batch: the grammar of each sequence or None. Not in use if none has one.
 
-    Sizes are rounded up to powers of two, so that other grammars of about the same size run the same program.
+    Sizes are rounded up, so that other grammars of about the same size run the same program.
     """
     if not any(tables):
         return Automaton()
     joined, map_of_state, starts = join(tables, vocab_size)
-    states, classes = (_bucket(size) for size in joined.table.shape)
-    maps = _bucket(len(joined.token_class), least=1)
-    padded = joined.padded(states, classes)
+    assert joined.likely is not None
+    table = sparse(joined.table)
+    sizes = *joined.table.shape, len(table.leads), len(table.following)
+    states, *others = (_bucket(size, least) for size, least in zip(sizes, _LEAST, strict=True))
+    table = table.padded(states, *others)
+    maps = 1 << (len(joined.token_class) - 1).bit_length()
     token_class = np.pad(joined.token_class, ((0, maps - len(joined.token_class)), (0, 0)))
     map_of_state = np.pad(map_of_state, (0, states - len(map_of_state)))
-    return Automaton(
-        *jax.device_put((padded.table, token_class, np.array(starts, np.int16), map_of_state, padded.likely))
-    )
+    likely = np.pad(joined.likely, (0, states - len(joined.likely)), constant_values=-1)
+    return Automaton(*jax.device_put((table, token_class, np.array(starts, np.int16), map_of_state, likely)))
 
 
-def _bucket(size: int, least: int = 64) -> int:
-    return max(least, 1 << (size - 1).bit_length())
+def _bucket(size: int, least: int) -> int:
+    """The size, rounded up to one of four sizes between powers of two, so that at most a fifth is unused."""
+    step = 1 << max((size - 1).bit_length() - 3, 0)
+    return max(least, -(-size // step) * step)
 
 
 def forbid(grammar: Automaton, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jspec.core import grammar, stopping
-from jspec.core.automaton import Automaton, TokenTable
+from jspec.core.automaton import Automaton, SparseTable, TokenTable, sparse
 from jspec.core.grammar import TokenGrammar, shift
 from jspec.engine.model import Model
 from jspec.engine.request import QueueFull
@@ -21,6 +21,8 @@ MAX_CELLS = 2**27
 """Entries of the table, states times classes, and of the maps, automata times vocabulary; one takes two bytes."""
 _GRAMMAR_STATES, _GRAMMAR_MAPS = 2048, 8
 """States and maps of a table of grammars at first, so that most grammars run the same program."""
+_GRAMMAR_PATTERNS, _GRAMMAR_ENTRIES = 256, 2**16
+"""And its patterns and transitions, of `SparseTable`."""
 
 
 class AutomatonPool:
@@ -32,17 +34,19 @@ class AutomatonPool:
     name: what the automata are made of, for messages.
     model: whose vocabulary it is.
     reserved: the first states, in which every token leads to state 0.
+    unused: what the table has where no automaton is.
     states, maps: sizes at first.
     """
 
-    def __init__(self, name: str, model: Model, *, reserved: int = 0, states: int = 1, maps: int = 1):
-        self._name, self._reserved = name, reserved
+    def __init__(self, name: str, model: Model, *, reserved: int = 0, unused: int = 0, states: int = 1, maps: int = 1):
+        self._name, self._reserved, self._unused = name, reserved, unused
         self._vocab_size = model.target.vocab_size
         self._lock = threading.Lock()
         self._places: OrderedDict[Hashable, tuple[int, int, int]] = OrderedDict()
         """First state, number of states and map of each automaton."""
         self._users: dict[Hashable, int] = {}
-        self._table = np.zeros((states, 64), np.int16)
+        self._table = np.full((states, 64), unused, np.int16)
+        self._table[:reserved] = 0
         self._maps = np.zeros((maps, self._vocab_size), np.int16)
         self._map_of_state = np.zeros(states, np.int32)
         self._likely = np.full(states, -1, np.int32)
@@ -54,10 +58,14 @@ class AutomatonPool:
         """On the device, without the states of sequences."""
         with self._lock:
             if self._device is None:
-                arrays = self._table, self._maps, self._map_of_state, self._likely
-                table, maps, map_of_state, likely = jax.device_put(tuple(map(np.copy, arrays)), self._where)
+                arrays = self._stored(), *map(np.copy, (self._maps, self._map_of_state, self._likely))
+                table, maps, map_of_state, likely = jax.device_put(arrays, self._where)
                 self._device = Automaton(table, maps, None, map_of_state, likely)
             return self._device
+
+    def _stored(self) -> np.ndarray | SparseTable:
+        """The table as the device has it."""
+        return self._table.copy()
 
     def insert(self, key: Hashable, compile: Callable[[], TokenTable]) -> int:
         """The first state of an automaton, which is in use until `free`. Equal keys share one.
@@ -103,7 +111,9 @@ class AutomatonPool:
             unused = next((key for key in self._places if not self._users[key]), None)
             if unused is None:
                 break
-            del self._places[unused], self._users[unused]
+            start, count, _ = self._places.pop(unused)
+            self._table[start : start + count] = self._unused
+            del self._users[unused]
         place = self._find(states, classes, grow=True) if place is None else place
         if place is None:
             raise QueueFull(
@@ -113,7 +123,6 @@ class AutomatonPool:
         base, number = place
         rows = slice(base, base + states)
         self._places[key], self._users[key] = (base, states, number), 0
-        self._table[rows] = 0
         self._table[rows, :classes] = shift(table.table, base)
         self._maps[number] = table.token_class
         self._map_of_state[rows] = number
@@ -135,7 +144,8 @@ class AutomatonPool:
         too_large = rows > MAX_STATES or rows * columns > MAX_CELLS or maps * self._vocab_size > MAX_CELLS
         if larger and (too_large or not grow):
             return None
-        self._table = _grown(self._table, (rows, columns))
+        self._table = _grown(self._table, (rows, columns), self._unused)
+        self._table[: self._reserved] = 0
         self._maps = _grown(self._maps, (maps, self._vocab_size))
         self._map_of_state = _grown(self._map_of_state, (rows,))
         self._likely = _grown(self._likely, (rows,), -1)
@@ -182,8 +192,17 @@ class GrammarPool(AutomatonPool):
     """The automata of grammars. Sequences without one are in state `FREE`."""
 
     def __init__(self, model: Model):
-        super().__init__("grammar", model, reserved=grammar.FREE + 1, states=_GRAMMAR_STATES, maps=_GRAMMAR_MAPS)
+        sizes = {"states": _GRAMMAR_STATES, "maps": _GRAMMAR_MAPS}
+        super().__init__("grammar", model, reserved=grammar.FREE + 1, unused=grammar.FORBIDDEN, **sizes)
         self._model = model
+        self._patterns, self._entries = _GRAMMAR_PATTERNS, _GRAMMAR_ENTRIES
+
+    def _stored(self) -> SparseTable:
+        table = sparse(self._table)
+        self._patterns = _double(self._patterns, len(table.leads))
+        self._entries = _double(self._entries, len(table.following))
+        states, classes = self._table.shape
+        return table.padded(states, classes, self._patterns, self._entries)
 
     def add(self, given: TokenGrammar | None) -> int:
         """`insert` of a grammar; `FREE` for None."""

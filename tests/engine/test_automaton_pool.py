@@ -4,10 +4,12 @@ more."""
 import random
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspec.core import stopping
+from jspec.core.automaton import following
 from jspec.core.grammar import FREE
 from jspec.engine import automaton_pool
 from jspec.engine.automaton_pool import GrammarPool, StopPool
@@ -46,14 +48,20 @@ def letters_are_tokens(monkeypatch):
     monkeypatch.setattr(automaton_pool, "_GRAMMAR_MAPS", 1)
 
 
+def transitions(found):
+    """[states, V]: of each token in each state, as the device finds them."""
+    states = len(found.map_of_state)
+    state, token = jnp.arange(states, dtype=jnp.int16)[:, None], jnp.arange(VOCAB)[None]
+    return np.asarray(following(found, *(jnp.broadcast_to(x, (states, VOCAB)) for x in (state, token))))
+
+
 def check_works(pool, start, own, rng):
     """From its start state, the pool's table leads where the automaton alone leads."""
-    found = pool.automaton
-    table, maps, map_of_state = (np.asarray(x) for x in (found.table, found.token_class, found.map_of_state))
+    table = transitions(pool.automaton)
     for _ in range(20):
         here, there = start, 0
         for token in rng.choices(range(VOCAB), k=30):
-            here, there = int(table[here, maps[map_of_state[here], token]]), int(own[there, token])
+            here, there = int(table[here, token]), int(own[there, token])
             assert (here if here < 0 else here - start) == there
             if there < 0:
                 break
@@ -131,9 +139,13 @@ def test_grammars_leave_the_free_state_alone():
             state = pool.state_after(state, [token - 97]) if state >= 0 else state
         assert pool.state_after(start, [0, 1][: 2 * (one is grammars[0])]) >= 0
     found = pool.automaton
-    assert (np.asarray(found.table)[FREE] == FREE).all() and int(np.asarray(found.likely)[FREE]) == -1
+    assert (transitions(found)[FREE] == FREE).all() and int(np.asarray(found.likely)[FREE]) == -1
     for one in (*grammars, None):
         pool.remove(one)
     assert pool.add(Grammar.choice(["abba", "ha"])) == starts[1]
+    pool.remove(grammars[1])
+    more = Grammar.regex("[a-h]{40}")
+    check_works(pool, pool.add(more), pool.compile(more).dense(), rng)
+    assert (transitions(pool.automaton)[FREE] == FREE).all(), "the table has grown, and others have gone"
     with pytest.raises(ValueError, match="grammar: the automaton has 64 states; must be at most 63"):
         pool.add(Grammar.regex("a{63}"))
