@@ -58,11 +58,13 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Makes the points slow that a test's `fast` marker does not name, and keeps the markers that name no point.
 
-    That is only known where all points are collected; a GPU or a TPU has other points.
+    That is only known where all points are collected; a GPU or a TPU has other points. So are the ids of all tests.
     """
     unmatched = tiers.mark_slow(items)
     chosen = any("::" in argument for argument in config.args) or config.getoption("lf", False)
-    config.stash[tiers.UNMATCHED] = set() if chosen or jax.default_backend() != "cpu" else unmatched
+    whole = not chosen and jax.default_backend() == "cpu"
+    config.stash[tiers.UNMATCHED] = unmatched if whole else set()
+    config.stash[tiers.COLLECTED] = {item.nodeid for item in items} if whole else set()
 
 
 UNSELECTED = pytest.StashKey[int]()

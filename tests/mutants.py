@@ -51,9 +51,10 @@ def _group(file: str, *mutants: tuple[str, str, str, str]) -> tuple[Mutant, ...]
 
 
 _STORM = "engine/test_storm.py::test_any_schedule_gives_the_same"
-_FEW, _RECURRENT, _SLIDING = (
-    f"{_STORM}[recurrent_ngram-few_snapshots]",
-    f"{_STORM}[recurrent_ngram-wide]",
+_FEW, _HYBRID, _RECURRENT, _SLIDING = (
+    f"{_STORM}[hybrid_standalone-few_snapshots]",
+    f"{_STORM}[hybrid_ngram-wide]",
+    f"{_STORM}[recurrent_ngram-rows]",
     f"{_STORM}[sliding_ngram-wide]",
 )
 _LIMIT = "core/test_decode.py::test_sequences_end_exactly_at_their_limit[Planted(depth=4)]"
@@ -61,9 +62,10 @@ _PLAIN = "core/test_decode.py::test_plain_decoding_is_the_argmax_of_one_forward_
 _CHAINS = "core/test_exact.py::test_on_chains_the_code_decides_like_the_program[rejection-2-sampled]"
 _BLOCK = _CHAINS.replace("rejection", "block")
 _PERFECT = "drafters/test_perfect_drafts.py::test_every_draft_is_accepted_when_sampling"
-_PERFECT_CHAIN, _PERFECT_EAGLE = f"{_PERFECT}[standalone_chain]", f"{_PERFECT}[eagle_chain]"
+_PERFECT_CHAIN, _PERFECT_EAGLE = f"{_PERFECT}[standalone_chain]", f"{_PERFECT}[eagle_tree]"
 _PENALTIES = "core/test_sampling.py::test_penalties_and_bias_hold_at_every_node_along_its_own_path[0]"
 _PATHS = "core/test_tree.py::test_the_path_of_a_node_has_the_tokens_from_the_root_to_it"
+_SPARSE = "core/test_automaton.py::test_a_sparse_table_is_the_dense_one[70-0.2]"
 _STOPS = "core/test_stopping.py::test_examples"
 _SWA = "cache/test_swa.py::test_rounds_equal_dense_attention_over_each_nodes_window[8-1]"
 _DRAFT_WINDOW = "cache/test_swa.py::test_a_drafts_window_equals_dense_attention_over_it_and_the_first_rows[8-3-4]"
@@ -394,6 +396,24 @@ MUTANTS = (
     *_group(
         "jspec/core/automaton.py",
         (
+            "a class counts itself",
+            "of_class & (bit - 1)[..., None]",
+            "of_class & (bit | (bit - 1))[..., None]",
+            _SPARSE,
+        ),
+        (
+            "words before that of a class are not counted",
+            "jnp.where(index < word, row, of_class",
+            "jnp.where(index < word, 0, of_class",
+            _SPARSE,
+        ),
+        (
+            "all states have the first pattern",
+            'row = table.leads.at[table.pattern.at[state].get(mode="clip")]',
+            'row = table.leads.at[0 * table.pattern.at[state].get(mode="clip")]',
+            _SPARSE,
+        ),
+        (
             "every node in the state of the root",
             "for i in range(path.shape[2]):",
             "for i in range(0):",
@@ -436,7 +456,7 @@ MUTANTS = (
             "tokens after the end of the accepted ones are read",
             "path = jnp.where(column < length[:, None], tokens, -1)",
             "path = tokens",
-            "core/test_grammar.py::test_constrained_output_does_not_depend_on_the_drafter[suffix]",
+            "core/test_grammar.py::test_constrained_output_does_not_depend_on_the_drafter[ngram]",
         ),
         (
             "forbidden drafts stay",
@@ -914,7 +934,7 @@ MUTANTS = (
             "where_sequences(committed.length >= 0, (feature",
             "core/test_decode.py::test_a_sequence_that_was_held_continues_as_if_it_was_not[eagle_tree]",
         ),
-        ("rows that depend on another text are shared", "return 1\n", "return 0\n", f"{_STORM}[eagle-rows]"),
+        ("rows that depend on another text are shared", "return 1\n", "return 0\n", f"{_STORM}[eagle_block-wide]"),
     ),
     *_group(
         "jspec/drafters/frozen_kv_mtp.py",
@@ -1005,7 +1025,7 @@ MUTANTS = (
             "the wrong snapshot is restored",
             "np.int32(admission.slot), np.int32(admission.restore)",
             "np.int32(admission.slot), np.int32(0)",
-            _RECURRENT,
+            _HYBRID,
         ),
         ("nothing is restored", "if admission.restore is not None:", "if False:", _FEW),
         (

@@ -5,6 +5,7 @@ import re
 
 import mutants
 import pytest
+import tiers
 from mutants import MUTANTS, PAGE, ROOT
 
 
@@ -17,6 +18,15 @@ def test_a_mutant_changes_one_line_that_exists(mutant):
     for test in mutant.tests:
         path, _, function = test.partition("::")
         assert re.search(rf"^def {re.escape(function.partition('[')[0])}\b", (ROOT / path).read_text(), re.MULTILINE)
+
+
+def test_every_test_that_kills_a_mutant_is_collected(request):
+    """Checks the files of this run: a point may have been dropped or renamed."""
+    collected = request.config.stash[tiers.COLLECTED]
+    files = {test.partition("::")[0] for test in collected}
+    names = collected | {test.partition("[")[0] for test in collected} | files
+    killers = {test for mutant in MUTANTS for test in mutant.tests if test.partition("::")[0] in files}
+    assert killers <= names, f"not collected: {sorted(killers - names)}"
 
 
 def test_there_are_enough_of_them_and_no_two_are_alike():

@@ -93,7 +93,8 @@ OTHERS = "wide", "cancels", "rows"
 CASES = [(name, "tiny_pool") for name in SETUPS]
 CASES += [(name, OTHERS[i % len(OTHERS)]) for i, name in enumerate([*SETUPS][::2])]
 CASES += [(name, "few_snapshots") for name in KEEPS[::2]]
-"""Every setup with few pages, and each other storm with some of them."""
+CASES += [("sliding_ngram", "wide")]
+"""Every setup with few pages, and each other storm with some of them; the last one alone restores windows of others."""
 
 
 @pytest.mark.fast("standalone-tiny_pool")

@@ -7,6 +7,9 @@ import pytest
 UNMATCHED = pytest.StashKey[set[str]]()
 """The parts of `fast` markers that name no point of a collected test; `tests/test_tiers.py` fails if there are any."""
 
+COLLECTED = pytest.StashKey[set[str]]()
+"""The ids of all tests of files that were collected whole; `tests/test_mutants.py` looks for those of mutants."""
+
 
 def mark_slow(items: Iterable[pytest.Item]) -> set[str]:
     """Makes the points slow that the `fast` marker of their test does not name.
