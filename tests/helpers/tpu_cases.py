@@ -25,6 +25,7 @@ from jspec.core import sharding
 from jspec.core.types import Drafter, Params
 from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
 from jspec.models import Deepseek, Gemma4, GptOss, Llama
+from jspec.models.assistant import Assistant
 from jspec.models.decoder import Decoder
 from jspec.models.deepseek import Indexer, Latent
 from jspec.models.moe import Routed
@@ -92,6 +93,8 @@ _SHAPES = {"chain": {"depth": 3}, "tree": _TREE}
 def _eagle(target: Any) -> Any:
     if isinstance(target, GptOss):
         return dataclasses.replace(gpt_oss_head(target), max_length=target.max_length)
+    if isinstance(target, Gemma4 | Deepseek):
+        return eagle_head(_LLAMA)
     return eagle_head(target if target.experts is None else dataclasses.replace(target, experts=None))
 
 
@@ -100,10 +103,14 @@ def _block(target: Any) -> Any:
 
 
 def _smaller(target: Any) -> Any:
-    return dataclasses.replace(target, num_layers=1)
+    return dataclasses.replace(target if isinstance(target, Llama | Deepseek) else _LLAMA, num_layers=1)
 
 
 def _assistant(target: Any) -> Any:
+    if isinstance(target, Llama):
+        sizes = {"vocab_size": target.vocab_size, "hidden_size": 128, "target_hidden_size": target.hidden_size}
+        layers = {"target_layers": (0, 1, 1), "head_dims": (target.head_dim,) * 3}
+        return Assistant(**sizes, **layers, intermediate_size=256, num_heads=target.num_heads)
     clusters = PRESETS["gemma-4-e4b"].assistant.clusters  # pyright: ignore[reportOptionalMemberAccess]
     return gemma4_assistant(
         target, hidden_size=128, intermediate_size=256, clusters=dataclasses.replace(clusters, count=64, chosen=16)
@@ -178,15 +185,15 @@ class TpuCase:
 
 
 _DRAFTERS: Mapping[str, tuple[str, ...]] = {
-    "llama": ("eagle", "block", "standalone", "suffix", "adaptive"),
+    "llama": ("eagle", "block", "standalone", "suffix", "adaptive", "frozen-kv-mtp"),
     "llama-64": ("eagle",),
     "qwen3": ("eagle", "block"),
     "qwen3-experts": ("eagle",),
-    "gemma4": ("frozen-kv-mtp", "suffix"),
-    "deepseek": ("standalone", "mtp"),
-    "deepseek-dsa": ("mtp",),
-    "qwen3-next": ("eagle", "mtp", "adaptive"),
-    "gpt-oss": ("eagle", "suffix"),
+    "gemma4": ("frozen-kv-mtp", "suffix", "eagle", "block", "standalone", "adaptive"),
+    "deepseek": ("standalone", "mtp", "eagle", "block", "suffix", "adaptive"),
+    "deepseek-dsa": ("mtp", "eagle", "standalone", "suffix"),
+    "qwen3-next": ("eagle", "mtp", "adaptive", "block", "standalone", "suffix"),
+    "gpt-oss": ("eagle", "suffix", "block", "standalone", "adaptive"),
 }
 CASES = [
     *(
@@ -194,7 +201,7 @@ CASES = [
         for target, drafters in _DRAFTERS.items()
         for drafter, shape in [("", "plain"), *itertools.product(drafters, _SHAPES)]
     ),
-    TpuCase("llama", "ngram", "chain"),
+    *(TpuCase(target, "ngram", "chain") for target in ("llama", "gemma4", "deepseek", "qwen3-next", "gpt-oss")),
     TpuCase("deepseek", "mtp-of-3-heads", "chain"),
     TpuCase("llama-8-heads", "", "plain", 4),
     *(TpuCase("llama-8-heads", drafter, shape, 4) for drafter in ("eagle", "standalone") for shape in _SHAPES),
@@ -202,8 +209,10 @@ CASES = [
 ]
 
 KNOWN: dict[tuple[str, str], str] = {
-    # The indexer's keys are gathered: several arrays of one layer's keys, of which the draft's pool has as many.
-    (r"deepseek-dsa-mtp-chain/v5p", "no copy of a pool"): "temporary memory",
+    # The indexer's keys are gathered: several arrays of one layer's keys, of which the pools have one or two layers.
+    (r"deepseek-dsa-.*/v5p", "no copy of a pool"): "temporary memory",
+    # The pools of its keys fit the memory on the core, and XLA moves them there.
+    (r"deepseek-dsa-(plain/v6e|mtp-.*/v[56]e)", "no copy of a pool"): "copy-start",
 }
 """A regular expression for CASE/CHIP, check -> part of the message. Strict: what is here must fail."""
 
