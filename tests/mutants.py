@@ -86,6 +86,7 @@ _REPLY = "train/test_chats.py::test_what_counts_is_what_is_served"
 _NGRAM = "drafters/test_drafters.py::test_ngram_by_example"
 _ADAPTIVE = "drafters/test_adaptive.py::"
 _POLICY = "drafters/test_adaptive.py::test_the_policy_equals_an_oracle"
+_WATCHED = f"{_ADAPTIVE}test_watched_drafts_are_judged_by_every_round[greedy]"
 _SUFFIX = "drafters/test_suffix.py::test_the_tree_is_the_one_found_by_hand"
 _COPIES = "drafters/test_suffix.py::test_chains_by_example"
 _DEVICE = "engine/test_device.py::test_a_retracted_sequence_continues_its_stop_string_and_its_noise"
@@ -972,9 +973,33 @@ MUTANTS = (
         ("a deeper draft is as unknown as the first", "+ WEIGHT * before)", "+ WEIGHT * prior)", _POLICY),
         ("the best choice changes at once", "best = jnp.where(stays, previous, best)", "best = best + 0", _POLICY),
         ("the draft that failed was not judged", "own & (drafts >= positions", "own & (drafts > positions", _POLICY),
+        (
+            "watched kinds are probed",
+            "probed = jnp.where(jnp.asarray(choices.watched)[turn], best, probed)",
+            "probed = probed + 0",
+            f"{_ADAPTIVE}test_watched_drafters_need_no_probes",
+        ),
+        (
+            "a watched kind is observed when it is taken, too",
+            "np.where(np.append(choices.watched, True)[choices.kind], -1, choices.kind)",
+            "np.where(choices.kind < 0, -1, choices.kind)",
+            _WATCHED,
+        ),
     ),
     *_group(
         "jspec/drafters/adaptive.py",
+        (
+            "a prompt counts as a round",
+            "appended = jnp.where(state.taken > 0, committed.length, 0)",
+            "appended = committed.length",
+            _WATCHED,
+        ),
+        (
+            "what is watched sees the tokens that it drafts",
+            "jnp.where(column < length[:, None], s.tokens, 0), length=length)",
+            "s.tokens, length=s.length)",
+            _WATCHED,
+        ),
         (
             "a probe counts as a round of the best choice",
             "self._choices, state.taken - 1, committed",

@@ -88,3 +88,13 @@ def paths(draft_tree: DraftTree) -> Int[Array, "B N g"]:
         found = jnp.where(column == at[:, :, None], token[:, :, None], found)
         node = jnp.take_along_axis(draft_tree.parents, node, axis=1)
     return found
+
+
+def longest_match(draft_tree: DraftTree, tokens: Int[Array, "B T"], length: Int[Array, " B"]) -> Int[Array, " B"]:
+    """How many of the first `length[b]` tokens a path that begins after the root spells."""
+    spelled = paths(draft_tree)
+    column = jnp.arange(spelled.shape[2], dtype=jnp.int32)
+    wanted = jnp.pad(tokens[:, : len(column)], ((0, 0), (0, max(len(column) - tokens.shape[1], 0))))
+    equal = (spelled == wanted[:, None]) & (column[None, None] < length[:, None, None])
+    depth = (spelled >= 0).sum(-1, dtype=jnp.int32)
+    return jnp.where(((spelled < 0) | equal).all(-1), depth, 0).max(-1)

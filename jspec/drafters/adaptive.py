@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.core.checks import check_int, check_number, shorten
+from jspec.core import tree
+from jspec.core.checks import check_flag, check_int, check_number, shorten
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
 from jspec.core.types import (
@@ -73,6 +74,9 @@ class Adaptive:
     prior: conditional acceptance that is assumed before the first round, from 0 to 1.
     hysteresis: another choice must be better by this share, at least 0.
     probe: every round of this number takes another choice to learn about it; at least 2.
+    watch: whether drafters with the attribute `reads_tokens_alone`, such as `Ngram`, are judged in every round: what
+      they would have drafted is compared with what the round has appended, whatever it took. So text that repeats is
+      noticed at once and without probes, for a lookup per round.
     target: the configuration of the target; set by `bind`.
     """
 
@@ -82,6 +86,7 @@ class Adaptive:
     prior: float = 0.7
     hysteresis: float = 0.03
     probe: int = 32
+    watch: bool = True
     target: Target | None = None
 
     def __post_init__(self):
@@ -94,6 +99,7 @@ class Adaptive:
             prior=check_number("prior", self.prior, least=0.0, most=1.0, owner="Adaptive"),
             hysteresis=check_number("hysteresis", self.hysteresis, least=0.0, owner="Adaptive"),
             probe=check_int("probe", self.probe, least=2, owner="Adaptive"),
+            watch=check_flag("watch", self.watch, owner="Adaptive"),
         )
         if self.drafters is not None and self.costs is not None:
             _check_count(self.costs, len(self.drafters))
@@ -249,7 +255,26 @@ class Adaptive:
             absorbed = dataclasses.replace(committed, hidden=hidden)
             states.append(drafter.extend(params, dataclasses.replace(s, draft=own), absorbed))
         evidence = policy.observe(state.evidence, self._choices, state.taken - 1, committed.length, self.rate)
+        # Prompts are no rounds: the states of sequences that are being read have no choice yet.
+        appended = jnp.where(state.taken > 0, committed.length, 0)
+        length = committed.start + 1
+        column = jnp.arange(s.tokens.shape[1], dtype=jnp.int32)[None]
+        before = dataclasses.replace(s, tokens=jnp.where(column < length[:, None], s.tokens, 0), length=length)
+        for kind, drafter, own in self._watched(state):
+            drafted, _ = drafter.draft(params, dataclasses.replace(before, draft=own))
+            matched = tree.longest_match(drafted, committed.tokens, appended)
+            evidence = policy.watch(evidence, kind, matched, jnp.minimum(appended, drafter.depth), self.rate)
         return dataclasses.replace(state, states=tuple(states), evidence=evidence)
+
+    def _watched(self, state: AdaptiveState) -> list[tuple[int, Drafter, PyTree]]:
+        """The number of each kind that is watched, with its deepest drafter and the state of that."""
+        choices = self._choices
+        found: dict[int, tuple[int, Drafter, PyTree]] = {}
+        for kind, each, own in zip(choices.kind.tolist(), self.branches, self.states(state), strict=True):
+            deeper = kind not in found or each.depth > found[kind][1].depth
+            if kind >= 0 and choices.watched[kind] and deeper:
+                found[kind] = kind, each, own
+        return list(found.values())
 
     @property
     def _owners(self) -> tuple[Drafter, ...]:
@@ -265,8 +290,10 @@ class Adaptive:
         """The drafters as the policy knows them."""
         kinds = [_kind(each) for each in self.branches]
         known = list(dict.fromkeys(kind for kind in kinds if kind is not None))
-        index = [-1 if kind is None else known.index(kind) for kind in kinds]
-        return policy.Choices(np.array(index, np.int32), np.array([each.depth for each in self.branches], np.int32))
+        index = np.array([-1 if kind is None else known.index(kind) for kind in kinds], np.int32)
+        reading = [self.watch and getattr(each, "reads_tokens_alone", False) for each in self.branches]
+        watched = np.array([any(reading[i] for i in np.flatnonzero(index == kind)) for kind in range(len(known))], bool)
+        return policy.Choices(index, np.array([each.depth for each in self.branches], np.int32), watched)
 
 
 def _shares(drafter: Drafter, owner: Drafter) -> bool:

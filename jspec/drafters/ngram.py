@@ -29,6 +29,8 @@ class Ngram:
     n: int = 3
     depth: int = 4
     capture_layers = ()
+    reads_tokens_alone = True
+    width = 1
 
     def __post_init__(self):
         for name, most in (("n", MAX_MATCH), ("depth", MAX_DEPTH)):

@@ -39,6 +39,8 @@ class Choices:
     kind: Int[np.ndarray, " K"]
     """Which drafters have the same conditional acceptance, from 0; -1: it proposes nothing."""
     depth: Int[np.ndarray, " K"]
+    watched: Bool[np.ndarray, " F"]
+    """Kinds whose drafts are compared with what each round appends, whatever it took."""
 
     @property
     def kinds(self) -> int:
@@ -53,7 +55,7 @@ def observe(
     appended: Int[Array, " B"],
     rate: float,
 ) -> Evidence:
-    """The evidence after a round.
+    """The evidence after a round, of kinds that are not watched.
 
     taken: the choice of each sequence's round; -1: it had none.
     appended: tokens that the round has added, bonus token included; 0: none.
@@ -61,10 +63,39 @@ def observe(
     """
     kinds, positions = (jnp.arange(size, dtype=jnp.int32) for size in evidence.reached.shape[1:])
     index = jnp.maximum(taken, 0)
-    kind = jnp.where(taken >= 0, jnp.asarray(choices.kind)[index], -1)[:, None, None]
+    # As an index, -1 is the last entry.
+    known = np.where(np.append(choices.watched, True)[choices.kind], -1, choices.kind)
+    kind = jnp.where(taken >= 0, jnp.asarray(known)[index], -1)[:, None, None]
     depth, drafts = jnp.asarray(choices.depth)[index][:, None, None], (appended - 1)[:, None, None]
     own = (kinds[None, :, None] == kind) & (positions[None, None] < depth)
-    reached, accepted = own & (drafts >= positions[None, None]), own & (drafts > positions[None, None])
+    return _judged(evidence, own, drafts, rate)
+
+
+def watch(
+    evidence: Evidence,
+    kind: int,
+    matched: Int[Array, " B"],
+    judged: Int[Array, " B"],
+    rate: float,
+) -> Evidence:
+    """The evidence after a round that has been compared with drafts of a kind, which it need not have taken.
+
+    matched: how many of the first drafts are the tokens that the round has appended.
+    judged: how many drafts there are to compare; 0: none.
+    """
+    kinds, positions = (jnp.arange(size, dtype=jnp.int32) for size in evidence.reached.shape[1:])
+    own = (kinds[None, :, None] == kind) & (positions[None, None] < judged[:, None, None])
+    return _judged(evidence, own, matched[:, None, None], rate)
+
+
+def _judged(evidence: Evidence, own: Bool[Array, "B F D"], drafts: Int[Array, "B 1 1"], rate: float) -> Evidence:
+    """The evidence with one more round.
+
+    own: the kinds and positions that the round can judge.
+    drafts: how many drafts it has accepted.
+    """
+    positions = jnp.arange(own.shape[2], dtype=jnp.int32)[None, None]
+    reached, accepted = own & (drafts >= positions), own & (drafts > positions)
     keep = jnp.where(reached, 1.0 - rate, 1.0)
     return Evidence(
         keep * evidence.reached + reached.astype(jnp.float32), keep * evidence.accepted + accepted.astype(jnp.float32)
@@ -106,7 +137,7 @@ def choose(
     value: expected tokens per unit of cost.
     previous: the best one so far, which stays unless another is better by this share (`hysteresis`); -1: none.
     probe: every `probe`-th round takes a choice that shows what the best one does not: by turns, for each kind of
-      drafter, the next deeper one of the same kind, or the best one of another kind.
+      drafter, the next deeper one of the same kind, or the best one of another kind. Nothing if the kind is watched.
     """
     best = jnp.argmax(value).astype(jnp.int32)
     stays = (previous >= 0) & (value[best] <= (1.0 + hysteresis) * value[jnp.maximum(previous, 0)])
@@ -118,6 +149,7 @@ def choose(
     kind = jnp.asarray(choices.kind)
     other = jnp.argmax(jnp.where(kind == turn, value, -jnp.inf)).astype(jnp.int32)
     probed = jnp.where(kind[best] == turn, deeper, other)
+    probed = jnp.where(jnp.asarray(choices.watched)[turn], best, probed)
     return jnp.where(round_index % probe == probe - 1, probed, best), best
 
 

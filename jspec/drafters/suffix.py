@@ -53,6 +53,7 @@ class Suffix:
     width: int = 32
     num_nodes: int | None = None
     capture_layers = ()
+    reads_tokens_alone = True
 
     def __post_init__(self):
         for name, most in (("n", MAX_MATCH), ("depth", grow.MAX_DEPTH), ("width", grow.MAX_WIDTH)):

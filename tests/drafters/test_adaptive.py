@@ -11,8 +11,8 @@ import toy
 from hlo import check_in_place, loop_body, opcode
 from planted import GREEDY, assert_counted, paged_caches, pools
 
-from jspec.core import accept, decode
-from jspec.core.types import Committed, DraftNeeds, RowSampling
+from jspec.core import accept, decode, tree
+from jspec.core.types import Committed, DraftNeeds, DraftTree, RowSampling
 from jspec.drafters import Adaptive, Eagle, Ngram, Plain, Standalone, Suffix, policy
 from jspec.drafters.costs import estimate, interpolate
 
@@ -178,7 +178,7 @@ def test_each_branch_is_traced_once():
             traces.append(self.depth)
             return super().draft(params, s)
 
-    drafter = Adaptive((Counted(depth=1), Counted(depth=3)), (1, 1)).bind(toy.TARGET, None)
+    drafter = Adaptive((Counted(depth=1), Counted(depth=3)), (1, 1), watch=False).bind(toy.TARGET, None)
     s = toy.start(drafter, toy.params())
     toy.run(drafter, toy.params(), s, until=3)
     assert sorted(traces) == [1, 3]
@@ -226,7 +226,7 @@ def test_every_drafter_is_adapted_to_the_rule():
 # The policy
 
 
-CHOICES = policy.Choices(np.array([-1, 0, 0, 1], np.int32), np.array([0, 1, 3, 2], np.int32))
+CHOICES = policy.Choices(np.array([-1, 0, 0, 1], np.int32), np.array([0, 1, 3, 2], np.int32), np.zeros(2, bool))
 
 
 def oracle_evidence(rounds, rate):
@@ -356,7 +356,7 @@ def test_the_policy_of_the_loop_goes_by_its_costs():
 @pytest.mark.slow
 def test_what_is_observed_belongs_to_the_drafter_that_was_taken():
     """In a probing round, too; what it took is not the best choice from then on."""
-    drafter = Adaptive((None, Eagle(depth=2), Suffix(n=2, depth=2, width=1)), (1, 1, 1), probe=2)
+    drafter = Adaptive((None, Eagle(depth=2), Suffix(n=2, depth=2, width=1)), (1, 1, 1), probe=2, watch=False)
     drafter, s = drafter.bind(toy.TARGET, toy.HEAD), None
     s = jax.device_get(toy.start(drafter, toy.head_params()))
     for index, taken in ((0, 1), (1, 2)):
@@ -384,6 +384,67 @@ def test_what_is_observed_belongs_to_the_drafter_that_was_taken():
 
 
 # Costs
+
+
+WATCHED = (None, Eagle(depth=2), Ngram(n=2, depth=1), Ngram(n=2, depth=3))
+
+
+def copied(text, n, depth):
+    """What follows the longest, and then the latest, earlier match of the last tokens."""
+    last = len(text) - 1
+    matches = [(m, j) for m in range(1, n + 1) for j in range(m - 1, last) if text[j - m + 1 : j + 1] == text[-m:]]
+    period = last - max(matches)[1] if matches else 1
+    return [text[last - period + 1 + i % period] for i in range(depth)]
+
+
+@pytest.mark.slow
+@kinds
+def test_watched_drafts_are_judged_by_every_round(kind):
+    """Whatever it took, and by the deepest of their kind; other drafters are judged when they are taken."""
+    rows, rule = KINDS[kind]
+    drafter = Scheduled(WATCHED, rate=0.25).bind(toy.TARGET, toy.HEAD)
+    s = toy.start(drafter, toy.head_params(), rows=rows, rule=rule)
+    assert not np.array(s.draft.evidence.reached).any(), "a prompt is no round"
+    reached, accepted, heads = np.zeros((3, 3)), np.zeros((3, 3)), np.zeros((3, 3))
+    while not np.array(s.done).all():
+        before, number = jax.device_get(s), int(s.round_index) % len(WATCHED)
+        s = toy.run(drafter, toy.head_params(), s, until=int(s.round_index) + 1, rule=rule)
+        for b, (old, new) in enumerate(zip(before.length, np.array(s.length), strict=True)):
+            text = np.array(s.tokens)[b, :new].tolist()
+            for position, draft in enumerate(copied(text[:old], 2, 3)[: new - old]):
+                reached[b, position] = 0.75 * reached[b, position] + 1
+                accepted[b, position] = 0.75 * accepted[b, position] + (draft == text[old + position])
+                if draft != text[old + position]:
+                    break
+            for position in range(min(new - old, 2) if number == 1 else 0):
+                heads[b, position] = 0.75 * heads[b, position] + 1
+    np.testing.assert_allclose(s.draft.evidence.reached[:, 1], reached, rtol=1e-5)
+    np.testing.assert_allclose(s.draft.evidence.accepted[:, 1], accepted, rtol=1e-5)
+    np.testing.assert_allclose(s.draft.evidence.reached[:, 0], heads, rtol=1e-5)
+    assert accepted.any() and (accepted < reached).any()
+
+
+def test_watched_drafters_need_no_probes():
+    choices = policy.Choices(np.array([-1, 0, 1]), np.array([0, 2, 3]), np.array([False, True]))
+    value = jnp.array([1.0, 3.0, 2.0])
+
+    def chosen(index):
+        return int(policy.choose(value, jnp.int32(-1), jnp.int32(index), choices, hysteresis=0.0, probe=2)[0])
+
+    assert [chosen(index) for index in range(8)] == [1] * 8
+    choices = dataclasses.replace(choices, watched=np.array([False, False]))
+    assert [chosen(index) for index in range(8)] == [1, 1, 1, 2, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("parents", (None, [0, 0, 0, 1, 2]))
+def test_the_longest_match_of_a_tree(parents):
+    tokens = jnp.array([[9, 4, 5, 6, 7]])
+    drafted = DraftTree(tokens, parents and jnp.array([parents]), depth=4 if parents is None else 2)
+    cases = {(4, 6, 1): (1, 2), (5, 7): (0, 2), (4, 5, 6, 7): (4, 1), (6,): (0, 0), (5,): (0, 1)}
+    for appended, found in cases.items():
+        for length in range(len(appended) + 1):
+            matched = tree.longest_match(drafted, jnp.array([appended]), jnp.array([length]))
+            assert int(matched[0]) == min(found[parents is not None], length)
 
 
 def test_costs_are_interpolated_between_batches():
@@ -437,6 +498,7 @@ def test_estimated_costs_count_weights_once_and_operations_for_each_token(monkey
         (lambda: Adaptive((None, Ngram()), prior=-0.1), "prior=-0.1"),
         (lambda: Adaptive((None, Ngram()), hysteresis=-1), "hysteresis=-1"),
         (lambda: Adaptive((None, Ngram()), probe=1), "probe=1.*at least 2"),
+        (lambda: Adaptive((None, Ngram()), watch="ngram"), "watch='ngram'.*must be True or False"),
         (lambda: Adaptive(costs=(1, 2)).bind(toy.TARGET, toy.HEAD), "costs of 2 drafters; must be those of the 5"),
         (lambda: Adaptive((None, Eagle())).bind(toy.TARGET, None), "needs an EAGLE head as draft, but none is loaded"),
         (lambda: Adaptive((None, Ngram())).depth, "not bound"),
