@@ -91,6 +91,7 @@ _SUFFIX = "drafters/test_suffix.py::test_the_tree_is_the_one_found_by_hand"
 _COPIES = "drafters/test_suffix.py::test_chains_by_example"
 _DEVICE = "engine/test_device.py::test_a_retracted_sequence_continues_its_stop_string_and_its_noise"
 _SCHEDULE = "engine/test_schedule.py::test_storms"
+_CHOICE = "engine/test_balance.py::test_a_group_that_knows_the_prompt_gets_it_unless_it_is_busier"
 
 MUTANTS = (
     *_group(
@@ -1067,6 +1068,45 @@ MUTANTS = (
             "if jax.tree.leaves(kept_states(state)):",
             "if False:",
             "engine/test_storm.py::test_a_draft_whose_state_is_further_than_the_targets_shares_nothing",
+        ),
+    ),
+    *_group(
+        "jspec/engine/balance.py",
+        (
+            "the least busy group gets every request",
+            "(known[index], -loads[index], -given[index], -index)",
+            "(-loads[index], known[index], -given[index], -index)",
+            _CHOICE,
+        ),
+        (
+            "a request waits for pages although a slot is free",
+            "most = min(most, slots - 1)",
+            "most = min(most, slots)",
+            _CHOICE,
+        ),
+        (
+            "requests of other salts count as known",
+            "if last is not None and last.salt == request.salt:",
+            "if last is not None:",
+            "engine/test_balance.py::test_known_tokens_are_those_in_pages_and_of_the_last_request",
+        ),
+    ),
+    *_group(
+        "jspec/engine/group.py",
+        (
+            "requests that have ended keep a group busy",
+            "self.load -= 1",
+            "self.load -= 0",
+            "engine/test_engine.py::test_leaving_a_stream_cancels_it",
+        ),
+    ),
+    *_group(
+        "jspec/engine/engine.py",
+        (
+            "an error of one group cancels the requests of the others",
+            "group.stop(self._error)",
+            "group.stop()",
+            "mesh/test_mesh.py::test_on_eight_devices",
         ),
     ),
     *_group(

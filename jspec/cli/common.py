@@ -117,13 +117,15 @@ def add_tensor(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_data(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for groups of devices."""
+def add_data(
+    parser: argparse.ArgumentParser, use: str = "split the prompts of a batch over N groups of devices, each with"
+) -> None:
+    """Adds the option for groups of devices. use: the beginning of its help."""
     parser.add_argument(
         "--data",
         type=integer(1, MAX_TOKENS),
         metavar="N",
-        help="split the prompts of a batch over N groups of devices, each with the whole model (default: one group)",
+        help=f"{use} the whole model (default: one group)",
     )
 
 

@@ -7,6 +7,7 @@ from jspec.cli.common import (
     MAX_TOKENS,
     Commands,
     add_accept,
+    add_data,
     add_drafter,
     add_shape,
     add_tensor,
@@ -36,6 +37,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("model", metavar="MODEL", help="bundled:NAME, a Hugging Face directory or a hub id")
     add_weights(parser, "MODEL")
     add_tensor(parser)
+    add_data(parser, "serve requests on N groups of devices, each with")
     add_drafter(parser)
     add_accept(parser)
     add_shape(parser)
@@ -51,7 +53,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         type=integer(1),
         default=64,
         metavar="N",
-        help="sequences that are generated at the same time (default: %(default)s)",
+        help="sequences that are generated at the same time, by each group of devices (default: %(default)s)",
     )
     group.add_argument(
         "--context",
@@ -59,7 +61,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of the longest sequence, prompt included (default: the model's, at most 8192)",
     )
-    group.add_argument("--pages", type=integer(2), metavar="N", help="cache pages (default: as many as fit)")
+    group.add_argument(
+        "--pages", type=integer(2), metavar="N", help="cache pages of each group (default: as many as fit)"
+    )
     group.add_argument(
         "--memory-fraction",
         type=number,

@@ -101,6 +101,29 @@ class Placement:
         """The sharding of an array that each device has all of."""
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def group(self, index: int) -> "Placement":
+        """The devices of one group alone."""
+        names = self.mesh.axis_names
+        if DATA not in names:
+            return self
+        devices = np.take(self.mesh.devices, index, axis=names.index(DATA))
+        return dataclasses.replace(self, mesh=_mesh(devices, [name for name in names if name != DATA]))
+
+    def own(self, params: T) -> T:
+        """Weights on these devices alone. What is there already, and on the devices of other groups, is not copied."""
+        devices = self.mesh.devices.flatten().tolist()
+
+        def take(leaf: Array) -> Array:
+            if not leaf.sharding.device_set.issuperset(devices):
+                return self.copy(leaf)
+            part = leaf.sharding.shard_shape(leaf.shape)
+            axis = next((axis for axis, size in enumerate(part) if size < leaf.shape[axis]), None)
+            held = {shard.device: shard.data for shard in leaf.addressable_shards}
+            sharding = NamedSharding(self.mesh, _spec(axis))
+            return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [held[each] for each in devices])
+
+        return jax.tree.map(take, params)
+
     def specs(self, tree: PyTree, *, stacked: bool = False) -> PyTree:
         """How the leaves of `Params`, of a state, or of anything whole are split.
 

@@ -49,10 +49,12 @@ def assemble(
     page_size: int,
     prefill_tokens: int,
     share: bool,
+    free: tuple[int, int] | None,
     only: OneShape | None = None,
 ) -> tuple[Device, Scheduler]:
-    """The parts of an engine. The arguments are those of `jspec.Engine`.
+    """The parts of an engine on one group of devices. The arguments are those of `jspec.Engine`.
 
+    free: as of `sizing.fit`.
     only: the shapes of all programs; None: those for requests of any kind.
 
     Raises:
@@ -72,7 +74,7 @@ def assemble(
 
     # The caches and the state of all slots. A rule by name is the greedy one where nothing is sampled.
     sizes = {"samples": samples, "num_slots": slots, "context": context, "page_size": page_size}
-    room = sizing.fit(model.params, parts, sizes, pages=pages, fraction=fraction, share=share)
+    room = sizing.fit(model.params, parts, sizes, pages=pages, fraction=fraction, share=share, free=free)
     device = Device(
         model.params,
         parts,
@@ -117,11 +119,10 @@ def make_requests(
     priority: int = 0,
     salt: str = "",
 ) -> list[DeviceRequest]:
-    """Requests that are not in the queue yet. All of them are checked before the first one is made.
+    """Requests that are not in a queue yet, for this device or for others like it. `hold` comes before they are.
 
     Raises:
       ValueError, TypeError: options that do not suit the model or each other, or a request that can never fit.
-      QueueFull: the stop strings or grammars of other requests leave no space for these.
     """
     vocab_size = device.parts["target"].vocab_size
     options.check_vocabulary(vocab_size)
@@ -138,13 +139,21 @@ def make_requests(
             check_grammar_options(device.parts["accept"], ignore_eos=options.ignore_eos)
             device.grammars.compile(request.grammar)
         requests.append(request)
-    held: list[DeviceRequest] = []
+    return requests
+
+
+def hold(requests: Sequence[tuple[Device, DeviceRequest]]) -> None:
+    """Puts the automata of each request into the pools of its device: of all requests or, after an error, of none.
+
+    Raises:
+      ValueError, QueueFull: as `Device.hold`: the stop strings or grammars of other requests leave no space for these.
+    """
+    held: list[tuple[Device, DeviceRequest]] = []
     try:
-        for request in requests:
+        for device, request in requests:
             device.hold(request)
-            held.append(request)
-    except Exception:
-        for request in held:
+            held.append((device, request))
+    except BaseException:
+        for device, request in held:
             device.forget(request)
         raise
-    return requests

@@ -3,29 +3,31 @@
 import dataclasses
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Unpack, overload
+from concurrent.futures import wait
+from functools import partial
+from typing import TypeVar, Unpack, overload
 
 from tqdm import tqdm
 
-from jspec.core import stopping
 from jspec.core.checks import check_flag, check_int, check_number
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter, Params
 from jspec.engine import memory
-from jspec.engine.assembly import assemble, make_requests
-from jspec.engine.device import DeviceRequest, Landing
-from jspec.engine.handle import EngineError, Handle, wake
-from jspec.engine.loop import Loop
-from jspec.engine.metrics import Counters, Metrics
-from jspec.engine.model import Model, refuse_groups, refuse_split
+from jspec.engine.assembly import assemble, hold, make_requests
+from jspec.engine.balance import choose
+from jspec.engine.device import DeviceRequest
+from jspec.engine.group import Group
+from jspec.engine.handle import EngineError, Handle
+from jspec.engine.metrics import Metrics
+from jspec.engine.model import Model, refuse_processes, refuse_split
 from jspec.engine.options import DEFAULT_PAGE_SIZE, CommonKeywords, GenerateOptions, RequestKeywords, repeat
-from jspec.engine.request import QueueFull, Request
-from jspec.engine.result import FINISH_REASONS, Generation, Generations, GenerationStats, Piece, drafted_tokens
+from jspec.engine.request import QueueFull
+from jspec.engine.result import Generation, Generations, GenerationStats, Piece
 from jspec.engine.run import Prompt, check_model, encode_prompts
 from jspec.engine.score import Scores, check_score, split
 
+T = TypeVar("T")
 DEFAULT_CONTEXT = 8192
 """Tokens of the longest request, prompt included, unless the model's context is shorter."""
 
@@ -36,6 +38,10 @@ class Engine:
     The tokens of a request are those of `jspec.generate` with the same options, whatever else the engine does. A thread
     of the engine talks to the device; all methods may be called from any thread.
 
+    Over several groups of devices, `jspec.load(..., data=N)`, each group has slots, pages and a thread of its own. A
+    request goes to the group that has read most of its prompt before, unless that one is busier than another
+    (docs/several-gpus.md).
+
         with jspec.Engine(model, slots=64) as engine:
             texts = engine.generate(prompts, max_new_tokens=256).text
             for piece in engine.submit("Once upon a time"):
@@ -44,17 +50,21 @@ class Engine:
     Args:
       model: from `jspec.load`.
       drafter, accept: as in `jspec.generate`, for all requests. accept None: "coupled" for requests that sample.
-      slots: sequences that are generated at the same time.
+      slots: sequences that are generated at the same time, by each group of devices.
       context: tokens of the longest request, prompt included. None: the model's context, at most 8192.
-      pages: pages of the caches. None: as many as all slots can use, or as `memory_fraction` allows.
+      pages: pages of the caches of each group. None: as many as all slots can use, or as `memory_fraction` allows.
       memory_fraction: fraction of the device's memory that may be in use, weights included; it limits `pages` where
         that is None, and snapshots. None: 0.9, or 0.75 on a CPU, whose memory other programs use as well.
       page_size: rows per cache page. Whole pages are what requests share.
-      prefill_tokens: tokens of prompts that are read between two bursts while others generate.
+      prefill_tokens: tokens of prompts that a group reads between two bursts while others generate.
       burst_ms: time that the device runs rounds before the host hears of them, in milliseconds.
       prefix_cache: whether requests share the pages of equal beginnings, and snapshots of what is not in pages: one per
         slot, or as many as fit into a tenth of the memory for pages.
-      max_queue: requests that may wait for a slot; None: any number.
+      max_queue: requests that may wait for a slot, of all groups together; None: any number.
+
+    Attributes:
+      groups: one for each group of devices.
+      params: the weights, of all groups together; those of the last `update`.
 
     Raises:
       ValueError, TypeError: invalid arguments, or a model that does not fit.
@@ -78,7 +88,7 @@ class Engine:
     ):
         # Check the arguments.
         check_model(model)
-        refuse_groups(model, "Engine")
+        refuse_processes(model, "Engine")
         slots = check_int("slots", slots, least=1)
         page_size = check_int("page_size", page_size, least=1)
         prefill_tokens = check_int("prefill_tokens", prefill_tokens, least=1)
@@ -92,34 +102,35 @@ class Engine:
         context = min(longest, DEFAULT_CONTEXT) if context is None else context
         context = check_int("context", context, least=2, most=longest)
 
-        # Make the parts.
-        self.model, self.context = model, context
-        self.device, self.scheduler = assemble(
-            model,
-            drafter,
-            accept,
-            slots=slots,
-            context=context,
-            pages=pages,
-            fraction=fraction,
-            page_size=page_size,
-            prefill_tokens=prefill_tokens,
-            share=share,
-        )
-        self.stops = self.device.stops
-        self._loop = Loop(self.device, self.scheduler, burst_seconds=burst_seconds)
-        self._handles: dict[DeviceRequest, Handle] = {}
-        self._weights, self._scoring = threading.Lock(), threading.Lock()
-        self._counters = Counters(self.scheduler.depth)
-        self._waiting = 0
-
-        # Start the thread.
-        self._calls: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        # Make the parts, of all groups for equal shares of the memory that is there now.
+        self.model, self.context, self.params = model, context, model.params
+        free = memory.least_free(None if model.placement is None else model.placement.devices)
+        models = model.by_group()
+        parts = [
+            assemble(
+                each,
+                drafter,
+                accept,
+                slots=slots,
+                context=context,
+                pages=pages,
+                fraction=fraction,
+                page_size=page_size,
+                prefill_tokens=prefill_tokens,
+                share=share,
+                free=free,
+            )
+            for each in models
+        ]
+        self.groups = [
+            Group(each, *own, burst_seconds=burst_seconds, fail=self._fail)
+            for each, own in zip(models, parts, strict=True)
+        ]
+        self._choosing, self._weights, self._scoring = threading.Lock(), threading.Lock(), threading.Lock()
         self._closing = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="jspec engine", daemon=True)
-        self._thread.start()
+        for group in self.groups:
+            group.start()
 
     # What users call, from any thread
 
@@ -159,8 +170,7 @@ class Engine:
             logprobs=logprobs,
         )
         ids = self._encode_one(prompt)
-        (handle,) = self._make([ids], options, [sampling], priority, salt)
-        self._enqueue([handle], self.max_queue)
+        (handle,) = self._submit(self._make([ids], options, [sampling], priority, salt), self.max_queue)
         return handle
 
     @overload
@@ -242,8 +252,7 @@ class Engine:
         given = options.sampling
         each = list(given) if isinstance(given, Sequence) else [given] * len(repeated)
         began = time.monotonic()
-        handles = self._make(repeated, options, each, priority, salt)
-        self._enqueue(handles)
+        handles = self._submit(self._make(repeated, options, each, priority, salt))
         try:
             with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:
                 for handle in handles:
@@ -283,13 +292,13 @@ class Engine:
         top_k, page_size = check_score(self.model, prompts, top_k, DEFAULT_PAGE_SIZE)
         with self._scoring:
             self._check_alive()
-            model = dataclasses.replace(self.model, params=self.device.params)
+            model = dataclasses.replace(self.model, params=self.params)
             ((_, batch),) = split(model, prompts, top_k, page_size)
             while True:
-                # An update waits meanwhile: whoever replaces weights may delete the old ones.
+                # An update waits meanwhile.
                 with self._weights:
                     self._check_alive()
-                    more = batch.read(self.device.params)
+                    more = batch.read(self.params)
                 if not more:
                     return batch.scores(model.tokenizer)[0]
                 batch.collect()
@@ -307,76 +316,42 @@ class Engine:
           EngineError: requests are waiting or running, or the engine has failed or is closed.
         """
         options = GenerateOptions(drafter=None, max_new_tokens=1, sampling=sampling, logprobs=logprobs)
-        (handle,) = self._make([[0]], options, [sampling], 0, "")
-        done, refused = threading.Event(), threading.Event()
-
-        def run() -> None:
-            if self._handles:
-                refused.set()
-            else:
-                # What is in the air of requests that have ended.
-                while not self.scheduler.idle:
-                    self._turn()
-                self.device.warm_up(self.scheduler.shapes, handle.request)
-            done.set()
-
-        self._call(run)
-        while not done.wait(1.0):
-            self._check_alive()
-        if refused.is_set():
+        count = len(self.groups)
+        requests = self._make([[0]] * count, options, [sampling] * count)
+        hold([(group.device, request) for group, request in zip(self.groups, requests, strict=True)])
+        try:
+            calls = zip(self.groups, requests, strict=True)
+            warm = self._on_all([partial(group.warm_up, request) for group, request in calls])
+        finally:
+            for group, request in zip(self.groups, requests, strict=True):
+                group.device.forget(request)
+        if not all(warm):
             raise EngineError("warm_up: requests are waiting or running; call it before them")
 
     def update(self, params: Params) -> None:
         """Replaces the weights, such as those of a running trainer, between two bursts. Compiles nothing.
 
         Requests that are running continue with the new weights over the keys and values of the old ones; nothing that
-        was cached with the old weights is found by later requests.
+        was cached with the old weights is found by later requests. Each group of devices takes the weights between two
+        bursts of its own, and this waits for all of them.
 
         params: weights of target and draft, of the structure, shapes and dtypes of `model.params`, and of its shardings
           if the model is split over devices.
 
         Raises:
           ValueError: another structure, shape, dtype or sharding, with the path of the leaf.
+          EngineError: the engine has failed or is closed.
         """
         self.model.check_replacement(params)
-        done = threading.Event()
-
-        def replace() -> None:
-            with self._weights:
-                self.device.params = params
-            self.scheduler.forget()
-            done.set()
-
-        self._call(replace)
-        while not done.wait(1.0):
-            self._check_alive()
+        models = dataclasses.replace(self.model, params=params).by_group()
+        # A score waits meanwhile: whoever replaces weights may delete the old ones.
+        with self._weights:
+            self._on_all([partial(group.replace, each.params) for group, each in zip(self.groups, models, strict=True)])
+            self.params = params
 
     def metrics(self) -> Metrics:
-        """Counters since the start, and what is there now."""
-        scheduler, counters = self.scheduler, self._counters
-        rounds, accepted = counters.rounds, counters.accepted_by_position
-        return Metrics(
-            running=scheduler.running,
-            waiting=self._waiting,
-            held=scheduler.held,
-            slots=scheduler.slots,
-            pages=scheduler.pages.count - 1,
-            pages_used=scheduler.pages.count - 1 - scheduler.pages.available,
-            snapshots=self.device.num_snapshots,
-            snapshots_used=0 if scheduler.pages.snapshots is None else len(scheduler.pages.snapshots),
-            prefix_queries=scheduler.pages.queries,
-            prefix_hits=scheduler.pages.hits,
-            prompt_tokens=counters.prompt_tokens,
-            new_tokens=counters.new_tokens,
-            requests_finished=dict(counters.finished),
-            preemptions=scheduler.preemptions,
-            rounds=rounds,
-            device_rounds=self._loop.rounds,
-            drafted=counters.drafted,
-            accepted=sum(accepted),
-            accepted_by_position=accepted,
-            **counters.histograms(),
-        )
+        """Counters since the start, and what is there now, of all groups of devices together."""
+        return Metrics.total_of([group.metrics() for group in self.groups])
 
     @property
     def alive(self) -> bool:
@@ -384,12 +359,12 @@ class Engine:
         return self._error is None and not self._closing
 
     def close(self) -> None:
-        """Cancels all requests and ends the engine's thread."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        """Cancels all requests and ends the engine's threads."""
+        self._closing = True
+        for group in self.groups:
+            group.stop()
+        for group in self.groups:
+            group.join()
 
     def __enter__(self) -> "Engine":
         return self
@@ -398,8 +373,10 @@ class Engine:
         self.close()
 
     def __repr__(self) -> str:
-        drafter = type(self.device.parts["drafter"]).__name__
-        return f"Engine({self.model.name!r}, {drafter}, {self.device.num_slots} slots, context {self.context})"
+        device, count = self.groups[0].device, len(self.groups)
+        drafter = type(device.parts["drafter"]).__name__
+        slots = f"{device.num_slots} slots" if count == 1 else f"{count} groups of {device.num_slots} slots"
+        return f"Engine({self.model.name!r}, {drafter}, {slots}, context {self.context})"
 
     def _encode_one(self, prompt: Prompt) -> list[int]:
         """The ids of a single prompt."""
@@ -413,128 +390,72 @@ class Engine:
         prompts: Sequence[list[int]],
         options: GenerateOptions,
         samplings: Sequence[Sampling | None],
-        priority: int,
-        salt: str,
-    ) -> list[Handle]:
-        """Requests that are not in the queue yet."""
+        priority: int = 0,
+        salt: str = "",
+    ) -> list[DeviceRequest]:
+        """Requests for any group."""
         self._check_alive()
-        requests = make_requests(self.device, self.scheduler, prompts, options, samplings, priority, salt)
-        return [Handle(x, self.model.tokenizer, self._cancel, self.device.parts["drafter"]) for x in requests]
+        any_group = self.groups[0]
+        return make_requests(any_group.device, any_group.scheduler, prompts, options, samplings, priority, salt)
 
-    def _enqueue(self, handles: Sequence[Handle], most: int | None = None) -> None:
-        """Puts requests into the queue, all at once, if at most `most` wait then."""
+    def _submit(self, requests: Sequence[DeviceRequest], most: int | None = None) -> list[Handle]:
+        """Puts requests into the queues of groups, if at most `most` wait then.
 
-        def submit() -> None:
-            for handle in handles:
-                self._handles[handle.request] = handle
-                self.scheduler.submit(handle.request)
-
-        with self._wake:
-            if most is not None and self._waiting + len(handles) > most:
-                for handle in handles:
-                    self.device.forget(handle.request)
+        Raises:
+          ValueError, QueueFull: more would wait, or `hold` raises one; no request is in a queue then.
+        """
+        with self._choosing:
+            if most is not None and sum(group.waiting for group in self.groups) + len(requests) > most:
                 raise QueueFull(f"max_queue={most}: as many requests wait already; try again later")
-            self._waiting += len(handles)
-            self._calls.append(submit)
-            self._wake.notify()
+            chosen = [self._choose(request) for request in requests]
+        pairs = list(zip(chosen, requests, strict=True))
+        try:
+            hold([(group.device, request) for group, request in pairs])
+        except BaseException:
+            for group, request in pairs:
+                group.withdraw(request)
+            raise
+        handles: dict[DeviceRequest, Handle] = {}
+        for group in self.groups:
+            own = [request for each, request in pairs if each is group]
+            if own:
+                handles.update(zip(own, group.submit(own), strict=True))
+        return [handles[request] for request in requests]
 
-    def _cancel(self, handle: Handle) -> None:
-        def cancel() -> None:
-            if not handle.done:
-                self.scheduler.cancel(handle.request)
-                self._end(handle)
-                wake(handle.end())
+    def _choose(self, request: DeviceRequest) -> Group:
+        """The group that gets a request, and expects it."""
+        index, groups = 0, self.groups
+        if len(groups) > 1:
+            index = choose(
+                [group.load for group in groups],
+                [group.known(request) for group in groups],
+                [group.given for group in groups],
+                groups[0].device.num_slots,
+            )
+        groups[index].expect(request)
+        return groups[index]
 
-        if not handle.done:
-            self._call(cancel)
+    def _on_all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """The result of a call in the thread of each group, between two bursts.
 
-    def _call(self, function: Callable[[], None]) -> None:
-        """Lets the engine's thread call a function before its next turn."""
-        with self._wake:
-            self._calls.append(function)
-            self._wake.notify()
+        Raises:
+          EngineError: the engine has failed or is closed.
+        """
+        self._check_alive()
+        futures = [group.ask(call) for group, call in zip(self.groups, calls, strict=True)]
+        while wait(futures, timeout=1.0).not_done:
+            self._check_alive()
+        return [future.result() for future in futures]
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends the engine, and all its requests with an error of one group."""
+        with self._choosing:
+            self._error = self._error or error
+        for group in self.groups:
+            group.stop(self._error)
 
     def _check_alive(self) -> None:
         if self._error is not None:
             raise EngineError(f"the engine has failed: {self._error}") from self._error
         if self._closing:
             raise EngineError("the engine is closed")
-
-    # The engine's thread
-
-    def _run(self) -> None:
-        try:
-            while self._take_calls():
-                self._turn()
-        except BaseException as error:
-            self._error = error
-        finally:
-            with self._wake:
-                self._closing = True
-            self._take_calls(wait=False)
-            for handle in self._handles.values():
-                wake(handle.end(self._error))
-            self._handles.clear()
-
-    def _take_calls(self, *, wait: bool = True) -> bool:
-        """Does what other threads have asked for; waits for something to do. False: the engine is closing."""
-        with self._wake:
-            while wait and self.scheduler.idle and not self._calls and not self._closing:
-                self._wake.wait()
-            calls = list(self._calls)
-            self._calls.clear()
-        for call in calls:
-            call()
-        return not self._closing
-
-    def _turn(self) -> None:
-        """A turn of the loop; hands out what it brought."""
-        admissions, results = self._loop.turn()
-        now = time.monotonic()
-        for admission in admissions:
-            self._count_admission(admission.request, now)
-        waiters = []
-        for request, landing in results:
-            handle = self._handles[request]
-            self._count_tokens(handle, landing, now)
-            waiters += handle.deliver(landing, now)
-            # One turn may bring several reports of a request; `request` is already as the last one has it.
-            if landing.finish_code != stopping.RUNNING:
-                self._end(handle)
-        wake(waiters)
-
-    def _end(self, handle: Handle) -> None:
-        """Forgets a request that has ended."""
-        del self._handles[handle.request]
-        self.device.forget(handle.request)
-        self._counters.finished[FINISH_REASONS.get(handle.request.finish_code, "cancelled")] += 1
-        self._counters.observe("end_to_end", time.monotonic() - handle.times.submitted)
-        if handle.times.admitted is None:
-            with self._wake:
-                self._waiting -= 1
-
-    def _count_admission(self, request: Request, now: float) -> None:
-        assert isinstance(request, DeviceRequest)
-        times = self._handles[request].times
-        if times.admitted is None:
-            times.admitted = now
-            self._counters.prompt_tokens += len(request.prompt)
-            self._counters.observe("queue_time", now - times.submitted)
-            with self._wake:
-                self._waiting -= 1
-
-    def _count_tokens(self, handle: Handle, landing: Landing, now: float) -> None:
-        counters, times, old = self._counters, handle.times, handle.counted
-        counters.new_tokens += len(landing.tokens)
-        counters.rounds += landing.rounds - old[0]
-        drafted = drafted_tokens(self.device.parts["drafter"], landing.rounds, landing.branch_counts)
-        counters.drafted += drafted - old[2]
-        for index, count in enumerate(landing.accept_counts):
-            counters.accept_counts[index] += count - old[1][index]
-        handle.counted = landing.rounds, landing.accept_counts, drafted
-        if not landing.tokens:
-            return
-        if times.last_token is None:
-            counters.observe("time_to_first_token", now - times.submitted)
-        else:
-            counters.observe("inter_token", (now - times.last_token) / len(landing.tokens), len(landing.tokens))

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from jspec.core import groups, stopping
 from jspec.core.sampling import per_row
 from jspec.engine import memory, programs
-from jspec.engine.assembly import OneShape, assemble, make_requests
+from jspec.engine.assembly import OneShape, assemble, hold, make_requests
 from jspec.engine.batches import split
 from jspec.engine.device import DeviceRequest, tier_of
 from jspec.engine.handle import Handle
@@ -87,10 +87,12 @@ def generate_many(
         page_size=options.page_size,
         prefill_tokens=PREFILL_TOKENS,
         share=True,
+        free=memory.least_free(None if placement is None else placement.devices),
         only=OneShape((min(MAX_BATCH, PREFILL_TOKENS // columns), columns), max(map(tier_of, samplings))),
     )
     began = time.monotonic()
     requests = make_requests(device, scheduler, prompt_ids, options, samplings)
+    hold([(device, request) for request in requests])
     handles = {x: Handle(x, model.tokenizer, lambda _: None, device.parts["drafter"]) for x in requests}
     _run(Loop(device, scheduler, burst_seconds=BURST_SECONDS), scheduler, handles, progress)
     items = [handle.generation() for handle in handles.values()]
@@ -100,7 +102,7 @@ def generate_many(
 def _generate_batches(
     model: Model, prompts: list[list[int]], options: GenerateOptions, size: int, progress: bool
 ) -> Generations:
-    """As `generate_many`, `size` prompts at a time, for models that engines do not support."""
+    """As `generate_many`, `size` prompts at a time: over groups of devices or several processes."""
     with one_call(model):
         check_fits(model.target, *longest_sequence(prompts, options.limits(len(prompts))))
         batches = split(prompts, options, size)

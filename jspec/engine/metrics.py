@@ -3,6 +3,8 @@
 import bisect
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds of the buckets of histograms, in seconds; one more bucket has no bound."""
@@ -20,10 +22,16 @@ class Histogram:
         """Number of values."""
         return sum(self.counts)
 
+    @classmethod
+    def total_of(cls, parts: "Sequence[Histogram]") -> "Histogram":
+        """The histogram of the values of all."""
+        counts = zip(*(part.counts for part in parts), strict=True)
+        return cls(tuple(map(sum, counts)), sum(part.total for part in parts))
+
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """What an engine has done since its start, and what is there now.
+    """What an engine has done since its start, and what is there now, on all its groups of devices together.
 
     running, waiting, held: requests in slots; in the queue; in slots and without pages for another round.
     slots, pages, pages_used: those that there are; those whose contents belong to a request.
@@ -61,6 +69,24 @@ class Metrics:
     inter_token: Histogram
     queue_time: Histogram
     end_to_end: Histogram
+
+    @classmethod
+    def total_of(cls, parts: "Sequence[Metrics]") -> "Metrics":
+        """The metrics of groups of devices together."""
+        columns: dict[str, Any] = {
+            field.name: [getattr(part, field.name) for part in parts] for field in dataclasses.fields(cls)
+        }
+        totals = {"requests_finished": _by_reason, "accepted_by_position": _by_position}
+        totals |= dict.fromkeys(_HISTOGRAMS, Histogram.total_of)
+        return cls(**{name: totals.get(name, sum)(column) for name, column in columns.items()})
+
+
+def _by_reason(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return dict(sum(map(Counter, counts), Counter[str]()))
+
+
+def _by_position(counts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*counts, strict=True)))
 
 
 class Counters:

@@ -98,6 +98,14 @@ class Model:
         if self.placement is not None:
             _check_same_devices(self.params, params)
 
+    def by_group(self) -> "list[Model]":
+        """This model on each group of its devices alone. Weights that are there are not copied."""
+        placement = self.placement
+        if placement is None or placement.groups == 1:
+            return [self]
+        parts = [placement.group(index) for index in range(placement.groups)]
+        return [dataclasses.replace(self, params=part.own(self.params), placement=part) for part in parts]
+
     def with_draft(self, draft: "Model | None") -> "Model":
         """This model with another language model as its draft, for the drafter `jspec.Standalone`; None: without one.
 
@@ -306,18 +314,13 @@ def refuse_split(model: Model, user: str) -> None:
         )
 
 
-def refuse_groups(model: Model, user: str) -> None:
-    """Raises ValueError if sequences are split over groups of devices, or the model over processes, which `user` does
-    not support.
-    """
-    placement = model.placement
-    if placement is None or (placement.groups == 1 and not placement.spans_processes):
-        return
-    several = "several processes" if placement.groups == 1 else f"data={placement.groups}"
-    raise ValueError(
-        f"model={model.name!r}: is on {placement} with {several}, which {user} does not support yet; load it with "
-        "tensor alone in one process, or use jspec.generate, stream or generate_ids"
-    )
+def refuse_processes(model: Model, user: str) -> None:
+    """Raises ValueError if the model is split over processes, which `user` does not support."""
+    if model.placement is not None and model.placement.spans_processes:
+        raise ValueError(
+            f"model={model.name!r}: is on {model.placement} with several processes, which {user} does not support yet; "
+            "load it on devices of one process, or use jspec.generate, stream or generate_ids"
+        )
 
 
 def _place_target(

@@ -96,7 +96,17 @@ class Pages:
             self.snapshots.drop(page)
 
     def match(self, tokens: Sequence[int], most: int, salt: str = "") -> list[int]:
-        """The named pages that contain the longest prefix of `tokens`, `most` tokens at most. They get a user more.
+        """The pages that `find` returns, which get a user more."""
+        found = self.find(tokens, most, salt)
+        for page in found:
+            self._idle.pop(page, None)
+            self._users[page] += 1
+        return found
+
+    def find(self, tokens: Sequence[int], most: int, salt: str = "") -> list[int]:
+        """The named pages that contain the longest prefix of `tokens`, `most` tokens at most.
+
+        It changes nothing and may be called from any thread, whose answer may be out of date.
 
         tokens: all known tokens of the sequence, which may be more than `most`.
         salt: sequences of different salts share nothing.
@@ -110,9 +120,6 @@ class Pages:
                 break
             found.append(page)
             parent = page
-        for page in found:
-            self._idle.pop(page, None)
-            self._users[page] += 1
         return found
 
     def name(self, tokens: Sequence[int], rows: int, pages: Sequence[int], named: int, salt: str = "") -> int:

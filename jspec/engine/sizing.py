@@ -43,7 +43,14 @@ def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> li
 
 
 def fit(
-    params: Params, parts: Static, sizes: dict[str, int], *, pages: int | None, fraction: float, share: bool
+    params: Params,
+    parts: Static,
+    sizes: dict[str, int],
+    *,
+    pages: int | None,
+    fraction: float,
+    share: bool,
+    free: tuple[int, int] | None,
 ) -> Room:
     """The room that there is.
 
@@ -53,13 +60,13 @@ def fit(
       fraction: of the memory of each device that may be in use.
       share: whether sequences may share prefixes. Where the target's cache keeps more than pages they do if there is
         memory for a snapshot; there is at most one per slot.
+      free: bytes that are free on each device, and its limit; None if they are unknown.
 
     Raises:
       ValueError: `pages`, or the pages of one sequence, do not fit.
     """
     num_slots, context, placement = sizes["num_slots"], sizes["context"], parts.get("placement")
-    devices = None if placement is None else placement.devices
-    of_each = "" if devices is None else f" on each of {len(devices)} devices"
+    of_each = "" if placement is None else f" on each of {len(placement.devices)} devices"
     each = -(-context // sizes["page_size"])
     least, wanted = each + 2, max(num_slots * each + 1, each + 2)
     one = _state(params, parts, sizes)
@@ -67,15 +74,15 @@ def fit(
     fixed = tree_bytes(one) + memory.logit_bytes(parts["target"], parts["drafter"], num_slots, context)
     of_snapshot = tree_bytes(programs.kept_states(one.cache))
     share = share and programs.sharing(one, parts["drafter"]) is not None
-    snapshots, has = num_slots if share and of_snapshot else 0, memory.least_free(devices)
-    budget = None if has is None else has[0] - int((1 - fraction) * has[1])
+    snapshots = num_slots if share and of_snapshot else 0
+    budget = None if free is None else free[0] - int((1 - fraction) * free[1])
     needed = fixed + ((least if pages is None else pages) - 1) * of_page
     if budget is not None and snapshots:
         snapshots = min(num_slots, max(0, int(SNAPSHOT_SHARE * (budget - needed))) // of_snapshot)
-    if pages is not None and has is not None and needed > has[0]:
+    if pages is not None and free is not None and needed > free[0]:
         raise ValueError(
             f"pages={pages}, slots={num_slots}: the state takes {memory.gigabytes(needed)}{of_each}, "
-            f"{memory.gigabytes(has[0])} are free; use fewer pages or slots"
+            f"{memory.gigabytes(free[0])} are free; use fewer pages or slots"
         )
     if pages is None:
         pages = wanted

@@ -221,7 +221,7 @@ class TunixRollout(Base):
         """
         weights = params if self._to_params is None else self._to_params(params)
         if not isinstance(weights, Params):
-            weights = Params(weights, self.engine.device.params.draft)
+            weights = Params(weights, self.engine.params.draft)
         self.engine.update(weights)
 
     def pad_id(self) -> int:

@@ -101,11 +101,14 @@ class Service:
         everything: also of many prompts of all lengths, with a temperature, top_p, top_k and min_p.
         """
         # One more state than most requests need, so that the first one with ignore_eos compiles nothing.
-        self._engine.stops.add((), ignore_eos=True)
+        groups, count = self._engine.groups, min(16, self._engine.context - 1)
+        for group in groups:
+            group.device.stops.add((), ignore_eos=True)
         for sampling in (None, Sampling()):
             if everything:
                 self._engine.warm_up(sampling=sampling)
-            self._engine.submit([0], max_new_tokens=min(16, self._engine.context - 1), sampling=sampling).result()
+            # No group knows the prompt, so each of them gets one.
+            self._engine.generate([[0]] * len(groups), max_new_tokens=count, sampling=sampling)
 
     def stop(self) -> None:
         """Cancels what is running and refuses what comes; answers end with an error."""

@@ -208,7 +208,7 @@ def test_an_engine_gives_the_tokens_of_generate(model, pages):
         outs = [handle.result() for handle in handles]
         if pages is not None:
             assert engine.metrics().preemptions > 0
-        pool = engine.device.grammars
+        pool = engine.groups[0].device.grammars
         assert len(pool._places) == 3 and set(pool._users.values()) == {0}
         assert len(pool.automaton.table.first) == 2048, "what fits compiles nothing"
         with pytest.raises(ValueError, match="ignore_eos=True: a text of a grammar ends"):
@@ -232,7 +232,7 @@ def test_a_grammar_that_an_engine_cannot_take(model):
     with jspec.Engine(replace(model, tokenizer=None), drafter=None, slots=1, context=32) as engine:
         with pytest.raises(ValueError, match="requires a tokenizer"):
             engine.submit([1, 2], max_new_tokens=4, sampling=jspec.Sampling(grammar=large))
-        assert not engine.device.grammars._users and set(engine.stops._users.values()) <= {0}
+        assert not engine.groups[0].device.grammars._users and set(engine.groups[0].device.stops._users.values()) <= {0}
     with jspec.Engine(model, drafter=None, accept=Imposed(1.0), slots=1, context=32) as engine:
         with pytest.raises(ValueError, match="accept=Imposed.*: accepts tokens that a grammar forbids"):
             engine.submit([1, 2], max_new_tokens=4, sampling=jspec.Sampling(grammar=WORD))

@@ -15,11 +15,11 @@ def test_a_retracted_sequence_continues_its_stop_string_and_its_noise():
     encode = model.tokenizer.encode
     with Engine(model, drafter=None, slots=3, context=32, page_size=8) as engine:
         request = DeviceRequest(encode("def f(x):\n    "), 20)
-        request.seed, request.start_state = 41, engine.stops.add(("return",))
+        request.seed, request.start_state = 41, engine.groups[0].device.stops.add(("return",))
         request.append(encode("retu"))
         admission = Admission(request, 2, 0, None, list(request.known), True, rounds=3, accept_counts=[3])
-        engine.device.admit([admission])
-        s, stop = engine.device.state, jax.device_get(engine.stops.automaton)
+        engine.groups[0].device.admit([admission])
+        s, stop = engine.groups[0].device.state, jax.device_get(engine.groups[0].device.stops.automaton)
     state = int(s.stop.state[2])
     start = request.start_state
     for token in encode("rn"):

@@ -17,7 +17,7 @@ from jspec.core import accept
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Standalone
-from jspec.engine import memory, programs, sizing
+from jspec.engine import programs, sizing
 from jspec.engine.engine import Engine
 from jspec.engine.handle import EngineError
 from jspec.engine.model import Model
@@ -200,6 +200,7 @@ def test_leaving_a_stream_cancels_it(engine):
     metrics = engine.metrics()
     assert metrics.requests_finished["cancelled"] == before + 1
     assert (metrics.running, metrics.waiting, metrics.pages_used) == (0, 0, 0)
+    assert [group.load for group in engine.groups] == [0]
 
 
 def test_a_cancelled_request_has_what_there_was(engine):
@@ -311,8 +312,8 @@ def test_pages_and_snapshots_fit_into_the_memory(monkeypatch):
     page = tree_bytes(jax.eval_shape(functools.partial(sizing._pooled, pages=2), made)) - fixed
 
     def fit(budget, share, pages=None):
-        monkeypatch.setattr(memory, "free_bytes", lambda device=None: (budget, budget))
-        return sizing.fit(params, parts, sizes, pages=pages, fraction=1.0, share=share)
+        free = budget, budget
+        return sizing.fit(params, parts, sizes, pages=pages, fraction=1.0, share=share, free=free)
 
     with pytest.raises(ValueError, match="slots=3, context=64: the state takes .* with pages for one"):
         fit(fixed + 17 * page - 1, True)
@@ -397,7 +398,7 @@ def test_an_error_of_the_device_ends_all_requests():
     def fail(plan):
         raise RuntimeError("out of luck")
 
-    engine.device.read = fail
+    engine.groups[0].device.read = fail
     handle = engine.submit(PROMPTS[0], max_new_tokens=4)
     with pytest.raises(EngineError, match="out of luck"):
         handle.result(timeout=60)

@@ -47,10 +47,10 @@ def burst_arguments(name, count):
     table = [[1 + index] for index in range(count)]
     plan = Burst(requests, list(range(count)), table, [PAGE] * count, 3, loop.drafter.depth + 1, False)
     with Engine(model, drafter=loop.drafter, **sizes) as engine, pytest.MonkeyPatch.context() as patch:
-        engine.stops.add(())
+        engine.groups[0].device.stops.add(())
         patch.setattr(programs, "burst", stop)
         with pytest.raises(Stopped) as stopped:
-            engine.device.burst(plan)
+            engine.groups[0].device.burst(plan)
     return stopped.value.args
 
 

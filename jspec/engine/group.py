@@ -1,0 +1,258 @@
+"""A group of devices of an engine, with its own slots, pages and queue, and a thread that talks to the devices."""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import jax
+
+from jspec.core import stopping
+from jspec.core.types import Params
+from jspec.engine.balance import known_tokens
+from jspec.engine.device import Device, DeviceRequest, Landing
+from jspec.engine.handle import Handle, wake
+from jspec.engine.loop import Loop
+from jspec.engine.metrics import Counters, Metrics
+from jspec.engine.model import Model
+from jspec.engine.request import Request
+from jspec.engine.result import FINISH_REASONS, drafted_tokens
+from jspec.engine.schedule import Scheduler
+
+T = TypeVar("T")
+
+
+class Group:
+    """Runs requests on the devices of a model. Groups know nothing of each other, so none waits for another.
+
+    model: on these devices alone.
+    fail: is called in the group's thread with an error of the devices; calls `stop`.
+
+    Attributes:
+      load: requests that have been given to it and have not ended.
+      given: requests that have been given to it.
+      waiting: those of them without a slot, retracted ones aside.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        device: Device,
+        scheduler: Scheduler,
+        *,
+        burst_seconds: float,
+        fail: Callable[[BaseException], None],
+    ):
+        self.model, self.device, self.scheduler = model, device, scheduler
+        self.load = self.given = self.waiting = 0
+        self._last: DeviceRequest | None = None
+        self._loop = Loop(device, scheduler, burst_seconds=burst_seconds)
+        self._handles: dict[DeviceRequest, Handle] = {}
+        self._counters = Counters(scheduler.depth)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._fail, self._closing = fail, False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="jspec engine", daemon=True)
+
+    # From any thread
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def known(self, request: DeviceRequest) -> int:
+        """Tokens of a prompt that need not be read here."""
+        return known_tokens(self.scheduler.pages, request, self._last)
+
+    def expect(self, request: DeviceRequest) -> None:
+        """Counts a request that will be submitted here, or withdrawn."""
+        with self._wake:
+            self.load, self.given, self.waiting = self.load + 1, self.given + 1, self.waiting + 1
+            self._last = request
+
+    def withdraw(self, request: DeviceRequest) -> None:
+        """The opposite of `expect`."""
+        with self._wake:
+            self.load, self.given, self.waiting = self.load - 1, self.given - 1, self.waiting - 1
+
+    def submit(self, requests: Sequence[DeviceRequest]) -> list[Handle]:
+        """Puts expected requests into the queue, all at once, whose automata are in the pools of the device."""
+        drafter = self.device.parts["drafter"]
+        handles = [Handle(request, self.model.tokenizer, self._cancel, drafter) for request in requests]
+
+        def submit() -> None:
+            for handle in handles:
+                self._handles[handle.request] = handle
+                self.scheduler.submit(handle.request)
+
+        if not self._call(submit):
+            for handle in handles:
+                handle.end(self._error)
+        return handles
+
+    def ask(self, function: Callable[[], T]) -> "Future[T]":
+        """Lets the thread call a function before its next turn. The result never comes if the group has ended."""
+        future: Future[T] = Future()
+        self._call(lambda: future.set_result(function()))
+        return future
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Ends all requests, with an error or as cancelled, and then the thread."""
+        with self._wake:
+            self._error = self._error or error
+            self._closing = True
+            self._wake.notify()
+
+    def join(self) -> None:
+        """Waits for the end of the thread, unless it is this one."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def metrics(self) -> Metrics:
+        """Counters since the start, and what is there now."""
+        scheduler, counters = self.scheduler, self._counters
+        rounds, accepted = counters.rounds, counters.accepted_by_position
+        return Metrics(
+            running=scheduler.running,
+            waiting=self.waiting,
+            held=scheduler.held,
+            slots=scheduler.slots,
+            pages=scheduler.pages.count - 1,
+            pages_used=scheduler.pages.count - 1 - scheduler.pages.available,
+            snapshots=self.device.num_snapshots,
+            snapshots_used=0 if scheduler.pages.snapshots is None else len(scheduler.pages.snapshots),
+            prefix_queries=scheduler.pages.queries,
+            prefix_hits=scheduler.pages.hits,
+            prompt_tokens=counters.prompt_tokens,
+            new_tokens=counters.new_tokens,
+            requests_finished=dict(counters.finished),
+            preemptions=scheduler.preemptions,
+            rounds=rounds,
+            device_rounds=self._loop.rounds,
+            drafted=counters.drafted,
+            accepted=sum(accepted),
+            accepted_by_position=accepted,
+            **counters.histograms(),
+        )
+
+    def _call(self, function: Callable[[], None]) -> bool:
+        """Lets the thread call a function before its next turn. False: it has ended, or is about to."""
+        with self._wake:
+            if self._closing:
+                return False
+            self._calls.append(function)
+            self._wake.notify()
+            return True
+
+    def _cancel(self, handle: Handle) -> None:
+        def cancel() -> None:
+            if not handle.done:
+                self.scheduler.cancel(handle.request)
+                self._end(handle)
+                wake(handle.end())
+
+        if not handle.done:
+            self._call(cancel)
+
+    # In the thread, through `ask`
+
+    def replace(self, params: Params) -> None:
+        """Takes other weights, and forgets which pages have rows of the old ones."""
+        self.device.params = params
+        self.scheduler.forget()
+
+    def warm_up(self, request: DeviceRequest) -> bool:
+        """As `Device.warm_up`. False: nothing is done, as requests are there."""
+        if self._handles:
+            return False
+        # What is in the air of requests that have ended.
+        while not self.scheduler.idle:
+            self._turn()
+        self.device.warm_up(self.scheduler.shapes, request)
+        return True
+
+    # The thread
+
+    def _run(self) -> None:
+        placement = self.model.placement
+        # What the host makes for a program goes to a device of this group, not by way of one of another group.
+        own = contextlib.nullcontext() if placement is None else jax.default_device(placement.mesh.devices.flat[0])
+        try:
+            with own:
+                while self._take_calls():
+                    self._turn()
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self.stop()
+            self._take_calls(wait=False)
+            for handle in self._handles.values():
+                wake(handle.end(self._error))
+            self._handles.clear()
+
+    def _take_calls(self, *, wait: bool = True) -> bool:
+        """Does what other threads have asked for; waits for something to do. False: the group is closing."""
+        with self._wake:
+            while wait and self.scheduler.idle and not self._calls and not self._closing:
+                self._wake.wait()
+            calls = list(self._calls)
+            self._calls.clear()
+        for call in calls:
+            call()
+        return not self._closing
+
+    def _turn(self) -> None:
+        """A turn of the loop; hands out what it brought."""
+        admissions, results = self._loop.turn()
+        now = time.monotonic()
+        for admission in admissions:
+            self._count_admission(admission.request, now)
+        waiters = []
+        for request, landing in results:
+            handle = self._handles[request]
+            self._count_tokens(handle, landing, now)
+            waiters += handle.deliver(landing, now)
+            # One turn may bring several reports of a request; `request` is already as the last one has it.
+            if landing.finish_code != stopping.RUNNING:
+                self._end(handle)
+        wake(waiters)
+
+    def _end(self, handle: Handle) -> None:
+        """Forgets a request that has ended."""
+        del self._handles[handle.request]
+        self.device.forget(handle.request)
+        self._counters.finished[FINISH_REASONS.get(handle.request.finish_code, "cancelled")] += 1
+        self._counters.observe("end_to_end", time.monotonic() - handle.times.submitted)
+        with self._wake:
+            self.load -= 1
+            self.waiting -= handle.times.admitted is None
+
+    def _count_admission(self, request: Request, now: float) -> None:
+        assert isinstance(request, DeviceRequest)
+        times = self._handles[request].times
+        if times.admitted is None:
+            times.admitted = now
+            self._counters.prompt_tokens += len(request.prompt)
+            self._counters.observe("queue_time", now - times.submitted)
+            with self._wake:
+                self.waiting -= 1
+
+    def _count_tokens(self, handle: Handle, landing: Landing, now: float) -> None:
+        counters, times, old = self._counters, handle.times, handle.counted
+        counters.new_tokens += len(landing.tokens)
+        counters.rounds += landing.rounds - old[0]
+        drafted = drafted_tokens(self.device.parts["drafter"], landing.rounds, landing.branch_counts)
+        counters.drafted += drafted - old[2]
+        for index, count in enumerate(landing.accept_counts):
+            counters.accept_counts[index] += count - old[1][index]
+        handle.counted = landing.rounds, landing.accept_counts, drafted
+        if not landing.tokens:
+            return
+        if times.last_token is None:
+            counters.observe("time_to_first_token", now - times.submitted)
+        else:
+            counters.observe("inter_token", (now - times.last_token) / len(landing.tokens), len(landing.tokens))
