@@ -30,7 +30,8 @@ _OF_TYPE: dict[str, set[str]] = {
     "null": set(),
 }
 """Type -> the keywords that are about it."""
-_DATE = r"\d{4}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
+_YEAR = r"(\d{3}[1-9]|\d\d[1-9]0|\d[1-9]00|[1-9]000)"
+_DATE = _YEAR + r"-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _FORMATS = {
     "date": _DATE,
@@ -38,7 +39,8 @@ _FORMATS = {
     "date-time": f"{_DATE}T{_TIME}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
 }
-"""Formats of strings (RFC 3339 and 9562). The 29th of February is left out."""
+"""Formats of strings (RFC 3339 and 9562). The year 0 and the 29th of February are left out: not everyone reads the first,
+and the second depends on the year."""
 
 
 def parse_schema(schema: object, *, whitespace: Expression, max_depth: int) -> Expression:
