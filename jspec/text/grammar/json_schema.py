@@ -39,8 +39,8 @@ _FORMATS = {
     "date-time": f"{_DATE}T{_TIME}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
 }
-"""Formats of strings (RFC 3339 and 9562). The year 0 and the 29th of February are left out: not everyone reads the first,
-and the second depends on the year."""
+"""Formats of strings (RFC 3339 and 9562). There is no year 0, which Python refuses, and no 29th of February, which
+depends on the year."""
 
 
 def parse_schema(schema: object, *, whitespace: Expression, max_depth: int) -> Expression:
