@@ -212,7 +212,7 @@ KNOWN: dict[tuple[str, str], str] = {
     # The indexer's keys are gathered: several arrays of one layer's keys, of which the pools have one or two layers.
     (r"deepseek-dsa-.*/v5p", "no copy of a pool"): "temporary memory",
     # The pools of its keys fit the memory on the core, and XLA moves them there.
-    (r"deepseek-dsa-(plain/v6e|mtp-.*/v[56]e)", "no copy of a pool"): "copy-start",
+    (r"deepseek-dsa-(?!plain/v5e).*/v[56]e", "no copy of a pool"): "copy-start",
 }
 """A regular expression for CASE/CHIP, check -> part of the message. Strict: what is here must fail."""
 
