@@ -61,14 +61,11 @@ def observe(
     appended: tokens that the round has added, bonus token included; 0: none.
     rate: how much less each older observation counts.
     """
-    kinds, positions = (jnp.arange(size, dtype=jnp.int32) for size in evidence.reached.shape[1:])
     index = jnp.maximum(taken, 0)
     # As an index, -1 is the last entry.
     known = np.where(np.append(choices.watched, True)[choices.kind], -1, choices.kind)
-    kind = jnp.where(taken >= 0, jnp.asarray(known)[index], -1)[:, None, None]
-    depth, drafts = jnp.asarray(choices.depth)[index][:, None, None], (appended - 1)[:, None, None]
-    own = (kinds[None, :, None] == kind) & (positions[None, None] < depth)
-    return _judged(evidence, own, drafts, rate)
+    kind = jnp.where(taken >= 0, jnp.asarray(known)[index], -1)
+    return _judged(evidence, kind, jnp.asarray(choices.depth)[index], appended - 1, rate)
 
 
 def watch(
@@ -83,19 +80,22 @@ def watch(
     matched: how many of the first drafts are the tokens that the round has appended.
     judged: how many drafts there are to compare; 0: none.
     """
-    kinds, positions = (jnp.arange(size, dtype=jnp.int32) for size in evidence.reached.shape[1:])
-    own = (kinds[None, :, None] == kind) & (positions[None, None] < judged[:, None, None])
-    return _judged(evidence, own, matched[:, None, None], rate)
+    return _judged(evidence, jnp.full_like(matched, kind), judged, matched, rate)
 
 
-def _judged(evidence: Evidence, own: Bool[Array, "B F D"], drafts: Int[Array, "B 1 1"], rate: float) -> Evidence:
+def _judged(
+    evidence: Evidence, kind: Int[Array, " B"], depth: Int[Array, " B"], drafts: Int[Array, " B"], rate: float
+) -> Evidence:
     """The evidence with one more round.
 
-    own: the kinds and positions that the round can judge.
-    drafts: how many drafts it has accepted.
+    kind: that of the drafts that the round has judged, in each sequence; -1: none.
+    depth: how many of them it could judge.
+    drafts: how many it has accepted.
     """
-    positions = jnp.arange(own.shape[2], dtype=jnp.int32)[None, None]
-    reached, accepted = own & (drafts >= positions), own & (drafts > positions)
+    kinds, positions = (jnp.arange(size, dtype=jnp.int32) for size in evidence.reached.shape[1:])
+    kind, depth, drafts = (x[:, None, None] for x in (kind, depth, drafts))
+    own = (kinds[None, :, None] == kind) & (positions[None, None] < depth)
+    reached, accepted = own & (drafts >= positions[None, None]), own & (drafts > positions[None, None])
     keep = jnp.where(reached, 1.0 - rate, 1.0)
     return Evidence(
         keep * evidence.reached + reached.astype(jnp.float32), keep * evidence.accepted + accepted.astype(jnp.float32)
