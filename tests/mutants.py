@@ -124,8 +124,8 @@ MUTANTS = (
         ),
         (
             "hidden states of nodes, not of the path",
-            "tree.take_path(out.hidden, kept.path), kept.length)",
-            "None if out.hidden is None else out.hidden[:, : kept.tokens.shape[1]], kept.length)",
+            "tree.take_path(out.hidden, kept.path), kept.length, branch)",
+            "None if out.hidden is None else out.hidden[:, : kept.tokens.shape[1]], kept.length, branch)",
             "core/test_decode.py::test_hidden_states_and_tokens_of_the_drafter_match",
         ),
         (
@@ -844,8 +844,8 @@ MUTANTS = (
         ),
         (
             "the draft reads from another row",
-            "end = jnp.where(moved, committed.start + committed.length + 1, start)",
-            "end = jnp.where(moved, committed.start + committed.length, start)",
+            "jnp.where(committed.length > 0, committed.start + committed.length + 1, state.length)",
+            "jnp.where(committed.length > 0, committed.start + committed.length, state.length)",
             "drafters/test_drafters.py::test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes[good_draft]",
         ),
         ("the row of the root has no page", "return 1\n", "return 0\n", f"{_STORM}[standalone-tiny_pool]"),
@@ -989,6 +989,18 @@ MUTANTS = (
     ),
     *_group(
         "jspec/drafters/adaptive.py",
+        (
+            "every round reads as many columns as the deepest drafter needs",
+            "[_first_columns(committed, width) for width in distinct]",
+            "[committed for width in distinct]",
+            f"{_ADAPTIVE}test_a_round_reads_the_columns_of_its_drafter",
+        ),
+        (
+            "a round reads a column too few",
+            "tokens=committed.tokens[:, :width]",
+            "tokens=committed.tokens[:, :width].at[:, -1].set(0)",
+            f"{_ADAPTIVE}test_every_choice_extends_the_caches_of_all_drafters",
+        ),
         (
             "a prompt counts as a round",
             "appended = jnp.where(state.taken > 0, committed.length, 0)",

@@ -19,6 +19,7 @@ from jspec.core import grammar as grammars
 from jspec.core import groups, sampling, sharding, stopping, tree
 from jspec.core import logprobs as log_probabilities
 from jspec.core.automaton import Automaton
+from jspec.core.branches import switch
 from jspec.core.commit import commit_rows
 from jspec.core.invariants import check_round
 from jspec.core.returned import check_acceptance, check_draft, check_output, check_same_form, check_unchanged
@@ -307,18 +308,16 @@ def _verify_in_branch(
         check_unchanged(drafts_with, s.draft, after.draft)
         return dataclasses.replace(out, logits=out.logits[:, :1, :1]), verdict
 
-    # Jitted, so that each is traced once, although its shapes have to be known before the others.
+    # Jitted, so that each is traced once, although it has to be known first whether all draft chains.
     branches = [jax.jit(partial(in_branch, each), inline=True) for each in drafter.branches]
     inputs = [(params, dataclasses.replace(s, draft=state)) for state in states]
     results = [jax.eval_shape(branch, *given) for branch, given in zip(branches, inputs, strict=True)]
     chains = all(verdict.accepted.path is None for _, verdict in results)
-    shapes = [jax.eval_shape(partial(_with_path, chains=chains), *result) for result in results]
-    widest = jax.tree.map(lambda *leaves: tuple(map(max, zip(*(leaf.shape for leaf in leaves), strict=True))), *shapes)
 
-    def padded(branch: Callable[..., tuple[ForwardOutput, Verdict]], given: tuple[Params, DecodeState]):
-        return lambda: jax.tree.map(_pad, _with_path(*branch(*given), chains=chains), widest)
+    def alike(branch: Callable[..., tuple[ForwardOutput, Verdict]]):
+        return lambda *given: _with_path(*branch(*given), chains=chains)
 
-    out, verdict = lax.switch(index, [padded(*each) for each in zip(branches, inputs, strict=True)])
+    out, verdict = switch(index, [alike(branch) for branch in branches], inputs)
     return index, s, out, verdict
 
 
@@ -330,11 +329,6 @@ def _with_path(out: ForwardOutput, verdict: "Verdict", *, chains: bool) -> tuple
     column = jnp.arange(accepted.tokens.shape[1], dtype=jnp.int32)[None]
     path = jnp.broadcast_to(column, accepted.tokens.shape)
     return out, dataclasses.replace(verdict, accepted=dataclasses.replace(accepted, path=path))
-
-
-def _pad(x: Array, shape: tuple[int, ...]) -> Array:
-    """The array with zeros after its elements."""
-    return jnp.pad(x, [(0, wanted - size) for size, wanted in zip(x.shape, shape, strict=True)])
 
 
 @struct
@@ -438,7 +432,7 @@ def commit_round(
     cache = commit_rows(s.cache, out.rows, start, kept.path, kept.length, after=out.logits)
     stats = count_round(s, decision, branch)
     s = dataclasses.replace(append(s, decision), cache=cache, round_index=s.round_index + 1, stats=stats)
-    return s, Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)
+    return s, Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length, branch)
 
 
 def extend(params: Params, s: DecodeState, committed: Committed, *, drafter: Drafter) -> DecodeState:

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.core import tree
+from jspec.core.branches import switch
 from jspec.core.checks import check_flag, check_int, check_number, shorten
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
@@ -25,6 +26,7 @@ from jspec.core.types import (
     DraftTree,
     Params,
     SharingDrafter,
+    SplitDrafter,
     Target,
 )
 from jspec.drafters import costs as round_costs
@@ -253,7 +255,7 @@ class Adaptive:
         for drafter, own in self.parts(state):
             hidden = committed.hidden if drafter.capture_layers else None
             absorbed = dataclasses.replace(committed, hidden=hidden)
-            states.append(drafter.extend(params, dataclasses.replace(s, draft=own), absorbed))
+            states.append(self._extend_one(params, dataclasses.replace(s, draft=own), absorbed, drafter))
         evidence = policy.observe(state.evidence, self._choices, state.taken - 1, committed.length, self.rate)
         # Prompts are no rounds: the states of sequences that are being read have no choice yet.
         appended = jnp.where(state.taken > 0, committed.length, 0)
@@ -265,6 +267,17 @@ class Adaptive:
             matched = tree.longest_match(drafted, committed.tokens, appended)
             evidence = policy.watch(evidence, kind, matched, jnp.minimum(appended, drafter.depth), self.rate)
         return dataclasses.replace(state, states=tuple(states), evidence=evidence)
+
+    def _extend_one(self, params: Params, s: DecodeState, committed: Committed, drafter: Drafter) -> PyTree:
+        """The new state of one of the drafters, which after a round reads as many columns as its branch can fill."""
+        if committed.branch is None or not isinstance(drafter, SplitDrafter):
+            return drafter.extend(params, s, committed)
+        widths = [each.depth + 1 for each in self.branches]
+        distinct = sorted(set(widths))
+        which = jnp.asarray([distinct.index(width) for width in widths], jnp.int32)[committed.branch]
+        narrow = [_first_columns(committed, width) for width in distinct]
+        read = switch(which, [drafter.read] * len(distinct), [(params, s, each) for each in narrow])
+        return drafter.store(s, committed, read)
 
     def _watched(self, state: AdaptiveState) -> list[tuple[int, Drafter, PyTree]]:
         """The number of each kind that is watched, with its deepest drafter and the state of that."""
@@ -294,6 +307,12 @@ class Adaptive:
         reading = [self.watch and getattr(each, "reads_tokens_alone", False) for each in self.branches]
         watched = np.array([any(reading[i] for i in np.flatnonzero(index == kind)) for kind in range(len(known))], bool)
         return policy.Choices(index, np.array([each.depth for each in self.branches], np.int32), watched)
+
+
+def _first_columns(committed: Committed, width: int) -> Committed:
+    """The same without the columns from `width` on, which are padding."""
+    hidden = None if committed.hidden is None else committed.hidden[:, :width]
+    return dataclasses.replace(committed, tokens=committed.tokens[:, :width], hidden=hidden)
 
 
 def _shares(drafter: Drafter, owner: Drafter) -> bool:

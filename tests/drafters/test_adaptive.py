@@ -73,6 +73,21 @@ def test_a_schedule_of_choices_gives_the_tokens_of_plain_decoding(kind):
     assert_counted(last)
 
 
+def test_a_round_reads_the_columns_of_its_drafter(monkeypatch):
+    """As many as it can have committed, not those of the deepest one."""
+    widths, read = [], Eagle.read
+
+    def spied(self, params, s, committed):
+        widths.append(committed.tokens.shape[1])
+        return read(self, params, s, committed)
+
+    s = jax.tree.map(jnp.asarray, finished("greedy")[0])
+    monkeypatch.setattr(Eagle, "read", spied)
+    step = functools.partial(decode.step, target=toy.TARGET, drafter=scheduled(), accept=accept.greedy)
+    jax.eval_shape(step, toy.head_params(), s)
+    assert sorted(set(widths)) == sorted({each.depth + 1 for each in scheduled().branches})
+
+
 @pytest.mark.slow
 @kinds
 def test_each_round_is_that_of_its_drafter_alone(kind):
@@ -158,14 +173,15 @@ def program():
 def test_the_switch_is_in_the_loop_and_copies_no_pool():
     text, types = program()
     opcodes = [opcode(line) for line in text.splitlines()]
-    assert (opcodes.count("while"), opcodes.count("conditional")) == (1, 1)
+    # One switch for draft, verify and accept, and one for what the head reads of the committed tokens.
+    assert (opcodes.count("while"), opcodes.count("conditional")) == (1, 2)
     assert not set(opcodes) & {"sort", "infeed", "outfeed", "send", "recv"}
     assert "callback" not in text
     for shape in types:
         check_in_place(loop_body(text), shape, writes=types.count(shape))
     logits = f"{toy.TARGET.vocab_size}]"
-    switch = next(line for line in text.splitlines() if opcode(line) == "conditional")
-    assert logits not in switch.split(" conditional(")[0], "the branches return no logits"
+    switches = [line for line in text.splitlines() if opcode(line) == "conditional"]
+    assert not any(logits in line.split(" conditional(")[0] for line in switches), "the branches return no logits"
 
 
 @pytest.mark.slow
