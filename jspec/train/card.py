@@ -1,14 +1,17 @@
 """What the model cards of language models and of drafts have in common."""
 
+import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jspec.train import options, rows
 from jspec.train.batches import Source
 from jspec.train.data import Manifest
 from jspec.train.recipe import Recipe
+from jspec.train.rows import Made
 
 FinalMetrics = Mapping[str, Any]
 """The last line of metrics.jsonl that has the metrics of an evaluation, as JSON."""
@@ -21,6 +24,7 @@ class Inputs:
     manifest: the data.
     rows_shape: sequences of --rows and their length; None: there is no --rows.
     rows_share: the fraction of batches from --rows.
+    rows_made: how `jspec train text` made --rows; None: it did not.
     num_prompts: held-out prompts in each evaluation.
     length: tokens of the sequences of the data; None: it is text, cut into the sequences of the recipe.
     """
@@ -28,6 +32,7 @@ class Inputs:
     manifest: Manifest
     rows_shape: tuple[int, int] | None = None
     rows_share: float = 0.0
+    rows_made: Made | None = None
     num_prompts: int = 0
     length: int | None = None
 
@@ -77,14 +82,19 @@ def assemble(
     return "\n\n".join(parts) + "\n"
 
 
-def inputs(manifest: Manifest, sources: Sequence[Source], rows_share: float, num_prompts: int = 0) -> Inputs:
-    """The inputs of a run whose sources are the text of the data and, if given, those of --rows."""
-    shape = None
+def inputs(manifest: Manifest, sources: Sequence[Source], args: argparse.Namespace, num_prompts: int = 0) -> Inputs:
+    """The inputs of a run whose sources are the text of the data and, if given, those of --rows.
+
+    Raises:
+      ValueError: the description beside --rows is damaged.
+    """
+    shape, share = None, options.rows_share(args)
+    made = None if args.rows is None else rows.read(args.rows)
     if len(sources) > 1:
         count, width = sources[1].tokens.shape
         shape = count, width
     text = sources[0].tokens
-    return Inputs(manifest, shape, rows_share, num_prompts, text.shape[1] if text.ndim == 2 else None)
+    return Inputs(manifest, shape, share, made, num_prompts, text.shape[1] if text.ndim == 2 else None)
 
 
 def final_metrics(work: Path, metric: str) -> FinalMetrics:
@@ -119,11 +129,23 @@ def data_command(manifest: Manifest) -> str:
     return f"jspec train data --out data {vocabulary} --heldout {heldout}"
 
 
-def text_command(shape: tuple[int, int], model_name: str) -> str:
-    """The command that has the model write a token file of this shape, named rows.npy."""
-    count, width = shape
+def describe_rows(inputs: Inputs) -> str:
+    """Which share of the batches is from --rows, and how those were made."""
+    made = "greedily itself"
+    if inputs.rows_made is not None and inputs.rows_made.sampled_share:
+        made = f"itself, {inputs.rows_made.sampled_share:.0%} of it sampled at temperature 1 and the rest greedy"
+    return f"{inputs.rows_share:.0%} of the batches are text that the target wrote {made}"
+
+
+def text_command(inputs: Inputs, model_name: str) -> str:
+    """The command that has the model write the token file of --rows, named rows.npy."""
+    assert inputs.rows_shape is not None
+    count, width = inputs.rows_shape
     prompts = "data/train_prompts.json"
-    return f"jspec train text --model {model_name} --prompts {prompts} --out rows.npy --rows {count} --width {width}"
+    line = f"jspec train text --model {model_name} --prompts {prompts} --out rows.npy --rows {count} --width {width}"
+    if inputs.rows_made is not None and inputs.rows_made.sampled_share:
+        line += f" --sampled-share {inputs.rows_made.sampled_share} --seed {inputs.rows_made.seed}"
+    return line
 
 
 def describe_text(manifest: Manifest) -> str:

@@ -64,7 +64,7 @@ def main(kind: DraftKind, args: argparse.Namespace) -> int:
     setup = DraftSetup(learner, recipe, str(model.params.target.embed.dtype))
     sources = options.sources(args, vocab_size)
     heldout, heldout_mask = options.heldout(args, vocab_size)
-    inputs = card.inputs(manifest, sources, options.rows_share(args), len(prompts))
+    inputs = card.inputs(manifest, sources, args, len(prompts))
     # A card is tried now, so that a run that cannot have one does not begin.
     target = model.params.target
     distill.check(setup, sources, heldout)

@@ -74,7 +74,7 @@ def given(args: argparse.Namespace, names: tuple[str, ...]) -> str:
 
 def _training(setup: DraftSetup, inputs: Inputs, final: FinalMetrics, steps: int, device: str) -> list[str]:
     recipe, share = setup.recipe, inputs.rows_share
-    texts = [f"{share:.0%} of the batches are text that the target wrote greedily itself"] if share else []
+    texts = [card.describe_rows(inputs)] if share else []
     if share < 1:
         texts.append(f"{1 - share:.0%} are {card.describe_text(inputs.manifest)}")
     return [
@@ -106,6 +106,6 @@ def _commands(setup: DraftSetup, command: str, shape: str, inputs: Inputs, args:
     name, lines = data.public_name(args.target), [card.data_command(inputs.manifest)]
     train = f"jspec train {command} --data data --target {name} --work runs/{args.out.name} --out {args.out.name}"
     if inputs.rows_shape is not None:
-        lines.append(card.text_command(inputs.rows_shape, name))
+        lines.append(card.text_command(inputs, name))
         train += f" --rows rows.npy --rows-share {inputs.rows_share}"
     return [*lines, train + shape + options.describe(setup.recipe)]

@@ -208,7 +208,7 @@ def main(args: argparse.Namespace) -> int:
     shape = None if teacher is None else require_llama(teacher.config, "the teacher of jspec train lm")
     setup = LmSetup(config, recipe, shape, dtype)
     # A card is tried now, so that a run that cannot have one does not begin.
-    inputs = card.inputs(manifest, sources, options.rows_share(args))
+    inputs = card.inputs(manifest, sources, args)
     weights = model.count(jax.eval_shape(lambda: objective.init(setup).params))
     device = jax.devices()[0].device_kind
     lm_card.write(setup, inputs, lm_card.EXAMPLE, args, steps=recipe.steps, weights=weights, device=device)

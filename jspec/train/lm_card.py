@@ -90,7 +90,7 @@ def _training(
         if recipe.cross_entropy:
             loss += f", {recipe.cross_entropy:g} of it replaced by cross-entropy"
         if inputs.rows_shape:
-            loss += f"; {inputs.rows_share:.0%} of the batches are text that the target wrote greedily itself"
+            loss += f"; {card.describe_rows(inputs)}"
         lines.append(loss)
     elif inputs.rows_shape:
         count, width = inputs.rows_shape
@@ -119,7 +119,7 @@ def _commands(recipe: LmRecipe, inputs: Inputs, args: argparse.Namespace) -> lis
     if inputs.rows_shape is not None:
         # Without a teacher it is unknown which model wrote the rows, if any did.
         if args.teacher is not None:
-            lines.append(card.text_command(inputs.rows_shape, args.teacher.name))
+            lines.append(card.text_command(inputs, args.teacher.name))
         train += f" --rows rows.npy --rows-share {inputs.rows_share}"
     if args.teacher is not None:
         train += f" --teacher {args.teacher.name}"

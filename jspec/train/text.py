@@ -1,7 +1,7 @@
-"""`jspec train text`: writes a target's greedy text, for its draft to learn from.
+"""`jspec train text`: writes a target's own text, greedy and sampled, for its draft to learn from.
 
 A draft predicts its target's own text, so that is what it should be trained on (Zhou et al., DistillSpec, arXiv
-2310.08461).
+2310.08461). Sampled text repeats itself less than greedy text; a draft that will be used for both learns from both.
 """
 
 import argparse
@@ -11,37 +11,52 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, Key, PyTree
 from tqdm import tqdm
 
 from jspec.analysis.records import read_records
 from jspec.checkpoints import atomic, language_model
 from jspec.core import accept, decode, stopping
-from jspec.core.checks import check_int
+from jspec.core.checks import check_int, check_number
+from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Params
 from jspec.drafters import Plain
 from jspec.engine.model import locate
 from jspec.models.decoder import Decoder
 from jspec.train import batches, options, tokenizer
+from jspec.train.rows import Made
 
 _PAGE_SIZE = 64
 
 
-def complete(config: Decoder, params: PyTree, prompts: list[list[int]], *, width: int, batch: int) -> np.ndarray:
-    """Each prompt with the model's greedy continuation up to `width` tokens: UInt[sequences, width].
+def complete(
+    config: Decoder,
+    params: PyTree,
+    prompts: list[list[int]],
+    *,
+    width: int,
+    batch: int,
+    sampled_share: float = 0.0,
+    seed: int = 0,
+) -> np.ndarray:
+    """Each prompt with the model's continuation up to `width` tokens: UInt[sequences, width].
 
     The ids have 16 bits, or 32 if the vocabulary needs them. Nothing stops a text early: after its end the model
     starts another one.
 
     Args:
       batch: prompts at a time.
+      sampled_share: the fraction of texts that are sampled at temperature 1, chosen by the seed; the others are greedy.
+      seed: of the choice, and of the sampling.
 
     Raises:
       TypeError: a prompt that is not a list of ints.
-      ValueError: a width beyond the model's context, no prompts, or a prompt that is empty, fills `width` or has ids
-        outside of the vocabulary.
+      ValueError: a width beyond the model's context, no prompts, a prompt that is empty, fills `width` or has ids
+        outside of the vocabulary, or a share outside of 0 to 1.
     """
     width, batch = check_int("width", width, least=2), check_int("batch", batch, least=1)
+    share = check_number("sampled_share", sampled_share, least=0, most=1)
+    seed = check_int("seed", seed, least=0, most=2**32 - 1)
     if width > config.max_length:
         raise ValueError(f"width={width}: exceeds the model's context of {config.max_length} tokens")
     _check_prompts(prompts, config.vocab_size)
@@ -49,11 +64,14 @@ def complete(config: Decoder, params: PyTree, prompts: list[list[int]], *, width
     if not 0 < longest < width or min(len(prompt) for prompt in prompts) < 1:
         raise ValueError(f"prompts of up to {longest} tokens: must have 1 to {width - 1} tokens (width={width})")
     batch, sequences = min(batch, len(prompts)), []
+    keys = jax.random.split(jax.random.key(seed), len(prompts))
+    sampled = np.random.default_rng(seed).permutation(len(prompts)) < round(share * len(prompts))
     for i in tqdm(range(0, len(prompts), batch), mininterval=5, disable=None):
-        part = prompts[i : i + batch]
         # The last batch is filled up, because a batch of another size would compile anew.
-        filled = part + part[-1:] * (batch - len(part))
-        sequences.append(np.asarray(_complete(config, params, filled, width, longest))[: len(part)])
+        index = np.minimum(np.arange(i, i + batch), len(prompts) - 1)
+        samplings = [Sampling() if sampled[j] else None for j in index] if sampled.any() else None
+        texts = _complete(config, params, [prompts[j] for j in index], keys[index], samplings, width, longest)
+        sequences.append(np.asarray(texts)[: len(prompts) - i])
     return np.concatenate(sequences).astype(batches.id_dtype(config.vocab_size))
 
 
@@ -68,19 +86,31 @@ def _check_prompts(prompts: list[list[int]], vocab_size: int) -> None:
             batches.check_ids(name, batches.check_tokens(name, prompt, axes=(1,)), vocab_size)
 
 
-def _complete(config: Decoder, params: PyTree, prompts: list[list[int]], width: int, longest: int) -> jax.Array:
+def _complete(
+    config: Decoder,
+    params: PyTree,
+    prompts: list[list[int]],
+    keys: Key[Array, " B"],
+    samplings: list[Sampling | None] | None,
+    width: int,
+    longest: int,
+) -> Int[Array, "B width"]:
     ids = np.zeros((len(prompts), longest), np.int32)
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     length = np.array([len(prompt) for prompt in prompts], np.int32)
-    weights, parts = Params(params), {"target": config, "drafter": Plain(), "accept": accept.greedy}
+    # None if all are greedy, for which the coupled rule would need a temperature.
+    drawn = per_row(samplings, len(prompts), config.vocab_size)
+    rule = accept.greedy if drawn is None else accept.coupled
+    weights, parts = Params(params), {"target": config, "drafter": Plain(), "accept": rule}
     state = decode.jitted_prefill(
         weights,
         ids,
         length,
         np.full_like(length, width),
-        jax.random.split(jax.random.key(0), len(prompts)),
+        keys,
         stopping.init(None, len(prompts)),
+        drawn,
         **parts,
         capacity=width,
         page_size=_PAGE_SIZE,
@@ -100,6 +130,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--batch", 1024, 1, 2**20, "texts at a time"),
     ):
         options.add_number(parser, option, bounds={"least": least, "most": most}, default=default, help=meaning)
+    share = "fraction of the texts that are sampled at temperature 1; the others are greedy"
+    options.add_number(parser, "--sampled-share", float, bounds={"least": 0, "most": 1}, default=0.0, help=share)
+    seed = "seed of the sampled texts, and of which ones are sampled"
+    options.add_number(parser, "--seed", bounds={"least": 0, "most": 2**32 - 1}, default=0, help=seed)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -127,7 +161,16 @@ def main(args: argparse.Namespace) -> int:
     if not prompts:
         raise ValueError(f"{args.prompts}: has no prompt of 1 to {longest} tokens (--width {args.width})")
     loaded = language_model.load(directory, mtp=False)
-    sequences = complete(loaded.config, loaded.params, prompts[: args.rows], width=args.width, batch=args.batch)
+    sequences = complete(
+        loaded.config,
+        loaded.params,
+        prompts[: args.rows],
+        width=args.width,
+        batch=args.batch,
+        sampled_share=args.sampled_share,
+        seed=args.seed,
+    )
     atomic.write_file(out, lambda file: np.save(file, sequences))
+    Made(args.sampled_share, args.seed).write(out)
     print(f"{out}: {sequences.shape[0]} texts of {sequences.shape[1]} tokens")
     return 0

@@ -22,7 +22,7 @@ from train_files import lines, run  # noqa: E402
 from jspec.checkpoints import language_model, llama  # noqa: E402
 from jspec.core import tree  # noqa: E402
 from jspec.models import Llama  # noqa: E402
-from jspec.train import batches, lm, loop, model, objective, text, tokenizer, trainer  # noqa: E402
+from jspec.train import batches, lm, loop, model, objective, rows, text, tokenizer, trainer  # noqa: E402
 from jspec.train.loop import Intervals  # noqa: E402
 from jspec.train.objective import LmRecipe, LmSetup  # noqa: E402
 from jspec.train.trainer import State  # noqa: E402
@@ -160,6 +160,29 @@ def test_complete_returns_the_models_greedy_output():
         assert choices[len(prompt) - 1 : -1].tolist() == row[len(prompt) :].tolist()
 
 
+def test_some_texts_are_sampled():
+    """As many as asked for, whatever the batch; the others are those of greedy decoding."""
+    params = model.init_params(MODEL, jax.random.key(3))
+    prompts = [[5, 9, 2], [7], [1, 1, 1, 1, 1], [4, 4]]
+    greedy = text.complete(MODEL, params, prompts, width=24, batch=4)
+    mixed = text.complete(MODEL, params, prompts, width=24, batch=4, sampled_share=0.5, seed=1)
+    assert (mixed != greedy).any(1).sum() == 2
+    again = text.complete(MODEL, params, prompts, width=24, batch=3, sampled_share=0.5, seed=1)
+    np.testing.assert_array_equal(again, mixed)
+    assert (text.complete(MODEL, params, prompts, width=24, batch=4, sampled_share=0.5, seed=2) != mixed).any()
+
+
+def test_how_texts_were_made_is_beside_them(tmp_path):
+    path = tmp_path / "rows.npy"
+    assert rows.read(path) is None
+    rows.Made(0.5, 7).write(path)
+    assert rows.read(path) == rows.Made(0.5, 7)
+    for damaged in ("{", "[]", '{"sampled_share": 2, "seed": 0}', '{"seed": 0}'):
+        (tmp_path / "rows.json").write_text(damaged)
+        with pytest.raises(ValueError, match="rows.json: not what `jspec train text` writes"):
+            rows.read(path)
+
+
 def test_large_vocabularies_have_32_bit_ids():
     """As in the vocabularies of Llama 3, Qwen3 and Gemma 4."""
     config = dataclasses.replace(DRAFT, vocab_size=70_000)
@@ -194,16 +217,16 @@ def data_directory(tmp_path_factory):
 @pytest.mark.slow
 def test_commands_write_models_that_load(data_directory, tmp_path):
     common = {"data": data_directory, "steps": 4, "batch_tokens": 64, "length": 16}
-    small, tiny, rows = tmp_path / "small", tmp_path / "tiny", tmp_path / "rows.npy"
+    small, tiny, written = tmp_path / "small", tmp_path / "tiny", tmp_path / "rows.npy"
     run("lm", **common, work=tmp_path / "w1", out=small, config=data_directory / "small", stop_after=2)
     run("lm", **common, work=tmp_path / "w1", out=small, config=data_directory / "small", resume=True)
-    run("text", model=small, prompts=data_directory / "train_prompts.json", out=rows, width=17, rows=3)
-    assert np.load(rows).shape == (3, 17)
-    distilled = {"config": data_directory / "tiny", "teacher": small, "rows": rows, "rows_share": 0.25}
+    run("text", model=small, prompts=data_directory / "train_prompts.json", out=written, width=17, rows=3)
+    assert np.load(written).shape == (3, 17)
+    distilled = {"config": data_directory / "tiny", "teacher": small, "rows": written, "rows_share": 0.25}
     run("lm", **common, work=tmp_path / "w2", out=tiny, **distilled)
 
     # Rows of unknown origin, without a teacher.
-    unknown = {"config": data_directory / "small", "rows": rows, "rows_share": 0.25}
+    unknown = {"config": data_directory / "small", "rows": written, "rows_share": 0.25}
     run("lm", **common, work=tmp_path / "w3", out=tmp_path / "o3", **unknown)
     card = (tmp_path / "o3" / "README.md").read_text()
     assert "25% of the batches are from rows.npy, 3 texts of 17 tokens" in card and "jspec train text" not in card
@@ -222,6 +245,7 @@ def test_commands_write_models_that_load(data_directory, tmp_path):
     card = (tiny / "README.md").read_text()
     assert "bits per byte" in card and "| apart | 1 | MIT |" in card and "KL divergence to small" in card
     assert "jspec train text --model small" in card and "--rows 3 --width 17" in card and "--steps 4" in card
+    assert "text that the target wrote greedily itself" in card
     assert str(tmp_path) not in card
     assert tokenizer.load(tiny).get_vocab() == tokenizer.load(data_directory).get_vocab()
 
