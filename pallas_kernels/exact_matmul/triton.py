@@ -57,6 +57,8 @@ class Tuning:
     min_block_m: int
     """With fewer rows than `narrow` has in a block, `block_m` is the power of two that holds them, and at least this;
     that of `narrow` where bits depend on it."""
+    few_rows_whole: Config
+    """For a tile of `min_block_m` rows and a contraction of one part; `narrow` where bits depend on the tile."""
     many_rows: Config
     """For more than `spread_rows` rows; `narrow` where bits depend on the tile."""
     many_rows_whole: Config
@@ -74,6 +76,7 @@ _ANY = Tuning(
     float32=Config(block_m=16, block_n=32, block_k=32, parts=1, spread=False, num_warps=4, num_stages=2),
     narrow=_NARROW,
     min_block_m=_NARROW.block_m,
+    few_rows_whole=_NARROW,
     many_rows=_NARROW,
     many_rows_whole=_NARROW,
     programs=192,
@@ -83,6 +86,7 @@ _ANY = Tuning(
 _HOPPER = dataclasses.replace(
     _ANY,
     min_block_m=16,
+    few_rows_whole=Config(block_m=16, block_n=128, block_k=32, parts=1, spread=False, num_warps=4, num_stages=5),
     many_rows=Config(block_m=128, block_n=128, block_k=64, parts=1, spread=False, num_warps=8, num_stages=3),
     many_rows_whole=Config(block_m=128, block_n=256, block_k=64, parts=1, spread=False, num_warps=8, num_stages=3),
 )
@@ -104,6 +108,8 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> 
         config = tuning.many_rows if parts > 1 else tuning.many_rows_whole
     elif config is tuning.narrow:
         block_m = max(min(pl.next_power_of_2(rows), config.block_m), tuning.min_block_m)
+        if block_m == tuning.min_block_m and parts == 1:
+            config = tuning.few_rows_whole
         config = dataclasses.replace(config, block_m=block_m)
     return dataclasses.replace(config, parts=parts, spread=parts > 1 and rows <= tuning.spread_rows)
 
@@ -168,7 +174,9 @@ def _kernel(
     width = config.block_n // len(halves)
     row = pl.program_id(0) * config.block_m + jnp.arange(config.block_m)
     column = pl.program_id(1) * width + jnp.arange(width)
-    real, inside = row < rows, column < columns
+    # None where blocks are whole: a load without a mask takes fewer instructions.
+    real = None if rows % config.block_m == 0 else row < rows
+    inside = None if columns % width == 0 else column < columns
     # Whole blocks in every part.
     steps = pl.cdiv(pl.cdiv(inner, config.block_k), config.parts)
 
@@ -177,19 +185,15 @@ def _kernel(
 
         def body(i, totals):
             k = i * config.block_k + jnp.arange(config.block_k)
-            present = k < inner
-            x = pltriton.load(x_ref.at[row[:, None], k[None]], mask=real[:, None] & present[None], other=0)
+            present = None if inner % config.block_k == 0 else k < inner
+            x = _load(x_ref.at[row[:, None], k[None]], real, present)
             products = []
             for half in halves:
                 at = half + column
                 if transposed:
-                    stored = pltriton.load(
-                        weight_ref.at[at[:, None], k[None]], mask=inside[:, None] & present[None], other=0
-                    ).T
+                    stored = _load(weight_ref.at[at[:, None], k[None]], inside, present).T
                 else:
-                    stored = pltriton.load(
-                        weight_ref.at[k[:, None], at[None]], mask=present[:, None] & inside[None], other=0
-                    )
+                    stored = _load(weight_ref.at[k[:, None], at[None]], present, inside)
                 products.append(dot(x, stored))
             return tuple(total + product for total, product in zip(totals, products, strict=True))
 
@@ -199,7 +203,7 @@ def _kernel(
         )
 
     stored_at = (row[:, None], column[None])
-    mask = real[:, None] & inside[None]
+    mask = _mask(real, inside)
     if config.spread:
         index = pl.program_id(2)
         pltriton.store(out_ref.at[index, *stored_at], part(index)[0], mask=mask)
@@ -215,3 +219,16 @@ def _kernel(
     if activation is not None:
         result = activation(result) * other[0]
     pltriton.store(out_ref.at[stored_at], result.astype(out_ref.dtype), mask=mask)
+
+
+def _mask(first: jax.Array | None, second: jax.Array | None) -> jax.Array | None:
+    """The mask of a tile whose rows and columns have these; None: all of them."""
+    if first is None or second is None:
+        return second[None] if second is not None else first[:, None] if first is not None else None
+    return first[:, None] & second[None]
+
+
+def _load(ref, first: jax.Array | None, second: jax.Array | None) -> jax.Array:
+    """A tile, with 0 where its rows or columns are masked."""
+    mask = _mask(first, second)
+    return pltriton.load(ref) if mask is None else pltriton.load(ref, mask=mask, other=0)
