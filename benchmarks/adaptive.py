@@ -2,6 +2,8 @@
 
     python benchmarks/adaptive.py --preset llama-3.1-8b --json benchmarks/results/DATE-MACHINE-adaptive.jsonl
 
+    python benchmarks/adaptive.py --json benchmarks/results/DATE-MACHINE-adaptive.jsonl --draw docs/images/adaptive.png
+
 Weights are random, and a draft is accepted with a given probability if all before it are, whether it is right or not.
 Each fixed depth is a program of its own, without a switch. The tokens of a round are the expected ones for the depths
 that were taken, so chance is in the choices only. Times include the choices, and every call begins at the same context;
@@ -218,6 +220,35 @@ def lines(options: argparse.Namespace, rows: Sequence[Row], inside: dict, alone:
     return found
 
 
+def draw(path: Path, measurements: Sequence[measurement.Measurement]) -> None:
+    """Draws tokens per second by conditional acceptance, a panel for each batch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    speeds: dict[int, dict[str, list[tuple[float, float]]]] = {}
+    for each in measurements:
+        if each.metric == "speed" and each.superseded_by is None and each.batch is not None:
+            assert each.mode is not None and each.median is not None
+            point = float(each.settings["conditional_acceptance"] or 0), each.median
+            speeds.setdefault(each.batch, {}).setdefault(each.mode, []).append(point)
+    figure, panels = pyplot.subplots(1, len(speeds), figsize=(4.5 * len(speeds), 3.6), squeeze=False)
+    for panel, (batch, modes) in zip(panels[0], sorted(speeds.items()), strict=True):
+        fixed = sorted(mode for mode in modes if mode != "adaptive")
+        colors = pyplot.get_cmap("Blues")([0.35 + 0.6 * i / max(len(fixed) - 1, 1) for i in range(len(fixed))])
+        for mode, color in zip(fixed, colors, strict=True):
+            label = "plain" if mode == "depth 0" else mode
+            panel.plot(*zip(*sorted(modes[mode]), strict=True), color=color, label=label)
+        if "adaptive" in modes:
+            panel.plot(*zip(*sorted(modes["adaptive"]), strict=True), "o--", color="C1", label="adaptive")
+        panel.set(title=f"batch {batch}", xlabel="conditional acceptance", ylim=(0, None))
+    panels[0][0].set_ylabel("tokens per second, all sequences")
+    panels[0][0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     """Measures every batch, and prints and records its rows as soon as they are known."""
     parser = argparse.ArgumentParser(description="Adaptive drafting beside fixed depths, at imposed acceptance.")
@@ -236,7 +267,13 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=24, help="calls with the policy")
     parser.add_argument("--dtype", help="of the weights (default: float32 on a CPU, otherwise bfloat16)")
     parser.add_argument("--json", type=Path, help="file of measurements to which those of this run are added")
+    parser.add_argument("--draw", type=Path, metavar="FILE.png", help="draw the measurements of --json; run nothing")
     options = parser.parse_args()
+    if options.draw is not None:
+        if options.json is None:
+            parser.error("--draw: needs --json, the file of measurements to draw")
+        draw(options.draw, measurement.read(options.json))
+        return
     options.fixed = options.depths if options.fixed is None else options.fixed
     preset, dtype = PRESETS[options.preset], resolve_dtype(options.dtype)
     assert preset.head is not None

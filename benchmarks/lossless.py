@@ -55,6 +55,8 @@ DRAFTED: tuple[Drafter, ...] = (
     jspec.Standalone(depth=4, width=3, num_nodes=16),
     jspec.Eagle(depth=5),
     jspec.Eagle(depth=5, width=4, num_nodes=24),
+    jspec.Block(depth=7),
+    jspec.Block(depth=7, width=4, num_nodes=24),
     jspec.FrozenKvMtp(depth=4),
     jspec.FrozenKvMtp(depth=5, width=4, num_nodes=24),
     jspec.Mtp(depth=3),

@@ -33,7 +33,12 @@ from jspec.models.quantized import FORMATS, WIDE, check_weights, refuse_quantize
 from jspec.text.tokenizer import Tokenizer
 
 BUNDLED = {
-    "python-small": {"eagle": "python-eagle3", "standalone": "python-tiny", "frozen-kv-mtp": "python-assistant"},
+    "python-small": {
+        "eagle": "python-eagle3",
+        "block": "python-block",
+        "standalone": "python-tiny",
+        "frozen-kv-mtp": "python-assistant",
+    },
     "python-tiny": {},
 }
 """Bundled models -> drafter -> its bundled draft; the first is the default."""

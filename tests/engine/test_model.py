@@ -64,7 +64,8 @@ def test_a_failed_download_is_an_error(monkeypatch):
 def test_unknown_names():
     with pytest.raises(
         ValueError,
-        match="'bundled:gpt' is unknown; bundled models: python-assistant, python-eagle3, python-small, python-tiny",
+        match="'bundled:gpt' is unknown; bundled models: python-assistant, python-block, python-eagle3, python-small, "
+        "python-tiny",
     ):
         jspec.load("bundled:gpt")
     with pytest.raises(CheckpointError, match="/no/such/place: no such directory"):
