@@ -178,10 +178,13 @@ class Follower:
         before = {group: executor.replaced for group, executor in executors.items()}
         for group, executor in executors.items():
             executor.offer(params[group])
-        while any(executor.replaced == before[group] for group, executor in executors.items()):
-            if self._over.wait(_POLL_SECONDS):
-                break
-        if self.over:
+
+        def missing() -> bool:
+            return any(executor.replaced == before[group] for group, executor in executors.items())
+
+        while missing() and not self._over.wait(_POLL_SECONDS):
+            pass
+        if not executors or missing():
             raise EngineError(f"the engine has failed: {self._error}" if self._error else "the engine is closed")
 
     def wait(self) -> None:
