@@ -38,9 +38,9 @@ def join(placement: Placement) -> "Leader | Follower":
       EngineError: one of them cannot be reached.
     """
     index = jax.process_index()
-    listener = None if index else Listener()
-    invitation = announced("" if listener is None else listener.invitation)
     try:
+        listener = None if index else Listener()
+        invitation = announced("" if listener is None else listener.invitation)
         if listener is None:
             return Follower(connect(invitation, index), index)
         return Leader(listener.accept([process for process in placement.processes if process]))

@@ -20,20 +20,30 @@ from jspec.engine.lockstep import Follower, Leader
 SECONDS = 20
 
 
-def connected(indices=(1,)):
-    """Both sides of connections to a process 0."""
-    listener, found = wire.Listener(), {}
+@pytest.fixture
+def connected():
+    """Makes both sides of connections to a process 0."""
+    made = []
 
-    def join(index):
-        found[index] = wire.connect(listener.invitation, index)
+    def connect(indices=(1,)):
+        listener, found = wire.Listener(), {}
 
-    threads = [threading.Thread(target=join, args=(index,)) for index in indices]
-    for thread in threads:
-        thread.start()
-    accepted = listener.accept(indices)
-    for thread in threads:
-        thread.join(SECONDS)
-    return accepted, found
+        def join(index):
+            found[index] = wire.connect(listener.invitation, index)
+
+        threads = [threading.Thread(target=join, args=(index,)) for index in indices]
+        for thread in threads:
+            thread.start()
+        accepted = listener.accept(indices)
+        for thread in threads:
+            thread.join(SECONDS)
+        made.extend([*accepted.values(), *found.values()])
+        return accepted, found
+
+    yield connect
+    for each in made:
+        each.close()
+        each.join()
 
 
 class Messages:
@@ -59,7 +69,7 @@ class Messages:
             assert self._news.wait_for(lambda: condition(self), SECONDS)
 
 
-def test_messages_come_whole_and_in_order(monkeypatch):
+def test_messages_come_whole_and_in_order(connected, monkeypatch):
     """Signs of life between them are none of them, and a connection with them is not silent."""
     monkeypatch.setattr(wire, "BEAT_SECONDS", 0.02)
     monkeypatch.setattr(wire, "SILENCE_SECONDS", 1.0)
@@ -83,7 +93,7 @@ def test_messages_come_whole_and_in_order(monkeypatch):
     assert back.reason == "process 2 is gone: it has closed the connection"
 
 
-def test_a_process_of_which_nothing_is_heard_is_gone(monkeypatch):
+def test_a_process_of_which_nothing_is_heard_is_gone(connected, monkeypatch):
     monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.3)
     accepted, _ = connected()
     messages = Messages(accepted[1])
@@ -112,6 +122,7 @@ def test_only_who_has_the_secret_is_admitted(monkeypatch):
         listener.accept([1])
     thread.join(SECONDS)
     assert "another program listens there" in refused[0]
+    refused[1].close()  # It has the secret, but nobody waits for process 7.
     with socket.create_server(("localhost", 0)) as other:
         port = other.getsockname()[1]
         other.close()
@@ -140,7 +151,7 @@ def placement(processes):
 
 
 @pytest.fixture
-def pair():
+def pair(connected):
     """A leader and process 1, with a group over both and one in process 1 alone."""
     accepted, found = connected()
     leader, follower, lost = Leader(accepted), Follower(found[1], 1), []

@@ -6,7 +6,7 @@ import jspec
 
 MODEL = "bundled:python-tiny"
 OPTIONS: dict[str, Any] = {"slots": 1, "context": 64, "page_size": 8, "prefill_tokens": 16, "burst_ms": 1.0}
-PROMPTS = ["def f(x):\n", "import numpy", "class A"]
+PROMPTS = ["def f(", "import numpy", "class A"]
 GREEDY = jspec.Sampling(temperature=0.0, top_p=0.9)  # runs the programs of requests that sample
 SAMPLING = [jspec.Sampling(temperature=0.8, top_p=0.9), GREEDY, GREEDY]
 GIVEN: dict[str, Any] = {"max_new_tokens": 12, "stop": ["_mp", "\n\n"], "logprobs": True, "seed": 5}

@@ -47,33 +47,32 @@ def main() -> None:
     with jspec.Engine(model, **OPTIONS) as engine:
         apart = described(engine.generate(PROMPTS, **GIVEN)) if engine.leads else {}
         given = [group.given for group in engine.groups]
-    # A group over both.
-    model = jspec.load(MODEL, mesh=mesh())
-    with jspec.Engine(model, **OPTIONS) as engine:
-        together = use(engine) if engine.leads else {}
-        refused = [error_of(engine.generate, PROMPTS), error_of(engine.metrics)]
-        engine.update(jax.tree.map(lambda x: 2 * x, model.params))
-        updated = described(engine.generate(PROMPTS[:1], sampling=GREEDY, **GIVEN)) if engine.leads else {}
-    found = {
+    found: dict[str, Any] = {
         "apart": apart,
         "given": given,
-        "together": together,
-        "updated": updated,
-        "refused": refused,
         "alive": engine.alive,
         "differs": error_of(jspec.Engine, model, **{**OPTIONS, "slots": 2 + index}),
         "one fails": error_of(jspec.Engine, model, **{**OPTIONS, "slots": 1 - index}),
     }
-    output.write_text(json.dumps(found))
+    # A group over both.
+    model = jspec.load(MODEL, mesh=mesh())
     try:
         with jspec.Engine(model, **OPTIONS) as engine:
+            found["together"] = use(engine) if engine.leads else {}
+            found["refused"] = [error_of(engine.generate, PROMPTS), error_of(engine.metrics)]
+            engine.update(jax.tree.map(lambda x: 2 * x, model.params))
+            given = {"sampling": GREEDY, **GIVEN}
+            found["updated"] = described(engine.generate(PROMPTS[:1], **given)) if engine.leads else {}
+            output.write_text(json.dumps(found))
+            # One process dies while the other has requests.
+            begun = output.with_name("begun")
             if not engine.leads:
-                while engine.alive and not output.with_suffix(".begun").exists():
+                while engine.alive and not begun.exists():
                     time.sleep(0.01)
                 os._exit(DIED)
             handles = [engine.submit(PROMPTS[0], **LONG) for _ in range(8)]
             next(iter(handles[0]))
-            output.with_name("1.begun").touch()
+            begun.touch()
             for handle in handles:
                 handle.result()
     except jspec.EngineError as error:
