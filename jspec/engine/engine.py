@@ -11,9 +11,8 @@ from typing import TypeVar, Unpack, overload
 from tqdm import tqdm
 
 from jspec.core.checks import check_flag, check_int, check_number
-from jspec.core.processes import agreement, least
+from jspec.core.processes import agreement
 from jspec.core.sampling import Sampling
-from jspec.core.sharding import Placement
 from jspec.core.types import Accept, Drafter, Params
 from jspec.engine import lockstep, memory
 from jspec.engine.assembly import assemble, hold, make_requests
@@ -32,11 +31,6 @@ from jspec.engine.score import Scores, check_score, split
 T = TypeVar("T")
 DEFAULT_CONTEXT = 8192
 """Tokens of the longest request, prompt included, unless the model's context is shorter."""
-_COMPARED = (
-    *("drafter", "accept", "slots", "context", "pages", "memory_fraction", "page_size", "prefill_tokens"),
-    *("prefix_cache", "target", "draft"),
-)
-"""What several processes must agree in."""
 _STUCK_SECONDS = 5.0
 """How long `Engine.close` waits for a thread that may wait for a process that is gone."""
 
@@ -107,7 +101,7 @@ class Engine:
         max_queue: int | None = None,
     ):
         placement = model.placement if isinstance(model, Model) else None
-        with agreement(placement, _COMPARED) as compare:
+        with agreement(placement, lockstep.COMPARED) as compare:
             # Check the arguments.
             check_model(model)
             slots = check_int("slots", slots, least=1)
@@ -123,13 +117,14 @@ class Engine:
             context = min(longest, DEFAULT_CONTEXT) if context is None else context
             context = check_int("context", context, least=2, most=longest)
             given = drafter, accept, slots, context, pages, fraction, page_size, prefill_tokens, share
-            compare(dict(zip(_COMPARED, (*given, model.target, model.draft), strict=True)))
+            further = burst_ms, max_queue, model.target, model.draft
+            compare(dict(zip(lockstep.COMPARED, (*given, *further), strict=True)))
 
         # Make the parts, of all groups for equal shares of the memory that is there now.
         self.model, self.context, self.params = model, context, model.params
         self._leader: lockstep.Leader | None = None
         self._follower: lockstep.Follower | None = None
-        free = _least_free(placement)
+        free = lockstep.least_free(placement)
         if placement is not None and placement.spans_processes:
             joined = lockstep.join(placement)
             self._leader = joined if isinstance(joined, lockstep.Leader) else None
@@ -557,10 +552,3 @@ class Engine:
             raise EngineError(f"the engine has failed: {self._error}") from self._error
         if self._closing:
             raise EngineError("the engine is closed")
-
-
-def _least_free(placement: Placement | None) -> tuple[int, int] | None:
-    """`memory.least_free` of all devices of a placement, in whatever process they are."""
-    own = memory.least_free(None if placement is None else placement.devices)
-    free, limit = (least(placement, size) for size in (own or (-1, -1)))
-    return None if free < 0 else (free, limit)

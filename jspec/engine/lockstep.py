@@ -17,13 +17,19 @@ from typing import Any
 
 import jax
 
-from jspec.core.processes import announced
+from jspec.core.processes import announced, least
 from jspec.core.sharding import Placement
+from jspec.engine import memory
 from jspec.engine.executor import Call, Executor, on_own_device
 from jspec.engine.handle import EngineError
 from jspec.engine.programs import Report
 from jspec.engine.wire import Listener, Wire, connect
 
+COMPARED = (
+    *("drafter", "accept", "slots", "context", "pages", "memory_fraction", "page_size", "prefill_tokens"),
+    *("prefix_cache", "burst_ms", "max_queue", "target", "draft"),
+)
+"""What several processes must agree in to make an engine."""
 _REPORTS = ("read", "burst")
 """The calls that have a report."""
 _POLL_SECONDS = 0.01
@@ -46,6 +52,13 @@ def join(placement: Placement) -> "Leader | Follower":
         return Leader(listener.accept([process for process in placement.processes if process]))
     except OSError as error:
         raise EngineError(f"Engine: {error}") from None
+
+
+def least_free(placement: Placement | None) -> tuple[int, int] | None:
+    """`memory.least_free` of all devices of a placement, in whatever process they are."""
+    own = memory.least_free(None if placement is None else placement.devices)
+    free, limit = (least(placement, size) for size in (own or (-1, -1)))
+    return None if free < 0 else (free, limit)
 
 
 class Leader:
