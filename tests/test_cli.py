@@ -135,6 +135,21 @@ def test_a_stop_string_ends_the_text(capsys):
         ),
         (["generate", "x", "--model", "bundled:python-tiny", "--drafter", "eagle"], "needs an EAGLE head"),
         (["generate", "x", "--temperature", "-1"], "--temperature -1"),
+        (["generate", "x", "--process-id", "0"], "--process-id 0: requires --coordinator"),
+        (["serve", "x", "--coordinator", "a:1"], "--coordinator a:1: requires --tensor or --data"),
+        (
+            ["generate", "x", "--tensor", "2", "--coordinator", "auto", "--processes", "2"],
+            "--processes 2: requires --coordinator HOST:PORT",
+        ),
+        (["generate", "x", "--tensor", "2", "--coordinator", "a"], "--coordinator 'a': must be HOST:PORT or auto"),
+        (
+            ["serve", "x", "--tensor", "2", "--coordinator", "a:1", "--processes", "2"],
+            "requires --processes and --process-id",
+        ),
+        (
+            ["serve", "x", "--tensor", "2", "--coordinator", "a:1", "--processes", "2", "--process-id", "2"],
+            "--process-id 2: must be less than --processes, 2",
+        ),
         (["generate", "x", "--top-p", "1.5"], "--top-p 1.5"),
         (["generate", "x", "--repetition-penalty", "0"], "--repetition-penalty 0"),
         (["generate", "x", "--temperature", "1", "--accept", "greedy"], "--accept greedy"),

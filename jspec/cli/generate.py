@@ -29,6 +29,7 @@ from jspec.cli.common import (
     read_sampling,
     repeats_plain,
 )
+from jspec.cli.processes import add_processes, quiet_unless_first, start_processes
 from jspec.core.checks import check_text
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
@@ -102,6 +103,7 @@ def add_command(commands: Commands) -> None:
         help="rows per cache page (default: %(default)s)",
     )
     parser.add_argument("--debug", action="store_true", help="check the invariants of every round")
+    add_processes(parser)
     parser.set_defaults(run=run)
 
 
@@ -123,6 +125,13 @@ def run(arguments: argparse.Namespace) -> int:
         debug=arguments.debug,
     )
     records = _read_prompts(arguments)
+    start_processes(arguments)
+    with quiet_unless_first(arguments):
+        return _generate(records, options, arguments)
+
+
+def _generate(records: Sequence[Mapping[str, Any]], options: GenerateOptions, arguments: argparse.Namespace) -> int:
+    """Continues the prompts, in all processes alike."""
     model = load_model(arguments.drafter, arguments)
     options = dataclasses.replace(options, drafter=make_drafter(arguments.drafter, arguments, model))
     prompts: Sequence[Prompt] = [encode_record(model, record, chat=arguments.chat) for record in records]

@@ -1,7 +1,9 @@
 """`jspec serve`: a model over HTTP, with the API of OpenAI."""
 
 import argparse
+import contextlib
 import os
+import sys
 
 from jspec.cli.common import (
     MAX_TOKENS,
@@ -15,10 +17,12 @@ from jspec.cli.common import (
     load_model,
     make_drafter,
 )
+from jspec.cli.processes import add_processes, is_first, patient, start_processes
 from jspec.core import package
 from jspec.core.checks import check_number
 from jspec.engine.arguments import integer, number
 from jspec.engine.engine import Engine
+from jspec.engine.handle import EngineError
 from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.engine.startup import notify_if_slow
 
@@ -43,6 +47,7 @@ def add_command(commands: Commands) -> None:
     add_shape(parser)
     _add_engine(parser)
     _add_server(parser)
+    add_processes(parser)
     parser.set_defaults(run=_run)
 
 
@@ -172,8 +177,10 @@ def _run(arguments: argparse.Namespace) -> int:
     environment = os.environ.get(KEY_VARIABLE)
     keys = arguments.api_key or ([] if environment is None else [environment])
     grace = check_number("grace", arguments.grace, least=0.0, most=_MAX_GRACE)
-    # The address is checked before a model is loaded, which can take minutes.
-    with server.bind(arguments.host, arguments.port) as bound:
+    start_processes(arguments)
+    with contextlib.ExitStack() as stack:
+        # The address is checked before a model is loaded, which can take minutes.
+        bound = stack.enter_context(server.bind(arguments.host, arguments.port)) if is_first(arguments) else None
         with notify_if_slow(_COMPILING):
             model = load_model(arguments.drafter, arguments, option="MODEL")
             engine = Engine(
@@ -190,6 +197,8 @@ def _run(arguments: argparse.Namespace) -> int:
                 prefix_cache=arguments.prefix_cache,
                 max_queue=arguments.max_queue,
             )
+        if bound is None:
+            return _follow(engine)
         with engine:
             limits = openai.Limits(
                 engine.context,
@@ -203,4 +212,15 @@ def _run(arguments: argparse.Namespace) -> int:
             with notify_if_slow(_COMPILING):
                 service.warm_up(everything=arguments.warm_up)
             server.make_server(service, bound, grace=grace).run(sockets=[bound])
+    return 0
+
+
+def _follow(engine: Engine) -> int:
+    """Waits until process 0 has closed its engine."""
+    try:
+        with patient():
+            engine.close()
+    except EngineError as error:
+        print(f"jspec: {error}", file=sys.stderr)
+        return 1
     return 0

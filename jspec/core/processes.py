@@ -18,6 +18,8 @@ from jspec.core.sharding import Placement
 
 _BYTES = 16
 """Bytes of a digest."""
+_MOST_ANNOUNCED = 4096
+"""Bytes of a text that `announced` takes."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
@@ -33,10 +35,24 @@ def _fetch(array: Any) -> Any:
 
 
 def least(placement: Placement | None, value: int) -> int:
-    """The smallest of the values that the processes of a placement have."""
+    """The smallest of the values, of 64 bits, that the processes of a placement have."""
     if not _is_shared(placement):
         return value
-    return int(np.min(multihost_utils.process_allgather(np.int32(value))))
+    found = multihost_utils.process_allgather(np.frombuffer(np.int64(value).tobytes(), np.uint8))
+    return int(np.ascontiguousarray(found).view(np.int64).min())
+
+
+def announced(text: str) -> str:
+    """The text of process 0, in all processes, which must call this alike.
+
+    Raises:
+      ValueError: it has more than 4,096 bytes.
+    """
+    given = text.encode()
+    if len(given) > _MOST_ANNOUNCED:
+        raise ValueError(f"text: has {len(given)} bytes; must have at most {_MOST_ANNOUNCED}")
+    padded = np.frombuffer(given.ljust(_MOST_ANNOUNCED, b"\0"), np.uint8)
+    return multihost_utils.process_allgather(padded)[0].tobytes().rstrip(b"\0").decode()
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +93,14 @@ class Placement:
 
     @property
     def devices(self) -> list[Device]:
-        """All devices of this process."""
-        return list(self.mesh.local_devices)
+        """Those devices that belong to this process."""
+        own = jax.process_index()
+        return [device for device in self.mesh.devices.flat if device.process_index == own]
+
+    @property
+    def processes(self) -> list[int]:
+        """The processes that some of the devices belong to, ascending."""
+        return sorted({device.process_index for device in self.mesh.devices.flat})
 
     @property
     def everywhere(self) -> NamedSharding:
@@ -110,17 +116,22 @@ class Placement:
         return dataclasses.replace(self, mesh=_mesh(devices, [name for name in names if name != DATA]))
 
     def own(self, params: T) -> T:
-        """Weights on these devices alone. What is there already, and on the devices of other groups, is not copied."""
-        devices = self.mesh.devices.flatten().tolist()
+        """Weights on these devices alone. What is there already, and on the devices of other groups, is not copied.
 
-        def take(leaf: Array) -> Array:
+        Where none of the devices belongs to this process, the shapes of the weights.
+        """
+        devices, here = self.mesh.devices.flatten().tolist(), self.devices
+
+        def take(leaf: Array) -> Any:
+            if not here:
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
             if not leaf.sharding.device_set.issuperset(devices):
                 return self.copy(leaf)
             part = leaf.sharding.shard_shape(leaf.shape)
             axis = next((axis for axis, size in enumerate(part) if size < leaf.shape[axis]), None)
             held = {shard.device: shard.data for shard in leaf.addressable_shards}
             sharding = NamedSharding(self.mesh, _spec(axis))
-            return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [held[each] for each in devices])
+            return jax.make_array_from_single_device_arrays(leaf.shape, sharding, [held[each] for each in here])
 
         return jax.tree.map(take, params)
 

@@ -10,7 +10,8 @@ from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Drafter, RowSampling
 from jspec.engine import programs, sizing
 from jspec.engine.automaton_pool import GrammarPool, StopPool
-from jspec.engine.device import Device, DeviceRequest, Static
+from jspec.engine.device import Device, DeviceRequest
+from jspec.engine.executor import Static
 from jspec.engine.loop import FLIGHTS, MAX_ROUNDS
 from jspec.engine.model import Model
 from jspec.engine.options import (

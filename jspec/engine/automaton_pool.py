@@ -4,7 +4,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
-import jax
 import numpy as np
 
 from jspec.core import grammar, stopping
@@ -50,21 +49,19 @@ class AutomatonPool:
         self._maps = np.zeros((maps, self._vocab_size), np.int16)
         self._map_of_state = np.zeros(states, np.int32)
         self._likely = np.full(states, -1, np.int32)
-        self._device: Automaton | None = None
-        self._where = None if model.placement is None else model.placement.everywhere
+        self._copy: Automaton | None = None
 
     @property
     def automaton(self) -> Automaton:
-        """On the device, without the states of sequences."""
+        """Without the states of sequences: a copy on the host, the same one until an automaton is inserted."""
         with self._lock:
-            if self._device is None:
-                arrays = self._stored(), *map(np.copy, (self._maps, self._map_of_state, self._likely))
-                table, maps, map_of_state, likely = jax.device_put(arrays, self._where)
-                self._device = Automaton(table, maps, None, map_of_state, likely)
-            return self._device
+            if self._copy is None:
+                maps, map_of_state, likely = map(np.copy, (self._maps, self._map_of_state, self._likely))
+                self._copy = Automaton(self._stored(), maps, None, map_of_state, likely)  # pyright: ignore[reportArgumentType]
+            return self._copy
 
     def _stored(self) -> np.ndarray | SparseTable:
-        """The table as the device has it."""
+        """The table as programs take it."""
         return self._table.copy()
 
     def insert(self, key: Hashable, compile: Callable[[], TokenTable]) -> int:
@@ -127,7 +124,7 @@ class AutomatonPool:
         self._maps[number] = table.token_class
         self._map_of_state[rows] = number
         self._likely[rows] = -1 if table.likely is None else table.likely
-        self._device = None
+        self._copy = None
 
     def _find(self, states: int, classes: int, *, grow: bool) -> tuple[int, int] | None:
         """The first of `states` free states and a free map; None: there is no space. grow: makes it if possible."""

@@ -1,27 +1,23 @@
-"""The device's side of the engine: the state of all slots, and the arrays that the programs take."""
+"""The device's side of the engine: plans of the scheduler become calls of programs with arrays of the host."""
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
-from typing import NotRequired, TypedDict, cast
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Int
 
-from jspec.core import decode
 from jspec.core.accept import greedy
-from jspec.core.automaton import Automaton
 from jspec.core.grammar import TokenGrammar
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.sharding import Placement
-from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
-from jspec.core.xla_options import prefers_cublas
-from jspec.engine import programs
-from jspec.engine.automaton_pool import GrammarPool, StopPool
+from jspec.core.types import Accept, DecodeState, Params, RowSampling, TopTokens
+from jspec.engine.automaton_pool import AutomatonPool, GrammarPool, StopPool
+from jspec.engine.executor import Call, Executor, Static, Window
 from jspec.engine.options import MAX_TOP_LOGPROBS
 from jspec.engine.plan import Admission, Burst, Landed, Read
-from jspec.engine.programs import Admitted, ReadPlan, Report, View
+from jspec.engine.programs import Admitted, ReadPlan, Report
 from jspec.engine.request import Request
 from jspec.engine.result import top_pairs
 
@@ -78,15 +74,6 @@ class DeviceRequest(Request):
         return None if self.sampling is None else self.sampling.grammar
 
 
-class Static(TypedDict):
-    """The static arguments of the programs. placement: as in `jspec.engine.model.Model`; None if it is missing."""
-
-    target: Target
-    drafter: Drafter
-    accept: Accept
-    placement: NotRequired[Placement | None]
-
-
 @dataclasses.dataclass(eq=False)
 class Flight:
     """A program that has been dispatched: its report is on its way to the host.
@@ -95,12 +82,12 @@ class Flight:
     """
 
     plan: Read | Burst
-    report: Report
+    report: Report | Future[Report]
     places: dict[Request, int]
 
     def land(self) -> "dict[Request, Landing]":
         """Waits for the report; returns what each request got."""
-        report = jax.device_get(self.report)
+        report = self.report.result() if isinstance(self.report, Future) else jax.device_get(self.report)
         return {request: _landing(request, report, row) for request, row in self.places.items()}
 
 
@@ -119,12 +106,6 @@ class Landing(Landed):
     dropped: int = 0
 
 
-_empty_state = jax.jit(
-    programs.empty_state,
-    static_argnames=(*programs.STATIC, "samples", "num_slots", "context", "page_size", "pages"),
-)
-
-
 class Device:
     """Runs the plans of a scheduler.
 
@@ -137,8 +118,9 @@ class Device:
     least_tier: every program has at least the sampling options of this tier.
 
     Attributes:
-      state: the decode state of all slots, replaced by every program.
-      snapshots: what the target's cache has kept of prefixes outside of pages, by place.
+      executor: what makes the calls, with weights and state.
+      relay: sends a call to other processes, before this one makes it. If none of the devices is here, it returns the
+        report, which will come from there. None: all devices are here.
       stops, grammars: the stop automata of the requests, and the automata of their grammars.
     """
 
@@ -160,22 +142,36 @@ class Device:
         sizes: Sequence[int] | None = None,
         least_tier: int = 0,
     ):
-        self.params, self.parts, self.stops, self.grammars = params, parts, stops, grammars
-        self._placement = parts.get("placement")
-        self.num_slots, self.context, self.max_rounds = num_slots, context, max_rounds
-        self.num_snapshots = snapshots
-        self._greedy_rule, self._samples, self._least_tier = greedy_rule, samples, least_tier
+        self.parts, self.stops, self.grammars = parts, stops, grammars
+        self.num_slots, self.context, self.num_snapshots = num_slots, context, snapshots
+        self.relay: Callable[[Call], Future[Report] | None] | None = None
+        self._samples, self._least_tier = samples, least_tier
         self._width = -(-context // page_size)
         self._buckets = buckets(num_slots) if sizes is None else sizes
-        self._last_sampling: tuple[object, RowSampling | None, object] = (None, None, None)
-        self.state: DecodeState = _empty_state(
-            params, **parts, samples=samples, num_slots=num_slots, context=context, page_size=page_size, pages=pages
+        self._last_sampling: tuple[object, object] = (None, None)
+        self._last_automata: dict[str, object] = {}
+        self.executor = Executor(
+            params,
+            parts,
+            samples=samples,
+            num_slots=num_slots,
+            context=context,
+            page_size=page_size,
+            pages=pages,
+            max_rounds=max_rounds,
+            snapshots=snapshots,
+            greedy_rule=greedy_rule,
         )
-        places = partial(programs.empty_snapshots, count=snapshots)
-        self.snapshots: list[PyTree] = jax.jit(places)(self.state.cache) if snapshots else []
-        sampling = RowSampling(temperature=_argument(np.zeros(num_slots, np.float32))) if samples else None
-        state = dataclasses.replace(self.state, sampling=sampling)
-        self._nodes: int = decode.draft_shape(params, state, parts["drafter"], self._placement)[1]
+
+    @property
+    def params(self) -> Params:
+        """The weights."""
+        return self.executor.params
+
+    @property
+    def state(self) -> DecodeState:
+        """The decode state of all slots."""
+        return self.executor.state
 
     def hold(self, request: DeviceRequest) -> None:
         """Puts the automata of a request into the pools, where they stay until `forget`.
@@ -199,7 +195,13 @@ class Device:
         """Empties slots."""
         mask = np.zeros(self.num_slots, bool)
         mask[list(empty)] = True
-        self.state = programs.release(self.state, _argument(mask), placement=self._placement)
+        self._call("release", mask)
+
+    def replace(self, params: Params) -> None:
+        """Takes other weights."""
+        if self.executor.here:
+            self.executor.offer(params)
+        self._call("replace")
 
     def admit(self, admissions: Sequence[Admission], least: int = 0) -> None:
         """Puts requests into slots.
@@ -244,25 +246,23 @@ class Device:
             branch_counts=None if branch_counts is None else _argument(branch_counts),
             **arguments,
         )
-        self.state = programs.admit(self.state, new, drafter=self.parts["drafter"], placement=self._placement)
+        self._call("admit", new)
         for admission in admissions:
             if admission.restore is not None:
-                slot, place = np.int32(admission.slot), np.int32(admission.restore)
-                self.state = programs.restore(self.state, self.snapshots, _argument(slot), _argument(place))
+                self._call("restore", np.int32(admission.slot), np.int32(admission.restore))
 
     def read(self, plan: Read) -> Flight:
         """Reads chunks of some prompts."""
         seats = self._seats(plan.slots, plan.rows)
-        static, view = self._view(plan.requests, plan.table, seats)
+        window = self._window(plan.requests, plan.table, seats)
         columns = (plan.begin, plan.count, plan.ends, plan.known)
         kinds = (np.int32, np.int32, np.bool_, np.bool_)
         read = ReadPlan(*(seats.column(x, kind) for x, kind in zip(columns, kinds, strict=True)))
-        self.state, report = programs.read(self.params, self.state, view, read, **static, size=plan.size)
+        report = self._call("read", window, read, plan.size)
         # One after the other: a later one may take the place of an earlier one.
         for slot, place in zip(plan.slots, plan.save, strict=True):
             if place is not None:
-                at = _argument(np.int32(slot)), _argument(np.int32(place))
-                self.snapshots = programs.save(self.snapshots, self.state.cache, *at)
+                self._call("save", np.int32(slot), np.int32(place))
         chosen = [x for x, ends, known in zip(plan.requests, plan.ends, plan.known, strict=True) if ends and not known]
         return _take_off(plan, report, {x: seats.rows[plan.requests.index(x)] for x in chosen})
 
@@ -272,13 +272,9 @@ class Device:
         least: the program has at least this many sequences.
         """
         seats = self._seats(plan.slots, next(size for size in self._buckets if size >= max(least, len(plan.slots))))
-        static, view = self._view(plan.requests, plan.table, seats)
+        window = self._window(plan.requests, plan.table, seats)
         ceiling = seats.column(plan.ceiling, np.int32)
-        many = prefers_cublas(self.params, seats.size * self._nodes)
-        program = programs.burst_for(self._placement, many=many)
-        rounds, want = np.int32(plan.rounds), np.bool_(plan.want)
-        static = {**static, "max_rounds": self.max_rounds}
-        self.state, report = program(self.params, self.state, view, ceiling, rounds, want, **static)
+        report = self._call("burst", window, ceiling, np.int32(plan.rounds), np.bool_(plan.want))
         return _take_off(plan, report, dict(zip(plan.requests, seats.rows, strict=True)))
 
     def warm_up(self, shapes: Sequence[tuple[int, int]], request: DeviceRequest) -> None:
@@ -293,15 +289,24 @@ class Device:
             for rows, size in shapes:
                 nothing = {"begin": [0], "count": [0], "ends": [False], "known": [False], "save": [None]}
                 self.read(Read([request], [0], rows=rows, size=size, table=[[]], **nothing))
-            for size in self._buckets:
+            flights = [
                 self.burst(Burst([request], [0], [[]], [0], rounds=1, per_round=1, want=False), size)
-            if self.snapshots:
+                for size in self._buckets
+            ]
+            if self.num_snapshots:
                 # The snapshot may be in use, so it goes to an empty slot and back.
-                slot, place = _argument(np.int32(0)), _argument(np.int32(0))
-                self.state = programs.restore(self.state, self.snapshots, slot, place)
-                self.snapshots = programs.save(self.snapshots, self.state.cache, slot, place)
+                self._call("restore", np.int32(0), np.int32(0))
+                self._call("save", np.int32(0), np.int32(0))
             self.release(range(self.num_slots))
-        jax.block_until_ready(self.state)
+            flights[-1].land()
+        if self.executor.here:
+            jax.block_until_ready(self.state)
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Makes a call in all processes that have devices; returns its report, or that which will come."""
+        call = Call(name, arguments)
+        coming = None if self.relay is None else self.relay(call)
+        return self.executor.run(call) if self.executor.here else coming
 
     def _seats(self, chosen: Sequence[int], size: int) -> "Seats":
         """The rows of a program of this size for these slots; other slots, which stand still, fill it up."""
@@ -311,10 +316,8 @@ class Device:
         filled = [*chosen, *(next(others) for _ in range(size - len(chosen)))]
         return Seats(np.array(filled, np.int32), list(range(len(chosen))), size)
 
-    def _view(
-        self, requests: Sequence[Request], pages: Sequence[Sequence[int]], seats: "Seats"
-    ) -> "tuple[ViewStatic, View]":
-        """What the host adds to the state of some slots, and the static arguments that depend on their options."""
+    def _window(self, requests: Sequence[Request], pages: Sequence[Sequence[int]], seats: "Seats") -> Window:
+        """What the host adds to the state of some slots. What programs take of their options is kept on the devices."""
         table = np.zeros((seats.size, self._width), np.int32)
         samplings: list[Sampling | None] = [None] * seats.size
         logprobs, top, constrained = False, 0, False
@@ -324,31 +327,38 @@ class Device:
             samplings[row] = request.sampling
             logprobs, top = logprobs or request.logprobs, max(top, request.top_logprobs)
             constrained |= request.grammar is not None
-        tier, rule = TIERS[max(self._least_tier, *map(tier_of, samplings))], self.parts["accept"]
-        if not tier:
-            tier, rule = (TIERS[1], rule) if self._samples else (tier, self._greedy_rule)
-        chosen = None if seats.slots is None else _argument(seats.slots)
-        view = View(
-            chosen,
-            _argument(table),
-            self.stops.automaton,
-            self.grammars.automaton if constrained else Automaton(),
-            self._row_sampling(samplings, tier),
+        tier = TIERS[max(self._least_tier, *map(tier_of, samplings))]
+        greedy_rule = not tier and not self._samples
+        if not tier and self._samples:
+            tier = TIERS[1]
+        self._keep_automaton("stop", self.stops)
+        if constrained:
+            self._keep_automaton("grammar", self.grammars)
+        if tier:
+            self._keep_sampling(samplings, tier)
+        top = min(next(size for size in TOP_SIZES if size >= top), self.parts["target"].vocab_size)
+        return Window(
+            seats.slots,
+            table,
+            greedy=greedy_rule,
+            sampled=bool(tier),
+            constrained=constrained,
+            logprobs=logprobs,
+            top_logprobs=top,
         )
-        target, drafter = self.parts["target"], self.parts["drafter"]
-        top = min(next(size for size in TOP_SIZES if size >= top), target.vocab_size)
-        parts = Static(target=target, drafter=drafter, accept=rule, placement=self._placement)
-        return ViewStatic(**parts, logprobs=logprobs, top_logprobs=top), view
 
-    def _row_sampling(self, samplings: Sequence[Sampling | None], tier: tuple[str, ...]) -> RowSampling | None:
-        """The columns of a tier. They rarely change from burst to burst, so the last ones are kept."""
+    def _keep_automaton(self, name: str, pool: AutomatonPool) -> None:
+        automaton = pool.automaton
+        if self._last_automata.get(name) is not automaton:
+            self._call("keep", name, automaton)
+            self._last_automata[name] = automaton
+
+    def _keep_sampling(self, samplings: Sequence[Sampling | None], tier: tuple[str, ...]) -> None:
+        """Sends the columns of a tier. They rarely change from burst to burst."""
         key = tuple(map(id, samplings)), tier
         if key != self._last_sampling[0]:
-            columns = row_columns(samplings, tier, self.parts["target"].vocab_size) if tier else None
-            if columns is not None and self._placement is not None:
-                columns = jax.device_put(columns, self._placement.everywhere)
-            self._last_sampling = key, columns, tuple(samplings)
-        return self._last_sampling[1]
+            self._call("keep", "sampling", row_columns(samplings, tier, self.parts["target"].vocab_size))
+            self._last_sampling = key, tuple(samplings)  # Other objects must not get their identities.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,13 +379,6 @@ class Seats:
         column = np.zeros(self.size, kind)
         column[self.rows] = values
         return _argument(column)
-
-
-class ViewStatic(Static):
-    """The static arguments of the programs that work on a view."""
-
-    logprobs: bool
-    top_logprobs: int
 
 
 def buckets(num_slots: int) -> list[int]:
@@ -416,9 +419,9 @@ def _argument(x: np.ndarray | np.int32) -> Array:
     return cast(Array, x)
 
 
-def _take_off(plan: Read | Burst, report: Report, places: dict[Request, int]) -> Flight:
+def _take_off(plan: Read | Burst, report: Report | Future[Report], places: dict[Request, int]) -> Flight:
     """Starts the copy of a report to the host, which runs beside the next program."""
-    if places:
+    if places and not isinstance(report, Future):
         jax.tree.map(lambda x: x.copy_to_host_async(), report)
     return Flight(plan, report, places)
 

@@ -11,16 +11,17 @@ from typing import TypeVar, Unpack, overload
 from tqdm import tqdm
 
 from jspec.core.checks import check_flag, check_int, check_number
+from jspec.core.processes import agreement
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter, Params
-from jspec.engine import memory
+from jspec.engine import lockstep, memory
 from jspec.engine.assembly import assemble, hold, make_requests
 from jspec.engine.balance import choose
 from jspec.engine.device import DeviceRequest
 from jspec.engine.group import Group
 from jspec.engine.handle import EngineError, Handle
 from jspec.engine.metrics import Metrics
-from jspec.engine.model import Model, refuse_processes, refuse_split
+from jspec.engine.model import Model, refuse_split
 from jspec.engine.options import DEFAULT_PAGE_SIZE, CommonKeywords, GenerateOptions, RequestKeywords, repeat
 from jspec.engine.request import QueueFull
 from jspec.engine.result import Generation, Generations, GenerationStats, Piece
@@ -30,6 +31,8 @@ from jspec.engine.score import Scores, check_score, split
 T = TypeVar("T")
 DEFAULT_CONTEXT = 8192
 """Tokens of the longest request, prompt included, unless the model's context is shorter."""
+_STUCK_SECONDS = 5.0
+"""How long `Engine.close` waits for a thread that may wait for a process that is gone."""
 
 
 class Engine:
@@ -47,6 +50,15 @@ class Engine:
             for piece in engine.submit("Once upon a time"):
                 print(piece.text, end="")
 
+    Where the devices belong to several processes, each of them makes the engine with the same arguments. Process 0 has
+    the requests; in the others only `update` and `close` may be called, of which the latter waits until process 0 has
+    closed the engine. So the end of the `with` block waits as well, unless an error has ended it
+    (docs/several-gpus.md).
+
+        with jspec.Engine(model) as engine:
+            if engine.leads:
+                print(engine.generate(prompts).text)
+
     Args:
       model: from `jspec.load`.
       drafter, accept: as in `jspec.generate`, for all requests. accept None: "coupled" for requests that sample.
@@ -63,11 +75,13 @@ class Engine:
       max_queue: requests that may wait for a slot, of all groups together; None: any number.
 
     Attributes:
-      groups: one for each group of devices.
+      leads: whether requests may be submitted in this process.
+      groups: one for each group of devices; none in a process that does not lead.
       params: the weights, of all groups together; those of the last `update`.
 
     Raises:
-      ValueError, TypeError: invalid arguments, or a model that does not fit.
+      ValueError, TypeError: invalid arguments, a model that does not fit, or arguments that differ between processes.
+      EngineError: another process cannot be reached.
     """
 
     def __init__(
@@ -86,49 +100,75 @@ class Engine:
         prefix_cache: bool = True,
         max_queue: int | None = None,
     ):
-        # Check the arguments.
-        check_model(model)
-        refuse_processes(model, "Engine")
-        slots = check_int("slots", slots, least=1)
-        page_size = check_int("page_size", page_size, least=1)
-        prefill_tokens = check_int("prefill_tokens", prefill_tokens, least=1)
-        burst_seconds = check_number("burst_ms", burst_ms, above=0.0) / 1e3
-        share = check_flag("prefix_cache", prefix_cache)
-        self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, least=0)
-        pages = None if pages is None else check_int("pages", pages, least=2)
-        fraction = memory.usable_fraction() if memory_fraction is None else memory_fraction
-        fraction = check_number("memory_fraction", fraction, above=0.0, most=1.0)
-        longest = model.target.max_length
-        context = min(longest, DEFAULT_CONTEXT) if context is None else context
-        context = check_int("context", context, least=2, most=longest)
+        placement = model.placement if isinstance(model, Model) else None
+        with agreement(placement, lockstep.COMPARED) as compare:
+            # Check the arguments.
+            check_model(model)
+            slots = check_int("slots", slots, least=1)
+            page_size = check_int("page_size", page_size, least=1)
+            prefill_tokens = check_int("prefill_tokens", prefill_tokens, least=1)
+            burst_seconds = check_number("burst_ms", burst_ms, above=0.0) / 1e3
+            share = check_flag("prefix_cache", prefix_cache)
+            self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, least=0)
+            pages = None if pages is None else check_int("pages", pages, least=2)
+            fraction = memory.usable_fraction() if memory_fraction is None else memory_fraction
+            fraction = check_number("memory_fraction", fraction, above=0.0, most=1.0)
+            longest = model.target.max_length
+            context = min(longest, DEFAULT_CONTEXT) if context is None else context
+            context = check_int("context", context, least=2, most=longest)
+            given = drafter, accept, slots, context, pages, fraction, page_size, prefill_tokens, share
+            further = burst_ms, max_queue, model.target, model.draft
+            compare(dict(zip(lockstep.COMPARED, (*given, *further), strict=True)))
 
         # Make the parts, of all groups for equal shares of the memory that is there now.
         self.model, self.context, self.params = model, context, model.params
-        free = memory.least_free(None if model.placement is None else model.placement.devices)
+        self._leader: lockstep.Leader | None = None
+        self._follower: lockstep.Follower | None = None
+        free = lockstep.least_free(placement)
+        if placement is not None and placement.spans_processes:
+            joined = lockstep.join(placement)
+            self._leader = joined if isinstance(joined, lockstep.Leader) else None
+            self._follower = joined if isinstance(joined, lockstep.Follower) else None
         models = model.by_group()
-        parts = [
-            assemble(
-                each,
-                drafter,
-                accept,
-                slots=slots,
-                context=context,
-                pages=pages,
-                fraction=fraction,
-                page_size=page_size,
-                prefill_tokens=prefill_tokens,
-                share=share,
-                free=free,
-            )
-            for each in models
-        ]
-        self.groups = [
-            Group(each, *own, burst_seconds=burst_seconds, fail=self._fail)
-            for each, own in zip(models, parts, strict=True)
-        ]
+        try:
+            parts = [
+                assemble(
+                    each,
+                    drafter,
+                    accept,
+                    slots=slots,
+                    context=context,
+                    pages=pages,
+                    fraction=fraction,
+                    page_size=page_size,
+                    prefill_tokens=prefill_tokens,
+                    share=share,
+                    free=free,
+                )
+                for each in models
+            ]
+        except BaseException as error:
+            self._desert(error)
+            raise
+        self.groups = (
+            []
+            if self._follower is not None
+            else [
+                Group(each, *own, burst_seconds=burst_seconds, fail=self._fail)
+                for each, own in zip(models, parts, strict=True)
+            ]
+        )
         self._choosing, self._weights, self._scoring = threading.Lock(), threading.Lock(), threading.Lock()
         self._closing = False
         self._error: BaseException | None = None
+        if self._follower is not None:
+            executors = (device.executor for device, _ in parts)
+            self._follower.start({index: each for index, each in enumerate(executors) if each.here})
+        if self._leader is not None:
+            for index, group in enumerate(self.groups):
+                assert group.model.placement is not None
+                group.device.relay = partial(self._leader.call, index, group.model.placement)
+            self._leader.start(self._fail)
         for group in self.groups:
             group.start()
 
@@ -287,6 +327,7 @@ class Engine:
             the memory that is left.
           EngineError: the engine has failed or is closed.
         """
+        self._check_leads()
         prompts = [self._encode_one(prompt)]
         refuse_split(self.model, "Engine.score")
         top_k, page_size = check_score(self.model, prompts, top_k, DEFAULT_PAGE_SIZE)
@@ -333,7 +374,7 @@ class Engine:
 
         Requests that are running continue with the new weights over the keys and values of the old ones; nothing that
         was cached with the old weights is found by later requests. Each group of devices takes the weights between two
-        bursts of its own, and this waits for all of them.
+        bursts of its own, and this waits for all of them. If there are several processes, each of them must call this.
 
         params: weights of target and draft, of the structure, shapes and dtypes of `model.params`, and of its shardings
           if the model is split over devices.
@@ -346,33 +387,65 @@ class Engine:
         models = dataclasses.replace(self.model, params=params).by_group()
         # A score waits meanwhile: whoever replaces weights may delete the old ones.
         with self._weights:
-            self._on_all([partial(group.replace, each.params) for group, each in zip(self.groups, models, strict=True)])
+            if self._follower is not None:
+                self._follower.replace({index: each.params for index, each in enumerate(models)})
+            else:
+                calls = zip(self.groups, models, strict=True)
+                self._on_all([partial(group.replace, each.params) for group, each in calls])
             self.params = params
 
     def metrics(self) -> Metrics:
-        """Counters since the start, and what is there now, of all groups of devices together."""
+        """Counters since the start, and what is there now, of all groups of devices together.
+
+        Raises:
+          EngineError: this process does not lead.
+        """
+        self._check_leads()
         return Metrics.total_of([group.metrics() for group in self.groups])
 
     @property
+    def leads(self) -> bool:
+        """Whether requests may be submitted in this process: process 0 of several, or the only one."""
+        return self._follower is None
+
+    @property
     def alive(self) -> bool:
-        """Whether it takes requests: it has neither failed nor been closed."""
+        """Whether it takes requests, or makes the calls of process 0: it has neither failed nor been closed."""
+        if self._follower is not None:
+            return not self._follower.over
         return self._error is None and not self._closing
 
     def close(self) -> None:
-        """Cancels all requests and ends the engine's threads."""
+        """Cancels all requests and ends the engine's threads. In a process that does not lead: waits until process 0
+        has closed the engine.
+
+        Raises:
+          EngineError: the engine has failed, in a process that does not lead.
+        """
+        if self._follower is not None:
+            self._follower.wait()
+            return
         self._closing = True
         for group in self.groups:
             group.stop()
+        stuck = self._leader is not None and self._error is not None
         for group in self.groups:
-            group.join()
+            group.join(_STUCK_SECONDS if stuck else None)
+        if self._leader is not None:
+            self._leader.close()
 
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._follower is not None and error is not None:
+            self._desert(error)
+        else:
+            self.close()
 
     def __repr__(self) -> str:
+        if not self.groups:
+            return f"Engine({self.model.name!r}, makes the calls of process 0)"
         device, count = self.groups[0].device, len(self.groups)
         drafter = type(device.parts["drafter"]).__name__
         slots = f"{device.num_slots} slots" if count == 1 else f"{count} groups of {device.num_slots} slots"
@@ -448,13 +521,33 @@ class Engine:
         return [future.result() for future in futures]
 
     def _fail(self, error: BaseException) -> None:
-        """Ends the engine, and all its requests with an error of one group."""
+        """Ends the engine, and all its requests with an error of one group or of another process."""
         with self._choosing:
             self._error = self._error or error
+        if self._leader is None:
+            for group in self.groups:
+                group.stop(self._error)
+            return
+        self._leader.abort(self._error)
         for group in self.groups:
-            group.stop(self._error)
+            group.abandon(self._error)
+
+    def _desert(self, error: BaseException) -> None:
+        """Ends the engine in all processes because of an error in this one."""
+        if self._leader is not None:
+            self._leader.abort(error)
+        if self._follower is not None:
+            self._follower.leave(error)
+
+    def _check_leads(self) -> None:
+        if self._follower is not None:
+            raise EngineError(
+                f"process {self._follower.index} makes the calls of process 0, which has the requests: call this "
+                "there, where engine.leads is True"
+            )
 
     def _check_alive(self) -> None:
+        self._check_leads()
         if self._error is not None:
             raise EngineError(f"the engine has failed: {self._error}") from self._error
         if self._closing:

@@ -1,6 +1,5 @@
 """A group of devices of an engine, with its own slots, pages and queue, and a thread that talks to the devices."""
 
-import contextlib
 import threading
 import time
 from collections import deque
@@ -8,12 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-import jax
-
 from jspec.core import stopping
 from jspec.core.types import Params
 from jspec.engine.balance import known_tokens
 from jspec.engine.device import Device, DeviceRequest, Landing
+from jspec.engine.executor import on_own_device
 from jspec.engine.handle import Handle, wake
 from jspec.engine.loop import Loop
 from jspec.engine.metrics import Counters, Metrics
@@ -107,10 +105,16 @@ class Group:
             self._closing = True
             self._wake.notify()
 
-    def join(self) -> None:
-        """Waits for the end of the thread, unless it is this one."""
+    def abandon(self, error: BaseException) -> None:
+        """Ends all requests with an error at once: the thread may be waiting for a process that is gone."""
+        self.stop(error)
+        for handle in list(self._handles.values()):
+            wake(handle.end(self._error))
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the end of the thread, unless it is this one. timeout: seconds; None: no limit."""
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout)
 
     def metrics(self) -> Metrics:
         """Counters since the start, and what is there now."""
@@ -162,7 +166,7 @@ class Group:
 
     def replace(self, params: Params) -> None:
         """Takes other weights, and forgets which pages have rows of the old ones."""
-        self.device.params = params
+        self.device.replace(params)
         self.scheduler.forget()
 
     def warm_up(self, request: DeviceRequest) -> bool:
@@ -178,11 +182,8 @@ class Group:
     # The thread
 
     def _run(self) -> None:
-        placement = self.model.placement
-        # What the host makes for a program goes to a device of this group, not by way of one of another group.
-        own = contextlib.nullcontext() if placement is None else jax.default_device(placement.mesh.devices.flat[0])
         try:
-            with own:
+            with on_own_device(self.model.placement):
                 while self._take_calls():
                     self._turn()
         except BaseException as error:

@@ -319,15 +319,6 @@ def refuse_split(model: Model, user: str) -> None:
         )
 
 
-def refuse_processes(model: Model, user: str) -> None:
-    """Raises ValueError if the model is split over processes, which `user` does not support."""
-    if model.placement is not None and model.placement.spans_processes:
-        raise ValueError(
-            f"model={model.name!r}: is on {model.placement} with several processes, which {user} does not support yet; "
-            "load it on devices of one process, or use jspec.generate, stream or generate_ids"
-        )
-
-
 def _place_target(
     placement: Placement, alone: bool, draft_tensor: bool | None, config: Splittable, dtype: DTypeLike
 ) -> Placement:

@@ -8,7 +8,7 @@ import jax
 from jspec.core import slots
 from jspec.core.types import DecodeState, Params
 from jspec.engine import memory, programs
-from jspec.engine.device import Static
+from jspec.engine.executor import Static
 from jspec.engine.run import bucket
 from jspec.models.sizes import tree_bytes
 

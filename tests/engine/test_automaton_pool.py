@@ -4,6 +4,7 @@ more."""
 import random
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def letters_are_tokens(monkeypatch):
 
 def transitions(found):
     """[states, V]: of each token in each state, as the device finds them."""
-    states = len(found.map_of_state)
+    found, states = jax.device_put(found), len(found.map_of_state)
     state, token = jnp.arange(states, dtype=jnp.int16)[:, None], jnp.arange(VOCAB)[None]
     return np.asarray(following(found, *(jnp.broadcast_to(x, (states, VOCAB)) for x in (state, token))))
 

@@ -219,11 +219,11 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
             poisoned = _poison(device.state, free, empty)
             if setup.placement is not None:
                 poisoned = jax.device_put(poisoned, jax.tree.map(lambda x: x.sharding, device.state))
-            device.state = poisoned
+            device.executor.state = poisoned
             if scheduler.pages.snapshots is not None:
                 unused = np.zeros(snapshots, bool)
                 unused[scheduler.pages.snapshots._free] = True
-                device.snapshots = _poison_snapshots(device.snapshots, unused)
+                device.executor.snapshots = _poison_snapshots(device.executor.snapshots, unused)
         admissions, results = loop.turn(int(rng.integers(1, 5)))
         counts["shared"] += sum(admission.begin for admission in admissions)
         counts["restored"] += sum(admission.restore is not None for admission in admissions)

@@ -78,7 +78,6 @@ def over_processes() -> dict[str, Any]:
         "another seed": error_of(generate, model, prompts, **{**own, "seed": index}),
         "progress": error_of(generate, model, prompts, progress=index == 0, **own),
         "again": described(generate(model, prompts, **own)),
-        "engine": error_of(jspec.Engine, model),
         "8-bit bytes": own_bytes(jspec.load(target, draft=draft, tensor=4, weights="int8")),
     }
 

@@ -88,7 +88,6 @@ def test_two_processes_generate_what_one_device_does(tmp_path):
         assert found["progress"].startswith(
             "progress, rounds or number of prompts: differs between process 0 and process 1"
         )
-        assert "with several processes, which Engine does not support yet" in found["engine"]
         assert "none of which belongs to process 1" in found["too few"]
     assert "page_size=0" in zero["one option fails"]
     assert one["one option fails"] == "process 0 has refused this call: the reason is in its own error"

@@ -1,0 +1,113 @@
+"""Commands that run in several processes, such as one per host: how these meet, and who speaks."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Generator
+
+import jax
+
+from jspec.engine.arguments import Parser, integer
+
+AUTOMATIC = "auto"
+_HEARTBEAT_SECONDS = 30
+_SHUTDOWN_SECONDS = 60
+_MOST_PROCESSES = 2**16
+
+
+def add_processes(parser: Parser) -> None:
+    """Adds the options for several processes."""
+    group = parser.add_argument_group(
+        "several processes",
+        "Each process, such as one per host, runs the same command; --tensor and --data count the devices of all.",
+    )
+    group.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help=f"where process 0 listens for the others; {AUTOMATIC}: JAX finds all processes by Slurm, Open MPI, "
+        "Kubernetes or Cloud TPU (default: a single process)",
+    )
+    group.add_argument(
+        "--processes", type=integer(1, _MOST_PROCESSES), metavar="N", help="number of processes, with HOST:PORT"
+    )
+    group.add_argument(
+        "--process-id", type=integer(0, _MOST_PROCESSES), metavar="I", help="this process, from 0 on, with HOST:PORT"
+    )
+
+
+def start_processes(arguments: argparse.Namespace) -> None:
+    """Lets the processes meet, if there are several. Comes before everything that uses a device.
+
+    Raises:
+      ValueError: options that lack others or contradict them, or processes that cannot meet.
+    """
+    address, count, index = arguments.coordinator, arguments.processes, arguments.process_id
+    others = {"--processes": count, "--process-id": index}
+    given = [f"{name} {value}" for name, value in others.items() if value is not None]
+    if address is None:
+        if given:
+            raise ValueError(f"{given[0]}: requires --coordinator")
+        return
+    if arguments.tensor is None and arguments.data is None:
+        raise ValueError(
+            f"--coordinator {address}: requires --tensor or --data, which use the devices of all processes"
+        )
+    if address == AUTOMATIC:
+        if given:
+            raise ValueError(f"{given[0]}: requires --coordinator HOST:PORT, not {AUTOMATIC}")
+    else:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(f"--coordinator {address!r}: must be HOST:PORT or {AUTOMATIC}")
+        if len(given) < len(others):
+            raise ValueError(f"--coordinator {address}: requires --processes and --process-id")
+        if index >= count:
+            raise ValueError(f"--process-id {index}: must be less than --processes, {count}")
+    jax.config.update("jax_enable_preemption_service", False)  # which would swallow SIGTERM
+    try:
+        jax.distributed.initialize(
+            None if address == AUTOMATIC else address,
+            count,
+            index,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        )
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"--coordinator {address}: {error}") from None
+
+
+def is_first(arguments: argparse.Namespace) -> bool:
+    """Whether this is process 0, or the only one."""
+    return arguments.coordinator is None or jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def quiet_unless_first(arguments: argparse.Namespace) -> Generator[None, None, None]:
+    """A context in which only process 0 prints. Errors that leave it are printed by all."""
+    if is_first(arguments):
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+@contextlib.contextmanager
+def patient() -> Generator[None, None, None]:
+    """A context in which a first SIGTERM or SIGINT does nothing: process 0 usually gets it, too, and ends this one."""
+
+    def once(number: int, _: object) -> None:
+        name = signal.Signals(number).name
+        print(f"jspec: {name}: ends with process 0; a second signal ends this process now", file=sys.stderr, flush=True)
+        restore()
+
+    def restore() -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    before = {each: signal.signal(each, once) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        restore()

@@ -1,0 +1,200 @@
+"""What a group of devices has for its slots, and the calls of programs that replace it.
+
+A call is the name of a method of `Executor` and arguments on the host. Where the devices belong to several processes,
+each process makes the same calls in the same order (`jspec.engine.lockstep`).
+"""
+
+import contextlib
+import dataclasses
+import queue
+from functools import partial
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Int, PyTree
+
+from jspec.core import decode
+from jspec.core.automaton import Automaton
+from jspec.core.sharding import Placement
+from jspec.core.types import Accept, DecodeState, Drafter, Params, Target
+from jspec.core.xla_options import prefers_cublas
+from jspec.engine import programs
+from jspec.engine.programs import Admitted, ReadPlan, Report, View
+
+CALLS = ("release", "admit", "restore", "save", "keep", "read", "burst", "replace")
+"""The methods of `Executor` that a call may name."""
+OFFER_SECONDS = 60.0
+"""How long weights may be missing in one process after another has them, before that is an error."""
+
+
+class Static(TypedDict):
+    """The static arguments of the programs. placement: as in `jspec.engine.model.Model`; None if it is missing."""
+
+    target: Target
+    drafter: Drafter
+    accept: Accept
+    placement: NotRequired[Placement | None]
+
+
+class Call(NamedTuple):
+    """A method of `Executor`, one of `CALLS`, and its arguments."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Window:
+    """What the host gives a program about the R slots that it works on, beside what the executor keeps.
+
+    slots, table: as in `jspec.engine.programs.View`.
+    greedy: whether the acceptance rule is the one of bursts in which no sequence samples.
+    sampled, constrained: whether the sampling options and the grammars that are kept are in use.
+    logprobs, top_logprobs: what is recorded.
+    """
+
+    slots: Int[np.ndarray, " R"] | None
+    table: Int[np.ndarray, "R W"]
+    greedy: bool
+    sampled: bool
+    constrained: bool
+    logprobs: bool
+    top_logprobs: int
+
+
+class ViewStatic(Static):
+    """The static arguments of the programs that work on a view."""
+
+    logprobs: bool
+    top_logprobs: int
+
+
+_empty_state = jax.jit(
+    programs.empty_state,
+    static_argnames=(*programs.STATIC, "samples", "num_slots", "context", "page_size", "pages"),
+)
+
+
+class Executor:
+    """Makes calls. All arguments of the constructor are those of `jspec.engine.device.Device`.
+
+    Attributes:
+      here: whether this process has some of the devices. Otherwise there are only the shapes of weights and state.
+      params: the weights.
+      state: the decode state of all slots, replaced by every program.
+      snapshots: what the target's cache has kept of prefixes outside of pages, by place.
+      replaced: how often the weights have been replaced.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        parts: Static,
+        *,
+        samples: bool,
+        num_slots: int,
+        context: int,
+        page_size: int,
+        pages: int,
+        max_rounds: int,
+        snapshots: int,
+        greedy_rule: Accept,
+    ):
+        self.params, self.parts, self.max_rounds = params, parts, max_rounds
+        self._placement, self._greedy_rule = parts.get("placement"), greedy_rule
+        self._kept: dict[str, Any] = {}
+        self.replaced = 0
+        self._offers: queue.SimpleQueue[Params] = queue.SimpleQueue()
+        self.here = self._placement is None or bool(self._placement.devices)
+        empty = _empty_state if self.here else _empty_state.eval_shape
+        sizes = {"num_slots": num_slots, "context": context, "page_size": page_size, "pages": pages}
+        self.state: DecodeState = empty(params, **parts, samples=samples, **sizes)
+        places = jax.jit(partial(programs.empty_snapshots, count=snapshots))
+        self.snapshots: list[PyTree] = places(self.state.cache) if snapshots and self.here else []
+        self._nodes: int = decode.draft_shape(params, self.state, parts["drafter"], self._placement)[1]
+
+    def run(self, call: Call) -> Report | None:
+        """Makes a call; returns its report if it has one."""
+        if call.name not in CALLS:
+            raise ValueError(f"call={call.name!r}: must be one of {', '.join(CALLS)}")
+        return getattr(self, call.name)(*call.arguments)
+
+    def offer(self, params: Params) -> None:
+        """Weights for the next `replace`."""
+        self._offers.put(params)
+
+    # The calls
+
+    def replace(self) -> None:
+        """Takes the weights that were offered, and waits for them.
+
+        Raises:
+          TimeoutError: there are none after `OFFER_SECONDS`.
+        """
+        try:
+            self.params = self._offers.get(timeout=OFFER_SECONDS)
+        except queue.Empty:
+            raise TimeoutError(
+                f"update: this process has not called it within {OFFER_SECONDS:.0f} seconds after process 0; all "
+                "processes must"
+            ) from None
+        self.replaced += 1
+
+    def keep(self, name: str, value: PyTree) -> None:
+        """Copies to the devices what programs take from now on: `stop`, `grammar` or `sampling`."""
+        placement = self._placement
+        if placement is not None and placement.spans_processes:
+            self._kept[name] = jax.tree.map(placement.copy, value)
+        else:
+            self._kept[name] = jax.device_put(value, None if placement is None else placement.everywhere)
+
+    def release(self, mask: Bool[np.ndarray, " S"]) -> None:
+        """`programs.release`."""
+        self.state = programs.release(self.state, mask, placement=self._placement)
+
+    def admit(self, new: Admitted) -> None:
+        """`programs.admit`."""
+        self.state = programs.admit(self.state, new, drafter=self.parts["drafter"], placement=self._placement)
+
+    def restore(self, slot: np.int32, place: np.int32) -> None:
+        """`programs.restore`."""
+        self.state = programs.restore(self.state, self.snapshots, slot, place)
+
+    def save(self, slot: np.int32, place: np.int32) -> None:
+        """`programs.save`."""
+        self.snapshots = programs.save(self.snapshots, self.state.cache, slot, place)
+
+    def read(self, window: Window, plan: ReadPlan, size: int) -> Report:
+        """`programs.read`."""
+        static, view = self._view(window)
+        self.state, report = programs.read(self.params, self.state, view, plan, **static, size=size)
+        return report
+
+    def burst(self, window: Window, ceiling: Int[np.ndarray, " R"], rounds: np.int32, want: np.bool_) -> Report:
+        """`programs.burst`."""
+        static, view = self._view(window)
+        many = prefers_cublas(self.params, len(window.table) * self._nodes)
+        program = programs.burst_for(self._placement, many=many)
+        arguments = view, ceiling, rounds, want
+        self.state, report = program(self.params, self.state, *arguments, **static, max_rounds=self.max_rounds)
+        return report
+
+    def _view(self, window: Window) -> tuple[ViewStatic, View]:
+        view = View(
+            cast("Array | None", window.slots),
+            cast(Array, window.table),
+            self._kept["stop"],
+            self._kept["grammar"] if window.constrained else Automaton(),
+            self._kept["sampling"] if window.sampled else None,
+        )
+        parts: Static = {**self.parts, "placement": self._placement}
+        if window.greedy:
+            parts["accept"] = self._greedy_rule
+        return ViewStatic(**parts, logprobs=window.logprobs, top_logprobs=window.top_logprobs), view
+
+
+def on_own_device(placement: Placement | None) -> contextlib.AbstractContextManager[object]:
+    """A context in which what the host makes goes to a device of this placement, not by way of another one."""
+    devices = [] if placement is None else placement.devices
+    return jax.default_device(devices[0]) if devices else contextlib.nullcontext()

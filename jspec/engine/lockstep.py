@@ -1,0 +1,300 @@
+"""An engine whose devices belong to several processes: process 0 decides, and the others make the same calls.
+
+The devices of a group run one program together, so each of their processes must dispatch the same programs with the
+same arguments in the same order. Process 0 (the leader) has the requests and the schedulers. It sends each call of an
+`Executor` to the other processes (the followers) that have devices of the group, then makes it itself. Followers decide
+nothing, so nothing that differs between hosts can part them. They read no reports, except for a group of which the
+leader has no device: then the first of its processes sends the reports to the leader.
+"""
+
+import contextlib
+import queue
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+
+from jspec.core.processes import announced, least
+from jspec.core.sharding import Placement
+from jspec.engine import memory
+from jspec.engine.executor import Call, Executor, on_own_device
+from jspec.engine.handle import EngineError
+from jspec.engine.programs import Report
+from jspec.engine.wire import Listener, Wire, connect
+
+COMPARED = (
+    *("drafter", "accept", "slots", "context", "pages", "memory_fraction", "page_size", "prefill_tokens"),
+    *("prefix_cache", "burst_ms", "max_queue", "target", "draft"),
+)
+"""What several processes must agree in to make an engine."""
+_REPORTS = ("read", "burst")
+"""The calls that have a report."""
+_POLL_SECONDS = 0.01
+_FAREWELL_SECONDS = 1.0
+"""How long a message about a failure may wait for others."""
+
+
+def join(placement: Placement) -> "Leader | Follower":
+    """Connects all processes of a placement, each of which must call this.
+
+    Raises:
+      EngineError: one of them cannot be reached.
+    """
+    index = jax.process_index()
+    try:
+        listener = None if index else Listener()
+        invitation = announced("" if listener is None else listener.invitation)
+        if listener is None:
+            return Follower(connect(invitation, index), index)
+        return Leader(listener.accept([process for process in placement.processes if process]))
+    except OSError as error:
+        raise EngineError(f"Engine: {error}") from None
+
+
+def least_free(placement: Placement | None) -> tuple[int, int] | None:
+    """`memory.least_free` of all devices of a placement, in whatever process they are."""
+    own = memory.least_free(None if placement is None else placement.devices)
+    free, limit = (least(placement, size) for size in (own or (-1, -1)))
+    return None if free < 0 else (free, limit)
+
+
+class Leader:
+    """Process 0, which sends the calls.
+
+    wires: the connections to the other processes.
+    """
+
+    def __init__(self, wires: Mapping[int, Wire]):
+        self._wires = dict(wires)
+        self._coming: dict[int, deque[Future[Report]]] = defaultdict(deque)
+        """Reports that will come from other processes, by group, in order."""
+        self._lock, self._closing = threading.Lock(), False
+        self._error: BaseException | None = None
+        self._lost: Callable[[BaseException], None] = lambda _: None
+
+    def start(self, lost: Callable[[BaseException], None]) -> None:
+        """Listens to the followers. lost: is called in any thread with the error if one fails or is gone."""
+        self._lost = lost
+        for process, wire in self._wires.items():
+            wire.start(lambda message, process=process: self._handle(process, message), self._on_loss)
+
+    def call(self, group: int, placement: Placement, call: Call) -> "Future[Report] | None":
+        """Sends a call to the followers that have devices of a group; returns its report if it comes from there.
+
+        Raises:
+          EngineError: one of them is gone.
+        """
+        coming = None
+        if 0 not in placement.processes and call.name in _REPORTS:
+            coming = Future()
+            with self._lock:
+                if self._error is None:
+                    self._coming[group].append(coming)
+        if self._error is not None:
+            raise EngineError(str(self._error))
+        # What has been put on devices of this process is read back: such as sampling options, which rarely change.
+        message = "call", group, Call(call.name, jax.tree.map(_on_host, call.arguments))
+        for process in placement.processes:
+            if process:
+                try:
+                    self._wires[process].send(message)
+                except OSError:
+                    self._on_loss(f"process {process} is gone: it takes no calls")
+                    raise EngineError(str(self._error)) from None
+        return coming
+
+    def close(self) -> None:
+        """Ends the followers and waits until they have made all calls, unless a process has failed or is gone."""
+        self._closing = True
+        if self._error is None:
+            for wire in self._wires.values():
+                with contextlib.suppress(OSError):
+                    wire.send(("end",))
+            for wire in self._wires.values():
+                wire.join()
+        for wire in self._wires.values():
+            wire.close()
+
+    def abort(self, error: BaseException) -> None:
+        """Ends the followers with an error, and what waits for their reports."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            waiting = [future for group in self._coming.values() for future in group]
+        for future in waiting:
+            future.set_exception(error)
+        for wire in self._wires.values():
+            with contextlib.suppress(OSError):
+                wire.send(("failed", str(error)), _FAREWELL_SECONDS)
+            wire.close()
+
+    def _handle(self, process: int, message: Any) -> bool:
+        match message:
+            case ("report", group, report):
+                with self._lock:
+                    future = self._coming[group].popleft() if self._error is None else None
+                if future is not None:
+                    future.set_result(report)
+            case ("failed", text):
+                self._on_loss(f"process {process} has failed: {text}")
+                return False
+            case _:  # It has ended, as it was told to.
+                return False
+        return True
+
+    def _on_loss(self, problem: str) -> None:
+        if self._closing:
+            return
+        error = EngineError(problem)
+        self.abort(error)
+        self._lost(error)
+
+
+class Follower:
+    """Another process, which makes the calls that it is sent.
+
+    wire: the connection to process 0.
+    index: of this process.
+    """
+
+    def __init__(self, wire: Wire, index: int):
+        self._wire, self.index = wire, index
+        self._calls: dict[int, queue.SimpleQueue[Call | None]] = {}
+        self._executors: dict[int, Executor] = {}
+        self._lock, self._over, self._finished = threading.Lock(), threading.Event(), False
+        self._error: EngineError | None = None
+
+    def start(self, executors: Mapping[int, Executor]) -> None:
+        """Makes calls, in a thread for each group. executors: of the groups of which this process has devices."""
+        self._executors = dict(executors)
+        self._calls = {group: queue.SimpleQueue() for group in executors}
+        for group, executor in executors.items():
+            self._thread(self._execute, executor, self._calls[group], self._reporter(group, executor))
+        self._wire.start(self._handle, lambda problem: self._end(EngineError(problem)))
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return self._over.is_set()
+
+    def replace(self, params: Mapping[int, Any]) -> None:
+        """Has the weights ready that the leader is going to replace those of each group with; waits until it has.
+
+        Raises:
+          EngineError: the engine has ended.
+        """
+        executors = dict(self._executors)
+        before = {group: executor.replaced for group, executor in executors.items()}
+        for group, executor in executors.items():
+            executor.offer(params[group])
+
+        def missing() -> bool:
+            return any(executor.replaced == before[group] for group, executor in executors.items())
+
+        while missing() and not self._over.wait(_POLL_SECONDS):
+            pass
+        if not executors or missing():
+            raise EngineError(f"the engine has failed: {self._error}" if self._error else "the engine is closed")
+
+    def wait(self) -> None:
+        """Waits until the leader closes the engine.
+
+        Raises:
+          EngineError: the leader is gone, or the engine has failed.
+        """
+        self._over.wait()
+        if self._error is not None:
+            raise EngineError(f"the engine has failed: {self._error}") from None
+
+    def leave(self, error: BaseException) -> None:
+        """Ends at once because of an error, and with it the engine."""
+        text = f"{type(error).__name__}: {error}"
+        self._end(EngineError(text), tell=text)
+
+    def _handle(self, message: Any) -> bool:
+        match message:
+            case ("call", group, call):
+                self._calls[group].put(call)
+            case ("failed", text):
+                self._end(EngineError(text))
+                return False
+            case _:  # Process 0 may still be lost before all calls are made.
+                for calls in self._calls.values():
+                    calls.put(None)
+        return True
+
+    def _execute(
+        self,
+        executor: Executor,
+        calls: "queue.SimpleQueue[Call | None]",
+        reports: "queue.SimpleQueue[Report | None] | None",
+    ) -> None:
+        """Makes the calls of a group."""
+        with on_own_device(executor.parts.get("placement")):
+            while (call := calls.get()) is not None:
+                report = executor.run(call)
+                if report is not None and reports is not None:
+                    jax.tree.map(lambda x: x.copy_to_host_async(), report)
+                    reports.put(report)
+        if reports is not None:
+            reports.put(None)
+        else:
+            self._finish(executor)
+
+    def _reporter(self, group: int, executor: Executor) -> "queue.SimpleQueue[Report | None] | None":
+        """The queue of a thread that sends reports to the leader; None where this process need not."""
+        placement = executor.parts.get("placement")
+        if placement is None or placement.processes[0] != self.index:
+            return None
+        reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            while (report := reports.get()) is not None:
+                self._wire.send(("report", group, jax.device_get(report)))
+            self._finish(executor)
+
+        self._thread(run)
+        return reports
+
+    def _finish(self, executor: Executor) -> None:
+        """Notes that a group has made its last call; the last one of them ends the process's part."""
+        with self._lock:
+            self._executors = {group: other for group, other in self._executors.items() if other is not executor}
+            last = self._finished = not self._executors and self._error is None
+        if last:
+            # The leader closes the connection as soon as it has this.
+            with contextlib.suppress(OSError):
+                self._wire.send(("ended",))
+            self._wire.close()
+            self._over.set()
+
+    def _end(self, error: EngineError, tell: str | None = None) -> None:
+        with self._lock:
+            if self._error is not None or self._finished:
+                return
+            self._error = error
+        if tell is not None:
+            with contextlib.suppress(OSError):
+                self._wire.send(("failed", tell), _FAREWELL_SECONDS)
+        self._wire.close()
+        self._over.set()
+
+    def _thread(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Starts a thread whose error is that of the engine."""
+
+        def run() -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                text = f"{type(error).__name__}: {error}"
+                self._end(EngineError(text), tell=text)
+
+        threading.Thread(target=run, name="jspec follower", daemon=True).start()
+
+
+def _on_host(x: Any) -> Any:
+    return jax.device_get(x) if isinstance(x, jax.Array) else x

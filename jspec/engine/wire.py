@@ -1,0 +1,239 @@
+"""Connections between the processes of an engine: messages in order, and news of a process that is gone.
+
+A connection is open only to who has the secret, which both sides prove. After that it carries pickled objects in plain
+text, as JAX's own communication between processes is: the network must be one that you trust.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import pickle
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Collection
+
+SILENCE_SECONDS = 30.0
+"""After how long without a sign of life another process counts as gone."""
+BEAT_SECONDS = 5.0
+"""How often a process gives a sign of life."""
+CONNECT_SECONDS = 60.0
+"""How long the processes may take to connect after all of them have started to."""
+_ATTEMPT_SECONDS = 5.0
+_LENGTH = struct.Struct("!Q")
+_INDEX = struct.Struct("!I")
+_NONCE = 16
+_DIGEST = 32
+
+
+class Wire:
+    """A connection to another process.
+
+    name: of the other process, for messages.
+    """
+
+    def __init__(self, connection: socket.socket, name: str):
+        connection.settimeout(SILENCE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.name = name
+        self._socket, self._sending, self._closed = connection, threading.Lock(), threading.Event()
+        self._reader: threading.Thread | None = None
+        self._start(self._beat)
+
+    def start(self, handle: Callable[[object], bool], lost: Callable[[str], None]) -> None:
+        """Receives messages, in a thread of its own.
+
+        handle: is called with each of them; False: it was the last one.
+        lost: is called with the reason if the other process is gone before that, unless `close` was called.
+        """
+
+        def read() -> None:
+            try:
+                while handle(self._receive()):
+                    pass
+            except (OSError, EOFError, pickle.UnpicklingError) as error:
+                if not self._closed.is_set():
+                    silent = isinstance(error, TimeoutError)
+                    reason = f"silent for {SILENCE_SECONDS:.0f} seconds" if silent else "it has closed the connection"
+                    lost(f"{self.name} is gone: {reason}")
+
+        self._reader = self._start(read)
+
+    def send(self, message: object, timeout: float = -1) -> None:
+        """Sends a message. May be called from any thread.
+
+        timeout: seconds that it may wait for messages of other threads; -1: without a limit.
+
+        Raises:
+          OSError: the other process is gone, or that time is over.
+        """
+        self._send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), timeout)
+
+    def join(self) -> None:
+        """Waits until the last message has come, or the other process is gone."""
+        if self._reader is not None and self._reader is not threading.current_thread():
+            self._reader.join()
+
+    def close(self) -> None:
+        """Closes the connection, which the other process notices."""
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # which ends what other threads do with it
+        self._socket.close()
+
+    def _send(self, data: bytes, timeout: float = -1) -> None:
+        if not self._sending.acquire(timeout=timeout):
+            raise TimeoutError(f"{self.name} takes nothing")
+        try:
+            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+        finally:
+            self._sending.release()
+
+    def _receive(self) -> object:
+        while not (length := _LENGTH.unpack(_read(self._socket, _LENGTH.size))[0]):
+            pass  # a sign of life
+        return pickle.loads(_read(self._socket, length))
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):  # The reader notices, too.
+            while not self._closed.wait(BEAT_SECONDS):
+                self._send(b"")
+
+    def _start(self, run: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=run, name="jspec wire", daemon=True)
+        thread.start()
+        return thread
+
+
+class Listener:
+    """Takes connections of other processes.
+
+    Attributes:
+      invitation: what they need to connect; nobody else may learn it.
+    """
+
+    def __init__(self):
+        if socket.has_dualstack_ipv6():
+            self._socket = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            self._socket = socket.create_server(("", 0))
+        self._secret = secrets.token_bytes(_DIGEST)
+        port = self._socket.getsockname()[1]
+        self.invitation = json.dumps({"hosts": own_addresses(), "port": port, "secret": self._secret.hex()})
+
+    def accept(self, processes: Collection[int]) -> dict[int, Wire]:
+        """The connections of these processes, once all of them are there. Nobody else is admitted.
+
+        Raises:
+          TimeoutError: one has not come.
+        """
+        wires: dict[int, Wire] = {}
+        self._socket.settimeout(CONNECT_SECONDS)
+        with self._socket:
+            while missing := set(processes) - wires.keys():
+                try:
+                    connection, _ = self._socket.accept()
+                except TimeoutError:
+                    for wire in wires.values():
+                        wire.close()
+                    names = ", ".join(map(str, sorted(missing)))
+                    raise TimeoutError(
+                        f"no connection from process {names} within {CONNECT_SECONDS:.0f} seconds"
+                    ) from None
+                try:
+                    index = self._admit(connection)
+                except (OSError, EOFError):
+                    connection.close()
+                    continue
+                if index in missing:
+                    wires[index] = Wire(connection, f"process {index}")
+                else:
+                    connection.close()
+        return wires
+
+    def _admit(self, connection: socket.socket) -> int | None:
+        """The index of the process that connects; None if it does not have the secret."""
+        connection.settimeout(_ATTEMPT_SECONDS)
+        own = secrets.token_bytes(_NONCE)
+        connection.sendall(own)
+        data, proof = _read(connection, _NONCE + _INDEX.size), _read(connection, _DIGEST)
+        if not hmac.compare_digest(proof, _proof(self._secret, b"joins", own + data)):
+            return None
+        connection.sendall(_proof(self._secret, b"leads", data))
+        return _INDEX.unpack(data[_NONCE:])[0]
+
+
+def connect(invitation: str, index: int) -> Wire:
+    """A connection to the process that has given this invitation. index: of this process.
+
+    Raises:
+      ConnectionError: it cannot be reached.
+    """
+    given = json.loads(invitation)
+    problems = []
+    for host in given["hosts"]:
+        try:
+            connection = socket.create_connection((host, given["port"]), timeout=_ATTEMPT_SECONDS)
+        except OSError as error:
+            problems.append(f"{host}: {error.strerror or error}")
+            continue
+        try:
+            _join(connection, bytes.fromhex(given["secret"]), index)
+        except (OSError, EOFError):
+            connection.close()
+            problems.append(f"{host}: another program listens there")
+            continue
+        return Wire(connection, "process 0")
+    raise ConnectionError(
+        f"process {index} cannot reach process 0 on port {given['port']} ({'; '.join(problems)}); the name of its host "
+        "must stand for an address that the other hosts reach"
+    )
+
+
+def _join(connection: socket.socket, secret: bytes, index: int) -> None:
+    """Proves that this process has the secret, and that the other one has it.
+
+    Raises:
+      OSError, EOFError: it does not.
+    """
+    data = secrets.token_bytes(_NONCE) + _INDEX.pack(index)
+    connection.sendall(data + _proof(secret, b"joins", _read(connection, _NONCE) + data))
+    if not hmac.compare_digest(_read(connection, _DIGEST), _proof(secret, b"leads", data)):
+        raise ConnectionError("the secret differs")
+
+
+def own_addresses() -> list[str]:
+    """Addresses at which other processes may reach this one, that of the same host last."""
+    found: dict[str, None] = {}
+    with contextlib.suppress(OSError, UnicodeError):
+        for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+            found[str(address[0])] = None
+    # A socket for datagrams sends nothing when it connects, but chooses an interface. The addresses are examples.
+    for family, example in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((example, 9))
+            found[probe.getsockname()[0]] = None
+    loops = [address for address in found if address.startswith("127.") or address == "::1"]
+    return [*(address for address in found if address not in loops), *loops, "localhost"]
+
+
+def _proof(secret: bytes, side: bytes, data: bytes) -> bytes:
+    return hmac.digest(secret, side + data, hashlib.sha256)
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    """Exactly so much of what comes.
+
+    Raises:
+      EOFError: it ends before.
+    """
+    data = bytearray(size)
+    view, have = memoryview(data), 0
+    while have < size:
+        count = connection.recv_into(view[have:])
+        if not count:
+            raise EOFError("the connection has ended")
+        have += count
+    return bytes(data)
