@@ -1,0 +1,345 @@
+"""Products with packed 4-bit matrices as one Triton kernel.
+
+A program loads a tile of words and takes its values apart in registers. Integers become floating-point values without
+a conversion, of which a GPU does few per clock: four bits of the mantissa of a number whose others are zero add a
+multiple of a power of two to it, which is subtracted afterwards. Words are loaded in the layout in which they are
+used: the values of a word have places of their own in the sum.
+
+One row: tensor cores have nothing to share. Each thread adds up the products of its own words, and threads meet once,
+at the end. Several rows: a tile of values for each of the eight places, multiplied by tensor cores.
+
+As in `scaled_matmul`, the contraction is divided into parts if there are too few tiles, and XLA adds up their results.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jax.typing import DTypeLike
+
+from pallas_kernels import platform
+from pallas_kernels._triton import call, dot, refuse_dtype
+from pallas_kernels._types import Ref
+from pallas_kernels.packed_matmul.reference import PER_WORD
+
+ONE = 0x3F800000
+"""Bits of 1.0 in float32; the lowest bit of its mantissa adds 2^-23."""
+LARGE = 0x4B000000
+"""Bits of 2^23 in float32; the lowest bit of its mantissa adds 1."""
+STRIDES = (16, 32, 64)
+"""Rows of words in a tile: tensor cores multiply 16 or more rows of a matrix at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work of one call is divided. `block_m` and `block_n` are powers of two, the latter at least 16."""
+
+    block_m: int
+    """Rows of a program, at least 16; or 1: the only row there is."""
+    block_n: int
+    """Columns of a program."""
+    unroll: int
+    """Blocks of rows of the matrix per iteration."""
+    parts: int
+    """Programs that share the contraction of a tile."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """Constants of `default_config` for a kind of device."""
+
+    float32: Config
+    one_row: Config
+    few_rows: Config
+    """For up to 64 rows; `block_m` is the power of two that holds them."""
+    many_rows: Config
+    programs: int
+    """The contraction of few rows is divided until there are this many programs, or half as many."""
+    least_part: int
+    """Elements of the contraction in a part, at least."""
+
+
+TUNING = {
+    "NVIDIA H100": Tuning(
+        float32=Config(block_m=16, block_n=32, unroll=1, parts=1, num_warps=4, num_stages=1),
+        one_row=Config(block_m=1, block_n=128, unroll=2, parts=1, num_warps=4, num_stages=1),
+        few_rows=Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=4, num_stages=4),
+        many_rows=Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=8, num_stages=3),
+        programs=1024,
+        least_part=256,
+    )
+}
+"""By device kind; the first entry is the default."""
+
+
+def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> Config:
+    """The configuration for a product [rows, inner] x [inner, columns]."""
+    tuning = platform.for_device_kind(TUNING)
+    if rows == 1:
+        config = tuning.one_row
+    elif jnp.dtype(dtype).itemsize > 2:
+        config = tuning.float32
+    elif rows > tuning.few_rows.block_m:
+        return tuning.many_rows
+    else:
+        config = dataclasses.replace(tuning.few_rows, block_m=max(16, pl.next_power_of_2(rows)))
+    tiles = pl.cdiv(columns, config.block_n) * pl.cdiv(rows, config.block_m)
+    parts = max(1, min(tuning.programs // tiles, inner // tuning.least_part))
+    return dataclasses.replace(config, parts=1 << (parts.bit_length() - 1))
+
+
+def supported(
+    x: jax.Array,
+    words: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    group: int,
+    stride: int,
+    interpret: bool | None = None,
+) -> str | None:
+    """None, or why the kernel cannot run these arguments of `packed_matmul`."""
+    block = PER_WORD * stride
+    if stride not in STRIDES:
+        return f"stride={stride}: must be one of {', '.join(map(str, STRIDES))}"
+    if group < PER_WORD * len(words) and group % block and block % group:
+        return f"group={group}: must divide {block}, or be a multiple of it"
+    # The interpreter takes any dtype.
+    return None if platform.resolve_interpret(interpret) else refuse_dtype("x", x)
+
+
+def packed_matmul(
+    x: jax.Array,
+    words: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    *,
+    group: int,
+    stride: int,
+    config: Config | None = None,
+    interpret: bool | None = None,
+) -> jax.Array:
+    """Arguments as in `api.packed_matmul` and `dispatch.Operation`."""
+    (rows, inner), columns = x.shape, words.shape[1]
+    config = config or default_config(rows=rows, inner=inner, columns=columns, dtype=x.dtype)
+    spread = config.parts > 1
+    out = call(
+        functools.partial(
+            _one_row_kernel if config.block_m == 1 else _kernel, group=group, stride=stride, config=config
+        ),
+        out_shape=jax.ShapeDtypeStruct((config.parts, rows, columns), jnp.float32 if spread else x.dtype),
+        # Blocks of rows run together, because they read the same columns of the matrix.
+        grid=(pl.cdiv(rows, config.block_m), pl.cdiv(columns, config.block_n), config.parts),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=platform.resolve_interpret(interpret),
+        name="packed_matmul",
+    )(x, words, scale, zero)
+    return out.sum(0).astype(x.dtype) if spread else out[0]
+
+
+class _Tiles:
+    """The words, scales and zero points of a program's columns and part."""
+
+    def __init__(
+        self, words_ref: Ref, scale_ref: Ref, zero_ref: Ref | None, *, group: int, stride: int, config: Config
+    ):
+        self.words_ref, self.scale_ref, self.zero_ref = words_ref, scale_ref, zero_ref
+        self.group, self.stride, self.config = group, stride, config
+        self.part = pl.program_id(2)
+        columns = words_ref.shape[1]
+        self.column = pl.program_id(1) * config.block_n + jnp.arange(config.block_n)
+        self.inside = None if columns % config.block_n == 0 else self.column < columns
+        """Which of the columns are those of the matrix; None: all."""
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows of the matrix."""
+        return self.words_ref.shape[0] // self.stride
+
+    @property
+    def whole(self) -> bool:
+        """Whether each column has one scale."""
+        return self.group >= PER_WORD * self.words_ref.shape[0]
+
+    @property
+    def sections(self) -> int:
+        """Groups of a block; one if it is within a group."""
+        block = PER_WORD * self.stride
+        return 1 if self.whole else max(1, block // self.group)
+
+    def sum(self, add: Callable[..., jax.Array], total: jax.Array) -> jax.Array:
+        """`add(block, alive, total)` for the blocks of this part.
+
+        alive: whether there is such a block, which the program may read; None: there is.
+        """
+        unroll, parts = self.config.unroll, self.config.parts
+        steps = pl.cdiv(self.blocks, unroll)
+        per_part = pl.cdiv(steps, parts)
+        first = self.part * per_part
+
+        def body(step, total):
+            for i in range(unroll):
+                block = step * unroll + i
+                total = add(block, None if self.blocks % unroll == 0 else block < self.blocks, total)
+            return total
+
+        return lax.fori_loop(first, jnp.minimum(first + per_part, steps), body, total)
+
+    def words(self, block: jax.Array, alive: jax.Array | None) -> jax.Array:
+        """The words of a block, [stride, block_n]."""
+        row = block * self.stride + jnp.arange(self.stride)
+        mask = None if self.inside is None else jnp.broadcast_to(self.inside[None], (self.stride, self.config.block_n))
+        if alive is not None:
+            mask = jnp.full((self.stride, self.config.block_n), alive) if mask is None else mask & alive
+        return _load(self.words_ref.at[row[:, None], self.column[None]], mask)
+
+    def scale(self, block: jax.Array | int, alive: jax.Array | None, section: int) -> jax.Array:
+        """The scales of a section of a block, [block_n]."""
+        return _load(self.scale_ref.at[self._group(block, section), self.column], self._mask(alive))
+
+    def zero(self, block: jax.Array | int, alive: jax.Array | None, section: int) -> jax.Array | float:
+        """Its zero points in float32, [1, block_n], or all of them."""
+        if self.zero_ref is None:
+            return 8.0
+        zero = _load(self.zero_ref.at[self._group(block, section), self.column], self._mask(alive))
+        return zero.astype(jnp.float32)[None]
+
+    def _group(self, block: jax.Array | int, section: int) -> jax.Array | int:
+        if self.whole:
+            return 0
+        if self.sections > 1:
+            return block * self.sections + section
+        return block // (self.group // (PER_WORD * self.stride))
+
+    def _mask(self, alive: jax.Array | None) -> jax.Array | None:
+        if alive is None:
+            return self.inside
+        return jnp.full(self.config.block_n, alive) if self.inside is None else self.inside & alive
+
+
+def _load(place: Any, mask: jax.Array | None) -> jax.Array:
+    return pltriton.load(place, mask=mask, other=None if mask is None else 0)
+
+
+def _kernel(
+    x_ref: Ref,  # [T, K]
+    words_ref: Ref,  # [W, N]
+    scale_ref: Ref,  # [G, N]
+    zero_ref: Ref | None,  # [G, N]
+    out_ref: Ref,  # [parts, T, N]
+    *,
+    group: int,
+    stride: int,
+    config: Config,
+) -> None:
+    tiles = _Tiles(words_ref, scale_ref, zero_ref, group=group, stride=stride, config=config)
+    rows = x_ref.shape[0]
+    row = pl.program_id(0) * config.block_m + jnp.arange(config.block_m)
+    real = jnp.broadcast_to((row < rows)[:, None], (config.block_m, stride))
+    places = PER_WORD // tiles.sections
+
+    def add(block, alive, total):
+        words = tiles.words(block, alive)
+        for section in range(tiles.sections):
+            zero = tiles.zero(block, alive, section)
+            products = jnp.zeros((config.block_m, config.block_n), jnp.float32)
+            for place in range(section * places, (section + 1) * places):
+                k = (block * PER_WORD + place) * stride + jnp.arange(stride)
+                x = _load(x_ref.at[row[:, None], k[None]], real if alive is None else real & alive)
+                products += dot(x, _values(words, place, zero).astype(x.dtype))
+            total += products if tiles.whole else products * tiles.scale(block, alive, section)[None]
+        return total
+
+    total = tiles.sum(add, jnp.zeros((config.block_m, config.block_n), jnp.float32))
+    if tiles.whole:
+        total *= tiles.scale(0, None, 0)[None]
+    mask = (row < rows)[:, None] & jnp.full((1, config.block_n), True)
+    if tiles.inside is not None:
+        mask &= tiles.inside[None]
+    at = out_ref.at[tiles.part, row[:, None], tiles.column[None]]
+    pltriton.store(at, total.astype(out_ref.dtype), mask=mask)
+
+
+def _values(words: jax.Array, place: int, zero: jax.Array | float) -> jax.Array:
+    """The values at one of the eight places of words, minus their zero points, in float32 and exact."""
+    # Beyond the fifth place a value would reach into the exponent.
+    moved, bit = (words, 4 * place) if place < 5 else (lax.shift_right_logical(words, 12), 4 * place - 12)
+    number = lax.bitcast_convert_type((moved & (15 << bit)) | LARGE, jnp.float32)
+    return number * 2.0**-bit - (2.0 ** (23 - bit) + zero)
+
+
+def _one_row_kernel(
+    x_ref: Ref,  # [1, K]
+    words_ref: Ref,  # [W, N]
+    scale_ref: Ref,  # [G, N]
+    zero_ref: Ref | None,  # [G, N]
+    out_ref: Ref,  # [parts, 1, N]
+    *,
+    group: int,
+    stride: int,
+    config: Config,
+) -> None:
+    tiles = _Tiles(words_ref, scale_ref, zero_ref, group=group, stride=stride, config=config)
+    places = PER_WORD // tiles.sections
+
+    def add(block, alive, totals):
+        words = tiles.words(block, alive)
+        mask = None if alive is None else jnp.full(stride, alive)
+
+        def load_x(place):
+            return _load(x_ref.at[0, (block * PER_WORD + place) * stride + jnp.arange(stride)], mask).astype(
+                jnp.float32
+            )
+
+        for section in range(tiles.sections):
+            own = range(section * places, (section + 1) * places)
+            x = {place: load_x(place) for place in own}
+            products = _products(words, x, tiles.zero(block, alive, section))
+            totals += products if tiles.whole else products * (16 * tiles.scale(block, alive, section))[None]
+        return totals
+
+    # Each word of the tile has a sum of its own, so that no threads wait for one another before the end.
+    totals = tiles.sum(add, jnp.zeros((stride, config.block_n), jnp.float32))
+    total = totals.sum(0)
+    if tiles.whole:
+        total *= 16 * tiles.scale(0, None, 0)
+    pltriton.store(
+        out_ref.at[tiles.part, 0, tiles.column],
+        total.astype(out_ref.dtype),
+        mask=jnp.full(config.block_n, True) if tiles.inside is None else tiles.inside,
+    )
+
+
+def _products(words: jax.Array, x: dict[int, jax.Array], zero: jax.Array | float) -> jax.Array:
+    """Sums of products of each word's values with the elements of x at these places, over 16, [stride, block_n].
+
+    Two places are moved to the highest bits of a mantissa at once. Of 1 + value / 16, which is multiplied in the place
+    of the value, x is subtracted once for all places; the same for 1 + value / 256, times 16.
+    """
+    places = [[place for place in x if place % 2 == odd] for odd in (0, 1)]
+    total = jnp.zeros(words.shape, jnp.float32)
+    for own, bits, unit in zip(places, (0x00078000, 0x00780000), (16, 1), strict=True):
+        if own:
+            products = jnp.zeros(words.shape, jnp.float32)
+            for place in own:
+                # The even place is below the odd one.
+                shift = 8 * (place // 2) - 15
+                moved = lax.shift_right_logical(words, shift) if shift > 0 else words << -shift
+                wide = lax.bitcast_convert_type((moved & bits) | ONE, jnp.float32)
+                products = _multiply_add(wide, x[place][:, None], products)
+            offset = functools.reduce(jnp.add, [x[place] for place in own])[:, None] * (unit + zero / 16)
+            total += unit * products - offset
+    return total
+
+
+def _multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+    return a * b + c
