@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 from jspec.core.xla_options import loop_options
-from pallas_kernels.packed_matmul import triton
+from pallas_kernels.packed_matmul import BLOCK, STRIDE, triton
 from pallas_kernels.scaled_matmul import scaled_matmul
 
 SHAPES = {
@@ -40,7 +40,7 @@ SHAPES = {
     "head": (4096, 128256),
 }
 ROWS = (1, 6, 32)
-GROUP, STRIDE = 128, 16
+GROUP = 128
 AT_LEAST = 120e6
 """Bytes of the matrices of a program; the cache of an H100 has 50 MB."""
 LOOPS = 60
@@ -86,7 +86,7 @@ def cases(names: list[str]) -> list[Case]:
         inner, columns = SHAPES[name]
         block_n, unroll, warps, *stages = tile
         block_m = 1 if rows == 1 else max(16, rows)
-        blocks = inner // (8 * STRIDE)
+        blocks = inner // BLOCK
         parts = 1
         while parts * 2 * -(-columns // block_n) <= programs and parts * 2 * unroll <= blocks:
             parts *= 2
@@ -163,7 +163,7 @@ def product(case: Case) -> Any:
     """The function of x, a matrix and its scales."""
     if case.config is None:
         return functools.partial(scaled_matmul, group=SHAPES[case.shape][0])
-    run = functools.partial(triton.packed_matmul, group=GROUP, stride=STRIDE, config=case.config)
+    run = functools.partial(triton.packed_matmul, group=GROUP, config=case.config)
     return lambda x, words, scale: run(x, words, scale, None)
 
 

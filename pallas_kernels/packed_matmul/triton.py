@@ -26,14 +26,12 @@ from jax.typing import DTypeLike
 from pallas_kernels import platform
 from pallas_kernels._triton import call, dot, refuse_dtype
 from pallas_kernels._types import Ref
-from pallas_kernels.packed_matmul.reference import PER_WORD
+from pallas_kernels.packed_matmul.layout import BLOCK, PER_WORD, STRIDE
 
 ONE = 0x3F800000
 """Bits of 1.0 in float32; the lowest bit of its mantissa adds 2^-23."""
 LARGE = 0x4B000000
 """Bits of 2^23 in float32; the lowest bit of its mantissa adds 1."""
-STRIDES = (16, 32, 64)
-"""Rows of words in a tile: tensor cores multiply 16 or more rows of a matrix at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +101,11 @@ def supported(
     zero: jax.Array | None,
     *,
     group: int,
-    stride: int,
     interpret: bool | None = None,
 ) -> str | None:
     """None, or why the kernel cannot run these arguments of `packed_matmul`."""
-    block = PER_WORD * stride
-    if stride not in STRIDES:
-        return f"stride={stride}: must be one of {', '.join(map(str, STRIDES))}"
-    if group < PER_WORD * len(words) and group % block and block % group:
-        return f"group={group}: must divide {block}, or be a multiple of it"
+    if group < x.shape[1] and group % BLOCK and BLOCK % group:
+        return f"group={group}: must divide {BLOCK}, or be a multiple of it"
     # The interpreter takes any dtype.
     return None if platform.resolve_interpret(interpret) else refuse_dtype("x", x)
 
@@ -123,7 +117,6 @@ def packed_matmul(
     zero: jax.Array | None,
     *,
     group: int,
-    stride: int,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
@@ -132,9 +125,7 @@ def packed_matmul(
     config = config or default_config(rows=rows, inner=inner, columns=columns, dtype=x.dtype)
     spread = config.parts > 1
     out = call(
-        functools.partial(
-            _one_row_kernel if config.block_m == 1 else _kernel, group=group, stride=stride, config=config
-        ),
+        functools.partial(_one_row_kernel if config.block_m == 1 else _kernel, group=group, config=config),
         out_shape=jax.ShapeDtypeStruct((config.parts, rows, columns), jnp.float32 if spread else x.dtype),
         # Blocks of rows run together, because they read the same columns of the matrix.
         grid=(pl.cdiv(rows, config.block_m), pl.cdiv(columns, config.block_n), config.parts),
@@ -147,83 +138,84 @@ def packed_matmul(
 
 
 class _Tiles:
-    """The words, scales and zero points of a program's columns and part."""
+    """What a program reads: its columns of its part of the matrix, and the elements of x that they are multiplied by.
 
-    def __init__(
-        self, words_ref: Ref, scale_ref: Ref, zero_ref: Ref | None, *, group: int, stride: int, config: Config
-    ):
-        self.words_ref, self.scale_ref, self.zero_ref = words_ref, scale_ref, zero_ref
-        self.group, self.stride, self.config = group, stride, config
-        self.part = pl.program_id(2)
+    Masks are None where everything is there, which most matrices allow.
+    """
+
+    def __init__(self, x_ref: Ref, words_ref: Ref, scale_ref: Ref, zero_ref: Ref | None, *, group: int, config: Config):
+        self.x_ref, self.words_ref, self.scale_ref, self.zero_ref = x_ref, words_ref, scale_ref, zero_ref
+        self.config, self.part, self.inner = config, pl.program_id(2), x_ref.shape[1]
         columns = words_ref.shape[1]
         self.column = pl.program_id(1) * config.block_n + jnp.arange(config.block_n)
         self.inside = None if columns % config.block_n == 0 else self.column < columns
-        """Which of the columns are those of the matrix; None: all."""
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of rows of the matrix."""
-        return self.words_ref.shape[0] // self.stride
-
-    @property
-    def whole(self) -> bool:
+        """Which of the columns are those of the matrix."""
+        self.blocks = words_ref.shape[0] // STRIDE
+        self.whole = group >= self.inner
         """Whether each column has one scale."""
-        return self.group >= PER_WORD * self.words_ref.shape[0]
-
-    @property
-    def sections(self) -> int:
+        self.sections = 1 if self.whole else max(1, BLOCK // group)
         """Groups of a block; one if it is within a group."""
-        block = PER_WORD * self.stride
-        return 1 if self.whole else max(1, block // self.group)
+        self.blocks_per_group = self.blocks if self.whole else max(1, group // BLOCK)
+        self.uneven = self.blocks % config.unroll != 0
+        """Whether the last iteration has blocks after the last one."""
 
-    def sum(self, add: Callable[..., jax.Array], total: jax.Array) -> jax.Array:
-        """`add(block, alive, total)` for the blocks of this part.
-
-        alive: whether there is such a block, which the program may read; None: there is.
-        """
-        unroll, parts = self.config.unroll, self.config.parts
+    def sum(self, add: Callable[[Any, Any], jax.Array], total: jax.Array) -> jax.Array:
+        """`add(block, total)` for the blocks of this part."""
+        unroll = self.config.unroll
         steps = pl.cdiv(self.blocks, unroll)
-        per_part = pl.cdiv(steps, parts)
+        per_part = pl.cdiv(steps, self.config.parts)
         first = self.part * per_part
 
-        def body(step, total):
+        def body(step: Any, total: jax.Array) -> jax.Array:
             for i in range(unroll):
-                block = step * unroll + i
-                total = add(block, None if self.blocks % unroll == 0 else block < self.blocks, total)
+                total = add(step * unroll + i, total)
             return total
 
         return lax.fori_loop(first, jnp.minimum(first + per_part, steps), body, total)
 
-    def words(self, block: jax.Array, alive: jax.Array | None) -> jax.Array:
-        """The words of a block, [stride, block_n]."""
-        row = block * self.stride + jnp.arange(self.stride)
-        mask = None if self.inside is None else jnp.broadcast_to(self.inside[None], (self.stride, self.config.block_n))
-        if alive is not None:
-            mask = jnp.full((self.stride, self.config.block_n), alive) if mask is None else mask & alive
+    def words(self, block: jax.Array) -> jax.Array:
+        """The words of a block, [16, block_n]."""
+        row = block * STRIDE + jnp.arange(STRIDE)
+        mask = None if self.inside is None else jnp.broadcast_to(self.inside[None], (STRIDE, self.config.block_n))
+        if self.uneven:
+            present = jnp.broadcast_to((row < self.words_ref.shape[0])[:, None], (STRIDE, self.config.block_n))
+            mask = present if mask is None else mask & present
         return _load(self.words_ref.at[row[:, None], self.column[None]], mask)
 
-    def scale(self, block: jax.Array | int, alive: jax.Array | None, section: int) -> jax.Array:
+    def one_row(self, block: jax.Array, place: int) -> jax.Array:
+        """What the values at a place of words are multiplied by, of the only row there is, [16], in float32."""
+        k = self._rows(block, place)
+        return _load(self.x_ref.at[0, k], self._present(k)).astype(jnp.float32)
+
+    def some_rows(self, block: jax.Array, place: int, row: jax.Array) -> jax.Array:
+        """The same of several rows, [block_m, 16]; 0 beyond the last one."""
+        k = self._rows(block, place)
+        mask, present = jnp.broadcast_to((row < self.x_ref.shape[0])[:, None], (len(row), STRIDE)), self._present(k)
+        return _load(self.x_ref.at[row[:, None], k[None]], mask if present is None else mask & present[None])
+
+    def scale(self, block: jax.Array | int, section: int) -> jax.Array:
         """The scales of a section of a block, [block_n]."""
-        return _load(self.scale_ref.at[self._group(block, section), self.column], self._mask(alive))
+        return self._of_group(self.scale_ref, block, section)
 
-    def zero(self, block: jax.Array | int, alive: jax.Array | None, section: int) -> jax.Array | float:
+    def zero(self, block: jax.Array | int, section: int) -> jax.Array | float:
         """Its zero points in float32, [1, block_n], or all of them."""
-        if self.zero_ref is None:
-            return 8.0
-        zero = _load(self.zero_ref.at[self._group(block, section), self.column], self._mask(alive))
-        return zero.astype(jnp.float32)[None]
+        return 8.0 if self.zero_ref is None else self._of_group(self.zero_ref, block, section).astype(jnp.float32)[None]
 
-    def _group(self, block: jax.Array | int, section: int) -> jax.Array | int:
+    def _of_group(self, ref: Ref, block: jax.Array | int, section: int) -> jax.Array:
         if self.whole:
-            return 0
-        if self.sections > 1:
-            return block * self.sections + section
-        return block // (self.group // (PER_WORD * self.stride))
+            return _load(ref.at[0, self.column], self.inside)
+        group, mask = block // self.blocks_per_group * self.sections + section, self.inside
+        if self.uneven or (self.sections > 1 and self.inner % BLOCK):
+            present = jnp.full(self.config.block_n, group < ref.shape[0])
+            mask = present if mask is None else mask & present
+        return _load(ref.at[group, self.column], mask)
 
-    def _mask(self, alive: jax.Array | None) -> jax.Array | None:
-        if alive is None:
-            return self.inside
-        return jnp.full(self.config.block_n, alive) if self.inside is None else self.inside & alive
+    def _rows(self, block: jax.Array, place: int) -> jax.Array:
+        """The rows of the matrix that have their values at this place of words."""
+        return (block * PER_WORD + place) * STRIDE + jnp.arange(STRIDE)
+
+    def _present(self, k: jax.Array) -> jax.Array | None:
+        return k < self.inner if self.uneven or self.inner % BLOCK else None
 
 
 def _load(place: Any, mask: jax.Array | None) -> jax.Array:
@@ -238,31 +230,27 @@ def _kernel(
     out_ref: Ref,  # [parts, T, N]
     *,
     group: int,
-    stride: int,
     config: Config,
 ) -> None:
-    tiles = _Tiles(words_ref, scale_ref, zero_ref, group=group, stride=stride, config=config)
-    rows = x_ref.shape[0]
+    tiles = _Tiles(x_ref, words_ref, scale_ref, zero_ref, group=group, config=config)
     row = pl.program_id(0) * config.block_m + jnp.arange(config.block_m)
-    real = jnp.broadcast_to((row < rows)[:, None], (config.block_m, stride))
     places = PER_WORD // tiles.sections
 
-    def add(block, alive, total):
-        words = tiles.words(block, alive)
+    def add(block, total):
+        words = tiles.words(block)
         for section in range(tiles.sections):
-            zero = tiles.zero(block, alive, section)
+            zero = tiles.zero(block, section)
             products = jnp.zeros((config.block_m, config.block_n), jnp.float32)
             for place in range(section * places, (section + 1) * places):
-                k = (block * PER_WORD + place) * stride + jnp.arange(stride)
-                x = _load(x_ref.at[row[:, None], k[None]], real if alive is None else real & alive)
+                x = tiles.some_rows(block, place, row)
                 products += dot(x, _values(words, place, zero).astype(x.dtype))
-            total += products if tiles.whole else products * tiles.scale(block, alive, section)[None]
+            total += products if tiles.whole else products * tiles.scale(block, section)[None]
         return total
 
     total = tiles.sum(add, jnp.zeros((config.block_m, config.block_n), jnp.float32))
     if tiles.whole:
-        total *= tiles.scale(0, None, 0)[None]
-    mask = (row < rows)[:, None] & jnp.full((1, config.block_n), True)
+        total *= tiles.scale(0, 0)[None]
+    mask = jnp.broadcast_to((row < x_ref.shape[0])[:, None], total.shape)
     if tiles.inside is not None:
         mask &= tiles.inside[None]
     at = out_ref.at[tiles.part, row[:, None], tiles.column[None]]
@@ -285,42 +273,29 @@ def _one_row_kernel(
     out_ref: Ref,  # [parts, 1, N]
     *,
     group: int,
-    stride: int,
     config: Config,
 ) -> None:
-    tiles = _Tiles(words_ref, scale_ref, zero_ref, group=group, stride=stride, config=config)
+    tiles = _Tiles(x_ref, words_ref, scale_ref, zero_ref, group=group, config=config)
     places = PER_WORD // tiles.sections
 
-    def add(block, alive, totals):
-        words = tiles.words(block, alive)
-        mask = None if alive is None else jnp.full(stride, alive)
-
-        def load_x(place):
-            return _load(x_ref.at[0, (block * PER_WORD + place) * stride + jnp.arange(stride)], mask).astype(
-                jnp.float32
-            )
-
+    def add(block, totals):
+        words = tiles.words(block)
         for section in range(tiles.sections):
-            own = range(section * places, (section + 1) * places)
-            x = {place: load_x(place) for place in own}
-            products = _products(words, x, tiles.zero(block, alive, section))
-            totals += products if tiles.whole else products * (16 * tiles.scale(block, alive, section))[None]
+            x = {place: tiles.one_row(block, place) for place in range(section * places, (section + 1) * places)}
+            products = _products(words, x, tiles.zero(block, section))
+            totals += products if tiles.whole else products * (16 * tiles.scale(block, section))[None]
         return totals
 
     # Each word of the tile has a sum of its own, so that no threads wait for one another before the end.
-    totals = tiles.sum(add, jnp.zeros((stride, config.block_n), jnp.float32))
+    totals = tiles.sum(add, jnp.zeros((STRIDE, config.block_n), jnp.float32))
     total = totals.sum(0)
     if tiles.whole:
-        total *= 16 * tiles.scale(0, None, 0)
-    pltriton.store(
-        out_ref.at[tiles.part, 0, tiles.column],
-        total.astype(out_ref.dtype),
-        mask=jnp.full(config.block_n, True) if tiles.inside is None else tiles.inside,
-    )
+        total *= 16 * tiles.scale(0, 0)
+    pltriton.store(out_ref.at[tiles.part, 0, tiles.column], total.astype(out_ref.dtype), mask=tiles.inside)
 
 
 def _products(words: jax.Array, x: dict[int, jax.Array], zero: jax.Array | float) -> jax.Array:
-    """Sums of products of each word's values with the elements of x at these places, over 16, [stride, block_n].
+    """Sums of products of each word's values with the elements of x at these places, over 16, [16, block_n].
 
     Two places are moved to the highest bits of a mantissa at once. Of 1 + value / 16, which is multiplied in the place
     of the value, x is subtracted once for all places; the same for 1 + value / 256, times 16.
