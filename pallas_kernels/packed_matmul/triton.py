@@ -56,6 +56,7 @@ class Tuning:
 
     float32: Config
     one_row: Config
+    one_row_of_few_columns: Config
     few_rows: Config
     """For up to 64 rows; `block_m` is the power of two that holds them."""
     many_rows: Config
@@ -63,16 +64,23 @@ class Tuning:
     """The contraction of few rows is divided until there are this many programs, or half as many."""
     least_part: int
     """Elements of the contraction in a part, at least."""
+    one_row_least_part: int
+    """The same for one row."""
+    few_columns: int
+    """The most columns of `one_row_of_few_columns`."""
 
 
 TUNING = {
     "NVIDIA H100": Tuning(
         float32=Config(block_m=16, block_n=32, unroll=1, parts=1, num_warps=4, num_stages=1),
-        one_row=Config(block_m=1, block_n=128, unroll=2, parts=1, num_warps=4, num_stages=1),
-        few_rows=Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=4, num_stages=4),
+        one_row=Config(block_m=1, block_n=256, unroll=1, parts=1, num_warps=4, num_stages=1),
+        one_row_of_few_columns=Config(block_m=1, block_n=128, unroll=2, parts=1, num_warps=8, num_stages=1),
+        few_rows=Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=4, num_stages=3),
         many_rows=Config(block_m=64, block_n=128, unroll=1, parts=1, num_warps=8, num_stages=3),
         programs=1024,
-        least_part=256,
+        least_part=512,
+        one_row_least_part=256,
+        few_columns=8192,
     )
 }
 """By device kind; the first entry is the default."""
@@ -81,8 +89,10 @@ TUNING = {
 def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> Config:
     """The configuration for a product [rows, inner] x [inner, columns]."""
     tuning = platform.for_device_kind(TUNING)
+    least = tuning.least_part
     if rows == 1:
-        config = tuning.one_row
+        config = tuning.one_row_of_few_columns if columns <= tuning.few_columns else tuning.one_row
+        least = tuning.one_row_least_part
     elif jnp.dtype(dtype).itemsize > 2:
         config = tuning.float32
     elif rows > tuning.few_rows.block_m:
@@ -90,7 +100,7 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> 
     else:
         config = dataclasses.replace(tuning.few_rows, block_m=max(16, pl.next_power_of_2(rows)))
     tiles = pl.cdiv(columns, config.block_n) * pl.cdiv(rows, config.block_m)
-    parts = max(1, min(tuning.programs // tiles, inner // tuning.least_part))
+    parts = max(1, min(tuning.programs // tiles, inner // least))
     return dataclasses.replace(config, parts=1 << (parts.bit_length() - 1))
 
 
@@ -123,15 +133,17 @@ def packed_matmul(
     """Arguments as in `api.packed_matmul` and `dispatch.Operation`."""
     (rows, inner), columns = x.shape, words.shape[1]
     config = config or default_config(rows=rows, inner=inner, columns=columns, dtype=x.dtype)
-    spread = config.parts > 1
+    spread, interpret = config.parts > 1, platform.resolve_interpret(interpret)
     out = call(
-        functools.partial(_one_row_kernel if config.block_m == 1 else _kernel, group=group, config=config),
+        functools.partial(
+            _one_row_kernel if config.block_m == 1 else _kernel, group=group, config=config, ptx=not interpret
+        ),
         out_shape=jax.ShapeDtypeStruct((config.parts, rows, columns), jnp.float32 if spread else x.dtype),
         # Blocks of rows run together, because they read the same columns of the matrix.
         grid=(pl.cdiv(rows, config.block_m), pl.cdiv(columns, config.block_n), config.parts),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        interpret=platform.resolve_interpret(interpret),
+        interpret=bool(interpret),
         name="packed_matmul",
     )(x, words, scale, zero)
     return out.sum(0).astype(x.dtype) if spread else out[0]
@@ -231,10 +243,12 @@ def _kernel(
     *,
     group: int,
     config: Config,
+    ptx: bool,
 ) -> None:
     tiles = _Tiles(x_ref, words_ref, scale_ref, zero_ref, group=group, config=config)
     row = pl.program_id(0) * config.block_m + jnp.arange(config.block_m)
     places = PER_WORD // tiles.sections
+    values = _pairs if ptx and x_ref.dtype.name in _PAIRED else _values
 
     def add(block, total):
         words = tiles.words(block)
@@ -243,7 +257,7 @@ def _kernel(
             products = jnp.zeros((config.block_m, config.block_n), jnp.float32)
             for place in range(section * places, (section + 1) * places):
                 x = tiles.some_rows(block, place, row)
-                products += dot(x, _values(words, place, zero).astype(x.dtype))
+                products += dot(x, values(words, place, zero, x.dtype))
             total += products if tiles.whole else products * tiles.scale(block, section)[None]
         return total
 
@@ -257,12 +271,47 @@ def _kernel(
     pltriton.store(at, total.astype(out_ref.dtype), mask=mask)
 
 
-def _values(words: jax.Array, place: int, zero: jax.Array | float) -> jax.Array:
-    """The values at one of the eight places of words, minus their zero points, in float32 and exact."""
+def _values(words: jax.Array, place: int, zero: jax.Array | float, dtype: DTypeLike) -> jax.Array:
+    """The values at one of the eight places of words, minus their zero points, exact."""
     # Beyond the fifth place a value would reach into the exponent.
     moved, bit = (words, 4 * place) if place < 5 else (lax.shift_right_logical(words, 12), 4 * place - 12)
-    number = lax.bitcast_convert_type((moved & (15 << bit)) | LARGE, jnp.float32)
-    return number * 2.0**-bit - (2.0 ** (23 - bit) + zero)
+    wide = lax.bitcast_convert_type((moved & (15 << bit)) | LARGE, jnp.float32)
+    return (wide * 2.0**-bit - (2.0 ** (23 - bit) + zero)).astype(dtype)
+
+
+_PAIRED = {"bfloat16": ("bf16x2", 0x43004300, 0x3F803F80, 128), "float16": ("f16x2", 0x64006400, 0x3C003C00, 1024)}
+"""dtype -> its name in PTX, and two values each in 32 bits: the one whose lowest bit of the mantissa adds 1, and 1; and
+the first of these values."""
+
+
+def _pairs(words: jax.Array, place: int, zero: jax.Array | float, dtype: DTypeLike) -> jax.Array:
+    """The same for 16 bits, in PTX: the values of two words at a time, with two instructions for each, not four.
+
+    Of 128 + value, or 1024 + value, 128 + zero is subtracted; both fit the mantissa.
+    """
+    name, large, one, least = _PAIRED[jnp.dtype(dtype).name]
+    offset = jnp.broadcast_to(jnp.asarray(-least - zero, jnp.float32).reshape(1, -1).astype(dtype), words.shape)
+    half = "0x5410" if place < 4 else "0x7632"
+    text = f"""
+    {{
+    .reg .b32 t, mask, large, one;
+    mov.b32 mask, 0x000F000F;
+    mov.b32 large, {large:#x};
+    mov.b32 one, {one:#x};
+    prmt.b32 t, $1, $2, {half};
+    shr.u32 t, t, {4 * (place % 4)};
+    lop3.b32 t, t, mask, large, 0xEA;
+    fma.rn.{name} $0, t, one, $3;
+    }}
+    """
+    return _in_ptx(text, "=r,r,r,r", [words, offset], jnp.dtype(dtype), pack=2)
+
+
+def _in_ptx(text: str, constraints: str, args: list[jax.Array], dtype: DTypeLike, *, pack: int) -> jax.Array:
+    """PTX for each `pack` elements of arrays of one shape; the result has this shape, too."""
+    shape = jax.ShapeDtypeStruct(args[0].shape, dtype)
+    options = {"args": args, "constraints": constraints, "pack": pack, "result_shape_dtypes": [shape]}
+    return pltriton.elementwise_inline_asm(text, **options)[0]
 
 
 def _one_row_kernel(
@@ -274,6 +323,7 @@ def _one_row_kernel(
     *,
     group: int,
     config: Config,
+    ptx: bool,
 ) -> None:
     tiles = _Tiles(x_ref, words_ref, scale_ref, zero_ref, group=group, config=config)
     places = PER_WORD // tiles.sections
@@ -282,7 +332,7 @@ def _one_row_kernel(
         words = tiles.words(block)
         for section in range(tiles.sections):
             x = {place: tiles.one_row(block, place) for place in range(section * places, (section + 1) * places)}
-            products = _products(words, x, tiles.zero(block, section))
+            products = _products(words, x, tiles.zero(block, section), ptx)
             totals += products if tiles.whole else products * (16 * tiles.scale(block, section))[None]
         return totals
 
@@ -294,7 +344,7 @@ def _one_row_kernel(
     pltriton.store(out_ref.at[tiles.part, 0, tiles.column], total.astype(out_ref.dtype), mask=tiles.inside)
 
 
-def _products(words: jax.Array, x: dict[int, jax.Array], zero: jax.Array | float) -> jax.Array:
+def _products(words: jax.Array, x: dict[int, jax.Array], zero: jax.Array | float, ptx: bool) -> jax.Array:
     """Sums of products of each word's values with the elements of x at these places, over 16, [16, block_n].
 
     Two places are moved to the highest bits of a mantissa at once. Of 1 + value / 16, which is multiplied in the place
@@ -310,11 +360,16 @@ def _products(words: jax.Array, x: dict[int, jax.Array], zero: jax.Array | float
                 shift = 8 * (place // 2) - 15
                 moved = lax.shift_right_logical(words, shift) if shift > 0 else words << -shift
                 wide = lax.bitcast_convert_type((moved & bits) | ONE, jnp.float32)
-                products = _multiply_add(wide, x[place][:, None], products)
+                products = _multiply_add(wide, x[place][:, None], products, ptx)
             offset = functools.reduce(jnp.add, [x[place] for place in own])[:, None] * (unit + zero / 16)
             total += unit * products - offset
     return total
 
 
-def _multiply_add(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
-    return a * b + c
+def _multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, ptx: bool) -> jax.Array:
+    """a * b + c, in PTX one instruction, which XLA does not make of two."""
+    if not ptx:
+        return a * b + c
+    return _in_ptx(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [jnp.broadcast_to(x, c.shape) for x in (a, b, c)], c.dtype, pack=1
+    )
