@@ -5,10 +5,11 @@ A block of 128 rows is stored in 16 rows of words of 32 bits: value i of word r,
 is a tile of 16 rows, which tensor cores multiply at once.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int
 
 PER_WORD = 8
 """Values of a word."""
@@ -23,16 +24,16 @@ def word_rows(rows: int) -> int:
     return -(-rows // BLOCK) * STRIDE
 
 
-def pack(values: Shaped[Array, "K N"] | Shaped[np.ndarray, "K N"]) -> Int[Array, "W N"] | Int[np.ndarray, "W N"]:
-    """The words of values 0 to 15; of arrays of NumPy, on the host."""
-    library = np if isinstance(values, np.ndarray) else jnp
+def pack(values: Any) -> Any:
+    """The words, int32 [W, N], of values 0 to 15 [K, N], by the library that has them: JAX, or NumPy on the host."""
+    library = values.__array_namespace__()
     rows, columns = values.shape
-    split = library.pad(values.astype(np.uint8), [(0, -rows % BLOCK), (0, 0)])
+    split = library.pad(values, [(0, -rows % BLOCK), (0, 0)]).astype(library.uint32)
     split = split.reshape(-1, PER_WORD, STRIDE, columns)
-    words = library.zeros((len(split), STRIDE, columns), np.uint32)
-    for place in range(PER_WORD):
-        words |= split[:, place].astype(np.uint32) << np.uint32(4 * place)
-    return words.view(np.int32).reshape(-1, columns)
+    words = split[:, 0]
+    for place in range(1, PER_WORD):
+        words = words | (split[:, place] << library.uint32(4 * place))
+    return words.view(library.int32).reshape(-1, columns)
 
 
 def unpack(words: Int[Array, "W N"], rows: int) -> Int[Array, "K N"]:
