@@ -796,6 +796,39 @@ MUTANTS = (
         ),
     ),
     *_group(
+        "pallas_kernels/packed_matmul/reference.py",
+        (
+            "the zero points of other rows",
+            "jnp.repeat(zero, group, axis=0)[:inner]",
+            "jnp.tile(zero, (group, 1))[:inner]",
+            "kernels/test_packed_matmul.py::test_equals_the_product_with_the_widened_matrix[zeros-xla]",
+        ),
+    ),
+    *_group(
+        "pallas_kernels/packed_matmul/triton.py",
+        (
+            "the scales of a whole block",
+            "group, mask = block // self.blocks_per_group * self.sections + section, self.inside",
+            "group, mask = block // self.blocks_per_group * self.sections, self.inside",
+            "kernels/test_packed_matmul.py::test_equals_the_product_with_the_widened_matrix[a_short_section-triton]",
+        ),
+        (
+            "elements of x after the last",
+            "return k < self.inner if self.uneven or self.inner % BLOCK else None",
+            "return None",
+            "kernels/test_packed_matmul.py::test_equals_the_product_with_the_widened_matrix[a_short_section-triton]",
+        ),
+    ),
+    *_group(
+        "jspec/checkpoints/scaled.py",
+        (
+            "packed zero points of whole columns",
+            "least = np.minimum.reduceat(values, np.arange(0, len(values), size), axis=0)",
+            "least = np.tile(values.min(0), (-(-len(values) // size), 1))",
+            "checkpoints/test_packed.py::test_weights_are_those_that_were_packed[llama-awq]",
+        ),
+    ),
+    *_group(
         "pallas_kernels/split_heads/reference.py",
         (
             "keys that are not rotated",

@@ -159,8 +159,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         choices=(*FORMATS, BLOCKS, WIDE),
-        help="8-bit matrices of linear layers in target and draft, see jspec.load (default: as stored, or those of "
-        f"--dtype); {BLOCKS}, for presets: as in checkpoints with one scale for 128 x 128 values",
+        help="matrices of 8 or 4 bits of linear layers in target and draft, see jspec.load (default: as stored, or "
+        f"those of --dtype); {BLOCKS}, for presets: as in checkpoints with one scale for 128 x 128 values",
     )
     add_kv(parser)
     parser.add_argument(

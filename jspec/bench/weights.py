@@ -10,7 +10,7 @@ import numpy as np
 from jspec.core.types import Params
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
-from jspec.models.quantized import BLOCKS, FORMATS, Quantized, is_matrix, quantize
+from jspec.models.quantized import BLOCKS, FORMATS, PACKED, Quantized, is_matrix, quantize
 
 SPREAD = 0.02
 """Standard deviation of random matrices: activations stay finite at any depth."""
@@ -56,6 +56,8 @@ def _normal(key, spread, *, shape, dtype, narrow):
 
 def _format(matrix: Quantized) -> str:
     """The name of the format of a quantized matrix."""
+    if matrix.filling is not None:
+        return PACKED
     if matrix.group is not None:
         return BLOCKS
     return next(name for name, kind in FORMATS.items() if kind == matrix.narrow.dtype)

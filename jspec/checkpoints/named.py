@@ -81,8 +81,11 @@ class LiveTensors(Tensors):
         if self.placement is not None:
             arrays = self.placement.arrange(field, arrays)
         array = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
+        if self.weights is None or field not in LINEAR:
+            return array
+        self.check_devices(field, array.shape)
         # `Placement.spread` places the parts of a quantized matrix, as all of this is one program.
-        return array if self.weights is None or field not in LINEAR else quantize(array, self.weights)
+        return quantize(array, self.weights)
 
     def compare_head(self, embedding: str, *shape: int) -> None:
         """Refuses an LM head beside a tied embedding, unless it is known to be equal."""

@@ -10,7 +10,7 @@ Three layouts of a linear layer X with weights [out, in], all with the lowest bi
 - AWQ (Lin et al., arXiv 2306.00978), the layout of its matrix products: `X.qweight` [in, out / 8], `X.scales` and
   `X.qzeros` as in GPTQ. A word has eight columns in the order 0, 2, 4, 6, 1, 3, 5, 7.
 
-A value minus its zero point fits 8 bits, which are kept: the weights are those of the checkpoint, in twice its bytes.
+A value minus its zero point fits 8 bits, in which it is read; `scaled.py` packs 4 bits again, in the kernel's layout.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ Linear layers keep the stored values and scales, unless other weights are asked 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,8 @@ from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import HEAD, Tensors
 from jspec.core.sharding import WEIGHTS
-from jspec.models.quantized import LINEAR, Quantized, is_quantized
+from jspec.models.quantized import LINEAR, ZERO, Quantized, check_whole_groups, is_quantized
+from pallas_kernels.packed_matmul import BLOCK, STRIDE, pack, word_rows
 
 FP8, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
 """Types of the matrices."""
@@ -54,6 +55,13 @@ class Scheme:
         """Rows of a matrix [in, out] that share a scale; None: all."""
         size = self.block[1]
         return None if size is None or size >= width else size
+
+    def stays_packed(self, shape: Sequence[int]) -> bool:
+        """Whether a weight [..., in, out] keeps 4 bits: experts, and groups that no kernel supports, have 8."""
+        *stack, width, _ = shape
+        return (
+            self.packing is not None and self.packing.bits == 4 and not stack and not (self.group(width) or 0) % STRIDE
+        )
 
 
 def parse_scheme(config: Fields) -> Scheme | None:
@@ -244,8 +252,17 @@ class ScaledTensors(Tensors):
             return super().put(
                 field, [part.wide(self.dtype) if isinstance(part, ScaledArray) else part for part in parts]
             )
-        narrow, scale = (super(ScaledTensors, self).put(field, each) for each in zip(*map(_halves, parts), strict=True))
-        return Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group)
+        packing, shape = self.scheme.packing, parts[0].shape
+        if packing is None or not self.scheme.stays_packed(shape):
+            narrow, scale = self._put_each(field, map(_halves, parts))
+            return Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group)
+        narrow, scale, *zeros = self._put_each(field, (_packed_parts(part, packing.zeros) for part in parts))
+        made = Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group, filling=-shape[0] % BLOCK)
+        return dataclasses.replace(made, zero=zeros[0]) if zeros else made
+
+    def _put_each(self, field: str | None, parts: Iterable[Sequence[np.ndarray]]) -> list[Any]:
+        """What each part has, as arrays of their own."""
+        return [super(ScaledTensors, self).put(field, each) for each in zip(*parts, strict=True)]
 
     def shapes(self, shapes: PyTree) -> PyTree:
         """As in `Tensors`. Linear layers have 8 bits, but the LM head if it is stored wide; others may be, too.
@@ -260,11 +277,18 @@ class ScaledTensors(Tensors):
             if not is_quantized(path) or (path[-1].name == "lm_head" and not self._head_is_narrow()):
                 return leaf
             *stack, width, columns = leaf.shape
-            group = self.scheme.group(width)
-            self._check_devices(path[-1].name, width, group)
-            scale: Any = jax.ShapeDtypeStruct((*stack, -(-width // (group or width)), columns), np.float32)
+            group, packed = self.scheme.group(width), self.scheme.stays_packed(leaf.shape)
+            self._check_groups(path[-1].name, width, group, packed)
+            groups = (*stack, -(-width // (group or width)), columns)
+            scale: Any = jax.ShapeDtypeStruct(groups, np.float32)
             narrow: Any = jax.ShapeDtypeStruct(leaf.shape, self.scheme.kind)
-            return Quantized(narrow, scale, np.dtype(leaf.dtype), group)
+            made = Quantized(narrow, scale, np.dtype(leaf.dtype), group)
+            if not packed:
+                return made
+            assert self.scheme.packing is not None
+            words: Any = jax.ShapeDtypeStruct((word_rows(width), columns), np.int32)
+            zero: Any = jax.ShapeDtypeStruct(groups, np.int8) if self.scheme.packing.zeros else None
+            return dataclasses.replace(made, narrow=words, zero=zero, filling=-width % BLOCK)
 
         return jax.tree_util.tree_map_with_path(stored, shapes)
 
@@ -278,14 +302,9 @@ class ScaledTensors(Tensors):
     def _head_is_narrow(self) -> bool:
         return HEAD in self.names() and self.is_narrow(HEAD)
 
-    def _check_devices(self, field: str, width: int, group: int | None) -> None:
-        devices = 1 if self.placement is None else self.placement.size
-        if devices > 1 and group is not None and WEIGHTS.get(field) == -2 and width % (devices * group):
-            fitting = [str(n) for n in range(1, width // group + 1) if n == 1 or width % (n * group) == 0]
-            raise ValueError(
-                f"tensor={devices}: {field} has {width} rows with one scale for each {group}; must be "
-                f"{', '.join(fitting)}; weights='wide' and other formats have no such groups"
-            )
+    def _check_groups(self, field: str, width: int, group: int | None, packed: bool) -> None:
+        if self.placement is not None and WEIGHTS.get(field) == -2 and (packed or group is not None):
+            check_whole_groups(field, width, group, self.placement.size, packed)
 
     def _read_narrow(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """An 8-bit matrix, [out, in], and the scale of each of its values.
@@ -318,3 +337,18 @@ class ScaledTensors(Tensors):
 
 def _halves(part: ScaledArray) -> tuple[np.ndarray, np.ndarray]:
     return part.narrow, part.scales()
+
+
+def _packed_parts(part: ScaledArray, zeros: bool) -> tuple[Any, ...]:
+    """Words, scales and, if the values are not symmetric, zero points.
+
+    The values are integers minus their zero points, of which there are at most 16 in a group. Any zero point for which
+    they fit 4 bits describes the same weights, so that of the file is not needed.
+    """
+    values, scale = _halves(part)
+    if not zeros:
+        return pack(values + np.int8(ZERO)), scale
+    size = part.group or len(values)
+    least = np.minimum.reduceat(values, np.arange(0, len(values), size), axis=0)
+    zero = np.maximum(-least, 0)
+    return pack(values + np.repeat(zero, size, axis=0)[: len(values)]), scale, zero

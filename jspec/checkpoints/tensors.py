@@ -12,8 +12,18 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jspec.checkpoints.files import CheckpointError, on_device
-from jspec.core.sharding import Placement
-from jspec.models.quantized import FORMATS, LINEAR, largest_matrix, quantize, quantize_shapes
+from jspec.core.sharding import WEIGHTS, Placement
+from jspec.models.quantized import (
+    FORMATS,
+    LINEAR,
+    PACKED,
+    check_whole_groups,
+    is_quantized,
+    largest_matrix,
+    quantize,
+    quantize_shapes,
+)
+from pallas_kernels.packed_matmul import BLOCK
 
 FLOATS = {np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)}
 """What weights may be stored as."""
@@ -63,8 +73,8 @@ class Tensors:
     placement: Placement | None = None
     """The devices over which the weights are split; None: all are on the default device."""
     weights: str | None = None
-    """The format of the matrices of linear layers, a key of `quantized.FORMATS`; "wide": `dtype`; None: 8 bits if they
-    are stored so, and otherwise `dtype`."""
+    """The format of the matrices of linear layers, a key of `quantized.FORMATS`; "wide": `dtype`; None: 8 or 4 bits if
+    they are stored so, and otherwise `dtype`."""
 
     def __init__(self, files: TensorFiles, dtype: DTypeLike):
         self.files, self.directory, self.dtype = files, files.directory, dtype
@@ -177,11 +187,24 @@ class Tensors:
         """A weight in the format of its field: the matrices of linear layers are quantized, one at a time."""
         if self.weights not in FORMATS or field not in LINEAR:
             return array
+        self.check_devices(field, array.shape)
         made = _quantize(array, self.weights)
         return made if self.placement is None else self.placement.place(field, made)
 
+    def check_devices(self, field: str, shape: tuple[int, ...]) -> None:
+        """Raises ValueError if a matrix is to be packed and devices would have parts of its groups."""
+        if self.placement is not None and self.weights == PACKED and len(shape) == 2 and WEIGHTS.get(field) == -2:
+            check_whole_groups(field, shape[0], BLOCK, self.placement.size, packed=True)
+
     def shapes(self, shapes: PyTree) -> PyTree:
-        """`jax.ShapeDtypeStruct`s of weights in `dtype`, with quantized matrices where these tensors become such."""
+        """`jax.ShapeDtypeStruct`s of weights in `dtype`, with quantized matrices where these tensors become such.
+
+        Raises:
+          ValueError: devices would have parts of groups.
+        """
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+            if is_quantized(path):
+                self.check_devices(path[-1].name, leaf.shape)
         return quantize_shapes(shapes, self.weights)
 
     def memory(self, shapes: PyTree) -> PyTree:

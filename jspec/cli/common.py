@@ -102,8 +102,8 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         choices=(*FORMATS, WIDE),
-        help="quantize the linear layers of model and draft, with a scale for each column; wide: all weights are those "
-        "of --dtype (default: 8 bits where they are stored so, otherwise those of --dtype)",
+        help="quantize the linear layers of model and draft, with a scale for each column (int4: each 128 rows of it); "
+        "wide: all weights are those of --dtype (default: as stored in 8 or 4 bits, otherwise those of --dtype)",
     )
 
 

@@ -51,7 +51,7 @@ _WHOLE = {"indexer"}
 _VOCABULARY = {"embed", "lm_head"}
 """Fields that are whole if the number of devices does not divide them; the others are checked by `check_split`."""
 
-_QUANTIZED = {"narrow", "scale"}
+_QUANTIZED = {"narrow", "scale", "zero"}
 """The parts of a quantized matrix (`jspec.models.quantized`), which are split as the field that has it."""
 
 T = TypeVar("T")
@@ -252,8 +252,8 @@ class Placement:
         """The axis of a leaf by the name of its field, the last one or that before the part of a quantized matrix."""
         part = names.pop() if len(names) > 1 and names[-1] in _QUANTIZED else None
         axis = self._split_axis(str(names[-1]) if names else "", shape)
-        # Where rows are split, the scales are those of whole columns.
-        return None if part == "scale" and axis is not None and shape[axis] == 1 else axis
+        # Where rows are split, scales may be those of whole columns.
+        return None if part in ("scale", "zero") and axis is not None and shape[axis] == 1 else axis
 
     def _split_axis(self, field: str, shape: tuple[int, ...]) -> int | None:
         axis = WEIGHTS.get(field, STATE.get(field))

@@ -14,6 +14,7 @@ from jspec.core.sharding import Device
 from jspec.core.types import Drafter, Params, Target
 from jspec.engine import host_memory
 from jspec.models.decoder import Decoder
+from jspec.models.quantized import dtype_names
 from jspec.models.sizes import tree_bytes
 from pallas_kernels import platform
 
@@ -128,7 +129,7 @@ def check_weights(name: str, shapes: PyTree, what: str = "weights", devices: Col
     memory, needed = least_free(devices), tree_bytes(missing)
     if memory is not None and needed > memory[0]:
         free, limit = map(gigabytes, memory)
-        dtypes = ", ".join(sorted({str(leaf.dtype) for leaf in missing}))
+        dtypes = ", ".join(dtype_names(shapes))
         each = "" if devices is None else f" on each of {len(devices)} devices"
         raise ValueError(
             f"{name}: {gigabytes(needed)} of {what} ({dtypes}){each} do not fit: {free} of {limit} are free{_advice()}"

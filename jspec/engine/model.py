@@ -29,7 +29,7 @@ from jspec.engine import memory
 from jspec.models import MtpHeads, MtpParams
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
-from jspec.models.quantized import FORMATS, WIDE, check_weights, refuse_quantized
+from jspec.models.quantized import FORMATS, WIDE, check_weights, dtype_names, refuse_quantized
 from jspec.text.tokenizer import Tokenizer
 
 BUNDLED = {
@@ -136,7 +136,7 @@ class Model:
 
 def _dtypes(params: Any) -> str:
     """The dtypes of weights."""
-    return "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")}))
+    return "/".join(dtype_names(params))
 
 
 def _check_same_shapes(old: Any, new: Any) -> None:
@@ -237,8 +237,9 @@ def load(
       exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
         half precision too; on one device, for the families that docs/losslessness.md lists.
       weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
-        have 8 bits and a scale for each column. "wide": all weights are in `dtype`. None: those that a checkpoint
-        stores in 8 bits keep them, and the others are in `dtype`. See docs/quantization.md.
+        have 8 bits and a scale for each column. "int4": they have 4 bits and a scale for each 128 rows of a column, and
+        experts 8 bits. "wide": all weights are in `dtype`. None: those that a checkpoint stores in 8 or 4 bits keep
+        them, and the others are in `dtype`. See docs/quantization.md.
       kv: "fp8": caches keep the target's keys and values, or latents, in 8 bits. None: in `dtype`. Drafted output
         equals plain output with the same `kv`. See docs/quantization.md.
 

@@ -1,10 +1,11 @@
-"""Weights of 8 bits: matrices in fp8 or int8 with a scale for each output column, or for groups of its rows.
+"""Weights of 8 or 4 bits: matrices with a scale for each output column, or for groups of its rows.
 
 A `Quantized` takes the place of an array in a pytree of weights. On a GPU the narrow matrix is widened inside the
 kernel that multiplies, so that a round reads the narrow bytes alone (docs/quantization.md).
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -13,19 +14,27 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float, PyTree, Shaped
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
+from pallas_kernels.packed_matmul import BLOCK, PER_WORD, pack, packed_matmul, unpack
 from pallas_kernels.scaled_matmul import scaled_matmul
 
 WIDE = "wide"
 """What `weights` is called that have no fewer bits than `dtype`, however a checkpoint stores them."""
-FORMATS: dict[str, np.dtype] = {"fp8": np.dtype(ml_dtypes.float8_e4m3fn), "int8": np.dtype(np.int8)}
-"""Name -> type of the matrices."""
+FORMATS: dict[str, np.dtype] = {
+    "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
+    "int8": np.dtype(np.int8),
+    "int4": np.dtype(ml_dtypes.int4),
+}
+"""Name -> type of the values."""
+PACKED = "int4"
+"""The format whose values are packed, eight in a word."""
 BLOCKS = "fp8-blocks"
-"""What `jspec.bench` calls fp8 with a scale for each `BLOCK` rows of a column, as block-scaled checkpoints have it."""
-BLOCK = 128
-LARGEST = {FORMATS["fp8"]: 448.0, FORMATS["int8"]: 127.0}
-"""The largest value of each type: that of a column after it is divided by its scale."""
+"""What `jspec.bench` calls fp8 with a scale for each 128 rows of a column, as block-scaled checkpoints have it."""
+ZERO = 8
+"""The packed value that stands for 0, where there are no zero points."""
+LARGEST = {FORMATS["fp8"]: 448.0, FORMATS["int8"]: 127.0, FORMATS["int4"]: 7.0}
+"""The largest value of each type: that of a column, or group, after it is divided by its scale."""
 LINEAR = {
     "qkv",
     "o",
@@ -53,30 +62,38 @@ _WHOLE = {"indexer"}
 class Quantized:
     """A matrix, or a stack of them, as narrow values times scales.
 
-    narrow: fp8 (e4m3) or int8.
+    narrow: fp8 (e4m3) or int8; or words of eight values of 4 bits (`pallas_kernels.packed_matmul.layout`) in int32.
     scale: of each output column, or of each group of its rows, in float32.
     dtype: what it has been made from, and the precision of caches that take theirs from weights.
     group: rows that share a scale, in a column, as in block-scaled checkpoints; None: all of the column.
+    zero: which packed value stands for 0, of each column or group, in int8; None: `ZERO`.
+    filling: rows that fill the last block of a packed matrix; None: it is not packed.
     """
 
-    narrow: Shaped[Array, "*stack in out"]
+    narrow: Shaped[Array, "*stack stored out"]
     scale: Float[Array, "*stack groups out"]
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     group: int | None = dataclasses.field(default=None, metadata={"static": True})
+    zero: Int[Array, "groups out"] | None = None
+    filling: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the matrix."""
-        return self.narrow.shape
+        if self.filling is None:
+            return self.narrow.shape
+        words, columns = self.narrow.shape
+        return words * PER_WORD - self.filling, columns
 
     def __getitem__(self, index: tuple[slice, ...]) -> "Quantized":
         """Some columns, as the last slice has them; those before it take everything."""
-        return dataclasses.replace(self, narrow=self.narrow[index], scale=self.scale[index])
+        zero = None if self.zero is None else self.zero[index]
+        return dataclasses.replace(self, narrow=self.narrow[index], scale=self.scale[index], zero=zero)
 
     @property
     def size(self) -> int:
         """Elements of the matrix."""
-        return self.narrow.size
+        return math.prod(self.shape)
 
 
 Weight: TypeAlias = Float[Array, "*stack in out"] | Quantized
@@ -93,26 +110,39 @@ def check_weights(weights: object, *others: str) -> None:
 def quantize(weight: Float[Array, "*stack in out"], weights: str) -> Quantized:
     """A matrix, or a stack of them, in a format: each column is scaled so that its largest value is the format's.
 
-    weights: a key of `FORMATS`; or `BLOCKS`, for random weights.
+    weights: a key of `FORMATS`, of which `PACKED` has groups, and keeps stacks in 8 bits; or `BLOCKS`, for random
+      weights.
     """
     if weights == BLOCKS:
-        return _quantize_groups(weight)
+        return _quantize_groups(weight, "fp8")
+    if weights == PACKED and weight.ndim > 2:
+        weights = "int8"
+    elif weights == PACKED:
+        values = _quantize_groups(weight, PACKED)
+        packed = pack(values.narrow + ZERO)
+        return dataclasses.replace(values, narrow=packed, filling=-len(weight) % BLOCK)
+    return _quantize_columns(weight, weights)
+
+
+def _quantize_columns(weight: Float[Array, "*stack in out"], weights: str) -> Quantized:
+    """A matrix in a format, with a scale for each column."""
     kind = FORMATS[weights]
     wide = weight.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-2, keepdims=True)
     scale = jnp.where(largest > 0, largest / LARGEST[kind], 1.0)
     scaled = jnp.clip(wide / scale, -LARGEST[kind], LARGEST[kind])
-    narrow = (jnp.round(scaled) if kind == np.int8 else scaled).astype(kind)
+    # Not all platforms have arrays of 4 bits.
+    narrow = scaled.astype(kind) if weights == "fp8" else jnp.round(scaled).astype(np.int8)
     return Quantized(narrow, scale, np.dtype(weight.dtype))
 
 
-def _quantize_groups(weight: Float[Array, "*stack in out"]) -> Quantized:
-    """fp8 with a scale for each `BLOCK` rows of a column, or for the whole column if it has no more."""
+def _quantize_groups(weight: Float[Array, "*stack in out"], weights: str) -> Quantized:
+    """A format with a scale for each `BLOCK` rows of a column, or for the whole column if it has no more."""
     *stack, rows, columns = weight.shape
     if rows <= BLOCK:
-        return quantize(weight, "fp8")
+        return _quantize_columns(weight, weights)
     padded = jnp.pad(weight, [(0, 0)] * len(stack) + [(0, -rows % BLOCK), (0, 0)])
-    made = quantize(padded.reshape(*stack, -1, BLOCK, columns), "fp8")
+    made = _quantize_columns(padded.reshape(*stack, -1, BLOCK, columns), weights)
     narrow = made.narrow.reshape(*stack, -1, columns)[..., :rows, :]
     return Quantized(narrow, made.scale[..., 0, :], made.dtype, BLOCK)
 
@@ -121,16 +151,23 @@ def widen(weight: Weight) -> Float[Array, "*stack in out"]:
     """The matrix that the narrow values and their scales describe, in float32; of an array, itself."""
     if not isinstance(weight, Quantized):
         return weight
-    scale = weight.scale
-    if weight.group is not None:
-        scale = jnp.repeat(scale, weight.group, axis=-2)[..., : weight.shape[-2], :]
-    return weight.narrow.astype(jnp.float32) * scale
+
+    def of_rows(part: Array) -> Array:
+        return part if weight.group is None else jnp.repeat(part, weight.group, axis=-2)[..., : weight.shape[-2], :]
+
+    narrow = weight.narrow
+    if weight.filling is not None:
+        narrow = unpack(narrow, weight.shape[0]) - (ZERO if weight.zero is None else of_rows(weight.zero))
+    return narrow.astype(jnp.float32) * of_rows(weight.scale)
 
 
 def quantized_product(x: Float[Array, "*batch in"], weight: Quantized) -> Float[Array, "*batch out"]:
     """x @ weight, with sums in float32, on which the scales are applied."""
     rows, inner = x.reshape(-1, x.shape[-1]), x.shape[-1]
-    out = scaled_matmul(rows, weight.narrow, weight.scale, group=weight.group or inner)
+    if weight.filling is None:
+        out = scaled_matmul(rows, weight.narrow, weight.scale, group=weight.group or inner)
+    else:
+        out = packed_matmul(rows, weight.narrow, weight.scale, weight.zero, group=weight.group or inner)
     return out.reshape(*x.shape[:-1], -1)
 
 
@@ -151,6 +188,22 @@ def quantize_shapes(shapes: PyTree, weights: str | None) -> PyTree:
     return jax.tree_util.tree_map_with_path(quantized, shapes)
 
 
+def check_whole_groups(field: str, rows: int, group: int | None, devices: int, packed: bool) -> None:
+    """Raises ValueError if devices that share the rows of a matrix would have parts of groups, or of packed blocks.
+
+    field: of the weights, for the message.
+    """
+    unit = math.lcm(group or 1, BLOCK if packed else 1)
+    if devices == 1 or rows % (devices * unit) == 0:
+        return
+    fitting = [str(n) for n in range(1, max(1, rows // unit) + 1) if n == 1 or rows % (n * unit) == 0]
+    reason = f"one scale for each {group}" if unit == group else f"{unit} packed together"
+    raise ValueError(
+        f"tensor={devices}: {field} has {rows} rows with {reason}; must be {', '.join(fitting)}; weights='wide' and "
+        "formats of 8 bits have no such groups"
+    )
+
+
 def largest_matrix(shapes: PyTree) -> jax.ShapeDtypeStruct | None:
     """The largest matrix before it is quantized, which is in memory for a moment as it is read; None: none is."""
     found = jax.tree.leaves(shapes, is_leaf=is_matrix)
@@ -163,7 +216,17 @@ def is_matrix(node: object) -> bool:
     return isinstance(node, Quantized)
 
 
+def dtype_names(params: PyTree) -> list[str]:
+    """The dtypes of weights, or shapes of them, that of packed values in the place of that of their words."""
+    leaves = jax.tree.leaves(params, is_leaf=is_matrix)
+    packed = [leaf for leaf in leaves if isinstance(leaf, Quantized) and leaf.filling is not None]
+    others = [leaf for leaf in leaves if not any(leaf is each for each in packed)]
+    names = {str(leaf.dtype) for leaf in jax.tree.leaves(others) if hasattr(leaf, "dtype")}
+    names |= {str(leaf.scale.dtype) for leaf in packed}
+    return sorted(names | ({str(FORMATS[PACKED])} if packed else set()))
+
+
 def refuse_quantized(params: PyTree, user: str) -> None:
     """Raises ValueError if weights are quantized, which `user` does not support."""
     if any(isinstance(node, Quantized) for node in jax.tree.leaves(params, is_leaf=is_matrix)):
-        raise ValueError(f"the weights have 8 bits, which {user} does not support: load them with weights='wide'")
+        raise ValueError(f"the weights are quantized, which {user} does not support: load them with weights='wide'")

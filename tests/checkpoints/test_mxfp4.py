@@ -170,5 +170,5 @@ def test_values_that_a_dtype_cannot_hold(stored, tmp_path):
 
 def test_quantized_weights_are_not_written(stored, tmp_path):
     loaded = language_model.load(stored / "narrow", dtype="float32")
-    with pytest.raises(ValueError, match="the weights have 8 bits, which writing a checkpoint does not support"):
+    with pytest.raises(ValueError, match="the weights are quantized, which writing a checkpoint does not support"):
         language_model.save(tmp_path, loaded.config, loaded.params)

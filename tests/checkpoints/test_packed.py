@@ -15,7 +15,7 @@ from jspec.checkpoints import language_model
 from jspec.checkpoints.files import CheckpointError
 from jspec.models.quantized import is_matrix
 
-GROUP = 8
+GROUP = 16
 
 
 def compressed(**changes):
@@ -45,12 +45,15 @@ FORMATS = {
     "gptq": GPTQ,
     "gptq_v2": {**GPTQ, "checkpoint_format": "gptq_v2"},
     "gptq_column": {**GPTQ, "group_size": -1},
+    "gptq_8_inputs": {**GPTQ, "group_size": 8},
     "awq": AWQ,
 }
 
 
 WHOLE = ("compressed_channel", "gptq_column")
 """Formats with one scale for each output."""
+SIZES = {"gptq_8_inputs": 8, **dict.fromkeys(WHOLE)}
+"""Format -> inputs that share a scale, None: all; of the others, `GROUP`."""
 
 
 def pack(values, bits, order=None):
@@ -69,7 +72,7 @@ def packed_layer(rng, shape, form):
     """Random tensors of a layer [out, in], by the end of their names, and its weights in float32."""
     out, width = shape
     bits = 8 if form == "compressed_8_bits" else 4
-    size = width if form in WHOLE else GROUP
+    size = SIZES.get(form, GROUP) or width
     groups = -(-width // size)
     q = rng.integers(0, 2**bits, shape)
     # The first format of GPTQ stores a zero point less one, and has none for 0.
@@ -141,8 +144,17 @@ def test_weights_are_those_that_were_packed(stored, model, form):
     matrices = [leaf for leaf in jax.tree.leaves(got, is_leaf=is_matrix) if is_matrix(leaf)]
     assert len(matrices) >= 8
     for leaf in matrices:
-        assert (leaf.narrow.dtype, leaf.scale.dtype, leaf.dtype) == (np.int8, np.float32, np.float32)
-        assert leaf.group == (None if form in WHOLE else GROUP)
+        # Experts and groups that no kernel supports keep 8 bits.
+        packed = form not in ("compressed_8_bits", "gptq_8_inputs") and len(leaf.shape) == 2
+        assert (leaf.narrow.dtype, leaf.scale.dtype, leaf.dtype) == (
+            np.int32 if packed else np.int8,
+            np.float32,
+            np.float32,
+        )
+        assert (leaf.filling is not None) == packed
+        assert (leaf.zero is not None) == (packed and form not in ("compressed", "compressed_channel"))
+        size = SIZES.get(form, GROUP)
+        assert leaf.group == (None if size is None or size >= leaf.shape[-2] else size)
 
 
 @pytest.mark.parametrize("form", ("compressed_zeros", "awq"))
@@ -180,7 +192,7 @@ def test_other_weights_can_be_chosen(stored):
     assert half.embed.dtype == half.layers[0].o.dtype == jnp.bfloat16 and is_matrix(half.layers[0].o)
 
 
-def test_memory_counts_8_bits(stored, monkeypatch):
+def test_memory_counts_packed_values(stored, monkeypatch):
     from jspec.engine import memory
 
     path = stored("llama", "awq") / "narrow"
@@ -229,19 +241,19 @@ LAYER, WORDS = "model.layers.0.self_attn.o_proj", np.full((8, 8), -1, np.int32)
         ("gptq", {f"{LAYER}.g_idx": np.arange(64, dtype=np.int32) % 8}, "g_idx groups inputs that are not successive"),
         (
             "gptq",
-            {f"{LAYER}.qzeros": np.full((8, 4), -1, np.int32)},
+            {f"{LAYER}.qzeros": np.full((4, 4), -1, np.int32)},
             "qzeros has zero points that this format does not def",
         ),
         (
             "gptq",
-            {f"{LAYER}.qzeros": np.zeros((4, 4), np.int32)},
-            r"qzeros has shape \(4, 4\), which is not that of 32 x 64",
+            {f"{LAYER}.qzeros": np.zeros((3, 4), np.int32)},
+            r"qzeros has shape \(3, 4\), which is not that of 32 x 64",
         ),
         ("gptq", {f"{LAYER}.scales": None}, "o_proj.scales' is missing"),
         ("gptq", {f"{LAYER}.scales": np.ones((3, 32), np.float16)}, r"weight_scale has shape \(32, 3\)"),
         (
             "gptq",
-            {f"{LAYER}.scales": np.full((8, 32), np.inf, np.float16)},
+            {f"{LAYER}.scales": np.full((4, 32), np.inf, np.float16)},
             "weight_scale has values that are NaN or inf",
         ),
         ("awq", {f"{LAYER}.qweight": WORDS}, r"o_proj.weight has shape \(64, 8\), but config.json implies \(32, 64\)"),
@@ -289,7 +301,7 @@ def test_zero_points_that_leave_8_bits_are_refused(stored, tmp_path):
         tensors |= {name.replace("weight", end): np.ascontiguousarray(part) for end, part in parts.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     assert jspec.load(tmp_path).params.target.layers[0].o.narrow.min() == -128
-    tensors[f"{LAYER}.qzeros"] = pack(np.full((8, 32), 20), 8)
+    tensors[f"{LAYER}.qzeros"] = pack(np.full((4, 32), 20), 8)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="zero points whose distance to the values exceeds 8 bits"):
         jspec.load(tmp_path)

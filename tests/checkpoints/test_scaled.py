@@ -158,7 +158,7 @@ def test_memory_counts_what_is_stored(stored, monkeypatch):
 
 
 def test_exact_forwards_refuse_them_before_they_are_read(stored):
-    with pytest.raises(ValueError, match=r"the weights have 8 bits, which exact=True does not support: .*'wide'"):
+    with pytest.raises(ValueError, match=r"the weights are quantized, which exact=True does not support: .*'wide'"):
         jspec.load(stored("llama", "channels") / "narrow", exact=True)
     assert jspec.load(stored("llama", "channels") / "narrow", exact=True, weights="wide").target.exact
 

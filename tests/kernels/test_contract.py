@@ -72,6 +72,9 @@ def example(package):
             return (normal(6, 1040), normal(1040, 8) / 32), {}
         case "scaled_matmul":
             return (normal(6, 64), normal(64, 8).astype(jnp.int8), normal(4, 8)), {"group": 16}
+        case "packed_matmul":
+            words = (1e9 * normal(64, 8)).astype(jnp.int32)
+            return (normal(6, 512), words, normal(4, 8) / 64), {"group": 128}
         case "add_norm":
             return (normal(1, 2, 8), normal(1, 2, 8), normal(8)), {"eps": 1e-5}
         case "residual_norm":

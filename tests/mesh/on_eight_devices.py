@@ -33,7 +33,9 @@ BIASED = dataclasses.replace(TIED, attention_bias=True, tie_embeddings=False)
 EXPERTS = dataclasses.replace(
     toy.TARGET, experts=Routed(Router(count=4, chosen=2, normalize=True), width=16), dense_layers=(1,)
 )
-TARGETS = {"odd vocabulary": toy.TARGET, "tied": TIED, "biased": BIASED, "experts": EXPERTS}
+BLOCKS = dataclasses.replace(TIED, tie_embeddings=False, head_dim=32, intermediate_size=256)
+"""Two devices have whole blocks of 128 rows each."""
+TARGETS = {"odd vocabulary": toy.TARGET, "tied": TIED, "biased": BIASED, "experts": EXPERTS, "blocks": BLOCKS}
 LATENTS = {
     "latents": dataclasses.replace(deepseek.MLA, num_layers=1, mtp_layers=1),
     "latents in one step": dataclasses.replace(
@@ -488,13 +490,31 @@ def test_quantized_models_generate_the_tokens_of_one_device(directories, name, d
     assert_same(*runs[::-1])
 
 
-def test_quantized_weights_from_arrays_are_those_of_files(directories):
+def test_packed_weights_are_split_by_blocks_of_rows(directories):
+    one, two = (jspec.load(directories("blocks"), tensor=tensor, weights="int4") for tensor in (None, 2))
+    whole, split = one.params.target.layers[0], two.params.target.layers[0]
+    for was, now in ((whole.o, split.o), (whole.down, split.down)):
+        assert [shard.data.shape for shard in now.narrow.addressable_shards] == [(16, 32)] * 2
+        assert [shard.data.shape for shard in now.scale.addressable_shards] == [(1, 32)] * 2
+        np.testing.assert_array_equal(now.narrow, was.narrow)
+        np.testing.assert_array_equal(now.scale, was.scale)
+    runs = [jspec.generate(model, PROMPTS[:2], drafter=Ngram(), max_new_tokens=8) for model in (two, one)]
+    assert_same(*runs)
+    reason = "tensor=2: o has 128 rows with one scale for each 128; must be 1"
+    with pytest.raises(ValueError, match=reason):
+        jspec.load(directories("biased"), tensor=2, weights="int4")
+    with pytest.raises(ValueError, match=reason):
+        jspec.from_named(BIASED, named_arrays(BIASED, weights(BIASED)), tensor=2, weights="int4")
+
+
+@pytest.mark.parametrize(("name", "format"), [("experts", "int8"), ("blocks", "int4")])
+def test_quantized_weights_from_arrays_are_those_of_files(directories, name, format):
     """They are quantized by the program that fuses them, which splits the scales as well."""
-    config, arrays = TARGETS["experts"], {}
+    config = TARGETS[name]
     family = language_model._family_by_config(config)
     arrays = {name: jnp.array(x) for name, x in family.named_tensors(config, weights(config))}
-    got = jspec.from_named(config, arrays, tensor=2, weights="int8").params.target
-    expected = jspec.load(directories("experts"), tensor=2, weights="int8").params.target
+    got = jspec.from_named(config, arrays, tensor=2, weights=format).params.target
+    expected = jspec.load(directories(name), tensor=2, weights=format).params.target
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))

@@ -1,4 +1,4 @@
-"""Weights of 8 bits: what is quantized and how, equal outputs of drafted and plain decoding, and what is compiled."""
+"""Weights of fewer bits: what is quantized and how, equal outputs of drafted and plain decoding, what is compiled."""
 
 import dataclasses
 import functools
@@ -22,13 +22,14 @@ from jspec.drafters import Ngram, Plain
 from jspec.engine import memory
 from jspec.models import layers
 from jspec.models.moe import Routed, RoutedParams
-from jspec.models.quantized import FORMATS, Quantized, is_matrix, quantize, quantize_shapes, widen
+from jspec.models.quantized import FORMATS, Quantized, dtype_names, is_matrix, quantize, quantize_shapes, widen
 from jspec.models.router import Router
 from jspec.models.sizes import count_parameters, tree_bytes
 
 TEXT_AS_SHIPPED = True
 
 EXPERTS = dataclasses.replace(toy.TARGET, experts=Routed(Router(count=4, chosen=2, normalize=True), width=16))
+CHAIN, TREE = jspec.Standalone(depth=3), jspec.Standalone(depth=3, width=2, num_nodes=6)
 PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
 
 
@@ -68,11 +69,12 @@ def fields(params, quantized):
     return {path[-1].name for path, leaf in leaves if is_matrix(leaf) == quantized and len(leaf.shape) > 1}
 
 
-@pytest.fixture(params=["fp8", "int8"])
+@pytest.fixture(params=["fp8", "int8", "int4"])
 def weights(request):
     return request.param
 
 
+@pytest.mark.parametrize("weights", ("fp8", "int8"))
 def test_the_largest_value_of_a_column_is_that_of_the_format(weights):
     rng = np.random.default_rng(0)
     wide = (rng.normal(size=(2, 40, 7)) * np.exp(rng.normal(size=7))).astype(np.float32)
@@ -93,8 +95,38 @@ def test_the_largest_value_of_a_column_is_that_of_the_format(weights):
     assert (error <= (0.5 if weights == "int8" else step / 2) * (1 + 1e-4)).all()
 
 
-@pytest.mark.fast("fp8-llama", "fp8-deepseek-indexer")
-@pytest.mark.parametrize("family", FAMILIES)
+def test_4_bits_have_groups_of_128_rows():
+    """Eight values in a word, scaled by group, and experts in 8 bits."""
+    rng = np.random.default_rng(0)
+    wide = (rng.normal(size=(300, 7)) * np.exp(rng.normal(size=7))).astype(np.float32)
+    wide[128:256, 3] = 0
+    make = jax.jit(quantize, static_argnames="weights")
+    got = make(wide, weights="int4")
+    assert (got.narrow.dtype, got.narrow.shape, got.zero) == (np.int32, (48, 7), None)
+    assert got.shape == wide.shape and got.size == wide.size and got.group == 128 and got.dtype == np.float32
+    for group, first in enumerate(range(0, 300, 128)):
+        rows = slice(first, first + 128)
+        largest = np.abs(wide[rows]).max(axis=0)
+        scale = np.where(largest == 0, 1, largest / np.float32(7))
+        np.testing.assert_allclose(got.scale[group], scale, rtol=1e-6)
+        values = np.asarray(widen(got))[rows] / scale
+        np.testing.assert_allclose(values, np.round(values), atol=1e-5)
+        np.testing.assert_allclose(np.abs(values).max(axis=0), np.where(largest == 0, 0, 7), rtol=1e-5)
+        assert (np.abs(values - wide[rows] / scale) <= 0.5 * (1 + 1e-4)).all()
+    short = make(wide[:100], weights="int4")
+    assert short.group is None and short.scale.shape == (1, 7) and short.narrow.shape == (16, 7)
+    stack = make(wide[None], weights="int4")
+    assert (stack.narrow.dtype, stack.filling, stack.group) == (np.int8, None, None)
+
+
+@pytest.mark.fast("fp8-llama", "fp8-deepseek-indexer", "int4-llama")
+@pytest.mark.parametrize(
+    ("weights", "family"),
+    [
+        *((weights, family) for weights in ("fp8", "int8") for family in FAMILIES),
+        *(("int4", family) for family in ("llama", "deepseek-indexer", "qwen-experts")),
+    ],
+)
 def test_logits_are_those_of_the_widened_weights(family, weights):
     config, make = FAMILIES[family]
     narrow = named(config, make(), weights=weights)
@@ -136,7 +168,13 @@ def small_model(weights, dtype="float32", widened=False):
     return jspec.Model("toy", toy.TARGET, params, None, (), toy.TARGET)
 
 
-@pytest.mark.parametrize("drafter", [jspec.Standalone(depth=3), jspec.Standalone(depth=3, width=2, num_nodes=6)])
+@pytest.mark.parametrize(
+    ("weights", "drafter"),
+    [
+        *((weights, drafter) for weights in ("fp8", "int8") for drafter in (CHAIN, TREE)),
+        ("int4", TREE),
+    ],
+)
 @pytest.mark.slow
 def test_drafted_tokens_are_those_of_plain_decoding_and_rounds_those_of_the_widened_weights(weights, drafter):
     options = {"max_new_tokens": 20, "page_size": 16}
@@ -153,7 +191,7 @@ def test_drafted_tokens_are_those_of_plain_decoding_and_rounds_those_of_the_wide
 @pytest.mark.slow
 def test_drafted_tokens_are_those_of_plain_decoding_in_half_precision(weights):
     model = small_model(weights, "bfloat16")
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(model.params)} == {"bfloat16", "float32", FORMATS[weights].name}
+    assert dtype_names(model.params) == sorted(["bfloat16", "float32", FORMATS[weights].name])
     plain = jspec.generate(model, PROMPTS, drafter=None, max_new_tokens=20)
     assert jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=3), max_new_tokens=20).tokens == plain.tokens
 
@@ -206,11 +244,13 @@ def test_a_checkpoint_is_quantized_as_it_is_read(directory, weights):
             np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32), str(path))
     assert FORMATS[weights].name in repr(loaded)
     # 2 layers of 4 heads and 2 of keys and values of 16 features, MLPs of 64, 61 tokens, a width of 32.
-    layer = 32 * 128 + 64 * 32 + 32 * 128 + 64 * 32
+    # Values of 4 bits are in one block of 128 rows, half a byte each.
+    rows = [128 // 2] * 2 if weights == "int4" else [32, 64]
+    layer = rows[0] * 128 + rows[1] * 32 + rows[0] * 128 + rows[1] * 32
     scales = 128 + 32 + 128 + 32
     norms = 32 + 32 + 16 + 16
     assert tree_bytes(loaded.params.target) == (
-        2 * (layer + 4 * (scales + norms)) + 61 * 32 + 4 * 61 + 4 * (61 * 32 + 32)
+        2 * (layer + 4 * (scales + norms)) + 61 * rows[0] + 4 * 61 + 4 * (61 * 32 + 32)
     )
     assert count_parameters(loaded.params.target) == count_parameters(toy.random_params(toy.TARGET))
     assert toy.TARGET.forward_bytes(loaded.params.target) == tree_bytes(loaded.params.target) - 4 * 61 * 32
@@ -226,8 +266,8 @@ def test_memory_counts_narrow_weights_and_one_matrix_that_is_being_quantized(dir
 
 
 def test_wrong_arguments(directory):
-    for wrong in ("int4", "FP8", 8, ""):
-        with pytest.raises(ValueError, match=rf"weights={wrong!r}: must be one of fp8, int8, wide, or None"):
+    for wrong in ("int2", "FP8", 8, ""):
+        with pytest.raises(ValueError, match=rf"weights={wrong!r}: must be one of fp8, int8, int4, wide, or None"):
             jspec.load(directory, weights=wrong)
     with pytest.raises(ValueError, match=r"exact=True: no exact forward with weights='fp8' yet; omit one of them"):
         jspec.load(directory, weights="fp8", exact=True)
@@ -236,7 +276,7 @@ def test_wrong_arguments(directory):
         with pytest.raises(ValueError, match=r"exact=True: no exact forward with weights='int8' yet"):
             jspec.from_named(arrays=arrays, weights="int8", **options)
     model = jspec.from_named(toy.TARGET, arrays, weights="int8")
-    with pytest.raises(ValueError, match=r"the weights have 8 bits, which writing a checkpoint does not support"):
+    with pytest.raises(ValueError, match=r"the weights are quantized, which writing a checkpoint does not support"):
         language_model.save(directory / "again", toy.TARGET, model.params.target)
     with pytest.raises(ValueError, match=r"params: their structure is not that of the model"):
         model.with_params(jspec.from_named(toy.TARGET, arrays).params.target)
