@@ -2,7 +2,7 @@
 
     python benchmarks/adaptive.py --preset llama-3.1-8b --json benchmarks/results/DATE-MACHINE-adaptive.jsonl
 
-    python benchmarks/adaptive.py --json benchmarks/results/DATE-MACHINE-adaptive.jsonl --draw docs/images/adaptive.png
+    python benchmarks/adaptive.py --json benchmarks/results/DATE-MACHINE-adaptive.jsonl --draw docs/images/adaptive.svg
 
 Weights are random, and a draft is accepted with a given probability if all before it are, whether it is right or not.
 Each fixed depth is a program of its own, without a switch. The tokens of a round are the expected ones for the depths
@@ -225,6 +225,7 @@ def draw(path: Path, measurements: Sequence[measurement.Measurement]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "adaptive"  # the same file each time
     from matplotlib import pyplot
 
     speeds: dict[int, dict[str, list[tuple[float, float]]]] = {}
@@ -246,7 +247,7 @@ def draw(path: Path, measurements: Sequence[measurement.Measurement]) -> None:
     panels[0][0].set_ylabel("tokens per second, all sequences")
     panels[0][0].legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main() -> None:
@@ -267,7 +268,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=24, help="calls with the policy")
     parser.add_argument("--dtype", help="of the weights (default: float32 on a CPU, otherwise bfloat16)")
     parser.add_argument("--json", type=Path, help="file of measurements to which those of this run are added")
-    parser.add_argument("--draw", type=Path, metavar="FILE.png", help="draw the measurements of --json; run nothing")
+    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help="draw the measurements of --json; run nothing")
     options = parser.parse_args()
     if options.draw is not None:
         if options.json is None:

@@ -462,9 +462,15 @@ MUTANTS = (
         ),
         (
             "forbidden drafts stay",
-            "token = jnp.where(wrong, likely, token)",
-            "token = token",
+            "mended = jnp.where(wrong, likely, drafts)",
+            "mended = drafts",
             "core/test_grammar.py::test_a_copying_drafter_takes_keys_whole",
+        ),
+        (
+            "the last generation of drafts is not mended",
+            "for _ in range(generations):",
+            "for _ in range(generations - 1):",
+            "core/test_grammar.py::test_a_text_without_choices_replaces_every_draft[tree]",
         ),
     ),
     *_group(

@@ -207,16 +207,17 @@ def mend(grammar: Automaton, draft_tree: DraftTree) -> DraftTree:
     if grammar.table is None or grammar.state is None or grammar.likely is None or draft_tree.probs is not None:
         return draft_tree
     tokens, parents = draft_tree.tokens, draft_tree.parents
-    states, mended = [grammar.state], [tokens[:, 0]]
-    # Parents come before their children.
-    for node in range(1, tokens.shape[1]):
-        before = states[-1]
-        if parents is not None:
-            before = jnp.take_along_axis(jnp.stack(states, axis=1), parents[:, node, None], axis=1)[:, 0]
-        token, at = tokens[:, node], jnp.maximum(before, 0)
-        likely = grammar.likely.at[at].get(mode="clip").astype(token.dtype)
-        wrong = (following(grammar, at, token) < 0) & (before >= 0) & (likely >= 0)
-        token = jnp.where(wrong, likely, token)
-        mended.append(token)
-        states.append(jnp.where(before >= 0, following(grammar, at, token), before))
-    return dataclasses.replace(draft_tree, tokens=jnp.stack(mended, axis=1))
+    root, drafts = grammar.state[:, None], tokens[:, 1:]
+    generations = drafts.shape[1] if draft_tree.depth is None else draft_tree.depth
+    # In each pass the nodes of one more generation have the right state before them. The others are mended in vain: a
+    # pass over all nodes has a few operations, and takes as long as one over a single node.
+    states, mended = jnp.broadcast_to(root, tokens.shape), drafts
+    for _ in range(generations):
+        before = states[:, :-1] if parents is None else jnp.take_along_axis(states, parents[:, 1:], axis=1)
+        at = jnp.maximum(before, 0)
+        likely = grammar.likely.at[at].get(mode="clip").astype(drafts.dtype)
+        wrong = (following(grammar, at, drafts) < 0) & (before >= 0) & (likely >= 0)
+        mended = jnp.where(wrong, likely, drafts)
+        after = jnp.where(before >= 0, following(grammar, at, mended), before)
+        states = jnp.concatenate([root, after], axis=1)
+    return dataclasses.replace(draft_tree, tokens=jnp.concatenate([tokens[:, :1], mended], axis=1))

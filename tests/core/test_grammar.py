@@ -276,12 +276,25 @@ def test_every_node_of_a_tree_has_the_mask_of_its_path(seed):
             np.testing.assert_array_equal(found[b, node], wanted)
 
 
+@pytest.mark.parametrize("parents", [None, [0, 0, 0, 1, 1, 2, 3, 3, 6, 8]], ids=["chain", "tree"])
+def test_a_text_without_choices_replaces_every_draft(parents):
+    """In the last generation, too: each node of a generation has the token that the text has there."""
+    constraint = grammars.init(compiled([Grammar.choice(["zyxwvutsrq"])]), SIZE)
+    draft_tree = DraftTree(np.full((1, 10), TOKENS.index(b"a"), np.int32), parents and np.array([parents], np.int32))
+    depths = np.array(tree.depths(draft_tree))[0]
+    draft_tree = dataclasses.replace(draft_tree, depth=int(depths.max()))
+    mended = np.array(MEND(constraint, draft_tree).tokens)[0]
+    assert spelled(mended[1:]) == bytes(b"zyxwvutsrq"[depth - 1] for depth in depths[1:])
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("chain", [False, True])
 def test_forbidden_drafts_give_way_to_likely_ones(seed, chain):
     draft_tree = random_tree(seed)
     if chain:
         draft_tree = DraftTree(draft_tree.tokens, None)
+    else:
+        draft_tree = dataclasses.replace(draft_tree, depth=int(tree.depths(draft_tree).max()))
     mended, tables = np.array(MEND(batch(), draft_tree).tokens), compiled(GRAMMARS)
     above = np.maximum(np.arange(9) - 1, 0) if chain else None
     changed = 0
