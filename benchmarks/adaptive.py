@@ -234,7 +234,7 @@ def draw(path: Path, measurements: Sequence[measurement.Measurement]) -> None:
             assert each.mode is not None and each.median is not None
             point = float(each.settings["conditional_acceptance"] or 0), each.median
             speeds.setdefault(each.batch, {}).setdefault(each.mode, []).append(point)
-    figure, panels = pyplot.subplots(1, len(speeds), figsize=(4.5 * len(speeds), 3.6), squeeze=False)
+    page, panels = pyplot.subplots(1, len(speeds), figsize=(4.5 * len(speeds), 3.6), squeeze=False)
     for panel, (batch, modes) in zip(panels[0], sorted(speeds.items()), strict=True):
         fixed = sorted(mode for mode in modes if mode != "adaptive")
         colors = pyplot.get_cmap("Blues")([0.35 + 0.6 * i / max(len(fixed) - 1, 1) for i in range(len(fixed))])
@@ -246,8 +246,8 @@ def draw(path: Path, measurements: Sequence[measurement.Measurement]) -> None:
         panel.set(title=f"batch {batch}", xlabel="conditional acceptance", ylim=(0, None))
     panels[0][0].set_ylabel("tokens per second, all sequences")
     panels[0][0].legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    page.tight_layout()
+    page.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main() -> None:

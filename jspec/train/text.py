@@ -100,8 +100,8 @@ def _complete(
         row[: len(prompt)] = prompt
     length = np.array([len(prompt) for prompt in prompts], np.int32)
     # None if all are greedy, for which the coupled rule would need a temperature.
-    drawn = per_row(samplings, len(prompts), config.vocab_size)
-    rule = accept.greedy if drawn is None else accept.coupled
+    temperatures = per_row(samplings, len(prompts), config.vocab_size)
+    rule = accept.greedy if temperatures is None else accept.coupled
     weights, parts = Params(params), {"target": config, "drafter": Plain(), "accept": rule}
     state = decode.jitted_prefill(
         weights,
@@ -110,7 +110,7 @@ def _complete(
         np.full_like(length, width),
         keys,
         stopping.init(None, len(prompts)),
-        drawn,
+        temperatures,
         **parts,
         capacity=width,
         page_size=_PAGE_SIZE,
