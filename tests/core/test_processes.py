@@ -67,9 +67,18 @@ def test_an_error_of_one_process_is_one_of_all(other):
     assert len(sent) == 3
 
 
-def test_the_smallest_value_counts(other):
-    other[1].append(np.int32(5))
-    assert processes.least(None, 7) == 5
+@pytest.mark.parametrize("value, its", [(7, 5), (7 << 40, 5 << 40), (5, 7 << 40), (-1, 3)])
+def test_the_smallest_value_counts(other, value, its):
+    """Of 64 bits, as bytes of memory have."""
+    other[1].append(np.frombuffer(np.int64(its).tobytes(), np.uint8))
+    assert processes.least(None, value) == min(value, its)
+
+
+def test_all_processes_learn_the_text_of_the_first(other):
+    other[1].append(np.frombuffer("port ü".encode().ljust(4096, b"\0"), np.uint8))
+    assert processes.announced("mine") == "mine"
+    with pytest.raises(ValueError, match="text: has 4097 bytes; must have at most 4096"):
+        processes.announced("x" * 4097)
 
 
 def test_a_single_process_asks_nobody():
