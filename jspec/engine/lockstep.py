@@ -102,6 +102,8 @@ class Leader:
                 try:
                     self._wires[process].send(message)
                 except OSError:
+                    # It may have said why before it closed the connection.
+                    self._wires[process].join(_FAREWELL_SECONDS)
                     self._on_loss(f"process {process} is gone: it takes no calls")
                     raise EngineError(str(self._error)) from None
         return coming

@@ -71,10 +71,10 @@ class Wire:
         """
         self._send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), timeout)
 
-    def join(self) -> None:
-        """Waits until the last message has come, or the other process is gone."""
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until the last message has come, or the other process is gone, or for so many seconds."""
         if self._reader is not None and self._reader is not threading.current_thread():
-            self._reader.join()
+            self._reader.join(timeout)
 
     def close(self) -> None:
         """Closes the connection, which the other process notices."""
