@@ -72,7 +72,7 @@ class Wire:
         self._send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), timeout)
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits until the last message has come, or the other process is gone, or for so many seconds."""
+        """Waits until the last message has come, the other process is gone, or `timeout` seconds are over."""
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(timeout)
 

@@ -69,7 +69,7 @@ def test_an_error_of_one_process_is_one_of_all(other):
 
 @pytest.mark.parametrize("value, its", [(7, 5), (7 << 40, 5 << 40), (5, 7 << 40), (-1, 3)])
 def test_the_smallest_value_counts(other, value, its):
-    """Of 64 bits, as bytes of memory have."""
+    """Values have 64 bits, as counts of bytes need."""
     other[1].append(np.frombuffer(np.int64(its).tobytes(), np.uint8))
     assert processes.least(None, value) == min(value, its)
 
