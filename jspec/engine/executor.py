@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 from jspec.core import decode
 from jspec.core.automaton import Automaton
 from jspec.core.sharding import Placement
-from jspec.core.types import Accept, DecodeState, Drafter, Params, Target
+from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target
 from jspec.core.xla_options import prefers_cublas
 from jspec.engine import programs
 from jspec.engine.programs import Admitted, ReadPlan, Report, View
@@ -112,7 +112,10 @@ class Executor:
         self.state: DecodeState = empty(params, **parts, samples=samples, **sizes)
         places = jax.jit(partial(programs.empty_snapshots, count=snapshots))
         self.snapshots: list[PyTree] = places(self.state.cache) if snapshots and self.here else []
-        self._nodes: int = decode.draft_shape(params, self.state, parts["drafter"], self._placement)[1]
+        # A drafter that samples its drafts reads the temperature, which the state of the slots does not have.
+        sampling = RowSampling(temperature=cast(Array, np.zeros(num_slots, np.float32))) if samples else None
+        state = dataclasses.replace(self.state, sampling=sampling)
+        self._nodes: int = decode.draft_shape(params, state, parts["drafter"], self._placement)[1]
 
     def run(self, call: Call) -> Report | None:
         """Makes a call; returns its report if it has one."""
