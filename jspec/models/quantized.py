@@ -33,8 +33,10 @@ BLOCKS = "fp8-blocks"
 """What `jspec.bench` calls fp8 with a scale for each 128 rows of a column, as block-scaled checkpoints have it."""
 ZERO = 8
 """The packed value that stands for 0, where there are no zero points."""
-LARGEST = {FORMATS["fp8"]: 448.0, FORMATS["int8"]: 127.0, FORMATS["int4"]: 7.0}
-"""The largest value of each type: that of a column, or group, after it is divided by its scale."""
+LARGEST = {FORMATS["fp8"]: 448.0, FORMATS["int8"]: 127.0}
+"""The largest value of each type of 8 bits: that of a column, or group, after it is divided by its scale."""
+_FRACTIONS = tuple(1 - 0.05 * step for step in range(9))
+"""Factors of the scale of a group of 4 bits that are tried; 1 represents its largest value exactly."""
 LINEAR = {
     "qkv",
     "o",
@@ -128,12 +130,40 @@ def _quantize_columns(weight: Float[Array, "*stack in out"], weights: str) -> Qu
     """A matrix in a format, with a scale for each column."""
     kind = FORMATS[weights]
     wide = weight.astype(jnp.float32)
+    if weights == PACKED:
+        scale = _scale_of_4_bits(wide)
+        # Not all platforms have arrays of 4 bits.
+        return Quantized(_rounded_to_4_bits(wide, scale).astype(np.int8), scale, np.dtype(weight.dtype))
     largest = jnp.max(jnp.abs(wide), axis=-2, keepdims=True)
     scale = jnp.where(largest > 0, largest / LARGEST[kind], 1.0)
     scaled = jnp.clip(wide / scale, -LARGEST[kind], LARGEST[kind])
-    # Not all platforms have arrays of 4 bits.
-    narrow = scaled.astype(kind) if weights == "fp8" else jnp.round(scaled).astype(np.int8)
+    narrow = (scaled if weights == "fp8" else jnp.round(scaled)).astype(kind)
     return Quantized(narrow, scale, np.dtype(weight.dtype))
+
+
+def _scale_of_4_bits(wide: Float[Array, "*stack in out"]) -> Float[Array, "*stack 1 out"]:
+    """The scale of each column with the least squared error, of a few (Choukroun et al., arXiv 1902.06822).
+
+    4 bits reach from -8 to 7, so the largest value becomes -8, by a negative scale if it is positive. A smaller scale
+    clips this value and a few others, and rounds the rest more finely.
+    """
+    place = jnp.argmax(jnp.abs(wide), axis=-2, keepdims=True)
+    outermost = jnp.take_along_axis(wide, place, axis=-2)
+    unit = jnp.where(outermost != 0, outermost / -8, 1.0)
+
+    def error(fraction: float) -> Float[Array, "*stack 1 out"]:
+        scale = unit * fraction
+        return jnp.sum((_rounded_to_4_bits(wide, scale) * scale - wide) ** 2, axis=-2, keepdims=True)
+
+    best = jnp.argmin(jnp.stack([error(fraction) for fraction in _FRACTIONS]), axis=0)
+    return unit * jnp.asarray(_FRACTIONS, jnp.float32)[best]
+
+
+def _rounded_to_4_bits(
+    wide: Float[Array, "*stack in out"], scale: Float[Array, "*stack 1 out"]
+) -> Float[Array, "*stack in out"]:
+    """The nearest multiples of the scale that 4 bits have."""
+    return jnp.clip(jnp.round(wide / scale), -8, 7)
 
 
 def _quantize_groups(weight: Float[Array, "*stack in out"], weights: str) -> Quantized:
