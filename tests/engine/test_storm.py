@@ -90,11 +90,10 @@ STORMS = {
     "few_snapshots": Storm(snapshots=1, cancels=0.1, seed=21),
 }
 OTHERS = "wide", "cancels", "rows"
-CASES = [(name, "tiny_pool") for name in SETUPS]
-CASES += [(name, OTHERS[i % len(OTHERS)]) for i, name in enumerate([*SETUPS][::2])]
+CASES = [(name, "tiny_pool" if i % 2 else OTHERS[i // 2 % len(OTHERS)]) for i, name in enumerate(SETUPS)]
+CASES += [("standalone", "tiny_pool"), ("sliding_ngram", "wide")]
 CASES += [(name, "few_snapshots") for name in KEEPS[::2]]
-CASES += [("sliding_ngram", "wide")]
-"""Every setup with few pages, and each other storm with some of them; the last one alone restores windows of others."""
+"""Every setup in a storm, half of them with few pages; only sliding_ngram in "wide" restores windows of others."""
 
 
 @pytest.mark.fast("standalone-tiny_pool")

@@ -108,6 +108,7 @@ RARELY = [
     (*family, drafter, (1, 16, 5)[(i + k) % 3], (None, 20, 7)[(2 * i + k) % 3])
     for i, family in enumerate(FAMILIES)
     for k, drafter in enumerate(("auto", (TREE, CHAINS[i % 3])[i % 2], *([Mtp(depth=2)] if family[1] == 2 else [])))
+    if family[1] == 2 or (i + k) % 2
 ]
 
 

@@ -130,7 +130,8 @@ def test_4_bits_have_groups_of_128_rows():
 @pytest.mark.parametrize(
     ("weights", "family"),
     [
-        *((weights, family) for weights in ("fp8", "int8") for family in FAMILIES),
+        *(("fp8", family) for family in FAMILIES),
+        *(("int8", family) for family in [*FAMILIES][::2]),
         *(("int4", family) for family in ("llama", "deepseek-indexer", "qwen-experts")),
     ],
 )
@@ -178,7 +179,8 @@ def small_model(weights, dtype="float32", widened=False):
 @pytest.mark.parametrize(
     ("weights", "drafter"),
     [
-        *((weights, drafter) for weights in ("fp8", "int8") for drafter in (CHAIN, TREE)),
+        ("fp8", CHAIN),
+        ("int8", TREE),
         ("int4", TREE),
     ],
 )

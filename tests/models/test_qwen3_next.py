@@ -90,7 +90,7 @@ RARELY = [
     for i, family in enumerate(LAYERS)
     for k, drafter in enumerate((None, Ngram(depth=12), CHAIN, TREE, WIDE, "llama", jspec.Eagle(depth=4, width=3)))
     for page_size, chunk in (((1, 16, 5)[(i + k) % 3], (None, 20, 7, 70)[(i + k) % 4]),)
-    if (i + k) % 2 == 0
+    if (i + k) % 3 == 0
 ]
 
 
