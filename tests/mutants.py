@@ -57,6 +57,7 @@ _FEW, _HYBRID, _RECURRENT, _SLIDING = (
     f"{_STORM}[recurrent_ngram-rows]",
     f"{_STORM}[sliding_ngram-wide]",
 )
+_LAYERS = "mesh/test_mesh.py::test_all_on_eight_devices[layers_on_eight_devices.py]"
 _LIMIT = "core/test_decode.py::test_sequences_end_exactly_at_their_limit[Planted(depth=4)]"
 _PLAIN = "core/test_decode.py::test_plain_decoding_is_the_argmax_of_one_forward_over_its_own_output"
 _CHAINS = "core/test_exact.py::test_on_chains_the_code_decides_like_the_program[rejection-2-sampled]"
@@ -546,8 +547,8 @@ MUTANTS = (
         "jspec/cache/swa.py",
         (
             "a snapshot of the ring of another slot",
-            "return self.pool[:, :, self._ring(slot)]",
-            "return self.pool[:, :, self._ring(0)]",
+            "return Ring(self.pool[:, :, self._ring(slot)])",
+            "return Ring(self.pool[:, :, self._ring(0)])",
             _SLIDING,
         ),
         (
@@ -606,6 +607,12 @@ MUTANTS = (
             "here, own, only, exact=self.exact)",
             "here, own, only)",
             f"{_FORWARD}[sinks-float32]",
+        ),
+        (
+            "every device adds the biases of experts",
+            'mode="clip"), self.tensor)',
+            'mode="clip"), 1)',
+            _LAYERS,
         ),
     ),
     *_group(
@@ -1149,6 +1156,15 @@ MUTANTS = (
             "self.load -= 1",
             "self.load -= 0",
             "engine/test_engine.py::test_leaving_a_stream_cancels_it",
+        ),
+    ),
+    *_group(
+        "jspec/models/assistant.py",
+        (
+            "a device has a part of an assistant's attention",
+            "seen = sum_over_devices(seen, self.tensor)",
+            "seen = sum_over_devices(seen, 1)",
+            _LAYERS,
         ),
     ),
     *_group(

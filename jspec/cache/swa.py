@@ -28,6 +28,13 @@ from pallas_kernels.kv_compact import kv_compact
 
 
 @struct
+class Ring:
+    """What a sliding-window cache keeps of one sequence."""
+
+    ring: Float[Array, "L 2 pages page K padded"]
+
+
+@struct
 class SlidingCache(PagedCache):
     """Keys and values of at least the last `window` committed tokens. Only `commit`, once per round, writes it."""
 
@@ -113,13 +120,13 @@ class SlidingCache(PagedCache):
         """Itself: it has no pages of the common pool."""
         return self
 
-    def state_of(self, slot: Int[Array, ""]) -> Float[Array, "L 2 ring page K padded"]:
+    def state_of(self, slot: Int[Array, ""]) -> Ring:
         """The ring of a sequence, which has forgotten what is before the window."""
-        return self.pool[:, :, self._ring(slot)]
+        return Ring(self.pool[:, :, self._ring(slot)])
 
-    def with_state(self, slot: Int[Array, ""], state: Float[Array, "L 2 ring page K padded"]) -> Self:
+    def with_state(self, slot: Int[Array, ""], state: Ring) -> Self:
         """The cache with this ring of a sequence."""
-        return dataclasses.replace(self, pool=self.pool.at[:, :, self._ring(slot)].set(state))
+        return dataclasses.replace(self, pool=self.pool.at[:, :, self._ring(slot)].set(state.ring))
 
     def _ring(self, slot: Int[Array, ""]) -> Int[Array, " ring"]:
         """The pages of a sequence."""

@@ -21,6 +21,7 @@ from jspec.checkpoints.fields import MOST_LAYERS, Fields
 from jspec.checkpoints.files import DTYPES, CheckpointError, on_device, resolve_dtype, write_tensors
 from jspec.checkpoints.gemma4 import NORMS, match_layers, parse_assistant
 from jspec.checkpoints.source import Source
+from jspec.checkpoints.split import Place, placed, refuse_split, whole
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.assistant import Assistant, AssistantLayerParams, AssistantParams, ClusterParams, Clusters
 from jspec.models.decoder import Decoder
@@ -68,15 +69,14 @@ def read(
     target: Decoder,
     dtype: str | None,
     check: Callable[[PyTree], None] | None = None,
+    place: Place = whole,
     weights: str | None = None,
 ) -> AssistantCheckpoint:
-    """`load` from an open directory.
-
-    check: called with the shapes of the weights before any of them is read. weights: as in `language_model.read`.
-    """
+    """`load` from an open directory. `check`, `place` and `weights`: as in `language_model.read`."""
     config = parse_config(source.config, target)
     tensors = Tensors(source.safetensors, resolve_dtype(dtype))
     tensors.weights = weights
+    config = placed(config, tensors, place)
     if check is not None:
         check(tensors.memory(config.param_shapes(tensors.dtype)))
     return AssistantCheckpoint(config, read_params(config, tensors))
@@ -154,7 +154,7 @@ def read_params(config: Assistant, tensors: Tensors) -> AssistantParams:
         layers=tuple(_read_layer(config, tensors, i, f"model.layers.{i}.") for i in range(config.num_layers)),
         norm=tensors.device("model.norm.weight", width),
         post_projection=tensors.fused([("post_projection.weight", outer)], width, "post_projection"),
-        head=tensors.device("model.embed_tokens.weight", config.vocab_size, width) if own_head else None,
+        head=tensors.device("model.embed_tokens.weight", config.vocab_size, width, field="head") if own_head else None,
         clusters=_read_clusters(config, tensors) if config.clusters else None,
     )
     if not config.target_head:
@@ -197,7 +197,11 @@ def save(directory: str | Path, config: Assistant, params: AssistantParams, *, d
     """Writes config.json, of this package's own kind, and the weights to a directory, which is created if needed.
 
     dtype: precision of the stored weights.
+
+    Raises:
+      ValueError: they are split over devices.
     """
+    refuse_split(config)
     raw = describe(config) | {"dtype": dtype}
     tensors = {name: np.asarray(tensor) for name, tensor in named_tensors(params)}
     stored = {

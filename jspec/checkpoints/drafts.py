@@ -42,18 +42,12 @@ class DraftKind:
     matches: whether a checkpoint is of this kind; `read` may still reject it.
     read: the draft, for a target's configuration, in a precision, with a check of its shapes, a placement and a format
       of weights, see `load`.
-    beside_split: whether it can draft for a target that is split over devices.
+    follows_target: whether it is split over devices wherever the target is, as it reads the target's keys and values.
     """
 
     matches: Callable[[Source], bool]
     read: Callable[[Source, Decoder, str | None, Check | None, Place, str | None], DraftCheckpoint]
-    beside_split: bool = True
-
-
-def _read_assistant(
-    source: Source, target: Decoder, dtype: str | None, check: Check | None, place: Place, weights: str | None
-) -> DraftCheckpoint:
-    return assistant.read(source, target, dtype, check, weights)
+    follows_target: bool = False
 
 
 def _read_language_model(
@@ -69,7 +63,7 @@ def _read_language_model(
 
 
 DRAFT_KINDS = (
-    DraftKind(assistant.matches, _read_assistant, beside_split=False),
+    DraftKind(assistant.matches, assistant.read, follows_target=True),
     DraftKind(block.matches, block.read),
     DraftKind(eagle.matches, eagle.read),
     DraftKind(lambda source: True, _read_language_model),
@@ -103,20 +97,13 @@ def load(
     return _kind_of(source).read(source, target, dtype, check, place, weights)
 
 
-def check_beside_split(directory: str | Path, name: str, devices: int) -> None:
-    """Checks that a draft can draft for a target that is split over that many devices; reads no weights.
-
-    name: the draft's, for the message.
+def follows_target(directory: str | Path) -> bool:
+    """Whether a draft is split over devices wherever its target is.
 
     Raises:
       CheckpointError: a file is missing or damaged.
-      ValueError: it cannot.
     """
-    if not _kind_of(Source(directory)).beside_split:
-        raise ValueError(
-            f"tensor={devices}: not supported yet for draft={name!r}, which reads keys and values of the target; use "
-            "another draft"
-        )
+    return _kind_of(Source(directory)).follows_target
 
 
 class _CanBeSplit(Exception):
@@ -137,7 +124,10 @@ def check_split(directory: str | Path, name: str, *, target: Decoder, dtype: str
         try:
             config.split(devices)
         except ValueError as error:
-            raise ValueError(f"draft_tensor=True: draft={name!r} cannot be split: {error}; omit draft_tensor") from None
+            problem = f"draft={name!r} cannot be split: {error}"
+            if follows_target(directory):
+                raise ValueError(f"{problem}; it reads keys and values of the target, which are") from None
+            raise ValueError(f"draft_tensor=True: {problem}; omit draft_tensor") from None
         raise _CanBeSplit
 
     with contextlib.suppress(_CanBeSplit):

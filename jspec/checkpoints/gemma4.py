@@ -11,6 +11,7 @@ from jspec.checkpoints.experts import name_mlp, read_mlp, read_stacked
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.split import copy_heads
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.decoder import Decoder
 from jspec.models.gemma4 import (
@@ -276,7 +277,7 @@ def read_params(config: Gemma4, tensors: Tensors) -> Gemma4Params:
     wrapped = any(name.startswith("model.language_model.") for name in names)
     root, width = "model.language_model." if wrapped else "model.", config.hidden_size
     params = Gemma4Params(
-        embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width),
+        embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width, field="embed"),
         per_layer=_read_per_layer_inputs(config, tensors, root) if config.per_layer_size else None,
         layers=tuple(_read_layer(config, tensors, i, f"{root}layers.{i}.") for i in range(config.num_layers)),
         norm=tensors.device(root + "norm.weight", width),
@@ -308,7 +309,10 @@ def _read_layer(config: Gemma4, tensors: Tensors, index: int, prefix: str) -> Ge
     kind, width, mlp = config.attention[index], config.hidden_size, config.mlp_width(index)
     query = config.num_heads * kind.head_dim
     own = config.kv_source_layer(index) == index
-    outs = [(f"{prefix}self_attn.{name}_proj.weight", out) for name, out in _projections(config, index)]
+    qkv = [
+        tensors.read(f"{prefix}self_attn.{name}_proj.weight", out, width, transpose=True)
+        for name, out in _projections(config, index)
+    ]
     per_layer = None
     if size := config.per_layer_size:
         per_layer = PerLayerParams(
@@ -318,7 +322,7 @@ def _read_layer(config: Gemma4, tensors: Tensors, index: int, prefix: str) -> Ge
         )
     return Gemma4LayerParams(
         **{field: tensors.device(prefix + name, width) for field, name in NORMS.items()},
-        qkv=tensors.fused(outs, width, "qkv"),
+        qkv=tensors.put("qkv", copy_heads(qkv, kv_heads=kind.kv_heads, devices=config.tensor)),
         q_norm=tensors.device(prefix + "self_attn.q_norm.weight", kind.head_dim),
         k_norm=tensors.device(prefix + "self_attn.k_norm.weight", kind.head_dim) if own else None,
         o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query, "o"),

@@ -1,6 +1,7 @@
 """gpt-oss in Hugging Face checkpoints: config.json and tensors, whose experts may be in MXFP4."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import on_device
 from jspec.checkpoints.llama import read_heads
+from jspec.checkpoints.split import copy_heads
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.gpt_oss import BiasedExperts, GptOss, GptOssLayerParams, GptOssParams
 from jspec.models.moe import Routed
@@ -118,13 +120,14 @@ def read_params(config: GptOss, tensors: Tensors) -> GptOssParams:
 def _read_layer(config: GptOss, tensors: Tensors, prefix: str) -> GptOssLayerParams:
     width, attention = config.hidden_size, prefix + "self_attn."
     outs = _projections(config)
+    copies = partial(copy_heads, kv_heads=config.num_kv_heads, devices=config.tensor)
     bias = [tensors.read(f"{attention}{name}_proj.bias", out) for name, out in outs] if config.attention_bias else None
-    weights = [(f"{attention}{name}_proj.weight", out) for name, out in outs]
+    weights = [tensors.read(f"{attention}{name}_proj.weight", out, width, transpose=True) for name, out in outs]
     return GptOssLayerParams(
         attention_norm=tensors.device(prefix + "input_layernorm.weight", width),
-        qkv=tensors.fused(weights, width, "qkv"),
-        qkv_bias=None if bias is None else tensors.put("qkv_bias", bias),
-        sinks=tensors.device(attention + "sinks", config.num_heads),
+        qkv=tensors.put("qkv", copies(weights)),
+        qkv_bias=None if bias is None else tensors.put("qkv_bias", copies(bias)),
+        sinks=tensors.device(attention + "sinks", config.num_heads, field="sinks"),
         o=tensors.fused([(attention + "o_proj.weight", width)], outs[0][1], "o"),
         o_bias=tensors.device(attention + "o_proj.bias", width) if config.attention_bias else None,
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),

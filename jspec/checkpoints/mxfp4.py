@@ -168,7 +168,11 @@ class Mxfp4Tensors(Tensors):
         return Quantized(narrow, scale, np.dtype(self.dtype), BLOCK)
 
     def shapes(self, shapes: PyTree) -> PyTree:
-        """As in `Tensors`; the matrices of experts have 8 bits."""
+        """As in `Tensors`; the matrices of experts have 8 bits.
+
+        Raises:
+          ValueError: devices would have parts of blocks.
+        """
         if self.weights is not None:
             return super().shapes(shapes)
 
@@ -176,6 +180,7 @@ class Mxfp4Tensors(Tensors):
             if not is_quantized(path) or "experts" not in [getattr(key, "name", None) for key in path]:
                 return leaf
             count, width, columns = leaf.shape
+            self.check_groups(path[-1].name, width, BLOCK, packed=False)
             scale: Any = jax.ShapeDtypeStruct((count, -(-width // BLOCK), columns), np.float32)
             narrow: Any = jax.ShapeDtypeStruct(leaf.shape, _FP8)
             return Quantized(narrow, scale, np.dtype(leaf.dtype), BLOCK)

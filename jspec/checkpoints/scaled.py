@@ -22,8 +22,7 @@ from jspec.checkpoints.packed import PackedFiles, Packing, parse_awq, parse_comp
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import HEAD, Tensors
-from jspec.core.sharding import WEIGHTS
-from jspec.models.quantized import LINEAR, ZERO, Quantized, check_whole_groups, is_quantized
+from jspec.models.quantized import LINEAR, ZERO, Quantized, is_quantized
 from pallas_kernels.packed_matmul import BLOCK, STRIDE, pack, word_rows
 
 FP8, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
@@ -278,7 +277,8 @@ class ScaledTensors(Tensors):
                 return leaf
             *stack, width, columns = leaf.shape
             group, packed = self.scheme.group(width), self.scheme.stays_packed(leaf.shape)
-            self._check_groups(path[-1].name, width, group, packed)
+            if packed or group is not None:
+                self.check_groups(path[-1].name, width, group, packed=packed)
             groups = (*stack, -(-width // (group or width)), columns)
             scale: Any = jax.ShapeDtypeStruct(groups, np.float32)
             narrow: Any = jax.ShapeDtypeStruct(leaf.shape, self.scheme.kind)
@@ -301,10 +301,6 @@ class ScaledTensors(Tensors):
 
     def _head_is_narrow(self) -> bool:
         return HEAD in self.names() and self.is_narrow(HEAD)
-
-    def _check_groups(self, field: str, width: int, group: int | None, packed: bool) -> None:
-        if self.placement is not None and WEIGHTS.get(field) == -2 and (packed or group is not None):
-            check_whole_groups(field, width, group, self.placement.size, packed)
 
     def _read_narrow(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """An 8-bit matrix, [out, in], and the scale of each of its values.

@@ -72,6 +72,8 @@ class Tensors:
 
     placement: Placement | None = None
     """The devices over which the weights are split; None: all are on the default device."""
+    fits: Callable[[int], bool] = staticmethod(lambda devices: True)
+    """Whether the model can be split over a number of devices, for messages."""
     weights: str | None = None
     """The format of the matrices of linear layers, a key of `quantized.FORMATS`; "wide": `dtype`; None: 8 or 4 bits if
     they are stored so, and otherwise `dtype`."""
@@ -193,8 +195,13 @@ class Tensors:
 
     def check_devices(self, field: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError if a matrix is to be packed and devices would have parts of its groups."""
-        if self.placement is not None and self.weights == PACKED and len(shape) == 2 and WEIGHTS.get(field) == -2:
-            check_whole_groups(field, shape[0], BLOCK, self.placement.size, packed=True)
+        if self.weights == PACKED and len(shape) == 2:
+            self.check_groups(field, shape[0], BLOCK, packed=True)
+
+    def check_groups(self, field: str, rows: int, group: int | None, *, packed: bool) -> None:
+        """Raises ValueError if a matrix has groups of rows, or packed ones, and devices would have parts of them."""
+        if self.placement is not None and WEIGHTS.get(field) == -2:
+            check_whole_groups(field, rows, group, self.placement.size, packed, self.fits)
 
     def shapes(self, shapes: PyTree) -> PyTree:
         """`jax.ShapeDtypeStruct`s of weights in `dtype`, with quantized matrices where these tensors become such.

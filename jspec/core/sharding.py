@@ -32,23 +32,31 @@ WEIGHTS = {
     "embed": -2,
     "qkv": -1,
     "qkv_bias": -1,
+    "q": -1,
+    "sinks": -1,
     "o": -2,
     "gate_up": -1,
+    "gate_up_bias": -1,
     "down": -2,
     "lm_head": -1,
+    "head": -2,
     "down_projection": -1,
     "query": -1,
     "keys": -3,
     "values": -3,
 }
 """Field of a model's weights -> the axis that is split. All others are whole on each device."""
-STATE = {"pool": 4}
-"""The same for the fields of a state: of a pool of pages, the heads. A pool of rows without heads is whole."""
-_POOL_AXES = 6
-"""Axes of a pool with heads."""
-_WHOLE = {"indexer"}
-"""Fields whose own fields are whole: an indexer adds up the scores of its heads before it selects tokens."""
-_VOCABULARY = {"embed", "lm_head"}
+STATE = {"pool": 4, "ring": 5}
+"""The same for the fields of a state: the heads of a pool of pages, and of rings in snapshots. A pool of rows without
+heads is whole.
+"""
+_FROM_HEADS = 2
+"""Axes from the heads on, of arrays with heads."""
+_WHOLE = {"indexer", "per_layer", "clusters"}
+"""Fields whose own fields are whole: an indexer adds up the scores of its heads before it selects tokens; what maps
+tokens to inputs of each layer, and an LM head in clusters, are read by rows.
+"""
+_VOCABULARY = {"embed", "lm_head", "head"}
 """Fields that are whole if the number of devices does not divide them; the others are checked by `check_split`."""
 
 _QUANTIZED = {"narrow", "scale", "zero"}
@@ -259,7 +267,7 @@ class Placement:
         axis = WEIGHTS.get(field, STATE.get(field))
         if axis is None or (field in _VOCABULARY and shape[axis] % self.size):
             return None
-        if field in STATE and len(shape) != _POOL_AXES:
+        if field in STATE and len(shape) != axis + _FROM_HEADS:
             return None
         return axis % len(shape)
 
@@ -337,6 +345,16 @@ def sum_over_devices(x: Float[Array, "*batch E"], devices: int) -> Float[Array, 
 def gather_last(x: Float[Array, "*batch W"], size: int) -> Float[Array, "*batch V"]:
     """The `size` columns of which each device has the next W; `x` itself if it has them all."""
     return x if x.shape[-1] == size else lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
+
+
+def added_once(x: Float[Array, "*shape"], devices: int) -> Float[Array, "*shape"]:
+    """`x` on the first of `devices` and zeros on the others, such as a bias that a sum over them is to have once."""
+    return x if devices == 1 else jnp.where(lax.axis_index(TENSOR) == 0, x, jnp.zeros((), x.dtype))
+
+
+def held_heads(kv_heads: int, devices: int) -> int:
+    """Heads of keys and values on all devices, which have copies where there are more devices than heads."""
+    return max(kv_heads, devices)
 
 
 def check_split(devices: int, sizes: Mapping[str, int], copied: Mapping[str, int] | None = None) -> None:

@@ -233,7 +233,8 @@ def load(
       data: number of groups of `tensor` devices over which the sequences of a batch are split (data parallelism); each
         group has all weights. None: one, or those of `mesh`.
       mesh: the devices to use, with the axes "tensor" and "data" or one of them. None: the first ones.
-      draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster.
+      draft_tensor: whether the draft is split, too, or whole on each device. None: whichever is faster; an assistant is
+        always split.
       exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
         half precision too; on one device, for the families that docs/losslessness.md lists.
       weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
@@ -274,7 +275,7 @@ def load(
     draft = bundled_draft(source) if draft is None else draft
     draft_directory = None if draft is None else locate(draft, _DRAFT_FILES, "draft")
     if placement is not None and placement.size > 1 and draft_directory is not None:
-        drafts.check_beside_split(draft_directory, str(draft), placement.size)
+        draft_tensor = _split_draft(draft_directory, str(draft), draft_tensor)
     devices = None if placement is None else placement.devices
     check = partial(memory.check_weights, str(source), devices=devices)
     place: Place = whole
@@ -309,6 +310,22 @@ def load(
         placement = dataclasses.replace(placement, draft=getattr(config, "tensor", 1) > 1)
         params = placement.complete(params)
     return Model(str(source), loaded.config, params, tokenizer, loaded.eos, config, placement)
+
+
+def _split_draft(directory: Path, name: str, wanted: bool | None) -> bool | None:
+    """Whether to split a draft beside a target that is split; None: if that is faster. wanted: by the caller.
+
+    Raises:
+      ValueError: it is not to be split, and must be.
+    """
+    if not drafts.follows_target(directory):
+        return wanted
+    if wanted is False:
+        raise ValueError(
+            f"draft_tensor=False: draft={name!r} reads keys and values of the target, and is split as it is; omit "
+            "draft_tensor"
+        )
+    return True
 
 
 def refuse_split(model: Model, user: str) -> None:

@@ -7,13 +7,14 @@ the hidden state of its next step.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
+from jspec.core.sharding import check_split, gather_last, sum_over_devices
 from jspec.core.struct import struct
 from jspec.core.types import Params
 from jspec.models import layers
@@ -94,6 +95,8 @@ class Assistant:
     head_dims: head dimensions of those layers.
     clusters: clusters of the LM head; None: it reads the whole vocabulary.
     target_head: there is no LM head; the target's is applied to the output of `post_projection`.
+    tensor: devices over which heads, MLPs and the LM head are split, as those of the target, but no clusters; the sizes
+      here are those of the whole assistant.
     """
 
     vocab_size: int
@@ -106,6 +109,7 @@ class Assistant:
     rms_norm_eps: float = 1e-6
     clusters: Clusters | None = None
     target_head: bool = False
+    tensor: int = 1
     drafter: ClassVar[str] = "frozen-kv-mtp"
     """Name of the drafter that uses this model as its draft."""
     at_once: ClassVar[bool] = False
@@ -155,6 +159,15 @@ class Assistant:
                     f"the assistant reads layer {layer} with {self.num_heads} heads of dimension {head_dim}, but this "
                     f"target has {keys.kv_heads} key heads of dimension {keys.head_dim} there"
                 )
+
+    def split(self, devices: int) -> Self:
+        """The configuration split over that many devices: each has the query heads that read its part of the cache.
+
+        Raises:
+          ValueError: the number does not divide the heads or the width of the MLP.
+        """
+        check_split(devices, {"heads": self.num_heads, "columns of the MLP": self.intermediate_size})
+        return dataclasses.replace(self, tensor=devices)
 
     @property
     def num_layers(self) -> int:
@@ -252,8 +265,10 @@ class Assistant:
         following = [*(layer.attention_norm for layer in own.layers[1:]), own.norm]
         for layer, read, norm in zip(own.layers, self.target_layers, following, strict=True):
             seen = layers.linear(self._attend(layer, read, target, normed, cache, length, positions), layer.o)
+            seen = sum_over_devices(seen, self.tensor)
             x, normed = self._add(x, seen, layer.attention_out_norm, layer.mlp_norm)
             mlp = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu)
+            mlp = sum_over_devices(mlp, self.tensor)
             x, normed = self._add(x, mlp, layer.mlp_out_norm, norm, layer.scalar)
         out = layers.linear(normed, own.post_projection)
         if self.target_head:
@@ -272,9 +287,9 @@ class Assistant:
     def _attend(self, layer: AssistantLayerParams, read: int, target, normed, cache, length, positions):
         """Attention of a layer's queries over the target's layer `read`, [B, N, HD]; zero if nothing is committed."""
         batch, nodes, _ = normed.shape
-        keys = target.layer_keys(read)
+        keys = target.layer_keys(read).split(self.tensor)
         q = layers.linear(normed, layer.q)
-        q = self._norm(q.reshape(batch, nodes, self.num_heads, keys.head_dim), layer.q_norm)
+        q = self._norm(q.reshape(batch, nodes, -1, keys.head_dim), layer.q_norm)
         q = layers.rope(q, positions[:, None], target.layer_frequencies(read))
         # Nodes have no rows of their own. Zeros take their place; they are seen only without a prefix, where a softmax
         # over nothing would be NaN.
@@ -289,7 +304,8 @@ class Assistant:
         """Logits in float32, and the token of each, see `AssistantOutput.ids`."""
         if own.clusters is None or self.clusters is None:
             assert own.head is not None
-            return layers.linear(normed, own.head.T).astype(jnp.float32), None
+            logits = gather_last(layers.linear(normed, own.head.T), self.vocab_size)
+            return logits.astype(jnp.float32), None
         chosen = _largest(layers.linear(normed, own.clusters.centroids), self.clusters.chosen)
         rows = jnp.take(own.clusters.head, chosen, axis=0, mode="clip")
         precision = lax.Precision.HIGHEST if normed.dtype == jnp.float32 else None

@@ -7,6 +7,7 @@ the residual stream (E2B, E4B); a mixture of experts in parallel to the MLP (26B
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Self
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys
+from jspec.core.sharding import check_split, held_heads, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -122,6 +124,7 @@ class Gemma4(Decoder):
     double_wide_mlp: whether those layers' MLPs are twice as wide.
     per_layer_size: width of the per-layer inputs; 0: there are none.
     soft_cap: bound of the logits, None: none.
+    tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
     kv: see `with_kv`.
     exact: see `Decoder.exactly`.
     """
@@ -138,6 +141,7 @@ class Gemma4(Decoder):
     per_layer_size: int = 0
     experts: Routed | None = None
     soft_cap: float | None = None
+    tensor: int = 1
     kv: str | None = None
     exact: bool = False
 
@@ -167,6 +171,24 @@ class Gemma4(Decoder):
             return layer
         return max(index for index in range(owners) if self.attention[index] == self.attention[layer])
 
+    def split(self, devices: int) -> Self:
+        """The configuration whose heads, MLPs, experts and caches are split over that many devices.
+
+        Experts are split within each expert; per-layer inputs are whole.
+
+        Raises:
+          ValueError: the number does not divide the query heads or a width, or does not suit the heads of keys and
+            values of some layer.
+        """
+        sizes = {"heads": self.num_heads, "columns of the MLP": self.intermediate_size}
+        if self.experts is not None:
+            sizes["columns of each expert"] = self.experts.width
+        first = {kind.kv_heads: index for index, kind in reversed([*enumerate(self.attention)])}
+        place = " in layer {}" if len(first) > 1 else ""
+        copied = {f"heads of keys and values{place.format(first[count])}": count for count in sorted(first)}
+        check_split(devices, sizes, copied)
+        return dataclasses.replace(self, tensor=devices)
+
     def mlp_width(self, layer: int) -> int:
         """Width of a layer's MLP."""
         return self.intermediate_size * (2 if self.double_wide_mlp and self.kv_source_layer(layer) != layer else 1)
@@ -195,7 +217,8 @@ class Gemma4(Decoder):
         shape, width, mlp, kind = shape_of(dtype), self.hidden_size, self.mlp_width(index), self.attention[index]
         norm, size, queries = shape((width,)), self.per_layer_size, self.num_heads * kind.head_dim
         owner = self.kv_source_layer(index) == index
-        projected = kind.kv_heads * kind.head_dim * (1 if kind.values_are_keys else 2) if owner else 0
+        keys = held_heads(kind.kv_heads, self.tensor) * kind.head_dim
+        projected = keys * (1 if kind.values_are_keys else 2) if owner else 0
         return Gemma4LayerParams(
             attention_norm=norm,
             qkv=shape((width, queries + projected)),
@@ -236,7 +259,8 @@ class Gemma4(Decoder):
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
         sources = map(self.kv_source_layer, range(self.num_layers))
-        made = [self.layer_keys(index) if source == index else source for index, source in enumerate(sources)]
+        own = [self.layer_keys(index).split(self.tensor) for index in range(self.num_layers)]
+        made = [own[index] if source == index else source for index, source in enumerate(sources)]
         return HybridCache.empty(batch, capacity, page_size, layers=made, dtype=dtype)
 
     def layer_keys(self, layer: int) -> LayerKeys:
@@ -255,7 +279,8 @@ class Gemma4(Decoder):
 
     def embed(self, params: PyTree, tokens: Int[Array, "B N"]) -> Float[Array, "B N E"]:
         """The input of the first layer: embeddings times sqrt(E), which is rounded to their precision first."""
-        return self._scaled_rows(params.embed, tokens, self.hidden_size)
+        rows = layers.look_up(params.embed, tokens, self.vocab_size, self.tensor)
+        return self._scaled(rows, self.hidden_size)
 
     def run_layers(
         self,
@@ -286,6 +311,7 @@ class Gemma4(Decoder):
             assert pair is not None
             seen = attend(index, q, *pair, scale=self.layer_scale(index), positions=positions)
             out = self._linear(seen.reshape(*x.shape[:2], -1), layer.o)
+            out = sum_over_devices(out, self.tensor)
             x, normed = self._add(x, out, layer.attention_out_norm, layer.mlp_norm)
             branch, norm = self._mlp(layer, x, normed), layer.mlp_out_norm
             if layer.per_layer is not None:
@@ -301,10 +327,9 @@ class Gemma4(Decoder):
         """The norm of the residual stream and of heads; weight None: 1."""
         return layers.wide_rms_norm(x, weight, self.rms_norm_eps, exact=self.exact)
 
-    def _scaled_rows(self, embed: Float[Array, "V E"], tokens: Int[Array, "B N"], width: int) -> Float[Array, "B N E"]:
+    def _scaled(self, rows: Float[Array, "B N E"], width: int) -> Float[Array, "B N E"]:
         """Rows of an embedding times sqrt(width), rounded to the embedding's precision before the product."""
-        scale = jnp.float32(width**0.5).astype(embed.dtype)
-        rows = jnp.take(embed, tokens, axis=0, mode="clip") * scale
+        rows = rows * jnp.float32(width**0.5).astype(rows.dtype)
         # A compiler merges this product with a sum in some shapes.
         return lax.optimization_barrier(rows) if self.exact else rows
 
@@ -326,13 +351,13 @@ class Gemma4(Decoder):
         if made is None:
             return None
         shape = (*tokens.shape, self.num_layers, size)
-        token = self._scaled_rows(made.embed, tokens, size).reshape(shape)
+        token = self._scaled(jnp.take(made.embed, tokens, axis=0, mode="clip"), size).reshape(shape)
         context = _times(self._linear(x, made.projection), self.hidden_size**-0.5).reshape(shape)
         return _times(self.norm(context, made.norm) + token, 2**-0.5)
 
     def _project(self, layer: Gemma4LayerParams, kind: Attention, normed, positions, frequencies):
         """The queries, and the new keys and values of a layer; None if it shares another layer's."""
-        heads, kv_heads = self.num_heads, kind.kv_heads
+        heads, kv_heads = self.num_heads // self.tensor, held_heads(kind.kv_heads, self.tensor) // self.tensor
         qkv = self._linear(normed, layer.qkv).reshape(*normed.shape[:2], -1, kind.head_dim)
         q = layers.rope(self.norm(qkv[:, :, :heads], layer.q_norm), positions, frequencies)
         if layer.k_norm is None:
@@ -344,7 +369,7 @@ class Gemma4(Decoder):
     def _mlp(self, layer: Gemma4LayerParams, x, normed):
         """The MLP, plus the experts in parallel to it."""
         out = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu, exact=self.exact)
-        out = parts.whole(out, x.ndim, x.dtype)
+        out = sum_over_devices(parts.whole(out, x.ndim, x.dtype), self.tensor)
         if layer.experts is None:
             return out
         chosen = self.norm(self._experts(layer.experts, x), layer.experts.out_norm)
@@ -360,7 +385,7 @@ class Gemma4(Decoder):
         weights = weights * jnp.take(experts.scales, ids, mode="clip").astype(jnp.float32)
         own, matrices = self.norm(flat, experts.norm), (experts.gate_up, experts.down)
         out = experts_mlp(own, ids, weights, *matrices, layers.gelu, exact=self.exact)
-        return out.reshape(x.shape)
+        return sum_over_devices(out, self.tensor).reshape(x.shape)
 
 
 def _times(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:

@@ -7,7 +7,7 @@ biases, and the experts' gate is clamped. YaRN scales the rotary positions of al
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,11 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys
 from jspec.cache.mha import Rows
+from jspec.core.sharding import added_once, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.llama import attend_layer
+from jspec.models.llama import attend_layer, held_kv_heads, split_layers
 from jspec.models.moe import Routed, grouped, router_logits, weighted_sum
 from jspec.models.sizes import shape_of
 from pallas_kernels.group_rows import group_rows
@@ -80,6 +81,7 @@ class GptOss(Decoder):
     experts: those of every layer.
     gate_limit: bound of the gate, from above, and of the other half of an expert's product.
     gate_slope: factor within the sigmoid of the gate.
+    tensor: devices over which heads, experts and the vocabulary are split; the sizes here are those of the whole model.
     kv: see `with_kv`.
     exact: see `Decoder.exactly`.
     """
@@ -99,6 +101,7 @@ class GptOss(Decoder):
     attention_bias: bool = True
     gate_limit: float = 7.0
     gate_slope: float = 1.702
+    tensor: int = 1
     kv: str | None = None
     exact: bool = False
 
@@ -119,6 +122,16 @@ class GptOss(Decoder):
         """The experts of a layer."""
         return self.experts
 
+    def split(self, devices: int) -> Self:
+        """The configuration whose heads, experts and caches are split over that many devices.
+
+        Experts are split within each expert.
+
+        Raises:
+          ValueError: the number does not divide the heads or the width of an expert.
+        """
+        return split_layers(self, devices, {"columns of each expert": self.experts.width})
+
     def param_shapes(self, dtype: DTypeLike) -> GptOssParams:
         """The weights as `jax.ShapeDtypeStruct`s."""
         shape, vocabulary, width = shape_of(dtype), self.vocab_size, self.hidden_size
@@ -132,7 +145,7 @@ class GptOss(Decoder):
     def _layer_shapes(self, dtype: DTypeLike) -> GptOssLayerParams:
         shape, wide, width = shape_of(dtype), shape_of(jnp.float32), self.hidden_size
         queries, count, inner = self.num_heads * self.head_dim, self.experts.router.count, self.experts.width
-        projected = queries + 2 * self.num_kv_heads * self.head_dim
+        projected = queries + 2 * held_kv_heads(self) * self.head_dim
         return GptOssLayerParams(
             attention_norm=shape((width,)),
             qkv=shape((width, projected)),
@@ -153,7 +166,7 @@ class GptOss(Decoder):
 
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> HybridCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens."""
-        keys = [self.layer_keys(index) for index in range(self.num_layers)]
+        keys = [self.layer_keys(index).split(self.tensor) for index in range(self.num_layers)]
         return HybridCache.empty(batch, capacity, page_size, layers=keys, dtype=dtype)
 
     def layer_keys(self, layer: int) -> LayerKeys:
@@ -190,11 +203,14 @@ class GptOss(Decoder):
             normed = self.norm(x, layer.attention_norm)
             only = selected if last else None
             x, normed, pair = attend_layer(self, layer, x, normed, rotation, here, own, only, exact=self.exact)
-            x = x + self._mlp(layer.experts, normed)
+            x = x + sum_over_devices(self._mlp(layer.experts, normed), self.tensor)
             yield x, pair
 
     def _mlp(self, params: BiasedExperts, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
-        """The weighted sum, in float32, of the outputs of the experts that the router chooses for each token."""
+        """The weighted sum, in float32, of the outputs of the experts that the router chooses for each token.
+
+        Several devices have parts of it, which are to be added up.
+        """
         flat, exact = x.reshape(-1, x.shape[-1]), self.exact
         logits = router_logits(flat.astype(jnp.float32), params.router, exact=exact) + params.router_bias[None]
         ids, weights = self.experts.router.route(logits, exact=exact)
@@ -208,7 +224,8 @@ class GptOss(Decoder):
         )
         out = grouped(inner.astype(x.dtype), params.down, sizes, exact=exact)
         out = jnp.take(out, place, axis=0, mode="clip")
-        biased = out.astype(jnp.float32) + jnp.take(params.down_bias, ids, axis=0, mode="clip").astype(jnp.float32)
+        bias = added_once(jnp.take(params.down_bias, ids, axis=0, mode="clip"), self.tensor)
+        biased = out.astype(jnp.float32) + bias.astype(jnp.float32)
         return weighted_sum(weights, biased, exact=exact).astype(x.dtype).reshape(x.shape)
 
 

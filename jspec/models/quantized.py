@@ -6,7 +6,7 @@ kernel that multiplies, so that a round reads the narrow bytes alone (docs/quant
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -218,15 +218,18 @@ def quantize_shapes(shapes: PyTree, weights: str | None) -> PyTree:
     return jax.tree_util.tree_map_with_path(quantized, shapes)
 
 
-def check_whole_groups(field: str, rows: int, group: int | None, devices: int, packed: bool) -> None:
+def check_whole_groups(
+    field: str, rows: int, group: int | None, devices: int, packed: bool, fits: Callable[[int], bool]
+) -> None:
     """Raises ValueError if devices that share the rows of a matrix would have parts of groups, or of packed blocks.
 
     field: of the weights, for the message.
+    fits: whether the rest of the model can be split over a number of devices.
     """
     unit = math.lcm(group or 1, BLOCK if packed else 1)
     if devices == 1 or rows % (devices * unit) == 0:
         return
-    fitting = [str(n) for n in range(1, max(1, rows // unit) + 1) if n == 1 or rows % (n * unit) == 0]
+    fitting = [str(n) for n in range(1, max(1, rows // unit) + 1) if n == 1 or (rows % (n * unit) == 0 and fits(n))]
     reason = f"one scale for each {group}" if unit == group else f"{unit} packed together"
     raise ValueError(
         f"tensor={devices}: {field} has {rows} rows with {reason}; must be {', '.join(fitting)}; weights='wide' and "

@@ -223,7 +223,11 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
             if scheduler.pages.snapshots is not None:
                 unused = np.zeros(snapshots, bool)
                 unused[scheduler.pages.snapshots._free] = True
-                device.executor.snapshots = _poison_snapshots(device.executor.snapshots, unused)
+                kept = device.executor.snapshots
+                poisoned = _poison_snapshots(kept, unused)
+                if setup.placement is not None:
+                    poisoned = jax.device_put(poisoned, jax.tree.map(lambda x: x.sharding, kept))
+                device.executor.snapshots = poisoned
         admissions, results = loop.turn(int(rng.integers(1, 5)))
         counts["shared"] += sum(admission.begin for admission in admissions)
         counts["restored"] += sum(admission.restore is not None for admission in admissions)

@@ -30,6 +30,7 @@ CASES = {
     "ngram": ("tied", None, 2, None, Ngram()),
     "experts and copies of heads": ("experts", None, 4, None, Ngram()),
     "latents": ("latents", None, 4, None, Mtp(depth=2)),
+    "snapshots of windows": ("windows", None, 4, None, Ngram(n=2, depth=3)),
     "eagle tree, split": ("odd vocabulary", "head", 2, True, Eagle(**TREE)),
     "standalone chain, whole": ("tied", "draft of tied", 4, False, Standalone(depth=3, sampled=True)),
 }
@@ -39,6 +40,7 @@ STORMS = {
     "ngram": ("greedy", Storm(count=8, seed=1, eos=(7,))),
     "experts and copies of heads": ("sampled", Storm(seed=2, cancels=0.1, **TIGHT)),
     "latents": ("greedy", Storm(seed=3, flights=1, **TIGHT)),
+    "snapshots of windows": ("sampled", Storm(snapshots=2)),
     "eagle tree, split": ("sampled", Storm(seed=5, flights=1, cancels=0.1, **TIGHT)),
     "standalone chain, whole": ("rejection", Storm(seed=7, cancels=0.1, **TIGHT)),
 }
@@ -71,6 +73,7 @@ def test_a_storm_gives_each_request_what_one_device_gives_it(name, load):
     assert counts["shared"]
     assert counts["retracts"] or name not in RETRACTS
     assert counts["rows"] or storm.flights > 1
+    assert counts["restored"] or "snapshots" not in name
 
 
 @pytest.fixture
@@ -134,6 +137,19 @@ def test_the_state_of_an_engine_counts_per_device(load, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device=None: (4 * (needed - 1), 10**9))
     with pytest.raises(ValueError, match="the state takes .* on each of 4 devices"):
         jspec.Engine(model, drafter=None, pages=14, **SIZES)
+
+
+def test_snapshots_of_windows_are_split_by_heads(load):
+    model = load("windows", None, 4)
+    parts = {"target": model.target, "drafter": Plain(), "accept": accept.greedy, "placement": model.placement}
+    sizes = {"samples": False, "num_slots": 3, "context": 48, "page_size": 4, "pages": 5}
+    cache = jax.eval_shape(functools.partial(programs.empty_state, **parts, **sizes), model.params).cache
+    made = functools.partial(programs.empty_snapshots, count=3, placement=model.placement)
+    whole = jax.tree.leaves(jax.eval_shape(made, cache))
+    own = jax.tree.leaves(model.placement.local(jax.eval_shape(made, cache)))
+    kept = jax.tree.leaves(programs.kept_states(model.placement.local(cache)))
+    assert kept and [x.shape for x in own] == [(3, *x.shape) for x in kept]
+    assert [x.size for x in whole] == [4 * x.size for x in own]
 
 
 @slow

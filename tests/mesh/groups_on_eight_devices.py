@@ -108,7 +108,7 @@ def test_other_families_and_drafters_in_groups(name, load):
 
 
 @slow
-def test_a_family_that_cannot_be_split_runs_in_groups(tmp_path):
+def test_groups_of_one_device_each(tmp_path):
     """With the tables of a corpus, which all groups have, and without communication."""
     language_model.save(tmp_path / "gemma", gemma.KINDS["dense"], gemma.params("dense"), dtype="float32")
     options = dict(drafter=Suffix(n=4, depth=3, width=3), max_new_tokens=12, seed=2, sampling=split.SAMPLED)

@@ -12,11 +12,12 @@ import gemma
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oss
 import pytest
+import qwen
 import toy
 
 import jspec
-from jspec.checkpoints import deepseek as deepseek_checkpoints
 from jspec.checkpoints import eagle, language_model, named, tensors
 from jspec.cli import main
 from jspec.core import decode
@@ -44,6 +45,12 @@ LATENTS = {
     "indexed latents": dataclasses.replace(deepseek.KINDS["dsa"], num_layers=1),
 }
 """Targets with one row for all heads."""
+DIFFERENT = {
+    "windows": dataclasses.replace(gemma.KINDS["shared"], vocab_size=64),
+    "windows and experts": dataclasses.replace(gemma.KINDS["experts"], vocab_size=64),
+    "sinks": dataclasses.replace(oss.KINDS["sinks"], vocab_size=64),
+}
+"""Targets whose layers differ, with rings."""
 HEAD = dataclasses.replace(toy.HEAD, hidden_size=32, num_kv_heads=2, head_dim=16)
 PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
 SAMPLED = jspec.Sampling(temperature=0.8, top_p=0.9)
@@ -67,6 +74,11 @@ def weights(config: Llama, seed: int = 0) -> LlamaParams:
     return dataclasses.replace(made, layers=tuple(layers))
 
 
+def random_weights(config, seed: int = 0):
+    """Random weights of a configuration of any family."""
+    return language_model.read_params(config, gemma.RandomTensors(seed))
+
+
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """A function that writes a checkpoint once and returns its directory."""
@@ -78,14 +90,16 @@ def directories(tmp_path_factory):
         if name == "head":
             made = toy.fit_head(toy.TARGET, HEAD, toy.params().target, toy.plain_tokens())
             eagle.save(path, HEAD, made.draft, layout="safeailab", dtype="float32")
-        elif name in LATENTS:
-            config = LATENTS[name]
-            params = deepseek_checkpoints.read_params(config, gemma.RandomTensors(0))
-            language_model.save(path, config, params, dtype="float32")
+        elif name in LATENTS | DIFFERENT:
+            config = (LATENTS | DIFFERENT)[name]
+            language_model.save(path, config, random_weights(config), dtype="float32")
         elif name.startswith("draft of "):
-            config = TARGETS[name.removeprefix("draft of ")]
-            near = toy.near(weights(config), weights(config, seed=1))
-            config, near = dataclasses.replace(config, num_layers=1), dataclasses.replace(near, layers=near.layers[:1])
+            of = name.removeprefix("draft of ")
+            config, make = (DIFFERENT[of], random_weights) if of in DIFFERENT else (TARGETS[of], weights)
+            near = toy.near(make(config), make(config, seed=1))
+            if of in TARGETS:
+                config = dataclasses.replace(config, num_layers=1)
+                near = dataclasses.replace(near, layers=near.layers[:1])
             language_model.save(path, config, near, dtype="float32")
         else:
             language_model.save(path, TARGETS[name], weights(TARGETS[name]), dtype="float32")
@@ -191,10 +205,12 @@ def test_generate_ids_does_what_generate_does(load):
 
 
 def test_each_device_has_its_part(load):
-    model, other = load("biased", None, 4), load("latents in one step", None, 4)
-    paths, others = (jax.tree_util.tree_leaves_with_path(each.params.target) for each in (model, other))
-    split = {path[-1].name for path, leaf in paths + others if not leaf.sharding.is_fully_replicated}
-    assert split == set(WEIGHTS) - {"query"}  # which is in two steps elsewhere
+    model, *rest = (load(name, None, 4) for name in ("biased", "latents in one step", "sinks", "windows"))
+    paths, *others = (jax.tree_util.tree_leaves_with_path(each.params.target) for each in (model, *rest))
+    split = {path[-1].name for path, leaf in sum(others, paths) if not leaf.sharding.is_fully_replicated}
+    assert split == set(WEIGHTS) - {"query", "q", "head"}  # of queries in two steps, and of assistants
+    inputs = rest[-1].params.target.per_layer
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(inputs))
     for _, leaf in paths:
         assert len(leaf.addressable_shards) == 4
         parts = 1 if leaf.sharding.is_fully_replicated else 4
@@ -243,17 +259,11 @@ def test_a_wrong_placement_is_an_error(options, error, match, directories):
 
 
 def test_a_family_that_cannot_be_split_is_an_error_before_it_is_read(tmp_path, monkeypatch):
-    kind = next(iter(gemma.KINDS))
-    language_model.save(tmp_path, gemma.KINDS[kind], gemma.params(kind))
+    kind = next(iter(qwen.KINDS))
+    language_model.save(tmp_path, qwen.KINDS[kind], qwen.params(kind))
     monkeypatch.setattr(tensors.Tensors, "get", None)
-    with pytest.raises(ValueError, match="tensor=2: models of type Gemma4 cannot be split over devices yet"):
+    with pytest.raises(ValueError, match="tensor=2: models of type Qwen3Next cannot be split over devices yet"):
         jspec.load(tmp_path, tensor=2)
-
-
-def test_an_assistant_is_an_error_before_the_target_is_read(monkeypatch):
-    monkeypatch.setattr(language_model, "read", None)
-    with pytest.raises(ValueError, match="tensor=2: not supported yet for draft='bundled:python-assistant'"):
-        jspec.load("bundled:python-small", draft="bundled:python-assistant", tensor=2)
 
 
 def test_a_draft_that_cannot_be_split_is_an_error_before_the_target_is_read(directories, monkeypatch):
@@ -381,7 +391,7 @@ def family_weights(name, seed):
     """The configuration of a target without heads, and random weights."""
     if name in LATENTS:
         config = dataclasses.replace(LATENTS[name], mtp_layers=0)
-        return config, deepseek_checkpoints.read_params(config, gemma.RandomTensors(seed))
+        return config, random_weights(config, seed)
     config = {"qwen3": dataclasses.replace(TIED, qk_norm=True)}.get(name) or TARGETS[name]
     return config, weights(config, seed)
 
@@ -404,7 +414,7 @@ def test_new_weights_of_each_family_compile_nothing_over_devices(name):
 
 
 @slow
-@pytest.mark.parametrize("name", ["experts", "latents", "indexed latents"])
+@pytest.mark.parametrize("name", ["experts", "latents", "indexed latents", *DIFFERENT])
 def test_other_families_are_split_as_their_checkpoints(name, load):
     loaded = load(name, None, 2)
     whole = load(name, None, None)
@@ -447,12 +457,12 @@ def test_a_split_model_takes_a_whole_draft(load):
         ("tied", dict(tensor=0), ValueError, "tensor=0: must be at least 1"),
         ("tied", dict(mesh=5), TypeError, "mesh is of type int"),
         ("split", dict(), ValueError, "config: is that of a model on 4 devices; tensor or mesh must be given"),
-        ("gemma", dict(tensor=2), ValueError, "tensor=2: models of type Gemma4 cannot be split"),
+        ("qwen", dict(tensor=2), ValueError, "tensor=2: models of type Qwen3Next cannot be split"),
     ],
     ids=str,
 )
 def test_a_wrong_placement_of_arrays_is_an_error(config, options, error, match):
-    kinds = {"tied": TIED, "split": dataclasses.replace(TIED, tensor=4), "gemma": gemma.KINDS["dense"]}
+    kinds = {"tied": TIED, "split": dataclasses.replace(TIED, tensor=4), "qwen": qwen.KINDS["dense"]}
     with pytest.raises(error, match=match):
         jspec.from_named(kinds[config], named_arrays(TIED, weights(TIED)), **options)
 

@@ -1,0 +1,166 @@
+"""Models whose layers differ, over devices: windows, sinks, shared keys, and assistants that read the target's keys.
+
+test_mesh.py runs these tests in a process with eight CPU devices.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import on_eight_devices as split
+import pytest
+import toy
+from safetensors.numpy import load_file, save_file
+
+import jspec
+from jspec.checkpoints import assistant, language_model
+from jspec.drafters import FrozenKvMtp, Ngram, Standalone
+from jspec.engine.run import Run
+from jspec.models import Assistant
+from jspec.models.assistant import Clusters
+
+slow = pytest.mark.slow
+directories, load = split.directories, split.load
+TREE = dict(depth=2, width=2, num_nodes=6)
+SHAPE = dict(vocab_size=64, hidden_size=48, target_hidden_size=32, intermediate_size=64, num_heads=4)
+ASSISTANTS = {
+    "windows": Assistant(**SHAPE, target_layers=(2, 3), head_dims=(8, 16), clusters=Clusters(16, 5)),
+    "windows and experts": Assistant(**SHAPE, target_layers=(1, 0), head_dims=(16, 8)),
+}
+"""Assistants of targets, with an LM head in clusters and a whole one."""
+
+
+@pytest.fixture(scope="module")
+def load_assistant(directories, tmp_path_factory):
+    """A function that loads a target with its assistant."""
+    root = tmp_path_factory.mktemp("assistants")
+
+    def loaded(name, **options):
+        config, path = ASSISTANTS[name], root / name.replace(" ", "_")
+        if not path.exists():
+            made = toy.random_assistant(config)
+            made = toy.in_clusters(config, made) if config.clusters else made
+            assistant.save(path, config, made, dtype="float32")
+        return jspec.load(directories(name), draft=path, **options)
+
+    return loaded
+
+
+def assert_same_state(got, expected):
+    """Compares all caches and the state of the drafter: only committed rows are written, so whole pools are equal."""
+    states = [(run.state.cache, run.state.draft) for run in (got, expected)]
+    assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+    compared = 0
+    for x, y in zip(*map(jax.tree.leaves, states), strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            continue
+        x, y = np.asarray(x), np.asarray(y)
+        if x.shape != y.shape:  # several devices have copies of a head
+            y = np.repeat(y, x.shape[-2] // y.shape[-2], axis=-2)
+        np.testing.assert_allclose(x, y, atol=5e-5)
+        compared += x.size
+    assert compared
+
+
+CASES = {
+    "windows, split tree": ("windows", 2, True, Standalone(**TREE), "mixed", 1),
+    "sinks, copies of heads": ("sinks", 4, None, Ngram(), "mixed", 16),
+    "assistant, tree": ("windows and experts", 4, None, FrozenKvMtp(**TREE), "mixed", 1),
+    "assistant in clusters, chain": ("windows", 2, None, FrozenKvMtp(depth=2), "rejection", 16),
+}
+"""Name -> target, devices, whether the draft is split, drafter, how the sequences are generated, and rows per page."""
+
+
+@slow
+@pytest.mark.parametrize("name", CASES)
+def test_generates_what_one_device_does(name, load, load_assistant):
+    """Tokens, rounds, log-probabilities, and the rows of all caches."""
+    target, tensor, draft_tensor, drafter, kind, page_size = CASES[name]
+    if isinstance(drafter, FrozenKvMtp):
+        one, several = load_assistant(target), load_assistant(target, tensor=tensor)
+        assert several.placement.draft and several.draft.tensor == tensor
+    else:
+        draft = f"draft of {target}" if isinstance(drafter, Standalone) else None
+        one, several = load(target, draft, None), load(target, draft, tensor, draft_tensor)
+    options = dict(drafter=drafter, page_size=page_size, seed=7, logprobs=True, **split.KINDS[kind])
+    # Longer than a window of 8 tokens.
+    runs = [Run(model, split.PROMPTS, jspec.GenerateOptions(max_new_tokens=20, **options)) for model in (several, one)]
+    got, expected = (run.finish() for run in runs)
+    split.assert_same(got, expected)
+    assert_same_state(*runs)
+    for leaf in jax.tree.leaves(runs[0].state.cache):
+        if leaf.ndim == 6:
+            assert leaf.addressable_shards[0].data.shape[4] * tensor == leaf.shape[4]
+
+
+def test_an_assistant_is_split_with_its_target(load_assistant, tmp_path, monkeypatch):
+    """What is not possible is an error before the target is read."""
+    model, placed = load_assistant("windows and experts", tensor=4), set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params.draft):
+        assert leaf.sharding.device_set == set(jax.devices()[:4])
+        placed |= set() if leaf.sharding.is_fully_replicated else {path[-1].name}
+    assert placed == {"q", "o", "gate_up", "down", "head"}
+    with pytest.raises(ValueError, match="the weights are split over 4 devices"):
+        assistant.save(tmp_path / "copy", model.draft, model.params.draft)
+    monkeypatch.setattr(language_model, "read_params", None)
+    given = dict(tensor=4, draft_tensor=False)
+    with pytest.raises(ValueError, match="draft_tensor=False: .* reads keys and values of the target, and is split as"):
+        load_assistant("windows and experts", **given)
+    odd = dataclasses.replace(ASSISTANTS["windows and experts"], intermediate_size=66)
+    assistant.save(tmp_path / "odd", odd, toy.random_assistant(odd), dtype="float32")
+    message = "odd' cannot be split: tensor=4: must divide 4 heads and 66 columns of the MLP of this model: 1 or 2; it"
+    with pytest.raises(ValueError, match=message):
+        jspec.load(model.name, draft=tmp_path / "odd", tensor=4)
+
+
+@pytest.mark.parametrize(
+    "name, tensor, match",
+    [
+        ("windows", 8, "tensor=8: must divide 4 heads and 64 columns of the MLP of this model"),
+        (
+            "windows and experts",
+            3,
+            "and 16 columns of each expert .* 1 heads of keys and values in layer 1 and 2 heads",
+        ),
+        ("sinks", 8, "tensor=8: must divide 4 heads and 16 columns of each expert of this model"),
+    ],
+)
+def test_a_number_of_devices_that_does_not_fit(name, tensor, match, directories):
+    with pytest.raises(ValueError, match=match):
+        jspec.load(directories(name), tensor=tensor)
+
+
+def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path):
+    """Experts in MXFP4: each device has the scales of its values, and no part of a block."""
+    made = language_model.load(directories("sinks"), dtype="float32")
+    routed = dataclasses.replace(made.config.experts, width=64)
+    config = dataclasses.replace(made.config, experts=routed)
+    language_model.save(tmp_path, config, split.random_weights(config), dtype="float32")
+    rng, stored = np.random.default_rng(0), {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        stored[name] = tensor
+        if name.endswith(("gate_up_proj", "down_proj")):
+            count, width, out = stored.pop(name).shape
+            stored[name + "_blocks"] = rng.integers(0, 256, (count, out, width // 32, 16)).astype(np.uint8)
+            stored[name + "_scales"] = rng.integers(119, 125, (count, out, width // 32)).astype(np.uint8)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "mxfp4"}}))
+    one, two = (jspec.load(tmp_path, tensor=tensor).params.target.layers[0].experts for tensor in (None, 2))
+    columns = np.arange(128).reshape(2, 2, 32)  # of the gate and of the other half, each of the devices in turn
+    for device in range(2):
+        for part, rows in (("narrow", 32), ("scale", 1)):
+            held = getattr(two.down, part).addressable_shards[device].data
+            whole = np.asarray(getattr(one.down, part), np.float32)
+            np.testing.assert_array_equal(held.astype(np.float32), whole[:, device * rows : (device + 1) * rows])
+            held = getattr(two.gate_up, part).addressable_shards[device].data
+            whole = np.asarray(getattr(one.gate_up, part), np.float32)
+            np.testing.assert_array_equal(held.astype(np.float32), whole[:, :, columns[:, device].reshape(-1)])
+        held = two.gate_up_bias.addressable_shards[device].data
+        np.testing.assert_array_equal(held, np.asarray(one.gate_up_bias)[:, columns[:, device].reshape(-1)])
+    with pytest.raises(
+        ValueError, match="tensor=4: down has 64 rows with one scale for each 32; must be 1, 2; weights"
+    ):
+        jspec.load(tmp_path, tensor=4)
