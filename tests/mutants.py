@@ -642,8 +642,8 @@ MUTANTS = (
         ),
         (
             "a snapshot with the window of another slot",
-            "for x in self.states), self.windows[:, slot]",
-            "for x in self.states), self.windows[:, 0]",
+            "for x in self.layer_states), self.windows[:, slot]",
+            "for x in self.layer_states), self.windows[:, 0]",
             _RECURRENT,
         ),
     ),

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int, PyTree
 from jspec.cache.mha import MhaCache
 from jspec.cache.narrow import KV_FORMATS, stored_dtype
 from jspec.cache.swa import SlidingCache
+from jspec.core.sharding import held_heads
 from jspec.core.slots import SlotCache
 from jspec.core.struct import struct
 from jspec.core.types import Cache
@@ -60,6 +61,10 @@ class LayerKeys:
     def row_bytes(self, itemsize: int) -> int:
         """Bytes per token. itemsize: bytes of an element in the precision of the model's weights."""
         return self.width * (itemsize if self.kv is None else KV_FORMATS[self.kv].itemsize)
+
+    def split(self, devices: int) -> Self:
+        """Those that one device keeps, where heads are split over that many."""
+        return dataclasses.replace(self, kv_heads=held_heads(self.kv_heads, devices) // devices)
 
     def empty(
         self, batch: int, capacity: int, page_size: int, *, layers: int, dtype: DTypeLike

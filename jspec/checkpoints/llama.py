@@ -1,6 +1,7 @@
 """Llama and Qwen3, dense or with experts: config.json and tensors to a configuration and weights, and back."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.split import copy_heads
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.layers import Llama3Rope
-from jspec.models.llama import LayerParams, LayerShape, Llama, LlamaParams, held_kv_heads
+from jspec.models.llama import LayerParams, LayerShape, Llama, LlamaParams
 from jspec.models.moe import Routed
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
@@ -186,10 +188,11 @@ def read_layer(
     attention, outs = prefix + "self_attn.", [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]
     qkv = [tensors.read(f"{attention}{name}.weight", out, input_width, transpose=True) for name, out in outs]
     bias = [tensors.read(f"{attention}{name}.bias", out) for name, out in outs] if qkv_bias else None
+    copies = partial(copy_heads, kv_heads=config.num_kv_heads, devices=config.tensor)
     return LayerParams(
         attention_norm=attention_norm,
-        qkv=tensors.put("qkv", _with_copies(config, qkv)),
-        qkv_bias=None if bias is None else tensors.put("qkv_bias", _with_copies(config, bias)),
+        qkv=tensors.put("qkv", copies(qkv)),
+        qkv_bias=None if bias is None else tensors.put("qkv_bias", copies(bias)),
         q_norm=tensors.device(f"{attention}q_norm.weight", config.head_dim) if qk_norm else None,
         k_norm=tensors.device(f"{attention}k_norm.weight", config.head_dim) if qk_norm else None,
         o=tensors.fused([(f"{attention}o_proj.weight", width)], query, "o"),
@@ -197,17 +200,6 @@ def read_layer(
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
         **read_layer_mlp(experts, tensors, prefix + "mlp.", mlp, width),
     )
-
-
-def _with_copies(config: LayerShape, parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Columns of queries, keys and values, with as many copies of each head of keys and values as devices need."""
-    queries, *others = parts
-    copies = held_kv_heads(config) // config.num_kv_heads
-    if copies == 1:
-        return parts
-    shape = *queries.shape[:-1], config.num_kv_heads, config.head_dim
-    repeated = (np.repeat(part.reshape(shape), copies, axis=-2) for part in others)
-    return [queries, *(part.reshape(*queries.shape[:-1], -1) for part in repeated)]
 
 
 def describe_scaling(scaling: Llama3Rope) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Whether a model that is read is split over devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, Self, TypeAlias, TypeVar
 
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jspec.checkpoints.tensors import Tensors
-from jspec.core.sharding import Placement
+from jspec.core.sharding import Placement, held_heads
 from jspec.models.quantized import quantize_shapes
 from jspec.models.sizes import tree_bytes
 
@@ -86,6 +87,19 @@ def _fits(config: Splittable, devices: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+def copy_heads(parts: Sequence[np.ndarray], *, kv_heads: int, devices: int) -> Sequence[np.ndarray]:
+    """Columns of queries, and of keys and values if there are any, with the copies of their heads that devices need.
+
+    kv_heads: heads of keys and values.
+    """
+    queries, *others = parts
+    copies = held_heads(kv_heads, devices) // kv_heads
+    if copies == 1:
+        return parts
+    repeated = (np.repeat(part.reshape(*part.shape[:-1], kv_heads, -1), copies, axis=-2) for part in others)
+    return [queries, *(part.reshape(*queries.shape[:-1], -1) for part in repeated)]
 
 
 def refuse_split(config: object) -> None:

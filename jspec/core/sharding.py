@@ -40,12 +40,17 @@ WEIGHTS = {
     "query": -1,
     "keys": -3,
     "values": -3,
+    "conv": -1,
+    "log_rate": -1,
+    "rate_bias": -1,
 }
 """Field of a model's weights -> the axis that is split. All others are whole on each device."""
-STATE = {"pool": 4}
-"""The same for the fields of a state: of a pool of pages, the heads. A pool of rows without heads is whole."""
+STATE = {"pool": 4, "layer_states": -3, "windows": -1}
+"""The same for the fields of a state, and of what is kept of one: of a pool of pages, the heads; of recurrent states,
+the heads of values; of the inputs of their convolutions, the channels. A pool of rows without heads is whole.
+"""
 _POOL_AXES = 6
-"""Axes of a pool with heads."""
+"""Axes of a pool with heads, the most that what is split has."""
 _WHOLE = {"indexer"}
 """Fields whose own fields are whole: an indexer adds up the scores of its heads before it selects tokens."""
 _VOCABULARY = {"embed", "lm_head"}
@@ -251,7 +256,9 @@ class Placement:
     def _axis_of_field(self, names: list[str | None], shape: tuple[int, ...]) -> int | None:
         """The axis of a leaf by the name of its field, the last one or that before the part of a quantized matrix."""
         part = names.pop() if len(names) > 1 and names[-1] in _QUANTIZED else None
-        axis = self._split_axis(str(names[-1]) if names else "", shape)
+        # Arrays in a tuple are split as the field that has it.
+        field = next((name for name in reversed(names) if name is not None), "")
+        axis = self._split_axis(field, shape)
         # Where rows are split, scales may be those of whole columns.
         return None if part in ("scale", "zero") and axis is not None and shape[axis] == 1 else axis
 
@@ -259,7 +266,7 @@ class Placement:
         axis = WEIGHTS.get(field, STATE.get(field))
         if axis is None or (field in _VOCABULARY and shape[axis] % self.size):
             return None
-        if field in STATE and len(shape) != _POOL_AXES:
+        if field == "pool" and len(shape) != _POOL_AXES:
             return None
         return axis % len(shape)
 
@@ -304,7 +311,7 @@ def over(placement: Placement | None, function: Callable[..., T], *args: PyTree,
     """
     if placement is None:
         return function(*args)
-    structures, axes = [], (None, *sorted(set(STATE.values())))
+    structures, axes = [], (None, *range(_POOL_AXES))
     stacks = placement.groups > 1
     stacked = [stacks and index not in shared for index in range(len(args))]
 
@@ -337,6 +344,11 @@ def sum_over_devices(x: Float[Array, "*batch E"], devices: int) -> Float[Array, 
 def gather_last(x: Float[Array, "*batch W"], size: int) -> Float[Array, "*batch V"]:
     """The `size` columns of which each device has the next W; `x` itself if it has them all."""
     return x if x.shape[-1] == size else lax.all_gather(x, TENSOR, axis=x.ndim - 1, tiled=True)
+
+
+def held_heads(kv_heads: int, devices: int) -> int:
+    """Heads of keys and values on all devices, which have copies where there are more devices than heads."""
+    return max(kv_heads, devices)
 
 
 def check_split(devices: int, sizes: Mapping[str, int], copied: Mapping[str, int] | None = None) -> None:

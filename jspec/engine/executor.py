@@ -110,7 +110,7 @@ class Executor:
         empty = _empty_state if self.here else _empty_state.eval_shape
         sizes = {"num_slots": num_slots, "context": context, "page_size": page_size, "pages": pages}
         self.state: DecodeState = empty(params, **parts, samples=samples, **sizes)
-        places = jax.jit(partial(programs.empty_snapshots, count=snapshots))
+        places = jax.jit(partial(programs.empty_snapshots, count=snapshots, placement=self._placement))
         self.snapshots: list[PyTree] = places(self.state.cache) if snapshots and self.here else []
         # A drafter that samples its drafts reads the temperature, which the state of the slots does not have.
         sampling = RowSampling(temperature=cast(Array, np.zeros(num_slots, np.float32))) if samples else None
@@ -162,11 +162,11 @@ class Executor:
 
     def restore(self, slot: np.int32, place: np.int32) -> None:
         """`programs.restore`."""
-        self.state = programs.restore(self.state, self.snapshots, slot, place)
+        self.state = programs.restore(self.state, self.snapshots, slot, place, placement=self._placement)
 
     def save(self, slot: np.int32, place: np.int32) -> None:
         """`programs.save`."""
-        self.snapshots = programs.save(self.snapshots, self.state.cache, slot, place)
+        self.snapshots = programs.save(self.snapshots, self.state.cache, slot, place, placement=self._placement)
 
     def read(self, window: Window, plan: ReadPlan, size: int) -> Report:
         """`programs.read`."""

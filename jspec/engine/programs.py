@@ -6,7 +6,7 @@ on a view of some slots (`jspec.core.slots`), so their shapes do not depend on S
 `Report`: small arrays of its own, never parts of the state, which the next program may already be changing.
 
 With a `placement` every device runs each program on its own part of the weights and pools; all decide alike, and a
-report is the same on all of them. `save` and `restore` have none: no target that can be split keeps more than pages.
+report is the same on all of them.
 """
 
 import dataclasses
@@ -212,9 +212,13 @@ def kept_states(caches: PyTree) -> list[PyTree]:
     return [jax.eval_shape(lambda cache: cache.state_of(jnp.int32(0)), cache) for cache in all_caches(caches)]
 
 
-def empty_snapshots(cache: Cache, count: int) -> list[PyTree]:
+def empty_snapshots(cache: Cache, count: int, placement: sharding.Placement | None = None) -> list[PyTree]:
     """`count` places for what the target's cache keeps of a sequence outside of the common pool."""
-    return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), kept_states(cache))
+
+    def empty(cache: Cache) -> list[PyTree]:
+        return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), kept_states(cache))
+
+    return sharding.over(placement, empty, cache)
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Array:
@@ -299,16 +303,36 @@ def _resumed(drafter: Drafter, state: PyTree, new: Admitted) -> PyTree:
     return drafter.resume(state, new.slots, new.shared) if isinstance(drafter, PagedDrafter) else state
 
 
-@partial(jax.jit, donate_argnames=("snapshots",))
-def save(snapshots: list[PyTree], cache: Cache, slot: Int[Array, ""], place: Int[Array, ""]) -> list[PyTree]:
+@partial(jax.jit, static_argnames=("placement",), donate_argnames=("snapshots",))
+def save(
+    snapshots: list[PyTree],
+    cache: Cache,
+    slot: Int[Array, ""],
+    place: Int[Array, ""],
+    placement: sharding.Placement | None = None,
+) -> list[PyTree]:
     """The snapshots, one of which is replaced by the state of the target's cache in a slot."""
+    return sharding.over(placement, _saved, snapshots, cache, slot, place)
+
+
+def _saved(snapshots: list[PyTree], cache: Cache, slot: Int[Array, ""], place: Int[Array, ""]) -> list[PyTree]:
     states = [each.state_of(slot) for each in all_caches(cache)]
     return jax.tree.map(lambda x, state: x.at[place].set(state), snapshots, states)
 
 
-@partial(jax.jit, donate_argnames=("s",))
-def restore(s: DecodeState, snapshots: list[PyTree], slot: Int[Array, ""], place: Int[Array, ""]) -> DecodeState:
+@partial(jax.jit, static_argnames=("placement",), donate_argnames=("s",))
+def restore(
+    s: DecodeState,
+    snapshots: list[PyTree],
+    slot: Int[Array, ""],
+    place: Int[Array, ""],
+    placement: sharding.Placement | None = None,
+) -> DecodeState:
     """The state whose target's cache keeps a snapshot in a slot."""
+    return sharding.over(placement, _restored, s, snapshots, slot, place)
+
+
+def _restored(s: DecodeState, snapshots: list[PyTree], slot: Int[Array, ""], place: Int[Array, ""]) -> DecodeState:
     states = iter(jax.tree.map(lambda x: x[place], snapshots))
     cache = slots.map_parts(lambda cache: cache.with_state(slot, next(states)), lambda x: x, s.cache)
     return dataclasses.replace(s, cache=cache)

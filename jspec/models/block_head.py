@@ -23,7 +23,7 @@ from jspec.core.struct import struct
 from jspec.core.types import Params, Target
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.llama import LayerParams, decoder_layer, empty_cache, held_kv_heads, layer_shapes, split_layers
+from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_shapes, split_layers
 from jspec.models.sizes import keys_bytes, shape_of, tree_bytes
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
@@ -213,7 +213,7 @@ class BlockHead:
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
         """Bytes of the draft's own keys and values that one forward reads for a sequence of `context` tokens."""
-        return keys_bytes(self._layer_keys(self.num_kv_heads), context, itemsize)
+        return keys_bytes(self._layer_keys(), context, itemsize)
 
     def layer_windows(self) -> tuple[int | None, ...]:
         """For each layer, the positions that a row sees, its own included; None: all."""
@@ -223,11 +223,11 @@ class BlockHead:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the precision of `params`."""
         if not any(self.windows):
             return empty_cache(self, batch, capacity, page_size, params.fc.dtype)
-        keys = self._layer_keys(held_kv_heads(self) // self.tensor)
+        keys = [each.split(self.tensor) for each in self._layer_keys()]
         return HybridCache.empty(batch, capacity, page_size, layers=keys, dtype=params.fc.dtype)
 
-    def _layer_keys(self, kv_heads: int) -> list[LayerKeys]:
-        return [LayerKeys(kv_heads, self.head_dim, window) for window in self.windows]
+    def _layer_keys(self) -> list[LayerKeys]:
+        return [LayerKeys(self.num_kv_heads, self.head_dim, window) for window in self.windows]
 
     def ids(self, params: BlockParams) -> Int[Array, " Vd"] | None:
         """Target ids of the draft's vocabulary; None: the target's own vocabulary."""

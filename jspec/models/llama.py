@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.cache.narrow import stored_dtype
-from jspec.core.sharding import check_split, sum_over_devices
+from jspec.core.sharding import check_split, held_heads, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -238,8 +238,8 @@ def split_layers(config: S, devices: int, widths: Mapping[str, int]) -> S:
 
 
 def held_kv_heads(config: LayerShape) -> int:
-    """Heads of keys and values on all devices, which have copies where there are more devices than heads."""
-    return max(config.num_kv_heads, config.tensor)
+    """Heads of keys and values on all devices."""
+    return held_heads(config.num_kv_heads, config.tensor)
 
 
 def layer_shapes(

@@ -124,7 +124,7 @@ def _poison(s: Any, free: Any, empty: Any) -> Any:
 
     def spoil(cache):
         if isinstance(cache, RecurrentCache):
-            states = tuple(jnp.where(empty.reshape(-1, 1, 1, 1), jnp.nan, x) for x in cache.states)
+            states = tuple(jnp.where(empty.reshape(-1, 1, 1, 1), jnp.nan, x) for x in cache.layer_states)
             windows = jnp.where(empty.reshape(1, -1, 1, 1), jnp.nan, cache.windows)
             return RecurrentCache(states, windows)
         if hasattr(cache, "groups"):
@@ -141,6 +141,11 @@ def _poison(s: Any, free: Any, empty: Any) -> Any:
 def _poison_snapshots(snapshots: Any, free: Any) -> Any:
     """NaN in these places."""
     return jax.tree.map(lambda x: jnp.where(free.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x), snapshots)
+
+
+def _placed(made: Any, like: Any, setup: Setup) -> Any:
+    """Arrays on the devices of others, split as these are."""
+    return made if setup.placement is None else jax.device_put(made, jax.tree.map(lambda x: x.sharding, like))
 
 
 @dataclasses.dataclass
@@ -216,14 +221,12 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
             free, empty = np.zeros(POOL, bool), np.zeros(SLOTS, bool)
             free[[0, *scheduler.pages._free, *range(storm.pages, POOL)]] = True
             empty[scheduler._free_slots] = True
-            poisoned = _poison(device.state, free, empty)
-            if setup.placement is not None:
-                poisoned = jax.device_put(poisoned, jax.tree.map(lambda x: x.sharding, device.state))
-            device.executor.state = poisoned
+            device.executor.state = _placed(_poison(device.state, free, empty), device.state, setup)
             if scheduler.pages.snapshots is not None:
                 unused = np.zeros(snapshots, bool)
                 unused[scheduler.pages.snapshots._free] = True
-                device.executor.snapshots = _poison_snapshots(device.executor.snapshots, unused)
+                kept = device.executor.snapshots
+                device.executor.snapshots = _placed(_poison_snapshots(kept, unused), kept, setup)
         admissions, results = loop.turn(int(rng.integers(1, 5)))
         counts["shared"] += sum(admission.begin for admission in admissions)
         counts["restored"] += sum(admission.restore is not None for admission in admissions)

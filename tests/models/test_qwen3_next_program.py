@@ -82,7 +82,7 @@ def test_a_model_in_half_precision_keeps_its_states_in_float32():
     after = jax.eval_shape(partial(decode.step, **static), given[0], s)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), s)
     recurrent, paged = after.cache.groups
-    assert {state.dtype for state in recurrent.states} == {jnp.dtype(jnp.float32)}
+    assert {state.dtype for state in recurrent.layer_states} == {jnp.dtype(jnp.float32)}
     assert recurrent.windows.dtype == paged.pool.dtype == jnp.bfloat16
 
 
