@@ -835,6 +835,15 @@ MUTANTS = (
         ),
     ),
     *_group(
+        "jspec/checkpoints/qwen3_next.py",
+        (
+            "a device has the channels of other heads",
+            "np.split(conv, [keys, 2 * keys], axis=-1)",
+            "[conv]",
+            "mesh/test_mesh.py::test_on_eight_devices",
+        ),
+    ),
+    *_group(
         "pallas_kernels/split_heads/reference.py",
         (
             "keys that are not rotated",

@@ -95,17 +95,20 @@ def alone(setup: Setup, given: list[DeviceRequest], eos: tuple[int, ...]) -> Alo
     sizes = dict(capacity=CONTEXT, page_size=PAGE)
     s = decode.jitted_prefill(params, ids, lengths, limits, keys, stop, sampling, **setup.static, **sizes)
     s = jax.device_get(decode.decode(params, s, jnp.int32(1 << 30), **setup.static))
-    caches = [cache for cache in programs.all_caches(s.draft) if hasattr(cache, "page_table")]
+    caches = paged_caches(s.draft)
     return Alone(
         [s.tokens[i, lengths[i] : s.length[i]].tolist() for i in range(batch)],
         s.stats.rounds.tolist(),
         s.stats.accept_counts.tolist(),
         s.finish_code.tolist(),
-        [
-            [rows_of(cache, cache.page_table[i]) for cache in caches if hasattr(cache, "page_table")]
-            for i in range(batch)
-        ],
+        [[rows_of(cache, cache.page_table[i]) for cache in caches] for i in range(batch)],
     )
+
+
+def paged_caches(state: Any) -> list[Any]:
+    """The caches in a drafter's state, or in groups of layers of them, that have pages of the common pool."""
+    caches = [part for cache in programs.all_caches(state) for part in getattr(cache, "groups", (cache,))]
+    return [cache for cache in caches if hasattr(cache, "page_table") and not hasattr(cache, "window")]
 
 
 def rows_of(cache: Any, pages: Any) -> np.ndarray:
@@ -254,8 +257,7 @@ def _is_state(x: Any) -> bool:
 
 def compare_rows(device: Device, given: list[DeviceRequest], wanted: Alone) -> int:
     """Compares the rows of the drafter's paged caches of all running requests. Returns how many."""
-    paged = (x for x in programs.all_caches(device.state.draft) if hasattr(x, "page_table"))
-    caches = [cache for cache in paged if not hasattr(cache, "window")]
+    caches = paged_caches(device.state.draft)
     # A recurrent state is summed in other blocks where a prompt is read in other chunks.
     recurrent = any(map(_is_state, jax.tree.leaves(device.state.cache, is_leaf=_is_state)))
     compared, atol = 0, 2e-4 if recurrent else 3e-5
