@@ -112,8 +112,8 @@ def directories(tmp_path_factory):
         elif name.startswith("draft of states"):
             name = name.removeprefix("draft of ")
             near = toy.near(hybrid_weights(name), hybrid_weights(name, seed=1))
-            config = dataclasses.replace(HYBRIDS[name], is_full_attention=(False,))
-            near = dataclasses.replace(near, layers=near.layers[:1])
+            config = dataclasses.replace(HYBRIDS[name], is_full_attention=(False,), mtp_layers=0)
+            near = dataclasses.replace(near, layers=near.layers[:1], mtp=())
             language_model.save(path, config, near, dtype="float32")
         elif name.startswith("draft of "):
             config = TARGETS[name.removeprefix("draft of ")]
@@ -155,7 +155,8 @@ CASES = {
     "latents": ("latents", None, 2, None, Mtp(depth=2)),
     "latents in one step": ("latents in one step", None, 4, None, None),
     "indexed latents": ("indexed latents", None, 2, None, None),
-    "states and experts": ("states and experts", "draft of states and experts", 4, True, Standalone(**TREE)),
+    "states and experts": ("states and experts", None, 4, None, Ngram()),
+    "states in a tree": ("states", "draft of states", 2, True, Standalone(**TREE)),
     "eagle tree, split": ("odd vocabulary", "head", 2, True, Eagle(**TREE)),
     "eagle chain, whole": ("odd vocabulary", "head", 2, False, Eagle(depth=4)),
     "standalone chain, whole": ("tied", "draft of tied", 4, None, Standalone(depth=3)),
@@ -168,7 +169,8 @@ POINTS = {
     "latents": ("mixed", 1),
     "latents in one step": ("greedy", 16),
     "indexed latents": ("greedy", 1),
-    "states and experts": ("mixed", 1),
+    "states and experts": ("greedy", 16),
+    "states in a tree": ("mixed", 1),
     "eagle chain, whole": ("greedy", 16),
     "eagle tree, split": ("mixed", 1),
     "standalone chain, whole": ("rejection", 16),

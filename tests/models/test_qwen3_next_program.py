@@ -47,7 +47,7 @@ def check_states(text, s):
     body = loop_body(text)
     caches = [s.cache, *([s.draft.cache] if hasattr(s.draft, "cache") else [])]
     groups = [group for cache in caches for group in cache.groups]
-    states = [state for group in groups for state in getattr(group, "states", ())]
+    states = [state for group in groups for state in getattr(group, "layer_states", ())]
     makers = made(body, f"f32[{','.join(map(str, states[0].shape))}]")
     if jax.default_backend() != "gpu":  # which makes several results in one fusion, a tuple
         assert makers.count("fusion") == len(states)
