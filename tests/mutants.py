@@ -649,8 +649,8 @@ MUTANTS = (
         ),
         (
             "a snapshot with the window of another slot",
-            "for x in self.states), self.windows[:, slot]",
-            "for x in self.states), self.windows[:, 0]",
+            "for x in self.layer_states), self.windows[:, slot]",
+            "for x in self.layer_states), self.windows[:, 0]",
             _RECURRENT,
         ),
     ),
@@ -839,6 +839,15 @@ MUTANTS = (
             "least = np.minimum.reduceat(values, np.arange(0, len(values), size), axis=0)",
             "least = np.tile(values.min(0), (-(-len(values) // size), 1))",
             "checkpoints/test_packed.py::test_weights_are_those_that_were_packed[llama-awq]",
+        ),
+    ),
+    *_group(
+        "jspec/checkpoints/qwen3_next.py",
+        (
+            "a device has the channels of other heads",
+            "np.split(conv, [keys, 2 * keys], axis=-1)",
+            "[conv]",
+            "mesh/test_mesh.py::test_on_eight_devices",
         ),
     ),
     *_group(

@@ -60,6 +60,11 @@ class RecurrentLayer:
         """C: channels of the convolution: all queries, all keys, all values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    def split(self, devices: int) -> Self:
+        """The part of one device, where key heads, each with its heads of values, are split over that many."""
+        keys, values = self.key_heads // devices, self.value_heads // devices
+        return dataclasses.replace(self, key_heads=keys, value_heads=values)
+
     def empty(self, batch: int, capacity: int, page_size: int, *, layers: int, dtype: DTypeLike) -> "RecurrentCache":
         """The cache of this number of layers. Its size does not depend on `capacity`, and it has no pages."""
         states = [jnp.zeros((batch, self.value_heads, self.key_dim, self.value_dim)) for _ in range(layers)]
@@ -67,10 +72,18 @@ class RecurrentLayer:
 
 
 @struct
+class RecurrentState:
+    """What L layers remember of one sequence."""
+
+    layer_states: tuple[Float[Array, "Hv K V"], ...]
+    windows: Float[Array, "L W C"]
+
+
+@struct
 class RecurrentCache:
     """What L layers remember of committed tokens."""
 
-    states: tuple[Float[Array, "B Hv K V"], ...]
+    layer_states: tuple[Float[Array, "B Hv K V"], ...]
     """One float32 array per layer, because a matrix product would copy a layer out of a larger array."""
     windows: Float[Array, "L B W C"]
     """Inputs of the convolutions before the next token, oldest first."""
@@ -97,7 +110,7 @@ class RecurrentCache:
           earlier: R - N rows of this round from earlier forwards, before the new ones.
         """
         # Rows of earlier forwards come first.
-        state, window = self.states[layer], self.windows[layer]
+        state, window = self.layer_states[layer], self.windows[layer]
         nodes, (_, value_heads, key_dim, value_dim) = inputs.shape[1], state.shape
         dtype, live = inputs.dtype, None if start is None else start > 0
         window = jnp.zeros_like(window) if live is None else jnp.where(live[:, None, None], window, 0)
@@ -132,21 +145,23 @@ class RecurrentCache:
         """The cache after the first `length[b]` nodes along `path` (None: a chain); unchanged where that is 0."""
         live = (start > 0) | (length == 0)
         states, windows = [], []
-        for state, window, new in zip(self.states, self.windows, rows, strict=True):
+        for state, window, new in zip(self.layer_states, self.windows, rows, strict=True):
             if path is not None:
                 new = jax.tree.map(lambda x: tree.take_path(x, path), new)
             states.append(delta_rule.advance(state, new.k, new.u, new.g, length, live))
             windows.append(delta_rule.slide(jnp.where(live[:, None, None], window, 0), new.inputs, length))
-        return dataclasses.replace(self, states=tuple(states), windows=jnp.stack(windows))
+        return dataclasses.replace(self, layer_states=tuple(states), windows=jnp.stack(windows))
 
     def take(self, slots: Int[Array, " R"]) -> Self:
         """The states of these sequences, copied."""
-        return dataclasses.replace(self, states=tuple(x[slots] for x in self.states), windows=self.windows[:, slots])
+        return dataclasses.replace(
+            self, layer_states=tuple(x[slots] for x in self.layer_states), windows=self.windows[:, slots]
+        )
 
     def put(self, slots: Int[Array, " R"], part: Self) -> Self:
         """The states with those of `part` written back."""
-        states = tuple(x.at[slots].set(new) for x, new in zip(self.states, part.states, strict=True))
-        return dataclasses.replace(self, states=states, windows=self.windows.at[:, slots].set(part.windows))
+        states = tuple(x.at[slots].set(new) for x, new in zip(self.layer_states, part.layer_states, strict=True))
+        return dataclasses.replace(self, layer_states=states, windows=self.windows.at[:, slots].set(part.windows))
 
     def with_table(self, table: Int[Array, "R W"]) -> Self:
         """Itself: a state belongs to its slot."""
@@ -156,16 +171,14 @@ class RecurrentCache:
         """Itself: it has no pages."""
         return self
 
-    def state_of(self, slot: Int[Array, ""]) -> tuple[tuple[Float[Array, "Hv K V"], ...], Float[Array, "L W C"]]:
+    def state_of(self, slot: Int[Array, ""]) -> RecurrentState:
         """The states and windows of a sequence, which cannot be cut at an earlier token."""
-        return tuple(x[slot] for x in self.states), self.windows[:, slot]
+        return RecurrentState(tuple(x[slot] for x in self.layer_states), self.windows[:, slot])
 
-    def with_state(
-        self, slot: Int[Array, ""], state: tuple[tuple[Float[Array, "Hv K V"], ...], Float[Array, "L W C"]]
-    ) -> Self:
+    def with_state(self, slot: Int[Array, ""], state: RecurrentState) -> Self:
         """The cache with these states and windows of a sequence."""
-        states = tuple(x.at[slot].set(new) for x, new in zip(self.states, state[0], strict=True))
-        return dataclasses.replace(self, states=states, windows=self.windows.at[:, slot].set(state[1]))
+        states = tuple(x.at[slot].set(new) for x, new in zip(self.layer_states, state.layer_states, strict=True))
+        return dataclasses.replace(self, layer_states=states, windows=self.windows.at[:, slot].set(state.windows))
 
 
 def unit(x: Float[Array, "B N H K"]) -> Float[Array, "B N H K"]:

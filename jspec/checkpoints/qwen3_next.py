@@ -28,6 +28,7 @@ from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, refuse
 from jspec.checkpoints.files import CheckpointError, on_device
+from jspec.checkpoints.split import copy_heads
 from jspec.checkpoints.tensors import HEAD, Tensors
 from jspec.models.moe import Routed
 from jspec.models.mtp_head import MtpParams
@@ -202,7 +203,7 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
     root, width = "model.language_model." if wrapped else "model.", config.hidden_size
     head = None if config.tie_embeddings else tensors.fused([(HEAD, config.vocab_size)], width, "lm_head")
     params = Qwen3NextParams(
-        embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width),
+        embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width, field="embed"),
         layers=tuple(
             _read_layer(config, tensors, f"{root}layers.{i}.", full=full, experts=config.layer_experts(i))
             for i, full in enumerate(config.is_full_attention)
@@ -258,12 +259,12 @@ def _read_attention(config: Qwen3Next, tensors: Tensors, prefix: str) -> Attenti
     )
     k, v = (tensors.read(f"{prefix}{name}_proj.weight", kv_heads * dim, width) for name in "kv")
     k = k.reshape(kv_heads, dim, width)[:, order]
-    parts = (q[:, order], k, v, gate)
+    q, k, v, gate = (part.reshape(-1, width).T for part in (q[:, order], k, v, gate))
     return AttentionParams(
-        projection=tensors.put("projection", [np.concatenate([part.reshape(-1, width) for part in parts]).T]),
+        qkv=tensors.put("qkv", [*copy_heads([q, k, v], kv_heads=kv_heads, devices=config.tensor), gate]),
         q_norm=_centered(tensors, prefix + "q_norm.weight", dim)[order],
         k_norm=_centered(tensors, prefix + "k_norm.weight", dim)[order],
-        out=tensors.fused([(prefix + "o_proj.weight", width)], heads * dim, "out"),
+        o=tensors.fused([(prefix + "o_proj.weight", width)], heads * dim, "o"),
     )
 
 
@@ -281,30 +282,31 @@ def head_order(config: Qwen3Next) -> np.ndarray:
 
 def _read_delta(config: Qwen3Next, tensors: Tensors, prefix: str) -> DeltaParams:
     state, width = config.state, config.hidden_size
-    made, count = state.value_heads * state.value_dim, state.value_heads
+    keys, made, count = state.key_heads * state.key_dim, state.value_heads * state.value_dim, state.value_heads
     grouped = prefix + "in_proj_qkvz.weight" in tensors.names()
     parts = _grouped_parts(config, tensors, prefix) if grouped else _plain_parts(config, tensors, prefix)
-    conv = tensors.read(prefix + "conv1d.weight", state.channels, 1, state.kernel)
+    conv = tensors.read(prefix + "conv1d.weight", state.channels, 1, state.kernel)[:, 0].T
     return DeltaParams(
-        projection=tensors.put("projection", [np.concatenate(parts).T]),
-        conv=on_device(conv[:, 0].T),
-        log_rate=on_device(tensors.stored(prefix + "A_log", count).astype(np.float32)),
-        rate_bias=on_device(tensors.stored(prefix + "dt_bias", count).astype(np.float32)),
+        qkv=tensors.put("qkv", [part.T for part in parts]),
+        conv=tensors.put("conv", np.split(conv, [keys, 2 * keys], axis=-1)),
+        log_rate=tensors.put("log_rate", [tensors.stored(prefix + "A_log", count).astype(np.float32)]),
+        rate_bias=tensors.put("rate_bias", [tensors.stored(prefix + "dt_bias", count).astype(np.float32)]),
         norm=tensors.device(prefix + "norm.weight", state.value_dim),
-        out=tensors.fused([(prefix + "out_proj.weight", width)], made, "out"),
+        o=tensors.fused([(prefix + "out_proj.weight", width)], made, "o"),
     )
 
 
 def _plain_parts(config: Qwen3Next, tensors: Tensors, prefix: str) -> list[np.ndarray]:
-    """Qwen3.5's projections, [out, in], in the order of `DeltaParams.projection`."""
+    """Qwen3.5's projections, [out, in], in the order of `DeltaParams.qkv`: queries, keys, values and the others."""
     state, width = config.state, config.hidden_size
-    made, count = state.value_heads * state.value_dim, state.value_heads
+    keys, made, count = state.key_heads * state.key_dim, state.value_heads * state.value_dim, state.value_heads
     outs = {"qkv": state.channels, "z": made, "b": count, "a": count}
-    return [tensors.read(f"{prefix}in_proj_{name}.weight", out, width) for name, out in outs.items()]
+    mixed, *others = (tensors.read(f"{prefix}in_proj_{name}.weight", out, width) for name, out in outs.items())
+    return [*np.split(mixed, [keys, 2 * keys]), *others]
 
 
 def _grouped_parts(config: Qwen3Next, tensors: Tensors, prefix: str) -> list[np.ndarray]:
-    """Qwen3-Next's projections, in the same order; the checkpoint groups all rows by key head."""
+    """Qwen3-Next's projections, the same parts; the checkpoint groups all rows by key head."""
     state, width, heads = config.state, config.hidden_size, config.state.key_heads
     made, count = state.value_heads * state.value_dim, state.value_heads
     qkvz = tensors.read(prefix + "in_proj_qkvz.weight", state.channels + made, width).reshape(heads, -1, width)
@@ -347,21 +349,21 @@ def _name_layer(config: Qwen3Next, layer: Qwen3NextLayerParams, prefix: str) -> 
 
 def _name_attention(config: Qwen3Next, mixer: AttentionParams, prefix: str) -> Iterator[tuple[str, Any]]:
     heads, kv_heads, back = config.num_heads, config.num_kv_heads, np.argsort(head_order(config))
-    made = np.asarray(mixer.projection).T.reshape(-1, config.head_dim, config.hidden_size)
+    made = np.asarray(mixer.qkv).T.reshape(-1, config.head_dim, config.hidden_size)
     q, k, v, gate = np.split(made, np.cumsum([heads, kv_heads, kv_heads]))
     parts = {"q": np.concatenate([q[:, back], gate], axis=1), "k": k[:, back], "v": v}
     for name, part in parts.items():
         yield f"{prefix}{name}_proj.weight", part.reshape(-1, config.hidden_size)
     yield prefix + "q_norm.weight", _offset(mixer.q_norm)[back]
     yield prefix + "k_norm.weight", _offset(mixer.k_norm)[back]
-    yield prefix + "o_proj.weight", np.asarray(mixer.out).T
+    yield prefix + "o_proj.weight", np.asarray(mixer.o).T
 
 
 def _name_delta(config: Qwen3Next, mixer: DeltaParams, prefix: str) -> Iterator[tuple[str, Any]]:
     state, width = config.state, config.hidden_size
     keys, values = state.key_heads * state.key_dim, state.value_heads * state.value_dim
     sizes = [keys, keys, values, values, state.value_heads, state.value_heads]
-    parts = np.split(np.asarray(mixer.projection).T, np.cumsum(sizes)[:-1])
+    parts = np.split(np.asarray(mixer.qkv).T, np.cumsum(sizes)[:-1])
     if config.experts is None:
         named = {"qkv": parts[:3], "z": parts[3:4], "b": parts[4:5], "a": parts[5:]}
         for name, some in named.items():
@@ -374,7 +376,7 @@ def _name_delta(config: Qwen3Next, mixer: DeltaParams, prefix: str) -> Iterator[
     yield prefix + "A_log", mixer.log_rate
     yield prefix + "dt_bias", mixer.rate_bias
     yield prefix + "norm.weight", mixer.norm
-    yield prefix + "out_proj.weight", np.asarray(mixer.out).T
+    yield prefix + "out_proj.weight", np.asarray(mixer.o).T
 
 
 FAMILY = Family(Qwen3Next, ARCHITECTURES, parse_config, describe, read_params, named_tensors, with_mtp=with_mtp)

@@ -44,14 +44,20 @@ WEIGHTS = {
     "query": -1,
     "keys": -3,
     "values": -3,
+    "conv": -1,
+    "log_rate": -1,
+    "rate_bias": -1,
 }
 """Field of a model's weights -> the axis that is split. All others are whole on each device."""
-STATE = {"pool": 4, "ring": 5}
-"""The same for the fields of a state: the heads of a pool of pages, and of rings in snapshots. A pool of rows without
-heads is whole.
+STATE = {"pool": 4, "ring": 5, "layer_states": -3, "windows": -1}
+"""The same for the fields of a state, and of what is kept of one: the heads of a pool of pages, and of rings in
+snapshots; of recurrent states, the heads of values; of the inputs of their convolutions, the channels. A pool of rows
+without heads is whole.
 """
 _FROM_HEADS = 2
-"""Axes from the heads on, of arrays with heads."""
+"""Axes from the heads on, of pools and rings with heads."""
+_MOST_AXES = max(STATE.values()) + _FROM_HEADS
+"""The most axes that an array of a state has."""
 _WHOLE = {"indexer", "per_layer", "clusters"}
 """Fields whose own fields are whole: an indexer adds up the scores of its heads before it selects tokens; what maps
 tokens to inputs of each layer, and an LM head in clusters, are read by rows.
@@ -259,7 +265,9 @@ class Placement:
     def _axis_of_field(self, names: list[str | None], shape: tuple[int, ...]) -> int | None:
         """The axis of a leaf by the name of its field, the last one or that before the part of a quantized matrix."""
         part = names.pop() if len(names) > 1 and names[-1] in _QUANTIZED else None
-        axis = self._split_axis(str(names[-1]) if names else "", shape)
+        # Arrays in a tuple are split as the field that has it.
+        field = next((name for name in reversed(names) if name is not None), "")
+        axis = self._split_axis(field, shape)
         # Where rows are split, scales may be those of whole columns.
         return None if part in ("scale", "zero") and axis is not None and shape[axis] == 1 else axis
 
@@ -267,7 +275,7 @@ class Placement:
         axis = WEIGHTS.get(field, STATE.get(field))
         if axis is None or (field in _VOCABULARY and shape[axis] % self.size):
             return None
-        if field in STATE and len(shape) != axis + _FROM_HEADS:
+        if field in STATE and axis > 0 and len(shape) != axis + _FROM_HEADS:
             return None
         return axis % len(shape)
 
@@ -312,7 +320,7 @@ def over(placement: Placement | None, function: Callable[..., T], *args: PyTree,
     """
     if placement is None:
         return function(*args)
-    structures, axes = [], (None, *sorted(set(STATE.values())))
+    structures, axes = [], (None, *range(_MOST_AXES))
     stacks = placement.groups > 1
     stacked = [stacks and index not in shared for index in range(len(args))]
 

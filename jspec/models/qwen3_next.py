@@ -9,7 +9,7 @@ differ only in how checkpoints lay out the projections (`jspec.checkpoints.qwen3
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys, RecurrentLayer, RecurrentRows
+from jspec.core.sharding import check_split, held_heads, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -32,7 +33,7 @@ Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
 class DeltaParams:
     """A gated delta net, [in, out]. X = C + Hv (V + 2), where C is the channels of the convolution; HvV = Hv * V."""
 
-    projection: Float[Array, "E X"]
+    qkv: Float[Array, "E X"]
     """To the inputs of the convolution (all queries, all keys, all values), the gate, beta and the decay."""
     conv: Float[Array, "W1 C"]
     """The weight of the node's own input is last."""
@@ -40,18 +41,18 @@ class DeltaParams:
     """Log of the decay rate; in float32, like its bias."""
     rate_bias: Float[Array, " Hv"]
     norm: Float[Array, " V"]
-    out: Float[Array, "HvV E"]
+    o: Float[Array, "HvV E"]
 
 
 @struct
 class AttentionParams:
     """Gated attention, [in, out]. HD = H * D, X = 2 (H + K) * D."""
 
-    projection: Float[Array, "E X"]
+    qkv: Float[Array, "E X"]
     """To queries, keys, values and the gate of each query head."""
     q_norm: Float[Array, " D"]
     k_norm: Float[Array, " D"]
-    out: Float[Array, "HD E"]
+    o: Float[Array, "HD E"]
 
 
 @struct
@@ -89,6 +90,7 @@ class Qwen3Next(Decoder):
     intermediate_size: width of the MLP of layers without experts.
     experts: replace the MLP of every layer except the `dense_layers`; None: there are none.
     mtp_layers: MTP heads in `Qwen3NextParams.mtp`.
+    tensor: devices over which heads, MLPs and the vocabulary are split; the sizes here are those of the whole model.
     kv: see `with_kv`; states keep their precision.
     """
 
@@ -108,6 +110,7 @@ class Qwen3Next(Decoder):
     rotary_share: float = 0.25
     tie_embeddings: bool = False
     mtp_layers: int = 0
+    tensor: int = 1
     kv: str | None = None
     rope_scaling: ClassVar[None] = None
     """Frequencies are never scaled."""
@@ -126,6 +129,24 @@ class Qwen3Next(Decoder):
     def rotary_dim(self) -> int:
         """Dimensions of a head that rotate with the position."""
         return int(self.head_dim * self.rotary_share)
+
+    def split(self, devices: int) -> Self:
+        """The configuration whose heads, states, MLPs and experts are split over that many devices.
+
+        Of a recurrent layer, each device has some key heads and all value heads that these serve.
+
+        Raises:
+          ValueError: the number does not divide them.
+        """
+        sizes = {"heads": self.num_heads}
+        if not all(self.is_full_attention):
+            sizes["key heads of the recurrent layers"] = self.state.key_heads
+        if self.experts is not None:
+            sizes["columns of each expert"] = self.experts.width
+        if self.experts is None or self.dense_layers:
+            sizes["columns of the MLP"] = self.intermediate_size
+        check_split(devices, sizes, {"heads of keys and values": self.num_kv_heads})
+        return dataclasses.replace(self, tensor=devices)
 
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; None if it has none."""
@@ -171,22 +192,22 @@ class Qwen3Next(Decoder):
     def _attention_shapes(self, dtype: DTypeLike) -> AttentionParams:
         shape, wide, width, dim = shape_of(dtype), shape_of(jnp.float32), self.hidden_size, self.head_dim
         return AttentionParams(
-            projection=shape((width, 2 * (self.num_heads + self.num_kv_heads) * dim)),
+            qkv=shape((width, 2 * (self.num_heads + held_heads(self.num_kv_heads, self.tensor)) * dim)),
             q_norm=wide((dim,)),
             k_norm=wide((dim,)),
-            out=shape((self.num_heads * dim, width)),
+            o=shape((self.num_heads * dim, width)),
         )
 
     def _delta_shapes(self, dtype: DTypeLike) -> DeltaParams:
         shape, wide, width, state = shape_of(dtype), shape_of(jnp.float32), self.hidden_size, self.state
         values = state.value_heads * state.value_dim
         return DeltaParams(
-            projection=shape((width, state.channels + values + 2 * state.value_heads)),
+            qkv=shape((width, state.channels + values + 2 * state.value_heads)),
             conv=shape((state.kernel, state.channels)),
             log_rate=wide((state.value_heads,)),
             rate_bias=wide((state.value_heads,)),
             norm=shape((state.value_dim,)),
-            out=shape((values, width)),
+            o=shape((values, width)),
         )
 
     def mtp_layer(self) -> "Qwen3Next":
@@ -194,8 +215,14 @@ class Qwen3Next(Decoder):
         return dataclasses.replace(self, is_full_attention=(True,), dense_layers=(), mtp_layers=0)
 
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> HybridCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens; states in float32."""
-        kinds = [self.layer_keys(index) if full else self.state for index, full in enumerate(self.is_full_attention)]
+        """An empty cache for `batch` sequences of up to `capacity` tokens; states in float32.
+
+        It is the part of one device, if the model is split.
+        """
+        kinds = [
+            self.layer_keys(index).split(self.tensor) if full else self.state.split(self.tensor)
+            for index, full in enumerate(self.is_full_attention)
+        ]
         return HybridCache.empty(batch, capacity, page_size, layers=kinds, dtype=dtype)
 
     def layer_keys(self, layer: int) -> LayerKeys:
@@ -260,30 +287,32 @@ class Qwen3Next(Decoder):
         else:
             mixed, rows = self._attend(layer.mixer, normed, rotation, attend, earlier, selected)
             x = x if selected is None else layers.take_token(x, selected.token)
-        x = x + mixed
-        return x + layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts), rows
+        x = x + sum_over_devices(mixed, self.tensor)
+        mlp = layer_mlp(self.norm(x, layer.mlp_norm), layer, self.experts)
+        return x + sum_over_devices(mlp, self.tensor), rows
 
     def norm(self, x: Float[Array, "*batch E"], weight: Float[Array, " E"]) -> Float[Array, "*batch E"]:
         """The norm of the residual stream, and of query and key heads."""
         return layers.wide_rms_norm(x, weight, self.rms_norm_eps)
 
     def _recur(self, mixer: DeltaParams, normed, attend, earlier: RecurrentRows | None):
-        """The output of a gated delta net, and its rows."""
-        state, shape = self.state, (*normed.shape[:2], self.state.value_heads, self.state.value_dim)
+        """The output of a gated delta net, that of a device's heads if they are split, and its rows."""
+        state = self.state.split(self.tensor)
+        shape = (*normed.shape[:2], state.value_heads, state.value_dim)
         ends = [state.channels, end := state.channels + shape[2] * shape[3], end + shape[2]]
-        inputs, z, b, a = jnp.split(layers.linear(normed, mixer.projection), ends, axis=-1)
+        inputs, z, b, a = jnp.split(layers.linear(normed, mixer.qkv), ends, axis=-1)
         step = jax.nn.softplus(a.astype(jnp.float32) + mixer.rate_bias[None, None])
         g = -jnp.exp(mixer.log_rate)[None, None] * step
         beta = jax.nn.sigmoid(b).astype(jnp.float32)
         out, rows = attend(inputs, mixer.conv, g, beta, earlier=earlier)
         out = layers.rms_norm(out.astype(normed.dtype), mixer.norm, self.rms_norm_eps)
         out = out.astype(jnp.float32) * jax.nn.silu(z.reshape(shape).astype(jnp.float32))
-        return layers.linear(out.astype(normed.dtype).reshape(*shape[:2], -1), mixer.out), rows
+        return layers.linear(out.astype(normed.dtype).reshape(*shape[:2], -1), mixer.o), rows
 
     def _attend(self, mixer: AttentionParams, normed, rotation, attend, earlier: Pair | None, selected):
-        """The output of gated attention, and its keys and values."""
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        made = layers.linear(normed, mixer.projection).reshape(*normed.shape[:2], -1, self.head_dim)
+        """The output of gated attention, that of a device's heads if they are split, and its keys and values."""
+        heads, kv_heads = self.num_heads // self.tensor, held_heads(self.num_kv_heads, self.tensor) // self.tensor
+        made = layers.linear(normed, mixer.qkv).reshape(*normed.shape[:2], -1, self.head_dim)
         q, k, v, gate = jnp.split(made, [heads, heads + kv_heads, heads + 2 * kv_heads], axis=2)
         q, k = (rotate(self.norm(x, norm), *rotation) for x, norm in ((q, mixer.q_norm), (k, mixer.k_norm)))
         if earlier is not None:
@@ -292,4 +321,4 @@ class Qwen3Next(Decoder):
             q, gate = layers.take_token(q, selected.token), layers.take_token(gate, selected.token)
             attend = partial(attend, mask=selected.mask)
         out = attend(q, k, v, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
-        return layers.linear(out.reshape(*out.shape[:2], -1), mixer.out), (k, v)
+        return layers.linear(out.reshape(*out.shape[:2], -1), mixer.o), (k, v)

@@ -46,7 +46,7 @@ def before():
     start = np.array([BEFORE, BEFORE - 2, 0], np.int32)
     given = tokens(np.random.default_rng(0), BEFORE)
     cache = commit(cache, attend(cache, given, None)[1], np.zeros(B, np.int32), None, start)
-    states, windows = np.array(cache.states[0]), np.array(cache.windows)
+    states, windows = np.array(cache.layer_states[0]), np.array(cache.windows)
     states[2] = windows[:, 2] = np.nan
     return RecurrentCache((states,), windows), start
 
@@ -65,7 +65,7 @@ def plainly(cache, given, start, count):
 def assert_remembers(got, wanted, sequence):
     """Two caches agree on a sequence."""
     got = jax.device_get(got)
-    np.testing.assert_allclose(got.states[0][sequence], wanted.states[0][sequence], **CLOSE)
+    np.testing.assert_allclose(got.layer_states[0][sequence], wanted.layer_states[0][sequence], **CLOSE)
     np.testing.assert_allclose(got.windows[0, sequence], wanted.windows[0, sequence], **CLOSE)
 
 
@@ -148,10 +148,10 @@ def test_a_hybrid_cache_has_groups_of_any_kind():
     recurrent, paged = cache.groups
     assert isinstance(recurrent, RecurrentCache) and type(paged) is MhaCache
     assert cache.places == ((0, 0), (1, 0), (0, 1), (1, 0))
-    assert [x.shape for x in recurrent.states] == [(B, 4, 8, 6)] * 2
+    assert [x.shape for x in recurrent.layer_states] == [(B, 4, 8, 6)] * 2
     assert recurrent.windows.shape == (2, B, 3, KIND.channels) and recurrent.windows.dtype == jnp.bfloat16
     longer = HybridCache.empty(B, 64, 4, layers=(KIND,), dtype=jnp.bfloat16)
-    assert jax.tree.map(jnp.shape, longer.groups[0].states[:1]) == ((B, 4, 8, 6),)
+    assert jax.tree.map(jnp.shape, longer.groups[0].layer_states[:1]) == ((B, 4, 8, 6),)
 
 
 def test_invalid_specs_are_refused():

@@ -95,17 +95,20 @@ def alone(setup: Setup, given: list[DeviceRequest], eos: tuple[int, ...]) -> Alo
     sizes = dict(capacity=CONTEXT, page_size=PAGE)
     s = decode.jitted_prefill(params, ids, lengths, limits, keys, stop, sampling, **setup.static, **sizes)
     s = jax.device_get(decode.decode(params, s, jnp.int32(1 << 30), **setup.static))
-    caches = [cache for cache in programs.all_caches(s.draft) if hasattr(cache, "page_table")]
+    caches = paged_caches(s.draft)
     return Alone(
         [s.tokens[i, lengths[i] : s.length[i]].tolist() for i in range(batch)],
         s.stats.rounds.tolist(),
         s.stats.accept_counts.tolist(),
         s.finish_code.tolist(),
-        [
-            [rows_of(cache, cache.page_table[i]) for cache in caches if hasattr(cache, "page_table")]
-            for i in range(batch)
-        ],
+        [[rows_of(cache, cache.page_table[i]) for cache in caches] for i in range(batch)],
     )
+
+
+def paged_caches(state: Any) -> list[Any]:
+    """The caches in a drafter's state, or in groups of layers of them, that have pages of the common pool."""
+    caches = [part for cache in programs.all_caches(state) for part in getattr(cache, "groups", (cache,))]
+    return [cache for cache in caches if hasattr(cache, "page_table") and not hasattr(cache, "window")]
 
 
 def rows_of(cache: Any, pages: Any) -> np.ndarray:
@@ -124,7 +127,7 @@ def _poison(s: Any, free: Any, empty: Any) -> Any:
 
     def spoil(cache):
         if isinstance(cache, RecurrentCache):
-            states = tuple(jnp.where(empty.reshape(-1, 1, 1, 1), jnp.nan, x) for x in cache.states)
+            states = tuple(jnp.where(empty.reshape(-1, 1, 1, 1), jnp.nan, x) for x in cache.layer_states)
             windows = jnp.where(empty.reshape(1, -1, 1, 1), jnp.nan, cache.windows)
             return RecurrentCache(states, windows)
         if hasattr(cache, "groups"):
@@ -141,6 +144,11 @@ def _poison(s: Any, free: Any, empty: Any) -> Any:
 def _poison_snapshots(snapshots: Any, free: Any) -> Any:
     """NaN in these places."""
     return jax.tree.map(lambda x: jnp.where(free.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x), snapshots)
+
+
+def _placed(made: Any, like: Any, setup: Setup) -> Any:
+    """Arrays on the devices of others, split as these are."""
+    return made if setup.placement is None else jax.device_put(made, jax.tree.map(lambda x: x.sharding, like))
 
 
 @dataclasses.dataclass
@@ -216,18 +224,12 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
             free, empty = np.zeros(POOL, bool), np.zeros(SLOTS, bool)
             free[[0, *scheduler.pages._free, *range(storm.pages, POOL)]] = True
             empty[scheduler._free_slots] = True
-            poisoned = _poison(device.state, free, empty)
-            if setup.placement is not None:
-                poisoned = jax.device_put(poisoned, jax.tree.map(lambda x: x.sharding, device.state))
-            device.executor.state = poisoned
+            device.executor.state = _placed(_poison(device.state, free, empty), device.state, setup)
             if scheduler.pages.snapshots is not None:
                 unused = np.zeros(snapshots, bool)
                 unused[scheduler.pages.snapshots._free] = True
                 kept = device.executor.snapshots
-                poisoned = _poison_snapshots(kept, unused)
-                if setup.placement is not None:
-                    poisoned = jax.device_put(poisoned, jax.tree.map(lambda x: x.sharding, kept))
-                device.executor.snapshots = poisoned
+                device.executor.snapshots = _placed(_poison_snapshots(kept, unused), kept, setup)
         admissions, results = loop.turn(int(rng.integers(1, 5)))
         counts["shared"] += sum(admission.begin for admission in admissions)
         counts["restored"] += sum(admission.restore is not None for admission in admissions)
@@ -255,8 +257,7 @@ def _is_state(x: Any) -> bool:
 
 def compare_rows(device: Device, given: list[DeviceRequest], wanted: Alone) -> int:
     """Compares the rows of the drafter's paged caches of all running requests. Returns how many."""
-    paged = (x for x in programs.all_caches(device.state.draft) if hasattr(x, "page_table"))
-    caches = [cache for cache in paged if not hasattr(cache, "window")]
+    caches = paged_caches(device.state.draft)
     # A recurrent state is summed in other blocks where a prompt is read in other chunks.
     recurrent = any(map(_is_state, jax.tree.leaves(device.state.cache, is_leaf=_is_state)))
     compared, atol = 0, 2e-4 if recurrent else 3e-5

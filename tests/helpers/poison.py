@@ -52,6 +52,6 @@ def _pages(cache: Any, lengths: Any, spare: int, last: int | None, keep_first: i
 
 def _states(cache: RecurrentCache, lengths: Any) -> RecurrentCache:
     unused = np.array(lengths) == 0
-    states = (np.where(unused[:, None, None, None], np.float32(np.nan), state) for state in cache.states)
+    states = (np.where(unused[:, None, None, None], np.float32(np.nan), state) for state in cache.layer_states)
     windows = np.where(unused[None, :, None, None], np.float32(np.nan), cache.windows)
     return RecurrentCache(jax.device_put(tuple(states)), jax.device_put(windows))

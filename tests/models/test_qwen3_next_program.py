@@ -47,7 +47,7 @@ def check_states(text, s):
     body = loop_body(text)
     caches = [s.cache, *([s.draft.cache] if hasattr(s.draft, "cache") else [])]
     groups = [group for cache in caches for group in cache.groups]
-    states = [state for group in groups for state in getattr(group, "states", ())]
+    states = [state for group in groups for state in getattr(group, "layer_states", ())]
     makers = made(body, f"f32[{','.join(map(str, states[0].shape))}]")
     if jax.default_backend() != "gpu":  # which makes several results in one fusion, a tuple
         assert makers.count("fusion") == len(states)
@@ -82,7 +82,7 @@ def test_a_model_in_half_precision_keeps_its_states_in_float32():
     after = jax.eval_shape(partial(decode.step, **static), given[0], s)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), s)
     recurrent, paged = after.cache.groups
-    assert {state.dtype for state in recurrent.states} == {jnp.dtype(jnp.float32)}
+    assert {state.dtype for state in recurrent.layer_states} == {jnp.dtype(jnp.float32)}
     assert recurrent.windows.dtype == paged.pool.dtype == jnp.bfloat16
 
 
