@@ -90,7 +90,7 @@ def _expect_single(tensors: Tensors, prefix: str, count: int, inner: int, width:
 
 @dataclasses.dataclass(frozen=True)
 class _Matrices:
-    """The matrices of all experts of a layer, in host memory, filled tensor by tensor."""
+    """The matrices of all experts of a layer, filled tensor by tensor; in host memory, unless devices get parts."""
 
     gate_up: Any
     down: Any
@@ -103,7 +103,8 @@ class _Matrices:
     def device(self, tensors: Tensors) -> dict[str, jax.Array]:
         """The `gate_up` and `down` of a layer's weights, where `tensors` puts them."""
         inner = self.down.shape[1]
-        halves = [self.gate_up] if tensors.placement is None else np.split(self.gate_up, [inner], axis=-1)
+        whole = self.gate_up
+        halves = [whole] if tensors.placement is None else [whole[..., :inner], whole[..., inner:]]
         return {"gate_up": tensors.put("gate_up", halves), "down": tensors.put("down", [self.down])}
 
     def read_stacked(self, tensors: Tensors, prefix: str, count: int) -> None:

@@ -1,6 +1,7 @@
 """Checkpoint directories of language models of all families: reading and writing them.
 
-Reading copies one tensor at a time from the memory-mapped files to the device, so the host never holds the whole model.
+Reading copies one tensor at a time, or the part of it that a device gets, to the device, so the host never holds the
+whole model.
 """
 
 import dataclasses

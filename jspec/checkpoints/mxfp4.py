@@ -15,6 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from jspec.checkpoints.deferred import Part
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.safetensors_file import SafetensorFiles
@@ -112,6 +113,14 @@ class Mxfp4Files:
     def get(self, name: str) -> np.ndarray:
         """One tensor; matrices in MXFP4 are widened to float32."""
         return self.read(name).wide(np.float32) if name in self.packed else self._files.get(name)
+
+    def has_parts(self, name: str) -> bool:
+        """Whether parts of a tensor can be read: not of matrices in MXFP4."""
+        return name not in self.packed
+
+    def part(self, name: str, part: Part) -> np.ndarray:
+        """A copy of a part of a tensor that is not in MXFP4."""
+        return self._files.part(name, part)
 
     def read(self, name: str) -> Blocks:
         """Matrices of `packed`.

@@ -18,6 +18,7 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
+from jspec.checkpoints.deferred import Part
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.safetensors_file import SafetensorFiles
@@ -163,6 +164,14 @@ class PackedFiles:
         if made.min(initial=0) < -128 or made.max(initial=0) > 127:
             self._refuse(layer + self._zeros, "has zero points whose distance to the values exceeds 8 bits")
         return made.astype(np.int8)
+
+    def has_parts(self, name: str) -> bool:
+        """Whether parts of a tensor can be read: not of a packed layer."""
+        return name not in self._layers and name not in self._scale_of
+
+    def part(self, name: str, part: Part) -> np.ndarray:
+        """A copy of a part of a tensor that is not packed."""
+        return self._files.part(name, part)
 
     def _zero_points(self, layer: str, out: int, width: int) -> np.ndarray:
         """The zero point of each value, [out, in], or of all of them."""

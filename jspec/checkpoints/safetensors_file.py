@@ -11,6 +11,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from jspec.checkpoints.deferred import Part
 from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import MOST_JSON_BYTES, CheckpointError, find_file, parse_json
 
@@ -88,20 +89,52 @@ class SafetensorFiles:
         Raises:
           CheckpointError: it is missing or of an unknown type, or its file is missing or damaged.
         """
-        entry, path = self._entry(name), self.directory / self._file_of(name)
-        if entry.dtype not in DTYPES:
+        entry = self._entry(name)
+        return self._values(name, entry.begin, entry.end).reshape(entry.shape)
+
+    def has_parts(self, name: str) -> bool:
+        """Whether parts of a tensor can be read: of any."""
+        return True
+
+    def part(self, name: str, part: Part) -> np.ndarray:
+        """A copy of a part of one tensor as stored; of its bytes only those of the part are copied.
+
+        Raises:
+          CheckpointError: as `get`.
+        """
+        entry, (first, *others) = self._entry(name), part
+        if not all(map(len, part)):
+            return self._values(name, entry.begin, entry.begin).reshape([len(each) for each in part])
+        size, rows = (entry.end - entry.begin) // entry.shape[0], first[-1] + 1 - first.start
+        begin = entry.begin + first.start * size
+        if len(first) == rows and tuple(map(len, others)) == entry.shape[1:]:
+            return self._values(name, begin, begin + rows * size).reshape(rows, *entry.shape[1:])
+        found = self._values(name, begin, begin + rows * size, mapped=True).reshape(rows, *entry.shape[1:])
+        columns = (slice(each.start, each.stop, each.step) for each in others)
+        return np.array(found[(slice(None, None, first.step), *columns)])
+
+    def _values(self, name: str, begin: int, end: int, *, mapped: bool = False) -> np.ndarray:
+        """The values of a tensor between two places of its file.
+
+        mapped: to be copied, as the file may change. Otherwise they are a copy.
+        """
+        kind, path = self._entry(name).dtype, self.directory / self._file_of(name)
+        if kind not in DTYPES:
             raise CheckpointError(
-                f"{path}: the tensor {name!r} has the type {entry.dtype!r}: must be one of {', '.join(DTYPES)}"
+                f"{path}: the tensor {name!r} has the type {kind!r}: must be one of {', '.join(DTYPES)}"
             )
-        # Read, not mapped: an array on a CPU could keep using the mapped file, which may change.
         try:
-            with path.open("rb") as file:
-                data = np.fromfile(file, np.uint8, entry.end - entry.begin, offset=entry.begin)
+            if path.stat().st_size < end:
+                raise CheckpointError(f"{path}: damaged (it ends within the tensor {name!r})")
+            if mapped:
+                data = np.memmap(path, np.uint8, "r", begin, (end - begin,))
+            else:
+                data = np.fromfile(path, np.uint8, end - begin, offset=begin)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from None
-        if data.size != entry.end - entry.begin:
+        if data.size != end - begin:
             raise CheckpointError(f"{path}: damaged (it ends within the tensor {name!r})")
-        return data.view(DTYPES[entry.dtype]).reshape(entry.shape)
+        return data.view(DTYPES[kind])
 
     def _file_of(self, name: str) -> str:
         if self.weight_map is None:

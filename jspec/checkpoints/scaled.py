@@ -7,7 +7,9 @@ Linear layers keep the stored values and scales, unless other weights are asked 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from jspec.checkpoints.deferred import Deferred, Part
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.packed import PackedFiles, Packing, parse_awq, parse_compressed, parse_gptq
@@ -130,12 +133,12 @@ def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
 
 
 class ScaledArray:
-    """Narrow values, and beside each its scale, with NumPy's interface: both are moved alike.
+    """Narrow values, and beside each its scale, with NumPy's interface: both are moved alike. Both may be `Deferred`.
 
     group: rows of a matrix [in, out] that share a scale; None: all.
     """
 
-    def __init__(self, narrow: np.ndarray, scale: np.ndarray, group: int | None):
+    def __init__(self, narrow: Any, scale: Any, group: int | None):
         self.narrow, self.scale, self.group = narrow, scale, group
 
     @property
@@ -181,7 +184,7 @@ class ScaledArray:
 
     def wide(self, dtype: DTypeLike) -> np.ndarray:
         """The values, in a floating-point type."""
-        return (self.narrow.astype(np.float32) * self.scale).astype(dtype)
+        return (np.asarray(self.narrow).astype(np.float32) * np.asarray(self.scale)).astype(dtype)
 
     def scales(self) -> np.ndarray:
         """The scales of a matrix [..., in, out], which are [..., groups, out]."""
@@ -192,7 +195,9 @@ class ScaledArray:
         size = self.group or self.shape[-2]
         return all(
             np.array_equal(rows, np.broadcast_to(rows[..., :1, :], rows.shape))
-            for rows in (self.scale[..., first : first + size, :] for first in range(0, self.shape[-2], size))
+            for rows in (
+                np.asarray(self.scale[..., first : first + size, :]) for first in range(0, self.shape[-2], size)
+            )
         )
 
     def _both(self, function: Callable[[np.ndarray], np.ndarray]) -> "ScaledArray":
@@ -203,7 +208,7 @@ def _part(argument: Any, half: int) -> Any:
     """The values, or the scales, of an argument of a function of NumPy."""
     if isinstance(argument, ScaledArray):
         return (argument.narrow, argument.scale)[half]
-    if isinstance(argument, np.ndarray) and argument.dtype.kind not in "iub":
+    if isinstance(argument, np.ndarray | Deferred) and argument.dtype.kind not in "iub":
         raise CheckpointError("matrices that form one weight must all have 8 bits, or none of them")
     return [_part(each, half) for each in argument] if isinstance(argument, list | tuple) else argument
 
@@ -222,8 +227,14 @@ class ScaledTensors(Tensors):
         if not self.is_narrow(name):
             return super().get(name)
         narrow, scale = self._read_narrow(name)
-        with np.errstate(over="ignore"):  # found by the check for finite values
-            return narrow.astype(np.float32) * scale
+        return _widened(narrow, scale(_whole(narrow.shape)))
+
+    def reader(self, name: str) -> Callable[[Part], np.ndarray]:
+        """As in `Tensors`; scales are read once."""
+        if not self.is_narrow(name):
+            return super().reader(name)
+        narrow, scale = self._narrow_reader(name)
+        return lambda part: _widened(narrow(part), scale(part))
 
     def is_narrow(self, name: str) -> bool:
         """Whether a tensor is an 8-bit matrix."""
@@ -234,16 +245,22 @@ class ScaledTensors(Tensors):
         if self.weights is not None or not self.is_narrow(name):
             return super().read(name, *shape, transpose=transpose)
         self.expect(name, *shape)
-        narrow, scale = self._read_narrow(name)
-        array = ScaledArray(narrow, scale, self.scheme.group(narrow.shape[1]))
+        group = self.scheme.group(shape[-1])
+        if self.defers(name):
+            values, scales = self._narrow_reader(name)
+            whole = self.deferred(name, self.scheme.kind, values), self.deferred(name, np.float32, scales)
+            array = ScaledArray(*whole, group)
+        else:
+            narrow, scales = self._read_narrow(name)
+            array = ScaledArray(narrow, scales(_whole(shape)), group)
         return array.T if transpose else array
 
     def empty(self, *shape: int, like: str | None = None) -> Any:
         """An array to be filled. like: a tensor whose type the others have."""
         if like is None or self.weights is not None or not self.is_narrow(like):
-            return super().empty(*shape)
-        group = self.scheme.group(shape[-2])
-        return ScaledArray(np.empty(shape, self.scheme.kind), np.empty(shape, np.float32), group)
+            return super().empty(*shape, like=like)
+        narrow, scale = (self.blank(shape, kind, like) for kind in (self.scheme.kind, np.float32))
+        return ScaledArray(narrow, scale, self.scheme.group(shape[-2]))
 
     def put(self, field: str | None, parts: Sequence[Any]) -> Any:
         """As in `Tensors`; a linear layer all of whose parts have 8 bits, in whole groups, keeps them."""
@@ -302,33 +319,66 @@ class ScaledTensors(Tensors):
     def _head_is_narrow(self) -> bool:
         return HEAD in self.names() and self.is_narrow(HEAD)
 
-    def _read_narrow(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """An 8-bit matrix, [out, in], and the scale of each of its values.
+    def _read_narrow(self, name: str) -> tuple[np.ndarray, Callable[[Part], np.ndarray]]:
+        """An 8-bit matrix, [out, in], and a function that gives the scale of each value of a part.
 
         Raises:
           CheckpointError: it is no matrix, has values that are NaN, or its scales are missing or of another shape.
         """
-        narrow = super().get(name)
-        if narrow.ndim != 2:
+        self._check_matrix(name)
+        return self._known(name, super().get(name)), self._read_scale(name)
+
+    def _narrow_reader(self, name: str) -> tuple[Callable[[Part], np.ndarray], Callable[[Part], np.ndarray]]:
+        """Functions that give a part of an 8-bit matrix, [out, in], and the scale of each of its values.
+
+        Raises:
+          CheckpointError: as `_read_narrow`; values that are NaN are found when they are read.
+        """
+        self._check_matrix(name)
+        read = super().reader(name)
+        return lambda part: self._known(name, read(part)), self._read_scale(name)
+
+    def _check_matrix(self, name: str) -> None:
+        if len(shape := self.files.shape(name)) != 2:
             raise CheckpointError(
-                f"{self.directory}: {name} has dtype {narrow.dtype} and shape {narrow.shape}; must be a matrix"
+                f"{self.directory}: {name} has dtype {self.scheme.kind} and shape {shape}; must be a matrix"
             )
+
+    def _known(self, name: str, narrow: np.ndarray) -> np.ndarray:
+        """Values, none of which is NaN."""
         if narrow.dtype == FP8 and ((narrow.view(np.uint8) & _NAN) == _NAN).any():
             raise CheckpointError(f"{self.directory}: {name} has values that are NaN or infinite; all must be finite")
-        return narrow, np.broadcast_to(self._read_scale(name + self.scheme.suffix, *narrow.shape), narrow.shape)
+        return narrow
 
-    def _read_scale(self, name: str, *shape: int) -> np.ndarray:
-        """The scales of a matrix of this shape, in float32, which broadcast to it."""
+    def _read_scale(self, name: str) -> Callable[[Part], np.ndarray]:
+        """A function that gives the scale of each value of a part of a matrix, in float32."""
+        shape, name = self.files.shape(name), name + self.scheme.suffix
         if self.scheme.block == (None, None):
             found = self.files.shape(name)
-            stored = found if found in ((), (1,), (shape[0],)) else (shape[0], 1)
-            return super().stored(name, *stored).astype(np.float32).reshape(-1, 1)
-        blocks = [size if each is None else each for size, each in zip(shape, self.scheme.block, strict=True)]
-        counts = [-(-size // each) for size, each in zip(shape, blocks, strict=True)]
+            counts = found if found in ((), (1,), (shape[0],)) else (shape[0], 1)
+            blocks = [1 if math.prod(counts) > 1 else shape[0], shape[1]]
+        else:
+            blocks = [size if each is None else each for size, each in zip(shape, self.scheme.block, strict=True)]
+            counts = [-(-size // each) for size, each in zip(shape, blocks, strict=True)]
         scale = super().stored(name, *counts).astype(np.float32)
-        for axis, (size, each) in enumerate(zip(shape, blocks, strict=True)):
-            scale = np.repeat(scale, each, axis=axis).take(range(size), axis=axis)
-        return scale
+        return partial(_spread, scale.reshape(-1, 1) if self.scheme.block == (None, None) else scale, blocks)
+
+
+def _spread(scale: np.ndarray, blocks: Sequence[int], part: Part) -> np.ndarray:
+    """The scale of each value of a part of a matrix. blocks: rows and columns that share one."""
+    rows, columns = (np.asarray(each) // size for each, size in zip(part, blocks, strict=True))
+    if scale.shape[1] == 1:  # Without memory for each column.
+        return np.broadcast_to(scale[rows], (len(rows), len(columns)))
+    return scale[rows[:, None], columns]
+
+
+def _whole(shape: Sequence[int]) -> Part:
+    return tuple(map(range, shape))
+
+
+def _widened(narrow: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # found by the check for finite values
+        return narrow.astype(np.float32) * scale
 
 
 def _halves(part: ScaledArray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,9 +1,10 @@
 """The tensors of a checkpoint: checked against config.json and converted as they are read, one at a time."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import ml_dtypes
@@ -11,6 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
+from jspec.checkpoints.deferred import Assembled, Deferred, Part
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.core.sharding import WEIGHTS, Placement
 from jspec.models.quantized import (
@@ -33,6 +35,8 @@ _DERIVED = ".rotary_emb.inv_freq"
 """End of the names of tables that some checkpoints contain; configurations imply them."""
 _CHUNK = 2**20
 """Elements that are checked at once, so that they stay in the processor's cache."""
+_BLOCK_BYTES = 2**26
+"""Bytes of a stored tensor from which a part is read at once."""
 
 
 _quantize = partial(jax.jit, static_argnames="weights")(quantize)
@@ -57,6 +61,23 @@ class TensorFiles(Protocol):
 
     def get(self, name: str) -> np.ndarray:
         """A copy of one tensor as stored.
+
+        Raises:
+          CheckpointError: it is missing, or of an unknown type.
+        """
+        ...
+
+
+@runtime_checkable
+class PartialFiles(Protocol):
+    """Tensors in files, of which parts can be read."""
+
+    def has_parts(self, name: str) -> bool:
+        """Whether parts of this tensor can be read."""
+        ...
+
+    def part(self, name: str, part: Part) -> np.ndarray:
+        """A copy of a part of one tensor as stored; of its bytes only those of the part are copied.
 
         Raises:
           CheckpointError: it is missing, or of an unknown type.
@@ -109,7 +130,10 @@ class Tensors:
           CheckpointError: they are missing, have another shape, are not in floating point or are not finite.
         """
         self.expect(name, *shape)
-        tensor = self.get(name)
+        return self._checked(name, self.get(name))
+
+    def _checked(self, name: str, tensor: np.ndarray) -> np.ndarray:
+        """Weights as stored, or a part of them, after a look at their values."""
         if tensor.dtype not in FLOATS:
             known = ", ".join(sorted(map(str, FLOATS)))
             raise CheckpointError(f"{self.directory}: {name} has dtype {tensor.dtype}; must be one of {known}")
@@ -142,14 +166,47 @@ class Tensors:
         return tensor.astype(bool)
 
     def read(self, name: str, *shape: int, transpose: bool = False) -> Any:
-        """One tensor in the chosen dtype.
+        """One tensor in the chosen dtype; `Deferred` if devices get parts of it, whose values are checked when read.
 
         shape: its shape as stored.
 
         Raises:
           CheckpointError: as in `stored`, or a value is too large for the chosen dtype.
         """
-        tensor = self.stored(name, *shape)
+        if not self.defers(name):
+            made = self._converted(name, self.stored(name, *shape))
+        else:
+            self.expect(name, *shape)
+            part = self.reader(name)
+            made = self.deferred(name, self.dtype, lambda each: self._converted(name, self._checked(name, part(each))))
+        return made.T if transpose else made
+
+    def defers(self, name: str) -> bool:
+        """Whether `read` leaves a tensor in its file, of which each device gets a part."""
+        if self.placement is None or not isinstance(self.files, PartialFiles):
+            return False
+        return self.files.has_parts(name) and self.files.shape(name) != ()
+
+    def reader(self, name: str) -> Callable[[Part], np.ndarray]:
+        """A function that reads a part of what `get` reads."""
+        assert isinstance(self.files, PartialFiles)
+        return partial(self.files.part, name)
+
+    def deferred(self, name: str, dtype: DTypeLike, read: Callable[[Part], np.ndarray]) -> Deferred:
+        """A tensor that is read part by part, in blocks of rows. read: a function that reads a part in this dtype."""
+        self.asked.add(name)
+        shape = self.files.shape(name)
+        # The bytes of a row are those of the widest type.
+        rows = max(1, _BLOCK_BYTES // (8 * math.prod(shape[1:]) or 1))
+
+        def write(part: Part, out: np.ndarray) -> None:
+            for start in range(0, len(part[0]), rows):
+                out[start : start + rows] = read((part[0][start : start + rows], *part[1:]))
+
+        return Deferred(shape, dtype, write)
+
+    def _converted(self, name: str, tensor: np.ndarray) -> np.ndarray:
+        """Checked weights, or a part of them, in the chosen dtype."""
         with np.errstate(over="ignore"):
             converted = tensor.astype(self.dtype, copy=False)
         if ml_dtypes.finfo(self.dtype).max < ml_dtypes.finfo(tensor.dtype).max and not is_finite(converted):
@@ -157,7 +214,7 @@ class Tensors:
                 f"{self.directory}: {name} has dtype {tensor.dtype} and values that are infinite in "
                 f"{np.dtype(self.dtype)}: choose another dtype"
             )
-        return converted.T if transpose else converted
+        return converted
 
     def device(self, name: str, *shape: int, field: str | None = None) -> jax.Array:
         """One tensor on the device, in the chosen dtype. field: as in `put`."""
@@ -172,7 +229,7 @@ class Tensors:
         """
         return self.put(field, [self.read(name, out, width, transpose=True) for name, out in parts])
 
-    def put(self, field: str | None, parts: Sequence[np.ndarray]) -> Any:
+    def put(self, field: str | None, parts: Sequence[Any]) -> Any:
         """Arrays side by side on their last axis, on the device, or as `Placement.put` splits them.
 
         The result is an array, or a `Quantized` that takes its place.
@@ -225,7 +282,11 @@ class Tensors:
 
     def empty(self, *shape: int, like: str | None = None) -> Any:
         """An array to be filled with what has been read, in the chosen dtype. like: one of the tensors to be read."""
-        return np.empty(shape, self.dtype)
+        return self.blank(shape, self.dtype, like)
+
+    def blank(self, shape: tuple[int, ...], dtype: DTypeLike, like: str | None) -> Any:
+        """An array of NumPy to be filled; or one that takes no memory, if `read` gives such arrays of tensor `like`."""
+        return np.empty(shape, dtype) if like is None or not self.defers(like) else Assembled(shape, dtype)
 
     def leave(self, *prefixes: str) -> None:
         """Marks tensors whose names start with a prefix as deliberately unread."""

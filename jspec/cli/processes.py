@@ -12,6 +12,7 @@ import jax
 from jspec.engine.arguments import Parser, integer
 
 AUTOMATIC = "auto"
+_CLUSTERS = "Slurm, Open MPI, Kubernetes or Cloud TPU"
 _HEARTBEAT_SECONDS = 30
 _SHUTDOWN_SECONDS = 60
 _MOST_PROCESSES = 2**16
@@ -26,8 +27,8 @@ def add_processes(parser: Parser) -> None:
     group.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help=f"where process 0 listens for the others; {AUTOMATIC}: JAX finds all processes by Slurm, Open MPI, "
-        "Kubernetes or Cloud TPU (default: a single process)",
+        help=f"where process 0 listens for the others; {AUTOMATIC}: JAX finds all processes by {_CLUSTERS} (default: a "
+        "single process)",
     )
     group.add_argument(
         "--processes", type=integer(1, _MOST_PROCESSES), metavar="N", help="number of processes, with HOST:PORT"
@@ -75,7 +76,10 @@ def start_processes(arguments: argparse.Namespace) -> None:
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"--coordinator {address}: {error}") from None
+        reason = str(error)
+        if address == AUTOMATIC and isinstance(error, ValueError):
+            reason = f"JAX finds no {_CLUSTERS} that describes the processes ({reason}); give HOST:PORT"
+        raise ValueError(f"--coordinator {address}: {reason}") from None
 
 
 def is_first(arguments: argparse.Namespace) -> bool:

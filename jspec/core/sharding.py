@@ -11,7 +11,6 @@ program its arrays have a first axis for them, which each device sees without.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -179,18 +178,33 @@ class Placement:
         """
         shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
         axis = None if field is None else self._split_axis(field, shape)
-        if axis is None:
+        # One row is the scales of whole columns, of a quantized matrix whose rows are split.
+        if axis is None or shape[axis] == 1:
             return self.copy(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
 
-        @functools.cache  # Every group has the same ones.
-        def of_device(device: int) -> np.ndarray:
-            return np.concatenate([np.split(part, self.size, axis)[device] for part in parts], axis=-1)
-
-        def share(index: tuple[slice, ...] | None) -> np.ndarray:
+        sharding, held = NamedSharding(self.mesh, _spec(axis)), {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
             assert index is not None
-            return of_device((index[axis].start or 0) * self.size // shape[axis])
+            held.setdefault((index[axis].start or 0) * self.size // shape[axis], []).append(device)
+        arrays = []
+        for share, devices in held.items():
+            own = self._share(parts, axis, share)
+            # Waiting bounds the memory of the host: it has one share at a time.
+            arrays += jax.block_until_ready([jax.device_put(own, device) for device in devices])
+        return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
-        return jax.make_array_from_callback(shape, NamedSharding(self.mesh, _spec(axis)), share)
+    def _share(self, parts: Sequence[np.ndarray], axis: int, share: int) -> np.ndarray:
+        """The share of one device of each part, next to each other."""
+        ends = [part.shape[axis] // self.size for part in parts]
+        index = [(*[slice(None)] * axis, slice(share * size, (share + 1) * size)) for size in ends]
+        own = [part[each] for part, each in zip(parts, index, strict=True)]
+        # In the layout of the parts: JAX transposes faster than NumPy.
+        made = np.empty_like(own[0], shape=(*own[0].shape[:-1], sum(part.shape[-1] for part in own)))
+        start = 0
+        for part in own:
+            np.copyto(made[..., start : start + part.shape[-1]], part)
+            start += part.shape[-1]
+        return made
 
     @property
     def spans_processes(self) -> bool:

@@ -20,6 +20,7 @@ from jspec.engine.plan import Admission, Burst, Landed, Read
 from jspec.engine.programs import Admitted, ReadPlan, Report
 from jspec.engine.request import Request
 from jspec.engine.result import top_pairs
+from jspec.engine.score import Chunk, Found
 
 SMALL_BUCKETS: tuple[int, ...] = (1, 4, 16)
 """Slot counts for which rounds are compiled; beyond them, every power of two. Rounds of few sequences all take
@@ -276,6 +277,10 @@ class Device:
         ceiling = seats.column(plan.ceiling, np.int32)
         report = self._call("burst", window, ceiling, np.int32(plan.rounds), np.bool_(plan.want))
         return _take_off(plan, report, dict(zip(plan.requests, seats.rows, strict=True)))
+
+    def score(self, chunk: Chunk) -> Found:
+        """Dispatches a chunk of a score. Some of the devices must be here."""
+        return self._call("score", chunk)
 
     def warm_up(self, shapes: Sequence[tuple[int, int]], request: DeviceRequest) -> None:
         """Compiles all programs for requests with the options of one, and waits for them. All slots must be empty.

@@ -21,12 +21,12 @@ from jspec.engine.device import DeviceRequest
 from jspec.engine.group import Group
 from jspec.engine.handle import EngineError, Handle
 from jspec.engine.metrics import Metrics
-from jspec.engine.model import Model, refuse_split
+from jspec.engine.model import Model
 from jspec.engine.options import DEFAULT_PAGE_SIZE, CommonKeywords, GenerateOptions, RequestKeywords, repeat
 from jspec.engine.request import QueueFull
 from jspec.engine.result import Generation, Generations, GenerationStats, Piece
 from jspec.engine.run import Prompt, check_model, encode_prompts
-from jspec.engine.score import Scores, check_score, split
+from jspec.engine.score import Chunk, Found, Scores, check_score, split
 
 T = TypeVar("T")
 DEFAULT_CONTEXT = 8192
@@ -319,30 +319,25 @@ class Engine:
     def score(self, prompt: Prompt, top_k: int = 0) -> Scores:
         """The log-probabilities of the tokens of one prompt, as `jspec.score` with the engine's weights.
 
-        It takes no slot: the device reads the prompt in chunks, between bursts, with a cache of its own. One prompt is
-        scored at a time; further calls wait.
+        It takes no slot: the devices of one group read the prompt in chunks, between bursts, with a cache of its own.
+        One prompt is scored at a time; further calls wait.
 
         Raises:
-          ValueError, TypeError: invalid arguments, a model that is split over devices, or a cache that does not fit in
-            the memory that is left.
+          ValueError, TypeError: invalid arguments, or a cache that does not fit in the memory that is left.
           EngineError: the engine has failed or is closed.
         """
         self._check_leads()
         prompts = [self._encode_one(prompt)]
-        refuse_split(self.model, "Engine.score")
         top_k, page_size = check_score(self.model, prompts, top_k, DEFAULT_PAGE_SIZE)
         with self._scoring:
             self._check_alive()
-            model = dataclasses.replace(self.model, params=self.params)
+            # Of several groups any that has a device here, as its results need not be sent.
+            group = next(each for each in self.groups if each.device.executor.here)
+            model = dataclasses.replace(group.model, params=group.device.params)
             ((_, batch),) = split(model, prompts, top_k, page_size)
-            while True:
-                # An update waits meanwhile.
-                with self._weights:
-                    self._check_alive()
-                    more = batch.read(self.params)
-                if not more:
-                    return batch.scores(model.tokenizer)[0]
-                batch.collect()
+            for chunk in batch.chunks():
+                batch.collect(self._score(group, chunk))
+            return batch.scores(self.model.tokenizer)[0]
 
     def warm_up(self, *, sampling: Sampling | None = None, logprobs: bool | int = False) -> None:
         """Compiles all programs for requests with these options, and runs each as often as it takes to be fast.
@@ -508,17 +503,28 @@ class Engine:
         groups[index].expect(request)
         return groups[index]
 
-    def _on_all(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """The result of a call in the thread of each group, between two bursts.
+    def _on_all(self, calls: Sequence[Callable[[], T]], groups: Sequence[Group] | None = None) -> list[T]:
+        """The result of a call in the thread of each group, between two bursts. groups: None: all.
 
         Raises:
           EngineError: the engine has failed or is closed.
         """
         self._check_alive()
-        futures = [group.ask(call) for group, call in zip(self.groups, calls, strict=True)]
+        futures = [group.ask(call) for group, call in zip(groups or self.groups, calls, strict=True)]
         while wait(futures, timeout=1.0).not_done:
             self._check_alive()
         return [future.result() for future in futures]
+
+    def _score(self, group: Group, chunk: Chunk) -> Found:
+        """Dispatches a chunk of a score, after the burst that is running."""
+        call = partial(group.device.score, chunk)
+        if self.model.placement is not None:
+            # Several devices must get all programs in one order, so from one thread.
+            return self._on_all([call], [group])[0]
+        # An update waits meanwhile. An error is that of the caller alone.
+        with self._weights:
+            self._check_alive()
+            return call()
 
     def _fail(self, error: BaseException) -> None:
         """Ends the engine, and all its requests with an error of one group or of another process."""

@@ -21,8 +21,9 @@ from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, 
 from jspec.core.xla_options import prefers_cublas
 from jspec.engine import programs
 from jspec.engine.programs import Admitted, ReadPlan, Report, View
+from jspec.engine.score import Chunk, Found, Scorer
 
-CALLS = ("release", "admit", "restore", "save", "keep", "read", "burst", "replace")
+CALLS = ("release", "admit", "restore", "save", "keep", "read", "burst", "replace", "score")
 """The methods of `Executor` that a call may name."""
 OFFER_SECONDS = 60.0
 """How long weights may be missing in one process after another has them, before that is an error."""
@@ -104,7 +105,7 @@ class Executor:
         self.params, self.parts, self.max_rounds = params, parts, max_rounds
         self._placement, self._greedy_rule = parts.get("placement"), greedy_rule
         self._kept: dict[str, Any] = {}
-        self.replaced = 0
+        self.replaced, self._scorer = 0, Scorer(parts["target"], self._placement)
         self._offers: queue.SimpleQueue[Params] = queue.SimpleQueue()
         self.here = self._placement is None or bool(self._placement.devices)
         empty = _empty_state if self.here else _empty_state.eval_shape
@@ -117,8 +118,8 @@ class Executor:
         state = dataclasses.replace(self.state, sampling=sampling)
         self._nodes: int = decode.draft_shape(params, state, parts["drafter"], self._placement)[1]
 
-    def run(self, call: Call) -> Report | None:
-        """Makes a call; returns its report if it has one."""
+    def run(self, call: Call) -> Report | Found | None:
+        """Makes a call; returns its report, or what a score has found."""
         if call.name not in CALLS:
             raise ValueError(f"call={call.name!r}: must be one of {', '.join(CALLS)}")
         return getattr(self, call.name)(*call.arguments)
@@ -182,6 +183,10 @@ class Executor:
         arguments = view, ceiling, rounds, want
         self.state, report = program(self.params, self.state, *arguments, **static, max_rounds=self.max_rounds)
         return report
+
+    def score(self, chunk: Chunk) -> Found:
+        """`Scorer.read`, beside the slots."""
+        return self._scorer.read(self.params.target, chunk)
 
     def _view(self, window: Window) -> tuple[ViewStatic, View]:
         view = View(

@@ -239,7 +239,7 @@ class Follower:
         with on_own_device(executor.parts.get("placement")):
             while (call := calls.get()) is not None:
                 report = executor.run(call)
-                if report is not None and reports is not None:
+                if isinstance(report, Report) and reports is not None:
                     jax.tree.map(lambda x: x.copy_to_host_async(), report)
                     reports.put(report)
         if reports is not None:

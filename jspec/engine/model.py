@@ -22,6 +22,7 @@ from jspec.checkpoints.source import Source
 from jspec.checkpoints.split import Place, Splittable, place_draft, whole
 from jspec.core.checks import check_flag, check_int, check_text, shorten
 from jspec.core.package import ASSETS
+from jspec.core.processes import agreement
 from jspec.core.sharding import Placement, make_placement
 from jspec.core.types import Params
 from jspec.core.xla_options import prepare_collectives
@@ -248,7 +249,7 @@ def load(
       CheckpointError: files are missing, damaged or not supported.
       ValueError: an unknown dtype, format or bundled model, the draft's tokenizer differs, a model without an exact
         forward or a narrow cache, a number of devices over which it cannot be split, or weights that do not fit into
-        the memory of a device, which is known before any of them is read.
+        the memory of a device, which is known before any of them is read; or another process has failed.
       TypeError: an argument of the wrong type.
     """
     tensor = None if tensor is None else check_int("tensor", tensor, least=1)
@@ -269,6 +270,30 @@ def load(
         draft_tensor = check_flag("draft_tensor", draft_tensor)
         if placement is None or placement.size == 1:
             raise ValueError(f"draft_tensor={draft_tensor}: requires tensor or mesh")
+    options = {"dtype": dtype, "draft_tensor": draft_tensor, "exact": exact, "weights": weights, "kv": kv}
+    # Each process reads other parts, so one alone may find an error.
+    with agreement(placement, _COMPARED) as compare:
+        model = _load(source, draft, placement, **options)
+        compare({"target": model.target, "draft": model.draft})
+    return model
+
+
+_COMPARED = ("target", "draft")
+"""What several processes must agree in when they have loaded a model."""
+
+
+def _load(
+    source: str | Path,
+    draft: str | Path | None,
+    placement: Placement | None,
+    *,
+    dtype: str | None,
+    draft_tensor: bool | None,
+    exact: bool,
+    weights: str | None,
+    kv: str | None,
+) -> Model:
+    """`load` on the devices of a placement."""
     directory = locate(source)
     if dtype is not None:
         check_text("dtype", dtype)
@@ -333,7 +358,7 @@ def refuse_split(model: Model, user: str) -> None:
     if model.placement is not None:
         raise ValueError(
             f"model={model.name!r}: is split over {model.placement}, which {user} does not support yet; "
-            "load it without tensor, data and mesh, or use jspec.generate, stream or generate_ids"
+            "load it without tensor, data and mesh, or use jspec.generate, stream, score or generate_ids"
         )
 
 

@@ -4,26 +4,32 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import overload
+from typing import NamedTuple, TypeAlias, overload
 
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache.pages import DEFAULT_PAGE_SIZE, fit_page_size
-from jspec.core import logprobs, tree
+from jspec.core import groups, logprobs, tree
 from jspec.core.checks import check_int
 from jspec.core.commit import commit_rows
-from jspec.core.types import Cache, Params, Target, TopTokens
+from jspec.core.processes import agreement, fetch, least
+from jspec.core.sharding import Placement, over
+from jspec.core.types import Cache, Target, TopTokens
 from jspec.drafters import Plain
 from jspec.engine import memory
-from jspec.engine.model import Model, refuse_split
+from jspec.engine.model import Model
 from jspec.engine.result import top_pairs
-from jspec.engine.run import Prompt, bucket, encode_prompts, prefill_chunk
+from jspec.engine.run import Prompt, bucket, check_model, encode_prompts, prefill_chunk
 from jspec.text.tokenizer import Tokenizer
 
 LOGITS_BYTES = 2**28
 """Bytes of the logits that one program computes, which bounds the tokens that it reads."""
+COMPARED = ("prompts", "top_k", "page_size", "target")
+"""What several processes must agree in."""
+Found: TypeAlias = tuple[Float[Array, "B size"], TopTokens | None]
+"""The log-probability of the token that follows each one that is read, and the most probable tokens there."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -93,16 +99,22 @@ def score(
       `Scores` for a single prompt, a list of them for a list of prompts.
 
     Raises:
-      ValueError, TypeError: an invalid argument, a prompt longer than the model's context, or a cache that does not fit
-        in the memory of the device. Arguments are checked before anything is compiled.
+      ValueError, TypeError: an invalid argument, a prompt longer than the model's context, a cache that does not fit in
+        the memory of a device, or arguments that differ between processes. Arguments are checked before anything is
+        compiled.
     """
-    single, ids = encode_prompts(model, prompts)
-    refuse_split(model, "score")
-    top_k, page_size = check_score(model, ids, top_k, page_size)
+    check_model(model)
+    with agreement(model.placement, COMPARED) as compare:
+        single, ids = encode_prompts(model, prompts)
+        top_k, page_size = check_score(model, ids, top_k, page_size)
+        batches = split(model, ids, top_k, page_size)
+        compare({"prompts": ids, "top_k": top_k, "page_size": page_size, "target": model.target})
     results: dict[int, Scores] = {}
-    for places, batch in split(model, ids, top_k, page_size):
-        while batch.read(model.params):
-            batch.collect()
+    scorer = Scorer(model.target, model.placement)
+    for places, batch in batches:
+        batch.capacity = least(model.placement, batch.capacity)
+        for chunk in batch.chunks():
+            batch.collect(scorer.read(model.params.target, chunk))
         results.update(zip(places, batch.scores(model.tokenizer), strict=True))
     return results[0] if single else [results[i] for i in range(len(ids))]
 
@@ -124,66 +136,105 @@ def check_score(model: Model, prompts: Sequence[Sequence[int]], top_k: object, p
 
 def split(
     model: Model, prompts: Sequence[Sequence[int]], top_k: int, page_size: int
-) -> "Iterator[tuple[list[int], Batch]]":
-    """The prompts in batches of one width, each with the places of its prompts. A batch lives until the next one."""
+) -> "list[tuple[list[int], Batch]]":
+    """The prompts in batches of one width, each with the places of its prompts."""
     # A power of two, so that it is a multiple of the widths of short prompts.
     tokens = 1 << (LOGITS_BYTES // (4 * model.target.vocab_size)).bit_length() >> 1
     tokens = min(max(tokens, 16), prefill_chunk(1))
+    batches: list[tuple[list[int], Batch]] = []
     by_width: defaultdict[int, list[int]] = defaultdict(list)
     for place, prompt in enumerate(prompts):
         by_width[bucket(len(prompt))].append(place)
     for width, places in sorted(by_width.items()):
-        rows = max(1, tokens // width)
+        rows = max(1, tokens // width) * groups.count(model.placement)
         for start in range(0, len(places), rows):
             chosen = places[start : start + rows]
             size = min(width, tokens)
-            yield chosen, Batch(model, [prompts[place] for place in chosen], width, size, top_k, page_size)
+            batches.append((chosen, Batch(model, [prompts[place] for place in chosen], width, size, top_k, page_size)))
+    return batches
+
+
+class Chunk(NamedTuple):
+    """Columns of a batch that one program reads. Arrays have a first axis of groups of devices if there are several.
+
+    tokens, following: what is read, and what follows each token.
+    begin, lengths: the position of the first of them in each sequence, and how many of them it has.
+    cache: sequences of a group, capacity and page size.
+    top_k: how many of the most probable tokens are wanted.
+    first, last: whether it begins or ends a batch.
+    """
+
+    tokens: Int[np.ndarray, "*groups B size"]
+    following: Int[np.ndarray, "*groups B size"]
+    begin: Int[np.ndarray, "*groups B"]
+    lengths: Int[np.ndarray, "*groups B"]
+    cache: tuple[int, int, int]
+    top_k: int
+    first: bool
+    last: bool
+
+
+class Scorer:
+    """Reads one batch after another, chunk by chunk, with a cache that it keeps from the first one to the last."""
+
+    def __init__(self, target: Target, placement: Placement | None):
+        self._target, self._placement = target, placement
+        self._cache: Cache | None = None
+
+    def read(self, params: PyTree, chunk: Chunk) -> Found:
+        """Dispatches a chunk. params: weights of the target."""
+        static = {"target": self._target, "placement": self._placement}
+        cache = _empty_cache(params, shape=chunk.cache, **static) if chunk.first else self._cache
+        assert cache is not None
+        arrays = chunk.tokens, chunk.following, chunk.begin, chunk.lengths
+        self._cache, found = _read(params, cache, *arrays, **static, top_k=chunk.top_k)
+        if chunk.last:
+            self._cache = None
+        return found
 
 
 class Batch:
     """Prompts that are scored together, chunk by chunk.
 
     Args:
+      model: whose devices will read them.
       width: columns of the longest prompt at most.
       size: columns that are read at once.
+
+    Attributes:
+      capacity: of the cache, in tokens per sequence; the same in all processes.
     """
 
     def __init__(
         self, model: Model, prompts: Sequence[Sequence[int]], width: int, size: int, top_k: int, page_size: int
     ):
-        self._prompts, self._target, self._size, self._top_k = prompts, model.target, size, top_k
-        rows = bucket(len(prompts), least=1)
-        capacity = memory.fit(model.params, model.target, Plain(), rows, page_size, width, width)
+        self._prompts, self._placement, self._size, self._top_k = prompts, model.placement, size, top_k
+        own = bucket(groups.batch_of(model.placement, len(prompts)), least=1)
+        self.capacity = memory.fit(model.params, model.target, Plain(), own, page_size, width, width)
+        rows = own * groups.count(model.placement)
         self._ids = np.zeros((rows, width + size + 1), np.int32)
         # The last token is not read: it precedes nothing.
         self._unread = np.zeros(rows, np.int32)
         for row, prompt in enumerate(prompts):
             self._ids[row, : len(prompt)] = prompt
             self._unread[row] = len(prompt) - 1
-        self._start, self._end = 0, int(self._unread.max())
-        self._cache_shape = rows, capacity, fit_page_size(page_size, capacity)
-        self._cache: Cache | None = None
-        self._flying: tuple[Float[Array, "B size"], TopTokens | None] | None = None
+        self._own, self._page_size = own, page_size
         self._parts: list[tuple[np.ndarray, TopTokens | None]] = []
 
-    def read(self, params: Params) -> bool:
-        """Dispatches the next chunk. False: there is none."""
-        if self._start >= self._end:
-            return False
-        if self._cache is None:
-            self._cache = _empty_cache(params.target, self._target, self._cache_shape)
-        tokens, following = (self._ids[:, at : at + self._size] for at in (self._start, self._start + 1))
-        begin = np.minimum(self._unread, self._start)
-        count = np.minimum(self._unread - begin, self._size)
-        static = {"target": self._target, "top_k": self._top_k}
-        self._cache, self._flying = _read(params.target, self._cache, tokens, following, begin, count, **static)
-        self._start += self._size
-        return True
+    def chunks(self) -> Iterator[Chunk]:
+        """What is to be read, in order; nothing if all prompts have one token."""
+        cache = self._own, self.capacity, fit_page_size(self._page_size, self.capacity)
+        end = int(self._unread.max())
+        for start in range(0, end, self._size):
+            tokens, following = (self._ids[:, at : at + self._size] for at in (start, start + 1))
+            begin = np.minimum(self._unread, start)
+            arrays = tokens, following, begin, np.minimum(self._unread - begin, self._size)
+            own = groups.stack(self._placement, arrays)
+            yield Chunk(*own, cache, self._top_k, start == 0, start + self._size >= end)
 
-    def collect(self) -> None:
-        """Waits for what was dispatched last and takes it to the host."""
-        self._parts.append(jax.device_get(self._flying))
-        self._flying = None
+    def collect(self, found: Found) -> None:
+        """Waits for what a chunk has given, and takes it to the host. All processes must call this alike."""
+        self._parts.append(groups.unstack(self._placement, fetch(found), len(self._prompts)))
 
     def scores(self, tokenizer: Tokenizer | None) -> list[Scores]:
         """The scores of each prompt, when all is read."""
@@ -199,27 +250,40 @@ class Batch:
         return results
 
 
-@partial(jax.jit, static_argnames=("target", "shape"))
-def _empty_cache(params: PyTree, target: Target, shape: tuple[int, int, int]) -> Cache:
-    return target.init_cache(params, *shape)
+@partial(jax.jit, static_argnames=("target", "shape", "placement"))
+def _empty_cache(params: PyTree, *, target: Target, shape: tuple[int, int, int], placement: Placement | None) -> Cache:
+    """An empty cache, of each group of devices."""
+    return over(placement, lambda params: target.init_cache(params, *shape), params)
 
 
-@partial(jax.jit, static_argnames=("target", "top_k"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("target", "top_k", "placement"), donate_argnames=("cache",))
 def _read(
     params: PyTree,
     cache: Cache,
-    tokens: Int[Array, "B size"],
-    following: Int[Array, "B size"],
-    begin: Int[Array, " B"],
-    count: Int[Array, " B"],
+    tokens: Int[Array, "*groups B size"],
+    following: Int[Array, "*groups B size"],
+    begin: Int[Array, "*groups B"],
+    count: Int[Array, "*groups B"],
     *,
     target: Target,
     top_k: int,
-) -> tuple[Cache, tuple[Float[Array, "B size"], TopTokens | None]]:
+    placement: Placement | None,
+) -> tuple[Cache, Found]:
     """The cache after `count` more tokens of each sequence are read, from position `begin` on, and the log-probability
     of the token that follows each, with the most probable tokens there.
     """
-    out = target.forward(params, tree.chain(tokens), cache, begin)
-    cache = commit_rows(cache, out.rows, begin, None, count, after=out.logits)
-    top = logprobs.most_probable(out.logits, top_k) if top_k else None
-    return cache, (logprobs.of_tokens(out.logits, following), top)
+
+    def read(
+        params: PyTree,
+        cache: Cache,
+        tokens: Int[Array, "B size"],
+        following: Int[Array, "B size"],
+        begin: Int[Array, " B"],
+        count: Int[Array, " B"],
+    ) -> tuple[Cache, Found]:
+        out = target.forward(params, tree.chain(tokens), cache, begin)
+        cache = commit_rows(cache, out.rows, begin, None, count, after=out.logits)
+        top = logprobs.most_probable(out.logits, top_k) if top_k else None
+        return cache, (logprobs.of_tokens(out.logits, following), top)
+
+    return over(placement, read, params, cache, tokens, following, begin, count)

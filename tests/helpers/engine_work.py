@@ -1,6 +1,10 @@
 """What an engine is given to do, by the processes of `engine_process.py` and their test."""
 
+import dataclasses
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import jspec
 
@@ -8,9 +12,28 @@ MODEL = "bundled:python-tiny"
 OPTIONS: dict[str, Any] = {"slots": 1, "context": 64, "page_size": 8, "prefill_tokens": 16, "burst_ms": 1.0}
 PROMPTS = ["def f(", "import numpy", "class A"]
 GREEDY = jspec.Sampling(temperature=0.0, top_p=0.9)  # runs the programs of requests that sample
-SAMPLING = [jspec.Sampling(temperature=0.8, top_p=0.9), GREEDY, GREEDY]
+GRAMMAR = r"[a-z ]{2,6}=[a-z ]*[0-9]+;"
+SAMPLING = [
+    jspec.Sampling(temperature=0.8, top_p=0.9),
+    GREEDY,
+    jspec.Sampling(temperature=0.8, top_p=0.9, grammar=jspec.Grammar.regex(GRAMMAR)),
+]
 GIVEN: dict[str, Any] = {"max_new_tokens": 12, "stop": ["_mp", "\n\n"], "logprobs": True, "seed": 5}
 LONG: dict[str, Any] = {**GIVEN, "sampling": GREEDY, "max_new_tokens": 50, "stop": (), "ignore_eos": True}
+
+
+def save_head(path: Path) -> None:
+    """Writes an EAGLE head that is fitted to the model, for two devices."""
+    import toy
+
+    from jspec.checkpoints import eagle
+
+    model = jspec.load(MODEL)
+    texts = jspec.generate(model, PROMPTS, drafter=None, max_new_tokens=64, ignore_eos=True).tokens
+    sizes = {"hidden_size": 64, "target_hidden_size": model.target.hidden_size, "num_kv_heads": 2}
+    head = dataclasses.replace(toy.HEAD, vocab_size=model.target.vocab_size, **sizes)
+    made = toy.fit_head(model.target, head, model.params.target, np.array(texts))
+    eagle.save(path, head, made.draft, layout="safeailab", dtype="float32")
 
 
 def described(out: jspec.Generations) -> dict[str, Any]:
@@ -35,5 +58,6 @@ def use(engine: jspec.Engine) -> dict[str, Any]:
         "out": described(out),
         "streamed": [token for piece in pieces for token in piece.tokens],
         "cancelled": [cancelled.result(60).finish_reason, cancelled.result().tokens],
+        "scored": engine.score(PROMPTS[0], 1).logprobs[1:],
         "again": described(engine.generate(PROMPTS[:1], **LONG)),
     }

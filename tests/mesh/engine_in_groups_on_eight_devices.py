@@ -239,8 +239,11 @@ def check_new_weights(engine, one, options):
     assert engine.params.target is target
     with pytest.raises(ValueError, match="params.target.*: has the sharding .*; must have that of the model"):
         engine.update(one.params)
-    with pytest.raises(ValueError, match="is split over 4 devices .*, which Engine.score does not support yet"):
-        engine.score(PROMPTS[0])
+    # Between the bursts of a group that has requests.
+    handles = [engine.submit(prompt, max_new_tokens=20) for prompt in PROMPTS]
+    split.assert_same_scores([engine.score(PROMPTS[0], 2)], jspec.score(new, PROMPTS[:1], top_k=2))
+    for handle in handles:
+        handle.result()
 
 
 @slow

@@ -123,8 +123,7 @@ def test_an_engine_over_devices_generates_and_takes_new_weights(load, traced):
         assert counts == traced
         with pytest.raises(ValueError, match="params.target.*: has the sharding .*; must have that of the model"):
             engine.update(one.params)
-        with pytest.raises(ValueError, match="is split over 4 devices, which Engine.score does not support yet"):
-            engine.score(split.PROMPTS[0])
+        split.assert_same_scores([engine.score(split.PROMPTS[0], 2)], jspec.score(new, split.PROMPTS[:1], top_k=2))
 
 
 def test_the_state_of_an_engine_counts_per_device(load, monkeypatch):

@@ -1,8 +1,9 @@
 """One of several processes of an engine, each with two CPU devices.
 
-    python engine_process.py ADDRESS COUNT INDEX OUTPUT
+    python engine_process.py ADDRESS COUNT INDEX HEAD OUTPUT
 
-OUTPUT gets what this process has found, as JSON. In the end process 1 dies while process 0 waits for it.
+HEAD is an EAGLE head. OUTPUT gets what this process has found, as JSON. In the end process 1 dies while process 0 waits
+for it.
 """
 
 import json
@@ -17,7 +18,7 @@ import numpy as np
 
 DIED = 3
 """The exit status of the process that dies."""
-address, count, index, output = sys.argv[1], *map(int, sys.argv[2:4]), pathlib.Path(sys.argv[4])
+address, count, index, head, output = sys.argv[1], *map(int, sys.argv[2:4]), *map(pathlib.Path, sys.argv[4:6])
 jax.config.update("jax_disable_most_optimizations", True)  # which takes less time, as in other tests
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -54,12 +55,12 @@ def main() -> None:
         "differs": error_of(jspec.Engine, model, **{**OPTIONS, "slots": 2 + index}),
         "one fails": error_of(jspec.Engine, model, **{**OPTIONS, "slots": 1 - index}),
     }
-    # A group over both.
-    model = jspec.load(MODEL, mesh=mesh())
+    # A group over both, which share the head, too.
+    model = jspec.load(MODEL, draft=head, mesh=mesh(), draft_tensor=True)
     try:
         with jspec.Engine(model, **OPTIONS) as engine:
             found["together"] = use(engine) if engine.leads else {}
-            found["refused"] = [error_of(engine.generate, PROMPTS), error_of(engine.metrics)]
+            found["refused"] = [error_of(call, PROMPTS[0]) for call in (engine.generate, engine.score)]
             engine.update(jax.tree.map(lambda x: 2 * x, model.params))
             given = {"sampling": GREEDY, **GIVEN}
             found["updated"] = described(engine.generate(PROMPTS[:1], **given)) if engine.leads else {}

@@ -18,7 +18,7 @@ from jspec.checkpoints import language_model
 from jspec.cli import main
 from jspec.core.sharding import DATA, TENSOR
 from jspec.drafters import Adaptive, Mtp, Ngram, Standalone, Suffix
-from jspec.engine import many, memory
+from jspec.engine import many, memory, score
 from jspec.engine.run import Run
 
 directories = split.directories
@@ -213,10 +213,19 @@ def test_wrong_groups_are_an_error(options, error, match, directories):
         jspec.load(directories("tied"), **options)
 
 
+@pytest.mark.parametrize(("data", "tensor"), [(2, 2), pytest.param(8, None, marks=slow)])
+def test_scores_are_those_of_one_device(load, data, tensor, monkeypatch):
+    """Prompts in several batches and chunks, and groups without one."""
+    monkeypatch.setattr(score, "LOGITS_BYTES", 4 * 64 * 16)
+    model = load("tied", None, data=data, tensor=tensor)
+    expected = jspec.score(load("tied", None), split.LONG, top_k=3, page_size=8)
+    split.assert_same_scores(jspec.score(model, split.LONG, top_k=3, page_size=8), expected)
+    split.assert_same_scores([jspec.score(model, split.LONG[0], top_k=3, page_size=8)], expected[:1])
+
+
 def test_what_cannot_have_groups_is_refused(load, capsys):
     model = load("tied", None, data=2, tensor=2)
     calls = {
-        "score": lambda: jspec.score(model, split.PROMPTS),
         "check_drafter": lambda: jspec.check_drafter("ngram", model),
         "inspect_round": lambda: jspec.inspect_round(model, split.PROMPTS[1]),
     }

@@ -5,6 +5,7 @@ test_mesh.py runs these tests in a process with eight CPU devices.
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 
 import deepseek
@@ -20,10 +21,13 @@ import toy
 import jspec
 from jspec.cache import RecurrentLayer
 from jspec.checkpoints import eagle, language_model, named, tensors
+from jspec.checkpoints.files import CheckpointError, write_tensors
+from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.cli import main
 from jspec.core import decode
 from jspec.core.sharding import TENSOR, WEIGHTS
 from jspec.drafters import Eagle, Mtp, Ngram, Standalone
+from jspec.engine import score
 from jspec.models.decoder import Decoder
 from jspec.models.llama import Llama, LlamaParams
 from jspec.models.moe import Routed, RoutedParams
@@ -327,10 +331,107 @@ def test_a_draft_that_cannot_be_split_is_an_error_before_the_target_is_read(dire
         jspec.load(target, draft=head, tensor=3, draft_tensor=True)
 
 
+def stored(path: Path) -> dict[str, np.ndarray]:
+    files = SafetensorFiles(path)
+    return {name: files.get(name) for name in files.names()}
+
+
+@pytest.mark.parametrize(("name", "tensor"), [("experts", 4), ("tied", 8)])
+def test_each_byte_is_read_once(directories, name, tensor, monkeypatch):
+    """What the devices share is read in as many pieces as there are shares; experts and copied heads as well."""
+    expected = stored(directories(name))
+    read, part, get = {each: [] for each in expected}, SafetensorFiles.part, SafetensorFiles.get
+
+    def count(how):
+        def counted(self, name, *index):
+            found = how(self, name, *index)
+            read[name].append(found.nbytes)
+            return found
+
+        return counted
+
+    monkeypatch.setattr(SafetensorFiles, "part", count(part))
+    monkeypatch.setattr(SafetensorFiles, "get", count(get))
+    model = jspec.load(directories(name), tensor=tensor)
+    assert {each: sum(sizes) for each, sizes in read.items()} == {each: x.nbytes for each, x in expected.items()}
+    # Heads of keys and values are copied if there are fewer of them than devices.
+    shares = {"q_proj": tensor, "o_proj": tensor, "k_proj": tensor if model.target.num_kv_heads >= tensor else 1}
+    shares |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), tensor)
+    for each, sizes in read.items():
+        wanted = next((share for part, share in shares.items() if f"{part}.weight" in each), len(sizes))
+        assert len(sizes) == wanted, each
+    monkeypatch.setattr(tensors.Tensors, "defers", lambda self, name: False)
+    for got, whole in zip(
+        *(jax.tree.leaves(each) for each in (model.params, jspec.load(directories(name), tensor=tensor).params)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, whole)
+
+
+def test_a_part_that_is_not_finite_is_an_error(directories, tmp_path):
+    """The last value of a matrix whose columns the devices share."""
+    for file in directories("tied").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = stored(tmp_path)
+    weights["model.layers.0.mlp.down_proj.weight"][-1, -1] = np.nan
+    write_tensors(weights, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="down_proj.weight has values that are NaN or infinite"):
+        jspec.load(tmp_path, tensor=4)
+
+
+def test_stored_scales_of_whole_columns_are_on_each_device(directories, tmp_path):
+    """Of a matrix whose rows are split, all devices have the scales; otherwise each has those of its columns."""
+    for file in directories("biased").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = stored(tmp_path)
+    for name in [name for name in weights if name.endswith("proj.weight")]:
+        scale = np.abs(weights[name]).max(axis=1, keepdims=True) / 127
+        weights |= {name: np.rint(weights[name] / scale).astype(np.int8), f"{name}_scale": scale}
+    write_tensors(weights, tmp_path / "model.safetensors")
+    kind = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    method = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"0": {"weights": kind}},
+    }
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    one, two = (jspec.load(tmp_path, tensor=tensor) for tensor in (None, 2))
+    for whole, split in zip(one.params.target.layers, two.params.target.layers, strict=True):
+        for was, now, columns in ((whole.o, split.o, 32), (whole.gate_up, split.gate_up, 64)):
+            assert now.scale.addressable_shards[0].data.shape == (1, columns)
+            assert now.narrow.dtype == np.int8 and now.narrow.addressable_shards[0].data.size * 2 == was.narrow.size
+        np.testing.assert_array_equal(split.o.narrow, whole.o.narrow)
+        np.testing.assert_array_equal(split.o.scale, whole.o.scale)
+
+
+def assert_same_scores(got, expected):
+    """Log-probabilities are equal up to rounding, and the most probable tokens are the same."""
+    for a, b in zip(got, expected, strict=True):
+        assert a.tokens == b.tokens and a.logprobs[0] is None and len(a) == len(b)
+        np.testing.assert_allclose(a.logprobs[1:], b.logprobs[1:], atol=1e-5)
+        for ours, theirs in zip(a.top, b.top, strict=True):
+            assert [token for token, _ in ours] == [token for token, _ in theirs]
+            np.testing.assert_allclose([x for _, x in ours], [x for _, x in theirs], atol=1e-5)
+
+
+LONG = [np.random.default_rng(length).integers(0, 61, length).tolist() for length in (40, 1, 16, 9, 33)]
+"""Prompts that are scored in several chunks, the longest ones of 16 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("tied", 4), *(pytest.param(*each, marks=slow) for each in (("experts", 2), ("latents", 2)))]
+)
+def test_scores_are_those_of_one_device(load, name, tensor, monkeypatch):
+    monkeypatch.setattr(score, "LOGITS_BYTES", 4 * 64 * 16)
+    got, expected = (jspec.score(load(name, None, over), LONG, top_k=3, page_size=8) for over in (tensor, None))
+    assert_same_scores(got, expected)
+
+
 def test_what_needs_one_device_is_refused(load, tmp_path):
     model = load("tied", None, 4)
-    with pytest.raises(ValueError, match="is split over 4 devices, which score does not support yet"):
-        jspec.score(model, PROMPTS)
+    with pytest.raises(ValueError, match="is split over 4 devices, which inspect_round does not support yet"):
+        jspec.inspect_round(model, PROMPTS[0])
     with pytest.raises(ValueError, match="the weights are split over 4 devices: load them without tensor"):
         language_model.save(tmp_path / "copy", model.target, model.params.target)
     assert not (tmp_path / "copy").exists()

@@ -6,6 +6,7 @@ DIRECTORY has the checkpoints `target`, `draft` and `options.json`; OUTPUT gets 
 In the end the last process dies, while the others go on.
 """
 
+import collections
 import json
 import os
 import pathlib
@@ -25,6 +26,7 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=20)
 
 import jspec  # noqa: E402, after the processes have met
+from jspec.checkpoints.safetensors_file import SafetensorFiles  # noqa: E402
 from jspec.drafters import Standalone  # noqa: E402
 
 
@@ -46,6 +48,20 @@ def error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
     return ""
 
 
+read: collections.Counter[str] = collections.Counter()
+"""Bytes that have been read of each tensor."""
+
+
+def count(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+    def counted(self: Any, name: str, *part: Any) -> np.ndarray:
+        found = function(self, name, *part)
+        read[name] += found.nbytes
+        return found
+
+    return counted
+
+
+SafetensorFiles.part, SafetensorFiles.get = count(SafetensorFiles.part), count(SafetensorFiles.get)
 given = json.loads((directory / "options.json").read_text())
 prompts = given.pop("prompts")
 options: dict[str, Any] = {**given, "drafter": Standalone(depth=2)}
@@ -68,11 +84,16 @@ def in_groups() -> dict[str, Any]:
 
 def over_processes() -> dict[str, Any]:
     """One group over both processes. An error of one is an error of both, as is another argument; then they go on."""
-    model, own = jspec.load(target, draft=draft, tensor=4), {**options, "drafter": "ngram"}
+    read.clear()
+    model, own = jspec.load(target, tensor=4), {**options, "drafter": "ngram"}
     generate, wrong = jspec.generate, prompts if index == 0 else [[10**6]]
     return {
         "tensor": described(generate(model, prompts, **own)),
         "tensor bytes": own_bytes(model),
+        "read": dict(read),
+        "scores": [scores.logprobs for scores in jspec.score(model, prompts)],
+        "one score fails": error_of(jspec.score, model, wrong),
+        "another top_k": error_of(jspec.score, model, prompts, top_k=index),
         "one fails": error_of(generate, model, wrong, **own),
         "one option fails": error_of(generate, model, prompts, **{**own, "page_size": index}),
         "another seed": error_of(generate, model, prompts, **{**own, "seed": index}),
@@ -86,7 +107,10 @@ def wrong_devices() -> dict[str, Any]:
     """A mesh of the devices of one process is for that process alone; otherwise each process must have some."""
     mesh = jax.sharding.Mesh(np.array(jax.local_devices()), ("tensor",))
     assert not jspec.load(target, draft=draft, mesh=mesh).placement.spans_processes
-    return {"too few": error_of(jspec.load, target, draft=draft, tensor=2)}
+    return {
+        "one load fails": error_of(jspec.load, draft if index == 0 else directory, tensor=4),
+        "too few": error_of(jspec.load, target, draft=draft, tensor=2),
+    }
 
 
 def own_bytes(model: jspec.Model) -> int:

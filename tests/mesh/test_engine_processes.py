@@ -71,9 +71,11 @@ def same(found, expected):
 
 @pytest.mark.slow
 def test_an_engine_over_two_processes_gives_what_one_gives(start, tmp_path):
-    """A group of devices in each process, and one over both; in the end process 1 dies."""
-    leader, follower = start(lambda address, index: (WORKER, address, 2, index, tmp_path / f"{index}.json"), 2)
-    model = jspec.load(work.MODEL)
+    """A group of devices in each process, and one over both with a trained draft; in the end process 1 dies."""
+    head = tmp_path / "head"
+    work.save_head(head)
+    leader, follower = start(lambda address, index: (WORKER, address, 2, index, head, tmp_path / f"{index}.json"), 2)
+    model = jspec.load(work.MODEL, draft=head)
     with jspec.Engine(model, **work.OPTIONS) as engine:
         together = work.use(engine)
         engine.update(jax.tree.map(lambda x: 2 * x, model.params))
@@ -81,6 +83,7 @@ def test_an_engine_over_two_processes_gives_what_one_gives(start, tmp_path):
     with jspec.Engine(jspec.load(work.MODEL), **work.OPTIONS) as engine:
         apart = work.described(engine.generate(work.PROMPTS, **work.GIVEN))
     assert sum(together["again"]["rounds"]) < 40, "drafts are accepted"
+    assert re.match(r"[a-z ]{2,6}=", together["out"]["text"][2]), "a grammar holds"
     assert follower.wait(SECONDS) == 3, log(tmp_path, 1)
     leader.wait(MINUTE)
     zero, one = (json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2))
@@ -89,6 +92,7 @@ def test_an_engine_over_two_processes_gives_what_one_gives(start, tmp_path):
     same(zero["together"]["out"], together["out"])
     same(zero["together"]["again"], together["again"])
     assert zero["together"]["streamed"] == together["streamed"] == together["out"]["tokens"][1]
+    np.testing.assert_allclose(zero["together"]["scored"], together["scored"], atol=1e-5)
     reason, tokens = zero["together"]["cancelled"]
     assert reason == "cancelled" and 0 < len(tokens) < work.LONG["max_new_tokens"]
     same(zero["updated"], updated)
@@ -131,3 +135,50 @@ def test_two_processes_serve_and_one_ends_with_the_other(start, tmp_path):
     leader.kill()
     assert follower.wait(MINUTE) != 0
     assert "process 0 is gone" in log(tmp_path, 1)
+
+
+@pytest.mark.slow
+def test_two_processes_run_generate_and_one_prints(start, tmp_path):
+    """`jspec generate` gives the text of one process, once, also under a grammar."""
+    options = ("--tensor", 2, "--max-new-tokens", 8, "--regex", "[a-z ]{4}=[0-9]+", "--json", "--processes", 2)
+
+    def command(address, index):
+        return (
+            "-m",
+            "jspec",
+            "generate",
+            work.PROMPTS[0],
+            "--model",
+            work.MODEL,
+            *options,
+            "--coordinator",
+            address,
+            "--process-id",
+            index,
+        )
+
+    ends = [process.wait(SECONDS) for process in start(command, 1)]
+    assert ends == [0, 0], log(tmp_path, 0) + log(tmp_path, 1)
+    sampling = jspec.Sampling(grammar=jspec.Grammar.regex("[a-z ]{4}=[0-9]+"))
+    expected = jspec.generate(jspec.load(work.MODEL), work.PROMPTS[0], max_new_tokens=8, sampling=sampling)
+    (found,) = (json.loads(line) for line in log(tmp_path, 0).splitlines() if line.startswith("{"))
+    assert (found["text"], found["tokens"]) == (expected.text, expected.tokens)
+    assert "{" not in log(tmp_path, 1)
+
+
+@pytest.mark.slow
+def test_processes_that_nothing_describes_are_an_error():
+    """`--coordinator auto` outside of a cluster; whatever the variables of this machine say."""
+    names = ("SLURM", "OMPI", "PMI", "KUBERNETES", "TPU", "JOB_", "MEGASCALE")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    command = [sys.executable, "-m", "jspec", "generate", "x", "--model", work.MODEL, "--tensor", "2"]
+    ran = subprocess.run(
+        [*command, "--coordinator", "auto"],
+        env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TESTS.parent)},
+        capture_output=True,
+        text=True,
+        timeout=MINUTE,
+    )
+    assert ran.returncode == 2 and ran.stdout == ""
+    assert ran.stderr.startswith("jspec: --coordinator auto: JAX finds no Slurm, Open MPI, Kubernetes or Cloud TPU")
+    assert "give HOST:PORT" in ran.stderr and "Traceback" not in ran.stderr

@@ -14,6 +14,7 @@ import toy
 
 import jspec
 from jspec.checkpoints import language_model
+from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.drafters import Standalone
 
 WORKER = Path(__file__).parent / "one_process.py"
@@ -84,15 +85,28 @@ def test_two_processes_generate_what_one_device_does(tmp_path):
             for got, out in zip(found[name]["logprobs"], expected, strict=True):
                 np.testing.assert_allclose(got, out.logprobs, atol=1e-4)
         assert found["stream"] == drafted.tokens
+        for got, out in zip(found["scores"], jspec.score(model, prompts), strict=True):
+            np.testing.assert_allclose(got[1:], out.logprobs[1:], atol=1e-5)
         assert found["another seed"].startswith("seed: differs between process 0 and process 1")
         assert found["progress"].startswith(
             "progress, rounds or number of prompts: differs between process 0 and process 1"
         )
         assert "none of which belongs to process 1" in found["too few"]
+        assert found["another top_k"].startswith("top_k: differs between process 0 and process 1")
     assert "page_size=0" in zero["one option fails"]
     assert one["one option fails"] == "process 0 has refused this call: the reason is in its own error"
+    assert zero["one load fails"] == "process 1 has refused this call: the reason is in its own error"
+    assert "config.json" in one["one load fails"]
+    assert zero["one score fails"] == zero["one fails"]
+    assert "contains the id 1000000" in one["one score fails"]
     assert zero["one fails"] == "process 1 has refused this call: the reason is in its own error"
     assert "contains the id 1000000" in one["one fails"]
+    # Each byte of what is split is read by one process, but for heads that devices of both have.
+    files = SafetensorFiles(tmp_path / "target")
+    stored = {name: files.get(name).nbytes for name in files.names()}
+    split = {name for name in stored if name.endswith(("q_proj.weight", "o_proj.weight")) or ".mlp." in name}
+    for found in (zero, one):
+        assert found["read"] == {name: size // 2 if name in split else size for name, size in stored.items()}
     # Each process has the parts of its own devices: all of a model twice split over its two, or half of one over four.
     assert zero["tensor bytes"] == one["tensor bytes"] < 0.75 * zero["data bytes"]
     assert zero["8-bit bytes"] == one["8-bit bytes"] < zero["tensor bytes"] / 2
