@@ -193,8 +193,8 @@ class Tensors:
 
     def check_devices(self, field: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError if a matrix is to be packed and devices would have parts of its groups."""
-        if self.placement is not None and self.weights == PACKED and len(shape) == 2 and WEIGHTS.get(field) == -2:
-            check_whole_groups(field, shape[0], BLOCK, self.placement.size, packed=True)
+        if self.placement is not None and self.weights == PACKED and WEIGHTS.get(field) == -2:
+            check_whole_groups(field, shape[-2], BLOCK, self.placement.size, packed=True)
 
     def shapes(self, shapes: PyTree) -> PyTree:
         """`jax.ShapeDtypeStruct`s of weights in `dtype`, with quantized matrices where these tensors become such.
