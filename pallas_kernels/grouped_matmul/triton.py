@@ -192,6 +192,7 @@ def _kernel(
 
         def factors(index, half):
             """The scales of the program's columns, of some of the matrix's rows."""
+            assert scale_ref is not None
             return pltriton.load(scale_ref.at[group, index, half + column], mask=inside, other=0)[None]
 
         def of_rows(i, totals):
@@ -208,6 +209,7 @@ def _kernel(
             return tuple(total + product for total, product in zip(totals, products, strict=True))
 
         def of_words(totals):
+            assert scale_ref is not None and codes is not None
             matrices = [
                 Words(
                     weight_ref,
