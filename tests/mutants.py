@@ -807,18 +807,36 @@ MUTANTS = (
             "out = gate * activation(other)",
             "kernels/test_grouped_matmul.py::test_rows_are_chosen_and_gated[float32-silu-xla]",
         ),
+        (
+            "values of 4 bits that are twice as large",
+            "factors(scale) * UNITS[codes]",
+            "factors(scale)",
+            "kernels/test_grouped_matmul.py::test_packed_matrices_are_taken_apart_and_scaled[e2m1-xla]",
+        ),
     ),
     *_group(
-        "pallas_kernels/packed_matmul/reference.py",
+        "pallas_kernels/packed_matmul/layout.py",
         (
             "the zero points of other rows",
-            "jnp.repeat(zero, group, axis=0)[:inner]",
-            "jnp.tile(zero, (group, 1))[:inner]",
+            "jnp.repeat(zero, group or rows, axis=-2)[..., :rows, :]",
+            "jnp.concatenate([zero] * (group or rows), axis=-2)[..., :rows, :]",
             "kernels/test_packed_matmul.py::test_equals_the_product_with_the_widened_matrix[zeros-xla]",
         ),
     ),
     *_group(
-        "pallas_kernels/packed_matmul/triton.py",
+        "pallas_kernels/_triton_words.py",
+        (
+            "values of 4 bits without a sign",
+            "sign = (codes & 8) << 28",
+            "sign = (codes & 0) << 28",
+            "kernels/test_grouped_matmul.py::test_packed_matrices_are_taken_apart_and_scaled[e2m1-triton]",
+        ),
+        (
+            "PTX that takes apart the other half of a word",
+            'return "0x5410" if place < 4 else "0x7632"',
+            'return "0x7632" if place < 4 else "0x5410"',
+            "kernels/test_ptx.py::test_ptx_takes_words_apart_like_the_interpreter[e2m1-bfloat16]",
+        ),
         (
             "the scales of a whole block",
             "group, mask = block // self.blocks_per_group * self.sections + section, self.inside",
@@ -836,8 +854,8 @@ MUTANTS = (
         "jspec/checkpoints/scaled.py",
         (
             "packed zero points of whole columns",
-            "least = np.minimum.reduceat(values, np.arange(0, len(values), size), axis=0)",
-            "least = np.tile(values.min(0), (-(-len(values) // size), 1))",
+            "least = np.minimum.reduceat(values, np.arange(0, rows, size), axis=-2)",
+            "least = np.repeat(values.min(-2, keepdims=True), -(-rows // size), axis=-2)",
             "checkpoints/test_packed.py::test_weights_are_those_that_were_packed[llama-awq]",
         ),
     ),

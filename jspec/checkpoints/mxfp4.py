@@ -1,8 +1,8 @@
 """Experts in MXFP4: values of 4 bits, and a power of two for each block of 32 inputs (OCP Microscaling Formats 1.0).
 
 The matrices X of all experts of a layer are `X_blocks` [experts, out, blocks, 16], two values in a byte, that of the
-lower bits first, and `X_scales` [experts, out, blocks], exponents with a bias of 127. Every value of 4 bits (e2m1) is
-one of fp8 (e4m3): linear layers keep the matrices in 8 bits with a scale for each block, exactly.
+lower bits first, and `X_scales` [experts, out, blocks], exponents with a bias of 127. Linear layers keep both, in the
+layout of the kernel that multiplies.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -22,15 +21,14 @@ from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors, is_finite
 from jspec.models.quantized import Quantized, is_quantized
+from pallas_kernels import packed_matmul
+from pallas_kernels.packed_matmul import E2M1, pack, word_rows
 
 BLOCK = 32
 """Inputs that share a scale."""
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
-_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], _FP8).view(np.uint8)
-"""The value of each 4 bits, the highest of which is the sign."""
-_PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)
-"""The two values of each byte."""
+_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+"""The value of each 4 bits (e2m1), the highest of which is the sign."""
 _BIAS, _MOST_SCALE = 127, 252
 """Beyond the latter values are infinite in float32; 255 is NaN."""
 
@@ -58,26 +56,45 @@ def open_tensors(source: Source, dtype: DTypeLike) -> Tensors:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Matrices of experts, [experts, in, out] as the weights have them.
+    """Matrices of experts as they are stored, of shape [experts, in, out].
 
-    narrow: the values, in fp8.
-    scale: of each block, in float32, [experts, blocks, out].
+    pairs: two values in a byte, [experts, out, blocks, 16].
+    exponents: of each block, [experts, out, blocks].
     """
 
-    narrow: np.ndarray
-    scale: np.ndarray
+    pairs: np.ndarray
+    exponents: np.ndarray
 
     def __getitem__(self, index: Any) -> "Blocks":
         """Some columns; the index takes all of the other axes."""
-        return Blocks(self.narrow[index], self.scale[index])
+        return Blocks(self.pairs[:, index[-1]], self.exponents[:, index[-1]])
+
+    def words(self) -> np.ndarray:
+        """The values, as `pack` makes words of them, [experts, words, out]."""
+        count, out, blocks, _ = self.pairs.shape
+        made = np.empty((count, word_rows(blocks * BLOCK), out), np.int32)
+        for own, pairs in zip(made, self.pairs, strict=True):
+            own[:] = pack(_codes(pairs).T)
+        return made
+
+    def scales(self) -> np.ndarray:
+        """The exponents, [experts, blocks, out]."""
+        return self.exponents.swapaxes(1, 2)
 
     def wide(self, dtype: DTypeLike) -> np.ndarray:
         """The matrices, in a floating-point type."""
-        made = np.empty(self.narrow.shape, dtype)
+        count, out, blocks, _ = self.pairs.shape
+        made = np.empty((count, blocks * BLOCK, out), dtype)
         with np.errstate(over="ignore"):  # infinite values are found by the caller
-            for own, narrow, scale in zip(made, self.narrow, self.scale, strict=True):
-                own[:] = narrow.astype(np.float32) * np.repeat(scale, BLOCK, axis=0)
+            for own, pairs, exponents in zip(made, self.pairs, self.exponents, strict=True):
+                scale = np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)
+                own[:] = (_VALUES[_codes(pairs)] * np.repeat(scale, BLOCK, axis=1)).T
         return made
+
+
+def _codes(pairs: np.ndarray) -> np.ndarray:
+    """The values of 4 bits in bytes [out, blocks, 16], [out, in]."""
+    return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(pairs), -1)
 
 
 class Mxfp4Files:
@@ -128,15 +145,13 @@ class Mxfp4Files:
         Raises:
           CheckpointError: they are damaged, or not finite.
         """
-        count, width, out = self.shape(name)
+        self.shape(name)
         pairs, exponents = self._bytes(name + _BLOCKS), self._bytes(name + _SCALES)
         if exponents.max(initial=0) > _MOST_SCALE:
             raise CheckpointError(
                 f"{self.directory}: {name}{_SCALES} has values above {_MOST_SCALE}, whose weights are NaN or infinite"
             )
-        narrow = _PAIRS[pairs].view(_FP8).reshape(count, out, width)
-        scale = np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS)
-        return Blocks(narrow.swapaxes(1, 2), scale.swapaxes(1, 2))
+        return Blocks(pairs, exponents)
 
     def _bytes(self, name: str) -> np.ndarray:
         tensor = self._files.get(name)
@@ -172,12 +187,12 @@ class Mxfp4Tensors(Tensors):
         """As in `Tensors`."""
         if not all(isinstance(part, Blocks) for part in parts):
             return super().put(field, parts)
-        narrow = super().put(field, [part.narrow for part in parts])
-        scale = super().put(field, [part.scale for part in parts])
-        return Quantized(narrow, scale, np.dtype(self.dtype), BLOCK)
+        words = super().put(field, [part.words() for part in parts])
+        scale = super().put(field, [part.scales() for part in parts])
+        return _quantized(words, scale, parts[0].pairs.shape[2] * BLOCK, self.dtype)
 
     def shapes(self, shapes: PyTree) -> PyTree:
-        """As in `Tensors`; the matrices of experts have 8 bits.
+        """As in `Tensors`; the matrices of experts have 4 bits.
 
         Raises:
           ValueError: devices would have parts of blocks.
@@ -189,13 +204,18 @@ class Mxfp4Tensors(Tensors):
             if not is_quantized(path) or "experts" not in [getattr(key, "name", None) for key in path]:
                 return leaf
             count, width, columns = leaf.shape
-            self.check_groups(path[-1].name, width, BLOCK, packed=False)
-            scale: Any = jax.ShapeDtypeStruct((count, -(-width // BLOCK), columns), np.float32)
-            narrow: Any = jax.ShapeDtypeStruct(leaf.shape, _FP8)
-            return Quantized(narrow, scale, np.dtype(leaf.dtype), BLOCK)
+            self.check_groups(path[-1].name, width, BLOCK, packed=True)
+            words: Any = jax.ShapeDtypeStruct((count, word_rows(width), columns), np.int32)
+            scale: Any = jax.ShapeDtypeStruct((count, -(-width // BLOCK), columns), np.uint8)
+            return _quantized(words, scale, width, leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(stored, shapes)
 
     def memory(self, shapes: PyTree) -> PyTree:
         """As in `Tensors`; matrices in MXFP4 are placed as they are."""
         return self.shapes(shapes) if self.weights is None else super().memory(shapes)
+
+
+def _quantized(words: Any, scale: Any, width: int, dtype: DTypeLike) -> Quantized:
+    """Matrices with that many rows."""
+    return Quantized(words, scale, np.dtype(dtype), BLOCK, filling=-width % packed_matmul.BLOCK, codes=E2M1)

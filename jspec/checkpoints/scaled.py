@@ -59,11 +59,8 @@ class Scheme:
         return None if size is None or size >= width else size
 
     def stays_packed(self, shape: Sequence[int]) -> bool:
-        """Whether a weight [..., in, out] keeps 4 bits: experts, and groups that no kernel supports, have 8."""
-        *stack, width, _ = shape
-        return (
-            self.packing is not None and self.packing.bits == 4 and not stack and not (self.group(width) or 0) % STRIDE
-        )
+        """Whether a weight [..., in, out] keeps 4 bits: groups that no kernel supports have 8."""
+        return self.packing is not None and self.packing.bits == 4 and not (self.group(shape[-2]) or 0) % STRIDE
 
 
 def parse_scheme(config: Fields) -> Scheme | None:
@@ -273,7 +270,7 @@ class ScaledTensors(Tensors):
             narrow, scale = self._put_each(field, map(_halves, parts))
             return Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group)
         narrow, scale, *zeros = self._put_each(field, (_packed_parts(part, packing.zeros) for part in parts))
-        made = Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group, filling=-shape[0] % BLOCK)
+        made = Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group, filling=-shape[-2] % BLOCK)
         return dataclasses.replace(made, zero=zeros[0]) if zeros else made
 
     def _put_each(self, field: str | None, parts: Iterable[Sequence[np.ndarray]]) -> list[Any]:
@@ -303,7 +300,7 @@ class ScaledTensors(Tensors):
             if not packed:
                 return made
             assert self.scheme.packing is not None
-            words: Any = jax.ShapeDtypeStruct((word_rows(width), columns), np.int32)
+            words: Any = jax.ShapeDtypeStruct((*stack, word_rows(width), columns), np.int32)
             zero: Any = jax.ShapeDtypeStruct(groups, np.int8) if self.scheme.packing.zeros else None
             return dataclasses.replace(made, narrow=words, zero=zero, filling=-width % BLOCK)
 
@@ -394,7 +391,8 @@ def _packed_parts(part: ScaledArray, zeros: bool) -> tuple[Any, ...]:
     values, scale = _halves(part)
     if not zeros:
         return pack(values + np.int8(ZERO)), scale
-    size = part.group or len(values)
-    least = np.minimum.reduceat(values, np.arange(0, len(values), size), axis=0)
+    rows = values.shape[-2]
+    size = part.group or rows
+    least = np.minimum.reduceat(values, np.arange(0, rows, size), axis=-2)
     zero = np.maximum(-least, 0)
-    return pack(values + np.repeat(zero, size, axis=0)[: len(values)]), scale, zero
+    return pack(values + np.repeat(zero, size, axis=-2)[..., :rows, :]), scale, zero

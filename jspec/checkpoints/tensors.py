@@ -252,8 +252,8 @@ class Tensors:
 
     def check_devices(self, field: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError if a matrix is to be packed and devices would have parts of its groups."""
-        if self.weights == PACKED and len(shape) == 2:
-            self.check_groups(field, shape[0], BLOCK, packed=True)
+        if self.weights == PACKED:
+            self.check_groups(field, shape[-2], BLOCK, packed=True)
 
     def check_groups(self, field: str, rows: int, group: int | None, *, packed: bool) -> None:
         """Raises ValueError if a matrix has groups of rows, or packed ones, and devices would have parts of them."""

@@ -239,9 +239,9 @@ def load(
       exact: the bits of a token's logits depend on its own context alone, not on drafts or on the rest of the batch, in
         half precision too; on one device, for the families that docs/losslessness.md lists.
       weights: "fp8" or "int8": the matrices of linear layers, of the draft too, are quantized as they are read, and
-        have 8 bits and a scale for each column. "int4": they have 4 bits and a scale for each 128 rows of a column, and
-        experts 8 bits. "wide": all weights are in `dtype`. None: those that a checkpoint stores in 8 or 4 bits keep
-        them, and the others are in `dtype`. See docs/quantization.md.
+        have 8 bits and a scale for each column. "int4": they have 4 bits and a scale for each 128 rows of a column.
+        "wide": all weights are in `dtype`. None: those that a checkpoint stores in 8 or 4 bits keep them, and the
+        others are in `dtype`. See docs/quantization.md.
       kv: "fp8": caches keep the target's keys and values, or latents, in 8 bits. None: in `dtype`. Drafted output
         equals plain output with the same `kv`. See docs/quantization.md.
 

@@ -201,4 +201,6 @@ def grouped(
         return grouped_matmul(x, weight, sizes, **options)
     if exact:
         layers.require_wide(weight)
-    return grouped_matmul(x, weight.narrow, sizes, scale=weight.scale, group=weight.group, **options)
+    codes = None if weight.filling is None else weight.codes
+    options |= {"scale": weight.scale, "group": weight.group, "codes": codes, "zero": weight.zero}
+    return grouped_matmul(x, weight.narrow, sizes, **options)

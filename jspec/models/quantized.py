@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from pallas_kernels.packed_matmul import BLOCK, PER_WORD, pack, packed_matmul, unpack
+from pallas_kernels.packed_matmul import BLOCK, INTEGERS, PER_WORD, UNITS, centered, factors, pack, packed_matmul
 from pallas_kernels.scaled_matmul import scaled_matmul
 
 WIDE = "wide"
@@ -65,27 +65,30 @@ class Quantized:
     """A matrix, or a stack of them, as narrow values times scales.
 
     narrow: fp8 (e4m3) or int8; or words of eight values of 4 bits (`pallas_kernels.packed_matmul.layout`) in int32.
-    scale: of each output column, or of each group of its rows, in float32.
+    scale: of each output column, or of each group of its rows, in float32; of packed values also in uint8, exponents of
+      2 with a bias of 127.
     dtype: what it has been made from, and the precision of caches that take theirs from weights.
     group: rows that share a scale, in a column, as in block-scaled checkpoints; None: all of the column.
     zero: which packed value stands for 0, of each column or group, in int8; None: `ZERO`.
     filling: rows that fill the last block of a packed matrix; None: it is not packed.
+    codes: what packed values mean, a key of `pallas_kernels.packed_matmul.UNITS`.
     """
 
     narrow: Shaped[Array, "*stack stored out"]
-    scale: Float[Array, "*stack groups out"]
+    scale: Shaped[Array, "*stack groups out"]
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     group: int | None = dataclasses.field(default=None, metadata={"static": True})
-    zero: Int[Array, "groups out"] | None = None
+    zero: Int[Array, "*stack groups out"] | None = None
     filling: int | None = dataclasses.field(default=None, metadata={"static": True})
+    codes: str = dataclasses.field(default=INTEGERS, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the matrix."""
         if self.filling is None:
             return self.narrow.shape
-        words, columns = self.narrow.shape
-        return words * PER_WORD - self.filling, columns
+        *stack, words, columns = self.narrow.shape
+        return *stack, words * PER_WORD - self.filling, columns
 
     def __getitem__(self, index: tuple[slice, ...]) -> "Quantized":
         """Some columns, as the last slice has them; those before it take everything."""
@@ -112,17 +115,14 @@ def check_weights(weights: object, *others: str) -> None:
 def quantize(weight: Float[Array, "*stack in out"], weights: str) -> Quantized:
     """A matrix, or a stack of them, in a format: each column is scaled so that its largest value is the format's.
 
-    weights: a key of `FORMATS`, of which `PACKED` has groups, and keeps stacks in 8 bits; or `BLOCKS`, for random
-      weights.
+    weights: a key of `FORMATS`, of which `PACKED` has groups; or `BLOCKS`, for random weights.
     """
     if weights == BLOCKS:
         return _quantize_groups(weight, "fp8")
-    if weights == PACKED and weight.ndim > 2:
-        weights = "int8"
-    elif weights == PACKED:
+    if weights == PACKED:
         values = _quantize_groups(weight, PACKED)
         packed = pack(values.narrow + ZERO)
-        return dataclasses.replace(values, narrow=packed, filling=-len(weight) % BLOCK)
+        return dataclasses.replace(values, narrow=packed, filling=-weight.shape[-2] % BLOCK)
     return _quantize_columns(weight, weights)
 
 
@@ -182,18 +182,18 @@ def widen(weight: Weight) -> Float[Array, "*stack in out"]:
     if not isinstance(weight, Quantized):
         return weight
 
-    def of_rows(part: Array) -> Array:
-        return part if weight.group is None else jnp.repeat(part, weight.group, axis=-2)[..., : weight.shape[-2], :]
-
-    narrow = weight.narrow
+    rows, narrow, scale = weight.shape[-2], weight.narrow, factors(weight.scale)
     if weight.filling is not None:
-        narrow = unpack(narrow, weight.shape[0]) - (ZERO if weight.zero is None else of_rows(weight.zero))
-    return narrow.astype(jnp.float32) * of_rows(weight.scale)
+        narrow = centered(narrow, rows, weight.zero, group=weight.group, codes=weight.codes)
+    if weight.group is not None:
+        scale = jnp.repeat(scale, weight.group, axis=-2)[..., :rows, :]
+    return narrow.astype(jnp.float32) * UNITS[weight.codes] * scale
 
 
 def quantized_product(x: Float[Array, "*batch in"], weight: Quantized) -> Float[Array, "*batch out"]:
     """x @ weight, with sums in float32, on which the scales are applied."""
     rows, inner = x.reshape(-1, x.shape[-1]), x.shape[-1]
+    assert weight.codes == INTEGERS, "others are those of experts"
     if weight.filling is None:
         out = scaled_matmul(rows, weight.narrow, weight.scale, group=weight.group or inner)
     else:
@@ -255,8 +255,7 @@ def dtype_names(params: PyTree) -> list[str]:
     packed = [leaf for leaf in leaves if isinstance(leaf, Quantized) and leaf.filling is not None]
     others = [leaf for leaf in leaves if not any(leaf is each for each in packed)]
     names = {str(leaf.dtype) for leaf in jax.tree.leaves(others) if hasattr(leaf, "dtype")}
-    names |= {str(leaf.scale.dtype) for leaf in packed}
-    return sorted(names | ({str(FORMATS[PACKED])} if packed else set()))
+    return sorted(names | {name for leaf in packed for name in (str(leaf.scale.dtype), leaf.codes)})
 
 
 def refuse_quantized(params: PyTree, user: str) -> None:

@@ -8,6 +8,7 @@ from jax import lax
 
 from pallas_kernels import platform
 from pallas_kernels.each import map_each
+from pallas_kernels.packed_matmul.layout import UNITS, centered, factors
 
 
 def grouped_matmul(
@@ -17,6 +18,8 @@ def grouped_matmul(
     *,
     scale: jax.Array | None = None,
     group: int | None = None,
+    codes: str | None = None,
+    zero: jax.Array | None = None,
     rows: jax.Array | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     exact: bool = False,
@@ -27,6 +30,9 @@ def grouped_matmul(
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     if scale is not None:
         x, weight = platform.kept_in_loop(x, weight)
+    if codes is not None:
+        assert scale is not None
+        weight, scale = centered(weight, x.shape[1], zero, group=group, codes=codes), factors(scale) * UNITS[codes]
     if scale is not None and group is not None:
         out = _by_groups(x, weight, sizes, scale, group, precision)
     elif exact:

@@ -17,7 +17,9 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import platform
 from pallas_kernels._triton import call, dot, int32_or_none, power_of_2_in, refuse_dtype
+from pallas_kernels._triton_words import Words, add_block, finished
 from pallas_kernels._types import Ref
+from pallas_kernels.packed_matmul.layout import BLOCK, STRIDE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Config:
     block_n: int
     """Columns of a program; with an activation, half of them in each half."""
     block_k: int
-    """Elements of a row, and rows of its matrix, per iteration."""
+    """Elements of a row, and rows of its matrix, per iteration; of packed matrices it is 128."""
     num_warps: int
     num_stages: int
 
@@ -50,6 +52,8 @@ class Tuning:
     """Warps of smaller blocks than that of `many_rows`."""
     exact: Config
     """For any number of rows, where the bits must not depend on it."""
+    packed: Config
+    """For more than 16 rows per packed matrix."""
 
 
 TUNING = {
@@ -60,13 +64,19 @@ TUNING = {
         min_block_m=32,
         short_block_warps=4,
         exact=Config(block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3),
+        # Not measured: that of `packed_matmul`.
+        packed=Config(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=3),
     )
 }
 """By device kind; the first entry is the default."""
 
 
-def default_config(*, rows: int, groups: int, dtype: DTypeLike, exact: bool = False) -> Config:
-    """The configuration for `rows` that are spread over `groups` matrices; `exact`: the same for any number of them."""
+def default_config(*, rows: int, groups: int, dtype: DTypeLike, exact: bool = False, packed: bool = False) -> Config:
+    """The configuration for `rows` that are spread over `groups` matrices.
+
+    exact: the same for any number of them.
+    packed: the matrices have words of 4-bit values.
+    """
     tuning = platform.for_device_kind(TUNING)
     if jnp.dtype(dtype).itemsize > 2:
         return tuning.float32
@@ -75,6 +85,8 @@ def default_config(*, rows: int, groups: int, dtype: DTypeLike, exact: bool = Fa
     rows_per_group = pl.cdiv(rows, groups)
     if rows_per_group <= 16:
         return tuning.few_rows
+    if packed:
+        return tuning.packed
     block_m = max(pl.next_power_of_2(rows_per_group), tuning.min_block_m)
     if block_m >= tuning.many_rows.block_m:
         return tuning.many_rows
@@ -82,11 +94,18 @@ def default_config(*, rows: int, groups: int, dtype: DTypeLike, exact: bool = Fa
 
 
 def supported(
-    x: jax.Array, *args: object, group: int | None = None, interpret: bool | None = None, **options: object
+    x: jax.Array,
+    *args: object,
+    group: int | None = None,
+    codes: str | None = None,
+    interpret: bool | None = None,
+    **options: object,
 ) -> str | None:
     """None, or why the kernel cannot run these arguments of `grouped_matmul`."""
-    if group is not None and power_of_2_in(group) < 16:
+    if group is not None and codes is None and power_of_2_in(group) < 16:
         return f"group={group}: must be a multiple of 16"
+    if group is not None and codes is not None and group < x.shape[1] and group % BLOCK and BLOCK % group:
+        return f"group={group}: must divide {BLOCK}, or be a multiple of it"
     # The interpreter takes any dtype.
     return None if platform.resolve_interpret(interpret) else refuse_dtype("x", x)
 
@@ -98,6 +117,8 @@ def grouped_matmul(
     *,
     scale: jax.Array | None = None,
     group: int | None = None,
+    codes: str | None = None,
+    zero: jax.Array | None = None,
     rows: jax.Array | None = None,
     activation: Callable[[jax.Array], jax.Array] | None = None,
     exact: bool = False,
@@ -107,8 +128,8 @@ def grouped_matmul(
     """Arguments as in `api.grouped_matmul` and `dispatch.Operation`."""
     count = x.shape[0] if rows is None else rows.shape[0]
     groups, _, columns = weight.shape
-    config = config or default_config(rows=count, groups=groups, dtype=x.dtype, exact=exact)
-    if group is not None:
+    config = config or default_config(rows=count, groups=groups, dtype=x.dtype, exact=exact, packed=codes is not None)
+    if group is not None and codes is None:
         config = dataclasses.replace(config, block_k=min(config.block_k, power_of_2_in(group)))
     # Each group has at most one block that is not full.
     blocks = count // config.block_m + min(groups, count)
@@ -117,35 +138,38 @@ def grouped_matmul(
     if weight.dtype.itemsize == 1:
         # Masked loads of fp8 do not compile.
         narrow, weight = weight.dtype, lax.bitcast_convert_type(weight, jnp.int8)
-    optional = (sizes.astype(jnp.int32), scale, int32_or_none(rows))
+    interpret = platform.resolve_interpret(interpret)
+    options = {"shared": group, "narrow": narrow, "codes": codes, "ptx": not interpret}
     return call(
-        functools.partial(
-            _kernel, scaled=scale is not None, shared=group, narrow=narrow, activation=activation, config=config
-        ),
+        functools.partial(_kernel, **options, activation=activation, config=config),
         out_shape=jax.ShapeDtypeStruct((count, columns // halves), x.dtype),
         # The columns of a block run together, because they read adjacent memory.
         grid=(pl.cdiv(columns, config.block_n), blocks),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        interpret=platform.resolve_interpret(interpret),
+        interpret=bool(interpret),
         name="grouped_matmul",
-    )(x, weight, *(each for each in optional if each is not None))
+    )(x, weight, sizes.astype(jnp.int32), scale, zero, int32_or_none(rows))
 
 
 def _kernel(
     x_ref: Ref,  # [T, K]
-    weight_ref: Ref,  # [X, K, N]
+    weight_ref: Ref,  # [X, W, N]
     sizes_ref: Ref,  # [X]
-    *refs: Ref,  # [X, G, N] of the scales, if any; [S] of the rows, unless they are those of x; [S, M] of the result
-    scaled: bool,
+    scale_ref: Ref | None,  # [X, G, N]
+    zero_ref: Ref | None,  # [X, G, N]
+    rows_ref: Ref | None,  # [S], unless they are those of x
+    out_ref: Ref,  # [S, M]
+    *,
     shared: int | None,
     narrow: DTypeLike | None,
+    codes: str | None,
+    ptx: bool,
     activation: Callable[[jax.Array], jax.Array] | None,
     config: Config,
 ) -> None:
     # The program's rows, matrix and columns.
-    scale_refs, (*rows_ref, out_ref) = refs[:scaled], refs[scaled:]
-    inner, columns = weight_ref.shape[1], out_ref.shape[1]
+    inner, columns = x_ref.shape[1], out_ref.shape[1]
     halves = (0,) if activation is None else (0, columns)
     width = config.block_n // len(halves)
     group, first, count = _find(sizes_ref, pl.program_id(1), config.block_m)
@@ -153,21 +177,28 @@ def _kernel(
     row, real = first + place, place < count
     column = pl.program_id(0) * width + jnp.arange(width)
     inside = column < columns
+    zeros = (jnp.zeros((config.block_m, width), jnp.float32),) * len(halves)
 
     # The products of both halves, if there are two, and the gate.
     @pl.when(count > 0)
     def _():
-        source = pltriton.load(rows_ref[0].at[row], mask=real, other=0) if rows_ref else row
+        source = pltriton.load(rows_ref.at[row], mask=real, other=0) if rows_ref is not None else row
+
+        def elements(k, present):
+            """Elements of the program's rows; `present`: which of them there are, None: all."""
+            mask = jnp.broadcast_to(real[:, None], (config.block_m, len(k)))
+            at = x_ref.at[source[:, None], k[None]]
+            return pltriton.load(at, mask=mask if present is None else mask & present[None], other=0)
 
         def factors(index, half):
             """The scales of the program's columns, of some of the matrix's rows."""
-            return pltriton.load(scale_refs[0].at[group, index, half + column], mask=inside, other=0)[None]
+            assert scale_ref is not None
+            return pltriton.load(scale_ref.at[group, index, half + column], mask=inside, other=0)[None]
 
-        def body(i, totals):
+        def of_rows(i, totals):
             k = i * config.block_k + jnp.arange(config.block_k)
             present = k < inner
-            x = pltriton.load(x_ref.at[source[:, None], k[None]], mask=real[:, None] & present[None], other=0)
-            products = []
+            x, products = elements(k, present), []
             for half in halves:
                 at = weight_ref.at[group, k[:, None], half + column[None]]
                 weight = pltriton.load(at, mask=present[:, None] & inside[None], other=0)
@@ -177,10 +208,39 @@ def _kernel(
                 products.append(product if shared is None else product * factors(i * config.block_k // shared, half))
             return tuple(total + product for total, product in zip(totals, products, strict=True))
 
-        totals = (jnp.zeros((config.block_m, width), jnp.float32),) * len(halves)
-        totals = lax.fori_loop(0, pl.cdiv(inner, config.block_k), body, totals)
-        if scaled and shared is None:
-            totals = tuple(total * factors(0, half) for total, half in zip(totals, halves, strict=True))
+        def of_words(totals):
+            assert scale_ref is not None and codes is not None
+            matrices = [
+                Words(
+                    weight_ref,
+                    scale_ref,
+                    zero_ref,
+                    lead=(group,),
+                    column=half + column,
+                    inside=inside if columns % width else None,
+                    inner=inner,
+                    group=shared or inner,
+                    codes=codes,
+                    ptx=ptx,
+                )
+                for half in halves
+            ]
+
+            def body(block, totals):
+                def x(place):
+                    k = matrices[0].rows(block, place)
+                    return elements(k, matrices[0].present(k))
+
+                return add_block(matrices, block, x, totals)
+
+            return finished(matrices, lax.fori_loop(0, weight_ref.shape[1] // STRIDE, body, totals))
+
+        if codes is not None:
+            totals = of_words(zeros)
+        else:
+            totals = lax.fori_loop(0, pl.cdiv(inner, config.block_k), of_rows, zeros)
+            if scale_ref is not None and shared is None:
+                totals = tuple(total * factors(0, half) for total, half in zip(totals, halves, strict=True))
         result, *other = totals
         if activation is not None:
             result = activation(result) * other[0]

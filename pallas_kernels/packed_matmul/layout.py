@@ -1,4 +1,4 @@
-"""Where the values of a packed matrix are.
+"""Where the values of a packed matrix are, and what their four bits mean.
 
 A block of 128 rows is stored in 16 rows of words of 32 bits: value i of word r, from the lowest bits on, is that of row
 16 * i + r of the block, in the column of the word. So the values of a word need no reordering: each of the eight places
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 PER_WORD = 8
 """Values of a word."""
@@ -17,6 +17,12 @@ STRIDE = 16
 """Rows from a value of a word to the next."""
 BLOCK = PER_WORD * STRIDE
 """Rows of a block."""
+INTEGERS, E2M1 = "int4", "float4_e2m1fn"
+UNITS = {INTEGERS: 1.0, E2M1: 0.5}
+"""What four bits may mean, and the largest number that all values are multiples of. `INTEGERS`: 0 to 15, from which a
+zero point is subtracted; `E2M1`: sign, two bits of the exponent and one of the fraction."""
+E2M1_MAGNITUDES = 0xC8643210 - 2**32
+"""The absolute value in units for each three bits of `E2M1`, four bits each, in an int32."""
 
 
 def word_rows(rows: int) -> int:
@@ -25,20 +31,58 @@ def word_rows(rows: int) -> int:
 
 
 def pack(values: Any) -> Any:
-    """The words, int32 [W, N], of values 0 to 15 [K, N], by the library that has them: JAX, or NumPy on the host."""
+    """The words, int32 [..., W, N], of values 0 to 15 [..., K, N], by the library that has them: JAX, or NumPy."""
     library = values.__array_namespace__()
-    rows, columns = values.shape
-    split = library.pad(values, [(0, -rows % BLOCK), (0, 0)]).astype(library.uint32)
-    split = split.reshape(-1, PER_WORD, STRIDE, columns)
-    words = split[:, 0]
+    *stack, rows, columns = values.shape
+    padded = library.pad(values, [(0, 0)] * len(stack) + [(0, -rows % BLOCK), (0, 0)])
+    split = padded.reshape(*stack, -1, PER_WORD, STRIDE, columns)
+    words = split[..., 0, :, :].astype(library.uint32)
     for place in range(1, PER_WORD):
-        words = words | (split[:, place] << library.uint32(4 * place))
-    return words.view(library.int32).reshape(-1, columns)
+        words = words | (split[..., place, :, :].astype(library.uint32) << library.uint32(4 * place))
+    return words.view(library.int32).reshape(*stack, -1, columns)
 
 
-def unpack(words: Int[Array, "W N"], rows: int) -> Int[Array, "K N"]:
-    """The values of that many rows, in int8."""
-    split = words.reshape(-1, 1, STRIDE, words.shape[1])
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.int32).reshape(1, PER_WORD, 1, 1)
+def unpack(words: Int[Array, "*stack W N"], rows: int, codes: str = INTEGERS) -> Int[Array, "*stack K N"]:
+    """The values of that many rows, in int8. codes: a key of `UNITS`, in which they are."""
+    *stack, _, columns = words.shape
+    split = words.reshape(*stack, -1, 1, STRIDE, columns)
+    shifts = jnp.arange(0, 32, 4, dtype=jnp.int32).reshape(PER_WORD, 1, 1)
     values = jax.lax.shift_right_logical(*jnp.broadcast_arrays(split, shifts)) & 15
-    return values.astype(jnp.int8).reshape(-1, words.shape[1])[:rows]
+    if codes == E2M1:
+        magnitudes = e2m1_magnitudes(values)
+        values = jnp.where(values < 8, magnitudes, -magnitudes)
+    return values.astype(jnp.int8).reshape(*stack, -1, columns)[..., :rows, :]
+
+
+def centered(
+    words: Int[Array, "*stack W N"],
+    rows: int,
+    zero: Int[Array, "*stack G N"] | None,
+    *,
+    group: int | None,
+    codes: str = INTEGERS,
+) -> Int[Array, "*stack K N"]:
+    """The values of that many rows in units, integers minus their zero points, in int8: a difference is at most 16.
+
+    zero: of groups of rows; None: 8 everywhere.
+    group: rows that share a zero point; None: all.
+    """
+    values = unpack(words, rows, codes)
+    if codes != INTEGERS:
+        return values
+    return values - (8 if zero is None else jnp.repeat(zero, group or rows, axis=-2)[..., :rows, :])
+
+
+def e2m1_magnitudes(codes: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """The absolute values, in units, of codes whose lowest four bits are `E2M1`."""
+    table = jnp.full(codes.shape, E2M1_MAGNITUDES, jnp.int32)
+    return jax.lax.shift_right_logical(table, 4 * (codes & 7)) & 15
+
+
+def factors(scale: Shaped[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Scales as float32, exactly; those in uint8 are exponents of 2 with a bias of 127, up to 254."""
+    if scale.dtype != jnp.uint8:
+        return scale
+    # The lowest exponent has the bits of a number below the normal ones.
+    bits = jnp.maximum(scale.astype(jnp.int32) << 23, 1 << 22)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)

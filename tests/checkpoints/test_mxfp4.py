@@ -1,10 +1,10 @@
-"""Checkpoints whose experts are in MXFP4: read exactly, kept in 8 bits, equal to `transformers`, refused if damaged."""
+"""Checkpoints whose experts are in MXFP4: read exactly, kept in 4 bits, equal to `transformers`, refused if damaged."""
 
 import dataclasses
 import json
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import oss
 import pytest
@@ -17,7 +17,7 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.mxfp4 import Mxfp4Tensors
 from jspec.checkpoints.source import Source
 from jspec.models.moe import Routed
-from jspec.models.quantized import is_matrix
+from jspec.models.quantized import dtype_names, is_matrix
 
 METHOD = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
 CONFIG = dataclasses.replace(oss.KINDS["sinks"], experts=Routed(oss.SHAPE["experts"].router, width=64), hidden_size=32)
@@ -74,13 +74,31 @@ def assert_same_values(got, expected):
 
 
 def test_weights_are_those_that_were_stored(stored):
-    """Experts have 8 bits and a scale for each block; everything else is as in the other checkpoint."""
+    """Experts have 4 bits, and 8 for the scale of each block; everything else is as in the other checkpoint."""
     got, expected = (language_model.load(stored / kind, dtype="float32").params for kind in ("narrow", "wide"))
     assert_same_values(got, expected)
     assert sum(map(is_matrix, jax.tree.leaves(got, is_leaf=is_matrix))) == len(experts(got))
     for matrix in experts(got):
-        assert (matrix.narrow.dtype, matrix.scale.dtype, matrix.group) == (ml_dtypes.float8_e4m3fn, np.float32, 32)
-        assert matrix.narrow.dtype.itemsize == 1 and matrix.scale.shape[1] == matrix.shape[1] // 32
+        count, rows, columns = matrix.shape
+        assert (matrix.narrow.dtype, matrix.scale.dtype, matrix.group) == (np.int32, np.uint8, 32)
+        # One block of 128 rows, of which there are 32 or 64.
+        assert matrix.narrow.shape == (count, 16, columns) and matrix.filling == 128 - rows
+        assert matrix.scale.shape == (count, rows // 32, columns)
+    assert dtype_names(got) == ["float32", "float4_e2m1fn", "uint8"]
+
+
+def test_logits_are_those_of_the_widened_weights(stored):
+    loaded = [jspec.load(stored / kind, dtype="float32") for kind in ("narrow", "wide")]
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, 9)), jnp.int32)
+    config = loaded[0].target
+
+    @jax.jit
+    def logits(params):
+        cache = config.init_cache(params, 2, 16, 4)
+        return config.apply(params, tokens, jnp.arange(9, dtype=jnp.int32)[None], cache, None).logits
+
+    got, expected = (np.asarray(logits(each.params.target)) for each in loaded)
+    np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -107,13 +125,14 @@ def test_memory_is_that_of_the_weights(stored, weights):
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_the_widened_weights(stored):
+def test_drafted_tokens_and_rounds_are_those_of_the_widened_weights(stored):
     prompts, drafter = [[1, 2, 3] * 5, list(range(1, 40))], jspec.Ngram(depth=3)
-    outs = [
-        jspec.generate(jspec.load(stored / kind, dtype="float32"), prompts, drafter=drafter, max_new_tokens=24).tokens
-        for kind in ("narrow", "wide")
-    ]
-    assert outs[0] == outs[1]
+    narrow, wide = (jspec.load(stored / kind, dtype="float32") for kind in ("narrow", "wide"))
+    outs = [jspec.generate(model, prompts, drafter=drafter, max_new_tokens=24) for model in (narrow, wide)]
+    plain = jspec.generate(narrow, prompts, drafter=None, max_new_tokens=24)
+    assert outs[0].tokens == outs[1].tokens == plain.tokens
+    np.testing.assert_array_equal(outs[0].stats.rounds, outs[1].stats.rounds)
+    assert outs[0].stats.accept_length > 1.1
 
 
 @pytest.mark.slow

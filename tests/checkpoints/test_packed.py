@@ -144,8 +144,8 @@ def test_weights_are_those_that_were_packed(stored, model, form):
     matrices = [leaf for leaf in jax.tree.leaves(got, is_leaf=is_matrix) if is_matrix(leaf)]
     assert len(matrices) >= 8
     for leaf in matrices:
-        # Experts and groups that no kernel supports keep 8 bits.
-        packed = form not in ("compressed_8_bits", "gptq_8_inputs") and len(leaf.shape) == 2
+        # Groups that no kernel supports keep 8 bits.
+        packed = form not in ("compressed_8_bits", "gptq_8_inputs")
         assert (leaf.narrow.dtype, leaf.scale.dtype, leaf.dtype) == (
             np.int32 if packed else np.int8,
             np.float32,

@@ -11,6 +11,7 @@ from crosslower import cross_lower
 
 from pallas_kernels import platform
 from pallas_kernels.grouped_matmul import OPERATION, grouped_matmul, triton
+from pallas_kernels.packed_matmul import E2M1, INTEGERS, pack
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 backends = each_backend(OPERATION)
@@ -203,3 +204,96 @@ def test_scales_that_do_not_fit_are_refused(without_jaxtyping):
         grouped_matmul(x, weight, counts, scale=scale)
     with pytest.raises(ValueError, match="exact=True: requires a weight of 16 or 32 bits"):
         grouped_matmul(x, narrow, counts, scale=scale, exact=True)
+
+
+E2M1_VALUES = [sign * each for sign in (1, -1) for each in (0, 0.5, 1, 1.5, 2, 3, 4, 6)]
+PACKED = {
+    "zeros": (INTEGERS, 32, "bfloat16", jax.nn.silu),
+    "columns": (INTEGERS, None, "float32", None),
+    "blocks": (INTEGERS, 128, "float32", None),
+    "e2m1": (E2M1, 32, "float32", jax.nn.silu),
+    "e2m1_in_half_precision": (E2M1, 32, "bfloat16", None),
+}
+
+
+def packed_inputs(codes, group, dtype, sizes=(2, 0, 17, 5), inner=200, columns=38):
+    """Arguments with matrices in words, options, and the widened matrices in float64."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(sum(sizes), inner)).astype(jnp.dtype(dtype))
+    values = rng.integers(0, 16, (len(sizes), inner, columns)).astype(np.int8)
+    shape = (len(sizes), -(-inner // (group or inner)), columns)
+    if codes == E2M1:
+        scale, zero = rng.integers(120, 125, shape).astype(np.uint8), None
+        factors, wide = np.exp2(scale - 127.0), np.array(E2M1_VALUES)[values]
+    else:
+        factors = scale = rng.uniform(0.005, 0.02, shape).astype(np.float32)
+        zero = rng.integers(0, 17, shape).astype(np.int8) if group == 32 else None
+        wide = values - (8 if zero is None else np.repeat(zero, group, axis=1)[:, :inner])
+    options = {"scale": scale, "zero": zero, "group": group, "codes": codes}
+    return (
+        (x, pack(values), np.array(sizes, np.int32)),
+        options,
+        wide * np.repeat(factors, group or inner, 1)[:, :inner],
+    )
+
+
+@pytest.mark.fast("zeros-xla", "zeros-triton", "e2m1-xla", "e2m1-triton")
+@backends
+@pytest.mark.parametrize(("codes", "group", "dtype", "activation"), PACKED.values(), ids=PACKED)
+def test_packed_matrices_are_taken_apart_and_scaled(codes, group, dtype, activation, backend):
+    args, options, wide = packed_inputs(codes, group, dtype)
+    static = {name: options.pop(name) for name in ("group", "codes")}
+    out = jax.jit(partial(grouped_matmul, **static, activation=activation, backend=backend))(*args, **options)
+    expected = oracle(args[0], wide, args[2])
+    if activation is not None:
+        gate, other = np.split(expected, 2, axis=1)
+        expected = np.asarray(activation(jnp.asarray(gate, jnp.float32)), np.float64) * other
+    assert (out.dtype, out.shape) == (args[0].dtype, expected.shape)
+    assert_close(out, expected, dtype)
+
+
+@pytest.mark.parametrize("rows", (8, 4096))
+@pytest.mark.parametrize("codes", (INTEGERS, E2M1))
+def test_packed_matrices_lower_for_a_gpu(codes, rows):
+    """At the shapes of gpt-oss, in which a column ends within a block."""
+    scale, zero = ((32, 90, 5760), "uint8"), ((32, 90, 5760), "int8")
+    shapes = [((rows, 2880), "bfloat16"), ((32, 368, 5760), "int32"), ((32,), "int32"), scale, zero]
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    if codes == INTEGERS:
+        args[3] = jax.ShapeDtypeStruct(scale[0], "float32")
+    kernel = partial(triton.grouped_matmul, activation=jax.nn.silu, group=32, codes=codes, interpret=False)
+
+    def run(x, words, sizes, scale, zero):
+        return kernel(x, words, sizes, scale=scale, zero=zero if codes == INTEGERS else None)
+
+    assert "gpu.triton" in cross_lower(run, "cuda", *args)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    (
+        ({"codes": "e2m1"}, r"codes='e2m1' of a weight int32\[4, 32, 38\]: must be one of int4, float4_e2m1fn"),
+        ({"weight": np.int8}, r"codes='int4' of a weight int8.*of words in int32"),
+        ({"weight": slice(16)}, r"must be \[T, K\], \[X, 32, N\] and \[X\]"),
+        ({"group": 24}, "group=24: must be a multiple of 16, or at least 200"),
+        ({"scale": None}, r"scale None, group=32: must be float32 or uint8\[4, 7, 38\]"),
+        ({"zero": np.int32}, r"zero int32\[4, 7, 38\], codes='int4': must be int8"),
+        ({"codes": E2M1}, "must be int8.*with codes='int4'"),
+        ({"codes": None, "weight": slice(0, 200)}, "must be"),
+        ({"group": 48, "backend": "triton"}, "group=48: must divide 128, or be a multiple of it"),
+    ),
+    ids=str,
+)
+def test_packed_matrices_that_do_not_fit_are_an_error(change, message, without_jaxtyping):
+    (x, words, sizes), options, _ = packed_inputs(INTEGERS, 32, "float32")
+    for name, value in change.items():
+        if name == "weight":
+            words = words[:, value] if isinstance(value, slice) else words.astype(value)
+        elif name == "zero":
+            options["zero"] = options["zero"].astype(value)
+        else:
+            options[name] = value
+    if change.get("group") == 48:
+        options |= {name: options[name][:, :5] for name in ("scale", "zero")}
+    with pytest.raises(ValueError, match=message):
+        grouped_matmul(x, words, sizes, **options)

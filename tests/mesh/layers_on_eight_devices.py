@@ -133,9 +133,9 @@ def test_a_number_of_devices_that_does_not_fit(name, tensor, match, directories)
 
 
 def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path):
-    """Experts in MXFP4: each device has the scales of its values, and no part of a block."""
+    """Experts in MXFP4: each device has the scales of its values, and no part of a packed block."""
     made = language_model.load(directories("sinks"), dtype="float32")
-    routed = dataclasses.replace(made.config.experts, width=64)
+    routed = dataclasses.replace(made.config.experts, width=256)
     config = dataclasses.replace(made.config, experts=routed)
     language_model.save(tmp_path, config, split.random_weights(config), dtype="float32")
     rng, stored = np.random.default_rng(0), {}
@@ -149,18 +149,18 @@ def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path):
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "mxfp4"}}))
     one, two = (jspec.load(tmp_path, tensor=tensor).params.target.layers[0].experts for tensor in (None, 2))
-    columns = np.arange(128).reshape(2, 2, 32)  # of the gate and of the other half, each of the devices in turn
+    columns = np.arange(512).reshape(2, 2, 128)  # of the gate and of the other half, each of the devices in turn
     for device in range(2):
-        for part, rows in (("narrow", 32), ("scale", 1)):
-            held = getattr(two.down, part).addressable_shards[device].data
-            whole = np.asarray(getattr(one.down, part), np.float32)
-            np.testing.assert_array_equal(held.astype(np.float32), whole[:, device * rows : (device + 1) * rows])
-            held = getattr(two.gate_up, part).addressable_shards[device].data
-            whole = np.asarray(getattr(one.gate_up, part), np.float32)
-            np.testing.assert_array_equal(held.astype(np.float32), whole[:, :, columns[:, device].reshape(-1)])
+        # Eight values in a word, and a scale for each 32.
+        for part, rows in (("narrow", 128 // 8), ("scale", 128 // 32)):
+            held, whole = getattr(two.down, part).addressable_shards[device].data, np.asarray(getattr(one.down, part))
+            np.testing.assert_array_equal(held, whole[:, device * rows : (device + 1) * rows])
+            held, whole = (
+                getattr(two.gate_up, part).addressable_shards[device].data,
+                np.asarray(getattr(one.gate_up, part)),
+            )
+            np.testing.assert_array_equal(held, whole[:, :, columns[:, device].reshape(-1)])
         held = two.gate_up_bias.addressable_shards[device].data
         np.testing.assert_array_equal(held, np.asarray(one.gate_up_bias)[:, columns[:, device].reshape(-1)])
-    with pytest.raises(
-        ValueError, match="tensor=4: down has 64 rows with one scale for each 32; must be 1, 2; weights"
-    ):
+    with pytest.raises(ValueError, match="tensor=4: down has 256 rows with 128 packed together; must be 1, 2; weights"):
         jspec.load(tmp_path, tensor=4)

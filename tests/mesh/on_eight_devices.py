@@ -40,7 +40,15 @@ BIASED = dataclasses.replace(TIED, attention_bias=True, tie_embeddings=False)
 EXPERTS = dataclasses.replace(
     toy.TARGET, experts=Routed(Router(count=4, chosen=2, normalize=True), width=16), dense_layers=(1,)
 )
-BLOCKS = dataclasses.replace(TIED, tie_embeddings=False, head_dim=32, intermediate_size=256)
+BLOCKS = dataclasses.replace(
+    TIED,
+    tie_embeddings=False,
+    head_dim=32,
+    intermediate_size=256,
+    num_layers=2,
+    experts=Routed(Router(count=4, chosen=2, normalize=True), width=256),
+    dense_layers=(0,),
+)
 """Two devices have whole blocks of 128 rows each."""
 TARGETS = {"odd vocabulary": toy.TARGET, "tied": TIED, "biased": BIASED, "experts": EXPERTS, "blocks": BLOCKS}
 LATENTS = {
@@ -613,12 +621,11 @@ def test_a_split_model_takes_a_whole_draft(load):
         ("tied", dict(tensor=0), ValueError, "tensor=0: must be at least 1"),
         ("tied", dict(mesh=5), TypeError, "mesh is of type int"),
         ("split", dict(), ValueError, "config: is that of a model on 4 devices; tensor or mesh must be given"),
-        ("qwen", dict(tensor=2), ValueError, "tensor=2: models of type Qwen3Next cannot be split"),
     ],
     ids=str,
 )
 def test_a_wrong_placement_of_arrays_is_an_error(config, options, error, match):
-    kinds = {"tied": TIED, "split": dataclasses.replace(TIED, tensor=4), "qwen": qwen.KINDS["dense"]}
+    kinds = {"tied": TIED, "split": dataclasses.replace(TIED, tensor=4)}
     with pytest.raises(error, match=match):
         jspec.from_named(kinds[config], named_arrays(TIED, weights(TIED)), **options)
 
@@ -658,10 +665,12 @@ def test_quantized_models_generate_the_tokens_of_one_device(directories, name, d
 
 def test_packed_weights_are_split_by_blocks_of_rows(directories):
     one, two = (jspec.load(directories("blocks"), tensor=tensor, weights="int4") for tensor in (None, 2))
-    whole, split = one.params.target.layers[0], two.params.target.layers[0]
-    for was, now in ((whole.o, split.o), (whole.down, split.down)):
-        assert [shard.data.shape for shard in now.narrow.addressable_shards] == [(16, 32)] * 2
-        assert [shard.data.shape for shard in now.scale.addressable_shards] == [(1, 32)] * 2
+    (whole, others), (split, experts) = one.params.target.layers, two.params.target.layers
+    pairs = (whole.o, split.o), (whole.down, split.down), (others.experts.down, experts.experts.down)
+    for was, now in pairs:
+        stack = was.shape[:-2]
+        assert [shard.data.shape for shard in now.narrow.addressable_shards] == [(*stack, 16, 32)] * 2
+        assert [shard.data.shape for shard in now.scale.addressable_shards] == [(*stack, 1, 32)] * 2
         np.testing.assert_array_equal(now.narrow, was.narrow)
         np.testing.assert_array_equal(now.scale, was.scale)
     runs = [jspec.generate(model, PROMPTS[:2], drafter=Ngram(), max_new_tokens=8) for model in (two, one)]

@@ -96,7 +96,7 @@ def test_the_largest_value_of_a_column_is_that_of_the_format(weights):
 
 
 def test_4_bits_have_groups_of_128_rows():
-    """Eight values in a word, scaled by group, and experts in 8 bits."""
+    """Eight values in a word, scaled by group; of stacks, each matrix for itself."""
     rng = np.random.default_rng(0)
     wide = (rng.normal(size=(300, 7)) * np.exp(rng.normal(size=7))).astype(np.float32)
     wide[128:256, 3] = 0
@@ -122,8 +122,11 @@ def test_4_bits_have_groups_of_128_rows():
     assert clipped > 3
     short = make(wide[:100], weights="int4")
     assert short.group is None and short.scale.shape == (1, 7) and short.narrow.shape == (16, 7)
-    stack = make(wide[None], weights="int4")
-    assert (stack.narrow.dtype, stack.filling, stack.group) == (np.int8, None, None)
+    stack = make(np.stack([wide[::-1], wide]), weights="int4")
+    assert stack.shape == (2, 300, 7) and (stack.narrow.dtype, stack.filling, stack.group) == (np.int32, 84, 128)
+    for part in ("narrow", "scale"):
+        np.testing.assert_array_equal(getattr(stack, part)[1], getattr(got, part))
+    np.testing.assert_array_equal(widen(stack)[1], widen(got))
 
 
 @pytest.mark.fast("fp8-llama", "fp8-deepseek-indexer", "int4-llama")
