@@ -106,13 +106,17 @@ def hybrid_weights(name: str, seed: int = 0) -> qwen.Qwen3NextParams:
     config = HYBRIDS[name]
     made = language_model.read_params(config, gemma.RandomTensors(seed))
 
-    def weaker(layer, share=0.5):
+    def weaker(layer, share=0.25):
         layer = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, o=share * layer.mixer.o))
         return layer if layer.down is None else dataclasses.replace(layer, down=share * layer.down)
 
-    embedding = np.eye(2 * config.hidden_size, config.hidden_size, dtype=np.float32)
-    changes = {"token_norm": np.ones(config.hidden_size, np.float32), "norm": made.norm, "projection": embedding}
-    mtp = tuple(dataclasses.replace(head, layer=weaker(head.layer), **changes) for head in made.mtp)
+    def agreeing(head, share=0.25):
+        projection = share * np.array(head.projection)
+        projection[: config.hidden_size] = np.eye(config.hidden_size)
+        changes = {"token_norm": np.ones(config.hidden_size, np.float32), "norm": made.norm, "projection": projection}
+        return dataclasses.replace(head, layer=weaker(head.layer), **changes)
+
+    mtp = tuple(map(agreeing, made.mtp))
     return dataclasses.replace(made, layers=tuple(map(weaker, made.layers)), mtp=mtp)
 
 
