@@ -24,7 +24,7 @@ from jspec.core.automaton import Automaton
 from jspec.core.propose import propose
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import DecodeState, Params, RowSampling
-from jspec.drafters import Ngram, Plain, Standalone
+from jspec.drafters import Plain, Standalone
 from jspec.models import Llama
 
 # A program runs longer here than it compiles.
@@ -200,16 +200,13 @@ CHAIN, SMALL_TREE = Standalone(depth=3), Standalone(depth=2, width=2, num_nodes=
 @pytest.mark.parametrize(
     ("drafter", "rule", "least"),
     (
-        (CHAIN, "rejection", 1.3),
         (CHAIN, "block", 1.3),
         (SMALL_TREE, "coupled", 1.3),
         (Standalone(depth=3, width=3, num_nodes=8), "rejection", 1.4),
         # Drafts that know the noise of the target's choice, with a rule that treats them as certain.
         (SMALL_TREE, accept.rejection, 1.2),
-        (Ngram(n=2, depth=3), "rejection", 1.2),
     ),
-    ids=("chain, rejection", "chain, block", "tree, coupled", "tree, rejection")
-    + ("tree of certain tokens, rejection", "ngram, rejection"),
+    ids=("chain, block", "tree, coupled", "tree, rejection", "tree of certain tokens, rejection"),
 )
 def test_three_tokens_have_the_distribution_of_the_target(drafter, rule, least):
     found, accept_length = counts(drafter, rule)

@@ -78,18 +78,13 @@ def test_logits_equal_transformers(model, oracle, name):
 PROMPTS, NEW_TOKENS = slice(0, 6), 48
 EAGLE_TREE = jspec.Eagle(depth=5, width=8, num_nodes=32)
 BLOCK_TREE = jspec.Block(depth=7, width=8, num_nodes=32)
-# Chains and trees; test_parity.py has every depth, with smaller models. `test_accept_length` shares some programs.
+# test_parity.py has every depth and plain decoding, with smaller models.
 SETTINGS = [
-    (None, 16),
     (jspec.Ngram(depth=3), 1),
-    (jspec.Standalone(depth=6), 64),
     (jspec.Standalone(depth=4, width=3), 1),
-    (jspec.Eagle(depth=3), 16),
     (EAGLE_TREE, 64),
-    (jspec.FrozenKvMtp(depth=4), 64),
     (jspec.FrozenKvMtp(depth=5, width=8, num_nodes=32), 16),
     (jspec.Block(), 64),
-    (BLOCK_TREE, 16),
 ]
 
 

@@ -26,7 +26,6 @@ NAMES = (
     "recurrent_standalone_tree",
 )
 SHORT = {"cuda": "gpu", "tpu": "tpu"}
-each_name = pytest.mark.parametrize("name", NAMES)
 
 
 class Stopped(Exception):
@@ -60,8 +59,7 @@ def pools(state):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", (2, SLOTS), ids=str)
-@each_name
+@pytest.mark.parametrize(("name", "count"), [(name, (2, SLOTS)[i % 2]) for i, name in enumerate(NAMES)])
 def test_rounds_are_one_loop_that_copies_no_pool(name, count):
     """Rounds of some slots and of all of them. Outputs reuse all arrays of the state but the tables."""
     args, static = burst_arguments(name, count)
@@ -82,8 +80,7 @@ def test_rounds_are_one_loop_that_copies_no_pool(name, count):
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.slow
-@pytest.mark.parametrize("where", PLATFORMS)
-@each_name
+@pytest.mark.parametrize(("name", "where"), [(name, PLATFORMS[i % 2]) for i, name in enumerate(NAMES)])
 def test_rounds_are_lowered_as_one_loop(name, where, monkeypatch):
     """On a GPU without a sort, which would keep them from running as one graph."""
     args, static = burst_arguments(name, 2)
