@@ -6,6 +6,7 @@ A page holds marks, and what is between them is replaced:
     <!-- bench:all -->    all measurements, by machine and subject;                                  <!-- /bench -->
     <!-- bench:results/FILE -->   the measurements of one file;                                      <!-- /bench -->
     <!-- bench:checks -->   what was compiled and checked: a table by device, and what does not hold; <!-- /bench -->
+    <!-- bench:sizes -->    how many GPUs models need, computed;                                      <!-- /bench -->
     <!-- n:ID FORMAT -->   one number   <!-- /n -->
 
 ID is a measurement's id. It is the median; ID.floor, ID.min, ID.max, ID.values and so on are other fields. A superseded
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from jspec.bench import sizes
 from jspec.bench.measurement import Measurement, read
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +105,8 @@ def render(text: str, results: Results, tables: Path) -> str:
             content = _all(results)
         elif name == "checks":
             content = _checks(results)
+        elif name == "sizes":
+            content = sizes.table()
         elif name.startswith("results/") and name.removeprefix("results/") in results.files:
             content = _tables(results.files[name.removeprefix("results/")], 4)
         elif (tables / f"{name}.md").is_file():

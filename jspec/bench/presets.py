@@ -126,6 +126,9 @@ _LLAMA_3_2_1B = dataclasses.replace(
     rope_scaling=Llama3Rope(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192),
     tie_embeddings=True,
 )
+_LLAMA_3_3_70B = dataclasses.replace(
+    _LLAMA_3_1_8B, hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64
+)
 _QWEN3_8B = Llama(
     vocab_size=151_936,
     hidden_size=4096,
@@ -369,6 +372,7 @@ _TINY_DEEPSEEK_V3_2 = dataclasses.replace(
 
 PRESETS = {
     "llama-3.1-8b": Preset(_LLAMA_3_1_8B, eagle_head(_LLAMA_3_1_8B), _LLAMA_3_2_1B),
+    "llama-3.3-70b": Preset(_LLAMA_3_3_70B, eagle_head(_LLAMA_3_3_70B), _LLAMA_3_2_1B),
     "llama-3.2-1b": Preset(_LLAMA_3_2_1B, eagle_head(_LLAMA_3_2_1B)),
     "qwen3-8b": Preset(_QWEN3_8B, eagle_head(_QWEN3_8B), _QWEN3_06B),
     "qwen3-0.6b": Preset(_QWEN3_06B, eagle_head(_QWEN3_06B)),

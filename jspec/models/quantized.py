@@ -5,6 +5,7 @@ kernel that multiplies, so that a round reads the narrow bytes alone (docs/quant
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -212,8 +213,12 @@ def quantize_shapes(shapes: PyTree, weights: str | None) -> PyTree:
     if weights not in (*FORMATS, BLOCKS):
         return shapes
 
+    @functools.cache  # Layers are alike.
+    def of(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        return jax.eval_shape(partial(quantize, weights=weights), jax.ShapeDtypeStruct(shape, dtype))
+
     def quantized(path: Sequence[Any], leaf: Any) -> Any:
-        return jax.eval_shape(partial(quantize, weights=weights), leaf) if is_quantized(path) else leaf
+        return of(leaf.shape, leaf.dtype) if is_quantized(path) else leaf
 
     return jax.tree_util.tree_map_with_path(quantized, shapes)
 
