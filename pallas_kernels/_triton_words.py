@@ -193,8 +193,8 @@ the highest one of the mantissa; and the power of two by which its bias is large
 def e2m1_pairs(words: jax.Array, place: int, dtype: DTypeLike) -> jax.Array:
     """`e2m1_values` of 16 bits, in PTX: those of two words at a time.
 
-    Their bits are those of a value of 16 bits that is smaller by a power of two. The product with this power takes
-    numbers below the normal ones for what they are, as instructions without .ftz do.
+    Their bits are those of a value of 16 bits that is smaller by a power of two. The product with this power is exact
+    for subnormal values, too, since the instruction has no .ftz.
     """
     name, (shift, bits, power) = PAIRED[jnp.dtype(dtype).name][0], E2M1_PAIRED[jnp.dtype(dtype).name]
     text = f"""
