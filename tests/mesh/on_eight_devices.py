@@ -43,6 +43,7 @@ EXPERTS = dataclasses.replace(
 BLOCKS = dataclasses.replace(
     TIED,
     tie_embeddings=False,
+    qk_norm=True,
     head_dim=32,
     intermediate_size=256,
     num_layers=2,
