@@ -120,7 +120,7 @@ class Assembled(Deferred):
 
 
 def _meet(place: int | range, wanted: range) -> tuple[range, range]:
-    """Which of the wanted indices an interval has: their numbers among those wanted, and within the interval."""
+    """Which of the wanted indices an interval has: their places among those wanted, and within the interval."""
     interval = range(place, place + 1) if isinstance(place, int) else place
     first, last = (-((wanted.start - end) // wanted.step) for end in (interval.start, interval.stop))
     met = range(max(first, 0), min(last, len(wanted)))

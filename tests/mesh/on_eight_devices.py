@@ -319,7 +319,7 @@ def test_a_part_that_is_not_finite_is_an_error(directories, tmp_path):
 
 
 def test_stored_scales_of_whole_columns_are_on_each_device(directories, tmp_path):
-    """Of a matrix whose rows are split, all devices have the scales; otherwise each has those of its columns."""
+    """All devices have those of a matrix whose rows are split; otherwise each has those of its own columns."""
     for file in directories("biased").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = stored(tmp_path)
