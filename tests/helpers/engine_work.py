@@ -30,7 +30,8 @@ def save_head(path: Path) -> None:
 
     model = jspec.load(MODEL)
     texts = jspec.generate(model, PROMPTS, drafter=None, max_new_tokens=64, ignore_eos=True).tokens
-    sizes = {"hidden_size": 64, "target_hidden_size": model.target.hidden_size, "num_kv_heads": 2}
+    width = model.target.hidden_size
+    sizes = {"hidden_size": width, "target_hidden_size": width, "num_kv_heads": 2}
     head = dataclasses.replace(toy.HEAD, vocab_size=model.target.vocab_size, **sizes)
     made = toy.fit_head(model.target, head, model.params.target, np.array(texts))
     eagle.save(path, head, made.draft, layout="safeailab", dtype="float32")
