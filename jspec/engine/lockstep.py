@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -239,9 +239,9 @@ class Follower:
         with on_own_device(executor.parts.get("placement")):
             while (call := calls.get()) is not None:
                 report = executor.run(call)
-                if isinstance(report, Report) and reports is not None:
+                if call.name in _REPORTS and reports is not None:
                     jax.tree.map(lambda x: x.copy_to_host_async(), report)
-                    reports.put(report)
+                    reports.put(cast(Report, report))
         if reports is not None:
             reports.put(None)
         else:

@@ -159,7 +159,7 @@ def test_two_processes_run_generate_and_one_prints(start, tmp_path):
 
     ends = [process.wait(SECONDS) for process in start(command, 1)]
     assert ends == [0, 0], log(tmp_path, 0) + log(tmp_path, 1)
-    sampling = jspec.Sampling(grammar=jspec.Grammar.regex("[a-z ]{4}=[0-9]+"))
+    sampling = jspec.Sampling(temperature=0.0, grammar=jspec.Grammar.regex("[a-z ]{4}=[0-9]+"))
     expected = jspec.generate(jspec.load(work.MODEL), work.PROMPTS[0], max_new_tokens=8, sampling=sampling)
     (found,) = (json.loads(line) for line in log(tmp_path, 0).splitlines() if line.startswith("{"))
     assert (found["text"], found["tokens"]) == (expected.text, expected.tokens)
