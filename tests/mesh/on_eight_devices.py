@@ -281,7 +281,7 @@ def test_each_device_has_its_part(load):
     keys = state.key_heads * state.key_dim
     for field, ends in (("conv", [keys, 2 * keys]), ("rate_bias", [])):
         own = [np.split(part, 4, axis=-1)[0] for part in np.split(np.array(getattr(whole, field)), ends, axis=-1)]
-        got = getattr(others[-1].params.target.layers[0].mixer, field).addressable_shards[0].data
+        got = getattr(rest[-1].params.target.layers[0].mixer, field).addressable_shards[0].data
         np.testing.assert_array_equal(got, np.concatenate(own, axis=-1))
 
 
