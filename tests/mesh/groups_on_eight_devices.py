@@ -88,7 +88,6 @@ def test_groups_generate_what_one_device_does(load):
 
 CASES = {
     "latents, sampled": ("latents", 2, 2, Mtp(depth=2), 16, dict(sampling=split.SAMPLED)),
-    "states, sampled": ("states", 2, 2, Mtp(depth=2), 16, dict(sampling=split.SAMPLED)),
     "experts, more groups than sequences": ("experts", 4, 2, Ngram(), 1, dict(sampling=[None, split.SAMPLED, None])),
 }
 """Name -> target, groups, devices of each, drafter, rows per page, and how tokens are chosen."""
