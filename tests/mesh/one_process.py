@@ -52,7 +52,7 @@ read: collections.Counter[str] = collections.Counter()
 """Bytes that have been read of each tensor."""
 
 
-def count(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+def counting(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     def counted(self: Any, name: str, *part: Any) -> np.ndarray:
         found = function(self, name, *part)
         read[name] += found.nbytes
@@ -61,7 +61,7 @@ def count(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     return counted
 
 
-SafetensorFiles.part, SafetensorFiles.get = count(SafetensorFiles.part), count(SafetensorFiles.get)
+SafetensorFiles.part, SafetensorFiles.get = counting(SafetensorFiles.part), counting(SafetensorFiles.get)
 given = json.loads((directory / "options.json").read_text())
 prompts = given.pop("prompts")
 options: dict[str, Any] = {**given, "drafter": Standalone(depth=2)}
