@@ -181,28 +181,22 @@ def assert_same(got, expected):
 slow = pytest.mark.slow
 TREE = dict(depth=3, width=3, num_nodes=8)
 CASES = {
-    "copies of heads": ("biased", None, 8, None, None),
     "experts": ("experts", None, 2, None, Ngram()),
     "latents": ("latents", None, 2, None, Mtp(depth=2)),
-    "latents in one step": ("latents in one step", None, 4, None, None),
     "indexed latents": ("indexed latents", None, 2, None, None),
     "states and experts": ("states and experts", None, 4, None, Ngram()),
     "states in a tree": ("states", "draft of states", 2, True, Standalone(**TREE)),
     "eagle tree, split": ("odd vocabulary", "head", 2, True, Eagle(**TREE)),
-    "eagle chain, whole": ("odd vocabulary", "head", 2, False, Eagle(depth=4)),
     "standalone chain, whole": ("tied", "draft of tied", 4, None, Standalone(depth=3)),
     "standalone tree, split": ("tied", "draft of tied", 4, True, Standalone(**TREE)),
 }
 """Name -> target, draft, devices, whether the draft is split, and drafter."""
 POINTS = {
-    "copies of heads": ("greedy", 16),
     "experts": ("mixed", 16),
     "latents": ("mixed", 1),
-    "latents in one step": ("greedy", 16),
     "indexed latents": ("greedy", 1),
     "states and experts": ("greedy", 16),
     "states in a tree": ("mixed", 1),
-    "eagle chain, whole": ("greedy", 16),
     "eagle tree, split": ("mixed", 1),
     "standalone chain, whole": ("rejection", 16),
     "standalone tree, split": ("mixed", 1),

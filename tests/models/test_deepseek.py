@@ -67,7 +67,7 @@ RARELY = [
     (kind, drafter, (1, 16, 5)[(i + k) % 3], (None, 20, 7)[i % 3])
     for i, kind in enumerate(hf.DEEPSEEK_KINDS)
     for k, drafter in enumerate((None, Ngram(depth=6), CHAIN, TREE))
-    if (i + k) % 2 == 0
+    if (i + k) % 3 == 0
 ]
 
 
