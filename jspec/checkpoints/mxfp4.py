@@ -211,9 +211,10 @@ class Mxfp4Tensors(Tensors):
 
         return jax.tree_util.tree_map_with_path(stored, shapes)
 
-    def memory(self, shapes: PyTree) -> PyTree:
-        """As in `Tensors`; matrices in MXFP4 are placed as they are."""
-        return self.shapes(shapes) if self.weights is None else super().memory(shapes)
+    @property
+    def keeps_stored(self) -> bool:
+        """As in `Tensors`."""
+        return self.weights is None
 
 
 def _quantized(words: Any, scale: Any, width: int, dtype: DTypeLike) -> Quantized:

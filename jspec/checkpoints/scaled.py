@@ -306,12 +306,10 @@ class ScaledTensors(Tensors):
 
         return jax.tree_util.tree_map_with_path(stored, shapes)
 
-    def memory(self, shapes: PyTree) -> PyTree:
-        """As in `Tensors`; stored matrices are placed as they are."""
-        if self.weights is not None:
-            return super().memory(shapes)
-        made = self.shapes(shapes)
-        return made if self.placement is None else self.placement.local(made)
+    @property
+    def keeps_stored(self) -> bool:
+        """As in `Tensors`."""
+        return self.weights is None
 
     def _head_is_narrow(self) -> bool:
         return HEAD in self.names() and self.is_narrow(HEAD)

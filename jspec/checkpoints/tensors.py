@@ -278,7 +278,12 @@ class Tensors:
         """
         made = self.shapes(shapes)
         local = made if self.placement is None else self.placement.local(made)
-        return local, largest_matrix(local)
+        return local if self.keeps_stored else (local, largest_matrix(local))
+
+    @property
+    def keeps_stored(self) -> bool:
+        """Whether quantized matrices are placed as they are stored, and none is quantized as it is read."""
+        return False
 
     def empty(self, *shape: int, like: str | None = None) -> Any:
         """An array to be filled with what has been read, in the chosen dtype. like: one of the tensors to be read."""

@@ -17,9 +17,11 @@ from safetensors.numpy import load_file, save_file
 import jspec
 from jspec.checkpoints import assistant, language_model
 from jspec.drafters import FrozenKvMtp, Ngram, Standalone
+from jspec.engine import memory
 from jspec.engine.run import Run
 from jspec.models import Assistant
 from jspec.models.assistant import Clusters
+from jspec.models.sizes import tree_bytes
 
 slow = pytest.mark.slow
 directories, load = split.directories, split.load
@@ -132,7 +134,7 @@ def test_a_number_of_devices_that_does_not_fit(name, tensor, match, directories)
         jspec.load(directories(name), tensor=tensor)
 
 
-def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path):
+def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path, monkeypatch):
     """Experts in MXFP4: each device has the scales of its values, and no part of a packed block."""
     made = language_model.load(directories("sinks"), dtype="float32")
     routed = dataclasses.replace(made.config.experts, width=256)
@@ -148,7 +150,12 @@ def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path):
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, "quantization_config": {"quant_method": "mxfp4"}}))
-    one, two = (jspec.load(tmp_path, tensor=tensor).params.target.layers[0].experts for tensor in (None, 2))
+    counted = []
+    monkeypatch.setattr(memory, "check_weights", lambda name, shapes, **options: counted.append(tree_bytes(shapes)))
+    models = [jspec.load(tmp_path, tensor=tensor) for tensor in (None, 2)]
+    first = [jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, model.params.target) for model in models]
+    assert counted == list(map(tree_bytes, first)), "the memory of one device is counted"
+    one, two = (model.params.target.layers[0].experts for model in models)
     columns = np.arange(512).reshape(2, 2, 128)  # of the gate and of the other half, each of the devices in turn
     for device in range(2):
         # Eight values in a word, and a scale for each 32.
