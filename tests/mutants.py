@@ -616,6 +616,15 @@ MUTANTS = (
         ),
     ),
     *_group(
+        "jspec/bench/measure.py",
+        (
+            "the floor of a device is that of all",
+            "weights.round_bytes(on_one_device(setup.placement, setup.params)",
+            "weights.round_bytes((setup.params)",
+            "mesh/test_mesh.py::test_on_eight_devices",
+        ),
+    ),
+    *_group(
         "jspec/cache/dsa.py",
         (
             "the indexer reads a free row",

@@ -19,8 +19,7 @@ import pytest
 
 from jspec import cli
 from jspec.analysis import records
-from jspec.bench import cli as bench
-from jspec.bench import machine
+from jspec.bench import machine, subject
 from jspec.cli import common
 from jspec.engine import arguments as shared
 from jspec.engine import run
@@ -137,7 +136,7 @@ def commands(monkeypatch, tmp_path):
 
     monkeypatch.setattr(run.decode, "jitted_prefill", start)
     monkeypatch.setattr(machine, "copy_bandwidth", start)
-    monkeypatch.setattr(bench, "_make", start)
+    monkeypatch.setattr(subject.Subject, "make", start)
     monkeypatch.setattr(common, "load", loaded)
     monkeypatch.chdir(tmp_path)
 
@@ -380,7 +379,7 @@ def test_a_picture_has_a_known_ending(capsys, needs, name):
     ],
 )
 def test_what_does_not_fit_is_known_before_the_first_byte(capsys, monkeypatch, arguments, message):
-    monkeypatch.setattr(bench.weights, "random_weights", None)
+    monkeypatch.setattr(subject.weights, "random_weights", None)
     assert check(capsys, ["bench", *arguments.split()], message) == 2
 
 

@@ -16,13 +16,16 @@ import jax
 from tqdm import tqdm
 
 from jspec.analysis import plots
-from jspec.bench import compile_cli, load_cli, machine, measurement, report, weights
+from jspec.bench import compile_cli, load_cli, machine, measurement, report
+from jspec.bench import subject as subjects
 from jspec.bench.measure import FROM_HOST, BenchSetup, measure
 from jspec.bench.measurement import Scalar
-from jspec.bench.presets import PRESETS, Preset, eagle_head
+from jspec.bench.presets import PRESETS
+from jspec.bench.subject import Subject
 from jspec.bench.unfolded import Unfolded
-from jspec.checkpoints.files import DTYPES, resolve_dtype
+from jspec.checkpoints.files import DTYPES
 from jspec.core.accept import Imposed
+from jspec.core.sharding import on_one_device
 from jspec.core.types import Drafter, Params
 from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Plain, Standalone
 from jspec.engine import memory
@@ -32,16 +35,12 @@ from jspec.engine.arguments import (
     check_output,
     check_plot,
     integer,
-    naming_models,
     number,
     option_of,
 )
-from jspec.engine.model import Model, load
+from jspec.engine.model import Model
 from jspec.engine.options import DEFAULT_PAGE_SIZE
-from jspec.models.decoder import Decoder
-from jspec.models.draft import Draft
-from jspec.models.llama import require_llama
-from jspec.models.quantized import BLOCKS, FORMATS, WIDE, largest_matrix, quantize_shapes
+from jspec.models.quantized import BLOCKS, FORMATS, WIDE, largest_matrix
 from jspec.models.sizes import count_parameters
 
 MODES = ("plain", "chain", "tree")
@@ -53,14 +52,6 @@ _DRAFTERS = {
     "frozen-kv-mtp": FrozenKvMtp,
     "mtp": Mtp,
 }
-_DRAFT_NAMES = {
-    "eagle": "EAGLE head",
-    "block": "block draft",
-    "standalone": "smaller model of its vocabulary",
-    "frozen-kv-mtp": "assistant",
-    "mtp": "MTP heads",
-}
-"""Drafter -> the kind of draft model that it uses."""
 _DEFAULTS = {
     "drafter": None,
     "window": None,
@@ -89,16 +80,6 @@ _MODE_HELP = (
     "how rounds run (default: plain chain tree). stepped is a chain in which the host calls each round; unfolded, for "
     "frozen-kv-mtp, is one in which it also calls the seed before each round"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """The model to measure. Leaves of `params` are arrays, or shapes of random weights that are not made yet."""
-
-    name: str
-    target: Decoder
-    draft: Draft | None
-    params: Params
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -164,6 +145,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_kv(parser)
     parser.add_argument(
+        "--tensor",
+        type=COUNT,
+        metavar="N",
+        help="split the model over N devices, see jspec.load; phases are then not timed (default: 1)",
+    )
+    parser.add_argument(
         "--exact", action="store_true", help="measure the exact forward of the target, see jspec.load (default: no)"
     )
     parser.add_argument(
@@ -189,7 +176,7 @@ def main(options: argparse.Namespace) -> int:
       ValueError, OSError: options that contradict each other, or a model that does not fit the device.
     """
     check(options)
-    subject = _subject(options)
+    subject = subjects.of(options)
     drafters = {mode: _drafter(mode, options, subject) for mode in options.mode}
     if options.compile_for:
         settings = _settings(options, subject, (*_SHAPE, "rounds", "page_size"))
@@ -197,14 +184,14 @@ def main(options: argparse.Namespace) -> int:
     if options.load:
         for model in filter(None, (subject.target, subject.draft)):
             load_cli.check_fits(subject.name, getattr(model, "max_length", subject.target.max_length))
-    memory.check_weights(subject.name, (subject.params, largest_matrix(subject.params)))
+    _check_memory(subject)
     if options.load:
-        model = Model(subject.name, subject.target, _make(subject), None, (), subject.draft)
+        model = Model(subject.name, subject.target, subject.make(), None, (), subject.draft, subject.placement)
         return load_cli.main(options, model, drafters, _settings(options, subject, _SHAPE))
     copy = machine.copy_bandwidth(options.repeats)
     head = subject.params.target.embed
     gemv = machine.gemv_bandwidth(subject.target.hidden_size, subject.target.vocab_size, head.dtype, options.repeats)
-    params = _make(subject)
+    params = subject.make()
     setup = _setup(options, subject, params)
     out = _describe(options, subject, params, {"copy": copy, "gemv": gemv})
     cases = [(mode, batch, context) for context in options.context for batch in options.batch for mode in options.mode]
@@ -225,6 +212,9 @@ def check(options: argparse.Namespace) -> None:
     """Fills in defaults, and raises if options contradict each other, before anything is measured."""
     compile_cli.check(options)
     load_cli.check(options)
+    options.tensor = options.tensor or 1
+    if options.tensor > 1 and "unfolded" in options.mode:
+        raise ValueError(f"--mode unfolded: runs on one device; leave it out with --tensor {options.tensor}")
     options.rounds, options.repeats = options.rounds or _ROUNDS, options.repeats or _REPEATS
     for name, default in _DEFAULTS.items():
         given, users = getattr(options, name), _USED_BY[name]
@@ -248,60 +238,6 @@ def check(options: argparse.Namespace) -> None:
     tiny = (options.preset or "").startswith("tiny")
     options.batch = options.batch or ([1] if tiny else [1, 8, 32])
     options.context = options.context or ([64] if tiny else [512, 4096, 32_768])
-
-
-def _subject(options: argparse.Namespace) -> Subject:
-    if options.weights == BLOCKS and options.checkpoint:
-        raise ValueError(f"--weights {BLOCKS}: requires --preset; a checkpoint that is stored so keeps its weights")
-    if options.exact and options.weights in (*FORMATS, BLOCKS):
-        raise ValueError(f"--exact: no exact forward with --weights {options.weights} yet; omit one of them")
-    if options.exact and options.kv:
-        raise ValueError(f"--exact: no exact forward with --kv {options.kv} yet; omit one of them")
-    subject = _loaded(options) if options.checkpoint else _shaped(options)
-    if options.kv:
-        subject = dataclasses.replace(subject, target=subject.target.with_kv(options.kv))
-    if options.exact:
-        subject = dataclasses.replace(subject, target=subject.target.exactly())
-    if set(options.mode) == {"plain"}:
-        return dataclasses.replace(subject, draft=None, params=Params(subject.params.target))
-    return subject
-
-
-def _loaded(options: argparse.Namespace) -> Subject:
-    """A checkpoint, with a random head if it has no draft."""
-    with naming_models({"--draft": options.draft, "--checkpoint": options.checkpoint}):
-        model = load(options.checkpoint, draft=options.draft, dtype=options.dtype, weights=options.weights)
-    if model.draft is not None or options.drafter == "standalone":
-        return Subject(model.name, model.target, model.draft, model.params)
-    head = eagle_head(require_llama(model.target, "a random head"))
-    shapes = quantize_shapes(head.param_shapes(model.params.target.embed.dtype), options.weights)
-    return Subject(model.name, model.target, head, Params(model.params.target, shapes))
-
-
-def _shaped(options: argparse.Namespace) -> Subject:
-    """A preset."""
-    preset, dtype = PRESETS[options.preset], resolve_dtype(options.dtype)
-    drafts = _drafts(preset)
-    drafter = options.drafter or next(name for name, draft in drafts.items() if draft)
-    draft = drafts[drafter]
-    if draft is None:
-        others = ", ".join(name for name, other in PRESETS.items() if _drafts(other)[drafter])
-        raise ValueError(
-            f"--drafter {drafter}: {options.preset} has no {_DRAFT_NAMES[drafter]}; those that do: {others}"
-        )
-    params = quantize_shapes(Params(preset.target.param_shapes(dtype), draft.param_shapes(dtype)), options.weights)
-    return Subject(options.preset, preset.target, draft, params)
-
-
-def _drafts(preset: Preset) -> dict[str, Draft | None]:
-    """Drafter -> its draft model, or None."""
-    return {
-        "eagle": preset.head,
-        "block": preset.block,
-        "standalone": preset.standalone,
-        "frozen-kv-mtp": preset.assistant,
-        "mtp": preset.mtp,
-    }
 
 
 def _drafter_name(options: argparse.Namespace, subject: Subject) -> str:
@@ -336,12 +272,17 @@ def _window(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
 
 def _setup(options: argparse.Namespace, subject: Subject, params: Params) -> BenchSetup:
     shared = {name: getattr(options, name) for name in ("tokens_per_round", "rounds", "repeats", "page_size")}
-    return BenchSetup(subject.target, params, split=not options.no_split, draft=subject.draft, **shared)
+    where = {"draft": subject.draft, "placement": subject.placement}
+    return BenchSetup(subject.target, params, split=not options.no_split and options.tensor == 1, **where, **shared)
 
 
-def _make(subject: Subject) -> Params:
-    """The weights, with random ones in place of shapes."""
-    return jax.block_until_ready(weights.random_weights(subject.params, subject.target.vocab_size))
+def _check_memory(subject: Subject) -> None:
+    """Raises ValueError if weights that are not there yet do not fit into the memory of a device."""
+    placement = subject.placement
+    local = on_one_device(placement, subject.params)
+    new = jax.tree.map(lambda leaf, part: leaf if isinstance(leaf, jax.Array) else part, subject.params, local)
+    devices = None if placement is None else placement.devices
+    memory.check_weights(subject.name, (new, largest_matrix(local)), devices=devices)
 
 
 def _settings(options: argparse.Namespace, subject: Subject, named: Sequence[str]) -> dict[str, Scalar]:
@@ -350,6 +291,7 @@ def _settings(options: argparse.Namespace, subject: Subject, named: Sequence[str
     settings |= {name: getattr(options, name) for name in ("weights", "kv") if getattr(options, name)}
     if subject.draft is not None:
         settings |= _window(options, subject)
+    settings |= {"tensor": options.tensor} if options.tensor > 1 else {}
     return settings | ({"exact": True} if options.exact else {})
 
 
@@ -358,18 +300,19 @@ def _describe(
 ) -> report.Report:
     """The report without results."""
     target, draft, itemsize = subject.target, subject.draft, params.target.embed.dtype.itemsize
+    local = on_one_device(subject.placement, params)
     streamed = {
-        "target": target.forward_bytes(params.target),
+        "target": target.forward_bytes(local.target),
         "kv_token": target.kv_bytes(1, itemsize),
     }
     if draft is not None:
-        streamed["draft_step"], streamed["extend"] = draft.step_bytes(params), draft.extend_bytes(params)
+        streamed["draft_step"], streamed["extend"] = draft.step_bytes(local), draft.extend_bytes(local)
         streamed["draft_kv_token"] = draft.kv_bytes(1, itemsize, target)
     return report.Report(
         model=subject.name,
         dtype=str(params.target.embed.dtype),
         command=getattr(options, "command_line", None),
-        environment=machine.environment(),
+        environment=machine.environment(options.tensor),
         settings=_settings(options, subject, (*_SHAPE, "rounds", "repeats", "page_size")),
         parameters={"target": count_parameters(params.target), "draft": count_parameters(params.draft)},
         streamed_bytes=streamed,

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from jspec.analysis import plots
 from jspec.bench import load, machine, measurement, report
 from jspec.bench.load import LoadResult, LoadRun
-from jspec.bench.measurement import Measurement, Scalar
+from jspec.bench.measurement import Measurement, Scalar, machine_name
 from jspec.cache.pages import fit_page_size
 from jspec.core.accept import Imposed
 from jspec.core.types import Drafter
@@ -129,7 +129,7 @@ def main(
         model=model.name,
         dtype=str(model.params.target.embed.dtype),
         command=getattr(options, "command_line", None),
-        environment=machine.environment(),
+        environment=machine.environment(options.tensor),
         settings={**settings, "page_size": page_size},
         parameters={"target": count_parameters(model.params.target), "draft": count_parameters(model.params.draft)},
         tokens=(sum(len(prompt) for prompt, _ in requests), sum(new for _, new in requests)),
@@ -202,7 +202,8 @@ def table(out: LoadReport) -> str:
     prompt, output = out.tokens
     what = f"{out.requests} requests of {prompt:,} prompt and {output:,} output tokens in all"
     model = report.describe(out.model, out.parameters, out.settings["drafter"], out.dtype)
-    head = f"{model}; {out.environment.device}, jax {out.environment.jax}; {what}"
+    where = machine_name(out.environment.device, out.environment.device_count)
+    head = f"{model}; {where}, jax {out.environment.jax}; {what}"
     problems = [f"{result.mode} {result.slots}: {result.problem}" for result in out.results if result.problem]
     return "\n".join([head, *text, *problems])
 

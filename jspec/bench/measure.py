@@ -20,7 +20,7 @@ from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.bench.unfolded import Unfolded, seed
 from jspec.core import accept, decode, grow, stopping
 from jspec.core.automaton import Automaton
-from jspec.core.sharding import Placement
+from jspec.core.sharding import Placement, on_one_device
 from jspec.core.types import DecodeState, Drafter, Params
 from jspec.engine import memory
 from jspec.engine.run import prefill_chunk
@@ -67,9 +67,9 @@ class CaseResult:
     """The measurements of one mode, batch and context; empty where a step was not reached.
 
     problem: why it was not measured, or not completely.
-    floor_bytes: the minimum that a round reads; see `weights.round_bytes`.
+    floor_bytes: the minimum that a round reads on each device; see `weights.round_bytes`.
     capacity: tokens per sequence.
-    state_bytes: caches and buffers of all sequences.
+    state_bytes: caches and buffers of all sequences, on each device.
     accept_length: tokens per round that resulted from the imposed acceptance, bonus token included.
     compile_seconds: of prefill and decode, from tracing to the executable.
     first_token_seconds: of prefill, which chooses the first token, without compilation.
@@ -150,14 +150,14 @@ def new_case(setup: BenchSetup, mode: str, drafter: Drafter, batch: int, context
 
 
 def case_bytes(setup: BenchSetup, drafter: Drafter, batch: int, context: int) -> int:
-    """The fewest bytes that a round of a case reads; see `weights.round_bytes`."""
+    """The fewest bytes that a round of a case reads, on each device; see `weights.round_bytes`."""
     depth = drafter.depth
     draft = None if not depth else setup.draft or getattr(drafter, "model", None)
     nodes = grow.size(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None))
     window = getattr(drafter, "window", None)
     seen = None if window is None else window + getattr(drafter, "keep_first", 0)
     sizes = {"depth": depth, "batch": batch, "context": context, "nodes": nodes, "seen": seen}
-    return weights.round_bytes(setup.params, setup.target, draft, **sizes)
+    return weights.round_bytes(on_one_device(setup.placement, setup.params), setup.target, draft, **sizes)
 
 
 def _measure(setup: BenchSetup, result: CaseResult, drafter: Drafter, report: Progress) -> None:
@@ -189,7 +189,7 @@ def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledC
     began = time.perf_counter()
     lowered = lower_prefill(setup, result, phases, prompt)
     state = lowered.out_info
-    result.state_bytes = memory.tree_bytes(state)
+    result.state_bytes = memory.tree_bytes(on_one_device(setup.placement, state))
     result.problem = too_large(setup, result, "prefill", 0)
     if result.problem:
         return None
@@ -248,11 +248,12 @@ def _device_int(value: int) -> Int[Array, ""]:
 
 def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) -> str | None:
     """Why the state and a program's workspace do not fit into the memory that the weights leave; None if they do."""
-    has = memory.free_bytes()
+    placement = setup.placement
+    has, held = memory.least_free(placement and placement.devices), on_one_device(placement, setup.params)
     if has is None or result.state_bytes + workspace <= has[0]:
         return None
     state, extra, held, free, limit = (
-        f"{size / 1e9:.2f}" for size in (result.state_bytes, workspace, memory.tree_bytes(setup.params), *has)
+        f"{size / 1e9:.2f}" for size in (result.state_bytes, workspace, memory.tree_bytes(held), *has)
     )
     return (
         f"does not fit: needs {state} GB of caches and buffers for {result.batch} x {result.capacity} tokens"
@@ -267,7 +268,8 @@ def prompt_of(setup: BenchSetup, result: CaseResult) -> Prompt:
     ids = np.random.default_rng(0).integers(0, setup.target.vocab_size, (batch, result.context), np.int32)
     keys = jax.vmap(jax.random.key)(jnp.arange(batch, dtype=jnp.uint32))
     length, limit = (jnp.full(batch, count, jnp.int32) for count in (result.context, result.capacity))
-    return jnp.asarray(ids), length, limit, keys, stopping.init(None, batch)
+    made = jnp.asarray(ids), length, limit, keys, stopping.init(None, batch)
+    return made if setup.placement is None else jax.device_put(made, setup.placement.everywhere)
 
 
 def _time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: DecodeState) -> DecodeState:

@@ -106,7 +106,7 @@ class Measurement:
     @property
     def machine(self) -> str:
         """The device, with the number of devices if there are several."""
-        return self.device if self.device_count == 1 else f"{self.device_count} x {self.device}"
+        return machine_name(self.device, self.device_count)
 
     def to_json(self) -> str:
         """One line of JSON with all fields."""
@@ -130,6 +130,11 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 
 def _is_number(value: object) -> bool:
     return isinstance(value, _NUMBER) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def machine_name(device: str, count: int) -> str:
+    """A kind of device, with their number if there are several."""
+    return device if count == 1 else f"{count} x {device}"
 
 
 def parse(line: str) -> Measurement:

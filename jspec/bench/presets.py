@@ -268,6 +268,14 @@ _QWEN3_6_35B_A3B = dataclasses.replace(
     is_full_attention=(False, False, False, True) * 10,
     experts=Routed(Router(count=256, chosen=8, normalize=True), width=512, shared_width=512, shared_gate=True),
 )
+_QWEN3_5_122B_A10B = dataclasses.replace(
+    _QWEN3_6_35B_A3B,
+    hidden_size=3072,
+    num_heads=32,
+    is_full_attention=(False, False, False, True) * 12,
+    state=RecurrentLayer(key_heads=16, value_heads=64, key_dim=128, value_dim=128),
+    experts=Routed(Router(count=256, chosen=8, normalize=True), width=1024, shared_width=1024, shared_gate=True),
+)
 _TINY_QWEN3_NEXT = Qwen3Next(
     vocab_size=128,
     hidden_size=16,
@@ -391,6 +399,7 @@ PRESETS = {
     # With their MTP heads alone: the shapes of published EAGLE-3 heads are not known here.
     "qwen3.6-27b": Preset(_QWEN3_6_27B, mtp=mtp_heads(_QWEN3_6_27B)),
     "qwen3.6-35b-a3b": Preset(_QWEN3_6_35B_A3B, mtp=mtp_heads(_QWEN3_6_35B_A3B)),
+    "qwen3.5-122b-a10b": Preset(_QWEN3_5_122B_A10B, mtp=mtp_heads(_QWEN3_5_122B_A10B)),
     "tiny-qwen3-next": Preset(
         _TINY_QWEN3_NEXT, eagle_head(_TINY_QWEN3_NEXT, draft_vocab_size=64), mtp=mtp_heads(_TINY_QWEN3_NEXT)
     ),

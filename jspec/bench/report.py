@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from jspec.bench.machine import Bandwidth, Environment
 from jspec.bench.measure import CaseResult
-from jspec.bench.measurement import Measurement, Scalar
+from jspec.bench.measurement import Measurement, Scalar, machine_name
 
 PHASES = {"draft": "draft", "verify": "verify", "accept_commit": "accept+commit", "extend": "extend", "rest": "rest"}
 """Key -> heading, and the metric of a line."""
@@ -123,7 +123,8 @@ def headline(report: Report) -> str:
     """Model, machine and bandwidths."""
     speeds = ", ".join(f"{name} {report.bandwidth[name].gb_per_second:.0f} GB/s" for name in ("copy", "gemv"))
     model = describe(report.model, report.parameters, report.settings["drafter"], report.dtype)
-    return f"{model}; {report.environment.device}, jax {report.environment.jax}; {speeds}"
+    machine = machine_name(report.environment.device, report.environment.device_count)
+    return f"{model}; {machine}, jax {report.environment.jax}; {speeds}"
 
 
 def describe(model: str, parameters: Mapping[str, int], drafter: object, dtype: str) -> str:

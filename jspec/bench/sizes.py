@@ -1,7 +1,6 @@
 """How many GPUs a model needs, by the arithmetic with which `jspec.load` checks that it fits."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,11 +9,10 @@ from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
 from jspec.bench.presets import PRESETS
-from jspec.core.sharding import TENSOR, WEIGHTS, Placement
+from jspec.core.sharding import TENSOR, Placement
 from jspec.models.decoder import Decoder
-from jspec.models.quantized import PACKED, check_whole_groups, is_quantized, quantize_shapes
+from jspec.models.quantized import check_split_groups, quantize_shapes
 from jspec.models.sizes import count_parameters, tree_bytes
-from pallas_kernels.packed_matmul import BLOCK
 
 MODELS = (
     "llama-3.2-1b",
@@ -26,6 +24,7 @@ MODELS = (
     "qwen3.5-9b",
     "qwen3.6-27b",
     "qwen3.6-35b-a3b",
+    "qwen3.5-122b-a10b",
     "qwen3-next",
     "gemma-4-e4b",
     "gemma-4-31b",
@@ -102,14 +101,7 @@ def _can_be_split(target: Decoder, weights: str | None, devices: int) -> bool:
     """Whether heads and MLPs can be, and no device has part of a packed block."""
     try:
         target.split(devices)
-        if weights == PACKED:
-            for path, leaf in jax.tree_util.tree_leaves_with_path(target.param_shapes(jnp.bfloat16)):
-                _check_blocks(path, leaf, devices)
+        check_split_groups(target.param_shapes(jnp.bfloat16), weights, devices)
     except ValueError:
         return False
     return True
-
-
-def _check_blocks(path: Sequence[Any], leaf: jax.ShapeDtypeStruct, devices: int) -> None:
-    if is_quantized(path) and WEIGHTS.get(path[-1].name) == -2:
-        check_whole_groups(path[-1].name, leaf.shape[-2], BLOCK, devices, packed=True, fits=lambda _: True)

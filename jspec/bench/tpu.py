@@ -86,7 +86,7 @@ def devices(name: str) -> tuple[Any, ...]:
 def on(where: Any, tree: Any) -> Any:
     """The shapes of a tree of arrays or shapes, on a device, or split over those of a `Placement`."""
     if isinstance(where, Placement):
-        shardings = jax.tree.map(lambda spec: jax.sharding.NamedSharding(where.mesh, spec), where.specs(tree))
+        shardings = where.shardings(tree)
     else:
         shardings = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(where), tree)
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings)

@@ -6,7 +6,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jspec.core.sharding import Placement
 from jspec.core.types import Params
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
@@ -21,37 +23,47 @@ this spread mimics a trained draft."""
 P = TypeVar("P")
 
 
-def random_weights(shapes: P, vocab_size: int, seed: int = 0) -> P:
+def random_weights(shapes: P, vocab_size: int, seed: int = 0, placement: Placement | None = None) -> P:
     """Arrays of these shapes, made on the device one by one: norms are ones, matrices have SPREAD.
 
     shapes: `param_shapes` of a configuration; leaves that are arrays already are kept.
     vocab_size: the target's vocabulary, over which the draft's vocabulary is spread evenly.
+    placement: the devices that each array is made on, split as in a model; None: the default device.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_matrix)
+    places = [None] * len(leaves)
+    if placement is not None:
+        places = jax.tree.flatten(placement.shardings(shapes), is_leaf=is_matrix)[0]
     key = jax.random.key(seed)
     made = []
-    for index, (path, leaf) in enumerate(leaves):
+    for index, ((path, leaf), place) in enumerate(zip(leaves, places, strict=True)):
         if all(isinstance(part, jax.Array) for part in jax.tree.leaves(leaf)):
             made.append(leaf)
         elif jnp.issubdtype(leaf.dtype, jnp.integer):
             ids = np.arange(leaf.size) * (vocab_size // leaf.size)
-            made.append(jnp.asarray(ids.reshape(leaf.shape), leaf.dtype))
+            made.append(jnp.asarray(ids.reshape(leaf.shape), leaf.dtype, device=place))
         elif len(leaf.shape) <= 1:
-            made.append(jnp.ones(leaf.shape, leaf.dtype))
+            made.append(jnp.ones(leaf.shape, leaf.dtype, device=place))
         else:
             # The dimension that logits are summed over.
             width = {"embed": leaf.shape[-1], "head": leaf.shape[-1], "lm_head": leaf.shape[0]}.get(path[-1].name)
             spread = SPREAD if width is None else LOGIT_SPREAD * width**-0.5
             narrow = _format(leaf) if isinstance(leaf, Quantized) else None
-            options = {"shape": leaf.shape, "dtype": leaf.dtype, "narrow": narrow}
+            split = None if place is None else tuple(jax.tree.leaves(place))
+            options = {"shape": leaf.shape, "dtype": leaf.dtype, "narrow": narrow, "split": split}
             made.append(_normal(jax.random.fold_in(key, index), spread, **options))
     return jax.tree.unflatten(structure, made)
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype", "narrow"))
-def _normal(key, spread, *, shape, dtype, narrow):
+@partial(jax.jit, static_argnames=("shape", "dtype", "narrow", "split"))
+def _normal(key, spread, *, shape, dtype, narrow, split):
     made = jax.random.normal(key, shape, dtype) * spread.astype(dtype)
-    return made if narrow is None else quantize(made, narrow)
+    made = made if narrow is None else quantize(made, narrow)
+    if split is None:
+        return made
+    # Each device makes its own part, so none has all of a matrix.
+    parts, structure = jax.tree.flatten(made)
+    return jax.tree.unflatten(structure, map(lax.with_sharding_constraint, parts, split))
 
 
 def _format(matrix: Quantized) -> str:

@@ -14,6 +14,7 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.split import Place, Splittable, whole
 from jspec.core.sharding import Placement
+from jspec.models.assistant import Assistant
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 
@@ -42,7 +43,7 @@ class DraftKind:
     matches: whether a checkpoint is of this kind; `read` may still reject it.
     read: the draft, for a target's configuration, in a precision, with a check of its shapes, a placement and a format
       of weights, see `load`.
-    follows_target: whether it is split over devices wherever the target is, as it reads the target's keys and values.
+    follows_target: as in `Draft`.
     """
 
     matches: Callable[[Source], bool]
@@ -63,7 +64,7 @@ def _read_language_model(
 
 
 DRAFT_KINDS = (
-    DraftKind(assistant.matches, assistant.read, follows_target=True),
+    DraftKind(assistant.matches, assistant.read, follows_target=Assistant.follows_target),
     DraftKind(block.matches, block.read),
     DraftKind(eagle.matches, eagle.read),
     DraftKind(lambda source: True, _read_language_model),

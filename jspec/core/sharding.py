@@ -159,6 +159,10 @@ class Placement:
 
         return jax.tree_util.tree_map_with_path(spec, tree)
 
+    def shardings(self, tree: PyTree) -> PyTree:
+        """The same as `NamedSharding`s."""
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(tree))
+
     def local(self, shapes: PyTree) -> PyTree:
         """What one device has of a model's weights, or of a state, as `jax.ShapeDtypeStruct`s."""
 
@@ -248,8 +252,7 @@ class Placement:
 
     def spread(self, params: T) -> T:
         """Within a program: weights, each split as the table has it."""
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(params))
-        return jax.tree.map(lax.with_sharding_constraint, params, shardings)
+        return jax.tree.map(lax.with_sharding_constraint, params, self.shardings(params))
 
     def complete(self, params: T) -> T:
         """The weights, those that are not split copied to all devices."""
@@ -357,6 +360,11 @@ def over(placement: Placement | None, function: Callable[..., T], *args: PyTree,
     groups = dict(zip(axes, map(iter, run(*args)), strict=True))
     structure, split = structures[-1]
     return jax.tree.unflatten(structure, [next(groups[axis]) for axis in split])
+
+
+def on_one_device(placement: Placement | None, tree: T) -> T:
+    """What one device has of weights or of a state, as shapes; placement None: all of it, as it is."""
+    return tree if placement is None else placement.local(tree)  # pyright: ignore[reportReturnType]  # shapes
 
 
 def sum_over_devices(x: Float[Array, "*batch E"], devices: int) -> Float[Array, "*batch E"]:

@@ -113,6 +113,7 @@ class Assistant:
     drafter: ClassVar[str] = "frozen-kv-mtp"
     """Name of the drafter that uses this model as its draft."""
     at_once: ClassVar[bool] = False
+    follows_target: ClassVar[bool] = True
 
     def __post_init__(self):
         if len(self.target_layers) != len(self.head_dims) or not self.target_layers:
@@ -235,8 +236,8 @@ class Assistant:
         return 0
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
-        """Bytes of the target's keys and values that one forward reads for a sequence of `context` tokens."""
-        return keys_bytes(map(target.layer_keys, self.target_layers), context, itemsize)
+        """Bytes of the target's keys and values that a forward reads on a device for `context` tokens of a sequence."""
+        return keys_bytes(map(target.layer_keys, self.target_layers), context, itemsize, target.tensor)
 
     def apply(
         self,

@@ -116,6 +116,7 @@ class BlockHead:
     drafter: ClassVar[str] = "block"
     """Name of the drafter that uses this model as its draft."""
     at_once: ClassVar[bool] = True
+    follows_target: ClassVar[bool] = False
 
     def __post_init__(self):
         for name, value in (("windows", self.windows), ("causal", self.causal)):
@@ -212,8 +213,8 @@ class BlockHead:
         return int(share * tree_bytes([layer.qkv for layer in own.layers])) + tree_bytes((own.fc, own.hidden_norm))
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
-        """Bytes of the draft's own keys and values that one forward reads for a sequence of `context` tokens."""
-        return keys_bytes(self._layer_keys(), context, itemsize)
+        """Bytes of its own keys and values that a forward reads on a device for `context` tokens of a sequence."""
+        return keys_bytes(self._layer_keys(), context, itemsize, self.tensor)
 
     def layer_windows(self) -> tuple[int | None, ...]:
         """For each layer, the positions that a row sees, its own included; None: all."""

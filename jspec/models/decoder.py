@@ -49,6 +49,7 @@ class Decoder(abc.ABC):
     drafter: ClassVar[str] = "standalone"
     """Name of the drafter that uses this model as its draft."""
     at_once: ClassVar[bool] = False
+    follows_target: ClassVar[bool] = False
     has_sinks: ClassVar[bool] = False
     """Whether its attention has sinks, see `paged_attention`."""
 
@@ -201,12 +202,14 @@ class Decoder(abc.ABC):
     def kv_bytes(self, context: int, itemsize: int, target: "Decoder | None" = None) -> int:
         """Bytes of keys and values that one forward reads for a sequence of `context` tokens; see also `state_bytes`.
 
+        If the model is split over devices, those of one of them.
+
         target: ignored; a language model that drafts reads its own keys.
         """
-        return keys_bytes(map(self.layer_keys, self.attention_layers), context, itemsize)
+        return keys_bytes(map(self.layer_keys, self.attention_layers), context, itemsize, self.tensor)
 
     def state_bytes(self, itemsize: int) -> int:
-        """Bytes that layers with states of fixed size keep for a sequence."""
+        """Bytes that layers with states of fixed size keep for a sequence, on one device if the model is split."""
         return 0
 
     def logit_bytes(self, batch: int, capacity: int) -> int:

@@ -1,7 +1,7 @@
 """What loading, benchmarks and windows ask of the configuration of a draft model."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, Self, runtime_checkable
 
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
@@ -17,6 +17,10 @@ class Draft(Protocol):
     """Name of the drafter that uses this model as its draft."""
     at_once: ClassVar[bool]
     """Whether one forward drafts all tokens of a round."""
+    follows_target: ClassVar[bool]
+    """Whether it is split over devices wherever its target is, because it reads the target's keys and values or is part
+    of the target's checkpoint.
+    """
 
     @property
     def num_layers(self) -> int:
@@ -29,6 +33,10 @@ class Draft(Protocol):
 
     def param_shapes(self, dtype: DTypeLike) -> PyTree:
         """The weights as `jax.ShapeDtypeStruct`s."""
+        ...
+
+    def split(self, devices: int) -> Self:
+        """The configuration split over that many devices; raises ValueError if it cannot be."""
         ...
 
     def step_bytes(self, params: Params) -> int:

@@ -92,6 +92,7 @@ class EagleHead:
     drafter: ClassVar[str] = "eagle"
     """Name of the drafter that uses this model as its draft."""
     at_once: ClassVar[bool] = False
+    follows_target: ClassVar[bool] = False
 
     def summary(self) -> str:
         """The draft in a few words."""
@@ -148,8 +149,9 @@ class EagleHead:
         return self.step_bytes(params) + tree_bytes(fusing)
 
     def kv_bytes(self, context: int, itemsize: int, target: Decoder) -> int:
-        """Bytes of the head's own keys and values that one forward reads for a sequence of `context` tokens."""
-        return keys_bytes([LayerKeys(self.num_kv_heads, self.head_dim)] * self.num_layers, context, itemsize)
+        """Bytes of its own keys and values that a forward reads on a device for `context` tokens of a sequence."""
+        keys = [LayerKeys(self.num_kv_heads, self.head_dim)] * self.num_layers
+        return keys_bytes(keys, context, itemsize, self.tensor)
 
     def layer_windows(self) -> tuple[None, ...]:
         """None for each layer: a token sees all positions."""

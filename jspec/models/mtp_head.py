@@ -9,7 +9,7 @@ the hidden state is its own output, and p grows with the token.
 
 import dataclasses
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -171,6 +171,7 @@ class MtpHeads:
     drafter: ClassVar[str] = "mtp"
     """Name of the drafter that uses these heads as its draft."""
     at_once: ClassVar[bool] = False
+    follows_target: ClassVar[bool] = True
 
     def __post_init__(self):
         if self.layer.num_layers != 1:
@@ -182,6 +183,14 @@ class MtpHeads:
     def tensor(self) -> int:
         """Devices over which the heads are split, as the target is."""
         return self.layer.tensor
+
+    def split(self, devices: int) -> Self:
+        """The heads split over that many devices, as the target is.
+
+        Raises:
+          ValueError: they cannot be.
+        """
+        return dataclasses.replace(self, layer=self.layer.split(devices))
 
     @property
     def num_layers(self) -> int:

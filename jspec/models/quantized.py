@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
+from jspec.core.sharding import WEIGHTS
 from pallas_kernels.packed_matmul import BLOCK, INTEGERS, PER_WORD, UNITS, centered, factors, pack, packed_matmul
 from pallas_kernels.scaled_matmul import scaled_matmul
 
@@ -240,6 +241,21 @@ def check_whole_groups(
         f"tensor={devices}: {field} has {rows} rows with {reason}; must be {', '.join(fitting)}; weights='wide' and "
         "formats of 8 bits have no such groups"
     )
+
+
+def check_split_groups(shapes: PyTree, weights: str | None, devices: int) -> None:
+    """Raises ValueError if devices that share the rows of a matrix would have parts of groups, or of packed blocks.
+
+    Args:
+      shapes: of the weights before they are in a format, as `jax.ShapeDtypeStruct`s.
+      weights: the format, as in `quantize_shapes`.
+    """
+    found = jax.tree_util.tree_leaves_with_path(quantize_shapes(shapes, weights), is_leaf=is_matrix)
+    for path, matrix in found:
+        field = getattr(path[-1], "name", None) if path else None
+        if isinstance(matrix, Quantized) and field is not None and WEIGHTS.get(field) == -2:
+            packed = matrix.filling is not None
+            check_whole_groups(field, matrix.shape[-2], matrix.group, devices, packed, fits=lambda _: True)
 
 
 def largest_matrix(shapes: PyTree) -> jax.ShapeDtypeStruct | None:

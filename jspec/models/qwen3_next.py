@@ -158,8 +158,8 @@ class Qwen3Next(Decoder):
         return tuple(index for index, full in enumerate(self.is_full_attention) if full)
 
     def state_bytes(self, itemsize: int) -> int:
-        """Bytes that the recurrent layers keep for a sequence: states in float32, and inputs of the convolution."""
-        state, count = self.state, self.is_full_attention.count(False)
+        """As in `Decoder`: states in float32, and inputs of the convolution."""
+        state, count = self.state.split(self.tensor), self.is_full_attention.count(False)
         window = (state.kernel - 1) * state.channels * itemsize
         return count * (4 * state.value_heads * state.key_dim * state.value_dim + window)
 

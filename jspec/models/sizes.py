@@ -31,9 +31,12 @@ def tree_bytes(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
 
-def keys_bytes(keys: Iterable[LayerKeys], context: int, itemsize: int) -> int:
+def keys_bytes(keys: Iterable[LayerKeys], context: int, itemsize: int, devices: int = 1) -> int:
     """Bytes of keys and values that layers with these `keys` read for one sequence of `context` tokens.
 
     A sliding window bounds what its layer reads.
+
+    devices: over which heads are split; the bytes are those of one of them.
     """
-    return sum(layer.row_bytes(itemsize) * min(context, layer.window or context) for layer in keys)
+    own = [layer.split(devices) for layer in keys]
+    return sum(layer.row_bytes(itemsize) * min(context, layer.window or context) for layer in own)

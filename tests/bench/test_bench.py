@@ -21,6 +21,7 @@ from jspec import cli
 from jspec.analysis import plots
 from jspec.bench import cli as bench
 from jspec.bench import kernels, machine, measurement, phases, report, weights
+from jspec.bench import subject as subjects
 from jspec.bench.measure import BenchSetup, CaseResult, from_host, measure
 from jspec.bench.presets import PRESETS, eagle_head
 from jspec.bench.unfolded import Unfolded, seed
@@ -112,9 +113,10 @@ def test_a_call_takes_the_mean_of_many_in_a_row(monkeypatch):
         ("qwen3-next", 79.7e9),
         ("qwen3.5-9b", 9.0e9),
         ("deepseek-v3.2", 671e9),
-        # 27 and 35 billion with the encoder of images and the MTP head.
+        # 27, 35 and 122 billion with the encoder of images and the MTP head.
         ("qwen3.6-27b", 26.9e9),
         ("qwen3.6-35b-a3b", 34.7e9),
+        ("qwen3.5-122b-a10b", 122.1e9),
         ("gpt-oss-20b", 20.9e9),
         ("gpt-oss-120b", 116.8e9),
     ),
@@ -452,11 +454,11 @@ def test_checkpoints_choose_the_drafter_and_the_split_can_be_left_out(capsys):
 
 def test_a_checkpoint_without_a_draft_gets_a_random_head():
     options = cli.build_parser().parse_args(["bench", "--checkpoint", "bundled:python-tiny", "--mode", "tree"])
-    subject = bench._subject(options)
     bench.check(options)
+    subject = subjects.of(options)
     drafter = bench._drafter("tree", options, subject)
     assert drafter == Eagle(5, 8, 32).bind(subject.target, eagle_head(subject.target))
-    made = bench._make(subject)
+    made = subject.make()
     assert made.target is subject.params.target or made.target.embed is subject.params.target.embed
     assert made.draft.lm_head.shape == (subject.target.hidden_size, subject.target.vocab_size)
 
@@ -478,9 +480,10 @@ def test_random_weights_in_blocks_have_a_scale_for_128_rows(capsys):
 def test_random_weights_of_8_bits_have_the_spread_of_wide_ones(narrow):
     name = {"float8_e4m3fn": "fp8", "int8": "int8"}[narrow]
     options = cli.build_parser().parse_args(["bench", "--preset", "tiny", "--dtype", "float32", "--weights", name])
-    subject = bench._subject(options)
+    bench.check(options)
+    subject = subjects.of(options)
     assert bench._settings(options, subject, ())["weights"] == name
-    made = bench._make(subject)
+    made = subject.make()
     for head in made.target.lm_head, made.draft.lm_head:
         assert head.narrow.dtype == narrow
         wide = np.asarray(widen(head))

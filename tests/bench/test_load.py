@@ -176,7 +176,7 @@ def test_a_table_and_lines_of_runs():
 )
 def test_options_that_do_not_fit_together_are_refused_at_once(capsys, monkeypatch, arguments, message):
     """Before any weight is made."""
-    monkeypatch.setattr(bench, "_make", None)
+    monkeypatch.setattr(bench.Subject, "make", None)
     status, out, err = run(capsys, "--preset", "tiny", *arguments.split())
     assert status == 2 and message in err and not out
 
@@ -185,7 +185,7 @@ def test_a_model_whose_context_is_too_short_is_refused(capsys, monkeypatch):
     preset = bench.PRESETS["tiny"]
     short = dataclasses.replace(preset, head=dataclasses.replace(preset.head, max_length=2047))
     monkeypatch.setitem(bench.PRESETS, "tiny", short)
-    monkeypatch.setattr(bench, "_make", None)
+    monkeypatch.setattr(bench.Subject, "make", None)
     status, _, err = run(capsys, "--preset", "tiny", "--load")
     assert status == 2 and "--load: requests have up to 2048 tokens; the context of tiny is 2047" in err
 

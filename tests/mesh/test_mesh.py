@@ -19,6 +19,7 @@ MODULES = (
     "engine_on_eight_devices.py",
     "engine_in_groups_on_eight_devices.py",
     "text_on_eight_devices.py",
+    "bench_on_eight_devices.py",
 )
 DEVICES = "--xla_force_host_platform_device_count=8"
 
