@@ -20,6 +20,7 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors, is_finite
+from jspec.core.sharding import WEIGHTS
 from jspec.models.quantized import Quantized, is_quantized
 from pallas_kernels import packed_matmul
 from pallas_kernels.packed_matmul import E2M1, pack, word_rows
@@ -69,13 +70,14 @@ class Blocks:
         """Some columns; the index takes all of the other axes."""
         return Blocks(self.pairs[:, index[-1]], self.exponents[:, index[-1]])
 
-    def words(self) -> np.ndarray:
-        """The values, as `pack` makes words of them, [experts, words, out]."""
+    def words(self, parts: int) -> np.ndarray:
+        """The values, as `pack` makes words of them, [experts, words, out]. parts: of the rows, each packed alone."""
         count, out, blocks, _ = self.pairs.shape
-        made = np.empty((count, word_rows(blocks * BLOCK), out), np.int32)
+        made = np.empty((count, parts, word_rows(blocks * BLOCK // parts), out), np.int32)
         for own, pairs in zip(made, self.pairs, strict=True):
-            own[:] = pack(_codes(pairs).T)
-        return made
+            for part, values in zip(own, np.split(_codes(pairs).T, parts), strict=True):
+                part[:] = pack(values)
+        return made.reshape(count, -1, out)
 
     def scales(self) -> np.ndarray:
         """The exponents, [experts, blocks, out]."""
@@ -187,9 +189,14 @@ class Mxfp4Tensors(Tensors):
         """As in `Tensors`."""
         if not all(isinstance(part, Blocks) for part in parts):
             return super().put(field, parts)
-        words = super().put(field, [part.words() for part in parts])
+        pieces = self._parts_of_rows(field)
+        words = super().put(field, [part.words(pieces) for part in parts])
         scale = super().put(field, [part.scales() for part in parts])
-        return _quantized(words, scale, parts[0].pairs.shape[2] * BLOCK, self.dtype)
+        return _quantized(words, scale, parts[0].pairs.shape[2] * BLOCK // pieces, self.dtype)
+
+    def _parts_of_rows(self, field: str | None) -> int:
+        """Devices that share the rows of a matrix; those of each are packed alone, and need not fill whole blocks."""
+        return 1 if self.placement is None or WEIGHTS.get(field or "") != -2 else self.placement.size
 
     def shapes(self, shapes: PyTree) -> PyTree:
         """As in `Tensors`; the matrices of experts have 4 bits.
@@ -204,10 +211,11 @@ class Mxfp4Tensors(Tensors):
             if not is_quantized(path) or "experts" not in [getattr(key, "name", None) for key in path]:
                 return leaf
             count, width, columns = leaf.shape
-            self.check_groups(path[-1].name, width, BLOCK, packed=True)
-            words: Any = jax.ShapeDtypeStruct((count, word_rows(width), columns), np.int32)
+            self.check_groups(path[-1].name, width, BLOCK, packed=False)
+            parts = self._parts_of_rows(path[-1].name)
+            words: Any = jax.ShapeDtypeStruct((count, parts * word_rows(width // parts), columns), np.int32)
             scale: Any = jax.ShapeDtypeStruct((count, -(-width // BLOCK), columns), np.uint8)
-            return _quantized(words, scale, width, leaf.dtype)
+            return _quantized(words, scale, width // parts, leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(stored, shapes)
 
@@ -218,5 +226,5 @@ class Mxfp4Tensors(Tensors):
 
 
 def _quantized(words: Any, scale: Any, width: int, dtype: DTypeLike) -> Quantized:
-    """Matrices with that many rows."""
+    """Matrices with that many rows, on each device if devices share them."""
     return Quantized(words, scale, np.dtype(dtype), BLOCK, filling=-width % packed_matmul.BLOCK, codes=E2M1)

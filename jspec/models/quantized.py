@@ -72,7 +72,8 @@ class Quantized:
     dtype: what it has been made from, and the precision of caches that take theirs from weights.
     group: rows that share a scale, in a column, as in block-scaled checkpoints; None: all of the column.
     zero: which packed value stands for 0, of each column or group, in int8; None: `ZERO`.
-    filling: rows that fill the last block of a packed matrix; None: it is not packed.
+    filling: rows that fill the last block of a packed matrix, or the last one of each device if devices share its rows;
+      None: it is not packed.
     codes: what packed values mean, a key of `pallas_kernels.packed_matmul.UNITS`.
     """
 
@@ -90,7 +91,11 @@ class Quantized:
         if self.filling is None:
             return self.narrow.shape
         *stack, words, columns = self.narrow.shape
-        return *stack, words * PER_WORD - self.filling, columns
+        rows = words * PER_WORD - self.filling
+        if self.group is not None and BLOCK % self.group == 0:
+            # Blocks may be filled on several devices. Groups are not, but for the last one of a matrix.
+            rows = self.scale.shape[-2] * self.group - self.filling % self.group
+        return *stack, rows, columns
 
     def __getitem__(self, index: tuple[slice, ...]) -> "Quantized":
         """Some columns, as the last slice has them; those before it take everything."""
@@ -186,6 +191,8 @@ def widen(weight: Weight) -> Float[Array, "*stack in out"]:
 
     rows, narrow, scale = weight.shape[-2], weight.narrow, factors(weight.scale)
     if weight.filling is not None:
+        if rows != narrow.shape[-2] * PER_WORD - weight.filling:
+            raise ValueError("the rows of a packed matrix are split over devices; widen it on one of them")
         narrow = centered(narrow, rows, weight.zero, group=weight.group, codes=weight.codes)
     if weight.group is not None:
         scale = jnp.repeat(scale, weight.group, axis=-2)[..., :rows, :]

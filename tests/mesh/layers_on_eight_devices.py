@@ -21,6 +21,7 @@ from jspec.engine import memory
 from jspec.engine.run import Run
 from jspec.models import Assistant
 from jspec.models.assistant import Clusters
+from jspec.models.quantized import widen
 from jspec.models.sizes import tree_bytes
 
 slow = pytest.mark.slow
@@ -135,9 +136,12 @@ def test_a_number_of_devices_that_does_not_fit(name, tensor, match, directories)
 
 
 def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path, monkeypatch):
-    """Experts in MXFP4: each device has the scales of its values, and no part of a packed block."""
+    """Experts in MXFP4: each device has the scales of its values, and packs its rows alone.
+
+    The 192 rows of `down` fill a block and a half of 128, those of a device three quarters of one.
+    """
     made = language_model.load(directories("sinks"), dtype="float32")
-    routed = dataclasses.replace(made.config.experts, width=256)
+    routed = dataclasses.replace(made.config.experts, width=192)
     config = dataclasses.replace(made.config, experts=routed)
     language_model.save(tmp_path, config, split.random_weights(config), dtype="float32")
     rng, stored = np.random.default_rng(0), {}
@@ -156,12 +160,16 @@ def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path, monkeypatc
     first = [jax.tree.map(lambda leaf: leaf.addressable_shards[0].data, model.params.target) for model in models]
     assert counted == list(map(tree_bytes, first)), "the memory of one device is counted"
     one, two = (model.params.target.layers[0].experts for model in models)
-    columns = np.arange(512).reshape(2, 2, 128)  # of the gate and of the other half, each of the devices in turn
+    assert (one.down.filling, two.down.filling) == (256 - 192, 128 - 96) and one.down.shape == two.down.shape
+    columns = np.arange(384).reshape(2, 2, 96)  # of the gate and of the other half, each of the devices in turn
+    wide = np.asarray(widen(one.down))
+    with pytest.raises(ValueError, match="the rows of a packed matrix are split over devices"):
+        widen(two.down)
     for device in range(2):
-        # Eight values in a word, and a scale for each 32.
-        for part, rows in (("narrow", 128 // 8), ("scale", 128 // 32)):
-            held, whole = getattr(two.down, part).addressable_shards[device].data, np.asarray(getattr(one.down, part))
-            np.testing.assert_array_equal(held, whole[:, device * rows : (device + 1) * rows])
+        own = jax.tree.map(lambda leaf, device=device: leaf.addressable_shards[device].data, two.down)
+        assert own.shape == (wide.shape[0], 96, wide.shape[2])
+        np.testing.assert_array_equal(np.asarray(widen(own)), wide[:, 96 * device : 96 * (device + 1)])
+        for part in ("narrow", "scale"):
             held, whole = (
                 getattr(two.gate_up, part).addressable_shards[device].data,
                 np.asarray(getattr(one.gate_up, part)),
@@ -169,5 +177,9 @@ def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path, monkeypatc
             np.testing.assert_array_equal(held, whole[:, :, columns[:, device].reshape(-1)])
         held = two.gate_up_bias.addressable_shards[device].data
         np.testing.assert_array_equal(held, np.asarray(one.gate_up_bias)[:, columns[:, device].reshape(-1)])
-    with pytest.raises(ValueError, match="tensor=4: down has 256 rows with 128 packed together; must be 1, 2; weights"):
+    with pytest.raises(ValueError, match="tensor=4: down has 192 rows with one scale for each 32; must be 1, 2;"):
         jspec.load(tmp_path, tensor=4)
+    prompts = [[1, 2, 3] * 5, list(range(1, 20))]
+    outputs = [jspec.generate(model, prompts, drafter=Ngram(depth=3), max_new_tokens=12) for model in models]
+    for got, expected in zip(*outputs, strict=True):
+        assert np.array_equal(got.tokens, expected.tokens) and (got.stats.rounds == expected.stats.rounds).all()
