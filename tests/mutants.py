@@ -860,6 +860,15 @@ MUTANTS = (
         ),
     ),
     *_group(
+        "jspec/checkpoints/mxfp4.py",
+        (
+            "rows of experts are packed before they are split",
+            "words = super().put(field, [part.words(pieces)",
+            "words = super().put(field, [part.words(1)",
+            "mesh/test_mesh.py::test_on_eight_devices",
+        ),
+    ),
+    *_group(
         "jspec/checkpoints/scaled.py",
         (
             "packed zero points of whole columns",

@@ -25,6 +25,11 @@ def without_mtp(config: C, tensors: Tensors, wanted: bool) -> C:
     return config
 
 
+def unchanged(config: C, tensors: Tensors) -> C:
+    """The configuration itself, for families whose weights are split as they are stored."""
+    return config
+
+
 @dataclasses.dataclass(frozen=True)
 class Family(Generic[C]):
     """A family of language models. docs/adding-a-model.md walks through one.
@@ -37,6 +42,7 @@ class Family(Generic[C]):
     named_tensors: weights under their Hugging Face names, [out, in].
     open_tensors: the tensors of a checkpoint.
     with_mtp: the configuration with the MTP heads that are wanted and that the checkpoint has.
+    as_stored: the configuration, after it is split over devices, for weights that stay in the format of the checkpoint.
     """
 
     config: type[C]
@@ -47,3 +53,4 @@ class Family(Generic[C]):
     named_tensors: Callable[[C, PyTree], Iterator[tuple[str, Any]]]
     open_tensors: Callable[[Source, DTypeLike], Tensors] = open_safetensors
     with_mtp: Callable[[C, Tensors, bool], C] = without_mtp
+    as_stored: Callable[[C, Tensors], C] = unchanged

@@ -131,7 +131,7 @@ def _read_layer(config: GptOss, tensors: Tensors, prefix: str) -> GptOssLayerPar
         o=tensors.fused([(attention + "o_proj.weight", width)], outs[0][1], "o"),
         o_bias=tensors.device(attention + "o_proj.bias", width) if config.attention_bias else None,
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
-        experts=_read_experts(config.experts, tensors, prefix + "mlp.", width),
+        experts=_read_experts(config, tensors, prefix + "mlp.", width),
     )
 
 
@@ -141,18 +141,23 @@ def _projections(config: GptOss) -> list[tuple[str, int]]:
     return [("q", config.num_heads * config.head_dim), ("k", keys), ("v", keys)]
 
 
-def _read_experts(experts: Routed, tensors: Tensors, prefix: str, width: int) -> BiasedExperts:
-    count, inner, own = experts.router.count, experts.width, prefix + "experts."
+def _read_experts(config: GptOss, tensors: Tensors, prefix: str, width: int) -> BiasedExperts:
+    count, inner, own = config.experts.router.count, config.experts.width, prefix + "experts."
     tensors.expect(own + "gate_up_proj", count, width, 2 * inner)
     tensors.expect(own + "down_proj", count, inner, width)
     router = [tensors.stored(prefix + "router.weight", count, width), tensors.stored(prefix + "router.bias", count)]
     gate_up = tensors.read(own + "gate_up_proj", count, width, 2 * inner)
     bias = tensors.read(own + "gate_up_proj_bias", count, 2 * inner)
+    down = tensors.read(own + "down_proj", count, inner, width)
+    halves, biases = [gate_up[:, :, first::2] for first in (0, 1)], [bias[:, first::2] for first in (0, 1)]
+    if filler := config.filler:
+        halves, down = [half.filled(0, filler) for half in halves], down.filled(filler, 0)
+        biases = [np.pad(half, ((0, 0), (0, filler))) for half in biases]
     return BiasedExperts(
         *(on_device(part.astype(np.float32)) for part in router),
-        gate_up=tensors.put("gate_up", [gate_up[:, :, ::2], gate_up[:, :, 1::2]]),
-        gate_up_bias=tensors.put("gate_up_bias", [bias[:, ::2], bias[:, 1::2]]),
-        down=tensors.put("down", [tensors.read(own + "down_proj", count, inner, width)]),
+        gate_up=tensors.put("gate_up", halves),
+        gate_up_bias=tensors.put("gate_up_bias", biases),
+        down=tensors.put("down", [down]),
         down_bias=tensors.device(own + "down_proj_bias", count, width),
     )
 
@@ -196,6 +201,19 @@ def _interleaved(fused: np.ndarray) -> np.ndarray:
     return np.stack(np.split(fused, 2, axis=-1), axis=-1).reshape(fused.shape)
 
 
+def as_stored(config: GptOss, tensors: Tensors) -> GptOss:
+    """The configuration whose experts, if they stay in blocks with a scale, are split by whole blocks."""
+    blocks = isinstance(tensors, mxfp4.Mxfp4Tensors) and tensors.weights is None
+    return config.with_whole_groups(mxfp4.BLOCK) if blocks else config
+
+
 FAMILY = Family(
-    GptOss, ARCHITECTURES, parse_config, describe, read_params, named_tensors, open_tensors=mxfp4.open_tensors
+    GptOss,
+    ARCHITECTURES,
+    parse_config,
+    describe,
+    read_params,
+    named_tensors,
+    open_tensors=mxfp4.open_tensors,
+    as_stored=as_stored,
 )

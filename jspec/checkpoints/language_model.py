@@ -91,7 +91,7 @@ def read(
     tensors = family.open_tensors(source, resolve_dtype(dtype))
     tensors.weights = weights
     config = family.with_mtp(parsed, tensors, mtp)
-    config = placed(config, tensors, place)
+    config = family.as_stored(placed(config, tensors, place), tensors)
     shapes = config.param_shapes(tensors.dtype)
     _check_size(shapes, source.config.where)
     if check is not None:

@@ -70,6 +70,11 @@ class Blocks:
         """Some columns; the index takes all of the other axes."""
         return Blocks(self.pairs[:, index[-1]], self.exponents[:, index[-1]])
 
+    def filled(self, rows: int, columns: int) -> "Blocks":
+        """The matrices with zeros after their rows and columns. rows: a multiple of `BLOCK`."""
+        more = (0, 0), (0, columns), (0, rows // BLOCK)
+        return Blocks(np.pad(self.pairs, (*more, (0, 0))), np.pad(self.exponents, more))
+
     def words(self, parts: int) -> np.ndarray:
         """The values, as `pack` makes words of them, [experts, words, out]. parts: of the rows, each packed alone."""
         count, out, blocks, _ = self.pairs.shape

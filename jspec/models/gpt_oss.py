@@ -82,6 +82,7 @@ class GptOss(Decoder):
     gate_limit: bound of the gate, from above, and of the other half of an expert's product.
     gate_slope: factor within the sigmoid of the gate.
     tensor: devices over which heads, experts and the vocabulary are split; the sizes here are those of the whole model.
+    filler: columns of zeros that each expert has in addition, see `with_whole_groups`.
     kv: see `with_kv`.
     exact: see `Decoder.exactly`.
     """
@@ -102,6 +103,7 @@ class GptOss(Decoder):
     gate_limit: float = 7.0
     gate_slope: float = 1.702
     tensor: int = 1
+    filler: int = 0
     kv: str | None = None
     exact: bool = False
 
@@ -132,6 +134,13 @@ class GptOss(Decoder):
         """
         return split_layers(self, devices, {"columns of each expert": self.experts.width})
 
+    def with_whole_groups(self, rows: int) -> Self:
+        """The configuration in which each device has a multiple of `rows` of the rows of an expert's second matrix.
+
+        Such groups share a scale. Experts whose width does not suit this are filled with zeros, which change nothing.
+        """
+        return dataclasses.replace(self, filler=-self.experts.width % (rows * self.tensor) if self.tensor > 1 else 0)
+
     def param_shapes(self, dtype: DTypeLike) -> GptOssParams:
         """The weights as `jax.ShapeDtypeStruct`s."""
         shape, vocabulary, width = shape_of(dtype), self.vocab_size, self.hidden_size
@@ -144,7 +153,8 @@ class GptOss(Decoder):
 
     def _layer_shapes(self, dtype: DTypeLike) -> GptOssLayerParams:
         shape, wide, width = shape_of(dtype), shape_of(jnp.float32), self.hidden_size
-        queries, count, inner = self.num_heads * self.head_dim, self.experts.router.count, self.experts.width
+        queries, count = self.num_heads * self.head_dim, self.experts.router.count
+        inner = self.experts.width + self.filler
         projected = queries + 2 * held_kv_heads(self) * self.head_dim
         return GptOssLayerParams(
             attention_norm=shape((width,)),
