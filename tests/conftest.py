@@ -43,6 +43,9 @@ jaxtyping.install_import_hook([*ARRAYS_ONLY, "pallas_kernels"], "beartype.bearty
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run both tiers: the slow tests as well")
+    parser.addoption(
+        "--half", type=int, choices=(0, 1), help="leave out every other slow test, those of the other half"
+    )
 
 
 def pytest_configure(config):
@@ -65,6 +68,9 @@ def pytest_collection_modifyitems(config, items):
     whole = not chosen and jax.default_backend() == "cpu"
     config.stash[tiers.UNMATCHED] = unmatched if whole else set()
     config.stash[tiers.COLLECTED] = {item.nodeid for item in items} if whole else set()
+    if (half := config.option.half) is not None:
+        items[:], others = tiers.split_slow(items, half)
+        config.hook.pytest_deselected(items=others)
 
 
 UNSELECTED = pytest.StashKey[int]()

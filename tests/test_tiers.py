@@ -37,6 +37,15 @@ def test_a_whole_id_names_one_point():
     assert [item.get_closest_marker("slow") is not None for item in items] == [False, True, False, False]
 
 
+def test_halves_have_every_other_slow_test_and_all_fast_ones():
+    items = [Item("a", point) for point in "uvwxyz"]
+    for item in items[1:]:
+        item.add_marker(pytest.mark.slow)
+    halves = [tiers.split_slow(items, half) for half in (0, 1)]
+    assert [[item.callspec.id for item in kept] for kept, _ in halves] == [["u", "v", "x", "z"], ["u", "w", "y"]]
+    assert all(sorted(map(id, kept + others)) == sorted(map(id, items)) for kept, others in halves)
+
+
 def test_every_part_of_a_marker_names_a_point(request):
     """Checks the tests of this run. An error while they are collected would end a worker without a message."""
     assert request.config.stash[tiers.UNMATCHED] == set()

@@ -1,4 +1,4 @@
-"""The tiers of the tests: which points of a parametrized test its `fast` marker leaves in the fast tier."""
+"""The tiers of the tests: the points that a `fast` marker leaves in the fast tier, and the halves of the slow one."""
 
 from collections.abc import Iterable
 
@@ -32,3 +32,16 @@ def mark_slow(items: Iterable[pytest.Item]) -> set[str]:
             if item.callspec.id not in set().union(*named.values()):
                 item.add_marker(pytest.mark.slow)
     return unmatched
+
+
+def split_slow(items: Iterable[pytest.Item], half: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests without those of the other half of the slow tier, and these. half: 0 or 1.
+
+    Slow tests take turns in the order in which they are collected, so each half has every other point of a test.
+    """
+    kept, others, count = [], [], 0
+    for item in items:
+        slow = item.get_closest_marker("slow") is not None
+        (others if slow and count % 2 != half else kept).append(item)
+        count += slow
+    return kept, others

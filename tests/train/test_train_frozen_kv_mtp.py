@@ -76,7 +76,8 @@ def test_training_equals_serving(name, target_head):
     keys = jax.vmap(jax.random.key)(jnp.arange(3, dtype=jnp.uint32))
     given = params, tokens, length, length + 4, keys, stopping.init(None, 3)
     s = decode.jitted_prefill(*given, target=target, drafter=bound, accept=accept.greedy, capacity=32, page_size=4)
-    atol = 1e-4 if jax.default_backend() == "gpu" else 2e-5
+    # Rounds and the unrolled forward add up in different orders.
+    atol = 1e-4
     apply, hidden = jax.jit(config.apply, static_argnums=1), s.draft
     for step in range(STEPS):
         token = jnp.take_along_axis(tokens, length[:, None] + step, axis=1, mode="clip")
