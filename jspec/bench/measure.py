@@ -184,6 +184,8 @@ def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledC
     if result.problem:
         return None
     prompt = prompt_of(setup, result)
+    if setup.placement is not None:
+        prompt = jax.device_put(prompt, setup.placement.everywhere)
 
     # Prefill. Its outputs are the caches and buffers of the case.
     began = time.perf_counter()
@@ -268,8 +270,7 @@ def prompt_of(setup: BenchSetup, result: CaseResult) -> Prompt:
     ids = np.random.default_rng(0).integers(0, setup.target.vocab_size, (batch, result.context), np.int32)
     keys = jax.vmap(jax.random.key)(jnp.arange(batch, dtype=jnp.uint32))
     length, limit = (jnp.full(batch, count, jnp.int32) for count in (result.context, result.capacity))
-    made = jnp.asarray(ids), length, limit, keys, stopping.init(None, batch)
-    return made if setup.placement is None else jax.device_put(made, setup.placement.everywhere)
+    return jnp.asarray(ids), length, limit, keys, stopping.init(None, batch)
 
 
 def _time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: DecodeState) -> DecodeState:
