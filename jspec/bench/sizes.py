@@ -54,23 +54,22 @@ def table() -> str:
     for name in MODELS:
         target = PRESETS[name].target
         shapes = target.param_shapes(jnp.bfloat16)
-        cells = [_cell(target, quantize_shapes(shapes, weights), weights) for weights in FORMATS.values()]
+        cells = [_cell(target, quantize_shapes(shapes, weights)) for weights in FORMATS.values()]
         cache = _gigabytes(tree_bytes(_cache(target, shapes)))
         rows.append([name, f"{count_parameters(shapes) / 1e9:.1f} B", cache, *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def fewest(target: Decoder, shapes: PyTree, weights: str | None, memory: float) -> int | None:
+def fewest(target: Decoder, shapes: PyTree, memory: float) -> int | None:
     """The fewest of `DEVICES` that hold the weights and the cache of one sequence; None: they do not fit on any.
 
     Args:
-      shapes: the weights in this format, on one device, as `jax.ShapeDtypeStruct`s.
-      weights: the name of the format, or None.
+      shapes: the weights on one device, in any format, as `jax.ShapeDtypeStruct`s.
       memory: bytes of each device.
     """
     for devices in DEVICES:
         placement = Placement(_mesh(devices))
-        if devices > 1 and not _can_be_split(target, weights, devices):
+        if devices > 1 and not _can_be_split(target, shapes, devices):
             continue
         cache = _cache(target if devices == 1 else target.split(devices), target.param_shapes(jnp.bfloat16))
         if tree_bytes(placement.local(shapes)) + tree_bytes(cache) <= USABLE * memory:
@@ -78,8 +77,8 @@ def fewest(target: Decoder, shapes: PyTree, weights: str | None, memory: float) 
     return None
 
 
-def _cell(target: Decoder, shapes: PyTree, weights: str | None) -> str:
-    found = [(fewest(target, shapes, weights, memory), name) for name, memory in MEMORY.items()]
+def _cell(target: Decoder, shapes: PyTree) -> str:
+    found = [(fewest(target, shapes, memory), name) for name, memory in MEMORY.items()]
     gpus = ", ".join(f"{count} {name}" for count, name in found if count is not None)
     return f"{_gigabytes(tree_bytes(shapes))}: {gpus or 'more'}"
 
@@ -97,11 +96,11 @@ def _cache(target: Decoder, shapes: PyTree) -> PyTree:
     return jax.eval_shape(lambda params: target.init_cache(params, 1, CONTEXT, _PAGE), shapes)
 
 
-def _can_be_split(target: Decoder, weights: str | None, devices: int) -> bool:
+def _can_be_split(target: Decoder, shapes: PyTree, devices: int) -> bool:
     """Whether heads and MLPs can be, and no device has part of a packed block."""
     try:
         target.split(devices)
-        check_split_groups(target.param_shapes(jnp.bfloat16), weights, devices)
+        check_split_groups(shapes, devices)
     except ValueError:
         return False
     return True

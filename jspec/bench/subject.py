@@ -101,9 +101,9 @@ def _shaped(options: argparse.Namespace) -> Subject:
     if placement is not None:
         prepare_collectives()
         target = target.split(placement.size)
-    shapes = target.param_shapes(dtype)
-    check_split_groups(shapes, options.weights, options.tensor)
-    return _with_draft(options.preset, target, quantize_shapes(shapes, options.weights), draft, placement, options)
+    shapes = quantize_shapes(target.param_shapes(dtype), options.weights)
+    check_split_groups(shapes, options.tensor)
+    return _with_draft(options.preset, target, shapes, draft, placement, options)
 
 
 def _with_draft(
@@ -116,10 +116,10 @@ def _with_draft(
         beside = place_draft(draft, dtype, target=placement, wanted=wanted, weights=options.weights)
         placement = dataclasses.replace(placement, draft=beside is not None)
         draft = draft.split(placement.size) if placement.draft else draft
-    shapes = draft.param_shapes(dtype)
+    shapes = quantize_shapes(draft.param_shapes(dtype), options.weights)
     if placement is not None and placement.draft:
-        check_split_groups(shapes, options.weights, placement.size)
-    return Subject(name, target, draft, Params(params, quantize_shapes(shapes, options.weights)), placement)
+        check_split_groups(shapes, placement.size)
+    return Subject(name, target, draft, Params(params, shapes), placement)
 
 
 def _drafts(preset: Preset) -> Mapping[str, Draft | None]:

@@ -250,15 +250,12 @@ def check_whole_groups(
     )
 
 
-def check_split_groups(shapes: PyTree, weights: str | None, devices: int) -> None:
+def check_split_groups(shapes: PyTree, devices: int) -> None:
     """Raises ValueError if devices that share the rows of a matrix would have parts of groups, or of packed blocks.
 
-    Args:
-      shapes: of the weights before they are in a format, as `jax.ShapeDtypeStruct`s.
-      weights: the format, as in `quantize_shapes`.
+    shapes: what `quantize_shapes` returns.
     """
-    found = jax.tree_util.tree_leaves_with_path(quantize_shapes(shapes, weights), is_leaf=is_matrix)
-    for path, matrix in found:
+    for path, matrix in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_matrix):
         field = getattr(path[-1], "name", None) if path else None
         if isinstance(matrix, Quantized) and field is not None and WEIGHTS.get(field) == -2:
             packed = matrix.filling is not None

@@ -26,7 +26,7 @@ def test_the_fewest_devices_whose_memory_suffices(share, devices):
     bytes_ = 2 * (2 * 128_256 * width + width + LAYERS * layer)
     cache = 2 * LAYERS * 2 * keys * (sizes.CONTEXT + 16)  # A page more is the one that nobody has.
     memory = share * (bytes_ + cache) / sizes.USABLE
-    assert sizes.fewest(target, target.param_shapes(jnp.bfloat16), None, memory) == devices
+    assert sizes.fewest(target, target.param_shapes(jnp.bfloat16), memory) == devices
 
 
 def test_a_number_of_devices_that_divides_nothing_does_not_count():
@@ -34,6 +34,6 @@ def test_a_number_of_devices_that_divides_nothing_does_not_count():
     target = few_layers("llama-3.1-8b", intermediate_size=3 * 128)
     shapes = target.param_shapes(jnp.bfloat16)
     packed = quantize_shapes(shapes, "int4")
-    assert sizes.fewest(target, packed, "int4", 1e6) is None and sizes.fewest(target, packed, "int4", 80e9) == 1
-    assert sizes.fewest(target, shapes, None, 2e9) == 2
-    assert sizes.fewest(target, packed, "int4", 1.5e9) is None
+    assert sizes.fewest(target, packed, 1e6) is None and sizes.fewest(target, packed, 80e9) == 1
+    assert sizes.fewest(target, shapes, 2e9) == 2
+    assert sizes.fewest(target, packed, 1.5e9) is None
