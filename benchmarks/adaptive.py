@@ -234,8 +234,11 @@ def draw(path: Path, measurements: Sequence[measurement.Measurement]) -> None:
             assert each.mode is not None and each.median is not None
             point = float(each.settings["conditional_acceptance"] or 0), each.median
             speeds.setdefault(each.batch, {}).setdefault(each.mode, []).append(point)
-    page, panels = pyplot.subplots(1, len(speeds), figsize=(4.5 * len(speeds), 3.6), squeeze=False)
-    for panel, (batch, modes) in zip(panels[0], sorted(speeds.items()), strict=True):
+    rows, columns = -(-len(speeds) // 2), min(len(speeds), 2)
+    page, panels = pyplot.subplots(rows, columns, figsize=(4.5 * columns, 3.6 * rows), squeeze=False)
+    for panel in panels.flat[len(speeds) :]:
+        panel.set_axis_off()
+    for panel, (batch, modes) in zip(panels.flat, sorted(speeds.items()), strict=False):
         fixed = sorted(mode for mode in modes if mode != "adaptive")
         colors = pyplot.get_cmap("Blues")([0.35 + 0.6 * i / max(len(fixed) - 1, 1) for i in range(len(fixed))])
         for mode, color in zip(fixed, colors, strict=True):
@@ -244,7 +247,8 @@ def draw(path: Path, measurements: Sequence[measurement.Measurement]) -> None:
         if "adaptive" in modes:
             panel.plot(*zip(*sorted(modes["adaptive"]), strict=True), "o--", color="C1", label="adaptive")
         panel.set(title=f"batch {batch}", xlabel="conditional acceptance", ylim=(0, None))
-    panels[0][0].set_ylabel("tokens per second, all sequences")
+    for row in panels:
+        row[0].set_ylabel("tokens per second, all sequences")
     panels[0][0].legend(frameon=False)
     page.tight_layout()
     page.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

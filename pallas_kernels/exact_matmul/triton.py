@@ -60,7 +60,8 @@ class Tuning:
     few_rows_whole: Config
     """For a tile of `min_block_m` rows and a contraction of one part; `narrow` where bits depend on the tile."""
     many_rows: Config
-    """For more than `spread_rows` rows; `narrow` where bits depend on the tile."""
+    """For more than `spread_rows` rows, and for fewer that fill its tiles as well as they fill those of `narrow`; `narrow`
+    where bits depend on the tile."""
     many_rows_whole: Config
     """The same for a contraction of one part, whose sums take half the registers."""
     programs: int
@@ -104,13 +105,16 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> 
     wanted = max(1, min(tuning.programs // pl.cdiv(columns, config.block_n), inner // tuning.least_part))
     # The power of two, so that the parts of most matrices have the same length.
     parts = 1 << (wanted.bit_length() - 1)
-    if config is tuning.narrow and rows > tuning.spread_rows:
-        config = tuning.many_rows if parts > 1 else tuning.many_rows_whole
-    elif config is tuning.narrow:
+    if config is tuning.narrow:
+        many = tuning.many_rows if parts > 1 else tuning.many_rows_whole
         block_m = max(min(pl.next_power_of_2(rows), config.block_m), tuning.min_block_m)
-        if block_m == tuning.min_block_m and parts == 1:
+        # Larger tiles read the matrix less often. They are slower where more of their rows are empty.
+        if rows > tuning.spread_rows or (rows > config.block_m and -rows % many.block_m < config.block_m):
+            config = many
+        elif block_m == tuning.min_block_m and parts == 1:
             config = tuning.few_rows_whole
-        config = dataclasses.replace(config, block_m=block_m)
+        else:
+            config = dataclasses.replace(config, block_m=block_m)
     return dataclasses.replace(config, parts=parts, spread=parts > 1 and rows <= tuning.spread_rows)
 
 

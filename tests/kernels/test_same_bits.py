@@ -461,11 +461,11 @@ def test_configurations_do_not_depend_on_the_number_of_rows(kind, monkeypatch):
     for inner, columns in ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256), (64, 64)):
         for dtype in ("bfloat16", "float32"):
             make = partial(matmul_triton.default_config, inner=inner, columns=columns, dtype=dtype)
-            made = [make(rows=rows) for rows in (1, 2, 6, 17, 64, 65, 257, 2048)]
+            made = [make(rows=rows) for rows in (1, 2, 6, 17, 64, 65, 192, 256, 257, 2048)]
             if kind == "any other" or dtype == "float32":
                 assert len({dataclasses.replace(config, spread=False) for config in made}) == 1
             else:
-                assert [config.block_m for config in made] == [16, 16, 16, 32, 64, 64, 128, 128]
+                assert [config.block_m for config in made] == [16, 16, 16, 32, 64, 128, 64, 128, 128, 128]
             assert len({config.parts for config in made}) == 1
             assert made[0].parts == 1 or inner // made[0].parts >= made[0].block_k
 
