@@ -60,8 +60,10 @@ class Tuning:
     few_rows_whole: Config
     """For a tile of `min_block_m` rows and a contraction of one part; `narrow` where bits depend on the tile."""
     many_rows: Config
-    """For more than `spread_rows` rows, and for fewer that fill its tiles as well as they fill those of `narrow`; `narrow`
-    where bits depend on the tile."""
+    """For more than `spread_rows` rows, and for fewer that fill its tiles as well as those of `narrow`.
+
+    It is `narrow` where bits depend on the tile.
+    """
     many_rows_whole: Config
     """The same for a contraction of one part, whose sums take half the registers."""
     programs: int

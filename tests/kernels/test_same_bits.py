@@ -423,7 +423,18 @@ def test_products_of_a_large_model(inner, columns, options):
     weight = jax.random.normal(keys[1], (inner, columns), jnp.bfloat16) / 64
     run = jax.jit(partial(exact_matmul.exact_matmul, **options))
     whole = np.asarray(run(x, weight))
-    for first, count in ((0, 1), (383, 1), (5, 2), (100, 6), (64, 17), (1, 32), (300, 64), (10, 65), (0, 192)):
+    for first, count in (
+        (0, 1),
+        (383, 1),
+        (5, 2),
+        (100, 6),
+        (64, 17),
+        (1, 32),
+        (300, 64),
+        (10, 65),
+        (0, 192),
+        (7, 256),
+    ):
         assert same_bits(run(x[first : first + count], weight), whole[first : first + count]), (first, count)
 
 
