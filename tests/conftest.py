@@ -21,7 +21,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # On a GPU the test processes share its memory, and autotuning would take longer than the tests. Flags that the user
 # sets come last and win.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}".rstrip()
+if "--xla_gpu_autotune_level" not in os.environ.get("XLA_FLAGS", ""):  # each process would have other flags otherwise
+    os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}".rstrip()
 
 import jax  # noqa: E402, after the environment that JAX reads when it is imported
 import jaxtyping  # noqa: E402
@@ -159,25 +160,41 @@ def take_older_generator(patch):
     patch.setattr(compiler, "get_compile_options", options)
 
 
+LAST = pytest.StashKey[tuple[bool, bool]]()
+"""How the last module of this process compiled."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def programs(request):
     """Compiles as for a user in modules that set AS_SHIPPED; elsewhere in less time, a quarter of it with JAX 0.10.
 
-    A module that reads the text of programs sets TEXT_AS_SHIPPED: all of XLA's passes over it run there.
+    A module that reads the text of programs sets TEXT_AS_SHIPPED: all of XLA's passes over it run there. Modules that
+    compile alike share what is traced, unless one of them patches what is traced.
     """
     as_shipped, text = (getattr(request.module, name, False) for name in ("AS_SHIPPED", "TEXT_AS_SHIPPED"))
+    stash = request.config.stash
+    if stash.get(LAST, (as_shipped, text)) != (as_shipped, text):
+        forget_programs()
+    stash[LAST] = as_shipped, text
     jax.config.update("jax_disable_most_optimizations", not as_shipped)
     with pytest.MonkeyPatch.context() as patch:
         if not (as_shipped or text):
             take_older_generator(patch)
         yield
+    tests = (item for item in request.session.items if getattr(item, "module", None) is request.module)
+    if as_shipped or text or any(PATCHES & set(item.fixturenames) for item in tests):
         forget_programs()
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+PATCHES = {"monkeypatch", "without_jaxtyping"}
+"""Fixtures with which a program may be traced that is another one than in other modules."""
 MAPS = pathlib.Path("/proc/self/maps")
 MOST_MAPS = 30_000
 """Each compiled program keeps memory mapped; Linux allows a process 65,530 maps and a compiler out of them crashes."""
+STATM = pathlib.Path("/proc/self/statm")
+MOST_BYTES = 3 * 2**30
+"""Memory of a process in which programs are kept: two of them fit into 8 GB."""
 
 
 CHECKED = itertools.count()
@@ -188,8 +205,10 @@ CHECKED = itertools.count()
 def room_for_programs():
     """Forgets compiled programs between two tests where they have taken half of the maps a process may have."""
     yield
-    if next(CHECKED) % 10 == 0 and MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST_MAPS:
-        forget_programs()
+    if next(CHECKED) % 10 == 0 and MAPS.exists():
+        resident = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        if resident > MOST_BYTES or MAPS.read_bytes().count(b"\n") > MOST_MAPS:
+            forget_programs()
 
 
 @pytest.fixture

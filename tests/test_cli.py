@@ -56,6 +56,7 @@ def test_compare_runs_plain_decoding(capsys):
     assert "plain:" in err and "the same tokens" in err and err.strip().endswith("x")
 
 
+@pytest.mark.slow
 def test_show_prints_the_text_once_and_in_color(capsys):
     arguments = ("generate", "def add(a, b):", "--max-new-tokens", "24", *PAIR, "--depth", "2")
     _, plain, _ = run(capsys, *arguments)
@@ -103,6 +104,7 @@ def test_compare_does_not_compare_the_tokens_of_rules_that_sample_differently(ca
     assert status == 0 and "different samples from the same distribution (--accept rejection)" in err
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_text(capsys):
     arguments = ("generate", "import os\n", "--model", "bundled:python-tiny", "--max-new-tokens", "24")
     _, whole, _ = run(capsys, *arguments)
@@ -230,6 +232,7 @@ def test_evaluate_writes_lines_of_data(capsys, tmp_path):
     assert out.count("sequences that differ from plain: 0") == 2
 
 
+@pytest.mark.slow
 def test_evaluate_compares_categories(capsys, tmp_path):
     """Categories in the order in which they come, each in batches of its own; the whole is their sum."""
     files = [tmp_path / name for name in ("some.jsonl", "code.jsonl")]
@@ -273,6 +276,7 @@ def test_evaluate_limits_each_category(capsys, tmp_path):
     assert "\n4 prompts" in out and out.count("plain: accept length") == 1
 
 
+@pytest.mark.slow
 def test_a_conversation_has_the_replies_of_the_model(chatty):
     """The prompts of all turns, against a loop over conversations that decodes plainly, one prompt at a time."""
     chats = [["hello", "class A:", "x"], ["def f(x):"], ["import os", "y ="]]
@@ -470,6 +474,7 @@ def test_the_command_imports_no_optional_package():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_output_in_a_grammar(capsys, tmp_path):
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}')

@@ -175,6 +175,7 @@ def check(capsys, arguments, *names):
     return status
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [pytest.param(i, marks=[pytest.mark.slow] * (i > 0)) for i in range(0, FAST, 3)])
 def test_an_option_is_refused_in_one_line_or_the_work_begins(capsys, part):
     assert len(CASES) > 3000
@@ -258,6 +259,7 @@ GOOD_RECORDS += [
 ]
 
 
+@pytest.mark.fast("file-evaluate", "standard input-generate")
 @pytest.mark.parametrize("command", ("generate", "evaluate"))
 @pytest.mark.parametrize("where", ("file", "standard input"))
 def test_a_file_of_prompts_is_read_or_named(capsys, tmp_path, monkeypatch, command, where):

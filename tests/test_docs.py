@@ -15,7 +15,7 @@ def page_name(path):
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.fast("README")
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES_WITH_CODE, ids=page_name)
 def test_code_runs(path, capsys, tmp_path, monkeypatch, needs):
     monkeypatch.chdir(tmp_path)

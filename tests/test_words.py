@@ -1,5 +1,7 @@
 """Code, messages and pages are in plain American English: words that CONTRIBUTING.md replaces do not occur."""
 
+import bisect
+import itertools
 import json
 import re
 from pathlib import Path
@@ -82,21 +84,35 @@ def lines():
             yield from ((name, i, line) for i, line in enumerate(read(path).splitlines(), 1))
 
 
-LINES = list(lines())
+LINES = [(name, number, f": {line.strip()}") for name, number, line in lines()]
+TEXT = "\n".join(line for *_, line in LINES)
+STARTS = list(itertools.accumulate((len(line) + 1 for *_, line in LINES), initial=0))
+"""Where each line begins in `TEXT`."""
+
+
+def candidates(pattern):
+    """The lines that a match in the whole text touches, which is found sooner than one in each line."""
+    touched = set()
+    for match in pattern.finditer(TEXT):
+        first, last = (
+            bisect.bisect_right(STARTS, at) - 1 for at in (match.start(), max(match.start(), match.end() - 1))
+        )
+        touched.update(range(first, last + 1))
+    return [LINES[index] for index in sorted(touched)]
 
 
 def find(word):
     """Where a word is used, as "file:line: text"."""
-    flags = re.IGNORECASE if word[0].islower() else 0
+    flags = re.MULTILINE | (re.IGNORECASE if word[0].islower() else 0)
     pattern = re.compile(rf"(?<![A-Za-z])(?:{WORDS[word]})(?![A-Za-z])", flags)
     allowed = [re.compile(expression, re.IGNORECASE) for expression in ALLOWED.get(word, [])]
     found = []
-    for name, number, line in LINES:
-        text = f"{name}: {line.strip()}"
+    for name, number, line in candidates(pattern):
+        text = name + line
         for match in pattern.finditer(text, len(name)):
             spans = [span for expression in allowed for span in expression.finditer(text)]
             if not any(span.start() <= match.start() and match.end() <= span.end() for span in spans):
-                found.append(f"{name}:{number}: {line.strip()}")
+                found.append(f"{name}:{number}{line}")
     return found
 
 

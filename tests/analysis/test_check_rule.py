@@ -104,6 +104,10 @@ WRONG = {
 }
 
 
+OFTEN = [name for name in WRONG if name not in ("another path", "nodes that are not there", "thresholds", "scaled")]
+
+
+@pytest.mark.fast(*OFTEN)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_found(name, few):
     rule, message = WRONG[name]

@@ -34,7 +34,7 @@ def axes(needs):
 # inspect_round
 
 
-@pytest.mark.fast("chain")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "sampling"),
     (
@@ -146,6 +146,7 @@ def test_evaluations(axes):
         plots.evaluations({"plain": found["plain"]})
 
 
+@pytest.mark.slow
 def test_tokens_per_round(axes, model):
     out = jspec.generate(model, [PROMPT, PROMPT[:2]], drafter=Ngram(depth=3), max_new_tokens=24)
     own = axes.figure().add_subplot()
@@ -157,7 +158,7 @@ def test_tokens_per_round(axes, model):
     assert ax is own
 
 
-@pytest.mark.fast("plain", "chain")
+@pytest.mark.fast("chain")
 @pytest.mark.parametrize(
     "drafter",
     (

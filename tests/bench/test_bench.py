@@ -301,6 +301,7 @@ def test_random_weights_are_what_the_shapes_say_and_keep_what_is_there():
 # Imposed acceptance in the loop
 
 
+@pytest.mark.fast("chain")
 @pytest.mark.parametrize("shape", ({"width": 1}, {"width": 2, "num_nodes": 6}), ids=("chain", "tree"))
 def test_generate_takes_the_rule(shape):
     model = jspec.Model("tiny", TINY.target, params_of(DRAFTERS["chain"]), None, (), TINY.standalone)
@@ -342,7 +343,7 @@ def optimized():
 # Phases
 
 
-@pytest.mark.fast("chain")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", DRAFTERS)
 def test_the_phases_are_the_round(mode):
     drafter = DRAFTERS[mode]
@@ -355,6 +356,7 @@ def test_the_phases_are_the_round(mode):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.fast("draft")
 @pytest.mark.parametrize("phase", ("draft", "verify"))
 def test_nothing_of_a_repeated_phase_leaves_the_loop(phase, optimized):
     drafter = DRAFTERS["chain"]
@@ -476,6 +478,7 @@ def test_random_weights_in_blocks_have_a_scale_for_128_rows(capsys):
     assert status == 2 and "--weights fp8-blocks: requires --preset" in err
 
 
+@pytest.mark.fast("int8")
 @pytest.mark.parametrize("narrow", ("float8_e4m3fn", "int8"))
 def test_random_weights_of_8_bits_have_the_spread_of_wide_ones(narrow):
     name = {"float8_e4m3fn": "fp8", "int8": "int8"}[narrow]
@@ -507,6 +510,7 @@ def test_rows_that_do_not_fit_are_named_and_the_others_run(capsys, monkeypatch):
     assert long == "plain 1 x 4096: needs 4101 tokens for 2 rounds; the context length is 4096"
 
 
+@pytest.mark.slow
 def test_a_workspace_that_does_not_fit_is_named_before_anything_runs(capsys, monkeypatch):
     free = [(10**9, 10**9)] * 2 + [(60_000, 10**9)] * 9
     monkeypatch.setattr(memory, "free_bytes", lambda device=None: free.pop(0))

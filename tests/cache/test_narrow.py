@@ -61,7 +61,7 @@ def test_what_was_stored_is_stored_unchanged():
 # Readers
 
 
-@pytest.mark.fast("llama", "deepseek")
+@pytest.mark.fast("llama")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_token_is_read_alike_in_its_own_round_and_later(name):
     """Logits of a text read at once equal those of its tokens one by one, and are not those of a wide cache."""
@@ -97,6 +97,7 @@ def model_of(name, **options):
     return jspec.from_named(config, arrays, **options)
 
 
+@pytest.mark.slow
 def test_drafted_output_is_plain_output():
     """Greedy and sampled, in `generate` and in an engine, for any page size."""
     model = model_of("llama", kv="fp8")

@@ -82,7 +82,7 @@ def dense(q, pairs):
     return (weights / weights.sum(0)).T @ values[:, 0]
 
 
-@pytest.mark.fast("8-1", "7-5")
+@pytest.mark.fast("8-1")
 @pytest.mark.parametrize(
     ("window", "page_size"),
     [

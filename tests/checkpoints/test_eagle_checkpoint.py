@@ -53,6 +53,7 @@ fuse = jax.jit(lambda config, params, hidden: config.fuse(params, hidden), stati
 commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
 
 
+@pytest.mark.fast("eagle1", "eagle3 two layers", "speculators two layers", "eagle3 narrow")
 @pytest.mark.parametrize("name", HEADS)
 def test_forward_equals_the_oracle(head, name):
     directory = head(**HEADS[name])

@@ -132,6 +132,7 @@ def stored(tmp_path_factory):
     return pair
 
 
+@pytest.mark.fast("experts-awq", "llama-compressed", "llama-gptq", "experts-gptq")
 @pytest.mark.parametrize(
     ("model", "form"),
     [*(("llama", form) for form in FORMATS), ("experts", "awq"), ("experts", "gptq"), ("latents", "compressed_zeros")],
@@ -171,6 +172,7 @@ def test_logits_are_those_of_the_widened_weights(stored, form):
     np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_drafted_tokens_and_rounds_are_those_of_the_widened_weights(stored):
     path = stored("llama", "gptq")
     options = {"max_new_tokens": 20, "page_size": 16}

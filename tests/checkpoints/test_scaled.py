@@ -118,6 +118,7 @@ def test_logits_are_those_of_the_widened_weights(stored, model, form):
     np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_drafted_tokens_and_rounds_are_those_of_the_widened_weights(stored):
     path = stored("llama", "blocks")
     options = {"max_new_tokens": 20, "page_size": 16}

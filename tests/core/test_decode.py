@@ -41,7 +41,7 @@ def test_plain_decoding_is_the_argmax_of_one_forward_over_its_own_output():
         assert len(tokens) == prompt + 24
 
 
-@pytest.mark.fast("eagle_tree", "random_tree")
+@pytest.mark.fast("eagle_tree")
 @all_drafters
 def test_every_drafter_commits_the_tokens_of_plain_decoding(drafter):
     check_tokens(drafter, page_size=4)
@@ -297,6 +297,7 @@ def row_of(s, b):
     return s.tokens[b], s.length[b], s.finish_code[b], s.stats.rounds[b], s.stats.accept_counts[b], pages
 
 
+@pytest.mark.fast("eagle_tree", "ngram")
 @one_shape_of_each_drafter
 def test_a_finished_sequence_keeps_every_bit_while_others_continue(drafter):
     weights = weights_of(drafter)

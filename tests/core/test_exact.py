@@ -304,11 +304,7 @@ SHAPES = {
 RULES = {"coupled": coupled, "rejection": rejection, "block": block, "thresholds": thresholds(1, 1)}
 
 
-@pytest.mark.fast(
-    "chain of 2-",
-    "-tree of 2-sampled",
-    "more siblings than tokens have mass-certain",
-)
+@pytest.mark.fast("coupled-tree of 2-sampled", "rejection-tree of 2-sampled")
 @pytest.mark.parametrize("certain", (False, True), ids=("sampled", "certain"))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", RULES)

@@ -111,6 +111,7 @@ def test_constrained_output_does_not_depend_on_the_drafter(name):
     assert (np.array(s.stats.rounds)[[0, 2]] < np.array(plain.stats.rounds)[[0, 2]]).all(), "drafts are accepted"
 
 
+@pytest.mark.slow
 def test_the_sequence_without_a_grammar_is_that_of_a_batch_without():
     free = toy.run(Plain(), toy.params(), toy.start(Plain(), toy.params(), table=stops()))
     assert constrained("plain")[1][1] == toy.generated(free)[1][toy.LENGTHS[1] :]
@@ -358,6 +359,7 @@ def test_other_grammars_of_these_sizes_run_the_same_program():
     assert programs[0] == programs[1]
 
 
+@pytest.mark.slow
 def test_the_loop_has_no_way_to_the_host():
     drafter = toy.bound_drafters()["suffix"]
     s = toy.start(drafter, toy.params(), table=stops(), grammar=batch())

@@ -113,6 +113,7 @@ def test_operations_have_the_name_of_their_phase(name, multiplying, writing):
     assert {phase for line, phase in named if any(pool_writes([line], pool) for pool in types)} == writing
 
 
+@pytest.mark.fast("plain", "ngram")
 @each_name
 def test_a_chain_needs_no_sort(name):
     if getattr(toy.bound_drafters()[name], "width", 1) > 1:
@@ -131,6 +132,7 @@ def test_each_pool_is_written_once_per_round_and_never_copied(name):
         check_in_place(loop_body(text), shape)
 
 
+@pytest.mark.fast("True")
 @pytest.mark.parametrize("select", (False, True))
 def test_the_last_layer_continues_with_the_selected_tokens_only(select):
     """Its MLP and the LM head read the selected tokens; keys and values are those of all tokens."""

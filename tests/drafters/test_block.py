@@ -83,7 +83,7 @@ def state(config, until):
     return toy.run(drafter, weights_of(config), toy.start(drafter, weights_of(config)), until)
 
 
-@pytest.mark.fast("0-dspark", "4-fill-in")
+@pytest.mark.fast("4-fill-in")
 @pytest.mark.parametrize("config", (toy.BLOCK, toy.FILL_IN), ids=("dspark", "fill-in"))
 @pytest.mark.parametrize("until", (0, 1, 4))
 def test_the_cache_has_the_keys_and_values_of_the_committed_features(files, config, until):
@@ -132,6 +132,7 @@ def test_proposals_are_those_of_the_oracle(files, depth, width, config):
             assert list(map(int, found.parents[b])) == parents
 
 
+@pytest.mark.slow
 def test_sampled_drafts_report_the_distribution_after_their_own_path(files):
     """In numbers, where a wrong state or row may leave the best tokens as they are."""
     config = toy.BLOCK

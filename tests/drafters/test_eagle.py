@@ -64,7 +64,7 @@ def drafted(drafter, until):
     return s, jax.jit(drafter.draft)(weights, s)[0]
 
 
-@pytest.mark.fast("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("until", ROUNDS)
 def test_the_heads_cache_is_what_one_forward_over_all_pairs_makes(until):
     drafter = Eagle(depth=3).bind(toy.TARGET, toy.HEAD)

@@ -173,6 +173,7 @@ def spread(out, vocab_size):
     return found
 
 
+@pytest.mark.fast("llama-root")
 @each(("name", "position"), [("llama", "root"), ("shared", "committed")], CASES, POSITIONS)
 def test_logits_and_hidden_states_equal_those_by_hand(name, position):
     """The seed and two steps after it, in a batch of all lengths."""
@@ -242,6 +243,7 @@ def test_a_round_has_one_forward_per_generation_and_does_not_repeat_the_seed(wid
 # State and cache
 
 
+@pytest.mark.slow
 @each("name", ["shared"], CASES)
 def test_the_state_is_the_targets_hidden_state_at_the_last_committed_row(name):
     """After prefill and after rounds, also in finished sequences."""
@@ -304,6 +306,7 @@ def test_sampled_drafts_report_their_distribution(name):
             assert dist[tokens[row, number + 1]] > 0
 
 
+@pytest.mark.slow
 @each("backend", ["triton"], ["triton", "mosaic_tpu"])
 def test_kernels_find_the_prefix_alone(backend, monkeypatch):
     """Nodes that see no row of the round, with windows and without."""

@@ -174,7 +174,7 @@ POINTS = (
 )
 
 
-@pytest.mark.fast("eagle-shape0", "standalone-shape1", "block-shape2")
+@pytest.mark.fast("standalone-shape1")
 @pytest.mark.parametrize(("name", "shape", "window", "keep_first", "page_size", "chunk"), POINTS)
 def test_drafts_are_those_of_a_banded_forward(name, shape, window, keep_first, page_size, chunk):
     """From prompts shorter than the window to texts of several, where windows begin in the cache, among the rows of a
@@ -257,6 +257,7 @@ def test_a_window_is_one_of_each_layer_or_the_layers_own_if_that_is_shorter(name
     assert np.array(found[0][1].accept_counts)[:, 1:].any()
 
 
+@pytest.mark.slow
 def test_adaptive_drafters_share_the_cache_of_one_window():
     chains = [Eagle(depth=depth, window=5, keep_first=1) for depth in (1, 3)]
     # The deeper one is only worth a probe, in every second round.

@@ -5,7 +5,6 @@ import random
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -49,16 +48,18 @@ def letters_are_tokens(monkeypatch):
     monkeypatch.setattr(automaton_pool, "_GRAMMAR_MAPS", 1)
 
 
+FOLLOWING = jax.jit(following)
+
+
 def transitions(found):
     """[states, V]: of each token in each state, as the device finds them."""
-    found, states = jax.device_put(found), len(found.map_of_state)
-    state, token = jnp.arange(states, dtype=jnp.int16)[:, None], jnp.arange(VOCAB)[None]
-    return np.asarray(following(found, *(jnp.broadcast_to(x, (states, VOCAB)) for x in (state, token))))
+    states = len(found.map_of_state)
+    state, token = np.arange(states, dtype=np.int16)[:, None], np.arange(VOCAB, dtype=np.int32)[None]
+    return np.asarray(FOLLOWING(found, *(np.broadcast_to(x, (states, VOCAB)) for x in (state, token))))
 
 
-def check_works(pool, start, own, rng):
-    """From its start state, the pool's table leads where the automaton alone leads."""
-    table = transitions(pool.automaton)
+def check_works(table, start, own, rng):
+    """From its start state, the pool's transitions lead where the automaton alone leads."""
     for _ in range(20):
         here, there = start, 0
         for token in rng.choices(range(VOCAB), k=30):
@@ -68,9 +69,9 @@ def check_works(pool, start, own, rng):
                 break
 
 
-def check_set(pool, start, strings, ignore_eos, rng):
+def check_set(table, start, strings, ignore_eos, rng):
     made = automaton(strings, () if ignore_eos else (EOS,))
-    check_works(pool, start, np.zeros((1, VOCAB), np.int16) if made is None else made.dense(), rng)
+    check_works(table, start, np.zeros((1, VOCAB), np.int16) if made is None else made.dense(), rng)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -89,8 +90,9 @@ def test_sets_come_and_go(seed):
         except QueueFull as error:
             refused += 1
             assert "try again later" in str(error)
+        table = transitions(pool.automaton)
         for strings, ignore_eos, start in used:
-            check_set(pool, start, strings, ignore_eos, rng)
+            check_set(table, start, strings, ignore_eos, rng)
         sizes.add((len(pool.automaton.table), len(pool.automaton.token_class)))
     assert refused < 60 and all(states <= 64 and states.bit_count() == maps.bit_count() == 1 for states, maps in sizes)
     for strings, ignore_eos, _ in used:
@@ -134,7 +136,7 @@ def test_grammars_leave_the_free_state_alone():
     starts = [pool.add(one) for one in grammars]
     assert pool.add(None) == FREE and FREE not in starts
     for one, start in zip(grammars, starts, strict=True):
-        check_works(pool, start, pool.compile(one).dense(), rng)
+        check_works(transitions(pool.automaton), start, pool.compile(one).dense(), rng)
         state = start
         for token in b"ab":
             state = pool.state_after(state, [token - 97]) if state >= 0 else state
@@ -146,7 +148,8 @@ def test_grammars_leave_the_free_state_alone():
     assert pool.add(Grammar.choice(["abba", "ha"])) == starts[1]
     pool.remove(grammars[1])
     more = Grammar.regex("[a-h]{40}")
-    check_works(pool, pool.add(more), pool.compile(more).dense(), rng)
+    start = pool.add(more)
+    check_works(transitions(pool.automaton), start, pool.compile(more).dense(), rng)
     assert (transitions(pool.automaton)[FREE] == FREE).all(), "the table has grown, and others have gone"
     with pytest.raises(ValueError, match="grammar: the automaton has 64 states; must be at most 63"):
         pool.add(Grammar.regex("a{63}"))

@@ -118,6 +118,7 @@ def test_texts_of_other_rules_are_in_their_grammars(model, rule, seed):
     check(jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=2), **options))
 
 
+@pytest.mark.slow
 def test_other_options_beside_a_grammar(model):
     """A bias that forbids all that the grammar allows and a minimum beyond its end change nothing; limits do."""
     grammar = jspec.Grammar.choice(["return x"])
@@ -135,6 +136,7 @@ def test_other_options_beside_a_grammar(model):
     assert out[2].finish_reason == "length" and out[2].text.startswith("{")
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_a_text_within_its_grammar(model):
     sampling = jspec.Sampling(temperature=0, grammar=jspec.Grammar.regex("abc, def"))
     out = jspec.generate(model, "a", drafter="ngram", max_new_tokens=20, sampling=sampling, stop=", d")

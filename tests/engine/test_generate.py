@@ -54,7 +54,7 @@ def readable(text, start):
     return next(text[i : i + 2] for i in range(start, len(text) - 1) if "\ufffd" not in text[i : i + 2])
 
 
-@pytest.mark.fast("standalone", "ngram")
+@pytest.mark.fast("ngram")
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
 def test_tokens_do_not_depend_on_the_drafter(model, plain, drafter):
     out = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=40)
@@ -110,7 +110,7 @@ def test_a_checkpoint_without_a_tokenizer_works_with_ids(model, plain):
     assert out.text is None
 
 
-@pytest.mark.fast("standalone", "ngram")
+@pytest.mark.fast("ngram")
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
 def test_a_stop_string_ends_text_and_tokens(model, plain, drafter):
     stops = [readable(plain.text[0], 17), readable(plain.text[2], 9)]
@@ -159,6 +159,7 @@ def test_stream_returns_the_generation(model, plain):
     assert list(drive())[-1] == "end"
 
 
+@pytest.mark.slow
 def test_progress_bar_and_debug_change_nothing(model, plain, capsys):
     out = jspec.generate(model, PROMPTS, max_new_tokens=40, progress=True, debug=True)
     assert out.tokens == plain.tokens
@@ -216,6 +217,7 @@ def test_generate_ids_inside_a_users_jit(model, plain):
     ]
 
 
+@pytest.mark.slow
 def test_generate_ids_ends_when_the_buffer_is_full(model, plain):
     ids = np.array([model.tokenizer.encode(PROMPTS[0])], np.int32)
     n = ids.shape[1]
@@ -459,6 +461,7 @@ def test_logprobs_are_those_of_one_forward_over_the_output(model, accept, drafte
     assert out[0].top_logprobs == out.top_logprobs[0]
 
 
+@pytest.mark.slow
 def test_the_origin_of_each_token_adds_up_to_the_counters(model):
     out = jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=3, width=2), max_new_tokens=40)
     for b, origin in enumerate(out.origin):

@@ -142,7 +142,7 @@ def test_a_kernel_module_has_the_interface(package, kernel):
     )
 
 
-@pytest.mark.fast("delta_rule-triton", "kv_compact-mosaic_tpu", "paged_attention-mosaic_tpu", "topk-triton")
+@pytest.mark.fast("kv_compact-mosaic_tpu", "topk-triton")
 @kernels
 def test_supported_takes_the_arguments_of_the_operation(package, kernel, monkeypatch):
     args, options = captured_arguments(package, monkeypatch)
@@ -151,7 +151,7 @@ def test_supported_takes_the_arguments_of_the_operation(package, kernel, monkeyp
         assert supported(*args, **options, interpret=interpret) is None
 
 
-@pytest.mark.fast("paged_attention", "delta_rule", "group_rows")
+@pytest.mark.fast("paged_attention", "group_rows")
 @operations
 def test_every_backend_equals_the_reference(package, monkeypatch):
     operation = OPERATIONS[package]

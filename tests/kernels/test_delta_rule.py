@@ -58,7 +58,7 @@ def narrow(*arrays):
     return [x.astype(np.float32) for x in arrays]
 
 
-@pytest.mark.fast("6-chain", "7-tree")
+@pytest.mark.fast("6-chain-xla", "7-tree")
 @backends
 @pytest.mark.parametrize(("count", "shape"), [(1, "chain"), (6, "chain"), (7, "tree"), (24, "tree"), (24, "slow tree")])
 def test_every_node_equals_the_recurrence_along_its_path(count, shape, backend):

@@ -83,6 +83,7 @@ def test_rows_are_chosen_and_gated(dtype, activation, backend):
     assert_close(out, expected, dtype)
 
 
+@pytest.mark.fast("blocks0-", "blocks2-silu")
 @requires("triton")
 @pytest.mark.parametrize("activation", (None, jax.nn.silu), ids=("", "silu"))
 @pytest.mark.parametrize("blocks", ((16, 32, 16), (32, 64, 64), (128, 32, 32)))
@@ -237,7 +238,7 @@ def packed_inputs(codes, group, dtype, sizes=(2, 0, 17, 5), inner=200, columns=3
     )
 
 
-@pytest.mark.fast("zeros-xla", "zeros-triton", "e2m1-xla", "e2m1-triton")
+@pytest.mark.fast("zeros-xla", "e2m1-triton")
 @backends
 @pytest.mark.parametrize(("codes", "group", "dtype", "activation"), PACKED.values(), ids=PACKED)
 def test_packed_matrices_are_taken_apart_and_scaled(codes, group, dtype, activation, backend):

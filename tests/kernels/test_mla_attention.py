@@ -79,13 +79,12 @@ POINTS = [
 
 
 @pytest.mark.fast(
-    "prefix_full_and_empty",
     "page_of_3",
-    "earlier_rows_tree",
-    "no_prefix_chain",
-    "bfloat16_tree",
-    "latent_20",
-    "narrow_pool_chain",
+    "earlier_rows_tree-xla",
+    "no_prefix_chain-triton",
+    "bfloat16_tree-mosaic_tpu",
+    "latent_20-triton",
+    "narrow_pool_chain-xla",
 )
 @pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
@@ -98,6 +97,7 @@ def test_equals_a_softmax_in_float64(case, backend):
     assert_close(out, oracle(*args, **options), case.dtype)
 
 
+@pytest.mark.fast("tree")
 @backends
 @pytest.mark.parametrize("tree", (False, True), ids=("chain", "tree"))
 def test_a_mask_of_the_prefix(backend, tree):

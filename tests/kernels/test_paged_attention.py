@@ -107,21 +107,12 @@ POINTS = [
 
 @pytest.mark.fast(
     "page_of_3",
-    "prefix_full_and_empty-xla",
-    "nodes_33_tree-xla",
-    "earlier_rows_tree-xla",
-    "no_prefix_tree-xla",
-    "bfloat16_earlier_rows",
-    "head_dim_24-xla",
-    "soft_cap-xla",
+    "bfloat16_earlier_rows-xla",
     "sinks_chain-xla",
-    "sinks_chain-triton",
-    "windows_tree-xla",
     "first_chain-xla",
     "first_tree-triton",
-    "first_chain-mosaic_tpu",
     "bfloat16_windows_soft_cap-mosaic_tpu",
-    "narrow_pool_chain",
+    "narrow_pool_chain-triton",
 )
 @pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
@@ -242,7 +233,7 @@ def shapes(case: Case):
     return q, own, own, pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
 
 
-@pytest.mark.fast("decode", "tree", "chunk_of_512")
+@pytest.mark.fast("decode-cuda", "verify_tree-tpu", "first_tree-cuda")
 @pytest.mark.parametrize("platform", ("cuda", "tpu"))
 @named(REAL)
 def test_lowers_for(case, platform):

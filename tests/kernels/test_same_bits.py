@@ -314,6 +314,7 @@ def test_a_row_of_a_grouped_product_has_the_same_bits_among_any_rows(dtype, back
         assert same_bits(part, np.asarray(whole)[rows]), rows
 
 
+@pytest.mark.fast("float32-xla", "bfloat16-triton")
 @each_backend(add_norm.OPERATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_sum_and_its_norm(dtype, backend):
@@ -339,6 +340,7 @@ def test_a_sum_and_its_norm(dtype, backend):
     assert same_bits(run(x[2:3], divided[:, 2:3], weight)[1], added[1][2:3])
 
 
+@pytest.mark.fast("float32-xla", "bfloat16-triton")
 @each_backend(add_norm.OPERATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_wide_norms_and_normed_branches(dtype, backend):
@@ -374,6 +376,7 @@ def test_wide_norms_and_normed_branches(dtype, backend):
         add_norm.add_norm(jnp.asarray(x), None, None, eps=1e-5)
 
 
+@pytest.mark.fast("float32-xla", "bfloat16-triton")
 @each_backend(split_heads.OPERATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_heads_of_a_product_in_parts(dtype, backend):

@@ -164,11 +164,9 @@ POINTS = [
 
 @pytest.mark.fast(
     "attention-page_of_3-on_wait",
-    "latent_attention-page_of_3-on_wait",
-    "topk-rows_12",
     "delta_rule-page_of_3-eager",
-    "compaction-page_of_3-on_wait",
     "latent_compaction-nodes_17_tree-on_wait",
+    "compaction-page_of_3-on_wait",
 )
 @pytest.mark.parametrize(("simulation", "case", "mode"), POINTS)
 def test_equals_xla_without_a_race(simulation, case, mode):
@@ -224,6 +222,7 @@ def test_latent_attention_copies_committed_pages_only(name, nodes, monkeypatch):
     assert sorted(copied) == sorted((options["layer"], page, pool[0, 0, 0].nbytes) for page in committed * tiles)
 
 
+@pytest.mark.fast("1")
 @pytest.mark.parametrize("step_pages", (1, 2))
 def test_windows_copy_the_first_pages_and_their_own(step_pages, monkeypatch):
     """Each page once, in steps; of the pages between them none."""

@@ -56,6 +56,7 @@ def test_finds_what_a_sort_finds(shape, k, backend):
     check(normal(shape), k, program(k, backend))
 
 
+@pytest.mark.fast("33-xla", "64-triton", "64-mosaic_tpu")
 @backends
 @pytest.mark.parametrize("k", (33, 64))
 def test_finds_as_many_as_the_widest_tree_has_children(k, backend):
@@ -100,6 +101,7 @@ def test_strange_rows(kind, backend):
     check(np.stack([row(kind), normal((2500,))]), 8, program(8, backend))
 
 
+@pytest.mark.fast("bfloat16")
 @backends
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_narrow_logits_are_converted_to_float32(dtype, backend):

@@ -107,7 +107,7 @@ def check_logits(oracle, directory):
     return loaded
 
 
-@pytest.mark.fast("v2-changes1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "changes", "saved"),
     [

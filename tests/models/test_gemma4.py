@@ -93,7 +93,7 @@ def matrix():
         yield pytest.param(kind, window, drafter, page_size, chunk, marks=marks)
 
 
-@pytest.mark.fast("shared-16-None-16-20")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "window", "drafter", "page_size", "chunk"), list(matrix()))
 def test_greedy_output_equals_transformers(pair, expected, kind, window, drafter, page_size, chunk, monkeypatch):
     model, oracle = pair(kind, window)
@@ -143,6 +143,7 @@ def as_on_the_hub(raw):
         raw["expert_intermediate_size"] = raw.pop("moe_intermediate_size")
 
 
+@pytest.mark.fast("dense-new config", "shared-old config", "experts-new config")
 @pytest.mark.parametrize("old_config", [False, True], ids=["new config", "old config"])
 @pytest.mark.parametrize("kind", hf.GEMMA4_KINDS)
 def test_logits_equal_transformers(tmp_path, kind, old_config):
@@ -153,6 +154,7 @@ def test_logits_equal_transformers(tmp_path, kind, old_config):
     check_logits(oracle, tmp_path)
 
 
+@pytest.mark.fast("dense-changes1", "shared-changes4")
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

@@ -62,7 +62,7 @@ def check_pools(text, s):
         check_in_place(body, shape, shapes.count(shape))
 
 
-@pytest.mark.fast("shared")
+@pytest.mark.slow
 @CASES
 def test_each_pool_is_written_once_a_round_and_never_copied(kind, drafter):
     function, given = prefill(kind, drafter)
@@ -72,7 +72,7 @@ def test_each_pool_is_written_once_a_round_and_never_copied(kind, drafter):
     check_pools(lowered.compile().as_text(), s)
 
 
-@pytest.mark.fast("shared")
+@pytest.mark.slow
 @CASES
 def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(kind, drafter):
     """The chunks are longer than the ring."""

@@ -89,7 +89,7 @@ CASES = {
 """Drafter, page size and columns of a chunk. A chain of 12, trees and a chunk of 20 are longer than a window."""
 
 
-@pytest.mark.fast("suffix")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_output_equals_transformers(pair, expected, with_head, case, monkeypatch):
     drafter, page_size, chunk = CASES[case]

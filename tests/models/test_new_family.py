@@ -169,6 +169,7 @@ def test_it_loads_and_generates(checkpoint):
     assert jspec.generate(model, [1, 2, 1, 2], max_new_tokens=12, drafter=jspec.Ngram()).tokens == plain
 
 
+@pytest.mark.slow
 def test_it_drafts(checkpoint):
     directory, _ = checkpoint
     model = jspec.load(directory, draft=directory, dtype="float32")

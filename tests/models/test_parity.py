@@ -93,7 +93,7 @@ def label(case):
     return f"{family}-{type(drafter).__name__}-{drafter.depth}{f'x{width}' if width > 1 else ''}-{page_size}"
 
 
-@pytest.mark.fast("llama-plain-16", "llama-Ngram-4-16", "llama-Standalone-4-16", "llama-Eagle-3-1")
+@pytest.mark.fast("llama-Ngram-4-16", "llama-Eagle-3-1")
 @pytest.mark.parametrize(("pair", "drafter", "page_size"), CASES, ids=map(label, CASES), indirect=["pair"])
 def test_greedy_output_equals_transformers(pair, with_head, expected, drafter, page_size):
     model, oracle = pair

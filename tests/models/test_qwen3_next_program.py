@@ -57,7 +57,7 @@ def check_states(text, s):
         check_in_place(body, shape, pools.count(shape))
 
 
-@pytest.mark.fast("chain")
+@pytest.mark.slow
 @CASES
 def test_no_state_is_copied_in_a_round(kind, drafter):
     function, given = prefill(kind, drafter)

@@ -60,6 +60,7 @@ def setup_for(config=MODEL, recipe=RECIPE, teacher=None):
     return LmSetup(config, recipe, teacher, "float32")
 
 
+@pytest.mark.fast("1-llama")
 @pytest.mark.parametrize("config", [MODEL, DRAFT], ids=["qwen3-tied", "llama-untied"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_training_forward_equals_the_models(config, layers):
@@ -122,6 +123,7 @@ def test_distillation_brings_the_draft_closer_to_its_teacher(sources, heldout, t
     assert after["heldout_agreement"] > 0.5 > before["heldout_agreement"]
 
 
+@pytest.mark.slow
 def test_the_state_is_flaxs_train_state():
     """`apply_fn` is the forward, and states of equal setups have the same structure."""
     state = objective.init(setup_for())
@@ -160,6 +162,7 @@ def test_complete_returns_the_models_greedy_output():
         assert choices[len(prompt) - 1 : -1].tolist() == row[len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_some_texts_are_sampled():
     """As many as asked for, whatever the batch; the others are those of greedy decoding."""
     params = model.init_params(MODEL, jax.random.key(3))
@@ -183,6 +186,7 @@ def test_how_texts_were_made_is_beside_them(tmp_path):
             rows.read(path)
 
 
+@pytest.mark.slow
 def test_large_vocabularies_have_32_bit_ids():
     """As in the vocabularies of Llama 3, Qwen3 and Gemma 4."""
     config = dataclasses.replace(DRAFT, vocab_size=70_000)

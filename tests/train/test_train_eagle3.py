@@ -92,6 +92,7 @@ def read_head(reference, prefix):
     )
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_equal_the_authors(reference):
     shape = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
     target = Llama(num_layers=7, head_dim=8, max_length=64, **shape)
@@ -177,6 +178,7 @@ def test_training_equals_serving(target):
             np.testing.assert_allclose(np.array(out.feature)[:, 0], wanted[1][:, p], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_masked_text_changes_nothing(target):
     params, tokens = dataclasses.replace(random_head(target), ids=None), random_tokens(2, 12)
     ids = np.arange(0, 60, 1.5).astype(np.int32)
@@ -379,6 +381,7 @@ def test_the_command_writes_a_head_that_loads(data_directory, tmp_path):
     assert str(tmp_path) not in card and str(data_directory) not in card
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])
 def test_a_head_of_another_width_has_its_own_embedding(target, layout, tmp_path):
     config = head.configure(TARGET, capture_layers=(1, 2, 4), hidden_size=16, draft_vocab_size=40)
