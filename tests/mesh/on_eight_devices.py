@@ -505,6 +505,21 @@ def test_quantized_weights_are_split_with_the_scales_of_whole_columns(directorie
     assert two.params.target.embed.dtype == np.float32
 
 
+def test_scales_of_keys_and_values_are_on_all_devices():
+    config, names = TARGETS["odd vocabulary"], ("k_scale", "v_scale")
+    arrays = named_arrays(config, weights(config))
+    for index, pair in enumerate([(0.03, 1.7), (2.6, 0.4)]):
+        for name, scale in zip(names, pair, strict=True):
+            arrays[f"model.layers.{index}.self_attn.{name}"] = jnp.full(1, scale, jnp.float32)
+    models = [jspec.from_named(config, arrays, kv="fp8", **devices) for devices in (dict(data=2, tensor=2), {})]
+    options = dict(drafter=Ngram(), max_new_tokens=12)
+    got, expected = (jspec.generate(model, PROMPTS, **options) for model in models)
+    assert_same(got, expected)
+    assert models[0].params.target.layers[0].kv_scales.sharding.is_fully_replicated
+    with pytest.raises(ValueError, match="kv_scales is missing"):
+        models[0].with_params(jspec.from_named(config, named_arrays(config, weights(config)), data=2, tensor=2).params)
+
+
 def test_packed_weights_are_split_by_blocks_of_rows(directories):
     one, two = (jspec.load(directories("blocks"), tensor=tensor, weights="int4") for tensor in (None, 2))
     (whole, others), (split, experts) = one.params.target.layers, two.params.target.layers

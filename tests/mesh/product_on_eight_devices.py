@@ -1,6 +1,7 @@
 """Every family with every drafter over devices, through each entry point: the tokens and rounds of one device.
 
-test_mesh.py runs a selection of the points in a process with eight CPU devices; CONTRIBUTING.md has the command for all.
+test_mesh.py runs a selection of the points in a process with eight CPU devices; CONTRIBUTING.md has the command for
+all.
 """
 
 import functools
