@@ -45,13 +45,18 @@ jaxtyping.install_import_hook([*ARRAYS_ONLY, "pallas_kernels"], "beartype.bearty
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run both tiers: the slow tests as well")
     parser.addoption(
+        "--product",
+        action="store_true",
+        help="run the points marked product as well, of families and drafters over devices: hours",
+    )
+    parser.addoption(
         "--half", type=int, choices=(0, 1), help="leave out every other slow test, those of the other half"
     )
 
 
 def pytest_configure(config):
-    """Selects the fast tier, unless --full or a marker expression such as `-m slow` selects something else."""
-    if not config.option.markexpr and not config.option.full:
+    """Selects the fast tier, unless --full, --product or a marker expression such as `-m slow` selects others."""
+    if not config.option.markexpr and not config.option.full and not config.option.product:
         config.option.markexpr = "not slow"
     if not hasattr(config, "workerinput"):
         trim_compilation_cache()
@@ -69,6 +74,11 @@ def pytest_collection_modifyitems(config, items):
     whole = not chosen and jax.default_backend() == "cpu"
     config.stash[tiers.UNMATCHED] = unmatched if whole else set()
     config.stash[tiers.COLLECTED] = {item.nodeid for item in items} if whole else set()
+    if not config.option.product:
+        others = [item for item in items if item.get_closest_marker("product") is not None]
+        items[:] = [item for item in items if item.get_closest_marker("product") is None]
+        if others:
+            config.hook.pytest_deselected(items=others)
     if (half := config.option.half) is not None:
         items[:], others = tiers.split_slow(items, half)
         config.hook.pytest_deselected(items=others)

@@ -57,7 +57,7 @@ _FEW, _HYBRID, _RECURRENT, _SLIDING = (
     f"{_STORM}[recurrent_ngram-rows]",
     f"{_STORM}[sliding_ngram-wide]",
 )
-_LAYERS = "mesh/test_mesh.py::test_all_on_eight_devices[layers_on_eight_devices.py]"
+_PRODUCT = "mesh/test_mesh.py::test_all_on_eight_devices[product_on_eight_devices.py]"
 _LIMIT = "core/test_decode.py::test_sequences_end_exactly_at_their_limit[Planted(depth=4)]"
 _PLAIN = "core/test_decode.py::test_plain_decoding_is_the_argmax_of_one_forward_over_its_own_output"
 _CHAINS = "core/test_exact.py::test_on_chains_the_code_decides_like_the_program[rejection-2-sampled]"
@@ -612,7 +612,7 @@ MUTANTS = (
             "every device adds the biases of experts",
             'mode="clip"), self.tensor)',
             'mode="clip"), 1)',
-            _LAYERS,
+            _PRODUCT,
         ),
     ),
     *_group(
@@ -1209,7 +1209,7 @@ MUTANTS = (
             "a device has a part of an assistant's attention",
             "seen = sum_over_devices(seen, self.tensor)",
             "seen = sum_over_devices(seen, 1)",
-            _LAYERS,
+            _PRODUCT,
         ),
     ),
     *_group(

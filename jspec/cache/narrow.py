@@ -11,7 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 KV_FORMATS: dict[str, np.dtype] = {"fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
-"""Name -> type of the elements of a pool. They have no scale (FP8 formats, arXiv 2209.05433)."""
+"""Name -> type of the elements of a pool (FP8 formats, arXiv 2209.05433).
+
+A checkpoint may have a scale for the keys of a layer and one for its values, by which they are divided before they are
+rounded (github.com/vllm-project/compressed-tensors); without it the scale is 1.
+"""
 
 
 def check_kv(kv: object) -> None:
@@ -37,6 +41,33 @@ def narrowed(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shap
         return x.astype(kind)
     most = jnp.asarray(jnp.finfo(kind).max, x.dtype)
     return jnp.clip(x, -most, most).astype(kind)
+
+
+def divided(
+    q: Float[Array, "B N H D"],
+    k: Float[Array, "B R K D"],
+    v: Float[Array, "B R K D"],
+    scales: Float[Array, "2"],
+    kv: str,
+) -> tuple[Float[Array, "B N H D"], Float[Array, "B R K D"], Float[Array, "B R K D"]]:
+    """Queries, keys and values for attention over a pool that has keys and values divided by a scale each.
+
+    Keys and values are rounded to the pool's format here, once, whatever their type. Queries are multiplied by the
+    scale of the keys, as their products with keys are to be; what attention returns is still to be multiplied by that
+    of the values.
+
+    scales: of keys, and of values. kv: a key of `KV_FORMATS`.
+    """
+
+    def stored(x: Float[Array, "B R K D"], scale: Float[Array, ""]) -> Float[Array, "B R K D"]:
+        return as_stored(x.astype(jnp.float32) / scale, KV_FORMATS[kv]).astype(x.dtype)
+
+    return multiplied(q, scales[0]), stored(k, scales[0]), stored(v, scales[1])
+
+
+def multiplied(x: Float[Array, "*shape"], scale: Float[Array, ""]) -> Float[Array, "*shape"]:
+    """`x` times a scale, in the type of `x`."""
+    return (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def as_stored(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:

@@ -1,5 +1,6 @@
 """Llama and Qwen3, dense or with experts: config.json and tensors to a configuration and weights, and back."""
 
+import dataclasses
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.kv_scales import name_kv_scales, read_kv_scales
 from jspec.checkpoints.split import copy_heads
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.layers import Llama3Rope
@@ -152,7 +154,8 @@ def read_params(config: Llama, tensors: Tensors) -> LlamaParams:
         prefix = f"model.layers.{index}."
         norm, bias = tensors.device(prefix + "input_layernorm.weight", width), config.attention_bias
         options = {"qkv_bias": bias, "o_bias": bias, "qk_norm": config.qk_norm, "experts": config.layer_experts(index)}
-        layers.append(read_layer(config, tensors, prefix, norm, input_width=width, **options))
+        layer = read_layer(config, tensors, prefix, norm, input_width=width, **options)
+        layers.append(dataclasses.replace(layer, kv_scales=read_kv_scales(tensors, prefix + "self_attn.")))
     params = LlamaParams(embed, tuple(layers), tensors.device("model.norm.weight", width), head)
     if config.tie_embeddings:
         tensors.compare_head("model.embed_tokens.weight", config.vocab_size, width)
@@ -237,6 +240,7 @@ def named_tensors(config: Llama, params: LlamaParams) -> Iterator[tuple[str, Any
     for i, layer in enumerate(params.layers):
         yield from name_layer(config, layer, f"model.layers.{i}.", config.experts)
         yield f"model.layers.{i}.input_layernorm.weight", layer.attention_norm
+        yield from name_kv_scales(f"model.layers.{i}.self_attn.", layer.kv_scales)
     yield "model.norm.weight", params.norm
     if params.lm_head is not None:
         yield "lm_head.weight", np.asarray(params.lm_head).T

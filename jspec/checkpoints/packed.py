@@ -21,6 +21,7 @@ import numpy as np
 from jspec.checkpoints.deferred import Part
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.kv_scales import is_known
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 
 _NAMES = {
@@ -55,7 +56,9 @@ def parse_compressed(method: Fields) -> Packing | None:
     """The packing of a `quantization_config` of compressed-tensors; None: it is not supported."""
     groups = method.section("config_groups")
     found = {_parse_group(groups.section(name).section("weights")) for name in groups.keys()}
-    if method.read_text("format") != "pack-quantized" or method.section("kv_cache_scheme").keys() or len(found) != 1:
+    if method.read_text("format") != "pack-quantized" or len(found) != 1:
+        return None
+    if not is_known(method.section("kv_cache_scheme")):
         return None
     return found.pop()
 

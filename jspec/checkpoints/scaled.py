@@ -21,6 +21,7 @@ from jaxtyping import PyTree
 from jspec.checkpoints.deferred import Deferred, Part
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.kv_scales import is_known
 from jspec.checkpoints.packed import PackedFiles, Packing, parse_awq, parse_compressed, parse_gptq
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.source import Source
@@ -77,9 +78,10 @@ def parse_scheme(config: Fields) -> Scheme | None:
     if found is None:
         raise CheckpointError(
             f"{config.where}: {config.describe('quantization_config')} is not supported; must have quant_method='fp8', "
-            "fmt='e4m3' and a weight_block_size of two integers; or quant_method='compressed-tensors' without a "
-            "kv_cache_scheme, with symmetric weights of 8 bits, of type float or int, by channel or by tensor, or "
-            "packed integers of 4 or 8 bits by group or by channel; or quant_method='gptq' or 'awq' with 4 bits"
+            "fmt='e4m3' and a weight_block_size of two integers; or quant_method='compressed-tensors' with symmetric "
+            "weights of 8 bits, of type float or int, by channel or by tensor, or packed integers of 4 or 8 bits by "
+            "group or by channel, and a kv_cache_scheme of 8 bits, type float, by tensor, or none; or "
+            "quant_method='gptq' or 'awq' with 4 bits"
         )
     return found
 
@@ -96,7 +98,11 @@ def _parse_compressed(method: Fields) -> Scheme | None:
     named, kind = _COMPRESSED.get(method.read_text("format"), (None, FP8))
     groups = method.section("config_groups")
     sections = [groups.section(name).section("weights") for name in groups.keys()]
-    if named is None or not sections or method.section("kv_cache_scheme").keys():
+    if not is_known(method.section("kv_cache_scheme")):
+        return None
+    if not sections and method.section("kv_cache_scheme").keys():
+        return Scheme(kind, "_scale", (None, None))
+    if named is None or not sections:
         return None
     for weights in sections:
         known = weights.optional_text("type") == named and weights.read_int("num_bits") == 8

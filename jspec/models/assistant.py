@@ -14,6 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
+from jspec.cache.narrow import multiplied
 from jspec.core.sharding import check_split, gather_last, sum_over_devices
 from jspec.core.struct import struct
 from jspec.core.types import Params
@@ -265,7 +266,7 @@ class Assistant:
         normed = self._norm(x, own.layers[0].attention_norm)
         following = [*(layer.attention_norm for layer in own.layers[1:]), own.norm]
         for layer, read, norm in zip(own.layers, self.target_layers, following, strict=True):
-            seen = layers.linear(self._attend(layer, read, target, normed, cache, length, positions), layer.o)
+            seen = layers.linear(self._attend(layer, read, target, params, normed, cache, length, positions), layer.o)
             seen = sum_over_devices(seen, self.tensor)
             x, normed = self._add(x, seen, layer.attention_out_norm, layer.mlp_norm)
             mlp = layers.gated_mlp(normed, layer.gate_up, layer.down, layers.gelu)
@@ -285,7 +286,7 @@ class Assistant:
         assert normed is not None
         return stream, normed
 
-    def _attend(self, layer: AssistantLayerParams, read: int, target, normed, cache, length, positions):
+    def _attend(self, layer: AssistantLayerParams, read: int, target, params, normed, cache, length, positions):
         """Attention of a layer's queries over the target's layer `read`, [B, N, HD]; zero if nothing is committed."""
         batch, nodes, _ = normed.shape
         keys = target.layer_keys(read).split(self.tensor)
@@ -298,7 +299,12 @@ class Assistant:
         mask = jnp.broadcast_to((length == 0)[:, None, None], (batch, nodes, nodes))
         last = jnp.maximum(length - 1, 0)[:, None]
         scale = target.layer_scale(read)
+        scales = None if keys.kv is None else getattr(params.target.layers[read], "kv_scales", None)
+        if scales is not None:
+            q = multiplied(q, scales[0])
         seen = cache.attend(read, q, rows, rows, length, mask, scale, positions=last)
+        if scales is not None:
+            seen = multiplied(seen, scales[1])
         return seen.reshape(batch, nodes, -1)
 
     def _unembed(self, own: AssistantParams, normed) -> tuple[Array, Array | None]:

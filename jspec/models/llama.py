@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
-from jspec.cache.narrow import stored_dtype
+from jspec.cache.narrow import divided, multiplied, stored_dtype
 from jspec.core.sharding import check_split, held_heads, sum_over_devices
 from jspec.core.struct import struct
 from jspec.models import layers
@@ -47,6 +47,8 @@ class LayerParams:
     down: Float[Array, "F E"] | None
     experts: RoutedParams | None = None
     """Experts; mutually exclusive with gate_up and down."""
+    kv_scales: Float[Array, "2"] | None = None
+    """What a narrow cache divides keys and values by, in float32; None: 1."""
 
 
 @struct
@@ -155,7 +157,7 @@ class Llama(Decoder):
         for index, layer in enumerate(params.layers):
             own = None if earlier is None else earlier[index]
             here = partial(attend, index, scale=self.layer_scale(index))
-            options = {"routed": self.experts, "exact": self.exact}
+            options = {"routed": self.experts, "exact": self.exact, "kv": self.kv}
             if index + 1 < self.num_layers:
                 x, branch, pair = layer_branches(self, layer, x, normed, rotation, here, own, **options)
                 x, normed = layers.add_rms_norm(x, branch, norms[index + 1], self.rms_norm_eps, exact=self.exact)
@@ -292,9 +294,11 @@ def decoder_layer(
     routed: Routed | None = None,
     *,
     exact: bool = False,
+    kv: str | None = None,
 ) -> tuple[Float[Array, "B N E"], tuple[Array, Array]]:
     """The residual stream after a layer, and the layer's rows: arguments and rows as in `layer_branches`."""
-    x, branch, pair = layer_branches(config, layer, x, normed, rotation, attend, earlier, selected, routed, exact=exact)
+    options = {"exact": exact, "kv": kv}
+    x, branch, pair = layer_branches(config, layer, x, normed, rotation, attend, earlier, selected, routed, **options)
     return x + parts.whole(branch, x.ndim, x.dtype), pair
 
 
@@ -310,6 +314,7 @@ def layer_branches(
     routed: Routed | None = None,
     *,
     exact: bool = False,
+    kv: str | None = None,
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"] | Float[Array, "P B N E"], tuple[Array, Array]]:
     """Attention over `normed`, added to the residual stream `x`, then the MLP over the sum.
 
@@ -319,11 +324,14 @@ def layer_branches(
     selected: the tokens whose stream is returned, [B, 1, E]; keys and values are returned for all tokens.
     routed: describes the layer's experts, if it has any.
     exact: as in `layers.linear`.
+    kv: the format of the cache, whose scales the layer may have.
 
     Returns the residual stream before the MLP's output is added, that output, which may be divided as in
     `layers.gated_mlp`, and the keys and values of this round including `earlier`.
     """
-    x, normed, pair = attend_layer(config, layer, x, normed, rotation, attend, earlier, selected, exact=exact)
+    scaled = None if kv is None or layer.kv_scales is None else (kv, layer.kv_scales)
+    options = {"exact": exact, "scaled": scaled}
+    x, normed, pair = attend_layer(config, layer, x, normed, rotation, attend, earlier, selected, **options)
     mlp = layer_mlp(normed, layer, routed, exact=exact)
     return x, sum_over_devices(mlp, config.tensor), pair
 
@@ -378,8 +386,11 @@ def attend_layer(
     selected: layers.SelectedToken | None,
     *,
     exact: bool = False,
+    scaled: tuple[str, Float[Array, "2"]] | None = None,
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B N E"], tuple[Array, Array]]:
     """The first half of a layer: arguments as in `layer_branches`.
+
+    scaled: the format of a cache that has scales, and the scales.
 
     Returns the residual stream after the attention, its norm, and the keys and values of this round.
     """
@@ -391,12 +402,16 @@ def attend_layer(
     qkv = qkv.reshape(*qkv.shape[:-1], heads + 2 * kv_heads, config.head_dim)
     options = {"kv_heads": kv_heads, "eps": config.rms_norm_eps, "exact": exact}
     q, k, v = split_heads(qkv, *rotation, layer.q_norm, layer.k_norm, **options)
+    if scaled is not None:
+        q, k, v = divided(q, k, v, scaled[1], scaled[0])
     if earlier is not None:
         k, v = jnp.concatenate([earlier[0], k], axis=1), jnp.concatenate([earlier[1], v], axis=1)
     if selected is not None:
         x, q = layers.take_token(x, selected.token), layers.take_token(q, selected.token)
         attend = partial(attend, mask=selected.mask)
     attended = attend(q, k, v).reshape(*x.shape[:2], -1)
+    if scaled is not None:
+        attended = multiplied(attended, scaled[1][1])
     if exact and layer.o_bias is None:
         branch = layers.divided_linear(attended, layer.o)
     else:

@@ -214,7 +214,7 @@ def test_memory_counts_packed_values(stored, monkeypatch):
         compressed(strategy="block"),
         compressed(dynamic=True),
         compressed(actorder="group"),
-        {**compressed(), "kv_cache_scheme": {"num_bits": 8}},
+        {**compressed(), "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head"}},
         {
             **compressed(),
             "config_groups": {**compressed()["config_groups"], "b": compressed(num_bits=8)["config_groups"]["group_0"]},

@@ -178,7 +178,7 @@ def group(**changes):
         group(type="int"),
         {**COMPRESSED, "format": "nvfp4-pack-quantized"},
         {**COMPRESSED, "config_groups": {}},
-        {**COMPRESSED, "kv_cache_scheme": {"num_bits": 8}},
+        {**COMPRESSED, "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head"}},
         {"quant_method": "mxfp4"},
         {"quant_method": "fp8"},
         {**BLOCKS, "fmt": "e5m2"},

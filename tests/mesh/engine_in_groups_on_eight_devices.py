@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import on_eight_devices as split
 import pytest
+import tiny_targets as tiny
 
 import jspec
 from jspec.bench import machine
@@ -192,11 +193,11 @@ def test_an_error_of_one_group_ends_all_requests(load):
 CASES = {
     "standalone tree, split": (
         ("tied", "draft of tied", dict(data=2, tensor=2, draft_tensor=True)),
-        Standalone(**split.TREE),
-        split.SAMPLED,
+        Standalone(**tiny.TREE),
+        tiny.SAMPLED,
     ),
     "latents": (("latents", None, dict(data=2, tensor=2)), Mtp(depth=2), None),
-    "windows and a corpus": (("windows", None, dict(data=2)), Suffix(n=4, depth=3, width=3), split.SAMPLED),
+    "windows and a corpus": (("windows", None, dict(data=2)), Suffix(n=4, depth=3, width=3), tiny.SAMPLED),
 }
 """Name -> target, draft and devices, drafter, and how tokens are chosen."""
 
@@ -227,11 +228,11 @@ def test_other_families_and_drafters_in_groups(name, load):
 
 def check_new_weights(engine, one, options):
     """Every group gets them, and compiles nothing."""
-    config = split.TIED
-    arrays = split.named_arrays(config, split.weights(config, 5))
+    config = tiny.TIED
+    arrays = split.named_arrays(config, tiny.weights(config, 5))
     target = jspec.from_named(config, arrays, data=2, tensor=2).params.target
     new = one.with_params(jspec.from_named(config, arrays).params.target)
-    expected = jspec.generate(new, PROMPTS, drafter=Standalone(**split.TREE), page_size=4, **options)
+    expected = jspec.generate(new, PROMPTS, drafter=Standalone(**tiny.TREE), page_size=4, **options)
     before = machine.compilations()
     engine.update(dataclasses.replace(engine.params, target=target))
     split.assert_same(engine.generate(PROMPTS, **options), expected)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import on_eight_devices as split
 import pytest
+import tiny_targets as tiny
 from engine_storm import Setup, Storm
 
 import jspec
@@ -25,7 +26,7 @@ from jspec.models.sizes import tree_bytes
 
 directories, load = split.directories, split.load
 slow = pytest.mark.slow
-TREE = split.TREE
+TREE = tiny.TREE
 CASES = {
     "ngram": ("tied", None, 2, None, Ngram()),
     "experts and copies of heads": ("experts", None, 4, None, Ngram()),
@@ -55,7 +56,7 @@ SIZES = dict(slots=3, context=48, page_size=4, prefill_tokens=16)
 def setups(load, name, kind):
     """What generates over several devices, and on one."""
     target, draft, tensor, draft_tensor, drafter = CASES[name]
-    chosen = {} if kind == "greedy" else {"sampling": split.SAMPLED}
+    chosen = {} if kind == "greedy" else {"sampling": tiny.SAMPLED}
     if kind == "rejection":
         chosen["lossless"] = accept.rejection
     made = []
@@ -99,31 +100,31 @@ def traced(monkeypatch):
 @slow
 def test_an_engine_over_devices_generates_and_takes_new_weights(load, traced):
     """In few programs, which new weights do not compile again."""
-    config = split.TIED
+    config = tiny.TIED
     model, one = (load("tied", "draft of tied", *over) for over in ((4, True), (None,)))
     options = dict(max_new_tokens=12, seed=3, logprobs=3)
     drafter = Standalone(**TREE)
     rows = SIZES["slots"], SIZES["context"], SIZES["prefill_tokens"], 3
     with jspec.Engine(model, drafter=drafter, **SIZES) as engine:
         assert len(engine.groups[0].device.state.tokens.sharding.device_set) == 4
-        expected = jspec.generate(one, split.PROMPTS, drafter=drafter, **options)
-        got = engine.generate(split.PROMPTS, **options)
+        expected = jspec.generate(one, tiny.PROMPTS, drafter=drafter, **options)
+        got = engine.generate(tiny.PROMPTS, **options)
         split.assert_same(got, expected)
         counts = dict(traced)
         assert counts["_run_rounds"] <= len(buckets(3)) and counts["_read"] <= len(read_shapes(*rows))
 
-        arrays = split.named_arrays(config, split.weights(config, 5))
+        arrays = split.named_arrays(config, tiny.weights(config, 5))
         target = jspec.from_named(config, arrays, tensor=4).params.target
         engine.update(dataclasses.replace(model.params, target=target))
         new = one.with_params(jspec.from_named(config, arrays).params.target)
         split.assert_same(
-            engine.generate(split.PROMPTS, **options),
-            jspec.generate(new, split.PROMPTS, drafter=drafter, **options),
+            engine.generate(tiny.PROMPTS, **options),
+            jspec.generate(new, tiny.PROMPTS, drafter=drafter, **options),
         )
         assert counts == traced
         with pytest.raises(ValueError, match="params.target.*: has the sharding .*; must have that of the model"):
             engine.update(one.params)
-        split.assert_same_scores([engine.score(split.PROMPTS[0], 2)], jspec.score(new, split.PROMPTS[:1], top_k=2))
+        split.assert_same_scores([engine.score(tiny.PROMPTS[0], 2)], jspec.score(new, tiny.PROMPTS[:1], top_k=2))
 
 
 def test_the_state_of_an_engine_counts_per_device(load, monkeypatch):

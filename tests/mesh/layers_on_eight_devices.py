@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import on_eight_devices as split
 import pytest
+import tiny_targets as tiny
 import toy
 from safetensors.numpy import load_file, save_file
 
 import jspec
 from jspec.checkpoints import assistant, language_model
-from jspec.drafters import FrozenKvMtp, Ngram, Standalone
+from jspec.drafters import FrozenKvMtp, Ngram
 from jspec.engine import memory
 from jspec.engine.run import Run
 from jspec.models import Assistant
@@ -26,7 +27,6 @@ from jspec.models.sizes import tree_bytes
 
 slow = pytest.mark.slow
 directories, load = split.directories, split.load
-TREE = dict(depth=2, width=2, num_nodes=6)
 SHAPE = dict(vocab_size=64, hidden_size=48, target_hidden_size=32, intermediate_size=64, num_heads=4)
 ASSISTANTS = {
     "windows": Assistant(**SHAPE, target_layers=(2, 3), head_dims=(8, 16), clusters=Clusters(16, 5)),
@@ -67,35 +67,20 @@ def assert_same_state(got, expected):
     assert compared
 
 
-CASES = {
-    "windows, split tree": ("windows", 2, True, Standalone(**TREE), "mixed", 1),
-    "sinks, copies of heads": ("sinks", 4, None, Ngram(), "mixed", 16),
-    "assistant, tree": ("windows and experts", 4, None, FrozenKvMtp(**TREE), "mixed", 1),
-    "assistant in clusters, chain": ("windows", 2, None, FrozenKvMtp(depth=2), "rejection", 16),
-}
-"""Name -> target, devices, whether the draft is split, drafter, how the sequences are generated, and rows per page."""
-
-
 @slow
-@pytest.mark.parametrize("name", CASES)
-def test_generates_what_one_device_does(name, load, load_assistant):
+def test_an_assistant_in_clusters_drafts_as_on_one_device(load_assistant):
     """Tokens, rounds, log-probabilities, and the rows of all caches."""
-    target, tensor, draft_tensor, drafter, kind, page_size = CASES[name]
-    if isinstance(drafter, FrozenKvMtp):
-        one, several = load_assistant(target), load_assistant(target, tensor=tensor)
-        assert several.placement.draft and several.draft.tensor == tensor
-    else:
-        draft = f"draft of {target}" if isinstance(drafter, Standalone) else None
-        one, several = load(target, draft, None), load(target, draft, tensor, draft_tensor)
-    options = dict(drafter=drafter, page_size=page_size, seed=7, logprobs=True, **split.KINDS[kind])
+    one, two = load_assistant("windows"), load_assistant("windows", tensor=2)
+    assert two.placement.draft and two.draft.tensor == 2
     # Longer than a window of 8 tokens.
-    runs = [Run(model, split.PROMPTS, jspec.GenerateOptions(max_new_tokens=20, **options)) for model in (several, one)]
+    options = dict(drafter=FrozenKvMtp(depth=2), max_new_tokens=20, seed=7, logprobs=True, **tiny.KINDS["rejection"])
+    runs = [Run(model, tiny.PROMPTS, jspec.GenerateOptions(**options)) for model in (two, one)]
     got, expected = (run.finish() for run in runs)
     split.assert_same(got, expected)
     assert_same_state(*runs)
     for leaf in jax.tree.leaves(runs[0].state.cache):
         if leaf.ndim == 6:
-            assert leaf.addressable_shards[0].data.shape[4] * tensor == leaf.shape[4]
+            assert leaf.addressable_shards[0].data.shape[4] * 2 == leaf.shape[4]
 
 
 def test_an_assistant_is_split_with_its_target(load_assistant, tmp_path, monkeypatch):
@@ -143,7 +128,7 @@ def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path, monkeypatc
     made = language_model.load(directories("sinks"), dtype="float32")
     routed = dataclasses.replace(made.config.experts, width=192)
     config = dataclasses.replace(made.config, experts=routed)
-    language_model.save(tmp_path, config, split.random_weights(config), dtype="float32")
+    language_model.save(tmp_path, config, tiny.random_weights(config), dtype="float32")
     rng, stored = np.random.default_rng(0), {}
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         stored[name] = tensor

@@ -8,117 +8,38 @@ import functools
 import json
 from pathlib import Path
 
-import deepseek
-import gemma
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oss
 import pytest
-import qwen
 import toy
+from tiny_targets import (
+    BIASED,
+    DIFFERENT,
+    HEAD,
+    HYBRIDS,
+    KINDS,
+    LATENTS,
+    PROMPTS,
+    TARGETS,
+    TIED,
+    hybrid_weights,
+    random_weights,
+    weights,
+)
 
 import jspec
-from jspec.cache import RecurrentLayer
 from jspec.checkpoints import eagle, language_model, named, tensors
 from jspec.checkpoints.files import CheckpointError, write_tensors
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.cli import main
 from jspec.core import decode
 from jspec.core.sharding import TENSOR, WEIGHTS
-from jspec.drafters import Eagle, Mtp, Ngram, Standalone
+from jspec.drafters import Ngram, Standalone
 from jspec.engine import score
 from jspec.models.decoder import Decoder
-from jspec.models.llama import Llama, LlamaParams
-from jspec.models.moe import Routed, RoutedParams
-from jspec.models.router import Router
 
-TIED = dataclasses.replace(
-    toy.TARGET, vocab_size=64, num_layers=1, num_heads=8, num_kv_heads=4, tie_embeddings=True, qk_norm=False
-)
-BIASED = dataclasses.replace(TIED, attention_bias=True, tie_embeddings=False)
-EXPERTS = dataclasses.replace(
-    toy.TARGET, experts=Routed(Router(count=4, chosen=2, normalize=True), width=16), dense_layers=(1,)
-)
-BLOCKS = dataclasses.replace(
-    TIED,
-    tie_embeddings=False,
-    qk_norm=True,
-    head_dim=32,
-    intermediate_size=256,
-    num_layers=2,
-    experts=Routed(Router(count=4, chosen=2, normalize=True), width=256),
-    dense_layers=(0,),
-)
-"""Two devices have whole blocks of 128 rows each."""
-TARGETS = {"odd vocabulary": toy.TARGET, "tied": TIED, "biased": BIASED, "experts": EXPERTS, "blocks": BLOCKS}
-LATENTS = {
-    "latents": dataclasses.replace(deepseek.MLA, num_layers=1, mtp_layers=1),
-    "latents in one step": dataclasses.replace(
-        deepseek.MLA, dense_layers=2, latent=dataclasses.replace(deepseek.MLA.latent, q_rank=None)
-    ),
-    "indexed latents": dataclasses.replace(deepseek.KINDS["dsa"], num_layers=1),
-}
-"""Targets with one row for all heads."""
-DIFFERENT = {
-    "windows": dataclasses.replace(gemma.KINDS["shared"], vocab_size=64),
-    "windows and experts": dataclasses.replace(gemma.KINDS["experts"], vocab_size=64),
-    "sinks": dataclasses.replace(oss.KINDS["sinks"], vocab_size=64),
-}
-"""Targets whose layers differ, with rings."""
-_HYBRID = dict(
-    is_full_attention=(False, True), state=RecurrentLayer(key_heads=4, value_heads=8, key_dim=8, value_dim=12)
-)
-HYBRIDS = {
-    "states": dataclasses.replace(qwen.KINDS["dense"], **_HYBRID, mtp_layers=1),
-    "states and experts": dataclasses.replace(qwen.KINDS["experts"], **_HYBRID),
-}
-"""Targets with a recurrent layer and one of attention."""
-HEAD = dataclasses.replace(toy.HEAD, hidden_size=32, num_kv_heads=2, head_dim=16)
-PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
-SAMPLED = jspec.Sampling(temperature=0.8, top_p=0.9)
-
-
-def weights(config: Llama, seed: int = 0) -> LlamaParams:
-    """Random weights with biases and experts."""
-    made, random = toy.random_params(config, seed), toy._matrices(seed + 1)
-    layers = []
-    for index, layer in enumerate(made.layers):
-        changes = {}
-        if config.attention_bias:
-            changes = {"qkv_bias": random(1, layer.qkv.shape[1])[0] / 4, "o_bias": random(1, config.hidden_size)[0] / 4}
-        if (routed := config.layer_experts(index)) is not None:
-            count, width, inner = routed.router.count, config.hidden_size, routed.width
-            gate_up = np.stack([random(width, 2 * inner) for _ in range(count)])
-            down = np.stack([random(inner, width) for _ in range(count)])
-            experts = RoutedParams(random(count, width) * np.float32(4), None, gate_up, down)
-            changes |= {"experts": experts, "gate_up": None, "down": None}
-        layers.append(dataclasses.replace(layer, **changes))
-    return dataclasses.replace(made, layers=tuple(layers))
-
-
-def random_weights(config, seed: int = 0):
-    """Random weights of a configuration of any family."""
-    return language_model.read_params(config, gemma.RandomTensors(seed))
-
-
-def hybrid_weights(name: str, seed: int = 0) -> qwen.Qwen3NextParams:
-    """Random weights of a hybrid in which a token depends most on the one before it, which an MTP head sees, too."""
-    config = HYBRIDS[name]
-    made = language_model.read_params(config, gemma.RandomTensors(seed))
-
-    def weaker(layer, share=0.25):
-        layer = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, o=share * layer.mixer.o))
-        return layer if layer.down is None else dataclasses.replace(layer, down=share * layer.down)
-
-    def agreeing(head, share=0.25):
-        projection = share * np.array(head.projection)
-        projection[: config.hidden_size] = np.eye(config.hidden_size)
-        changes = {"token_norm": np.ones(config.hidden_size, np.float32), "norm": made.norm, "projection": projection}
-        return dataclasses.replace(head, layer=weaker(head.layer), **changes)
-
-    mtp = tuple(map(agreeing, made.mtp))
-    return dataclasses.replace(made, layers=tuple(map(weaker, made.layers)), mtp=mtp)
+slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +57,7 @@ def directories(tmp_path_factory):
             config = (LATENTS | DIFFERENT)[name]
             language_model.save(path, config, random_weights(config), dtype="float32")
         elif name in HYBRIDS:
-            language_model.save(path, HYBRIDS[name], hybrid_weights(name), dtype="float32")
-        elif name.startswith("draft of states"):
-            name = name.removeprefix("draft of ")
-            near = toy.near(hybrid_weights(name), hybrid_weights(name, seed=1))
-            config = dataclasses.replace(HYBRIDS[name], is_full_attention=(False,), mtp_layers=0)
-            near = dataclasses.replace(near, layers=near.layers[:1], mtp=())
-            language_model.save(path, config, near, dtype="float32")
+            language_model.save(path, HYBRIDS[name], hybrid_weights(HYBRIDS[name]), dtype="float32")
         elif name.startswith("draft of "):
             of = name.removeprefix("draft of ")
             config, make = (DIFFERENT[of], random_weights) if of in DIFFERENT else (TARGETS[of], weights)
@@ -178,78 +93,17 @@ def assert_same(got, expected):
             np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
 
 
-slow = pytest.mark.slow
-TREE = dict(depth=3, width=3, num_nodes=8)
-CASES = {
-    "experts": ("experts", None, 2, None, Ngram()),
-    "latents": ("latents", None, 2, None, Mtp(depth=2)),
-    "indexed latents": ("indexed latents", None, 2, None, None),
-    "states and experts": ("states and experts", None, 4, None, Ngram()),
-    "states in a tree": ("states", "draft of states", 2, True, Standalone(**TREE)),
-    "eagle tree, split": ("odd vocabulary", "head", 2, True, Eagle(**TREE)),
-    "standalone chain, whole": ("tied", "draft of tied", 4, None, Standalone(depth=3)),
-    "standalone tree, split": ("tied", "draft of tied", 4, True, Standalone(**TREE)),
-}
-"""Name -> target, draft, devices, whether the draft is split, and drafter."""
-POINTS = {
-    "experts": ("mixed", 16),
-    "latents": ("mixed", 1),
-    "indexed latents": ("greedy", 1),
-    "states and experts": ("greedy", 16),
-    "states in a tree": ("mixed", 1),
-    "eagle tree, split": ("mixed", 1),
-    "standalone chain, whole": ("rejection", 16),
-    "standalone tree, split": ("mixed", 1),
-}
-"""Name -> how the sequences are generated, and rows per page."""
-KINDS = {
-    "greedy": dict(sampling=None),
-    "mixed": dict(sampling=[None, SAMPLED, SAMPLED]),
-    "rejection": dict(sampling=SAMPLED, accept="rejection"),
-}
-FAST = {"standalone tree, split"}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else slow) for name in CASES])
-def test_generates_what_one_device_does(name, load):
-    target, draft, tensor, draft_tensor, drafter = CASES[name]
-    kind, page_size = POINTS[name]
-    options = dict(drafter=drafter, max_new_tokens=24, page_size=page_size, seed=7, logprobs=True, **KINDS[kind])
-    expected = jspec.generate(load(target, draft, None), PROMPTS, **options)
-    split = load(target, draft, tensor, draft_tensor)
-    assert_same(jspec.generate(split, PROMPTS, **options), expected)
-    if draft is not None:
-        assert split.placement.draft == bool(draft_tensor)
-        assert expected.stats.accept_length > 1.3
-
-
 @slow
 def test_streams_and_checks_invariants_as_one_device_generates(load):
     one, two = (load("tied", "draft of tied", tensor, split) for tensor, split in ((None, None), (4, None)))
-    # The options of a case above, whose programs are compiled.
-    drafter = CASES["standalone chain, whole"][-1]
-    options = dict(drafter=drafter, max_new_tokens=24, page_size=16, seed=7, logprobs=True, **KINDS["rejection"])
+    options = dict(
+        drafter=Standalone(depth=3), max_new_tokens=24, page_size=16, seed=7, logprobs=True, **KINDS["rejection"]
+    )
     expected = jspec.generate(one, PROMPTS, **options)
     pieces = list(jspec.stream(two, PROMPTS, rounds=2, **options))
     for i in range(len(PROMPTS)):
         assert [t for piece in pieces if piece.index == i for t in piece.tokens] == expected[i].tokens
     assert_same(jspec.generate(two, PROMPTS, debug=True, **options), expected)
-
-
-@slow
-def test_generate_ids_does_what_generate_does(load):
-    one, two = load("tied", None, None), load("tied", None, 4)
-    expected = jspec.generate(one, PROMPTS, drafter=Ngram(), max_new_tokens=12)
-
-    @jax.jit
-    def complete(params, ids, lengths):
-        options = dict(target=two.target, drafter=Ngram(), max_new_tokens=12, placement=two.placement)
-        return jspec.generate_ids(params, ids, lengths, jax.random.key(0), **options)
-
-    out = complete(two.params, jnp.asarray(toy.IDS), jnp.asarray(toy.LENGTHS))
-    tokens, length = np.array(out.tokens), np.array(out.length)
-    for i, prompt in enumerate(PROMPTS):
-        assert tokens[i, : length[i]].tolist() == prompt + expected[i].tokens
 
 
 def test_each_device_has_its_part(load):
@@ -271,7 +125,7 @@ def test_each_device_has_its_part(load):
     own = np.concatenate([np.split(part, 4, axis=1)[0] for part in cut], axis=1)
     np.testing.assert_array_equal(model.params.target.layers[0].qkv.addressable_shards[0].data, own)
     # The inputs of a convolution are those of the device's heads of queries, of keys and of values.
-    whole, state = hybrid_weights("states").layers[0].mixer, HYBRIDS["states"].state
+    whole, state = hybrid_weights(HYBRIDS["states"]).layers[0].mixer, HYBRIDS["states"].state
     keys = state.key_heads * state.key_dim
     for field, ends in (("conv", [keys, 2 * keys]), ("rate_bias", [])):
         own = [np.split(part, 4, axis=-1)[0] for part in np.split(np.array(getattr(whole, field)), ends, axis=-1)]
@@ -552,7 +406,7 @@ def family_weights(name, seed):
         config = dataclasses.replace(LATENTS[name], mtp_layers=0)
         return config, random_weights(config, seed)
     if name in HYBRIDS:
-        made = dataclasses.replace(hybrid_weights(name, seed), mtp=())
+        made = dataclasses.replace(hybrid_weights(HYBRIDS[name], seed), mtp=())
         return dataclasses.replace(HYBRIDS[name], mtp_layers=0), made
     config = {"qwen3": dataclasses.replace(TIED, qk_norm=True)}.get(name) or TARGETS[name]
     return config, weights(config, seed)
@@ -651,15 +505,19 @@ def test_quantized_weights_are_split_with_the_scales_of_whole_columns(directorie
     assert two.params.target.embed.dtype == np.float32
 
 
-@slow
-@pytest.mark.parametrize(("name", "drafter"), [("experts", Ngram()), ("latents", Mtp(depth=2))])
-@pytest.mark.parametrize("weights", ["fp8", "int8"])
-def test_quantized_models_generate_the_tokens_of_one_device(directories, name, drafter, weights):
-    runs = [
-        jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=16)
-        for model in (jspec.load(directories(name), tensor=tensor, weights=weights) for tensor in (None, 2))
-    ]
-    assert_same(*runs[::-1])
+def test_scales_of_keys_and_values_are_on_all_devices():
+    config, names = TARGETS["odd vocabulary"], ("k_scale", "v_scale")
+    arrays = named_arrays(config, weights(config))
+    for index, pair in enumerate([(0.03, 1.7), (2.6, 0.4)]):
+        for name, scale in zip(names, pair, strict=True):
+            arrays[f"model.layers.{index}.self_attn.{name}"] = jnp.full(1, scale, jnp.float32)
+    models = [jspec.from_named(config, arrays, kv="fp8", **devices) for devices in (dict(data=2, tensor=2), {})]
+    options = dict(drafter=Ngram(), max_new_tokens=12)
+    got, expected = (jspec.generate(model, PROMPTS, **options) for model in models)
+    assert_same(got, expected)
+    assert models[0].params.target.layers[0].kv_scales.sharding.is_fully_replicated
+    with pytest.raises(ValueError, match="kv_scales is missing"):
+        models[0].with_params(jspec.from_named(config, named_arrays(config, weights(config)), data=2, tensor=2).params)
 
 
 def test_packed_weights_are_split_by_blocks_of_rows(directories):

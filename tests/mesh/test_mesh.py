@@ -14,6 +14,7 @@ import pytest
 TESTS = Path(__file__).parent
 MODULES = (
     "on_eight_devices.py",
+    "product_on_eight_devices.py",
     "layers_on_eight_devices.py",
     "groups_on_eight_devices.py",
     "engine_on_eight_devices.py",

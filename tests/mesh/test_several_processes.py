@@ -1,6 +1,8 @@
 """Several processes that generate together give what one device gives."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import socket
@@ -9,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import product
 import pytest
 import toy
 
@@ -17,6 +20,7 @@ from jspec.checkpoints import language_model
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.drafters import Standalone
 
+TESTS = Path(__file__).parents[1]
 WORKER = Path(__file__).parent / "one_process.py"
 PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
 SECONDS = 240
@@ -31,23 +35,24 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def start(directory: Path, count: int = 2) -> list[subprocess.Popen]:
+def start(directory: Path, count: int = 2, worker: Path = WORKER) -> list[subprocess.Popen]:
     """The processes; each writes its results to INDEX.json, and its output to INDEX.log."""
     address = f"localhost:{free_port()}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS / "helpers")])
     started = []
     for index in range(count):
-        command = [sys.executable, WORKER, address, str(count), str(index), directory, directory / f"{index}.json"]
+        command = [sys.executable, worker, address, str(count), str(index), directory, directory / f"{index}.json"]
         with open(directory / f"{index}.log", "w") as log:
             started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     return started
 
 
-def finish(processes: list[subprocess.Popen]) -> list[int]:
+def finish(processes: list[subprocess.Popen], seconds: int = SECONDS) -> list[int]:
     """Their exit statuses, once the last one has died; processes that are stuck are ended."""
     *others, dying = processes
     try:
-        return [dying.wait(SECONDS), *(process.wait(MINUTE) for process in others)][::-1]
+        return [dying.wait(seconds), *(process.wait(MINUTE) for process in others)][::-1]
     finally:
         for process in processes:
             process.kill()
@@ -110,3 +115,49 @@ def test_two_processes_generate_what_one_device_does(tmp_path):
     # Each process has the parts of its own devices: all of a model twice split over its two, or half of one over four.
     assert zero["tensor bytes"] == one["tensor bytes"] < 0.75 * zero["data bytes"]
     assert zero["8-bit bytes"] == one["8-bit bytes"] < zero["tensor bytes"] / 2
+
+
+TOGETHER = ("tensor 4", "data 2 x tensor 2")
+"""One group over both processes, and a group in each."""
+CI = [
+    ("qwen3", "eagle", "data 2 x tensor 2", "engine"),
+    ("latents", "mtp", "tensor 4", "generate"),
+    ("states and experts", "suffix", "tensor 4", "generate_ids"),
+]
+
+
+def of_family(family):
+    """All drafters in both placements; entry points take turns."""
+    every = list(itertools.product(product.DRAFTERS, TOGETHER))
+    turn = list(product.FAMILIES).index(family)
+    return [
+        (family, drafter, placement, list(product.ENTRIES)[(turn + i) % 3])
+        for i, (drafter, placement) in enumerate(every)
+        if product.suits(family, drafter)
+    ]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(CI, id="some", marks=pytest.mark.slow),
+        *(pytest.param(of_family(name), id=name, marks=pytest.mark.product) for name in product.FAMILIES),
+    ],
+)
+def test_families_and_drafters_in_two_processes(names, tmp_path):
+    """The tokens and rounds of one device."""
+    points, checkpoints = [product.make_point(*each) for each in names], product.Checkpoints(tmp_path)
+    on_one = functools.cache(lambda point: product.generate(checkpoints.load(point), point))
+    expected = [on_one(point.reference) for point in points]
+    (tmp_path / "points.json").write_text(json.dumps(names))
+    processes = start(tmp_path, worker=TESTS / "mesh" / "product_process.py")
+    ends = finish(processes, SECONDS if len(names) == len(CI) else 10 * SECONDS)
+    logs = [(tmp_path / f"{index}.log").read_text()[-4000:] for index in range(2)]
+    assert ends == [0, 0], logs
+    for index in range(2):
+        found = json.loads((tmp_path / f"{index}.json").read_text())
+        for point, got, wanted in zip(points, found, expected, strict=True):
+            if index == 0 or point.entry != "engine":
+                product.assert_same(got, wanted, point)
+            else:
+                assert got == {}

@@ -8,6 +8,7 @@ import re
 import jax
 import on_eight_devices as split
 import pytest
+import tiny_targets as tiny
 from hlo import check_in_place, opcode
 
 import jspec
@@ -33,7 +34,7 @@ def test_rounds_over_devices_copy_no_pool(load):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "burst_for", keep)
         sizes = dict(slots=3, context=48, page_size=4, pages=23, prefill_tokens=16)
-        with jspec.Engine(model, drafter=Standalone(**split.TREE), **sizes) as engine:
+        with jspec.Engine(model, drafter=Standalone(**tiny.TREE), **sizes) as engine:
             leaves = jax.tree.leaves(engine.groups[0].device.state)
             pools = [x.addressable_shards[0].data.shape for x in leaves if x.ndim == 6]
             engine.generate([[1, 2, 3]], max_new_tokens=4)

@@ -1,0 +1,68 @@
+"""Scales of keys and values in checkpoints, one of each per layer, for caches of 8 bits.
+
+They are stored as `self_attn.k_scale` and `v_scale` (github.com/vllm-project/compressed-tensors), or beside the
+projections as `k_proj.k_scale` (NVIDIA's ModelOpt) or `k_proj.output_scale`. What a cache has is multiplied by them.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from jspec.checkpoints.fields import Fields
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.tensors import Tensors
+
+_NAMES = (
+    ("k_scale", "v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
+)
+_SPARE = ("q_scale", "q_proj.q_scale", "q_proj.output_scale")
+"""Scales of queries, which have the precision of the weights here."""
+
+
+def is_known(scheme: Fields) -> bool:
+    """Whether a `kv_cache_scheme` is that of `kv="fp8"` with one scale per layer, or there is none."""
+    if not scheme.keys():
+        return True
+    known = scheme.read_int("num_bits") == 8 and scheme.read_text("type") == "float"
+    whole = scheme.optional_text("strategy") in (None, "tensor")
+    return known and whole and scheme.read_flag("symmetric", True) and not scheme.read_flag("dynamic", False)
+
+
+def read_kv_scales(tensors: Tensors, attention: str) -> Float[Array, "2"] | None:
+    """The scales of a layer's keys and values, in float32; None: it has none.
+
+    attention: with what the names of the layer's attention begin.
+
+    Raises:
+      CheckpointError: there is one without the other, or for each head, or one that is not above 0.
+    """
+    held = tensors.names()
+    tensors.asked |= {attention + name for name in _SPARE} & held
+    pair = next((pair for pair in _NAMES if held & {attention + name for name in pair}), None)
+    if pair is None:
+        return None
+    return tensors.put(None, [_read(tensors, attention + name) for name in pair])
+
+
+def _read(tensors: Tensors, name: str) -> Any:
+    shape = () if name not in tensors.names() else tensors.files.shape(name)
+    if math.prod(shape) != 1:
+        raise CheckpointError(
+            f"{tensors.directory}: {name} has shape {tuple(shape)}; must have one value for all heads"
+        )
+    scale = tensors.stored(name, *shape).astype(np.float32).reshape(1)
+    if isinstance(scale, np.ndarray) and not scale[0] > 0:
+        raise CheckpointError(f"{tensors.directory}: {name} is {scale[0]}; must be above 0")
+    return scale
+
+
+def name_kv_scales(attention: str, scales: Float[Array, "2"] | None) -> Iterator[tuple[str, Any]]:
+    """The scales under their names, if there are any."""
+    if scales is not None:
+        for name, scale in zip(_NAMES[0], np.asarray(scales), strict=True):
+            yield attention + name, scale.reshape(1)
