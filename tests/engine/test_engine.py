@@ -455,6 +455,7 @@ def test_warm_up_leaves_nothing_to_compile(sampling):
         assert engine.metrics().prefix_hits > 0
 
 
+@pytest.mark.slow
 def test_warm_up_is_refused_while_requests_are_there():
     with Engine(jspec.load("bundled:python-tiny"), slots=2, context=64) as engine:
         handle = engine.submit("x", max_new_tokens=50)

@@ -195,7 +195,7 @@ def test_an_unknown_backend_is_an_error(package):
         jax.make_jaxpr(run)(arrays)
 
 
-@pytest.mark.fast("delta_rule-triton", "kv_compact-mosaic_tpu", "paged_attention-mosaic_tpu", "topk-triton")
+@pytest.mark.fast("kv_compact-mosaic_tpu", "topk-triton")
 @kernels
 def test_config_and_interpret(package, kernel, monkeypatch):
     """`default_config` is called only if no configuration is given; its fields and `interpret` reach the kernel."""

@@ -90,7 +90,7 @@ def test_every_node_equals_the_recurrence_along_its_path(count, shape, backend):
     np.testing.assert_allclose(after, states[np.arange(B), nodes], **TOLERANCE)
 
 
-@pytest.mark.fast("sizes1-some")
+@pytest.mark.fast("sizes1-some-triton")
 @pytest.mark.parametrize("backend", params(*delta_rule.OPERATION.kernels))
 @pytest.mark.parametrize("held", ["none", "all", "some"])
 @pytest.mark.parametrize("sizes", [(8, 5), (40, 37), (64, 32)])
