@@ -101,6 +101,8 @@ def _kernel(
         return pltriton.load(ref.at[*lead, place], mask=inside, other=0)
 
     stream = load(x_ref)
+    # Read before the sum over the row, which it would wait for otherwise.
+    weight = None if weight_ref is None else load(weight_ref)
     if branch_ref is not None:
         if len(branch_ref.shape) == 1:
             branch = load(branch_ref)
@@ -110,10 +112,10 @@ def _kernel(
         pltriton.store(out_refs[0].at[place], stream, mask=inside)
     values = stream.astype(jnp.float32)
     scaled = values * lax.rsqrt((values * values).sum() / width + eps)
-    if weight_ref is None:
+    if weight is None:
         normed = scaled.astype(stream.dtype)
     elif wide:
-        normed = (load(weight_ref).astype(jnp.float32) * scaled).astype(stream.dtype)
+        normed = (weight.astype(jnp.float32) * scaled).astype(stream.dtype)
     else:
-        normed = load(weight_ref) * scaled.astype(stream.dtype)
+        normed = weight * scaled.astype(stream.dtype)
     pltriton.store(out_refs[-1].at[place], normed, mask=inside)
