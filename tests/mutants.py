@@ -1082,8 +1082,8 @@ MUTANTS = (
         "jspec/drafters/adaptive.py",
         (
             "every round reads as many columns as the deepest drafter needs",
-            "[_first_columns(committed, width) for width in distinct]",
-            "[committed for width in distinct]",
+            "partial(_read_first, drafter, width) for width in distinct",
+            "partial(_read_first, drafter, max(distinct)) for width in distinct",
             f"{_ADAPTIVE}test_a_round_reads_the_columns_of_its_drafter",
         ),
         (

@@ -5,6 +5,11 @@ for the device to read one byte: whether there is another round. With WHILE amon
 rounds become one graph with a loop node, and the host waits once. The loop is the only command in its program, so the
 minimum length of a captured sequence must be 1 as well: with XLA's default of 5, WHILE captures nothing.
 
+**Independent kernels.** By default the commands of a graph wait for each other in the order of XLA's schedule. With
+CONCURRENT they wait only for those whose buffers they use, so that small kernels, such as those that commit a round,
+run side by side; a round of an adaptive drafter gains most. With several devices the order stays, because NCCL needs
+the same order of sums on all of them.
+
 **Sums over devices.** NCCL's kernels are captured, too, with COLLECTIVES. Since JAX 0.11 XLA replaces some of them by
 kernels of its own that cannot be captured, so these are turned off. NCCL adds waits for events to a graph, which a loop
 node may not contain, unless NCCL_GRAPH_MIXING_SUPPORT is 0 before its first call.
@@ -33,6 +38,7 @@ _CAPTURE = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
     "xla_gpu_graph_min_graph_size": "1",
 }
+_CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 _PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
 GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 """The variable that NCCL reads before its first call."""
@@ -64,7 +70,7 @@ def loop_options(*, many: bool = False, devices: int = 1, flags: str | None = No
         capture["xla_gpu_enable_command_buffer"] = f"{_CAPTURE['xla_gpu_enable_command_buffer']},COLLECTIVES"
         if jax.__version_info__ >= (0, 11):
             capture[_OWN_COLLECTIVES] = ""
-    wanted = (capture, _PRODUCTS) if many else (capture,)
+    wanted = capture, _CONCURRENT if devices == 1 else {}, _PRODUCTS if many else {}
     return {name: value for group in wanted if not any(own in flags for own in group) for name, value in group.items()}
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -275,9 +276,9 @@ class Adaptive:
         widths = [each.depth + 1 for each in self.branches]
         distinct = sorted(set(widths))
         which = jnp.asarray([distinct.index(width) for width in widths], jnp.int32)[committed.branch]
-        narrow = [_first_columns(committed, width) for width in distinct]
-        read = switch(which, [drafter.read] * len(distinct), [(params, s, each) for each in narrow])
-        return drafter.store(s, committed, read)
+        # The columns are taken inside of the branches: before them, each width is a kernel of every round.
+        branches = [partial(_read_first, drafter, width) for width in distinct]
+        return drafter.store(s, committed, switch(which, branches, [(params, s, committed)] * len(distinct)))
 
     def _watched(self, state: AdaptiveState) -> list[tuple[int, Drafter, PyTree]]:
         """The number of each kind that is watched, with its deepest drafter and the state of that."""
@@ -309,10 +310,10 @@ class Adaptive:
         return policy.Choices(index, np.array([each.depth for each in self.branches], np.int32), watched)
 
 
-def _first_columns(committed: Committed, width: int) -> Committed:
-    """The same without the columns from `width` on, which are padding."""
+def _read_first(drafter: SplitDrafter, width: int, params: Params, s: DecodeState, committed: Committed) -> PyTree:
+    """What a drafter reads of the first `width` columns; the others are padding."""
     hidden = None if committed.hidden is None else committed.hidden[:, :width]
-    return dataclasses.replace(committed, tokens=committed.tokens[:, :width], hidden=hidden)
+    return drafter.read(params, s, dataclasses.replace(committed, tokens=committed.tokens[:, :width], hidden=hidden))
 
 
 def _shares(drafter: Drafter, owner: Drafter) -> bool:

@@ -22,11 +22,14 @@ for drafter in (None, jspec.Ngram(depth=4), jspec.Eagle(depth=5), jspec.Eagle(de
 
 def test_flags_of_the_user_take_precedence():
     few, many = loop_options(flags=""), loop_options(many=True, flags="")
-    products = {"xla_gpu_enable_triton_gemm": False}
+    products, order = {"xla_gpu_enable_triton_gemm": False}, {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
     assert "WHILE" in few["xla_gpu_enable_command_buffer"] and many == few | products
     assert loop_options(many=True, flags="--xla_dump_to=somewhere") == many
-    assert loop_options(many=True, flags="--xla_gpu_enable_command_buffer=") == products
-    assert loop_options(flags="--xla_cpu_x=1 --xla_gpu_graph_min_graph_size=5") == {}
+    assert loop_options(many=True, flags="--xla_gpu_enable_command_buffer=") == products | order
+    assert loop_options(flags="--xla_cpu_x=1 --xla_gpu_graph_min_graph_size=5") == order
+    assert loop_options(flags="--xla_gpu_command_buffer_scheduling_mode=LHS") == {
+        name: value for name, value in few.items() if name not in order
+    }
     assert loop_options(many=True, flags="--xla_gpu_enable_triton_gemm=true") == few
 
 
@@ -47,6 +50,8 @@ def test_sums_over_devices_are_captured_if_nccl_allows_it(monkeypatch, mixing):
     else:
         monkeypatch.setenv(xla_options.GRAPH_MIXING, mixing)
     alone, several = loop_options(flags=""), loop_options(flags="", devices=2)
+    # NCCL needs the same order of sums on all devices.
+    assert alone.pop("xla_gpu_command_buffer_scheduling_mode") == "CONCURRENT"
     captured = several["xla_gpu_enable_command_buffer"].split(",")
     assert ("COLLECTIVES" in captured) == (mixing == "0") and "WHILE" in captured
     assert mixing == "0" or several == alone
