@@ -34,6 +34,8 @@ class SparseTable:
     """The row of `leads` of each state."""
     leads: UInt32[Array, "patterns words"]
     """Bit c % 32 of word c // 32: whether class c leads to a state."""
+    before: Int16[Array, "patterns words"]
+    """How many bits of a pattern come before each of its words."""
     first: Int[Array, " states"]
     """Where the next states of each state begin."""
     following: Int16[Array, " entries"]
@@ -42,7 +44,7 @@ class SparseTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(array.nbytes for array in (self.pattern, self.leads, self.first, self.following))
+        return sum(array.nbytes for array in (self.pattern, self.leads, self.before, self.first, self.following))
 
     def padded(self, states: int, classes: int, patterns: int, entries: int) -> "SparseTable":
         """The same table on the host with at least these sizes. What is added is not reached."""
@@ -51,9 +53,9 @@ class SparseTable:
             extra = [(0, max(size - old, 0)) for size, old in zip(sizes, array.shape, strict=True)]
             return np.pad(array, extra)  # pyright: ignore[reportReturnType]
 
-        leads = grown(self.leads, patterns, -(-classes // _WORD))
+        leads, before = (grown(each, patterns, -(-classes // _WORD)) for each in (self.leads, self.before))
         return SparseTable(
-            grown(self.pattern, states), leads, grown(self.first, states), grown(self.following, entries)
+            grown(self.pattern, states), leads, before, grown(self.first, states), grown(self.following, entries)
         )
 
 
@@ -97,35 +99,46 @@ def sparse(table: Int16[np.ndarray, "states classes"]) -> SparseTable:
     words = np.packbits(leads, axis=1, bitorder="little")
     words = np.pad(words, ((0, 0), (0, -words.shape[1] % (_WORD // 8)))).view("<u4").astype(np.uint32)
     patterns, pattern = np.unique(words, axis=0, return_inverse=True)
+    bits = np.bitwise_count(patterns).astype(np.int16)
     counts = leads.sum(1)
-    arrays = pattern.reshape(-1).astype(np.int16), patterns, (np.cumsum(counts) - counts).astype(np.int32), table[leads]
+    first = (np.cumsum(counts) - counts).astype(np.int32)
+    arrays = pattern.reshape(-1).astype(np.int16), patterns, np.cumsum(bits, 1, np.int16) - bits, first, table[leads]
     return SparseTable(*arrays)  # pyright: ignore[reportArgumentType]
 
 
 def following(automaton: Automaton, state: Int16[Array, "*batch"], tokens: Int[Array, "*batch"]) -> Array:
     """The state after each token, from states that are not negative."""
     assert automaton.table is not None and automaton.token_class is not None
-    if automaton.map_of_state is None:
-        classes = automaton.token_class.at[tokens].get(mode="clip")
-    else:
-        chosen = automaton.map_of_state.at[state].get(mode="clip")
-        classes = automaton.token_class.at[chosen, tokens].get(mode="clip")
+    if automaton.map_of_state is not None:
+        chosen = _take(automaton.map_of_state, state).astype(jnp.int32)
+        tokens = chosen * automaton.token_class.shape[-1] + tokens
+    classes = _take(automaton.token_class, tokens)
     if isinstance(automaton.table, SparseTable):
         return _of_sparse(automaton.table, state, classes.astype(jnp.uint32))
-    return automaton.table.at[state, classes].get(mode="clip")
+    return _take(automaton.table, state.astype(jnp.int32) * automaton.table.shape[1] + classes.astype(jnp.int32))
 
 
 def _of_sparse(table: SparseTable, state: Int16[Array, "*batch"], classes: UInt32[Array, "*batch"]) -> Array:
     """The next state of a class, or -1."""
-    row = table.leads.at[table.pattern.at[state].get(mode="clip")].get(mode="clip")
-    word, bit = classes[..., None] // _WORD, jnp.uint32(1) << classes % _WORD
-    index = jnp.arange(row.shape[-1], dtype=jnp.uint32).reshape((1,) * classes.ndim + (-1,))
-    of_class = jnp.where(index == word, row, 0)
-    before = jnp.where(index < word, row, of_class & (bit - 1)[..., None])
-    rank = jax.lax.population_count(before).sum(-1, dtype=jnp.uint32).astype(jnp.int32)
-    entry = table.first.at[state].get(mode="clip") + rank
-    leads = ((of_class & bit[..., None]) != 0).any(-1)
-    return jnp.where(leads, table.following.at[entry].get(mode="clip"), jnp.int16(-1))
+    at = _word_of(table, state, classes)
+    word, bit = _take(table.leads, at), jnp.uint32(1) << classes % _WORD
+    rank = _take(table.before, at).astype(jnp.int32) + jax.lax.population_count(word & (bit - 1)).astype(jnp.int32)
+    return jnp.where((word & bit) != 0, _take(table.following, _take(table.first, state) + rank), jnp.int16(-1))
+
+
+def _word_of(table: SparseTable, state: Int16[Array, "*nodes"], classes: UInt32[Array, "*tokens"]) -> Int[Array, "..."]:
+    """Where the bits of these states have the word of each class."""
+    pattern = _take(table.pattern, state).astype(jnp.int32)
+    return pattern * table.leads.shape[1] + (classes // _WORD).astype(jnp.int32)
+
+
+def _take(array: Array, index: Array) -> Array:
+    """Elements of an array by their index among all of its elements.
+
+    XLA makes one kernel of a chain of such gathers and of what follows. Gathers of rows or along an axis are kernels of
+    their own, with transposed results.
+    """
+    return array.reshape(-1).at[index].get(mode="clip")
 
 
 def after_path(automaton: Automaton, path: Int[Array, "B M g"]) -> Int16[Array, "B M"]:
@@ -138,22 +151,28 @@ def after_path(automaton: Automaton, path: Int[Array, "B M g"]) -> Int16[Array, 
     return state
 
 
-def leads_on(automaton: Automaton, state: Int16[Array, "B M"]) -> Bool[Array, "B M V"]:
-    """Whether each token leads to a state, not to a negative code. Negative states count as state 0."""
+def leads_on(
+    automaton: Automaton, state: Int16[Array, "B M"], ids: Int[Array, " V"] | Int[Array, "B M V"] | None = None
+) -> Bool[Array, "B M V"]:
+    """Whether each token leads to a state, not to a negative code. Negative states count as state 0.
+
+    ids: the tokens, the same for all nodes or of each node; None: all.
+    """
     assert automaton.table is not None and automaton.token_class is not None and automaton.state is not None
     row = jnp.maximum(state, 0)
-    if isinstance(automaton.table, SparseTable):
-        pattern = automaton.table.pattern.at[row].get(mode="clip")
-        words = automaton.table.leads.at[pattern].get(mode="clip")
-        bits = jnp.arange(_WORD, dtype=jnp.uint32)[None, None, None]
-        leads = ((words[..., None] >> bits & 1) != 0).reshape(*words.shape[:-1], -1)
-    else:
-        leads = automaton.table.at[row].get(mode="clip") >= 0
+    tokens = jnp.arange(automaton.token_class.shape[-1], dtype=jnp.int32) if ids is None else ids
+    tokens = tokens.reshape(tokens.shape if tokens.ndim == 3 else (1, 1, -1))
     if automaton.map_of_state is None:
-        return leads.at[:, :, automaton.token_class].get(mode="clip")
-    chosen = automaton.map_of_state.at[jnp.maximum(automaton.state, 0)].get(mode="clip")
-    classes = automaton.token_class.at[chosen].get(mode="clip").astype(jnp.int32)
-    return jnp.take_along_axis(leads, classes[:, None], axis=2, mode="clip")
+        classes = _take(automaton.token_class, tokens)
+    else:
+        chosen = _take(automaton.map_of_state, jnp.maximum(automaton.state, 0)).astype(jnp.int32)
+        classes = _take(automaton.token_class, chosen[:, None, None] * automaton.token_class.shape[-1] + tokens)
+    if isinstance(automaton.table, SparseTable):
+        classes = classes.astype(jnp.uint32)
+        word = _take(automaton.table.leads, _word_of(automaton.table, row[:, :, None], classes))
+        return (word >> classes % _WORD & 1) != 0
+    number = row.astype(jnp.int32)[:, :, None] * automaton.table.shape[1] + classes.astype(jnp.int32)
+    return _take(automaton.table, number) >= 0
 
 
 def token_classes(

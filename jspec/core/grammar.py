@@ -178,16 +178,31 @@ def _bucket(size: int, least: int) -> int:
     return max(least, -(-size // step) * step)
 
 
-def forbid(grammar: Automaton, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:
+def forbid(
+    grammar: Automaton,
+    logits: Float[Array, "B M V"],
+    path: Int[Array, "B M g"],
+    ids: Int[Array, " V"] | Int[Array, "B M V"] | None = None,
+    *,
+    best_only: bool = False,
+) -> Float[Array, "B M V"]:
     """Logits with -inf for the tokens that may not follow each of M nodes.
 
-    If those that may are all -inf already, such as in a draft's smaller vocabulary, they are 0.
+    If those that may are all -inf already, they are 0. If there are none, such as in a draft's smaller vocabulary, all
+    are 0.
 
     path: the tokens after the committed ones up to each node, then -1.
+    ids: the tokens of the logits, the same for all nodes or of each node; None: all of the target's vocabulary.
+    best_only: only the best token of each node is wanted. Logits of -inf become the lowest finite number, which takes
+      no pass over the logits of its own.
     """
-    allowed = leads_on(grammar, after_path(grammar, path))
+    allowed = leads_on(grammar, after_path(grammar, path), ids)
+    if best_only:
+        return jnp.where(allowed, jnp.maximum(logits, jnp.finfo(logits.dtype).min), -jnp.inf)
     left = (allowed & ~jnp.isneginf(logits)).any(-1, keepdims=True)
-    return jnp.where(allowed, jnp.where(left, logits, 0.0), -jnp.inf)
+    # At least one of all tokens may follow.
+    others = -jnp.inf if ids is None else jnp.where(allowed.any(-1, keepdims=True), -jnp.inf, 0.0)
+    return jnp.where(allowed, jnp.where(left, logits, 0.0), others)
 
 
 def advance(grammar: Automaton, tokens: Int[Array, "B A"], length: Int[Array, " B"]) -> Automaton:

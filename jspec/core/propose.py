@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jspec.core import grammar as grammars
 from jspec.core import sampling
 from jspec.core.types import DecodeState, Proposal
 from pallas_kernels.topk import topk
@@ -34,14 +35,15 @@ def propose(
         acceptance that need it.
     """
     options = s.sampling
-    if options is None and s.grammar.table is None:
+    if options is None:
+        if s.grammar.table is not None:
+            logits = grammars.forbid(s.grammar, logits, path, ids)
         index, scores = _best(logits, width)
         return Proposal(_tokens(index, ids), scores, None)
     if ids is not None:
         logits = _spread(logits, ids, vocab_size)
-    logits = sampling.adjust(s, logits, path)
-    logits = logits if options is None else sampling.temper(options, logits)
-    if options is None or options.temperature is None:
+    logits = sampling.temper(options, sampling.adjust(s, logits, path))
+    if options.temperature is None:
         tokens, scores = _best(logits, width)
         return Proposal(tokens, scores, None)
     noise = _noise(s, logits.shape, path.shape[2], sampled)

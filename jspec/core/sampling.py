@@ -192,8 +192,10 @@ def process(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M
     path: the tokens after the committed ones up to each node, then -1.
     """
     options = s.sampling
+    if options is None:
+        return logits if s.grammar.table is None else grammars.forbid(s.grammar, logits, path, best_only=True)
     logits = adjust(s, logits, path)
-    if options is None or options.temperature is None:
+    if options.temperature is None:
         return logits
     greedy = (options.temperature == 0).reshape(-1, 1, 1)
     return jnp.where(greedy, jnp.where(_best(logits), 0.0, -jnp.inf), temper(options, logits))

@@ -29,7 +29,24 @@ def test_a_sparse_table_is_the_dense_one(classes, share):
             after = following(found, *of_all)
             assert after.dtype == jnp.int16
             np.testing.assert_array_equal(after, following(dense, *of_all))
-            np.testing.assert_array_equal(leads_on(found, of_nodes), leads_on(dense, of_nodes))
+            of_every = np.array(leads_on(dense, of_nodes))
+            np.testing.assert_array_equal(leads_on(found, of_nodes), of_every)
+            expected = (table >= 0)[
+                np.array(of_nodes)[:, :, None], sequence_maps(of_states, of_tokens, sequences)[:, None]
+            ]
+            np.testing.assert_array_equal(of_every, expected)
+            # Some tokens only: of all nodes, or of each.
+            few = rng.permutation(VOCABULARY)[:9].astype(np.int32)
+            each = rng.integers(0, VOCABULARY, (*of_nodes.shape, 7)).astype(np.int32)
+            for automaton in (dense, found):
+                np.testing.assert_array_equal(leads_on(automaton, of_nodes, jnp.asarray(few)), of_every[:, :, few])
+                own = leads_on(automaton, of_nodes, jnp.asarray(each))
+                np.testing.assert_array_equal(own, np.take_along_axis(of_every, each, axis=2))
+
+
+def sequence_maps(map_of_state, maps, sequences):
+    """The class of each token in each sequence."""
+    return np.stack([maps if map_of_state is None else maps[int(map_of_state[state])] for state in sequences])
 
 
 def test_states_that_lead_on_for_the_same_classes_share_a_pattern():
@@ -37,7 +54,7 @@ def test_states_that_lead_on_for_the_same_classes_share_a_pattern():
     small = sparse(table)
     assert small.leads[small.pattern].tolist() == [[6], [1], [6], [0]] and len(small.leads) == 3
     assert (small.first.tolist(), small.following.tolist()) == ([0, 2, 3, 5], [2, 0, 1, 0, 1])
-    assert small.nbytes == 4 * 2 + 3 * 4 + 4 * 4 + 5 * 2
+    assert small.nbytes == 4 * 2 + 3 * 4 + 3 * 2 + 4 * 4 + 5 * 2
     large = small.padded(5, 65, 4, 7)
-    assert (large.pattern.shape, large.leads.shape) == ((5,), (4, 3))
+    assert (large.pattern.shape, large.leads.shape, large.before.shape) == ((5,), (4, 3), (4, 3))
     assert (large.first.shape, large.following.shape) == ((5,), (7,))

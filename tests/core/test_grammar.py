@@ -17,6 +17,7 @@ from planted import REPEATED, weights_of
 
 from jspec.core import accept, decode, stopping, tree
 from jspec.core import grammar as grammars
+from jspec.core.propose import propose
 from jspec.core.types import DraftTree, RowSampling
 from jspec.drafters import Block, Ngram, Plain, Standalone
 from jspec.text.grammar import Grammar
@@ -255,7 +256,11 @@ def random_tree(seed, nodes=9):
     return DraftTree(tokens.astype(np.int32), parents, nodes - 1)
 
 
-FORBID = jax.jit(lambda constraint, draft_tree, logits: grammars.forbid(constraint, logits, tree.paths(draft_tree)))
+def forbid(constraint, draft_tree, logits, ids=None, **options):
+    return grammars.forbid(constraint, logits, tree.paths(draft_tree), ids, **options)
+
+
+FORBID = jax.jit(forbid)
 MEND = jax.jit(grammars.mend)
 
 
@@ -275,6 +280,65 @@ def test_every_node_of_a_tree_has_the_mask_of_its_path(seed):
         wanted = np.where(allowed, 0 if node == 4 and GRAMMARS[b] is not None else logits[b, node], -np.inf)
         if GRAMMARS[b] is not None or node != 4:
             np.testing.assert_array_equal(found[b, node], wanted)
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_logits_of_a_smaller_vocabulary_are_masked_as_they_are(per_node):
+    """Where none of its tokens may follow, all of its logits are 0."""
+    draft_tree, rng = random_tree(0), np.random.default_rng(0)
+    ids = np.stack([rng.permutation(SIZE)[:5] for _ in range(27 if per_node else 1)]).astype(np.int32)
+    ids = ids.reshape(3, 9, 5) if per_node else ids[0]
+    logits = rng.normal(size=(3, 9, 5)).astype(np.float32)
+    logits[:, 4] = -np.inf
+    found, without = np.array(FORBID(batch(), draft_tree, logits, ids)), 0
+    for b, node in itertools.product((0, 2), range(9)):
+        allowed = may_follow(GRAMMARS[b], path_oracle(draft_tree, b, node))
+        if not allowed.any():
+            continue
+        allowed = allowed[ids[b, node] if per_node else ids]
+        without += not allowed.any()
+        wanted = np.where(allowed | ~allowed.any(), 0.0 if node == 4 or not allowed.any() else logits[b, node], -np.inf)
+        np.testing.assert_array_equal(found[b, node], wanted)
+    assert without > 1, "some nodes have none"
+
+
+def test_the_best_token_is_found_without_a_pass_over_the_logits():
+    draft_tree, rng = random_tree(1), np.random.default_rng(1)
+    logits = rng.normal(size=(3, 9, SIZE)).astype(np.float32)
+    logits[:, 4], logits[:, 5, ::2] = -np.inf, -np.inf
+    best = jax.jit(functools.partial(forbid, best_only=True))
+    found, both = np.array(best(batch(), draft_tree, logits)), np.array(FORBID(batch(), draft_tree, logits))
+    np.testing.assert_array_equal(found.argmax(-1), both.argmax(-1))
+    text = str(jax.make_jaxpr(best)(batch(), draft_tree, logits))
+    assert "reduce_or" not in text and "reduce_or" in str(jax.make_jaxpr(FORBID)(batch(), draft_tree, logits))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_greedy_drafts_of_a_smaller_vocabulary_are_not_widened(width):
+    """They are the tokens that the widened logits give, where the vocabulary has one that may follow."""
+    rng = np.random.default_rng(width)
+    ids = np.sort(rng.permutation(SIZE)[:40]).astype(np.int32)
+    logits = jnp.asarray(rng.normal(size=(3, 2, 40)), jnp.float32)
+    path = jnp.array(
+        [[[TOKENS.index(b'{"')], [3]], [[5], [6]], [[TOKENS.index(b"a")], [TOKENS.index(b"f")]]], jnp.int32
+    )
+    greedy, tempered = (
+        toy.start(Plain(), weights_of(Plain()), table=stops(), rows=rows, grammar=batch())
+        for rows in (None, RowSampling(temperature=np.zeros(3, np.float32)))
+    )
+
+    def drafts(logits, s=greedy):
+        return propose(s, logits, path, width=width, vocab_size=SIZE, ids=jnp.asarray(ids))
+
+    text = str(jax.make_jaxpr(drafts)(logits))
+    assert f"[3,2,{SIZE}]" not in text and "[3,2,40]" in text
+    found, wide = drafts(logits), drafts(logits, tempered)
+    for b, node in itertools.product(range(3), range(2)):
+        allowed = np.ones(SIZE, bool) if GRAMMARS[b] is None else may_follow(GRAMMARS[b], path[b, node].tolist())
+        count = min(width, allowed[ids].sum())
+        np.testing.assert_array_equal(found.tokens[b, node, :count], wide.tokens[b, node, :count])
+        if width > 1 and count:
+            np.testing.assert_allclose(found.scores[b, node, :count], wide.scores[b, node, :count], atol=1e-5)
 
 
 @pytest.mark.parametrize("parents", [None, [0, 0, 0, 1, 1, 2, 3, 3, 6, 8]], ids=["chain", "tree"])
