@@ -1,6 +1,8 @@
 """Tiles of query rows of exact attention and the blocks that they absorb, inside its Triton kernels."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,20 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels._triton import absorb, dot, load_rows, padded
 from pallas_kernels._types import Ref
-from pallas_kernels.attention import BLOCK, SEGMENT, State, scores_in_base_2
+from pallas_kernels.attention import BLOCK, SEGMENT, State, fold, scores_in_base_2, sink_state
+
+States = tuple[Ref, Ref, Ref]
+"""Slots of states: peaks [S, N, G], totals [S, N, G] and sums [S, N, G, D]."""
+AT_ONCE = 16
+"""Segments whose states are loaded together at most."""
+AT_ONCE_BYTES = 2**14
+"""Bytes of these for each warp at most, which are in registers."""
+
+
+def seen_segments(capacity: int, window: int | None) -> int:
+    """Segments of the prefix that the nodes of a round see at most."""
+    segments = pl.cdiv(capacity, SEGMENT)
+    return segments if window is None else min(segments, pl.cdiv(window - 1, SEGMENT))
 
 
 def first_seen(committed: jax.Array, window: int | None) -> jax.Array | None:
@@ -18,40 +33,19 @@ def first_seen(committed: jax.Array, window: int | None) -> jax.Array | None:
     return None if window is None else jnp.maximum(committed + 1 - window, 0)
 
 
-def load_state(
-    refs: tuple[Ref, Ref, Ref], slot: jax.Array | int, node: jax.Array, member: jax.Array, used: jax.Array
-) -> State:
-    """The state of some query rows in a slot of the peaks, totals and sums; empty where it is not used."""
-    peak_ref, total_ref, sum_ref = refs
-    column = jnp.arange(padded(sum_ref.shape[-1]))[None]
-    inside = used[:, None] & (column < sum_ref.shape[-1])
-    return (
-        pltriton.load(peak_ref.at[slot, node, member], mask=used, other=-jnp.inf),
-        pltriton.load(total_ref.at[slot, node, member], mask=used, other=0),
-        pltriton.load(sum_ref.at[slot, node[:, None], member[:, None], column], mask=inside, other=0),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
-class Tile:
-    """The query rows of a program: the node and the member of the group of each row, and whether it exists."""
+class Rows:
+    """Query rows of a key head: the node and the member of the group of each, and whether it exists."""
 
     node: jax.Array
     member: jax.Array
     real: jax.Array
-    q: jax.Array
 
-    @classmethod
-    def load(cls, q_ref: Ref, first_node: jax.Array | int, first: jax.Array | int, nodes: int, block_m: int) -> "Tile":
-        """The rows from row `first` on of `nodes` nodes from `first_node` on."""
-        _, group, dim = q_ref.shape
-        row = first + jnp.arange(block_m)
-        node, member, real = first_node + row // group, row % group, row < nodes * group
-        column = jnp.arange(padded(dim))[None]
-        inside = real[:, None] & (column < dim)
-        return cls(
-            node, member, real, pltriton.load(q_ref.at[node[:, None], member[:, None], column], mask=inside, other=0)
-        )
+    @staticmethod
+    def of(first_node: jax.Array | int, first: jax.Array | int, nodes: int, group: int, count: int) -> "Rows":
+        """`count` rows from row `first` on of `nodes` nodes from `first_node` on."""
+        row = first + jnp.arange(count)
+        return Rows(first_node + row // group, row % group, row < nodes * group)
 
     def columns(self, dim: int) -> tuple[tuple, jax.Array]:
         """Where the columns of the rows are in an array [N, G, D], and which of them exist."""
@@ -64,30 +58,101 @@ class Tile:
             return rows - nodes + jnp.minimum(self.node, nodes - 1) + 1
         return pltriton.load(count_ref.at[self.node], mask=self.real, other=rows)
 
-    def empty(self) -> State:
+    def empty(self, dim: int) -> State:
         """The state before the first block."""
         (rows,) = self.node.shape
         peak = jnp.full(rows, -jnp.inf, jnp.float32)
-        return peak, jnp.zeros(rows, jnp.float32), jnp.zeros(self.q.shape, jnp.float32)
+        return peak, jnp.zeros(rows, jnp.float32), jnp.zeros((rows, padded(dim)), jnp.float32)
 
-    def load_state(self, refs: tuple[Ref, Ref, Ref], slot: int) -> State:
-        """A state that `store` wrote."""
-        return load_state(refs, slot, self.node, self.member, self.real)
+    def load_state(self, refs: States, slot: jax.Array | int) -> State:
+        """The state in a slot, as `store` wrote it."""
+        peak_ref, total_ref, sum_ref = refs
+        at, inside = self.columns(sum_ref.shape[-1])
+        return (
+            pltriton.load(peak_ref.at[slot, self.node, self.member], mask=self.real, other=-jnp.inf),
+            pltriton.load(total_ref.at[slot, self.node, self.member], mask=self.real, other=0),
+            pltriton.load(sum_ref.at[slot, *at], mask=inside, other=0),
+        )
 
-    def store(self, out_refs: tuple[Ref, Ref, Ref], slot: jax.Array | int, state: State) -> None:
-        """Writes a state: its peaks [S, N, G], totals [S, N, G] and sums [S, N, G, D]."""
+    def load_state_if(self, refs: States, slot: jax.Array | int, used: jax.Array | bool) -> State:
+        """The same where it is used, a scalar or a value for each row; empty elsewhere.
+
+        This is decided after the load, which therefore does not wait for the lengths.
+        """
+        peak, total, summed = self.load_state(refs, slot)
+        used = jnp.broadcast_to(used, self.node.shape)
+        return jnp.where(used, peak, -jnp.inf), jnp.where(used, total, 0), jnp.where(used[:, None], summed, 0)
+
+    def at_once(self, dim: int, warps: int) -> int:
+        """Slots that `merged` should load together in a program of some warps."""
+        (rows,) = self.node.shape
+        return max(1, min(AT_ONCE, AT_ONCE_BYTES * warps // (rows * padded(dim) * 4)))
+
+    def merged(self, refs: States, segments: int, used: jax.Array | int, at_once: int) -> State:
+        """The first `used` of the slots of `segments`, merged in order; `at_once` are loaded together."""
+
+        def several(first, count, merged):
+            # An empty segment changes no bit.
+            slots = [first + i for i in range(count)]
+            states = [self.load_state_if(refs, jnp.minimum(slot, segments - 1), slot < used) for slot in slots]
+            return functools.reduce(fold, states, merged)
+
+        empty = self.empty(refs[2].shape[-1])
+        if segments <= at_once:
+            return several(0, segments, empty)
+        turns = pl.cdiv(used, at_once)
+        return lax.fori_loop(0, turns, lambda i, merged: several(i * at_once, at_once, merged), empty)
+
+    def store(self, refs: States, slot: jax.Array | int, state: State) -> None:
+        """Writes a state."""
         peak, total, summed = state
-        at, inside = self.columns(out_refs[2].shape[-1])
-        pltriton.store(out_refs[0].at[slot, self.node, self.member], peak, mask=self.real)
-        pltriton.store(out_refs[1].at[slot, self.node, self.member], total, mask=self.real)
-        pltriton.store(out_refs[2].at[slot, *at], summed, mask=inside)
+        at, inside = self.columns(refs[2].shape[-1])
+        pltriton.store(refs[0].at[slot, self.node, self.member], peak, mask=self.real)
+        pltriton.store(refs[1].at[slot, self.node, self.member], total, mask=self.real)
+        pltriton.store(refs[2].at[slot, *at], summed, mask=inside)
 
-    def absorb(
-        self, keys: jax.Array, values: jax.Array, visible: jax.Array, state: State, scale: float, cap: float | None
-    ) -> State:
-        """The state after a block."""
-        scores = scores_in_base_2(dot(self.q, keys.T), scale, cap)
-        return absorb(jnp.where(visible, scores, -jnp.inf), values, state)
+    def store_result(self, out_ref: Ref, sinks_ref: Ref | None, state: State) -> None:
+        """Writes what a softmax is after the sinks, if there are any: [N, G, D]."""
+        at, inside = self.columns(out_ref.shape[-1])
+        if sinks_ref is not None:
+            sinks = pltriton.load(sinks_ref.at[self.member], mask=self.real, other=0)
+            state = fold(state, sink_state(sinks, state[2].shape[-1]))
+        _, total, summed = state
+        pltriton.store(out_ref.at[at], (summed / total[:, None]).astype(out_ref.dtype), mask=inside)
+
+
+def first_rows(state: State, count: int) -> State:
+    """The state of the first `count` rows, a power of two."""
+
+    def first(part: jax.Array) -> jax.Array:
+        if part.shape[0] == count:
+            return part
+        # Triton has no slices. No value is less than -inf, so the maximum is the value itself.
+        several = part.reshape(-1, count, *part.shape[1:])
+        chosen = (jnp.arange(several.shape[0]) == 0).reshape(-1, *[1] * part.ndim)
+        return jnp.where(chosen, several, -jnp.inf).max(0)
+
+    peak, total, summed = state
+    return first(peak), first(total), first(summed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile(Rows):
+    """The query rows of a program."""
+
+    q: jax.Array
+
+    @classmethod
+    def load(cls, q_ref: Ref, first_node: jax.Array | int, first: jax.Array | int, nodes: int, block_m: int) -> "Tile":
+        """The rows from row `first` on of `nodes` nodes from `first_node` on."""
+        _, group, dim = q_ref.shape
+        rows = Rows.of(first_node, first, nodes, group, block_m)
+        at, inside = rows.columns(dim)
+        return cls(rows.node, rows.member, rows.real, pltriton.load(q_ref.at[at], mask=inside, other=0))
+
+    def scores(self, keys: jax.Array, visible: jax.Array, scale: float, cap: float | None) -> jax.Array:
+        """Those of a block's keys; -inf where they are not visible."""
+        return jnp.where(visible, scores_in_base_2(dot(self.q, keys.T), scale, cap), -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,8 +196,8 @@ class Prefix:
         """The first position that each query row of a tile of all nodes sees; None: 0."""
         return None if window is None else self.length + tile.seen(nodes, rows, count_ref) - window
 
-    def block(self, index: jax.Array, used: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of a block, [BLOCK, padded D] each; zero where they are not used. used: None: all are."""
+    def block(self, index: jax.Array, used: jax.Array | None) -> Callable[[int], jax.Array]:
+        """What loads a block's keys (0) or values (1), [BLOCK, padded D]; zero where not used. used: None: all are."""
         pages, page_size = self.table.shape[0], self.pool.shape[3]
         position = index * BLOCK + jnp.arange(BLOCK)
         inside = position < pages * page_size
@@ -146,8 +211,7 @@ class Prefix:
             # The block is in one page. A block after the capacity reads no row.
             page = pltriton.load(self.table.at[jnp.minimum(index * BLOCK // page_size, pages - 1)])
         row = position % page_size
-        keys, values = (load_rows(self.pool, (self.layer, kind, page), row, used) for kind in (0, 1))
-        return keys, values
+        return lambda kind: load_rows(self.pool, (self.layer, kind, page), row, used)
 
     def absorb(
         self,
@@ -169,9 +233,10 @@ class Prefix:
             visible = (position < end * BLOCK)[None]
             if starts is not None:
                 visible = visible & (position[None] >= starts[:, None])
-            return tile.absorb(*self.block(i, None), visible, state, scale, soft_cap)
+            keys, values = map(self.block(i, None), (0, 1))
+            return absorb(tile.scores(keys, visible, scale, soft_cap), values, state)
 
-        return lax.fori_loop(first_block(begin, starts), end, body, tile.empty())
+        return lax.fori_loop(first_block(begin, starts), end, body, tile.empty(self.pool.shape[-1]))
 
 
 def first_block(begin: jax.Array, starts: jax.Array | None) -> jax.Array:
@@ -184,6 +249,8 @@ class Round:
     """A tile of the round's queries, and the rows that they see."""
 
     tile: Tile
+    exist: Rows
+    """The first rows of the tile; the others do not exist: all rows in a chain, those of the group in a tree."""
     k: Ref  # [R, D]
     v: Ref  # [R, D]
     path: Ref | None  # [N, R]
@@ -195,6 +262,11 @@ class Round:
     starts: jax.Array | None
     """The first position that each of the queries sees; None: 0."""
     prefix: Prefix | None
+    in_turn: bool
+    """Whether a block's committed rows are loaded before its own, into the same registers, and values after the scores.
+
+    Otherwise they are loaded together.
+    """
 
     @classmethod
     def load(
@@ -209,22 +281,27 @@ class Round:
         count_ref: Ref | None,
         prefix: Prefix | None,
         window: int | None,
+        in_turn: bool = False,
     ):
         """The tile of that index."""
         nodes, rows = q_ref.shape[0], k_ref.shape[0]
         if count_ref is None:
             # The last nodes of a chain see the most rows: they go first, so that short tiles fill the gaps at the end.
-            tile = Tile.load(q_ref, 0, (tiles - 1 - index) * block_m, nodes, block_m)
-            seen = tile.seen(nodes, rows, None)
+            tile = exist = Tile.load(q_ref, 0, (tiles - 1 - index) * block_m, nodes, block_m)
+            node, seen = index, tile.seen(nodes, rows, None)
             most = seen.max()
         else:
-            tile = Tile.load(q_ref, index, 0, 1, block_m)
-            most = count_ref[index]
+            # A node has several tiles if its group is larger than a tile.
+            each, group = tiles // nodes, q_ref.shape[1]
+            node, first = index // each, index % each * block_m
+            tile = Tile.load(q_ref, node, first, 1, block_m)
+            exist = Rows.of(node, first, 1, group, min(pl.next_power_of_2(group), block_m))
+            most = count_ref[node]
             seen = jnp.broadcast_to(most, tile.node.shape)
         starts = None
         if window is not None:
             starts = seen - window if prefix is None else prefix.length + seen - window
-        return cls(tile, k_ref, v_ref, path_ref, index, seen, most, starts, prefix)
+        return cls(tile, exist, k_ref, v_ref, path_ref, node, seen, most, starts, prefix, in_turn)
 
     @property
     def committed(self) -> jax.Array:
@@ -246,17 +323,30 @@ class Round:
             row = own
             if self.path is not None:
                 row = pltriton.load(self.path.at[self.node, own], mask=used, other=0)
+            visible = own[None] < self.seen[:, None]
+            if self.starts is not None:
+                visible = visible & (position[None] >= self.starts[:, None])
+            if self.in_turn:
+                scores = self.tile.scores(self.one(0, i, row, used), visible, scale, soft_cap)
+                return absorb(scores, self.one(1, i, row, used), state)
             keys, values = (load_rows(ref, (), row, used) for ref in (self.k, self.v))
             if self.prefix is not None:
                 before = position < self.committed
                 # Each row is in one of the two, and zero in the other.
                 keys, values = (
                     jnp.where(before[:, None], old, new)
-                    for old, new in zip(self.prefix.block(i, before), (keys, values), strict=True)
+                    for old, new in zip(map(self.prefix.block(i, before), (0, 1)), (keys, values), strict=True)
                 )
-            visible = own[None] < self.seen[:, None]
-            if self.starts is not None:
-                visible = visible & (position[None] >= self.starts[:, None])
-            return self.tile.absorb(keys, values, visible, state, scale, soft_cap)
+            return absorb(self.tile.scores(keys, visible, scale, soft_cap), values, state)
 
         return lax.fori_loop(first_block(begin, self.starts), end, body, state)
+
+    def one(self, kind: int, index: jax.Array, row: jax.Array, used: jax.Array) -> jax.Array:
+        """Keys (0) or values (1) of a block: the own rows that are used, and the committed ones."""
+        ref = (self.k, self.v)[kind]
+        if self.prefix is None:
+            return load_rows(ref, (), row, used)
+        before = index * BLOCK + jnp.arange(BLOCK) < self.committed
+        column = jnp.arange(padded(ref.shape[-1]))[None]
+        inside = used[:, None] & (column < ref.shape[-1])
+        return pltriton.load(ref.at[row[:, None], column], mask=inside, other=self.prefix.block(index, before)(kind))

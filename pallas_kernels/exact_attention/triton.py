@@ -2,11 +2,13 @@
 
 A tile is some of the query rows that share a key head (row = node * G + g). Its blocks of the prefix are absorbed in
 the order of positions, segment by segment; then the blocks in which the prefix ends and the round's own rows follow,
-which are put together in the same order. The nodes of a chain share these blocks; in a tree each node has its own.
+which are put together in the same order. The nodes of a chain share these blocks; in a tree each node has its own, and
+a tile for them.
 
-With few tiles, each segment of the prefix is a program of the first kernel, and so are the blocks from the last segment
-of the prefix on; the second kernel merges the segments in order. With many tiles, the first kernel absorbs the prefix,
-and the second one goes on with its result: the same sums, with fewer partial results.
+With many tiles, the first kernel absorbs the prefix, and the second one goes on with its result. With few tiles, each
+segment of the prefix is a program of the first kernel, and the second kernel merges the segments in order: the same
+sums, with more partial results. In a tree it goes on with the round; in a chain, where few programs have blocks of the
+round, these are in the first kernel, too.
 """
 
 import dataclasses
@@ -18,24 +20,34 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as pltriton
 from jax.typing import DTypeLike
 
 from pallas_kernels import platform
 from pallas_kernels._triton import call, int32_or_none, padded, refuse_dtype
 from pallas_kernels._types import Ref
-from pallas_kernels.attention import BLOCK, SEGMENT, State, fold, paths, sink_state
-from pallas_kernels.exact_attention.tiles import Prefix, Round, Tile, first_seen, load_state
+from pallas_kernels.attention import BLOCK, SEGMENT, fold, paths
+from pallas_kernels.exact_attention.specs import Specs, Stored, state_shapes
+from pallas_kernels.exact_attention.tiles import (
+    AT_ONCE,
+    Prefix,
+    Round,
+    Rows,
+    Tile,
+    first_rows,
+    first_seen,
+    seen_segments,
+)
 
 PER_SEGMENT = SEGMENT // BLOCK
 """Blocks of a segment."""
-AT_ONCE = 16
-"""Segments whose states are loaded together."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work of one call is divided. The bits of the result depend on all of it but `spread`."""
+    """How the work of one call is divided.
+
+    The bits of the result depend on all of it but `spread` and `fold_rows`, with the exception at `own_warps`.
+    """
 
     block_m: int
     """Query rows of a program; a power of two, at least 16."""
@@ -43,6 +55,17 @@ class Config:
     """Whether each segment of the prefix is a program of its own."""
     num_warps: int
     num_stages: int
+    own_block_m: int
+    """Query rows of a program that has one node of a tree; a power of two, at least 16."""
+    own_stages: int
+    """With one, it takes fewer registers, and its loads wait for each other."""
+    own_warps: int
+    """Its warps.
+
+    On a Hopper GPU, 16 rows and one warp give the bits of 64 rows and four, for types of 16 bits: a product has the
+    same bits in a tile of any size (see `exact_matmul.triton`), and each of four warps has 16 of the 64 rows, whose
+    columns its threads share in the same way, so that the sum of a row has the same order.
+    """
     fold_rows: int = 8
     """Query rows of a program that merges segments; a power of two."""
 
@@ -62,6 +85,10 @@ class Tuning:
     state_bytes: int
     """unless their states take more memory than this."""
     num_warps: int
+    own_block_m_16_bit: int
+    """See `Config`; for heads of up to `wide` dimensions. Otherwise these tiles are like the others."""
+    own_warps_16_bit: int
+    own_stages_16_bit: int
     num_stages: int
     stage_bytes: int
     """Bytes of a block's keys at most; there is one stage if they take more."""
@@ -78,6 +105,9 @@ TUNING = {
         programs=256,
         state_bytes=2**26,
         num_warps=4,
+        own_block_m_16_bit=64,
+        own_warps_16_bit=4,
+        own_stages_16_bit=2,
         num_stages=2,
         stage_bytes=2**15,
         block_bytes=2**17,
@@ -93,6 +123,7 @@ def default_config(*, batch: int, kv_heads: int, rows: int, capacity: int, head_
     """
     tuning = platform.for_device_kind(TUNING)
     block_m = {2: tuning.block_m_16_bit, 4: tuning.block_m_32_bit}[jnp.dtype(dtype).itemsize]
+    narrow = jnp.dtype(dtype).itemsize == 2 and head_dim <= tuning.wide
     if head_dim > tuning.wide:
         block_m = tuning.block_m_wide
     tiles = batch * kv_heads * pl.cdiv(rows, block_m)
@@ -100,7 +131,10 @@ def default_config(*, batch: int, kv_heads: int, rows: int, capacity: int, head_
     spread = tiles < tuning.programs and states <= tuning.state_bytes
     # Two stages of wide float32 rows do not fit into shared memory.
     stages = tuning.num_stages if BLOCK * padded(head_dim) * jnp.dtype(dtype).itemsize <= tuning.stage_bytes else 1
-    return Config(block_m, spread, tuning.num_warps, stages)
+    own = block_m, stages, tuning.num_warps
+    if narrow:
+        own = tuning.own_block_m_16_bit, min(tuning.own_stages_16_bit, stages), tuning.own_warps_16_bit
+    return Config(block_m, spread, tuning.num_warps, stages, *own)
 
 
 def supported(
@@ -146,246 +180,244 @@ def exact_attention(
     rows, kv_heads = k_rows.shape[1:3]
     group = heads // kv_heads
     capacity = 0 if page_table is None or pool is None else page_table.shape[1] * pool.shape[3]
-    capacity = min(capacity, _segments(capacity, window) * SEGMENT)
+    capacity = min(capacity, seen_segments(capacity, window) * SEGMENT)
     shapes = {"batch": batch, "kv_heads": kv_heads, "rows": nodes * group, "capacity": capacity, "head_dim": dim}
     config = config or default_config(**shapes, dtype=q.dtype)
     # An array as the layer, because XLA compiles a kernel once for all calls that differ only in their arrays.
     table, length = int32_or_none(page_table), int32_or_none(prefix_length)
     stored = None
     if pool is not None and table is not None and length is not None:
-        stored = _Stored(jnp.full(1, layer, jnp.int32), pool, table, length)
+        stored = Stored(jnp.full(1, layer, jnp.int32), pool, table, length)
     path = count = None
     if mask is not None:
         path, count = (x.astype(jnp.int32) for x in paths(mask, batch, nodes, rows))
-    settings = {"scale": scale, "soft_cap": soft_cap, "window": window, "config": config}
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(kv_heads, group)
-    run = functools.partial(
-        call, num_warps=config.num_warps, num_stages=config.num_stages, interpret=platform.resolve_interpret(interpret)
+    queries = q.reshape(batch, nodes, kv_heads, group, dim)
+    options = {"scale": scale, "soft_cap": soft_cap, "window": window}
+    interpret = platform.resolve_interpret(interpret)
+    work = _Work(queries, k_rows, v_rows, path, count, stored, sinks, config, options, interpret)
+    if stored is None:
+        return _own(work, ()).reshape(q.shape)
+    if not config.spread:
+        return _own(work, _prefix(work, stored)).reshape(q.shape)
+    states = _segments(work, stored)
+    return (_fold(work, stored, states) if path is None else _own(work, states)).reshape(q.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """The arrays of one call, and how it is computed."""
+
+    queries: jax.Array  # [B, N, K, G, D]
+    k_rows: jax.Array  # [B, R, K, D]
+    v_rows: jax.Array  # [B, R, K, D]
+    path: jax.Array | None  # [B, N, R]
+    count: jax.Array | None  # [B, N]
+    stored: Stored | None
+    sinks: jax.Array | None  # [K, G]
+    config: Config
+    options: dict[str, Any]
+    """The scale, the soft cap and the window."""
+    interpret: bool
+
+    @property
+    def rows(self) -> int:
+        return self.k_rows.shape[1]
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the query rows of all nodes."""
+        _, nodes, _, group, _ = self.queries.shape
+        return pl.cdiv(nodes * group, self.config.block_m)
+
+    @property
+    def seen(self) -> jax.Array | None:
+        """How many rows of the round each node sees, where it decides on what it sees of the prefix: with a window."""
+        return None if self.options["window"] is None else self.count
+
+    @property
+    def tails(self) -> int:
+        """Segments from the one on in which the prefix ends, at most."""
+        return pl.cdiv(SEGMENT - 1 + self.rows, SEGMENT)
+
+    def call(self, kernel: Callable[..., None], **options: Any) -> Callable[..., Any]:
+        """`call` of `_triton`, with the warps and the stages of the configuration if others are not given."""
+        settings = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+        return call(kernel, interpret=self.interpret, **(settings | options))
+
+
+def _segments(work: _Work, stored: Stored) -> Sequence[jax.Array]:
+    """The state of each segment of the prefix, in slots.
+
+    In a tree, the last slot is that of `_prefix`. In a chain, the last ones are of the segments from the one on in
+    which the prefix ends, with the round's own rows.
+    """
+    batch, nodes, kv_heads, group, dim = work.queries.shape
+    segments, chain = seen_segments(stored.capacity, work.options["window"]), work.path is None
+    own_tiles, specs = work.tiles if chain else 0, Specs(1)
+    shapes = state_shapes(segments + (work.tails if chain else 1), work.queries)
+    k_spec, v_spec, *_ = specs.round(work.rows, dim, None)
+    kernel = functools.partial(
+        _segments_kernel,
+        config=work.config,
+        rows=work.rows,
+        segments=segments,
+        tiles=work.tiles,
+        own_tiles=own_tiles,
+        **work.options,
     )
-    args = q.reshape(batch, nodes, kv_heads, group, dim), k_rows, v_rows, path, count
-    if config.spread and stored is not None:
-        return _spread(run, *args, stored, sinks, settings).reshape(q.shape)
-    return _in_turn(run, *args, stored, sinks, settings).reshape(q.shape)
-
-
-def _segments(capacity: int, window: int | None) -> int:
-    """Segments of the prefix that the nodes of a round see at most."""
-    segments = pl.cdiv(capacity, SEGMENT)
-    return segments if window is None else min(segments, pl.cdiv(window - 1, SEGMENT))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """What is committed: [1] the layer, [L, 2, P, page, K, D] the pool, [B, pages] the tables, [B] the lengths."""
-
-    layer: jax.Array
-    pool: jax.Array
-    table: jax.Array
-    length: jax.Array
-
-    @property
-    def arrays(self) -> tuple[jax.Array, ...]:
-        return self.layer, self.pool, self.table, self.length
-
-    @property
-    def capacity(self) -> int:
-        return self.table.shape[1] * self.pool.shape[3]
-
-
-def _spread(
-    run: Callable[..., Callable[..., Any]],
-    queries: jax.Array,
-    k_rows: jax.Array,
-    v_rows: jax.Array,
-    path: jax.Array | None,
-    count: jax.Array | None,
-    stored: _Stored,
-    sinks: jax.Array | None,
-    settings: dict[str, Any],
-) -> jax.Array:
-    """Segments of the prefix and the blocks after them as programs of one kernel, and a second one that merges them."""
-    batch, nodes, kv_heads, group, dim = queries.shape
-    rows, config, window = k_rows.shape[1], settings["config"], settings["window"]
-    segments, tails = _segments(stored.capacity, window), pl.cdiv(SEGMENT - 1 + rows, SEGMENT)
-    tiles = pl.cdiv(nodes * group, config.block_m)
-    own_tiles = tiles if path is None else nodes
-    slots, specs = segments + tails, _Specs(1)
-    shape = (slots, batch, nodes, kv_heads, group)
-    states = run(
-        functools.partial(_segments_kernel, tiles=tiles, own_tiles=own_tiles, tails=tails, **settings),
-        out_shape=[jax.ShapeDtypeStruct(one, jnp.float32) for one in (shape, shape, (*shape, dim))],
-        grid=(kv_heads, batch, own_tiles + tiles * segments),
+    seen = work.seen
+    return work.call(
+        kernel,
+        out_shape=shapes,
+        grid=(kv_heads, batch, own_tiles + work.tiles * (segments if chain else segments + 1)),
         in_specs=[
             specs.queries(nodes, group, dim),
-            *specs.round(rows, dim, path),
+            *((k_spec, v_spec) if chain else (None, None)),
+            None if seen is None else specs.sequence(nodes),
             *specs.stored(stored),
         ],
-        out_specs=[specs.states(slots, nodes, group, *last) for last in ((), (), (dim,))],
+        out_specs=specs.states(shapes),
         name="exact_attention_segments",
-    )(queries, k_rows, v_rows, path, count, *stored.arrays)
-    specs = _Specs(pl.cdiv(nodes * group, config.fold_rows))
-    return run(
-        functools.partial(_fold_kernel, rows=rows, tails=tails, capacity=stored.capacity, window=window, config=config),
-        out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
-        grid=(kv_heads, batch * specs.tiles),
+    )(work.queries, *((work.k_rows, work.v_rows) if chain else (None, None)), seen, *stored.arrays)
+
+
+def _prefix(work: _Work, stored: Stored) -> Sequence[jax.Array]:
+    """The state of all whole segments of the prefix, and that of the whole blocks after them."""
+    batch, nodes, kv_heads, group, dim = work.queries.shape
+    shapes, specs, seen = state_shapes(2, work.queries), Specs(work.tiles), work.seen
+    return work.call(
+        functools.partial(_prefix_kernel, config=work.config, rows=work.rows, tiles=work.tiles, **work.options),
+        out_shape=shapes,
+        grid=(kv_heads, batch * work.tiles),
         in_specs=[
-            None if count is None else specs.sequence(nodes),
-            specs.sequence(),
-            specs.sinks(sinks),
-            *(specs.states(slots, nodes, group, *last) for last in ((), (), (dim,))),
+            specs.queries(nodes, group, dim),
+            None if seen is None else specs.sequence(nodes),
+            *specs.stored(stored),
         ],
+        out_specs=specs.states(shapes),
+        name="exact_attention_prefix",
+    )(work.queries, seen, *stored.arrays)
+
+
+def _fold(work: _Work, stored: Stored, states: Sequence[jax.Array]) -> jax.Array:
+    """The result of a chain from the states of all segments."""
+    batch, nodes, kv_heads, group, dim = work.queries.shape
+    specs = Specs(pl.cdiv(nodes * group, work.config.fold_rows))
+    kernel = functools.partial(
+        _fold_kernel,
+        rows=work.rows,
+        tails=work.tails,
+        capacity=stored.capacity,
+        window=work.options["window"],
+        config=work.config,
+    )
+    return work.call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(work.queries.shape, work.queries.dtype),
+        grid=(kv_heads, batch * specs.tiles),
+        in_specs=[specs.sequence(), specs.sinks(work.sinks), *specs.states(states)],
         out_specs=specs.queries(nodes, group, dim),
         name="exact_attention",
-    )(count, stored.length, sinks, *states)
+    )(stored.length, work.sinks, *states)
 
 
-def _in_turn(
-    run: Callable[..., Callable[..., Any]],
-    queries: jax.Array,
-    k_rows: jax.Array,
-    v_rows: jax.Array,
-    path: jax.Array | None,
-    count: jax.Array | None,
-    stored: _Stored | None,
-    sinks: jax.Array | None,
-    settings: dict[str, Any],
-) -> jax.Array:
-    """All segments of the prefix in one program for each tile, and a second kernel that goes on with the result."""
-    batch, nodes, kv_heads, group, dim = queries.shape
-    rows, config = k_rows.shape[1], settings["config"]
-    tiles = pl.cdiv(nodes * group, config.block_m)
-    states: Sequence[jax.Array | None] = (None, None, None)
-    if stored is not None:
-        # The segments before the last block of the prefix, and the state after that block.
-        specs, shape = _Specs(tiles), (2, batch, nodes, kv_heads, group)
-        # Without a window all nodes see the same of the prefix.
-        seen = None if settings["window"] is None else count
-        states = run(
-            functools.partial(_prefix_kernel, rows=rows, tiles=tiles, **settings),
-            out_shape=[jax.ShapeDtypeStruct(one, jnp.float32) for one in (shape, shape, (*shape, dim))],
-            grid=(kv_heads, batch * tiles),
-            in_specs=[
-                specs.queries(nodes, group, dim),
-                None if seen is None else specs.sequence(nodes),
-                *specs.stored(stored),
-            ],
-            out_specs=[specs.states(2, nodes, group, *last) for last in ((), (), (dim,))],
-            name="exact_attention_prefix",
-        )(queries, seen, *stored.arrays)
-    specs = _Specs(tiles if path is None else nodes)
-    of_states = [None if stored is None else specs.states(2, nodes, group, *last) for last in ((), (), (dim,))]
-    return run(
-        functools.partial(_own_kernel, tiles=specs.tiles, **settings),
-        out_shape=jax.ShapeDtypeStruct(queries.shape, queries.dtype),
+def _own(work: _Work, states: Sequence[jax.Array]) -> jax.Array:
+    """The result from the states of `_prefix`, or in a tree of `_segments`, if anything is stored."""
+    batch, nodes, kv_heads, group, dim = work.queries.shape
+    config, chain, stored = work.config, work.path is None, work.stored
+    specs = Specs(work.tiles if chain else nodes * pl.cdiv(group, config.own_block_m))
+    return work.call(
+        functools.partial(_own_kernel, config=config, tiles=specs.tiles, **work.options),
+        num_warps=config.num_warps if chain else config.own_warps,
+        num_stages=config.num_stages if chain else config.own_stages,
+        out_shape=jax.ShapeDtypeStruct(work.queries.shape, work.queries.dtype),
         grid=(kv_heads, batch * specs.tiles),
         in_specs=[
             specs.queries(nodes, group, dim),
-            *specs.round(rows, dim, path),
+            *specs.round(work.rows, dim, work.path),
             *specs.stored(stored),
-            specs.sinks(sinks),
-            *of_states,
+            specs.sinks(work.sinks),
+            *specs.states(states),
         ],
         out_specs=specs.queries(nodes, group, dim),
         name="exact_attention",
-    )(queries, k_rows, v_rows, path, count, *((None,) * 4 if stored is None else stored.arrays), sinks, *states)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Specs:
-    """The part of each array that a program sees, an offset, on the grid (key head, sequence and tile, ...)."""
-
-    tiles: int
-
-    def queries(self, nodes: int, group: int, dim: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, nodes, None, group, dim), lambda h, bt, *_: (bt // self.tiles, 0, h, 0, 0))
-
-    def round(self, rows: int, dim: int, path: jax.Array | None) -> list[pl.BlockSpec | None]:
-        """The round's keys and values, the paths of nodes, and how many rows are on them."""
-        row = pl.BlockSpec((None, rows, None, dim), lambda h, bt, *_: (bt // self.tiles, 0, h, 0))
-        on_path = (None, None) if path is None else (self.sequence(*path.shape[1:]), self.sequence(path.shape[1]))
-        return [row, row, *on_path]
-
-    def stored(self, stored: _Stored | None) -> list[pl.BlockSpec | None]:
-        """The fields of `_Stored`."""
-        if stored is None:
-            return [None] * 4
-        *lead, _, dim = stored.pool.shape
-        pages = pl.BlockSpec((*lead, None, dim), lambda h, bt, *_: (0, 0, 0, 0, h, 0))
-        layer = pl.BlockSpec((None,), lambda h, bt, *_: (0,))
-        return [layer, pages, self.sequence(stored.table.shape[1]), self.sequence()]
-
-    def sequence(self, *shape: int) -> pl.BlockSpec:
-        zeros = (0,) * len(shape)
-        return pl.BlockSpec((None, *shape), lambda h, bt, *_: (bt // self.tiles, *zeros))
-
-    def sinks(self, sinks: jax.Array | None) -> pl.BlockSpec | None:
-        return None if sinks is None else pl.BlockSpec((None, sinks.shape[1]), lambda h, *_: (h, 0))
-
-    def states(self, slots: int, nodes: int, group: int, *dim: int) -> pl.BlockSpec:
-        zeros = (0,) * len(dim)
-        block = (slots, None, nodes, None, group, *dim)
-        return pl.BlockSpec(block, lambda h, bt, *_: (0, bt // self.tiles, 0, h, 0, *zeros))
+    )(
+        work.queries,
+        work.k_rows,
+        work.v_rows,
+        work.path,
+        work.count,
+        *((None,) * 4 if stored is None else stored.arrays),
+        work.sinks,
+        *states,
+    )
 
 
 def _segments_kernel(
     q_ref: Ref,  # [N, G, D]
-    k_ref: Ref,  # [R, D]
-    v_ref: Ref,  # [R, D]
-    path_ref: Ref | None,  # [N, R]
-    count_ref: Ref | None,  # [N]
-    *refs: Ref,  # of `Prefix`, then peaks [S, N, G], totals [S, N, G], sums [S, N, G, D]
+    k_ref: Ref | None,  # [R, D], in a chain
+    v_ref: Ref | None,  # [R, D], in a chain
+    count_ref: Ref | None,  # [N], in a tree with a window
+    *refs: Ref,  # of `Prefix`, then those of `States`
     config: Config,
+    rows: int,
+    segments: int,
     tiles: int,
     own_tiles: int,
-    tails: int,
     scale: float,
     soft_cap: float | None,
     window: int | None,
 ) -> None:
-    """The state of each segment; of those from the last one of the prefix on in the last `tails` slots.
-
-    Slots of segments in which a tile sees no row are not written.
-    """
+    """The state of each segment, see `_segments`. Slots of segments in which a tile sees no row are not written."""
     *stored_refs, peak_ref, total_ref, sum_ref = refs
-    out_refs = peak_ref, total_ref, sum_ref
-    job, segments = pl.program_id(2), peak_ref.shape[0] - tails
+    states = peak_ref, total_ref, sum_ref
+    job = pl.program_id(2)
     prefix = Prefix.load(*stored_refs, window=window)
     assert prefix is not None
     done = prefix.length // BLOCK
     whole = done // PER_SEGMENT
 
-    @pl.when(job < own_tiles)
+    if k_ref is not None and v_ref is not None:
+
+        @pl.when(job < own_tiles)
+        def _():
+            own = Round.load(job, own_tiles, config.block_m, q_ref, k_ref, v_ref, None, None, prefix, window)
+
+            def segment(number, state):
+                begin = number * PER_SEGMENT
+                last = jnp.minimum(begin + PER_SEGMENT, own.end)
+                state = own.absorb(jnp.maximum(begin, done), last, state, scale, soft_cap)
+                own.tile.store(states, segments + number - whole, state)
+                return own.tile.empty(q_ref.shape[2])
+
+            state = prefix.absorb(own.tile, whole * PER_SEGMENT, done, own.starts, scale, soft_cap)
+            lax.fori_loop(whole, pl.cdiv(own.end, PER_SEGMENT), segment, state)
+
+    slot = (job - own_tiles) // tiles
+    index = prefix.segment(slot)
+    used = (job >= own_tiles) & (index < whole)
+    last = (index + 1) * PER_SEGMENT
+    if k_ref is None:
+        # The last slot of a tree is of the segment in which the prefix ends.
+        index = jnp.where(slot == segments, whole, index)
+        used = (slot == segments) | (index < whole)
+        last = jnp.minimum((index + 1) * PER_SEGMENT, done)
+
+    @pl.when(used)
     def _():
-        own = Round.load(job, own_tiles, config.block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix, window)
-
-        def segment(number, state):
-            begin = number * PER_SEGMENT
-            last = jnp.minimum(begin + PER_SEGMENT, own.end)
-            state = own.absorb(jnp.maximum(begin, done), last, state, scale, soft_cap)
-            own.tile.store(out_refs, segments + number - whole, state)
-            return own.tile.empty()
-
-        state = prefix.absorb(own.tile, whole * PER_SEGMENT, done, own.starts, scale, soft_cap)
-        lax.fori_loop(whole, pl.cdiv(own.end, PER_SEGMENT), segment, state)
-
-    @pl.when((job >= own_tiles) & (prefix.segment((job - own_tiles) // tiles) < whole))
-    def _():
-        slot = (job - own_tiles) // tiles
-        index = prefix.segment(slot)
         tile = Tile.load(q_ref, 0, (job - own_tiles) % tiles * config.block_m, q_ref.shape[0], config.block_m)
-        starts = prefix.starts(tile, q_ref.shape[0], k_ref.shape[0], count_ref, window)
-        state = prefix.absorb(tile, index * PER_SEGMENT, (index + 1) * PER_SEGMENT, starts, scale, soft_cap)
-        tile.store(out_refs, slot, state)
+        starts = prefix.starts(tile, q_ref.shape[0], rows, count_ref, window)
+        tile.store(states, slot, prefix.absorb(tile, index * PER_SEGMENT, last, starts, scale, soft_cap))
 
 
 def _fold_kernel(
-    count_ref: Ref | None,  # [N]
     length_ref: Ref,  # []
     sinks_ref: Ref | None,  # [G]
-    peak_ref: Ref,  # [S, N, G]
-    total_ref: Ref,  # [S, N, G]
-    sum_ref: Ref,  # [S, N, G, D]
+    peak_ref: Ref,  # these three as in `States`
+    total_ref: Ref,
+    sum_ref: Ref,
     out_ref: Ref,  # [N, G, D]
     *,
     rows: int,
@@ -395,58 +427,26 @@ def _fold_kernel(
     config: Config,
 ) -> None:
     """Merges the segments in order."""
-    nodes, group, dim = out_ref.shape
-    segments = peak_ref.shape[0] - tails
+    nodes, group, _ = out_ref.shape
+    states, segments = (peak_ref, total_ref, sum_ref), peak_ref.shape[0] - tails
     committed = jnp.minimum(length_ref[...], capacity)
     whole = slots_used = committed // SEGMENT
     first = first_seen(committed, window)
     if first is not None:
         # The first slot is that of the first segment that a node sees.
         slots_used = whole - first // SEGMENT
-    row = pl.program_id(1) % pl.cdiv(nodes * group, config.fold_rows) * config.fold_rows + jnp.arange(config.fold_rows)
-    node, member, real = row // group, row % group, row < nodes * group
-    column = jnp.arange(padded(dim))[None]
-    at, inside = (node[:, None], member[:, None], column), real[:, None] & (column < dim)
-
-    seen = rows - nodes + node + 1
-    if count_ref is not None:
-        seen = pltriton.load(count_ref.at[node], mask=real, other=0)
-
-    def load(slot, used):
-        # Whether a state is used is decided after its load, which therefore does not wait for the lengths.
-        state = load_state((peak_ref, total_ref, sum_ref), slot, node, member, real)
-        return jnp.where(used, state[0], -jnp.inf), jnp.where(used, state[1], 0), jnp.where(used[:, None], state[2], 0)
-
-    def several(first, count, merged):
-        # An empty segment changes no bit.
-        slots = [first + i for i in range(count)]
-        states = [
-            load(jnp.minimum(slot, segments - 1), jnp.broadcast_to(slot < slots_used, row.shape)) for slot in slots
-        ]
-        return functools.reduce(fold, states, merged)
-
-    last = [load(segments + tail, (whole + tail) * SEGMENT < committed + seen) for tail in range(tails)]
-    merged = jnp.full(row.shape, -jnp.inf), jnp.zeros(row.shape), jnp.zeros((*row.shape, padded(dim)))
-    if segments <= AT_ONCE:
-        merged = several(0, segments, merged)
-    else:
-        turns = pl.cdiv(slots_used, AT_ONCE)
-        merged = lax.fori_loop(0, turns, lambda i, merged: several(i * AT_ONCE, AT_ONCE, merged), merged)
-    _, total, summed = _with_sinks(functools.reduce(fold, last, merged), sinks_ref, member, real)
-    pltriton.store(out_ref.at[at], (summed / total[:, None]).astype(out_ref.dtype), mask=inside)
-
-
-def _with_sinks(state: State, sinks_ref: Ref | None, member: jax.Array, real: jax.Array) -> State:
-    """The state of some query rows after their sinks, if there are any."""
-    if sinks_ref is None:
-        return state
-    return fold(state, sink_state(pltriton.load(sinks_ref.at[member], mask=real, other=0), state[2].shape[-1]))
+    row = pl.program_id(1) % pl.cdiv(nodes * group, config.fold_rows) * config.fold_rows
+    tile = Rows.of(0, row, nodes, group, config.fold_rows)
+    end = committed + tile.seen(nodes, rows, None)
+    last = [tile.load_state_if(states, segments + i, (whole + i) * SEGMENT < end) for i in range(tails)]
+    merged = tile.merged(states, segments, slots_used, AT_ONCE)
+    tile.store_result(out_ref, sinks_ref, functools.reduce(fold, last, merged))
 
 
 def _prefix_kernel(
     q_ref: Ref,  # [N, G, D]
     count_ref: Ref | None,  # [N], in a tree with a window
-    *refs: Ref,  # of `Prefix`, then peaks [2, N, G], totals [2, N, G], sums [2, N, G, D]
+    *refs: Ref,  # of `Prefix`, then those of `States`
     config: Config,
     rows: int,
     tiles: int,
@@ -467,9 +467,9 @@ def _prefix_kernel(
         begin = index * PER_SEGMENT
         return fold(merged, prefix.absorb(tile, begin, begin + PER_SEGMENT, starts, scale, soft_cap))
 
-    out_refs = peak_ref, total_ref, sum_ref
-    tile.store(out_refs, 0, lax.fori_loop(prefix.first_segment, whole, body, tile.empty()))
-    tile.store(out_refs, 1, prefix.absorb(tile, whole * PER_SEGMENT, done, starts, scale, soft_cap))
+    states, empty = (peak_ref, total_ref, sum_ref), tile.empty(q_ref.shape[2])
+    tile.store(states, 0, lax.fori_loop(prefix.first_segment, whole, body, empty))
+    tile.store(states, 1, prefix.absorb(tile, whole * PER_SEGMENT, done, starts, scale, soft_cap))
 
 
 def _own_kernel(
@@ -483,34 +483,37 @@ def _own_kernel(
     table_ref: Ref | None,
     length_ref: Ref | None,
     sinks_ref: Ref | None,  # [G]
-    peak_ref: Ref | None,  # [2, N, G]
-    total_ref: Ref | None,  # [2, N, G]
-    sum_ref: Ref | None,  # [2, N, G, D]
-    out_ref: Ref,  # [N, G, D]
-    *,
+    *refs: Ref,  # those of `States`, if anything is stored; then [N, G, D] the result
     config: Config,
     tiles: int,
     scale: float,
     soft_cap: float | None,
     window: int | None,
 ) -> None:
-    """Goes on with what `_prefix_kernel` found."""
+    """Merges the states of whole segments, and goes on with that in the last slot."""
+    *state_refs, out_ref = refs
+    dim, block_m, warps, in_turn = q_ref.shape[2], config.block_m, config.num_warps, False
+    if count_ref is not None:
+        # With one stage, what a program loads is in registers.
+        block_m, warps, in_turn = config.own_block_m, config.own_warps, config.own_stages == 1
     prefix = Prefix.load(layer_ref, pool_ref, table_ref, length_ref, window=window)
     index = pl.program_id(1) % tiles
-    own = Round.load(index, tiles, config.block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix, window)
-    tile, done = own.tile, own.committed // BLOCK
-    whole = done // PER_SEGMENT
-    merged = state = tile.empty()
-    if peak_ref is not None and total_ref is not None and sum_ref is not None:
-        merged, state = (tile.load_state((peak_ref, total_ref, sum_ref), slot) for slot in (0, 1))
+    own = Round.load(index, tiles, block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix, window, in_turn)
+    tile, exist, done = own.tile, own.exist, own.committed // BLOCK
+    (count,), whole = exist.node.shape, done // PER_SEGMENT
+    merged, state = exist.empty(dim), tile.empty(dim)
+    if prefix is not None:
+        peak_ref, total_ref, sum_ref = state_refs
+        states, segments = (peak_ref, total_ref, sum_ref), peak_ref.shape[0] - 1
+        state, at_once = tile.load_state(states, segments), exist.at_once(dim, warps)
+        merged = exist.merged(states, segments, whole - prefix.first_segment if config.spread else 1, at_once)
 
     def segment(number, states):
         merged, state = states
         begin = number * PER_SEGMENT
         last = jnp.minimum(begin + PER_SEGMENT, own.end)
-        return fold(merged, own.absorb(jnp.maximum(begin, done), last, state, scale, soft_cap)), tile.empty()
+        state = own.absorb(jnp.maximum(begin, done), last, state, scale, soft_cap)
+        return fold(merged, first_rows(state, count)), tile.empty(dim)
 
     result, _ = lax.fori_loop(whole, pl.cdiv(own.end, PER_SEGMENT), segment, (merged, state))
-    _, total, summed = _with_sinks(result, sinks_ref, tile.member, tile.real)
-    at, inside = tile.columns(q_ref.shape[2])
-    pltriton.store(out_ref.at[at], (summed / total[:, None]).astype(out_ref.dtype), mask=inside)
+    exist.store_result(out_ref, sinks_ref, result)

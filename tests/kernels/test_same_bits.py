@@ -247,6 +247,65 @@ def test_attention_has_the_same_bits_in_every_round(name, backend):
     assert len(alone) > 60
 
 
+TREES = {
+    "edges of blocks": (Case("", prefix=(127, 128, 129), nodes=9, heads=4, pages=10), {}),
+    "edges of segments": (Case("", prefix=(256, 255, 192), nodes=33, heads=2, pages=16), {"soft_cap": 2.0}),
+    "all pages": (Case("", prefix=(320, 0, 319), nodes=5, heads=16, page_size=64, pages=5, earlier=3), {}),
+    "pages of one": (Case("", prefix=(140,), nodes=1, heads=8, kv_heads=1, page_size=1, pages=200), {}),
+    "short window": (Case("", prefix=(300, 128, 40), nodes=6, heads=4, pages=20), {"window": 24}),
+    "window of one": (Case("", prefix=(200, 0), nodes=6, heads=4, pages=20), {"window": 1}),
+    "long window": (Case("", prefix=(310, 191, 128), nodes=6, heads=4, pages=20), {"window": 150, "sinks": True}),
+    "many segments": (Case("", prefix=(2300, 70), nodes=3, heads=4, page_size=64, pages=40), {}),
+    "large group": (Case("", prefix=(130, 3), nodes=3, heads=40, kv_heads=1, pages=9), {"dtype": "float32"}),
+    "nothing stored": (Case("", prefix=None, nodes=7, heads=4), {}),
+}
+"""Trees of heads of 32 dimensions, on pages of 16 if not said otherwise."""
+
+
+@pytest.mark.fast("edges of blocks")
+@pytest.mark.parametrize("name", TREES)
+def test_every_division_of_a_tree_has_the_same_bits(name):
+    """The interpreter fills states with NaN: a slot that no program has written would show."""
+    case, options = TREES[name]
+    options = {"layer": 1, "scale": SCALE, **options}
+    page_size = 16 if case.page_size == 4 else case.page_size
+    case = dataclasses.replace(
+        case, name=name, tree=True, head_dim=32, page_size=page_size, dtype=options.pop("dtype", "bfloat16")
+    )
+    rng, rows = rng_of(case), case.earlier + case.nodes
+    q = normal(rng, (case.batch, case.nodes, case.heads, case.head_dim), case.dtype)
+    k, v = (normal(rng, (case.batch, rows, case.kv_heads, case.head_dim), case.dtype) for _ in range(2))
+    stored = None, None, None
+    if case.prefix is not None:
+        table, total = page_table(rng, case)
+        starts = np.array(case.prefix) + 1 - options.get("window", 10**6)
+        stored = pool(rng, case, table, total, case.prefix, starts), table, np.array(case.prefix, np.int32)
+    if options.pop("sinks", False):
+        options["sinks"] = jnp.asarray(rng.normal(size=case.heads), jnp.float32)
+    args = (q, k, v, *stored, tree_mask(rng, case))
+    default = attention_triton.default_config(**SHAPES, dtype=case.dtype)
+    configs = [dataclasses.replace(default, spread=spread) for spread in (True, False)]
+    if case.dtype == "bfloat16":
+        configs += [dataclasses.replace(configs[0], own_block_m=16, own_warps=1, own_stages=1)]
+
+    def run(*args):
+        return [attention_triton.exact_attention(*args, **options, config=config) for config in configs]
+
+    first, *others = jitted(run, "triton")(*args)
+    expected = jax.jit(partial(exact_attention.exact_attention, **options, backend="xla"))(*args)
+    np.testing.assert_allclose(
+        first.astype(jnp.float32), expected.astype(jnp.float32), rtol=0, atol=TOLERANCE[case.dtype]
+    )
+    for other in others:
+        if interpreted("triton") and case.dtype == "float32":
+            # As above.
+            np.testing.assert_allclose(other, first, rtol=0, atol=1e-7)
+        else:
+            assert same_bits(other, first)
+    if interpreted("triton") and case.dtype == "bfloat16":
+        assert same_bits(first, expected)
+
+
 def test_windows_and_values_that_do_not_fit_are_refused():
     q = jnp.zeros((1, 2, 4, 8))
     run = partial(exact_attention.exact_attention, q, q, q, None, None, None, layer=0, scale=1.0)
@@ -502,6 +561,12 @@ def test_configurations_of_attention_do_not_depend_on_the_number_of_rows():
 # Cross-lowering
 
 
+def divisions(default):
+    """A configuration that is not in turn, the same in turn, and both with small tiles for the nodes of a tree."""
+    small = dataclasses.replace(default, own_block_m=16, own_warps=1, own_stages=1)
+    return [dataclasses.replace(each, spread=spread) for each in (default, small) for spread in (True, False)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_lowers_for_a_gpu(dtype):
@@ -509,8 +574,12 @@ def test_attention_lowers_for_a_gpu(dtype):
     q, k = (jnp.zeros((2, 6, heads, 128), dtype) for heads in (32, 8))
     pool_, table = jnp.zeros((2, 2, 130, 16, 8, 128), dtype), jnp.zeros((2, case.pages), jnp.int32)
     mask = jnp.ones((2, 6, 6), bool)
+    default = attention_triton.default_config(
+        batch=2, kv_heads=8, rows=24, capacity=case.capacity, head_dim=128, dtype=dtype
+    )
+    assert default.spread
     for given in (None, mask):
-        for config in (None, attention_triton.Config(64 if dtype == "bfloat16" else 16, False, 4, 2)):
+        for config in divisions(default):
             run = partial(
                 attention_triton.exact_attention, layer=1, scale=0.1, soft_cap=None, config=config, interpret=False
             )
@@ -533,7 +602,7 @@ def test_attention_with_windows_and_sinks_lowers_for_a_gpu(heads, kv_heads, dim,
     )
     assert default.spread and default.block_m == (16 if dim > 256 else 64)
     for given in (None, jnp.ones((2, 6, 6), bool)):
-        for config in (default, dataclasses.replace(default, spread=False)):
+        for config in divisions(default):
             run = partial(
                 attention_triton.exact_attention, layer=1, scale=0.1, config=config, interpret=False, **options
             )
