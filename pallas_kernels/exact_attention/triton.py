@@ -66,7 +66,7 @@ class Config:
     same bits in a tile of any size (see `exact_matmul.triton`), and each of four warps has 16 of the 64 rows, whose
     columns its threads share in the same way, so that the sum of a row has the same order.
     """
-    fold_rows: int = 8
+    fold_rows: int = 4
     """Query rows of a program that merges segments; a power of two."""
 
 
@@ -82,13 +82,16 @@ class Tuning:
     wide: int
     programs: int
     """With fewer programs per segment, each segment is a program of its own,"""
+    tree_programs: int
+    """and in a tree with fewer than this,"""
     state_bytes: int
     """unless their states take more memory than this."""
     num_warps: int
-    own_block_m_16_bit: int
-    """See `Config`; for heads of up to `wide` dimensions. Otherwise these tiles are like the others."""
-    own_warps_16_bit: int
-    own_stages_16_bit: int
+    own_spread: tuple[int, int, int]
+    """Rows, stages and warps of `Config.own_block_m`, for types of 16 bits and heads of up to `wide` dimensions, where
+    each segment is a program of its own. Other types and heads have tiles like those of the prefix."""
+    own_in_turn: tuple[int, int, int]
+    """The same where one program has all segments; `own_spread` where bits depend on the tile."""
     num_stages: int
     stage_bytes: int
     """Bytes of a block's keys at most; there is one stage if they take more."""
@@ -96,30 +99,35 @@ class Tuning:
     """Bytes of a block's keys and values at most, which are in shared memory."""
 
 
-TUNING = {
-    "NVIDIA H100": Tuning(
-        block_m_16_bit=64,
-        block_m_32_bit=16,
-        block_m_wide=16,
-        wide=256,
-        programs=256,
-        state_bytes=2**26,
-        num_warps=4,
-        own_block_m_16_bit=64,
-        own_warps_16_bit=4,
-        own_stages_16_bit=2,
-        num_stages=2,
-        stage_bytes=2**15,
-        block_bytes=2**17,
-    ),
-}
+_ANY = Tuning(
+    block_m_16_bit=64,
+    block_m_32_bit=16,
+    block_m_wide=16,
+    wide=256,
+    programs=256,
+    tree_programs=64,
+    state_bytes=2**26,
+    num_warps=4,
+    own_spread=(64, 1, 4),
+    own_in_turn=(64, 1, 4),
+    num_stages=2,
+    stage_bytes=2**15,
+    block_bytes=2**17,
+)
+_HOPPER = dataclasses.replace(_ANY, own_in_turn=(16, 1, 1))
+TUNING = {"any other": _ANY, "NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "NVIDIA GH200": _HOPPER}
 """By device kind; the first entry is the default."""
 
 
-def default_config(*, batch: int, kv_heads: int, rows: int, capacity: int, head_dim: int, dtype: DTypeLike) -> Config:
-    """The configuration for `rows` = N * G query rows per key head; the shapes decide on `spread` only.
+def default_config(
+    *, batch: int, kv_heads: int, rows: int, capacity: int, head_dim: int, dtype: DTypeLike, tree: bool = False
+) -> Config:
+    """The configuration for `rows` = N * G query rows per key head.
+
+    The shapes decide on `spread`, and on the tiles of a tree's nodes where no bit depends on them.
 
     capacity: positions that the page table has pages for.
+    tree: whether each node has rows of its own.
     """
     tuning = platform.for_device_kind(TUNING)
     block_m = {2: tuning.block_m_16_bit, 4: tuning.block_m_32_bit}[jnp.dtype(dtype).itemsize]
@@ -128,12 +136,12 @@ def default_config(*, batch: int, kv_heads: int, rows: int, capacity: int, head_
         block_m = tuning.block_m_wide
     tiles = batch * kv_heads * pl.cdiv(rows, block_m)
     states = pl.cdiv(capacity, SEGMENT) * batch * kv_heads * rows * (head_dim + 2) * 4
-    spread = tiles < tuning.programs and states <= tuning.state_bytes
+    spread = tiles < (tuning.tree_programs if tree else tuning.programs) and states <= tuning.state_bytes
     # Two stages of wide float32 rows do not fit into shared memory.
     stages = tuning.num_stages if BLOCK * padded(head_dim) * jnp.dtype(dtype).itemsize <= tuning.stage_bytes else 1
     own = block_m, stages, tuning.num_warps
     if narrow:
-        own = tuning.own_block_m_16_bit, min(tuning.own_stages_16_bit, stages), tuning.own_warps_16_bit
+        own = tuning.own_spread if spread else tuning.own_in_turn
     return Config(block_m, spread, tuning.num_warps, stages, *own)
 
 
@@ -182,7 +190,7 @@ def exact_attention(
     capacity = 0 if page_table is None or pool is None else page_table.shape[1] * pool.shape[3]
     capacity = min(capacity, seen_segments(capacity, window) * SEGMENT)
     shapes = {"batch": batch, "kv_heads": kv_heads, "rows": nodes * group, "capacity": capacity, "head_dim": dim}
-    config = config or default_config(**shapes, dtype=q.dtype)
+    config = config or default_config(**shapes, dtype=q.dtype, tree=mask is not None)
     # An array as the layer, because XLA compiles a kernel once for all calls that differ only in their arrays.
     table, length = int32_or_none(page_table), int32_or_none(prefix_length)
     stored = None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from functools import partial
 
 import jax
@@ -543,11 +544,14 @@ def test_configurations_do_not_depend_on_the_number_of_rows(kind, monkeypatch):
             assert made[0].parts == 1 or inner // made[0].parts >= made[0].block_k
 
 
-def test_configurations_of_attention_do_not_depend_on_the_number_of_rows():
-    for dtype in ("bfloat16", "float32"):
+@pytest.mark.parametrize("kind", attention_triton.TUNING)
+def test_configurations_of_attention_do_not_depend_on_the_number_of_rows(kind, monkeypatch):
+    """But for whether segments are programs of their own, and tiles of a tree's nodes where they change no bit."""
+    monkeypatch.setattr(attention_triton.platform, "for_device_kind", lambda table: table[kind])
+    for dtype, tree in itertools.product(("bfloat16", "float32"), (False, True)):
         configs = {
             attention_triton.default_config(
-                batch=batch, kv_heads=heads, rows=rows, capacity=capacity, head_dim=128, dtype=dtype
+                batch=batch, kv_heads=heads, rows=rows, capacity=capacity, head_dim=128, dtype=dtype, tree=tree
             )
             for batch in (1, 8, 64)
             for heads in (1, 8)
@@ -555,7 +559,13 @@ def test_configurations_of_attention_do_not_depend_on_the_number_of_rows():
             for capacity in (0, 320, 131072)
         }
         assert {config.spread for config in configs} == {False, True}
-        assert len({dataclasses.replace(config, spread=False) for config in configs}) == 1
+        own = {(config.own_block_m, config.own_stages, config.own_warps) for config in configs}
+        assert len(own) == 1 + (kind != "any other" and dtype == "bfloat16")
+        same = {"spread": False, "own_block_m": 0, "own_stages": 0, "own_warps": 0}
+        assert len({dataclasses.replace(config, **same) for config in configs}) == 1
+        for rows, spread in ((128, True), (2048, False)):
+            shapes = {"batch": 1, "kv_heads": 8, "rows": rows, "capacity": 704, "head_dim": 128}
+            assert attention_triton.default_config(**shapes, dtype="bfloat16", tree=True).spread == spread
 
 
 # Cross-lowering
