@@ -98,8 +98,8 @@ def call(package, backend):
     return run, arrays
 
 
-def captured_arguments(package, monkeypatch):
-    """The arguments and options that the API passes to a backend."""
+def captured_arguments(package, monkeypatch, mask=None):
+    """The arguments and options that the API passes to a backend. mask: the last argument, in place of None."""
     seen, run = [], Operation.run
 
     def capture(self, backend, *args, **options):
@@ -107,6 +107,9 @@ def captured_arguments(package, monkeypatch):
         return run(self, "xla", *args, **options)
 
     args, options = example(package)
+    if mask is not None:
+        assert args[-1] is None
+        args = *args[:-1], mask
     with monkeypatch.context() as patch:
         patch.setattr(Operation, "run", capture)
         api(package)(*args, **options)
@@ -205,7 +208,7 @@ def test_config_and_interpret(package, kernel, monkeypatch):
     default = module.default_config
     monkeypatch.setattr(module, "default_config", lambda **shapes: chosen.append(default(**shapes)) or chosen[-1])
 
-    def jaxpr(**given):
+    def jaxpr(args=args, **given):
         arrays = [None if isinstance(arg, int) else arg for arg in args]
 
         def run(arrays):
@@ -213,6 +216,11 @@ def test_config_and_interpret(package, kernel, monkeypatch):
             return getattr(module, operation.name)(*static, **options, **given)
 
         return str(jax.make_jaxpr(run)(arrays))
+
+    # A tree has tiles of its own.
+    trees = ()
+    if package == "exact_attention":
+        trees = (captured_arguments(package, monkeypatch, mask=jnp.ones((2, 3, 3), bool))[0],)
 
     monkeypatch.setattr(platform, "platform", lambda: "cpu")
     interpreted = jaxpr()
@@ -228,8 +236,12 @@ def test_config_and_interpret(package, kernel, monkeypatch):
         value = getattr(config, field.name)
         # Small arrays limit what a larger value changes, and 1 may be the smallest.
         values = {not value} if isinstance(value, bool) else {1, 2, value * 2} - {value}
-        others = (dataclasses.replace(config, **{field.name: other}) for other in values)
-        assert any(jaxpr(config=other, interpret=False) != compiled for other in others), field.name
+        others = [dataclasses.replace(config, **{field.name: other}) for other in values]
+        assert any(
+            jaxpr(given, config=other, interpret=False) != jaxpr(given, config=config, interpret=False)
+            for given in (args, *trees)
+            for other in others
+        ), field.name
 
 
 # Dispatch itself, with an operation whose modules are fake
