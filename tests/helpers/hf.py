@@ -189,6 +189,14 @@ def build_assistant(raw: dict, seed: int = 7):
     return randomize(model, seed)
 
 
+def set_gate(model, settings: dict):
+    """A gpt-oss with the gate of these settings. `transformers` up to 5.17 has constants, whatever the settings say."""
+    for layer in model.model.layers:
+        layer.mlp.experts.limit = settings["swiglu_limit"]
+        layer.mlp.experts.alpha = settings.get("swiglu_alpha", 1.702)
+    return model
+
+
 def build(family: str, seed: int = 0, **changes):
     """A model with random weights.
 
@@ -203,7 +211,8 @@ def build(family: str, seed: int = 0, **changes):
     elif family == "qwen3_moe":
         model = _build_qwen3_moe(changes)
     elif family == "gpt_oss":
-        model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**{**GPT_OSS, **changes}))
+        settings = {**GPT_OSS, **changes}
+        model = set_gate(transformers.GptOssForCausalLM(transformers.GptOssConfig(**settings)), settings)
     elif family.startswith("deepseek-"):
         model = _build_deepseek(family.removeprefix("deepseek-"), changes)
     elif family.startswith("gemma4-"):
