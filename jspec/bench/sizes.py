@@ -55,7 +55,7 @@ def table() -> str:
         target = PRESETS[name].target
         shapes = target.param_shapes(jnp.bfloat16)
         cells = [_cell(target, quantize_shapes(shapes, weights)) for weights in FORMATS.values()]
-        cache = _gigabytes(tree_bytes(_cache(target, shapes)))
+        cache = _gigabytes(_cache_bytes(target, 1))
         rows.append([name, f"{count_parameters(shapes) / 1e9:.1f} B", cache, *cells])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -71,8 +71,7 @@ def fewest(target: Decoder, shapes: PyTree, memory: float) -> int | None:
         placement = Placement(_mesh(devices))
         if devices > 1 and not _can_be_split(target, shapes, devices):
             continue
-        cache = _cache(target if devices == 1 else target.split(devices), target.param_shapes(jnp.bfloat16))
-        if tree_bytes(placement.local(shapes)) + tree_bytes(cache) <= USABLE * memory:
+        if tree_bytes(placement.local(shapes)) + _cache_bytes(target, devices) <= USABLE * memory:
             return devices
     return None
 
@@ -91,9 +90,12 @@ def _mesh(devices: int) -> Any:
     return AbstractMesh((devices,), (TENSOR,))
 
 
-def _cache(target: Decoder, shapes: PyTree) -> PyTree:
-    """The cache of one sequence, on each device if the configuration is split."""
-    return jax.eval_shape(lambda params: target.init_cache(params, 1, CONTEXT, _PAGE), shapes)
+@functools.cache  # The same in all formats of weights.
+def _cache_bytes(target: Decoder, devices: int) -> int:
+    """Bytes of the cache of one sequence on each of the devices."""
+    own = target if devices == 1 else target.split(devices)
+    shapes = target.param_shapes(jnp.bfloat16)
+    return tree_bytes(jax.eval_shape(lambda params: own.init_cache(params, 1, CONTEXT, _PAGE), shapes))
 
 
 def _can_be_split(target: Decoder, shapes: PyTree, devices: int) -> bool:

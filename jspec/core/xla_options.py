@@ -7,9 +7,9 @@ minimum length of a captured sequence must be 1 as well: with XLA's default of 5
 
 **Independent kernels.** By default the commands of a graph wait for each other in the order of XLA's schedule. With
 CONCURRENT they wait only for those whose buffers they use, so that small kernels, such as those that commit a round,
-run side by side; a round of an adaptive drafter gains most. XLA then reuses less memory: programs need 1.5 to 2 times as
-much for temporary values, which is little beside weights and caches (docs/decisions.md). With several devices the order
-stays, because NCCL needs the same order of sums on all of them.
+run side by side; a round of an adaptive drafter gains most. XLA then reuses less memory: temporary values take 1.5 to 2
+times as much, which is little beside weights and caches (docs/decisions.md). With several devices the order stays,
+because NCCL needs the same order of sums on all of them.
 
 **Sums over devices.** NCCL's kernels are captured, too, with COLLECTIVES. Since JAX 0.11 XLA replaces some of them by
 kernels of its own that cannot be captured, so these are turned off. NCCL adds waits for events to a graph, which a loop
