@@ -120,6 +120,7 @@ def test_a_number_of_devices_that_does_not_fit(name, tensor, match, directories)
         jspec.load(directories(name), tensor=tensor)
 
 
+@slow
 def test_experts_in_blocks_are_split_by_blocks(directories, tmp_path, monkeypatch):
     """Experts in MXFP4: each device has the scales of its values, and packs its rows alone.
 

@@ -520,6 +520,7 @@ def test_scales_of_keys_and_values_are_on_all_devices():
         models[0].with_params(jspec.from_named(config, named_arrays(config, weights(config)), data=2, tensor=2).params)
 
 
+@slow
 def test_packed_weights_are_split_by_blocks_of_rows(directories):
     one, two = (jspec.load(directories("blocks"), tensor=tensor, weights="int4") for tensor in (None, 2))
     (whole, others), (split, experts) = one.params.target.layers, two.params.target.layers
