@@ -52,7 +52,9 @@ def reference(checkpoints):
     @functools.cache
     def made(point):
         found = product.generate(checkpoints.load(point), point, rows=True)
-        if point.drafter in product.OF_FILES | {"mtp"}:
+        # Drafts are fitted to the texts of wide weights, and fewer bits may give others.
+        wide = point.weights is None and point.kv is None
+        if wide and point.drafter in product.OF_FILES | {"mtp"}:
             assert sum(found["rounds"]) < sum(map(len, found["tokens"])) - len(found["tokens"]), "drafts are accepted"
         return found
 
