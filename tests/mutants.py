@@ -424,8 +424,8 @@ MUTANTS = (
         ),
         (
             "all grammars with one map of classes",
-            "chosen[:, None, None] * automaton.token_class.shape[-1]",
-            "0 * chosen[:, None, None] * automaton.token_class.shape[-1]",
+            "tokens = chosen * automaton.token_class.shape[-1] + tokens",
+            "tokens = 0 * chosen + tokens",
             "core/test_grammar.py::test_every_node_of_a_tree_has_the_mask_of_its_path[0]",
         ),
     ),

@@ -108,14 +108,20 @@ def sparse(table: Int16[np.ndarray, "states classes"]) -> SparseTable:
 
 def following(automaton: Automaton, state: Int16[Array, "*batch"], tokens: Int[Array, "*batch"]) -> Array:
     """The state after each token, from states that are not negative."""
-    assert automaton.table is not None and automaton.token_class is not None
-    if automaton.map_of_state is not None:
-        chosen = _take(automaton.map_of_state, state).astype(jnp.int32)
-        tokens = chosen * automaton.token_class.shape[-1] + tokens
-    classes = _take(automaton.token_class, tokens)
+    assert automaton.table is not None
+    classes = _classes(automaton, state, tokens)
     if isinstance(automaton.table, SparseTable):
         return _of_sparse(automaton.table, state, classes.astype(jnp.uint32))
     return _take(automaton.table, state.astype(jnp.int32) * automaton.table.shape[1] + classes.astype(jnp.int32))
+
+
+def _classes(automaton: Automaton, state: Int16[Array, "*nodes"], tokens: Int[Array, "*tokens"]) -> Int[Array, "..."]:
+    """The classes of tokens in the maps of states."""
+    assert automaton.token_class is not None
+    if automaton.map_of_state is not None:
+        chosen = _take(automaton.map_of_state, state).astype(jnp.int32)
+        tokens = chosen * automaton.token_class.shape[-1] + tokens
+    return _take(automaton.token_class, tokens)
 
 
 def _of_sparse(table: SparseTable, state: Int16[Array, "*batch"], classes: UInt32[Array, "*batch"]) -> Array:
@@ -159,14 +165,10 @@ def leads_on(
     ids: the tokens, the same for all nodes or of each node; None: all.
     """
     assert automaton.table is not None and automaton.token_class is not None and automaton.state is not None
-    row = jnp.maximum(state, 0)
+    row, root = jnp.maximum(state, 0), jnp.maximum(automaton.state, 0)
     tokens = jnp.arange(automaton.token_class.shape[-1], dtype=jnp.int32) if ids is None else ids
     tokens = tokens.reshape(tokens.shape if tokens.ndim == 3 else (1, 1, -1))
-    if automaton.map_of_state is None:
-        classes = _take(automaton.token_class, tokens)
-    else:
-        chosen = _take(automaton.map_of_state, jnp.maximum(automaton.state, 0)).astype(jnp.int32)
-        classes = _take(automaton.token_class, chosen[:, None, None] * automaton.token_class.shape[-1] + tokens)
+    classes = _classes(automaton, root[:, None, None], tokens)
     if isinstance(automaton.table, SparseTable):
         classes = classes.astype(jnp.uint32)
         word = _take(automaton.table.leads, _word_of(automaton.table, row[:, :, None], classes))

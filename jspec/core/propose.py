@@ -27,6 +27,9 @@ def propose(
     the target's logits proposes the target's choice. Because the noise is known, the softmax of that sum, not q, is the
     drafter's estimate of a token's probability of acceptance.
 
+    Without sampling, a grammar masks the draft's own vocabulary. Where none of its tokens may follow, all have the same
+    score, and what is proposed is mended by the grammar or rejected by the target.
+
     Args:
       path: the tokens from the first draft to each node.
       vocab_size: the target's.
