@@ -5,7 +5,7 @@
     python benchmarks/adaptive.py --json benchmarks/results/DATE-MACHINE-adaptive.jsonl --draw docs/images/adaptive.svg
 
 Weights are random, and a draft is accepted with a given probability if all before it are, whether it is right or not.
-Each fixed depth is a program of its own, without a switch. The tokens of a round are the expected ones for the depths
+Each fixed depth is a program of its own, without the others. The tokens of a round are the expected ones for the depths
 that were taken, so chance is in the choices only. Times include the choices, and every call begins at the same context;
 what the policy knows goes on from call to call.
 """
@@ -15,7 +15,6 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -137,7 +136,7 @@ class Row:
 
 
 def measure(options: argparse.Namespace, preset: Preset, params: Params, batch: int) -> tuple[list[Row], dict, dict]:
-    """The rows of a batch, and milliseconds of each choice, inside the switch and as a fixed program."""
+    """The rows of a batch, and milliseconds of each choice, in the program of all and alone."""
     target, head, depths = preset.target, preset.head, options.depths
     assert head is not None
     drafters: list[Drafter] = [Plain() if depth == 0 else Eagle(depth=depth).bind(target, head) for depth in depths]
@@ -149,11 +148,9 @@ def measure(options: argparse.Namespace, preset: Preset, params: Params, batch: 
     }
     cases = {depth: case for depth, case in cases.items() if depth in options.fixed}
 
-    # Compile side by side; tracing takes turns.
+    # One after the other: XLA chooses kernels by timing them, and another program's would disturb it.
     began = time.perf_counter()
-    with ThreadPoolExecutor() as pool:
-        compiled = [pool.submit(case.lower().compile) for case in (steered, *cases.values())]
-        programs = [each.result() for each in compiled]
+    programs = [case.lower().compile() for case in (steered, *cases.values())]
     print(f"batch {batch}: compiled {len(programs)} programs in {time.perf_counter() - began:.0f} s", flush=True)
 
     fixed: dict[float, dict[int, float]] = {rate: {} for rate in options.rate}
@@ -289,7 +286,7 @@ def main() -> None:
     for batch in options.batch:
         rows, inside, alone = measure(options, preset, params, batch)
         everything += rows
-        for name, milliseconds in (("inside the switch", inside), ("alone", alone)):
+        for name, milliseconds in (("in the program of all", inside), ("alone", alone)):
             shown = ", ".join(f"{depth}: {each:.2f}" for depth, each in milliseconds.items())
             print(f"batch {batch}: ms per round {name}, by depth: {shown}", flush=True)
         print(table(rows, options.depths), flush=True)

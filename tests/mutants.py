@@ -99,6 +99,30 @@ MUTANTS = (
         "jspec/core/decode.py",
         ("a token beyond the limit", "0, s.limit - s.length)", "0, s.limit - s.length + 1)", _LIMIT),
         (
+            "held sequences take part",
+            "finish_code=jnp.where(hold, stopping.HELD, s.finish_code)",
+            "finish_code=jnp.where(hold, s.finish_code, s.finish_code)",
+            f"{_STORM}[ngram-tiny_pool]",
+        ),
+        (
+            "held sequences count for the choice",
+            "drafter.choose(params, with_held(s)[1])",
+            "drafter.choose(params, s)",
+            f"{_ADAPTIVE}test_held_sequences_have_no_influence_on_the_choice",
+        ),
+        (
+            "a drafter keeps the rounds that another one was chosen for",
+            "(turn[0] == branch) & going(turn[1])",
+            "going(turn[1])",
+            f"{_ADAPTIVE}test_held_sequences_have_no_influence_on_the_choice",
+        ),
+        (
+            "every branch drafts from the state of the first",
+            "drafter.states(s.draft)[branch]",
+            "drafter.states(s.draft)[0]",
+            f"{_ADAPTIVE}test_each_round_is_that_of_its_drafter_alone",
+        ),
+        (
             "finished sequences continue",
             "remaining = jnp.where(s.done, 0, s.limit - s.length)",
             "remaining = s.limit - s.length",
@@ -125,8 +149,8 @@ MUTANTS = (
         ),
         (
             "hidden states of nodes, not of the path",
-            "tree.take_path(out.hidden, kept.path), kept.length, branch)",
-            "None if out.hidden is None else out.hidden[:, : kept.tokens.shape[1]], kept.length, branch)",
+            "tree.take_path(out.hidden, kept.path), kept.length)",
+            "None if out.hidden is None else out.hidden[:, : kept.tokens.shape[1]], kept.length)",
             "core/test_decode.py::test_hidden_states_and_tokens_of_the_drafter_match",
         ),
         (
@@ -935,8 +959,8 @@ MUTANTS = (
         ),
         (
             "the draft reads from another row",
-            "jnp.where(committed.length > 0, committed.start + committed.length + 1, state.length)",
-            "jnp.where(committed.length > 0, committed.start + committed.length, state.length)",
+            "jnp.where(committed.length > 0, committed.start + committed.length + 1, start)",
+            "jnp.where(committed.length > 0, committed.start + committed.length, start)",
             "drafters/test_drafters.py::test_the_drafts_cache_is_what_one_forward_over_the_tokens_makes[good_draft]",
         ),
         ("the row of the root has no page", "return 1\n", "return 0\n", f"{_STORM}[standalone-tiny_pool]"),
@@ -1023,8 +1047,8 @@ MUTANTS = (
         ),
         (
             "a held sequence gets another feature and proposal",
-            "where_sequences(committed.length > 0, (feature",
-            "where_sequences(committed.length >= 0, (feature",
+            "where_sequences(committed.length > 0, new",
+            "where_sequences(committed.length >= 0, new",
             "core/test_decode.py::test_a_sequence_that_was_held_continues_as_if_it_was_not[eagle_tree]",
         ),
         ("rows that depend on another text are shared", "return 1\n", "return 0\n", f"{_STORM}[eagle_block-wide]"),
@@ -1080,18 +1104,6 @@ MUTANTS = (
     ),
     *_group(
         "jspec/drafters/adaptive.py",
-        (
-            "every round reads as many columns as the deepest drafter needs",
-            "partial(_read_first, drafter, width) for width in distinct",
-            "partial(_read_first, drafter, max(distinct)) for width in distinct",
-            f"{_ADAPTIVE}test_a_round_reads_the_columns_of_its_drafter",
-        ),
-        (
-            "a round reads a column too few",
-            "tokens=committed.tokens[:, :width]",
-            "tokens=committed.tokens[:, :width].at[:, -1].set(0)",
-            f"{_ADAPTIVE}test_every_choice_extends_the_caches_of_all_drafters",
-        ),
         (
             "a prompt counts as a round",
             "appended = jnp.where(state.taken > 0, committed.length, 0)",
@@ -1236,12 +1248,6 @@ MUTANTS = (
             "no sequence is held",
             "return (part.finish_code == stopping.RUNNING) & (rows > ceiling)",
             "return (part.finish_code == stopping.RUNNING) & (rows > ceiling) & False",
-            f"{_STORM}[ngram-tiny_pool]",
-        ),
-        (
-            "held sequences take part",
-            "finish_code=jnp.where(hold, WAITING, part.finish_code)",
-            "finish_code=jnp.where(hold, part.finish_code, part.finish_code)",
             f"{_STORM}[ngram-tiny_pool]",
         ),
         (

@@ -113,8 +113,8 @@ def measure_costs(
 ) -> dict[int, tuple[float, ...]]:
     """Milliseconds of a round with each drafter of an `Adaptive`, by batch: what its `costs` take.
 
-    One program is compiled for each batch. The times are those of the whole round inside the switch, for sequences of
-    `context` tokens. The caches are empty: what they hold changes no time, except that of experts.
+    One program is compiled for each batch. The times are those of the whole round in the program of all drafters, for
+    sequences of `context` tokens. The caches are empty: what they hold changes no time, except that of experts.
 
         costs = jspec.measure_costs(model, jspec.Adaptive())
         jspec.generate(model, prompts, drafter=jspec.Adaptive(costs=costs))

@@ -11,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -19,7 +20,6 @@ from jspec.core import grammar as grammars
 from jspec.core import groups, sampling, sharding, stopping, tree
 from jspec.core import logprobs as log_probabilities
 from jspec.core.automaton import Automaton
-from jspec.core.branches import switch
 from jspec.core.commit import commit_rows
 from jspec.core.invariants import check_round
 from jspec.core.returned import check_acceptance, check_draft, check_output, check_same_form, check_unchanged
@@ -232,21 +232,34 @@ def jitted_prefill(
 
 
 def step(
-    params: Params, s: DecodeState, *, target: Target, drafter: Drafter, accept: Accept, debug: bool = False
+    params: Params,
+    s: DecodeState,
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    debug: bool = False,
+    branch: int | None = None,
 ) -> DecodeState:
-    """One round. The scopes name its parts in a profile."""
+    """One round. The scopes name its parts in a profile.
+
+    branch: that of a drafter with branches which drafts; None: the drafter has none, or it chooses.
+    """
+    if branch is None and isinstance(drafter, BranchingDrafter):
+        last, parts = s.round_index, {"target": target, "drafter": drafter, "accept": accept}
+        return loop(params, s, lambda s: s.round_index == last, **parts, debug=debug)
     before = s
-    if isinstance(drafter, BranchingDrafter):
-        branch, s, out, verdict = _verify_in_branch(
-            params, s, target=target, drafter=drafter, accept=accept, debug=debug
-        )
-    else:
-        branch = None
-        s, out, verdict = _verify_draft(
-            params, s, target=target, drafter=drafter, captor=drafter, accept=accept, debug=debug
-        )
+    with jax.named_scope("draft"):
+        if branch is None:
+            draft_tree, s = draft(params, s, drafter=drafter)
+        else:
+            draft_tree = _draft_in_branch(params, s, drafter=drafter, branch=branch)
+    with jax.named_scope("verify"):
+        out = verify(params, s, draft_tree, target=target, drafter=drafter)
     with jax.named_scope("accept"):
-        decision = truncate(s, verdict)
+        decision = accept_drafts(s, draft_tree, out, accept=accept)
+        if debug:
+            check_round(s, draft_tree, out.logits, decision.accepted, target.vocab_size)
     with jax.named_scope("commit"):
         s, committed = commit_round(s, out, decision, branch)
     with jax.named_scope("extend"):
@@ -256,93 +269,13 @@ def step(
     return s
 
 
-def _verify_draft(
-    params: Params,
-    s: DecodeState,
-    *,
-    target: Target,
-    drafter: Drafter,
-    captor: Drafter,
-    accept: Accept,
-    debug: bool,
-) -> tuple[DecodeState, ForwardOutput, "Verdict"]:
-    """Draft, verify and accept: the state with the drafter's new state, the target's output, and the verdict.
-
-    captor: the drafter whose captured layers the output has.
-    """
-    with jax.named_scope("draft"):
-        draft_tree, s = draft(params, s, drafter=drafter)
-    with jax.named_scope("verify"):
-        out = verify(params, s, draft_tree, target=target, drafter=captor)
-    with jax.named_scope("accept"):
-        verdict = judge(s, draft_tree, out, accept=accept)
-        if debug:
-            check_round(s, draft_tree, out.logits, verdict.accepted, target.vocab_size)
-    return s, out, verdict
-
-
-def _verify_in_branch(
-    params: Params,
-    s: DecodeState,
-    *,
-    target: Target,
-    drafter: BranchingDrafter,
-    accept: Accept,
-    debug: bool,
-) -> tuple[Int[Array, ""], DecodeState, ForwardOutput, "Verdict"]:
-    """`_verify_draft` by the drafter of this round's branch, whose index comes first.
-
-    The branches read the caches and return rows, tokens and lengths in the shape of the widest, so that what writes the
-    caches is outside of them: XLA copies a pool that a branch of a program writes. Of the logits, which are large,
-    they return the first ones, as what depends on the forward.
-    """
-    with jax.named_scope("draft"):
-        index, state = drafter.choose(params, s)
-        s = dataclasses.replace(s, draft=state)
-    states = drafter.states(s.draft)
-
-    def in_branch(drafts_with: Drafter, params: Params, s: DecodeState) -> tuple[ForwardOutput, Verdict]:
-        after, out, verdict = _verify_draft(
-            params, s, target=target, drafter=drafts_with, captor=drafter, accept=accept, debug=debug
-        )
-        check_unchanged(drafts_with, s.draft, after.draft)
-        return dataclasses.replace(out, logits=out.logits[:, :1, :1]), verdict
-
-    # Jitted, so that each is traced once, although it has to be known first whether all draft chains.
-    branches = [jax.jit(partial(in_branch, each), inline=True) for each in drafter.branches]
-    inputs = [(params, dataclasses.replace(s, draft=state)) for state in states]
-    results = [jax.eval_shape(branch, *given) for branch, given in zip(branches, inputs, strict=True)]
-    chains = all(verdict.accepted.path is None for _, verdict in results)
-
-    def alike(branch: Callable[..., tuple[ForwardOutput, Verdict]]):
-        return lambda *given: _with_path(*branch(*given), chains=chains)
-
-    out, verdict = switch(index, [alike(branch) for branch in branches], inputs)
-    return index, s, out, verdict
-
-
-def _with_path(out: ForwardOutput, verdict: "Verdict", *, chains: bool) -> tuple[ForwardOutput, "Verdict"]:
-    """The same, with a path that is written out, unless all branches draft chains."""
-    accepted = verdict.accepted
-    if chains or accepted.path is not None:
-        return out, verdict
-    column = jnp.arange(accepted.tokens.shape[1], dtype=jnp.int32)[None]
-    path = jnp.broadcast_to(column, accepted.tokens.shape)
-    return out, dataclasses.replace(verdict, accepted=dataclasses.replace(accepted, path=path))
-
-
-@struct
-class Verdict:
-    """The result of `judge`."""
-
-    accepted: Acceptance
-    """What the acceptance rule decided."""
-    logprobs: Float[Array, "B A"] | None
-    """log p of each token under the unprocessed logits; None unless log-probabilities are recorded."""
-    top: TopTokens | None
-    """The most probable tokens where each token was chosen, [B, A, k]; None unless they are recorded."""
-    sampled_logprobs: Float[Array, "B A"] | None
-    """log p of each token under the processed logits; None unless they are recorded."""
+def _draft_in_branch(params: Params, s: DecodeState, *, drafter: Drafter, branch: int) -> DraftTree:
+    """The proposal of one of a drafter's branches."""
+    assert isinstance(drafter, BranchingDrafter)
+    chosen, state = drafter.branches[branch], drafter.states(s.draft)[branch]
+    draft_tree, after = draft(params, dataclasses.replace(s, draft=state), drafter=chosen)
+    check_unchanged(chosen, state, after.draft)
+    return draft_tree
 
 
 @struct
@@ -391,38 +324,25 @@ def accept_drafts(
 
     active: sequences that may get tokens; None: all. Those that have finished never do.
     """
-    return truncate(s, judge(s, draft_tree, out, accept=accept, active=active))
-
-
-def judge(
-    s: DecodeState,
-    draft_tree: DraftTree,
-    out: ForwardOutput,
-    *,
-    accept: Accept,
-    active: Bool[Array, " B"] | None = None,
-) -> Verdict:
-    """What the acceptance rule decides, with the log-probabilities that are recorded: all that needs the logits."""
     processed = node_logits(s, draft_tree, out)
     accepted = check_acceptance(accept, accept(s.key, draft_tree, processed, s.length), draft_tree)
     if active is not None:
         accepted = dataclasses.replace(accepted, length=jnp.where(active, accepted.length, 0))
-    logprobs = token_logprobs(out.logits, accepted) if s.logprobs is not None else None
-    top = None if s.top is None else top_tokens(out.logits, accepted, s.top.ids.shape[2])
-    sampled = None if s.sampled_logprobs is None else token_logprobs(processed, accepted)
-    return Verdict(accepted, logprobs, top, sampled)
-
-
-def truncate(s: DecodeState, verdict: Verdict) -> Decision:
-    """The verdict, truncated at the length limit and at the first stop."""
-    kept, stop, finish_code = truncate_at_stop(s, verdict.accepted)
-    grammar = grammars.advance(s.grammar, kept.tokens, kept.length)
-    recorded = verdict.logprobs, verdict.top, verdict.sampled_logprobs
-    return Decision(verdict.accepted, kept, stop, grammar, finish_code, *recorded)
+    kept, stop, finish_code = truncate_at_stop(s, accepted)
+    return Decision(
+        accepted,
+        kept,
+        stop,
+        grammars.advance(s.grammar, kept.tokens, kept.length),
+        finish_code,
+        logprobs=None if s.logprobs is None else token_logprobs(out.logits, accepted),
+        top=None if s.top is None else top_tokens(out.logits, accepted, s.top.ids.shape[2]),
+        sampled_logprobs=None if s.sampled_logprobs is None else token_logprobs(processed, accepted),
+    )
 
 
 def commit_round(
-    s: DecodeState, out: ForwardOutput, decision: Decision, branch: Int[Array, ""] | None = None
+    s: DecodeState, out: ForwardOutput, decision: Decision, branch: int | None = None
 ) -> tuple[DecodeState, Committed]:
     """The state with the kept rows in the cache and the kept tokens appended, and what `extend` absorbs.
 
@@ -432,7 +352,7 @@ def commit_round(
     cache = commit_rows(s.cache, out.rows, start, kept.path, kept.length, after=out.logits)
     stats = count_round(s, decision, branch)
     s = dataclasses.replace(append(s, decision), cache=cache, round_index=s.round_index + 1, stats=stats)
-    return s, Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length, branch)
+    return s, Committed(start, kept.tokens, tree.take_path(out.hidden, kept.path), kept.length)
 
 
 def extend(params: Params, s: DecodeState, committed: Committed, *, drafter: Drafter) -> DecodeState:
@@ -495,14 +415,14 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
     )
 
 
-def count_round(s: DecodeState, decision: Decision, branch: Int[Array, ""] | None = None) -> Stats:
+def count_round(s: DecodeState, decision: Decision, branch: int | None = None) -> Stats:
     """The counters of `s` after a round. branch: as in `commit_round`."""
     slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
     kept, branches = decision.kept.length, s.stats.branch_counts
     appended = (slots == kept[:, None] - 1).astype(jnp.int32)
     if branch is not None and branches is not None:
-        taken = jnp.arange(branches.shape[1], dtype=jnp.int32) == branch
-        branches = branches + appended[:, None] * taken[None, :, None].astype(jnp.int32)
+        taken = np.arange(branches.shape[1]) == branch
+        branches = branches + appended[:, None] * taken[None, :, None].astype(np.int32)
     return Stats(
         jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
         s.stats.accept_counts + appended,
@@ -524,6 +444,61 @@ def with_counters(s: DecodeState, depth: int) -> DecodeState:
 # The loop
 
 
+def loop(
+    params: Params,
+    s: DecodeState,
+    going: Callable[[DecodeState], Bool[Array, ""]],
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    held: Callable[[DecodeState], Bool[Array, " B"]] | None = None,
+    debug: bool = False,
+) -> DecodeState:
+    """Rounds while `going(s)` is true.
+
+    A drafter with branches has a loop of rounds for each of them, in a loop over them: each goes on as long as the
+    drafter chooses its branch. So a round is the program of its own drafter, and caches are written in place, which
+    XLA does in a loop but not in a conditional.
+
+    held: sequences that take no part in the next round; None: all do that have not finished.
+    """
+    parts = {"target": target, "drafter": drafter, "accept": accept, "debug": debug}
+
+    def with_held(s: DecodeState) -> tuple[Bool[Array, " B"] | None, DecodeState]:
+        if held is None:
+            return None, s
+        hold = held(s)
+        return hold, dataclasses.replace(s, finish_code=jnp.where(hold, stopping.HELD, s.finish_code))
+
+    def one_round(branch: int | None, s: DecodeState) -> DecodeState:
+        hold, s = with_held(s)
+        s = step(params, s, **parts, branch=branch)
+        if hold is None:
+            return s
+        return dataclasses.replace(s, finish_code=jnp.where(hold, stopping.RUNNING, s.finish_code))
+
+    if not isinstance(drafter, BranchingDrafter):
+        return lax.while_loop(going, partial(one_round, None), s)
+
+    def choose(s: DecodeState) -> tuple[Int[Array, ""], DecodeState]:
+        with jax.named_scope("draft"):
+            branch, state = drafter.choose(params, with_held(s)[1])
+        return branch, dataclasses.replace(s, draft=state)
+
+    def rounds_of(branch: int, turn: tuple[Int[Array, ""], DecodeState]) -> tuple[Int[Array, ""], DecodeState]:
+        return lax.while_loop(
+            lambda turn: (turn[0] == branch) & going(turn[1]), lambda turn: choose(one_round(branch, turn[1])), turn
+        )
+
+    def body(turn: tuple[Int[Array, ""], DecodeState]) -> tuple[Int[Array, ""], DecodeState]:
+        for branch in range(len(drafter.branches)):
+            turn = rounds_of(branch, turn)
+        return turn
+
+    return lax.while_loop(lambda turn: going(turn[1]), body, choose(s))[1]
+
+
 def run_rounds(
     params: Params,
     s: DecodeState,
@@ -536,8 +511,8 @@ def run_rounds(
 ) -> DecodeState:
     """Rounds until every sequence is done or `s.round_index` reaches `until`. Pure; `decode` is the same, jitted."""
     s = with_counters(s, drafter.depth)
-    body = partial(step, params, target=target, drafter=drafter, accept=accept, debug=debug)
-    return lax.while_loop(lambda s: ~jnp.all(s.done) & (s.round_index < until), body, s)
+    parts = {"target": target, "drafter": drafter, "accept": accept, "debug": debug}
+    return loop(params, s, lambda s: ~jnp.all(s.done) & (s.round_index < until), **parts)
 
 
 SHARED = (0, 2)

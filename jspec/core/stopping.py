@@ -18,6 +18,8 @@ from jspec.core.automaton import Automaton, TokenTable, after_path, following, l
 
 RUNNING, EOS, STOP, LENGTH = range(4)
 """Why a sequence has finished; LENGTH is the token limit."""
+HELD = 7
+"""The code of a sequence that takes no part in a round, during that round."""
 _END_OF_STOP, _END_OF_TEXT = -1, -2
 
 

@@ -109,9 +109,6 @@ class Committed:
     """The target's hidden states of `Drafter.capture_layers`; None if there are no such layers."""
     length: Int[Array, " B"]
     """Valid columns; the others are padding. 0: the sequence has finished, or its prompt ended in an earlier chunk."""
-    branch: Int[Array, ""] | None = None
-    """The index of the drafter that this round was left to, beyond whose depth + 1 columns all is padding; None: to
-    none of several, or this is a prompt."""
     first: bool = dataclasses.field(default=False, metadata={"static": True})
     """The first chunk of a prompt: start is 0 and nothing was committed before, so there is no prefix to attend to."""
 
@@ -370,8 +367,8 @@ class PagedDrafter(Protocol):
 class BranchingDrafter(Drafter, Protocol):
     """A drafter that leaves each round to one of several others, whose trees may differ in shape. Optional.
 
-    Such a round drafts, verifies and accepts in the branch of that drafter alone. Its own `draft` returns the same
-    proposal as a tree of one shape.
+    Each branch has rounds of its own in the program, in which that drafter drafts and this one extends its state. Its
+    own `draft` returns the same proposal as a tree of one shape.
     """
 
     @property
@@ -382,7 +379,8 @@ class BranchingDrafter(Drafter, Protocol):
     def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], PyTree]:
         """The index of the branch of this round, and the drafter's new state.
 
-        A function of what is known before the round: the rules "rejection" and "block" rely on it.
+        A function of what is known before the round: the rules "rejection" and "block" rely on it. If it is called
+        once more before the round, it returns the same.
         """
         ...
 
@@ -396,23 +394,6 @@ class BranchingDrafter(Drafter, Protocol):
 
     def with_parts(self, state: PyTree, parts: tuple[PyTree, ...]) -> PyTree:
         """The drafter's state with others in place of those."""
-        ...
-
-
-@runtime_checkable
-class SplitDrafter(Protocol):
-    """A drafter whose `extend` is `store(s, committed, read(params, s, committed))`. Optional.
-
-    A round that is left to one of several drafters then reads only the columns that it can have committed. Without
-    this, all rounds read as many columns as the deepest of them needs.
-    """
-
-    def read(self, params: Params, s: DecodeState, committed: Committed) -> PyTree:
-        """The part of `extend` that computes. It writes no cache."""
-        ...
-
-    def store(self, s: DecodeState, committed: Committed, read: PyTree) -> PyTree:
-        """The drafter's new state. read: the result of `read`, with zeros after the columns that it was given."""
         ...
 
 

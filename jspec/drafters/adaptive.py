@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.core import tree
-from jspec.core.branches import switch
 from jspec.core.checks import check_flag, check_int, check_number, shorten
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
@@ -27,7 +25,6 @@ from jspec.core.types import (
     DraftTree,
     Params,
     SharingDrafter,
-    SplitDrafter,
     Target,
 )
 from jspec.drafters import costs as round_costs
@@ -256,7 +253,7 @@ class Adaptive:
         for drafter, own in self.parts(state):
             hidden = committed.hidden if drafter.capture_layers else None
             absorbed = dataclasses.replace(committed, hidden=hidden)
-            states.append(self._extend_one(params, dataclasses.replace(s, draft=own), absorbed, drafter))
+            states.append(drafter.extend(params, dataclasses.replace(s, draft=own), absorbed))
         evidence = policy.observe(state.evidence, self._choices, state.taken - 1, committed.length, self.rate)
         # Prompts are no rounds: the states of sequences that are being read have no choice yet.
         appended = jnp.where(state.taken > 0, committed.length, 0)
@@ -268,17 +265,6 @@ class Adaptive:
             matched = tree.longest_match(drafted, committed.tokens, appended)
             evidence = policy.watch(evidence, kind, matched, jnp.minimum(appended, drafter.depth), self.rate)
         return dataclasses.replace(state, states=tuple(states), evidence=evidence)
-
-    def _extend_one(self, params: Params, s: DecodeState, committed: Committed, drafter: Drafter) -> PyTree:
-        """The new state of one of the drafters, which after a round reads as many columns as its branch can fill."""
-        if committed.branch is None or not isinstance(drafter, SplitDrafter):
-            return drafter.extend(params, s, committed)
-        widths = [each.depth + 1 for each in self.branches]
-        distinct = sorted(set(widths))
-        which = jnp.asarray([distinct.index(width) for width in widths], jnp.int32)[committed.branch]
-        # The columns are taken inside of the branches: before them, each width is a kernel of every round.
-        branches = [partial(_read_first, drafter, width) for width in distinct]
-        return drafter.store(s, committed, switch(which, branches, [(params, s, committed)] * len(distinct)))
 
     def _watched(self, state: AdaptiveState) -> list[tuple[int, Drafter, PyTree]]:
         """The number of each kind that is watched, with its deepest drafter and the state of that."""
@@ -308,12 +294,6 @@ class Adaptive:
         reading = [self.watch and getattr(each, "reads_tokens_alone", False) for each in self.branches]
         watched = np.array([any(reading[i] for i in np.flatnonzero(index == kind)) for kind in range(len(known))], bool)
         return policy.Choices(index, np.array([each.depth for each in self.branches], np.int32), watched)
-
-
-def _read_first(drafter: SplitDrafter, width: int, params: Params, s: DecodeState, committed: Committed) -> PyTree:
-    """What a drafter reads of the first `width` columns; the others are padding."""
-    hidden = None if committed.hidden is None else committed.hidden[:, :width]
-    return drafter.read(params, s, dataclasses.replace(committed, tokens=committed.tokens[:, :width], hidden=hidden))
 
 
 def _shares(drafter: Drafter, owner: Drafter) -> bool:

@@ -24,7 +24,6 @@ from jspec.core.types import (
     Frontier,
     Params,
     Proposal,
-    Rows,
     Target,
 )
 from jspec.drafters.binding import (
@@ -155,20 +154,11 @@ class Block:
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> BlockState:
         """Projects the target's features of the committed tokens to keys and values; no attention."""
-        return self.store(s, committed, self.read(params, s, committed))
-
-    def read(self, params: Params, s: DecodeState, committed: Committed) -> tuple[Float[Array, "B 1 1"], Rows]:
-        """The keys and values, after the first value of a feature."""
+        state: BlockState = s.draft
         assert committed.hidden is not None
         column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
         feature, rows = self._model.read(params.draft, committed.hidden, committed.start[:, None] + column)
-        return feature[:, :1, :1], rows
-
-    def store(self, s: DecodeState, committed: Committed, read: tuple[Float[Array, "B 1 1"], Rows]) -> BlockState:
-        """Writes the rows to the cache."""
-        state: BlockState = s.draft
-        after, rows = read
-        return BlockState(commit_rows(state.cache, rows, committed.start, None, committed.length, after=after))
+        return BlockState(commit_rows(state.cache, rows, committed.start, None, committed.length, after=feature))
 
     @property
     def ahead(self) -> int:

@@ -53,17 +53,6 @@ class EagleState:
     proposal: Proposal | None
 
 
-@struct
-class EagleRead:
-    """What `Eagle.read` computes: rows of the committed tokens, and the output at the last one of each sequence."""
-
-    rows: Rows
-    feature: Float[Array, "B 1 E"]
-    proposal: Proposal
-    after: Float[Array, "B 1 1"]
-    """A logit of the forward, for `commit_rows`."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Eagle:
     """Proposes with an EAGLE-1, EAGLE-2 or EAGLE-3 head.
@@ -178,10 +167,6 @@ class Eagle:
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> EagleState:
         """Reads the committed tokens with the target's features, padded to depth + 1 after each round."""
-        return self.store(s, committed, self.read(params, s, committed))
-
-    def read(self, params: Params, s: DecodeState, committed: Committed) -> EagleRead:
-        """The rows of the committed tokens, and what the last one proposes."""
         state: EagleState = s.draft
         assert committed.hidden is not None
         column = jnp.arange(committed.tokens.shape[1], dtype=jnp.int32)[None]
@@ -196,17 +181,11 @@ class Eagle:
             select=jnp.maximum(committed.length - 1, 0),
         )
         proposal = self._propose(params, s, out.logits, jnp.zeros((committed.tokens.shape[0], 1, 0), jnp.int32))
-        return EagleRead(out.rows, out.feature, proposal, out.logits[:, :1, :1])
-
-    def store(self, s: DecodeState, committed: Committed, read: EagleRead) -> EagleState:
-        """Writes the rows to the cache."""
-        state: EagleState = s.draft
-        cache = commit_rows(state.cache, read.rows, committed.start, None, committed.length, after=read.after)
-        feature, proposal = read.feature, read.proposal
+        cache = commit_rows(state.cache, out.rows, committed.start, None, committed.length, after=out.logits)
+        new = out.feature, proposal
         if not committed.first:
-            old = state.feature, state.proposal
-            feature, proposal = where_sequences(committed.length > 0, (feature, proposal), old)
-        return EagleState(cache, feature, proposal)
+            new = where_sequences(committed.length > 0, new, (state.feature, state.proposal))
+        return EagleState(cache, *new)
 
     @property
     def ahead(self) -> int:

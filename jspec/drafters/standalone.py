@@ -39,16 +39,6 @@ class StandaloneState:
     """None before the first chunk of the prompt."""
 
 
-@struct
-class StandaloneRead:
-    """What `Standalone.read` computes: the rows of the tokens that it reads, and what the last one proposes."""
-
-    rows: Rows
-    proposal: Proposal
-    after: Float[Array, "B 1 1"]
-    """A logit of the forward, for `commit_rows`."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Standalone:
     """Proposes the draft model's own continuations. The draft reads tokens only, no hidden states of the target.
@@ -139,13 +129,9 @@ class Standalone:
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> StandaloneState:
         """Reads the tokens that the cache lacks, up to the root, and proposes the first generation after it."""
-        return self.store(s, committed, self.read(params, s, committed))
-
-    def read(self, params: Params, s: DecodeState, committed: Committed) -> StandaloneRead:
-        """The rows of these tokens, and what the last one proposes."""
         state: StandaloneState = s.draft
         start = state.length
-        end = _end(state, committed)
+        end = jnp.where(committed.length > 0, committed.start + committed.length + 1, start)
         count = end - start
         # At first its cache is as long as the target's; from then on it is one token ahead.
         columns = committed.tokens.shape[1] + committed.first
@@ -155,14 +141,7 @@ class Standalone:
         last = jnp.maximum(count - 1, 0)
         out = self._model.apply(params.draft, tokens, positions, self._seen(state.cache), prefix, select=last)
         proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
-        return StandaloneRead(out.rows, proposal, out.logits[:, :1, :1])
-
-    def store(self, s: DecodeState, committed: Committed, read: StandaloneRead) -> StandaloneState:
-        """Writes the rows to the cache."""
-        state: StandaloneState = s.draft
-        start, end = state.length, _end(state, committed)
-        count, proposal = end - start, read.proposal
-        cache = commit_rows(state.cache, read.rows, start, None, count, after=read.after)
+        cache = commit_rows(state.cache, out.rows, start, None, count, after=out.logits)
         if not committed.first:
             proposal = where_sequences(count > 0, proposal, state.proposal)
         return StandaloneState(cache, end, proposal)
@@ -199,8 +178,3 @@ class Standalone:
 
     def _propose(self, s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Proposal:
         return propose(s, logits, path, width=self.width, vocab_size=self._model.vocab_size, sampled=self.sampled)
-
-
-def _end(state: StandaloneState, committed: Committed) -> Int[Array, " B"]:
-    """The tokens that the cache has after `committed`."""
-    return jnp.where(committed.length > 0, committed.start + committed.length + 1, state.length)

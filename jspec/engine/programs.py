@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree, UInt32
 
 from jspec.core import decode, sharding, slots, stopping
@@ -468,13 +467,7 @@ def _run_rounds(
         ended = want & (part.finish_code != first).any()
         return live.any() & (part.round_index < until) & ~ended
 
-    def body(part: DecodeState) -> DecodeState:
-        hold = held(part)
-        masked = dataclasses.replace(part, finish_code=jnp.where(hold, WAITING, part.finish_code))
-        new = decode.step(params, masked, target=target, drafter=drafter, accept=accept)
-        return dataclasses.replace(new, finish_code=jnp.where(hold, stopping.RUNNING, new.finish_code))
-
-    part = lax.while_loop(moves, body, part)
+    part = decode.loop(params, part, moves, target=target, drafter=drafter, accept=accept, held=held)
     return _whole(s, view, part), _report(part, before, max_rounds * (drafter.depth + 1))
 
 

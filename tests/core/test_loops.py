@@ -46,7 +46,9 @@ def test_a_loop_is_lowered_as_one_loop(name, where, monkeypatch):
     options = loop.sampling or Sampling()
     inner = [options.top_k, options.top_p] if loop.drafter.depth else []
     loops = len(re.findall(r"stablehlo.while\b", text))
-    assert loops == 1 if not any(inner) else loops > 1
+    # Each of several drafters has a loop in the loop.
+    own = 1 + len(getattr(loop.drafter, "branches", ()))
+    assert loops == own if not any(inner) else loops > own
     if where == "cuda":
         # The state's own names contain "top_k".
         assert not re.search(r"\bsort\b|top_k|TopK", text.replace("sampling.top_k", ""))

@@ -75,14 +75,14 @@ def test_a_schedule_of_choices_gives_the_tokens_of_plain_decoding(kind):
 
 def test_a_round_reads_the_columns_of_its_drafter(monkeypatch):
     """As many as it can have committed, not those of the deepest one."""
-    widths, read = [], Eagle.read
+    widths, extend = [], Eagle.extend
 
     def spied(self, params, s, committed):
         widths.append(committed.tokens.shape[1])
-        return read(self, params, s, committed)
+        return extend(self, params, s, committed)
 
     s = jax.tree.map(jnp.asarray, finished("greedy")[0])
-    monkeypatch.setattr(Eagle, "read", spied)
+    monkeypatch.setattr(Eagle, "extend", spied)
     step = functools.partial(decode.step, target=toy.TARGET, drafter=scheduled(), accept=accept.greedy)
     jax.eval_shape(step, toy.head_params(), s)
     assert sorted(set(widths)) == sorted({each.depth + 1 for each in scheduled().branches})
@@ -159,6 +159,31 @@ def test_the_padded_tree_gives_the_same_rounds():
     assert s.stats.branch_counts is None
 
 
+class ByLive(Adaptive):
+    """Takes its first drafter while all three sequences are live, otherwise its second."""
+
+    def choose(self, params, s):
+        index = jnp.where((~s.done).sum() == 3, 0, 1)
+        return index, self.mark(s.draft, ~s.done, index, index)
+
+
+def test_held_sequences_have_no_influence_on_the_choice():
+    drafter = ByLive((None, Ngram(depth=2))).bind(toy.TARGET, None)
+    s = toy.start(drafter, toy.params())
+
+    @jax.jit
+    def rounds(s):
+        first = jnp.arange(3) == 0
+        held, going = lambda s: first & (s.round_index < 2), lambda s: s.round_index < 3
+        return decode.loop(toy.params(), s, going, drafter=drafter, held=held, **GREEDY)
+
+    after = rounds(s)
+    assert np.array(after.stats.branch_counts).sum(2).tolist() == [[1, 0], [1, 2], [1, 2]]
+    assert after.stats.rounds.tolist() == [1, 3, 3]
+    assert int(after.length[0] - s.length[0]) == 1
+    assert after.finish_code.tolist() == [0, 0, 0]
+
+
 @functools.cache
 def program():
     s = toy.start(scheduled(), toy.head_params(), page_size=5)
@@ -169,18 +194,14 @@ def program():
 
 
 @pytest.mark.slow
-def test_the_switch_is_in_the_loop_and_copies_no_pool():
+def test_each_drafter_has_a_loop_in_the_loop_and_none_copies_a_pool():
     text, types = program()
     opcodes = [opcode(line) for line in text.splitlines()]
-    # One switch for draft, verify and accept, and one for what the head reads of the committed tokens.
-    assert (opcodes.count("while"), opcodes.count("conditional")) == (1, 2)
+    assert (opcodes.count("while"), opcodes.count("conditional")) == (1 + len(scheduled().branches), 0)
     assert not set(opcodes) & {"sort", "infeed", "outfeed", "send", "recv"}
     assert "callback" not in text
     for shape in types:
-        check_in_place(loop_body(text), shape, writes=types.count(shape))
-    logits = f"{toy.TARGET.vocab_size}]"
-    switches = [line for line in text.splitlines() if opcode(line) == "conditional"]
-    assert not any(logits in line.split(" conditional(")[0] for line in switches), "the branches return no logits"
+        check_in_place(loop_body(text), shape, writes=types.count(shape) * len(scheduled().branches))
 
 
 @pytest.mark.slow
