@@ -246,8 +246,10 @@ def step(
     branch: that of a drafter with branches which drafts; None: the drafter has none, or it chooses.
     """
     if branch is None and isinstance(drafter, BranchingDrafter):
-        last, parts = s.round_index, {"target": target, "drafter": drafter, "accept": accept}
-        return loop(params, s, lambda s: s.round_index == last, **parts, debug=debug)
+        last = s.round_index
+        return loop(
+            params, s, lambda s: s.round_index == last, target=target, drafter=drafter, accept=accept, debug=debug
+        )
     before = s
     with jax.named_scope("draft"):
         if branch is None:
@@ -463,7 +465,7 @@ def loop(
 
     held: sequences that take no part in the next round; None: all do that have not finished.
     """
-    parts = {"target": target, "drafter": drafter, "accept": accept, "debug": debug}
+    take_step = partial(step, params, target=target, drafter=drafter, accept=accept, debug=debug)
 
     def with_held(s: DecodeState) -> tuple[Bool[Array, " B"] | None, DecodeState]:
         if held is None:
@@ -473,7 +475,7 @@ def loop(
 
     def one_round(branch: int | None, s: DecodeState) -> DecodeState:
         hold, s = with_held(s)
-        s = step(params, s, **parts, branch=branch)
+        s = take_step(s, branch=branch)
         if hold is None:
             return s
         return dataclasses.replace(s, finish_code=jnp.where(hold, stopping.RUNNING, s.finish_code))
@@ -511,8 +513,11 @@ def run_rounds(
 ) -> DecodeState:
     """Rounds until every sequence is done or `s.round_index` reaches `until`. Pure; `decode` is the same, jitted."""
     s = with_counters(s, drafter.depth)
-    parts = {"target": target, "drafter": drafter, "accept": accept, "debug": debug}
-    return loop(params, s, lambda s: ~jnp.all(s.done) & (s.round_index < until), **parts)
+
+    def going(s: DecodeState) -> Bool[Array, ""]:
+        return ~jnp.all(s.done) & (s.round_index < until)
+
+    return loop(params, s, going, target=target, drafter=drafter, accept=accept, debug=debug)
 
 
 SHARED = (0, 2)
