@@ -79,6 +79,15 @@ def fixed_seconds(case: Case, batch: int, rate: float, calls: int) -> float:
     return statistics.median([case.run(keys(rate, batch, call)) for call in range(WARM_UP + calls)][WARM_UP:])
 
 
+def call_seconds(case: Case, repeats: int) -> float:
+    """What a call takes beyond its rounds: the difference between calls of all and of a quarter of them."""
+    rounds, totals = case.rounds, []
+    for case.rounds in (rounds // 4, rounds):
+        totals.append(case.rounds * statistics.median([case.run() for _ in range(WARM_UP + repeats)][WARM_UP:]))
+    few = rounds // 4
+    return totals[0] - few * (totals[1] - totals[0]) / (rounds - few)
+
+
 def adaptive_run(case: Case, depths: Sequence[int], batch: int, rate: float, calls: int) -> tuple[float, np.ndarray]:
     """Expected tokens per second and sequence, and the share of rounds of each choice, over many rounds."""
     times, before = [], _counts(case)
@@ -135,8 +144,10 @@ class Row:
         ]
 
 
-def measure(options: argparse.Namespace, preset: Preset, params: Params, batch: int) -> tuple[list[Row], dict, dict]:
-    """The rows of a batch, and milliseconds of each choice, in the program of all and alone."""
+def measure(
+    options: argparse.Namespace, preset: Preset, params: Params, batch: int
+) -> tuple[list[Row], dict, dict, dict]:
+    """The rows of a batch, milliseconds of each choice, in the program of all and alone, and those of a call."""
     target, head, depths = preset.target, preset.head, options.depths
     assert head is not None
     drafters: list[Drafter] = [Plain() if depth == 0 else Eagle(depth=depth).bind(target, head) for depth in depths]
@@ -153,14 +164,18 @@ def measure(options: argparse.Namespace, preset: Preset, params: Params, batch: 
     programs = [case.lower().compile() for case in (steered, *cases.values())]
     print(f"batch {batch}: compiled {len(programs)} programs in {time.perf_counter() - began:.0f} s", flush=True)
 
+    calls: dict[str, float] = {}
     fixed: dict[float, dict[int, float]] = {rate: {} for rate in options.rate}
     for (depth, case), program in zip(cases.items(), programs[1:], strict=True):
         case.use(program)
         for rate in options.rate:
             fixed[rate][depth] = fixed_seconds(case, batch, rate, options.repeats)
+        calls[f"depth {depth}"] = 1e3 * call_seconds(case, options.repeats)
         case.state = None
     steered.use(programs[0])
     inside = [steered.seconds(index, options.repeats) for index in range(len(depths))]
+    steered.steer(forced=len(depths) - 1)
+    calls["adaptive"] = 1e3 * call_seconds(steered, options.repeats)
     rows = []
     for rate in options.rate:
         forget(steered)
@@ -169,7 +184,7 @@ def measure(options: argparse.Namespace, preset: Preset, params: Params, batch: 
         speeds = {depth: batch * expected_tokens(depth, rate) / each for depth, each in fixed[rate].items()}
         rows.append(Row(batch, rate, speeds, batch * speed, share))
     alone = {depth: statistics.mean(1e3 * fixed[rate][depth] for rate in options.rate) for depth in cases}
-    return rows, dict(zip(depths, (1e3 * each for each in inside), strict=True)), alone
+    return rows, dict(zip(depths, (1e3 * each for each in inside), strict=True)), alone, calls
 
 
 def table(rows: Sequence[Row], depths: Sequence[int]) -> str:
@@ -183,7 +198,9 @@ def table(rows: Sequence[Row], depths: Sequence[int]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=False)) for line in cells)
 
 
-def lines(options: argparse.Namespace, rows: Sequence[Row], inside: dict, alone: dict) -> list[measurement.Measurement]:
+def lines(
+    options: argparse.Namespace, rows: Sequence[Row], inside: dict, alone: dict, calls: dict
+) -> list[measurement.Measurement]:
     """The measurements of a batch."""
     here, command = environment(), f"python benchmarks/adaptive.py --preset {options.preset}"
     shared = {"command": command, "subject": options.preset, "context": options.context, "dtype": options.dtype_name}
@@ -191,6 +208,7 @@ def lines(options: argparse.Namespace, rows: Sequence[Row], inside: dict, alone:
     def line(row: Row, mode: str, metric: str, unit: str, value: float) -> measurement.Measurement:
         parts = options.preset, "adaptive", mode, f"b{row.batch}", f"a{row.rate:g}"
         settings = {"conditional_acceptance": row.rate, "depths": " ".join(map(str, options.depths))}
+        settings["rounds per call"] = options.rounds
         return report.measurement(
             here,
             *parts,
@@ -214,6 +232,7 @@ def lines(options: argparse.Namespace, rows: Sequence[Row], inside: dict, alone:
     first = dataclasses.replace(rows[0], rate=0.0)
     for mode, milliseconds in (("adaptive depth", inside), ("depth", alone)):
         found += [line(first, f"{mode} {depth}", "round", "ms", value) for depth, value in milliseconds.items()]
+    found += [line(first, mode, "call without its rounds", "ms", value) for mode, value in calls.items()]
     return found
 
 
@@ -264,7 +283,7 @@ def main() -> None:
     )
     parser.add_argument("--fixed", type=int, nargs="*", help="depths that also run alone (default: all)")
     parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=16, help="rounds of a call, after which the context is rewound")
+    parser.add_argument("--rounds", type=int, default=64, help="rounds of a call, after which the context is rewound")
     parser.add_argument("--repeats", type=int, default=5, help="calls that are timed with one depth")
     parser.add_argument("--calls", type=int, default=24, help="calls with the policy")
     parser.add_argument("--dtype", help="of the weights (default: float32 on a CPU, otherwise bfloat16)")
@@ -284,15 +303,17 @@ def main() -> None:
     params = jax.block_until_ready(random_weights(shapes, preset.target.vocab_size))
     everything: list[Row] = []
     for batch in options.batch:
-        rows, inside, alone = measure(options, preset, params, batch)
+        rows, inside, alone, calls = measure(options, preset, params, batch)
         everything += rows
         for name, milliseconds in (("in the program of all", inside), ("alone", alone)):
             shown = ", ".join(f"{depth}: {each:.2f}" for depth, each in milliseconds.items())
             print(f"batch {batch}: ms per round {name}, by depth: {shown}", flush=True)
+        shown = ", ".join(f"{mode}: {each:.2f}" for mode, each in calls.items())
+        print(f"batch {batch}: ms per call without its rounds: {shown}", flush=True)
         print(table(rows, options.depths), flush=True)
         if options.json is not None:
             old = measurement.read(options.json) if options.json.exists() else []
-            measurement.write(options.json, [*old, *lines(options, rows, inside, alone)])
+            measurement.write(options.json, [*old, *lines(options, rows, inside, alone, calls)])
     print(
         f"\n{options.preset}, {options.dtype_name}, context {options.context}, {jax.devices()[0].device_kind}: tokens/s"
     )
