@@ -167,8 +167,8 @@ MUTANTS = (
         ),
         (
             "the loop ends with its first sequence",
-            "lambda s: ~jnp.all(s.done) &",
-            "lambda s: ~jnp.any(s.done) &",
+            "return ~jnp.all(s.done) &",
+            "return ~jnp.any(s.done) &",
             _LIMIT,
         ),
         (
@@ -881,6 +881,15 @@ MUTANTS = (
             "return k < self.inner if self.uneven or self.inner % BLOCK else None",
             "return None",
             "kernels/test_packed_matmul.py::test_equals_the_product_with_the_widened_matrix[a_short_section-triton]",
+        ),
+    ),
+    *_group(
+        "jspec/checkpoints/files.py",
+        (
+            "NumPy transposes on the host",
+            "jax.device_put(np.asarray(values))",
+            'jax.device_put(np.asarray(values, order="C"))',
+            "checkpoints/test_checkpoint.py::test_a_transposed_tensor_is_not_copied_on_the_host",
         ),
     ),
     *_group(

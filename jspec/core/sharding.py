@@ -219,10 +219,10 @@ class Placement:
         """An array that each process has, on these devices. axis: the one that is split; None: each device has all."""
         sharding = NamedSharding(self.mesh, _spec(axis))
         if not self.spans_processes:
-            return jax.device_put(array if isinstance(array, jax.Array) else np.asarray(array, order="C"), sharding)
+            return jax.device_put(array if isinstance(array, jax.Array) else np.asarray(array), sharding)
         # Each process copies its own parts; `device_put` would first compare the arrays of all processes.
         held = np.asarray(array)
-        return jax.make_array_from_callback(held.shape, sharding, lambda index: np.asarray(held[index], order="C"))
+        return jax.make_array_from_callback(held.shape, sharding, lambda index: np.asarray(held[index]))
 
     def arrange(self, field: str | None, parts: Sequence[Array]) -> list[Array]:
         """Weights whose concatenation on the last axis is the array of `put`, from the parts of that array."""

@@ -9,11 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import toy
+from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
-from jspec.checkpoints import language_model, llama, tensors
+from jspec.checkpoints import files, language_model, llama, tensors
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.language_model import CheckpointError
+from jspec.core.sharding import Placement
 from jspec.models.layers import Llama3Rope
 
 ROPE = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)
@@ -180,6 +182,18 @@ def test_missing_shard_and_missing_entry(tmp_path):
     (tmp_path / shard).unlink()
     with pytest.raises(CheckpointError, match=f"{shard}: no such file"):
         language_model.load(tmp_path)
+
+
+def test_a_transposed_tensor_is_not_copied_on_the_host(monkeypatch):
+    """NumPy would transpose 0.1 to 0.3 GB/s; JAX does it while it copies to the device."""
+    given, device_put = [], jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, *rest: given.append(x) or device_put(x, *rest))
+    stored = np.arange(12, dtype=np.float32).reshape(3, 4)
+    placement = Placement(Mesh(np.array(jax.devices()[:1]), ("tensor",)))
+    for put in (files.on_device, placement.copy):
+        given.clear()
+        np.testing.assert_array_equal(put(stored.T), stored.T)
+        assert len(given) == 1 and np.shares_memory(given[0], stored)
 
 
 def test_loading_holds_one_tensor_at_a_time(saved, monkeypatch):
