@@ -2,7 +2,7 @@
 
     python benchmarks/adaptive.py --preset llama-3.1-8b --json benchmarks/results/DATE-MACHINE-adaptive.jsonl
 
-    python benchmarks/adaptive.py --json benchmarks/results/DATE-MACHINE-adaptive.jsonl --draw docs/images/adaptive.svg
+    python benchmarks/adaptive.py --json benchmarks/results/*-h100-adaptive.jsonl --draw docs/images/adaptive.svg
 
 Weights are random, and a draft is accepted with a given probability if all before it are, whether it is right or not.
 Each fixed depth is a program of its own, without the others. The tokens of a round are the expected ones for the depths
@@ -254,12 +254,14 @@ def draw(path: Path, measurements: Sequence[measurement.Measurement]) -> None:
     page, panels = pyplot.subplots(rows, columns, figsize=(4.5 * columns, 3.6 * rows), squeeze=False)
     for panel in panels.flat[len(speeds) :]:
         panel.set_axis_off()
+    fixed = {mode for modes in speeds.values() for mode in modes if mode != "adaptive"}
+    fixed = sorted(fixed, key=lambda mode: int(mode.removeprefix("depth ")))
+    colors = pyplot.get_cmap("Blues")([0.35 + 0.6 * i / max(len(fixed) - 1, 1) for i in range(len(fixed))])
     for panel, (batch, modes) in zip(panels.flat, sorted(speeds.items()), strict=False):
-        fixed = sorted(mode for mode in modes if mode != "adaptive")
-        colors = pyplot.get_cmap("Blues")([0.35 + 0.6 * i / max(len(fixed) - 1, 1) for i in range(len(fixed))])
         for mode, color in zip(fixed, colors, strict=True):
-            label = "plain" if mode == "depth 0" else mode
-            panel.plot(*zip(*sorted(modes[mode]), strict=True), color=color, label=label)
+            if mode in modes:
+                label = "plain" if mode == "depth 0" else mode
+                panel.plot(*zip(*sorted(modes[mode]), strict=True), color=color, label=label)
         if "adaptive" in modes:
             panel.plot(*zip(*sorted(modes["adaptive"]), strict=True), "o--", color="C1", label="adaptive")
         panel.set(title=f"batch {batch}", xlabel="conditional acceptance", ylim=(0, None))
@@ -287,14 +289,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="calls that are timed with one depth")
     parser.add_argument("--calls", type=int, default=24, help="calls with the policy")
     parser.add_argument("--dtype", help="of the weights (default: float32 on a CPU, otherwise bfloat16)")
-    parser.add_argument("--json", type=Path, help="file of measurements to which those of this run are added")
-    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help="draw the measurements of --json; run nothing")
+    parser.add_argument(
+        "--json", type=Path, nargs="+", default=[], help="file of measurements to which those of this run are added"
+    )
+    parser.add_argument(
+        "--draw", type=Path, metavar="FILE.svg", help="draw the measurements of --json, of several files; run nothing"
+    )
     options = parser.parse_args()
     if options.draw is not None:
-        if options.json is None:
-            parser.error("--draw: needs --json, the file of measurements to draw")
-        draw(options.draw, measurement.read(options.json))
+        if not options.json:
+            parser.error("--draw: needs --json, the files of measurements to draw")
+        draw(options.draw, [each for path in options.json for each in measurement.read(path)])
         return
+    if len(options.json) > 1:
+        parser.error(f"--json: {len(options.json)} files; must be one, unless --draw is given")
     options.fixed = options.depths if options.fixed is None else options.fixed
     preset, dtype = PRESETS[options.preset], resolve_dtype(options.dtype)
     assert preset.head is not None
@@ -311,9 +319,9 @@ def main() -> None:
         shown = ", ".join(f"{mode}: {each:.2f}" for mode, each in calls.items())
         print(f"batch {batch}: ms per call without its rounds: {shown}", flush=True)
         print(table(rows, options.depths), flush=True)
-        if options.json is not None:
-            old = measurement.read(options.json) if options.json.exists() else []
-            measurement.write(options.json, [*old, *lines(options, rows, inside, alone, calls)])
+        for path in options.json:
+            old = measurement.read(path) if path.exists() else []
+            measurement.write(path, [*old, *lines(options, rows, inside, alone, calls)])
     print(
         f"\n{options.preset}, {options.dtype_name}, context {options.context}, {jax.devices()[0].device_kind}: tokens/s"
     )
