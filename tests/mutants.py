@@ -117,6 +117,12 @@ MUTANTS = (
             f"{_ADAPTIVE}test_held_sequences_have_no_influence_on_the_choice",
         ),
         (
+            "a choice out of range is another branch",
+            "jnp.clip(branch, 0, len(drafter.branches) - 1)",
+            "jnp.clip(branch, 0, 0)",
+            f"{_ADAPTIVE}test_a_choice_out_of_range_is_the_last_branch_and_an_error_of_debug",
+        ),
+        (
             "every branch drafts from the state of the first",
             "drafter.states(s.draft)[branch]",
             "drafter.states(s.draft)[0]",

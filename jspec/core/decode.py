@@ -21,7 +21,7 @@ from jspec.core import groups, sampling, sharding, stopping, tree
 from jspec.core import logprobs as log_probabilities
 from jspec.core.automaton import Automaton
 from jspec.core.commit import commit_rows
-from jspec.core.invariants import check_round
+from jspec.core.invariants import check_choice, check_round
 from jspec.core.returned import check_acceptance, check_draft, check_output, check_same_form, check_unchanged
 from jspec.core.struct import struct
 from jspec.core.types import (
@@ -486,6 +486,10 @@ def loop(
     def choose(s: DecodeState) -> tuple[Int[Array, ""], DecodeState]:
         with jax.named_scope("draft"):
             branch, state = drafter.choose(params, with_held(s)[1])
+            if debug:
+                check_choice(s, branch, len(drafter.branches))
+        # Any other index would be nobody's turn, and the loop would not end.
+        branch = jnp.clip(branch, 0, len(drafter.branches) - 1).astype(jnp.int32)
         return branch, dataclasses.replace(s, draft=state)
 
     def rounds_of(branch: int, turn: tuple[Int[Array, ""], DecodeState]) -> tuple[Int[Array, ""], DecodeState]:

@@ -2,9 +2,16 @@
 
 import jax.numpy as jnp
 from jax.experimental import checkify
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.types import Acceptance, DecodeState, DraftTree
+
+
+def check_choice(s: DecodeState, branch: Int[Array, ""], branches: int) -> None:
+    """Checks with `checkify` that a drafter has chosen one of its branches. s: the state before the round."""
+    text = "round {s}: the drafter chose branch {branch} of {branches}"
+    inside = (branch >= 0) & (branch < branches)
+    checkify.check(inside, text, s=s.round_index, branch=branch, branches=jnp.int32(branches))
 
 
 def check_round(

@@ -184,6 +184,25 @@ def test_held_sequences_have_no_influence_on_the_choice():
     assert after.finish_code.tolist() == [0, 0, 0]
 
 
+class Outside(Adaptive):
+    """Chooses a branch that does not exist."""
+
+    def choose(self, params, s):
+        index = jnp.int32(len(self.branches))
+        return index, self.mark(s.draft, ~s.done, index, index)
+
+
+def test_a_choice_out_of_range_is_the_last_branch_and_an_error_of_debug():
+    drafter = Outside((None, Ngram(depth=2))).bind(toy.TARGET, None)
+    s = toy.start(drafter, toy.params())
+    error, _ = decode.decode_checked(toy.params(), s, jnp.int32(2), drafter=drafter, **GREEDY)
+    with pytest.raises(Exception, match="round 0: the drafter chose branch 2 of 2"):
+        error.throw()
+    s = toy.run(drafter, toy.params(), s)
+    counts = np.array(s.stats.branch_counts)
+    assert not counts[:, 0].any() and counts[:, 1].any() and np.array(s.done).all()
+
+
 @functools.cache
 def program():
     s = toy.start(scheduled(), toy.head_params(), page_size=5)
