@@ -192,6 +192,7 @@ class Outside(Adaptive):
         return index, self.mark(s.draft, ~s.done, index, index)
 
 
+@pytest.mark.slow
 def test_a_choice_out_of_range_is_the_last_branch_and_an_error_of_debug():
     drafter = Outside((None, Ngram(depth=2))).bind(toy.TARGET, None)
     s = toy.start(drafter, toy.params())
