@@ -13,6 +13,7 @@ what the policy knows goes on from call to call.
 import argparse
 import dataclasses
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,11 +82,15 @@ def fixed_seconds(case: Case, batch: int, rate: float, calls: int) -> float:
 
 def call_seconds(case: Case, repeats: int) -> float:
     """What a call takes beyond its rounds: the difference between calls of all and of a quarter of them."""
-    rounds, totals = case.rounds, []
-    for case.rounds in (rounds // 4, rounds):
-        totals.append(case.rounds * statistics.median([case.run() for _ in range(WARM_UP + repeats)][WARM_UP:]))
-    few = rounds // 4
-    return totals[0] - few * (totals[1] - totals[0]) / (rounds - few)
+
+    def total(rounds: int) -> float:
+        case.rounds = rounds
+        return rounds * statistics.median([case.run() for _ in range(WARM_UP + repeats)][WARM_UP:])
+
+    many = case.rounds
+    few = many // 4
+    short, long = total(few), total(many)
+    return short - few * (long - short) / (many - few)
 
 
 def adaptive_run(case: Case, depths: Sequence[int], batch: int, rate: float, calls: int) -> tuple[float, np.ndarray]:
@@ -202,7 +207,7 @@ def lines(
     options: argparse.Namespace, rows: Sequence[Row], inside: dict, alone: dict, calls: dict
 ) -> list[measurement.Measurement]:
     """The measurements of a batch."""
-    here, command = environment(), f"python benchmarks/adaptive.py --preset {options.preset}"
+    here, command = environment(), report.command("python benchmarks/adaptive.py", sys.argv[1:])
     shared = {"command": command, "subject": options.preset, "context": options.context, "dtype": options.dtype_name}
 
     def line(row: Row, mode: str, metric: str, unit: str, value: float) -> measurement.Measurement:

@@ -62,7 +62,7 @@ def main() -> None:
                         metric=metric,
                         unit="",
                         values=[value],
-                        command=f"python benchmarks/formats.py {' '.join(sys.argv[1:]).partition('--json')[0]}".strip(),
+                        command=report.command("python benchmarks/formats.py", sys.argv[1:]),
                         subject=source.removeprefix("bundled:"),
                         mode=mode or None,
                         settings={"format": name, "prompts": options.prompts, "new tokens": options.max_new_tokens},

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +101,7 @@ def lines(
     options: argparse.Namespace, values: dict[tuple[str, str], list[float]], batch: int
 ) -> list[measurement.Measurement]:
     """A measurement for each mode and variant."""
-    here, command = environment(), f"python benchmarks/variants.py --preset {options.preset} --batch {batch}"
+    here, command = environment(), report.command("python benchmarks/variants.py", sys.argv[1:])
     return [
         report.measurement(
             here,

@@ -57,7 +57,7 @@ def main() -> None:
                     metric=metric,
                     unit="tokens/s" if metric == "speed" else "",
                     values=[value],
-                    command=f"python benchmarks/watch.py {' '.join(sys.argv[1:]).partition('--json')[0]}".strip(),
+                    command=report.command("python benchmarks/watch.py", sys.argv[1:]),
                     subject=options.model.removeprefix("bundled:"),
                     mode=f"{name}, {mode}",
                     settings=settings,

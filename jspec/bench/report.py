@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -38,6 +39,16 @@ class Report:
     def floor(self, result: CaseResult) -> float:
         """Seconds that a copy needs for the bytes of a round."""
         return result.floor_bytes / self.bandwidth["copy"].gb_per_second / 1e9
+
+
+def command(program: str, arguments: Sequence[str]) -> str:
+    """The command of a measurement, without `--json` and its files, which are those of one machine."""
+    kept, skipping = [], False
+    for argument in arguments:
+        skipping = argument == "--json" or (skipping and not argument.startswith("-"))
+        if not skipping:
+            kept.append(argument)
+    return shlex.join([*program.split(), *kept])
 
 
 def measurement(

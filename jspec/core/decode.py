@@ -243,7 +243,7 @@ def step(
 ) -> DecodeState:
     """One round. The scopes name its parts in a profile.
 
-    branch: that of a drafter with branches which drafts; None: the drafter has none, or it chooses.
+    branch: the index of the branch that drafts, if the drafter has branches; None: it has none, or it chooses one.
     """
     if branch is None and isinstance(drafter, BranchingDrafter):
         last = s.round_index

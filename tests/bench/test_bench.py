@@ -855,3 +855,9 @@ def test_a_kernel_alone_runs_in_each_way(monkeypatch):
     assert (
         dict(kernels.measure(work, [config(32, 16, 1, 4, 2)], 1))["32x16x1x4x2"] == "RESOURCE_EXHAUSTED: Shared memory"
     )
+
+
+def test_the_command_of_a_measurement_names_no_file_of_the_machine():
+    given = ["--batch", "1", "8", "--json", "/a/b.jsonl", "/a/c.jsonl", "--variant", "as it is"]
+    assert report.command("python x.py", given) == "python x.py --batch 1 8 --variant 'as it is'"
+    assert report.command("python x.py", ["--json", "a.jsonl"]) == "python x.py"

@@ -185,7 +185,7 @@ def test_missing_shard_and_missing_entry(tmp_path):
 
 
 def test_a_transposed_tensor_is_not_copied_on_the_host(monkeypatch):
-    """NumPy would transpose 0.1 to 0.3 GB/s; JAX does it while it copies to the device."""
+    """JAX transposes it while it copies to the device."""
     given, device_put = [], jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda x, *rest: given.append(x) or device_put(x, *rest))
     stored = np.arange(12, dtype=np.float32).reshape(3, 4)
