@@ -899,6 +899,30 @@ MUTANTS = (
         ),
     ),
     *_group(
+        "jspec/checkpoints/safetensors_file.py",
+        (
+            "a read that the system cuts short is the whole one",
+            "while start < end:  # The system",
+            "if start < end:  # The system",
+            "checkpoints/test_threads.py::test_a_file_that_is_read_a_few_bytes_at_a_time",
+        ),
+    ),
+    *_group(
+        "jspec/checkpoints/tensors.py",
+        (
+            "only the first chunk of a block is checked",
+            "(flat[at : min(at + _CHUNK, end)] for at in range(start, end, _CHUNK))",
+            "(flat[at : min(at + _CHUNK, end)] for at in [start])",
+            "checkpoints/test_threads.py::test_a_value_that_is_not_finite_is_found_in_every_block",
+        ),
+        (
+            "parts are joined in the layout of NumPy",
+            "outer = int(np.argmax(made.strides))",
+            "made, outer = np.ascontiguousarray(made), 0",
+            "checkpoints/test_threads.py::test_parts_are_joined_in_their_layout",
+        ),
+    ),
+    *_group(
         "jspec/checkpoints/mxfp4.py",
         (
             "rows of experts are packed before they are split",

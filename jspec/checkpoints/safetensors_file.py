@@ -14,6 +14,7 @@ import numpy as np
 from jspec.checkpoints.deferred import Part
 from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import MOST_JSON_BYTES, CheckpointError, find_file, parse_json
+from jspec.checkpoints.threads import each_block
 
 DTYPES: dict[str, type[np.generic]] = {
     "BOOL": np.bool_,
@@ -34,6 +35,8 @@ DTYPES: dict[str, type[np.generic]] = {
 }
 """Types in headers; a tensor of another one cannot be read."""
 _MOST_DIMENSIONS = 16
+_BLOCK = 2**24
+"""Bytes that a thread reads at once."""
 
 
 class _Entry(NamedTuple):
@@ -125,15 +128,15 @@ class SafetensorFiles:
             )
         try:
             if path.stat().st_size < end:
-                raise CheckpointError(f"{path}: damaged (it ends within the tensor {name!r})")
+                raise EOFError
             if mapped:
                 data = np.memmap(path, np.uint8, "r", begin, (end - begin,))
             else:
-                data = np.fromfile(path, np.uint8, end - begin, offset=begin)
+                data = _read(path, begin, end - begin)
+        except EOFError:
+            raise CheckpointError(f"{path}: damaged (it ends within the tensor {name!r})") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error})") from None
-        if data.size != end - begin:
-            raise CheckpointError(f"{path}: damaged (it ends within the tensor {name!r})")
         return data.view(DTYPES[kind])
 
     def _file_of(self, name: str) -> str:
@@ -156,6 +159,23 @@ class SafetensorFiles:
                 raise CheckpointError(f"{self.directory / file}: no such file")
             self._headers[file] = _read_header(path)
         return self._headers[file]
+
+
+def _read(path: Path, begin: int, size: int) -> np.ndarray:
+    """`size` bytes of a file. Raises EOFError if it ends before."""
+    data = np.empty(size, np.uint8)
+
+    def read(start: int, end: int) -> None:
+        with path.open("rb", buffering=0) as file:
+            file.seek(begin + start)
+            while start < end:  # The system may read less than it is asked for.
+                count = file.readinto(data[start:end].data)
+                if not count:
+                    raise EOFError
+                start += count
+
+    each_block(size, _BLOCK, read)
+    return data
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:

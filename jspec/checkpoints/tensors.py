@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from jspec.checkpoints.deferred import Assembled, Deferred, Part
 from jspec.checkpoints.files import CheckpointError, on_device
+from jspec.checkpoints.threads import each_block
 from jspec.core.sharding import WEIGHTS, Placement
 from jspec.models.quantized import (
     FORMATS,
@@ -36,7 +37,7 @@ _DERIVED = ".rotary_emb.inv_freq"
 _CHUNK = 2**20
 """Elements that are checked at once, so that they stay in the processor's cache."""
 _BLOCK_BYTES = 2**26
-"""Bytes of a stored tensor from which a part is read at once."""
+"""Bytes of a stored tensor from which a part is read, or copied, at once."""
 
 
 _quantize = partial(jax.jit, static_argnames="weights")(quantize)
@@ -239,7 +240,7 @@ class Tensors:
         if self.placement is not None:
             array = self.placement.put(field, parts)
         else:
-            array = on_device(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
+            array = on_device(_side_by_side(parts))
         return self.narrowed(field, array)
 
     def narrowed(self, field: str | None, array: jax.Array) -> Any:
@@ -330,6 +331,24 @@ class Tensors:
             )
 
 
+def _side_by_side(parts: Sequence[Any]) -> Any:
+    """Arrays next to each other on their last axis, in the layout of the first."""
+    if len(parts) == 1:
+        return parts[0]
+    made = np.empty_like(parts[0], shape=(*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)))
+    outer = int(np.argmax(made.strides))
+    rows = max(1, _BLOCK_BYTES * made.shape[outer] // (made.nbytes or 1))
+    places = np.split(made, np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
+    for place, part in zip(places, parts, strict=True):
+        to, values = np.moveaxis(place, outer, 0), np.moveaxis(part, outer, 0)
+        each_block(len(to), rows, partial(_copy, to, values))
+    return made
+
+
+def _copy(to: np.ndarray, values: np.ndarray, start: int, end: int) -> None:
+    np.copyto(to[start:end], values[start:end])
+
+
 def is_finite(tensor: np.ndarray) -> bool:
     """Whether no element is NaN or infinite, which all bits of its exponent being set would mean.
 
@@ -341,4 +360,9 @@ def is_finite(tensor: np.ndarray) -> bool:
     # Wrapped in an array, as the bits of infinity are those of a number of this type.
     infinity = np.array(np.inf, tensor.dtype).view(word)
     flat = tensor.reshape(-1).view(word)
-    return all((flat[start : start + _CHUNK] & magnitude).max() < infinity for start in range(0, flat.size, _CHUNK))
+
+    def all_finite(start: int, end: int) -> bool:
+        chunks = (flat[at : min(at + _CHUNK, end)] for at in range(start, end, _CHUNK))
+        return all((chunk & magnitude).max() < infinity for chunk in chunks)
+
+    return all(each_block(flat.size, 16 * _CHUNK, all_finite))

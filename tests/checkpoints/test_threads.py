@@ -1,0 +1,85 @@
+"""Large arrays that are read, checked and joined block by block, with blocks small enough for small arrays."""
+
+import io
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jspec.checkpoints import safetensors_file, tensors
+from jspec.checkpoints.files import write_tensors
+from jspec.checkpoints.safetensors_file import SafetensorFiles
+from jspec.checkpoints.tensors import Tensors, is_finite
+from jspec.checkpoints.threads import each_block
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 5, 8, 23])
+def test_blocks_cover_everything_once_and_in_order(size):
+    found = each_block(size, 4, lambda start, end: list(range(start, end)))
+    assert sum(found, []) == list(range(size))
+    assert all(0 < len(each) <= 4 for each in found)
+
+
+def test_an_error_of_any_block_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        each_block(100, 10, lambda start, end: 1 // (start - 70))
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 10**6])
+def test_a_tensor_is_read_in_blocks(tmp_path, monkeypatch, block):
+    rng = np.random.default_rng(0)
+    stored = {"a": rng.normal(size=(3, 5)).astype(ml_dtypes.bfloat16), "b": rng.normal(size=17).astype(np.float32)}
+    write_tensors(stored, tmp_path / "model.safetensors")
+    monkeypatch.setattr(safetensors_file, "_BLOCK", block)
+    files = SafetensorFiles(tmp_path)
+    for name, values in stored.items():
+        np.testing.assert_array_equal(files.get(name), values)
+
+
+@pytest.mark.parametrize("block", [7, 10**6])
+def test_a_file_that_ends_too_early_is_noticed(tmp_path, monkeypatch, block):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(40)))
+    monkeypatch.setattr(safetensors_file, "_BLOCK", block)
+    assert safetensors_file._read(path, 10, 30).tolist() == list(range(10, 40))
+    with pytest.raises(EOFError):
+        safetensors_file._read(path, 10, 31)
+
+
+def test_a_file_that_is_read_a_few_bytes_at_a_time(tmp_path, monkeypatch):
+    class Slow(io.FileIO):
+        def readinto(self, buffer):
+            return super().readinto(memoryview(buffer)[:3])
+
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(40)))
+    monkeypatch.setattr(type(path), "open", lambda self, mode, buffering: Slow(self, mode))
+    assert safetensors_file._read(path, 10, 20).tolist() == list(range(10, 30))
+
+
+@pytest.mark.parametrize("at", [0, 6, 7, 15 * 7, 16 * 7, 16 * 7 + 1, 299])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_value_that_is_not_finite_is_found_in_every_block(monkeypatch, at, value):
+    monkeypatch.setattr(tensors, "_CHUNK", 7)
+    values = np.linspace(-1, 1, 300, dtype=np.float32)
+    assert is_finite(values)
+    values[at] = value
+    assert not is_finite(values)
+
+
+@pytest.mark.parametrize("block", [1, 50, 2**26])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 5)])
+def test_parts_are_joined_in_blocks(monkeypatch, block, transposed, shape):
+    monkeypatch.setattr(tensors, "_BLOCK_BYTES", block)
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(size=(*shape[:-1], width)).astype(np.float32) for width in (shape[-1], 1, 9)]
+    given = [np.asfortranarray(part) if transposed else part for part in parts]
+    joined = Tensors.put(Tensors.__new__(Tensors), None, given)
+    np.testing.assert_array_equal(joined, np.concatenate(parts, axis=-1))
+
+
+def test_parts_are_joined_in_their_layout():
+    parts = [np.ones((width, 4), np.float32).T for width in (2, 3)]
+    assert tensors._side_by_side(parts).flags.f_contiguous
+    assert tensors._side_by_side([part.copy() for part in parts]).flags.c_contiguous
