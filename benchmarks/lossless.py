@@ -208,6 +208,17 @@ def count_tokens(found: Outputs) -> int:
     return sum(len(tokens) for line in drafted(found).values() for tokens in line["tokens"])
 
 
+def tokens_by_batch(found: Outputs, setting: Setting) -> dict[str, str]:
+    """The tokens of each mode, for each batch size."""
+    return {
+        f"{mode} tokens by batch": " ".join(
+            str(count_tokens({key: line for key, line in found.items() if (key[0], key[2]) == (mode, size)}))
+            for size in setting.batches
+        )
+        for mode in sorted({key[0] for key in found})
+    }
+
+
 def differences(found: Outputs, key: tuple[str, str, int, int]) -> list[tuple[int, int]]:
     """Number of the prompt and first differing position of each sequence that is not its prompt's plain one."""
     mode, _, _, first = key
@@ -247,6 +258,7 @@ def measurements(found: Outputs, setting: Setting, command: str) -> list[Measure
                 "settings of sampling": len(SAMPLINGS),
                 "batches": " ".join(map(str, setting.batches)),
                 "exact": setting.exact,
+                **tokens_by_batch(lines, setting),
             },
             note="; ".join(where[:20]) or None,
         )
