@@ -10,6 +10,7 @@ same, in sentences that vary. The head learns from 200 other chats of the same k
 import argparse
 import json
 import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def measurements(found: dict[str, float], prompts: int) -> list[Measurement]:
             metric="accept length",
             unit="",
             values=[round(length, 4)],
-            command="python benchmarks/chats.py --work WORK",
+            command=report.command("python benchmarks/chats.py", sys.argv[1:], {"--work": "WORK"}),
             subject="made-up chats",
             mode=name,
             batch=None,

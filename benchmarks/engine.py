@@ -9,6 +9,7 @@ the host is slower while it is profiled, and the device waits for it.
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -118,7 +119,7 @@ def main() -> None:
             metric=metric,
             unit=unit,
             values=values,
-            command=f"python benchmarks/engine.py {options.question} --preset {options.preset}",
+            command=report.command("python benchmarks/engine.py", sys.argv[1:]),
             subject=options.preset,
             mode=mode,
             batch=ROWS,

@@ -294,7 +294,7 @@ def measurements(
     options: argparse.Namespace, subject: str, mode: str, found: Found, **fields: Any
 ) -> list[Measurement]:
     """A line per metric."""
-    command = "python benchmarks/grammar.py " + " ".join(options.given)
+    command = report.command("python benchmarks/grammar.py", sys.argv[1:], {"--tokenizer": "TOKENIZER.json"})
     goals = {"compiling": GOAL_SECONDS, "table": GOAL_BYTES}
     return [
         report.measurement(
@@ -304,7 +304,7 @@ def measurements(
             unit=unit,
             values=values,
             goal=goals.get(metric),
-            command=command.strip(),
+            command=command,
             subject=subject,
             mode=mode,
             **fields,
@@ -324,7 +324,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=250, help="documents of each drafter")
     parser.add_argument("--json", type=Path, help="file of measurements to which those of this run are added")
     options = parser.parse_args()
-    options.environment, options.given = environment(), _without_files(sys.argv[1:])
+    options.environment = environment()
     lines = []
 
     def report_on(subject: str, mode: str, found: Found, **fields: Any) -> None:
@@ -359,17 +359,6 @@ def main() -> None:
 
 def _load(path: Path) -> Tokenizer:
     return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
-
-
-def _without_files(given: Sequence[str]) -> list[str]:
-    """The options without the file of measurements, and without the directory of the tokenizer."""
-    kept, names = [], iter(given)
-    for name in names:
-        if name == "--json":
-            next(names)
-        else:
-            kept.append(Path(name).name if kept and kept[-1] == "--tokenizer" else name)
-    return kept
 
 
 if __name__ == "__main__":

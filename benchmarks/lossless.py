@@ -17,7 +17,6 @@ import functools
 import itertools
 import json
 import math
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -294,14 +293,10 @@ def main() -> int:
     print(f"{count_tokens(found):,} tokens, {sequences:,} sequences, of which {len(different)} differ")
     if options.json is not None:
         old = measurement.read(options.json) if options.json.exists() else []
-        given = [
-            "--dtype",
-            setting.dtype,
-            "--batch",
-            *map(str, setting.batches),
-            *(["--exact"] if setting.exact else []),
-        ]
-        command = f"python benchmarks/lossless.py --state FILE {shlex.join(given)}"
+        # Without --tokens and --part: the state may come from several processes.
+        batches = " ".join(map(str, setting.batches))
+        command = f"python benchmarks/lossless.py --state FILE --dtype {setting.dtype} --batch {batches}"
+        command += " --exact" if setting.exact else ""
         measurement.write(options.json, [*old, *measurements(found, setting, command)])
     return int(bool(different))
 

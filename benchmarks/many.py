@@ -9,6 +9,7 @@ GPU logits depend on the batch by rounding, so the number of equal texts is repo
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +98,7 @@ def main() -> None:
         print(f"{way}: {metric} {statistics.median(found)} {found}")
     if options.json is not None:
         old = measurement.read(options.json) if options.json.exists() else []
-        command = f"python benchmarks/many.py --model {options.model} --requests {options.requests}"
+        command = report.command("python benchmarks/many.py", sys.argv[1:])
         measurement.write(options.json, [*old, *measurements(options, values, command)])
 
 

@@ -157,7 +157,7 @@ def main() -> None:
     if options.json is not None:
         here = environment(options.tensor)
         fields = {
-            "command": report.command("python benchmarks/split_loading.py", sys.argv[1:]),
+            "command": report.command("python benchmarks/split_loading.py", sys.argv[1:], {"--directory": "DIR"}),
             "subject": options.preset,
             "dtype": "bfloat16",
             "settings": {"tensor": options.tensor, "values": "as stored" if right else "wrong"},

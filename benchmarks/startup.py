@@ -10,7 +10,6 @@ from the page cache: a disk adds its own time.
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -95,7 +94,7 @@ def write(path: Path, found: dict[str, list[list[float]]], preset: str) -> None:
     from jspec.bench.machine import environment
 
     here = environment()
-    command = shlex.join(["python", "benchmarks/startup.py", "--preset", preset, "--directory", "DIR"])
+    command = report.command("python benchmarks/startup.py", sys.argv[1:], {"--directory": "DIR"})
     lines = [
         report.measurement(
             here,

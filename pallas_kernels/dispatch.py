@@ -7,6 +7,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from pallas_kernels import platform
 
 BACKENDS = {"gpu": ("mosaic_gpu", "triton"), "tpu": ("mosaic_tpu",)}
@@ -28,12 +31,14 @@ class Operation:
       package: full name of the operation's package.
       xla: the operation in plain JAX, which runs on every platform.
       kernels: names of its kernel backends.
+      indices: options that are integers for the caller, and arrays for a kernel.
     """
 
     name: str
     package: str
     xla: Callable[..., Any]
     kernels: tuple[str, ...]
+    indices: tuple[str, ...] = ()
 
     @property
     def backends(self) -> tuple[str, ...]:
@@ -59,7 +64,14 @@ class Operation:
           ValueError: `backend` is unknown, belongs to another platform, is not available, or does not support the
             arguments.
         """
-        return self._choose(backend, args, options)(*args, **options)
+        function = self._choose(backend, args, options)
+        if function is self.xla:
+            return function(*args, **options)
+        traced = {name: jnp.asarray(options[name], jnp.int32) for name in self.indices if name in options}
+        traced |= {name: value for name, value in options.items() if isinstance(value, jax.Array)}
+        static = tuple((name, value) for name, value in options.items() if name not in traced)
+        positions = tuple(i for i, arg in enumerate(args) if isinstance(arg, int))
+        return _traced_once(function, static, positions, platform.device())(*args, **traced)
 
     def _choose(self, backend: str | None, args: tuple, options: dict[str, object]) -> Callable[..., Any]:
         here = platform.platform()
@@ -83,6 +95,21 @@ class Operation:
     def _refusal(self, kernel: str, args: tuple, options: dict[str, object]) -> str | None:
         """Why a kernel backend cannot run these arguments; None if it can."""
         return unavailable(self, kernel) or self.module(kernel).supported(*args, **options)
+
+
+@functools.cache
+def _traced_once(
+    function: Callable[..., Any], options: tuple[tuple[str, object], ...], static: tuple[int, ...], device: object
+) -> Any:
+    """A kernel as a function of the program, traced and lowered once for all calls that differ only in their arrays.
+
+    In a model that calls the same kernels in every layer, kernels would take most of the time of both. XLA inlines the
+    function.
+
+    static: positions of arguments that are no arrays.
+    device: what the kernel is configured for.
+    """
+    return jax.jit(functools.partial(function, **dict(options)), static_argnums=static)
 
 
 @functools.cache

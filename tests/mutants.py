@@ -890,6 +890,30 @@ MUTANTS = (
         ),
     ),
     *_group(
+        "jspec/core/sharding.py",
+        (
+            "parts are joined in the layout of NumPy",
+            "made = np.empty_like(parts[0], shape=",
+            "made = np.empty(dtype=parts[0].dtype, shape=",
+            "checkpoints/test_threads.py::test_weights_are_read_and_joined_in_blocks",
+        ),
+    ),
+    *_group(
+        "pallas_kernels/dispatch.py",
+        (
+            "a kernel is traced for each layer",
+            "{name: jnp.asarray(options[name], jnp.int32) for name in self.indices if name in options}",
+            "{}",
+            "models/test_lowering.py::test_more_layers_have_no_more_kernels",
+        ),
+        (
+            "a kernel is that of another device",
+            "return _traced_once(function, static, positions, platform.device())",
+            "return _traced_once(function, static, positions, None)",
+            "kernels/test_contract.py::test_a_kernel_is_traced_once_for_all_calls_that_differ_in_their_arrays",
+        ),
+    ),
+    *_group(
         "jspec/checkpoints/files.py",
         (
             "NumPy transposes on the host",
@@ -914,12 +938,6 @@ MUTANTS = (
             "(flat[at : min(at + _CHUNK, end)] for at in range(start, end, _CHUNK))",
             "(flat[at : min(at + _CHUNK, end)] for at in [start])",
             "checkpoints/test_threads.py::test_a_value_that_is_not_finite_is_found_in_every_block",
-        ),
-        (
-            "parts are joined in the layout of NumPy",
-            "outer = int(np.argmax(made.strides))",
-            "made, outer = np.ascontiguousarray(made), 0",
-            "checkpoints/test_threads.py::test_parts_are_joined_in_their_layout",
         ),
     ),
     *_group(

@@ -311,7 +311,7 @@ def _describe(
     return report.Report(
         model=subject.name,
         dtype=str(params.target.embed.dtype),
-        command=getattr(options, "command_line", None),
+        command=report.command_of(options),
         environment=machine.environment(options.tensor),
         settings=_settings(options, subject, (*_SHAPE, "rounds", "repeats", "page_size")),
         parameters={"target": count_parameters(params.target), "draft": count_parameters(params.draft)},

@@ -87,7 +87,7 @@ def main(
     out = CompileReport(
         model=name,
         dtype=str(target.embed.dtype),
-        command=getattr(options, "command_line", None),
+        command=report.command_of(options),
         environment=_environment(device),
         chip=tpu.CHIPS[options.compile_for],
         settings={**settings, "libtpu": tpu.version()},

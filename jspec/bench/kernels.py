@@ -139,7 +139,7 @@ def _works(options: argparse.Namespace, target: Decoder, dtype: DTypeLike) -> It
 def _copy_line(
     options: argparse.Namespace, here: machine.Environment, copy: machine.Bandwidth
 ) -> measurement.Measurement:
-    speeds, command = [copy.bytes / seconds / 1e9 for seconds in copy.seconds], getattr(options, "command_line", None)
+    speeds, command = [copy.bytes / seconds / 1e9 for seconds in copy.seconds], report.command_of(options)
     return report.measurement(
         here,
         options.kernel,
@@ -181,7 +181,7 @@ def _line(
         values=[] if isinstance(seconds, str) else [1e6 * each for each in seconds],
         note=seconds if isinstance(seconds, str) else None,
         floor=floor,
-        command=getattr(options, "command_line", None),
+        command=report.command_of(options),
         subject=work.name,
         mode=way if way in ("XLA", _INEXACT) else "kernel",
         batch=options.batch,

@@ -128,7 +128,7 @@ def main(
     out = LoadReport(
         model=model.name,
         dtype=str(model.params.target.embed.dtype),
-        command=getattr(options, "command_line", None),
+        command=report.command_of(options),
         environment=machine.environment(options.tensor),
         settings={**settings, "page_size": page_size},
         parameters={"target": count_parameters(model.params.target), "draft": count_parameters(model.params.draft)},

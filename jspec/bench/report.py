@@ -1,11 +1,13 @@
 """The report of `jspec bench`: as lines of data in milliseconds, and as a table."""
 
+import argparse
 import dataclasses
 import math
 import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from jspec.bench.machine import Bandwidth, Environment
 from jspec.bench.measure import CaseResult
@@ -41,14 +43,29 @@ class Report:
         return result.floor_bytes / self.bandwidth["copy"].gb_per_second / 1e9
 
 
-def command(program: str, arguments: Sequence[str]) -> str:
-    """The command of a measurement, without `--json` and its files, which are those of one machine."""
-    kept, skipping = [], False
+_WRITTEN = ("--json", "--plot")
+
+
+def command(program: str, arguments: Sequence[str], names: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The command of a measurement, without the files that it writes, which are those of one machine.
+
+    names: option -> a name in place of its value, which is a path of one machine.
+    """
+    kept, option = [], ""
     for argument in arguments:
-        skipping = argument == "--json" or (skipping and not argument.startswith("-"))
-        if not skipping:
+        if argument.startswith("-"):
+            option = argument
+        elif option in names:
+            argument = names[option]
+        if option not in _WRITTEN:
             kept.append(argument)
     return shlex.join([*program.split(), *kept])
+
+
+def command_of(options: argparse.Namespace) -> str | None:
+    """`command` of the arguments of `jspec`; None: it was not started by the command line."""
+    arguments = getattr(options, "arguments", None)
+    return None if arguments is None else command("jspec", arguments)
 
 
 def measurement(

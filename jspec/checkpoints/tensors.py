@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from jspec.checkpoints.deferred import Assembled, Deferred, Part
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.threads import each_block
-from jspec.core.sharding import WEIGHTS, Placement
+from jspec.core.sharding import WEIGHTS, Placement, side_by_side
 from jspec.models.quantized import (
     FORMATS,
     LINEAR,
@@ -36,8 +36,8 @@ _DERIVED = ".rotary_emb.inv_freq"
 """End of the names of tables that some checkpoints contain; configurations imply them."""
 _CHUNK = 2**20
 """Elements that are checked at once, so that they stay in the processor's cache."""
-_BLOCK_BYTES = 2**26
-"""Bytes of a stored tensor from which a part is read, or copied, at once."""
+_BLOCK_BYTES = 2**23
+"""Bytes of a stored tensor that a thread reads, checks and copies at once, so that they stay in the cache."""
 
 
 _quantize = partial(jax.jit, static_argnames="weights")(quantize)
@@ -167,7 +167,7 @@ class Tensors:
         return tensor.astype(bool)
 
     def read(self, name: str, *shape: int, transpose: bool = False) -> Any:
-        """One tensor in the chosen dtype; `Deferred` if devices get parts of it, whose values are checked when read.
+        """One tensor in the chosen dtype; `Deferred` if its parts can be read, whose values are then checked.
 
         shape: its shape as stored.
 
@@ -183,8 +183,8 @@ class Tensors:
         return made.T if transpose else made
 
     def defers(self, name: str) -> bool:
-        """Whether `read` leaves a tensor in its file, of which each device gets a part."""
-        if self.placement is None or not isinstance(self.files, PartialFiles):
+        """Whether `read` leaves a tensor in its file until it is put on devices, of which each may get a part."""
+        if not isinstance(self.files, PartialFiles):
             return False
         return self.files.has_parts(name) and self.files.shape(name) != ()
 
@@ -197,12 +197,13 @@ class Tensors:
         """A tensor that is read part by part, in blocks of rows. read: a function that reads a part in this dtype."""
         self.asked.add(name)
         shape = self.files.shape(name)
-        # The bytes of a row are those of the widest type.
-        rows = max(1, _BLOCK_BYTES // (8 * math.prod(shape[1:]) or 1))
+        rows = max(1, _BLOCK_BYTES // (2 * math.prod(shape[1:]) or 1))
 
         def write(part: Part, out: np.ndarray) -> None:
-            for start in range(0, len(part[0]), rows):
-                out[start : start + rows] = read((part[0][start : start + rows], *part[1:]))
+            def write_rows(start: int, end: int) -> None:
+                out[start:end] = read((part[0][start:end], *part[1:]))
+
+            each_block(len(part[0]), rows, write_rows)
 
         return Deferred(shape, dtype, write)
 
@@ -240,7 +241,7 @@ class Tensors:
         if self.placement is not None:
             array = self.placement.put(field, parts)
         else:
-            array = on_device(_side_by_side(parts))
+            array = on_device(side_by_side(parts))
         return self.narrowed(field, array)
 
     def narrowed(self, field: str | None, array: jax.Array) -> Any:
@@ -329,24 +330,6 @@ class Tensors:
                 f"{self.directory}: {len(unread)} unused tensor(s) in the checkpoint; this {owner} does not read them: "
                 f"{names}"
             )
-
-
-def _side_by_side(parts: Sequence[Any]) -> Any:
-    """Arrays next to each other on their last axis, in the layout of the first."""
-    if len(parts) == 1:
-        return parts[0]
-    made = np.empty_like(parts[0], shape=(*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)))
-    outer = int(np.argmax(made.strides))
-    rows = max(1, _BLOCK_BYTES * made.shape[outer] // (made.nbytes or 1))
-    places = np.split(made, np.cumsum([part.shape[-1] for part in parts])[:-1], axis=-1)
-    for place, part in zip(places, parts, strict=True):
-        to, values = np.moveaxis(place, outer, 0), np.moveaxis(part, outer, 0)
-        each_block(len(to), rows, partial(_copy, to, values))
-    return made
-
-
-def _copy(to: np.ndarray, values: np.ndarray, start: int, end: int) -> None:
-    np.copyto(to[start:end], values[start:end])
 
 
 def is_finite(tensor: np.ndarray) -> bool:

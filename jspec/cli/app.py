@@ -3,7 +3,6 @@
 import argparse
 import io
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from jspec.core import package
 from jspec.engine.arguments import Parser, in_options, printable
 from jspec.engine.startup import enable_compilation_cache
 
-_NOT_OPTIONS = ("command_line", "run")
+_NOT_OPTIONS = ("arguments", "run")
 """Attributes of the parsed arguments that no user types."""
 
 
@@ -76,7 +75,7 @@ def _run(arguments: list[str], options: argparse.Namespace) -> int:
     if arguments[:1] == ["train"]:
         return _run_train(arguments[1:])
     build_parser().parse_args(arguments, options)
-    options.command_line = shlex.join(["jspec", *arguments])
+    options.arguments = list(arguments)
     return options.run(options)
 
 

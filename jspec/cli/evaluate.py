@@ -186,7 +186,7 @@ def _lines(
         "mode": out.drafter,
         "batch": arguments.batch,
         "dtype": str(model.params.target.embed.dtype),
-        "command": arguments.command_line,
+        "command": report.command_of(arguments),
         "settings": {
             **{name: value for name, value in parameters.items() if isinstance(value, int | float)},
             "accept": arguments.accept,

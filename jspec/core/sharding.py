@@ -184,7 +184,7 @@ class Placement:
         axis = None if field is None else self._split_axis(field, shape)
         # One row is the scales of whole columns, of a quantized matrix whose rows are split.
         if axis is None or shape[axis] == 1:
-            return self.copy(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1))
+            return self.copy(side_by_side(parts))
 
         sharding, held = NamedSharding(self.mesh, _spec(axis)), {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -202,13 +202,7 @@ class Placement:
         ends = [part.shape[axis] // self.size for part in parts]
         index = [(*[slice(None)] * axis, slice(share * size, (share + 1) * size)) for size in ends]
         own = [part[each] for part, each in zip(parts, index, strict=True)]
-        # In the layout of the parts: JAX transposes faster than NumPy.
-        made = np.empty_like(own[0], shape=(*own[0].shape[:-1], sum(part.shape[-1] for part in own)))
-        start = 0
-        for part in own:
-            np.copyto(made[..., start : start + part.shape[-1]], part)
-            start += part.shape[-1]
-        return made
+        return side_by_side(own)
 
     @property
     def spans_processes(self) -> bool:
@@ -295,6 +289,18 @@ class Placement:
         if field in STATE and axis > 0 and len(shape) != axis + _FROM_HEADS:
             return None
         return axis % len(shape)
+
+
+def side_by_side(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays next to each other on their last axis, in the layout of the first: JAX transposes faster than NumPy."""
+    if len(parts) == 1:
+        return np.asarray(parts[0])
+    made = np.empty_like(parts[0], shape=(*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)))
+    start = 0
+    for part in parts:
+        np.copyto(made[..., start : start + part.shape[-1]], part)
+        start += part.shape[-1]
+    return made
 
 
 def without_types(array: Array) -> Array:

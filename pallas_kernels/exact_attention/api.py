@@ -6,7 +6,9 @@ from pallas_kernels.attention import check_prefix, check_rows
 from pallas_kernels.dispatch import Operation
 from pallas_kernels.exact_attention import reference
 
-OPERATION = Operation("exact_attention", "pallas_kernels.exact_attention", reference.exact_attention, ("triton",))
+OPERATION = Operation(
+    "exact_attention", "pallas_kernels.exact_attention", reference.exact_attention, ("triton",), indices=("layer",)
+)
 
 
 def exact_attention(

@@ -6,7 +6,11 @@ from pallas_kernels.dispatch import Operation
 from pallas_kernels.mla_attention import reference
 
 OPERATION = Operation(
-    "mla_attention", "pallas_kernels.mla_attention", reference.mla_attention, ("triton", "mosaic_tpu")
+    "mla_attention",
+    "pallas_kernels.mla_attention",
+    reference.mla_attention,
+    ("triton", "mosaic_tpu"),
+    indices=("layer",),
 )
 
 

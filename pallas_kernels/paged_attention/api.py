@@ -7,7 +7,11 @@ from pallas_kernels.dispatch import Operation
 from pallas_kernels.paged_attention import reference
 
 OPERATION = Operation(
-    "paged_attention", "pallas_kernels.paged_attention", reference.paged_attention, ("triton", "mosaic_tpu")
+    "paged_attention",
+    "pallas_kernels.paged_attention",
+    reference.paged_attention,
+    ("triton", "mosaic_tpu"),
+    indices=("layer",),
 )
 
 

@@ -1,5 +1,6 @@
 """`jspec bench` at tiny shapes: presets, byte counts, the phases of a round, and the command as a user types it."""
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -861,3 +862,7 @@ def test_the_command_of_a_measurement_names_no_file_of_the_machine():
     given = ["--batch", "1", "8", "--json", "/a/b.jsonl", "/a/c.jsonl", "--variant", "as it is"]
     assert report.command("python x.py", given) == "python x.py --batch 1 8 --variant 'as it is'"
     assert report.command("python x.py", ["--json", "a.jsonl"]) == "python x.py"
+    given = ["--plot", "a.png", "--state", "/a/b", "--k", "3"]
+    assert report.command("python x.py", given, {"--state": "FILE"}) == "python x.py --state FILE --k 3"
+    assert report.command_of(argparse.Namespace(arguments=["bench", "--json", "a"])) == "jspec bench"
+    assert report.command_of(argparse.Namespace()) is None

@@ -200,7 +200,7 @@ def test_loading_holds_one_tensor_at_a_time(saved, monkeypatch):
     """While loading, the host holds at most one fused tensor, never the model."""
     sizes = []
     on_device = tensors.on_device
-    monkeypatch.setattr(tensors, "on_device", lambda x: sizes.append(x.nbytes) or on_device(x))
+    monkeypatch.setattr(tensors, "on_device", lambda x: sizes.append(np.asarray(x).nbytes) or on_device(x))
     loaded = language_model.load(saved)
     leaves = [leaf.nbytes for leaf in jax.tree.leaves(loaded.params)]
     assert sorted(sizes) == sorted(leaves), "each weight goes to the device once, fused and by itself"

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from jspec.checkpoints import safetensors_file, tensors
+from jspec.checkpoints.deferred import Deferred
 from jspec.checkpoints.files import write_tensors
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.tensors import Tensors, is_finite
 from jspec.checkpoints.threads import each_block
+from jspec.core.sharding import side_by_side
 
 
 @pytest.mark.parametrize("size", [0, 1, 4, 5, 8, 23])
@@ -67,19 +69,20 @@ def test_a_value_that_is_not_finite_is_found_in_every_block(monkeypatch, at, val
     assert not is_finite(values)
 
 
-@pytest.mark.parametrize("block", [1, 50, 2**26])
+@pytest.mark.parametrize("block", [1, 50, 2**23])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("shape", [(4, 6), (2, 3, 5)])
-def test_parts_are_joined_in_blocks(monkeypatch, block, transposed, shape):
+def test_weights_are_read_and_joined_in_blocks(tmp_path, monkeypatch, block, transposed):
+    """Into one array in the layout of the files, without an array for each of them."""
     monkeypatch.setattr(tensors, "_BLOCK_BYTES", block)
     rng = np.random.default_rng(0)
-    parts = [rng.normal(size=(*shape[:-1], width)).astype(np.float32) for width in (shape[-1], 1, 9)]
-    given = [np.asfortranarray(part) if transposed else part for part in parts]
-    joined = Tensors.put(Tensors.__new__(Tensors), None, given)
-    np.testing.assert_array_equal(joined, np.concatenate(parts, axis=-1))
-
-
-def test_parts_are_joined_in_their_layout():
-    parts = [np.ones((width, 4), np.float32).T for width in (2, 3)]
-    assert tensors._side_by_side(parts).flags.f_contiguous
-    assert tensors._side_by_side([part.copy() for part in parts]).flags.c_contiguous
+    shapes = {"a": (6, 4), "b": (1, 4), "c": (9, 4)} if transposed else {"a": (4, 6), "b": (4, 1), "c": (4, 9)}
+    stored = {name: rng.normal(size=shape).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+    write_tensors(stored, tmp_path / "model.safetensors")
+    read = Tensors(SafetensorFiles(tmp_path), np.float32)
+    parts = [read.read(name, *shape, transpose=transposed) for name, shape in shapes.items()]
+    assert all(isinstance(part, Deferred) for part in parts)
+    joined = side_by_side(parts)
+    assert joined.flags.f_contiguous == transposed and joined.dtype == np.float32
+    wanted = [values.T if transposed else values for values in stored.values()]
+    np.testing.assert_array_equal(joined, np.concatenate(wanted, axis=-1).astype(np.float32))
+    np.testing.assert_array_equal(read.put(None, parts), joined)

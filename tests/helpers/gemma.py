@@ -27,7 +27,7 @@ class RandomTensors(Tensors):
     """A checkpoint that has a random tensor of any name and shape."""
 
     def __init__(self, seed):
-        self.directory, self.dtype, self.asked = "nowhere", np.float32, set()
+        self.files, self.directory, self.dtype, self.asked = None, "nowhere", np.float32, set()
         self.generator = np.random.default_rng(seed)
 
     def names(self):

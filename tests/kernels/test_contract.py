@@ -249,36 +249,41 @@ def test_config_and_interpret(package, kernel, monkeypatch):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """An operation whose kernels return their names, and the set of (kernel, argument) that they do not support."""
+    """An operation whose kernels return their names as a key, and the set of (kernel, argument) that is refused."""
     refused = set()
     for kernel in ("mosaic_gpu", "triton", "mosaic_tpu"):
         module = types.ModuleType(f"fake.{kernel}")
-        module.op = lambda x, kernel=kernel: kernel
+        module.op = lambda x, kernel=kernel: {kernel: x}
         module.supported = lambda x, kernel=kernel: "x is refused" if (kernel, x) in refused else None
         monkeypatch.setitem(sys.modules, f"fake.{kernel}", module)
-    return Operation("op", "fake", lambda x: "xla", ("triton", "mosaic_gpu", "mosaic_tpu")), refused
+    return Operation("op", "fake", lambda x: {"xla": x}, ("triton", "mosaic_gpu", "mosaic_tpu")), refused
+
+
+def chosen(operation, backend, x):
+    """The kernel that has run."""
+    return next(iter(operation.run(backend, x)))
 
 
 def test_the_first_kernel_that_supports_the_arguments_is_chosen(fake, monkeypatch):
     operation, refused = fake
     for here, expected in (("cpu", "xla"), ("gpu", "mosaic_gpu"), ("tpu", "mosaic_tpu"), ("other", "xla")):
         monkeypatch.setattr(platform, "platform", lambda here=here: here)
-        assert operation.run(None, 1) == expected
-        assert operation.run("xla", 1) == "xla"
+        assert chosen(operation, None, 1) == expected
+        assert chosen(operation, "xla", 1) == "xla"
     monkeypatch.setattr(platform, "platform", lambda: "gpu")
     refused.add(("mosaic_gpu", 1))
-    assert (operation.run(None, 1), operation.run(None, 2)) == ("triton", "mosaic_gpu")
-    assert operation.run("triton", 2) == "triton"
+    assert (chosen(operation, None, 1), chosen(operation, None, 2)) == ("triton", "mosaic_gpu")
+    assert chosen(operation, "triton", 2) == "triton"
     with pytest.raises(ValueError, match="op: backend='mosaic_gpu' cannot run: x is refused"):
         operation.run("mosaic_gpu", 1)
     refused.add(("triton", 1))
-    assert operation.run(None, 1) == "xla"
+    assert chosen(operation, None, 1) == "xla"
 
 
 def test_a_cpu_runs_the_kernels_of_all_platforms(fake, monkeypatch):
     operation, _ = fake
     monkeypatch.setattr(platform, "platform", lambda: "cpu")
-    assert [operation.run(backend, 1) for backend in operation.backends] == list(operation.backends)
+    assert [chosen(operation, backend, 1) for backend in operation.backends] == list(operation.backends)
 
 
 def unimportable(monkeypatch, name):
@@ -296,11 +301,42 @@ def unimportable(monkeypatch, name):
 def test_a_kernel_that_jax_cannot_import_is_skipped(fake, monkeypatch):
     operation, _ = fake
     unimportable(monkeypatch, "jax.experimental.pallas.mosaic_gpu")
-    assert operation.run(None, 1) == "triton"
+    assert chosen(operation, None, 1) == "triton"
     with pytest.raises(
         ValueError, match="backend='mosaic_gpu' cannot run: not available in this version of JAX: No mo"
     ):
         operation.run("mosaic_gpu", 1)
+
+
+def test_a_kernel_is_traced_once_for_all_calls_that_differ_in_their_arrays(fake, monkeypatch):
+    traced, device = [], "one"
+
+    def op(x, count, weight=None, *, layer, scale):
+        traced.append((count, type(layer).__name__, scale))
+        return x * layer * scale + count + (0 if weight is None else weight)
+
+    sys.modules["fake.triton"].op = op
+    sys.modules["fake.triton"].supported = lambda *args, layer, **options: None if layer < 7 else "too deep"
+    monkeypatch.setattr(platform, "device", lambda: device)
+    operation, x = dataclasses.replace(fake[0], indices=("layer",)), jnp.arange(3)
+
+    def run(*args, **options):
+        return operation.run("triton", *args, **options).tolist()
+
+    assert run(x, 1, layer=2, scale=3) == [1, 7, 13]
+    assert run(x + 1, 1, layer=3, scale=3) == [10, 19, 28]
+    assert len(traced) == 1 and traced[0][0] == 1 and traced[0][2] == 3 and "Tracer" in traced[0][1]
+    # Whatever a kernel is built from makes another one.
+    assert run(x, 2, layer=2, scale=3) == [2, 8, 14]
+    assert run(x, 2, layer=2, scale=1) == [2, 4, 6]
+    assert run(x, 2, x, layer=2, scale=1) == [2, 5, 8]
+    assert run(x, 2, weight=x, layer=2, scale=1) == [2, 5, 8]
+    assert run(x[:2], 2, layer=2, scale=1) == [2, 4]
+    device = "two"
+    assert run(x[:2], 2, layer=3, scale=1) == [2, 5]
+    assert len(traced) == 7
+    with pytest.raises(ValueError, match="too deep"):
+        run(x, 1, layer=7, scale=3)
 
 
 def test_a_failing_import_of_our_own_is_not_hidden(fake, monkeypatch):
