@@ -71,10 +71,11 @@ def assemble(
             "jspec.core.slots.SlotCache, by which sequences come and go; jspec.generate works without them"
         )
     parts: Static = {"target": model.target, "drafter": bound, "accept": rule, "placement": model.placement}
-    samples = programs.always_samples(model.params, **parts) or not knows_greedy(accept)
 
     # The caches and the state of all slots. A rule by name is the greedy one where nothing is sampled.
-    sizes = {"samples": samples, "num_slots": slots, "context": context, "page_size": page_size}
+    shape = {"num_slots": slots, "context": context, "page_size": page_size}
+    samples = programs.always_samples(model.params, **parts, **shape) or not knows_greedy(accept)
+    sizes = {"samples": samples, **shape}
     room = sizing.fit(model.params, parts, sizes, pages=pages, fraction=fraction, share=share, free=free)
     device = Device(
         model.params,

@@ -10,7 +10,7 @@ report is the same on all of them.
 """
 
 import dataclasses
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -113,11 +113,9 @@ def _empty(
     pages: int,
 ) -> DecodeState:
     """`empty_state` on one device."""
-    # A drafter's state has all its parts only after a prompt is read, so the structure is that of a prefilled state.
     static = {"target": target, "drafter": drafter, "accept": accept}
-    sizes = {"capacity": context, "page_size": page_size}
-    like = jax.eval_shape(partial(_prefilled, count=num_slots, samples=samples, **static, **sizes), params)
-    like = dataclasses.replace(like, sampling=None)
+    sizes = {"count": num_slots, "capacity": context, "page_size": page_size}
+    like = dataclasses.replace(_prefilled_shapes(params, samples=samples, **static, **sizes), sampling=None)
     target_cache = target.init_cache(params.target, num_slots, context, page_size)
     caches = iter(all_caches((target_cache, drafter.init(params, num_slots, context, page_size))))
     s = slots.map_parts(lambda _: next(caches).pooled(pages), _zeros, like)
@@ -126,21 +124,46 @@ def _empty(
 
 
 def always_samples(
-    params: Params, *, target: Target, drafter: Drafter, accept: Accept, placement: sharding.Placement | None = None
+    params: Params,
+    *,
+    target: Target,
+    drafter: Drafter,
+    accept: Accept,
+    num_slots: int,
+    context: int,
+    page_size: int,
+    placement: sharding.Placement | None = None,
 ) -> bool:
-    """Whether programs need a temperature even if no sequence samples.
+    """Whether programs need a temperature even if no sequence samples; the sizes are those of `empty_state`.
 
     A drafter that samples its drafts keeps their distributions, so its state has other parts when there is one.
     """
-    static = {"target": target, "drafter": drafter, "accept": accept, "count": 1, "capacity": 8, "page_size": 8}
+    static = {"target": target, "drafter": drafter, "accept": accept}
+    sizes = {"count": num_slots, "capacity": context, "page_size": page_size}
 
     def state(samples: bool) -> DecodeState:
-        prefilled = partial(_prefilled, samples=samples, **static)
+        def prefilled(params: Params) -> DecodeState:
+            return jax.tree.map(_zeros, _prefilled_shapes(params, samples=samples, **static, **sizes))
+
         return jax.eval_shape(lambda params: sharding.over(placement, prefilled, params), params)
 
-    states = [state(samples) for samples in (False, True)]
-    without, with_temperature = (jax.tree.structure(s.draft) for s in states)
+    without, with_temperature = (jax.tree.structure(state(samples).draft) for samples in (False, True))
     return without != with_temperature
+
+
+def _prefilled_shapes(params: Params, **static: Any) -> DecodeState:
+    """The shapes of `_prefilled`: a drafter's state has all its parts only after a prompt is read."""
+    leaves, structure = jax.tree.flatten(params)
+    return _shapes_once(structure, tuple((x.shape, x.dtype) for x in leaves), tuple(static.items()))
+
+
+@lru_cache(maxsize=32)
+def _shapes_once(
+    structure: Any, leaves: tuple[tuple[Any, Any], ...], static: tuple[tuple[str, Any], ...]
+) -> DecodeState:
+    """Kept, as an engine needs the same shapes several times, and a forward has to be traced for them."""
+    params = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*leaf) for leaf in leaves])
+    return jax.eval_shape(partial(_prefilled, **dict(static)), params)
 
 
 def _prefilled(params: Params, *, count: int, samples: bool, **static: Any) -> DecodeState:

@@ -389,6 +389,18 @@ def test_bad_engines_are_refused(options, message):
         Engine(model(), **{**OPTIONS, **options})
 
 
+def test_an_engine_traces_a_prompt_twice_and_the_next_one_not_at_all(monkeypatch):
+    """With a temperature and without: the state of all slots has the same shapes wherever they are needed."""
+    real, traced = programs._prefilled, []
+    monkeypatch.setattr(programs, "_prefilled", lambda *args, **static: traced.append(1) or real(*args, **static))
+    programs._shapes_once.cache_clear()
+    for _ in range(2):
+        with Engine(model(), drafter=Standalone(depth=3), **OPTIONS):
+            assert len(traced) == 2
+    with Engine(model(), drafter=Standalone(depth=2), **OPTIONS):
+        assert len(traced) == 4
+
+
 def test_a_full_queue_refuses(engine):
     with Engine(model(), drafter=Standalone(depth=3), **{**OPTIONS, "slots": 1}, max_queue=0) as full:
         with pytest.raises(QueueFull, match="max_queue=0"):

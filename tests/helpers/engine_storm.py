@@ -183,10 +183,10 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
     stops = StopPool(model)
     for request in given:
         request.start_state = stops.add(())
-    sizes = dict(num_slots=SLOTS, context=CONTEXT, page_size=PAGE, pages=POOL)
+    sizes = dict(num_slots=SLOTS, context=CONTEXT, page_size=PAGE)
     keeps = jax.eval_shape(lambda p: setup.target.init_cache(p, SLOTS, CONTEXT, PAGE), model.params.target)
     snapshots = storm.snapshots if storm.share and jax.tree.leaves(programs.kept_states(keeps)) else 0
-    samples = programs.always_samples(model.params, **setup.static)
+    samples = programs.always_samples(model.params, **setup.static, **sizes)
     device = Device(
         model.params,
         setup.static,
@@ -194,6 +194,7 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
         GrammarPool(model),
         samples=samples,
         **sizes,
+        pages=POOL,
         snapshots=snapshots,
         max_rounds=4,
     )
