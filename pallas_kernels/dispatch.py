@@ -71,7 +71,8 @@ class Operation:
         traced |= {name: value for name, value in options.items() if isinstance(value, jax.Array)}
         static = tuple((name, value) for name, value in options.items() if name not in traced)
         positions = tuple(i for i, arg in enumerate(args) if isinstance(arg, int))
-        return _traced_once(function, static, positions, platform.device())(*args, **traced)
+        here = platform.platform(), platform.interpret(), platform.device()
+        return _traced_once(function, static, positions, here)(*args, **traced)
 
     def _choose(self, backend: str | None, args: tuple, options: dict[str, object]) -> Callable[..., Any]:
         here = platform.platform()
@@ -99,7 +100,7 @@ class Operation:
 
 @functools.cache
 def _traced_once(
-    function: Callable[..., Any], options: tuple[tuple[str, object], ...], static: tuple[int, ...], device: object
+    function: Callable[..., Any], options: tuple[tuple[str, object], ...], static: tuple[int, ...], here: object
 ) -> Any:
     """A kernel as a function of the program, traced and lowered once for all calls that differ only in their arrays.
 
@@ -107,7 +108,7 @@ def _traced_once(
     function.
 
     static: positions of arguments that are no arrays.
-    device: what the kernel is configured for.
+    here: the platform and the device, for which the kernel is configured.
     """
     return jax.jit(functools.partial(function, **dict(options)), static_argnums=static)
 

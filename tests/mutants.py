@@ -908,8 +908,8 @@ MUTANTS = (
         ),
         (
             "a kernel is that of another device",
-            "return _traced_once(function, static, positions, platform.device())",
-            "return _traced_once(function, static, positions, None)",
+            "here = platform.platform(), platform.interpret(), platform.device()",
+            "here = platform.platform(), platform.interpret()",
             "kernels/test_contract.py::test_a_kernel_is_traced_once_for_all_calls_that_differ_in_their_arrays",
         ),
     ),

@@ -164,6 +164,7 @@ def test_an_option_of_the_layer_in_speculators(head):
         load(head(change, layout="speculators"))
 
 
+@pytest.mark.slow
 def test_transformers_reads_the_written_config(needs, head, tmp_path):
     transformers = needs("transformers")
     rope = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=64)

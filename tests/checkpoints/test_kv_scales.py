@@ -133,6 +133,7 @@ def with_target(model, target):
     return dataclasses.replace(model, params=dataclasses.replace(model.params, target=target))
 
 
+@pytest.mark.slow
 def test_an_assistant_reads_keys_and_values_with_their_scales(paths, tmp_path):
     """Its logits are those of one with the scales in its weights, beside such a target."""
     config = dataclasses.replace(toy.ASSISTANT, hidden_size=64)
@@ -155,6 +156,7 @@ def test_an_assistant_reads_keys_and_values_with_their_scales(paths, tmp_path):
     np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_engine_and_arrays_have_them_too(paths):
     model = jspec.load(paths[0], kv="fp8")
     expected = jspec.generate(model, PROMPTS, drafter=Ngram(), max_new_tokens=8).tokens

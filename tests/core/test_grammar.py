@@ -313,6 +313,7 @@ def test_the_best_token_is_found_without_a_pass_over_the_logits():
     assert "reduce_or" not in text and "reduce_or" in str(jax.make_jaxpr(FORBID)(batch(), draft_tree, logits))
 
 
+@pytest.mark.fast("3")
 @pytest.mark.parametrize("width", [1, 3])
 def test_greedy_drafts_of_a_smaller_vocabulary_are_not_widened(width):
     """They are the tokens that the widened logits give, where the vocabulary has one that may follow."""

@@ -283,7 +283,7 @@ def test_drafting_does_not_change_the_cache(name, shape):
     assert "dynamic-update-slice" not in {opcode(line) for line in lines}
 
 
-@each("shape", ["tree"], SHAPES)
+@each("shape", [], SHAPES)
 def test_only_windows_and_full_layers_are_read(shape):
     bound, weights, s = prefilled("dense")
     draft = jax.jit(dataclasses.replace(bound, **SHAPES[shape]).draft)

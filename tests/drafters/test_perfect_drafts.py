@@ -182,7 +182,7 @@ def names(*, sampled):
 SAMPLED = [name for i, name in enumerate(names(sampled=False)) if i % 4 in (0, 3)]
 
 
-@pytest.mark.fast("standalone_chain")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLED)
 def test_every_draft_is_accepted_when_sampling(name):
     drafter, weights = perfect()[name]

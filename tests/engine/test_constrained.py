@@ -78,7 +78,7 @@ def test_texts_are_in_their_grammars(model, plain):
     assert plain[1].tokens == alone.tokens
 
 
-@pytest.mark.fast("ngram")
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["ngram", jspec.Standalone(depth=2), jspec.Standalone(depth=2, width=2)], ids=str)
 def test_tokens_do_not_depend_on_the_drafter(model, plain, drafter):
     out = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=60, sampling=MIXED)

@@ -107,6 +107,7 @@ class UnslottedTarget(type(toy.TARGET)):
         return Unslotted(super().init_cache(*given))
 
 
+@pytest.mark.slow
 def test_a_cache_without_slots_runs_in_one_batch_and_an_engine_refuses_it():
     target = UnslottedTarget(
         **{field.name: getattr(toy.TARGET, field.name) for field in dataclasses.fields(toy.TARGET)}

@@ -263,7 +263,7 @@ TREES = {
 """Trees of heads of 32 dimensions, on pages of 16 if not said otherwise."""
 
 
-@pytest.mark.fast("edges of blocks")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TREES)
 def test_every_division_of_a_tree_has_the_same_bits(name):
     """The interpreter fills states with NaN: a slot that no program has written would show."""
@@ -324,7 +324,7 @@ def test_windows_and_values_that_do_not_fit_are_refused():
 # Products
 
 
-@pytest.mark.fast("xla", "gated-bfloat16-triton")
+@pytest.mark.fast("transposed-float32-xla", "plain-bfloat16-xla", "gated-bfloat16-triton")
 @each_backend(exact_matmul.OPERATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("form", ["plain", "transposed", "gated"])
@@ -436,7 +436,7 @@ def test_wide_norms_and_normed_branches(dtype, backend):
         add_norm.add_norm(jnp.asarray(x), None, None, eps=1e-5)
 
 
-@pytest.mark.fast("float32-xla", "bfloat16-triton")
+@pytest.mark.fast("float32-xla")
 @each_backend(split_heads.OPERATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_heads_of_a_product_in_parts(dtype, backend):

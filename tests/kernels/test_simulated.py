@@ -222,7 +222,7 @@ def test_latent_attention_copies_committed_pages_only(name, nodes, monkeypatch):
     assert sorted(copied) == sorted((options["layer"], page, pool[0, 0, 0].nbytes) for page in committed * tiles)
 
 
-@pytest.mark.fast("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("step_pages", (1, 2))
 def test_windows_copy_the_first_pages_and_their_own(step_pages, monkeypatch):
     """Each page once, in steps; of the pages between them none."""

@@ -80,6 +80,7 @@ def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(kind, drafte
     check_pools(jax.jit(function).lower(*given).compile().as_text(), jax.eval_shape(function, *given))
 
 
+@pytest.mark.slow
 def test_a_context_of_32k_tokens_takes_the_windows_and_the_full_layers():
     """The shape of 31B in bfloat16: 50 of 60 layers have windows of 1024."""
     sliding, full = Attention(16, 256, 1024, 1e4), Attention(4, 512, None, 1e6, 0.25, values_are_keys=True)

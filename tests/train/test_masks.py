@@ -60,7 +60,7 @@ def same(one, other):
     return jax.tree.all(jax.tree.map(np.array_equal, one, other))
 
 
-@pytest.mark.fast("eagle3")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(LEARNERS))
 def test_only_counted_tokens_teach_a_draft(target, kind):
     """The target's distribution of a token that does not count is unread, and so is text after the last that does."""

@@ -86,7 +86,7 @@ def softmax(x):
     return np.exp(x - np.logaddexp.reduce(x, axis=-1, keepdims=True))
 
 
-@pytest.mark.fast("dspark")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_loss_is_that_of_a_loop_over_served_blocks(target, name):
     """Each block is computed on its own, as in decoding, and each term of the loss in plain numpy."""
