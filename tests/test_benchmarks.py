@@ -53,8 +53,24 @@ def replace_line(tree, name, **changes):
         measurement.write(path, lines)
 
 
+TABLE = render.sizes.table
+
+
+@pytest.fixture(autouse=True)
+def written_sizes(monkeypatch):
+    """The table of sizes as the page has it: its computation takes longer than all else here."""
+    page = (ROOT / "docs" / "sizes.md").read_text(encoding="utf-8")
+    written = page.split("<!-- bench:sizes -->")[1].split("<!-- /bench -->")[0].strip()
+    monkeypatch.setattr(render.sizes, "table", lambda: written)
+
+
 def test_every_page_is_up_to_date(capsys):
     assert render.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_table_of_sizes_is_up_to_date():
+    assert TABLE() == render.sizes.table()
 
 
 def test_every_line_is_valid():

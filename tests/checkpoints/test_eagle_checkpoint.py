@@ -174,6 +174,7 @@ def test_missing_files(head):
         load(directory / "nowhere")
 
 
+@pytest.mark.fast("eagle1", "eagle3", "eagle3 narrow", "eagle3 own embedding", "eagle3 two layers", "speculators")
 @pytest.mark.parametrize("name", HEADS)
 def test_every_tensor_is_needed_and_checked(head, name):
     """A head with a missing tensor or one of another shape is rejected, except where that changes the meaning."""

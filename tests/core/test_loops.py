@@ -21,7 +21,7 @@ from pallas_kernels import platform
 SHORT = {"cuda": "gpu", "tpu": "tpu"}
 LOWERED_FOR_TPUS = "plain", "tree", "temperature"
 """Ends of the names of the loops that are also lowered for a TPU."""
-FAST = "ngram-cuda", "block_tree-cuda", "dsa_plain-cuda", "recurrent_plain-tpu"
+FAST = "block_tree-cuda", "recurrent_plain-tpu"
 each_loop = pytest.mark.parametrize("name", LOOPS)
 
 

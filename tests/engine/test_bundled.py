@@ -65,7 +65,7 @@ def logits_of(name, ids):
     return np.asarray(read(loaded.params.target, ids))
 
 
-@pytest.mark.fast("python-tiny")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUNDLED)
 def test_logits_equal_transformers(model, oracle, name):
     import torch

@@ -164,9 +164,7 @@ POINTS = [
 
 @pytest.mark.fast(
     "attention-page_of_3-on_wait",
-    "delta_rule-page_of_3-eager",
     "latent_compaction-nodes_17_tree-on_wait",
-    "compaction-page_of_3-on_wait",
 )
 @pytest.mark.parametrize(("simulation", "case", "mode"), POINTS)
 def test_equals_xla_without_a_race(simulation, case, mode):

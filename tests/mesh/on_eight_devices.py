@@ -505,6 +505,7 @@ def test_quantized_weights_are_split_with_the_scales_of_whole_columns(directorie
     assert two.params.target.embed.dtype == np.float32
 
 
+@pytest.mark.slow
 def test_scales_of_keys_and_values_are_on_all_devices():
     config, names = TARGETS["odd vocabulary"], ("k_scale", "v_scale")
     arrays = named_arrays(config, weights(config))
