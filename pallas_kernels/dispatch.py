@@ -68,9 +68,11 @@ class Operation:
         if function is self.xla:
             return function(*args, **options)
         traced = {name: jnp.asarray(options[name], jnp.int32) for name in self.indices if name in options}
-        traced |= {name: value for name, value in options.items() if isinstance(value, jax.Array)}
+        traced |= {
+            name: value for name, value in options.items() if isinstance(value, jax.Array) or getattr(value, "ndim", 0)
+        }
         static = tuple((name, value) for name, value in options.items() if name not in traced)
-        positions = tuple(i for i, arg in enumerate(args) if isinstance(arg, int))
+        positions = tuple(i for i, arg in enumerate(args) if isinstance(arg, int | jnp.integer))
         here = platform.platform(), platform.interpret(), platform.device()
         return _traced_once(function, static, positions, here)(*args, **traced)
 

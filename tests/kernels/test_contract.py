@@ -331,10 +331,12 @@ def test_a_kernel_is_traced_once_for_all_calls_that_differ_in_their_arrays(fake,
     assert run(x, 2, layer=2, scale=1) == [2, 4, 6]
     assert run(x, 2, x, layer=2, scale=1) == [2, 5, 8]
     assert run(x, 2, weight=x, layer=2, scale=1) == [2, 5, 8]
+    # Arrays and numbers of NumPy are what those of JAX and of Python are.
+    assert run(np.asarray(x), np.int32(2), weight=np.asarray(x), layer=np.int64(2), scale=np.int32(1)) == [2, 5, 8]
     assert run(x[:2], 2, layer=2, scale=1) == [2, 4]
     device = "two"
     assert run(x[:2], 2, layer=3, scale=1) == [2, 5]
-    assert len(traced) == 7
+    assert len(traced) == 8, traced
     with pytest.raises(ValueError, match="too deep"):
         run(x, 1, layer=7, scale=3)
 
