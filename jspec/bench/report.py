@@ -54,7 +54,9 @@ def command(program: str, arguments: Sequence[str], names: Mapping[str, str] = M
     kept, option = [], ""
     for argument in arguments:
         if argument.startswith("-"):
-            option = argument
+            option, joined, _ = argument.partition("=")
+            if joined and option in names:
+                argument = f"{option}={names[option]}"
         elif option in names:
             argument = names[option]
         if option not in _WRITTEN:

@@ -197,13 +197,21 @@ class Tensors:
         """A tensor that is read part by part, in blocks of rows. read: a function that reads a part in this dtype."""
         self.asked.add(name)
         shape = self.files.shape(name)
-        rows = max(1, _BLOCK_BYTES // (2 * math.prod(shape[1:]) or 1))
+        # Rows of the first axis; of the second, one matrix after the other, where a matrix is larger than a block.
+        most = _BLOCK_BYTES // 2
+        axis = int(len(shape) > 2 and math.prod(shape[1:]) > most)
+        rows = max(1, most // (math.prod(shape[axis + 1 :]) or 1))
 
         def write(part: Part, out: np.ndarray) -> None:
-            def write_rows(start: int, end: int) -> None:
-                out[start:end] = read((part[0][start:end], *part[1:]))
+            leads = [(slice(i, i + 1),) for i in range(len(part[0]))] if axis else [()]
+            for lead in leads:
 
-            each_block(len(part[0]), rows, write_rows)
+                def write_rows(start: int, end: int, lead: tuple[slice, ...] = lead) -> None:
+                    index = (*lead, slice(start, end))
+                    chosen = (own[at] for own, at in zip(part, index, strict=False))
+                    out[index] = read((*chosen, *part[len(index) :]))
+
+                each_block(len(part[axis]), rows, write_rows)
 
         return Deferred(shape, dtype, write)
 

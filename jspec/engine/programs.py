@@ -153,7 +153,7 @@ def always_samples(
 
 def _prefilled_shapes(params: Params, **static: Any) -> DecodeState:
     """The shapes of `_prefilled`: a drafter's state has all its parts only after a prompt is read."""
-    leaves, structure = jax.tree.flatten(params)
+    leaves, structure = jax.tree.flatten(jax.eval_shape(lambda params: params, params))
     return _shapes_once(structure, tuple((x.shape, x.dtype) for x in leaves), tuple(static.items()))
 
 

@@ -864,5 +864,7 @@ def test_the_command_of_a_measurement_names_no_file_of_the_machine():
     assert report.command("python x.py", ["--json", "a.jsonl"]) == "python x.py"
     given = ["--plot", "a.png", "--state", "/a/b", "--k", "3"]
     assert report.command("python x.py", given, {"--state": "FILE"}) == "python x.py --state FILE --k 3"
+    given = ["--json=a", "--state=/a/b", "--k=3"]
+    assert report.command("python x.py", given, {"--state": "FILE"}) == "python x.py --state=FILE --k=3"
     assert report.command_of(argparse.Namespace(arguments=["bench", "--json", "a"])) == "jspec bench"
     assert report.command_of(argparse.Namespace()) is None

@@ -86,3 +86,23 @@ def test_weights_are_read_and_joined_in_blocks(tmp_path, monkeypatch, block, tra
     wanted = [values.T if transposed else values for values in stored.values()]
     np.testing.assert_array_equal(joined, np.concatenate(wanted, axis=-1).astype(np.float32))
     np.testing.assert_array_equal(read.put(None, parts), joined)
+
+
+@pytest.mark.parametrize("block", [2, 24, 60, 2**23])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_stack_of_matrices_is_read_in_blocks(tmp_path, monkeypatch, block, transposed):
+    """A block is never more than one matrix where matrices are larger than blocks."""
+    monkeypatch.setattr(tensors, "_BLOCK_BYTES", block)
+    stored = np.arange(3 * 5 * 4, dtype=np.float32).reshape(3, 5, 4)
+    write_tensors({"a": stored}, tmp_path / "model.safetensors")
+    files, sizes = SafetensorFiles(tmp_path), []
+    real = files.part
+    monkeypatch.setattr(files, "part", lambda name, part: sizes.append(np.prod([*map(len, part)])) or real(name, part))
+    found = Tensors(files, np.float32).read("a", 3, 5, 4)
+    for index in [(), (slice(1, 3),), (slice(None), slice(1, 4), slice(0, 4, 2))]:
+        part = found[index] if index else found
+        wanted = stored[index]
+        if transposed:
+            part, wanted = part.swapaxes(1, 2), wanted.swapaxes(1, 2)
+        np.testing.assert_array_equal(part, wanted)
+    assert max(sizes) <= max(block // 2, 4)
