@@ -89,11 +89,9 @@ def stored(directory: Path) -> tuple[int, int, int]:
                 begin, end = entry["data_offsets"]
                 file.seek(8 + length + begin)
                 values = np.frombuffer(file.read(min(2 * RANDOM, end - begin)), ml_dtypes.bfloat16).astype(int)
-                size, count, total = (
-                    size + end - begin,
-                    count + int(np.count_nonzero(values)),
-                    total + int(values.sum()),
-                )
+                size += end - begin
+                count += int(np.count_nonzero(values))
+                total += int(values.sum())
     return size, count, total
 
 

@@ -104,10 +104,10 @@ class Operation:
 def _traced_once(
     function: Callable[..., Any], options: tuple[tuple[str, object], ...], static: tuple[int, ...], here: object
 ) -> Any:
-    """A kernel as a function of the program, traced and lowered once for all calls that differ only in their arrays.
+    """A kernel under `jax.jit`, which traces and lowers it once for all calls that differ only in the values of arrays.
 
-    In a model that calls the same kernels in every layer, kernels would take most of the time of both. XLA inlines the
-    function.
+    A model calls the same kernels in every layer, and tracing and lowering them takes most of the time before XLA
+    compiles. XLA inlines the calls.
 
     static: positions of arguments that are no arrays.
     here: the platform and the device, for which the kernel is configured.

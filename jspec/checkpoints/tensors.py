@@ -197,21 +197,22 @@ class Tensors:
         """A tensor that is read part by part, in blocks of rows. read: a function that reads a part in this dtype."""
         self.asked.add(name)
         shape = self.files.shape(name)
-        # Rows of the first axis; of the second, one matrix after the other, where a matrix is larger than a block.
+        # A block is rows of the first axis or, where one of them is a matrix larger than a block, rows of that matrix.
         most = _BLOCK_BYTES // 2
         axis = int(len(shape) > 2 and math.prod(shape[1:]) > most)
         rows = max(1, most // (math.prod(shape[axis + 1 :]) or 1))
 
         def write(part: Part, out: np.ndarray) -> None:
             leads = [(slice(i, i + 1),) for i in range(len(part[0]))] if axis else [()]
-            for lead in leads:
+            starts = range(0, len(part[axis]), rows)
+            blocks = [(*lead, slice(start, start + rows)) for lead in leads for start in starts]
 
-                def write_rows(start: int, end: int, lead: tuple[slice, ...] = lead) -> None:
-                    index = (*lead, slice(start, end))
-                    chosen = (own[at] for own, at in zip(part, index, strict=False))
-                    out[index] = read((*chosen, *part[len(index) :]))
+            def write_block(number: int, _: int) -> None:
+                block = blocks[number]
+                chosen = (own[at] for own, at in zip(part, block, strict=False))
+                out[block] = read((*chosen, *part[len(block) :]))
 
-                each_block(len(part[axis]), rows, write_rows)
+            each_block(len(blocks), 1, write_block)
 
         return Deferred(shape, dtype, write)
 
