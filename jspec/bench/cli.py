@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=BATCH,
         metavar="N",
-        help="sequences (default: 1 8 32; tiny presets: 1)",
+        help="sequences (default: 1 8 32, or 1 for tiny presets, times --data)",
     )
     parser.add_argument(
         "--context",
@@ -149,6 +149,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=COUNT,
         metavar="N",
         help="split the model over N devices, see jspec.load; phases are then not timed (default: 1)",
+    )
+    parser.add_argument(
+        "--data",
+        type=COUNT,
+        metavar="N",
+        help="divide the sequences, or the requests of --load, over N devices with all weights each, or N groups of "
+        "--tensor devices, see jspec.load; phases are then not timed (default: 1)",
     )
     parser.add_argument(
         "--exact", action="store_true", help="measure the exact forward of the target, see jspec.load (default: no)"
@@ -212,9 +219,12 @@ def check(options: argparse.Namespace) -> None:
     """Fills in defaults, and raises if options contradict each other, before anything is measured."""
     compile_cli.check(options)
     load_cli.check(options)
-    options.tensor = options.tensor or 1
-    if options.tensor > 1 and "unfolded" in options.mode:
-        raise ValueError(f"--mode unfolded: runs on one device; leave it out with --tensor {options.tensor}")
+    options.tensor, options.data = options.tensor or 1, options.data or 1
+    for name in ("tensor", "data"):
+        if getattr(options, name) > 1 and "unfolded" in options.mode:
+            raise ValueError(
+                f"--mode unfolded: runs on one device; leave it out with --{name} {getattr(options, name)}"
+            )
     options.rounds, options.repeats = options.rounds or _ROUNDS, options.repeats or _REPEATS
     for name, default in _DEFAULTS.items():
         given, users = getattr(options, name), _USED_BY[name]
@@ -236,7 +246,10 @@ def check(options: argparse.Namespace) -> None:
     if options.plot:
         check_plot(options.plot)
     tiny = (options.preset or "").startswith("tiny")
-    options.batch = options.batch or ([1] if tiny else [1, 8, 32])
+    options.batch = options.batch or [options.data * batch for batch in ([1] if tiny else [1, 8, 32])]
+    for batch in () if options.load else options.batch:
+        if batch % options.data:
+            raise ValueError(f"--batch {batch}: must be a multiple of --data {options.data}")
     options.context = options.context or ([64] if tiny else [512, 4096, 32_768])
 
 
@@ -273,7 +286,9 @@ def _window(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
 def _setup(options: argparse.Namespace, subject: Subject, params: Params) -> BenchSetup:
     shared = {name: getattr(options, name) for name in ("tokens_per_round", "rounds", "repeats", "page_size")}
     where = {"draft": subject.draft, "placement": subject.placement}
-    return BenchSetup(subject.target, params, split=not options.no_split and options.tensor == 1, **where, **shared)
+    return BenchSetup(
+        subject.target, params, split=not options.no_split and subject.placement is None, **where, **shared
+    )
 
 
 def _check_memory(subject: Subject) -> None:
@@ -291,7 +306,7 @@ def _settings(options: argparse.Namespace, subject: Subject, named: Sequence[str
     settings |= {name: getattr(options, name) for name in ("weights", "kv") if getattr(options, name)}
     if subject.draft is not None:
         settings |= _window(options, subject)
-    settings |= {"tensor": options.tensor} if options.tensor > 1 else {}
+    settings |= {name: getattr(options, name) for name in ("tensor", "data") if getattr(options, name) > 1}
     return settings | ({"exact": True} if options.exact else {})
 
 
@@ -312,7 +327,7 @@ def _describe(
         model=subject.name,
         dtype=str(params.target.embed.dtype),
         command=report.command_of(options),
-        environment=machine.environment(options.tensor),
+        environment=machine.environment(options.tensor * options.data),
         settings=_settings(options, subject, (*_SHAPE, "rounds", "repeats", "page_size")),
         parameters={"target": count_parameters(params.target), "draft": count_parameters(params.draft)},
         streamed_bytes=streamed,

@@ -19,7 +19,7 @@ NOT_RUN = "compiled, not run"
 _NOTE = (
     f"{NOT_RUN}: the compiler's estimate, in which each kernel takes the time of the roofline for the keys and values"
 )
-_NEED_A_DEVICE = ("load", "slots", "requests", "repeats", "no_split", "plot", "checkpoint", "tensor")
+_NEED_A_DEVICE = ("load", "slots", "requests", "repeats", "no_split", "plot", "checkpoint", "tensor", "data")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -129,7 +129,7 @@ def main(
         model=model.name,
         dtype=str(model.params.target.embed.dtype),
         command=report.command_of(options),
-        environment=machine.environment(options.tensor),
+        environment=machine.environment(options.tensor * options.data),
         settings={**settings, "page_size": page_size},
         parameters={"target": count_parameters(model.params.target), "draft": count_parameters(model.params.draft)},
         tokens=(sum(len(prompt) for prompt, _ in requests), sum(new for _, new in requests)),

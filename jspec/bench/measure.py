@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, Key, PyTree
 from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.bench.unfolded import Unfolded, seed
-from jspec.core import accept, decode, grow, stopping
+from jspec.core import accept, decode, groups, grow, stopping
 from jspec.core.automaton import Automaton
 from jspec.core.sharding import Placement, on_one_device
 from jspec.core.types import DecodeState, Drafter, Params
@@ -48,7 +48,7 @@ class BenchSetup:
     repeats: repetitions of each measurement.
     split: also time each phase separately.
     draft: the draft model; None: that of the drafter, if it has one.
-    placement: the devices over which the weights are split; None: they are on one.
+    placement: the devices over which weights are split, or that have copies of them; None: they are on one.
     """
 
     target: Decoder
@@ -154,9 +154,10 @@ def case_bytes(setup: BenchSetup, drafter: Drafter, batch: int, context: int) ->
     depth = drafter.depth
     draft = None if not depth else setup.draft or getattr(drafter, "model", None)
     nodes = grow.size(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None))
+    own = groups.batch_of(setup.placement, batch)
     window = getattr(drafter, "window", None)
     seen = None if window is None else window + getattr(drafter, "keep_first", 0)
-    sizes = {"depth": depth, "batch": batch, "context": context, "nodes": nodes, "seen": seen}
+    sizes = {"depth": depth, "batch": own, "context": context, "nodes": nodes, "seen": seen}
     return weights.round_bytes(on_one_device(setup.placement, setup.params), setup.target, draft, **sizes)
 
 
@@ -178,7 +179,8 @@ def _measure(setup: BenchSetup, result: CaseResult, drafter: Drafter, report: Pr
 def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledCase | None:
     """Compiles the programs of a case; None if they do not fit the device's memory."""
     # The caches alone, before anything of this size is traced.
-    sizes = result.batch, result.capacity, setup.page_size
+    own = groups.batch_of(setup.placement, result.batch)
+    sizes = own, result.capacity, setup.page_size
     result.state_bytes = memory.need(setup.params, setup.target, phases.drafter, *sizes).total
     result.problem = too_large(setup, result, "prefill", 0)
     if result.problem:
@@ -218,7 +220,8 @@ def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledC
 
 def lower_prefill(setup: BenchSetup, result: CaseResult, phases: Phases, prompt: Prompt) -> Lowered:
     """The program that reads the prompts of a case, lowered."""
-    shape = {"capacity": result.capacity, "page_size": setup.page_size, "chunk": prefill_chunk(result.batch)}
+    own = groups.batch_of(setup.placement, result.batch)
+    shape = {"capacity": result.capacity, "page_size": setup.page_size, "chunk": prefill_chunk(own)}
     return decode.jitted_prefill.lower(setup.params, *prompt, **_static(setup, phases), **shape)
 
 
@@ -282,10 +285,10 @@ def _time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: Decod
         s = jax.block_until_ready(rounds(s, jnp.int32(setup.rounds)))
         if turn >= machine.WARM_UP:
             result.round_seconds.append((time.perf_counter() - began) / setup.rounds)
-    if int(s.round_index) != setup.rounds:
+    ran = int(np.min(s.round_index))  # of several groups, that which ran the fewest
+    if ran != setup.rounds:
         raise RuntimeError(
-            f"{int(s.round_index)} rounds ran instead of {setup.rounds}: sequences ended at the limit of "
-            f"{result.capacity} tokens"
+            f"{ran} rounds ran instead of {setup.rounds}: sequences ended at the limit of {result.capacity} tokens"
         )
     result.accept_length = float(np.mean(np.asarray(s.length) - result.context - 1)) / setup.rounds
     return _rewind(s, before)

@@ -35,7 +35,7 @@ _DRAFT_NAMES = {
 class Subject:
     """The model to measure. Leaves of `params` are arrays, or shapes of random weights that are not made yet.
 
-    placement: the devices over which the weights are split; None: they are on one.
+    placement: the devices over which weights are split, or that have copies of them; None: they are on one.
     """
 
     name: str
@@ -76,14 +76,18 @@ def of(options: argparse.Namespace) -> Subject:
 
 def _loaded(options: argparse.Namespace) -> Subject:
     """A checkpoint, with a random head if it has no draft."""
-    tensor = options.tensor if options.tensor > 1 else None
     with naming_models({"--draft": options.draft, "--checkpoint": options.checkpoint}):
-        given = {"dtype": options.dtype, "weights": options.weights, "tensor": tensor}
+        given = {"dtype": options.dtype, "weights": options.weights, **_devices(options)}
         model = load(options.checkpoint, draft=options.draft, **given)
     if model.draft is not None or options.drafter == "standalone":
         return Subject(model.name, model.target, model.draft, model.params, model.placement)
     head = eagle_head(require_llama(model.target, "a random head"))
     return _with_draft(model.name, model.target, model.params.target, head, model.placement, options)
+
+
+def _devices(options: argparse.Namespace) -> dict[str, int]:
+    """The arguments of `jspec.load` for more than one device."""
+    return {name: size for name in ("tensor", "data") if (size := getattr(options, name)) > 1}
 
 
 def _shaped(options: argparse.Namespace) -> Subject:
@@ -97,7 +101,8 @@ def _shaped(options: argparse.Namespace) -> Subject:
         raise ValueError(
             f"--drafter {drafter}: {options.preset} has no {_DRAFT_NAMES[drafter]}; those that do: {others}"
         )
-    target, placement = preset.target, make_placement(options.tensor, None, jax.devices())
+    devices = _devices(options)
+    target, placement = preset.target, make_placement(devices.get("tensor"), None, jax.devices(), devices.get("data"))
     if placement is not None:
         prepare_collectives()
         target = target.split(placement.size)

@@ -1,4 +1,4 @@
-"""`jspec bench --tensor`: what each device has, its bytes, and the command as a user types it.
+"""`jspec bench --tensor` and `--data`: what each device has, its bytes, and the command as a user types it.
 
 test_mesh.py runs these tests in a process with eight CPU devices.
 """
@@ -90,6 +90,16 @@ def test_the_floor_is_that_of_one_device():
             assert 1 <= floors[devices] * devices / floors[1] < 1.02
 
 
+def test_the_floor_of_a_group_is_that_of_its_sequences():
+    target = presets.PRESETS["tiny"].target
+    params = Params(target.param_shapes(jnp.float32))
+    setups = [
+        BenchSetup(target, params, 1.0, 1, 1, 16, placement=subjects.make_placement(None, None, jax.devices(), data))
+        for data in (1, 4)
+    ]
+    assert case_bytes(setups[0], Plain(), 2, 64) == case_bytes(setups[1], Plain(), 8, 64)
+
+
 def test_heads_of_keys_that_several_devices_copy_count_for_each():
     target = presets.PRESETS["qwen3-30b-a3b"].target
     assert target.num_kv_heads == 4
@@ -115,6 +125,10 @@ def test_weights_that_do_not_fit_on_a_device_are_refused_before_they_are_made(ca
         ("--preset tiny --tensor 2 --weights int4", "--tensor 2: o has 16 rows with 128 packed together"),
         ("--preset tiny --tensor 2 --mode unfolded", "--mode unfolded: runs on one device"),
         ("--preset tiny --tensor 2 --compile-for v5e", "--tensor 2: requires a device; leave it out"),
+        ("--preset tiny --data 2 --compile-for v5e", "--data 2: requires a device; leave it out"),
+        ("--preset tiny --data 2 --batch 4 3", "--batch 3: must be a multiple of --data 2"),
+        ("--preset tiny --data 3 --tensor 4 --batch 3", "--data 3, --tensor 4: their product must be at most 8"),
+        ("--preset tiny --data 2 --batch 2 --mode unfolded", "leave it out with --data 2"),
     ),
 )
 def test_what_cannot_be_split_is_refused(capsys, arguments, message):
@@ -123,15 +137,18 @@ def test_what_cannot_be_split_is_refused(capsys, arguments, message):
 
 
 @pytest.mark.slow
-def test_a_report_over_two_devices(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("axis", ("tensor", "data"))
+def test_a_report_over_two_devices(capsys, tmp_path, monkeypatch, axis):
     monkeypatch.setattr(machine, "COPY_BYTES", {"cpu": 2**16})
     sizes = ("--context", 16, "--depth", 2, "--tokens-per-round", 2, "--rounds", 4, "--repeats", 1)
     out = tmp_path / "lines.jsonl"
-    status, text, _ = run(capsys, "--preset", "tiny", "--tensor", 2, "--mode", "plain", "chain", *sizes, "--json", out)
+    status, text, _ = run(
+        capsys, "--preset", "tiny", f"--{axis}", 2, "--batch", 2, "--mode", "plain", "chain", *sizes, "--json", out
+    )
     assert status == 0 and "; 2 x cpu, jax " in text.splitlines()[0]
     rows = [line.split() for line in text.splitlines()[2:]]
     assert [row[0] for row in rows] == ["plain", "chain"] and all(row[6:11] == ["-"] * 5 for row in rows)
     assert [float(row[5]) for row in rows] == [1.0, 2.0]
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert {line["device_count"] for line in lines} == {2}
-    assert all(line["settings"]["tensor"] == 2 for line in lines if line["metric"] == "round")
+    assert all(line["settings"][axis] == 2 for line in lines if line["metric"] == "round")
