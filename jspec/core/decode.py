@@ -84,7 +84,7 @@ def prefill(
     # Tokens proposed past the limit are dropped, so they need no slots.
     buffer_len = max(capacity, width)
     s = DecodeState(
-        tokens=jnp.zeros((batch, buffer_len), jnp.int32).at[:, :width].set(ids),
+        tokens=jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, buffer_len - width))),
         length=length,
         limit=limit,
         finish_code=jnp.where(length >= limit, jnp.int32(stopping.LENGTH), jnp.int32(stopping.RUNNING)),

@@ -6,6 +6,7 @@ test_mesh.py runs these tests in a process with eight CPU devices.
 import dataclasses
 import functools
 import json
+import types
 from pathlib import Path
 
 import jax
@@ -33,7 +34,7 @@ from jspec.checkpoints import eagle, language_model, named, tensors
 from jspec.checkpoints.files import CheckpointError, write_tensors
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.cli import main
-from jspec.core import decode
+from jspec.core import decode, sharding
 from jspec.core.sharding import TENSOR, WEIGHTS
 from jspec.drafters import Ngram, Standalone
 from jspec.engine import score
@@ -104,6 +105,30 @@ def test_streams_and_checks_invariants_as_one_device_generates(load):
     for i in range(len(PROMPTS)):
         assert [t for piece in pieces if piece.index == i for t in piece.tokens] == expected[i].tokens
     assert_same(jspec.generate(two, PROMPTS, debug=True, **options), expected)
+
+
+@pytest.mark.parametrize(
+    "drafter", (pytest.param(None, marks=slow), Ngram(depth=3), pytest.param(Standalone(depth=3), marks=slow)), ids=str
+)
+def test_no_operand_of_a_program_over_devices_is_empty(load, drafter, monkeypatch):
+    """XLA of JAX 0.11.2 crashes where one is, such as the indices of a slice that is all of an array."""
+    model, sizes = load("tied", "draft of tied", 2), []
+
+    def mapped(function, **options):
+        run = jax.shard_map(function, **options)
+
+        def call(*args):
+            (eqn,) = (e for e in jax.make_jaxpr(run)(*args).eqns if e.primitive.name == "shard_map")
+            sizes.extend(var.aval.size for var in eqn.invars)
+            return run(*args)
+
+        return call
+
+    monkeypatch.setattr(sharding, "jax", types.SimpleNamespace(**{**vars(jax), "shard_map": mapped}))
+    jax.clear_caches()
+    # The prompt is as wide as the buffer of tokens.
+    out = jspec.generate(model, [PROMPTS[0]], drafter=drafter, max_new_tokens=2)
+    assert len(out[0].tokens) == 2 and len(sizes) > 40 and min(sizes) > 0
 
 
 def test_each_device_has_its_part(load):
