@@ -124,6 +124,9 @@ EXTRAS = {
     "optax": "train",
     "jsonschema": "test",
     "libtpu": "tpu",
+    "msgspec": "serve",
+    "starlette": "serve",
+    "uvicorn": "serve",
 }
 
 

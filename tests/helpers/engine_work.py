@@ -22,13 +22,18 @@ GIVEN: dict[str, Any] = {"max_new_tokens": 12, "stop": ["_mp", "\n\n"], "logprob
 LONG: dict[str, Any] = {**GIVEN, "sampling": GREEDY, "max_new_tokens": 50, "stop": (), "ignore_eos": True}
 
 
+def load(**options: Any) -> jspec.Model:
+    """The model. In float32, in which sums over devices give the tokens of one."""
+    return jspec.load(MODEL, dtype="float32", **options)
+
+
 def save_head(path: Path) -> None:
     """Writes an EAGLE head that is fitted to the model, for two devices."""
     import toy
 
     from jspec.checkpoints import eagle
 
-    model = jspec.load(MODEL)
+    model = load()
     texts = jspec.generate(model, PROMPTS, drafter=None, max_new_tokens=64, ignore_eos=True).tokens
     width = model.target.hidden_size
     sizes = {"hidden_size": width, "target_hidden_size": width, "num_kv_heads": 2}

@@ -1,7 +1,6 @@
 """A server of a fake engine on a free port of this machine. Importing this skips where its packages are missing."""
 
 import threading
-import time
 
 import pytest
 
@@ -10,6 +9,7 @@ for package in ("httpx", "msgspec", "openai", "starlette", "uvicorn"):
 
 import httpx  # noqa: E402, after the check
 import openai  # noqa: E402
+from waiting import wait_for  # noqa: E402
 
 from jspec.serve import server  # noqa: E402
 from jspec.serve.app import Service  # noqa: E402
@@ -47,10 +47,3 @@ class Running:
     def join(self):
         self.thread.join(20)
         assert not self.thread.is_alive()
-
-
-def wait_for(condition, seconds=20):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""One of several processes of an engine, each with two CPU devices.
+"""One of several processes of an engine, each with two CPU devices or one GPU.
 
     python engine_process.py ADDRESS COUNT INDEX HEAD OUTPUT
 
@@ -19,12 +19,9 @@ import numpy as np
 DIED = 3
 """The exit status of the process that dies."""
 address, count, index, head, output = sys.argv[1], *map(int, sys.argv[2:4]), *map(pathlib.Path, sys.argv[4:6])
-jax.config.update("jax_disable_most_optimizations", True)  # which takes less time, as in other tests
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(address, count, index, heartbeat_timeout_seconds=20)
 
-from engine_work import GIVEN, GREEDY, LONG, MODEL, OPTIONS, PROMPTS, described, use  # noqa: E402, after they have met
+from engine_work import GIVEN, GREEDY, LONG, OPTIONS, PROMPTS, described, load, use  # noqa: E402, after they have met
 
 import jspec  # noqa: E402
 
@@ -39,12 +36,12 @@ def error_of(function: Any, *args: Any, **options: Any) -> str:
 
 def mesh() -> jax.sharding.Mesh:
     """A device of each process."""
-    return jax.sharding.Mesh(np.array(jax.devices()).reshape(count, 2)[:, 0], ("tensor",))
+    return jax.sharding.Mesh(np.array(jax.devices()).reshape(count, -1)[:, 0], ("tensor",))
 
 
 def main() -> None:
     # A group of devices in each process.
-    model = jspec.load(MODEL, data=2, tensor=2)
+    model = load(data=count, tensor=jax.local_device_count())
     with jspec.Engine(model, **OPTIONS) as engine:
         apart = described(engine.generate(PROMPTS, **GIVEN)) if engine.leads else {}
         given = [group.given for group in engine.groups]
@@ -56,7 +53,7 @@ def main() -> None:
         "one fails": error_of(jspec.Engine, model, **{**OPTIONS, "slots": 1 - index}),
     }
     # A group over both, which share the head, too.
-    model = jspec.load(MODEL, draft=head, mesh=mesh(), draft_tensor=True)
+    model = load(draft=head, mesh=mesh(), draft_tensor=True)
     try:
         with jspec.Engine(model, **OPTIONS) as engine:
             found["together"] = use(engine) if engine.leads else {}

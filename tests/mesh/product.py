@@ -70,12 +70,16 @@ OF_FILES = {"eagle", "block", "standalone", "frozen_kv_mtp", "adaptive"}
 CHOOSE = OF_FILES - {"frozen_kv_mtp"}
 """Those whose draft is split or whole on each device, as one likes."""
 PLACEMENTS = {"tensor 2": dict(tensor=2), "tensor 4": dict(tensor=4), "data 2 x tensor 2": dict(data=2, tensor=2)}
+ON_TWO = {"tensor 2": PLACEMENTS["tensor 2"], "data 2": dict(data=2)}
+"""Placements over two devices."""
 CHOSEN: dict[str, dict[str, Any]] = tiny.KINDS
 PAGES = (1, 16)
 LIMITS = [20, 9, 3]
 """New tokens: the sequences of a batch end one after the other."""
 SEEDS = [7, 3, 11]
 CONTEXT = 48
+FLOAT32: dict[str, Any] = dict(dtype="float32")
+"""In which sums in another order give the same tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +134,13 @@ def points() -> list[Point]:
     return [
         make_point(*names) for names in itertools.product(FAMILIES, DRAFTERS, PLACEMENTS, ENTRIES) if suits(*names[:2])
     ]
+
+
+def on_two(family: str, drafter: str, placement: str, entry: str) -> Point:
+    """A point of two devices: those of "data 2" have the details of "tensor 2", but nothing is split."""
+    point = make_point(family, drafter, "tensor 2", entry)
+    split = placement == "tensor 2"
+    return dataclasses.replace(point, placement=placement, draft_tensor=point.draft_tensor if split else None)
 
 
 def suits(family: str, drafter: str) -> bool:
@@ -250,9 +261,10 @@ class Checkpoints:
 
     def load(self, point: Point, **devices: Any) -> jspec.Model:
         """The model of a point, over these devices; by default those of its placement."""
-        devices = devices or PLACEMENTS.get(point.placement, {})
+        devices = devices or {**PLACEMENTS, **ON_TWO}.get(point.placement, {})
         draft = self.draft(point.family, point.drafter) if point.drafter in OF_FILES else None
         options = dict(weights=point.weights, kv=point.kv, draft_tensor=point.draft_tensor if devices else None)
+        options |= FLOAT32
         return jspec.load(self.target(point.family), draft=draft, **devices, **options)
 
     def _target(self, family: str) -> Path:
@@ -262,7 +274,7 @@ class Checkpoints:
         made = random_weights(config, 0)
         if isinstance(config, Deepseek):
             language_model.save(path, config, made, dtype="float32")
-            model = jspec.load(path)
+            model = jspec.load(path, **FLOAT32)
             made = dataclasses.replace(
                 made, mtp=toy.fit_heads(model.target, model.draft, model.params, _texts(model)).draft
             )
@@ -287,7 +299,7 @@ class Checkpoints:
                 config, near = dataclasses.replace(config, mtp_layers=0), dataclasses.replace(near, mtp=())
             language_model.save(path, config, near, dtype="float32")
             return path
-        model = jspec.load(self.target(family))
+        model = jspec.load(self.target(family), **FLOAT32)
         given, texts = (model.target, model.params.target), _texts(model)
         if drafter == "eagle":
             head = dataclasses.replace(tiny.HEAD, vocab_size=config.vocab_size, num_heads=4)

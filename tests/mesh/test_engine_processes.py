@@ -4,61 +4,38 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-from pathlib import Path
+import urllib.request
 
 import engine_work as work
-import http_server
-import httpx
 import jax
 import numpy as np
 import pytest
+import several
+from waiting import wait_for
 
 import jspec
 
-TESTS = Path(__file__).parents[1]
-WORKER = Path(__file__).parent / "engine_process.py"
-SECONDS = 240
-"""The time after which processes that wait for each other count as stuck."""
-MINUTE = 60
-"""The time in which the others must end after one has died."""
+WORKER = several.TESTS / "mesh" / "engine_process.py"
 
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts two processes of a command; the output of each goes to INDEX.log."""
+    """Starts two processes; `command` gives the arguments of each. Their outputs go to INDEX.log."""
     started = []
 
-    def start(command, devices):
-        with socket.socket() as found:
-            found.bind(("localhost", 0))
-            address = f"localhost:{found.getsockname()[1]}"
-        paths = os.pathsep.join([str(TESTS.parent), str(TESTS / "helpers")])
-        environment = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(devices),
-            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # which takes less time, as in other tests
-            "JAX_ENABLE_COMPILATION_CACHE": "false",
-            "PYTHONPATH": paths,
-        }
-        for index in range(2):
-            with open(tmp_path / f"{index}.log", "w") as log:
-                given = [sys.executable, *map(str, command(address, index))]
-                started.append(subprocess.Popen(given, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    def start(command, kind, devices=None):
+        address = several.free_address()
+        for index in range(several.PROCESSES):
+            log = tmp_path / f"{index}.log"
+            started.append(several.start(command(address, index), kind, index, log, devices))
         return started
 
     yield start
     for process in started:
         process.kill()
         process.wait()
-
-
-def log(directory, index):
-    return (directory / f"{index}.log").read_text()[-4000:]
 
 
 def same(found, expected):
@@ -70,22 +47,25 @@ def same(found, expected):
 
 
 @pytest.mark.slow
-def test_an_engine_over_two_processes_gives_what_one_gives(start, tmp_path):
+@pytest.mark.parametrize("kind", several.KINDS)
+def test_an_engine_over_two_processes_gives_what_one_gives(start, kind, tmp_path):
     """A group of devices in each process, and one over both with a trained draft; in the end process 1 dies."""
     head = tmp_path / "head"
     work.save_head(head)
-    leader, follower = start(lambda address, index: (WORKER, address, 2, index, head, tmp_path / f"{index}.json"), 2)
-    model = jspec.load(work.MODEL, draft=head)
+    leader, follower = start(
+        lambda address, index: (WORKER, address, several.PROCESSES, index, head, tmp_path / f"{index}.json"), kind
+    )
+    model = work.load(draft=head)
     with jspec.Engine(model, **work.OPTIONS) as engine:
         together = work.use(engine)
         engine.update(jax.tree.map(lambda x: 2 * x, model.params))
         updated = work.described(engine.generate(work.PROMPTS[:1], sampling=work.GREEDY, **work.GIVEN))
-    with jspec.Engine(jspec.load(work.MODEL), **work.OPTIONS) as engine:
+    with jspec.Engine(work.load(), **work.OPTIONS) as engine:
         apart = work.described(engine.generate(work.PROMPTS, **work.GIVEN))
     assert sum(together["again"]["rounds"]) < 40, "drafts are accepted"
     assert re.match(r"[a-z ]{2,6}=", together["out"]["text"][2]), "a grammar holds"
-    assert follower.wait(SECONDS) == 3, log(tmp_path, 1)
-    leader.wait(MINUTE)
+    assert follower.wait(several.SECONDS) == 3, several.logs(tmp_path)[1]
+    leader.wait(several.MINUTE)
     zero, one = (json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2))
     same(zero["apart"], apart)
     assert sorted(zero["given"]) == [1, 2] and one["given"] == [], "both groups had requests, and process 0 all"
@@ -105,42 +85,59 @@ def test_an_engine_over_two_processes_gives_what_one_gives(start, tmp_path):
         assert not found["alive"]
     assert zero["one fails"] == "process 1 has refused this call: the reason is in its own error"
     assert one["one fails"].startswith("slots=0: must be at least 1")
-    assert zero["lost"].startswith("the engine has failed"), log(tmp_path, 0)
+    assert zero["lost"].startswith("the engine has failed"), several.logs(tmp_path)[0]
 
 
 @pytest.mark.slow
-def test_two_processes_serve_and_one_ends_with_the_other(start, tmp_path):
+@pytest.mark.parametrize("kind", several.KINDS)
+def test_two_processes_serve_and_one_ends_with_the_other(start, kind, tmp_path, needs):
     """`jspec serve` answers in process 0 alone; when that is killed, process 1 ends with an error."""
-    options = ("--tensor", 2, "--slots", 1, "--context", 32, "--port", 0, "--processes", 2)
+    for package in ("msgspec", "starlette", "uvicorn"):
+        needs(package)
+    options = ("--tensor", 2, "--dtype", "float32", "--slots", 1, "--context", 32, "--port", 0, "--processes", 2)
 
     def command(address, index):
         given = ("--coordinator", address, "--process-id", index)
         return "-m", "jspec", "serve", work.MODEL, *options, *given
 
-    leader, follower = start(command, 1)
+    leader, follower = start(command, kind, 1)
 
     def serves():
-        assert leader.poll() is None and follower.poll() is None, log(tmp_path, 0) + log(tmp_path, 1)
-        return re.search(r"serving .* on (http://.*)/v1", log(tmp_path, 0))
+        assert leader.poll() is None and follower.poll() is None, several.logs(tmp_path)
+        return re.search(r"serving .* on (http://.*)/v1", several.logs(tmp_path)[0])
 
-    http_server.wait_for(serves, SECONDS)
+    wait_for(serves, several.SECONDS)
     body = {"prompt": work.PROMPTS[0], "max_tokens": 8, "temperature": 0}
-    answer = httpx.post(f"{serves()[1]}/v1/completions", json=body, timeout=SECONDS).json()
-    assert (
-        answer["choices"][0]["text"] == jspec.generate(jspec.load(work.MODEL), work.PROMPTS[0], max_new_tokens=8).text
+    request = urllib.request.Request(
+        f"{serves()[1]}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
+    answer = json.load(urllib.request.urlopen(request, timeout=several.SECONDS))
+    assert answer["choices"][0]["text"] == jspec.generate(work.load(), work.PROMPTS[0], max_new_tokens=8).text
     follower.send_signal(signal.SIGTERM)
-    http_server.wait_for(lambda: "a second signal ends this process now" in log(tmp_path, 1), MINUTE)
-    assert "serving" not in log(tmp_path, 1)
+    wait_for(lambda: "a second signal ends this process now" in several.logs(tmp_path)[1], several.MINUTE)
+    assert "serving" not in several.logs(tmp_path)[1]
     leader.kill()
-    assert follower.wait(MINUTE) != 0
-    assert "process 0 is gone" in log(tmp_path, 1)
+    assert follower.wait(several.MINUTE) != 0
+    assert "process 0 is gone" in several.logs(tmp_path)[1]
 
 
 @pytest.mark.slow
-def test_two_processes_run_generate_and_one_prints(start, tmp_path):
+@pytest.mark.parametrize("kind", several.KINDS)
+def test_two_processes_run_generate_and_one_prints(start, kind, tmp_path):
     """`jspec generate` gives the text of one process, once, also under a grammar."""
-    options = ("--tensor", 2, "--max-new-tokens", 8, "--regex", "[a-z ]{4}=[0-9]+", "--json", "--processes", 2)
+    options = (
+        "--tensor",
+        2,
+        "--dtype",
+        "float32",
+        "--max-new-tokens",
+        8,
+        "--regex",
+        "[a-z ]{4}=[0-9]+",
+        "--json",
+        "--processes",
+        2,
+    )
 
     def command(address, index):
         return (
@@ -157,13 +154,13 @@ def test_two_processes_run_generate_and_one_prints(start, tmp_path):
             index,
         )
 
-    ends = [process.wait(SECONDS) for process in start(command, 1)]
-    assert ends == [0, 0], log(tmp_path, 0) + log(tmp_path, 1)
+    ends = [process.wait(several.SECONDS) for process in start(command, kind, 1)]
+    assert ends == [0, 0], several.logs(tmp_path)
     sampling = jspec.Sampling(temperature=0.0, grammar=jspec.Grammar.regex("[a-z ]{4}=[0-9]+"))
-    expected = jspec.generate(jspec.load(work.MODEL), work.PROMPTS[0], max_new_tokens=8, sampling=sampling)
-    (found,) = (json.loads(line) for line in log(tmp_path, 0).splitlines() if line.startswith("{"))
+    expected = jspec.generate(work.load(), work.PROMPTS[0], max_new_tokens=8, sampling=sampling)
+    (found,) = (json.loads(line) for line in several.logs(tmp_path)[0].splitlines() if line.startswith("{"))
     assert (found["text"], found["tokens"]) == (expected.text, expected.tokens)
-    assert "{" not in log(tmp_path, 1)
+    assert "{" not in several.logs(tmp_path)[1]
 
 
 @pytest.mark.slow
@@ -174,10 +171,10 @@ def test_processes_that_nothing_describes_are_an_error():
     command = [sys.executable, "-m", "jspec", "generate", "x", "--model", work.MODEL, "--tensor", "2"]
     ran = subprocess.run(
         [*command, "--coordinator", "auto"],
-        env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TESTS.parent)},
+        env={**environment, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(several.TESTS.parent)},
         capture_output=True,
         text=True,
-        timeout=MINUTE,
+        timeout=several.MINUTE,
     )
     assert ran.returncode == 2 and ran.stdout == ""
     assert ran.stderr.startswith("jspec: --coordinator auto: JAX finds no Slurm, Open MPI, Kubernetes or Cloud TPU")

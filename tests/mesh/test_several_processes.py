@@ -4,15 +4,11 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import product
 import pytest
+import several
 import toy
 
 import jspec
@@ -20,46 +16,12 @@ from jspec.checkpoints import language_model
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.drafters import Standalone
 
-TESTS = Path(__file__).parents[1]
-WORKER = Path(__file__).parent / "one_process.py"
 PROMPTS = [ids[:length].tolist() for ids, length in zip(toy.IDS, toy.LENGTHS, strict=True)]
-SECONDS = 240
-"""The time after which processes that wait for each other count as stuck."""
-MINUTE = 60
-"""The time in which the others must end after one has died."""
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
-
-
-def start(directory: Path, count: int = 2, worker: Path = WORKER) -> list[subprocess.Popen]:
-    """The processes; each writes its results to INDEX.json, and its output to INDEX.log."""
-    address = f"localhost:{free_port()}"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), str(TESTS / "helpers")])
-    started = []
-    for index in range(count):
-        command = [sys.executable, worker, address, str(count), str(index), directory, directory / f"{index}.json"]
-        with open(directory / f"{index}.log", "w") as log:
-            started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
-    return started
-
-
-def finish(processes: list[subprocess.Popen], seconds: int = SECONDS) -> list[int]:
-    """Their exit statuses, once the last one has died; processes that are stuck are ended."""
-    *others, dying = processes
-    try:
-        return [dying.wait(seconds), *(process.wait(MINUTE) for process in others)][::-1]
-    finally:
-        for process in processes:
-            process.kill()
 
 
 @pytest.mark.slow
-def test_two_processes_generate_what_one_device_does(tmp_path):
+@pytest.mark.parametrize("kind", several.KINDS)
+def test_two_processes_generate_what_one_device_does(kind, tmp_path):
     """Groups of devices in each process, and a group over both; the processes must make the same calls."""
     target = toy.random_params(toy.TARGET, 0)
     near = toy.near(target, toy.random_params(toy.TARGET, 1))
@@ -69,13 +31,12 @@ def test_two_processes_generate_what_one_device_does(tmp_path):
     sampling = [None, {"temperature": 0.8, "top_p": 0.9}, None]
     given = dict(prompts=PROMPTS, max_new_tokens=[16, 9, 4], seed=7, page_size=4, logprobs=True)
     (tmp_path / "options.json").write_text(json.dumps({**given, "sampling": sampling}))
-    first, last = finish(start(tmp_path))
-    logs = [(tmp_path / f"{index}.log").read_text()[-4000:] for index in range(2)]
-    assert last == 3, logs
+    first, last = several.finish(several.start_workers("one_process.py", kind, tmp_path, tmp_path))
+    assert last == 3, several.logs(tmp_path)
     assert first != 0, "a process goes on without the other"
     zero, one = (json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2))
 
-    model = jspec.load(tmp_path / "target", draft=tmp_path / "draft")
+    model = jspec.load(tmp_path / "target", draft=tmp_path / "draft", dtype="float32")
     given["sampling"] = [one and jspec.Sampling(**one) for one in sampling]
     prompts = given.pop("prompts")
     drafted, copied = (
@@ -96,7 +57,7 @@ def test_two_processes_generate_what_one_device_does(tmp_path):
         assert found["progress"].startswith(
             "progress, rounds or number of prompts: differs between process 0 and process 1"
         )
-        assert "none of which belongs to process 1" in found["too few"]
+        assert several.EACH[kind] == 1 or "none of which belongs to process 1" in found["too few"]
         assert found["another top_k"].startswith("top_k: differs between process 0 and process 1")
     assert "page_size=0" in zero["one option fails"]
     assert one["one option fails"] == "process 0 has refused this call: the reason is in its own error"
@@ -109,7 +70,9 @@ def test_two_processes_generate_what_one_device_does(tmp_path):
     # Each byte of what is split is read by one process, but for heads that devices of both have.
     files = SafetensorFiles(tmp_path / "target")
     stored = {name: files.get(name).nbytes for name in files.names()}
-    split = {name for name in stored if name.endswith(("q_proj.weight", "o_proj.weight")) or ".mlp." in name}
+    whole_heads = several.PROCESSES * several.EACH[kind] <= toy.TARGET.num_kv_heads
+    heads = ("q_proj.weight", "o_proj.weight", *(("k_proj.weight", "v_proj.weight") if whole_heads else ()))
+    split = {name for name in stored if name.endswith(heads) or ".mlp." in name}
     for found in (zero, one):
         assert found["read"] == {name: size // 2 if name in split else size for name, size in stored.items()}
     # Each process has the parts of its own devices: all of a model twice split over its two, or half of one over four.
@@ -124,6 +87,15 @@ CI = [
     ("latents", "mtp", "tensor 4", "generate"),
     ("states and experts", "suffix", "tensor 4", "generate_ids"),
 ]
+ON_GPUS = [
+    ("qwen3", "eagle", "data 2", "engine"),
+    ("qwen3", "standalone", "tensor 2", "engine"),
+    ("experts", "block", "data 2", "generate"),
+    ("latents", "mtp", "tensor 2", "generate"),
+    ("windows", "frozen_kv_mtp", "tensor 2", "generate_ids"),
+    ("states and experts", "suffix", "tensor 2", "generate_ids"),
+]
+"""The same over two devices, one per process."""
 
 
 def of_family(family):
@@ -131,31 +103,36 @@ def of_family(family):
     every = list(itertools.product(product.DRAFTERS, TOGETHER))
     turn = list(product.FAMILIES).index(family)
     return [
-        (family, drafter, placement, list(product.ENTRIES)[(turn + i) % 3])
+        product.make_point(family, drafter, placement, list(product.ENTRIES)[(turn + i) % 3])
         for i, (drafter, placement) in enumerate(every)
         if product.suits(family, drafter)
     ]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(CI, id="some", marks=pytest.mark.slow),
-        *(pytest.param(of_family(name), id=name, marks=pytest.mark.product) for name in product.FAMILIES),
-    ],
-)
-def test_families_and_drafters_in_two_processes(names, tmp_path):
-    """The tokens and rounds of one device."""
-    points, checkpoints = [product.make_point(*each) for each in names], product.Checkpoints(tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", several.KINDS)
+def test_families_and_drafters_in_two_processes(kind, tmp_path):
+    given = {"cpu": (product.make_point, CI), "gpu": (product.on_two, ON_GPUS)}
+    make, names = given[kind]
+    check([make(*each) for each in names], kind, tmp_path)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("family", product.FAMILIES)
+def test_all_drafters_of_a_family_in_two_processes(family, tmp_path):
+    check(of_family(family), "cpu", tmp_path, 10 * several.SECONDS)
+
+
+def check(points, kind, directory, seconds=several.SECONDS):
+    """The tokens and rounds are those of one device."""
+    checkpoints = product.Checkpoints(directory)
     on_one = functools.cache(lambda point: product.generate(checkpoints.load(point), point))
     expected = [on_one(point.reference) for point in points]
-    (tmp_path / "points.json").write_text(json.dumps(names))
-    processes = start(tmp_path, worker=TESTS / "mesh" / "product_process.py")
-    ends = finish(processes, SECONDS if len(names) == len(CI) else 10 * SECONDS)
-    logs = [(tmp_path / f"{index}.log").read_text()[-4000:] for index in range(2)]
-    assert ends == [0, 0], logs
-    for index in range(2):
-        found = json.loads((tmp_path / f"{index}.json").read_text())
+    (directory / "points.json").write_text(json.dumps([dataclasses.asdict(point) for point in points]))
+    ends = several.finish(several.start_workers("product_process.py", kind, directory, directory), seconds)
+    assert ends == [0, 0], several.logs(directory)
+    for index in range(several.PROCESSES):
+        found = json.loads((directory / f"{index}.json").read_text())
         for point, got, wanted in zip(points, found, expected, strict=True):
             if index == 0 or point.entry != "engine":
                 product.assert_same(got, wanted, point)
