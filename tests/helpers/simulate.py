@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -47,9 +48,15 @@ def simulate(kernel: Callable, dma_mode: str, *args: object, **options: object) 
     """The result of `kernel(*args, interpret=..., **options)` in the simulation."""
     pltpu.reset_tpu_interpret_mode_state()
     messages = io.StringIO()
-    with contextlib.redirect_stdout(messages):
-        out = jax.jit(lambda *args: kernel(*args, interpret=params(dma_mode), **options))(*args)
-        out = jax.tree.map(np.asarray, jax.block_until_ready(out))
+    # Races are printed, and from JAX 0.12 on they are logged.
+    handler = logging.StreamHandler(messages)
+    logging.getLogger().addHandler(handler)
+    try:
+        with contextlib.redirect_stdout(messages):
+            out = jax.jit(lambda *args: kernel(*args, interpret=params(dma_mode), **options))(*args)
+            out = jax.tree.map(np.asarray, jax.block_until_ready(out))
+    finally:
+        logging.getLogger().removeHandler(handler)
     text = messages.getvalue()
     return Simulated(out, text if "RACE" in text.upper() else "")
 

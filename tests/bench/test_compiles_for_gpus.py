@@ -1,0 +1,62 @@
+"""What XLA's compiler for GPUs makes of loops of every family: nothing here runs on a GPU.
+
+The tests need JAX's CUDA plugin (the extra `cuda`), and no GPU.
+"""
+
+import jax
+import pytest
+import tpu_cases
+from gpu_compiler import compile_for, needs_plugin
+
+from pallas_kernels import dispatch
+
+pytestmark = [pytest.mark.slow, needs_plugin]
+KERNEL = "__gpu$xla.gpu.triton"
+NAMES = (
+    "llama-eagle-chain",
+    "llama-adaptive-chain",
+    "llama-suffix-tree",
+    "llama-8-heads-eagle-chain-over-4",
+    "qwen3-experts-eagle-tree",
+    "gpt-oss-suffix-chain",
+    "gemma4-frozen-kv-mtp-chain",
+    "deepseek-mtp-chain",
+    "deepseek-dsa-mtp-chain",
+    "qwen3-next-mtp-chain",
+)
+"""One of each family, on one GPU and over four."""
+KNOWN = {"deepseek-dsa-mtp-chain": {"no copy of a pool": "temporary memory"}}
+"""What does not hold: the indexer's keys of a layer are gathered."""
+
+
+def case(name):
+    (found,) = (case for case in tpu_cases.CASES if str(case) == name)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loop_compiles_and_keeps_its_promises(name):
+    """In place, donated, without sorts or transfers, in the memory that arithmetic gives, and with our kernels."""
+    problems, text = compile_for(case(name))
+    known = KNOWN.get(name, {})
+    assert KERNEL in text and problems.keys() == known.keys(), problems
+    assert all(message in problems[check] for check, message in known.items())
+
+
+@pytest.mark.parametrize("name", ("llama-eagle-tree", "deepseek-mtp-chain", "qwen3-next-mtp-chain"))
+def test_a_loop_compiles_without_triton(name, monkeypatch):
+    """As with a version of JAX that no longer has Pallas' Triton backend: XLA computes everything.
+
+    It sorts to find the largest logits, and gathers the pages of each layer.
+    """
+    real = dispatch.unavailable
+    monkeypatch.setattr(
+        dispatch, "unavailable", lambda operation, kernel: "removed" if kernel == "triton" else real(operation, kernel)
+    )
+    jax.clear_caches()
+    try:
+        problems, text = compile_for(case(name))
+    finally:
+        jax.clear_caches()
+    assert KERNEL not in text and problems.keys() == {"no sort", "no copy of a pool"}, problems
+    assert "temporary memory" in problems["no copy of a pool"]

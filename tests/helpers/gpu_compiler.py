@@ -1,0 +1,53 @@
+"""XLA's compiler for GPUs, in JAX's CUDA plugin: it makes programs for an H100 on a machine that has none."""
+
+import functools
+import importlib.util
+from typing import Any
+
+import pytest
+import tpu_cases
+import tpu_checks
+from jax.experimental import topologies
+
+from jspec.bench import compiled
+from jspec.bench.measure import CaseResult
+from jspec.models.sizes import tree_bytes
+
+PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+needs_plugin = pytest.mark.skipif(
+    not any(map(importlib.util.find_spec, PLUGINS)), reason='needs JAX\'s CUDA plugin: pip install -e ".[cuda]"'
+)
+H100 = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H100 80GB HBM3"
+runtime_version { major: 13 }
+dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132 threads_per_core_limit: 2048 threads_per_block_limit: 1024 threads_per_warp: 32
+  fpus_per_core: 128 clock_rate_ghz: 1.98 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_core: 233472 shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84978434048
+}
+"""
+"""What XLA has to know of the device, as it describes one itself: the numbers that its driver reports."""
+
+
+@functools.cache
+def devices() -> tuple[Any, ...]:
+    """Four H100s of one host."""
+    sizes = {"topology_name": "h100", "topology": "1x1x4"}
+    return tuple(topologies.get_topology_desc(platform="cuda", target_config=H100, **sizes).devices)
+
+
+def compile_for(case: tpu_cases.TpuCase) -> tuple[dict[str, str], str]:
+    """The checks that do not hold of a loop, and its text."""
+    setup, drafter = case.build(devices())
+    shapes = CaseResult(case.shape, tpu_cases.BATCH, tpu_cases.CONTEXT, 0, tpu_cases.CONTEXT + 64)
+    programs = compiled.compile_programs(setup, shapes, drafter, devices()[0])
+    params, state = setup.params, programs.state
+    if setup.placement is not None:
+        params, state = setup.placement.local(params), setup.placement.local(state)
+    expected = tree_bytes(params) + tree_bytes(state)
+    return tpu_checks.problems(programs, state, expected, case.devices), programs.decode.as_text() or ""
