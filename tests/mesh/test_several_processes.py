@@ -91,9 +91,10 @@ ON_GPUS = [
     ("qwen3", "eagle", "data 2", "engine"),
     ("qwen3", "standalone", "tensor 2", "engine"),
     ("experts", "block", "data 2", "generate"),
-    ("latents", "mtp", "tensor 2", "generate"),
+    ("latents", "eagle", "tensor 2", "generate"),
+    ("states", "mtp", "tensor 2", "generate"),
     ("windows", "frozen_kv_mtp", "tensor 2", "generate_ids"),
-    ("states and experts", "suffix", "tensor 2", "generate_ids"),
+    ("states and experts", "suffix", "data 2", "generate_ids"),
 ]
 """The same over two devices, one per process."""
 
