@@ -172,6 +172,12 @@ MUTANTS = (
             _LIMIT,
         ),
         (
+            "prompts are written into zeros, by indices that may be empty",
+            "tokens=jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, buffer_len - width))),",
+            "tokens=jnp.zeros((batch, buffer_len), jnp.int32).at[:, :width].set(ids),",
+            "mesh/test_mesh.py::test_on_eight_devices",
+        ),
+        (
             "the loop ends with its first sequence",
             "return ~jnp.all(s.done) &",
             "return ~jnp.any(s.done) &",
@@ -651,6 +657,12 @@ MUTANTS = (
             "the floor of a device is that of all",
             "weights.round_bytes(on_one_device(setup.placement, setup.params)",
             "weights.round_bytes((setup.params)",
+            "mesh/test_mesh.py::test_on_eight_devices",
+        ),
+        (
+            "the floor of a group is that of all sequences",
+            '"batch": own, "context"',
+            '"batch": batch, "context"',
             "mesh/test_mesh.py::test_on_eight_devices",
         ),
     ),
