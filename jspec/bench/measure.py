@@ -193,7 +193,8 @@ def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledC
     began = time.perf_counter()
     lowered = lower_prefill(setup, result, phases, prompt)
     state = lowered.out_info
-    result.state_bytes = memory.tree_bytes(on_one_device(setup.placement, state))
+    # The states of several groups are stacked.
+    result.state_bytes = memory.tree_bytes(on_one_device(setup.placement, state)) // groups.count(setup.placement)
     result.problem = too_large(setup, result, "prefill", 0)
     if result.problem:
         return None
@@ -254,6 +255,7 @@ def _device_int(value: int) -> Int[Array, ""]:
 def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) -> str | None:
     """Why the state and a program's workspace do not fit into the memory that the weights leave; None if they do."""
     placement = setup.placement
+    own = groups.batch_of(placement, result.batch)
     has, held = memory.least_free(placement and placement.devices), on_one_device(placement, setup.params)
     if has is None or result.state_bytes + workspace <= has[0]:
         return None
@@ -261,7 +263,7 @@ def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) 
         f"{size / 1e9:.2f}" for size in (result.state_bytes, workspace, memory.tree_bytes(held), *has)
     )
     return (
-        f"does not fit: needs {state} GB of caches and buffers for {result.batch} x {result.capacity} tokens"
+        f"does not fit: needs {state} GB of caches and buffers for {own} x {result.capacity} tokens"
         + (f" + {extra} GB of workspace of {name}" if workspace else "")
         + f"; {free} of {limit} GB are free, and the weights take {held} GB"
     )

@@ -152,3 +152,16 @@ def test_a_report_over_two_devices(capsys, tmp_path, monkeypatch, axis):
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert {line["device_count"] for line in lines} == {2}
     assert all(line["settings"][axis] == 2 for line in lines if line["metric"] == "round")
+
+
+@pytest.mark.slow
+def test_a_group_has_the_caches_of_its_own_sequences(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "COPY_BYTES", {"cpu": 2**16})
+    sizes = ("--mode", "plain", "--context", 16, "--rounds", 4, "--repeats", 1)
+    bytes_of = []
+    for over in (("--batch", 2), ("--batch", 6, "--data", 3)):
+        out = tmp_path / f"{len(bytes_of)}.jsonl"
+        assert run(capsys, "--preset", "tiny", *over, *sizes, "--json", out)[0] == 0
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        bytes_of += [line["median"] for line in lines if line["metric"] == "caches and buffers"]
+    assert len(bytes_of) == 2 and bytes_of[0] == bytes_of[1] > 0
