@@ -107,12 +107,13 @@ def test_streams_and_checks_invariants_as_one_device_generates(load):
     assert_same(jspec.generate(two, PROMPTS, debug=True, **options), expected)
 
 
-@pytest.mark.parametrize(
-    "drafter", (pytest.param(None, marks=slow), Ngram(depth=3), pytest.param(Standalone(depth=3), marks=slow)), ids=str
-)
-def test_no_operand_of_a_program_over_devices_is_empty(load, drafter, monkeypatch):
-    """XLA of JAX 0.11.2 crashes where one is, such as the indices of a slice that is all of an array."""
-    model, sizes = load("tied", "draft of tied", 2), []
+@pytest.fixture
+def operands(monkeypatch):
+    """The sizes of all operands of programs over devices that are traced.
+
+    XLA of JAX 0.11.2 crashes where one has no elements, such as the indices of a slice that is all of an array.
+    """
+    sizes = []
 
     def mapped(function, **options):
         run = jax.shard_map(function, **options)
@@ -126,9 +127,26 @@ def test_no_operand_of_a_program_over_devices_is_empty(load, drafter, monkeypatc
 
     monkeypatch.setattr(sharding, "jax", types.SimpleNamespace(**{**vars(jax), "shard_map": mapped}))
     jax.clear_caches()
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "drafter", (pytest.param(None, marks=slow), Ngram(depth=3), pytest.param(Standalone(depth=3), marks=slow)), ids=str
+)
+def test_no_operand_of_a_generation_is_empty(load, drafter, operands):
     # The prompt is as wide as the buffer of tokens.
-    out = jspec.generate(model, [PROMPTS[0]], drafter=drafter, max_new_tokens=2)
-    assert len(out[0].tokens) == 2 and len(sizes) > 40 and min(sizes) > 0
+    out = jspec.generate(load("tied", "draft of tied", 2), [PROMPTS[0]], drafter=drafter, max_new_tokens=2)
+    assert len(out[0].tokens) == 2 and len(operands) > 40 and min(operands) > 0
+
+
+@slow
+@pytest.mark.parametrize("name", ("tied", "latents in one step", "sinks", "windows", "states"))
+def test_no_operand_of_an_engine_is_empty(load, name, operands):
+    model = load(name, None, 2)
+    with jspec.Engine(model, drafter=Ngram(depth=2), slots=1, context=32, page_size=4, prefill_tokens=8) as engine:
+        out = engine.generate([PROMPTS[0], PROMPTS[0]], max_new_tokens=4, ignore_eos=True)
+    jspec.score(model, PROMPTS[:1])
+    assert [len(each.tokens) for each in out] == [4, 4] and len(operands) > 40 and min(operands) > 0
 
 
 def test_each_device_has_its_part(load):
