@@ -84,6 +84,8 @@ def prefill(
     # Tokens proposed past the limit are dropped, so they need no slots.
     buffer_len = max(capacity, width)
     s = DecodeState(
+        # Not written into zeros: indices of a slice that is all of an array are empty, which crashes XLA of JAX 0.11.2
+        # over devices.
         tokens=jnp.pad(ids.astype(jnp.int32), ((0, 0), (0, buffer_len - width))),
         length=length,
         limit=limit,
