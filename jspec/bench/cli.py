@@ -220,11 +220,9 @@ def check(options: argparse.Namespace) -> None:
     compile_cli.check(options)
     load_cli.check(options)
     options.tensor, options.data = options.tensor or 1, options.data or 1
-    for name in ("tensor", "data"):
-        if getattr(options, name) > 1 and "unfolded" in options.mode:
-            raise ValueError(
-                f"--mode unfolded: runs on one device; leave it out with --{name} {getattr(options, name)}"
-            )
+    for name, devices in subjects.devices_of(options).items():
+        if "unfolded" in options.mode:
+            raise ValueError(f"--mode unfolded: runs on one device; leave it out with --{name} {devices}")
     options.rounds, options.repeats = options.rounds or _ROUNDS, options.repeats or _REPEATS
     for name, default in _DEFAULTS.items():
         given, users = getattr(options, name), _USED_BY[name]
@@ -306,7 +304,7 @@ def _settings(options: argparse.Namespace, subject: Subject, named: Sequence[str
     settings |= {name: getattr(options, name) for name in ("weights", "kv") if getattr(options, name)}
     if subject.draft is not None:
         settings |= _window(options, subject)
-    settings |= {name: getattr(options, name) for name in ("tensor", "data") if getattr(options, name) > 1}
+    settings |= subjects.devices_of(options)
     return settings | ({"exact": True} if options.exact else {})
 
 

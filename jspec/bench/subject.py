@@ -77,7 +77,7 @@ def of(options: argparse.Namespace) -> Subject:
 def _loaded(options: argparse.Namespace) -> Subject:
     """A checkpoint, with a random head if it has no draft."""
     with naming_models({"--draft": options.draft, "--checkpoint": options.checkpoint}):
-        given = {"dtype": options.dtype, "weights": options.weights, **_devices(options)}
+        given = {"dtype": options.dtype, "weights": options.weights, **devices_of(options)}
         model = load(options.checkpoint, draft=options.draft, **given)
     if model.draft is not None or options.drafter == "standalone":
         return Subject(model.name, model.target, model.draft, model.params, model.placement)
@@ -85,7 +85,7 @@ def _loaded(options: argparse.Namespace) -> Subject:
     return _with_draft(model.name, model.target, model.params.target, head, model.placement, options)
 
 
-def _devices(options: argparse.Namespace) -> dict[str, int]:
+def devices_of(options: argparse.Namespace) -> dict[str, int]:
     """The arguments of `jspec.load` for more than one device."""
     return {name: size for name in ("tensor", "data") if (size := getattr(options, name)) > 1}
 
@@ -101,7 +101,7 @@ def _shaped(options: argparse.Namespace) -> Subject:
         raise ValueError(
             f"--drafter {drafter}: {options.preset} has no {_DRAFT_NAMES[drafter]}; those that do: {others}"
         )
-    devices = _devices(options)
+    devices = devices_of(options)
     target, placement = preset.target, make_placement(devices.get("tensor"), None, jax.devices(), devices.get("data"))
     if placement is not None:
         prepare_collectives()

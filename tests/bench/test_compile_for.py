@@ -206,7 +206,7 @@ PAIRS = [
 def test_a_loop_compiles_and_keeps_its_promises(name, chip, needs):
     """In place, donated, without sorts or transfers, in the memory that arithmetic gives; or as `KNOWN` has it."""
     needs("libtpu")
-    (case,) = [case for case in tpu_cases.CASES if str(case) == name]
+    case = tpu_cases.case_of(name)
     found, known = tpu_cases.compile_for(case, chip).problems, tpu_cases.known(case, chip)
     assert found.keys() == known.keys(), found
     assert all(message in found[check] for check, message in known.items()), found

@@ -6,7 +6,7 @@ The tests need JAX's CUDA plugin (the extra `cuda`), and no GPU.
 import jax
 import pytest
 import tpu_cases
-from gpu_compiler import compile_for, needs_plugin
+from gpu_compiler import devices, needs_plugin
 
 from pallas_kernels import dispatch
 
@@ -29,15 +29,17 @@ KNOWN = {"deepseek-dsa-mtp-chain": {"no copy of a pool": "temporary memory"}}
 """What does not hold: the indexer's keys of a layer are gathered."""
 
 
-def case(name):
-    (found,) = (case for case in tpu_cases.CASES if str(case) == name)
-    return found
+def compiled(name):
+    """The checks that do not hold of a loop, and its text."""
+    outcome = tpu_cases.compile_on(tpu_cases.case_of(name), devices())
+    assert outcome.programs is not None, outcome.problems
+    return outcome.problems, outcome.programs.decode.as_text()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_loop_compiles_and_keeps_its_promises(name):
     """In place, donated, without sorts or transfers, in the memory that arithmetic gives, and with our kernels."""
-    problems, text = compile_for(case(name))
+    problems, text = compiled(name)
     known = KNOWN.get(name, {})
     assert KERNEL in text and problems.keys() == known.keys(), problems
     assert all(message in problems[check] for check, message in known.items())
@@ -55,7 +57,7 @@ def test_a_loop_compiles_without_triton(name, monkeypatch):
     )
     jax.clear_caches()
     try:
-        problems, text = compile_for(case(name))
+        problems, text = compiled(name)
     finally:
         jax.clear_caches()
     assert KERNEL not in text and problems.keys() == {"no sort", "no copy of a pool"}, problems

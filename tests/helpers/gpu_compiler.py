@@ -5,13 +5,7 @@ import importlib.util
 from typing import Any
 
 import pytest
-import tpu_cases
-import tpu_checks
 from jax.experimental import topologies
-
-from jspec.bench import compiled
-from jspec.bench.measure import CaseResult
-from jspec.models.sizes import tree_bytes
 
 PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 needs_plugin = pytest.mark.skipif(
@@ -39,15 +33,3 @@ def devices() -> tuple[Any, ...]:
     """Four H100s of one host."""
     sizes = {"topology_name": "h100", "topology": "1x1x4"}
     return tuple(topologies.get_topology_desc(platform="cuda", target_config=H100, **sizes).devices)
-
-
-def compile_for(case: tpu_cases.TpuCase) -> tuple[dict[str, str], str]:
-    """The checks that do not hold of a loop, and its text."""
-    setup, drafter = case.build(devices())
-    shapes = CaseResult(case.shape, tpu_cases.BATCH, tpu_cases.CONTEXT, 0, tpu_cases.CONTEXT + 64)
-    programs = compiled.compile_programs(setup, shapes, drafter, devices()[0])
-    params, state = setup.params, programs.state
-    if setup.placement is not None:
-        params, state = setup.placement.local(params), setup.placement.local(state)
-    expected = tree_bytes(params) + tree_bytes(state)
-    return tpu_checks.problems(programs, state, expected, case.devices), programs.decode.as_text() or ""

@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -18,6 +18,9 @@ SECONDS = 240
 """The time after which processes that wait for each other count as stuck."""
 MINUTE = 60
 """The time in which the others must end after one has died."""
+
+Command = Callable[[str, int], Sequence[object]]
+"""The arguments of Python of a process, from the address where all meet and its index."""
 
 
 def have_gpus() -> bool:
@@ -66,18 +69,18 @@ def start(command: Sequence[object], kind: str, index: int, log: Path, devices: 
         )
 
 
-def start_workers(worker: str, kind: str, directory: Path, *arguments: object) -> list[subprocess.Popen]:
-    """The processes of a worker of tests/mesh: ADDRESS COUNT INDEX, the arguments, and DIRECTORY/INDEX.json."""
-    script, address = TESTS / "mesh" / worker, free_address()
+def start_all(command: Command, kind: str, directory: Path, devices: int | None = None) -> list[subprocess.Popen]:
+    """The processes; the output of each goes to INDEX.log. devices: as of `start`."""
+    address = free_address()
     return [
-        start(
-            [script, address, PROCESSES, index, *arguments, directory / f"{index}.json"],
-            kind,
-            index,
-            directory / f"{index}.log",
-        )
-        for index in range(PROCESSES)
+        start(command(address, index), kind, index, directory / f"{index}.log", devices) for index in range(PROCESSES)
     ]
+
+
+def worker(name: str, directory: Path, *arguments: object) -> Command:
+    """A script of tests/mesh with ADDRESS COUNT INDEX, these arguments and DIRECTORY/INDEX.json."""
+    script = TESTS / "mesh" / name
+    return lambda address, index: (script, address, PROCESSES, index, *arguments, directory / f"{index}.json")
 
 
 def logs(directory: Path) -> list[str]:

@@ -231,13 +231,24 @@ class Outcome:
     expected: int = 0
 
 
+def case_of(name: str) -> TpuCase:
+    """The case of this name."""
+    (found,) = (case for case in CASES if str(case) == name)
+    return found
+
+
 @functools.lru_cache(maxsize=1)
 def compile_for(case: TpuCase, chip: str) -> Outcome:
-    """Compiles a case and checks it."""
-    setup, drafter = case.build(tpu.devices(chip))
+    """Compiles a case for a TPU and checks it."""
+    return compile_on(case, tpu.devices(chip), only_loop=case.only_loop(chip))
+
+
+def compile_on(case: TpuCase, devices: tuple[Any, ...], *, only_loop: bool = False) -> Outcome:
+    """Compiles a case for devices that need not be there, and checks it."""
+    setup, drafter = case.build(devices)
     shapes = CaseResult(case.shape, BATCH, CONTEXT, floor_bytes=0, capacity=CONTEXT + 64)
     try:
-        programs = compiled.compile_programs(setup, shapes, drafter, tpu.device(chip), only_loop=case.only_loop(chip))
+        programs = compiled.compile_programs(setup, shapes, drafter, devices[0], only_loop=only_loop)
     except Exception as error:  # whatever the compiler or the lowering raises is the result
         return Outcome({"compiles": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
     params, state = setup.params, programs.state

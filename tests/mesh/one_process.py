@@ -110,7 +110,7 @@ def wrong_devices() -> dict[str, Any]:
     assert not load(target, draft=draft, mesh=mesh).placement.spans_processes
     return {
         "one load fails": error_of(load, draft if index == 0 else directory, tensor=ALL),
-        # A device alone needs no mesh, so that it is none of several.
+        # tensor=1 makes a model on one device, whichever process it belongs to.
         "too few": error_of(load, target, draft=draft, tensor=EACH) if EACH > 1 else None,
     }
 

@@ -8,7 +8,7 @@ is split) follow from it by arithmetic, so that every two values of any two axes
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +324,21 @@ class Checkpoints:
             made = toy.fit_assistant(given[0], head, given[1], toy.IDS, toy.LENGTHS, texts)
             assistant.save(path, head, made.draft, dtype="float32")
         return path
+
+
+def references(checkpoints: Checkpoints) -> Callable[[Point], dict[str, Any]]:
+    """A function that gives what one device gives for a point, the rows of its caches included."""
+
+    @functools.cache
+    def made(point: Point) -> dict[str, Any]:
+        found = generate(checkpoints.load(point), point, rows=True)
+        # Drafts are fitted to the texts of wide weights, and fewer bits may give others.
+        wide = point.weights is None and point.kv is None
+        if wide and point.drafter in OF_FILES | {"mtp"}:
+            assert sum(found["rounds"]) < sum(map(len, found["tokens"])) - len(found["tokens"]), "drafts are accepted"
+        return found
+
+    return lambda point: made(point.reference)
 
 
 def random_weights(config: Any, seed: int) -> Any:

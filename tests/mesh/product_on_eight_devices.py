@@ -4,7 +4,6 @@ test_mesh.py runs a selection of the points in a process with eight CPU devices;
 all.
 """
 
-import functools
 import itertools
 
 import product
@@ -47,18 +46,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(checkpoints):
-    """What one device gives for a point."""
-
-    @functools.cache
-    def made(point):
-        found = product.generate(checkpoints.load(point), point, rows=True)
-        # Drafts are fitted to the texts of wide weights, and fewer bits may give others.
-        wide = point.weights is None and point.kv is None
-        if wide and point.drafter in product.OF_FILES | {"mtp"}:
-            assert sum(found["rounds"]) < sum(map(len, found["tokens"])) - len(found["tokens"]), "drafts are accepted"
-        return found
-
-    return lambda point: made(point.reference)
+    return product.references(checkpoints)
 
 
 def check(point, checkpoints, reference):

@@ -17,19 +17,14 @@ from waiting import wait_for
 
 import jspec
 
-WORKER = several.TESTS / "mesh" / "engine_process.py"
-
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts two processes; `command` gives the arguments of each. Their outputs go to INDEX.log."""
+    """Starts processes, as `several.start_all` does, and ends them after the test."""
     started = []
 
     def start(command, kind, devices=None):
-        address = several.free_address()
-        for index in range(several.PROCESSES):
-            log = tmp_path / f"{index}.log"
-            started.append(several.start(command(address, index), kind, index, log, devices))
+        started.extend(several.start_all(command, kind, tmp_path, devices))
         return started
 
     yield start
@@ -52,9 +47,7 @@ def test_an_engine_over_two_processes_gives_what_one_gives(start, kind, tmp_path
     """A group of devices in each process, and one over both with a trained draft; in the end process 1 dies."""
     head = tmp_path / "head"
     work.save_head(head)
-    leader, follower = start(
-        lambda address, index: (WORKER, address, several.PROCESSES, index, head, tmp_path / f"{index}.json"), kind
-    )
+    leader, follower = start(several.worker("engine_process.py", tmp_path, head), kind)
     model = work.load(draft=head)
     with jspec.Engine(model, **work.OPTIONS) as engine:
         together = work.use(engine)

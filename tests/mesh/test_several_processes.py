@@ -1,7 +1,6 @@
 """Several processes that generate together give what one device gives."""
 
 import dataclasses
-import functools
 import itertools
 import json
 
@@ -31,7 +30,9 @@ def test_two_processes_generate_what_one_device_does(kind, tmp_path):
     sampling = [None, {"temperature": 0.8, "top_p": 0.9}, None]
     given = dict(prompts=PROMPTS, max_new_tokens=[16, 9, 4], seed=7, page_size=4, logprobs=True)
     (tmp_path / "options.json").write_text(json.dumps({**given, "sampling": sampling}))
-    first, last = several.finish(several.start_workers("one_process.py", kind, tmp_path, tmp_path))
+    first, last = several.finish(
+        several.start_all(several.worker("one_process.py", tmp_path, tmp_path), kind, tmp_path)
+    )
     assert last == 3, several.logs(tmp_path)
     assert first != 0, "a process goes on without the other"
     zero, one = (json.loads((tmp_path / f"{index}.json").read_text()) for index in range(2))
@@ -127,10 +128,10 @@ def test_all_drafters_of_a_family_in_two_processes(family, tmp_path):
 def check(points, kind, directory, seconds=several.SECONDS):
     """The tokens and rounds are those of one device."""
     checkpoints = product.Checkpoints(directory)
-    on_one = functools.cache(lambda point: product.generate(checkpoints.load(point), point))
-    expected = [on_one(point.reference) for point in points]
+    expected = list(map(product.references(checkpoints), points))
     (directory / "points.json").write_text(json.dumps([dataclasses.asdict(point) for point in points]))
-    ends = several.finish(several.start_workers("product_process.py", kind, directory, directory), seconds)
+    processes = several.start_all(several.worker("product_process.py", directory, directory), kind, directory)
+    ends = several.finish(processes, seconds)
     assert ends == [0, 0], several.logs(directory)
     for index in range(several.PROCESSES):
         found = json.loads((directory / f"{index}.json").read_text())

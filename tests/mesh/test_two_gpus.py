@@ -3,8 +3,6 @@
 Eight CPU devices run the same points, and many more (`product_on_eight_devices.py`).
 """
 
-import functools
-
 import jax
 import product
 import pytest
@@ -45,8 +43,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(checkpoints):
-    made = functools.cache(lambda point: product.generate(checkpoints.load(point), point))
-    return lambda point: made(point.reference)
+    return product.references(checkpoints)
 
 
 @pytest.mark.parametrize("point", POINTS, ids=str)
