@@ -50,11 +50,25 @@ class Tuning:
     long_split: int
     """Keys of a split that justify a tile of more than 64 rows, or a second program per multiprocessor."""
     max_splits: int
+    low_m: int
+    """Query rows of the largest low tile. Those of short heads have few warps, so that several programs share a
+    multiprocessor and hide the time of each other's loads."""
+    low_row_bytes: int
+    """Bytes of a key of the longest short head."""
+    low_block_k: int
 
 
 TUNING = {
     "NVIDIA H100": Tuning(
-        block_m_16_bit=128, block_m_32_bit=32, block_k=64, block_bytes=16384, long_split=1024, max_splits=31
+        block_m_16_bit=128,
+        block_m_32_bit=32,
+        block_k=64,
+        block_bytes=16384,
+        long_split=1024,
+        max_splits=31,
+        low_m=32,
+        low_row_bytes=256,
+        low_block_k=32,
     )
 }
 """By device kind; the first entry is the default."""
@@ -78,18 +92,19 @@ def default_config(
     largest_m = max(largest_m * 256 // max(row_bytes, 256), 16)
     short = page_size is None or heads * pl.cdiv(rows, largest_m) * (keys // tuning.long_split) < processors
     block_m = min(padded(rows), min(largest_m, 64) if short else largest_m)
-    block_k = max(16, min(tuning.block_k, tuning.block_bytes // row_bytes, padded(keys)))
+    largest_k = max(16, min(tuning.block_k, tuning.block_bytes // row_bytes, padded(keys)))
+    low = block_m <= tuning.low_m and row_bytes <= tuning.low_row_bytes and itemsize == 2 and page_size is not None
     programs = heads * pl.cdiv(rows, block_m)
     tall = block_m > 64
     resident = 2 if block_m <= 32 or (not tall and keys >= tuning.long_split * processors // programs) else 1
-    # Splits shorter than block_m cost more to merge than they save.
-    most = 1 if page_size is None else keys // max(block_k, block_m)
+    # Shorter splits cost more to merge than they save.
+    most = 1 if page_size is None else keys // max(largest_k, block_m)
     return Config(
         block_m=block_m,
-        block_k=block_k,
+        block_k=min(largest_k, tuning.low_block_k) if low else largest_k,
         splits=max(min(resident * processors // programs, most, tuning.max_splits), 1),
-        num_warps=8 if tall else 4,
-        num_stages=3 if tall or (page_size is None and row_bytes <= 256) else 2,
+        num_warps=8 if tall else 2 if low else 4,
+        num_stages=3 if tall or low or (page_size is None and row_bytes <= 256) else 2,
     )
 
 

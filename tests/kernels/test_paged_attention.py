@@ -273,6 +273,20 @@ def test_blocks_fit_a_gpu(head_dim, dtype):
         assert (config.block_m + 2 * config.num_stages * config.block_k) * row_bytes <= SMEM
 
 
+def test_low_tiles_of_short_heads_have_few_warps():
+    """Several programs then share a multiprocessor."""
+
+    def config(rows=24, head_dim=128, dtype="bfloat16", page_size=16):
+        shape = {"batch": 32, "kv_heads": 8, "keys": 640, "page_size": page_size}
+        return triton.default_config(rows=rows, head_dim=head_dim, dtype=dtype, **shape)
+
+    low = config()
+    assert (low.block_m, low.block_k, low.num_warps, low.num_stages) == (32, 32, 2, 3)
+    assert dataclasses.replace(low, block_m=16) == config(rows=4) and config(head_dim=64) == low
+    for other in (config(rows=128), config(head_dim=256), config(dtype="float32"), config(page_size=None)):
+        assert other.num_warps > 2
+
+
 def test_splits_of_long_prefixes_alone_fill_the_gpu():
     shape = {"kv_heads": 8, "page_size": 16, "head_dim": 128, "dtype": "bfloat16"}
     decode = triton.default_config(batch=1, rows=4, keys=8192, **shape)
