@@ -1,6 +1,5 @@
-"""KV compaction: its backends, and the checks and the gather that all of them rely on."""
+"""KV compaction: its backends, and the checks that all of them rely on."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Operation
@@ -44,15 +43,4 @@ def kv_compact(
         )
     if not pool.size:  # No layer, or no page: there is nowhere to write, and no kernel takes empty arrays.
         return pool
-    return OPERATION.run(backend, pool, _take_path(arrays, path, pool.dtype), page_table, start, length)
-
-
-def _take_path(rows: list[Array], path: Array | None, dtype: jnp.dtype) -> Array:
-    """The rows along the path, of all layers in one array: [L * parts, B, A, *row], in the order of a pool's axes.
-
-    Gathered before they are stacked, so that XLA makes one kernel of it that reads and writes accepted rows only. The
-    kernels after it then read one array; an array per layer would be an argument, and a branch, per layer.
-    """
-    if path is not None:
-        rows = [jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), 1, mode="clip") for x in rows]
-    return jnp.stack([x.astype(dtype) for x in rows])
+    return OPERATION.run(backend, pool, tuple(x.astype(pool.dtype) for x in arrays), page_table, start, path, length)

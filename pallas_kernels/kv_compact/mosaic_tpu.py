@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import platform
 from pallas_kernels._types import Ref
+from pallas_kernels.kv_compact.reference import along_path
 
 TILE_ROWS, LANES = 8, 128
 """Rows of a tile in HBM, of all dtypes, and elements of one of them."""
@@ -56,9 +57,10 @@ def supported(pool: jax.Array, *args: object, interpret: bool | pltpu.InterpretP
 
 def kv_compact(
     pool: jax.Array,
-    rows: jax.Array,
+    rows: tuple[jax.Array, ...],
     page_table: jax.Array,
     start: jax.Array,
+    path: jax.Array | None,
     length: jax.Array,
     *,
     config: Config | None = None,
@@ -66,8 +68,9 @@ def kv_compact(
 ) -> jax.Array:
     """Arguments as in `reference.kv_compact` and `dispatch.Operation`."""
     config = config or default_config()
-    rows = rows.reshape(*pool.shape[:2], *rows.shape[1:])
-    form = _copies(rows, config) if pool.ndim > 5 else _tiles(pool, rows, start)
+    kept = along_path(rows, path)
+    kept = kept.reshape(*pool.shape[:2], *kept.shape[1:])
+    form = _copies(kept, config) if pool.ndim > 5 else _tiles(pool, kept, start)
     return pl.pallas_call(
         form.body,
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),

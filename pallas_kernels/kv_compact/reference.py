@@ -1,20 +1,37 @@
 """KV compaction in plain JAX: one scatter."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 
 def kv_compact(
-    pool: jax.Array, rows: jax.Array, page_table: jax.Array, start: jax.Array, length: jax.Array
+    pool: jax.Array,
+    rows: tuple[jax.Array, ...],
+    page_table: jax.Array,
+    start: jax.Array,
+    path: jax.Array | None,
+    length: jax.Array,
 ) -> jax.Array:
-    """Arguments as in `api.kv_compact`, except that `rows` [L * parts, B, A, *row] are already in the path's order."""
-    num_pages, page_size = pool.shape[2:4]
-    step = jnp.arange(rows.shape[2], dtype=start.dtype)[None]
+    """Arguments as in `api.kv_compact`, except that `rows` are the parts of all layers in one tuple."""
+    kept, (num_pages, page_size) = along_path(rows, path), pool.shape[2:4]
+    step = jnp.arange(kept.shape[2], dtype=start.dtype)[None]
     position = start[:, None] + step
     slot = jnp.minimum(position // page_size, page_table.shape[1] - 1)
     page = jnp.take_along_axis(page_table, slot, axis=1)
     keep = (step < length[:, None]) & (position < page_table.shape[1] * page_size)
     # Rejected rows go to a page that does not exist, and the scatter drops them.
     page = jnp.where(keep, page, num_pages)
-    rows = rows.reshape(*pool.shape[:2], *rows.shape[1:])
-    return pool.at[:, :, page, position % page_size].set(rows, mode="drop")
+    kept = kept.reshape(*pool.shape[:2], *kept.shape[1:])
+    return pool.at[:, :, page, position % page_size].set(kept, mode="drop")
+
+
+def along_path(rows: Sequence[jax.Array], path: jax.Array | None) -> jax.Array:
+    """The rows along the path, of all parts in one array: [L * parts, B, A, *row].
+
+    Gathered before they are stacked, so that XLA makes one kernel of it that reads and writes accepted rows only.
+    """
+    if path is not None:
+        rows = [jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), 1, mode="clip") for x in rows]
+    return jnp.stack(rows)

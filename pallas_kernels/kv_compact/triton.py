@@ -1,4 +1,8 @@
-"""KV compaction as a Triton kernel: each program writes one accepted row of some layers, a copy of a few KiB."""
+"""KV compaction as a Triton kernel: each program writes one accepted row of some layers, a copy of a few KiB.
+
+The rows of each layer are an argument of their own: rows that were first stacked would be written and read once more,
+rejected ones included.
+"""
 
 import dataclasses
 import functools
@@ -10,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels import platform
-from pallas_kernels._triton import call
+from pallas_kernels._triton import call, int32_or_none
 from pallas_kernels._types import Ref
 
 
@@ -19,7 +23,7 @@ class Config:
     """How the work of one call is divided."""
 
     parts: int
-    """Parts of all layers, such as the keys of one layer, that a program writes a row of; a power of two."""
+    """Parts of all layers, such as the keys of one layer, that a program writes a row of."""
     num_warps: int
 
 
@@ -39,8 +43,7 @@ TUNING = {"NVIDIA H100": Tuning(elements=2048, num_warps=4)}
 def default_config(*, parts: int, width: int) -> Config:
     """The configuration for rows of `width` elements in each of `parts` parts."""
     tuning = platform.for_device_kind(TUNING)
-    block = pl.next_power_of_2(width)
-    return Config(min(max(tuning.elements // block, 1), pl.next_power_of_2(parts)), tuning.num_warps)
+    return Config(min(max(tuning.elements // pl.next_power_of_2(width), 1), parts), tuning.num_warps)
 
 
 def supported(*args: object, interpret: bool | None = None) -> str | None:
@@ -50,51 +53,65 @@ def supported(*args: object, interpret: bool | None = None) -> str | None:
 
 def kv_compact(
     pool: jax.Array,
-    rows: jax.Array,
+    rows: tuple[jax.Array, ...],
     page_table: jax.Array,
     start: jax.Array,
+    path: jax.Array | None,
     length: jax.Array,
     *,
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
     """Arguments as in `reference.kv_compact` and `dispatch.Operation`."""
-    layers, parts_per_layer, num_pages, page_size, *row = pool.shape
-    batch, steps = rows.shape[1:3]
-    parts, width = layers * parts_per_layer, math.prod(row)
+    num_pages, page_size, *row = pool.shape[2:]
+    batch, nodes = rows[0].shape[:2]
+    parts, width = len(rows), math.prod(row)
     config = config or default_config(parts=parts, width=width)
     flat = jax.ShapeDtypeStruct((parts, num_pages, page_size, width), pool.dtype)
     out = call(
         functools.partial(_write, config=config),
         out_shape=flat,
-        grid=(steps, batch, pl.cdiv(parts, config.parts)),
-        input_output_aliases={4: 0},
+        grid=(nodes if path is None else path.shape[1], batch, pl.cdiv(parts, config.parts)),
+        input_output_aliases={0: 0},
         num_warps=config.num_warps,
         interpret=platform.resolve_interpret(interpret),
         name="kv_compact",
-    )(rows.reshape(parts, batch, steps, width), page_table, start, length, pool.reshape(flat.shape))
+    )(
+        pool.reshape(flat.shape),
+        [x.reshape(batch, nodes, width) for x in rows],
+        *(int32_or_none(x) for x in (page_table, start, path, length)),
+    )
     return out.reshape(pool.shape)
 
 
 def _write(
-    rows_ref: Ref,  # [L * parts, B, A, W]
+    _: Ref,  # the pool, which the result aliases
+    rows_refs: list[Ref],  # [B, N, W] each
     table_ref: Ref,  # [B, pages]
     start_ref: Ref,  # [B]
+    path_ref: Ref | None,  # [B, A]
     length_ref: Ref,  # [B]
-    _: Ref,  # the pool, which the result aliases
     pool_ref: Ref,  # [L * parts, P, page, W]
     *,
     config: Config,
 ) -> None:
-    step, b, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * config.parts
-    page_size, parts, width = pool_ref.shape[2], rows_ref.shape[0], rows_ref.shape[3]
+    step, b, own = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    page_size, width = pool_ref.shape[2:]
     position = start_ref[b] + step
 
     @pl.when((step < length_ref[b]) & (position < table_ref.shape[1] * page_size))
     def _():
-        page = table_ref[b, position // page_size]
-        part = (first + jnp.arange(config.parts, dtype=jnp.int32))[:, None]
-        column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)[None]
-        inside = (part < parts) & (column < width)
-        row = pltriton.load(rows_ref.at[part, b, step, column], mask=inside)
-        pltriton.store(pool_ref.at[part, page, position % page_size, column], row, mask=inside)
+        node = step if path_ref is None else path_ref[b, step]
+        page, place = table_ref[b, position // page_size], position % page_size
+        column = jnp.arange(pl.next_power_of_2(width), dtype=jnp.int32)
+        inside = column < width
+
+        def copy(first):
+            some = range(first, min(first + config.parts, len(rows_refs)))
+            kept = [pltriton.load(rows_refs[part].at[b, node, column], mask=inside) for part in some]
+            for part, row in zip(some, kept, strict=True):
+                pltriton.store(pool_ref.at[part, page, place, column], row, mask=inside)
+
+        # Which arguments a program reads must be known when it is compiled.
+        for index, first in enumerate(range(0, len(rows_refs), config.parts)):
+            pl.when(own == index)(functools.partial(copy, first))

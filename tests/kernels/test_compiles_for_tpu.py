@@ -160,12 +160,12 @@ def test_delta_rule(nodes, batch, generation):
 def test_compaction(row, dtype, generation):
     parts, page_size = len(row), 16
     pool = new((8, parts, 256, page_size, *row), dtype)
-    rows, table, count = new((8 * parts, 4, 6, *row), dtype), new((4, 64), "int32"), new((4,), "int32")
+    rows, table, count = (new((4, 6, *row), dtype),) * 8 * parts, new((4, 64), "int32"), new((4,), "int32")
 
-    def run(pool, *args):
-        return compaction.kv_compact(pool, *args, interpret=False)
+    def run(pool, table, start, length, *rows):
+        return compaction.kv_compact(pool, rows, table, start, None, length, interpret=False)
 
-    compiled = compile_for(generation, run, pool, rows, table, count, count, donate=(0,))
+    compiled = compile_for(generation, run, pool, table, count, count, *rows, donate=(0,))
     assert compiled.memory_analysis().alias_size_in_bytes >= pool.size * pool.dtype.itemsize
     if row[-1] % 128 == 0 and row[0] > 1:
         assert not copies_a_pool(compiled, pool)

@@ -101,18 +101,14 @@ def delta_arguments(case: Case) -> tuple[tuple, dict]:
 
 
 def compaction_arguments(case: Case) -> tuple[tuple, dict]:
-    """The rows along the path, which XLA gathers."""
-    pool, rows, table, start, path, length = compaction_inputs(case, with_path=case.tree)
-    rows = rows.reshape(-1, *rows.shape[2:])
-    if path is not None:
-        rows = np.take_along_axis(rows, path[None, :, :, None, None], axis=2)
-    return (pool, rows, table, start, length), {}
+    pool, rows, *rest = compaction_inputs(case, with_path=case.tree)
+    return (pool, tuple(rows.reshape(-1, *rows.shape[2:])), *rest), {}
 
 
 def latent_compaction_arguments(case: Case) -> tuple[tuple, dict]:
     """The same for a pool of one part without heads."""
     (pool, rows, *rest), options = compaction_arguments(case)
-    return (pool[:, :1, :, :, 0], rows[::2, :, :, 0], *rest), options
+    return (pool[:, :1, :, :, 0], tuple(each[:, :, 0] for each in rows[::2]), *rest), options
 
 
 SIMULATIONS = {
