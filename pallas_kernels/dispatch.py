@@ -24,6 +24,7 @@ class Operation:
 
     - the operation itself, with `config=` (None: `default_config`) and `interpret=` (None: `platform.interpret()`);
     - `supported`, which takes the operation's arguments and `interpret=` and returns None, or why it cannot run them;
+    - `worthwhile`, if XLA may be faster, which takes the operation's arguments and returns whether the kernel is;
     - `Config`, a frozen dataclass of tile sizes, warps and the like, and `default_config`, which chooses one by shapes.
 
     Attributes:
@@ -58,7 +59,8 @@ class Operation:
 
         Args:
           backend: one of `backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter. None: the
-            first kernel backend of this platform that is available and supports the arguments, otherwise XLA.
+            first kernel backend of this platform that is available, supports the arguments and is worthwhile for them,
+          otherwise XLA.
 
         Raises:
           ValueError: `backend` is unknown, belongs to another platform, is not available, or does not support the
@@ -81,7 +83,9 @@ class Operation:
         if backend is None:
             for kernel in BACKENDS.get(here, ()):
                 if kernel in self.kernels and self._refusal(kernel, args, options) is None:
-                    return getattr(self.module(kernel), self.name)
+                    module = self.module(kernel)
+                    if getattr(module, "worthwhile", lambda *_, **__: True)(*args, **options):
+                        return getattr(module, self.name)
             return self.xla
         if backend not in self.backends:
             raise ValueError(f"{self.name}: backend={backend!r}: must be one of {', '.join(sorted(self.backends))}")

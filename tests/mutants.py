@@ -730,6 +730,24 @@ MUTANTS = (
         ),
     ),
     *_group(
+        "pallas_kernels/kv_compact/triton.py",
+        (
+            "rows in the order of the nodes",
+            "node = step if path_ref is None else path_ref[b, step]",
+            "node = step",
+            "kernels/test_kv_compact.py::test_equals_a_loop_over_rows[nodes_17_tree-triton]",
+        ),
+    ),
+    *_group(
+        "pallas_kernels/gated_matmul/mosaic_gpu.py",
+        (
+            "idle multiprocessors",
+            "return use >= (tuning.limited_use",
+            "return use >= 0 * (tuning.limited_use",
+            "kernels/test_gated_matmul.py::test_the_kernel_runs_where_it_is_worthwhile",
+        ),
+    ),
+    *_group(
         "pallas_kernels/paged_attention/reference.py",
         (
             "a row after the prefix is read",

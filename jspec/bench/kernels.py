@@ -24,6 +24,7 @@ from jspec.bench import machine, measurement, report
 from jspec.bench.cli import BATCH, COUNT, REPEATS
 from jspec.bench.presets import PRESETS
 from jspec.checkpoints.files import DTYPES, resolve_dtype
+from jspec.core.xla_options import TRITON_GEMM_MAX_TOKENS, loop_options
 from jspec.engine import memory
 from jspec.engine.arguments import check_output
 from jspec.engine.options import DEFAULT_PAGE_SIZE
@@ -31,13 +32,21 @@ from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.llama import require_llama
 from jspec.models.moe import Routed
-from pallas_kernels import exact_attention, exact_matmul, grouped_matmul, mla_attention, paged_attention, platform
+from pallas_kernels import (
+    exact_attention,
+    exact_matmul,
+    gated_matmul,
+    grouped_matmul,
+    mla_attention,
+    paged_attention,
+    platform,
+)
 from pallas_kernels.dispatch import BACKENDS, Operation
 from pallas_kernels.group_rows import group_rows
 
 _INEXACT = "inexact"
 """The label of what an exact operation is timed beside."""
-KERNELS = ("attention", "experts", "exact-attention", "exact-products")
+KERNELS = ("attention", "experts", "gated-products", "exact-attention", "exact-products")
 CALLS = 8
 """Calls of a kernel in one program."""
 
@@ -51,6 +60,7 @@ class Work:
     static: the other arguments of each call, by name.
     bytes: that a call reads at least.
     peer: a label and a function of the same arguments to time beside it; None: the operation on XLA.
+    many: it is a product of more tokens than XLA's own products are for, see `loop_options`.
     """
 
     name: str
@@ -60,6 +70,7 @@ class Work:
     static: Sequence[dict[str, Any]]
     bytes: float
     peer: tuple[str, Callable] | None = None
+    many: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +142,8 @@ def _works(options: argparse.Namespace, target: Decoder, dtype: DTypeLike) -> It
         elif options.kernel == "exact-products":
             for work in exact_products(target, options.batch * nodes, dtype):
                 yield nodes, work
+        elif options.kernel == "gated-products":
+            yield nodes, gated_products(target, options.batch * nodes, dtype)
         else:
             work = attention(target, options.batch, nodes, context, page_size, dtype)
             yield nodes, _exactly(work) if options.kernel == "exact-attention" else work
@@ -197,7 +210,7 @@ def check(options: argparse.Namespace, target: Decoder) -> None:
         check_output("--json", options.json)
     if options.tile and platform.platform() != "gpu":
         raise ValueError(f"--tile {' '.join(options.tile)}: requires a GPU, but this device is a {_device_kind()}")
-    if options.kernel.startswith("exact"):
+    if options.kernel in ("exact-attention", "exact-products", "gated-products"):
         # The shapes below are those of its layers.
         require_llama(target, options.kernel)
     if options.kernel in ("attention", "exact-attention"):
@@ -234,7 +247,8 @@ def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[st
             return [way(*shared, **call, **static) for call, static in zip(calls, work.static, strict=True)]
 
         try:
-            seconds = machine.seconds_of(jax.jit(program), work.shared, work.calls, repeats=repeats)
+            run = jax.jit(program, compiler_options=loop_options(many=work.many))
+            seconds = machine.seconds_of(run, work.shared, work.calls, repeats=repeats)
             yield label, [each / len(work.calls) for each in seconds]
         except jax.errors.JaxRuntimeError as error:
             yield label, str(error).splitlines()[0]
@@ -280,13 +294,33 @@ def exact_products(target: Decoder, tokens: int, dtype: DTypeLike) -> Iterator[W
     named.append(("LM head", head, {"transposed": shapes.lm_head is None}))
     for name, shape, static in named:
         inner = shape.shape[1 if static.get("transposed") else 0]
-        *rows, one, other = _random(dtype, *[(tokens, inner)] * CALLS, *[shape.shape] * 2)
-        read = math.prod(shape.shape) * one.dtype.itemsize
-        # Two matrices in turn, so that none is in the cache of the device, and other rows in each call: XLA computes
-        # equal calls once.
-        calls = [{"x": x, "weight": (one, other)[i % 2]} for i, x in enumerate(rows)]
-        peer = (_INEXACT, _product)
-        yield Work(f"exact_matmul, {name}", exact_matmul.OPERATION, (), calls, [static] * CALLS, read, peer)
+        work = _products(f"exact_matmul, {name}", exact_matmul.OPERATION, (tokens, inner), shape.shape, static, dtype)
+        yield dataclasses.replace(work, peer=(_INEXACT, _product))
+
+
+def gated_products(target: Decoder, tokens: int, dtype: DTypeLike) -> Work:
+    """The first half of a layer's gated MLP."""
+    shape = target.param_shapes(dtype).layers[-1].gate_up
+    static = {"activation": jax.nn.silu}
+    return _products("gated_matmul", gated_matmul.OPERATION, (tokens, shape.shape[0]), shape.shape, static, dtype)
+
+
+def _products(
+    name: str,
+    operation: Operation,
+    rows: tuple[int, int],
+    matrix: tuple[int, ...],
+    static: dict[str, Any],
+    dtype: DTypeLike,
+) -> Work:
+    """Calls with other rows each, as XLA computes equal calls once.
+
+    Two matrices take turns, so that none is in the cache of the device.
+    """
+    *each, one, other = _random(dtype, *[rows] * CALLS, *[matrix] * 2)
+    calls = [{"x": x, "weight": (one, other)[i % 2]} for i, x in enumerate(each)]
+    read = math.prod(matrix) * one.dtype.itemsize
+    return Work(name, operation, (), calls, [static] * CALLS, read, many=rows[0] > TRITON_GEMM_MAX_TOKENS)
 
 
 def _product(
@@ -297,11 +331,9 @@ def _product(
     activation: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """The product as a model that is not exact computes it."""
-    out = layers.linear(x, weight.T if transposed else weight)
-    if activation is None:
-        return out
-    gate, other = jnp.split(out, 2, axis=-1)
-    return activation(gate) * other
+    if activation is not None:
+        return gated_matmul.gated_matmul(x, weight, activation=activation)
+    return layers.linear(x, weight.T if transposed else weight)
 
 
 def experts(target: Decoder, tokens: int, dtype: DTypeLike) -> Iterator[Work]:
@@ -346,6 +378,7 @@ def _operation(kernel: str, target: Decoder) -> Operation:
         "experts": grouped_matmul.OPERATION,
         "exact-attention": exact_attention.OPERATION,
         "exact-products": exact_matmul.OPERATION,
+        "gated-products": gated_matmul.OPERATION,
     }
     if kernel in fixed:
         return fixed[kernel]

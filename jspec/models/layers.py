@@ -19,6 +19,7 @@ from jspec.models.quantized import Quantized, quantized_product
 from pallas_kernels import norm, rotary
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.exact_matmul import exact_matmul
+from pallas_kernels.gated_matmul import gated_matmul
 from pallas_kernels.platform import platform, result_alone
 
 GEMV_MAX_WEIGHTS = {"gpu": 10_000_000, "tpu": math.inf}
@@ -237,8 +238,12 @@ def gated_mlp(
     if exact:
         inner = exact_matmul(x.reshape(-1, x.shape[-1]), require_wide(gate_up), activation=activation)
         return divided_linear(inner.reshape(*x.shape[:-1], -1), down)
-    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(activation(gate) * up, down)
+    if isinstance(gate_up, Quantized) or x.size == x.shape[-1]:
+        gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
+        inner = activation(gate) * up
+    else:
+        inner = gated_matmul(x, gate_up, activation=activation)
+    return linear(inner, down)
 
 
 def gelu(x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:

@@ -811,6 +811,9 @@ def test_exact_kernels_are_timed_beside_the_others(preset, names, capsys, one_gb
             np.testing.assert_allclose(exact, other, rtol=1e-4, atol=1e-4)
     status, out, _ = run_kernels(capsys, "exact-attention", "--preset", preset, "--context", "70")
     assert status == 0 and "exact_attention" in out and "inexact" in out
+    status, out, _ = run_kernels(capsys, "gated-products", "--preset", preset)
+    assert status == 0 and [line.split()[:3] for line in out.splitlines()[2:]] == [["gated_matmul", "3", "default"]]
+    assert [kernels.gated_products(PRESETS[preset].target, count, jnp.float32).many for count in (32, 33)] == [0, 1]
     status, _, err = run_kernels(capsys, "exact-products", "--preset", "tiny-deepseek")
     assert status == 2 and "exact-products requires a model of the Llama shape" in err
     status, _, err = run_kernels(capsys, "exact-products", "--preset", preset, "--context", "70")

@@ -9,6 +9,7 @@ import tpu_cases
 from gpu_compiler import devices, needs_plugin
 
 from pallas_kernels import dispatch
+from pallas_kernels.gated_matmul import mosaic_gpu
 
 pytestmark = [pytest.mark.slow, needs_plugin]
 KERNEL = "__gpu$xla.gpu.triton"
@@ -43,6 +44,14 @@ def test_a_loop_compiles_and_keeps_its_promises(name):
     known = KNOWN.get(name, {})
     assert KERNEL in text and problems.keys() == known.keys(), problems
     assert all(message in problems[check] for check, message in known.items())
+
+
+@pytest.mark.parametrize("name", ("llama-eagle-chain", "llama-8-heads-eagle-chain-over-4", "gemma4-suffix-chain"))
+def test_a_loop_compiles_with_the_kernel_of_many_tokens(name, monkeypatch):
+    """The first half of a gated MLP is a Mosaic GPU kernel, on one GPU and over four, as in large models."""
+    monkeypatch.setattr(mosaic_gpu, "worthwhile", lambda x, weight, **options: x.shape[0] > 1)
+    problems, text = compiled(name)
+    assert problems == {} and "mosaic_gpu" in text, problems
 
 
 @pytest.mark.parametrize("name", ("llama-eagle-tree", "deepseek-mtp-chain", "qwen3-next-mtp-chain"))

@@ -1,5 +1,6 @@
 """The backends of an operation as parameters of a test, and where each of them can run."""
 
+import jax
 import pytest
 
 from pallas_kernels import platform
@@ -8,6 +9,8 @@ from pallas_kernels.dispatch import BACKENDS, Operation
 HERE = platform.platform()
 REQUIRES = {backend: name for name, backends in BACKENDS.items() for backend in backends}
 """The platform of each kernel backend."""
+INTERPRETERS = {"mosaic_gpu": (0, 11)}
+"""The first version of JAX whose interpreter runs the kernels of a backend."""
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 """Compiler options for interpreted kernels: long programs on little data, which take longer to optimize than to run."""
 
@@ -17,9 +20,18 @@ def interpreted(backend: str | None) -> bool:
     return HERE == "cpu" and backend in REQUIRES
 
 
+def lacks_interpreter(backend: str | None) -> str | None:
+    """Why the interpreter of this version of JAX cannot run a backend; None if it can."""
+    version = INTERPRETERS.get(backend, (0,))
+    number = ".".join(map(str, version))
+    return None if jax.__version_info__ >= version else f"{backend} requires JAX {number} or later on a CPU"
+
+
 def requires(backend: str):
     """A mark that skips what runs on other platforms only; a CPU runs everything, kernels in Pallas' interpreter."""
-    needed = REQUIRES.get(backend, HERE)
+    needed, lacking = REQUIRES.get(backend, HERE), lacks_interpreter(backend)
+    if interpreted(backend) and lacking:
+        return pytest.mark.skipif(True, reason=lacking)
     return pytest.mark.skipif(HERE not in ("cpu", needed), reason=f"{backend} requires a {needed}, or a CPU")
 
 
