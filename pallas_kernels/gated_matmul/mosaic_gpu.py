@@ -151,9 +151,15 @@ def gated_matmul(
     config: Config | None = None,
     interpret: bool | None = None,
 ) -> jax.Array:
-    """Arguments as in `reference.gated_matmul` and `dispatch.Operation`."""
-    tokens, rows = _tokens(x), x.reshape(-1, x.shape[-1])
-    config = config or default_config(tokens=tokens, width=weight.shape[1] // 2)
+    """Arguments as in `reference.gated_matmul` and `dispatch.Operation`.
+
+    Raises:
+      ValueError: the configuration does not suit the matrix.
+    """
+    tokens, inner, width = _tokens(x), x.shape[-1], weight.shape[1] // 2
+    config, rows = config or default_config(tokens=tokens, width=width), x.reshape(-1, inner)
+    if inner % config.block_k or config.columns > width:
+        raise ValueError(f"{config}: block_k must divide {inner}, and columns be at most {width}")
     # TMA moves rows in groups of 8.
     filled = jnp.pad(rows, ((0, -tokens % 8), (0, 0))) if tokens % 8 else rows
     out: Any = _gated_matmul(activation, config, platform.resolve_interpret(interpret), filled, weight)

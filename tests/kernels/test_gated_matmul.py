@@ -197,6 +197,14 @@ def test_arguments_that_do_not_fit_are_an_error(x, weight, message, without_jaxt
         gated_matmul(jnp.zeros(x), jnp.zeros(weight), activation=jax.nn.silu)
 
 
+@pytest.mark.parametrize("change", ({"block_k": 128}, {"columns": 128}), ids=str)
+def test_a_configuration_that_does_not_suit_the_matrix_is_an_error(change):
+    x, weight = inputs(8, 192, 64)
+    config = dataclasses.replace(CONFIG, **{"columns": 64} | change)
+    with pytest.raises(ValueError, match="block_k must divide 192, and columns be at most 64"):
+        mosaic_gpu.gated_matmul(x, weight, activation=jax.nn.silu, config=config)
+
+
 def test_types_that_do_not_fit_are_an_error():
     with pytest.raises(ValueError, match="x and weight must have the same dtype, not float32 and float16"):
         gated_matmul(jnp.zeros((8, 64)), jnp.zeros((64, 128), jnp.float16), activation=jax.nn.silu)
