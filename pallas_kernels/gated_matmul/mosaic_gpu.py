@@ -92,8 +92,7 @@ def default_config(*, tokens: int, width: int) -> Config:
     each = pl.cdiv(tokens, pl.cdiv(tokens, max(tuning.tiles)))
     rows = min(height for height in tuning.tiles if height >= each)
     warpgroups, blocks, columns = tuning.tiles[rows]
-    # A tile that began after the last column would be written to the first one: TMA ignores the place in a dimension of
-    # a single block.
+    # Columns are written in blocks of 64. If the result has only one, a block after it would be written over it.
     columns = min(columns, width)
     stage = 2 * tuning.block_k * (rows + 2 * columns)
     return Config(warpgroups, blocks, columns, tuning.block_k, (SHARED_BYTES - 2 * rows * ROWS) // stage)
