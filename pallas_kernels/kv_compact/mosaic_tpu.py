@@ -68,8 +68,7 @@ def kv_compact(
 ) -> jax.Array:
     """Arguments as in `reference.kv_compact` and `dispatch.Operation`."""
     config = config or default_config()
-    kept = along_path(rows, path)
-    kept = kept.reshape(*pool.shape[:2], *kept.shape[1:])
+    kept = along_path(pool, rows, path)
     form = _copies(kept, config) if pool.ndim > 5 else _tiles(pool, kept, start)
     return pl.pallas_call(
         form.body,

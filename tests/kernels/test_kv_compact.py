@@ -178,6 +178,8 @@ def test_lowers_for(case, with_path, where, backend, monkeypatch):
     text = cross_lower(kv_compact, LOWERING[where], pool, ((row, row),) * case.layers, table, start, path, start)
     (call,) = [line for line in text.splitlines() if KERNEL[backend] in line]
     assert "output_operand_alias" in call
+    # On a GPU the kernel reads each layer's rows where they are.
+    assert (where == "gpu") == ("concatenate" not in text)
 
 
 def test_an_unknown_backend_is_an_error():
