@@ -63,7 +63,7 @@ class Tuning:
     block_k: int
     least_tokens: int
     most_tokens: int
-    """With fewer tokens the time is that of reading the weight, with more that of multiplying, whatever the kernel."""
+    """Outside of this range all kernels take as long: they wait for the weight, or multiply all the time."""
     limited: int
     """Tokens up to which reading the weight limits the kernel even if it leaves multiprocessors idle."""
     limited_use: float
@@ -112,10 +112,16 @@ def supported(
         return f"x is {x.dtype.name}: must be one of {', '.join(DTYPES)}"
     if platform.resolve_interpret(interpret):
         return "the interpreter of this kernel requires JAX 0.11 or later" if INTERPRETER is None else None
-    if "custom_jvp" in str(jax.make_jaxpr(activation)(jnp.float32(0))):
+    if _has_rule(activation):
         return f"activation is {activation}: must not have a derivative rule of its own"
     capability = str(getattr(platform.device(), "compute_capability", CAPABILITY))
     return None if capability.startswith(CAPABILITY) else f"compute capability {capability}: must be {CAPABILITY}x"
+
+
+@functools.cache
+def _has_rule(activation: Callable[[jax.Array], jax.Array]) -> bool:
+    """Whether a function has a derivative rule of its own; kept, because each layer of a model asks."""
+    return "custom_jvp" in str(jax.make_jaxpr(activation)(jnp.zeros(1, jnp.float32)))
 
 
 def worthwhile(x: jax.Array, weight: jax.Array, **options: object) -> bool:

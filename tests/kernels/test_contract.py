@@ -72,7 +72,7 @@ def example(package):
             return (normal(6, 1040), normal(1040, 8) / 32), {}
         case "gated_matmul":
             # Sums and products of whole numbers are exact, however they are rounded.
-            x, weight = (jnp.round(array).astype(jnp.float16) for array in (normal(6, 64), normal(64, 128)))
+            x, weight = (jnp.round(array).astype(jnp.float16) for array in (normal(6, 128), normal(128, 512)))
             return (x, weight), {"activation": jnp.abs}
         case "scaled_matmul":
             return (normal(6, 64), normal(64, 8).astype(jnp.int8), normal(4, 8)), {"group": 16}

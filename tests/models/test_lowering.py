@@ -10,6 +10,7 @@ import toy
 from crosslower import cross_lower
 
 from jspec.core.types import DraftTree
+from jspec.models import layers
 from pallas_kernels import platform
 
 SHAPE = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
@@ -36,3 +37,14 @@ def test_more_layers_have_no_more_kernels(where, exact, monkeypatch):
     target = dataclasses.replace(toy.TARGET, **SHAPE, exact=exact)
     few, many = (kernels(dataclasses.replace(target, num_layers=count), where, monkeypatch) for count in (2, 6))
     assert 0 < few == many
+
+
+@pytest.mark.parametrize(("batch", "kernel"), [(32, True), (8, False)])
+@pytest.mark.parametrize("activation", (jax.nn.silu, layers.gelu))
+def test_the_gate_of_many_tokens_is_a_kernel_of_its_own(activation, batch, kernel, monkeypatch):
+    """At the shape of a large model, whose tiles occupy the device."""
+    monkeypatch.setattr(platform, "platform", lambda: "gpu")
+    shapes = (batch, 6, 4096), (4096, 2 * 14336), (14336, 4096)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    text = str(jax.make_jaxpr(functools.partial(layers.gated_mlp, activation=activation))(*args))
+    assert ("gated_matmul" in text) == kernel and text.count("dot_general[") == (1 if kernel else 2)
