@@ -223,6 +223,8 @@ def check(options: argparse.Namespace, target: Decoder) -> None:
     if options.kernel == "experts" and _experts(target) is None:
         others = ", ".join(name for name, preset in PRESETS.items() if _experts(preset.target))
         raise ValueError(f"--preset {options.preset} has no experts; must be one of {others}")
+    if options.kernel == "gated-products" and _gate_up(target) is None:
+        raise ValueError(f"--preset {options.preset}: its last layer has experts; gated-products requires a dense one")
 
 
 def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[str, list[float] | str]]:
@@ -300,9 +302,13 @@ def exact_products(target: Decoder, tokens: int, dtype: DTypeLike) -> Iterator[W
 
 def gated_products(target: Decoder, tokens: int, dtype: DTypeLike) -> Work:
     """The first half of a layer's gated MLP."""
-    shape = target.param_shapes(dtype).layers[-1].gate_up
-    static = {"activation": jax.nn.silu}
-    return _products("gated_matmul", gated_matmul.OPERATION, (tokens, shape.shape[0]), shape.shape, static, dtype)
+    matrix, static = _gate_up(target).shape, {"activation": jax.nn.silu}
+    return _products("gated_matmul", gated_matmul.OPERATION, (tokens, matrix[0]), matrix, static, dtype)
+
+
+def _gate_up(target: Decoder) -> Any:
+    """The shape of the matrix of gate and up of the last layer; None: it has experts."""
+    return target.param_shapes(jnp.float32).layers[-1].gate_up
 
 
 def _products(

@@ -814,6 +814,8 @@ def test_exact_kernels_are_timed_beside_the_others(preset, names, capsys, one_gb
     status, out, _ = run_kernels(capsys, "gated-products", "--preset", preset)
     assert status == 0 and [line.split()[:3] for line in out.splitlines()[2:]] == [["gated_matmul", "3", "default"]]
     assert [kernels.gated_products(PRESETS[preset].target, count, jnp.float32).many for count in (32, 33)] == [0, 1]
+    status, _, err = run_kernels(capsys, "gated-products", "--preset", "qwen3-30b-a3b")
+    assert status == 2 and "its last layer has experts; gated-products requires a dense one" in err
     status, _, err = run_kernels(capsys, "exact-products", "--preset", "tiny-deepseek")
     assert status == 2 and "exact-products requires a model of the Llama shape" in err
     status, _, err = run_kernels(capsys, "exact-products", "--preset", preset, "--context", "70")
