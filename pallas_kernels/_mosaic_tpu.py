@@ -84,11 +84,6 @@ def absorb(scores: jax.Array, weigh: Callable[[jax.Array], jax.Array], state: St
     return higher, total * fade + weights.sum(-1, keepdims=True), summed * fade + weigh(weights)
 
 
-def exactness(x: jax.Array) -> lax.Precision | None:
-    """The precision of products: that of float32 for float32."""
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-
-
 def own_rows_end(mask_ref: Ref | None, rows: int, last_seen: int, last_node: jax.Array) -> jax.Array | int:
     """How many of the round's own rows a tile of queries sees; without a mask, node n sees up to `last_seen` + n."""
     return rows if mask_ref is not None else jnp.minimum(rows, last_seen + last_node + 1)

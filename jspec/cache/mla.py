@@ -9,7 +9,6 @@ from functools import partial
 from typing import Self
 
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -169,7 +168,7 @@ def _expanded(
 
 def _each_head(equation: str, x: Array, weight: Array) -> Array:
     """One product per head; exact in float32, like `layers.linear`."""
-    return jnp.einsum(equation, x, weight, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+    return jnp.einsum(equation, x, weight, precision=platform.exactness(x))
 
 
 def _each_head_exactly(x: Float[Array, "B N H K"], weight: Float[Array, "H K M"]) -> Float[Array, "B N H M"]:

@@ -10,7 +10,6 @@ import dataclasses
 from typing import ClassVar, Self
 
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -21,6 +20,7 @@ from jspec.core.types import Params
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.sizes import keys_bytes, shape_of, tree_bytes
+from pallas_kernels.platform import exactness
 from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.topk import topk
 
@@ -315,8 +315,7 @@ class Assistant:
             return logits.astype(jnp.float32), None
         chosen = _largest(layers.linear(normed, own.clusters.centroids), self.clusters.chosen)
         rows = jnp.take(own.clusters.head, chosen, axis=0, mode="clip")
-        precision = lax.Precision.HIGHEST if normed.dtype == jnp.float32 else None
-        logits = jnp.einsum("bnkse,bne->bnks", rows, normed, precision=precision).astype(jnp.float32)
+        logits = jnp.einsum("bnkse,bne->bnks", rows, normed, precision=exactness(normed)).astype(jnp.float32)
         ids = jnp.take(own.clusters.ids, chosen, axis=0, mode="clip")
         return logits.reshape(*normed.shape[:2], -1), ids.reshape(*normed.shape[:2], -1)
 

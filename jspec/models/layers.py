@@ -20,7 +20,7 @@ from pallas_kernels import norm, rotary
 from pallas_kernels.add_norm import add_norm
 from pallas_kernels.exact_matmul import exact_matmul
 from pallas_kernels.gated_matmul import gated_matmul
-from pallas_kernels.platform import platform, result_alone
+from pallas_kernels.platform import exactness, platform, result_alone
 
 GEMV_MAX_WEIGHTS = {"gpu": 10_000_000, "tpu": math.inf}
 """Size of a matrix below which XLA, on a platform, lowers its product with a single row to a sum over columns. That is
@@ -130,8 +130,7 @@ def linear(
     if isinstance(weight, Quantized):
         out = quantized_product(rows, weight)
     else:
-        # In a narrow precision, HIGHEST would rule out the fastest products and gain nothing.
-        out = jnp.matmul(rows, weight, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+        out = jnp.matmul(rows, weight, precision=exactness(x))
     if alone:
         out = out[:1].reshape(*x.shape[:-1], -1)
     return add_bias(result_alone(out), bias)

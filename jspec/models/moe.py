@@ -19,6 +19,7 @@ from jspec.models.sizes import shape_of
 from pallas_kernels.exact_matmul import exact_matmul
 from pallas_kernels.group_rows import group_rows
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.platform import exactness
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +149,7 @@ def router_logits(x: Float[Array, "T E"], router: Float[Array, "X E"], *, exact:
     """
     if exact:
         return exact_matmul(x, router, transposed=True)
-    return jnp.matmul(x, router.T, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None)
+    return jnp.matmul(x, router.T, precision=exactness(x))
 
 
 def experts_mlp(

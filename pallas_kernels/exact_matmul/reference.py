@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.each import map_each
+from pallas_kernels.platform import exactness
 
 ROWS = 16
 """Rows of a block; the last one is filled up with zeros."""
@@ -28,10 +29,9 @@ def exact_matmul(
     blocks = -(-rows // ROWS)
     padded = jnp.zeros((blocks * ROWS, inner), x.dtype).at[:rows].set(x).reshape(blocks, ROWS, inner)
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
     def product(block: jax.Array) -> jax.Array:
-        out = lax.dot_general(block, weight, contracted, precision=precision, preferred_element_type=jnp.float32)
+        out = lax.dot_general(block, weight, contracted, precision=exactness(x), preferred_element_type=jnp.float32)
         # Nothing is merged with the product, which would change it.
         return lax.optimization_barrier(out)
 

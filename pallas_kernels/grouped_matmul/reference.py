@@ -27,7 +27,7 @@ def grouped_matmul(
     """Arguments as in `api.grouped_matmul`."""
     if rows is not None:
         x = jnp.take(x, rows, axis=0, mode="clip")
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    precision = platform.exactness(x)
     if scale is not None:
         x, weight = platform.kept_in_loop(x, weight)
     if codes is not None:

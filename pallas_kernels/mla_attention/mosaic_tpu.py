@@ -23,7 +23,6 @@ from pallas_kernels._mosaic_tpu import (
     absorb,
     double_buffer,
     empty_state,
-    exactness,
     own_rows_end,
     pad,
     page_positions,
@@ -319,5 +318,5 @@ def _absorb(q: jax.Array, rows: jax.Array, visible: jax.Array, state: State, *, 
 def _dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
     """Products of a [M, n] with a matrix whose `axis` has n elements, in float32."""
     return lax.dot_general(
-        a, b, (((1,), (axis,)), ((), ())), precision=exactness(a), preferred_element_type=jnp.float32
+        a, b, (((1,), (axis,)), ((), ())), precision=platform.exactness(a), preferred_element_type=jnp.float32
     )

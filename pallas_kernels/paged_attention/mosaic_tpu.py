@@ -24,7 +24,6 @@ from pallas_kernels._mosaic_tpu import (
     absorb,
     double_buffer,
     empty_state,
-    exactness,
     own_rows_end,
     pad,
     page_positions,
@@ -352,6 +351,6 @@ def _dot(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
         a,
         b,
         (((a_axis,), (b_axis,)), ((0,), (1,))),
-        precision=exactness(a),
+        precision=platform.exactness(a),
         preferred_element_type=jnp.float32,
     )

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.platform import kept_in_loop
+from pallas_kernels.platform import exactness, kept_in_loop
 
 
 def scaled_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array, *, group: int) -> jax.Array:
     """Arguments as in `api.scaled_matmul`."""
     rows, inner = x.shape
-    # In a narrow precision, HIGHEST would rule out the fastest products and gain nothing.
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    precision = exactness(x)
     if group >= inner:
         x, weight = kept_in_loop(x, weight)
         out = jnp.matmul(x, weight.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
