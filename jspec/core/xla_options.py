@@ -12,8 +12,10 @@ times as much, which is little beside weights and caches (docs/decisions.md). Wi
 because NCCL needs the same order of sums on all of them.
 
 **Sums over devices.** NCCL's kernels are captured, too, with COLLECTIVES. Since JAX 0.11 XLA replaces some of them by
-kernels of its own that cannot be captured, so these are turned off. NCCL adds waits for events to a graph, which a loop
-node may not contain, unless NCCL_GRAPH_MIXING_SUPPORT is 0 before its first call.
+kernels of its own that cannot be captured, so these are turned off. NCCL reads two variables before its first call that
+must be 0. With NCCL_GRAPH_MIXING_SUPPORT it adds waits for events to a graph, which a loop node may not contain. With
+NCCL_RUNTIME_CONNECT it connects devices when an algorithm first sums over them, which fails during a capture (NCCL
+issues 1471 and 1513).
 
 **Matrix products of many tokens.** XLA times candidates for each matrix product with its operands in the GPU's cache,
 where the weights are not when a round reads them, so it prefers its own Triton kernels too often. They are the fastest
@@ -41,23 +43,24 @@ _CAPTURE = {
 }
 _CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 _PRODUCTS = {"xla_gpu_enable_triton_gemm": False}
-GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
-"""The variable that NCCL reads before its first call."""
+CAPTURED_IF_ZERO = "NCCL_GRAPH_MIXING_SUPPORT", "NCCL_RUNTIME_CONNECT"
+"""Variables that NCCL reads before its first call. Sums over devices are captured only if both are 0."""
 _OWN_COLLECTIVES = "xla_gpu_experimental_use_collective_kernels"
 """XLA's own kernels for sums over devices; since JAX 0.11."""
 
 
 def prepare_collectives() -> None:
     """Lets NCCL's kernels be part of the loop's graph, unless the environment decides otherwise."""
-    os.environ.setdefault(GRAPH_MIXING, "0")
+    for name in CAPTURED_IF_ZERO:
+        os.environ.setdefault(name, "0")
 
 
 def loop_options(*, many: bool = False, devices: int = 1, flags: str | None = None) -> dict[str, str | bool]:
     """Options for `jax.jit(..., compiler_options=...)` of a program that contains the loop; they only affect GPUs.
 
     many: each round verifies more than `TRITON_GEMM_MAX_TOKENS` tokens.
-    devices: over which the model is split. With several the loop is one graph only if `NCCL_GRAPH_MIXING_SUPPORT` is 0,
-      as `jspec.load` sets it.
+    devices: over which the model is split. With several the loop is one graph only if the variables of
+      `CAPTURED_IF_ZERO` are 0, as `jspec.load` sets them.
     flags: XLA_FLAGS; None: those of this process. A group of options that they name is left to them.
 
     Raises:
@@ -67,7 +70,7 @@ def loop_options(*, many: bool = False, devices: int = 1, flags: str | None = No
     many, devices = check_flag("many", many), check_int("devices", devices, least=1)
     flags = os.environ.get("XLA_FLAGS", "") if flags is None else check_text("flags", flags)
     capture: dict[str, str | bool] = dict(_CAPTURE)
-    if devices > 1 and os.environ.get(GRAPH_MIXING) == "0":
+    if devices > 1 and all(os.environ.get(name) == "0" for name in CAPTURED_IF_ZERO):
         capture["xla_gpu_enable_command_buffer"] = f"{_CAPTURE['xla_gpu_enable_command_buffer']},COLLECTIVES"
         if jax.__version_info__ >= (0, 11):
             capture[_OWN_COLLECTIVES] = ""

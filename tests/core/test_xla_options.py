@@ -43,36 +43,40 @@ def test_cublas_multiplies_many_tokens_but_no_weights_of_8_bits(backend, monkeyp
         assert not prefers_cublas(wide | {"narrow": jnp.zeros((2, 2), narrow)}, 33)
 
 
-@pytest.mark.parametrize("mixing", ("0", "1", None))
-def test_sums_over_devices_are_captured_if_nccl_allows_it(monkeypatch, mixing):
-    if mixing is None:
-        monkeypatch.delenv(xla_options.GRAPH_MIXING, raising=False)
-    else:
-        monkeypatch.setenv(xla_options.GRAPH_MIXING, mixing)
+@pytest.mark.parametrize("values", (("0", "0"), ("1", "0"), ("0", "1"), (None, "0"), ("0", None)))
+def test_sums_over_devices_are_captured_if_nccl_allows_it(monkeypatch, values):
+    for name, value in zip(xla_options.CAPTURED_IF_ZERO, values, strict=True):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    allowed = values == ("0", "0")
     alone, several = loop_options(flags=""), loop_options(flags="", devices=2)
     # NCCL needs the same order of sums on all devices.
     assert alone.pop("xla_gpu_command_buffer_scheduling_mode") == "CONCURRENT"
     captured = several["xla_gpu_enable_command_buffer"].split(",")
-    assert ("COLLECTIVES" in captured) == (mixing == "0") and "WHILE" in captured
-    assert mixing == "0" or several == alone
+    assert ("COLLECTIVES" in captured) == allowed and "WHILE" in captured
+    assert allowed or several == alone
     own = "xla_gpu_experimental_use_collective_kernels"
-    assert (several.get(own) == "") == (mixing == "0" and jax.__version_info__ >= (0, 11))
+    assert (several.get(own) == "") == (allowed and jax.__version_info__ >= (0, 11))
 
 
-def test_the_environment_decides_whether_nccl_may_be_captured(monkeypatch):
-    monkeypatch.delenv(xla_options.GRAPH_MIXING, raising=False)
+@pytest.mark.parametrize("name", xla_options.CAPTURED_IF_ZERO)
+def test_the_environment_decides_whether_nccl_may_be_captured(monkeypatch, name):
+    monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     xla_options.prepare_collectives()
-    assert os.environ[xla_options.GRAPH_MIXING] == "0"
-    os.environ[xla_options.GRAPH_MIXING] = "1"
+    assert os.environ[name] == "0"
+    os.environ[name] = "1"
     xla_options.prepare_collectives()
-    assert os.environ[xla_options.GRAPH_MIXING] == "1"
+    assert os.environ[name] == "1"
 
 
 @pytest.mark.parametrize("devices", (1, 4))
 @pytest.mark.parametrize("many", (False, True))
 def test_the_options_are_known_to_the_compiler_and_change_nothing_elsewhere(many, devices, monkeypatch):
-    monkeypatch.setenv(xla_options.GRAPH_MIXING, "0")
+    for name in xla_options.CAPTURED_IF_ZERO:
+        monkeypatch.setenv(name, "0")
     options = loop_options(many=many, devices=devices, flags="")
     loop = jax.jit(lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: x + 2, x), compiler_options=options)
     assert loop(jnp.int32(0)) == 10
@@ -89,7 +93,7 @@ def test_the_options_are_read_at_the_first_use(monkeypatch):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU as JAX's default backend")
-@pytest.mark.parametrize("devices", (1, 2))
+@pytest.mark.parametrize("devices", (1, 2, 4))
 def test_the_loop_is_one_command_buffer_and_runs_again(tmp_path, devices):
     """Each program of `decode` consists of one command buffer that contains the loop, sums over devices included."""
     if jax.device_count() < devices:

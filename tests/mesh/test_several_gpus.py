@@ -1,4 +1,4 @@
-"""Models over two GPUs of one process give what one GPU gives, through each entry point.
+"""Models over two and four GPUs of one process give what one GPU gives, through each entry point.
 
 Eight CPU devices run the same points, and many more (`product_on_eight_devices.py`).
 """
@@ -6,13 +6,10 @@ Eight CPU devices run the same points, and many more (`product_on_eight_devices.
 import jax
 import product
 import pytest
-import several
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not several.have_gpus(), reason=f"needs {several.PROCESSES} GPUs in JAX"),
-]
-POINTS = [
+pytestmark = pytest.mark.slow
+GPUS = jax.device_count() if jax.default_backend() == "gpu" else 0
+ON_TWO = [
     product.on_two(*names)
     for names in (
         ("llama", "standalone", "tensor 2", "generate"),
@@ -29,11 +26,29 @@ POINTS = [
         ("states and experts", "suffix", "data 2", "engine"),
     )
 ]
-"""Each family and drafter, and each placement with each entry point.
+"""Each family and drafter, and each placement of two GPUs with each entry point.
 
 MTP heads over latents are left out: for a float32 product of so small heads XLA finds no configuration without
 autotuning, which tests turn off.
 """
+ON_FOUR = [
+    product.make_point(*names)
+    for names in (
+        ("llama", "standalone", "tensor 4", "generate"),
+        ("qwen3", "eagle", "tensor 4", "engine"),
+        ("experts", "block", "data 2 x tensor 2", "generate"),
+        ("latents", "eagle", "tensor 4", "generate"),
+        ("windows", "plain", "data 2 x tensor 2", "engine"),
+        ("windows and experts", "frozen_kv_mtp", "tensor 4", "generate_ids"),
+        ("sinks", "adaptive", "tensor 4", "generate"),
+        ("states and experts", "suffix", "data 2 x tensor 2", "generate_ids"),
+    )
+]
+
+
+def on(gpus, points):
+    needs = pytest.mark.skipif(GPUS < gpus, reason=f"needs {gpus} GPUs in JAX")
+    return [pytest.param(point, gpus, id=str(point), marks=needs) for point in points]
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +61,8 @@ def reference(checkpoints):
     return product.references(checkpoints)
 
 
-@pytest.mark.parametrize("point", POINTS, ids=str)
-def test_two_gpus_give_what_one_gives(point, checkpoints, reference):
+@pytest.mark.parametrize(("point", "gpus"), on(2, ON_TWO) + on(4, ON_FOUR))
+def test_several_gpus_give_what_one_gives(point, gpus, checkpoints, reference):
     model = checkpoints.load(point)
-    assert {device for leaf in jax.tree.leaves(model.params) for device in leaf.devices()} == set(jax.devices()[:2])
+    assert {device for leaf in jax.tree.leaves(model.params) for device in leaf.devices()} == set(jax.devices()[:gpus])
     product.assert_same(product.ENTRIES[point.entry](model, point), reference(point), point)
