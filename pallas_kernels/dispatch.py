@@ -24,7 +24,7 @@ class Operation:
 
     - the operation itself, with `config=` (None: `default_config`) and `interpret=` (None: `platform.interpret()`);
     - `supported`, which takes the operation's arguments and `interpret=` and returns None, or why it cannot run them;
-    - `worthwhile`, only if XLA is faster for some arguments: it takes them and returns whether the kernel should run;
+    - `worthwhile`, only if a later backend is faster for some arguments: it takes them and returns whether to run;
     - `Config`, a frozen dataclass of tile sizes, warps and the like, and `default_config`, which chooses one by shapes.
 
     Attributes:

@@ -739,6 +739,15 @@ MUTANTS = (
         ),
     ),
     *_group(
+        "pallas_kernels/mla_attention/mosaic_gpu.py",
+        (
+            "few query rows",
+            "q_latent.shape[1] * q_latent.shape[2] >= platform",
+            "q_latent.shape[1] * q_latent.shape[2] >= 0 * platform",
+            "kernels/test_mla_attention_on_hopper.py::test_the_kernel_runs_where_it_is_worthwhile",
+        ),
+    ),
+    *_group(
         "pallas_kernels/gated_matmul/mosaic_gpu.py",
         (
             "idle multiprocessors",

@@ -8,11 +8,11 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="AxBx...",
-        help="configurations of the GPU kernel to try beside its default: the fields of its Config, in order",
+        help="configurations of a GPU kernel to try beside its default: the fields of its Config, in order",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write each time to FILE as a line of JSON")
     parser.set_defaults(run=main)
@@ -180,7 +180,9 @@ def _line(
     context = None
     if options.kernel in ("attention", "exact-attention"):
         context, settings["page_size"] = options.context or 8192, options.page_size or DEFAULT_PAGE_SIZE
-    if way not in ("default", "XLA", _INEXACT):
+    if way in itertools.chain(*BACKENDS.values()):
+        settings["backend"] = way
+    elif way not in ("default", "XLA", _INEXACT):
         settings["tile"] = way
     return report.measurement(
         here,
@@ -228,7 +230,9 @@ def check(options: argparse.Namespace, target: Decoder) -> None:
 
 
 def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[str, list[float] | str]]:
-    """Times an operation with its default backend, with each tile of the GPU kernel, and its peer.
+    """Times an operation with its default backend, with each tile of a GPU kernel, and its peer.
+
+    If it has several kernels for this platform, those that can run these arguments are timed by name as well.
 
     Yields:
       a label, and the seconds per call of each repetition, or why it cannot run.
@@ -238,10 +242,15 @@ def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[st
     ways: list[tuple[str, Callable]] = [("default", api)]
     for tile in tiles:
         label = "x".join(map(str, dataclasses.astuple(tile)))
-        ways.append((label, functools.partial(getattr(_gpu_kernel(operation), operation.name), config=tile)))
+        modules = map(operation.module, _kernels(operation, "gpu"))
+        module = next(each for each in modules if isinstance(tile, each.Config))
+        ways.append((label, functools.partial(getattr(module, operation.name), config=tile)))
+    kernels = _kernels(operation, platform.platform())
+    if len(kernels) > 1:
+        ways += [(kernel, functools.partial(api, backend=kernel)) for kernel in kernels]
     if work.peer is not None:
         ways.append(work.peer)
-    elif any(kernel in operation.kernels for kernel in BACKENDS.get(platform.platform(), ())):
+    elif kernels:
         ways.append(("XLA", functools.partial(api, backend="xla")))
     for label, way in ways:
 
@@ -254,6 +263,10 @@ def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[st
             yield label, [each / len(work.calls) for each in seconds]
         except jax.errors.JaxRuntimeError as error:
             yield label, str(error).splitlines()[0]
+        except ValueError as error:
+            if label not in kernels:
+                raise
+            yield label, str(error)
 
 
 def attention(target: Decoder, batch: int, nodes: int, context: int, page_size: int, dtype: DTypeLike) -> Work:
@@ -392,19 +405,23 @@ def _operation(kernel: str, target: Decoder) -> Operation:
     return paged_attention.OPERATION if latent is None else mla_attention.OPERATION
 
 
-def _gpu_kernel(operation: Operation) -> ModuleType:
-    """The module of the operation's preferred GPU kernel."""
-    return operation.module(next(kernel for kernel in BACKENDS["gpu"] if kernel in operation.kernels))
+def _kernels(operation: Operation, name: str) -> list[str]:
+    """The operation's kernels for a platform, best first."""
+    return [kernel for kernel in BACKENDS.get(name, ()) if kernel in operation.kernels]
 
 
 def _tile(text: str, operation: Operation) -> Any:
-    """The Config of the operation's GPU kernel, such as 16x64x4x4x3."""
-    config = _gpu_kernel(operation).Config
-    names, values = [field.name for field in dataclasses.fields(config)], text.split("x")
-    if len(values) != len(names) or not all(value.isdigit() for value in values):
-        raise ValueError(f"--tile {text}: must be {len(names)} integers joined by x: {', '.join(names)}")
-    kinds = [bool if field.type is bool else int for field in dataclasses.fields(config)]
-    return config(*(kind(int(value)) for kind, value in zip(kinds, values, strict=True)))
+    """The Config of one of the operation's GPU kernels, such as 16x64x4x4x3: that with as many fields."""
+    values, wanted = text.split("x"), []
+    for kernel in _kernels(operation, "gpu"):
+        fields = dataclasses.fields(operation.module(kernel).Config)
+        if len(values) == len(fields) and all(value.isdigit() for value in values):
+            kinds = [bool if field.type is bool else int for field in fields]
+            return operation.module(kernel).Config(
+                *(kind(int(value)) for kind, value in zip(kinds, values, strict=True))
+            )
+        wanted.append(", ".join(field.name for field in fields))
+    raise ValueError(f"--tile {text}: must be integers joined by x: {'; or '.join(wanted)}")
 
 
 def _device_kind() -> str:

@@ -1,4 +1,4 @@
-"""The first half of a gated MLP as a kernel for Hopper GPUs, which have `wgmma` and TMA.
+"""The first half of a gated MLP as a kernel for Hopper GPUs.
 
 Programs stay on their multiprocessors and take one tile of the result after another. One warpgroup of a program loads
 blocks of the tokens and of both halves of the weight into a ring in shared memory, the others multiply: each owns some
@@ -17,20 +17,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import platform
+from pallas_kernels._mosaic_gpu import (
+    FILLED,
+    PROGRAM,
+    ROWS,
+    SHARED_BYTES,
+    WARPGROUP,
+    call,
+    refuse_device,
+    refuse_dtype,
+    tiles_of,
+)
 from pallas_kernels._types import Ref
 from pallas_kernels.gated_matmul import reference
 
-ROWS = 64
-"""Rows of one `wgmma`, and columns of a swizzled row of shared memory."""
-SHARED_BYTES = 227 * 1024
-"""Shared memory of a program."""
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (24, 160)}
 """Registers of a thread that loads, and of one that multiplies, by the number of warpgroups that multiply."""
-DTYPES = ("bfloat16", "float16")
-INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)
-"""What makes Pallas run the kernel in its interpreter; None: this version of JAX does not export it."""
-CAPABILITY = "9."
-"""Compute capabilities that have `wgmma`, all of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +110,10 @@ def supported(
         return f"x {x.shape}: must have columns in multiples of {ROWS}"
     if weight.shape[1] % (2 * ROWS):
         return f"weight {weight.shape}: must have columns in multiples of {2 * ROWS}"
-    if x.dtype.name not in DTYPES:
-        return f"x is {x.dtype.name}: must be one of {', '.join(DTYPES)}"
-    if platform.resolve_interpret(interpret):
-        return "the interpreter of this kernel requires JAX 0.11 or later" if INTERPRETER is None else None
-    if _has_rule(activation):
+    # The interpreter runs any function.
+    if not platform.resolve_interpret(interpret) and _has_rule(activation):
         return f"activation is {activation}: must not have a derivative rule of its own"
-    capability = str(getattr(platform.device(), "compute_capability", CAPABILITY))
-    return None if capability.startswith(CAPABILITY) else f"compute capability {capability}: must be {CAPABILITY}x"
+    return refuse_dtype("x", x) or refuse_device(interpret)
 
 
 @functools.cache
@@ -165,8 +163,7 @@ def gated_matmul(
     config, rows = config or default_config(tokens=tokens, width=width), x.reshape(-1, inner)
     if inner % config.block_k or config.columns > width:
         raise ValueError(f"{config}: block_k must divide {inner}, and columns be at most {width}")
-    # TMA moves rows in groups of 8.
-    filled = jnp.pad(rows, ((0, -tokens % 8), (0, 0))) if tokens % 8 else rows
+    filled = jnp.pad(rows, ((0, -tokens % FILLED), (0, 0))) if tokens % FILLED else rows
     out: Any = _gated_matmul(activation, config, platform.resolve_interpret(interpret), filled, weight)
     return out[:tokens].reshape(*x.shape[:-1], -1)
 
@@ -178,26 +175,20 @@ def _gated_matmul(
     tokens, inner = x.shape
     width = weight.shape[1] // 2
     tiles = _tiles(tokens, width, config)
-    shared = functools.partial(
-        plgpu.SMEM, transforms=(plgpu.TilingTransform((8, ROWS)), plgpu.SwizzleTransform(2 * ROWS))
-    )
-    return plgpu.kernel(
+    return call(
         functools.partial(_kernel, activation=activation, config=config, tiles=tiles),
         out_type=jax.ShapeDtypeStruct((tokens, width), x.dtype),
         scratch_types=[
-            shared((config.stages, config.rows, config.block_k), x.dtype),
-            shared((config.stages, 2, config.block_k, config.columns), x.dtype),
-            shared((config.warpgroups, ROWS * config.blocks, ROWS), x.dtype),
+            tiles_of((config.stages, config.rows, config.block_k), x.dtype),
+            tiles_of((config.stages, 2, config.block_k, config.columns), x.dtype),
+            tiles_of((config.warpgroups, ROWS * config.blocks, ROWS), x.dtype),
             plgpu.Barrier(num_arrivals=3, num_barriers=config.stages),
             plgpu.Barrier(num_arrivals=config.warpgroups, num_barriers=config.stages),
         ],
-        grid=(min(platform.processors(), tiles),),
-        grid_names=("program",),
-        num_threads=config.warpgroups + 1,
-        thread_name="warpgroup",
-        kernel_name="gated_matmul",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
-        interpret=INTERPRETER() if interpret else False,
+        programs=min(platform.processors(), tiles),
+        warpgroups=config.warpgroups,
+        interpret=interpret,
+        name="gated_matmul",
     )(x, weight)
 
 
@@ -227,7 +218,7 @@ def _kernel(
     config: Config,
     tiles: int,
 ) -> None:
-    warpgroup, program, programs = lax.axis_index("warpgroup"), lax.axis_index("program"), lax.axis_size("program")
+    warpgroup, program, programs = lax.axis_index(WARPGROUP), lax.axis_index(PROGRAM), lax.axis_size(PROGRAM)
     steps, width = x_ref.shape[1] // config.block_k, out_ref.shape[1]
     row_tiles = pl.cdiv(x_ref.shape[0], config.rows)
     count = lax.div(tiles - program + programs - 1, programs)

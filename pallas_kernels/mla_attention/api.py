@@ -9,7 +9,7 @@ OPERATION = Operation(
     "mla_attention",
     "pallas_kernels.mla_attention",
     reference.mla_attention,
-    ("triton", "mosaic_tpu"),
+    ("mosaic_gpu", "triton", "mosaic_tpu"),
     indices=("layer",),
 )
 

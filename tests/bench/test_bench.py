@@ -834,9 +834,14 @@ def test_kernels_alone_refuse_what_does_not_fit(capsys, monkeypatch):
         (
             "gpu",
             ["attention", "--preset", "tiny", "--tile", "16x16"],
-            f"--tile 16x16: must be 5 integers joined by x: {fields}",
+            f"--tile 16x16: must be integers joined by x: {fields}",
         ),
-        ("gpu", ["attention", "--preset", "tiny", "--tile", "1x2x3x4xa"], "--tile 1x2x3x4xa: must be 5 integers"),
+        ("gpu", ["attention", "--preset", "tiny", "--tile", "1x2x3x4xa"], "--tile 1x2x3x4xa: must be integers"),
+        (
+            "gpu",
+            ["attention", "--preset", "tiny-deepseek", "--tile", "16x16"],
+            f"must be integers joined by x: splits; or {fields}",
+        ),
         ("cpu", ["attention", "--preset", "tiny", "--tile", "16x16x1x4x2"], "requires a GPU, but this device is a"),
     ):
         monkeypatch.setattr(kernels.platform, "platform", lambda platform=platform: platform)
@@ -856,7 +861,13 @@ def test_a_kernel_alone_runs_in_each_way(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory\nmore")
 
     found = dict(kernels.measure(work, [config(16, 16, 1, 4, 2)], 1))
-    assert list(found)[:2] == ["default", "16x16x1x4x2"] and all(min(seconds) > 0 for seconds in found.values())
+    assert list(found)[:2] == ["default", "16x16x1x4x2"]
+    assert all(min(seconds) > 0 for way, seconds in found.items() if way != "mosaic_gpu")
+    # As on a GPU, where the operation has two kernels.
+    monkeypatch.setattr(kernels, "_kernels", lambda operation, name: ["mosaic_gpu", "triton"])
+    found = dict(kernels.measure(work, [], 1))
+    assert list(found) == ["default", "mosaic_gpu", "triton", "XLA"] and min(found["triton"]) > 0
+    assert "latent rows of 16 + 8: must have" in found["mosaic_gpu"]
     monkeypatch.setattr(triton, "mla_attention", fails)
     assert (
         dict(kernels.measure(work, [config(32, 16, 1, 4, 2)], 1))["32x16x1x4x2"] == "RESOURCE_EXHAUSTED: Shared memory"

@@ -8,8 +8,7 @@ import pytest
 import tpu_cases
 from gpu_compiler import devices, needs_plugin
 
-from pallas_kernels import dispatch
-from pallas_kernels.gated_matmul import mosaic_gpu
+from pallas_kernels import dispatch, gated_matmul, mla_attention
 
 pytestmark = [pytest.mark.slow, needs_plugin]
 KERNEL = "__gpu$xla.gpu.triton"
@@ -49,7 +48,17 @@ def test_a_loop_compiles_and_keeps_its_promises(name):
 @pytest.mark.parametrize("name", ("llama-eagle-chain", "llama-8-heads-eagle-chain-over-4", "gemma4-suffix-chain"))
 def test_a_loop_compiles_with_the_kernel_of_many_tokens(name, monkeypatch):
     """The first half of a gated MLP is a Mosaic GPU kernel, on one GPU and over four, as in large models."""
-    monkeypatch.setattr(mosaic_gpu, "worthwhile", lambda x, weight, **options: x.shape[0] > 1)
+    kernel = gated_matmul.OPERATION.module("mosaic_gpu")
+    monkeypatch.setattr(kernel, "worthwhile", lambda x, weight, **options: x.shape[0] > 1)
+    problems, text = compiled(name)
+    assert problems == {} and "mosaic_gpu" in text, problems
+
+
+@pytest.mark.parametrize("name", ("deepseek-suffix-tree", "deepseek-mtp-chain"))
+def test_a_loop_compiles_with_the_kernel_of_many_query_rows(name, monkeypatch):
+    """Latent attention is a Mosaic GPU kernel, as in models with as many heads as DeepSeek's."""
+    kernel = mla_attention.OPERATION.module("mosaic_gpu")
+    monkeypatch.setattr(kernel, "worthwhile", lambda q_latent, *args, **options: q_latent.shape[1] > 1)
     problems, text = compiled(name)
     assert problems == {} and "mosaic_gpu" in text, problems
 
