@@ -44,6 +44,8 @@ WORD = 32
 """Rows of the round that a word of a mask covers."""
 REGISTERS = 40, 232
 """Registers of a thread that loads, and of one that multiplies."""
+_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+"""The layout of a value per row."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,234 +209,268 @@ def _merged(parts: Sequence[jax.Array], count: int) -> jax.Array:
     return functools.reduce(jnp.add, summed) / total[..., None]
 
 
-def _kernel(
-    q_latent_ref: Ref,  # [B, N * H, C]
-    q_rope_ref: Ref,  # [B, N * H, R]
-    rows_ref: Ref,  # [B, 64, W]
-    words_ref: Ref,  # [2, B, tiles * 64]
-    pool_ref: Ref,  # [L * P, page, W]
-    table_ref: Ref,  # [B, pages]
-    length_ref: Ref,  # [B]
-    first_page_ref: Ref,  # [1]
-    peaks_ref: Ref,  # [splits, B, tiles * 64]
-    totals_ref: Ref,  # [2, splits, B, tiles * 64]
-    sums_ref: Ref,  # [splits, B, tiles * 64, C]
-    q_latent: Ref,  # [2, 64, C / 2]
-    q_rope: Any,  # [64, R]
-    latents: Ref,  # [2, 2, 64, C / 2], of two blocks
-    ropes: Ref,  # [2, 64, R], of two blocks, and then their weights
-    peaks: Ref,  # [2, 64], of each warpgroup
-    asked: Any,  # [], the queries are loaded
-    loaded: Any,  # [8], an odd or even pair, a block of it and a half
-    rope_loaded: Any,  # [2], a block of a pair
-    read: Any,  # [4], a block of a pair and a half
-    weights_read: Any,  # [2], a block of a pair
-    peaked: Any,  # [], the first warpgroup has its peaks
-    weighed: Any,  # [], the second one has its weights
-    scaled: Any,  # [], the first one has scaled its own
-    *,
-    config: Config,
-    scale: float,
-    interpret: bool,
-) -> None:
-    # The program's rows, and its blocks.
-    batch, tiles, half = table_ref.shape[0], words_ref.shape[2] // ROWS, q_latent.shape[2]
-    latent, page_size, pages = WARPGROUPS * half, pool_ref.shape[1], table_ref.shape[1]
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """A program's part of the work, and what its warpgroups share."""
+
+    # The arguments of the kernel.
+    q_latent_ref: Ref  # [B, N * H, C]
+    q_rope_ref: Ref  # [B, N * H, R]
+    rows_ref: Ref  # [B, 64, W]
+    words_ref: Ref  # [2, B, tiles * 64]
+    pool_ref: Ref  # [L * P, page, W]
+    table_ref: Ref  # [B, pages]
+    length_ref: Ref  # [B]
+    first_page_ref: Ref  # [1]
+    # What it returns.
+    peaks_ref: Ref  # [splits, B, tiles * 64]
+    totals_ref: Ref  # [2, splits, B, tiles * 64]
+    sums_ref: Ref  # [splits, B, tiles * 64, C]
+    # Shared memory.
+    q_latent: Ref  # [2, 64, C / 2]
+    q_rope: Any  # [64, R]
+    latents: Ref  # [2, 2, 64, C / 2], of two blocks
+    ropes: Ref  # [2, 64, R], of two blocks, and then their weights
+    peaks: Ref  # [2, 64], of each warpgroup
+    # Barriers.
+    asked: Any  # [], the queries are loaded
+    loaded: Any  # [8], an odd or even pair, a block of it and a half
+    rope_loaded: Any  # [2], a block of a pair
+    read: Any  # [4], a block of a pair and a half
+    weights_read: Any  # [2], a block of a pair
+    peaked: Any  # [], the first warpgroup has its peaks
+    weighed: Any  # [], the second one has its weights
+    scaled: Any  # [], the first one has scaled its own
+    # The part.
+    mine: Any  # the sequence, and the query rows
+    split: jax.Array
+    first: jax.Array
+    """The first block of the split."""
+    last: jax.Array
+    """The block after the last one."""
+    pairs: jax.Array
+    length: jax.Array
+    """Rows of the prefix."""
+
+    @property
+    def half(self) -> int:
+        """Latent columns of a half."""
+        return self.q_latent.shape[2]
+
+    def loaded_part(self, pair: jax.Array, block: jax.Array | int, part: jax.Array | int) -> Any:
+        """The barrier of half a block.
+
+        It may be loaded while one of the warpgroups has not yet waited for that of the pair before, so that odd and
+        even pairs have barriers of their own.
+        """
+        return self.loaded.at[lax.rem(pair, 2) * 4 + 2 * block + part]
+
+
+def _kernel(*refs: Any, config: Config, scale: float, interpret: bool) -> None:
+    """refs: the first fields of `_Work`, in order."""
+    words_ref, pool_ref, table_ref, length_ref = refs[3:7]
+    batch, tiles = table_ref.shape[0], words_ref.shape[2] // ROWS
     program, warpgroup = lax.axis_index(PROGRAM), lax.axis_index(WARPGROUP)
     # The tiles of a split run together, and read the same blocks.
     row = pl.multiple_of(lax.rem(program, tiles) * ROWS, ROWS)
     sequence = lax.rem(lax.div(program, tiles), batch)
     split = lax.div(program, tiles * batch)
-    length = jnp.minimum(length_ref[sequence], pages * page_size)
+    length = jnp.minimum(length_ref[sequence], table_ref.shape[1] * pool_ref.shape[1])
     blocks = 1 + lax.div(length + ROWS - 1, ROWS)
     first, last = lax.div(split * blocks, config.splits), lax.div((split + 1) * blocks, config.splits)
     pairs = lax.div(last - first + 1, WARPGROUPS)
-    mine = sequence, pl.ds(row, ROWS)
-
-    def is_loaded(pair, block, part):
-        # A part of a pair may be loaded while one of the warpgroups has not yet waited for that of the pair before.
-        return loaded.at[lax.rem(pair, 2) * 4 + 2 * block + part]
-
-    @pl.when(warpgroup == WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(REGISTERS[0], action="decrease")
-        for part in range(2):
-            columns = pl.ds(part * half, half)
-            plgpu.copy_gmem_to_smem(q_latent_ref.at[*mine, columns], q_latent.at[part], asked)
-        plgpu.copy_gmem_to_smem(q_rope_ref.at[mine], q_rope, asked)
-
-        piece = min(page_size, ROWS)
-
-        def load_part(i, pair):
-            # The products of the previous pair end in this order. Blocks take turns in the two places, because the
-            # place of the second block of a pair is free first, and the first block is needed first.
-            part, block = lax.rem(i, 2), jnp.where((i == 0) | (i == 3), 1, 0)
-            place, number = lax.rem(pair + block, 2), first + 2 * pair + block
-            # A pair without a second block has the round's own rows in its place, and sees none of them.
-            own = (number == 0) | (number >= last)
-            found = []
-            for start in range(0, ROWS, piece):
-                position = jnp.maximum(number - 1, 0) * ROWS + start
-                page = table_ref[sequence, jnp.minimum(lax.div(position, page_size), pages - 1)]
-                found.append((first_page_ref[0] + page, pl.multiple_of(lax.rem(position, page_size), piece)))
-
-            def copy(columns, target, done):
-                rows = [pl.ds(start, piece) for start in range(0, ROWS, piece)]
-
-                @pl.when(own)
-                def _():
-                    for here in rows:
-                        plgpu.copy_gmem_to_smem(rows_ref.at[sequence, here, columns], target.at[here], done)
-
-                @pl.when(jnp.logical_not(own))
-                def _():
-                    for here, (page, start) in zip(rows, found, strict=True):
-                        source = pool_ref.at[page, pl.ds(start, piece), columns]
-                        plgpu.copy_gmem_to_smem(source, target.at[here], done)
-
-            pl.when(pair > 0)(lambda: plgpu.barrier_wait(read.at[2 * (1 - block) + part]))
-            columns = pl.ds(pl.multiple_of(part * half, ROWS), half)
-            copy(columns, latents.at[place, part], is_loaded(pair, block, part))
-
-            @pl.when(i >= 2)
-            def _():
-                pl.when(pair > 0)(lambda: plgpu.barrier_wait(weights_read.at[1 - block]))
-                copy(pl.ds(latent, ROWS), ropes.at[place], rope_loaded.at[block])
-
-            return pair
-
-        lax.fori_loop(0, pairs, lambda pair, _: (lax.fori_loop(0, 4, load_part, pair), None)[1], None)
-
-        # No barrier has arrivals left that nobody has waited for.
-        @pl.when(pairs > 0)
-        def _():
-            for i in range(WARPGROUPS**2):
-                plgpu.barrier_wait(read.at[i])
-            for i in range(WARPGROUPS):
-                plgpu.barrier_wait(weights_read.at[i])
-
-    def multiply(me):
-        """The warpgroup that computes the scores of block `me` of each pair, and sums half `me` of the columns."""
-        other = 1 - me
-        plgpu.set_max_registers(REGISTERS[1], action="increase")
-        plgpu.barrier_wait(asked)
-        one_per_row = plgpu.Layout.WGMMA.reduce(1)
-
-        def load_peaks(of):
-            return load(peaks.at[of], one_per_row)
-
-        def accumulate(sums: Any, weights: Callable[[], Any], values: Callable[[], Any]) -> Any:
-            if interpret:
-                # The interpreter has no products that continue a sum.
-                return sums + jnp.dot(weights()[...], values()[...], preferred_element_type=jnp.float32)
-
-            def product(accumulator):
-                plgpu.wgmma(accumulator, weights(), values())
-
-            return pl.run_state(product)(plgpu.ACC.init(sums))  # pyright: ignore[reportPrivateImportUsage]
-
-        def absorb(pair, state):
-            sums, peak, total = state
-            here = lax.rem(pair + me, 2)
-            there, number = 1 - here, first + 2 * pair + me
-            own = number == 0
-            seen = jnp.where(own | (number >= last), 0, length - (number - 1) * ROWS)
-
-            # Scores, of the half first that is loaded first. 0 * NaN is NaN, and after the prefix there may be a free
-            # page: what is loaded of it becomes zero.
-            early, late = 1 - me, me
-            ends = (seen > 0) & (seen < ROWS)
-            plgpu.barrier_wait(is_loaded(pair, me, early))
-
-            @pl.when(ends)
-            def _():
-                plgpu.barrier_wait(is_loaded(pair, me, late))
-                line = plgpu.broadcasted_iota(jnp.int32, (ROWS, ROWS), 0, layout=plgpu.Layout.WGMMA)
-
-                def clear(i, _):
-                    columns = pl.ds(pl.multiple_of(lax.div(i, 2) * ROWS, ROWS), ROWS)
-                    some = latents.at[here, lax.rem(i, 2), :, columns]
-                    values = load(some, plgpu.Layout.WGMMA)
-                    some[...] = jnp.where(line < seen, values, jnp.zeros_like(values))
-
-                lax.fori_loop(0, latent // ROWS, clear, None)
-                plgpu.commit_smem()
-
-            def multiply_keys(out):
-                plgpu.wgmma(out, q_latent.at[early], latents.at[here, early].transpose((1, 0)))
-                pl.when(jnp.logical_not(ends))(lambda: plgpu.barrier_wait(is_loaded(pair, me, late)))
-                plgpu.wgmma(out, q_latent.at[late], latents.at[here, late].transpose((1, 0)))
-                plgpu.barrier_wait(rope_loaded.at[me])
-                plgpu.wgmma(out, q_rope, ropes.at[here].transpose((1, 0)))
-                return out[...]
-
-            products = plgpu.ACC((ROWS, ROWS), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
-            scores = pl.run_scoped(multiply_keys, products) * (scale * LOG2_E)
-
-            def masked():
-                words = [_each(load(words_ref.at[i, *mine], one_per_row), scores) for i in range(ROWS // WORD)]
-                column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-                bits = lax.shift_right_logical(jnp.where(column < WORD, *words), column & (WORD - 1)) & 1
-                visible = bits * jnp.where(own, 1, 0) + (column < seen).astype(jnp.int32)
-                return jnp.where(visible > 0, scores, -jnp.inf)
-
-            scores = lax.cond(seen >= ROWS, lambda: scores, masked)
-
-            # Weights, relative to the highest score so far.
-            new = jnp.maximum(peak, scores.max(axis=1))
-            if me == 0:
-                peaks[0] = new
-                plgpu.barrier_arrive(peaked)
-            else:
-                plgpu.barrier_wait(peaked)
-                new = jnp.maximum(new, load_peaks(0))
-                peaks[1] = new
-            weights = jnp.exp2(scores - _each(_finite(new), scores))
-            narrow = weights.astype(ropes.dtype)
-            if me == 1:
-                ropes[here] = narrow
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(weighed)
-            fade = jnp.exp2(peak - _finite(new))
-            total = total * fade + weights.sum(axis=1)
-            sums = sums * _each(fade, sums)
-
-            # The own block, then that of the other warpgroup.
-            sums = accumulate(
-                sums, (lambda: ropes.at[here]) if me == 1 else (lambda: narrow), lambda: latents.at[here, me]
-            )
-            plgpu.barrier_arrive(read.at[2 * me + me])
-            if me == 0:
-                plgpu.barrier_wait(weighed)
-                latest = load_peaks(1)
-                fade = jnp.exp2(new - _finite(latest))
-                ropes[here] = (narrow.astype(jnp.float32) * _each(fade, weights)).astype(ropes.dtype)
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(scaled)
-                plgpu.barrier_arrive(weights_read.at[0])
-                new, total, sums = latest, total * fade, sums * _each(fade, sums)
-            else:
-                plgpu.barrier_arrive(weights_read.at[1])
-                plgpu.barrier_wait(scaled)
-            plgpu.barrier_wait(is_loaded(pair, other, me))
-            sums = accumulate(sums, lambda: ropes.at[there], lambda: latents.at[there, me])
-            plgpu.barrier_arrive(read.at[2 * other + me])
-            plgpu.barrier_arrive(weights_read.at[other])
-            return sums, new, total
-
-        start = (
-            plgpu.layout_cast(jnp.zeros((ROWS, half), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full(ROWS, -jnp.inf, jnp.float32), one_per_row),
-            plgpu.layout_cast(jnp.zeros(ROWS, jnp.float32), one_per_row),
-        )
-        sums, peak, total = lax.fori_loop(0, pairs, absorb, start)
-        sums_ref[split, *mine, pl.ds(me * half, half)] = sums
-        totals_ref[me, split, *mine] = total
-        if me == 0:
-            peaks_ref[split, *mine] = peak
-
+    part = dict(mine=(sequence, pl.ds(row, ROWS)), split=split, first=first, last=last, pairs=pairs, length=length)
+    work = _Work(*refs, **part)
+    pl.when(warpgroup == WARPGROUPS)(functools.partial(_load, work))
     for me in range(WARPGROUPS):
-        pl.when(warpgroup == me)(functools.partial(multiply, me))
+        pl.when(warpgroup == me)(functools.partial(_multiply, work, me, scale, interpret))
+
+
+def _load(work: _Work) -> None:
+    """The warpgroup that loads."""
+    plgpu.set_max_registers(REGISTERS[0], action="decrease")
+    half, page_size, pages = work.half, work.pool_ref.shape[1], work.table_ref.shape[1]
+    for part in range(2):
+        columns = pl.ds(part * half, half)
+        plgpu.copy_gmem_to_smem(work.q_latent_ref.at[*work.mine, columns], work.q_latent.at[part], work.asked)
+    plgpu.copy_gmem_to_smem(work.q_rope_ref.at[work.mine], work.q_rope, work.asked)
+
+    sequence, piece = work.mine[0], min(page_size, ROWS)
+    starts = range(0, ROWS, piece)
+
+    def load_part(pair, i, _):
+        # The products of the previous pair end in this order. Blocks take turns in the two places, because the place
+        # of the second block of a pair is free first, and the first block is needed first.
+        part, block = lax.rem(i, 2), jnp.where((i == 0) | (i == 3), 1, 0)
+        place, number = lax.rem(pair + block, 2), work.first + 2 * pair + block
+        # A pair without a second block has the round's own rows in its place, and sees none of them.
+        own = (number == 0) | (number >= work.last)
+        found = []
+        for start in starts:
+            position = jnp.maximum(number - 1, 0) * ROWS + start
+            page = work.table_ref[sequence, jnp.minimum(lax.div(position, page_size), pages - 1)]
+            found.append((work.first_page_ref[0] + page, pl.multiple_of(lax.rem(position, page_size), piece)))
+
+        def copy(columns, target, done):
+            @pl.when(own)
+            def _():
+                for start in starts:
+                    rows = pl.ds(start, piece)
+                    plgpu.copy_gmem_to_smem(work.rows_ref.at[sequence, rows, columns], target.at[rows], done)
+
+            @pl.when(jnp.logical_not(own))
+            def _():
+                for start, (page, first) in zip(starts, found, strict=True):
+                    source = work.pool_ref.at[page, pl.ds(first, piece), columns]
+                    plgpu.copy_gmem_to_smem(source, target.at[pl.ds(start, piece)], done)
+
+        pl.when(pair > 0)(lambda: plgpu.barrier_wait(work.read.at[2 * (1 - block) + part]))
+        columns = pl.ds(pl.multiple_of(part * half, ROWS), half)
+        copy(columns, work.latents.at[place, part], work.loaded_part(pair, block, part))
+
+        @pl.when(i >= 2)
+        def _():
+            pl.when(pair > 0)(lambda: plgpu.barrier_wait(work.weights_read.at[1 - block]))
+            copy(pl.ds(WARPGROUPS * half, ROWS), work.ropes.at[place], work.rope_loaded.at[block])
+
+    def load_pair(pair, _):
+        lax.fori_loop(0, 4, functools.partial(load_part, pair), None)
+
+    lax.fori_loop(0, work.pairs, load_pair, None)
+
+    # No barrier has arrivals left that nobody has waited for.
+    @pl.when(work.pairs > 0)
+    def _():
+        for i in range(WARPGROUPS**2):
+            plgpu.barrier_wait(work.read.at[i])
+        for i in range(WARPGROUPS):
+            plgpu.barrier_wait(work.weights_read.at[i])
+
+
+def _multiply(work: _Work, me: int, scale: float, interpret: bool) -> None:
+    """The warpgroup that computes the scores of block `me` of each pair, and sums half `me` of the columns."""
+    plgpu.set_max_registers(REGISTERS[1], action="increase")
+    plgpu.barrier_wait(work.asked)
+    other, latents, ropes = 1 - me, work.latents, work.ropes
+
+    def absorb(pair, state):
+        sums, peak, total = state
+        here = lax.rem(pair + me, 2)
+        there, number = 1 - here, work.first + 2 * pair + me
+        own = number == 0
+        seen = jnp.where(own | (number >= work.last), 0, work.length - (number - 1) * ROWS)
+
+        # Weights, relative to the highest score so far.
+        scores = _scores(work, me, pair, here, seen) * (scale * LOG2_E)
+        scores = lax.cond(seen >= ROWS, lambda: scores, lambda: _masked(work, scores, own, seen))
+        new = jnp.maximum(peak, scores.max(axis=1))
+        if me == 0:
+            work.peaks[0] = new
+            plgpu.barrier_arrive(work.peaked)
+        else:
+            plgpu.barrier_wait(work.peaked)
+            new = jnp.maximum(new, load(work.peaks.at[0], _PER_ROW))
+            work.peaks[1] = new
+        weights = jnp.exp2(scores - _each(_finite(new), scores))
+        narrow = weights.astype(ropes.dtype)
+        if me == 1:
+            ropes[here] = narrow
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(work.weighed)
+        fade = jnp.exp2(peak - _finite(new))
+        total = total * fade + weights.sum(axis=1)
+        sums = sums * _each(fade, sums)
+
+        # The sum: the own block, then that of the other warpgroup.
+        sums = _accumulated(
+            sums, (lambda: ropes.at[here]) if me == 1 else (lambda: narrow), lambda: latents.at[here, me], interpret
+        )
+        plgpu.barrier_arrive(work.read.at[2 * me + me])
+        if me == 0:
+            plgpu.barrier_wait(work.weighed)
+            latest = load(work.peaks.at[1], _PER_ROW)
+            fade = jnp.exp2(new - _finite(latest))
+            ropes[here] = (narrow.astype(jnp.float32) * _each(fade, weights)).astype(ropes.dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(work.scaled)
+            plgpu.barrier_arrive(work.weights_read.at[0])
+            new, total, sums = latest, total * fade, sums * _each(fade, sums)
+        else:
+            plgpu.barrier_arrive(work.weights_read.at[1])
+            plgpu.barrier_wait(work.scaled)
+        plgpu.barrier_wait(work.loaded_part(pair, other, me))
+        sums = _accumulated(sums, lambda: ropes.at[there], lambda: latents.at[there, me], interpret)
+        plgpu.barrier_arrive(work.read.at[2 * other + me])
+        plgpu.barrier_arrive(work.weights_read.at[other])
+        return sums, new, total
+
+    start = (
+        plgpu.layout_cast(jnp.zeros((ROWS, work.half), jnp.float32), plgpu.Layout.WGMMA),
+        plgpu.layout_cast(jnp.full(ROWS, -jnp.inf, jnp.float32), _PER_ROW),
+        plgpu.layout_cast(jnp.zeros(ROWS, jnp.float32), _PER_ROW),
+    )
+    sums, peak, total = lax.fori_loop(0, work.pairs, absorb, start)
+    work.sums_ref[work.split, *work.mine, pl.ds(me * work.half, work.half)] = sums
+    work.totals_ref[me, work.split, *work.mine] = total
+    if me == 0:
+        work.peaks_ref[work.split, *work.mine] = peak
+
+
+def _scores(work: _Work, me: int, pair: jax.Array, here: jax.Array, seen: jax.Array) -> jax.Array:
+    """The products [64, 64] of all queries with the block in place `here`, of which that many rows are committed.
+
+    They begin with the half that is loaded first.
+    """
+    early, late = 1 - me, me
+    # 0 * NaN is NaN, and after the prefix there may be a free page: what is loaded of it becomes zero.
+    ends = (seen > 0) & (seen < ROWS)
+    plgpu.barrier_wait(work.loaded_part(pair, me, early))
+
+    @pl.when(ends)
+    def _():
+        plgpu.barrier_wait(work.loaded_part(pair, me, late))
+        line = plgpu.broadcasted_iota(jnp.int32, (ROWS, ROWS), 0, layout=plgpu.Layout.WGMMA)
+
+        def clear(i, _):
+            columns = pl.ds(pl.multiple_of(lax.div(i, 2) * ROWS, ROWS), ROWS)
+            some = work.latents.at[here, lax.rem(i, 2), :, columns]
+            values = load(some, plgpu.Layout.WGMMA)
+            some[...] = jnp.where(line < seen, values, jnp.zeros_like(values))
+
+        lax.fori_loop(0, WARPGROUPS * work.half // ROWS, clear, None)
+        plgpu.commit_smem()
+
+    def multiply_keys(out):
+        plgpu.wgmma(out, work.q_latent.at[early], work.latents.at[here, early].transpose((1, 0)))
+        pl.when(jnp.logical_not(ends))(lambda: plgpu.barrier_wait(work.loaded_part(pair, me, late)))
+        plgpu.wgmma(out, work.q_latent.at[late], work.latents.at[here, late].transpose((1, 0)))
+        plgpu.barrier_wait(work.rope_loaded.at[me])
+        plgpu.wgmma(out, work.q_rope, work.ropes.at[here].transpose((1, 0)))
+        return out[...]
+
+    products = plgpu.ACC((ROWS, ROWS), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+    return pl.run_scoped(multiply_keys, products)
+
+
+def _masked(work: _Work, scores: jax.Array, own: jax.Array, seen: jax.Array) -> jax.Array:
+    """Scores with -inf where they are not visible: by the mask in the round's own rows, after `seen` rows elsewhere."""
+    words = [_each(load(work.words_ref.at[i, *work.mine], _PER_ROW), scores) for i in range(ROWS // WORD)]
+    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    bits = lax.shift_right_logical(jnp.where(column < WORD, *words), column & (WORD - 1)) & 1
+    visible = bits * jnp.where(own, 1, 0) + (column < seen).astype(jnp.int32)
+    return jnp.where(visible > 0, scores, -jnp.inf)
+
+
+def _accumulated(sums: Any, weights: Callable[[], Any], values: Callable[[], Any], interpret: bool) -> Any:
+    """Sums [64, C / 2] plus the product of weights [64, 64] and values [64, C / 2]."""
+    if interpret:
+        # The interpreter has no products that continue a sum.
+        return sums + jnp.dot(weights()[...], values()[...], preferred_element_type=jnp.float32)
+
+    def product(accumulator):
+        plgpu.wgmma(accumulator, weights(), values())
+
+    return pl.run_state(product)(plgpu.ACC.init(sums))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _finite(peak: jax.Array) -> jax.Array:
