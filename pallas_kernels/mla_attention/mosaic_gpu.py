@@ -233,24 +233,21 @@ class _Work:
     ropes: Ref  # [2, 64, R], of two blocks, and then their weights
     peaks: Ref  # [2, 64], of each warpgroup
     # Barriers.
-    asked: Any  # [], the queries are loaded
-    loaded: Any  # [8], an odd or even pair, a block of it and a half
-    rope_loaded: Any  # [2], a block of a pair
-    read: Any  # [4], a block of a pair and a half
-    weights_read: Any  # [2], a block of a pair
-    peaked: Any  # [], the first warpgroup has its peaks
-    weighed: Any  # [], the second one has its weights
-    scaled: Any  # [], the first one has scaled its own
-    # The part.
+    queries_loaded: Any  # []
+    loaded: Any  # [8], by odd or even pair, block of the pair, and half
+    rope_loaded: Any  # [2], by block of the pair
+    read: Any  # [4], by block of the pair, and half
+    weights_read: Any  # [2], by block of the pair
+    peaks_ready: Any  # [], of the first warpgroup
+    weights_ready: Any  # [], of the second one
+    weights_scaled: Any  # [], of the first one
+    # This program's part.
     mine: Any  # the sequence, and the query rows
     split: jax.Array
-    first: jax.Array
-    """The first block of the split."""
-    last: jax.Array
-    """The block after the last one."""
-    pairs: jax.Array
-    length: jax.Array
-    """Rows of the prefix."""
+    first: jax.Array  # the first block of the split
+    last: jax.Array  # the block after its last one
+    pairs: jax.Array  # of blocks
+    length: jax.Array  # rows of the prefix
 
     @property
     def half(self) -> int:
@@ -292,8 +289,8 @@ def _load(work: _Work) -> None:
     half, page_size, pages = work.half, work.pool_ref.shape[1], work.table_ref.shape[1]
     for part in range(2):
         columns = pl.ds(part * half, half)
-        plgpu.copy_gmem_to_smem(work.q_latent_ref.at[*work.mine, columns], work.q_latent.at[part], work.asked)
-    plgpu.copy_gmem_to_smem(work.q_rope_ref.at[work.mine], work.q_rope, work.asked)
+        plgpu.copy_gmem_to_smem(work.q_latent_ref.at[*work.mine, columns], work.q_latent.at[part], work.queries_loaded)
+    plgpu.copy_gmem_to_smem(work.q_rope_ref.at[work.mine], work.q_rope, work.queries_loaded)
 
     sequence, piece = work.mine[0], min(page_size, ROWS)
     starts = range(0, ROWS, piece)
@@ -350,7 +347,7 @@ def _load(work: _Work) -> None:
 def _multiply(work: _Work, me: int, scale: float, interpret: bool) -> None:
     """The warpgroup that computes the scores of block `me` of each pair, and sums half `me` of the columns."""
     plgpu.set_max_registers(REGISTERS[1], action="increase")
-    plgpu.barrier_wait(work.asked)
+    plgpu.barrier_wait(work.queries_loaded)
     other, latents, ropes = 1 - me, work.latents, work.ropes
 
     def absorb(pair, state):
@@ -366,9 +363,9 @@ def _multiply(work: _Work, me: int, scale: float, interpret: bool) -> None:
         new = jnp.maximum(peak, scores.max(axis=1))
         if me == 0:
             work.peaks[0] = new
-            plgpu.barrier_arrive(work.peaked)
+            plgpu.barrier_arrive(work.peaks_ready)
         else:
-            plgpu.barrier_wait(work.peaked)
+            plgpu.barrier_wait(work.peaks_ready)
             new = jnp.maximum(new, load(work.peaks.at[0], _PER_ROW))
             work.peaks[1] = new
         weights = jnp.exp2(scores - _each(_finite(new), scores))
@@ -376,28 +373,28 @@ def _multiply(work: _Work, me: int, scale: float, interpret: bool) -> None:
         if me == 1:
             ropes[here] = narrow
             plgpu.commit_smem()
-            plgpu.barrier_arrive(work.weighed)
+            plgpu.barrier_arrive(work.weights_ready)
         fade = jnp.exp2(peak - _finite(new))
         total = total * fade + weights.sum(axis=1)
         sums = sums * _each(fade, sums)
 
-        # The sum: the own block, then that of the other warpgroup.
+        # The sum: first the block of these weights, then that of the other warpgroup.
         sums = _accumulated(
             sums, (lambda: ropes.at[here]) if me == 1 else (lambda: narrow), lambda: latents.at[here, me], interpret
         )
         plgpu.barrier_arrive(work.read.at[2 * me + me])
         if me == 0:
-            plgpu.barrier_wait(work.weighed)
+            plgpu.barrier_wait(work.weights_ready)
             latest = load(work.peaks.at[1], _PER_ROW)
             fade = jnp.exp2(new - _finite(latest))
             ropes[here] = (narrow.astype(jnp.float32) * _each(fade, weights)).astype(ropes.dtype)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(work.scaled)
+            plgpu.barrier_arrive(work.weights_scaled)
             plgpu.barrier_arrive(work.weights_read.at[0])
             new, total, sums = latest, total * fade, sums * _each(fade, sums)
         else:
             plgpu.barrier_arrive(work.weights_read.at[1])
-            plgpu.barrier_wait(work.scaled)
+            plgpu.barrier_wait(work.weights_scaled)
         plgpu.barrier_wait(work.loaded_part(pair, other, me))
         sums = _accumulated(sums, lambda: ropes.at[there], lambda: latents.at[there, me], interpret)
         plgpu.barrier_arrive(work.read.at[2 * other + me])
