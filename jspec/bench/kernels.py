@@ -232,7 +232,7 @@ def check(options: argparse.Namespace, target: Decoder) -> None:
 def measure(work: Work, tiles: Sequence[Any], repeats: int) -> Iterator[tuple[str, list[float] | str]]:
     """Times an operation with its default backend, with each tile of a GPU kernel, and its peer.
 
-    If it has several kernels for this platform, those that can run these arguments are timed by name as well.
+    If it has several kernels for this platform, each is timed by name as well.
 
     Yields:
       a label, and the seconds per call of each repetition, or why it cannot run.

@@ -13,9 +13,9 @@ because NCCL needs the same order of sums on all of them.
 
 **Sums over devices.** NCCL's kernels are captured, too, with COLLECTIVES. Since JAX 0.11 XLA replaces some of them by
 kernels of its own that cannot be captured, so these are turned off. NCCL reads two variables before its first call that
-must be 0. With NCCL_GRAPH_MIXING_SUPPORT it adds waits for events to a graph, which a loop node may not contain. With
-NCCL_RUNTIME_CONNECT it connects devices when an algorithm first sums over them, which fails during a capture (NCCL
-issues 1471 and 1513).
+must be 0. If NCCL_GRAPH_MIXING_SUPPORT is not, it adds waits for events to a graph, which a loop node may not contain.
+If NCCL_RUNTIME_CONNECT is not, it connects devices when an algorithm first sums over them, which fails during a capture
+(NCCL issues 1471 and 1513).
 
 **Matrix products of many tokens.** XLA times candidates for each matrix product with its operands in the GPU's cache,
 where the weights are not when a round reads them, so it prefers its own Triton kernels too often. They are the fastest
