@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
@@ -15,7 +16,7 @@ from pallas_kernels import platform
 
 ROWS = 64
 """Rows of one `wgmma`, and columns of a swizzled row of shared memory."""
-FILLED = 8
+ROW_GROUP = 8
 """TMA moves rows in groups of that many."""
 SHARED_BYTES = 227 * 1024
 """Shared memory of a program."""
@@ -44,13 +45,19 @@ def refuse_device(interpret: bool | None) -> str | None:
 
 
 def tiles_of(shape: Sequence[int], dtype: DTypeLike) -> Any:
-    """Shared memory that `wgmma` reads; the last axis is a multiple of `ROWS`, the one before of `FILLED`."""
-    transforms = plgpu.TilingTransform((FILLED, ROWS)), plgpu.SwizzleTransform(2 * ROWS)
+    """Shared memory that `wgmma` reads; the last axis is a multiple of `ROWS`, the one before of `ROW_GROUP`."""
+    transforms = plgpu.TilingTransform((ROW_GROUP, ROWS)), plgpu.SwizzleTransform(2 * ROWS)
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
+def filled(array: jax.Array, unit: int = ROW_GROUP) -> jax.Array:
+    """An array [..., rows, D] with zeros after its rows, up to a multiple of the unit."""
+    missing = -array.shape[-2] % unit
+    return jnp.pad(array, ((0, 0),) * (array.ndim - 2) + ((0, missing), (0, 0))) if missing else array
+
+
 def load(ref: Any, layout: Any) -> jax.Array:
-    """An array in registers, in a layout for which no other load may be faster."""
+    """An array in registers in that layout, also where the layout has no fast load."""
     return plgpu.load(ref, *_EVERYTHING, layout=layout, optimized=False)
 
 

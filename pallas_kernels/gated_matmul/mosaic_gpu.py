@@ -18,12 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import platform
 from pallas_kernels._mosaic_gpu import (
-    FILLED,
     PROGRAM,
     ROWS,
     SHARED_BYTES,
     WARPGROUP,
     call,
+    filled,
     refuse_device,
     refuse_dtype,
     tiles_of,
@@ -163,8 +163,7 @@ def gated_matmul(
     config, rows = config or default_config(tokens=tokens, width=width), x.reshape(-1, inner)
     if inner % config.block_k or config.columns > width:
         raise ValueError(f"{config}: block_k must divide {inner}, and columns be at most {width}")
-    filled = jnp.pad(rows, ((0, -tokens % FILLED), (0, 0))) if tokens % FILLED else rows
-    out: Any = _gated_matmul(activation, config, platform.resolve_interpret(interpret), filled, weight)
+    out: Any = _gated_matmul(activation, config, platform.resolve_interpret(interpret), filled(rows), weight)
     return out[:tokens].reshape(*x.shape[:-1], -1)
 
 

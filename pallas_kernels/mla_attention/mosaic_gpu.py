@@ -25,11 +25,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import platform
 from pallas_kernels._mosaic_gpu import (
-    FILLED,
     PROGRAM,
+    ROW_GROUP,
     ROWS,
     WARPGROUP,
     call,
+    filled,
     load,
     refuse_device,
     refuse_dtype,
@@ -103,7 +104,7 @@ def supported(
         return f"rows {rows.shape}: must be at most {ROWS} of a sequence"
     if latent % (WARPGROUPS * ROWS) or latent > 512 or rope != ROWS:
         return f"latent rows of {latent} + {rope}: must have 128, 256, 384 or 512 columns and {ROWS} rotary ones"
-    if pool.shape[3] % FILLED or max(pool.shape[3], ROWS) % min(pool.shape[3], ROWS):
+    if pool.shape[3] % ROW_GROUP or max(pool.shape[3], ROWS) % min(pool.shape[3], ROWS):
         return f"pool has pages of {pool.shape[3]} rows: must be 8, 16, 32 or a multiple of {ROWS}"
     if pool.dtype != q_latent.dtype:
         return f"pool is {pool.dtype}: must be {q_latent.dtype}, like q_latent"
@@ -167,9 +168,9 @@ def mla_attention(
         interpret=interpret,
         name="mla_attention",
     )(
-        _filled(q_latent.reshape(batch, count, latent), FILLED),
-        _filled(q_rope.reshape(batch, count, rope), FILLED),
-        _filled(rows, ROWS),
+        filled(q_latent.reshape(batch, count, latent)),
+        filled(q_rope.reshape(batch, count, rope)),
+        filled(rows, ROWS),
         _words(row_mask(mask, nodes, rows.shape[1]), batch, heads, tiles * ROWS),
         pool.reshape(-1, *pool.shape[3:]),
         page_table.astype(jnp.int32),
@@ -179,12 +180,6 @@ def mla_attention(
         jnp.full(1, layer, jnp.int32) * pool.shape[2],
     )
     return _merged(parts, count).astype(dtype).reshape(q_latent.shape)
-
-
-def _filled(array: jax.Array, unit: int) -> jax.Array:
-    """An array [B, rows, D] with zeros after its rows, up to a multiple of the unit."""
-    missing = -array.shape[1] % unit
-    return jnp.pad(array, ((0, 0), (0, missing), (0, 0))) if missing else array
 
 
 def _words(mask: jax.Array, batch: int, heads: int, count: int) -> jax.Array:
