@@ -1,12 +1,9 @@
-"""Chat templates of strangers end in an error that names the template; those of models work as before."""
-
-import random
+"""Chat templates: features and texts of transformers, bounds, and errors that name the template."""
 
 import hostile
 import pytest
 
 from jspec.checkpoints.files import CheckpointError
-from jspec.text import chat_template
 from jspec.text.chat_template import ChatTemplate
 from jspec.text.tokenizer import Tokenizer
 
@@ -18,113 +15,40 @@ def render(source, **values):
     return ChatTemplate(source, "dir/chat_template.jinja").render({**VALUES, **values})
 
 
-@pytest.fixture
-def few_steps(monkeypatch):
-    """A template may do less, so that the tests take less time."""
-    monkeypatch.setattr(chat_template, "STEPS", 2**13)
-    monkeypatch.setattr(chat_template, "TEXT", 2**17)
-
-
-GROW = "{{% set ns = namespace(x='aaaa') %}}{{% for i in range(60) %}}{}{{% endfor %}}{{{{ ns.x }}}}"
-DOUBLED = [
-    "{% set ns.x = ns.x + ns.x %}",
-    "{% set ns.x = ns.x ~ ns.x %}",
-    "{% set ns.x = ns.x * 3 %}",
-    "{% set ns.x = [ns.x, ns.x] %}",
-    "{% set ns.x = (ns.x, ns.x) %}",
-    "{% set ns.x = {'a': ns.x, 'b': ns.x} %}",
-    "{% set ns.x = namespace(a=ns.x, b=ns.x) %}",
-    "{% set ns.x = [ns.x, ns.x] | join %}",
-    "{% set ns.x = ns.x.join([ns.x, ns.x, ns.x]) %}",
-    "{% set ns.x = ns.x.join(['a', 'b', 'c', 'd']) %}",
-    "{% set ns.x = ['a', 'b', 'c'] | join(ns.x) %}",
-    "{% set ns.x = ns.x.replace('a', 'aaaa') %}",
-    "{% set ns.x = ns.x.replace('', ns.x) %}",
-    "{% set ns.x = ns.x | replace('a', ns.x) %}",
-    "{% set ns.x = '%s%s' % (ns.x, ns.x) %}",
-    "{% set ns.x = '%s%s' | format(ns.x, ns.x) %}",
-    "{% set ns.x = '{0}{0}'.format(ns.x) %}",
-    "{% set ns.x = '{a}{a}'.format(a=ns.x) %}",
-    "{% set ns.x = '{a}{a}'.format_map({'a': ns.x}) %}",
-    "{% set ns.x = ns.x | indent(9999, true) %}",
-    "{% set ns.x = ns.x | indent(ns.x, true) %}",
-    "{% set ns.x = ns.x | center(9999) ~ ns.x %}",
-    "{% set ns.x = ns.x.replace('a', '\t').expandtabs(9999) %}",
-    "{% set ns.x = [ns.x, ns.x] | tojson %}",
-    "{% set ns.x = ns.x | tojson | tojson %}",
-    "{% set ns.x = (ns.x | e) ~ '<&' | e %}{% set ns.x = ns.x ~ ns.x %}",
-    "{% set ns.x = ns.x | wordwrap(1, wrapstring=ns.x) %}",
-    "{% set y %}{{ ns.x }}{{ ns.x }}{% endset %}{% set ns.x = y %}",
-    "{% macro f() %}{{ ns.x }}{{ ns.x }}{% endmacro %}{% set ns.x = f() %}",
-    "{% set y %}{% filter upper %}{{ ns.x }}{{ ns.x }}{% endfilter %}{% endset %}{% set ns.x = y %}",
-    "{% set ns.x = [ns.x, ns.x] | string %}",
-    "{% set ns.x = [ns.x] | batch(9999, ns.x) | list | string %}",
-    "{% set ns.x = [[ns.x], [ns.x]] | sum(start=[]) | string %}",
-    "{% set ns.x = [ns.x, ns.x] | map('upper') | join %}",
-    "{% set ns.x = ns.x | list + ns.x | list %}",
-    "{% set ns.x = ns.x.encode('utf-16').decode('latin-1') * 2 %}",
-]
-
-
-@pytest.mark.parametrize("body", DOUBLED)
-def test_a_text_that_doubles(few_steps, body):
-    with pytest.raises(CheckpointError, match=r"dir/chat_template.jinja: the chat template (takes too|makes a|calls)"):
-        render(GROW.format(body))
-
-
-LOOPS = [
-    "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
-    "{% for a in range(100000) %}{% for b in range(100000) if false %}{% endfor %}{% endfor %}",
-    "{% for a in range(100000) %}{{ loop.length }}{% for b in range(100000) %}{{ loop.index }}{% endfor %}{% endfor %}",
-    "{% for a in range(100000) %}{{ range(100000) | map('string') | map('upper') | list | length }}{% endfor %}",
-    "{% for a in range(100000) %}{{ range(100000) | select('odd') | list | length }}{% endfor %}",
-    "{% for a in range(100000) %}{{ range(100000) | list | sort | first }}{% endfor %}",
-    "{% for a in range(100000) %}{{ messages == messages + messages }}{% endfor %}",
-    "{% set b = 'a' * 100000 %}{% for a in range(100000) %}{{ 'ab' in b }}{% endfor %}",
-    "{% set b = 'a' * 100000 %}{% for a in range(100000) %}{{ b.count('ab') }}{% endfor %}",
-    "{% set b = 'a' * 100000 %}{% for a in range(100000) %}{{ b[1:] | length }}{% endfor %}",
-    "{% for a in range(100000) %}" + "{{ a }}" * 1000 + "{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}",
-    "{% macro g() %}" + "{{ caller() }}" * 3000 + "{% endmacro %}{% call g() %}" + "{{ 1 }}" * 5000 + "{% endcall %}",
-    "{% set ns = namespace(d=0) %}{% for i in range(99) recursive %}{{ loop(range(99)) if loop.depth < 9 }}"
-    "{% endfor %}",
-]
-
-
-@pytest.mark.parametrize("source", LOOPS)
-def test_a_template_that_does_not_end(few_steps, source):
-    with pytest.raises(
-        CheckpointError, match=r"dir/chat_template.jinja: the chat template (takes too many|makes a text)"
-    ):
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "{% set x = range(1000) | list %}{% for a in x %}{% for b in x %}{% for c in x %}"
+            + "y" * 1000
+            + "{% endfor %}{% endfor %}{% endfor %}",
+            "makes a text of more than",
+        ),
+        ("{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}", "uses ranges of more"),
+        ("{% macro f() %}{% for a in range(100000) %}{{ f() }}{% endfor %}{% endmacro %}{{ f() }}", "uses ranges"),
+        ("{{ range(10**30) }}", "uses ranges of more"),
+    ],
+)
+def test_a_template_without_end_is_stopped(source, message):
+    with pytest.raises(CheckpointError, match=f"dir/chat_template.jinja: the chat template {message}"):
         render(source)
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ 'a' * 10**10 }}",
-        "{{ [1] * 10**9 }}",
-        "{{ 10 ** 10000000000 }}",
-        "{% set ns = namespace(x=10) %}{% for a in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-        *(f"{{{{ 'a' | {name}(10**10) }}}}" for name in ("center", "indent", "wordwrap", "batch", "slice", "round")),
-        *(f"{{{{ 'a\t'.{name}(10**10) }}}}" for name in ("center", "ljust", "rjust", "zfill", "expandtabs")),
-        "{{ messages | tojson(indent=10**9) }}",
-        "{{ '%10000000000d' | format(1) }}",
-        "{{ '%*d' % (10000000000, 1) }}",
-        "{{ '%.99999999f' % 1 }}",
-        "{{ '{:>10000000000}'.format(1) }}",
-        "{{ '{:>{w}}'.format(1, w=10000000000) }}",
-        "{{ ('{:>' ~ 10**10 ~ '}').format(1) }}",
-        "{{ ('x' | attr('center'))(10**10) }}",
-        "{{ ['a'] | map('center', 10**10) | list }}",
-        "{{ (5).to_bytes(10**10, 'little') }}",
-        "{{ 'aa'.translate({97: 'b'}) }}",
-        "{{ strftime_now('%1000000000d') }}",
-        "{{ strftime_now('%Y' * 1000) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ ''['__class__'].x }}",
+        "{{ ('' | attr('__class__')).x }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{% set x = namespace() %}{% set x.__class__ = 1 %}",
+        "{{ namespace(__class__=1) }}",
+        "{{ namespace({'_x': 1}) }}",
     ],
 )
-def test_a_size_that_is_refused(source):
-    with pytest.raises(CheckpointError, match="dir/chat_template.jinja: the chat template .* in line 1"):
+def test_a_template_reaches_no_internals_and_changes_no_messages(source):
+    with pytest.raises(ValueError, match="dir/chat_template.jinja: .* rejects .*(unsafe|must not begin)"):
         render(source)
 
 
@@ -135,16 +59,9 @@ def test_a_size_that_is_refused(source):
         ("a\n\n{{ 1 / 0 }}", r"in line 3 \(ZeroDivisionError"),
         ("{{ messages.x.y }}", "rejects these messages: .* has no attribute 'x' in line 1"),
         ("{{ nothing() }}", "'nothing' is undefined"),
-        ("{{ range(10**9) }}", "OverflowError"),
         ("{% include 'x' %}", "TypeError: no loader"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{% for a in [1] recursive %}{{ loop([1, 1]) }}{% endfor %}", "RecursionError"),
-        ("{% block a %}{{ self.a() }}{{ self.a() }}{% endblock %}", "RecursionError"),
-        ("{{ messages | tojson(indent='x') | int + [] }}", "TypeError"),
         ("{{ {}.x | tojson }}", "Undefined is not JSON serializable"),
-        ("{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
-        ("{{ '\\ud800' }}", "has a lone surrogate at position 0"),
         ("{{ raise_exception('x' * 100000) }}", "x{500}\\.\\.\\."),
     ],
 )
@@ -154,27 +71,19 @@ def test_errors_name_the_template(source, message):
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "message"),
     [
-        "{{",
-        "a\n{% for %}",
-        "{{ x | nofilter }}",
-        "{{ 'x' | urlize }}",
-        "{{ " + "(" * 500 + "1" + ")" * 500 + " }}",
-        "{{ " + "1+" * 5000 + "1 }}",
-        "{{ " + "9" * 5000 + " }}",
-        "{% for a in b %}" * 30 + "{% endfor %}" * 30,
-        "{% if a %}" * 99 + "{% endif %}" * 99,
-        "a" * 100_001,
-        "\x00{% endfor %}",
-        "{% set x.y.z = 1 %}",
-        "{{ x is nothing }}",
+        ("{{", r"invalid chat template, line 1 \("),
+        ("a\n{% for %}", r"invalid chat template, line 2 \("),
+        ("{{ x | nofilter }}", "No filter named 'nofilter'"),
+        ("{{ x is nothing }}", "No test named 'nothing'"),
+        ("{{ " + "(" * 500 + "1" + ")" * 500 + " }}", "invalid chat template"),
+        ("{% if a %}" * 99 + "{% endif %}" * 99, "invalid chat template"),
+        ("a" * 100_001, "has 100001 characters"),
     ],
 )
-def test_what_is_no_template(source):
-    with pytest.raises(
-        CheckpointError, match=r"dir/chat_template.jinja: (invalid chat template|has 100001 characters)"
-    ):
+def test_invalid_templates(source, message):
+    with pytest.raises(CheckpointError, match=f"dir/chat_template.jinja: .*{message}"):
         render(source)
 
 
@@ -224,8 +133,8 @@ def test_what_is_no_template(source):
         (  # As in gpt-oss: macros that call themselves, keys that are methods of dictionaries, and the rest of a list.
             "{% macro of(spec, null=false) -%}{% if spec.type == 'array' %}{{ of(spec['items']) + '[]' }}"
             "{% elif spec.type is iterable and spec.type is not string and spec.type[0] is defined -%}"
-            "{{ spec.type | join(' | ') }}{% else %}{% for name, own in (spec.properties or {}).items() -%}"
-            "{{ name }}: {{ of(own) }};{% else %}{{ spec.type }}{% endfor %}{% endif %}{%- endmacro %}"
+            "{{ spec.type | join(' | ') }}{% else %}{% for name, value in (spec.properties or {}).items() -%}"
+            "{{ name }}: {{ of(value) }};{% else %}{{ spec.type }}{% endfor %}{% endif %}{%- endmacro %}"
             "{{ of({'type': 'object', 'properties': {'a': {'type': 'array', 'items': {'type': 'string'}},"
             " 'b': {'type': ['integer', 'null']}}}) }}",
             "a: string[];b: integer | null;",
@@ -242,11 +151,14 @@ def test_what_is_no_template(source):
         ("{{ [1, 2, 3, 4] | batch(2) | list }}{{ [2, 1, 2] | unique | list }}", "[[1, 2], [3, 4]][2, 1]"),
     ],
 )
-def test_what_templates_of_models_do(source, expected):
+def test_features_that_templates_of_models_use(source, expected):
     assert render(source) == expected
+    utils = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs the extra parity")
+    rendered, _ = utils.render_jinja_template([MESSAGES], chat_template=source, bos_token="<s>", tools=None)
+    assert rendered == [expected]
 
 
-def test_a_long_chat_passes():
+def test_a_long_chat_is_within_the_bounds():
     """About what the templates of current models do for each message."""
     source = (
         "{% macro show(m) %}<{{ m.role }}>{{ m.content | trim }}{% endmacro %}{% set ns = namespace(last=0) %}"
@@ -259,46 +171,6 @@ def test_a_long_chat_passes():
     assert len(render(source, messages=messages)) > 4_000_000
     one = [{"role": "user", "content": "word " * 2_000_000}]
     assert len(render(source, messages=one)) > 20_000_000
-
-
-def random_template(generator: random.Random) -> str:
-    """Nested loops and macros around steps that make a text longer."""
-
-    def body(depth: int) -> str:
-        if depth == 0 or generator.random() < 0.3:
-            return generator.choice(DOUBLED)
-        inner = body(depth - 1) + body(depth - 1)
-        return generator.choice(
-            [
-                f"{{% for i in range({generator.choice((2, 60, 10**5))}) %}}{inner}{{% endfor %}}",
-                f"{{% for i in [ns.x] %}}{inner}{{% endfor %}}",
-                f"{{% if ns.x == ns.x + ns.x or true %}}{inner}{{% endif %}}",
-                f"{{% set z %}}{inner}{{{{ ns.x }}}}{{% endset %}}{{{{ z }}}}",
-            ]
-        )
-
-    return "{% set ns = namespace(x='aaaa') %}" + body(4) + "{{ ns.x }}"
-
-
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
-def test_random_templates(few_steps, count):
-    generator = random.Random(count)
-    outcomes = {"text": 0, "error": 0}
-    for _ in range(count):
-        try:
-            render(random_template(generator))
-            outcomes["text"] += 1
-        except ValueError as error:
-            assert "dir/chat_template.jinja" in str(error)
-            outcomes["error"] += 1
-    assert outcomes["error"] > count // 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", [*LOOPS, *map(GROW.format, DOUBLED[::3])])
-def test_at_the_full_bounds(source):
-    with pytest.raises(CheckpointError, match="the chat template"):
-        render(source)
 
 
 def test_a_tokenizer_gives_the_sources_of_its_templates(tmp_path):
