@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jspec.checkpoints.files import CheckpointError, require_regular
+from jspec.checkpoints.files import CheckpointError, require_file
 
 _DTYPES = {
     "BFloat16Storage": ml_dtypes.bfloat16,
@@ -66,7 +66,7 @@ def read(path: str | Path) -> Any:
         tensors, numbers, strings, None and containers of them.
     """
     path = Path(path)
-    require_regular(path)
+    require_file(path)
     try:
         with path.open("rb") as file:
             if file.read(1) == b"\x80":

@@ -256,7 +256,7 @@ def _read_templates(directory: Path, config: Fields) -> dict[str, ChatTemplate]:
     templates = {}
     for name, path in files.items():
         try:
-            templates[name] = ChatTemplate(read_bytes(path, 4 * MOST_SOURCE, directory).decode("utf-8"), str(path))
+            templates[name] = ChatTemplate(read_bytes(path, 4 * MOST_SOURCE).decode("utf-8"), str(path))
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path}: the chat template is not valid UTF-8 ({error})") from None
     if templates or not config.has("chat_template"):

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from jspec.checkpoints.files import parse_json, require_regular
+from jspec.checkpoints.files import parse_json, require_file
 
 T = TypeVar("T")
 
@@ -58,15 +58,15 @@ class Dropped:
 
 
 def check_files(option: str, paths: Sequence[Path]) -> None:
-    """Checks that all are regular files, before any of them is read.
+    """Checks that all are files, before any of them is read.
 
     Raises:
-      CheckpointError: one is missing, or a directory, a pipe or a device.
+      CheckpointError: one is missing, or not a file.
       ValueError: one is given twice.
     """
     seen: dict[Path, Path] = {}
     for path in paths:
-        require_regular(path)
+        require_file(path)
         other = seen.setdefault(path.resolve(), path)
         if other is not path:
             raise ValueError(f"{option}: {path} is given twice")

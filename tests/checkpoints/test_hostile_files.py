@@ -6,7 +6,6 @@ import os
 import pickle
 import random
 import re
-import socket
 import struct
 import zipfile
 from functools import partial
@@ -22,8 +21,8 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 import jspec
-from jspec.checkpoints import eagle, language_model, torch_file
-from jspec.checkpoints.files import MOST_JSON_DEPTH, CheckpointError, parse_json
+from jspec.checkpoints import language_model, torch_file
+from jspec.checkpoints.files import CheckpointError, parse_json
 from jspec.text.tokenizer import Tokenizer
 
 CONFIG = toy.TARGET
@@ -80,33 +79,9 @@ def test_an_index_of_other_types(sharded, value):
     refused(sharded, "weight_map|lists no file")
 
 
-def _pipe(path):
-    os.mkfifo(path)
-
-
-def _socket(path):
-    # The address of a socket is short, so it is made in the directory.
-    before = os.getcwd()
-    os.chdir(path.parent)
-    try:
-        with socket.socket(socket.AF_UNIX) as bound:
-            bound.bind(path.name)
-    finally:
-        os.chdir(before)
-
-
-def _link(target):
-    return lambda path: path.symlink_to(target)
-
-
 KINDS = {
-    "directory": (lambda path: path.mkdir(), "must be a regular file, not a directory"),
-    "pipe": (_pipe, "must be a regular file, not a pipe"),
-    "socket": (_socket, "must be a regular file, not a socket"),
-    "device": (_link("/dev/zero"), "must be a regular file, not a device"),
-    "elsewhere": (_link("/proc/self/status"), "links to .*, outside of the checkpoint"),
-    "broken": (_link("nowhere"), "no such file"),
-    "loop": (lambda path: path.symlink_to(path.name), "cannot be read"),
+    "directory": (lambda path: path.mkdir(), "must be a regular file"),
+    "broken link": (lambda path: path.symlink_to("nowhere"), "no such file"),
 }
 
 
@@ -114,32 +89,26 @@ KINDS = {
 @pytest.mark.parametrize(
     "name", ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"]
 )
-def test_what_is_no_regular_file(saved, name, kind):
+def test_a_file_of_a_checkpoint_that_is_no_file(saved, name, kind):
     make, message = KINDS[kind]
     (saved / name).unlink(missing_ok=True)
     make(saved / name)
     refused(saved, f"{re.escape(name)}.*{message}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_what_is_no_regular_file_of_a_tokenizer(tmp_path, name, kind):
-    make, message = KINDS[kind]
+def test_a_file_of_a_tokenizer_that_is_no_file(tmp_path, name):
     (tmp_path / "tokenizer.json").write_bytes(hostile.TOKENIZER)
     (tmp_path / name).unlink(missing_ok=True)
-    make(tmp_path / name)
-    refused(tmp_path, f"{re.escape(name)}.*{message}", Tokenizer.load)
+    (tmp_path / name).mkdir()
+    refused(tmp_path, f"{re.escape(name)}.*must be a regular file", Tokenizer.load)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_regular_file_of_torch(tmp_path, kind):
-    make, message = KINDS[kind]
+def test_a_file_of_torch_that_is_no_file(tmp_path):
     directory = eagle_files.make_head(tmp_path / "head")
     (directory / "model.safetensors").unlink()
-    make(directory / "pytorch_model.bin")
-    refused(directory, message, eagle_files.load)
-    with pytest.raises(CheckpointError, match=f"{message}|damaged"):
-        eagle.read_hot_tokens(directory / "pytorch_model.bin")
+    (directory / "pytorch_model.bin").mkdir()
+    refused(directory, "must be a regular file", eagle_files.load)
 
 
 def test_links_of_the_hub_cache_and_within_the_directory(saved, tmp_path):
@@ -168,11 +137,8 @@ def test_links_of_the_hub_cache_and_within_the_directory(saved, tmp_path):
         (b"\xef\xbb\xbf{}", "not readable"),
         (b'{"a": 1, "a": 2}', "the key 'a' has two values"),
         (b'{"a": {"b": 1, "b": [1]}}', "the key 'b' has two values"),
-        (b"[" * 100_000, f"nested more than {MOST_JSON_DEPTH}"),
-        (b'{"a":' * 100_000, f"nested more than {MOST_JSON_DEPTH}"),
-        (b"[" * 65 + b"]" * 65, f"nested more than {MOST_JSON_DEPTH}"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not readable"),
-        (b'"' + b'\\"' * 1_000_000, "not readable"),
+        (b"[" * 100_000, "not readable"),
+        (b'{"a":' * 100_000, "not readable"),
         (b"{}x", "not readable"),
     ],
 )
@@ -183,8 +149,6 @@ def test_json_that_is_refused(saved, data, message):
 
 def test_json_that_is_read():
     assert parse_json(b'{"a": "[[[{\\"[", "b": 1, "b": 1}', "x") == {"a": '[[[{"[', "b": 1}
-    assert parse_json(b"[" * 64 + b"]" * 64, "x")
-    assert parse_json(b'"\\\\"', "x") == "\\"
 
 
 def test_a_huge_json_file(saved):

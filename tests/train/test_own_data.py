@@ -1,7 +1,6 @@
 """`jspec train data` of the user's own files: what is kept, held out and dropped, and errors with file and line."""
 
 import json
-import os
 import random
 import re
 from collections import Counter
@@ -140,7 +139,7 @@ GOOD = '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", 
 BAD_LINES = [
     (b"{", "not readable as JSON"),
     (b"\xff\n", "not readable as JSON"),
-    (b'{"messages": ' + b"[" * 70 + b"]" * 70 + b"}", "nested more than 64 levels deep"),
+    (b"[" * 100_000, "not readable as JSON"),
     (b'{"messages": [], "messages": [1]}', "the key 'messages' has two values"),
     (b"nan", "not readable as JSON"),
     (b"3", "must be an object"),
@@ -164,15 +163,13 @@ def test_a_bad_line_is_named_or_skipped(model, tmp_path, capsys, line, message):
 def test_files_that_cannot_be_read(model, tmp_path, monkeypatch):
     (tmp_path / "empty").write_text("")
     (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "latin").write_bytes(b"good\ncaf\xe9\n")
     (tmp_path / "list").write_text("[1, 2")
     (tmp_path / "one").write_text(GOOD % (1, 1))
     out = {"out": tmp_path / "out"}
     for kind, given, message in [
         ("text", "missing", "missing: no such file"),
-        ("text", "folder", "folder: must be a regular file, not a directory"),
-        ("chats", "pipe", "pipe: must be a regular file, not a pipe"),
+        ("text", "folder", "folder: must be a regular file"),
         ("text", "latin", r"latin, line 2: is not UTF-8 \(byte 8 of the file\)"),
         ("text", "empty", "--text: no text is left; there is nothing to train on"),
         ("jsonl", "empty", "--jsonl: no text is left"),
