@@ -11,6 +11,7 @@ found.
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import functools
 import os
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -385,6 +386,19 @@ MUTANTS = tuple(
 )
 
 
+@contextlib.contextmanager
+def copied_tree() -> Iterator[Path]:
+    """A copy of the code and the tests in a folder that is deleted afterwards."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory) / "tree"
+        root.mkdir()
+        for name in COPIED:
+            source = ROOT / name
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, root / name, ignore=ignore) if source.is_dir() else shutil.copy(source, root / name)
+        yield root
+
+
 def run(root: Path, tests: Iterable[str]) -> tuple[int, str]:
     """The exit status of pytest in a copy of the tree, and the end of its output."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--full", "-o", "addopts=", "-p", "no:cacheprovider"]
@@ -405,13 +419,7 @@ def main() -> int:
     selected = [mutant for mutant in MUTANTS if options.k in mutant.name or options.k in mutant.function]
     if not selected:
         parser.error(f"-k {options.k!r}: no mutant has this in its name or function")
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory) / "tree"
-        root.mkdir()
-        for name in COPIED:
-            source = ROOT / name
-            ignore = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(source, root / name, ignore=ignore) if source.is_dir() else shutil.copy(source, root / name)
+    with copied_tree() as root:
         status, output = run(root, dict.fromkeys(mutant.test for mutant in selected))
         if status:
             print(output + "\nthese tests must pass before a mutant is applied")
