@@ -74,13 +74,13 @@ class _Range:
     """`range` of one rendering, with a bound on the numbers of all calls."""
 
     def __init__(self):
-        self._left = MOST_ITEMS
+        self._remaining = MOST_ITEMS
 
     def __call__(self, *bounds: int) -> range:
         numbers = range(*bounds)
         # Slices have a length where `len` would overflow.
-        self._left -= len(numbers[: MOST_ITEMS + 1])
-        if self._left < 0:
+        self._remaining -= len(numbers[: MOST_ITEMS + 1])
+        if self._remaining < 0:
             raise _TooMuchError(f"uses ranges of more than {MOST_ITEMS} numbers")
         return numbers
 

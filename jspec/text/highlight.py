@@ -21,7 +21,7 @@ _XTERM_COLORS = {
     "#ffffff": 231,
 }
 MAX_SEQUENCES = 16
-"""Sequences of a batch that are displayed."""
+"""Bound of the sequences of a batch that are displayed."""
 
 # Terminals execute control characters; Unicode has pictures of those in ASCII.
 _CONTROL_PICTURES = {
@@ -38,7 +38,7 @@ class DisplayedSequence:
 
     tokens: new ids.
     texts: the text of each token, from `token_texts`.
-    origin: for each token the depth of the accepted draft that it comes from, or 0.
+    origin: for each token its depth in the draft, or 0 for the target's own.
     heading: a line above the text.
     prompt: text before the tokens.
     """
@@ -51,13 +51,14 @@ class DisplayedSequence:
 
 
 def token_texts(tokenizer: Tokenizer | None, prompt: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """The text that each of `tokens` adds to a prompt, for display.
+    """The text that each token adds to a prompt, for display.
 
-    If a character takes several tokens, the last of them has it and the others are "". Special tokens and tokens
-    without text are shown by name. Without a tokenizer the texts are the ids.
+    A character of several tokens is the text of the last one; the others are "". Special tokens and tokens without text
+    are shown by name. Without a tokenizer the texts are the ids.
     """
     if tokenizer is None:
         return [f"{token} " for token in tokens]
+    # Tokens without text of their own get a name.
     names = {token: content for content, token in tokenizer.special_ids.items()}
     spelled, stream = tokenizer.token_bytes(), TextStream(tokenizer, prompt)
     texts = []
@@ -65,6 +66,7 @@ def token_texts(tokenizer: Tokenizer | None, prompt: Sequence[int], tokens: Sequ
         text = stream.push([token])
         has_text = token < len(spelled) and spelled[token]
         texts.append(text if has_text else text + names.get(token, f"<{token}>"))
+    # An incomplete character at the end belongs to the last token.
     rest = stream.finish()
     if rest:
         texts[-1] += rest
@@ -106,9 +108,9 @@ def to_ansi(sequence: DisplayedSequence, depth: int) -> str:
 
 def ansi_legend(depth: int) -> str:
     """The legend of `to_ansi`, on one line."""
-    own = _paint(" target's own token ", 0, depth)
+    target = _paint(" target's own token ", 0, depth)
     drafts = "".join(_paint(f" {i} ", i, depth) for i in range(1, depth + 1))
-    return f"{own} accepted draft, by depth: {drafts}" if depth else own
+    return f"{target} accepted draft, by depth: {drafts}" if depth else target
 
 
 def _characters(sequence: DisplayedSequence) -> Iterator[tuple[str, int, list[int]]]:

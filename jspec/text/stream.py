@@ -1,7 +1,7 @@
-"""Streaming text, and stop strings.
+"""Incremental detokenization with stop strings.
 
-Text is built from the bytes that each token adds. The automaton of `stopping` reads the same bytes on the device, so
-both agree for any split of the text into tokens and rounds.
+The text is built from the bytes of each token. The automaton of `stopping` reads the same bytes on the device, so both
+agree for any split of the text into tokens and rounds.
 """
 
 import codecs
@@ -18,38 +18,38 @@ _MAX_CHARACTER_BYTES = 4  # of UTF-8
 def compile_stops(
     tokenizer: Tokenizer | None, vocab_size: int, eos: Iterable[int], stop: str | Sequence[str] = ()
 ) -> TokenTable | None:
-    """The table of `stopping.build_table` for EOS ids and stop strings.
+    """Compile EOS ids and stop strings to an automaton, see `stopping.build_table`.
 
     Args:
       tokenizer: required if there are stop strings.
       vocab_size: the model's vocabulary size.
       eos: ids that end a text.
-      stop: one or several stop strings. The content of a special token, which adds nothing to the text, means its id.
+      stop: one or several stop strings. The content of a special token means its id.
 
     Raises:
       TypeError: `stop` is neither a string nor a sequence of strings.
       ValueError: an empty string, too many strings, an id outside the vocabulary, or a missing or unsupported
         tokenizer.
     """
-    given = check_stop(stop)
-    if not given:
+    strings = check_stop(stop)
+    if not strings:
         return stopping.build_table(vocab_size, eos)
     if tokenizer is None:
         raise ValueError(f"stop={shorten(stop)}: requires a tokenizer, which this checkpoint does not have")
-    ids, strings = _split_stop(tokenizer, given)
-    return stopping.build_table(vocab_size, {*eos, *ids}, strings, tokenizer.token_bytes() if strings else None)
+    ids, texts = _split_stop(tokenizer, strings)
+    return stopping.build_table(vocab_size, {*eos, *ids}, texts, tokenizer.token_bytes() if texts else None)
 
 
 class TextStream:
-    """The text of one sequence, piece by piece as its tokens arrive.
+    """Detokenizes one sequence as its tokens arrive.
 
-    Pieces are final: characters are emitted whole, and text that may be the beginning of a stop string is held back.
-    The text ends before the first stop string that is complete; if several end at the same byte, before the longest.
-    Invalid UTF-8 becomes U+FFFD. A character that begins in the prompt belongs to the text.
+    Pieces are final: characters are emitted whole, and a possible beginning of a stop string is withheld. The text ends
+    before the first complete stop string; if several end at the same byte, before the longest. Invalid UTF-8 becomes
+    U+FFFD. A character that begins in the prompt belongs to the text.
 
     Args:
       prompt_ids: ids before the text. They decide whether the word-boundary space before the first word is dropped.
-      stop: as in `compile_stops`. Other ids that end a sequence are not required here.
+      stop: as in `compile_stops`. EOS ids are not needed here.
 
     Attributes:
       stopped: whether a stop string, or a special token given as one, has ended the text.
@@ -64,11 +64,11 @@ class TextStream:
         self._automaton, self._state = stopping.byte_automaton(tuple(self._strings)), 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._incomplete, self._begun = self._read_prompt(list(prompt_ids))
-        self._held, self._to_drop = b"", 0
+        self._pending, self._to_drop = b"", 0
         self.stopped = False
 
     def push(self, ids: Iterable[int]) -> str:
-        """Takes the next ids; returns the text that is now final. Ids after the end of the text are ignored.
+        """Add ids; returns the text that has become final. Ids after the end of the text are ignored.
 
         Raises:
           ValueError: a negative id.
@@ -77,10 +77,12 @@ class TextStream:
         for token in ids:
             if self.stopped:
                 break
+            # A special token given as a stop string ends the text; withheld bytes before it are final.
             if token in self._stop_ids:
                 self.stopped = True
-                final, self._held = final + self._held, b""
+                final, self._pending = final + self._pending, b""
                 break
+            # The first word after an empty prompt loses its word-boundary space.
             spelled = self._spelled(token)
             if spelled and not self._begun:
                 self._begun, self._to_drop = True, self._tokenizer.leading_spaces(token)
@@ -89,9 +91,9 @@ class TextStream:
         return self._emit(bytes(final))
 
     def finish(self) -> str:
-        """The rest of the text, after the last token."""
-        held, self._held = self._held, b""
-        return self._emit(held, last=True)
+        """The rest of the text; call it after the last token."""
+        pending, self._pending = self._pending, b""
+        return self._emit(pending, last=True)
 
     def _spelled(self, token: int) -> bytes:
         if token < 0:
@@ -99,16 +101,18 @@ class TextStream:
         return self._bytes[token] if token < len(self._bytes) else b""
 
     def _read(self, byte: int) -> bytes:
-        """Takes a byte; returns the bytes that can no longer belong to a stop string."""
+        """Add a byte; returns the bytes that can no longer belong to a stop string."""
         if self.stopped:
             return b""
-        text = self._held + bytes([byte])
+        text = self._pending + bytes([byte])
         self._state = int(self._automaton.table[self._state, byte])
+        # A stop string is complete.
         if self._state < 0:
-            self.stopped, self._held = True, b""
+            self.stopped, self._pending = True, b""
             return text[: len(text) - max(len(string) for string in self._strings if text.endswith(string))]
+        # The depth of the state is the length of the possible beginning of a stop string.
         released = len(text) - int(self._automaton.depth[self._state])
-        self._held = text[released:]
+        self._pending = text[released:]
         return text[:released]
 
     def _emit(self, final: bytes, last: bool = False) -> str:
@@ -134,7 +138,7 @@ class TextStream:
 def full_text(
     tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: Iterable[int], stop: str | Sequence[str] = ()
 ) -> str:
-    """The text that `ids` add to a prompt, up to the first stop string; see `TextStream`."""
+    """The text of `ids` after a prompt, up to the first stop string; see `TextStream`."""
     stream = TextStream(tokenizer, prompt_ids, stop)
     return stream.push(ids) + stream.finish()
 

@@ -1,4 +1,4 @@
-"""Tokenizers, chat templates, and the bytes that each token adds to a text."""
+"""Tokenizers and their chat templates, and the bytes of each token."""
 
 import json
 import re
@@ -45,7 +45,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | Path) -> "Tokenizer | None":
-        """The tokenizer of a checkpoint directory; None if it has no tokenizer.
+        """Load the tokenizer of a checkpoint directory; None if it has none.
 
         Raises:
           CheckpointError: a damaged file, or a tokenizer in an unsupported format.
@@ -92,7 +92,7 @@ class Tokenizer:
         return {name: template.source for name, template in self._templates.items()}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text. `special`: whether to add special tokens, such as the one that begins a text.
+        """Tokenize a text. `special`: whether to add special tokens, such as BOS.
 
         Raises:
           TypeError, ValueError: not a str, or one with lone surrogates.
@@ -100,12 +100,12 @@ class Tokenizer:
         return self._backend.encode(check_text("text", text), add_special_tokens=special).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of a complete sequence, without special tokens. For a continuation, use `stream.full_text`."""
+        """Detokenize a complete sequence, without special tokens. For a continuation, use `stream.full_text`."""
         checked = [check_int("id", i, least=0, most=2**32 - 1) for i in ids]
         return self._backend.decode(checked, skip_special_tokens=True)
 
     def chat(self, messages: Sequence[Mapping[str, object]], **options: Any) -> list[int]:
-        """The prompt of the next turn of a chat, as ids. Arguments are those of `apply_chat_template`."""
+        """Render and tokenize a chat. Arguments are those of `apply_chat_template`."""
         return self.encode(self.apply_chat_template(messages, **options), special=False)
 
     def apply_chat_template(
@@ -117,7 +117,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **options: object,
     ) -> str:
-        """The prompt of the next turn of a chat, as text that includes the special tokens.
+        """Render a chat as text, special tokens included.
 
         Args:
           messages: for example [{"role": "user", "content": "hello"}]; keys whose value is None are omitted.
@@ -128,7 +128,7 @@ class Tokenizer:
 
         Raises:
           ValueError: no template, no messages, or messages that the template rejects or fails for.
-          CheckpointError: a template that is not valid Jinja, or takes too many steps or too much memory.
+          CheckpointError: the template is not valid Jinja, or exceeds a bound.
         """
         if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
             raise ValueError(f'messages={messages!r}: must be a list such as [{{"role": "user", "content": "hello"}}]')
@@ -158,7 +158,7 @@ class Tokenizer:
         return _check_decoder(json.loads(self._backend.to_str())["decoder"])
 
     def leading_spaces(self, token: int) -> int:
-        """Leading spaces of `token` that only mark a word boundary, and are dropped if a text begins with it."""
+        """Leading word-boundary spaces of a token, which are dropped at the beginning of a text."""
         spelled = self.token_bytes()[token]
         spaces = len(spelled) - len(spelled.lstrip(b" "))
         kinds = {step["type"]: step for step in self._decoder_steps}
@@ -176,7 +176,7 @@ class Tokenizer:
 
 
 def _check_decoder(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of the decoder in tokenizer.json, which `_spell` applies to each token.
+    """The steps of the decoder in tokenizer.json, for `_spell`.
 
     Raises:
       ValueError: a step that is unknown, or that depends on neighboring tokens.
@@ -186,11 +186,11 @@ def _check_decoder(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     fused = False
     for step in steps:
         name = step["type"]
-        known = name in ("ByteLevel", "ByteFallback", "Metaspace", "Fuse")
-        known |= name == "Replace" and "String" in step["pattern"]
+        supported = name in ("ByteLevel", "ByteFallback", "Metaspace", "Fuse")
+        supported |= name == "Replace" and "String" in step["pattern"]
         # Supported only if it drops at most one space, at the beginning of the whole text.
-        known |= name == "Strip" and fused and (step["content"], step["stop"]) == (" ", 0) and step["start"] <= 1
-        if not known:
+        supported |= name == "Strip" and fused and (step["content"], step["stop"]) == (" ", 0) and step["start"] <= 1
+        if not supported:
             raise ValueError(
                 f"tokenizer.json: unsupported decoder step {json.dumps(step)}; supported are ByteLevel, Metaspace, and "
                 "sequences of Replace (of a string), ByteFallback, Fuse and then Strip (of one leading space)"
@@ -200,7 +200,7 @@ def _check_decoder(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _spell(token: str, steps: Iterable[dict[str, Any]]) -> bytes:
-    """The bytes that a token adds to the text."""
+    """Apply the decoder's steps to one token."""
     for step in steps:
         if step["type"] == "ByteLevel":
             # As in the library: a token with any other character is an added token, spelled literally.
@@ -229,7 +229,7 @@ _BYTE_OF = _byte_characters()
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json."""
+    """Read a tokenizer.json."""
     data = read_bytes(path, _MOST_BYTES)
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
@@ -248,7 +248,7 @@ _MOST_BYTES = 2**27
 
 
 def _read_templates(directory: Path, config: Fields) -> dict[str, ChatTemplate]:
-    """Chat templates by name. Template files take precedence over tokenizer_config.json."""
+    """Read chat templates by name. Template files take precedence over tokenizer_config.json."""
     files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
     default = find_file(directory, "chat_template.jinja")
     if default is not None:
@@ -259,6 +259,7 @@ def _read_templates(directory: Path, config: Fields) -> dict[str, ChatTemplate]:
             templates[name] = ChatTemplate(read_bytes(path, 4 * MOST_SOURCE).decode("utf-8"), str(path))
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path}: the chat template is not valid UTF-8 ({error})") from None
+    # tokenizer_config.json has one template, or a list of named ones.
     if templates or not config.has("chat_template"):
         return templates
     entries = config.optional_sections("chat_template")
@@ -271,7 +272,7 @@ def _read_templates(directory: Path, config: Fields) -> dict[str, ChatTemplate]:
 
 
 def _read_special(config: Fields) -> dict[str, str]:
-    """Text of each special token by role; a token is stored as a string or as an object with its content."""
+    """Read the special tokens by role; each is a string, or an object with its content."""
     return {
         key: text for key in config.keys() if key.endswith("_token") if (text := config.token_text(key)) is not None
     }

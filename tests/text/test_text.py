@@ -323,7 +323,7 @@ def test_the_memory_of_a_stream_does_not_grow_with_the_text():
     first = sizes()
     for _ in range(100):
         stream.push(word)
-    assert sizes() == first and first["_held"] > 0
+    assert sizes() == first and first["_pending"] > 0
 
 
 def test_invalid_stop_strings():

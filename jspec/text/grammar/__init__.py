@@ -1,4 +1,4 @@
-"""`Grammar`: the texts that a regex, a JSON schema or a list of choices allows."""
+"""`Grammar`: constrains a text by a regex, a JSON schema or a list of choices."""
 
 import dataclasses
 import functools
@@ -17,19 +17,18 @@ from jspec.text.grammar.regex import parse_regex
 from jspec.text.tokenizer import Tokenizer
 
 MAX_DEPTH = 3
-"""How often values of any kind, and definitions within themselves, are nested if nothing else is given."""
+"""Default nesting of values of any type, and of definitions within themselves."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Grammar:
-    """The texts that a sequence may have; make one with `regex`, `json_schema` or `choice`.
+    """A set of allowed texts, built by `regex`, `json_schema` or `choice`.
 
-    It is given as `jspec.Sampling(grammar=...)`. Tokens that lead to no text of the grammar are never chosen, and an id
-    that ends the text is chosen only after a whole one. So the new text is in the grammar if it ends before
-    `max_new_tokens`. Logits of forbidden tokens become -inf before temperature and truncation; the probabilities of
-    the others keep their proportions.
+    Pass it as `jspec.Sampling(grammar=...)`. Tokens that lead to no allowed text are never chosen, and EOS is chosen
+    only after a complete one. So the new text is in the grammar if it ends before `max_new_tokens`. Logits of forbidden
+    tokens become -inf before temperature and truncation; the other probabilities keep their proportions.
 
-    kind, source: where it comes from; equal ones are the same grammar.
+    kind, source: how it was built; grammars with equal values are equal.
     """
 
     kind: str
@@ -38,7 +37,7 @@ class Grammar:
 
     @staticmethod
     def regex(pattern: str) -> "Grammar":
-        """Texts that match a regex of Python's `re` module as a whole.
+        """Allow the full matches of a regex of Python's `re` module.
 
         Classes such as \\d and \\w have ASCII characters only, as with `re.ASCII`. Supported flags
         are (?s) and (?x).
@@ -52,14 +51,14 @@ class Grammar:
 
     @staticmethod
     def choice(choices: Sequence[str]) -> "Grammar":
-        """One of these texts.
+        """Allow exactly these texts.
 
         Raises:
           TypeError: not a list of str.
           ValueError: no text, an empty one, or the automaton is too large.
         """
-        given = check_sequence("choices", choices, items="a list of texts")
-        texts = [check_text(f"choices[{i}]", one) for i, one in enumerate(given)]
+        listed = check_sequence("choices", choices, items="a list of texts")
+        texts = [check_text(f"choices[{i}]", text) for i, text in enumerate(listed)]
         if not texts or not all(texts):
             raise ValueError(f"choices={shorten(choices)}: must be at least one text, and none of them empty")
         return _compile("choice", json.dumps(texts), e.either(*map(e.literal, texts)))
@@ -68,7 +67,7 @@ class Grammar:
     def json_schema(
         schema: Mapping[str, Any] | bool | str, *, whitespace: str = "[ ]?", max_depth: int = MAX_DEPTH
     ) -> "Grammar":
-        """Documents of JSON that a schema accepts.
+        """Allow the JSON documents that a schema accepts.
 
         Properties come in the order of the schema. Supported are the keywords `type`, `enum`, `const`, `anyOf`,
         `oneOf` (of schemas that plainly exclude each other), `allOf` (of one schema), `$ref` within the schema,
@@ -78,12 +77,12 @@ class Grammar:
 
         Args:
           schema: as Python values, or as text of JSON. True, or an empty schema: any document.
-          whitespace: a regex of what may be after "{", "[", "," and ":", and before "}" and "]".
-          max_depth: how often objects and arrays are nested where the schema allows any value, and how often a
-            definition is nested in itself; at least 1.
+          whitespace: a regex of the whitespace after "{", "[", "," and ":", and before "}" and "]".
+          max_depth: nesting of objects and arrays where the schema allows any value, and of a definition within
+            itself; at least 1.
 
         Raises:
-          TypeError, ValueError: not a schema, or one with a keyword that is not supported; or no document suits it.
+          TypeError, ValueError: not a schema, an unsupported keyword, or a schema that no document satisfies.
         """
         max_depth = check_int("max_depth", max_depth, least=1)
         space, _, _ = parse_regex(whitespace, "whitespace")
@@ -97,9 +96,9 @@ class Grammar:
         return _compile("json_schema", json.dumps([schema, whitespace, max_depth]), parsed)
 
     def after(self, text: str) -> "Grammar":
-        """Anything up to the first occurrence of `text`, and then a text of this grammar.
+        """Allow any text up to the first occurrence of `text`, then a text of this grammar.
 
-        For models that reason first: `grammar.after("</think>")`.
+        Use it with reasoning models: `grammar.after("</think>")`.
 
         Raises:
           TypeError, ValueError: not a text, or an empty one; or the automaton is too large.
@@ -117,28 +116,30 @@ class Grammar:
         return self.dfa.matches(check_text("text", text).encode())
 
     def compile(self, token_bytes: Sequence[bytes], vocab_size: int, eos: Sequence[int]) -> TokenTable:
-        """The automaton over the tokens of a vocabulary, as `jspec.core.grammar.build_table` makes it."""
+        """Compile to an automaton over a vocabulary, see `jspec.core.grammar.build_table`."""
         return grammar.build_table(self.dfa.table, self.dfa.accepts, token_bytes, vocab_size, eos)
 
 
 def compile_grammar(
-    given: grammar.TokenGrammar | None, tokenizer: Tokenizer | None, vocab_size: int, eos: Sequence[int]
+    token_grammar: grammar.TokenGrammar | None, tokenizer: Tokenizer | None, vocab_size: int, eos: Sequence[int]
 ) -> TokenTable | None:
-    """The automaton of a grammar over the tokens of a model; None for None.
+    """Compile a grammar to an automaton over a model's vocabulary; None for None.
 
     Raises:
-      ValueError: there is no tokenizer, or as `jspec.core.grammar.build_table`.
+      ValueError: the checkpoint has no tokenizer, or as `jspec.core.grammar.build_table`.
     """
-    if given is None:
+    if token_grammar is None:
         return None
     if tokenizer is None:
-        raise ValueError(f"grammar={shorten(given)}: requires a tokenizer, which this checkpoint does not have")
-    return _compiled(given, tokenizer, vocab_size, tuple(eos))
+        raise ValueError(f"grammar={shorten(token_grammar)}: requires a tokenizer, which this checkpoint does not have")
+    return _compiled(token_grammar, tokenizer, vocab_size, tuple(eos))
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(given: grammar.TokenGrammar, tokenizer: Tokenizer, vocab_size: int, eos: tuple[int, ...]) -> TokenTable:
-    return given.compile(tokenizer.token_bytes(), vocab_size, eos)
+def _compiled(
+    token_grammar: grammar.TokenGrammar, tokenizer: Tokenizer, vocab_size: int, eos: tuple[int, ...]
+) -> TokenTable:
+    return token_grammar.compile(tokenizer.token_bytes(), vocab_size, eos)
 
 
 def _compile(kind: str, source: str, parsed: Expression) -> Grammar:
@@ -149,7 +150,7 @@ def _compile(kind: str, source: str, parsed: Expression) -> Grammar:
 
 
 def _check_space(whitespace: str, space: Expression) -> None:
-    """Raises ValueError unless an expression has whitespace of JSON only."""
+    """Raises ValueError unless an expression matches JSON whitespace only."""
     table = compile_expression(space).table
     other = [byte for byte in range(256) if byte not in b" \t\n\r" and (table[:, byte] >= 0).any()]
     if other:

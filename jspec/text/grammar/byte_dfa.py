@@ -1,4 +1,4 @@
-"""From an expression to an automaton over the bytes of UTF-8: Thompson's construction, then subsets of its states.
+"""Compiles an expression to a DFA over UTF-8 bytes: Thompson's construction, then the subset construction.
 
 Ken Thompson, Regular Expression Search Algorithm, CACM 11:6, 1968; Rabin and Scott, Finite Automata and Their Decision
 Problems, IBM Journal 3:2, 1959.
@@ -15,22 +15,22 @@ from jspec.core.stopping import byte_automaton
 from jspec.text.grammar.expression import MAX_CODE, Chain, Characters, Concat, Either, Expression, Range
 
 MAX_STATES = 2**15 - 1
-"""States of an automaton. They are counted in 16 bits."""
+"""Bound of the states of a DFA, which are stored as int16."""
 MAX_NODES = 2**18
-"""States of the automaton before it is deterministic, which takes about a second."""
+"""Bound of the states of an NFA; making one deterministic takes about a second."""
 DEAD = -1
-"""The next state where no text of the language goes on with a byte."""
+"""The next state if no text of the language continues with a byte."""
 
 _ENCODED = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, MAX_CODE))
-"""Code points that UTF-8 encodes in one, two, three, three and four bytes. Surrogates have no encoding."""
+"""Ranges of code points that UTF-8 encodes in one, two, three, three and four bytes; surrogates have no encoding."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteDfa:
-    """A deterministic automaton over bytes. State 0 is the first one, and each state can reach an accepting one.
+    """A deterministic automaton over bytes. State 0 is the start; every state can reach an accepting one.
 
     table: [states, 256] the next state, or `DEAD`.
-    accepts: [states] whether a text may end.
+    accepts: [states] whether a text may end in the state.
     """
 
     table: Int16[np.ndarray, "states bytes"]
@@ -47,10 +47,10 @@ class ByteDfa:
 
 
 def compile_expression(expression: Expression) -> ByteDfa:
-    """The automaton that accepts the texts of an expression.
+    """Compile an expression.
 
     Raises:
-      ValueError: there are none, or the automaton is too large.
+      ValueError: it matches no text, or the automaton is too large.
     """
     nfa = _Nfa()
     try:
@@ -62,11 +62,12 @@ def compile_expression(expression: Expression) -> ByteDfa:
 
 
 def after_text(dfa: ByteDfa, text: bytes) -> ByteDfa:
-    """Any bytes up to the first occurrence of `text`, and then a text of `dfa`.
+    """The DFA of any bytes up to the first occurrence of `text`, then a text of `dfa`.
 
     Raises:
       ValueError: the automaton is too large.
     """
+    # The states before `text` come first; its last byte leads to the first state of `dfa`.
     free = byte_automaton((text,)).table
     _check_states(len(free) + len(dfa.table))
     shifted = np.where(dfa.table == DEAD, DEAD, dfa.table + len(free))
@@ -75,9 +76,9 @@ def after_text(dfa: ByteDfa, text: bytes) -> ByteDfa:
 
 
 class _Nfa:
-    """A nondeterministic automaton: `skips` are transitions without a byte, `arcs` are (first byte, last byte, next).
+    """A nondeterministic automaton: `skips` are epsilon transitions, `arcs` are (first byte, last byte, next).
 
-    No transition leads into the node from which a part is added, unless its caller makes one.
+    Callers of `add` pass a start node without incoming transitions of later parts.
     """
 
     def __init__(self):
@@ -95,17 +96,17 @@ class _Nfa:
         return len(self.skips) - 1
 
     def add(self, start: int, part: Expression) -> int:
-        """Adds a part from a node on; returns the node after it."""
+        """Add a part after a node; returns the node at its end."""
         if isinstance(part, Characters):
             return self._characters(start, part.ranges)
         if isinstance(part, Concat):
-            for each in part.parts:
-                start = self.add(start, each)
+            for inner in part.parts:
+                start = self.add(start, inner)
             return start
         if isinstance(part, Either):
             end = self.new()
-            for each in part.parts:
-                self._skip(self.add(self._after(start), each), end)
+            for inner in part.parts:
+                self._skip(self.add(self._after(start), inner), end)
             return end
         if isinstance(part, Chain):
             return self._chain(start, part)
@@ -115,10 +116,10 @@ class _Nfa:
         self.skips[start].append(end)
 
     def _after(self, *nodes: int) -> int:
-        """A new node that follows these without a byte."""
+        """Add a node that these reach without a byte."""
         node = self.new()
-        for each in nodes:
-            self._skip(each, node)
+        for previous in nodes:
+            self._skip(previous, node)
         return node
 
     def _characters(self, start: int, ranges: Sequence[Range]) -> int:
@@ -135,6 +136,7 @@ class _Nfa:
         return ends[()]
 
     def _repeat(self, start: int, part: Expression, least: int, most: int | None, separator: Expression) -> int:
+        # Unbounded: the required copies, then a loop.
         if most is None:
             for _ in range(least - 1):
                 start = self.add(self.add(start, part), separator)
@@ -142,6 +144,7 @@ class _Nfa:
             end = self.add(head, part)
             self._skip(self.add(self._after(end), separator), head)
             return self._after(end) if least else self._after(start, end)
+        # Bounded: one copy per repetition, each of which may be the last from `least` on.
         ends = [start] if least == 0 else []
         for i in range(most):
             start = self.add(self._after(start) if i == 0 else self.add(self._after(start), separator), part)
@@ -150,7 +153,7 @@ class _Nfa:
         return self._after(*ends)
 
     def _chain(self, start: int, chain: Chain) -> int:
-        # `none` is the node at which no part is there yet (None: one must be), `some` that after at least one.
+        # `none`: the node before any part (None: one was required), `some`: the node after at least one part.
         none, some = start, None
         for part, required in chain.parts:
             begins = [] if none is None else [none]
@@ -163,17 +166,17 @@ class _Nfa:
 
 
 def utf8(first: int, last: int) -> Iterator[tuple[Range, ...]]:
-    """The encodings of the characters from `first` to `last`, as sequences of ranges of bytes."""
+    """Encode the characters from `first` to `last` as sequences of byte ranges."""
     for low, high in _ENCODED:
         if max(first, low) <= min(last, high):
             yield from _split(max(first, low), min(last, high))
 
 
 def _split(first: int, last: int) -> Iterator[tuple[Range, ...]]:
-    """`utf8` of characters whose encodings have the same length."""
+    """`utf8` for characters with encodings of one length."""
     low, high = chr(first).encode(), chr(last).encode()
     for i in range(len(low) - 1, 0, -1):
-        # The bits of the last i bytes.
+        # Split where the last i bytes do not cover their whole range.
         mask = (1 << 6 * i) - 1
         if first & ~mask != last & ~mask:
             if first & mask:
@@ -188,25 +191,26 @@ def _split(first: int, last: int) -> Iterator[tuple[Range, ...]]:
 
 
 def _determinize(nfa: _Nfa, begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Transitions and accepting states of the automaton whose states are sets of nodes."""
+    """The subset construction: transitions and accepting states of the DFA."""
     closures: dict[int, frozenset[int]] = {}
 
     def close(node: int) -> frozenset[int]:
-        """The nodes with arcs, and the end, that follow without a byte."""
+        """The epsilon closure of a node, reduced to nodes with arcs and the end."""
         if node not in closures:
-            found, todo = {node}, [node]
+            reached, todo = {node}, [node]
             while todo:
                 for after in nfa.skips[todo.pop()]:
-                    if after not in found:
-                        found.add(after)
+                    if after not in reached:
+                        reached.add(after)
                         todo.append(after)
-            closures[node] = frozenset(each for each in found if nfa.arcs[each] or each == end)
+            closures[node] = frozenset(state for state in reached if nfa.arcs[state] or state == end)
         return closures[node]
 
     first = close(begin)
     index, order, rows = {first: 0}, [first], []
     for nodes in order:
         row = np.full(256, DEAD, np.int16)
+        # Between two cuts, all bytes lead to the same nodes.
         arcs = [arc for node in nodes for arc in nfa.arcs[node]]
         cuts = sorted({arc[0] for arc in arcs} | {arc[1] + 1 for arc in arcs})
         for low, high in zip(cuts, cuts[1:], strict=False):
@@ -230,10 +234,10 @@ def _check_states(count: int) -> None:
 
 
 def _prune(table: np.ndarray, accepts: np.ndarray) -> ByteDfa:
-    """The automaton of the states from which a text can end.
+    """Drop the states that reach no accepting state.
 
     Raises:
-      ValueError: the first state is not one of them.
+      ValueError: the start is one of them.
     """
     live = reaching(table, accepts)
     if not live[0]:

@@ -1,6 +1,6 @@
-"""Regular languages of Unicode text as trees: what regexes and JSON schemas are compiled to.
+"""Syntax trees of regular languages, the common form of regexes and JSON schemas.
 
-The functions build trees without impossible parts: what contains `NOTHING` is left out, or is `NOTHING` itself.
+The functions simplify: parts that match `NOTHING` are dropped, or make the whole `NOTHING`.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class Repeat:
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """The parts in order, each of them required or not, with a separator between two that are there."""
+    """The parts in order, each required or optional, with a separator between two present ones."""
 
     parts: "tuple[tuple[Expression, bool], ...]"
     separator: "Expression"
@@ -103,14 +103,14 @@ def concat(*parts: Expression) -> Expression:
     """One part after the other."""
     if NOTHING in parts:
         return NOTHING
-    kept = [part for part in parts if part != EMPTY]
-    return kept[0] if len(kept) == 1 else Concat(tuple(kept))
+    nonempty = [part for part in parts if part != EMPTY]
+    return nonempty[0] if len(nonempty) == 1 else Concat(tuple(nonempty))
 
 
 def either(*parts: Expression) -> Expression:
     """One of the parts."""
-    kept = [part for part in parts if part != NOTHING]
-    return kept[0] if len(kept) == 1 else Either(tuple(kept))
+    possible = [part for part in parts if part != NOTHING]
+    return possible[0] if len(possible) == 1 else Either(tuple(possible))
 
 
 def optional(part: Expression) -> Expression:
@@ -128,7 +128,7 @@ def repeat(part: Expression, least: int, most: int | None, separator: Expression
 
 
 def chain(parts: Iterable[tuple[Expression, bool]], separator: Expression) -> Expression:
-    """The parts in order, each of them required or not, with a separator between two that are there."""
+    """The parts in order, each required or optional, with a separator between two present ones."""
     parts = list(parts)
     if any(required and part == NOTHING for part, required in parts):
         return NOTHING

@@ -1,6 +1,6 @@
-"""JSON schemas as expressions: the documents that a schema accepts, or those of them that are written in one way.
+"""Compiles a JSON schema to an expression of the documents that it accepts, with fixed order and spelling.
 
-The keywords are those of JSON Schema 2020-12 (Core and Validation). A keyword that is not here is refused by its name.
+Keywords are those of JSON Schema 2020-12 (Core and Validation); unsupported ones are errors.
 """
 
 import json
@@ -29,7 +29,7 @@ _OF_TYPE: dict[str, set[str]] = {
     "boolean": set(),
     "null": set(),
 }
-"""Type -> the keywords that are about it."""
+"""Type -> its keywords."""
 _YEAR = r"(\d{3}[1-9]|\d\d[1-9]0|\d[1-9]00|[1-9]000)"
 _DATE = _YEAR + r"-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
@@ -39,21 +39,20 @@ _FORMATS = {
     "date-time": f"{_DATE}T{_TIME}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
 }
-"""Formats of strings (RFC 3339 and 9562). There is no year 0, which Python refuses, and no 29th of February, which
-depends on the year."""
+"""Formats of strings (RFC 3339 and 9562), without year 0, which Python refuses, and without February 29."""
 
 
 def parse_schema(schema: object, *, whitespace: Expression, max_depth: int) -> Expression:
-    """The documents of a JSON schema.
+    """Compile a JSON schema.
 
     Args:
       schema: a mapping, or True or False.
-      whitespace: what may be between two tokens; see `Layout`.
-      max_depth: how often objects and arrays are nested in a value of any kind, and a definition in itself.
+      whitespace: allowed between two tokens; see `Layout`.
+      max_depth: nesting of objects and arrays in a value of any type, and of a definition within itself.
 
     Raises:
       TypeError: not a schema.
-      ValueError: a keyword that is not supported, or with an invalid value; the message has its place and name.
+      ValueError: an unsupported keyword or an invalid value; the message has its JSON pointer and name.
     """
     try:
         json.dumps(schema, allow_nan=False)
@@ -70,7 +69,7 @@ class _Parser:
         self._root, self._max_depth = root, max_depth
         self._json = json_text.Layout(whitespace)
         self._open: dict[str, int] = {}
-        """How many references to each definition are being followed."""
+        """Pointer -> number of references to it that are being followed."""
         self._parsers: dict[str, Callable[[Schema, str], Expression]] = {
             "object": self._object,
             "array": self._array,
@@ -82,7 +81,7 @@ class _Parser:
         }
 
     def parse(self, schema: object, where: str) -> Expression:
-        """The documents of the schema at a place, which is a JSON pointer."""
+        """Compile the schema at `where`, a JSON pointer."""
         if isinstance(schema, bool):
             return self._json.anything(self._max_depth) if schema else NOTHING
         if not isinstance(schema, Mapping):
@@ -93,6 +92,7 @@ class _Parser:
         for keyword in ("anyOf", "oneOf", "allOf"):
             if keyword in schema:
                 return self._alternatives(schema, keyword, where)
+        # A schema of one or several types: each has its keywords.
         types = self._types(schema, where)
         allowed = {"type"}.union(*(_OF_TYPE[name] for name in types))
         _refuse(schema, allowed, where)
@@ -101,11 +101,11 @@ class _Parser:
         return e.either(*[self._parsers[name](schema, where) for name in types])
 
     def _types(self, schema: Schema, where: str) -> list[str]:
-        """The types of a schema's documents; those that its keywords are about if it names none, [] for any."""
-        given = schema.get("type", [name for name, keywords in _OF_TYPE.items() if keywords & schema.keys()])
-        names = [given] if isinstance(given, str) else given
+        """The types that a schema declares, else those of its keywords; [] for any type."""
+        declared = schema.get("type", [name for name, keywords in _OF_TYPE.items() if keywords & schema.keys()])
+        names = [declared] if isinstance(declared, str) else declared
         if not isinstance(names, list) or not all(isinstance(name, str) and name in _OF_TYPE for name in names):
-            raise ValueError(f"{_at(where)}: type {shorten(given)} must be one or several of {', '.join(_OF_TYPE)}")
+            raise ValueError(f"{_at(where)}: type {shorten(declared)} must be one or several of {', '.join(_OF_TYPE)}")
         if "number" in names:
             names = [name for name in names if name != "integer"]
         return list(dict.fromkeys(names))
@@ -113,34 +113,35 @@ class _Parser:
     def _reference(self, schema: Schema, where: str) -> Expression:
         _refuse(schema, {"$ref"}, where)
         pointer = schema["$ref"]
-        found = self._resolve(pointer, where)
-        # A definition may contain itself `max_depth` times.
+        definition = self._resolve(pointer, where)
+        # Recursive definitions are unrolled `max_depth` times.
         depth = self._open.get(pointer, 0)
         if depth > self._max_depth:
             return NOTHING
         self._open[pointer] = depth + 1
         try:
-            return self.parse(found, str(pointer).removeprefix("#"))
+            return self.parse(definition, str(pointer).removeprefix("#"))
         finally:
             self._open[pointer] = depth
 
     def _resolve(self, pointer: object, where: str) -> object:
-        """The schema that a reference names."""
+        """The schema at a reference."""
         if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
             raise ValueError(f"{_at(where)}: $ref {shorten(pointer)} must be within the schema: '#' or '#/...'")
-        found: Any = self._root
+        value: Any = self._root
         for part in pointer.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and key in found:
-                found = found[key]
-            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-                found = found[int(key)]
+            if isinstance(value, Mapping) and key in value:
+                value = value[key]
+            elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+                value = value[int(key)]
             else:
                 raise ValueError(f"{_at(where)}: $ref {shorten(pointer)} names nothing in the schema")
-        return found
+        return value
 
     def _enum(self, schema: Schema, where: str) -> Expression:
         _refuse(schema, {"enum", "const", "type"}, where)
+        # Keep the values that `const` and `type` allow as well.
         types = self._types(schema, where)
         values = schema.get("enum", [schema.get("const")])
         if not isinstance(values, list) or not values:
@@ -152,36 +153,36 @@ class _Parser:
 
     def _alternatives(self, schema: Schema, keyword: str, where: str) -> Expression:
         _refuse(schema, {keyword}, where)
-        each = schema[keyword]
-        if not isinstance(each, list) or not each:
-            raise ValueError(f"{_at(where)}: {keyword} {shorten(each)} must be a list of at least one schema")
-        if keyword == "allOf" and len(each) > 1:
+        schemas = schema[keyword]
+        if not isinstance(schemas, list) or not schemas:
+            raise ValueError(f"{_at(where)}: {keyword} {shorten(schemas)} must be a list of at least one schema")
+        if keyword == "allOf" and len(schemas) > 1:
             raise ValueError(f"{_at(where)}: allOf of several schemas is not supported")
         if keyword == "oneOf":
-            self._check_exclusive(each, where)
-        return e.either(*[self.parse(one, f"{where}/{keyword}/{i}") for i, one in enumerate(each)])
+            self._check_exclusive(schemas, where)
+        return e.either(*[self.parse(inner, f"{where}/{keyword}/{i}") for i, inner in enumerate(schemas)])
 
     def _check_exclusive(self, schemas: Sequence[object], where: str) -> None:
-        """Raises ValueError unless it is plain that no document suits two of these schemas."""
+        """Raises ValueError unless the schemas exclude each other by type, or by a required constant."""
         sets = [self._marks(schema, where) for schema in schemas]
         for i, (types, marks) in enumerate(sets):
             for other_types, other_marks in sets[:i]:
                 both = types & other_types
-                told = any(
+                disjoint = any(
                     name in other_marks and not any(_same(a, b) for a in values for b in other_marks[name])
                     for name, values in marks.items()
                 )
-                if both and not (told and both == {"object"}):
+                if both and not (disjoint and both == {"object"}):
                     raise ValueError(
                         f"{_at(where)}: oneOf must have schemas of different types, or of objects that a required "
                         "property of different constants tells apart; anyOf takes any"
                     )
 
     def _marks(self, schema: object, where: str) -> tuple[set[str], dict[str, list[Any]]]:
-        """The types of a schema's documents, and the values of required properties that have few."""
-        seen: set[str] = set()
-        while isinstance(schema, Mapping) and "$ref" in schema and str(schema["$ref"]) not in seen:
-            seen.add(str(schema["$ref"]))
+        """The types of a schema, and the values of its required properties with `const` or `enum`."""
+        followed: set[str] = set()
+        while isinstance(schema, Mapping) and "$ref" in schema and str(schema["$ref"]) not in followed:
+            followed.add(str(schema["$ref"]))
             schema = self._resolve(schema["$ref"], where)
         if not isinstance(schema, Mapping):
             return set(_OF_TYPE), {}
@@ -191,9 +192,13 @@ class _Parser:
         types = set(self._types(schema, where) if "type" in schema else _OF_TYPE)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         marks = {}
-        for name, one in properties.items() if isinstance(properties, Mapping) else ():
-            if name in required and isinstance(one, Mapping) and ("const" in one or isinstance(one.get("enum"), list)):
-                marks[name] = one.get("enum", [one.get("const")])
+        for name, inner in properties.items() if isinstance(properties, Mapping) else ():
+            if (
+                name in required
+                and isinstance(inner, Mapping)
+                and ("const" in inner or isinstance(inner.get("enum"), list))
+            ):
+                marks[name] = inner.get("enum", [inner.get("const")])
         return types | ({"integer"} if "number" in types else set()), marks
 
     def _object(self, schema: Schema, where: str) -> Expression:
@@ -204,14 +209,16 @@ class _Parser:
             raise ValueError(f"{_at(where)}: required {shorten(required)} must be a list of names")
         if missing := [name for name in required if name not in properties]:
             raise ValueError(f"{_at(where)}: required has {missing[0]!r}, which must be one of the properties")
+        # Without properties: a map of any names.
         others = schema.get("additionalProperties", True)
         if not properties and others is not False:
             inner = self._json.anything(self._max_depth - 1) if others is True else None
             return self._json.map_of(self.parse(others, f"{where}/additionalProperties") if inner is None else inner)
+        # With properties: exactly those. The schema of others is only checked.
         self.parse(others, f"{where}/additionalProperties")
         members = [
-            (check_text("property", name), self.parse(one, f"{where}/properties/{name}"), name in required)
-            for name, one in properties.items()
+            (check_text("property", name), self.parse(value, f"{where}/properties/{name}"), name in required)
+            for name, value in properties.items()
         ]
         return self._json.object_of(members)
 
@@ -224,12 +231,13 @@ class _Parser:
         return self._json.array_of(item, least, most)
 
     def _string(self, schema: Schema, where: str) -> Expression:
-        given = [keyword for keyword in ("pattern", "format") if keyword in schema]
+        keywords = [keyword for keyword in ("pattern", "format") if keyword in schema]
         bounded = {"minLength", "maxLength"} & schema.keys()
-        if len(given) + bool(bounded) > 1:
-            raise ValueError(f"{_at(where)}: {', '.join([*given, *sorted(bounded)])} together are not supported")
+        if len(keywords) + bool(bounded) > 1:
+            raise ValueError(f"{_at(where)}: {', '.join([*keywords, *sorted(bounded)])} together are not supported")
         if "pattern" in schema:
             inner, begins, ends = parse_regex(schema["pattern"], f"{_at(where)}: pattern")
+            # As in JSON Schema, a pattern may match anywhere unless it is anchored.
             anything = e.repeat(e.characters([(0, e.MAX_CODE)]), 0, None)
             parts = ([] if begins else [anything], [inner], [] if ends else [anything])
             return json_text.quoted(json_text.spelled(e.concat(*sum(parts, []))))
@@ -242,7 +250,7 @@ class _Parser:
 
 
 def _refuse(schema: Schema, allowed: set[str], where: str) -> None:
-    """Raises ValueError for keywords that are neither allowed nor annotations."""
+    """Raises ValueError for a keyword that is neither allowed nor an annotation."""
     if unknown := [keyword for keyword in schema if keyword not in allowed | _ANNOTATIONS]:
         others = sorted(allowed & schema.keys())
         beside = f" beside {', '.join(others)}" if others else ""

@@ -1,4 +1,4 @@
-"""The texts of JSON as expressions (RFC 8259), with a choice of what may stand between tokens."""
+"""Expressions of JSON texts (RFC 8259), with configurable whitespace between tokens."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ def _one_of(text: str) -> Expression:
 
 
 def _unicode_escape() -> Expression:
-    """\\u and four digits: any character but a lone surrogate."""
+    """\\u and four digits, or a pair of surrogates; never a lone surrogate."""
     digit = e.characters(_HEX)
     others = e.characters(e.without(_HEX, [(0x44, 0x44), (0x64, 0x64)]))
     plain = e.either(e.concat(others, digit), e.concat(_one_of("Dd"), _one_of("01234567")))
@@ -31,7 +31,7 @@ CHARACTER = e.either(
     e.characters(e.complement(_ESCAPED)),
     e.concat(_one_of("\\"), e.either(_one_of('"\\/bfnrt'), _unicode_escape())),
 )
-"""A character within a string, however it is spelled."""
+"""A character within a string, in any spelling."""
 INTEGER = e.concat(
     e.optional(_one_of("-")),
     e.either(_one_of("0"), e.concat(_one_of("123456789"), e.repeat(e.characters(_DIGIT), 0, None))),
@@ -51,12 +51,12 @@ def string(least: int = 0, most: int | None = None) -> Expression:
 
 
 def quoted(inner: Expression) -> Expression:
-    """A string with this between its quotes."""
+    """`inner` between quotes."""
     return e.concat(_one_of('"'), inner, _one_of('"'))
 
 
 def spelled(text: Expression) -> Expression:
-    """The texts of an expression as they are within a string, each character in its shortest spelling."""
+    """The texts of an expression within a string, each character in its shortest spelling."""
     if isinstance(text, Characters):
         parts: list[Expression] = [e.characters(e.without(text.ranges, _ESCAPED))]
         for code in (*range(0x20), 0x22, 0x5C):
@@ -96,9 +96,9 @@ class Layout:
     def value(self, value: object) -> Expression:
         """This value."""
         if isinstance(value, Mapping):
-            return self.object_of([(name, self.value(each), True) for name, each in value.items()])
+            return self.object_of([(name, self.value(item), True) for name, item in value.items()])
         if isinstance(value, Sequence) and not isinstance(value, str):
-            items = e.chain([(self.value(each), True) for each in value], self._comma)
+            items = e.chain([(self.value(item), True) for item in value], self._comma)
             return self._around("[]", items)
         return e.literal(_dump(value))
 

@@ -1,7 +1,7 @@
-"""Python's regular expressions as expressions, for those that are regular.
+"""Compiles a regex of Python's `re` module to an expression.
 
-The syntax is that of Python's `re` module, whose parser is used. What a language over whole texts cannot express is
-refused: anchors other than at both ends, look-around, references to groups, atomic groups and possessive repetition.
+Features beyond regular languages are errors: anchors other than at both ends, look-around, references to groups, atomic
+groups and possessive repetition.
 """
 
 import importlib
@@ -13,6 +13,8 @@ from jspec.core.checks import check_text, shorten
 from jspec.text.grammar import expression as e
 from jspec.text.grammar.expression import Expression, Range
 
+# Private modules of CPython: `re` has no public syntax tree, and a parser of our own would differ from it in details.
+# `parse_regex` is their only user; tests compare its languages with `re.fullmatch` on each supported Python.
 _parser: Any = importlib.import_module("re._parser")
 _names: Any = importlib.import_module("re._constants")
 
@@ -34,7 +36,7 @@ _REFUSED = {
 
 
 def parse_regex(pattern: object, name: str = "pattern") -> tuple[Expression, bool, bool]:
-    """The texts that a regex matches as a whole, and whether it begins with ^ and ends with $.
+    """Compile a regex for full matches; also returns whether it begins with ^ and ends with $.
 
     Classes such as \\d and \\w have ASCII characters only, as with `re.ASCII`; "." is any character but a newline.
 
@@ -48,17 +50,15 @@ def parse_regex(pattern: object, name: str = "pattern") -> tuple[Expression, boo
     text = check_text(name, pattern)
     shown = f"{name}={shorten(text)}"
     try:
+        # Python warns of syntax that future versions may read differently.
         with warnings.catch_warnings():
-            # Python warns of what may mean something else in future versions; `re.compile` would do so, too.
             warnings.simplefilter("ignore")
             parsed = _parser.parse(text)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{shown}: is not a regex of Python's re module ({error})") from None
     flags = re.RegexFlag(parsed.state.flags)
-    if flags & ~_ALLOWED_FLAGS:
-        raise ValueError(
-            f"{shown}: has the flags {flags & ~_ALLOWED_FLAGS!r}; only (?s), (?x), (?a) and (?u) are supported"
-        )
+    _check_flags(flags, shown)
+    # Anchors at both ends are reported; full matches imply them.
     items = list(parsed)
     begins = bool(items) and _is_anchor(items[0], "AT_BEGINNING", "AT_BEGINNING_STRING")
     items = items[1:] if begins else items
@@ -70,10 +70,11 @@ def parse_regex(pattern: object, name: str = "pattern") -> tuple[Expression, boo
         raise ValueError(f"{shown}: is nested too deeply") from None
 
 
-def _flags_error(shown: str, flags: re.RegexFlag) -> ValueError:
-    return ValueError(
-        f"{shown}: has the flags {flags & ~_ALLOWED_FLAGS!r}; only (?s), (?x), (?a) and (?u) are supported"
-    )
+def _check_flags(flags: re.RegexFlag, shown: str) -> None:
+    if flags & ~_ALLOWED_FLAGS:
+        raise ValueError(
+            f"{shown}: has the flags {flags & ~_ALLOWED_FLAGS!r}; only (?s), (?x), (?a) and (?u) are supported"
+        )
 
 
 def _is_anchor(item: tuple[Any, Any], *kinds: str) -> bool:
@@ -85,7 +86,7 @@ def _sequence(items: Any, dotall: bool, shown: str) -> Expression:
 
 
 def _item(kind: str, value: Any, dotall: bool, shown: str) -> Expression:
-    """One element of Python's parse tree."""
+    """Convert an element of Python's parse tree."""
     if kind == "LITERAL":
         return e.characters([(value, value)])
     if kind == "NOT_LITERAL":
@@ -98,9 +99,7 @@ def _item(kind: str, value: Any, dotall: bool, shown: str) -> Expression:
         return e.either(*[_sequence(branch, dotall, shown) for branch in value[1]])
     if kind == "SUBPATTERN":
         _, added, removed, items = value
-        flags = re.RegexFlag(added | removed) & ~_ALLOWED_FLAGS
-        if flags:
-            raise _flags_error(shown, flags)
+        _check_flags(re.RegexFlag(added | removed), shown)
         dotall = (dotall or bool(added & re.DOTALL)) and not removed & re.DOTALL
         return _sequence(items, dotall, shown)
     if kind in ("MAX_REPEAT", "MIN_REPEAT"):
@@ -110,7 +109,7 @@ def _item(kind: str, value: Any, dotall: bool, shown: str) -> Expression:
 
 
 def _set(items: Any) -> tuple[Range, ...]:
-    """The characters of a set in brackets."""
+    """The characters of a bracket expression."""
     ranges: list[Range] = []
     negated = False
     for kind, value in items:
@@ -122,6 +121,6 @@ def _set(items: Any) -> tuple[Range, ...]:
             ranges.append(value)
         else:
             _, _, name = str(value).partition("CATEGORY_")
-            own = _CATEGORIES[name.removeprefix("NOT_")]
-            ranges += e.complement(own) if name.startswith("NOT_") else own
+            category = _CATEGORIES[name.removeprefix("NOT_")]
+            ranges += e.complement(category) if name.startswith("NOT_") else category
     return e.complement(ranges) if negated else e.merge(ranges)
