@@ -21,7 +21,7 @@ from jspec import cli
 from jspec.bench import measurement
 from jspec.cli import common, generate, prompt_sets
 from jspec.engine import startup
-from jspec.engine.model import locate
+from jspec.engine.hub import locate
 from jspec.models import Assistant, EagleHead, Llama
 
 PAIR = ("--model", "bundled:python-tiny", "--draft", "bundled:python-tiny", "--drafter", "standalone")

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from jspec.bench import weights
 from jspec.bench.presets import PRESETS, Preset, eagle_head
 from jspec.checkpoints.files import resolve_dtype
-from jspec.checkpoints.split import place_draft
+from jspec.checkpoints.split import splits_draft
 from jspec.core.sharding import Placement, make_placement
 from jspec.core.types import Params
 from jspec.core.xla_options import prepare_collectives
@@ -117,9 +117,8 @@ def _with_draft(
     """A target with a random draft, which is split as `jspec.load` would split it."""
     dtype = params.embed.dtype
     if placement is not None:
-        wanted = True if draft.follows_target else None
-        beside = place_draft(draft, dtype, target=placement, wanted=wanted, weights=options.weights)
-        placement = dataclasses.replace(placement, draft=beside is not None)
+        splits = splits_draft(draft, dtype, placement.size, options.weights)
+        placement = dataclasses.replace(placement, draft=splits)
         draft = draft.split(placement.size) if placement.draft else draft
     shapes = quantize_shapes(draft.param_shapes(dtype), options.weights)
     if placement is not None and placement.draft:

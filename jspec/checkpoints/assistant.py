@@ -5,23 +5,20 @@ which states for each layer whether it is a sliding or a full one and so which o
 package's own, for a target of any family, which lists the target's layers.
 """
 
-import dataclasses
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import PyTree
 
-from jspec.checkpoints import atomic
 from jspec.checkpoints.config import family_of, read_eps, reading, unknown_family
+from jspec.checkpoints.draft import feature_draft, write
 from jspec.checkpoints.experts import name_mlp, read_mlp
 from jspec.checkpoints.fields import MOST_LAYERS, Fields
-from jspec.checkpoints.files import DTYPES, CheckpointError, on_device, resolve_dtype, write_tensors
+from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.gemma4 import NORMS, match_layers, parse_assistant
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import Place, placed, refuse_split, whole
+from jspec.checkpoints.split import refuse_split
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.assistant import Assistant, AssistantLayerParams, AssistantParams, ClusterParams, Clusters
 from jspec.models.decoder import Decoder
@@ -35,51 +32,9 @@ OWN = ("FrozenKvAssistant", "frozen_kv_assistant")
 """Class and model_type of this package's own kind."""
 
 
-@dataclasses.dataclass(frozen=True)
-class AssistantCheckpoint:
-    """An assistant: its configuration and weights."""
-
-    config: Assistant
-    params: AssistantParams
-
-
 def matches(source: Source) -> bool:
     """Whether a checkpoint is an assistant's."""
     return _kind(source.config) is not None
-
-
-def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) -> AssistantCheckpoint:
-    """Loads an assistant onto the default device.
-
-    Args:
-      directory: holds config.json and model.safetensors, or its shards with model.safetensors.index.json.
-      target: the configuration of the model that it drafts for.
-      dtype: as in `language_model.load`; use the same for both.
-
-    Raises:
-      CheckpointError: a file is missing or damaged, an option is not supported, a tensor is missing, has an unexpected
-        shape or is not used, or the assistant does not suit the target.
-      ValueError: an unknown dtype.
-    """
-    return read(Source(directory), target, dtype)
-
-
-def read(
-    source: Source,
-    target: Decoder,
-    dtype: str | None,
-    check: Callable[[PyTree], None] | None = None,
-    place: Place = whole,
-    weights: str | None = None,
-) -> AssistantCheckpoint:
-    """`load` from an open directory. `check`, `place` and `weights`: as in `language_model.read`."""
-    config = parse_config(source.config, target)
-    tensors = Tensors(source.safetensors, resolve_dtype(dtype))
-    tensors.weights = weights
-    config = placed(config, tensors, place)
-    if check is not None:
-        check(tensors.memory(config.param_shapes(tensors.dtype)))
-    return AssistantCheckpoint(config, read_params(config, tensors))
 
 
 def parse_config(config: Fields, target: Decoder) -> Assistant:
@@ -141,7 +96,7 @@ def _parse_gemma4(config: Fields, target: Decoder) -> Assistant:
     )
 
 
-def read_params(config: Assistant, tensors: Tensors) -> AssistantParams:
+def read_params(source: Source, config: Assistant, tensors: Tensors) -> AssistantParams:
     """The weights of an assistant.
 
     Raises:
@@ -202,15 +157,7 @@ def save(directory: str | Path, config: Assistant, params: AssistantParams, *, d
       ValueError: they are split over devices.
     """
     refuse_split(config)
-    raw = describe(config) | {"dtype": dtype}
-    tensors = {name: np.asarray(tensor) for name, tensor in named_tensors(params)}
-    stored = {
-        name: np.ascontiguousarray(tensor if np.issubdtype(tensor.dtype, np.integer) else tensor.astype(DTYPES[dtype]))
-        for name, tensor in tensors.items()
-    }
-    with atomic.staged(directory, key="config.json", replaced=atomic.WEIGHTS) as stage:
-        (stage / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        write_tensors(stored, stage / "model.safetensors")
+    write(directory, describe(config) | {"dtype": dtype}, named_tensors(params), dtype)
 
 
 def describe(config: Assistant) -> dict[str, Any]:
@@ -262,3 +209,6 @@ def _name_layer(layer: AssistantLayerParams) -> Iterator[tuple[str, Any]]:
     yield "self_attn.o_proj.weight", np.asarray(layer.o).T
     yield from name_mlp("mlp.", layer.gate_up, layer.down)
     yield "layer_scalar", np.asarray(layer.scalar).reshape(1)
+
+
+KIND = feature_draft(matches, lambda source, target: parse_config(source.config, target), read_params)

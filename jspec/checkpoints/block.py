@@ -4,20 +4,20 @@ The tensors have the same names in all layouts (jspec/checkpoints/block_config.p
 error: without it, the draft would silently propose other tokens than it was trained to.
 """
 
-import dataclasses
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
-from jspec.checkpoints import atomic, block_config, speculators, torch_file
-from jspec.checkpoints.files import CheckpointError, resolve_dtype, write_tensors
+from jspec.checkpoints import block_config, speculators, torch_file
+from jspec.checkpoints.draft import feature_draft, write
+from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.llama import name_layer, read_layer
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import Place, placed, refuse_split, whole
+from jspec.checkpoints.split import refuse_split
 from jspec.checkpoints.tensors import FLOATS, Tensors, is_finite
 from jspec.models.block_head import BlockHead, BlockParams, MarkovParams
 from jspec.models.decoder import Decoder
@@ -31,73 +31,40 @@ _UNREAD = {"verifier_norm.weight", "verifier_lm_head.weight"}
 """Tensors that only training uses."""
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockCheckpoint:
-    """A block draft: its configuration and weights."""
-
-    config: BlockHead
-    params: BlockParams
-
-
 def matches(source: Source) -> bool:
-    """Whether a checkpoint is a block draft's, of any kind; `read` may still reject it."""
+    """Whether a checkpoint is a block draft's, of any kind; `plan` may still reject it."""
     return block_config.matches(source.config)
 
 
-def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) -> BlockCheckpoint:
-    """Loads a DFlash or DSpark draft of any layout onto the default device.
+def parse_config(source: Source, target: Decoder) -> BlockHead:
+    """The draft that a checkpoint describes, as `block_config.parse_config`."""
+    return block_config.parse_config(source.config, source.files.names(), target)
 
-    The target's embedding and LM head are used if the checkpoint has none of its own.
 
-    Args:
-      directory: holds config.json and model.safetensors (or shards with an index), or pytorch_model.bin.
-      target: the configuration of the model that it drafts for.
-      dtype: as in `language_model.load`; use the same for both.
+def read_params(source: Source, config: BlockHead, tensors: Tensors) -> BlockParams:
+    """The weights of a draft; those that it has not are the target's.
 
     Raises:
-      CheckpointError: a file is missing or damaged, an option is not supported, a tensor is missing, has an unexpected
-        shape or is not used, or the draft does not suit the target.
-      ValueError: an unknown dtype.
+      CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
     """
-    return read(Source(directory), target, dtype)
-
-
-def read(
-    source: Source,
-    target: Decoder,
-    dtype: str | None,
-    check: Callable[[PyTree], None] | None = None,
-    place: Place = whole,
-    weights: str | None = None,
-) -> BlockCheckpoint:
-    """`load` from an open directory. `check`, `place` and `weights`: as in `language_model.read`."""
-    tensors = Tensors(source.files, resolve_dtype(dtype))
-    tensors.weights = weights
-    config = block_config.parse_config(source.config, tensors.names(), target)
-    config = placed(config, tensors, place)
-    if check is not None:
-        check(tensors.memory(config.param_shapes(tensors.dtype)))
-    params = _read_params(config, source, tensors)
-    tensors.refuse_unread("block draft", _UNREAD.__contains__)
-    return BlockCheckpoint(config, params)
-
-
-def _read_params(config: BlockHead, source: Source, tensors: Tensors) -> BlockParams:
     width, vocab, reduced = config.hidden_size, config.vocab_size, config.draft_vocab_size
-    read = width + (config.markov_rank if config.confidence == "markov" else 0)
-    return BlockParams(
+    captured = len(config.capture_layers) * config.target_hidden_size
+    confided = width + (config.markov_rank if config.confidence == "markov" else 0)
+    params = BlockParams(
         embed=tensors.device("embed_tokens.weight", vocab, width, field="embed") if config.own_embed else None,
         mask_embed=_read_mask(config, source, tensors),
-        fc=tensors.fused([("fc.weight", width)], len(config.capture_layers) * config.target_hidden_size, "fc"),
+        fc=tensors.fused([("fc.weight", width)], captured, "fc"),
         hidden_norm=tensors.device("hidden_norm.weight", width),
         layers=tuple(_read_layer(config, tensors, f"layers.{index}.") for index in range(config.num_layers)),
         norm=tensors.device("norm.weight", width),
         lm_head=tensors.fused([("lm_head.weight", reduced)], width, "lm_head") if config.own_head else None,
         ids=speculators.read_ids(tensors, reduced, vocab),
         markov=_read_markov(config, tensors),
-        confidence=tensors.fused([("confidence_head.proj.weight", 1)], read) if config.confidence else None,
+        confidence=tensors.fused([("confidence_head.proj.weight", 1)], confided) if config.confidence else None,
         confidence_bias=tensors.device("confidence_head.proj.bias", 1) if config.confidence else None,
     )
+    tensors.refuse_unread("block draft", _UNREAD.__contains__)
+    return params
 
 
 def _read_layer(config: BlockHead, tensors: Tensors, prefix: str) -> LayerParams:
@@ -163,14 +130,9 @@ def save(
       ValueError: an unknown layout or dtype, a draft that the layout cannot represent, or one that is split.
     """
     refuse_split(config)
-    stored = resolve_dtype(dtype)
     raw = block_config.describe(layout, config, params, dtype, verifier)
-    named = _named_tensors(config, params)
-    tensors = {name: np.ascontiguousarray(np.asarray(tensor).astype(stored)) for name, tensor in named}
-    tensors |= speculators.name_ids(params.ids, config.vocab_size)
-    with atomic.staged(directory, key="config.json", replaced=atomic.WEIGHTS) as stage:
-        (stage / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        write_tensors(tensors, stage / "model.safetensors")
+    ids = speculators.name_ids(params.ids, config.vocab_size)
+    write(directory, raw, chain(_named_tensors(config, params), ids.items()), dtype)
 
 
 def _named_tensors(config: BlockHead, params: BlockParams) -> Iterator[tuple[str, Any]]:
@@ -194,3 +156,6 @@ def _named_tensors(config: BlockHead, params: BlockParams) -> Iterator[tuple[str
     if params.confidence is not None:
         yield "confidence_head.proj.weight", np.asarray(params.confidence).T
         yield "confidence_head.proj.bias", params.confidence_bias
+
+
+KIND = feature_draft(matches, parse_config, read_params)

@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from jspec.checkpoints.fields import Fields
+from jspec.checkpoints.plan import unchanged
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors
 from jspec.models.decoder import Decoder
@@ -22,11 +23,6 @@ def open_safetensors(source: Source, dtype: DTypeLike) -> Tensors:
 
 def without_mtp(config: C, tensors: Tensors, wanted: bool) -> C:
     """The configuration itself, for families whose checkpoints have no MTP heads."""
-    return config
-
-
-def unchanged(config: C, tensors: Tensors) -> C:
-    """The configuration itself, for families whose weights are split as they are stored."""
     return config
 
 

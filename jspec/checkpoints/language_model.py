@@ -4,9 +4,8 @@ Reading copies one tensor at a time, or the part of it that a device gets, to th
 whole model.
 """
 
-import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from jspec.checkpoints.config import family_of, unknown_family
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import DTYPES, CheckpointError, find_file, resolve_dtype, write_shards
+from jspec.checkpoints.plan import Checkpoint, Plan
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import Place, placed, refuse_split, whole
+from jspec.checkpoints.split import refuse_split
 from jspec.checkpoints.tensors import Tensors
 from jspec.core.checks import check_int
 from jspec.models.decoder import Decoder
@@ -40,18 +40,7 @@ MOST_PARAMETERS = 10**13
 """Bound of the parameters of a model, several times those of the largest ones."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """A loaded language model."""
-
-    config: Decoder
-    params: PyTree
-    """The family's own, such as `LlamaParams`."""
-    eos: tuple[int, ...]
-    """Ids that end a text."""
-
-
-def load(directory: str | Path, *, dtype: str | None = None, mtp: bool = True) -> Checkpoint:
+def load(directory: str | Path, *, dtype: str | None = None, mtp: bool = True) -> Checkpoint[Decoder]:
     """Loads a checkpoint of any family in `FAMILIES` onto the default device.
 
     Args:
@@ -64,26 +53,16 @@ def load(directory: str | Path, *, dtype: str | None = None, mtp: bool = True) -
         or has an unexpected shape, or, in all families but Llama, a tensor is not used.
       ValueError: an unknown dtype.
     """
-    return read(Source(directory), dtype=dtype, mtp=mtp)
+    return plan(Source(directory), dtype=dtype, mtp=mtp).read()
 
 
-def read(
-    source: Source,
-    *,
-    dtype: str | None = None,
-    mtp: bool = True,
-    check: Callable[[PyTree], None] | None = None,
-    place: Place = whole,
-    weights: str | None = None,
-) -> Checkpoint:
-    """`load` from an open directory.
+def plan(source: Source, *, dtype: str | None = None, mtp: bool = True, weights: str | None = None) -> Plan[Decoder]:
+    """What `load` reads from an open directory; reads no weights itself.
 
-    check: called with the shapes of the weights, of one device if they are split, before any of them is read.
-    place: whether they are split over devices. Only those that are split are then on the right devices.
     weights: as `Tensors.weights`.
 
     Raises:
-      ValueError: they are to be split, and cannot be.
+      CheckpointError, ValueError: as `load`.
     """
     family = _family_of(source.config)
     parsed = family.parse_config(source.config)
@@ -91,12 +70,8 @@ def read(
     tensors = family.open_tensors(source, resolve_dtype(dtype))
     tensors.weights = weights
     config = family.with_mtp(parsed, tensors, mtp)
-    config = family.as_stored(placed(config, tensors, place), tensors)
-    shapes = config.param_shapes(tensors.dtype)
-    _check_size(shapes, source.config.where)
-    if check is not None:
-        check(tensors.memory(shapes))
-    return Checkpoint(config, read_params(config, tensors), eos)
+    _check_size(config.param_shapes(tensors.dtype), source.config.where)
+    return Plan(config, tensors, read_params, eos, family.as_stored)
 
 
 def with_mtp(config: Decoder, tensors: Tensors) -> Decoder:

@@ -18,6 +18,7 @@ from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.live import LiveArray
 from jspec.checkpoints.names import TRANSFORMERS, check_names, flatten_params, translate
+from jspec.checkpoints.plan import Plan
 from jspec.checkpoints.tensors import FLOATS, HEAD, Tensors
 from jspec.core.sharding import Placement, refuse_types, without_types
 from jspec.models.decoder import Decoder
@@ -121,17 +122,18 @@ def parse(config: Mapping[str, Any] | str | Path | Decoder) -> tuple[Decoder, tu
     return parsed, language_model.ends_of_text([fields, fields.section("text_config")], parsed.vocab_size)
 
 
-def read(
+def plan(
     config: Decoder,
     arrays: PyTree,
-    dtype: DTypeLike | None,
+    *,
+    dtype: DTypeLike | None = None,
     names: str = TRANSFORMERS,
     placement: Placement | None = None,
     weights: str | None = None,
-) -> tuple[Decoder, PyTree]:
-    """The weights of a model of one of the families, by one program, which arrays of the same shapes compile once.
+) -> Plan[Decoder]:
+    """The plan of a model of one of the families, whose `read` is one program, compiled once for arrays of one shape.
 
-    The configuration that is returned has the MTP heads of which there are weights.
+    Its configuration has the MTP heads of which there are weights.
 
     arrays: by Hugging Face name, or as another library holds them; on any devices, traced ones included.
     dtype: None: that of the arrays.
@@ -140,8 +142,8 @@ def read(
     weights: the format of linear layers, a key of `quantized.FORMATS`; None: `dtype`.
 
     Raises:
-      CheckpointError: a missing or unused array, or one of another shape or dtype; or names that are not known for this
-        model.
+      CheckpointError: an array that is not one, or of another dtype than the others; or names that are not known for
+        this model.
       ValueError: an unknown library, or a model that cannot be split.
     """
     if getattr(config, "tensor", 1) > 1:
@@ -151,20 +153,32 @@ def read(
             )
         config = dataclasses.replace(config, tensor=1)  # pyright: ignore[reportArgumentType]  # a dataclass
     check_names(names, config)
-    given = arrays if names == TRANSFORMERS else flatten_params(names, arrays)
-    held = {name: _checked(name, array) for name, array in given.items()}
-    dtypes = {np.dtype(array.dtype) for array in held.values()}
-    if dtype is None and len(dtypes) > 1:
-        found = ", ".join(sorted(map(str, dtypes)))
-        raise CheckpointError(f"{_WHERE}: have the dtypes {found}; dtype must be given")
-    dtype = np.dtype(dtype or next(iter(dtypes), np.float32))
+    leaves = arrays if names == TRANSFORMERS else flatten_params(names, arrays)
+    held = {name: _checked(name, array) for name, array in leaves.items()}
+    tensors = LiveTensors(_Named(held), _common_dtype(held) if dtype is None else np.dtype(dtype))
+    tensors.weights = weights
     if names == TRANSFORMERS:
-        config = language_model.with_mtp(config, LiveTensors(_Named(held), dtype))
+        config = language_model.with_mtp(config, tensors)
+    plan = Plan(config, tensors, partial(_read_params, names))
+    return plan if placement is None else plan.over(placement)
+
+
+def _common_dtype(arrays: Mapping[str, Array]) -> np.dtype:
+    dtypes = {np.dtype(array.dtype) for array in arrays.values()}
+    if len(dtypes) > 1:
+        listed = ", ".join(sorted(map(str, dtypes)))
+        raise CheckpointError(f"{_WHERE}: have the dtypes {listed}; dtype must be given")
+    return next(iter(dtypes), np.dtype(np.float32))
+
+
+def _read_params(names: str, config: Decoder, tensors: Tensors) -> PyTree:
+    """The weights, by the program `_fuse`."""
+    assert isinstance(tensors.files, _Named)
+    placement, held = tensors.placement, tensors.files.arrays
     if placement is not None:
-        config = config if placement.size == 1 else config.split(placement.size)
         held = {name: placement.gather(array) for name, array in held.items()}
-    options = {"config": config, "dtype": dtype, "names": names, "placement": placement, "weights": weights}
-    return config, _fuse(held, **options)
+    static = {"config": config, "dtype": np.dtype(tensors.dtype), "names": names}
+    return _fuse(held, **static, placement=placement, weights=tensors.weights)
 
 
 def _checked(name: object, array: Any) -> Array:

@@ -1,15 +1,13 @@
-"""Whether a model that is read is split over devices."""
+"""Models over several devices: which drafts are split, and copies of heads for devices that share them."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Protocol, Self, TypeAlias, TypeVar
+from collections.abc import Sequence
 
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import PyTree
 
-from jspec.checkpoints.tensors import Tensors
-from jspec.core.sharding import Placement, held_heads
+from jspec.checkpoints.plan import can_split
+from jspec.core.sharding import held_heads
+from jspec.models.draft import Draft
 from jspec.models.quantized import quantize_shapes
 from jspec.models.sizes import tree_bytes
 
@@ -19,75 +17,18 @@ SUM_SECONDS = 8e-6
 """Time in which its neighbors and it add up a few vectors."""
 
 
-class Splittable(Protocol):
-    """The configuration of a target or a draft."""
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        ...
-
-    def param_shapes(self, dtype: DTypeLike) -> PyTree:
-        """The weights as `jax.ShapeDtypeStruct`s."""
-        ...
-
-    def split(self, devices: int) -> Self:
-        """The configuration split over that many devices; raises ValueError if it cannot be."""
-        ...
-
-
-Place: TypeAlias = Callable[[Splittable, DTypeLike], Placement | None]
-"""The placement of a model in a precision; None: whole on each device."""
-
-
-def whole(config: Splittable, dtype: DTypeLike) -> None:
-    """The `Place` of models that are not split."""
-    return None
-
-
-C = TypeVar("C", bound=Splittable)
-
-
-def placed(config: C, tensors: Tensors, place: Place) -> C:
-    """The configuration of one device, after the tensors are told over which they are split."""
-    placement = place(config, tensors.dtype)
-    if placement is None:
-        return config
-    tensors.placement, tensors.fits = placement, partial(_fits, config)
-    return config if placement.size == 1 else config.split(placement.size)
-
-
-def place_draft(
-    config: Splittable, dtype: DTypeLike, *, target: Placement, wanted: bool | None, weights: str | None = None
-) -> Placement | None:
-    """The placement of a draft; None: each device has all of it.
+def splits_draft(config: Draft, dtype: DTypeLike, devices: int, weights: str | None = None) -> bool:
+    """Whether a draft is split like its target, unless the caller chooses: if it must be, or is faster so.
 
     To split a draft saves the time in which a device reads the parts of the others, and adds a sum after each attention
     and each MLP and a gather of logits. So heads of one layer are split, and small models of many layers are not.
 
-    target: the placement of the target.
-    wanted: whether to split it; None: if that makes a step of the draft faster.
-    weights: the format of its matrices, as in `language_model.read`.
-
-    Raises:
-      ValueError: it is to be split, and cannot be.
+    weights: the format of its matrices, as in `Tensors.weights`.
     """
-    devices = target.size
-    if wanted is None:
-        saved = tree_bytes(quantize_shapes(config.param_shapes(dtype), weights)) * (1 - 1 / devices) / BYTES_PER_SECOND
-        wanted = saved > SUM_SECONDS * (2 * config.num_layers + 1) and _fits(config, devices)
-    if not wanted:
-        return None
-    config.split(devices)
-    return target
-
-
-def _fits(config: Splittable, devices: int) -> bool:
-    try:
-        config.split(devices)
-    except ValueError:
-        return False
-    return True
+    if devices == 1 or config.follows_target:
+        return devices > 1
+    saved = tree_bytes(quantize_shapes(config.param_shapes(dtype), weights)) * (1 - 1 / devices) / BYTES_PER_SECOND
+    return saved > SUM_SECONDS * (2 * config.num_layers + 1) and can_split(config, devices)
 
 
 def copy_heads(parts: Sequence[np.ndarray], *, kv_heads: int, devices: int) -> Sequence[np.ndarray]:

@@ -282,14 +282,18 @@ class Tensors:
                 self.check_devices(path[-1].name, leaf.shape)
         return quantize_shapes(shapes, self.weights)
 
+    def held(self, shapes: PyTree) -> PyTree:
+        """What one device has of weights, as shapes. shapes: as those of `shapes`."""
+        stored = self.shapes(shapes)
+        return stored if self.placement is None else self.placement.local(stored)
+
     def memory(self, shapes: PyTree) -> PyTree:
-        """What one device needs while weights of these shapes are read: the weights, and a matrix to be quantized.
+        """What one device needs while weights are read: what it will have, and a matrix to be quantized.
 
         shapes: as those of `shapes`.
         """
-        made = self.shapes(shapes)
-        local = made if self.placement is None else self.placement.local(made)
-        return local if self.keeps_stored else (local, largest_matrix(local))
+        held = self.held(shapes)
+        return held if self.keeps_stored else (held, largest_matrix(held))
 
     @property
     def keeps_stored(self) -> bool:

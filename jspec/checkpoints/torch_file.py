@@ -1,4 +1,4 @@
-"""Reads files of `torch.save` without torch: EAGLE heads in `pytorch_model.bin`, lists of frequent tokens in `.pt`.
+"""Reads files of `torch.save` without torch: heads in `pytorch_model.bin`, masks in `.pt`.
 
 Such a file is a zip archive of a pickle, which describes the tensors, and the bytes of each storage. A pickle can call
 any function that it names. Here it may only name the functions that rebuild tensors, and their substitutes return plain

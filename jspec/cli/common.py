@@ -13,7 +13,8 @@ from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.arguments import MAX_TOKENS, Parser, add_kv, add_window, integer, naming_models, number, option_of
 from jspec.engine.corpus import with_corpus
-from jspec.engine.model import Model, bundled_draft, load
+from jspec.engine.hub import bundled_draft
+from jspec.engine.model import Model, load
 from jspec.engine.options import check_fits, choose_drafter
 from jspec.engine.run import Prompt, encode_prompts
 from jspec.models.quantized import FORMATS, WIDE

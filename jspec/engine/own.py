@@ -10,19 +10,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
-from jspec.cache.narrow import check_kv
 from jspec.checkpoints import named
 from jspec.checkpoints.files import resolve_dtype
-from jspec.checkpoints.language_model import Checkpoint
 from jspec.core import package
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, check_text
-from jspec.core.sharding import make_placement
 from jspec.core.types import TARGET_PARTS, Params, Target
-from jspec.core.xla_options import prepare_collectives
-from jspec.engine.model import Model, check_alive, take_heads
+from jspec.engine.loading import LoadOptions
+from jspec.engine.model import Model, assemble
+from jspec.engine.replacement import check_alive
 from jspec.models.decoder import Decoder
 from jspec.models.function import Function, FunctionModel, describe, is_causal
-from jspec.models.quantized import check_weights
 from jspec.text.tokenizer import Tokenizer
 
 _CHECKED_TOKENS = 8
@@ -201,39 +198,19 @@ def from_named(
       TypeError, ValueError: other arguments of the wrong type, or a number of devices over which the model cannot be
         split.
     """
-    tensor, data = (
-        None if size is None else check_int(axis, size, least=1) for axis, size in (("tensor", tensor), ("data", data))
-    )
-    placement = make_placement(tensor, mesh, jax.devices(), data)
-    if placement is not None:
-        prepare_collectives()
-    exact = check_flag("exact", exact)
-    check_weights(weights)
-    check_kv(kv)
+    options = LoadOptions.checked(tensor, data, mesh, exact=exact, weights=weights, kv=kv)
     if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")
     kind = None if dtype is None else resolve_dtype(dtype)
     parsed, ends = named.parse(config)
-    if exact:
-        parsed = parsed.exactly()
-    if kv is not None:
-        parsed.with_kv(kv)
-    if parsed.exact and weights is not None:
-        raise ValueError(f"exact=True: no exact forward with weights={weights!r} yet; omit one of them")
-    if parsed.exact and placement is not None and placement.mesh.size > 1:
-        raise ValueError("exact=True: no exact forward of a model over several devices yet; omit tensor, data and mesh")
+    options.applied(parsed)
     if eos is not None:
         ends = _check_eos(eos, parsed.vocab_size)
     _check_tokenizer(tokenizer)
     name = type(parsed).__name__ if name is None else check_text("name", name)
-    loaded, heads, head_params = take_heads(
-        Checkpoint(*named.read(parsed, arrays, kind, names, placement, weights), ends)
-    )
-    if placement is not None:
-        placement = dataclasses.replace(placement, draft=heads is not None and placement.size > 1)
-    if kv is not None:
-        loaded = dataclasses.replace(loaded, config=loaded.config.with_kv(kv))
-    return Model(name, loaded.config, Params(loaded.params, head_params), tokenizer, ends, heads, placement)
+    placed = {"placement": options.placement, "weights": weights}
+    plan = named.plan(parsed, arrays, dtype=kind, names=names, **placed)
+    return assemble(name, dataclasses.replace(plan.read(), eos=ends), None, tokenizer, options)
 
 
 @dataclasses.dataclass(frozen=True)

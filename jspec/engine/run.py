@@ -21,7 +21,7 @@ from jspec.core.processes import agreement, fetch, least
 from jspec.core.sampling import per_row
 from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
 from jspec.engine import memory
-from jspec.engine.model import Model, check_alive
+from jspec.engine.model import Model
 from jspec.engine.options import (
     GenerateOptions,
     bind_drafter,
@@ -32,6 +32,7 @@ from jspec.engine.options import (
     longest_sequence,
     with_point_masses,
 )
+from jspec.engine.replacement import check_alive
 from jspec.engine.result import FINISH_REASONS, Branches, Generation, Generations, GenerationStats, Piece, top_pairs
 from jspec.models.sizes import tree_bytes
 from jspec.text.stream import TextStream, compile_stops

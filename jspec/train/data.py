@@ -29,7 +29,7 @@ from jspec.analysis.records import read_prompts
 from jspec.checkpoints import atomic
 from jspec.checkpoints.files import CheckpointError, read_json
 from jspec.core.checks import check_int
-from jspec.engine.model import locate
+from jspec.engine.hub import locate
 from jspec.train import prompts, tokenizer
 from jspec.train.corpus import Corpus, Document
 

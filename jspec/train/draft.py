@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from jspec.checkpoints import atomic
-from jspec.engine.model import load, locate
+from jspec.engine.hub import locate
+from jspec.engine.model import load
 from jspec.models import Decoder
 from jspec.text.tokenizer import Tokenizer
 from jspec.train import card, data, distill, draft_card, options

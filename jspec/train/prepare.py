@@ -32,7 +32,7 @@ import numpy as np
 import tokenizers
 
 from jspec.checkpoints import atomic
-from jspec.engine.model import locate
+from jspec.engine.hub import locate
 from jspec.text.tokenizer import Tokenizer
 from jspec.train import corpus, data, options, own, own_chats, own_texts, tokenizer
 from jspec.train.data import KINDS, MASKS, MAX_PROCESSES, Manifest, PromptLimits, public_name

@@ -21,7 +21,7 @@ from jspec.core.checks import check_int, check_number
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Params
 from jspec.drafters import Plain
-from jspec.engine.model import locate
+from jspec.engine.hub import locate
 from jspec.models.decoder import Decoder
 from jspec.train import batches, options, tokenizer
 from jspec.train.rows import Made

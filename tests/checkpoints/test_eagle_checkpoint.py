@@ -20,7 +20,7 @@ from jspec.checkpoints import eagle, eagle_config, language_model
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.core.types import Params
-from jspec.engine import model
+from jspec.engine import hub
 from jspec.models import EagleHead, Llama, LlamaParams
 
 
@@ -203,7 +203,10 @@ def test_every_tensor_is_needed_and_checked(head, name):
     "name", ["mask_hidden", "layers.0.self_attn.q_proj.weight_scale", "layers.1.mlp.up_proj.weight", "extra.bias"]
 )
 def test_an_unused_tensor(head, layout, name):
-    with pytest.raises(CheckpointError, match=f"has unexpected tensors for an EAGLE-. head.*: {name}$"):
+    with pytest.raises(
+        CheckpointError,
+        match=f"1 unused tensor.*this EAGLE-. head, .*config.json is complete, does not read them: {name}$",
+    ):
         load(head(layout=layout, tensors={name: np.zeros(2, np.float32)}))
 
 
@@ -247,11 +250,10 @@ def test_two_norms_of_a_later_layer(head):
 
 def test_heads_that_a_layout_cannot_hold(head, tmp_path):
     loaded = load(head(layout="eagle1"))
-    target = LlamaParams(jnp.ones((V, 16)), (), jnp.ones(16), None)
-    cut = eagle.with_hot_tokens(loaded.config, loaded.params, target, [3, 1])
+    reduced = replace(loaded.params, lm_head=jnp.ones((16, 2)), ids=jnp.array([1, 3]))
     save = partial(eagle.save, tmp_path / "out")
     with pytest.raises(ValueError, match="an EAGLE-1 checkpoint cannot hold a reduced vocabulary"):
-        save(cut.config, cut.params, layout="safeailab")
+        save(replace(loaded.config, draft_vocab_size=2), reduced, layout="safeailab")
     with pytest.raises(ValueError, match="layout='sglang': must be one of safeailab, speculators"):
         save(loaded.config, loaded.params, layout="sglang")
     with pytest.raises(ValueError, match="dtype='int4'"):
@@ -263,67 +265,6 @@ def test_heads_that_a_layout_cannot_hold(head, tmp_path):
     with pytest.raises(ValueError, match="both input_norm and fc_norms"):
         save(loaded.config, both, layout="safeailab")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("options", [dict(layout="eagle1"), dict(draft_vocab=None)], ids=["eagle1", "eagle3"])
-def test_hot_tokens(head, tied, options):
-    """The logits of the reduced head equal those of the full one for the remaining tokens."""
-    loaded = load(head(**options))
-    embed, lm_head, tokens, hidden = random_inputs(loaded.config.version)
-    target = LlamaParams(jnp.asarray(embed), (), jnp.ones(16), None if tied else jnp.asarray(lm_head.T))
-    ids = [40, 3, 17, 60, 0]
-    cut = eagle.with_hot_tokens(loaded.config, loaded.params, target, ids)
-    assert cut.config == replace(loaded.config, draft_vocab_size=5)
-    assert cut.params.ids is not None
-    np.testing.assert_array_equal(cut.params.ids, sorted(ids))
-    feature = fuse(loaded.config, loaded.params, hidden[None])
-    positions, ids = np.arange(9, dtype=np.int32)[None], tokens[None]
-    logits = []
-    for part in (loaded, cut):
-        params, cache = Params(target, part.params), part.config.init_cache(part.params, 1, 16, 4)
-        logits.append(apply(part.config, params, ids, feature, positions, cache, None).logits)
-    np.testing.assert_allclose(logits[1], np.array(logits[0])[:, :, np.array(cut.params.ids)], atol=1e-6)
-
-
-def test_invalid_hot_tokens(head):
-    target = LlamaParams(jnp.ones((V, 16)), (), jnp.ones(16), None)
-    loaded = load(head(layout="eagle1"))
-    for ids, message in (
-        ([3, 4, 3], "ids has 3 entries, of which only 2 differ"),
-        ([3, 61], "ids range from 3 to 61: must be between 0 and 60"),
-        ([-1, 3], "ids range from -1 to 3"),
-        ([], "must be a non-empty list of token ids"),
-        ([[1, 2]], "must be a non-empty list of token ids"),
-        ([1.5], "must be a non-empty list of token ids"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            eagle.with_hot_tokens(loaded.config, loaded.params, target, ids)
-    loaded = load(head())
-    with pytest.raises(ValueError, match="already reduced to 23 tokens"):
-        eagle.with_hot_tokens(loaded.config, loaded.params, target, [1])
-
-
-def test_reading_a_list_of_hot_tokens(needs, tmp_path):
-    torch, read = needs("torch"), eagle.read_hot_tokens
-    (tmp_path / "a.json").write_text("[5, 2, 9]")
-    torch.save([5, 2, 9], tmp_path / "a.pt")
-    torch.save(torch.tensor([5, 2, 9]), tmp_path / "b.pt")
-    for name in ("a.json", "a.pt", "b.pt"):
-        assert read(tmp_path / name) == [5, 2, 9]
-    torch.save(torch.tensor([[5.0]]), tmp_path / "b.pt")
-    (tmp_path / "b.json").write_text('{"a": 1}')
-    (tmp_path / "c.json").write_text("[")
-    for name, message in (
-        ("b.pt", "must hold a list of token ids"),
-        ("b.json", "must hold a list of token ids"),
-        ("c.json", "as JSON"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            read(tmp_path / name)
-    for name in ("d.json", "d.pt"):
-        with pytest.raises(CheckpointError, match="no such file"):
-            read(tmp_path / name)
 
 
 def test_a_model_with_a_head(head, tmp_path, monkeypatch):
@@ -347,6 +288,6 @@ def test_a_model_with_a_head(head, tmp_path, monkeypatch):
         asked[name] = allow_patterns
         return str(tmp_path / name.split("/")[1])
 
-    monkeypatch.setattr(model.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
     jspec.load("somebody/target", draft="somebody/head", dtype="float32")
     assert "pytorch_model.bin" in asked["somebody/head"] and "pytorch_model.bin" not in asked["somebody/target"]

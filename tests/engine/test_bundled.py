@@ -10,7 +10,7 @@ import jspec
 from jspec.analysis.evaluate import count_repeated, evaluate, heldout_prompts
 from jspec.core import tree
 from jspec.drafters import DRAFTERS
-from jspec.engine.model import BUNDLED, locate
+from jspec.engine.hub import BUNDLED, locate
 from jspec.engine.options import choose_drafter
 
 

@@ -9,14 +9,14 @@ import pytest
 import toy
 
 import jspec
-from jspec.checkpoints import drafts, language_model
+from jspec.checkpoints import language_model
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors
 from jspec.core import accept, decode
 from jspec.core.types import Params
 from jspec.drafters import Plain, Standalone
 from jspec.engine import host_memory, memory
-from jspec.engine.model import locate
+from jspec.engine.hub import locate
 from jspec.models import Llama
 from pallas_kernels import platform
 
@@ -184,16 +184,14 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
 
 
 @pytest.mark.parametrize("draft", ("python-tiny", "python-eagle3", "python-assistant"))
-def test_a_draft_that_does_not_fit_is_refused(monkeypatch, draft):
-    target = language_model.parse_config(Source(locate("bundled:python-small")).config)
-
-    def check(shapes):
-        memory.check_weights("it", shapes)
-
+def test_a_draft_that_does_not_fit_is_refused_before_the_target_is_read(monkeypatch, draft):
+    target = language_model.plan(Source(locate("bundled:python-small")), dtype="float32", mtp=False)
+    free = memory.tree_bytes(target.held()) + 1000
     monkeypatch.setattr(Tensors, "device", None)
-    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (1_000_000, 8_000_000))
-    with pytest.raises(ValueError, match="it: .* do not fit"):
-        drafts.load(locate(f"bundled:{draft}"), target=target, dtype="float32", check=check)
+    monkeypatch.setattr(memory, "free_bytes", lambda device=None: (free, 8 * free))
+    message = rf"bundled:python-small with draft='bundled:{draft}': .* of weights \(float32.*\) do not fit"
+    with pytest.raises(ValueError, match=message):
+        jspec.load("bundled:python-small", draft=f"bundled:{draft}", dtype="float32")
 
 
 WIDE = Llama(

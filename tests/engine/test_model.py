@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import toy
@@ -10,7 +9,8 @@ import toy
 import jspec
 from jspec.checkpoints import language_model
 from jspec.checkpoints.language_model import CheckpointError
-from jspec.engine import model
+from jspec.core.package import ASSETS
+from jspec.engine import hub
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_a_hub_id_is_downloaded(directories, monkeypatch):
         downloads.append((name, allow_patterns))
         return str(directories / name.split("/")[1])
 
-    monkeypatch.setattr(model.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
     loaded = jspec.load("somebody/target", draft="somebody/draft")
     assert loaded.target == toy.TARGET and loaded.draft == toy.DRAFT
     assert [name for name, _ in downloads] == ["somebody/target", "somebody/draft"]
@@ -54,7 +54,7 @@ def test_a_failed_download_is_an_error(monkeypatch):
     def snapshot_download(name, allow_patterns):
         raise OSError("offline")
 
-    monkeypatch.setattr(model.huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub.huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(
         CheckpointError, match="somebody/target: no such directory, and the download from the hub failed .offline"
     ):
@@ -73,7 +73,7 @@ def test_unknown_names():
 
 
 def test_a_draft_with_another_tokenizer_is_an_error(directories):
-    assets = Path(model.__file__).parents[1] / "assets" / "python-small"
+    assets = ASSETS / "python-small"
     for name in ("target", "draft"):
         shutil.copy(assets / "tokenizer_config.json", directories / name)
         shutil.copy(assets / "tokenizer.json", directories / name)

@@ -6,7 +6,8 @@ import numpy as np
 from eagle_files import TARGET, V, random_weight, write_edited
 
 from jspec.checkpoints import block
-from jspec.checkpoints.block import BlockCheckpoint
+from jspec.checkpoints.plan import Checkpoint
+from jspec.checkpoints.source import Source
 from jspec.models import Llama
 
 WINDOW = dict(layer_types=["full_attention", "sliding_attention"], use_sliding_window=True, sliding_window=5)
@@ -32,8 +33,8 @@ DRAFTS = {
 }
 
 
-def load(directory: Path, target: Llama = TARGET, dtype: str = "float32") -> BlockCheckpoint:
-    return block.load(directory, target=target, dtype=dtype)
+def load(directory: Path, target: Llama = TARGET, dtype: str = "float32") -> Checkpoint:
+    return block.KIND.plan(Source(directory), target, dtype, None).read()
 
 
 def make_draft(directory: Path, change=None, *, tensors: dict | None = None, drop=(), **options) -> Path:

@@ -8,7 +8,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jspec.checkpoints import eagle
-from jspec.checkpoints.eagle import EagleCheckpoint
+from jspec.checkpoints.plan import Checkpoint
+from jspec.checkpoints.source import Source
 from jspec.models import Llama
 
 V = 61
@@ -44,8 +45,8 @@ HEADS = {
 }
 
 
-def load(directory: Path, target: Llama = TARGET, dtype: str = "float32") -> EagleCheckpoint:
-    return eagle.load(directory, target=target, dtype=dtype)
+def load(directory: Path, target: Llama = TARGET, dtype: str = "float32") -> Checkpoint:
+    return eagle.KIND.plan(Source(directory), target, dtype, None).read()
 
 
 def edit(raw: dict, **changes) -> dict:

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import jspec
 from jspec.checkpoints import assistant as assistant_checkpoint
-from jspec.checkpoints import gemma4, language_model
+from jspec.checkpoints import drafts, gemma4, language_model
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
@@ -268,9 +268,9 @@ def test_gemma_4_config_determines_the_target_layers():
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path, ordered):
     """In Gemma 4's format and in this package's own, with the same content."""
     target, raw, config, params = sample(ordered)
-    theirs = assistant_checkpoint.load(write(tmp_path / "theirs", raw, params), target=target, dtype="float32")
+    theirs = drafts.load(write(tmp_path / "theirs", raw, params), target=target, dtype="float32")
     assistant_checkpoint.save(tmp_path / "ours", config, params, dtype="float32")
-    ours = assistant_checkpoint.load(tmp_path / "ours", target=target, dtype="float32")
+    ours = drafts.load(tmp_path / "ours", target=target, dtype="float32")
     for loaded in (theirs, ours):
         assert loaded.config == config
         toy.assert_same(loaded.params, params)
@@ -357,4 +357,4 @@ def test_tensors_that_do_not_fit_are_errors(tmp_path, name, tensor, message):
     path = write(tmp_path, raw, params) / "model.safetensors"
     save_file({**load_file(path), name: tensor}, path)
     with pytest.raises(CheckpointError, match=message):
-        assistant_checkpoint.load(tmp_path, target=target, dtype="float32")
+        drafts.load(tmp_path, target=target, dtype="float32")

@@ -1,0 +1,99 @@
+"""A checkpoint that is open: its configuration is checked, and its weights can be read."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from jspec.checkpoints.tensors import Tensors
+from jspec.core.sharding import Placement
+
+
+class Splittable(Protocol):
+    """The configuration of a target or a draft."""
+
+    def param_shapes(self, dtype: DTypeLike) -> PyTree:
+        """The weights as `jax.ShapeDtypeStruct`s."""
+        ...
+
+    def split(self, devices: int) -> Self:
+        """The configuration split over that many devices; raises ValueError if it cannot be."""
+        ...
+
+
+C = TypeVar("C", bound=Splittable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint(Generic[C]):
+    """A loaded language model or draft.
+
+    params: the weights, in the structure of its family or kind, such as `LlamaParams`.
+    eos: ids that end a text; of drafts with a layout of their own none.
+    """
+
+    config: C
+    params: PyTree
+    eos: tuple[int, ...] = ()
+
+
+def unchanged(config: Any, tensors: Tensors) -> Any:
+    """The configuration itself, for weights that are split as they are stored."""
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Generic[C]):
+    """What `read` will read.
+
+    config: the configuration; `over` splits it.
+    tensors: the open files, with the dtype, the format and the devices of the weights.
+    read_params: reads the weights of a configuration.
+    as_stored: the configuration, after it is split, for weights that stay in the format of the checkpoint.
+    """
+
+    config: C
+    tensors: Tensors
+    read_params: Callable[[C, Tensors], PyTree]
+    eos: tuple[int, ...] = ()
+    as_stored: Callable[[C, Tensors], C] = unchanged
+
+    def over(self, placement: Placement) -> "Plan[C]":
+        """The plan to split the weights over devices. Only what is split is then read onto the right devices.
+
+        Raises:
+          ValueError: they cannot be split.
+        """
+        tensors = copy.copy(self.tensors)
+        tensors.placement, tensors.fits = placement, partial(can_split, self.config)
+        config = self.config if placement.size == 1 else self.config.split(placement.size)
+        return dataclasses.replace(self, config=self.as_stored(config, tensors), tensors=tensors)
+
+    def held(self) -> PyTree:
+        """The weights on one device, as shapes."""
+        return self.tensors.held(self.config.param_shapes(self.tensors.dtype))
+
+    def memory(self) -> PyTree:
+        """What one device needs while the weights are read, as shapes."""
+        return self.tensors.memory(self.config.param_shapes(self.tensors.dtype))
+
+    def read(self) -> Checkpoint[C]:
+        """Reads the weights.
+
+        Raises:
+          CheckpointError: a tensor is missing, damaged or not used, or has an unexpected shape.
+        """
+        return Checkpoint(self.config, self.read_params(self.config, self.tensors), self.eos)
+
+
+def can_split(config: Splittable, devices: int) -> bool:
+    """Whether a model can be split over that many devices."""
+    try:
+        config.split(devices)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,77 @@
+"""Weights that take the place of a model's: of the same shapes, dtypes and devices, so that nothing compiles anew."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jspec.core.types import Params
+
+
+def check_same_shapes(old: Any, new: Any) -> None:
+    """Checks that weights can replace others without compiling anything.
+
+    Raises:
+      ValueError: another structure, shape or dtype, with the path of the leaf.
+    """
+    olds, structure = jax.tree_util.tree_flatten_with_path(old)
+    news, other = jax.tree_util.tree_flatten_with_path(new)
+    if structure != other:
+        raise ValueError(f"params: their structure is not that of the model: {_difference(olds, news)}")
+    for (path, x), (_, y) in zip(olds, news, strict=True):
+        if not isinstance(y, jax.Array | np.ndarray) or x.shape != y.shape or x.dtype != y.dtype:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)}: is {_described(y)}; must be {x.dtype}{list(x.shape)}"
+            )
+    check_alive(new)
+
+
+def _difference(olds: list[tuple[Any, Any]], news: list[tuple[Any, Any]]) -> str:
+    """The first leaves that only one of two pytrees has."""
+    known, given = ([f"params{jax.tree_util.keystr(path)}" for path, _ in leaves] for leaves in (olds, news))
+    missing, unknown = [name for name in known if name not in given], [name for name in given if name not in known]
+    found = [f"{name} is missing" for name in missing[:2]]
+    found += [f"{name} is not one of its weights" for name in unknown[:2]]
+    return "; ".join(found) or "its containers are of other types"
+
+
+def _described(leaf: Any) -> str:
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        return f"of type {type(leaf).__name__}"
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def check_alive(params: Any, where: str = "params") -> None:
+    """Checks that weights have not been donated to a program of the user's, which deletes them.
+
+    where: what they are, for the message.
+
+    Raises:
+      ValueError: they have, with the path of the leaf.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+            raise ValueError(
+                f"{where}{jax.tree_util.keystr(path)}: has been deleted, as donate_argnums of jax.jit does; give the "
+                "model its new weights with model.with_params, or copies"
+            )
+
+
+def check_same_devices(old: Params, new: Params) -> None:
+    """Checks that weights are split over devices as those that they replace: others have another order of columns.
+
+    Raises:
+      ValueError: they are not, with the path of the leaf.
+    """
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(old), strict=True):
+        if isinstance(x, Tracer) or isinstance(y, Tracer):
+            continue
+        where = f"params{jax.tree_util.keystr(path)}"
+        if not isinstance(x, jax.Array):
+            raise ValueError(f"{where}: is of type {type(x).__name__}; must be a jax.Array")
+        if not x.sharding.is_equivalent_to(y.sharding, x.ndim):
+            raise ValueError(
+                f"{where}: has the sharding {x.sharding}; must have that of the model, {y.sharding}, as "
+                "jspec.from_named(..., tensor=...) makes it"
+            )
