@@ -33,8 +33,23 @@ def test_code_runs(path, capsys, tmp_path, monkeypatch, needs):
 
 
 def test_pages_with_code_are_found():
-    wanted = {"README.md", "docs/adding-a-cache.md", "docs/adding-a-drafter.md", "docs/profiling.md"}
-    assert wanted | {"docs/guide/generating.md"} <= set(map(page_name, PAGES_WITH_CODE))
+    pages = {"README.md", "docs/extending.md", "docs/extending-models.md", "docs/bench.md", "docs/guide/generating.md"}
+    assert pages <= set(map(page_name, PAGES_WITH_CODE))
+
+
+def count_words(path):
+    return len(path.read_text(encoding="utf-8").split())
+
+
+def test_the_site_is_short():
+    site = {page_name(path): count_words(path) for path in PAGES if path.is_relative_to(ROOT / "docs")}
+    assert sum(site.values()) <= 22_000
+    assert {name: words for name, words in site.items() if words > 1_500} == {}
+    assert count_words(ROOT / "README.md") <= 550
+
+
+def test_numbers_are_rendered_in_tables_only():
+    assert [page_name(path) for path in PAGES if "<!-- n:" in path.read_text(encoding="utf-8")] == []
 
 
 def anchors(path):

@@ -52,7 +52,7 @@ ALLOWED = {
     "em dash": [r"^tests/train/test_data\.py: .*"],
 }
 """Legitimate uses: patterns of a part of "file: line" that has the word inside."""
-EXEMPT = ("tests/test_words.py", "CONTRIBUTING.md", "CHANGELOG.md", "docs/notes/")
+EXEMPT = ("tests/test_words.py", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/notes/")
 """Files that list the words or old names, and notes, which are not edited."""
 
 
@@ -74,9 +74,10 @@ def lines():
         ".github/**/*.yml",
         "docs/**/*.md",
         "docs/**/*.py",
+        "benchmarks/*.md",
         "notebooks/*.ipynb",
     ]
-    patterns += [f"{folder}/**/*.py" for folder in ("jspec", "pallas_kernels", "tests", "benchmarks")]
+    patterns += [f"{folder}/**/*.py" for folder in ("jspec", "pallas_kernels", "tests", "benchmarks", "examples")]
     patterns += ["jspec/assets/*/README.md"]
     for path in sorted({path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()}):
         name = path.relative_to(ROOT).as_posix()

@@ -168,7 +168,7 @@ DEVICES = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "v5p": "TPU v5"}
 
 
 def test_what_is_recorded_is_a_case_that_fails_where_it_is_known_to():
-    """`docs/tpu.md` is rendered from these lines, and `KNOWN` names what does not hold in them."""
+    """`benchmarks/tpu.md` is rendered from these lines, and `KNOWN` names what does not hold in them."""
     cases = {}
     for case, chip in itertools.product(tpu_cases.CASES, tpu.CHIPS):
         mode = f"{case.drafter} {case.shape}".strip()
