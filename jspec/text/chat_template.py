@@ -23,7 +23,7 @@ MOST_SOURCE = 100_000
 MOST_OUTPUT = 2**25
 """Bound of the characters of a rendered chat."""
 MOST_ITEMS = 10**6
-"""Bound of the numbers in all calls of `range` of one rendering."""
+"""Bound of the integers in all calls of `range` of one rendering."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,18 +71,18 @@ class _TooMuchError(Exception):
 
 
 class _Range:
-    """`range` of one rendering, with a bound on the numbers of all calls."""
+    """`range` of one rendering, with a bound on the integers of all calls."""
 
     def __init__(self):
         self._remaining = MOST_ITEMS
 
     def __call__(self, *bounds: int) -> range:
-        numbers = range(*bounds)
+        integers = range(*bounds)
         # Slices have a length where `len` would overflow.
-        self._remaining -= len(numbers[: MOST_ITEMS + 1])
+        self._remaining -= len(integers[: MOST_ITEMS + 1])
         if self._remaining < 0:
-            raise _TooMuchError(f"uses ranges of more than {MOST_ITEMS} numbers")
-        return numbers
+            raise _TooMuchError(f"uses ranges of more than {MOST_ITEMS} integers")
+        return integers
 
 
 class _Namespace(Namespace):
