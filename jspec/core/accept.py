@@ -1,8 +1,8 @@
-"""Acceptance rules: which drafted tokens are accepted, and which token follows them. Arrays only.
+"""Acceptance rules: accept drafted tokens, and choose the token after them. Arrays only.
 
 p is the target's distribution at a node, the softmax of its processed logits (`sampling.process`); q is the
-distribution from which a draft was sampled. A rule is lossless if the tokens that it appends have the distribution p
-along their path, whatever was drafted. All random draws of a sequence are functions of its key and of positions.
+distribution from which a draft was sampled. A rule is lossless if its tokens have the distribution p along their path,
+for any draft. All random draws of a sequence are functions of its key and of positions.
 """
 
 import dataclasses
@@ -21,15 +21,15 @@ from jspec.core.checks import check_number
 from jspec.core.types import Accept, Acceptance, DraftNeeds, DraftTree
 
 Memory = Array | None
-"""What a rule remembers from sibling to sibling: q without the tokens tried, [B, V], or the mass of those, [B]."""
+"""State of a rule between siblings: q without the tried tokens, [B, V], or the mass of the tried tokens, [B]."""
 Judge = Callable[[Array, Memory, Array, Array, Array], tuple[Array, Memory, Array]]
-"""(coin, memory, residual distribution, token, node) -> (token accepted, and if it is not: memory, residual)."""
+"""(coin, memory, residual distribution, token, node) -> (accepted, then after a rejection: memory, residual)."""
 
 
 def greedy(
     key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
 ) -> Acceptance:
-    """Accepts the drafts that equal the target's argmax, so that the output is the target's own greedy output.
+    """Accept drafts equal to the target's argmax: the output is the target's own greedy output.
 
     Walks from the root: while the current node has a child with the target's most probable token, go to that child.
     For chains: Stern, Shazeer and Uszkoreit, arXiv 1811.03115, section 3; for trees: Miao et al., arXiv 2305.09781.
@@ -41,10 +41,10 @@ def greedy(
 def coupled(
     key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
 ) -> Acceptance:
-    """Samples the target's choice after each node with noise that belongs to the position, and follows the choices.
+    """Sample the target's choice after each node with the noise of its position, and follow the choices.
 
     The argmax of log p plus Gumbel noise has the distribution p, and the noise is a function of the sequence's key and
-    the position alone. So the output is that of plain sampling with this key, token for token, whatever was drafted
+    the position alone. So the output equals plain sampling with this key, token for token, for any draft
     (drafter-invariant coupling; Daliri, Musco and Suresh, arXiv 2408.07978, section 3).
     """
     noise = sampling.gumbel(key, sampling.NOISE, position, _generations(draft_tree) + 1, logits.shape[-1])
@@ -54,23 +54,25 @@ def coupled(
 
 
 def follow(draft_tree: DraftTree, choice: Int[Array, "B N"]) -> Acceptance:
-    """Walks the tree along `choice`, the token that the target chooses after each node."""
+    """Walk the tree along `choice`, the target's token after each node."""
     tokens, parents = draft_tree.tokens, draft_tree.parents
+    # Chain: the longest prefix that agrees.
     if parents is None:
         agrees = tokens[:, 1:] == choice[:, :-1]
         accepted = jnp.cumprod(agrees, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
         return Acceptance(None, choice, accepted + 1)
-    # One generation per iteration; sequences whose walk has ended stay at their last node.
-    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    # Tree: one generation per iteration; sequences whose walk has ended stay at their last node.
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]  # [1, N]
     node = jnp.zeros(tokens.shape[0], jnp.int32)
     path, steps = [node], []
     for _ in range(_generations(draft_tree)):
-        wanted = jnp.take_along_axis(choice, node[:, None], axis=1)
-        child = (parents == node[:, None]) & (index > 0) & (tokens == wanted)
+        target_token = jnp.take_along_axis(choice, node[:, None], axis=1)
+        child = (parents == node[:, None]) & (index > 0) & (tokens == target_token)  # [B, N]
         walking = child.any(1)
         node = jnp.where(walking, jnp.argmax(child, axis=1).astype(jnp.int32), node)
         path.append(node)
         steps.append(walking)
+    # The target's choices along the path: the accepted drafts, then the bonus token.
     path = jnp.stack(path, axis=1)
     following = tree.take_path(choice, path)
     assert following is not None
@@ -81,7 +83,7 @@ def follow(draft_tree: DraftTree, choice: Int[Array, "B N"]) -> Acceptance:
 def rejection(
     key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
 ) -> Acceptance:
-    """Accepts a draft x with probability min(1, p(x) / q(x)); otherwise samples from the residual distribution.
+    """Accept a draft x with probability min(1, p(x) / q(x)); otherwise sample from the residual distribution.
 
     On a chain this is Leviathan, Kalman and Matias, arXiv 2211.17192, section 2.3. In a tree the children of a node
     are tried in the order in which they were sampled without replacement: after each rejection p becomes the residual
@@ -91,11 +93,13 @@ def rejection(
     p = jax.nn.softmax(logits, axis=-1)
     if draft_tree.parents is not None:
         return _reject_in_tree(key, draft_tree, p, position)
+    # coin q(x) < p(x) has the probability min(1, p(x) / q(x)).
     drafts = draft_tree.tokens[:, 1:]
     q = _chain_probs(draft_tree, p)
     coin = _coins(key, position, drafts.shape[1])
     passes = coin * _at(q, drafts) < _at(p[:, :-1], drafts)
     accepted = jnp.cumprod(passes, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
+    # The residual distribution after each number of accepted drafts; after all of them, p itself.
     residual = jnp.concatenate([_normalize(jnp.maximum(p[:, :-1] - q, 0.0), p[:, :-1]), p[:, -1:]], axis=1)
     return _finish_chain(key, draft_tree, residual, accepted, position)
 
@@ -103,7 +107,7 @@ def rejection(
 def block(
     key: Key[Array, " B"], draft_tree: DraftTree, logits: Float[Array, "B N V"], position: Int[Array, " B"]
 ) -> Acceptance:
-    """Judges the drafts of a chain together, and on average accepts at least as many as `rejection`.
+    """Judge the drafts of a chain together; accepts on average at least as many as `rejection`.
 
     Block verification: Sun et al., arXiv 2403.10444, algorithm 2.
 
@@ -163,34 +167,34 @@ class LossyThresholds:
         logits: Float[Array, "B N V"],
         position: Int[Array, " B"],
     ) -> Acceptance:
-        """Decides which drafts to accept, from the processed logits after each node."""
+        """Accept drafts by the processed logits after each node."""
         p = jax.nn.softmax(logits, axis=-1)
 
         def judge(coin: Array, tried: Memory, residual: Array, token: Array, node: Array):
             del node
             assert tried is not None
             tried = tried + _at_index(residual, token)
-            chosen = (_at_index(residual, token) > 0) & (
+            accepted = (_at_index(residual, token) > 0) & (
                 (coin < tried / self.total) | (_at_index(residual, token) >= self.single)
             )
-            return chosen, tried, _without(residual, token)
+            return accepted, tried, _without(residual, token)
 
         return _walk(key, _with_parents(draft_tree), p, position, judge, jnp.zeros_like(position, jnp.float32))
 
 
 @dataclasses.dataclass(frozen=True)
 class Imposed:
-    """Accepts a given number of drafts, right or wrong: **the output is not the target's**. Only for benchmarks.
+    """Accepts a fixed number of drafts, right or wrong: **the output is not the target's**. Only for benchmarks.
 
     The round does its full work, so with random weights it costs as much as with trained weights of this accept length.
 
-    tokens_per_round: mean number of tokens that a round appends, bonus included; from 1 to 1000. Each round appends the
-      integer below or above it, but no more than the path to the tree's deepest node and the bonus token.
+    tokens_per_round: mean number of appended tokens, bonus included; from 1 to 1000. Each round appends the integer
+      below or above it, at most the path to the tree's deepest node and the bonus token.
     """
 
     tokens_per_round: float
     for_greedy: ClassVar[bool] = True
-    """It takes the logits of greedy sequences as they are."""
+    """Greedy sequences keep their unprocessed logits."""
 
     def __post_init__(self):
         valid = "from 1, which is the bonus token, to 1000"
@@ -206,7 +210,7 @@ class Imposed:
         logits: Float[Array, "B N V"],
         position: Int[Array, " B"],
     ) -> Acceptance:
-        """Accepts the path to the first node of the wanted depth, or the greatest; the target's argmax follows."""
+        """Accept the path to the first node of the imposed depth, or the greatest; the target's argmax follows."""
         del key
         drafts = self._tokens(position) - 1
         choice = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -216,24 +220,25 @@ class Imposed:
         if draft_tree.parents is None:
             path, drafts = None, jnp.minimum(drafts, column.shape[1] - 1)
         else:
+            # The path consists of the ancestors of the first node at the imposed depth, one per column.
             mask, depths = tree.ancestor_mask(draft_tree), tree.depths(draft_tree)
             assert mask is not None
             drafts = jnp.minimum(drafts, depths.max(1))
             last = jnp.argmax(depths == drafts[:, None], axis=1).astype(jnp.int32)
             above = jnp.take_along_axis(mask, last[:, None, None], axis=1)
-            wanted = jnp.minimum(column, drafts[:, None])
-            path = jnp.argmax(above & (depths[:, None] == wanted[:, :, None]), axis=2).astype(jnp.int32)
-        following, kept = tree.take_path(choice, path), tree.take_path(draft_tree.tokens, path)
-        assert following is not None and kept is not None
-        kept = jnp.roll(kept, -1, axis=1)
-        return Acceptance(path, jnp.where(column == drafts[:, None], following, kept), drafts + 1)
+            depth = jnp.minimum(column, drafts[:, None])
+            path = jnp.argmax(above & (depths[:, None] == depth[:, :, None]), axis=2).astype(jnp.int32)
+        # The drafts along the path, then the target's choice after the last of them.
+        following, drafted = tree.take_path(choice, path), tree.take_path(draft_tree.tokens, path)
+        assert following is not None and drafted is not None
+        drafted = jnp.roll(drafted, -1, axis=1)
+        return Acceptance(path, jnp.where(column == drafts[:, None], following, drafted), drafts + 1)
 
     def _tokens(self, position: Int[Array, " B"]) -> Int[Array, " B"]:
         """The integer below or above tokens_per_round, such that rounds end at positions floor(k * tokens_per_round).
 
-        From any other position, rounds append the integer above until they reach one of these. So the total after any
-        number of rounds is exact to within tokens_per_round; with random draws, the mean would still be off by 0.05
-        after 85 rounds.
+        From any other position, rounds append the integer above until they reach such a position. So the total after
+        any number of rounds is exact to within tokens_per_round. Random draws would be less exact.
         """
         mean = Fraction(self.tokens_per_round).limit_denominator(1000)
         n, d = mean.numerator, mean.denominator
@@ -268,9 +273,9 @@ def _walk(
     judge: Judge,
     memory: Memory,
 ) -> Acceptance:
-    """From the root down, tries the children of each node in order; then samples from the residual distribution.
+    """Descend from the root, trying the children of each node in order; then sample from the residual distribution.
 
-    memory: what the first child of each node starts with: the node's row of a [B, N, V] array, or a [B] array.
+    memory: initial state of `judge` at the first child of a node: the node's row of a [B, N, V] array, or a [B] array.
     """
     tokens = draft_tree.tokens
     batch, nodes = tokens.shape
@@ -286,7 +291,7 @@ def _walk(
         length = length + walking.astype(jnp.int32)
         path.append(node)
         drafts.append(_at_index(tokens, node))
-    # The bonus token.
+    # The bonus token comes after the last accepted draft.
     bonus = _sample(key, residual, position)
     column = jnp.arange(len(path), dtype=jnp.int32)[None]
     following = jnp.where(column == length[:, None] - 1, bonus[:, None], jnp.stack([*drafts, bonus], axis=1))
@@ -302,30 +307,32 @@ def _try_children(
     coins: Float[Array, "B N"],
     judge: Judge,
 ) -> tuple[Bool[Array, " B"], Int[Array, " B"], Float[Array, "B V"]]:
-    """Tries the children of a node in order, until one is accepted, in sequences that are still walking.
+    """Try the children of a node in order until one is accepted, in sequences that are still walking.
 
-    Returns whether one was accepted, that child or otherwise `parent`, and the residual distribution after the others.
+    Returns whether one was accepted, that child or else `parent`, and the residual distribution after the rejections.
     """
     tokens, parents = draft_tree.tokens, draft_tree.parents
     batch, nodes = tokens.shape
     index = jnp.arange(nodes, dtype=jnp.int32)[None]
-    node, last, taken = parent, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
+    node, last, descended = parent, jnp.zeros(batch, jnp.int32), jnp.zeros(batch, bool)
     shared = _at_index(coins, parent)
     for _ in range(nodes - 1 if draft_tree.width is None else draft_tree.width):
+        # The next child in the order of nodes, [B].
         child = (parents == parent[:, None]) & (index > last[:, None])
-        trying = walking & ~taken & child.any(1)
+        trying = walking & ~descended & child.any(1)
         last = jnp.where(trying, jnp.argmax(child, axis=1).astype(jnp.int32), last)
         token = _at_index(tokens, last)
         # A rule that compares one coin with the growing mass of siblings uses the parent's coin; other rules use one
         # coin per child.
         coin = shared if memory is not None and memory.ndim == 1 else _at_index(coins, last)
         passes, after, rest = judge(coin, memory, residual, token, parent)
+        # An accepted child ends the search; a rejected one changes the residual distribution and the memory.
         accepted, failed = trying & passes, trying & ~passes
-        taken, node = taken | accepted, jnp.where(accepted, last, node)
+        descended, node = descended | accepted, jnp.where(accepted, last, node)
         residual = jnp.where(failed[:, None], rest, residual)
         if memory is not None and after is not None:
             memory = jnp.where(failed.reshape(-1, *[1] * (memory.ndim - 1)), after, memory)
-    return walking & taken, node, residual
+    return walking & descended, node, residual
 
 
 def _finish_chain(
@@ -396,4 +403,4 @@ def _without(distribution: Float[Array, "B V"], token: Int[Array, " B"]) -> Floa
 RULES: dict[str, Accept] = {"greedy": greedy, "coupled": coupled, "rejection": rejection, "block": block}
 """Name -> rule; all of them are lossless."""
 NEEDS = {"rejection": DraftNeeds(sampled=True), "block": DraftNeeds(sampled=True, chains=True)}
-"""Name -> what a rule needs of the drafts; rules that are not listed take any drafts."""
+"""Name -> requirements of a rule on the drafts; unlisted rules take any drafts."""

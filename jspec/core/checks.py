@@ -1,6 +1,6 @@
-"""Checks of values that users pass: one function per type, each of which returns the plain Python value.
+"""Checks of arguments: one function per type, which returns the plain Python value.
 
-A failed check names the argument, its value and what is valid: `page_size=0: must be at least 1`.
+The error names the argument, its value and the valid ones: `page_size=0: must be at least 1`.
 """
 
 import math
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def check_int(name: str, value: object, *, least: int, most: int | None = None, owner: str = "") -> int:
-    """`value` as an int.
+    """Check an int.
 
     name: the argument, for the message.
     value: an int or anything with `__index__`, such as NumPy's integers; a bool is not an int here.
@@ -45,13 +45,13 @@ def check_number(
     valid: str = "",
     owner: str = "",
 ) -> float:
-    """`value` as a float that keeps its meaning in the precision in which it is used.
+    """Check a float that keeps its meaning in the precision of its use.
 
     value: an int or a float, of Python, NumPy or a JAX array without axes; a bool is not a number here.
     least, above, most: bounds on the rounded value; `least` and `most` are included, `above` is not.
-    dtype: the precision in which the value is used. A value that is finite but has no finite counterpart there is
-      refused, and so is one that becomes 0 or a subnormal number, which accelerators flush to 0.
-    valid: what is valid, for the message, where it is more than the bounds.
+    dtype: the precision of its use. A finite value must not become infinite, 0 or subnormal there, as accelerators
+      flush subnormal numbers to 0.
+    valid: the valid values, for the message, if they are more than the bounds.
     owner: as in `check_int`.
 
     Raises:
@@ -81,9 +81,9 @@ def check_number(
 
 
 def check_sequence(name: str, value: object, *, items: str, owner: str = "") -> Sequence[object]:
-    """`value` as a sequence of several values; text and bytes are single values here.
+    """Check a sequence; text and bytes are single values here.
 
-    items: what it must hold, for the message.
+    items: the valid values, for the message.
 
     Raises:
       TypeError: neither a list, a tuple, another sequence, nor an array with axes.
@@ -96,7 +96,7 @@ def check_sequence(name: str, value: object, *, items: str, owner: str = "") -> 
 
 
 def check_flag(name: str, value: object, *, owner: str = "") -> bool:
-    """`value` as a bool.
+    """Check a bool.
 
     Raises:
       TypeError: neither Python's nor NumPy's bool.
@@ -107,7 +107,7 @@ def check_flag(name: str, value: object, *, owner: str = "") -> bool:
 
 
 def check_text(name: str, value: object, *, owner: str = "") -> str:
-    """`value` as text that UTF-8 can encode.
+    """Check a str that UTF-8 can encode.
 
     Raises:
       TypeError: not a str.
@@ -136,13 +136,13 @@ def check_hashable(name: str, value: object) -> None:
 
 
 def shorten(value: object) -> str:
-    """The value as a message shows it: its repr, shortened."""
+    """The repr of a value, shortened for messages."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}...{text[-16:]}"
 
 
 def _as_float(value: object) -> float | None:
-    """The number that `value` holds; None if it is no number, infinity if it is an int beyond all floats."""
+    """`value` as a float; None if it is no number, infinity if it is an int beyond all floats."""
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__float__"):
         return None
     try:
@@ -154,7 +154,7 @@ def _as_float(value: object) -> float | None:
 
 
 def _shown(name: str, value: object, owner: str) -> str:
-    """The argument and its value as a message shows them."""
+    """An argument and its value, for messages."""
     text = shorten(value)
     return f"{owner}({name}={text})" if owner else f"{name}={text}"
 

@@ -1,8 +1,8 @@
-"""Grammars as automata over tokens: which tokens may follow, along every path of a tree.
+"""Grammars as automata over tokens: mask the logits along every path of a tree.
 
-A token may follow if its bytes lead from the state of a sequence to one from which the text can end; an id that ends
-the text may follow where the text may end. The idea is that of Willard and Louf (arXiv 2307.09702, section 3); here the
-automaton is a table of token classes on the device, which the loop itself walks.
+A token may follow if its bytes lead from the state of a sequence to a state from which the text can end; EOS may follow
+where the text may end (Willard and Louf, arXiv 2307.09702, section 3). The automaton is a table of token classes on the
+device, which the loop itself walks.
 """
 
 import dataclasses
@@ -22,17 +22,17 @@ FORBIDDEN = -1
 FREE = 0
 """The state of a sequence without a grammar, in which every token may follow."""
 _LEAST = 1024, 128, 64, 2**14
-"""States, classes, patterns and transitions of the smallest table, so that most grammars run the same program."""
+"""Least states, classes, patterns and transitions of a table, so that most grammars share a program."""
 _LONGEST_GUESS = 64
-"""Bytes of the longest token that is looked up as likely."""
+"""Bytes of the longest forced text that is matched with tokens."""
 
 
 @runtime_checkable
 class TokenGrammar(Protocol):
-    """What `Sampling(grammar=...)` takes; it must be hashable. `jspec.Grammar` is one."""
+    """A value of `Sampling(grammar=...)`, hashable, such as `jspec.Grammar`."""
 
     def compile(self, token_bytes: Sequence[bytes], vocab_size: int, eos: Sequence[int]) -> TokenTable:
-        """The automaton of a vocabulary: arguments and result as of `build_table`."""
+        """Compile to the automaton of a vocabulary; arguments and result as of `build_table`."""
         ...
 
 
@@ -43,18 +43,18 @@ def build_table(
     vocab_size: int,
     eos: Iterable[int],
 ) -> TokenTable:
-    """The automaton over tokens of one over bytes.
+    """Convert an automaton over bytes to one over tokens.
 
-    A token that leads to no text that this vocabulary can spell may not follow, so there is always one that may.
+    A token is forbidden if this vocabulary can spell no text after it, so at least one token is always allowed.
 
     Args:
       byte_table: [states, 256] next states, or -1. State 0 is the first one.
       accepts: whether a text may end in each state.
       token_bytes: the bytes that each id adds to the text. Ids beyond it, and those without bytes, may never follow.
-      eos: ids that end a text; all of them may follow where a text may end. At least one.
+      eos: EOS ids, at least one; all of them may follow where a text may end.
 
     Raises:
-      ValueError: no id ends a text, the tokens cannot spell any text of the grammar, or the table would be too large.
+      ValueError: no EOS id, the tokens cannot spell any text of the grammar, or the table would be too large.
     """
     ends = sorted(set(eos))
     if not ends:
@@ -64,10 +64,11 @@ def build_table(
         f"grammar: its automaton of {states} states needs a table that is too large for this vocabulary; must have "
         "fewer repetitions"
     )
+    # Classes by bytes, then one class for EOS and one for tokens that never follow.
     token_class = np.full(vocab_size, -1, np.int64)
     token_class[: len(spelled)], columns = token_classes(byte_table, spelled, too_large)
-    # The ids that end a text do that alone, whatever their bytes are.
-    silent = [i for i, each in enumerate(spelled) if not each]
+    # The bytes of EOS ids do not count.
+    silent = [i for i, spelling in enumerate(spelled) if not spelling]
     token_class[silent] = -1
     token_class[ends] = len(columns)
     number = np.arange(states, dtype=np.int16)
@@ -75,6 +76,7 @@ def build_table(
     token_class[token_class < 0] = len(columns) - 1
     used, token_class = np.unique(token_class, return_inverse=True)
     table = np.stack([columns[index] for index in used], axis=1)
+    # Forbid tokens into states from which this vocabulary reaches no end.
     live = reaching(table, accepts)
     if not live[0]:
         raise ValueError("grammar: the tokens of this vocabulary cannot spell any of its texts")
@@ -93,14 +95,16 @@ def _likely(
     spelled: Sequence[bytes],
     end: int,
 ) -> Int[np.ndarray, " states"]:
-    """The longest token of the only text that goes on from each state, as far as there is only one; -1 without any."""
-    ids = {each: i for i, each in reversed(list(enumerate(spelled))) if each}
+    """The longest token of the forced text after each state; -1 where no text is forced."""
+    ids = {spelling: i for i, spelling in reversed(list(enumerate(spelled))) if spelling}
     ways = (byte_table >= 0).sum(1)
+    # A state forces a byte if it has a single transition and the text cannot end.
     forced = (ways == 1) & ~accepts
     byte = (byte_table >= 0).argmax(1)
     likely = np.full(len(byte_table), -1, np.int32)
     likely[(ways == 0) & accepts] = end
     for first in np.flatnonzero(forced):
+        # Follow the forced bytes, then take the longest token that spells their beginning.
         state, text = int(first), bytearray()
         while forced[state] and len(text) < _LONGEST_GUESS:
             text.append(int(byte[state]))
@@ -114,13 +118,13 @@ def _likely(
 
 
 def join(tables: Sequence[TokenTable | None], vocab_size: int) -> tuple[TokenTable, np.ndarray, list[int]]:
-    """One automaton of several, each with a map of classes of its own.
+    """Join automata into one, each with its own map of classes.
 
-    Returns its table, which has a row `FREE` and maps [maps, V], the map of each state, and the first state of each
+    Returns the table, with a row `FREE` and maps [maps, V], the map of each state, and the first state of each
     sequence; None is a sequence without a grammar.
 
     Raises:
-      ValueError: more states than 16 bits can count.
+      ValueError: more states than int16 can count.
     """
     distinct = list(dict.fromkeys(table for table in tables if table is not None))
     states = 1 + sum(len(table.table) for table in distinct)
@@ -130,6 +134,7 @@ def join(tables: Sequence[TokenTable | None], vocab_size: int) -> tuple[TokenTab
             f"{np.iinfo(np.int16).max} together"
         )
     classes = max((table.table.shape[1] for table in distinct), default=1)
+    # Row `FREE` first, then the states of each automaton, shifted.
     joined = np.full((states, classes), FORBIDDEN, np.int16)
     joined[FREE] = FREE
     maps = np.stack([table.token_class for table in distinct] or [np.zeros(vocab_size, np.int16)])
@@ -148,14 +153,14 @@ def join(tables: Sequence[TokenTable | None], vocab_size: int) -> tuple[TokenTab
 
 
 def shift(table: Int16[np.ndarray, "states classes"], base: int) -> Int16[np.ndarray, "states classes"]:
-    """The transitions of an automaton whose states are numbered from `base` on."""
+    """Renumber the states of a table from `base` on."""
     return np.where(table < 0, table, table + np.int16(base))
 
 
 def init(tables: Sequence[TokenTable | None], vocab_size: int) -> Automaton:
-    """The automaton of a batch: the grammar of each sequence or None. Not in use if none has one.
+    """The automaton of a batch, from the grammar of each sequence or None; unused if no sequence has one.
 
-    Sizes are rounded up, so that other grammars of about the same size run the same program.
+    Sizes are rounded up, so that grammars of similar size share a program.
     """
     if not any(tables):
         return Automaton()
@@ -173,7 +178,7 @@ def init(tables: Sequence[TokenTable | None], vocab_size: int) -> Automaton:
 
 
 def _bucket(size: int, least: int) -> int:
-    """The size, rounded up to one of four sizes between powers of two, so that at most a fifth is unused."""
+    """Round a size up to one of four sizes between powers of two: at most a fifth is unused."""
     step = 1 << max((size - 1).bit_length() - 3, 0)
     return max(least, -(-size // step) * step)
 
@@ -186,23 +191,23 @@ def forbid(
     *,
     best_only: bool = False,
 ) -> Float[Array, "B M V"]:
-    """Logits with -inf for the tokens that may not follow each of M nodes.
+    """Set the logits of forbidden tokens after each of M nodes to -inf.
 
-    If those that may are all -inf already, they are 0. If there are none, such as in a draft's smaller vocabulary, all
-    are 0.
+    If all allowed logits are -inf, they become 0. If no token is allowed, as in a draft's smaller vocabulary, all
+    become 0.
 
     path: the tokens after the committed ones up to each node, then -1.
-    ids: the tokens of the logits, the same for all nodes or of each node; None: all of the target's vocabulary.
-    best_only: only the best token of each node is wanted. Logits of -inf become the lowest finite number, which takes
-      no pass over the logits of its own.
+    ids: the tokens of the logits, shared or per node; None: the target's vocabulary.
+    best_only: the caller needs the best token only. Logits of -inf become the lowest finite value, which needs no
+      further pass over the logits.
     """
     allowed = leads_on(grammar, after_path(grammar, path), ids)
     if best_only:
         return jnp.where(allowed, jnp.maximum(logits, jnp.finfo(logits.dtype).min), -jnp.inf)
-    left = (allowed & ~jnp.isneginf(logits)).any(-1, keepdims=True)
-    # At least one of all tokens may follow.
+    possible = (allowed & ~jnp.isneginf(logits)).any(-1, keepdims=True)
+    # In the whole vocabulary at least one token is allowed.
     others = -jnp.inf if ids is None else jnp.where(allowed.any(-1, keepdims=True), -jnp.inf, 0.0)
-    return jnp.where(allowed, jnp.where(left, logits, 0.0), others)
+    return jnp.where(allowed, jnp.where(possible, logits, 0.0), others)
 
 
 def advance(grammar: Automaton, tokens: Int[Array, "B A"], length: Int[Array, " B"]) -> Automaton:
@@ -215,17 +220,16 @@ def advance(grammar: Automaton, tokens: Int[Array, "B A"], length: Int[Array, " 
 
 
 def mend(grammar: Automaton, draft_tree: DraftTree) -> DraftTree:
-    """The tree with likely tokens in place of those that may not follow their parents, where any is known.
+    """Replace forbidden drafts by the likely token of their parent's state, if it has one.
 
-    Trees of sampled drafts stay as they are: their distributions are constrained already.
+    Trees of sampled drafts are unchanged: their distributions are constrained already.
     """
     if grammar.table is None or grammar.state is None or grammar.likely is None or draft_tree.probs is not None:
         return draft_tree
     tokens, parents = draft_tree.tokens, draft_tree.parents
     root, drafts = grammar.state[:, None], tokens[:, 1:]
     generations = drafts.shape[1] if draft_tree.depth is None else draft_tree.depth
-    # In each pass the nodes of one more generation have the right state before them. The others are mended in vain: a
-    # pass over all nodes has a few operations, and takes as long as one over a single node.
+    # Each pass makes the states of one more generation final. It works on all nodes, which takes as long as on one.
     states, mended = jnp.broadcast_to(root, tokens.shape), drafts
     for _ in range(generations):
         before = states[:, :-1] if parents is None else jnp.take_along_axis(states, parents[:, 1:], axis=1)

@@ -1,9 +1,9 @@
-"""How a draft tree grows, generation by generation, from a draft that proposes children of nodes. Arrays only.
+"""Grows draft trees, one generation at a time, from a draft that proposes children of nodes. Arrays only.
 
 There are three kinds of trees, all of static size. A chain (`width` 1) needs no ranking and no gather. A tree of
 proposals grows best first (EAGLE-2; Li et al., arXiv 2406.16858, section 4): the most probable `width` nodes of each
 generation are expanded, and the most probable `num_nodes - 1` of all proposed nodes are kept. A tree of sampled drafts
-has a fixed topology, independent of the samples, as `accept.rejection` needs.
+has a fixed topology, independent of the samples, as required by `accept.rejection`.
 """
 
 import functools
@@ -22,28 +22,27 @@ Expand = Callable[[PyTree, Frontier], tuple[PyTree, Proposal]]
 
 
 MAX_DEPTH = 64
-"""Generations of a tree that a draft model grows. Each is a forward of its own in the program, which XLA has to
-compile."""
+"""Bound of the generations of a tree. Each is a forward of its own in the program, which XLA has to compile."""
 MAX_WIDTH = 64
-"""Children of a node; the kernel that finds them takes one pass for each."""
+"""Bound of the children of a node; the top-k kernel takes one pass for each."""
 MAX_PROPOSED = 16384
-"""Proposed nodes of a tree. They are ranked by comparing all pairs."""
+"""Bound of the proposed nodes of a tree, which are ranked by comparing all pairs."""
 
 
 def check_shape(name: str, depth: object, width: object, num_nodes: object) -> tuple[int, int, int | None]:
-    """Depth, width and number of nodes of the trees of a drafter called `name`.
+    """Check depth, width and number of nodes of the trees of a drafter called `name`.
 
     Raises:
       TypeError: not ints.
-      ValueError: there can be no such tree, or it is too large to compile or to rank.
+      ValueError: no such tree exists, or it is too large to compile or to rank.
     """
     depth = check_int("depth", depth, least=1, most=MAX_DEPTH, owner=name)
     width = check_int("width", width, least=1, most=MAX_WIDTH, owner=name)
     most = 1 + width + (depth - 1) * width**2
-    given = f"{name}(depth={depth}, width={width}, num_nodes={shorten(num_nodes)})"
+    shown = f"{name}(depth={depth}, width={width}, num_nodes={shorten(num_nodes)})"
     if width > 1 and most > MAX_PROPOSED:
         raise ValueError(
-            f"{given}: a tree of this depth and width has 1 + width + (depth - 1) width^2 = {most} proposed nodes; "
+            f"{shown}: a tree of this depth and width has 1 + width + (depth - 1) width^2 = {most} proposed nodes; "
             f"must be at most {MAX_PROPOSED}"
         )
     if num_nodes is None:
@@ -51,14 +50,14 @@ def check_shape(name: str, depth: object, width: object, num_nodes: object) -> t
     num_nodes = check_int("num_nodes", num_nodes, least=1, owner=name)
     if not depth < num_nodes <= most:
         raise ValueError(
-            f"{given}: num_nodes, root included, must be at least depth + 1 = {depth + 1} and at most "
+            f"{shown}: num_nodes, root included, must be at least depth + 1 = {depth + 1} and at most "
             f"1 + width + (depth - 1) width^2 = {most}, the number of proposed nodes"
         )
     return depth, width, num_nodes
 
 
 def size(depth: int, width: int, num_nodes: int | None) -> int:
-    """Nodes of a tree, root included; None: 32, or fewer if fewer are proposed."""
+    """Number of nodes of a tree, root included; None: 32, or all proposed nodes if they are fewer."""
     return min(max(32, depth + 1), 1 + width + (depth - 1) * width**2) if num_nodes is None else num_nodes
 
 
@@ -73,12 +72,12 @@ def grow(
     num_nodes: int | None = None,
     exact: bool = True,
 ) -> DraftTree:
-    """The tree under `root`: `first` proposes the root's children, `expand` those of all other nodes.
+    """Grow a tree under `root`: `first` proposes the root's children, `expand` the children of all other nodes.
 
-    first: `width` children or more, of which the first ones count.
+    first: at least `width` children; the first ones count.
     carry: passed to the first call of `expand`; each call returns the carry of the next one.
-    exact: a node attends to the rows of its own ancestors. False: to those of whichever node held its slot in the
-      previous frontiers, as in engines that do not move a draft's rows when the beam changes. The output is the same.
+    exact: a node attends to the rows of its own ancestors. False: to the rows of the nodes in its slot in previous
+      frontiers, as in engines that do not move a draft's rows when the beam changes. The output is the same.
     """
     if width == 1:
         return _grow_chain(root, first, expand, carry, depth)
@@ -125,7 +124,7 @@ def _grow_best(
     proposed = [(tokens, scores, jnp.full_like(number, -1))]
     mask, frontier = eye, Frontier(tokens, jnp.zeros_like(number), eye, tokens[:, :, None])
     for generation in range(1, depth):
-        # Every node of the frontier proposes `width` children; their scores are sums along their paths.
+        # Each frontier node proposes `width` children, scored by the sum along their path.
         carry, children = expand(carry, frontier)
         total = _ranked(scores[:, :, None] + _ranked(_scores(children))).reshape(batch, width**2)
         candidates = children.tokens.reshape(batch, width**2)
@@ -138,6 +137,7 @@ def _grow_best(
         number = best + width + (generation - 1) * width**2
         parent = best // width
         tokens = jnp.take_along_axis(candidates, best, axis=1)
+        # A node of the frontier sees the rows that its parent saw, and its own.
         above = jnp.take_along_axis(mask, parent[:, :, None], axis=1) if exact else mask
         mask = jnp.concatenate([above, eye], axis=2)
         path = jnp.take_along_axis(frontier.path, parent[:, :, None], axis=1)
@@ -157,9 +157,9 @@ def _ranked(scores: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _count(before: Bool[Array, "#B C C"]) -> Int[Array, "#B C"]:
-    """For each candidate c, the number of d with before[b, d, c]: its rank.
+    """The rank of each candidate c: the number of d with before[b, d, c].
 
-    Rank by counting: sets are small, and XLA fuses the reduction with its neighbors.
+    The sets are small, and XLA fuses the reduction with its neighbors.
     """
     return before.sum(1, dtype=jnp.int32)
 
@@ -179,8 +179,8 @@ def _lower(count: int) -> Bool[Array, "1 C C"]:
 def _at_ranks(rank: Int[Array, "B C"], count: int) -> Int[Array, "B count"]:
     """The candidates of ranks 0 to count - 1."""
     number = jnp.arange(rank.shape[1], dtype=jnp.int32)[None, None]
-    found = rank[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :, None]
-    return jnp.where(found, number, 0).sum(-1, dtype=jnp.int32)
+    matches = rank[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :, None]
+    return jnp.where(matches, number, 0).sum(-1, dtype=jnp.int32)
 
 
 def highest(scores: Float[Array, "B C"], count: int) -> Int[Array, "B count"]:
@@ -196,20 +196,20 @@ def keep_best(
     depth: int,
     num_nodes: int,
 ) -> DraftTree:
-    """The tree of the best candidates, parents before children. parents: -1 for children of the root.
+    """Build the tree of the best candidates, parents before children. parents: -1 for children of the root.
 
-    The parent of every kept candidate is kept: it scores at least as much and has a lower number, which wins ties.
+    The parent of a selected candidate is selected: it scores at least as much and has a lower number, which wins ties.
     """
-    # `slot` orders the kept candidates by number; node n of the tree is the one in slot n - 1.
-    kept = _rank(scores) < num_nodes - 1
-    slot = _count(kept[:, :, None] & _lower(scores.shape[1]))
-    chosen = _at_ranks(jnp.where(kept, slot, num_nodes), num_nodes - 1)
+    # `slot` orders the selected candidates by number; node n of the tree is the one in slot n - 1.
+    selected = _rank(scores) < num_nodes - 1
+    slot = _count(selected[:, :, None] & _lower(scores.shape[1]))
+    candidate = _at_ranks(jnp.where(selected, slot, num_nodes), num_nodes - 1)
     # Parents: indices of candidates to nodes of the tree.
-    number = jnp.take_along_axis(parents, chosen, axis=1)
+    number = jnp.take_along_axis(parents, candidate, axis=1)
     node = jnp.where(number < 0, 0, jnp.take_along_axis(slot, jnp.maximum(number, 0), axis=1) + 1)
-    kept = jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, chosen, axis=1)], axis=1)
+    tokens = jnp.concatenate([root[:, None], jnp.take_along_axis(tokens, candidate, axis=1)], axis=1)
     above = jnp.concatenate([jnp.zeros_like(node[:, :1]), node], axis=1)
-    return DraftTree(kept, above, depth)
+    return DraftTree(tokens, above, depth)
 
 
 def _grow_sampled(
@@ -230,14 +230,14 @@ def _grow_sampled(
     expanded, proposal, paths = [0], first, {0: jnp.zeros((batch, 0), jnp.int32)}
     rows: list[int] = []
     while True:
-        # The tokens of the children of each expanded node.
+        # Place the proposed tokens at the children of each expanded node.
         assert proposal.probs is not None
         for slot, node in enumerate(expanded):
             probs[node] = proposal.probs[:, slot]
             for rank, child in enumerate(children[node]):
                 tokens[child] = proposal.tokens[:, slot, rank]
                 paths[child] = jnp.concatenate([paths[node], tokens[child][:, None]], axis=1)
-        # The next frontier: those of them that have children. Its mask and parents are constants of the program.
+        # The next frontier consists of the children with children. Its mask and parents are constants of the program.
         inner = [child for node in expanded for child in children[node] if children[child]]
         if not inner:
             break
@@ -265,26 +265,28 @@ def _line(parents: Sequence[int], node: int) -> set[int]:
 
 @functools.cache
 def sampled_topology(depth: int, width: int, num_nodes: int) -> tuple[int, ...]:
-    """Parents of the nodes of a tree of sampled drafts, generation by generation.
+    """Parents of the nodes of a tree of sampled drafts, ordered by generation.
 
-    It is grown best first, with 0.6 * 0.4^r as a guess of the probability that the child of rank r is accepted. At
+    The topology is grown best first: the child of rank r is assumed to be accepted with probability 0.6 * 0.4^r. At
     most `width` nodes of a generation have children.
     """
     queue: list[tuple[float, int, tuple[int, ...]]] = [(-0.6 * 0.4**rank, 1, (rank,)) for rank in range(width)]
-    kept: list[tuple[int, ...]] = []
+    nodes: list[tuple[int, ...]] = []
     inner: list[set[tuple[int, ...]]] = [set() for _ in range(depth)]
-    while len(kept) < num_nodes - 1:
+    while len(nodes) < num_nodes - 1:
         score, generation, ranks = heapq.heappop(queue)
+        # A parent counts among the inner nodes of its generation, of which there are at most `width`.
         parent = ranks[:-1]
         if parent not in inner[generation - 1]:
             if len(inner[generation - 1]) == width:
                 continue
             inner[generation - 1].add(parent)
-        kept.append(ranks)
+        nodes.append(ranks)
         if generation < depth:
             for rank in range(width):
                 heapq.heappush(queue, (score * 0.6 * 0.4**rank, generation + 1, (*ranks, rank)))
-    order = sorted(kept, key=lambda ranks: (len(ranks), ranks))
+    # Number the nodes by generation.
+    order = sorted(nodes, key=lambda ranks: (len(ranks), ranks))
     place = {(): 0} | {ranks: i for i, ranks in enumerate(order, 1)}
     return (0, *[place[ranks[:-1]] for ranks in order])
 

@@ -8,7 +8,7 @@ from jspec.core.types import Acceptance, DecodeState, DraftTree
 
 
 def check_choice(s: DecodeState, branch: Int[Array, ""], branches: int) -> None:
-    """Checks with `checkify` that a drafter has chosen one of its branches. s: the state before the round."""
+    """Check with `checkify` that a drafter has chosen one of its branches. s: the state before the round."""
     text = "round {s}: the drafter chose branch {branch} of {branches}"
     inside = (branch >= 0) & (branch < branches)
     checkify.check(inside, text, s=s.round_index, branch=branch, branches=jnp.int32(branches))
@@ -17,7 +17,7 @@ def check_choice(s: DecodeState, branch: Int[Array, ""], branches: int) -> None:
 def check_round(
     s: DecodeState, draft_tree: DraftTree, logits: Float[Array, "B N V"], accepted: Acceptance, vocab_size: int
 ) -> None:
-    """Checks the invariants of a round with `checkify`: indices in range, parents before children, no NaN.
+    """Check the invariants of a round with `checkify`: indices in range, parents before children, no NaN.
 
     s: the state before the round.
     """

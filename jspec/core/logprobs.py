@@ -1,6 +1,6 @@
 """Log-probabilities under the target's own, unprocessed logits, in float32.
 
-Those of a token depend on its own logits alone, to the bit, not on the shape of the batch.
+They do not depend on the shape of the batch, to the bit.
 """
 
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from pallas_kernels.topk import topk
 
 def of_tokens(logits: Float[Array, "B M V"], tokens: Int[Array, "B M"]) -> Float[Array, "B M"]:
     """log p of one token at each of M nodes."""
-    chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[:, :, 0]
-    return chosen - sums.logsumexp(logits)[:, :, 0]
+    logit = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[:, :, 0]
+    return logit - sums.logsumexp(logits)[:, :, 0]
 
 
 def most_probable(logits: Float[Array, "B M V"], k: int) -> TopTokens:

@@ -1,4 +1,4 @@
-"""Turns the logits of a draft model into proposed tokens. Arrays only."""
+"""Proposes tokens from the logits of a draft model. Arrays only."""
 
 import jax
 import jax.numpy as jnp
@@ -20,35 +20,38 @@ def propose(
     ids: Int[Array, " Vd"] | Int[Array, "B M Vd"] | None = None,
     sampled: bool = False,
 ) -> Proposal:
-    """The `width` best children of M nodes, which are g tokens after the committed ones.
+    """Propose the `width` best children of M nodes, which are g tokens after the committed ones.
 
     With sampling, the target's choice after a node is the argmax of its processed logits plus the noise of that
     position (`accept.coupled`). Drafts are ranked by their own processed logits plus the same noise, so a draft with
     the target's logits proposes the target's choice. Because the noise is known, the softmax of that sum, not q, is the
     drafter's estimate of a token's probability of acceptance.
 
-    Without sampling, a grammar masks the draft's own vocabulary. Where none of its tokens may follow, all have the same
-    score, and what is proposed is mended by the grammar or rejected by the target.
+    Without sampling, a grammar masks the draft's own vocabulary. If none of its tokens may follow, all have the same
+    score; the grammar replaces the proposals (`grammar.mend`) or the target rejects them.
 
     Args:
       path: the tokens from the first draft to each node.
       vocab_size: the target's.
       ids: target ids of the draft's vocabulary, shared or per node; None: the target's vocabulary.
-      sampled: sample the children from q, without replacement and with independent noise, and return q, for rules of
-        acceptance that need it.
+      sampled: sample the children from q, without replacement and with independent noise, and return q, as some
+        acceptance rules require.
     """
     options = s.sampling
+    # Greedy: rank the draft's own vocabulary.
     if options is None:
         if s.grammar.table is not None:
             logits = grammars.forbid(s.grammar, logits, path, ids)
         index, scores = _best(logits, width)
         return Proposal(_tokens(index, ids), scores, None)
+    # Sampling: process the logits over the target's vocabulary like the target's own.
     if ids is not None:
         logits = _spread(logits, ids, vocab_size)
     logits = sampling.temper(options, sampling.adjust(s, logits, path))
     if options.temperature is None:
         tokens, scores = _best(logits, width)
         return Proposal(tokens, scores, None)
+    # Rank by logits plus noise; greedy sequences without noise.
     noise = _noise(s, logits.shape, path.shape[2], sampled)
     noisy = logits + jnp.where((options.temperature > 0).reshape(-1, 1, 1), noise, 0.0)
     tokens, scores = _best(noisy, width)

@@ -1,6 +1,6 @@
-"""Checks of what a drafter, a rule and a target return, while a program is traced: they may be the user's own.
+"""Checks the results of a user's drafter, rule or target while a program is traced.
 
-Only types, shapes and dtypes are known then; `jspec.check_drafter`, `check_rule` and `check_target` look at values.
+Only types, shapes and dtypes are known then; `jspec.check_drafter`, `check_rule` and `check_target` check values.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from jspec.core.types import Acceptance, DraftTree, ForwardOutput
 
 
 def check_draft(drafter: object, result: object, batch: int, depth: int) -> tuple[DraftTree, PyTree]:
-    """The tree and the state that `drafter.draft` returns.
+    """Check the result of `drafter.draft`, a tree and a state.
 
     Raises:
       TypeError, ValueError: another type, shape or dtype.
@@ -32,7 +32,7 @@ def check_draft(drafter: object, result: object, batch: int, depth: int) -> tupl
 
 
 def check_output(target: Any, out: object, tokens: int) -> ForwardOutput:
-    """What `target.forward` returns for the logits of that many tokens of each sequence.
+    """Check the result of `target.forward`, whose logits have `tokens` rows per sequence.
 
     Raises:
       TypeError, ValueError: another type, shape or dtype.
@@ -49,7 +49,7 @@ def check_output(target: Any, out: object, tokens: int) -> ForwardOutput:
 
 
 def check_acceptance(rule: object, result: object, draft_tree: DraftTree) -> Acceptance:
-    """What an acceptance rule returns.
+    """Check the result of an acceptance rule.
 
     Raises:
       TypeError, ValueError: another type, shape or dtype.
@@ -74,9 +74,9 @@ def check_acceptance(rule: object, result: object, draft_tree: DraftTree) -> Acc
 
 
 def check_same_form(name: str, before: PyTree, after: PyTree) -> None:
-    """Checks that a state can be carried through a loop.
+    """Check that a loop can carry a state.
 
-    name: what returns it.
+    name: the function that returns it.
 
     Raises:
       ValueError: its structure, or the shape or dtype of a leaf, has changed.
@@ -94,10 +94,10 @@ def check_same_form(name: str, before: PyTree, after: PyTree) -> None:
 
 
 def check_unchanged(drafter: object, before: PyTree, after: PyTree) -> None:
-    """Checks that the `draft` of one of several drafters returns its state as it was.
+    """Check that `draft` of a branch returns its state unchanged.
 
     Raises:
-      ValueError: it is another one, which would be lost.
+      ValueError: it returns another state, which would be lost.
     """
     old, new = (jax.tree.leaves(state) for state in (before, after))
     if len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
@@ -105,11 +105,11 @@ def check_unchanged(drafter: object, before: PyTree, after: PyTree) -> None:
 
 
 def _check_integers(name: str, field: str, array: Any, shape: tuple[int | None, ...]) -> None:
-    found = getattr(array, "shape", ())
-    fits = len(found) == len(shape) and all(size in (given, None) for given, size in zip(found, shape, strict=True))
+    actual = getattr(array, "shape", ())
+    fits = len(actual) == len(shape) and all(size in (length, None) for length, size in zip(actual, shape, strict=True))
     if not fits or not jnp.issubdtype(array.dtype, jnp.integer):
-        wanted = ", ".join("N" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name}: returns {field} {_describe(array)}; must be int32[{wanted}]")
+        expected = ", ".join("N" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: returns {field} {_describe(array)}; must be int32[{expected}]")
 
 
 def _describe(leaf: Any) -> str:
@@ -117,9 +117,9 @@ def _describe(leaf: Any) -> str:
 
 
 def _kinds(result: object) -> str:
-    """The types of what is returned."""
+    """The types of a result, for messages."""
     if isinstance(result, tuple):
-        return f"({', '.join(_kinds(each) for each in result)})"
+        return f"({', '.join(_kinds(item) for item in result)})"
     return "an array" if isinstance(result, jax.Array) else type(result).__name__
 
 

@@ -1,4 +1,4 @@
-"""How the next token is chosen from the target's logits, and the noise of that choice.
+"""Sampling parameters: processes the target's logits, and makes the noise of its choices.
 
 Logits are processed in this order: grammar, repetition penalty, frequency and presence penalty, logit bias,
 min_new_tokens, temperature, top-k, top-p, min-p. Each is applied exactly at every node of a tree, along the node's own
@@ -23,8 +23,8 @@ from jspec.core.checks import check_hashable, check_int, check_number, shorten
 from jspec.core.types import DecodeState, RowSampling
 
 NOISE, DRAFT, COINS, FINAL = range(4)
-"""Independent random streams of a sequence: the noise of the target's choice (which drafts may share), sampled drafts,
-coins of an acceptance rule, and the final token that such a rule samples."""
+"""Independent random streams of a sequence: noise of the target's choice (drafts may share it), sampled drafts, coins
+of an acceptance rule, and the rule's final token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +35,16 @@ class Sampling:
 
     temperature: divides the logits; at least 1e-6, or 0, which chooses the highest (greedy).
     top_k: keeps the k highest logits, ties included. None: all.
-    top_p: nucleus sampling: keeps the fewest most probable tokens whose mass reaches top_p, ties included. None: all.
+    top_p: nucleus sampling: keeps the smallest set of most probable tokens with mass top_p, ties included. None: all.
     min_p: keeps tokens with at least this fraction of the highest probability. None: all.
     repetition_penalty: divides positive and multiplies negative logits of all tokens seen, prompt included (Keskar et
       al., arXiv 1909.05858, section 4.1); from 1e-6 to 1e6. 1: off.
     presence_penalty: subtracted from the logits of the tokens generated so far; from -1e6 to 1e6.
     frequency_penalty: the same, once for each time the token was generated.
     logit_bias: token id -> value added to its logit; -inf forbids the token.
-    min_new_tokens: until the sequence has this many new tokens, no token that ends the text is chosen, unless every
-      other token is forbidden.
-    grammar: the texts that the sequence may have, such as a `jspec.Grammar`. None: all. No other option allows a token
-      that the grammar forbids.
+    min_new_tokens: before this many new tokens, no token may end the text, unless every other token is forbidden.
+    grammar: the allowed texts, such as a `jspec.Grammar`. None: all. No other option allows a token that the grammar
+      forbids.
 
     Raises:
       TypeError, ValueError: a parameter of another type or out of its bounds.
@@ -89,7 +88,7 @@ class Sampling:
 
 
 def _check_bias(logit_bias: object) -> dict[int, float]:
-    """The biases with plain ids and values."""
+    """Check a bias; returns plain ids and values."""
     if not isinstance(logit_bias, Mapping):
         raise TypeError(f"Sampling(logit_bias={shorten(logit_bias)}): must map token ids to a bias each, or be None")
     checked: dict[int, float] = {}
@@ -103,10 +102,11 @@ def _check_bias(logit_bias: object) -> dict[int, float]:
 
 
 def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, vocab_size: int) -> RowSampling | None:
-    """The parameters as arrays; None if every sequence is greedy and without other options. Grammars are not part of
-    them: see `jspec.core.grammar.init`.
+    """Convert parameters to arrays; None if every sequence is greedy and without other options.
 
-    sampling: one `Sampling` for all sequences, or one for each.
+    Grammars are not part of them, see `jspec.core.grammar.init`.
+
+    sampling: one `Sampling` for all sequences, or one per sequence.
 
     Raises:
       TypeError: anything else.
@@ -115,9 +115,10 @@ def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, v
     """
     samplings = [Sampling(temperature=0.0) if one is None else one for one in each_of(sampling, batch)]
     off = {"top_k": vocab_size, "top_p": 1.0, "min_p": 0.0}
-    # Larger values mean the same as these, and fit in int32.
+    # Larger values have the same effect, but do not fit in int32.
     most = {"top_k": vocab_size, "min_new_tokens": np.iinfo(np.int32).max}
     columns = {}
+    # An option that no sequence uses has no array, so the program leaves it out.
     for field in dataclasses.fields(Sampling):
         values = [getattr(one, field.name) for one in samplings]
         unused = 0.0 if field.name == "temperature" else field.default
@@ -134,19 +135,19 @@ def per_row(sampling: Sampling | Sequence[Sampling | None] | None, batch: int, v
 
 
 def each_of(sampling: Sampling | Sequence[Sampling | None] | None, batch: int) -> list[Sampling | None]:
-    """The parameters of each sequence.
+    """List the parameters of each sequence.
 
     Raises:
-      TypeError, ValueError: as `per_row`, but for the values.
+      TypeError, ValueError: another type, or a list whose length is not `batch`.
     """
-    given = [sampling] * batch if sampling is None or isinstance(sampling, Sampling) else sampling
-    if not isinstance(given, Sequence) or not all(one is None or isinstance(one, Sampling) for one in given):
+    samplings = [sampling] * batch if sampling is None or isinstance(sampling, Sampling) else sampling
+    if not isinstance(samplings, Sequence) or not all(one is None or isinstance(one, Sampling) for one in samplings):
         raise TypeError(
             f"sampling={shorten(sampling)}: must be a jspec.Sampling, a list with one per sequence, or None (greedy)"
         )
-    if len(given) != batch:
-        raise ValueError(f"sampling: {len(given)} for {batch} sequences; must be one, or one per sequence")
-    return list(given)
+    if len(samplings) != batch:
+        raise ValueError(f"sampling: {len(samplings)} for {batch} sequences; must be one, or one per sequence")
+    return list(samplings)
 
 
 def _bias_matrix(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray:
@@ -164,7 +165,7 @@ def _bias_matrix(samplings: Sequence[Sampling], vocab_size: int) -> np.ndarray:
 
 
 def check_rows(rows: RowSampling, batch: int, vocab_size: int) -> None:
-    """Checks shapes and dtypes of parameters that are given as arrays, which may be traced.
+    """Check shapes and dtypes of parameters in arrays, which may be traced.
 
     Raises:
       TypeError, ValueError: an array of another dtype or shape.
@@ -187,7 +188,7 @@ _DTYPES = {jnp.integer: np.int32, jnp.floating: np.float32}
 
 
 def process(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:
-    """Logits whose softmax is the distribution of the token after each of M nodes; a point mass in greedy sequences.
+    """Process logits: their softmax is the distribution after each of M nodes, a point mass in greedy sequences.
 
     path: the tokens after the committed ones up to each node, then -1.
     """
@@ -202,10 +203,9 @@ def process(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M
 
 
 def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Float[Array, "B M V"]:
-    """Grammar, penalties, bias and min_new_tokens. Finite logits stay finite, unless a grammar, the bias or
-    min_new_tokens forbids them.
+    """Apply grammar, penalties, bias and min_new_tokens. Finite logits stay finite unless one of these forbids them.
 
-    Any other option that would forbid all tokens that are left is not applied at that node.
+    An option other than the grammar is not applied at a node where it would forbid all remaining tokens.
     """
     if s.grammar.table is not None:
         logits = grammars.forbid(s.grammar, logits, path)
@@ -213,17 +213,17 @@ def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M 
     if options is None:
         return logits
     if options.repetition_penalty is not None:
-        seen = _count(s, path, jnp.zeros_like(s.prompt_length), logits.shape[-1]) > 0
+        occurs = _count(s, path, jnp.zeros_like(s.prompt_length), logits.shape[-1]) > 0
         penalty = options.repetition_penalty.reshape(-1, 1, 1)
-        logits = jnp.where(seen, _bounded(jnp.where(logits > 0, logits / penalty, logits * penalty), logits), logits)
+        logits = jnp.where(occurs, _bounded(jnp.where(logits > 0, logits / penalty, logits * penalty), logits), logits)
     if options.presence_penalty is not None or options.frequency_penalty is not None:
         count = _count(s, path, s.prompt_length, logits.shape[-1])
         if options.presence_penalty is not None:
             logits = logits - jnp.where(count > 0, options.presence_penalty.reshape(-1, 1, 1), 0.0)
         if options.frequency_penalty is not None:
             total = count.astype(jnp.float32) * options.frequency_penalty.reshape(-1, 1, 1)
-            # The choice keeps the compiler from merging product and difference into one operation, rounded once, which
-            # it does in some programs, so that the same node would have other logits there.
+            # `where` keeps the compiler from fusing product and difference into one rounding, as some programs do: the
+            # same node would have other logits there.
             logits = logits - jnp.where(count > 0, total, 0.0)
     if options.logit_bias is not None:
         bias = options.logit_bias[:, None]
@@ -236,7 +236,7 @@ def adjust(s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M 
 
 
 def _bounded(changed: Float[Array, "B M V"], before: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
-    """`changed` with the largest finite value in place of an overflow; what was -inf before stays so."""
+    """Clip `changed` to finite values; -inf in `before` stays."""
     most = float(np.finfo(np.float32).max)
     return jnp.where(jnp.isneginf(before), before, jnp.clip(changed, -most, most))
 
@@ -244,30 +244,31 @@ def _bounded(changed: Float[Array, "B M V"], before: Float[Array, "B M V"]) -> F
 def _forbid(
     logits: Float[Array, "B M V"], forbidden: Bool[Array, "B _ V"], *, otherwise: Float[Array, "B M V"]
 ) -> Float[Array, "B M V"]:
-    """-inf for the forbidden tokens; `otherwise` at nodes where no token would be left."""
-    left = ~jnp.isneginf(logits) & ~forbidden
-    return jnp.where(left.any(-1, keepdims=True), jnp.where(forbidden, -jnp.inf, logits), otherwise)
+    """Set forbidden tokens to -inf; `otherwise` at nodes where no token would remain."""
+    possible = ~jnp.isneginf(logits) & ~forbidden
+    return jnp.where(possible.any(-1, keepdims=True), jnp.where(forbidden, -jnp.inf, logits), otherwise)
 
 
 def _count(s: DecodeState, path: Int[Array, "B M g"], first: Int[Array, " B"], vocabulary: int) -> Int[Array, "B M V"]:
-    """How often each token occurs from position `first` on, up to each node."""
+    """Count each token from position `first` on, up to each node."""
     nodes = path.shape[1]
+    # Committed tokens, the same for all nodes.
     column = jnp.arange(s.tokens.shape[1], dtype=jnp.int32)[None]
     counted = (column >= first[:, None]) & (column < s.length[:, None])
     sequence = jnp.arange(path.shape[0])
     count = jnp.zeros((path.shape[0], vocabulary), jnp.int32)
     count = count.at[sequence[:, None], s.tokens].add(counted.astype(jnp.int32), mode="drop")
     count = jnp.broadcast_to(count[:, None], (path.shape[0], nodes, vocabulary))
-    # The -1 after shorter paths become an index outside the vocabulary, which is dropped.
+    # Tokens of the path. The -1 after shorter paths become an index outside the vocabulary, which is dropped.
     at = jnp.where(path < 0, vocabulary, path)
     return count.at[sequence[:, None, None], jnp.arange(nodes)[None, :, None], at].add(1, mode="drop")
 
 
 def temper(options: RowSampling, logits: Float[Array, "B M V"]) -> Float[Array, "B M V"]:
-    """Logits after temperature (greedy sequences: 1), top-k, top-p and min-p; -inf for removed tokens.
+    """Apply temperature (greedy sequences: 1), top-k, top-p and min-p; removed tokens get -inf.
 
-    The token with the highest logit always stays. It is found by its index: XLA may compute logits twice, an ulp apart,
-    so that none of them reaches a bound that was computed from the others.
+    The token with the highest logit always stays, by its index: XLA may compute logits twice, an ulp apart, so that no
+    logit reaches a bound computed from the other copy.
     """
     best = None if (options.top_k, options.top_p, options.min_p) == (None, None, None) else _best(logits)
     if options.temperature is not None:
@@ -276,16 +277,16 @@ def temper(options: RowSampling, logits: Float[Array, "B M V"]) -> Float[Array, 
     if best is None:
         return logits
     if options.top_k is not None:
-        kept = _heaviest(logits, _count_of, options.top_k.astype(jnp.float32).reshape(-1, 1, 1))
-        logits = jnp.where(kept | best, logits, -jnp.inf)
+        keep = _heaviest(logits, _count_of, options.top_k.astype(jnp.float32).reshape(-1, 1, 1))
+        logits = jnp.where(keep | best, logits, -jnp.inf)
     if options.top_p is not None:
         bound = jnp.where(options.top_p < 1, options.top_p, jnp.inf).reshape(-1, 1, 1)
         _, weights = sums.exponentials(logits)
-        kept = _heaviest(logits, weights.sum, bound * weights.sum())
-        logits = jnp.where(kept | best, logits, -jnp.inf)
+        keep = _heaviest(logits, weights.sum, bound * weights.sum())
+        logits = jnp.where(keep | best, logits, -jnp.inf)
     if options.min_p is not None:
-        kept = logits - logits.max(-1, keepdims=True) >= jnp.log(options.min_p).reshape(-1, 1, 1)
-        logits = jnp.where(kept | best, logits, -jnp.inf)
+        keep = logits - logits.max(-1, keepdims=True) >= jnp.log(options.min_p).reshape(-1, 1, 1)
+        logits = jnp.where(keep | best, logits, -jnp.inf)
     return logits
 
 
@@ -294,8 +295,8 @@ def _best(logits: Float[Array, "B M V"]) -> Bool[Array, "B M V"]:
     return jnp.argmax(logits, axis=-1, keepdims=True) == jnp.arange(logits.shape[-1]).reshape(1, 1, -1)
 
 
-def _count_of(chosen: Bool[Array, "B M V"]) -> Float[Array, "B M 1"]:
-    return chosen.sum(-1, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
+def _count_of(selected: Bool[Array, "B M V"]) -> Float[Array, "B M 1"]:
+    return selected.sum(-1, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
 
 
 def _heaviest(
@@ -303,12 +304,11 @@ def _heaviest(
     weigh: Callable[[Bool[Array, "B M V"]], Float[Array, "B M 1"]],
     bound: Float[Array, "B _ 1"],
 ) -> Bool[Array, "B M V"]:
-    """The tokens for which all tokens with higher logits weigh less than `bound`.
+    """Select each token if all tokens with higher logits together weigh less than `bound`.
 
-    The threshold is found by bisection over the 2^32 bit patterns of a float, in the order of the floats: 32 sums, no
-    sort, and exact.
+    Bisection over the 2^32 ordered bit patterns of a float finds the threshold: 32 sums, no sort, and exact.
 
-    weigh: the weight of a choice of tokens; independent of the shape of the batch, so that the result is.
+    weigh: the weight of a set of tokens; it must not depend on the shape of the batch.
     """
     order = ordered_bits(logits)
     low = jnp.zeros((*logits.shape[:2], 1), jnp.uint32)
@@ -325,7 +325,7 @@ def _heaviest(
 
 
 def stream(key: Key[Array, " B"], name: int, position: Int[Array, " B"]) -> Key[Array, " B"]:
-    """The key of one random stream at a position, for each sequence."""
+    """The key of a random stream at a position of each sequence."""
     return jax.vmap(lambda key, at: jax.random.fold_in(jax.random.fold_in(key, name), at))(key, position)
 
 

@@ -1,8 +1,7 @@
-"""Where a sequence ends: EOS tokens and stop strings as one automaton that reads the accepted tokens.
+"""EOS tokens and stop strings as one automaton, which reads the accepted tokens.
 
-The automaton is that of Aho and Corasick (CACM 18:6, 1975) over the bytes of the stop strings, with a transition for
-each token of the vocabulary. So the program itself finds a stop string at the token that completes it, however the text
-is split into tokens.
+It is the Aho-Corasick automaton (CACM 18:6, 1975) of the stop strings' bytes, with a transition for each token of the
+vocabulary. So the program itself finds a stop string at the token that completes it, for any split into tokens.
 """
 
 import dataclasses
@@ -17,16 +16,16 @@ from jaxtyping import Array, Bool, Int, Int16
 from jspec.core.automaton import Automaton, TokenTable, after_path, following, leads_on, token_classes
 
 RUNNING, EOS, STOP, LENGTH = range(4)
-"""Why a sequence has finished; LENGTH is the token limit."""
+"""Finish codes of a sequence; LENGTH is the token limit."""
 HELD = 7
-"""The code of a sequence that takes no part in a round, during that round."""
+"""The temporary code of a sequence that skips a round."""
 _END_OF_STOP, _END_OF_TEXT = -1, -2
 
 
 def build_table(
     vocab_size: int, eos: Iterable[int], strings: Sequence[bytes] = (), token_bytes: Sequence[bytes] | None = None
 ) -> TokenTable | None:
-    """The automaton, or None if nothing ends a text. Its negative codes are ends.
+    """Build the automaton, or None if nothing ends a text. Its negative codes are ends.
 
     Args:
       eos: ids that end a text.
@@ -45,6 +44,7 @@ def build_table(
         raise ValueError('stop="": a stop string must have at least one character')
     if not eos and not strings:
         return None
+    # Classes of tokens by their bytes, then a class for EOS.
     token_class, columns = np.zeros(vocab_size, np.int32), [np.zeros(1, np.int16)]
     if strings:
         assert token_bytes is not None
@@ -73,7 +73,7 @@ def init(table: TokenTable | None, batch: int) -> Automaton:
 def run(
     stop: Automaton, tokens: Int[Array, "B A"], length: Int[Array, " B"]
 ) -> tuple[Automaton, Int[Array, " B"], Int[Array, " B"]]:
-    """Reads the first `length[b]` tokens of each sequence, up to the one that ends the text.
+    """Read the first `length[b]` tokens of each sequence, up to the one that ends the text.
 
     Returns the automaton after them, the number of tokens read, and the finish code (RUNNING if the text continues).
     """
@@ -89,18 +89,17 @@ def run(
 
 
 def ends_text(stop: Automaton, tokens: Int[Array, "B M g"]) -> Bool[Array, "B M V"]:
-    """Whether a token would end the text after the g `tokens` (negative: none), as an EOS or by completing a stop
-    string."""
-    # Choices after the end of the text are ignored, so any row of the table will do.
+    """Whether each token would end the text after the g `tokens` (negative: none), as EOS or in a stop string."""
+    # After the end of the text the result does not matter.
     return ~leads_on(stop, after_path(stop, tokens))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """The automaton over bytes.
+    """An automaton over bytes.
 
     table: [states, 256] the next state, negative where a string is completed.
-    depth: [states] how many of the last bytes are the beginning of a string.
+    depth: [states] how many of the last bytes may begin a string.
     """
 
     table: Int16[np.ndarray, "states bytes"]
@@ -128,6 +127,7 @@ def byte_automaton(strings: tuple[bytes, ...]) -> ByteAutomaton:
                 f"stop: {len(strings)} strings of {sum(map(len, strings))} bytes in total, must be at most "
                 f"{np.iinfo(np.int16).max}, common beginnings counted once"
             )
+    # Complete transitions, by fallback to the longest proper suffix in the trie.
     table = np.zeros((len(children), 256), np.int16)
     fallback = [0] * len(children)
     queue = [0]

@@ -39,12 +39,12 @@ class FixedPoint:
         return cls(tuple(digit.astype(jnp.uint32) for digit in digits))
 
     def sum(self, where: Bool[Array, "*shape n"] | None = None) -> Float[Array, "*shape 1"]:
-        """The sum over the last axis of the chosen terms, all if None; rounded to float32."""
+        """Sum the selected terms over the last axis, all if None; rounded to float32."""
         total = jnp.float32(0)
-        # From the last digit on, which is the smallest.
+        # From the smallest digit to the largest.
         for i, digit in reversed(list(enumerate(self.digits, start=1))):
-            chosen = digit if where is None else jnp.where(where, digit, jnp.uint32(0))
-            whole = chosen.sum(-1, keepdims=True, dtype=jnp.uint32)
+            terms = digit if where is None else jnp.where(where, digit, jnp.uint32(0))
+            whole = terms.sum(-1, keepdims=True, dtype=jnp.uint32)
             total = total + whole.astype(jnp.float32) * (2.0 ** (-_BITS * i))
         return total
 

@@ -1,7 +1,6 @@
-"""Token trees: from parents to depths, ancestors and paths. Arrays only.
+"""Token trees: depths, ancestors and paths from parents. Arrays only.
 
-A chain has no parents (None), so everything that follows from its shape is a constant of the program. `jspec.core.grow`
-makes the trees.
+A chain has no parents (None), so its shape is a constant of the program. `jspec.core.grow` grows trees.
 """
 
 from typing import TypeVar, overload
@@ -58,7 +57,7 @@ def take_path(x: Array | None, path: Int[Array, "B A"] | None) -> Array | None:
 
 
 def where_sequences(keep: Bool[Array, " B"], new: T, old: T) -> T:
-    """The arrays of `new` in sequences where `keep` holds, and those of `old` in the others."""
+    """Select `new` in sequences where `keep` holds, else `old`; for all arrays of a pytree."""
 
     def choose(a: Array, b: Array) -> Array:
         return jnp.where(keep.reshape(-1, *[1] * (a.ndim - 1)), a, b)
@@ -80,21 +79,22 @@ def paths(draft_tree: DraftTree) -> Int[Array, "B N g"]:
         return jnp.where(on_path, jnp.broadcast_to(tokens[:, None, 1:], (batch, nodes, generations)), -1)
     # Walk from every node to the root, and write each token into the column of its depth.
     depth, node = depths(draft_tree), jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], tokens.shape)
-    found = jnp.full((batch, nodes, generations), -1, jnp.int32)
+    spelled = jnp.full((batch, nodes, generations), -1, jnp.int32)
     column = jnp.arange(generations, dtype=jnp.int32)[None, None]
     for _ in range(generations):
         at = jnp.take_along_axis(depth, node, axis=1) - 1
         token = jnp.take_along_axis(tokens, node, axis=1)
-        found = jnp.where(column == at[:, :, None], token[:, :, None], found)
+        spelled = jnp.where(column == at[:, :, None], token[:, :, None], spelled)
         node = jnp.take_along_axis(draft_tree.parents, node, axis=1)
-    return found
+    return spelled
 
 
 def longest_match(draft_tree: DraftTree, tokens: Int[Array, "B T"], length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """How many of the first `length[b]` tokens a path that begins after the root spells."""
+    """The length of the longest path below the root that agrees with the first `length[b]` tokens."""
+    # A node counts if its whole path agrees with the tokens.
     spelled = paths(draft_tree)
     column = jnp.arange(spelled.shape[2], dtype=jnp.int32)
-    wanted = jnp.pad(tokens[:, : len(column)], ((0, 0), (0, max(len(column) - tokens.shape[1], 0))))
-    equal = (spelled == wanted[:, None]) & (column[None, None] < length[:, None, None])
+    expected = jnp.pad(tokens[:, : len(column)], ((0, 0), (0, max(len(column) - tokens.shape[1], 0))))
+    equal = (spelled == expected[:, None]) & (column[None, None] < length[:, None, None])
     depth = (spelled >= 0).sum(-1, dtype=jnp.int32)
     return jnp.where(((spelled < 0) | equal).all(-1), depth, 0).max(-1)
