@@ -67,19 +67,21 @@ def place(plan: Plan[Draft], name: str, placement: Placement, draft_tensor: bool
       ValueError: it cannot be split, or not be whole.
     """
     config, tensors, devices = plan.config, plan.tensors, placement.size
-    if draft_tensor is None:
-        draft_tensor = splits_draft(config, tensors.dtype, devices, tensors.weights)
-    elif config.follows_target and not draft_tensor:
+    required = config.follows_target and devices > 1
+    if required and draft_tensor is False:
         raise ValueError(
             f"draft_tensor=False: draft={name!r} reads keys and values of the target, and is split as it is; omit "
             "draft_tensor"
         )
-    if not draft_tensor:
+    if draft_tensor is False or devices == 1:
         return plan
     try:
-        return plan.over(placement)
+        split = plan.over(placement)
     except ValueError as error:
         problem = f"draft={name!r} cannot be split: {error}"
-        if config.follows_target:
+        if required:
             raise ValueError(f"{problem}; it reads keys and values of the target, which are") from None
-        raise ValueError(f"draft_tensor=True: {problem}; omit draft_tensor") from None
+        if draft_tensor:
+            raise ValueError(f"draft_tensor=True: {problem}; omit draft_tensor") from None
+        return plan
+    return split if draft_tensor or splits_draft(config, tensors.dtype, devices, tensors.weights) else plan

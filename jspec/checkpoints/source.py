@@ -15,12 +15,14 @@ from jspec.checkpoints.tensors import TensorFiles
 class Source:
     """The config.json of a checkpoint directory, and its tensors, which are opened on first use.
 
+    name: what the caller calls the directory, such as a hub id, for messages; None: its path.
+
     Raises:
       CheckpointError: the directory or its config.json is missing or damaged.
     """
 
-    def __init__(self, directory: str | Path):
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, name: str | None = None):
+        self.directory, self.name = Path(directory), name or str(directory)
         if not self.directory.is_dir():
             raise CheckpointError(f"{directory}: no such directory")
         self.config = read_fields(self.directory / "config.json")

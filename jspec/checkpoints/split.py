@@ -27,8 +27,10 @@ def splits_draft(config: Draft, dtype: DTypeLike, devices: int, weights: str | N
     """
     if devices == 1 or config.follows_target:
         return devices > 1
+    if not can_split(config, devices):
+        return False
     saved = tree_bytes(quantize_shapes(config.param_shapes(dtype), weights)) * (1 - 1 / devices) / BYTES_PER_SECOND
-    return saved > SUM_SECONDS * (2 * config.num_layers + 1) and can_split(config, devices)
+    return saved > SUM_SECONDS * (2 * config.num_layers + 1)
 
 
 def copy_heads(parts: Sequence[np.ndarray], *, kv_heads: int, devices: int) -> Sequence[np.ndarray]:

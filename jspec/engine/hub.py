@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub
 
 from jspec.checkpoints.files import CheckpointError
-from jspec.core.checks import check_text, shorten
+from jspec.core.checks import shorten
 from jspec.core.package import ASSETS
 
 BUNDLED = {
@@ -47,8 +47,8 @@ def locate(source: str | Path, files: Sequence[str] = HUB_FILES, argument: str =
     """
     if not isinstance(source, str | Path):
         raise TypeError(f"{argument}={shorten(source)}: must be a str or a Path")
-    name = str(source) if isinstance(source, Path) else check_text(argument, source)
-    if not name or (isinstance(source, str) and not name.strip()):
+    name = str(source)
+    if not name.strip():
         raise ValueError(
             f"{argument}={name!r}: must be bundled:NAME, a Hugging Face directory or a hub id; '.' is this directory"
         )

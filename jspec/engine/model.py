@@ -6,22 +6,20 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jspec.checkpoints import drafts, language_model
-from jspec.checkpoints.plan import Checkpoint, Plan
+from jspec.checkpoints.loading import LoadOptions, place_model, plan_model
+from jspec.checkpoints.plan import Checkpoint
 from jspec.checkpoints.source import Source
-from jspec.core.checks import check_flag, check_text
 from jspec.core.processes import agreement
 from jspec.core.sharding import Placement
 from jspec.core.types import Params
 from jspec.engine import memory
 from jspec.engine.hub import DRAFT_FILES, bundled_draft, locate
-from jspec.engine.loading import LoadOptions
 from jspec.engine.replacement import check_same_devices, check_same_shapes
 from jspec.models import MtpHeads
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
-from jspec.models.quantized import WIDE, dtype_names, refuse_quantized
-from jspec.text.tokenizer import Tokenizer
+from jspec.models.quantized import dtype_names
+from jspec.text.tokenizer import Tokenizer, check_same_tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -167,17 +165,10 @@ def load(
         the memory of a device, which is known before any of them is read; or another process has failed.
       TypeError: an argument of the wrong type.
     """
-    options = LoadOptions.checked(tensor, data, mesh, exact=exact, weights=weights, kv=kv, formats=(WIDE,))
-    if dtype is not None:
-        check_text("dtype", dtype)
-    if draft_tensor is not None:
-        draft_tensor = check_flag("draft_tensor", draft_tensor)
-        if options.devices == 1:
-            raise ValueError(f"draft_tensor={draft_tensor}: requires tensor or mesh")
+    options = LoadOptions(place_model(tensor, data, mesh), dtype, exact, weights, kv, draft_tensor)
     # Each process reads other parts, so one alone may find an error.
     with agreement(options.placement, _COMPARED) as compare:
-        plan = _plan(source, draft, dtype, draft_tensor, options)
-        model = plan.read()
+        model = _load(source, bundled_draft(source) if draft is None else draft, options)
         compare({"target": model.target, "draft": model.draft})
     return model
 
@@ -186,96 +177,31 @@ _COMPARED = ("target", "draft")
 """What several processes must agree in when they have loaded a model."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """A model that can be read: all files are open, and all options are checked.
+def _load(source: str | Path, draft: str | Path | None, options: LoadOptions) -> Model:
+    """`load` in one of the processes. All errors but those of damaged weights precede the reading of weights."""
+    # Open the files. Target and draft must have the same tokens.
+    directory, draft_directory = locate(source), None if draft is None else locate(draft, DRAFT_FILES, "draft")
+    tokenizer = Tokenizer.load(directory)
+    if draft_directory is not None:
+        check_same_tokens(tokenizer, Tokenizer.load(draft_directory), source, draft)
+    target_files = Source(directory, str(source))
+    draft_files = None if draft_directory is None else Source(draft_directory, str(draft))
 
-    draft: None: the draft, if there is any, is the MTP heads of the target's checkpoint.
-    """
-
-    name: str
-    target: Plan[Decoder]
-    draft: Plan[Draft] | None
-    tokenizer: Tokenizer | None
-    options: LoadOptions
-
-    def read(self) -> Model:
-        """The model with its weights."""
-        target = self._placed(self.target.read())
-        draft = None if self.draft is None else self._placed(self.draft.read())
-        return assemble(self.name, target, draft, self.tokenizer, self.options)
-
-    def _placed(self, loaded: Checkpoint) -> Checkpoint:
-        """Weights, those that are not split on all devices."""
-        placement = self.options.placement
-        return loaded if placement is None else dataclasses.replace(loaded, params=placement.complete(loaded.params))
-
-
-def _plan(
-    source: str | Path, draft: str | Path | None, dtype: str | None, draft_tensor: bool | None, options: LoadOptions
-) -> _Plan:
-    """What `load` reads. All of its errors but those of damaged weights are raised here.
-
-    Raises:
-      CheckpointError, TypeError, ValueError: as `load`.
-    """
-    # Open the files.
-    opened, tokenizer = _open(locate(source))
-    draft = bundled_draft(source) if draft is None else draft
-    opened_draft = None
-    if draft is not None:
-        opened_draft, draft_tokenizer = _open(locate(draft, DRAFT_FILES, "draft"))
-        _check_same_tokens(tokenizer, draft_tokenizer, source, draft)
-
-    # The target's configuration and devices.
-    target = language_model.plan(opened, dtype=dtype, mtp=draft is None, weights=options.weights)
-    config = options.applied(target.config)
-    if options.placement is not None:
-        target = target.over(options.placement)
-    if draft is None and draft_tensor is not None:
-        _check_heads(target.config, draft_tensor)
-
-    # Those of the draft, which reads what the target computes.
-    small = None
-    if opened_draft is not None:
-        small = drafts.plan(opened_draft, config, dtype, options.weights)
-        if options.placement is not None:
-            small = drafts.place(small, str(draft), options.placement, draft_tensor)
-
-    # Memory.
-    _check_memory(str(source), target, str(draft), small, options)
-    return _Plan(str(source), target, small, tokenizer, options)
-
-
-def _open(directory: Path) -> tuple[Source, Tokenizer | None]:
-    """The config.json and the tokenizer of a directory. Its tensors are opened on first use."""
-    return Source(directory), Tokenizer.load(directory)
-
-
-def _check_heads(target: Decoder, draft_tensor: bool) -> None:
-    """Raises ValueError unless there are MTP heads to split, which are the draft if no other is loaded."""
-    heads = getattr(target, "mtp_layers", 0)
-    if not heads or not draft_tensor:
-        problem = "MTP heads are always split" if heads else "no draft is loaded"
-        raise ValueError(f"draft_tensor={draft_tensor}: {problem}; omit it")
-
-
-def _check_memory(
-    name: str, target: Plan[Decoder], draft_name: str, draft: Plan[Draft] | None, options: LoadOptions
-) -> None:
-    """Checks that each device has the memory for a target and a draft, which is read after it.
-
-    Raises:
-      ValueError: one of them does not fit, or has quantized weights and exact=True.
-    """
+    # Plan what each device gets.
+    plan = plan_model(target_files, draft_files, options)
+    name = str(source) if draft is None else f"{source} with draft={str(draft)!r}"
     devices = None if options.placement is None else options.placement.devices
-    needed = target.memory()
-    if options.exact:
-        refuse_quantized(needed, "exact=True")
-    memory.check_weights(name, needed, devices=devices)
-    if draft is not None:
-        both = target.held(), draft.memory()
-        memory.check_weights(f"{name} with draft={draft_name!r}", both, devices=devices)
+    memory.check_weights(name, plan.memory(), devices=devices)
+
+    # Read the weights.
+    target = _complete(plan.target.read(), options.placement)
+    small = None if plan.draft is None else _complete(plan.draft.read(), options.placement)
+    return assemble(str(source), target, small, tokenizer, options)
+
+
+def _complete(loaded: Checkpoint, placement: Placement | None) -> Checkpoint:
+    """Weights of which those that are not split are on all devices."""
+    return loaded if placement is None else dataclasses.replace(loaded, params=placement.complete(loaded.params))
 
 
 def assemble(
@@ -284,11 +210,12 @@ def assemble(
     """A model of a target and a draft that have been read. draft: None: the MTP heads of the target, if it has any."""
     if draft is None:
         target, draft = _split_heads(target)
-    config, placement = None if draft is None else draft.config, options.placement
+    config = target.config.configured(exact=options.exact, kv=options.kv)
+    draft_config, placement = None if draft is None else draft.config, options.placement
     if placement is not None:
-        placement = dataclasses.replace(placement, draft=getattr(config, "tensor", 1) > 1)
+        placement = dataclasses.replace(placement, draft=getattr(draft_config, "tensor", 1) > 1)
     params = Params(target.params, None if draft is None else draft.params)
-    return Model(name, options.applied(target.config), params, tokenizer, target.eos, config, placement)
+    return Model(name, config, params, tokenizer, target.eos, draft_config, placement)
 
 
 def _split_heads(target: Checkpoint) -> tuple[Checkpoint, Checkpoint | None]:
@@ -299,13 +226,3 @@ def _split_heads(target: Checkpoint) -> tuple[Checkpoint, Checkpoint | None]:
     heads = Checkpoint(MtpHeads(config.mtp_layer(), config.mtp_layers), target.params.mtp)
     params = dataclasses.replace(target.params, mtp=())
     return dataclasses.replace(target, config=dataclasses.replace(config, mtp_layers=0), params=params), heads
-
-
-def _check_same_tokens(target: Tokenizer | None, draft: Tokenizer | None, source, draft_source) -> None:
-    """Raises if both have a tokenizer and an id means different tokens in them."""
-    if target is None or draft is None or target.vocabulary() == draft.vocabulary():
-        return
-    raise ValueError(
-        f"draft={str(draft_source)!r} has a different tokenizer than {str(source)!r}: "
-        "each token id must mean the same token in the draft and the target"
-    )

@@ -12,14 +12,15 @@ from jaxtyping import Array, Int, PyTree
 
 from jspec.checkpoints import named
 from jspec.checkpoints.files import resolve_dtype
+from jspec.checkpoints.loading import LoadOptions, place_model
 from jspec.core import package
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, check_text
 from jspec.core.types import TARGET_PARTS, Params, Target
-from jspec.engine.loading import LoadOptions
 from jspec.engine.model import Model, assemble
 from jspec.engine.replacement import check_alive
 from jspec.models.decoder import Decoder
 from jspec.models.function import Function, FunctionModel, describe, is_causal
+from jspec.models.quantized import check_weights
 from jspec.text.tokenizer import Tokenizer
 
 _CHECKED_TOKENS = 8
@@ -198,12 +199,15 @@ def from_named(
       TypeError, ValueError: other arguments of the wrong type, or a number of devices over which the model cannot be
         split.
     """
-    options = LoadOptions.checked(tensor, data, mesh, exact=exact, weights=weights, kv=kv)
+    check_weights(weights)
+    options = LoadOptions(place_model(tensor, data, mesh), dtype, exact, weights, kv)
     if names == named.TRANSFORMERS and not isinstance(arrays, Mapping):
         raise TypeError(f"arrays is of type {type(arrays).__name__}: must map Hugging Face names to arrays")
     kind = None if dtype is None else resolve_dtype(dtype)
     parsed, ends = named.parse(config)
-    options.applied(parsed)
+    if parsed.exact:
+        options.check_exact()
+    parsed.configured(exact=exact, kv=kv)
     if eos is not None:
         ends = _check_eos(eos, parsed.vocab_size)
     _check_tokenizer(tokenizer)

@@ -144,6 +144,15 @@ class Decoder(abc.ABC):
             raise ValueError(f"kv={kv!r}: no exact forward with a narrow cache yet; omit kv or exact")
         return dataclasses.replace(self, kv=kv)  # pyright: ignore[reportArgumentType]  # a dataclass
 
+    def configured(self, *, exact: bool, kv: str | None) -> Self:
+        """The configuration with an exact forward, see `exactly`, or a narrow cache, see `with_kv`, if asked for.
+
+        Raises:
+          ValueError: it has none.
+        """
+        config = self.exactly() if exact else self
+        return config if kv is None else config.with_kv(kv)
+
     def layer_experts(self, layer: int) -> Routed | None:
         """The experts of a layer; None if it has none."""
         return None

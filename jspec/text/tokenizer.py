@@ -10,10 +10,11 @@ from typing import Any
 
 import tokenizers
 
-from jspec.checkpoints.fields import MOST_SIZE, Fields, read_fields
-from jspec.checkpoints.files import CheckpointError, find_file, read_bytes
+from jspec.checkpoints.fields import MOST_SIZE
+from jspec.checkpoints.files import CheckpointError
+from jspec.checkpoints.tokenizer_files import read_tokenizer_files
 from jspec.core.checks import check_int, check_text
-from jspec.text.chat_template import MOST_SOURCE, ChatTemplate
+from jspec.text.chat_template import ChatTemplate
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -50,22 +51,11 @@ class Tokenizer:
         Raises:
           CheckpointError: a damaged file, or a tokenizer in an unsupported format.
         """
-        directory = Path(directory)
-        path = find_file(directory, "tokenizer.json")
-        if path is None:
-            if find_file(directory, "tokenizer.model") is not None:
-                raise CheckpointError(
-                    f"{directory}: has a tokenizer.model but no tokenizer.json, which is required; with `transformers` "
-                    "and `sentencepiece` installed, AutoTokenizer.from_pretrained(directory)"
-                    ".save_pretrained(directory) writes one"
-                )
+        files = read_tokenizer_files(Path(directory))
+        if files is None:
             return None
-        # tokenizer_config.json, the newer format, takes precedence.
-        files = [find_file(directory, name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
-        config = Fields({}, str(directory / "tokenizer_config.json"))
-        for file in files:
-            config = config if file is None else config.merged(read_fields(file))
-        return cls(_read_backend(path), _read_templates(directory, config), _read_special(config))
+        templates = {name: ChatTemplate(source, where) for name, (source, where) in files.templates.items()}
+        return cls(_parse_backend(files.data, files.path), templates, files.special)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -228,9 +218,8 @@ def _byte_characters() -> dict[str, int]:
 _BYTE_OF = _byte_characters()
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json."""
-    data = read_bytes(path, _MOST_BYTES)
+def _parse_backend(data: bytes, path: Path) -> tokenizers.Tokenizer:
+    """Parse the bytes of a tokenizer.json. path: for errors."""
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except BaseException as error:  # the library raises no narrower class, and a Rust panic is no Exception
@@ -243,36 +232,16 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-_MOST_BYTES = 2**27
-"""Bound of tokenizer.json, four times the largest known."""
+def check_same_tokens(target: Tokenizer | None, draft: Tokenizer | None, source: object, draft_source: object) -> None:
+    """Check that an id means the same token in a target and its draft, if both have a tokenizer.
 
+    source, draft_source: where they are from, for the message.
 
-def _read_templates(directory: Path, config: Fields) -> dict[str, ChatTemplate]:
-    """Read chat templates by name. Template files take precedence over tokenizer_config.json."""
-    files = {path.stem: path for path in sorted(directory.glob("additional_chat_templates/*.jinja"))}
-    default = find_file(directory, "chat_template.jinja")
-    if default is not None:
-        files["default"] = default
-    templates = {}
-    for name, path in files.items():
-        try:
-            templates[name] = ChatTemplate(read_bytes(path, 4 * MOST_SOURCE).decode("utf-8"), str(path))
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{path}: the chat template is not valid UTF-8 ({error})") from None
-    # tokenizer_config.json has one template, or a list of named ones.
-    if templates or not config.has("chat_template"):
-        return templates
-    entries = config.optional_sections("chat_template")
-    if entries is None:
-        return {"default": ChatTemplate(config.read_text("chat_template"), f"{config.where}: chat_template")}
-    return {
-        entry.read_text("name"): ChatTemplate(entry.read_text("template"), f"{config.where}: {entry.path}template")
-        for entry in entries
-    }
-
-
-def _read_special(config: Fields) -> dict[str, str]:
-    """Read the special tokens by role; each is a string, or an object with its content."""
-    return {
-        key: text for key in config.keys() if key.endswith("_token") if (text := config.token_text(key)) is not None
-    }
+    Raises:
+      ValueError: one means different tokens.
+    """
+    if target is not None and draft is not None and target.vocabulary() != draft.vocabulary():
+        raise ValueError(
+            f"draft={str(draft_source)!r} has a different tokenizer than {str(source)!r}: "
+            "each token id must mean the same token in the draft and the target"
+        )

@@ -1,0 +1,131 @@
+"""The options of loading, checked together, and the plans of a target and its draft that follow from them."""
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from jspec.cache.narrow import check_kv
+from jspec.checkpoints import drafts, language_model
+from jspec.checkpoints.plan import Plan
+from jspec.checkpoints.source import Source
+from jspec.core.checks import check_flag, check_int, check_text
+from jspec.core.sharding import Placement, make_placement
+from jspec.core.xla_options import prepare_collectives
+from jspec.models.decoder import Decoder
+from jspec.models.draft import Draft
+from jspec.models.quantized import FORMATS, WIDE, check_weights, refuse_quantized
+from jspec.models.sizes import tree_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """How a model is held: its devices, its precision, and the format of its caches.
+
+    placement: the devices over which it is split; None: it is on the default device.
+    dtype, exact, weights, kv, draft_tensor: as in `jspec.load`.
+
+    Raises:
+      TypeError, ValueError: an option of the wrong type or with an unknown value, or two that do not go together.
+    """
+
+    placement: Placement | None = None
+    dtype: str | None = None
+    exact: bool = False
+    weights: str | None = None
+    kv: str | None = None
+    draft_tensor: bool | None = None
+
+    def __post_init__(self):
+        if self.dtype is not None:
+            check_text("dtype", self.dtype)
+        check_weights(self.weights, WIDE)
+        check_kv(self.kv)
+        if check_flag("exact", self.exact):
+            self.check_exact()
+        if self.draft_tensor is not None:
+            check_flag("draft_tensor", self.draft_tensor)
+            if self.placement is None or self.placement.size == 1:
+                raise ValueError(f"draft_tensor={self.draft_tensor}: requires tensor or mesh")
+
+    def check_exact(self) -> None:
+        """Raises ValueError if there is no exact forward with the other options."""
+        if self.kv is not None:
+            raise ValueError(f"exact=True: no exact forward with kv={self.kv!r} yet; omit one of them")
+        if self.weights in FORMATS:
+            raise ValueError(f"exact=True: no exact forward with weights={self.weights!r} yet; omit one of them")
+        if self.placement is not None and self.placement.mesh.size > 1:
+            raise ValueError(
+                "exact=True: no exact forward of a model over several devices yet; omit tensor, data and mesh"
+            )
+
+
+def place_model(tensor: object, data: object, mesh: Mesh | None) -> Placement | None:
+    """The devices that these arguments of `jspec.load` describe; None: the default device.
+
+    Raises:
+      TypeError, ValueError: as `make_placement`.
+    """
+    tensor, data = (
+        None if size is None else check_int(axis, size, least=1) for axis, size in (("tensor", tensor), ("data", data))
+    )
+    placement = make_placement(tensor, mesh, jax.devices(), data)
+    if placement is not None:
+        prepare_collectives()
+    return placement
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPlan:
+    """What will be read of a target and its draft; all that can be checked without values of weights is checked.
+
+    draft: None: the draft, if there is any, is the MTP heads of the target's checkpoint.
+    """
+
+    target: Plan[Decoder]
+    draft: Plan[Draft] | None
+
+    def memory(self) -> PyTree:
+        """What one device needs while the target is read, or the draft after it if that is more, as shapes."""
+        alone = self.target.memory()
+        if self.draft is None:
+            return alone
+        return max(alone, (self.target.held(), self.draft.memory()), key=tree_bytes)
+
+
+def plan_model(source: Source, draft: Source | None, options: LoadOptions) -> ModelPlan:
+    """What `jspec.load` reads from open directories.
+
+    Raises:
+      CheckpointError: a file is missing or damaged, an option in it is not supported, or the draft does not suit the
+        target.
+      ValueError: the models do not have what the options ask for, or cannot be split.
+    """
+    # The target and its devices.
+    target = language_model.plan(source, dtype=options.dtype, mtp=draft is None, weights=options.weights)
+    if options.placement is not None:
+        target = target.over(options.placement)
+    if draft is None:
+        _check_heads(target.config, options.draft_tensor)
+
+    # Its forward and caches.
+    config = target.config.configured(exact=options.exact, kv=options.kv)
+    if options.exact:
+        refuse_quantized(target.held(), "exact=True")
+
+    # The draft.
+    if draft is None:
+        return ModelPlan(target, None)
+    small = drafts.plan(draft, config, options.dtype, options.weights)
+    if options.placement is not None:
+        small = drafts.place(small, draft.name, options.placement, options.draft_tensor)
+    return ModelPlan(target, small)
+
+
+def _check_heads(target: Decoder, draft_tensor: bool | None) -> None:
+    """Raises ValueError if there are no MTP heads to split, or they are not to be split."""
+    heads = getattr(target, "mtp_layers", 0)
+    if draft_tensor is not None and not (heads and draft_tensor):
+        problem = "MTP heads are always split" if heads else "no draft is loaded"
+        raise ValueError(f"draft_tensor={draft_tensor}: {problem}; omit it")
