@@ -23,7 +23,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jspec.bench import sizes
+import sizes
+
 from jspec.bench.measurement import Measurement, read
 
 ROOT = Path(__file__).parent.parent

@@ -20,8 +20,8 @@ import pytest
 from jspec import cli
 from jspec.analysis import records
 from jspec.bench import machine, subject
+from jspec.cli import arguments as shared
 from jspec.cli import common
-from jspec.engine import arguments as shared
 from jspec.engine import run
 
 TINY = "bundled:python-tiny"
@@ -29,7 +29,6 @@ BASE = {
     "generate": ["x", "--model", TINY, "--max-new-tokens", "4"],
     "evaluate": ["--model", TINY, "--limit", "2", "--max-new-tokens", "4"],
     "bench": ["--preset", "tiny"],
-    "bench-kernels": ["attention", "--preset", "tiny"],
 }
 """Commands with arguments that are valid."""
 WORDS = [
@@ -193,7 +192,7 @@ def test_valid_input_begins_the_work(capsys, command):
 def test_required_arguments_are_named(capsys, command):
     status, err = outcome(capsys, [command])
     needed = {"generate": "PROMPT or --prompts FILE: none is given", "evaluate": None}
-    wanted = needed.get(command, "required")
+    wanted = needed.get(command, "--preset NAME or --checkpoint MODEL: none is given")
     assert status is None if wanted is None else status == 2 and wanted in err and err.count("\n") == 1
 
 
@@ -344,7 +343,6 @@ def test_a_prompt_is_refused_by_name_or_the_work_begins(capsys, prompt):
         ("evaluate", "--plot"),
         ("bench", "--json"),
         ("bench", "--plot"),
-        ("bench-kernels", "--json"),
     ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, command, option):
@@ -356,7 +354,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_pa
         assert check(capsys, [command, *BASE[command], option, f"{name}{ending}"], f"{option} ") == 2, name
 
 
-@pytest.mark.parametrize("command", ("evaluate", "bench", "bench-kernels"))
+@pytest.mark.parametrize("command", ("evaluate", "bench"))
 def test_a_file_is_left_as_it_is_until_the_work_is_done(capsys, tmp_path, command):
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("results")

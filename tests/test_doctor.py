@@ -6,8 +6,7 @@ import types
 import pytest
 
 from jspec import cli
-from jspec.bench import cli as bench
-from jspec.cli import doctor
+from jspec.cli import bench, doctor
 from pallas_kernels import dispatch, platform
 
 TESTS = """
@@ -96,12 +95,12 @@ def test_an_installed_package_has_no_tests(tmp_path, monkeypatch):
 
 def test_a_measurement_that_fails_is_reported(monkeypatch):
     def fails(options):
-        assert (options.preset, options.batch) == ("tiny", [1])
+        assert (options.preset, options.batch) == ("tiny", (1,))
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(bench, "main", fails)
+    monkeypatch.setattr(bench, "run", fails)
     assert doctor.run_bench("cpu")["problem"] == "RuntimeError: no such instruction"
-    monkeypatch.setattr(bench, "main", lambda options: options.json.write_text('{"metric": "round"}\n'))
+    monkeypatch.setattr(bench, "run", lambda options: options.json.write_text('{"metric": "round"}\n'))
     assert doctor.run_bench("cpu")["lines"] == [{"metric": "round"}]
 
 

@@ -46,6 +46,18 @@ def _length(source: random.Random, median: float, sigma: float, least: int, most
     return min(most, max(least, round(source.lognormvariate(math.log(median), sigma))))
 
 
+def check_fits(name: str, max_length: int) -> None:
+    """Checks that a model can hold the longest request.
+
+    name, max_length: of the model.
+
+    Raises:
+      ValueError: it cannot.
+    """
+    if max_length < CONTEXT:
+        raise ValueError(f"--load: requests have up to {CONTEXT} tokens; the context of {name} is {max_length}")
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadRun:
     """One run of all requests.

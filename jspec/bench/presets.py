@@ -148,7 +148,7 @@ def _target(name: str) -> Any:
 
 def _llama(name: str, standalone: str | None = None) -> Preset:
     """A dense model with an EAGLE-3 head, and with a small model of its vocabulary."""
-    return Preset(_target(name), eagle_head(_target(name)), standalone and _target(standalone))
+    return Preset(_target(name), eagle_head(_target(name)), None if standalone is None else _target(standalone))
 
 
 def _with_mtp(name: str, *, head: bool = False, **drafts: Any) -> Preset:

@@ -1,6 +1,5 @@
 """The report of `jspec bench`: as lines of data in milliseconds, and as a table."""
 
-import argparse
 import dataclasses
 import math
 import re
@@ -62,12 +61,6 @@ def command(program: str, arguments: Sequence[str], names: Mapping[str, str] = M
         if option not in _WRITTEN:
             kept.append(argument)
     return shlex.join([*program.split(), *kept])
-
-
-def command_of(options: argparse.Namespace) -> str | None:
-    """`command` of the arguments of `jspec`; None: it was not started by the command line."""
-    arguments = getattr(options, "arguments", None)
-    return None if arguments is None else command("jspec", arguments)
 
 
 def measurement(
@@ -143,10 +136,8 @@ def table(report: Report) -> str:
     names = ["mode", "batch", "context", "ms/round", "tokens/s", "accept length", *PHASES.values()]
     rows = [[*names, "floor ms", "of floor", "first token ms", "compile s"]]
     rows += [_cells(report, result) for result in report.results if result.round]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     problems = [f"{_case(result)}: {result.problem}" for result in report.results if result.problem]
-    return "\n".join([headline(report), *text, *problems, *_shallow_trees(report)])
+    return "\n".join([headline(report), *aligned(rows), *problems, *_shallow_trees(report)])
 
 
 def headline(report: Report) -> str:
@@ -227,3 +218,9 @@ def _machine(environment: Environment) -> str:
 def _slug(part: object) -> str:
     """Lowercase words joined by hyphens."""
     return re.sub(r"[^a-z0-9.]+", "-", str(part).lower()).strip("-.")
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line per row, with columns aligned on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

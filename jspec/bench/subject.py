@@ -1,25 +1,28 @@
 """The model that `jspec bench` measures: a checkpoint, or a preset with random weights, on one device or several."""
 
-import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 from jaxtyping import PyTree
 
 from jspec.bench import weights
+from jspec.bench.measure import BenchSetup
+from jspec.bench.measurement import Scalar
+from jspec.bench.options import CaseOptions, devices_of, drafter_of, window_of
 from jspec.bench.presets import PRESETS, Preset, eagle_head
+from jspec.bench.unfolded import Unfolded
 from jspec.checkpoints.files import resolve_dtype
 from jspec.checkpoints.split import splits_draft
 from jspec.core.sharding import Placement, make_placement
-from jspec.core.types import Params
+from jspec.core.types import Drafter, Params
 from jspec.core.xla_options import prepare_collectives
-from jspec.engine.arguments import naming_models
-from jspec.engine.model import load
+from jspec.drafters import FrozenKvMtp, Plain
+from jspec.engine.model import Model
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 from jspec.models.llama import require_llama
-from jspec.models.quantized import BLOCKS, FORMATS, check_split_groups, quantize_shapes
+from jspec.models.quantized import check_split_groups, quantize_shapes
 
 _DRAFT_NAMES = {
     "eagle": "EAGLE head",
@@ -50,21 +53,15 @@ class Subject:
         return jax.block_until_ready(made)
 
 
-def of(options: argparse.Namespace) -> Subject:
-    """The model that these options of `jspec bench` name.
+def of(options: CaseOptions, model: Model | None = None) -> Subject:
+    """The model of these options.
+
+    model: the checkpoint that they name, loaded; None: they name a preset.
 
     Raises:
-      ValueError, OSError: they contradict each other, or the model does not suit them.
+      ValueError: the model does not suit them.
     """
-    if options.weights == BLOCKS and options.checkpoint:
-        raise ValueError(f"--weights {BLOCKS}: requires --preset; a checkpoint that is stored so keeps its weights")
-    if options.exact and options.weights in (*FORMATS, BLOCKS):
-        raise ValueError(f"--exact: no exact forward with --weights {options.weights} yet; omit one of them")
-    if options.exact and options.kv:
-        raise ValueError(f"--exact: no exact forward with --kv {options.kv} yet; omit one of them")
-    if options.exact and options.tensor > 1:
-        raise ValueError(f"--exact: no exact forward with --tensor {options.tensor} yet; omit one of them")
-    subject = _loaded(options) if options.checkpoint else _shaped(options)
+    subject = _shaped(options) if model is None else _loaded(options, model)
     if options.kv:
         subject = dataclasses.replace(subject, target=subject.target.with_kv(options.kv))
     if options.exact:
@@ -74,24 +71,69 @@ def of(options: argparse.Namespace) -> Subject:
     return subject
 
 
-def _loaded(options: argparse.Namespace) -> Subject:
+def drafters_of(options: CaseOptions, subject: Subject) -> dict[str, Drafter]:
+    """Mode -> its bound drafter.
+
+    Raises:
+      ValueError: the shape of the draft, or a mode, does not suit the drafter.
+    """
+    return {mode: _drafter(mode, options, subject) for mode in options.mode}
+
+
+def _drafter(mode: str, options: CaseOptions, subject: Subject) -> Drafter:
+    name = _drafter_name(options, subject)
+    drafter = drafter_of(mode, name, options)
+    if drafter is None:
+        return Plain()
+    if mode == "unfolded" and not isinstance(drafter, FrozenKvMtp):
+        raise ValueError(f"--mode unfolded: requires the drafter frozen-kv-mtp, not {name}")
+    bound = drafter.bind(subject.target, subject.draft)
+    return Unfolded(bound) if isinstance(bound, FrozenKvMtp) and mode == "unfolded" else bound
+
+
+def _drafter_name(options: CaseOptions, subject: Subject) -> str:
+    return options.drafter or ("eagle" if subject.draft is None else subject.draft.drafter)
+
+
+def setup_of(
+    options: CaseOptions, subject: Subject, params: Params, *, repeats: int = 1, split: bool = False
+) -> BenchSetup:
+    """What all cases share. params: the weights, or their shapes."""
+    assert options.tokens_per_round is not None and options.rounds is not None
+    return BenchSetup(
+        subject.target,
+        params,
+        tokens_per_round=options.tokens_per_round,
+        rounds=options.rounds,
+        repeats=repeats,
+        page_size=options.page_size,
+        split=split and subject.placement is None,
+        draft=subject.draft,
+        placement=subject.placement,
+    )
+
+
+def settings_of(options: CaseOptions, subject: Subject, names: Sequence[str]) -> dict[str, Scalar]:
+    """The settings of a line of data: the drafter, these options, and those that change the work of a round."""
+    settings = {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in names}}
+    settings |= {name: getattr(options, name) for name in ("weights", "kv") if getattr(options, name)}
+    if subject.draft is not None:
+        settings |= window_of(_drafter_name(options, subject), options)
+    settings |= devices_of(options)
+    return settings | ({"exact": True} if options.exact else {})
+
+
+def _loaded(options: CaseOptions, model: Model) -> Subject:
     """A checkpoint, with a random head if it has no draft."""
-    with naming_models({"--draft": options.draft, "--checkpoint": options.checkpoint}):
-        given = {"dtype": options.dtype, "weights": options.weights, **devices_of(options)}
-        model = load(options.checkpoint, draft=options.draft, **given)
     if model.draft is not None or options.drafter == "standalone":
         return Subject(model.name, model.target, model.draft, model.params, model.placement)
     head = eagle_head(require_llama(model.target, "a random head"))
     return _with_draft(model.name, model.target, model.params.target, head, model.placement, options)
 
 
-def devices_of(options: argparse.Namespace) -> dict[str, int]:
-    """The arguments of `jspec.load` for more than one device."""
-    return {name: size for name in ("tensor", "data") if (size := getattr(options, name)) > 1}
-
-
-def _shaped(options: argparse.Namespace) -> Subject:
+def _shaped(options: CaseOptions) -> Subject:
     """A preset."""
+    assert options.preset is not None
     preset, dtype = PRESETS[options.preset], resolve_dtype(options.dtype)
     drafts = _drafts(preset)
     drafter = options.drafter or next(name for name, draft in drafts.items() if draft)
@@ -107,12 +149,12 @@ def _shaped(options: argparse.Namespace) -> Subject:
         prepare_collectives()
         target = target.split(placement.size)
     shapes = quantize_shapes(target.param_shapes(dtype), options.weights)
-    check_split_groups(shapes, options.tensor)
+    check_split_groups(shapes, devices.get("tensor", 1))
     return _with_draft(options.preset, target, shapes, draft, placement, options)
 
 
 def _with_draft(
-    name: str, target: Decoder, params: PyTree, draft: Draft, placement: Placement | None, options: argparse.Namespace
+    name: str, target: Decoder, params: PyTree, draft: Draft, placement: Placement | None, options: CaseOptions
 ) -> Subject:
     """A target with a random draft, which is split as `jspec.load` would split it."""
     dtype = params.embed.dtype

@@ -1,5 +1,4 @@
-"""The command line: `jspec generate`, `jspec evaluate`, `jspec serve`, `jspec doctor`, `jspec bench`,
-`jspec bench-kernels`, `jspec train`."""
+"""The command line: `jspec generate`, `jspec evaluate`, `jspec serve`, `jspec doctor`, `jspec bench`, `jspec train`."""
 
 from jspec.cli.app import build_parser, main
 

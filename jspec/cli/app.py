@@ -8,20 +8,19 @@ from collections.abc import Sequence
 
 import jax
 
-from jspec.bench import cli as bench
-from jspec.bench import kernels
-from jspec.cli import doctor, evaluate, generate, serve
+from jspec.cli import bench, doctor, evaluate, generate, serve
+from jspec.cli.arguments import Parser, in_options, printable
 from jspec.core import package
-from jspec.engine.arguments import Parser, in_options, printable
 from jspec.engine.startup import enable_compilation_cache
 
-_NOT_OPTIONS = ("arguments", "run")
+_NOT_OPTIONS = ("arguments", "program", "run")
 """Attributes of the parsed arguments that no user types."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, parser: Parser | None = None) -> int:
     """Runs a command; returns its exit status. Invalid input exits with status 2 and one line on standard error.
 
+    parser: of another program, see `jspec.cli.arguments.set_options`; None: that of `jspec`.
     arguments: None: those of the process, which also enables the compilation cache. A program that passes arguments
       keeps its own JAX configuration.
     """
@@ -32,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         enable_compilation_cache()
     options = argparse.Namespace()
     try:
-        status = _run(list(arguments), options)
+        status = _run(list(arguments), options, parser)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -62,27 +61,25 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_command(commands)
     serve.add_command(commands)
     doctor.add_command(commands)
-    summary = "measure rounds and their phases at real model shapes"
-    bench.add_arguments(commands.add_parser("bench", help=summary, description=bench.__doc__))
-    summary = "measure attention and expert kernels, compared with memory bandwidth"
-    kernels.add_arguments(commands.add_parser("bench-kernels", help=summary, description=kernels.__doc__))
+    bench.add_command(commands)
     commands.add_parser("train", help="prepare data, and train a language model or a draft model")
     return parser
 
 
-def _run(arguments: list[str], options: argparse.Namespace) -> int:
+def _run(arguments: list[str], options: argparse.Namespace, parser: Parser | None) -> int:
     """Parses into `options` and runs the command."""
-    if arguments[:1] == ["train"]:
+    if parser is None and arguments[:1] == ["train"]:
         return _run_train(arguments[1:])
-    build_parser().parse_args(arguments, options)
-    options.arguments = list(arguments)
+    program = parser or build_parser()
+    program.parse_args(arguments, options)
+    options.arguments, options.program = arguments, program.prog
     return options.run(options)
 
 
 def _run_train(arguments: list[str]) -> int:
-    from jspec.train import cli  # not needed by the other commands
+    from jspec.cli import train  # not needed by the other commands
 
-    return cli.main(arguments)
+    return train.main(arguments)
 
 
 def _refuse(message: str, options: argparse.Namespace) -> int:

@@ -1,25 +1,126 @@
 """What the commands that load a model share: their options, and the values that these give."""
 
-import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from jspec import drafters
 from jspec.analysis.records import read_records, read_text
-from jspec.core import accept
+from jspec.cache.narrow import KV_FORMATS
+from jspec.cli.arguments import naming_models
+from jspec.core.accept import RULES
+from jspec.core.options import check_options, option, typed
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
-from jspec.engine.arguments import MAX_TOKENS, Parser, add_kv, add_window, integer, naming_models, number, option_of
 from jspec.engine.corpus import with_corpus
 from jspec.engine.hub import bundled_draft
 from jspec.engine.model import Model, load
-from jspec.engine.options import check_fits, choose_drafter
+from jspec.engine.options import MAX_SEED, check_fits, choose_drafter
 from jspec.engine.run import Prompt, encode_prompts
 from jspec.models.quantized import FORMATS, WIDE
 
-_SHAPE_OPTIONS = {
+COUNT = {"least": 1, "most": 2**31 - 1}
+"""Bounds of most options."""
+DRAFTERS = ("auto", *sorted(drafters.DRAFTERS))
+DRAFTER_HELP = (
+    "how tokens are drafted; auto: as the loaded draft model requires, or ngram without one{}; plain: not at all"
+)
+ACCEPT_HELP = "acceptance rule (default: coupled, whose output is that of plain sampling with the same seed)"
+GROUPS_HELP = "{} N groups of devices, each with the whole model (default: one group)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What is loaded, on which devices, and how the draft is shaped."""
+
+    model: str = option("bundled:python-small", "bundled:NAME, a Hugging Face directory or a hub id")
+    draft: str | None = option(
+        None, "the draft model, given like the model (default: the draft of a bundled model, or none)"
+    )
+    corpus: tuple[str, ...] = option(
+        (),
+        "text files that --drafter suffix copies from, such as earlier outputs; the last ones win ties",
+        metavar="FILE",
+    )
+    dtype: str | None = option(
+        None,
+        "dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
+        choices=("float32", "bfloat16", "float16"),
+    )
+    weights: str | None = option(
+        None,
+        "quantize the linear layers of model and draft, with a scale for each column (int4: each 128 rows of it); "
+        "wide: all weights are those of --dtype (default: as stored in 8 or 4 bits, otherwise those of --dtype)",
+        choices=(*FORMATS, WIDE),
+    )
+    kv: str | None = option(
+        None,
+        "keep the target's keys and values in 8 bits (default: in the precision of the weights)",
+        choices=tuple(KV_FORMATS),
+    )
+    exact: bool = option(
+        False, "drafts and the rest of the batch change no bit of the logits, in half precision too; slower"
+    )
+    tensor: int | None = option(
+        None, "split the model over N devices: heads, MLPs and vocabulary (default: one device)", bounds=COUNT
+    )
+    data: int | None = option(None, GROUPS_HELP.format("split the prompts of a batch over"), bounds=COUNT)
+    depth: int | None = option(None, "length of the longest drafted chain", bounds=COUNT)
+    width: int | None = option(None, "maximum number of children per node; 1 drafts a chain", bounds=COUNT)
+    num_nodes: int | None = option(None, "nodes of the drafted tree, root included", bounds=COUNT)
+    window: int | None = option(
+        None,
+        "positions of the context that an EAGLE head, a block draft or a small model sees (default: all)",
+        bounds=COUNT,
+    )
+    keep_first: int | None = option(
+        None,
+        "positions at the beginning that it sees in addition to --draft-window (default: 0)",
+        least=0,
+        most=2**31 - 1,
+    )
+
+    def __post_init__(self):
+        check_options(self)
+        for name in ("model", "draft"):
+            if getattr(self, name) == "":
+                raise ValueError(f"--{name} '': must be bundled:NAME, a directory or a hub id")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen, and how many."""
+
+    max_new_tokens: int = option(128, "maximum number of new tokens per prompt", bounds=COUNT)
+    temperature: float | None = option(None, "divides the logits; 0 is greedy (default when sampling: 1)", metavar="T")
+    top_k: int | None = option(None, "sample from the K most probable tokens", metavar="K", bounds=COUNT)
+    top_p: float | None = option(None, "sample from the most probable tokens whose total probability is P", metavar="P")
+    min_p: float | None = option(
+        None, "sample from tokens at least P times as probable as the most probable one", metavar="P"
+    )
+    seed: int = option(0, "random seed", least=0, most=MAX_SEED)
+
+    accept: str | None = option(None, ACCEPT_HELP, choices=tuple(RULES))
+
+    @property
+    def repeats_plain(self) -> bool:
+        """Whether the tokens must be those of plain decoding with the same seed."""
+        sampling = self.sampling()
+        return self.accept in (None, "greedy", "coupled") or sampling is None or sampling.temperature == 0
+
+    def sampling(self, **others: Any) -> Sampling | None:
+        """The sampling parameters; None if none of them has an effect.
+
+        others: further parameters that are set.
+        """
+        values = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        sampling = Sampling(**(values or {"temperature": 0.0}), **others)
+        return None if sampling == Sampling(temperature=0.0) else sampling
+
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_SHAPE = {
     "depth": "drafts no tokens",
     "width": "drafts no trees",
     "num_nodes": "drafts no trees",
@@ -27,107 +128,14 @@ _SHAPE_OPTIONS = {
     "keep_first": "has no window",
 }
 """Options of the draft's shape and window -> the error message for drafters that do not have them."""
-_SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
-
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-
-
-def add_model(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
-    """Adds the options of the commands that generate; returns the group of the sampling options."""
-    parser.add_argument(
-        "--model",
-        default="bundled:python-small",
-        help="bundled:NAME, a Hugging Face directory or a hub id (default: %(default)s)",
+SHAPE_GROUP = {"shape of the draft:\nThe defaults depend on the drafter.": tuple(_SHAPE)}
+SAMPLING_GROUP = {
+    "sampling:\nDecoding is greedy unless --temperature, --top-k, --top-p or --min-p is given.": (
+        *_SAMPLING,
+        "seed",
+        "accept",
     )
-    add_weights(parser, "--model")
-    parser.add_argument(
-        "--max-new-tokens",
-        type=integer(1, MAX_TOKENS),
-        default=128,
-        metavar="N",
-        help="maximum number of new tokens per prompt (default: %(default)s)",
-    )
-    add_shape(parser)
-    choice = parser.add_argument_group(
-        "sampling", "Decoding is greedy unless --temperature, --top-k, --top-p or --min-p is given."
-    )
-    choice.add_argument(
-        "--temperature", type=number, metavar="T", help="divides the logits; 0 is greedy (default when sampling: 1)"
-    )
-    choice.add_argument(
-        "--top-k", type=integer(1, MAX_TOKENS), metavar="K", help="sample from the K most probable tokens"
-    )
-    choice.add_argument(
-        "--top-p", type=number, metavar="P", help="sample from the most probable tokens whose total probability is P"
-    )
-    choice.add_argument(
-        "--min-p",
-        type=number,
-        metavar="P",
-        help="sample from tokens at least P times as probable as the most probable one",
-    )
-    choice.add_argument(
-        "--seed", type=integer(0, 2**32 - 1), default=0, metavar="N", help="random seed (default: %(default)s)"
-    )
-    add_accept(choice)
-    return choice
-
-
-def add_weights(parser: argparse.ArgumentParser, model: str) -> None:
-    """Adds the options that say what is loaded besides the model, which `model` names in the help."""
-    parser.add_argument(
-        "--draft", help=f"the draft model, given like {model} (default: the draft of a bundled model, or none)"
-    )
-    parser.add_argument(
-        "--corpus",
-        nargs="+",
-        metavar="FILE",
-        help="text files that --drafter suffix copies from, such as earlier outputs; the last ones win ties",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: float32 on a CPU, otherwise bfloat16)",
-    )
-    add_format(parser)
-    add_kv(parser)
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="drafts and the rest of the batch change no bit of the logits, in half precision too; slower",
-    )
-
-
-def add_format(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for weights of fewer bits."""
-    parser.add_argument(
-        "--weights",
-        choices=(*FORMATS, WIDE),
-        help="quantize the linear layers of model and draft, with a scale for each column (int4: each 128 rows of it); "
-        "wide: all weights are those of --dtype (default: as stored in 8 or 4 bits, otherwise those of --dtype)",
-    )
-
-
-def add_tensor(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for several devices."""
-    parser.add_argument(
-        "--tensor",
-        type=integer(1, MAX_TOKENS),
-        metavar="N",
-        help="split the model over N devices: heads, MLPs and vocabulary (default: one device)",
-    )
-
-
-def add_data(
-    parser: argparse.ArgumentParser, use: str = "split the prompts of a batch over N groups of devices, each with"
-) -> None:
-    """Adds the option for groups of devices. use: the beginning of its help."""
-    parser.add_argument(
-        "--data",
-        type=integer(1, MAX_TOKENS),
-        metavar="N",
-        help=f"{use} the whole model (default: one group)",
-    )
+}
 
 
 def check_data(data: int | None, batch: int) -> None:
@@ -136,77 +144,42 @@ def check_data(data: int | None, batch: int) -> None:
         raise ValueError(f"--data {data}: must be at most --batch, the prompts that run together: {batch}")
 
 
-def add_drafter(parser: argparse.ArgumentParser, note: str = "") -> None:
-    """Adds the option for a single drafter. note: what its help adds about n-grams."""
-    parser.add_argument(
-        "--drafter",
-        default="auto",
-        choices=("auto", *sorted(drafters.DRAFTERS)),
-        help=f"how tokens are drafted; auto: as the loaded draft model requires, or ngram without one{note}; plain: "
-        "not at all (default: %(default)s)",
-    )
-
-
-def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the draft's shape and of its window."""
-    shape = parser.add_argument_group("shape of the draft", "The defaults depend on the drafter.")
-    shape.add_argument("--depth", type=integer(1, MAX_TOKENS), metavar="N", help="length of the longest drafted chain")
-    shape.add_argument(
-        "--width",
-        type=integer(1, MAX_TOKENS),
-        metavar="N",
-        help="maximum number of children per node; 1 drafts a chain",
-    )
-    shape.add_argument(
-        "--num-nodes", type=integer(1, MAX_TOKENS), metavar="N", help="nodes of the drafted tree, root included"
-    )
-    add_window(shape)
-
-
-def add_accept(group: "argparse.ArgumentParser | argparse._ArgumentGroup") -> None:
-    """Adds the option for the acceptance rule."""
-    group.add_argument(
-        "--accept",
-        choices=tuple(accept.RULES),
-        help="acceptance rule (default: coupled, whose output is that of plain sampling with the same seed)",
-    )
-
-
 def load_model(
-    drafter: str, arguments: argparse.Namespace, loaded: dict[str | None, Model] | None = None, option: str = "--model"
+    drafter: str,
+    options: ModelOptions,
+    *,
+    names: Sequence[str] = (),
+    loaded: dict[str | None, Model] | None = None,
+    option: str = "--model",
 ) -> Model:
     """The model; a bundled one with its draft for this drafter.
 
+    names: all drafters that will be used, beside this one.
     loaded: models by draft; avoids loading one twice.
     option: the argument that names the model, for messages.
     """
-    for name, given in ((option, arguments.model), ("--draft", arguments.draft)):
-        if given == "":
-            raise ValueError(f"{name} '': must be bundled:NAME, a directory or a hub id")
-    corpus = read_corpus(arguments)
-    draft = arguments.draft or bundled_draft(arguments.model, drafter) or bundled_draft(arguments.model)
+    texts = read_corpus(options, (drafter, *names))
+    draft = options.draft or bundled_draft(options.model, drafter) or bundled_draft(options.model)
     loaded = {} if loaded is None else loaded
     if draft not in loaded:
-        with naming_models({"--draft": arguments.draft, option: arguments.model}):
-            split = {name: getattr(arguments, name, None) for name in ("tensor", "data")}
-            options = {name: getattr(arguments, name) for name in ("dtype", "exact", "weights", "kv")}
-            loaded[draft] = load(arguments.model, draft=draft, **split, **options)
-    return with_corpus(loaded[draft], corpus) if corpus and drafter == "suffix" else loaded[draft]
+        with naming_models({"--draft": options.draft, option: options.model}):
+            values = {name: getattr(options, name) for name in ("tensor", "data", "dtype", "exact", "weights", "kv")}
+            loaded[draft] = load(options.model, draft=draft, **values)
+    return with_corpus(loaded[draft], texts) if texts and drafter == "suffix" else loaded[draft]
 
 
-def read_corpus(arguments: argparse.Namespace) -> list[str]:
+def read_corpus(options: ModelOptions, names: Sequence[str]) -> list[str]:
     """The texts of --corpus; none without it.
+
+    names: of the drafters.
 
     Raises:
       ValueError: a file cannot be read, is empty or is not text; or no drafter copies from it.
     """
-    if arguments.corpus is None:
-        return []
-    drafter: str | list[str] | None = arguments.drafter
-    if "suffix" not in ([drafter] if isinstance(drafter, str) else drafter or []):
-        raise ValueError(f"--corpus {arguments.corpus[0]}: requires --drafter suffix")
+    if options.corpus and "suffix" not in names:
+        raise ValueError(f"--corpus {options.corpus[0]}: requires --drafter suffix")
     texts: list[str] = []
-    for path in arguments.corpus:
+    for path in options.corpus:
         try:
             texts.append(read_text(Path(path)))
         except ValueError as error:
@@ -216,7 +189,7 @@ def read_corpus(arguments: argparse.Namespace) -> list[str]:
     return texts
 
 
-def make_drafter(name: str, arguments: argparse.Namespace, model: Model) -> Drafter:
+def make_drafter(name: str, options: ModelOptions, model: Model) -> Drafter:
     """The drafter with the options of the command line.
 
     Raises:
@@ -224,35 +197,16 @@ def make_drafter(name: str, arguments: argparse.Namespace, model: Model) -> Draf
     """
     drafter = choose_drafter(name, model)
     fields = [field.name for field in dataclasses.fields(drafter)]  # pyright: ignore[reportArgumentType]
-    given = {field: getattr(arguments, field) for field in _SHAPE_OPTIONS if getattr(arguments, field) is not None}
-    for field, value in given.items():
+    values = {field: value for field in _SHAPE if (value := getattr(options, field)) is not None}
+    for field in values:
         if field not in fields:
-            raise ValueError(
-                f"{option_of(field)} {value}: the drafter {drafters.name_of(drafter)} {_SHAPE_OPTIONS[field]}"
-            )
-    made: Drafter = dataclasses.replace(drafter, **given)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            raise ValueError(f"{typed(options, field)}: the drafter {drafters.name_of(drafter)} {_SHAPE[field]}")
+    shaped: Drafter = dataclasses.replace(drafter, **values)  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
-        made.bind(model.target, model.draft)
+        shaped.bind(model.target, model.draft)
     except ValueError as error:
         raise ValueError(str(error) if name == "auto" else f"--drafter {name}: {error}") from None
-    return made
-
-
-def read_sampling(arguments: argparse.Namespace) -> Sampling | None:
-    """The sampling parameters; None if none of them has an effect."""
-    given = {name: getattr(arguments, name) for name in _SAMPLING_OPTIONS if getattr(arguments, name) is not None}
-    if not given:
-        given["temperature"] = 0.0
-    if getattr(arguments, "repetition_penalty", None) is not None:
-        given["repetition_penalty"] = arguments.repetition_penalty
-    sampling = Sampling(**given)
-    return None if sampling == Sampling(temperature=0.0) else sampling
-
-
-def repeats_plain(arguments: argparse.Namespace) -> bool:
-    """Whether the tokens must be those of plain decoding with the same seed."""
-    sampling = read_sampling(arguments)
-    return arguments.accept in (None, "greedy", "coupled") or sampling is None or sampling.temperature == 0
+    return shaped
 
 
 def check_prompts(model: Model, names: Sequence[str], prompts: Sequence[Prompt], max_new_tokens: int) -> None:

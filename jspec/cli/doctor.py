@@ -24,11 +24,11 @@ from xml.etree import ElementTree
 import jax
 
 import pallas_kernels
-from jspec.bench import cli as bench
 from jspec.bench import machine
-from jspec.cli.common import Commands
+from jspec.bench.options import BenchOptions
+from jspec.cli import bench
+from jspec.cli.arguments import Commands, check_output
 from jspec.core import package
-from jspec.engine.arguments import Parser, check_output
 from pallas_kernels import dispatch, platform
 from pallas_kernels.dispatch import Operation
 
@@ -182,18 +182,15 @@ def read_results(path: Path) -> dict[str, Any]:
 def run_bench(platform_name: str) -> dict[str, Any]:
     """The lines of a short measurement, as `jspec bench --json` writes them, or why there are none."""
     preset = _PRESETS.get(platform_name, _PRESET_ELSEWHERE)
-    arguments = ["--preset", preset, "--batch", "1", "--context", "64" if preset == "tiny" else "512", "--repeats", "3"]
-    parser = Parser(prog="jspec bench")
-    bench.add_arguments(parser)
+    measured: dict[str, Any] = {"preset": preset, "batch": (1,), "context": (64 if preset == "tiny" else 512,)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.jsonl"
-        options = parser.parse_args([*arguments, "--json", str(path)])
         try:
-            bench.main(options)
+            bench.run(BenchOptions(**measured, repeats=3, json=path))
         except Exception as error:  # whatever fails on a machine that nobody has tried is what its owner reports
-            return {"problem": f"{type(error).__name__}: {error}"[:2000], "arguments": arguments}
+            return {"problem": f"{type(error).__name__}: {error}"[:2000], "options": measured}
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {"arguments": arguments, "lines": lines}
+    return {"options": measured, "lines": lines}
 
 
 def _not_run(reason: str) -> dict[str, Any]:

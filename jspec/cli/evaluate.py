@@ -1,6 +1,5 @@
 """`jspec evaluate`: metrics of drafters on a set of prompts."""
 
-import argparse
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,119 +12,125 @@ from jspec import drafters
 from jspec.analysis import plots
 from jspec.analysis.evaluate import Evaluation, evaluate
 from jspec.bench import machine, measurement, report
-from jspec.cli import prompt_sets
+from jspec.cli import arguments, prompt_sets
+from jspec.cli.arguments import Commands, check_output, check_plot
 from jspec.cli.common import (
-    MAX_TOKENS,
-    Commands,
-    add_data,
-    add_model,
-    add_tensor,
+    COUNT,
+    SAMPLING_GROUP,
+    SHAPE_GROUP,
+    ModelOptions,
+    SamplingOptions,
     check_data,
     load_model,
     make_drafter,
     ratio,
-    read_sampling,
-    repeats_plain,
 )
+from jspec.core.options import option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
-from jspec.engine.arguments import check_output, check_plot, integer
 from jspec.engine.model import Model
 
 _SAMPLING_OFF = {field.name: field.default for field in dataclasses.fields(Sampling)} | {"temperature": 0.0}
 """Values of the sampling parameters that have no effect."""
 
 
-def add_command(commands: Commands) -> None:
-    """Adds the command and its options."""
-    summary = "measure accept length and speed of drafters on a set of prompts"
-    parser = commands.add_parser("evaluate", help=summary, description=f"{summary.capitalize()}.")
-    add_model(parser)
-    add_tensor(parser)
-    add_data(parser)
-    parser.add_argument(
-        "--drafter",
-        action="append",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(SamplingOptions, ModelOptions):
+    """The options of `jspec evaluate`.
+
+    Raises:
+      ValueError, TypeError: a value out of bounds, or options that contradict each other.
+    """
+
+    drafter: tuple[str, ...] = option(
+        (),
+        "can be repeated (default: ngram, and the drafter that uses the loaded draft model)",
         choices=sorted(drafters.DRAFTERS),
-        help="can be repeated (default: ngram, and the drafter that uses the loaded draft model)",
+        repeated=True,
     )
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
+    prompts: tuple[str, ...] = option(
+        (),
+        "lines of JSON, or a JSON list, of strings or of objects with the key prompt or turns; the key category, or "
+        "the name of one of several files, groups them; - is standard input (default: the bundled held-out prompts)",
         metavar="FILE",
-        help="lines of JSON, or a JSON list, of strings or of objects with the key prompt or turns; the key category, "
-        "or the name of one of several files, groups them; - is standard input (default: the bundled held-out prompts)",
     )
-    parser.add_argument(
-        "--limit", type=integer(1, MAX_TOKENS), metavar="N", help="use only the first N prompts of each category"
+    limit: int | None = option(None, "use only the first N prompts of each category", bounds=COUNT)
+    chat: bool = option(
+        False, "apply the chat template of the model to each prompt; a conversation has the model's own replies"
     )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="apply the chat template of the model to each prompt; a conversation has the model's own replies",
-    )
-    parser.add_argument(
-        "--batch", type=integer(1, MAX_TOKENS), default=1, metavar="N", help="prompts per batch (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write each metric to FILE as a line of JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the results; requires matplotlib")
-    parser.set_defaults(run=run)
+    batch: int = option(1, "prompts per batch", bounds=COUNT)
+    json: Path | None = option(None, "write each metric to FILE as a line of JSON", metavar="FILE")
+    plot: Path | None = option(None, "draw the results; requires matplotlib", metavar="FILE.png")
+    command: str | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.json:
+            check_output("--json", self.json)
+        if self.plot:
+            check_plot(self.plot)
+        check_data(self.data, self.batch)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def add_command(commands: Commands) -> None:
+    """Adds the command."""
+    summary = "measure accept length and speed of drafters on a set of prompts"
+    description = f"{summary.capitalize()}."
+    groups = {**SHAPE_GROUP, **SAMPLING_GROUP}
+    arguments.add_command(commands, "evaluate", Options, run, help=summary, description=description, groups=groups)
+
+
+def run(options: Options) -> int:
     """Runs the command; returns its exit status.
 
     Raises:
       ValueError, TypeError, OSError: invalid input.
     """
-    if arguments.json:
-        check_output("--json", arguments.json)
-    if arguments.plot:
-        check_plot(arguments.plot)
-    check_data(arguments.data, arguments.batch)
-    sampling = read_sampling(arguments)
-    groups = prompt_sets.read(arguments)
+    sampling = options.sampling()
+    groups = prompt_sets.read(options.prompts, chat=options.chat, limit=options.limit)
 
     # Plain decoding first, which the others are compared with.
     loaded: dict[str | None, Model] = {}
-    model = load_model("auto", arguments, loaded)
-    names: list[str] = arguments.drafter or (["ngram"] if model.draft is None else ["ngram", "auto"])
+    model = load_model("auto", options, names=options.drafter, loaded=loaded)
+    names = options.drafter or (["ngram"] if model.draft is None else ["ngram", "auto"])
     runs: list[tuple[Model, Drafter | None]] = [(model, None)]
     for name in dict.fromkeys(names):
         if name != "plain":
-            drafted = load_model(name, arguments, loaded)
-            runs.append((drafted, make_drafter(name, arguments, drafted)))
-    options = {"max_new_tokens": arguments.max_new_tokens, "sampling": sampling, "accept": arguments.accept}
-    prompts = prompt_sets.encode(model, groups, arguments, options)
+            drafted = load_model(name, options, names=options.drafter, loaded=loaded)
+            runs.append((drafted, make_drafter(name, options, drafted)))
+    generation = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "accept": options.accept}
+    prompts = prompt_sets.encode(
+        model, groups, chat=options.chat, batch=options.batch, seed=options.seed, generation=generation
+    )
 
     parameters = dataclasses.asdict(sampling or Sampling(temperature=0.0))
     given = [f"{name} {value:g}" for name, value in parameters.items() if value not in (None, _SAMPLING_OFF.get(name))]
     device = jax.devices()[0].device_kind
     count = sum(map(len, prompts.values()))
-    print(f"{model}\n{count} prompts, batch {arguments.batch}, on {device}; {', '.join(given) or 'greedy'}", flush=True)
+    print(f"{model}\n{count} prompts, batch {options.batch}, on {device}; {', '.join(given) or 'greedy'}", flush=True)
     here = machine.environment()
     found: dict[str, dict[str, Evaluation]] = {}
     lines: list[measurement.Measurement] = []
     for model, drafter in runs:
         parts: dict[str, Evaluation] = {}
-        seed = arguments.seed
+        seed = options.seed
         for category, own in prompts.items():
-            parts[category] = evaluate(model, own, drafter, batch=arguments.batch, progress=True, seed=seed, **options)
+            parts[category] = evaluate(model, own, drafter, batch=options.batch, progress=True, seed=seed, **generation)
             seed += len(own)
         out = Evaluation.total([*parts.values()])
         found[out.drafter] = parts
         plain = next(iter(found.values()))
         whole = Evaluation.total([*plain.values()])
-        print(_metrics(out, whole, arguments), flush=True)
-        lines += _lines(here, model, out, whole, arguments, parameters)
+        print(_metrics(out, whole, options), flush=True)
+        lines += _lines(here, model, out, whole, options, parameters)
         if len(parts) > 1:
-            print(_table(parts, plain, arguments), flush=True)
+            print(_table(parts, plain, options), flush=True)
             for category, part in parts.items():
-                lines += _lines(here, model, part, plain[category], arguments, parameters, category)
-    if arguments.json:
-        measurement.write(arguments.json, lines)
-    if arguments.plot:
-        plots.save(plots.evaluations(found), arguments.plot)
+                lines += _lines(here, model, part, plain[category], options, parameters, category)
+    if options.json:
+        measurement.write(options.json, lines)
+    if options.plot:
+        plots.save(plots.evaluations(found), options.plot)
     return 0
 
 
@@ -138,7 +143,7 @@ def _shares(shares: np.ndarray) -> str:
     return " ".join("-" if np.isnan(share) else f"{share:.2f}" for share in shares) or "-"
 
 
-def _table(parts: Mapping[str, Evaluation], plain: Mapping[str, Evaluation], arguments: argparse.Namespace) -> str:
+def _table(parts: Mapping[str, Evaluation], plain: Mapping[str, Evaluation], options: Options) -> str:
     """A row for each category."""
     heads = ("category", "prompts", "accept length", "tokens/s", "of plain", "unlike plain", "conditional acceptance")
     rows: list[tuple[str, ...]] = [heads]
@@ -147,7 +152,7 @@ def _table(parts: Mapping[str, Evaluation], plain: Mapping[str, Evaluation], arg
         cells = [str(len(out.tokens)), f"{out.accept_length:.3f}", f"{out.tokens_per_second:.1f}"]
         speeds = out.tokens_per_second, before.tokens_per_second
         cells.append(ratio(*speeds) if min(speeds) > 0 else "-")
-        cells.append(str(_different(out, before)) if repeats_plain(arguments) else "-")
+        cells.append(str(_different(out, before)) if options.repeats_plain else "-")
         rows.append((category, *cells, _shares(out.conditional_acceptance)))
     first, *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines: list[str] = []
@@ -157,10 +162,10 @@ def _table(parts: Mapping[str, Evaluation], plain: Mapping[str, Evaluation], arg
     return "\n".join(lines)
 
 
-def _metrics(out: Evaluation, plain: Evaluation, arguments: argparse.Namespace) -> str:
+def _metrics(out: Evaluation, plain: Evaluation, options: Options) -> str:
     different = str(_different(out, plain))
-    if not repeats_plain(arguments):
-        different = f"not compared (--accept {arguments.accept} gives different samples from the same distribution)"
+    if not options.repeats_plain:
+        different = f"not compared (--accept {options.accept} gives different samples from the same distribution)"
     return (
         f"{out.drafter}: accept length {out.accept_length:.3f}, {out.tokens_per_second:.1f} tokens/s "
         f"({ratio(out.tokens_per_second, plain.tokens_per_second)} plain), "
@@ -175,7 +180,7 @@ def _lines(
     model: Model,
     out: Evaluation,
     plain: Evaluation,
-    arguments: argparse.Namespace,
+    options: Options,
     parameters: Mapping[str, Any],
     category: str | None = None,
 ) -> list[measurement.Measurement]:
@@ -184,15 +189,15 @@ def _lines(
     shared = {
         "subject": subject,
         "mode": out.drafter,
-        "batch": arguments.batch,
+        "batch": options.batch,
         "dtype": str(model.params.target.embed.dtype),
-        "command": report.command_of(arguments),
+        "command": options.command,
         "settings": {
             **{name: value for name, value in parameters.items() if isinstance(value, int | float)},
-            "accept": arguments.accept,
-            "seed": arguments.seed,
+            "accept": options.accept,
+            "seed": options.seed,
             "prompts": len(out.tokens),
-            "new_tokens": arguments.max_new_tokens,
+            "new_tokens": options.max_new_tokens,
             **({} if category is None else {"category": category}),
             **({} if model.placement is None else {"tensor": model.placement.size, "data": model.placement.groups}),
         },
@@ -213,9 +218,9 @@ def _lines(
             ("speed", "tokens/s", out.tokens_per_second),
             ("speed against plain", "x", out.tokens_per_second / plain.tokens_per_second),
         ]
-    if repeats_plain(arguments):
+    if options.repeats_plain:
         metrics.append(("sequences unlike plain", "", _different(out, plain)))
-    parts = [subject, out.drafter, f"b{arguments.batch}", *([] if category is None else [category])]
+    parts = [subject, out.drafter, f"b{options.batch}", *([] if category is None else [category])]
     return [
         report.measurement(here, *parts, metric=metric, unit=unit, values=[value], **shared)
         for metric, unit, value in metrics

@@ -1,6 +1,5 @@
 """`jspec generate`: continues a prompt, or each prompt of a file."""
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -12,13 +11,16 @@ import jax
 
 from jspec import drafters
 from jspec.analysis.records import STANDARD_INPUT, read_standard_input
+from jspec.cli import arguments
+from jspec.cli.arguments import Commands
 from jspec.cli.common import (
-    MAX_TOKENS,
-    Commands,
-    add_data,
-    add_drafter,
-    add_model,
-    add_tensor,
+    COUNT,
+    DRAFTER_HELP,
+    DRAFTERS,
+    SAMPLING_GROUP,
+    SHAPE_GROUP,
+    ModelOptions,
+    SamplingOptions,
     check_data,
     check_prompts,
     encode_record,
@@ -26,14 +28,12 @@ from jspec.cli.common import (
     make_drafter,
     ratio,
     read_prompt_file,
-    read_sampling,
-    repeats_plain,
 )
-from jspec.cli.processes import add_processes, quiet_unless_first, start_processes
+from jspec.cli.processes import PROCESS_GROUP, ProcessOptions, quiet_unless_first, start_processes
 from jspec.core.checks import check_text
+from jspec.core.options import option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
-from jspec.engine.arguments import integer, number
 from jspec.engine.batches import split
 from jspec.engine.model import Model
 from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateOptions, choose_drafter
@@ -51,192 +51,191 @@ _FEW_ROUNDS = 8
 """Rounds that show nothing about an accept length."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(SamplingOptions, ModelOptions, ProcessOptions):
+    """The options of `jspec generate`.
+
+    Raises:
+      ValueError, TypeError: a value out of bounds, or options that contradict each other.
+    """
+
+    prompt: str | None = option(
+        None,
+        "the text to continue, or the message of the user with --chat; - reads it from standard input",
+        positional=True,
+        metavar="PROMPT",
+    )
+    repetition_penalty: float = option(1.0, "above 1: repeated tokens are less likely (default: 1)")
+    drafter: str = option("auto", DRAFTER_HELP.format(", which pays off where text repeats"), choices=DRAFTERS)
+    stop: tuple[str, ...] = option((), "end the output before TEXT; can be repeated", repeated=True, metavar="TEXT")
+    json_schema: Path | None = option(
+        None, "the output is a document of JSON that the JSON schema in FILE accepts", metavar="FILE"
+    )
+    regex: str | None = option(None, "the output is a text that R, a regex of Python, matches", metavar="R")
+    chat: bool = option(False, "apply the chat template of the model to the prompt")
+    compare: bool = option(False, "run plain decoding, too, and compare tokens and speed")
+    show: bool = option(False, "print the text at the end, with tokens colored by origin")
+    json: bool = option(False, "print a line of JSON per prompt: the text, the ids and why it ended")
+    prompts: str | None = option(
+        None,
+        "continue each prompt of FILE: lines of JSON, or a JSON list, of strings or of objects with the key prompt, "
+        "whose other keys --json prints again; - is standard input",
+        metavar="FILE",
+    )
+    batch: int | None = option(None, "prompts that run together (default: 1)", bounds=COUNT)
+    page_size: int = option(DEFAULT_PAGE_SIZE, "rows per cache page", metavar="ROWS", bounds=COUNT)
+    debug: bool = option(False, "check the invariants of every round")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.prompt is None) == (self.prompts is None):
+            count = "both are given" if self.prompts is not None else "none is given"
+            raise ValueError(f"PROMPT or --prompts FILE: {count}; must be one of them (PROMPT - reads standard input)")
+        if self.batch is not None and self.prompts is None:
+            raise ValueError(f"--batch {self.batch}: requires --prompts")
+        check_data(self.data, self.batch or 1)
+        for name in ("compare", "show"):
+            for other in ("prompts", "json"):
+                if getattr(self, name) and getattr(self, other):
+                    raise ValueError(f"--{name}: prints text for one PROMPT; omit --{other}")
+        if "" in self.stop:
+            raise ValueError("--stop '': must not be empty, which would end every text at once")
+        if self.json_schema is not None and self.regex is not None:
+            raise ValueError(f"--regex {self.regex!r}: must not be given with --json-schema; omit one of them")
+
+
 def add_command(commands: Commands) -> None:
-    """Adds the command and its options."""
-    parser = commands.add_parser(
+    """Adds the command."""
+    arguments.add_command(
+        commands,
         "generate",
+        Options,
+        run,
         help="continue a prompt, or the prompts of a file",
         description="Continues a prompt and streams the text; or continues each prompt of a file.",
+        groups={
+            **SHAPE_GROUP,
+            **SAMPLING_GROUP,
+            "many prompts": ("prompts", "batch"),
+            **PROCESS_GROUP,
+        },
     )
-    parser.add_argument(
-        "prompt",
-        nargs="?",
-        metavar="PROMPT",
-        help="the text to continue, or the message of the user with --chat; - reads it from standard input",
-    )
-    choice = add_model(parser)
-    choice.add_argument(
-        "--repetition-penalty", type=number, metavar="X", help="above 1: repeated tokens are less likely (default: 1)"
-    )
-    add_tensor(parser)
-    add_data(parser)
-    add_drafter(parser, ", which pays off where text repeats")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end the output before TEXT; can be repeated"
-    )
-    grammars = parser.add_mutually_exclusive_group()
-    grammars.add_argument(
-        "--json-schema", metavar="FILE", help="the output is a document of JSON that the JSON schema in FILE accepts"
-    )
-    grammars.add_argument("--regex", metavar="R", help="the output is a text that R, a regex of Python, matches")
-    parser.add_argument("--chat", action="store_true", help="apply the chat template of the model to the prompt")
-    parser.add_argument("--compare", action="store_true", help="run plain decoding, too, and compare tokens and speed")
-    parser.add_argument("--show", action="store_true", help="print the text at the end, with tokens colored by origin")
-    parser.add_argument(
-        "--json", action="store_true", help="print a line of JSON per prompt: the text, the ids and why it ended"
-    )
-    files = parser.add_argument_group("many prompts")
-    files.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="continue each prompt of FILE: lines of JSON, or a JSON list, of strings or of objects with the key "
-        "prompt, whose other keys --json prints again; - is standard input",
-    )
-    files.add_argument(
-        "--batch", type=integer(1, MAX_TOKENS), metavar="N", help="prompts that run together (default: 1)"
-    )
-    parser.add_argument(
-        "--page-size",
-        type=integer(1, MAX_TOKENS),
-        default=DEFAULT_PAGE_SIZE,
-        metavar="ROWS",
-        help="rows per cache page (default: %(default)s)",
-    )
-    parser.add_argument("--debug", action="store_true", help="check the invariants of every round")
-    add_processes(parser)
-    parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Runs the command; returns its exit status.
 
     Raises:
       ValueError, TypeError, OSError: invalid input.
     """
-    _check(arguments)
     # What needs no model is checked before it is loaded.
-    options = GenerateOptions(
-        max_new_tokens=arguments.max_new_tokens,
-        sampling=_constrained(read_sampling(arguments), arguments),
-        accept=arguments.accept,
-        stop=arguments.stop,
-        seed=arguments.seed,
-        page_size=arguments.page_size,
-        debug=arguments.debug,
+    generation = GenerateOptions(
+        max_new_tokens=options.max_new_tokens,
+        sampling=_constrained(options.sampling(repetition_penalty=options.repetition_penalty), options),
+        accept=options.accept,
+        stop=options.stop,
+        seed=options.seed,
+        page_size=options.page_size,
+        debug=options.debug,
     )
-    records = _read_prompts(arguments)
-    start_processes(arguments)
-    with quiet_unless_first(arguments):
-        return _generate(records, options, arguments)
+    records = _read_prompts(options)
+    start_processes(options, split=options.tensor is not None or options.data is not None)
+    with quiet_unless_first(options):
+        return _generate(records, generation, options)
 
 
-def _generate(records: Sequence[Mapping[str, Any]], options: GenerateOptions, arguments: argparse.Namespace) -> int:
+def _generate(records: Sequence[Mapping[str, Any]], generation: GenerateOptions, options: Options) -> int:
     """Continues the prompts, in all processes alike."""
-    model = load_model(arguments.drafter, arguments)
-    options = dataclasses.replace(options, drafter=make_drafter(arguments.drafter, arguments, model))
-    prompts: Sequence[Prompt] = [encode_record(model, record, chat=arguments.chat) for record in records]
+    model = load_model(options.drafter, options)
+    generation = dataclasses.replace(generation, drafter=make_drafter(options.drafter, options, model))
+    prompts: Sequence[Prompt] = [encode_record(model, record, chat=options.chat) for record in records]
     names = ["PROMPT"]
-    if arguments.prompts is not None:
-        names = [f"--prompts {arguments.prompts}, prompt {i}" for i in range(1, len(prompts) + 1)]
-    check_prompts(model, names, prompts, arguments.max_new_tokens)
-    if arguments.prompts is not None or arguments.json:
-        return _run_many(model, records, prompts, options, arguments)
-    return _run_one(model, prompts[0], options, arguments)
+    if options.prompts is not None:
+        names = [f"--prompts {options.prompts}, prompt {i}" for i in range(1, len(prompts) + 1)]
+    check_prompts(model, names, prompts, options.max_new_tokens)
+    if options.prompts is not None or options.json:
+        return _run_many(model, records, prompts, generation, options)
+    return _run_one(model, prompts[0], generation, options)
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Raises if options contradict each other."""
-    if (arguments.prompt is None) == (arguments.prompts is None):
-        given = "both are given" if arguments.prompts is not None else "none is given"
-        raise ValueError(f"PROMPT or --prompts FILE: {given}; must be one of them (PROMPT - reads standard input)")
-    if arguments.batch is not None and arguments.prompts is None:
-        raise ValueError(f"--batch {arguments.batch}: requires --prompts")
-    check_data(arguments.data, arguments.batch or 1)
-    for name in ("compare", "show"):
-        for other in ("prompts", "json"):
-            if getattr(arguments, name) and getattr(arguments, other):
-                raise ValueError(f"--{name}: prints text for one PROMPT; omit --{other}")
-    if "" in arguments.stop:
-        raise ValueError("--stop '': must not be empty, which would end every text at once")
-
-
-def _constrained(sampling: Sampling | None, arguments: argparse.Namespace) -> Sampling | None:
+def _constrained(sampling: Sampling | None, options: Options) -> Sampling | None:
     """The sampling parameters with the grammar that is asked for."""
-    schema, regex = arguments.json_schema, arguments.regex
+    schema, regex = options.json_schema, options.regex
     if schema is None and regex is None:
         return sampling
     try:
-        if schema is None:
+        if regex is not None:
             grammar = Grammar.regex(regex)
         else:
-            grammar = Grammar.json_schema(Path(schema).read_text(encoding="utf-8"))
+            assert schema is not None
+            grammar = Grammar.json_schema(schema.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--json-schema {schema}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        given = f"--regex {regex!r}" if schema is None else f"--json-schema {schema}"
-        raise ValueError(f"{given}: {error}") from None
+        typed = f"--regex {regex!r}" if schema is None else f"--json-schema {schema}"
+        raise ValueError(f"{typed}: {error}") from None
     return dataclasses.replace(Sampling(temperature=0.0) if sampling is None else sampling, grammar=grammar)
 
 
-def _read_prompts(arguments: argparse.Namespace) -> Sequence[Mapping[str, Any]]:
+def _read_prompts(options: Options) -> Sequence[Mapping[str, Any]]:
     """The records of the prompts."""
-    if arguments.prompts is not None:
-        return read_prompt_file(arguments.prompts)
-    text = read_standard_input() if arguments.prompt == STANDARD_INPUT else arguments.prompt
+    if options.prompts is not None:
+        return read_prompt_file(options.prompts)
+    text = read_standard_input() if options.prompt == STANDARD_INPUT else options.prompt
     try:
         return [{"prompt": check_text("PROMPT", text)}]
     except ValueError:
         raise ValueError(f"PROMPT {text!r}: must be valid text in the encoding of the locale") from None
 
 
-def _run_one(model: Model, prompt: Prompt, options: GenerateOptions, arguments: argparse.Namespace) -> int:
+def _run_one(model: Model, prompt: Prompt, generation: GenerateOptions, options: Options) -> int:
     """Streams or shows the continuation of one prompt, and compares it with plain decoding if asked to."""
-    drafter = choose_drafter(options.drafter, model)
+    drafter = choose_drafter(generation.drafter, model)
     with notify_if_slow(_COMPILING):
-        run = Run(model, prompt, options)
-        if arguments.show:
+        run = Run(model, prompt, generation)
+        if options.show:
             run.finish()
-    if not arguments.show:
+    if not options.show:
         _print_stream(run, prompt if isinstance(prompt, str) else "")
     (out,) = run.result()
-    if arguments.show:
+    if options.show:
         print(out.to_ansi(), flush=True)
-    if not arguments.compare:
+    if not options.compare:
         print(_summary(out.stats, drafter, f" ({out.finish_reason})"), file=sys.stderr)
-        _advise(out.stats, model, arguments)
+        _advise(out.stats, model, options)
         return 0
     # Compare runs without streaming, of programs that have run before.
-    (out,) = Run(model, prompt, options).finish()
-    (plain,) = Run(model, prompt, dataclasses.replace(options, drafter=None)).finish()
+    (out,) = Run(model, prompt, generation).finish()
+    (plain,) = Run(model, prompt, dataclasses.replace(generation, drafter=None)).finish()
     print(_summary(out.stats, drafter, f" ({out.finish_reason})"), file=sys.stderr)
     same = out.tokens == plain.tokens
     verdict = "the same tokens" if same else _difference(out.tokens, plain.tokens)
-    if not repeats_plain(arguments):
-        verdict = f"different samples from the same distribution (--accept {arguments.accept})"
+    if not options.repeats_plain:
+        verdict = f"different samples from the same distribution (--accept {options.accept})"
     speed, other = out.stats.tokens_per_second, plain.stats.tokens_per_second
     print(f"plain: {other:.1f} tokens/s; {verdict}; {ratio(speed, other)}", file=sys.stderr)
-    return 0 if same or not repeats_plain(arguments) else 1
+    return 0 if same or not options.repeats_plain else 1
 
 
 def _run_many(
     model: Model,
     records: Sequence[Mapping[str, Any]],
     prompts: Sequence[Prompt],
-    options: GenerateOptions,
-    arguments: argparse.Namespace,
+    generation: GenerateOptions,
+    options: Options,
 ) -> int:
     """Prints the continuation of each prompt after its batch has ended."""
-    drafter = choose_drafter(options.drafter, model)
+    drafter = choose_drafter(generation.drafter, model)
     remaining, stats = iter(records), []
-    for batch in split(prompts, options, arguments.batch or 1):
+    for batch in split(prompts, generation, options.batch or 1):
         with notify_if_slow(_COMPILING):
             outputs = batch.run(model)
         for out in outputs:
             record = next(remaining)
-            if arguments.json:
+            if options.json:
                 print(json.dumps({**record, **_described(out)}), flush=True)
             else:
-                shown = "" if arguments.chat else record["prompt"]
+                shown = "" if options.chat else record["prompt"]
                 print(f"{shown}{out.text}\n", flush=True)
         stats.append(outputs.stats)
     total = GenerationStats.total(stats, sum(part.seconds for part in stats))
@@ -270,9 +269,9 @@ def _summary(stats: GenerationStats, drafter: Drafter, end: str) -> str:
     )
 
 
-def _advise(stats: GenerationStats, model: Model, arguments: argparse.Namespace) -> None:
+def _advise(stats: GenerationStats, model: Model, options: Options) -> None:
     """Notes that plain decoding may be faster, where the drafter was not the user's choice and found little to copy."""
-    chosen = arguments.drafter == "auto" and model.draft is None
+    chosen = options.drafter == "auto" and model.draft is None
     least = _PAYS_OFF.get(jax.default_backend(), 1.0)
     if chosen and stats.rounds.sum() >= _FEW_ROUNDS and stats.accept_length < least:
         print(

@@ -1,7 +1,7 @@
 """Commands that run in several processes, such as one per host: how these meet, and who speaks."""
 
-import argparse
 import contextlib
+import dataclasses
 import os
 import signal
 import sys
@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import jax
 
-from jspec.engine.arguments import Parser, integer
+from jspec.core.options import option
 
 AUTOMATIC = "auto"
 _CLUSTERS = "Slurm, Open MPI, Kubernetes or Cloud TPU"
@@ -18,53 +18,57 @@ _SHUTDOWN_SECONDS = 60
 _MOST_PROCESSES = 2**16
 
 
-def add_processes(parser: Parser) -> None:
-    """Adds the options for several processes."""
-    group = parser.add_argument_group(
-        "several processes",
-        "Each process, such as one per host, runs the same command; --tensor and --data count the devices of all.",
-    )
-    group.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help=f"where process 0 listens for the others; {AUTOMATIC}: JAX finds all processes by {_CLUSTERS} (default: a "
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProcessOptions:
+    """Where several processes meet."""
+
+    coordinator: str | None = option(
+        None,
+        f"where process 0 listens for the others; {AUTOMATIC}: JAX finds all processes by {_CLUSTERS} (default: a "
         "single process)",
+        metavar="HOST:PORT",
     )
-    group.add_argument(
-        "--processes", type=integer(1, _MOST_PROCESSES), metavar="N", help="number of processes, with HOST:PORT"
-    )
-    group.add_argument(
-        "--process-id", type=integer(0, _MOST_PROCESSES), metavar="I", help="this process, from 0 on, with HOST:PORT"
+    processes: int | None = option(None, "number of processes, with HOST:PORT", least=1, most=_MOST_PROCESSES)
+    process_id: int | None = option(
+        None, "this process, from 0 on, with HOST:PORT", metavar="I", least=0, most=_MOST_PROCESSES
     )
 
 
-def start_processes(arguments: argparse.Namespace) -> None:
+PROCESS_GROUP = {
+    "several processes:\nEach process, such as one per host, runs the same command; --tensor and --data count the "
+    "devices of all.": ("coordinator", "processes", "process_id")
+}
+
+
+def start_processes(options: ProcessOptions, *, split: bool) -> None:
     """Lets the processes meet, if there are several. Comes before everything that uses a device.
+
+    split: whether the model is split over devices, or copied to groups of them.
 
     Raises:
       ValueError: options that lack others or contradict them, or processes that cannot meet.
     """
-    address, count, index = arguments.coordinator, arguments.processes, arguments.process_id
+    address, count, index = options.coordinator, options.processes, options.process_id
     others = {"--processes": count, "--process-id": index}
-    given = [f"{name} {value}" for name, value in others.items() if value is not None]
+    typed = [f"{name} {value}" for name, value in others.items() if value is not None]
     if address is None:
-        if given:
-            raise ValueError(f"{given[0]}: requires --coordinator")
+        if typed:
+            raise ValueError(f"{typed[0]}: requires --coordinator")
         return
-    if arguments.tensor is None and arguments.data is None:
+    if not split:
         raise ValueError(
             f"--coordinator {address}: requires --tensor or --data, which use the devices of all processes"
         )
     if address == AUTOMATIC:
-        if given:
-            raise ValueError(f"{given[0]}: requires --coordinator HOST:PORT, not {AUTOMATIC}")
+        if typed:
+            raise ValueError(f"{typed[0]}: requires --coordinator HOST:PORT, not {AUTOMATIC}")
     else:
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise ValueError(f"--coordinator {address!r}: must be HOST:PORT or {AUTOMATIC}")
-        if len(given) < len(others):
+        if len(typed) < len(others):
             raise ValueError(f"--coordinator {address}: requires --processes and --process-id")
-        if index >= count:
+        if count is not None and index is not None and index >= count:
             raise ValueError(f"--process-id {index}: must be less than --processes, {count}")
     jax.config.update("jax_enable_preemption_service", False)  # which would swallow SIGTERM
     try:
@@ -82,15 +86,15 @@ def start_processes(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--coordinator {address}: {reason}") from None
 
 
-def is_first(arguments: argparse.Namespace) -> bool:
+def is_first(options: ProcessOptions) -> bool:
     """Whether this is process 0, or the only one."""
-    return arguments.coordinator is None or jax.process_index() == 0
+    return options.coordinator is None or jax.process_index() == 0
 
 
 @contextlib.contextmanager
-def quiet_unless_first(arguments: argparse.Namespace) -> Generator[None, None, None]:
+def quiet_unless_first(options: ProcessOptions) -> Generator[None, None, None]:
     """A context in which only process 0 prints. Errors that leave it are printed by all."""
-    if is_first(arguments):
+    if is_first(options):
         yield
         return
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
@@ -107,10 +111,10 @@ def patient() -> Generator[None, None, None]:
         restore()
 
     def restore() -> None:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    before = {each: signal.signal(each, once) for each in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, once) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

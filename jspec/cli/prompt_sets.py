@@ -1,6 +1,5 @@
 """The prompts of `jspec evaluate`: files of prompts and conversations, in categories."""
 
-import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,37 +29,41 @@ class Given:
         return self.record.get("turns", [self.record["prompt"]])
 
 
-def read(arguments: argparse.Namespace) -> dict[str, list[Given]]:
+def read(paths: Sequence[str], *, chat: bool, limit: int | None) -> dict[str, list[Given]]:
     """The prompts by category, in the order in which these first occur.
+
+    paths: of the files; none: the bundled held-out prompts.
+    chat: whether conversations of several turns are allowed.
+    limit: the first prompts of each category.
 
     Raises:
       ValueError: a file cannot be read, or holds something else; or several turns without a chat template.
     """
-    if arguments.prompts is None:
+    if not paths:
         records = [{"prompt": prompt} for prompt in heldout_prompts()]
         files = {"the held-out prompts": records}
     else:
         files = {}
-        for path in arguments.prompts:
+        for path in paths:
             if path in files:
                 raise ValueError(f"--prompts {path}: is given twice")
             files[path] = read_prompt_file(path, conversations=True)
     groups: dict[str, list[Given]] = {}
     for path, records in files.items():
-        where = path if arguments.prompts is None else f"--prompts {path}"
+        where = path if not paths else f"--prompts {path}"
         for number, record in enumerate(records, 1):
-            own = Given(f"{where}, prompt {number}", record)
+            prompt = Given(f"{where}, prompt {number}", record)
             category = record.get("category", _stem(path) if len(files) > 1 else "")
             if not isinstance(category, str):
-                raise ValueError(f"{own.name}: category={category!r}: must be a string")
-            if len(own.turns) > 1 and not arguments.chat:
-                raise ValueError(f"{own.name}: has {len(own.turns)} turns; a conversation requires --chat")
-            if record.get("rendered") is True and len(own.turns) > 1:
-                raise ValueError(f"{own.name}: rendered=true: the turns of a conversation must not be rendered")
-            groups.setdefault(category, []).append(own)
+                raise ValueError(f"{prompt.name}: category={category!r}: must be a string")
+            if len(prompt.turns) > 1 and not chat:
+                raise ValueError(f"{prompt.name}: has {len(prompt.turns)} turns; a conversation requires --chat")
+            if record.get("rendered") is True and len(prompt.turns) > 1:
+                raise ValueError(f"{prompt.name}: rendered=true: the turns of a conversation must not be rendered")
+            groups.setdefault(category, []).append(prompt)
     if len(groups) > 1 and "" in groups:
         groups["other"] = groups.get("other", []) + groups.pop("")
-    return {category: group[: arguments.limit] for category, group in groups.items()}
+    return {category: group[:limit] for category, group in groups.items()}
 
 
 def _stem(path: str) -> str:
@@ -77,45 +80,50 @@ class _Chat:
 
 
 def encode(
-    model: Model, groups: Mapping[str, Sequence[Given]], arguments: argparse.Namespace, options: Mapping[str, Any]
+    model: Model,
+    groups: Mapping[str, Sequence[Given]],
+    *,
+    chat: bool,
+    batch: int,
+    seed: int,
+    generation: Mapping[str, Any],
 ) -> dict[str, list[Prompt]]:
     """The prompts of all turns, the first ones first. The later ones contain the replies of the model to earlier turns.
 
     So every drafter continues the same prompts. The replies are those of the loaded draft, or of n-grams without one.
 
-    options: of `jspec.generate`.
+    batch: prompts that run together.
+    generation: further options of `jspec.generate`.
 
     Raises:
       ValueError: a prompt that does not fit, or no chat template.
     """
     started: dict[str, list[_Chat]] = {}
     for category, group in groups.items():
-        prompts = [encode_record(model, given.record, chat=arguments.chat) for given in group]
-        check_prompts(model, [given.name for given in group], prompts, arguments.max_new_tokens)
+        prompts = [encode_record(model, given.record, chat=chat) for given in group]
+        check_prompts(model, [given.name for given in group], prompts, generation["max_new_tokens"])
         started[category] = [
             _Chat(given, [{"role": "user", "content": given.turns[0]}], prompt)
             for given, prompt in zip(group, prompts, strict=True)
         ]
-    own = GenerateOptions(drafter="auto", seed=arguments.seed, **options)
+    options = GenerateOptions(drafter="auto", seed=seed, **generation)
     found: dict[str, list[Prompt]] = {}
     for category, chats in started.items():
         found[category] = [chat.prompt for chat in chats]
         for turn in range(1, max(len(chat.given.turns) for chat in chats)):
-            chats = _next_turn(model, [chat for chat in chats if len(chat.given.turns) > turn], turn, arguments, own)
+            chats = _next_turn(model, [chat for chat in chats if len(chat.given.turns) > turn], turn, batch, options)
             found[category] += [chat.prompt for chat in chats]
     return found
 
 
-def _next_turn(
-    model: Model, chats: Sequence[_Chat], turn: int, arguments: argparse.Namespace, options: GenerateOptions
-) -> list[_Chat]:
+def _next_turn(model: Model, chats: Sequence[_Chat], turn: int, batch: int, options: GenerateOptions) -> list[_Chat]:
     """The conversations with a reply and their next message."""
-    batches = split([chat.prompt for chat in chats], options, arguments.batch)
-    replies = [item.text or "" for batch in tqdm(batches, desc=f"replies to turn {turn}") for item in batch.run(model)]
+    batches = split([chat.prompt for chat in chats], options, batch)
+    replies = [item.text or "" for part in tqdm(batches, desc=f"replies to turn {turn}") for item in part.run(model)]
     later: list[_Chat] = []
     for chat, reply in zip(chats, replies, strict=True):
         added = [{"role": "assistant", "content": reply}, {"role": "user", "content": chat.given.turns[turn]}]
         later.append(_Chat(chat.given, chat.messages + added, chat_prompt(model, chat.messages + added)))
     names = [f"{chat.given.name}, turn {turn + 1}" for chat in later]
-    check_prompts(model, names, [chat.prompt for chat in later], arguments.max_new_tokens)
+    check_prompts(model, names, [chat.prompt for chat in later], options.limits(1)[0])
     return later

@@ -1,29 +1,30 @@
 """`jspec serve`: a model over HTTP, with the API of OpenAI."""
 
-import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 
+from jspec.cli import arguments
+from jspec.cli.arguments import Commands
 from jspec.cli.common import (
-    MAX_TOKENS,
-    Commands,
-    add_accept,
-    add_data,
-    add_drafter,
-    add_shape,
-    add_tensor,
-    add_weights,
+    ACCEPT_HELP,
+    COUNT,
+    DRAFTER_HELP,
+    DRAFTERS,
+    GROUPS_HELP,
+    SHAPE_GROUP,
+    ModelOptions,
     load_model,
     make_drafter,
 )
-from jspec.cli.processes import add_processes, is_first, patient, start_processes
+from jspec.cli.processes import PROCESS_GROUP, ProcessOptions, is_first, patient, start_processes
 from jspec.core import package
-from jspec.core.checks import check_number
-from jspec.engine.arguments import integer, number
+from jspec.core.accept import RULES
+from jspec.core.options import option, options_of
 from jspec.engine.engine import Engine
 from jspec.engine.handle import EngineError
-from jspec.engine.options import DEFAULT_PAGE_SIZE
+from jspec.engine.options import EngineOptions
 from jspec.engine.startup import notify_if_slow
 
 KEY_VARIABLE = "JSPEC_API_KEY"
@@ -31,187 +32,104 @@ _COMPILING = "jspec: loading and compiling (programs are kept, so that the next 
 _MAX_GRACE = 3600.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(EngineOptions, ModelOptions, ProcessOptions):
+    """The options of `jspec serve`.
+
+    Raises:
+      ValueError, TypeError: a value out of bounds.
+    """
+
+    model: str = option(help="bundled:NAME, a Hugging Face directory or a hub id", positional=True, metavar="MODEL")
+    drafter: str = option("auto", DRAFTER_HELP.format(""), choices=DRAFTERS)
+    accept: str | None = option(None, ACCEPT_HELP, choices=tuple(RULES))
+    data: int | None = option(None, GROUPS_HELP.format("serve requests on"), bounds=COUNT)
+    max_queue: int = option(1024, "sequences that may wait for a slot; a request beyond them gets status 429", least=0)
+    warm_up: bool = option(False, "compile all programs before the first request, not when they are first needed")
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every one")
+    port: int = option(8000, "0: any free one", least=0, most=65535)
+    name: str | None = option(None, "the model's name in requests (default: MODEL)")
+    api_key: tuple[str, ...] = option(
+        (),
+        f"a key that requests must have; can be repeated (default: that in the environment variable {KEY_VARIABLE}, "
+        "which other users cannot see; without a key everyone who reaches the port is served)",
+        repeated=True,
+        metavar="KEY",
+    )
+    max_prompt: int | None = option(None, "tokens of the longest prompt (default: as the context allows)", bounds=COUNT)
+    max_output: int | None = option(None, "largest number of new tokens (default: as the context allows)", bounds=COUNT)
+    max_sequences: int = option(256, "sequences of one request: prompts times n", bounds=COUNT)
+    max_body: int = option(16 * 2**20, "size of the largest request", metavar="BYTES", least=1)
+    grace: float = option(
+        30.0,
+        "time that running requests have to end after SIGTERM",
+        metavar="SECONDS",
+        least=0.0,
+        most=_MAX_GRACE,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        ModelOptions.__post_init__(self)
+
+
+_ENGINE = tuple(options_of(EngineOptions))
+_SERVER = ("host", "port", "name", "api_key", "max_prompt", "max_output", "max_sequences", "max_body", "grace")
+
+
 def add_command(commands: Commands) -> None:
-    """Adds the command and its options."""
-    parser = commands.add_parser(
+    """Adds the command."""
+    arguments.add_command(
+        commands,
         "serve",
+        Options,
+        run,
         help="serve a model over HTTP, with the API of OpenAI",
         description="Serves a model over HTTP: completions and chat completions as OpenAI's clients ask for them.",
-    )
-    parser.add_argument("model", metavar="MODEL", help="bundled:NAME, a Hugging Face directory or a hub id")
-    add_weights(parser, "MODEL")
-    add_tensor(parser)
-    add_data(parser, "serve requests on N groups of devices, each with")
-    add_drafter(parser)
-    add_accept(parser)
-    add_shape(parser)
-    _add_engine(parser)
-    _add_server(parser)
-    add_processes(parser)
-    parser.set_defaults(run=_run)
-
-
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--slots",
-        type=integer(1),
-        default=64,
-        metavar="N",
-        help="sequences that are generated at the same time, by each group of devices (default: %(default)s)",
-    )
-    group.add_argument(
-        "--context",
-        type=integer(2),
-        metavar="N",
-        help="tokens of the longest sequence, prompt included (default: the model's, at most 8192)",
-    )
-    group.add_argument(
-        "--pages", type=integer(2), metavar="N", help="cache pages of each group (default: as many as fit)"
-    )
-    group.add_argument(
-        "--memory-fraction",
-        type=number,
-        metavar="X",
-        help="fraction of the device's memory that may be in use, weights included (default: 0.9; on a CPU 0.75)",
-    )
-    group.add_argument(
-        "--page-size",
-        type=integer(1),
-        default=DEFAULT_PAGE_SIZE,
-        metavar="ROWS",
-        help="rows per cache page (default: %(default)s)",
-    )
-    group.add_argument(
-        "--prefill-tokens",
-        type=integer(1),
-        default=1024,
-        metavar="N",
-        help="prompt tokens that are read between two bursts of rounds (default: %(default)s)",
-    )
-    group.add_argument(
-        "--burst-ms",
-        type=number,
-        default=25.0,
-        metavar="MS",
-        help="time that rounds run before new tokens are sent (default: %(default)s)",
-    )
-    group.add_argument(
-        "--no-prefix-cache",
-        dest="prefix_cache",
-        action="store_false",
-        help="do not share the cache pages of equal beginnings",
-    )
-    group.add_argument(
-        "--max-queue",
-        type=integer(0),
-        default=1024,
-        metavar="N",
-        help="sequences that may wait for a slot; a request beyond them gets status 429 (default: %(default)s)",
-    )
-    group.add_argument(
-        "--warm-up",
-        action="store_true",
-        help="compile all programs before the first request, not when they are first needed",
+        groups={**SHAPE_GROUP, "engine": (*_ENGINE, "warm_up"), "server": _SERVER, **PROCESS_GROUP},
     )
 
 
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("server")
-    group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one (default: %(default)s)"
-    )
-    group.add_argument(
-        "--port", type=integer(0, 65535), default=8000, metavar="N", help="0: any free one (default: %(default)s)"
-    )
-    group.add_argument("--name", help="the model's name in requests (default: MODEL)")
-    group.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="a key that requests must have; can be repeated (default: that in the environment variable "
-        f"{KEY_VARIABLE}, which other users cannot see; without a key everyone who reaches the port is served)",
-    )
-    group.add_argument(
-        "--max-prompt",
-        type=integer(1, MAX_TOKENS),
-        metavar="N",
-        help="tokens of the longest prompt (default: as the context allows)",
-    )
-    group.add_argument(
-        "--max-output",
-        type=integer(1, MAX_TOKENS),
-        metavar="N",
-        help="largest number of new tokens (default: as the context allows)",
-    )
-    group.add_argument(
-        "--max-sequences",
-        type=integer(1, MAX_TOKENS),
-        default=256,
-        metavar="N",
-        help="sequences of one request: prompts times n (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-body",
-        type=integer(1),
-        default=16 * 2**20,
-        metavar="BYTES",
-        help="size of the largest request (default: %(default)s)",
-    )
-    group.add_argument(
-        "--grace",
-        type=number,
-        default=30.0,
-        metavar="SECONDS",
-        help="time that running requests have to end after SIGTERM (default: %(default)s)",
-    )
+def run(options: Options) -> int:
+    """Runs the command; returns its exit status.
 
-
-def _run(arguments: argparse.Namespace) -> int:
+    Raises:
+      ValueError, TypeError, OSError: invalid input, or an address that cannot be bound.
+    """
     try:
         from jspec.serve import openai, server  # require the extra "serve"
         from jspec.serve.app import Service
     except ModuleNotFoundError as error:
         raise ValueError(f"jspec serve requires {error.name}: {package.install('serve')}") from None
     environment = os.environ.get(KEY_VARIABLE)
-    keys = arguments.api_key or ([] if environment is None else [environment])
-    grace = check_number("grace", arguments.grace, least=0.0, most=_MAX_GRACE)
-    start_processes(arguments)
+    keys = options.api_key or (() if environment is None else (environment,))
+    start_processes(options, split=options.tensor is not None or options.data is not None)
     with contextlib.ExitStack() as stack:
         # The address is checked before a model is loaded, which can take minutes.
-        bound = stack.enter_context(server.bind(arguments.host, arguments.port)) if is_first(arguments) else None
+        bound = stack.enter_context(server.bind(options.host, options.port)) if is_first(options) else None
         with notify_if_slow(_COMPILING):
-            model = load_model(arguments.drafter, arguments, option="MODEL")
+            model = load_model(options.drafter, options, option="MODEL")
             engine = Engine(
                 model,
-                drafter=make_drafter(arguments.drafter, arguments, model),
-                accept=arguments.accept,
-                slots=arguments.slots,
-                context=arguments.context,
-                pages=arguments.pages,
-                memory_fraction=arguments.memory_fraction,
-                page_size=arguments.page_size,
-                prefill_tokens=arguments.prefill_tokens,
-                burst_ms=arguments.burst_ms,
-                prefix_cache=arguments.prefix_cache,
-                max_queue=arguments.max_queue,
+                drafter=make_drafter(options.drafter, options, model),
+                accept=options.accept,
+                **{name: getattr(options, name) for name in _ENGINE},
             )
         if bound is None:
             return _follow(engine)
         with engine:
             limits = openai.Limits(
                 engine.context,
-                prompt=arguments.max_prompt,
-                output=arguments.max_output,
-                sequences=arguments.max_sequences,
-                body=arguments.max_body,
+                prompt=options.max_prompt,
+                output=options.max_output,
+                sequences=options.max_sequences,
+                body=options.max_body,
             )
-            name = arguments.name or arguments.model
+            name = options.name or options.model
             service = Service(engine, name=name, limits=limits, api_keys=keys)
             with notify_if_slow(_COMPILING):
-                service.warm_up(everything=arguments.warm_up)
-            server.make_server(service, bound, grace=grace).run(sockets=[bound])
+                service.warm_up(everything=options.warm_up)
+            server.make_server(service, bound, grace=options.grace).run(sockets=[bound])
     return 0
 
 

@@ -13,6 +13,7 @@ from jspec.cache.pages import DEFAULT_PAGE_SIZE
 from jspec.core.accept import NEEDS, RULES, Imposed, LossyThresholds, greedy
 from jspec.core.automaton import TokenTable
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, shorten
+from jspec.core.options import check_options, option
 from jspec.core.sampling import Sampling, each_of
 from jspec.core.types import DRAFTER_PARTS, Accept, AdaptiveDrafter, BoundedDrafter, Drafter, RowSampling, Target
 from jspec.engine.model import Model
@@ -110,6 +111,55 @@ class GenerateOptions:
                 "per sequence"
             )
         return np.asarray(self.seed, np.uint32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The options of an engine. Their meaning is documented at `jspec.Engine`, whose keywords they are.
+
+    Raises:
+      ValueError, TypeError: an option of another type, or out of bounds; the message has its name and its value.
+    """
+
+    drafter: str | Drafter | None = "auto"
+    accept: str | Accept | None = None
+    slots: int = option(64, "sequences that are generated at the same time, by each group of devices", least=1)
+    context: int | None = option(
+        None, "tokens of the longest sequence, prompt included (default: the model's, at most 8192)", least=2
+    )
+    pages: int | None = option(None, "cache pages of each group (default: as many as fit)", least=2)
+    memory_fraction: float | None = option(
+        None,
+        "fraction of the device's memory that may be in use, weights included (default: 0.9; on a CPU 0.75)",
+        above=0.0,
+        most=1.0,
+    )
+    page_size: int = option(DEFAULT_PAGE_SIZE, "rows per cache page", metavar="ROWS", least=1)
+    prefill_tokens: int = option(1024, "prompt tokens that are read between two bursts of rounds", least=1)
+    burst_ms: float = option(25.0, "time that rounds run before new tokens are sent", metavar="MS", above=0.0)
+    prefix_cache: bool = option(True, "do not share the cache pages of equal beginnings")
+    max_queue: int | None = option(
+        None, "requests that may wait for a slot, of all groups together (default: any number)", least=0
+    )
+
+    def __post_init__(self):
+        check_options(self)
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The fields of `EngineOptions`, as keywords of a function."""
+
+    drafter: str | Drafter | None
+    accept: str | Accept | None
+    slots: int
+    context: int | None
+    pages: int | None
+    memory_fraction: float | None
+    page_size: int
+    prefill_tokens: int
+    burst_ms: float
+    prefix_cache: bool
+    max_queue: int | None
 
 
 class GenerateKeywords(TypedDict, total=False):

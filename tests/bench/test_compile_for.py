@@ -1,20 +1,21 @@
-"""`jspec bench --compile-for`, and what TPU compilers make of loops of every family: nothing here runs on a TPU.
+"""`benchmarks/compile_for.py`, and what TPU compilers make of loops of every family: nothing here runs on a TPU.
 
-The tests that compile need libtpu (the extra `tpu`). `tests/helpers/tpu_cases.py` compiles all cases.
+The tests that compile need libtpu (the extra `tpu`). `tests/helpers/small_loops.py` compiles all cases.
 """
 
 import importlib.util
 import itertools
 import json
-import types
 from pathlib import Path
 
+import compile_for
+import compiled
 import jax
 import pytest
-import tpu_cases
+import small_loops
+import tpu
 
-from jspec import cli
-from jspec.bench import compile_cli, compiled, machine, measurement, tpu
+from jspec.bench import machine, measurement
 from jspec.bench.measure import CaseResult
 from jspec.bench.presets import PRESETS
 from jspec.drafters import DRAFTERS
@@ -50,16 +51,9 @@ ENTRY %main (a: f32[2]) -> f32[2] {
 
 
 def run(capsys, *arguments):
-    status = cli.main(["bench", "--preset", "tiny", *arguments])
+    status = compile_for.main(["--preset", "tiny", *arguments])
     out, err = capsys.readouterr()
     return status, out, err
-
-
-@pytest.fixture
-def a_chip(monkeypatch):
-    """A device that needs no libtpu, and nothing is compiled for it."""
-    monkeypatch.setattr(tpu, "device", lambda name: types.SimpleNamespace(device_kind=f"kind of {name}"))
-    monkeypatch.setattr(compiled, "compile_programs", None)
 
 
 def test_only_what_is_in_the_loop_counts():
@@ -69,34 +63,13 @@ def test_only_what_is_in_the_loop_counts():
     assert compiled.loop_lines(TEXT.replace("body=%body", "")) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "refused"),
-    (
-        ("--load", "--load"),
-        ("--repeats 3", "--repeats 3"),
-        ("--no-split", "--no-split"),
-        ("--plot a.png", "--plot a.png"),
-        ("--mode stepped", "--mode stepped"),
-    ),
-)
-def test_options_that_require_a_device_are_refused(capsys, a_chip, arguments, refused):
-    status, out, err = run(capsys, "--compile-for", "v6e", *arguments.split())
-    assert (status, out) == (2, "")
-    assert err == f"jspec: {refused}: requires a device; leave it out with --compile-for\n"
-
-
-def test_a_checkpoint_requires_a_device(capsys, a_chip):
-    assert cli.main(["bench", "--checkpoint", "x", "--compile-for", "v6e"]) == 2
-    assert "--checkpoint x: requires a device" in capsys.readouterr().err
-
-
 def test_without_libtpu_the_extra_is_named(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     tpu.devices.cache_clear()
-    status, out, err = run(capsys, "--compile-for", "v5p")
+    status, out, err = run(capsys, "--chip", "v5p")
     assert (status, out) == (2, "")
     reason = "requires libtpu, which compiles for TPUs"
-    assert err == f'jspec: --compile-for v5p: {reason}: pip install "jspec-decoding[tpu]"\n'
+    assert err == f'jspec: --chip v5p: {reason}: pip install "jspec-decoding[tpu]"\n'
 
 
 CHIP = tpu.Chip("", gb_per_second=1000, memory=2**34, hertz=1e9)
@@ -108,7 +81,7 @@ def report_of(*results):
     )
     settings = {"drafter": "eagle", "depth": 5, "width": 8, "num_nodes": 32, "tokens_per_round": 3.0, "libtpu": "2"}
     parameters = {"target": 10, "draft": 0}
-    return compile_cli.CompileReport("m", "bfloat16", None, here, CHIP, settings, parameters, list(results))
+    return compile_for.CompileReport("m", "bfloat16", None, here, CHIP, settings, parameters, list(results))
 
 
 def case_of(kernels=33, problem=None):
@@ -129,11 +102,11 @@ def test_kernels_take_the_time_of_the_roofline_for_keys_and_values():
 
 def test_everything_written_is_marked_as_not_run():
     out = report_of(case_of(), case_of(problem="does not compile: no memory"))
-    head, _, row, problem = compile_cli.table(out).splitlines()
+    head, _, row, problem = compile_for.table(out).splitlines()
     assert head.endswith("; kind (compiled, not run), jax 1, libtpu 2; roofline at 1000 GB/s")
     assert row.split() == "chain 2 512 10.000 8.000 1.25 8.500 10.00 3000.0 33 6.00 2.00 3.5".split()
     assert problem == "chain 2 x 512: does not compile: no memory"
-    lines = compile_cli.lines(out)
+    lines = compile_for.lines(out)
     assert all(line.note.startswith("compiled, not run") and "(compiled, not run)" in line.device for line in lines)
     assert all(line.id.startswith("kind-compiled-not-run/m/chain/b2/c512/") for line in lines)
     values = {line.metric: (line.median, line.floor, line.expected) for line in lines[:-1]}
@@ -154,12 +127,12 @@ def test_a_single_row_is_multiplied_as_two_where_a_sum_over_columns_is_slow(name
 
 
 def test_every_family_and_drafter_has_cases():
-    names = [str(case) for case in tpu_cases.CASES]
+    names = [str(case) for case in small_loops.CASES]
     assert len(set(names)) == len(names)
-    assert {f"{name}-plain" for name in tpu_cases.TARGETS if name != "llama-8-heads"} <= set(names)
-    families = {type(target) for target in tpu_cases.TARGETS.values()}
+    assert {f"{name}-plain" for name in small_loops.TARGETS if name != "llama-8-heads"} <= set(names)
+    families = {type(target) for target in small_loops.TARGETS.values()}
     assert families == {type(preset.target) for preset in PRESETS.values()}
-    assert {case.drafter for case in tpu_cases.CASES} == {"", *tpu_cases._KINDS} >= DRAFTERS.keys() - {"plain"}
+    assert {case.drafter for case in small_loops.CASES} == {"", *small_loops._KINDS} >= DRAFTERS.keys() - {"plain"}
 
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -170,7 +143,7 @@ DEVICES = {"v5e": "TPU v5 lite", "v6e": "TPU v6 lite", "v5p": "TPU v5"}
 def test_what_is_recorded_is_a_case_that_fails_where_it_is_known_to():
     """`benchmarks/tpu.md` is rendered from these lines, and `KNOWN` names what does not hold in them."""
     cases = {}
-    for case, chip in itertools.product(tpu_cases.CASES, tpu.CHIPS):
+    for case, chip in itertools.product(small_loops.CASES, tpu.CHIPS):
         mode = f"{case.drafter} {case.shape}".strip()
         place = f"{DEVICES[chip]} (compiled, not run)", case.devices, f"small {case.target}", mode
         cases[place] = case, chip
@@ -178,9 +151,9 @@ def test_what_is_recorded_is_a_case_that_fails_where_it_is_known_to():
     for path in RESULTS.glob("*-small-loops-for-*.jsonl"):
         for line in measurement.read(path):
             case, chip = cases[line.device, line.device_count, line.subject, line.mode]
-            if line.metric != tpu_cases.CHECKS or line.superseded_by is not None:
+            if line.metric != small_loops.CHECKS or line.superseded_by is not None:
                 continue
-            known = tpu_cases.known(case, chip)
+            known = small_loops.known(case, chip)
             assert line.values == [len(known)], line
             assert all(f"{check}: " in line.note and message in line.note for check, message in known.items()), line
             recorded.append((case, chip))
@@ -206,8 +179,8 @@ PAIRS = [
 def test_a_loop_compiles_and_keeps_its_promises(name, chip, needs):
     """In place, donated, without sorts or transfers, in the memory that arithmetic gives; or as `KNOWN` has it."""
     needs("libtpu")
-    case = tpu_cases.case_of(name)
-    found, known = tpu_cases.compile_for(case, chip).problems, tpu_cases.known(case, chip)
+    case = small_loops.case_of(name)
+    found, known = small_loops.compile_for(case, chip).problems, small_loops.known(case, chip)
     assert found.keys() == known.keys(), found
     assert all(message in found[check] for check, message in known.items()), found
 
@@ -216,7 +189,7 @@ def test_a_loop_compiles_and_keeps_its_promises(name, chip, needs):
 def test_a_preset_is_compiled_and_reported(capsys, tmp_path, needs):
     needs("libtpu")
     path = tmp_path / "out.jsonl"
-    status, out, _ = run(capsys, "--compile-for", "v6e", "--mode", "plain", "--json", str(path))
+    status, out, _ = run(capsys, "--chip", "v6e", "--mode", "plain", "--json", str(path))
     assert status == 0 and out.startswith("tiny: 8,784 parameters") and "TPU v6 lite (compiled, not run)" in out
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     values = {line["metric"]: line["median"] for line in lines}

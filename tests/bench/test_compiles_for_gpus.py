@@ -5,7 +5,7 @@ The tests need JAX's CUDA plugin (the extra `cuda`), and no GPU.
 
 import jax
 import pytest
-import tpu_cases
+import small_loops
 from gpu_compiler import devices, needs_plugin
 
 from pallas_kernels import dispatch, gated_matmul, mla_attention
@@ -31,7 +31,7 @@ KNOWN = {"deepseek-dsa-mtp-chain": {"no copy of a pool": "temporary memory"}}
 
 def compiled(name):
     """The checks that do not hold of a loop, and its text."""
-    outcome = tpu_cases.compile_on(tpu_cases.case_of(name), devices())
+    outcome = small_loops.compile_on(small_loops.case_of(name), devices())
     assert outcome.programs is not None, outcome.problems
     return outcome.problems, outcome.programs.decode.as_text()
 

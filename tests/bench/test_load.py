@@ -7,9 +7,10 @@ import jax
 import pytest
 
 from jspec import cli
-from jspec.bench import cli as bench
-from jspec.bench import load, load_cli, machine, measurement
+from jspec.bench import load, load_report, machine, measurement
 from jspec.bench.load import LoadResult, LoadRun
+from jspec.bench.presets import PRESETS
+from jspec.bench.subject import Subject
 from jspec.engine.engine import EngineError
 
 
@@ -109,7 +110,7 @@ def test_programs_that_are_compiled_are_counted():
 
 def report_of(*results):
     here = machine.Environment("2026-01-02T03:04:05+00:00", None, None, "1", None, "NVIDIA H1", 1, "", None)
-    return load_cli.LoadReport(
+    return load_report.LoadReport(
         model="m",
         dtype="bfloat16",
         command="jspec bench --load",
@@ -132,7 +133,7 @@ def report_of(*results):
 def test_a_table_and_lines_of_runs():
     slower = dataclasses.replace(RUN, seconds=3.0, rounds=60)
     out = report_of(LoadResult("chain", 4, [RUN, slower, RUN]), LoadResult("plain", 4, problem="no room"))
-    headline, heading, cells, problem = load_cli.table(out).splitlines()
+    headline, heading, cells, problem = load_report.table(out).splitlines()
     assert headline == (
         "m: 8.03 B parameters + eagle draft of 424.70 M, bfloat16, imposed acceptance; NVIDIA H1, jax 1; 256 requests "
         "of 84,345 prompt and 48,502 output tokens in all"
@@ -140,7 +141,7 @@ def test_a_table_and_lines_of_runs():
     assert len(heading) == len(cells) and heading.split()[:3] == ["mode", "slots", "tokens/s"]
     assert cells.split() == "chain 4 150.0 2.00 50 60% 500.0 1500.0 10.0 20.0 3".split()
     assert problem == "plain 4: no room"
-    *lines, missing = load_cli.lines(out)
+    *lines, missing = load_report.lines(out)
     assert (missing.mode, missing.values, missing.note) == ("plain", [], "no room")
     assert "drafter" not in missing.settings and missing.settings["output_tokens"] == 48_502
     assert {line.metric: list(line.values) for line in lines} == {
@@ -176,16 +177,16 @@ def test_a_table_and_lines_of_runs():
 )
 def test_options_that_do_not_fit_together_are_refused_at_once(capsys, monkeypatch, arguments, message):
     """Before any weight is made."""
-    monkeypatch.setattr(bench.Subject, "make", None)
+    monkeypatch.setattr(Subject, "make", None)
     status, out, err = run(capsys, "--preset", "tiny", *arguments.split())
     assert status == 2 and message in err and not out
 
 
 def test_a_model_whose_context_is_too_short_is_refused(capsys, monkeypatch):
-    preset = bench.PRESETS["tiny"]
+    preset = PRESETS["tiny"]
     short = dataclasses.replace(preset, head=dataclasses.replace(preset.head, max_length=2047))
-    monkeypatch.setitem(bench.PRESETS, "tiny", short)
-    monkeypatch.setattr(bench.Subject, "make", None)
+    monkeypatch.setitem(PRESETS, "tiny", short)
+    monkeypatch.setattr(Subject, "make", None)
     status, _, err = run(capsys, "--preset", "tiny", "--load")
     assert status == 2 and "--load: requests have up to 2048 tokens; the context of tiny is 2047" in err
 

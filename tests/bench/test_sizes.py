@@ -4,8 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 import pytest
+import sizes
 
-from jspec.bench import sizes
 from jspec.bench.presets import PRESETS
 from jspec.models.quantized import quantize_shapes
 

@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 
-from jspec.train import cli, tokenizer
+from jspec.cli import train as cli
+from jspec.train import tokenizer
 
 VOCABULARY = 280
 PROMPTS = [f"def f{i}(a, b):" for i in range(4)]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jspec import cli
-from jspec.bench import cli as bench
 from jspec.bench import machine, presets
 from jspec.bench import subject as subjects
 from jspec.bench.measure import BenchSetup, case_bytes
+from jspec.bench.options import BenchOptions
 from jspec.core.types import Params
 from jspec.drafters import Plain
 from jspec.engine import memory
@@ -29,10 +29,8 @@ def run(capsys, *arguments):
     return status, captured.out, captured.err
 
 
-def subject_of(*arguments):
-    options = cli.build_parser().parse_args(["bench", *map(str, arguments)])
-    bench.check(options)
-    return subjects.of(options)
+def subject_of(**options):
+    return subjects.of(BenchOptions(**options))
 
 
 def held(params):
@@ -46,8 +44,8 @@ def test_random_weights_are_those_of_one_device_and_each_device_has_its_share(mo
     wide = dataclasses.replace(preset.target, hidden_size=64, num_kv_heads=2, head_dim=128, intermediate_size=256)
     head = presets.eagle_head(wide, draft_vocab_size=32)
     monkeypatch.setitem(presets.PRESETS, "tiny", dataclasses.replace(preset, target=wide, head=head))
-    given = ("--preset", "tiny", "--dtype", "bfloat16", *(() if weights == "bfloat16" else ("--weights", weights)))
-    one, two = subject_of(*given), subject_of(*given, "--tensor", 2)
+    options = {"preset": "tiny", "dtype": "bfloat16", "weights": None if weights == "bfloat16" else weights}
+    one, two = subject_of(**options), subject_of(**options, tensor=2)
     assert (two.target.tensor, str(two.placement)) == (2, "2 devices")
     made = two.make()
     for x, y in zip(jax.tree.leaves(widen(made)), jax.tree.leaves(widen(one.make())), strict=True):
@@ -63,15 +61,15 @@ def test_random_weights_are_those_of_one_device_and_each_device_has_its_share(mo
 
 def test_a_draft_is_split_as_by_load(monkeypatch):
     """A small head is faster whole; assistants and MTP heads are split wherever the target is."""
-    small = subject_of("--preset", "tiny", "--tensor", 2)
+    small = subject_of(preset="tiny", tensor=2)
     assert (small.draft.tensor, small.placement.draft) == (1, False)
     monkeypatch.setattr("jspec.checkpoints.split.SUM_SECONDS", 0.0)
-    head = subject_of("--preset", "tiny", "--tensor", 2)
+    head = subject_of(preset="tiny", tensor=2)
     assert (head.draft.tensor, head.placement.draft) == (2, True)
     with pytest.raises(ValueError, match="tensor=2: must divide"):
-        subject_of("--preset", "tiny-qwen3-next", "--drafter", "mtp", "--tensor", 2)
+        subject_of(preset="tiny-qwen3-next", drafter="mtp", tensor=2)
     for name, drafter in (("tiny-gemma-4", "frozen-kv-mtp"), ("tiny-deepseek-v3.2", "mtp")):
-        made = subject_of("--preset", name, "--drafter", drafter, "--tensor", 2)
+        made = subject_of(preset=name, drafter=drafter, tensor=2)
         assert (made.draft.tensor, made.placement.draft) == (2, True)
 
 
@@ -110,7 +108,7 @@ def test_heads_of_keys_that_several_devices_copy_count_for_each():
 def test_weights_that_do_not_fit_on_a_device_are_refused_before_they_are_made(capsys, monkeypatch):
     free = 20_000_000_000
     monkeypatch.setattr(memory, "free_bytes", lambda device=None: (4 * free, 4 * free))  # Four devices share it.
-    monkeypatch.setattr(bench.Subject, "make", None)
+    monkeypatch.setattr(subjects.Subject, "make", None)
     status, out, err = run(capsys, "--preset", "llama-3.3-70b", "--dtype", "bfloat16", "--mode", "plain", "--tensor", 4)
     assert status == 2 and not out
     assert "llama-3.3-70b: 35.28 GB of weights (bfloat16) on each of 4 devices do not fit: 20.00 GB of" in err
@@ -124,8 +122,6 @@ def test_weights_that_do_not_fit_on_a_device_are_refused_before_they_are_made(ca
         ("--preset tiny --tensor 2 --exact", "--exact: no exact forward with --tensor 2 yet"),
         ("--preset tiny --tensor 2 --weights int4", "--tensor 2: o has 16 rows with 128 packed together"),
         ("--preset tiny --tensor 2 --mode unfolded", "--mode unfolded: runs on one device"),
-        ("--preset tiny --tensor 2 --compile-for v5e", "--tensor 2: requires a device; leave it out"),
-        ("--preset tiny --data 2 --compile-for v5e", "--data 2: requires a device; leave it out"),
         ("--preset tiny --data 2 --batch 4 3", "--batch 3: must be a multiple of --data 2"),
         ("--preset tiny --data 3 --tensor 4 --batch 3", "--data 3, --tensor 4: their product must be at most 8"),
         ("--preset tiny --data 2 --batch 2 --mode unfolded", "leave it out with --data 2"),

@@ -28,7 +28,7 @@ def refuse(arguments, capsys):
         (["--port", "70000"], "from 0 to 65535"),
         (["--slots", "0"], "at least 1"),
         (["--max-body", "x"], "must be an integer"),
-        (["--grace", "-1"], "--grace -1"),
+        (["--grace", "-1"], "--grace: '-1'"),
         (["--grace", "nan"], "--grace: 'nan'"),
         (["--host", "no.such.host.invalid"], "--host"),
         (["--host", "192.0.2.1"], "--port 0: cannot listen on 192.0.2.1"),

@@ -21,8 +21,9 @@ import train_files  # noqa: E402
 from train_files import run  # noqa: E402
 
 from jspec.checkpoints import llama  # noqa: E402
+from jspec.cli import train as cli  # noqa: E402
 from jspec.models import Llama  # noqa: E402
-from jspec.train import cli, data, loop  # noqa: E402
+from jspec.train import data, loop  # noqa: E402
 
 REQUIRED = {
     "data": {"out": "x"},

@@ -17,7 +17,8 @@ pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip inst
 from train_files import lines, run  # noqa: E402
 
 import jspec  # noqa: E402
-from jspec.train import cli, distill, eagle3, frozen_kv_mtp, loop, prepare, replies  # noqa: E402
+from jspec.cli import train as cli  # noqa: E402
+from jspec.train import distill, eagle3, frozen_kv_mtp, loop, prepare, replies  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 

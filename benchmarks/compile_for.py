@@ -1,17 +1,27 @@
-"""`jspec bench --compile-for`: its options, its lines of data and its table."""
+"""Compiles rounds for a TPU without one, and prints what its compiler knows of them; nothing runs.
 
-import argparse
+libtpu, the extra `tpu`, has the compiler. docs/tpu.md explains the numbers.
+"""
+
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import compiled
+import tpu
+from compiled import CompiledCase
 from tqdm import tqdm
 
-from jspec.bench import compiled, machine, measurement, report, tpu
-from jspec.bench.compiled import CompiledCase
-from jspec.bench.measure import FROM_HOST, BenchSetup
+from jspec import cli
+from jspec.bench import machine, measurement, report
+from jspec.bench import subject as subjects
 from jspec.bench.measurement import Measurement, Scalar
-from jspec.core.types import Drafter
+from jspec.bench.options import SHAPE, WINDOW, CaseOptions
+from jspec.bench.presets import PRESETS
+from jspec.checkpoints.files import DTYPES
+from jspec.cli.arguments import Parser, check_output, set_options
+from jspec.core.options import option
 from jspec.models.sizes import count_parameters
 
 NOT_RUN = "compiled, not run"
@@ -19,40 +29,15 @@ NOT_RUN = "compiled, not run"
 _NOTE = (
     f"{NOT_RUN}: the compiler's estimate, in which each kernel takes the time of the roofline for the keys and values"
 )
-_NEED_A_DEVICE = ("load", "slots", "requests", "repeats", "no_split", "plot", "checkpoint", "tensor", "data")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the option."""
-    parser.add_argument(
-        "--compile-for",
-        choices=tuple(tpu.CHIPS),
-        help="compile for one TPU of this kind, which need not be there, and print what the compiler knows of a round; "
-        "nothing runs (requires libtpu: the extra tpu)",
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(CaseOptions):
+    """The options of the script."""
 
-
-def check(options: argparse.Namespace) -> None:
-    """Fills in defaults, and raises if options require a device.
-
-    Raises:
-      ValueError: they do, or libtpu is not installed.
-    """
-    if not options.compile_for:
-        return
-    for name in _NEED_A_DEVICE:
-        value = getattr(options, name)
-        if value:
-            shown = "" if value is True else f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
-            raise ValueError(f"--{name.replace('_', '-')}{shown}: requires a device; leave it out with --compile-for")
-    for mode in options.mode:
-        if mode in FROM_HOST:
-            raise ValueError(f"--mode {mode}: requires a device; leave it out with --compile-for")
-    options.dtype = options.dtype or "bfloat16"
-    try:
-        tpu.device(options.compile_for)
-    except ValueError as error:
-        raise ValueError(f"--compile-for {error}") from None
+    preset: str = option(help="the shapes of this model", choices=tuple(PRESETS))
+    chip: str = option(help="the kind of TPU, which need not be there", choices=tuple(tpu.CHIPS))
+    dtype: str = option("bfloat16", "dtype of the weights", choices=tuple(DTYPES))
 
 
 @dataclasses.dataclass
@@ -72,24 +57,28 @@ class CompileReport:
     results: list[CompiledCase] = dataclasses.field(default_factory=list)
 
 
-def main(
-    options: argparse.Namespace,
-    name: str,
-    setup: BenchSetup,
-    drafters: Mapping[str, Drafter],
-    settings: Mapping[str, Scalar],
-) -> int:
+def run(options: Options) -> int:
     """Compiles and prints; returns the exit status.
 
-    name: of the model. setup: its weights are shapes. drafters: by mode. settings: as in `CompileReport`.
+    Raises:
+      ValueError: libtpu is not installed, or options that do not suit the model.
     """
-    device, target = tpu.device(options.compile_for), setup.params.target
+    if options.json:
+        check_output("--json", options.json)
+    try:
+        device = tpu.device(options.chip)
+    except ValueError as error:
+        raise ValueError(f"--chip {error}") from None
+    subject = subjects.of(options)
+    drafters = subjects.drafters_of(options, subject)
+    setup, target = subjects.setup_of(options, subject, subject.params), subject.params.target
+    settings = subjects.settings_of(options, subject, (*SHAPE, "rounds", "page_size"))
     out = CompileReport(
-        model=name,
+        model=subject.name,
         dtype=str(target.embed.dtype),
-        command=report.command_of(options),
+        command=options.command,
         environment=_environment(device),
-        chip=tpu.CHIPS[options.compile_for],
+        chip=tpu.CHIPS[options.chip],
         settings={**settings, "libtpu": tpu.version()},
         parameters={"target": count_parameters(target), "draft": count_parameters(setup.params.draft)},
     )
@@ -167,8 +156,6 @@ def table(out: CompileReport) -> str:
     ]
     rows = [[*names, "kernels", "arguments GB", "temporary GB", "compile s"]]
     rows += [_cells(out.chip, result) for result in out.results if not result.case.problem]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     model = report.describe(out.model, out.parameters, out.settings["drafter"], out.dtype)
     versions = f"jax {out.environment.jax}, libtpu {out.settings['libtpu']}"
     head = f"{model}; {out.environment.device}, {versions}; roofline at {out.chip.gb_per_second:g} GB/s"
@@ -177,7 +164,7 @@ def table(out: CompileReport) -> str:
         for result in out.results
         if result.case.problem
     ]
-    return "\n".join([head, *text, *problems])
+    return "\n".join([head, *report.aligned(rows), *problems])
 
 
 def _cells(chip: tpu.Chip, result: CompiledCase) -> list[str]:
@@ -194,3 +181,14 @@ def _cells(chip: tpu.Chip, result: CompiledCase) -> list[str]:
         f"{max(each.temporary for each in result.memory.values()) / 1e9:.2f}",
         f"{sum(result.case.compile_seconds.values()):.1f}",
     ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the script; returns its exit status."""
+    parser = Parser(prog="python benchmarks/compile_for.py", description=__doc__)
+    set_options(parser, Options, run, {"shape of the draft": (*SHAPE, *WINDOW)})
+    return cli.main(arguments, parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 
-from jspec.engine.arguments import Parser
+from jspec.cli.arguments import Parser
 from jspec.train import arguments, options, prepare, replies, text
 
 

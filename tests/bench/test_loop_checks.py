@@ -5,10 +5,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import loop_checks
 import pytest
-import tpu_checks
-
-from jspec.bench.compiled import Programs
+from compiled import Programs
 
 POOL = "bf16[2,2,256,64,2,128]"
 POOL_BYTES = 2 * 2 * 256 * 64 * 2 * 128 * 2
@@ -44,7 +43,7 @@ def problems(loop=(), entry=(), aliases=ALIASES, arguments=10**9, temporary=0, d
     text = "\n".join([*lines, "ENTRY %main (a: f32[2]) -> f32[2] {", *entry, *ENTRY, "}", ""])
     memory = types.SimpleNamespace(argument_size_in_bytes=arguments, temp_size_in_bytes=temporary)
     program = types.SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: memory)
-    return tpu_checks.problems(Programs(None, program, {}, None), STATE, 10**9, devices)
+    return loop_checks.problems(Programs(None, program, {}, None), STATE, 10**9, devices)
 
 
 SUM = "  %all-reduce.1 = f32[8,256]{1,0:T(8,128)} all-reduce(%x.1), to_apply=%add"

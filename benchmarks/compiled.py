@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import tpu
 from jax.stages import Compiled, Lowered
 
-from jspec.bench import tpu
 from jspec.bench.measure import (
     BenchSetup,
     CaseResult,

@@ -4,13 +4,13 @@ They run at the shapes of a preset, on random data, several times in one program
 with other experts. The time is the mean of a call, including the gaps between kernels.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jspec import cli
 from jspec.bench import machine, measurement, report
-from jspec.bench.cli import BATCH, COUNT, REPEATS
 from jspec.bench.presets import PRESETS
 from jspec.checkpoints.files import DTYPES, resolve_dtype
+from jspec.cli.arguments import Parser, check_output, set_options
+from jspec.core.options import check_options, option, typed
 from jspec.core.xla_options import TRITON_GEMM_MAX_TOKENS, loop_options
 from jspec.engine import memory
-from jspec.engine.arguments import check_output
 from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -73,35 +74,38 @@ class Work:
     many: bool = False
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options, and sets `run`."""
-    parser.add_argument("kernel", choices=KERNELS, help="those named exact are timed beside the others")
-    parser.add_argument("--preset", choices=tuple(PRESETS), required=True, help="the model whose shapes are used")
-    parser.add_argument("--batch", type=BATCH, default=8, metavar="N", help="sequences; default: 8")
-    parser.add_argument(
-        "--nodes",
-        type=BATCH,
-        nargs="+",
-        default=(1, 6, 32),
-        metavar="N",
-        help="per sequence; default: 1 6 32",
-    )
-    parser.add_argument("--context", type=COUNT, metavar="N", help="committed tokens; default: 8192")
-    parser.add_argument("--page-size", type=COUNT, metavar="N", help="rows per page; default: 64")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="default: bfloat16, float32 on CPU")
-    parser.add_argument("--repeats", type=REPEATS, default=7, metavar="N", help="measurements of each time; default: 7")
-    parser.add_argument(
-        "--tile",
-        nargs="+",
-        default=(),
+_COUNT = {"least": 1, "most": 2**31 - 1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of the script.
+
+    Raises:
+      ValueError, TypeError: a value out of bounds.
+    """
+
+    kernel: str = option(help="those named exact are timed beside the others", choices=KERNELS, positional=True)
+    preset: str = option(help="the model whose shapes are used", choices=tuple(PRESETS))
+    batch: int = option(8, "sequences", bounds=_COUNT)
+    nodes: tuple[int, ...] = option((1, 6, 32), "per sequence (default: 1 6 32)", bounds=_COUNT)
+    context: int | None = option(None, "committed tokens (default: 8192)", bounds=_COUNT)
+    page_size: int | None = option(None, "rows per page (default: 64)", bounds=_COUNT)
+    dtype: str | None = option(None, "default: bfloat16, float32 on CPU", choices=tuple(DTYPES))
+    repeats: int = option(7, "measurements of each time", least=1, most=10_000)
+    tile: tuple[str, ...] = option(
+        (),
+        "configurations of a GPU kernel to try beside its default: the fields of its Config, in order",
         metavar="AxBx...",
-        help="configurations of a GPU kernel to try beside its default: the fields of its Config, in order",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write each time to FILE as a line of JSON")
-    parser.set_defaults(run=main)
+    json: Path | None = option(None, "write each time to FILE as a line of JSON", metavar="FILE")
+    command: str | None = None
+
+    def __post_init__(self):
+        check_options(self)
 
 
-def main(options: argparse.Namespace) -> int:
+def run(options: Options) -> int:
     """Measures and prints; returns the exit status.
 
     Raises:
@@ -132,7 +136,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _works(options: argparse.Namespace, target: Decoder, dtype: DTypeLike) -> Iterator[tuple[int, Work]]:
+def _works(options: Options, target: Decoder, dtype: DTypeLike) -> Iterator[tuple[int, Work]]:
     """The operations of each number of nodes, with it. Their arrays are large, so each is made when it is needed."""
     context, page_size = options.context or 8192, options.page_size or DEFAULT_PAGE_SIZE
     for nodes in options.nodes:
@@ -149,10 +153,8 @@ def _works(options: argparse.Namespace, target: Decoder, dtype: DTypeLike) -> It
             yield nodes, _exactly(work) if options.kernel == "exact-attention" else work
 
 
-def _copy_line(
-    options: argparse.Namespace, here: machine.Environment, copy: machine.Bandwidth
-) -> measurement.Measurement:
-    speeds, command = [copy.bytes / seconds / 1e9 for seconds in copy.seconds], report.command_of(options)
+def _copy_line(options: Options, here: machine.Environment, copy: machine.Bandwidth) -> measurement.Measurement:
+    speeds, command = [copy.bytes / seconds / 1e9 for seconds in copy.seconds], options.command
     return report.measurement(
         here,
         options.kernel,
@@ -166,7 +168,7 @@ def _copy_line(
 
 
 def _line(
-    options: argparse.Namespace,
+    options: Options,
     here: machine.Environment,
     work: Work,
     nodes: int,
@@ -196,7 +198,7 @@ def _line(
         values=[] if isinstance(seconds, str) else [1e6 * each for each in seconds],
         note=seconds if isinstance(seconds, str) else None,
         floor=floor,
-        command=report.command_of(options),
+        command=options.command,
         subject=work.name,
         mode=way if way in ("XLA", _INEXACT) else "kernel",
         batch=options.batch,
@@ -206,7 +208,7 @@ def _line(
     )
 
 
-def check(options: argparse.Namespace, target: Decoder) -> None:
+def check(options: Options, target: Decoder) -> None:
     """Raises a ValueError if the options do not fit together, or a file cannot be written."""
     if options.json:
         check_output("--json", options.json)
@@ -218,10 +220,9 @@ def check(options: argparse.Namespace, target: Decoder) -> None:
     if options.kernel in ("attention", "exact-attention"):
         return
     for name in ("context", "page_size"):
-        value = getattr(options, name)
-        if value is not None:
+        if getattr(options, name) is not None:
             kernel = options.kernel.removeprefix("exact-")
-            raise ValueError(f"--{name.replace('_', '-')} {value}: {kernel} do not read the cache; omit it")
+            raise ValueError(f"{typed(options, name)}: {kernel} do not read the cache; omit it")
     if options.kernel == "experts" and _experts(target) is None:
         others = ", ".join(name for name, preset in PRESETS.items() if _experts(preset.target))
         raise ValueError(f"--preset {options.preset} has no experts; must be one of {others}")
@@ -426,3 +427,14 @@ def _tile(text: str, operation: Operation) -> Any:
 
 def _device_kind() -> str:
     return jax.devices()[0].device_kind
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the script; returns its exit status."""
+    parser = Parser(prog="python benchmarks/kernel_times.py", description=__doc__)
+    set_options(parser, Options, run, {})
+    return cli.main(arguments, parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,10 +5,9 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import compiled
 import jax
-
-from jspec.bench import compiled
-from jspec.bench.compiled import Programs
+from compiled import Programs
 
 _HOST = {"infeed", "outfeed", "send", "send-done", "recv", "recv-done"}
 _SUMS = {"all-reduce", "all-reduce-start"}

@@ -2,7 +2,7 @@
 
 Heads of 64 and more let the TPU's kernels run. The pools are larger than everything else, so a copy of one shows in the
 memory of a program, and larger than the memory on the core, into which XLA may move smaller ones and back in each
-round. `python tests/helpers/tpu_cases.py` compiles all of them for all chips and prints what does not hold; `--json
+round. `python benchmarks/small_loops.py` compiles all of them for all chips and prints what does not hold; `--json
 FILE` writes it as measurements.
 """
 
@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import compiled
 import jax.numpy as jnp
-import tpu_checks
+import loop_checks
+import tpu
 
-from jspec.bench import compiled, machine, measurement, report, tpu
+from jspec.bench import machine, measurement, report
 from jspec.bench.measure import BenchSetup, CaseResult
 from jspec.bench.presets import PRESETS, block_draft, eagle_head, gemma4_assistant, gpt_oss_head, mtp_heads
 from jspec.core import sharding
@@ -255,7 +257,7 @@ def compile_on(case: TpuCase, devices: tuple[Any, ...], *, only_loop: bool = Fal
     if setup.placement is not None:
         params, state = setup.placement.local(params), setup.placement.local(state)
     expected = tree_bytes(params) + tree_bytes(state)
-    return Outcome(tpu_checks.problems(programs, state, expected, case.devices), programs, expected)
+    return Outcome(loop_checks.problems(programs, state, expected, case.devices), programs, expected)
 
 
 def known(case: TpuCase, chip: str) -> dict[str, str]:
@@ -302,7 +304,7 @@ def _lines(case: TpuCase, chip: str, outcome: Outcome) -> list[measurement.Measu
             context=CONTEXT,
             dtype="bfloat16",
             settings={"page_size": PAGE_SIZE, "libtpu": tpu.version()},
-            command="python tests/helpers/tpu_cases.py --json results.jsonl",
+            command="python benchmarks/small_loops.py --json results.jsonl",
         )
 
     failed = outcome.problems

@@ -1,0 +1,244 @@
+"""Command-line arguments from dataclasses of options, files that are written, and errors in the words of a shell."""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import re
+import stat
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeAlias, TypeVar
+
+from jspec.bench import report
+from jspec.core import package
+from jspec.core.checks import check_int, check_number
+from jspec.core.options import kind_of, option_of, options_of
+
+T = TypeVar("T")
+_OPEN_LIMIT = 80
+"""Characters of a value that a message shows."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with status 2."""
+        text = printable(" ".join(message.split()))
+        self.exit(2, f"{self.prog}: {text} ({self.prog} --help lists the options)\n")
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    kind: type[T],
+    run: Callable[[T], int],
+    *,
+    help: str,
+    description: str | None = None,
+    groups: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> None:
+    """Adds a command whose options are those of a dataclass.
+
+    kind: its field `command`, if it has one, gets what was typed.
+    run: gets the options; returns the exit status.
+    groups: title, and perhaps a text after a colon and a line break -> the options below it.
+    """
+    parser = commands.add_parser(name, help=help, description=description)
+    set_options(parser, kind, run, groups)
+
+
+def set_options(
+    parser: argparse.ArgumentParser, kind: type[T], run: Callable[[T], int], groups: Mapping[str, Sequence[str]]
+) -> None:
+    """Gives a parser the options of a dataclass, and what runs with them; see `add_command`."""
+    grouped = {option for names in groups.values() for option in names}
+    add_options(parser, kind, [option for option in options_of(kind) if option not in grouped])
+    for title, names in groups.items():
+        head, _, text = title.partition(":\n")
+        add_options(parser.add_argument_group(head, text or None), kind, names)
+    parser.set_defaults(run=lambda arguments: run(read_options(arguments, kind)))
+
+
+def add_options(
+    parser: "argparse.ArgumentParser | argparse._ArgumentGroup", kind: type, names: Iterable[str] | None = None
+) -> None:
+    """Adds an argument for each option of a dataclass, see `jspec.core.options`.
+
+    A value is checked against the bounds of its field when it is parsed. A flag that is on becomes --no-NAME.
+
+    names: those of the options to add; None: all.
+    """
+    fields = options_of(kind)
+    for name in fields if names is None else names:
+        field, spec = fields[name]
+        value, required = kind_of(field), field.default is dataclasses.MISSING
+        if value.type is bool:
+            flag, action = (f"no_{name}", "store_false") if field.default is True else (name, "store_true")
+            parser.add_argument(option_of(flag), dest=name, action=action, help=spec.help)
+            continue
+
+        # The default is part of the help, unless that explains it.
+        settings: dict[str, Any] = {"default": None, "help": spec.help}
+        if not required and field.default not in (None, ()):
+            settings["default"] = field.default
+            settings["help"] += "" if "(default" in spec.help else " (default: %(default)s)"
+
+        # One value or several.
+        if spec.choices:
+            settings["choices"] = spec.choices
+        else:
+            settings["type"] = _parse(value.type, spec.bounds)
+            settings["metavar"] = spec.metavar or {int: "N", float: "X"}.get(value.type, name.upper())
+        if spec.repeated:
+            settings["action"] = "append"
+        elif value.many:
+            settings["nargs"] = "+"
+
+        if not spec.positional:
+            parser.add_argument(option_of(name), **settings, dest=name, required=required)
+        elif required:
+            parser.add_argument(name, **settings)
+        else:
+            parser.add_argument(name, **settings, nargs="?")
+
+
+def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:
+    """The dataclass whose options `add_options` added.
+
+    Raises:
+      TypeError, ValueError: as the dataclass.
+    """
+    typed: dict[str, Any] = {name: getattr(arguments, name) for name in options_of(kind)}
+    given = {name: tuple(x) if isinstance(x, list) else x for name, x in typed.items() if x is not None}
+    if "command" in (field.name for field in dataclasses.fields(kind)):  # pyright: ignore[reportArgumentType]
+        given["command"] = report.command(arguments.program, arguments.arguments)
+    return kind(**given)
+
+
+def _parse(kind: type, bounds: Mapping[str, float]) -> Callable[[str], Any]:
+    """Parses a value of this type within bounds."""
+
+    def parse(text: str) -> Any:
+        if kind not in (int, float):
+            return kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            required = "an integer" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{_shown(text)}: must be {required}") from None
+        try:
+            return check_int("", value, **bounds) if kind is int else check_number("", value, **bounds)  # pyright: ignore
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{_shown(text)}: {str(error).partition(': ')[2]}") from None
+
+    return parse
+
+
+def check_output(option: str, path: Path) -> None:
+    """Checks that a file can be written, and leaves it as it is, or missing.
+
+    Raises:
+      ValueError: it cannot; the message has the option, the path and the reason.
+    """
+    existed = os.path.lexists(path)
+    try:
+        # Opening a pipe that nobody reads would wait; with O_NONBLOCK it is an error.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(path, flags, 0o666)
+    except FileNotFoundError:
+        raise ValueError(f"{option} {path}: the directory {path.parent} does not exist") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{option} {_shown(str(path))}: cannot be written ({reason})") from None
+    regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    os.close(descriptor)
+    if regular and not existed:
+        path.unlink()
+
+
+def check_plot(path: Path) -> None:
+    """Raises a ValueError if a picture cannot be written to this file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(f"--plot {path}: requires matplotlib: {package.install('notebooks')}")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in kinds:
+        raise ValueError(
+            f"--plot {path}: the name must end in one of {', '.join(f'.{kind}' for kind in sorted(kinds))}"
+        )
+    check_output("--plot", path)
+
+
+@contextlib.contextmanager
+def naming_models(given: Mapping[str, str | None]) -> Generator[None, None, None]:
+    """Adds to errors of the `with` block, which loads models, the option that names the model.
+
+    given: option -> its value.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        message = str(error)
+        for option, value in given.items():
+            if value is not None and message.startswith((f"{value}:", repr(value))):
+                raise ValueError(f"{option} {message}") from None
+        typed = " ".join(f"{option} {value}" for option, value in given.items() if value is not None)
+        raise ValueError(f"{typed}: {message}") from None
+
+
+def printable(text: str) -> str:
+    """A message without the middle of very long words, and without what a terminal cannot show.
+
+    Lone surrogates, which bytes of an argument become that are no text, are escaped.
+    """
+    text = re.sub(r"\S{200,}", lambda found: f"{found[0][:120]}...{found[0][-20:]}", text)
+    return text.encode(errors="backslashreplace").decode()
+
+
+MAX_TOKENS = 2**31 - 1
+"""The largest count that an option takes."""
+
+
+def in_options(message: str, names: Iterable[str]) -> str:
+    """An error message of the Python API in the words of the command line: `max_new_tokens=0` is `--max-new-tokens 0`.
+
+    names: the options of the command, spelled as arguments in Python.
+    """
+    ordered = sorted(names, key=len, reverse=True)
+    name = "|".join(map(re.escape, ordered))
+    if not name:
+        return message
+    value = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,:;()]+(?:\([^()]*\))?"""
+    given = rf"(?<![\w.])({name})=({value})"
+    # Eagle(depth=0) names the class that takes the option, and jspec.load(..., draft="...") the function.
+    call = rf"\b(?:jspec\.\w+|[A-Z]\w*)\((?:\.\.\., )?((?:{given}(?:, )?)+)\)"
+    message = re.sub(call, lambda found: re.sub(r",(?= \w+=)", "", re.sub(r"(, )?\w+=None", "", found[1])), message)
+    message = re.sub(given, lambda found: _typed(found[1], found[2]), message)
+    # The name alone, where it cannot be an ordinary word.
+    spelled = "|".join(option for option in ordered if "_" in option)
+    if spelled:
+        message = re.sub(rf"(?<![\w.=-])({spelled})(?![\w=])", lambda found: option_of(found[1]), message)
+    return message.replace("jspec.load(...)", "this command")
+
+
+def _typed(name: str, value: str) -> str:
+    """An option with its value, as typed in a shell."""
+    if value == "True":
+        return option_of(name)
+    if value == "None":
+        return "--drafter plain" if name == "drafter" else f"no {option_of(name)}"
+    plain = value[1:-1] if value[0] in "'\"" else value
+    plain = "MODEL" if plain == "..." else plain
+    return f"{option_of(name)} {plain if plain and not any(map(str.isspace, plain)) else value}"
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= _OPEN_LIMIT else text[: _OPEN_LIMIT - 3] + "...")

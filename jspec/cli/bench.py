@@ -1,0 +1,164 @@
+"""Measures rounds at a model's true shape, and where their time goes.
+
+Weights are random, and a given number of draft tokens is accepted whether they are right or not, so the results depend
+on the engine and the machine only. With --checkpoint the weights are real; acceptance is still imposed. With --load,
+many requests go through jspec.Engine instead.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from jspec.analysis import plots
+from jspec.bench import load, load_report, machine, measurement, report
+from jspec.bench import subject as subjects
+from jspec.bench.load_report import LoadReport
+from jspec.bench.measure import measure
+from jspec.bench.options import SHAPE, WINDOW, BenchOptions, devices_of
+from jspec.bench.subject import Subject
+from jspec.cache.pages import fit_page_size
+from jspec.cli import arguments
+from jspec.cli.arguments import Commands, check_output, check_plot, naming_models
+from jspec.core.accept import Imposed
+from jspec.core.sharding import on_one_device
+from jspec.core.types import Drafter, Params
+from jspec.engine import memory
+from jspec.engine.model import Model
+from jspec.engine.model import load as load_model
+from jspec.models.quantized import largest_matrix
+from jspec.models.sizes import count_parameters
+
+
+def add_command(commands: Commands) -> None:
+    """Adds the command."""
+    arguments.add_command(
+        commands,
+        "bench",
+        BenchOptions,
+        run,
+        help="measure rounds and their phases at real model shapes",
+        description=__doc__,
+        groups={"shape of the draft": (*SHAPE, *WINDOW), "load of requests": ("load", "slots", "requests")},
+    )
+
+
+def run(options: BenchOptions) -> int:
+    """Measures and prints; returns the exit status.
+
+    Raises:
+      ValueError, OSError: a model that does not fit the device or the options, or a file that cannot be written.
+    """
+    # All that can be wrong with the options is known before anything is measured.
+    if options.json:
+        check_output("--json", options.json)
+    if options.plot:
+        check_plot(options.plot)
+    subject = subjects.of(options, _load(options))
+    drafters = subjects.drafters_of(options, subject)
+    if options.load:
+        for model in filter(None, (subject.target, subject.draft)):
+            load.check_fits(subject.name, getattr(model, "max_length", subject.target.max_length))
+    _check_memory(subject)
+    return _run_load(options, subject, drafters) if options.load else _run_rounds(options, subject, drafters)
+
+
+def _load(options: BenchOptions) -> Model | None:
+    """The model of --checkpoint, if it is given."""
+    if options.checkpoint is None:
+        return None
+    with naming_models({"--draft": options.draft, "--checkpoint": options.checkpoint}):
+        devices: dict[str, Any] = devices_of(options)
+        formats = {"dtype": options.dtype, "weights": options.weights}
+        return load_model(options.checkpoint, draft=options.draft, **formats, **devices)
+
+
+def _run_rounds(options: BenchOptions, subject: Subject, drafters: Mapping[str, Drafter]) -> int:
+    """Measures rounds of each case, and the bandwidth of the device that their floor is computed from."""
+    assert options.repeats is not None
+    copy = machine.copy_bandwidth(options.repeats)
+    head = subject.params.target.embed
+    gemv = machine.gemv_bandwidth(subject.target.hidden_size, subject.target.vocab_size, head.dtype, options.repeats)
+    params = subject.make()
+    setup = subjects.setup_of(options, subject, params, repeats=options.repeats, split=not options.no_split)
+    out = _describe(options, subject, params, {"copy": copy, "gemv": gemv})
+    cases = [(mode, batch, context) for context in options.context for batch in options.batch for mode in options.mode]
+    with tqdm(cases, unit="case") as bar:
+        for mode, batch, context in bar:
+            bar.set_description(f"{mode} {batch} x {context}")
+            out.results.append(measure(setup, mode, drafters[mode], batch, context, bar.set_postfix_str))
+            if options.json:
+                measurement.write(options.json, report.lines(out))
+    print(report.table(out))
+    if options.plot and any(result.round for result in out.results):
+        lines = [dataclasses.asdict(line) for line in report.lines(out)]
+        plots.save(plots.bench_report(lines), options.plot)
+    return 0
+
+
+def _run_load(options: BenchOptions, subject: Subject, drafters: Mapping[str, Drafter]) -> int:
+    """Measures a load of requests for each mode and number of slots."""
+    assert options.requests is not None and options.repeats is not None and options.tokens_per_round is not None
+    model = Model(subject.name, subject.target, subject.make(), None, (), subject.draft, subject.placement)
+    requests = load.requests(options.requests, model.target.vocab_size)
+    page_size = fit_page_size(options.page_size, load.CONTEXT)
+    out = LoadReport(
+        model=model.name,
+        dtype=str(model.params.target.embed.dtype),
+        command=options.command,
+        environment=machine.environment(options.tensor * options.data),
+        settings={**subjects.settings_of(options, subject, SHAPE), "page_size": page_size},
+        parameters={"target": count_parameters(model.params.target), "draft": count_parameters(model.params.draft)},
+        tokens=(sum(len(prompt) for prompt, _ in requests), sum(new for _, new in requests)),
+        requests=options.requests,
+    )
+    cases = [(mode, slots) for slots in options.slots for mode in options.mode]
+    with tqdm(cases, unit="case") as bar:
+        for mode, slots in bar:
+            bar.set_description(f"{mode} {slots}")
+            rule = None if mode == "plain" else Imposed(options.tokens_per_round)
+            sizes = {"slots": slots, "page_size": page_size, "repeats": options.repeats}
+            show = bar.set_postfix_str
+            out.results.append(load.measure(model, mode, drafters[mode], rule, requests, **sizes, report=show))
+            if options.json:
+                measurement.write(options.json, load_report.lines(out))
+    print(load_report.table(out))
+    if options.plot and any(result.runs for result in out.results):
+        load_report.draw(out, options.plot)
+    return 0
+
+
+def _check_memory(subject: Subject) -> None:
+    """Raises ValueError if weights that are not there yet do not fit into the memory of a device."""
+    placement = subject.placement
+    local = on_one_device(placement, subject.params)
+    new = jax.tree.map(lambda leaf, part: leaf if isinstance(leaf, jax.Array) else part, subject.params, local)
+    devices = None if placement is None else placement.devices
+    memory.check_weights(subject.name, (new, largest_matrix(local)), devices=devices)
+
+
+def _describe(
+    options: BenchOptions, subject: Subject, params: Params, bandwidth: dict[str, machine.Bandwidth]
+) -> report.Report:
+    """The report without results."""
+    target, draft, itemsize = subject.target, subject.draft, params.target.embed.dtype.itemsize
+    local = on_one_device(subject.placement, params)
+    streamed = {
+        "target": target.forward_bytes(local.target),
+        "kv_token": target.kv_bytes(1, itemsize),
+    }
+    if draft is not None:
+        streamed["draft_step"], streamed["extend"] = draft.step_bytes(local), draft.extend_bytes(local)
+        streamed["draft_kv_token"] = draft.kv_bytes(1, itemsize, target)
+    return report.Report(
+        model=subject.name,
+        dtype=str(params.target.embed.dtype),
+        command=options.command,
+        environment=machine.environment(options.tensor * options.data),
+        settings=subjects.settings_of(options, subject, (*SHAPE, "rounds", "repeats", "page_size")),
+        parameters={"target": count_parameters(params.target), "draft": count_parameters(params.draft)},
+        streamed_bytes=streamed,
+        bandwidth=bandwidth,
+    )

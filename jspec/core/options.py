@@ -1,0 +1,141 @@
+"""Options as data: a field of a frozen dataclass states the default, the bounds and the help of an option.
+
+`check_options` derives the checks of values from the fields, and `jspec.cli.arguments` the command line.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jspec.core.checks import check_flag, check_int, check_number, check_sequence, shorten
+
+_KEY = "option"
+LONGER = {"window": "draft_window"}
+"""Options with longer names on the command line, where those of all objects are together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What a field states besides its type and its default.
+
+    help: for the command line; the default is appended to it, unless it names one.
+    bounds: arguments of `check_int` or `check_number`.
+    choices: the texts that are valid; empty: any.
+    metavar: what the help calls the value.
+    positional: whether the command line has the value alone, without the name.
+    repeated: whether the command line gives each of several values by an option of its own.
+    """
+
+    help: str = ""
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    choices: Sequence[str] = ()
+    metavar: str | None = None
+    positional: bool = False
+    repeated: bool = False
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    choices: Sequence[str] = (),
+    metavar: str | None = None,
+    positional: bool = False,
+    repeated: bool = False,
+    bounds: Mapping[str, float] = types.MappingProxyType({}),
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """A field that is an option; see `Option`. Without a default it is required.
+
+    bounds: those that several options share, instead of `least`, `above` and `most`.
+    """
+    limits = {"least": least, "above": above, "most": most}
+    bounds = {**bounds, **{name: bound for name, bound in limits.items() if bound is not None}}
+    spec = Option(help, bounds, tuple(choices), metavar, positional, repeated)
+    return dataclasses.field(default=default, metadata={_KEY: spec})
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """The type of an option.
+
+    type: of one value: int, float, bool, str or Path.
+    many: whether it takes several values.
+    optional: whether it may be None.
+    """
+
+    type: type
+    many: bool = False
+    optional: bool = False
+
+
+def options_of(owner: Any) -> dict[str, tuple[dataclasses.Field[Any], Option]]:
+    """The options of a dataclass, or of an instance, by name."""
+    return {field.name: (field, field.metadata[_KEY]) for field in dataclasses.fields(owner) if _KEY in field.metadata}
+
+
+def kind_of(field: dataclasses.Field[Any]) -> Kind:
+    """The kind of a field that is annotated with a type, a tuple of it, or either of them or None."""
+    annotation, optional = field.type, False
+    if isinstance(annotation, types.UnionType):
+        (annotation,) = (part for part in typing.get_args(annotation) if part is not type(None))
+        optional = True
+    many = typing.get_origin(annotation) is tuple
+    one = typing.get_args(annotation)[0] if many else annotation
+    assert isinstance(one, type), f"{field.name}: {field.type} is no type of an option"
+    return Kind(one, many, optional)
+
+
+def check_options(values: Any, owner: str = "") -> None:
+    """Checks the options of a dataclass instance, and makes each a plain value.
+
+    owner: as in `check_int`.
+
+    Raises:
+      TypeError, ValueError: a value of another type, or out of bounds; the message names it.
+    """
+    for name, (field, spec) in options_of(values).items():
+        value, kind = getattr(values, name), kind_of(field)
+        if value is None and kind.optional:
+            continue
+        if not kind.many:
+            checked = _check(name, value, kind.type, spec, owner)
+        else:
+            items = check_sequence(name, value, items=f"a list of {kind.type.__name__}", owner=owner)
+            checked = tuple(_check(f"{name}[{i}]", item, kind.type, spec, owner) for i, item in enumerate(items))
+        object.__setattr__(values, name, checked)
+
+
+def _check(name: str, value: object, kind: type, spec: Option, owner: str) -> object:
+    if kind is bool:
+        return check_flag(name, value, owner=owner)
+    if kind is int:
+        return check_int(name, value, owner=owner, **spec.bounds)  # pyright: ignore[reportArgumentType]
+    if kind is float:
+        return check_number(name, value, owner=owner, **spec.bounds)  # pyright: ignore[reportArgumentType]
+    if not isinstance(value, str | Path):
+        raise TypeError(f"{name}={shorten(value)}: must be a str")
+    if spec.choices and value not in spec.choices:
+        raise ValueError(f"{name}={shorten(value)}: must be one of {', '.join(spec.choices)}")
+    return value
+
+
+def option_of(name: str) -> str:
+    """An option as the command line spells it."""
+    return f"--{LONGER.get(name, name).replace('_', '-')}"
+
+
+def typed(values: Any, name: str) -> str:
+    """An option of an instance with its value, as it is typed."""
+    value = getattr(values, name)
+    if value is True:
+        return option_of(name)
+    shown = (
+        " ".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else value
+    )
+    return f"{option_of(name)} {shown}"
