@@ -13,7 +13,7 @@ from jspec.cache import pages
 from jspec.cache.narrow import as_stored, narrowed
 from jspec.cache.paged import PagedCache, pad_last
 from jspec.cache.window import Window, attend_within
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from pallas_kernels import platform
 from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.kv_compact import kv_compact
@@ -53,7 +53,7 @@ def read(
 class MhaCache(PagedCache):
     """Keys and values of committed tokens. A forward reads it; only `commit`, once per round, writes it."""
 
-    pool: Float[Array, "L 2 P page K padded"]
+    pool: Float[Array, "L 2 P page K padded"] = leaf(split=-2)
     """Zeros follow the D features of a head, if it has more elements."""
 
     @classmethod

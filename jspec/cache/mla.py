@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jspec.cache import pages
 from jspec.cache.narrow import as_stored, narrowed
 from jspec.cache.paged import PagedCache
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from pallas_kernels import platform
 from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -31,8 +31,8 @@ MlaRows = tuple[tuple[Float[Array, "B M W"]], ...]
 class UpProjections:
     """Weights from a latent of C features to the unrotated key (P features) and the value (V features) of each head."""
 
-    keys: Float[Array, "H P C"]
-    values: Float[Array, "H C V"]
+    keys: Float[Array, "H P C"] = leaf(split=-3)
+    values: Float[Array, "H C V"] = leaf(split=-3)
 
 
 @struct

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core import tree
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from pallas_kernels import delta_rule
 
 
@@ -75,17 +75,17 @@ class RecurrentLayer:
 class RecurrentState:
     """What L layers remember of one sequence."""
 
-    layer_states: tuple[Float[Array, "Hv K V"], ...]
-    windows: Float[Array, "L W C"]
+    layer_states: tuple[Float[Array, "Hv K V"], ...] = leaf(split=-3)
+    windows: Float[Array, "L W C"] = leaf(split=-1)
 
 
 @struct
 class RecurrentCache:
     """What L layers remember of committed tokens."""
 
-    layer_states: tuple[Float[Array, "B Hv K V"], ...]
+    layer_states: tuple[Float[Array, "B Hv K V"], ...] = leaf(split=-3)
     """One float32 array per layer, because a matrix product would copy a layer out of a larger array."""
-    windows: Float[Array, "L B W C"]
+    windows: Float[Array, "L B W C"] = leaf(split=-1)
     """Inputs of the convolutions before the next token, oldest first."""
 
     def attend(

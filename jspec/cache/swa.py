@@ -21,7 +21,7 @@ from jspec.cache import pages
 from jspec.cache.mha import Rows, read, stored_rows
 from jspec.cache.paged import PagedCache
 from jspec.cache.window import Window, attend_within
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from pallas_kernels import platform
 from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.kv_compact import kv_compact
@@ -31,14 +31,15 @@ from pallas_kernels.kv_compact import kv_compact
 class Ring:
     """What a sliding-window cache keeps of one sequence."""
 
-    ring: Float[Array, "L 2 pages page K padded"]
+    ring: Float[Array, "L 2 pages page K padded"] = leaf(split=-2, ndim=7)
+    """Split over devices where an engine keeps one in each of several places."""
 
 
 @struct
 class SlidingCache(PagedCache):
     """Keys and values of at least the last `window` committed tokens. Only `commit`, once per round, writes it."""
 
-    pool: Float[Array, "L 2 P page K padded"]
+    pool: Float[Array, "L 2 P page K padded"] = leaf(split=-2)
     """Zeros follow the D features of a head, if it has more elements."""
     window: int = dataclasses.field(metadata={"static": True})
     """Positions that a token sees, its own included."""

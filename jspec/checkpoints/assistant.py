@@ -19,7 +19,7 @@ from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.gemma4 import NORMS, match_layers, parse_assistant
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.split import refuse_split
-from jspec.checkpoints.tensors import Tensors
+from jspec.checkpoints.tensors import Tensors, named_leaf
 from jspec.models.assistant import Assistant, AssistantLayerParams, AssistantParams, ClusterParams, Clusters
 from jspec.models.decoder import Decoder
 
@@ -105,11 +105,13 @@ def read_params(source: Source, config: Assistant, tensors: Tensors) -> Assistan
     width, outer = config.hidden_size, config.target_hidden_size
     own_head = config.clusters is None and not config.target_head
     params = AssistantParams(
-        pre_projection=tensors.fused([("pre_projection.weight", width)], 2 * outer, "pre_projection"),
+        pre_projection=tensors.fused([("pre_projection.weight", width)], 2 * outer, named_leaf("pre_projection")),
         layers=tuple(_read_layer(config, tensors, i, f"model.layers.{i}.") for i in range(config.num_layers)),
         norm=tensors.device("model.norm.weight", width),
-        post_projection=tensors.fused([("post_projection.weight", outer)], width, "post_projection"),
-        head=tensors.device("model.embed_tokens.weight", config.vocab_size, width, field="head") if own_head else None,
+        post_projection=tensors.fused([("post_projection.weight", outer)], width, named_leaf("post_projection")),
+        head=tensors.device("model.embed_tokens.weight", config.vocab_size, width, options=named_leaf("head"))
+        if own_head
+        else None,
         clusters=_read_clusters(config, tensors) if config.clusters else None,
     )
     if not config.target_head:
@@ -123,9 +125,9 @@ def _read_layer(config: Assistant, tensors: Tensors, index: int, prefix: str) ->
     query = config.num_heads * head_dim
     return AssistantLayerParams(
         **{field: tensors.device(prefix + name, width) for field, name in NORMS.items()},
-        q=tensors.fused([(prefix + "self_attn.q_proj.weight", query)], width, "q"),
+        q=tensors.fused([(prefix + "self_attn.q_proj.weight", query)], width, named_leaf("q")),
         q_norm=tensors.device(prefix + "self_attn.q_norm.weight", head_dim),
-        o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query, "o"),
+        o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query, named_leaf("o")),
         **read_mlp(tensors, prefix + "mlp.", mlp, width),
         scalar=tensors.device(prefix + "layer_scalar", 1).reshape(()),
     )

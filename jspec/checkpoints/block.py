@@ -18,7 +18,8 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.llama import name_layer, read_layer
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.split import refuse_split
-from jspec.checkpoints.tensors import FLOATS, Tensors, is_finite
+from jspec.checkpoints.tensors import FLOATS, Tensors, is_finite, named_leaf
+from jspec.core.struct import WHOLE
 from jspec.models.block_head import BlockHead, BlockParams, MarkovParams
 from jspec.models.decoder import Decoder
 from jspec.models.llama import LayerParams
@@ -51,13 +52,15 @@ def read_params(source: Source, config: BlockHead, tensors: Tensors) -> BlockPar
     captured = len(config.capture_layers) * config.target_hidden_size
     confided = width + (config.markov_rank if config.confidence == "markov" else 0)
     params = BlockParams(
-        embed=tensors.device("embed_tokens.weight", vocab, width, field="embed") if config.own_embed else None,
+        embed=tensors.device("embed_tokens.weight", vocab, width, options=named_leaf("embed"))
+        if config.own_embed
+        else None,
         mask_embed=_read_mask(config, source, tensors),
-        fc=tensors.fused([("fc.weight", width)], captured, "fc"),
+        fc=tensors.fused([("fc.weight", width)], captured, named_leaf("fc")),
         hidden_norm=tensors.device("hidden_norm.weight", width),
         layers=tuple(_read_layer(config, tensors, f"layers.{index}.") for index in range(config.num_layers)),
         norm=tensors.device("norm.weight", width),
-        lm_head=tensors.fused([("lm_head.weight", reduced)], width, "lm_head") if config.own_head else None,
+        lm_head=tensors.fused([("lm_head.weight", reduced)], width, named_leaf("lm_head")) if config.own_head else None,
         ids=speculators.read_ids(tensors, reduced, vocab),
         markov=_read_markov(config, tensors),
         confidence=tensors.fused([("confidence_head.proj.weight", 1)], confided) if config.confidence else None,
@@ -82,7 +85,9 @@ def _read_markov(config: BlockHead, tensors: Tensors) -> MarkovParams | None:
         mix, bias = tensors.fused([(f"{name}.weight", shape[1])], shape[0]), tensors.device(f"{name}.bias", shape[1])
     return MarkovParams(
         previous=tensors.device("markov_head.markov_w1.weight", config.vocab_size, config.markov_rank),
-        out=tensors.fused([("markov_head.markov_w2.weight", config.draft_vocab_size)], config.markov_rank, "out"),
+        out=tensors.fused(
+            [("markov_head.markov_w2.weight", config.draft_vocab_size)], config.markov_rank, named_leaf("out")
+        ),
         mix=mix,
         mix_bias=bias,
     )
@@ -106,7 +111,7 @@ def _read_mask(config: BlockHead, source: Source, tensors: Tensors) -> Float[Arr
     vector = np.array(saved).reshape(width)
     if not is_finite(vector):
         raise CheckpointError(f"{path}: has values that are NaN or infinite; all must be finite")
-    return tensors.put(None, [vector.astype(tensors.dtype)])
+    return tensors.put(WHOLE, [vector.astype(tensors.dtype)])
 
 
 def save(

@@ -28,7 +28,7 @@ from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import on_device
-from jspec.checkpoints.tensors import Tensors
+from jspec.checkpoints.tensors import Tensors, named_leaf
 from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams, Latent
 from jspec.models.moe import Routed
 from jspec.models.mtp_head import MtpParams
@@ -215,8 +215,10 @@ def read_params(config: Deepseek, tensors: Tensors) -> DeepseekParams:
       CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
     """
     width, vocabulary = config.hidden_size, config.vocab_size
-    embed = tensors.device("model.embed_tokens.weight", vocabulary, width, field="embed")
-    head = None if config.tie_embeddings else tensors.fused([("lm_head.weight", vocabulary)], width, "lm_head")
+    embed = tensors.device("model.embed_tokens.weight", vocabulary, width, options=named_leaf("embed"))
+    head = (
+        None if config.tie_embeddings else tensors.fused([("lm_head.weight", vocabulary)], width, named_leaf("lm_head"))
+    )
     count = config.num_layers
     params = DeepseekParams(
         embed=embed,
@@ -245,15 +247,15 @@ def _read_layer(config: Deepseek, tensors: Tensors, index: int) -> DeepseekLayer
     down = [first.T if latent.q_rank is None else np.tile(first.T, config.tensor), *down]
     return DeepseekLayerParams(
         attention_norm=tensors.device(prefix + "input_layernorm.weight", width),
-        down_projection=tensors.put("down_projection", down),
+        down_projection=tensors.put(named_leaf("down_projection"), down),
         query_norm=query_norm,
         query=query,
         latent_norm=tensors.device(attention + "kv_a_layernorm.weight", latent.kv_rank),
         up=UpProjections(
-            tensors.put("keys", [up[:, : latent.nope_dim]]),
-            tensors.put("values", [up[:, latent.nope_dim :].swapaxes(1, 2)]),
+            tensors.put(named_leaf("keys"), [up[:, : latent.nope_dim]]),
+            tensors.put(named_leaf("values"), [up[:, latent.nope_dim :].swapaxes(1, 2)]),
         ),
-        o=tensors.fused([(attention + "o_proj.weight", width)], config.num_heads * latent.value_dim, "o"),
+        o=tensors.fused([(attention + "o_proj.weight", width)], config.num_heads * latent.value_dim, named_leaf("o")),
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
         **read_layer_mlp(config.layer_experts(index), tensors, prefix + "mlp.", mlp, width, SHARED),
         indexer=None
@@ -274,7 +276,11 @@ def _read_queries(
     if latent.q_rank is None:
         return None, None, last
     norm = tensors.device(prefix + "q_a_layernorm.weight", latent.q_rank)
-    return tensors.put("query", [last.T]), norm, tensors.read(prefix + "q_a_proj.weight", latent.q_rank, width)
+    return (
+        tensors.put(named_leaf("query"), [last.T]),
+        norm,
+        tensors.read(prefix + "q_a_proj.weight", latent.q_rank, width),
+    )
 
 
 def _read_indexer(config: Deepseek, sizes: Indexer, tensors: Tensors, prefix: str) -> IndexerParams:
@@ -301,11 +307,11 @@ def _read_mtp(config: Deepseek, tensors: Tensors, index: int) -> MtpParams:
     return MtpParams(
         token_norm=tensors.device(prefix + "enorm.weight", width),
         hidden_norm=tensors.device(prefix + "hnorm.weight", width),
-        projection=tensors.fused([(prefix + "eh_proj.weight", width)], 2 * width, "projection"),
+        projection=tensors.fused([(prefix + "eh_proj.weight", width)], 2 * width, named_leaf("projection")),
         layer=_read_layer(config, tensors, index),
         norm=tensors.device(prefix + "shared_head.norm.weight", width),
-        embed=None if embed is None else tensors.put("embed", [embed]),
-        lm_head=None if head is None else tensors.put("lm_head", [head.T]),
+        embed=None if embed is None else tensors.put(named_leaf("embed"), [embed]),
+        lm_head=None if head is None else tensors.put(named_leaf("lm_head"), [head.T]),
     )
 
 

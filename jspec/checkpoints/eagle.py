@@ -23,7 +23,7 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.llama import name_layer, read_layer
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.split import refuse_split
-from jspec.checkpoints.tensors import Tensors
+from jspec.checkpoints.tensors import Tensors, named_leaf
 from jspec.models.decoder import Decoder
 from jspec.models.eagle_head import EagleHead, EagleParams
 from jspec.models.llama import LayerParams
@@ -69,15 +69,19 @@ def read_params(source: Source, config: EagleHead, tensors: Tensors) -> EaglePar
     first = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
     layers = _read_layers(config, fields, tensors, first)
     params = EagleParams(
-        embed=tensors.device("embed_tokens.weight", config.vocab_size, width, field="embed") if own_embed else None,
-        fc=tensors.fused([("fc.weight", width)], captured if eagle3 else 2 * width, "fc"),
+        embed=tensors.device("embed_tokens.weight", config.vocab_size, width, options=named_leaf("embed"))
+        if own_embed
+        else None,
+        fc=tensors.fused([("fc.weight", width)], captured if eagle3 else 2 * width, named_leaf("fc")),
         fc_bias=tensors.device("fc.bias", width) if "fc.bias" in names else None,
         fc_norms=_read_fc_norms(config, fields, tensors) if eagle3 else None,
         input_norm=tensors.device("input_norm.weight", captured) if eagle3 and input_norm else None,
         hidden_norm=tensors.device(first + "hidden_norm.weight", width) if eagle3 else None,
         layers=layers,
         norm=tensors.device("norm.weight", width) if eagle3 else None,
-        lm_head=tensors.fused([("lm_head.weight", vocab)], width, "lm_head") if eagle3 and own_head else None,
+        lm_head=tensors.fused([("lm_head.weight", vocab)], width, named_leaf("lm_head"))
+        if eagle3 and own_head
+        else None,
         ids=speculators.read_ids(tensors, vocab, config.vocab_size) if eagle3 else None,
     )
     unread = _UNREAD if eagle3 else _UNREAD | {"lm_head.weight"}

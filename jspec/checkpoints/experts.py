@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jspec.checkpoints.files import on_device
-from jspec.checkpoints.tensors import Tensors
+from jspec.checkpoints.tensors import Tensors, named_leaf
 from jspec.models.moe import MlpParams, Routed, RoutedParams
 
 
@@ -105,7 +105,10 @@ class _Matrices:
         inner = self.down.shape[1]
         whole = self.gate_up
         halves = [whole] if tensors.placement is None else [whole[..., :inner], whole[..., inner:]]
-        return {"gate_up": tensors.put("gate_up", halves), "down": tensors.put("down", [self.down])}
+        return {
+            "gate_up": tensors.put(named_leaf("gate_up"), halves),
+            "down": tensors.put(named_leaf("down"), [self.down]),
+        }
 
     def read_stacked(self, tensors: Tensors, prefix: str, count: int) -> None:
         """The first `count` experts, from stacked tensors."""
@@ -145,8 +148,10 @@ def read_mlp(tensors: Tensors, prefix: str, inner: int, width: int) -> dict[str,
       CheckpointError: a tensor is missing or has an unexpected shape.
     """
     return {
-        "gate_up": tensors.fused([(f"{prefix}{name}_proj.weight", inner) for name in ("gate", "up")], width, "gate_up"),
-        "down": tensors.fused([(prefix + "down_proj.weight", width)], inner, "down"),
+        "gate_up": tensors.fused(
+            [(f"{prefix}{name}_proj.weight", inner) for name in ("gate", "up")], width, named_leaf("gate_up")
+        ),
+        "down": tensors.fused([(prefix + "down_proj.weight", width)], inner, named_leaf("down")),
     }
 
 

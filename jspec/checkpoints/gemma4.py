@@ -12,7 +12,7 @@ from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.split import copy_heads
-from jspec.checkpoints.tensors import Tensors
+from jspec.checkpoints.tensors import Tensors, named_leaf
 from jspec.models.decoder import Decoder
 from jspec.models.gemma4 import (
     Attention,
@@ -277,7 +277,7 @@ def read_params(config: Gemma4, tensors: Tensors) -> Gemma4Params:
     wrapped = any(name.startswith("model.language_model.") for name in names)
     root, width = "model.language_model." if wrapped else "model.", config.hidden_size
     params = Gemma4Params(
-        embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width, field="embed"),
+        embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width, options=named_leaf("embed")),
         per_layer=_read_per_layer_inputs(config, tensors, root) if config.per_layer_size else None,
         layers=tuple(_read_layer(config, tensors, i, f"{root}layers.{i}.") for i in range(config.num_layers)),
         norm=tensors.device(root + "norm.weight", width),
@@ -299,7 +299,7 @@ def _read_per_layer_inputs(config: Gemma4, tensors: Tensors, root: str) -> PerLa
     return PerLayerInputParams(
         embed=tensors.device(root + "embed_tokens_per_layer.weight", config.vocab_size, size),
         projection=tensors.fused(
-            [(root + "per_layer_model_projection.weight", size)], config.hidden_size, "projection"
+            [(root + "per_layer_model_projection.weight", size)], config.hidden_size, named_leaf("projection")
         ),
         norm=tensors.device(root + "per_layer_projection_norm.weight", config.per_layer_size),
     )
@@ -316,16 +316,16 @@ def _read_layer(config: Gemma4, tensors: Tensors, index: int, prefix: str) -> Ge
     per_layer = None
     if size := config.per_layer_size:
         per_layer = PerLayerParams(
-            gate=tensors.fused([(prefix + "per_layer_input_gate.weight", size)], width, "gate"),
-            out=tensors.fused([(prefix + "per_layer_projection.weight", width)], size, "out"),
+            gate=tensors.fused([(prefix + "per_layer_input_gate.weight", size)], width, named_leaf("gate")),
+            out=tensors.fused([(prefix + "per_layer_projection.weight", width)], size, named_leaf("out")),
             norm=tensors.device(prefix + "post_per_layer_input_norm.weight", width),
         )
     return Gemma4LayerParams(
         **{field: tensors.device(prefix + name, width) for field, name in NORMS.items()},
-        qkv=tensors.put("qkv", copy_heads(qkv, kv_heads=kind.kv_heads, devices=config.tensor)),
+        qkv=tensors.put(named_leaf("qkv"), copy_heads(qkv, kv_heads=kind.kv_heads, devices=config.tensor)),
         q_norm=tensors.device(prefix + "self_attn.q_norm.weight", kind.head_dim),
         k_norm=tensors.device(prefix + "self_attn.k_norm.weight", kind.head_dim) if own else None,
-        o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query, "o"),
+        o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query, named_leaf("o")),
         **read_mlp(tensors, prefix + "mlp.", mlp, width),
         experts=None if config.experts is None else _read_experts(config.experts, tensors, prefix, width),
         per_layer=per_layer,

@@ -22,7 +22,7 @@ from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import on_device
 from jspec.checkpoints.llama import read_heads
 from jspec.checkpoints.split import copy_heads
-from jspec.checkpoints.tensors import Tensors
+from jspec.checkpoints.tensors import Tensors, named_leaf
 from jspec.models.gpt_oss import BiasedExperts, GptOss, GptOssLayerParams, GptOssParams
 from jspec.models.moe import Routed
 from jspec.models.router import Router
@@ -107,8 +107,10 @@ def read_params(config: GptOss, tensors: Tensors) -> GptOssParams:
       CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
     """
     width, vocabulary = config.hidden_size, config.vocab_size
-    embed = tensors.device("model.embed_tokens.weight", vocabulary, width, field="embed")
-    head = None if config.tie_embeddings else tensors.fused([("lm_head.weight", vocabulary)], width, "lm_head")
+    embed = tensors.device("model.embed_tokens.weight", vocabulary, width, options=named_leaf("embed"))
+    head = (
+        None if config.tie_embeddings else tensors.fused([("lm_head.weight", vocabulary)], width, named_leaf("lm_head"))
+    )
     layers = tuple(_read_layer(config, tensors, f"model.layers.{index}.") for index in range(config.num_layers))
     params = GptOssParams(embed, layers, tensors.device("model.norm.weight", width), head)
     if config.tie_embeddings:
@@ -125,10 +127,10 @@ def _read_layer(config: GptOss, tensors: Tensors, prefix: str) -> GptOssLayerPar
     weights = [tensors.read(f"{attention}{name}_proj.weight", out, width, transpose=True) for name, out in outs]
     return GptOssLayerParams(
         attention_norm=tensors.device(prefix + "input_layernorm.weight", width),
-        qkv=tensors.put("qkv", copies(weights)),
-        qkv_bias=None if bias is None else tensors.put("qkv_bias", copies(bias)),
-        sinks=tensors.device(attention + "sinks", config.num_heads, field="sinks"),
-        o=tensors.fused([(attention + "o_proj.weight", width)], outs[0][1], "o"),
+        qkv=tensors.put(named_leaf("qkv"), copies(weights)),
+        qkv_bias=None if bias is None else tensors.put(named_leaf("qkv_bias"), copies(bias)),
+        sinks=tensors.device(attention + "sinks", config.num_heads, options=named_leaf("sinks")),
+        o=tensors.fused([(attention + "o_proj.weight", width)], outs[0][1], named_leaf("o")),
         o_bias=tensors.device(attention + "o_proj.bias", width) if config.attention_bias else None,
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
         experts=_read_experts(config, tensors, prefix + "mlp.", width),
@@ -155,9 +157,9 @@ def _read_experts(config: GptOss, tensors: Tensors, prefix: str, width: int) -> 
         biases = [np.pad(half, ((0, 0), (0, filler))) for half in biases]
     return BiasedExperts(
         *(on_device(part.astype(np.float32)) for part in router),
-        gate_up=tensors.put("gate_up", halves),
-        gate_up_bias=tensors.put("gate_up_bias", biases),
-        down=tensors.put("down", [down]),
+        gate_up=tensors.put(named_leaf("gate_up"), halves),
+        gate_up_bias=tensors.put(named_leaf("gate_up_bias"), biases),
+        down=tensors.put(named_leaf("down"), [down]),
         down_bias=tensors.device(own + "down_proj_bias", count, width),
     )
 

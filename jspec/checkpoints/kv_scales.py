@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.tensors import Tensors
+from jspec.core.struct import WHOLE
 
 _NAMES = (
     ("k_scale", "v_scale"),
@@ -46,7 +47,7 @@ def read_kv_scales(tensors: Tensors, attention: str) -> Float[Array, "2"] | None
     pair = next((pair for pair in _NAMES if held & {attention + name for name in pair}), None)
     if pair is None:
         return None
-    return tensors.put(None, [_read(tensors, attention + name) for name in pair])
+    return tensors.put(WHOLE, [_read(tensors, attention + name) for name in pair])
 
 
 def _read(tensors: Tensors, name: str) -> Any:

@@ -29,7 +29,7 @@ from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.kv_scales import name_kv_scales, read_kv_scales
 from jspec.checkpoints.split import copy_heads
-from jspec.checkpoints.tensors import Tensors
+from jspec.checkpoints.tensors import Tensors, named_leaf
 from jspec.models.layers import Llama3Rope
 from jspec.models.llama import LayerParams, LayerShape, Llama, LlamaParams
 from jspec.models.moe import Routed
@@ -145,10 +145,10 @@ def read_params(config: Llama, tensors: Tensors) -> LlamaParams:
       CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
     """
     width = config.hidden_size
-    embed = tensors.device("model.embed_tokens.weight", config.vocab_size, width, field="embed")
+    embed = tensors.device("model.embed_tokens.weight", config.vocab_size, width, options=named_leaf("embed"))
     head = None
     if not config.tie_embeddings:
-        head = tensors.fused([("lm_head.weight", config.vocab_size)], width, "lm_head")
+        head = tensors.fused([("lm_head.weight", config.vocab_size)], width, named_leaf("lm_head"))
     layers = []
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
@@ -194,11 +194,11 @@ def read_layer(
     copies = partial(copy_heads, kv_heads=config.num_kv_heads, devices=config.tensor)
     return LayerParams(
         attention_norm=attention_norm,
-        qkv=tensors.put("qkv", copies(qkv)),
-        qkv_bias=None if bias is None else tensors.put("qkv_bias", copies(bias)),
+        qkv=tensors.put(named_leaf("qkv"), copies(qkv)),
+        qkv_bias=None if bias is None else tensors.put(named_leaf("qkv_bias"), copies(bias)),
         q_norm=tensors.device(f"{attention}q_norm.weight", config.head_dim) if qk_norm else None,
         k_norm=tensors.device(f"{attention}k_norm.weight", config.head_dim) if qk_norm else None,
-        o=tensors.fused([(f"{attention}o_proj.weight", width)], query, "o"),
+        o=tensors.fused([(f"{attention}o_proj.weight", width)], query, named_leaf("o")),
         o_bias=tensors.device(f"{attention}o_proj.bias", width) if o_bias else None,
         mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
         **read_layer_mlp(experts, tensors, prefix + "mlp.", mlp, width),

@@ -20,8 +20,8 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors, is_finite
-from jspec.core.sharding import WEIGHTS
-from jspec.models.quantized import Quantized, is_quantized
+from jspec.core.struct import Leaf, map_leaves
+from jspec.models.quantized import Quantized
 from pallas_kernels import packed_matmul
 from pallas_kernels.packed_matmul import E2M1, pack, word_rows
 
@@ -190,18 +190,18 @@ class Mxfp4Tensors(Tensors):
             )
         return wide
 
-    def put(self, field: str | None, parts: Sequence[Any]) -> Any:
+    def put(self, options: Leaf, parts: Sequence[Any]) -> Any:
         """As in `Tensors`."""
         if not all(isinstance(part, Blocks) for part in parts):
-            return super().put(field, parts)
-        pieces = self._parts_of_rows(field)
-        words = super().put(field, [part.words(pieces) for part in parts])
-        scale = super().put(field, [part.scales() for part in parts])
+            return super().put(options, parts)
+        pieces = self._parts_of_rows(options)
+        words = super().put(options, [part.words(pieces) for part in parts])
+        scale = super().put(options, [part.scales() for part in parts])
         return _quantized(words, scale, parts[0].pairs.shape[2] * BLOCK // pieces, self.dtype)
 
-    def _parts_of_rows(self, field: str | None) -> int:
+    def _parts_of_rows(self, options: Leaf) -> int:
         """Devices that share the rows of a matrix; those of each are packed alone, and need not fill whole blocks."""
-        return 1 if self.placement is None or WEIGHTS.get(field or "") != -2 else self.placement.size
+        return 1 if self.placement is None or options.split != -2 else self.placement.size
 
     def shapes(self, shapes: PyTree) -> PyTree:
         """As in `Tensors`; the matrices of experts have 4 bits.
@@ -212,17 +212,17 @@ class Mxfp4Tensors(Tensors):
         if self.weights is not None:
             return super().shapes(shapes)
 
-        def stored(path: Sequence[Any], leaf: Any) -> Any:
-            if not is_quantized(path) or "experts" not in [getattr(key, "name", None) for key in path]:
-                return leaf
-            count, width, columns = leaf.shape
-            self.check_groups(path[-1].name, width, BLOCK, packed=False)
-            parts = self._parts_of_rows(path[-1].name)
+        def stored(options: Leaf, shape: Any) -> Any:
+            if not options.linear or len(shape.shape) != 3:
+                return shape
+            count, width, columns = shape.shape
+            self.check_groups(options, width, BLOCK, packed=False)
+            parts = self._parts_of_rows(options)
             words: Any = jax.ShapeDtypeStruct((count, parts * word_rows(width // parts), columns), np.int32)
             scale: Any = jax.ShapeDtypeStruct((count, -(-width // BLOCK), columns), np.uint8)
-            return _quantized(words, scale, width // parts, leaf.dtype)
+            return _quantized(words, scale, width // parts, shape.dtype)
 
-        return jax.tree_util.tree_map_with_path(stored, shapes)
+        return map_leaves(stored, shapes)
 
     @property
     def keeps_stored(self) -> bool:

@@ -21,8 +21,9 @@ from jspec.checkpoints.names import TRANSFORMERS, check_names, flatten_params, t
 from jspec.checkpoints.plan import Plan
 from jspec.checkpoints.tensors import FLOATS, HEAD, Tensors
 from jspec.core.sharding import Placement, refuse_types, without_types
+from jspec.core.struct import Leaf
 from jspec.models.decoder import Decoder
-from jspec.models.quantized import LINEAR, quantize
+from jspec.models.quantized import quantize
 
 _WHERE = Path("arrays")
 """What errors name in the place of a directory."""
@@ -76,15 +77,15 @@ class LiveTensors(Tensors):
         """An array to be filled."""
         return LiveArray(jnp.zeros(shape, self.dtype))
 
-    def put(self, field: str | None, parts: Sequence[Any]) -> Any:
+    def put(self, options: Leaf, parts: Sequence[Any]) -> Any:
         """Arrays side by side on their last axis."""
         arrays = [part.array for part in parts]
         if self.placement is not None:
-            arrays = self.placement.arrange(field, arrays)
+            arrays = self.placement.arrange(options, arrays)
         array = arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
-        if self.weights is None or field not in LINEAR:
+        if self.weights is None or not options.linear:
             return array
-        self.check_devices(field, array.shape)
+        self.check_devices(options, array.shape)
         # `Placement.spread` places the parts of a quantized matrix, as all of this is one program.
         return quantize(array, self.weights)
 

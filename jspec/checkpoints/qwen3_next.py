@@ -29,7 +29,7 @@ from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import Fields, refuse
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.split import copy_heads
-from jspec.checkpoints.tensors import HEAD, Tensors
+from jspec.checkpoints.tensors import HEAD, Tensors, named_leaf
 from jspec.models.moe import Routed
 from jspec.models.mtp_head import MtpParams
 from jspec.models.qwen3_next import (
@@ -201,9 +201,9 @@ def read_params(config: Qwen3Next, tensors: Tensors) -> Qwen3NextParams:
     names = tensors.names()
     wrapped = any(name.startswith("model.language_model.") for name in names)
     root, width = "model.language_model." if wrapped else "model.", config.hidden_size
-    head = None if config.tie_embeddings else tensors.fused([(HEAD, config.vocab_size)], width, "lm_head")
+    head = None if config.tie_embeddings else tensors.fused([(HEAD, config.vocab_size)], width, named_leaf("lm_head"))
     params = Qwen3NextParams(
-        embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width, field="embed"),
+        embed=tensors.device(root + "embed_tokens.weight", config.vocab_size, width, options=named_leaf("embed")),
         layers=tuple(
             _read_layer(config, tensors, f"{root}layers.{i}.", full=full, experts=config.layer_experts(i))
             for i, full in enumerate(config.is_full_attention)
@@ -224,7 +224,7 @@ def _read_mtp(config: Qwen3Next, tensors: Tensors) -> MtpParams:
     return MtpParams(
         token_norm=_centered(tensors, MTP + "pre_fc_norm_embedding.weight", width),
         hidden_norm=_centered(tensors, MTP + "pre_fc_norm_hidden.weight", width),
-        projection=tensors.fused([(MTP + "fc.weight", width)], 2 * width, "projection"),
+        projection=tensors.fused([(MTP + "fc.weight", width)], 2 * width, named_leaf("projection")),
         layer=_read_layer(config, tensors, MTP + "layers.0.", full=True, experts=config.experts),
         norm=_centered(tensors, MTP + "norm.weight", width),
     )
@@ -261,10 +261,10 @@ def _read_attention(config: Qwen3Next, tensors: Tensors, prefix: str) -> Attenti
     k = k.reshape(kv_heads, dim, width)[:, order]
     q, k, v, gate = (part.reshape(-1, width).T for part in (q[:, order], k, v, gate))
     return AttentionParams(
-        qkv=tensors.put("qkv", [*copy_heads([q, k, v], kv_heads=kv_heads, devices=config.tensor), gate]),
+        qkv=tensors.put(named_leaf("qkv"), [*copy_heads([q, k, v], kv_heads=kv_heads, devices=config.tensor), gate]),
         q_norm=_centered(tensors, prefix + "q_norm.weight", dim)[order],
         k_norm=_centered(tensors, prefix + "k_norm.weight", dim)[order],
-        o=tensors.fused([(prefix + "o_proj.weight", width)], heads * dim, "o"),
+        o=tensors.fused([(prefix + "o_proj.weight", width)], heads * dim, named_leaf("o")),
     )
 
 
@@ -287,12 +287,12 @@ def _read_delta(config: Qwen3Next, tensors: Tensors, prefix: str) -> DeltaParams
     parts = _grouped_parts(config, tensors, prefix) if grouped else _plain_parts(config, tensors, prefix)
     conv = tensors.read(prefix + "conv1d.weight", state.channels, 1, state.kernel)[:, 0].T
     return DeltaParams(
-        qkv=tensors.put("qkv", [part.T for part in parts]),
-        conv=tensors.put("conv", np.split(conv, [keys, 2 * keys], axis=-1)),
-        log_rate=tensors.put("log_rate", [tensors.stored(prefix + "A_log", count).astype(np.float32)]),
-        rate_bias=tensors.put("rate_bias", [tensors.stored(prefix + "dt_bias", count).astype(np.float32)]),
+        qkv=tensors.put(named_leaf("qkv"), [part.T for part in parts]),
+        conv=tensors.put(named_leaf("conv"), np.split(conv, [keys, 2 * keys], axis=-1)),
+        log_rate=tensors.put(named_leaf("log_rate"), [tensors.stored(prefix + "A_log", count).astype(np.float32)]),
+        rate_bias=tensors.put(named_leaf("rate_bias"), [tensors.stored(prefix + "dt_bias", count).astype(np.float32)]),
         norm=tensors.device(prefix + "norm.weight", state.value_dim),
-        o=tensors.fused([(prefix + "out_proj.weight", width)], made, "o"),
+        o=tensors.fused([(prefix + "out_proj.weight", width)], made, named_leaf("o")),
     )
 
 

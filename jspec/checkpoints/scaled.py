@@ -26,7 +26,8 @@ from jspec.checkpoints.packed import PackedFiles, Packing, parse_awq, parse_comp
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import HEAD, Tensors
-from jspec.models.quantized import LINEAR, ZERO, Quantized, is_quantized
+from jspec.core.struct import Leaf, map_leaves
+from jspec.models.quantized import ZERO, Quantized
 from pallas_kernels.packed_matmul import BLOCK, STRIDE, pack, word_rows
 
 FP8, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
@@ -265,23 +266,23 @@ class ScaledTensors(Tensors):
         narrow, scale = (self.blank(shape, kind, like) for kind in (self.scheme.kind, np.float32))
         return ScaledArray(narrow, scale, self.scheme.group(shape[-2]))
 
-    def put(self, field: str | None, parts: Sequence[Any]) -> Any:
+    def put(self, options: Leaf, parts: Sequence[Any]) -> Any:
         """As in `Tensors`; a linear layer all of whose parts have 8 bits, in whole groups, keeps them."""
-        if field not in LINEAR or not all(isinstance(part, ScaledArray) and part.is_grouped() for part in parts):
+        if not options.linear or not all(isinstance(part, ScaledArray) and part.is_grouped() for part in parts):
             return super().put(
-                field, [part.wide(self.dtype) if isinstance(part, ScaledArray) else part for part in parts]
+                options, [part.wide(self.dtype) if isinstance(part, ScaledArray) else part for part in parts]
             )
         packing, shape = self.scheme.packing, parts[0].shape
         if packing is None or not self.scheme.stays_packed(shape):
-            narrow, scale = self._put_each(field, map(_halves, parts))
+            narrow, scale = self._put_each(options, map(_halves, parts))
             return Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group)
-        narrow, scale, *zeros = self._put_each(field, (_packed_parts(part, packing.zeros) for part in parts))
+        narrow, scale, *zeros = self._put_each(options, (_packed_parts(part, packing.zeros) for part in parts))
         made = Quantized(narrow, scale, np.dtype(self.dtype), parts[0].group, filling=-shape[-2] % BLOCK)
         return dataclasses.replace(made, zero=zeros[0]) if zeros else made
 
-    def _put_each(self, field: str | None, parts: Iterable[Sequence[np.ndarray]]) -> list[Any]:
+    def _put_each(self, options: Leaf, parts: Iterable[Sequence[np.ndarray]]) -> list[Any]:
         """What each part has, as arrays of their own."""
-        return [super(ScaledTensors, self).put(field, each) for each in zip(*parts, strict=True)]
+        return [super(ScaledTensors, self).put(options, each) for each in zip(*parts, strict=True)]
 
     def shapes(self, shapes: PyTree) -> PyTree:
         """As in `Tensors`. Linear layers have 8 bits, but the LM head if it is stored wide; others may be, too.
@@ -292,13 +293,13 @@ class ScaledTensors(Tensors):
         if self.weights is not None:
             return super().shapes(shapes)
 
-        def stored(path: Sequence[Any], leaf: Any) -> Any:
-            if not is_quantized(path) or (path[-1].name == "lm_head" and not self._head_is_narrow()):
+        def stored(options: Leaf, leaf: Any) -> Any:
+            if not options.linear or (options.name == "lm_head" and not self._head_is_narrow()):
                 return leaf
             *stack, width, columns = leaf.shape
             group, packed = self.scheme.group(width), self.scheme.stays_packed(leaf.shape)
             if packed or group is not None:
-                self.check_groups(path[-1].name, width, group, packed=packed)
+                self.check_groups(options, width, group, packed=packed)
             groups = (*stack, -(-width // (group or width)), columns)
             scale: Any = jax.ShapeDtypeStruct(groups, np.float32)
             narrow: Any = jax.ShapeDtypeStruct(leaf.shape, self.scheme.kind)
@@ -310,7 +311,7 @@ class ScaledTensors(Tensors):
             zero: Any = jax.ShapeDtypeStruct(groups, np.int8) if self.scheme.packing.zeros else None
             return dataclasses.replace(made, narrow=words, zero=zero, filling=-width % BLOCK)
 
-        return jax.tree_util.tree_map_with_path(stored, shapes)
+        return map_leaves(stored, shapes)
 
     @property
     def keeps_stored(self) -> bool:

@@ -15,13 +15,12 @@ from jaxtyping import PyTree
 from jspec.checkpoints.deferred import Assembled, Deferred, Part
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.threads import each_block
-from jspec.core.sharding import WEIGHTS, Placement, side_by_side
+from jspec.core.sharding import Placement, side_by_side
+from jspec.core.struct import WHOLE, Leaf, map_leaves
 from jspec.models.quantized import (
     FORMATS,
-    LINEAR,
     PACKED,
     check_whole_groups,
-    is_quantized,
     largest_matrix,
     quantize,
     quantize_shapes,
@@ -38,6 +37,25 @@ _CHUNK = 2**20
 """Elements that are checked at once, so that they stay in the processor's cache."""
 _BLOCK_BYTES = 2**23
 """Bytes of a stored tensor that a thread reads, checks and copies at once, so that they stay in the cache."""
+
+
+_ROWS, _COLUMNS = {"split": -2}, {"split": -1}
+_LINEAR = {"linear": True}
+_LEAVES: dict[str, dict[str, Any]] = {
+    "embed": {**_ROWS, "if_even": True},
+    "head": {**_ROWS, "if_even": True},
+    "lm_head": {**_COLUMNS, **_LINEAR, "if_even": True},
+    **{name: {**_COLUMNS, **_LINEAR} for name in ("qkv", "q", "gate_up", "down_projection", "query")},
+    **{name: {**_ROWS, **_LINEAR} for name in ("o", "down")},
+    **{name: _COLUMNS for name in ("qkv_bias", "sinks", "gate_up_bias", "conv", "log_rate", "rate_bias")},
+    **{name: {"split": -3} for name in ("keys", "values")},
+    **{name: _LINEAR for name in ("projection", "out", "gate", "fc", "pre_projection", "post_projection")},
+}
+
+
+def named_leaf(name: str) -> Leaf:
+    """The options of the fields of this name."""
+    return Leaf(name, **_LEAVES[name])
 
 
 _quantize = partial(jax.jit, static_argnames="weights")(quantize)
@@ -227,49 +245,45 @@ class Tensors:
             )
         return converted
 
-    def device(self, name: str, *shape: int, field: str | None = None) -> jax.Array:
-        """One tensor on the device, in the chosen dtype. field: as in `put`."""
-        return self.put(field, [self.read(name, *shape)])
+    def device(self, name: str, *shape: int, options: Leaf = WHOLE) -> jax.Array:
+        """One tensor on the device, in the chosen dtype. options: as in `put`."""
+        return self.put(options, [self.read(name, *shape)])
 
-    def fused(self, parts: list[tuple[str, int]], width: int, field: str | None = None) -> Any:
+    def fused(self, parts: list[tuple[str, int]], width: int, options: Leaf = WHOLE) -> Any:
         """Weights [out, in] with the same input, as one weight [in, sum of outs] on the device.
 
         parts: name and out of each.
         width: in.
-        field: as in `put`.
+        options: as in `put`.
         """
-        return self.put(field, [self.read(name, out, width, transpose=True) for name, out in parts])
+        return self.put(options, [self.read(name, out, width, transpose=True) for name, out in parts])
 
-    def put(self, field: str | None, parts: Sequence[Any]) -> Any:
+    def put(self, options: Leaf, parts: Sequence[Any]) -> Any:
         """Arrays side by side on their last axis, on the device, or as `Placement.put` splits them.
 
-        The result is an array, or a `Quantized` that takes its place.
+        The result is an array; or a `Quantized` that takes its place, if it is the matrix of a linear layer.
 
-        field: of the weights, for the tables of what is split and what is quantized; None: it is in neither.
+        options: of the field that gets it.
         """
         if self.placement is not None:
-            array = self.placement.put(field, parts)
+            array = self.placement.put(options, parts)
         else:
             array = on_device(side_by_side(parts))
-        return self.narrowed(field, array)
-
-    def narrowed(self, field: str | None, array: jax.Array) -> Any:
-        """A weight in the format of its field: the matrices of linear layers are quantized, one at a time."""
-        if self.weights not in FORMATS or field not in LINEAR:
+        if self.weights not in FORMATS or not options.linear:
             return array
-        self.check_devices(field, array.shape)
+        self.check_devices(options, array.shape)
         made = _quantize(array, self.weights)
-        return made if self.placement is None else self.placement.place(field, made)
+        return made if self.placement is None else self.placement.place(options, made)
 
-    def check_devices(self, field: str, shape: tuple[int, ...]) -> None:
+    def check_devices(self, options: Leaf, shape: tuple[int, ...]) -> None:
         """Raises ValueError if a matrix is to be packed and devices would have parts of its groups."""
-        if self.weights == PACKED:
-            self.check_groups(field, shape[-2], BLOCK, packed=True)
+        if self.weights == PACKED and options.linear:
+            self.check_groups(options, shape[-2], BLOCK, packed=True)
 
-    def check_groups(self, field: str, rows: int, group: int | None, *, packed: bool) -> None:
+    def check_groups(self, options: Leaf, rows: int, group: int | None, *, packed: bool) -> None:
         """Raises ValueError if a matrix has groups of rows, or packed ones, and devices would have parts of them."""
-        if self.placement is not None and WEIGHTS.get(field) == -2:
-            check_whole_groups(field, rows, group, self.placement.size, packed, self.fits)
+        if self.placement is not None and options.split == -2:
+            check_whole_groups(options.name, rows, group, self.placement.size, packed, self.fits)
 
     def shapes(self, shapes: PyTree) -> PyTree:
         """`jax.ShapeDtypeStruct`s of weights in `dtype`, with quantized matrices where these tensors become such.
@@ -277,9 +291,7 @@ class Tensors:
         Raises:
           ValueError: devices would have parts of groups.
         """
-        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-            if is_quantized(path):
-                self.check_devices(path[-1].name, leaf.shape)
+        map_leaves(lambda options, shape: self.check_devices(options, shape.shape), shapes)
         return quantize_shapes(shapes, self.weights)
 
     def held(self, shapes: PyTree) -> PyTree:

@@ -23,49 +23,14 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
+from jspec.core.struct import Leaf, flatten_leaves, map_leaves
+
 TENSOR = "tensor"
 """The axis of the mesh over which weights are split."""
 DATA = "data"
 """The axis over which sequences are split."""
-WEIGHTS = {
-    "embed": -2,
-    "qkv": -1,
-    "qkv_bias": -1,
-    "q": -1,
-    "sinks": -1,
-    "o": -2,
-    "gate_up": -1,
-    "gate_up_bias": -1,
-    "down": -2,
-    "lm_head": -1,
-    "head": -2,
-    "down_projection": -1,
-    "query": -1,
-    "keys": -3,
-    "values": -3,
-    "conv": -1,
-    "log_rate": -1,
-    "rate_bias": -1,
-}
-"""Field of a model's weights -> the axis that is split. All others are whole on each device."""
-STATE = {"pool": 4, "ring": 5, "layer_states": -3, "windows": -1}
-"""The same for the fields of a state, and of what is kept of one: the heads of a pool of pages, and of rings in
-snapshots; of recurrent states, the heads of values; of the inputs of their convolutions, the channels. A pool of rows
-without heads is whole.
-"""
-_FROM_HEADS = 2
-"""Axes from the heads on, of pools and rings with heads."""
-_MOST_AXES = max(STATE.values()) + _FROM_HEADS
-"""The most axes that an array of a state has."""
-_WHOLE = {"indexer", "per_layer", "clusters"}
-"""Fields whose own fields are whole: an indexer adds up the scores of its heads before it selects tokens; what maps
-tokens to inputs of each layer, and an LM head in clusters, are read by rows.
-"""
-_VOCABULARY = {"embed", "lm_head", "head"}
-"""Fields that are whole if the number of devices does not divide them; the others are checked by `check_split`."""
-
-_QUANTIZED = {"narrow", "scale", "zero"}
-"""The parts of a quantized matrix (`jspec.models.quantized`), which are split as the field that has it."""
+_MOST_AXES = 7
+"""The most axes that an array of a state has: that of a ring in snapshots."""
 
 T = TypeVar("T")
 
@@ -154,10 +119,10 @@ class Placement:
         stacked: they have a first axis of groups.
         """
 
-        def spec(path: Sequence[object], leaf: Array) -> PartitionSpec:
-            return _spec(self.axis_of(path, leaf.shape[stacked:]), stacked=stacked)
+        def spec(options: Leaf, array: Array) -> PartitionSpec:
+            return _spec(self.axis_of(options, array.shape[stacked:]), stacked=stacked)
 
-        return jax.tree_util.tree_map_with_path(spec, tree)
+        return map_leaves(spec, tree)
 
     def shardings(self, tree: PyTree) -> PyTree:
         """The same as `NamedSharding`s."""
@@ -166,24 +131,26 @@ class Placement:
     def local(self, shapes: PyTree) -> PyTree:
         """What one device has of a model's weights, or of a state, as `jax.ShapeDtypeStruct`s."""
 
-        def shape(path: Sequence[object], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            axis, dims = self.axis_of(path, leaf.shape), list(leaf.shape)
+        def shape(options: Leaf, whole: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            axis, dims = self.axis_of(options, whole.shape), list(whole.shape)
             if axis is not None:
                 dims[axis] //= self.size
-            return jax.ShapeDtypeStruct(dims, leaf.dtype)
+            return jax.ShapeDtypeStruct(dims, whole.dtype)
 
-        return jax.tree_util.tree_map_with_path(shape, shapes)
+        return map_leaves(shape, shapes)
 
-    def put(self, field: str | None, parts: Sequence[np.ndarray]) -> Array:
+    def put(self, options: Leaf, parts: Sequence[np.ndarray]) -> Array:
         """Weights side by side on their last axis, as one array over the devices.
 
-        field: each device has its share of every part, next to each other, where the table splits this field. So a
-          device's columns of a fused weight are those of its own heads. None: each device has all of them.
+        options: of the field that gets them. If it is split, each device has its share of every part, next to each
+          other. So a device's columns of a fused weight are those of its own heads.
         """
-        shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
-        axis = None if field is None else self._split_axis(field, shape)
+        if options.split is None:
+            return self.copy(side_by_side(parts))
+        shape = _joined_shape(parts)
         # One row is the scales of whole columns, of a quantized matrix whose rows are split.
-        if axis is None or shape[axis] == 1:
+        axis = dataclasses.replace(options, if_many=True).axis(shape, self.size)
+        if axis is None:
             return self.copy(side_by_side(parts))
 
         sharding, held = NamedSharding(self.mesh, _spec(axis)), {}
@@ -218,11 +185,9 @@ class Placement:
         held = np.asarray(array)
         return jax.make_array_from_callback(held.shape, sharding, lambda index: np.asarray(held[index]))
 
-    def arrange(self, field: str | None, parts: Sequence[Array]) -> list[Array]:
+    def arrange(self, options: Leaf, parts: Sequence[Array]) -> list[Array]:
         """Weights whose concatenation on the last axis is the array of `put`, from the parts of that array."""
-        shape = (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
-        axis = None if field is None else self._split_axis(field, shape)
-        if axis != len(shape) - 1 or len(parts) == 1:
+        if len(parts) == 1 or options.axis(_joined_shape(parts), self.size) != parts[0].ndim - 1:
             return list(parts)
         shares = [jnp.split(part, self.size, axis=-1) for part in parts]
         return [share[device] for device in range(self.size) for share in shares]
@@ -245,7 +210,7 @@ class Placement:
         return self.copy(array, axis)
 
     def spread(self, params: T) -> T:
-        """Within a program: weights, each split as the table has it."""
+        """Within a program: weights, each split as its field says."""
         return jax.tree.map(lax.with_sharding_constraint, params, self.shardings(params))
 
     def complete(self, params: T) -> T:
@@ -257,50 +222,35 @@ class Placement:
 
         return jax.tree.map(place, params)
 
-    def place(self, field: str, matrix: T) -> T:
-        """A quantized matrix, split as this field is."""
+    def place(self, options: Leaf, matrix: T) -> T:
+        """A quantized matrix, split as the field with these options is."""
 
-        def put(path: Sequence[object], leaf: Array) -> Array:
-            axis = self._axis_of_field([field, *_names(path)], leaf.shape)
-            return jax.device_put(leaf, NamedSharding(self.mesh, _spec(axis)))
+        def put(part: Leaf, array: Array) -> Array:
+            axis = dataclasses.replace(options, if_many=part.if_many).axis(array.shape, self.size)
+            return jax.device_put(array, NamedSharding(self.mesh, _spec(axis)))
 
-        return jax.tree_util.tree_map_with_path(put, matrix)
+        return map_leaves(put, matrix)
 
-    def axis_of(self, path: Sequence[object], shape: tuple[int, ...]) -> int | None:
-        """The axis of a leaf that is split, counted from the first; None: it is whole."""
-        names = _names(path)
-        if _WHOLE & set(names) or (not self.draft and "draft" in names):
-            return None
-        return self._axis_of_field(names, shape)
-
-    def _axis_of_field(self, names: list[str | None], shape: tuple[int, ...]) -> int | None:
-        """The axis of a leaf by the name of its field, the last one or that before the part of a quantized matrix."""
-        part = names.pop() if len(names) > 1 and names[-1] in _QUANTIZED else None
-        # Arrays in a tuple are split as the field that has it.
-        field = next((name for name in reversed(names) if name is not None), "")
-        axis = self._split_axis(field, shape)
-        # Where rows are split, scales may be those of whole columns.
-        return None if part in ("scale", "zero") and axis is not None and shape[axis] == 1 else axis
-
-    def _split_axis(self, field: str, shape: tuple[int, ...]) -> int | None:
-        axis = WEIGHTS.get(field, STATE.get(field))
-        if axis is None or (field in _VOCABULARY and shape[axis] % self.size):
-            return None
-        if field in STATE and axis > 0 and len(shape) != axis + _FROM_HEADS:
-            return None
-        return axis % len(shape)
+    def axis_of(self, options: Leaf, shape: Sequence[int]) -> int | None:
+        """The axis of a leaf of `Params` or of a state that is split, counted from the first; None: it is whole."""
+        return None if options.draft and not self.draft else options.axis(shape, self.size)
 
 
 def side_by_side(parts: Sequence[np.ndarray]) -> np.ndarray:
     """Arrays next to each other on their last axis, in the layout of the first: JAX transposes faster than NumPy."""
     if len(parts) == 1:
         return np.asarray(parts[0])
-    made = np.empty_like(parts[0], shape=(*parts[0].shape[:-1], sum(part.shape[-1] for part in parts)))
+    made = np.empty_like(parts[0], shape=_joined_shape(parts))
     start = 0
     for part in parts:
         np.copyto(made[..., start : start + part.shape[-1]], part)
         start += part.shape[-1]
     return made
+
+
+def _joined_shape(parts: Sequence[Any]) -> tuple[int, ...]:
+    """The shape of arrays next to each other on their last axis."""
+    return (*parts[0].shape[:-1], sum(part.shape[-1] for part in parts))
 
 
 def without_types(array: Array) -> Array:
@@ -322,11 +272,6 @@ def refuse_types(name: str, array: Array) -> None:
         )
 
 
-def _names(path: Sequence[object]) -> list[str | None]:
-    """The fields on the way to a leaf."""
-    return [getattr(key, "name", None) for key in path]
-
-
 def _spec(axis: int | None, *, stacked: bool = False) -> PartitionSpec:
     """Splits an axis over the devices of a group. stacked: after an axis of groups."""
     first = [DATA] if stacked else []
@@ -336,7 +281,8 @@ def _spec(axis: int | None, *, stacked: bool = False) -> PartitionSpec:
 def over(placement: Placement | None, function: Callable[..., T], *args: PyTree, shared: Collection[int] = (0,)) -> T:
     """`function(*args)` on each device with its own part of the arguments. placement None: the call itself.
 
-    Of the results, those that `STATE` names are split, and the others are equal on all devices of a group.
+    Of the results, those whose fields say so are split (`jspec.core.struct.leaf`), and the others are equal on all
+    devices of a group.
 
     shared: which arguments are equal for all groups, such as weights, the first one. If there are several groups, the
       others and the results are stacked.
@@ -353,10 +299,10 @@ def over(placement: Placement | None, function: Callable[..., T], *args: PyTree,
             jax.tree.map(lambda x: jnp.squeeze(x, 0), arg) if each else arg
             for arg, each in zip(args, stacked, strict=True)
         )
-        named, structure = jax.tree_util.tree_flatten_with_path(function(*own))
-        split = [placement.axis_of(path, leaf.shape) for path, leaf in named]
+        results, structure = flatten_leaves(function(*own))
+        split = [placement.axis_of(options, leaf.shape) for options, leaf in results]
         structures.append((structure, split))
-        leaves = [jnp.expand_dims(leaf, 0) if stacks else leaf for _, leaf in named]
+        leaves = [jnp.expand_dims(leaf, 0) if stacks else leaf for _, leaf in results]
         return tuple(tuple(leaf for leaf, own in zip(leaves, split, strict=True) if own == axis) for axis in axes)
 
     specs = tuple(placement.specs(arg, stacked=each) for arg, each in zip(args, stacked, strict=True))

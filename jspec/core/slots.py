@@ -41,8 +41,8 @@ class SlotCache(Protocol):
     def state_of(self, slot: Int[Array, ""]) -> PyTree:
         """A copy of what it remembers of a sequence outside of the common pool; None: nothing.
 
-        Sequences share the pages of a prefix, but such a state can only be copied where the prefix ends. What is split
-        over devices is in fields that `sharding.STATE` names.
+        Sequences share the pages of a prefix, but such a state can only be copied where the prefix ends. Its fields
+        state what is split over devices (`jspec.core.struct.leaf`).
         """
         ...
 

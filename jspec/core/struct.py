@@ -1,14 +1,100 @@
-"""Frozen dataclasses that are pytrees."""
+"""Frozen dataclasses that are pytrees, and what their fields say of the arrays in them."""
 
 import dataclasses
-from typing import TypeVar, dataclass_transform
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
+from jaxtyping import PyTree
 
 T = TypeVar("T")
+_LEAF = "leaf"
 
 
-@dataclass_transform(frozen_default=True)
+def leaf(*, default: Any = dataclasses.MISSING, **options: Any) -> Any:
+    """A field of a `struct` with options of `Leaf`, which hold for all arrays below it that do not set their own."""
+    return dataclasses.field(default=default, metadata={_LEAF: options})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, leaf))
 def struct(cls: type[T]) -> type[T]:
     """A frozen dataclass whose fields are pytree children, so instances can cross jit and while_loop."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """The options of an array in a pytree of structs.
+
+    name: of the field that sets `split` or `linear`.
+    split: the axis over which devices share the array, counted from the last; None: each device has all of it.
+    if_even: whether each device has all of an array whose axis they do not divide, such as that of the vocabulary.
+    if_many: whether each device has all of an array whose axis has one element, such as scales of whole columns.
+    ndim: axes of an array that is split; arrays with others are whole. None: any number.
+    linear: whether it is the matrix of a linear layer, which may be quantized.
+    draft: whether it belongs to a draft.
+    """
+
+    name: str = ""
+    split: int | None = None
+    if_even: bool = False
+    if_many: bool = False
+    ndim: int | None = None
+    linear: bool = False
+    draft: bool = False
+
+    def axis(self, shape: Sequence[int], devices: int) -> int | None:
+        """The axis of an array of this shape that the devices share, counted from the first; None: it is whole."""
+        if self.split is None or self.ndim not in (None, len(shape)):
+            return None
+        if (self.if_even and shape[self.split] % devices) or (self.if_many and shape[self.split] == 1):
+            return None
+        return self.split % len(shape)
+
+
+WHOLE = Leaf()
+"""The options of arrays that each device has all of, in their own precision."""
+
+
+def leaf_of(cls: type, name: str) -> Leaf:
+    """The options of a field."""
+    return _leaf([(cls, name)])
+
+
+def flatten_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[tuple[Leaf, Any]], Any]:
+    """As `jax.tree.flatten`, each leaf with its options."""
+    named, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [(_leaf(_fields(tree, path)), x) for path, x in named], structure
+
+
+def map_leaves(function: Callable[..., Any], tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
+    """`tree` with `function(options, x)` in the place of each leaf x."""
+    leaves, structure = flatten_leaves(tree, is_leaf)
+    return jax.tree.unflatten(structure, [function(options, x) for options, x in leaves])
+
+
+def _fields(tree: PyTree, path: Sequence[Any]) -> list[tuple[type, str]]:
+    """The fields on the way from a tree to one of its leaves, each with the class that has it."""
+    node: Any = tree
+    fields = []
+    for key in path:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            fields.append((type(node), key.name))
+            node = getattr(node, key.name, None)
+        elif isinstance(key, jax.tree_util.SequenceKey):
+            node = node[key.idx]
+        else:
+            node = node[key.key] if isinstance(key, jax.tree_util.DictKey) else None
+    return fields
+
+
+def _leaf(fields: Sequence[tuple[type, str]]) -> Leaf:
+    """The options that these fields set, of which the last ones count."""
+    merged: dict[str, Any] = {}
+    for cls, name in fields:
+        field = getattr(cls, "__dataclass_fields__", {}).get(name)
+        options = {} if field is None else field.metadata.get(_LEAF, {})
+        if {"split", "linear"} & set(options):
+            merged["name"] = name
+        merged |= options
+    return Leaf(**merged)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8, Key, PyTree
 
 from jspec.core.automaton import Automaton
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 
 Rows = PyTree
 """What the nodes of a forward leave in a cache if they are committed: one entry per layer, of the cache's own kind."""
@@ -23,7 +23,7 @@ class Params:
     """Weights: the target's, and the draft's or None."""
 
     target: PyTree
-    draft: PyTree = None
+    draft: PyTree = leaf(draft=True, default=None)
 
 
 @struct
@@ -181,7 +181,7 @@ class DecodeState:
     stop: Automaton
     cache: Cache
     """The target's."""
-    draft: PyTree
+    draft: PyTree = leaf(draft=True)
     """The drafter's own state."""
     sampling: RowSampling | None
     """None: all sequences are greedy, without penalties."""

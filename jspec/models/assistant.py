@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache.narrow import multiplied
 from jspec.core.sharding import check_split, gather_last, sum_over_devices
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from jspec.core.types import Params
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -33,13 +33,13 @@ class AssistantLayerParams:
     """Weights of one layer, [in, out]. HD = H * D with the head dimension D of the target's layer, F2 = 2 * F."""
 
     attention_norm: Float[Array, " E"]
-    q: Float[Array, "E HD"]
+    q: Float[Array, "E HD"] = leaf(split=-1, linear=True)
     q_norm: Float[Array, " D"]
-    o: Float[Array, "HD E"]
+    o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
     attention_out_norm: Float[Array, " E"]
     mlp_norm: Float[Array, " E"]
-    gate_up: Float[Array, "E F2"]
-    down: Float[Array, "F E"]
+    gate_up: Float[Array, "E F2"] = leaf(split=-1, linear=True)
+    down: Float[Array, "F E"] = leaf(split=-2, linear=True)
     mlp_out_norm: Float[Array, " E"]
     scalar: Float[Array, ""]
     """Factor on the output of the layer."""
@@ -59,12 +59,12 @@ class ClusterParams:
 class AssistantParams:
     """Weights of an assistant, [in, out]. Et is the target's width."""
 
-    pre_projection: Float[Array, "Et2 E"]
+    pre_projection: Float[Array, "Et2 E"] = leaf(linear=True)
     """From the target's embedding of the token, followed by the hidden state."""
     layers: tuple[AssistantLayerParams, ...]
     norm: Float[Array, " E"]
-    post_projection: Float[Array, "E Et"]
-    head: Float[Array, "V E"] | None
+    post_projection: Float[Array, "E Et"] = leaf(linear=True)
+    head: Float[Array, "V E"] | None = leaf(split=-2, if_even=True)
     """None if the LM head is clustered, or the target's."""
     clusters: ClusterParams | None
 

@@ -19,7 +19,7 @@ from jspec.cache import HybridCache, LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.core.checks import check_int
 from jspec.core.sharding import gather_last
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from jspec.core.types import Params, Target
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -38,7 +38,7 @@ class MarkovParams:
 
     previous: Float[Array, "V R"]
     """Embedding of the token before the predicted one."""
-    out: Float[Array, "R Vd"]
+    out: Float[Array, "R Vd"] = leaf(linear=True)
     mix: Float[Array, "X Y"] | None
     """gated: [E + R, R], from a row's output and the embedding. rnn: [2 R + E, 3 R], from the state, the embedding and
     the output. None in a vanilla head."""
@@ -49,15 +49,15 @@ class MarkovParams:
 class BlockParams:
     """Weights of a block draft; matrices are [in, out]. C: width of the captured hidden states."""
 
-    embed: Float[Array, "V E"] | None
+    embed: Float[Array, "V E"] | None = leaf(split=-2, if_even=True)
     """None: the target's embedding."""
     mask_embed: Float[Array, " E"] | None
     """The embedding of the mask token; None: its row of the embedding."""
-    fc: Float[Array, "C E"]
+    fc: Float[Array, "C E"] = leaf(linear=True)
     hidden_norm: Float[Array, " E"]
     layers: tuple[LayerParams, ...]
     norm: Float[Array, " E"]
-    lm_head: Float[Array, "E Vd"] | None
+    lm_head: Float[Array, "E Vd"] | None = leaf(split=-1, if_even=True, linear=True)
     """None: the target's LM head."""
     ids: Int[Array, " Vd"] | None
     """Target ids of the draft's vocabulary, ascending; None: the target's own vocabulary."""

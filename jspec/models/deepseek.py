@@ -21,7 +21,7 @@ from jspec.cache.dsa import DsaRows, IndexQuery
 from jspec.cache.mla import MlaRows, UpProjections
 from jspec.cache.narrow import stored_dtype
 from jspec.core.sharding import check_split, sum_over_devices
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, RoutedParams, layer_mlp, mlp_shapes
@@ -42,7 +42,9 @@ class IndexerParams:
     key_norm: Float[Array, " I"]
     key_norm_bias: Float[Array, " I"]
     weights: Float[Array, "E J"]
-    """Weights of the heads' scores, in float32."""
+    """Weights of the heads' scores, in float32. Nothing here is split or quantized: heads' scores are added up before
+    tokens are selected, and selected by small differences.
+    """
 
 
 @struct
@@ -55,16 +57,16 @@ class DeepseekLayerParams:
     """
 
     attention_norm: Float[Array, " E"]
-    down_projection: Float[Array, "E DOWN"]
+    down_projection: Float[Array, "E DOWN"] = leaf(split=-1, linear=True)
     query_norm: Float[Array, " Q"] | None
-    query: Float[Array, "Q QD"] | None
+    query: Float[Array, "Q QD"] | None = leaf(split=-1, linear=True)
     """Both None if queries are projected in one step."""
     latent_norm: Float[Array, " C"]
     up: UpProjections
-    o: Float[Array, "HV E"]
+    o: Float[Array, "HV E"] = leaf(split=-2, linear=True)
     mlp_norm: Float[Array, " E"]
-    gate_up: Float[Array, "E F2"] | None
-    down: Float[Array, "F E"] | None
+    gate_up: Float[Array, "E F2"] | None = leaf(split=-1, linear=True)
+    down: Float[Array, "F E"] | None = leaf(split=-2, linear=True)
     experts: RoutedParams | None
     """Experts; mutually exclusive with gate_up and down."""
     indexer: IndexerParams | None = None
@@ -74,10 +76,10 @@ class DeepseekLayerParams:
 class DeepseekParams:
     """Weights of a model. `lm_head` is None if the embedding is the LM head."""
 
-    embed: Float[Array, "V E"]
+    embed: Float[Array, "V E"] = leaf(split=-2, if_even=True)
     layers: tuple[DeepseekLayerParams, ...]
     norm: Float[Array, " E"]
-    lm_head: Float[Array, "E V"] | None
+    lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True)
     mtp: tuple[MtpParams, ...] = ()
     """MTP heads, which draft for this target; its own forward does not read them."""
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.core.sharding import gather_last
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from jspec.core.types import Params, Target
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -28,9 +28,9 @@ from jspec.models.sizes import keys_bytes, shape_of, tree_bytes
 class EagleParams:
     """Weights of a head; matrices are [in, out]. C: width of the captured hidden states, Vd: draft vocabulary size."""
 
-    embed: Float[Array, "V Ed"] | None
+    embed: Float[Array, "V Ed"] | None = leaf(split=-2, if_even=True)
     """None: the target's embedding."""
-    fc: Float[Array, "F E"]
+    fc: Float[Array, "F E"] = leaf(linear=True)
     """EAGLE-3: [C, E], applied once to captured states. EAGLE-1: [2 E, E], applied to each (token, feature) pair."""
     fc_bias: Float[Array, " E"] | None
     fc_norms: tuple[Float[Array, " Et"], ...] | None
@@ -42,7 +42,7 @@ class EagleParams:
     layers: tuple[LayerParams, ...]
     norm: Float[Array, " E"] | None
     """Norm before the LM head; None in EAGLE-1."""
-    lm_head: Float[Array, "E Vd"] | None
+    lm_head: Float[Array, "E Vd"] | None = leaf(split=-1, if_even=True, linear=True)
     """None: the target's LM head."""
     ids: Int[Array, " Vd"] | None
     """Target ids of the draft's vocabulary, ascending; None: the target's own vocabulary."""

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys
 from jspec.core.sharding import check_split, held_heads, sum_over_devices
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, experts_mlp, router_logits
@@ -31,8 +31,8 @@ Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
 class PerLayerParams:
     """Maps a layer's per-layer input, of width P, to an addition to the residual stream."""
 
-    gate: Float[Array, "E P"]
-    out: Float[Array, "P E"]
+    gate: Float[Array, "E P"] = leaf(linear=True)
+    out: Float[Array, "P E"] = leaf(linear=True)
     norm: Float[Array, " E"]
 
 
@@ -44,8 +44,8 @@ class ExpertParams:
     router: Float[Array, "X E"]
     scales: Float[Array, " X"]
     """Factors on the weights of the chosen experts."""
-    gate_up: Float[Array, "X E F2"]
-    down: Float[Array, "X F E"]
+    gate_up: Float[Array, "X E F2"] = leaf(split=-1, linear=True)
+    down: Float[Array, "X F E"] = leaf(split=-2, linear=True)
     norm: Float[Array, " E"]
     out_norm: Float[Array, " E"]
     mlp_out_norm: Float[Array, " E"]
@@ -59,15 +59,15 @@ class Gemma4LayerParams:
     """
 
     attention_norm: Float[Array, " E"]
-    qkv: Float[Array, "E QKV"]
+    qkv: Float[Array, "E QKV"] = leaf(split=-1, linear=True)
     q_norm: Float[Array, " D"]
     k_norm: Float[Array, " D"] | None
     """None if keys and values are those of another layer."""
-    o: Float[Array, "HD E"]
+    o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
     attention_out_norm: Float[Array, " E"]
     mlp_norm: Float[Array, " E"]
-    gate_up: Float[Array, "E F2"]
-    down: Float[Array, "F E"]
+    gate_up: Float[Array, "E F2"] = leaf(split=-1, linear=True)
+    down: Float[Array, "F E"] = leaf(split=-2, linear=True)
     mlp_out_norm: Float[Array, " E"]
     experts: ExpertParams | None
     per_layer: PerLayerParams | None
@@ -80,7 +80,7 @@ class PerLayerInputParams:
     """Maps a token and its embedding to the per-layer inputs of all L layers, of width P each."""
 
     embed: Float[Array, "V LP"]
-    projection: Float[Array, "E LP"]
+    projection: Float[Array, "E LP"] = leaf(linear=True)
     norm: Float[Array, " P"]
 
 
@@ -88,7 +88,7 @@ class PerLayerInputParams:
 class Gemma4Params:
     """Weights of a model; the embedding is also the LM head."""
 
-    embed: Float[Array, "V E"]
+    embed: Float[Array, "V E"] = leaf(split=-2, if_even=True)
     per_layer: PerLayerInputParams | None
     layers: tuple[Gemma4LayerParams, ...]
     norm: Float[Array, " E"]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from jspec.cache import HybridCache, LayerKeys
 from jspec.cache.mha import Rows
 from jspec.core.sharding import added_once, sum_over_devices
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.llama import attend_layer, held_kv_heads, split_layers
@@ -33,10 +33,10 @@ class BiasedExperts:
     router: Float[Array, "X E"]
     """In float32, like its bias."""
     router_bias: Float[Array, " X"]
-    gate_up: Float[Array, "X E F2"]
+    gate_up: Float[Array, "X E F2"] = leaf(split=-1, linear=True)
     """The columns of the gate first, then the others; checkpoints interleave them."""
-    gate_up_bias: Float[Array, "X F2"]
-    down: Float[Array, "X F E"]
+    gate_up_bias: Float[Array, "X F2"] = leaf(split=-1)
+    down: Float[Array, "X F E"] = leaf(split=-2, linear=True)
     down_bias: Float[Array, "X E"]
 
 
@@ -45,11 +45,11 @@ class GptOssLayerParams:
     """Weights of one layer, [in, out]. HD = H * D, QKV = (H + 2 K) * D."""
 
     attention_norm: Float[Array, " E"]
-    qkv: Float[Array, "E QKV"]
-    qkv_bias: Float[Array, " QKV"] | None
-    sinks: Float[Array, " H"]
+    qkv: Float[Array, "E QKV"] = leaf(split=-1, linear=True)
+    qkv_bias: Float[Array, " QKV"] | None = leaf(split=-1)
+    sinks: Float[Array, " H"] = leaf(split=-1)
     """The score of each query head that has no key and no value."""
-    o: Float[Array, "HD E"]
+    o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
     o_bias: Float[Array, " E"] | None
     mlp_norm: Float[Array, " E"]
     experts: BiasedExperts
@@ -67,10 +67,10 @@ class GptOssLayerParams:
 class GptOssParams:
     """Weights of a model. `lm_head` is None if the embedding is the LM head."""
 
-    embed: Float[Array, "V E"]
+    embed: Float[Array, "V E"] = leaf(split=-2, if_even=True)
     layers: tuple[GptOssLayerParams, ...]
     norm: Float[Array, " E"]
-    lm_head: Float[Array, "E V"] | None
+    lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True)
 
 
 @dataclasses.dataclass(frozen=True)

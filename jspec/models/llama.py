@@ -18,7 +18,7 @@ from jspec.cache import LayerKeys, MhaCache
 from jspec.cache.mha import Rows
 from jspec.cache.narrow import divided, multiplied, stored_dtype
 from jspec.core.sharding import check_split, held_heads, sum_over_devices
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, RoutedParams, layer_mlp, mlp_shapes
@@ -36,15 +36,15 @@ class LayerParams:
 
     attention_norm: Float[Array, " E"] | None
     """None in the first layer of an EAGLE-1 head."""
-    qkv: Float[Array, "E QKV"]
-    qkv_bias: Float[Array, " QKV"] | None
+    qkv: Float[Array, "E QKV"] = leaf(split=-1, linear=True)
+    qkv_bias: Float[Array, " QKV"] | None = leaf(split=-1)
     q_norm: Float[Array, " D"] | None
     k_norm: Float[Array, " D"] | None
-    o: Float[Array, "HD E"]
+    o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
     o_bias: Float[Array, " E"] | None
     mlp_norm: Float[Array, " E"]
-    gate_up: Float[Array, "E F2"] | None
-    down: Float[Array, "F E"] | None
+    gate_up: Float[Array, "E F2"] | None = leaf(split=-1, linear=True)
+    down: Float[Array, "F E"] | None = leaf(split=-2, linear=True)
     experts: RoutedParams | None = None
     """Experts; mutually exclusive with gate_up and down."""
     kv_scales: Float[Array, "2"] | None = None
@@ -55,10 +55,10 @@ class LayerParams:
 class LlamaParams:
     """Weights of a model. `lm_head` is None if the embedding is the LM head."""
 
-    embed: Float[Array, "V E"]
+    embed: Float[Array, "V E"] = leaf(split=-2, if_even=True)
     layers: tuple[LayerParams, ...]
     norm: Float[Array, " E"]
-    lm_head: Float[Array, "E V"] | None
+    lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.quantized import Quantized
 from jspec.models.router import Router
@@ -59,8 +59,8 @@ class RoutedParams:
     """In float32."""
     bias: Float[Array, " X"] | None
     """Added to the scores for the choice only, not for the weights (DeepSeek-V3)."""
-    gate_up: Float[Array, "Y E F2"]
-    down: Float[Array, "Y F E"]
+    gate_up: Float[Array, "Y E F2"] = leaf(split=-1, linear=True)
+    down: Float[Array, "Y F E"] = leaf(split=-2, linear=True)
     shared_gate: Float[Array, "E 1"] | None = None
     """Gate on the output of the shared experts."""
 

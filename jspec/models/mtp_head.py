@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from jspec.core.sharding import gather_last
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from jspec.core.types import Cache, Params, Target
 from jspec.models import layers
 from jspec.models.decoder import Decoder
@@ -30,14 +30,14 @@ class MtpParams:
 
     token_norm: Float[Array, " E"]
     hidden_norm: Float[Array, " E"]
-    projection: Float[Array, "E2 E"]
+    projection: Float[Array, "E2 E"] = leaf(linear=True)
     """From the token's embedding and the hidden state, both normed, in this order."""
     layer: PyTree
     """A decoder layer of the target's family."""
     norm: Float[Array, " E"]
-    embed: Float[Array, "V E"] | None = None
+    embed: Float[Array, "V E"] | None = leaf(split=-2, if_even=True, default=None)
     """None: the target's."""
-    lm_head: Float[Array, "E V"] | None = None
+    lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True, default=None)
     """None: the target's."""
 
     @property

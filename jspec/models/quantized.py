@@ -7,7 +7,7 @@ kernel that multiplies, so that a round reads the narrow bytes alone (docs/quant
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree, Shaped
 
-from jspec.core.sharding import WEIGHTS
+from jspec.core.struct import Leaf, leaf, map_leaves, struct
 from pallas_kernels.packed_matmul import BLOCK, INTEGERS, PER_WORD, UNITS, centered, factors, pack, packed_matmul
 from pallas_kernels.scaled_matmul import scaled_matmul
 
@@ -39,30 +39,9 @@ LARGEST = {FORMATS["fp8"]: 448.0, FORMATS["int8"]: 127.0}
 """The largest value of each type of 8 bits: that of a column, or group, after it is divided by its scale."""
 _FRACTIONS = tuple(1 - 0.05 * step for step in range(9))
 """Factors of the scale of a group of 4 bits that are tried; 1 represents its largest value exactly."""
-LINEAR = {
-    "qkv",
-    "o",
-    "gate_up",
-    "down",
-    "lm_head",
-    "down_projection",
-    "query",
-    "projection",
-    "out",
-    "gate",
-    "fc",
-    "q",
-    "pre_projection",
-    "post_projection",
-}
-"""Fields of weights that are matrices of linear layers. All others keep their precision: embeddings, norms, routers,
-biases, convolutions, and the two up-projections of latent attention."""
-_WHOLE = {"indexer"}
-"""Fields whose own fields keep their precision, too: an indexer ranks tokens by small differences."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct
 class Quantized:
     """A matrix, or a stack of them, as narrow values times scales.
 
@@ -78,10 +57,10 @@ class Quantized:
     """
 
     narrow: Shaped[Array, "*stack stored out"]
-    scale: Shaped[Array, "*stack groups out"]
+    scale: Shaped[Array, "*stack groups out"] = leaf(if_many=True)
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
     group: int | None = dataclasses.field(default=None, metadata={"static": True})
-    zero: Int[Array, "*stack groups out"] | None = None
+    zero: Int[Array, "*stack groups out"] | None = leaf(if_many=True, default=None)
     filling: int | None = dataclasses.field(default=None, metadata={"static": True})
     codes: str = dataclasses.field(default=INTEGERS, metadata={"static": True})
 
@@ -210,12 +189,6 @@ def quantized_product(x: Float[Array, "*batch in"], weight: Quantized) -> Float[
     return out.reshape(*x.shape[:-1], -1)
 
 
-def is_quantized(path: Sequence[Any]) -> bool:
-    """Whether a leaf of weights is a matrix of a linear layer, by its path."""
-    names = [getattr(key, "name", None) for key in path]
-    return bool(names) and names[-1] in LINEAR and not _WHOLE & set(names)
-
-
 def quantize_shapes(shapes: PyTree, weights: str | None) -> PyTree:
     """The `jax.ShapeDtypeStruct`s of weights whose linear layers are in a format; anything else: as they are."""
     if weights not in (*FORMATS, BLOCKS):
@@ -225,10 +198,7 @@ def quantize_shapes(shapes: PyTree, weights: str | None) -> PyTree:
     def of(shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return jax.eval_shape(partial(quantize, weights=weights), jax.ShapeDtypeStruct(shape, dtype))
 
-    def quantized(path: Sequence[Any], leaf: Any) -> Any:
-        return of(leaf.shape, leaf.dtype) if is_quantized(path) else leaf
-
-    return jax.tree_util.tree_map_with_path(quantized, shapes)
+    return map_leaves(lambda options, shape: of(shape.shape, shape.dtype) if options.linear else shape, shapes)
 
 
 def check_whole_groups(
@@ -255,11 +225,13 @@ def check_split_groups(shapes: PyTree, devices: int) -> None:
 
     shapes: what `quantize_shapes` returns.
     """
-    for path, matrix in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_matrix):
-        field = getattr(path[-1], "name", None) if path else None
-        if isinstance(matrix, Quantized) and field is not None and WEIGHTS.get(field) == -2:
+
+    def check(options: Leaf, matrix: Any) -> None:
+        if isinstance(matrix, Quantized) and options.split == -2:
             packed = matrix.filling is not None
-            check_whole_groups(field, matrix.shape[-2], matrix.group, devices, packed, fits=lambda _: True)
+            check_whole_groups(options.name, matrix.shape[-2], matrix.group, devices, packed, fits=lambda _: True)
+
+    map_leaves(check, shapes, is_leaf=is_matrix)
 
 
 def largest_matrix(shapes: PyTree) -> jax.ShapeDtypeStruct | None:

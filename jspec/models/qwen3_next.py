@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache import HybridCache, LayerKeys, RecurrentLayer, RecurrentRows
 from jspec.core.sharding import check_split, held_heads, sum_over_devices
-from jspec.core.struct import struct
+from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
 from jspec.models.moe import Routed, RoutedParams, layer_mlp, mlp_shapes
@@ -33,26 +33,26 @@ Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
 class DeltaParams:
     """A gated delta net, [in, out]. X = C + Hv (V + 2), where C is the channels of the convolution; HvV = Hv * V."""
 
-    qkv: Float[Array, "E X"]
+    qkv: Float[Array, "E X"] = leaf(split=-1, linear=True)
     """To the inputs of the convolution (all queries, all keys, all values), the gate, beta and the decay."""
-    conv: Float[Array, "W1 C"]
+    conv: Float[Array, "W1 C"] = leaf(split=-1)
     """The weight of the node's own input is last."""
-    log_rate: Float[Array, " Hv"]
+    log_rate: Float[Array, " Hv"] = leaf(split=-1)
     """Log of the decay rate; in float32, like its bias."""
-    rate_bias: Float[Array, " Hv"]
+    rate_bias: Float[Array, " Hv"] = leaf(split=-1)
     norm: Float[Array, " V"]
-    o: Float[Array, "HvV E"]
+    o: Float[Array, "HvV E"] = leaf(split=-2, linear=True)
 
 
 @struct
 class AttentionParams:
     """Gated attention, [in, out]. HD = H * D, X = 2 (H + K) * D."""
 
-    qkv: Float[Array, "E X"]
+    qkv: Float[Array, "E X"] = leaf(split=-1, linear=True)
     """To queries, keys, values and the gate of each query head."""
     q_norm: Float[Array, " D"]
     k_norm: Float[Array, " D"]
-    o: Float[Array, "HD E"]
+    o: Float[Array, "HD E"] = leaf(split=-2, linear=True)
 
 
 @struct
@@ -62,8 +62,8 @@ class Qwen3NextLayerParams:
     mixer_norm: Float[Array, " E"]
     mixer: DeltaParams | AttentionParams
     mlp_norm: Float[Array, " E"]
-    gate_up: Float[Array, "E F2"] | None
-    down: Float[Array, "F E"] | None
+    gate_up: Float[Array, "E F2"] | None = leaf(split=-1, linear=True)
+    down: Float[Array, "F E"] | None = leaf(split=-2, linear=True)
     experts: RoutedParams | None
     """Experts; mutually exclusive with gate_up and down."""
 
@@ -72,10 +72,10 @@ class Qwen3NextLayerParams:
 class Qwen3NextParams:
     """Weights of a model. `lm_head` is None if the embedding is the LM head."""
 
-    embed: Float[Array, "V E"]
+    embed: Float[Array, "V E"] = leaf(split=-2, if_even=True)
     layers: tuple[Qwen3NextLayerParams, ...]
     norm: Float[Array, " E"]
-    lm_head: Float[Array, "E V"] | None
+    lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True)
     mtp: tuple[MtpParams, ...] = ()
     """MTP heads, which draft for this target; its own forward does not read them."""
 

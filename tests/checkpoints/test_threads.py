@@ -13,6 +13,7 @@ from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.checkpoints.tensors import Tensors, is_finite
 from jspec.checkpoints.threads import each_block
 from jspec.core.sharding import side_by_side
+from jspec.core.struct import WHOLE
 
 
 @pytest.mark.parametrize("size", [0, 1, 4, 5, 8, 23])
@@ -85,7 +86,7 @@ def test_weights_are_read_and_joined_in_blocks(tmp_path, monkeypatch, block, tra
     assert joined.flags.f_contiguous == transposed and joined.dtype == np.float32
     wanted = [values.T if transposed else values for values in stored.values()]
     np.testing.assert_array_equal(joined, np.concatenate(wanted, axis=-1).astype(np.float32))
-    np.testing.assert_array_equal(read.put(None, parts), joined)
+    np.testing.assert_array_equal(read.put(WHOLE, parts), joined)
 
 
 @pytest.mark.parametrize("block", [2, 24, 60, 2**23])

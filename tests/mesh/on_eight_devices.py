@@ -35,7 +35,7 @@ from jspec.checkpoints.files import CheckpointError, write_tensors
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.cli import main
 from jspec.core import decode, sharding
-from jspec.core.sharding import TENSOR, WEIGHTS
+from jspec.core.sharding import TENSOR
 from jspec.drafters import Ngram, Standalone
 from jspec.engine import score
 from jspec.models.decoder import Decoder
@@ -154,7 +154,8 @@ def test_each_device_has_its_part(load):
     model, *rest = (load(name, None, 4) for name in names)
     paths, *others = (jax.tree_util.tree_leaves_with_path(each.params.target) for each in (model, *rest))
     split = {path[-1].name for path, leaf in sum(others, paths) if not leaf.sharding.is_fully_replicated}
-    assert split == set(WEIGHTS) - {"query", "q", "head"}  # of queries in two steps, and of assistants
+    columns = {"qkv", "qkv_bias", "sinks", "gate_up", "gate_up_bias", "lm_head", "down_projection"}
+    assert split == {"embed", "o", "down", "keys", "values", "conv", "log_rate", "rate_bias"} | columns
     inputs = rest[2].params.target.per_layer
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(inputs))
     for _, leaf in paths:
