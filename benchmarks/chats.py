@@ -11,21 +11,23 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jspec.bench import measurement, report
 from jspec.bench.machine import environment
 from jspec.bench.measurement import Measurement
 from jspec.checkpoints import llama
+from jspec.cli import train as cli
 from jspec.drafters import Ngram
 from jspec.engine.model import load
 from jspec.models import EagleHead, Llama
 from jspec.models.llama import require_llama
-from jspec.train import batches, cli, data, distill, head
+from jspec.train import batches, data, distill, head
 from jspec.train.head import HeadLearner
 from jspec.train.learner import DraftSetup
 from jspec.train.recipe import DraftRecipe
+from tools.pretrain import __main__ as pretrain
 
 CHATS, HELDOUT_SHARE, MODEL_CHATS = 250, 0.2, 3000
 """Chats of the head, 200 of them to train on, and chats that the chat model is trained on."""
@@ -69,21 +71,21 @@ def chats(seed: int, count: int) -> Iterator[dict[str, list[dict[str, str]]]]:
     return (chat(rng) for _ in range(count))
 
 
-def train(command: str, **options: object) -> None:
-    """Runs `jspec train`."""
+def train(command: str, main: Callable[[list[str]], int] = cli.main, **options: object) -> None:
+    """Runs a command of `jspec train`, or of another `main`."""
     arguments = [command]
     for name, given in options.items():
         values = given if isinstance(given, tuple) else (given,)
         arguments += ["--" + name.replace("_", "-"), *map(str, values)]
-    if cli.main(arguments):
-        raise SystemExit(f"jspec train {command} failed")
+    if main(arguments):
+        raise SystemExit(f"{command} failed")
 
 
 def make_target(work: Path, steps: int) -> Path:
     """Trains the chat model: a tokenizer of its own, a template, and weights."""
     text = [message["content"] for each in chats(0, 500) for message in each["messages"]]
     (work / "text.txt").write_text("user: assistant: system:\n" + "\n".join(text))
-    train("data", out=work / "tokenizer", text=work / "text.txt", vocab_size=512)
+    train("tokenizer", pretrain.main, out=work / "tokenizer", text=work / "text.txt", vocab_size=512)
     (work / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
     write(work / "model_chats.jsonl", chats(1, MODEL_CHATS))
     train("data", out=work / "model_data", tokenizer=work / "tokenizer", chats=work / "model_chats.jsonl")
@@ -102,7 +104,7 @@ def make_target(work: Path, steps: int) -> Path:
     (work / "shape").mkdir(exist_ok=True)
     (work / "shape" / "config.json").write_text(json.dumps(llama.describe(config)))
     common = {"data": work / "model_data", "work": work / "model_run", "out": work / "target", "config": work / "shape"}
-    train("lm", **common, steps=steps, batch_tokens=4096, warmup=20, learning_rate=3e-3)
+    train("lm", pretrain.main, **common, steps=steps, batch_tokens=4096, warmup=20, learning_rate=3e-3)
     return work / "target"
 
 

@@ -182,7 +182,7 @@ def test_invalid_input_prints_one_line_and_exits_with_status_2(capsys, arguments
         (["generate", "x", "--seed", "9" * 9000], "must be an integer"),
         (["generate", "x", "--drafter", "magic"], "argument --drafter: invalid choice: 'magic'"),
         (["train"], "the following arguments are required: command"),
-        (["train", "lm", "--steps", "x"], "argument --steps: invalid int value: 'x'"),
+        (["train", "eagle3", "--steps", "x"], "argument --steps: invalid int value: 'x'"),
         (["evaluate", "--batch", "0"], "argument --batch: '0': must be from 1"),
         ([], "the following arguments are required: COMMAND"),
         (["generate", "x", "--colorful"], "unrecognized arguments: --colorful"),
@@ -458,7 +458,7 @@ def test_a_reader_may_stop_before_the_end():
 
 def test_train_has_its_own_help(capsys):
     pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
-    for arguments, shown in ((["--help"], "language model"), (["lm", "--help"], "--steps")):
+    for arguments, shown in ((["--help"], "train a draft"), (["eagle3", "--help"], "--steps")):
         with pytest.raises(SystemExit) as end:
             cli.main(["train", *arguments])
         assert end.value.code == 0

@@ -49,7 +49,7 @@ ALLOWED = {
     ],
     "drawn": [r"^tests/analysis/test_plots\.py: .*"],
     # Text that a test reads.
-    "em dash": [r"^tests/train/test_data\.py: .*"],
+    "em dash": [r"^tests/tools/test_pretrain_data\.py: .*"],
 }
 """Legitimate uses: patterns of a part of "file: line" that has the word inside."""
 EXEMPT = ("tests/test_words.py", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/notes/")

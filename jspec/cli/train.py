@@ -1,4 +1,4 @@
-"""`jspec train`: prepare data, train a language model or a draft, write a target's own text."""
+"""`jspec train`: prepare data, train a draft, write a target's own text."""
 
 import argparse
 import dataclasses
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jspec.cli.arguments import Parser
-from jspec.train import arguments, options, prepare, replies, text
+from jspec.train import arguments, data, options, prepare, replies, text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +28,10 @@ class Command:
 
 COMMANDS = {
     "data": Command(
-        "write token files, a tokenizer and prompts from your own files or the installed packages",
-        prepare.__doc__,
+        "write token files and prompts from your own files",
+        f"{prepare.__doc__}\n{data.__doc__}",
         prepare.add_arguments,
         "prepare",
-    ),
-    "lm": Command(
-        "train a language model from scratch, or distill a small one from a teacher",
-        arguments.LM,
-        arguments.add_lm,
-        "lm",
     ),
     "eagle3": Command("train an EAGLE-3 head for a target", arguments.EAGLE3, arguments.add_eagle3, "eagle3"),
     "dspark": Command(

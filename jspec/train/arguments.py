@@ -4,13 +4,12 @@ This module needs no package of the extra `train`: the help of a command is ther
 """
 
 import argparse
-from pathlib import Path
 
 from jspec.checkpoints import block_config
 from jspec.checkpoints.eagle_config import LAYOUTS
 from jspec.models.block_head import MARKOV_KINDS
-from jspec.train import model, options
-from jspec.train.recipe import BlockRecipe, DraftRecipe, LmRecipe, Recipe
+from jspec.train import options
+from jspec.train.recipe import BlockRecipe, DraftRecipe, Recipe
 
 DEFAULT_PROMPTS = 32
 """Held-out prompts in each evaluation of a draft."""
@@ -24,21 +23,16 @@ BLOCK_SHAPE = ("block_size", "num_layers", "fill_in", "markov", "markov_rank", "
 ASSISTANT_SHAPE = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "target_head")
 """Options that give the shape of an assistant."""
 
-LM = """Trains a language model from scratch, or a small one as a draft by distillation from a teacher.
-
-Writes a Hugging Face directory with a model card, metrics as JSON lines, and checkpoints to resume from.
-"""
-
 EAGLE3 = """Trains an EAGLE-3 head for a target (Li et al., EAGLE-3, arXiv 2503.01840, section 3).
 
 Writes a checkpoint of the head with a model card, metrics as JSON lines, and checkpoints to resume from. The head is
 best trained on text that the target wrote itself (`jspec train text`), since it will also draft for such text.
 
-  jspec train data --out data --tokenizer TARGET --processes 16
+  jspec train data --out data --tokenizer TARGET --text book.txt
   jspec train text --model TARGET --prompts data/train_prompts.json --out rows.npy
   jspec train eagle3 --data data --target TARGET --rows rows.npy --rows-share 0.8 --work work --out head --steps 2000
 
-Your own text and chats: see `jspec train data --help` and `jspec train replies --help`.
+Other files, and chats: see `jspec train data --help` and `jspec train replies --help`.
 
 Cost: a token takes one forward of the target and, in each of the `ttt_steps`, a forward and a backward of the head; on
 an accelerator one more forward, because the backward pass recomputes the inside of each step. Memory per token: the
@@ -52,11 +46,11 @@ DSPARK = """Trains a block draft for a target: DSpark (arXiv 2607.05147) or, wit
 Writes a checkpoint of the draft with a model card, metrics as JSON lines, and checkpoints to resume from. The draft is
 best trained on text that the target wrote itself (`jspec train text`), since it will also draft for such text.
 
-  jspec train data --out data --tokenizer TARGET --processes 16
+  jspec train data --out data --tokenizer TARGET --text book.txt
   jspec train text --model TARGET --prompts data/train_prompts.json --out rows.npy
   jspec train dspark --data data --target TARGET --rows rows.npy --rows-share 0.8 --work work --out draft --steps 2000
 
-Your own text and chats: see `jspec train data --help` and `jspec train replies --help`.
+Other files, and chats: see `jspec train data --help` and `jspec train replies --help`.
 
 DFlash as published: --fill-in --block-size 16 --markov none --no-confidence --cross-entropy 1 --distance 0 --reach 7.
 
@@ -71,11 +65,11 @@ Writes a checkpoint of the assistant with a model card, metrics as JSON lines, a
 are models of the Llama shape (Llama 3.x, Qwen3) and Gemma 4. Each step computes what the assistant reads of its target:
 the keys, values and hidden states of a text. It is best trained on text that the target wrote itself.
 
-  jspec train data --out data --tokenizer TARGET --processes 16
+  jspec train data --out data --tokenizer TARGET --text book.txt
   jspec train text --model TARGET --prompts data/train_prompts.json --out rows.npy
   jspec train frozen-kv-mtp --data data --target TARGET --rows rows.npy --work work --out assistant --steps 2000
 
-Your own text and chats: see `jspec train data --help` and `jspec train replies --help`.
+Other files, and chats: see `jspec train data --help` and `jspec train replies --help`.
 
 Training and cost are those of an EAGLE-3 head (see `jspec train eagle3`): the assistant predicts from the same states
 with the same losses, but has no keys and values of its own. The card of the bundled assistant states what its training
@@ -83,14 +77,6 @@ took.
 """
 
 _SIZE = {"least": 1, "most": 2**20}
-
-
-def add_lm(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `jspec train lm`."""
-    options.add(parser, LmRecipe)
-    parser.add_argument("--shape", choices=sorted(model.SHAPES), help="a bundled model whose shape to use")
-    parser.add_argument("--config", type=Path, help="directory with the config.json of the model, instead of --shape")
-    parser.add_argument("--teacher", type=Path, help="directory of the model to distill from (default: none)")
 
 
 def add_eagle3(parser: argparse.ArgumentParser) -> None:

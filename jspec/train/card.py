@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jspec.train import options, rows
 from jspec.train.batches import Source
-from jspec.train.data import Manifest
+from jspec.train.data import CardTexts, Manifest
 from jspec.train.recipe import Recipe
 from jspec.train.rows import Made
 
@@ -38,8 +40,8 @@ class Inputs:
 
 
 _HEADER = """---
-{license}library_name: jspec
-{pipeline}{language}tags: [{tags}]
+{front}library_name: jspec
+{pipeline}tags: [{tags}]
 ---
 # {name}"""
 
@@ -51,7 +53,7 @@ def assemble(
     training: Sequence[str],
     sections: Sequence[str],
     commands: Sequence[str],
-    manifest: Manifest,
+    texts: CardTexts,
     pipeline: str | None = None,
     tags: Sequence[str] = (),
 ) -> str:
@@ -63,22 +65,19 @@ def assemble(
       training: items of the section on its training.
       sections: further sections, after that one.
       commands: what makes the model again.
-      manifest: the data.
+      texts: what the data has for cards.
       pipeline: the hub's name for what the model does; None: it does nothing by itself.
       tags: for the hub, beyond the usual ones.
     """
-    # Of the user's own files neither license nor language is known.
-    packaged = "kind" not in manifest
     header = _HEADER.format(
         name=name,
-        license="license: apache-2.0\n" if packaged else "",
+        front=texts["front"],
         pipeline="" if pipeline is None else f"pipeline_tag: {pipeline}\n",
-        language="language: [code]\n" if packaged else "",
-        tags=", ".join([*(["python"] if packaged else []), "speculative-decoding", *tags]),
+        tags=", ".join(tag for tag in (texts["tags"], "speculative-decoding", *tags) if tag),
     )
     items = "\n".join(f"- {line}" for line in training)
     reproduce = "## Reproduce\n\n```\n" + "\n".join(commands) + "\n```"
-    parts = [header, architecture, f"## Training\n\n{items}", *sections, reproduce, _packages(manifest)]
+    parts = [header, architecture, f"## Training\n\n{items}", *sections, reproduce, texts["section"]]
     return "\n\n".join(parts) + "\n"
 
 
@@ -113,20 +112,10 @@ def optimization(recipe: Recipe, steps: int, length: int | None) -> str:
     )
 
 
-def hardware(device: str, final: FinalMetrics) -> str:
+def hardware(final: FinalMetrics) -> str:
     """Where a run took place and how long it took."""
+    device = jax.devices()[0].device_kind
     return f"hardware and time: one {device}, {final['seconds']:,.0f} s, including evaluation and checkpoints"
-
-
-def data_command(manifest: Manifest) -> str:
-    """The command that makes the data again."""
-    heldout = " ".join(package["name"] for package in manifest["packages"] if package["heldout"])
-    given = manifest.get("tokenizer")
-    vocabulary = f"--tokenizer {given}" if given else f"--vocab-size {manifest['vocab_size']}"
-    if "kind" in manifest:
-        files = f"--{manifest['kind']} {' '.join(manifest.get('files', ()))}"
-        return f"jspec train data --out data {vocabulary} {files}{manifest.get('options', '')}"
-    return f"jspec train data --out data {vocabulary} --heldout {heldout}"
 
 
 def describe_rows(inputs: Inputs) -> str:
@@ -146,28 +135,3 @@ def text_command(inputs: Inputs, model_name: str) -> str:
     if inputs.rows_made is not None and inputs.rows_made.sampled_share:
         line += f" --sampled-share {inputs.rows_made.sampled_share} --seed {inputs.rows_made.seed}"
     return line
-
-
-def describe_text(manifest: Manifest) -> str:
-    """What the data is, in a few words."""
-    train = manifest["train"]
-    if "kind" not in manifest:
-        return f"Python source, {train['tokens']:,} tokens of {train['packages']} packages"
-    texts, what = f"{train['files']:,}", "chats" if manifest["kind"] == "chats" else "texts"
-    learned = train.get("learned", train["tokens"])
-    return f"own {what}, {train['tokens']:,} tokens of {texts} {what}, of which {learned:,} count for the loss"
-
-
-def _packages(manifest: Manifest) -> str:
-    """The section that lists each package of the data, with its license, or the user's own files."""
-    skipped = "\n".join(f"- {reason}: {count:,}" for reason, count in sorted(manifest["skipped"].items()))
-    if "kind" in manifest:
-        names = "\n".join(f"- {name}" for name in manifest.get("files", ()))
-        return f"## Files\n\n{names}" + (f"\n\nDropped:\n\n{skipped}" if skipped else "")
-    rows = [
-        f"| {package['name']} | {package['version']} | {package['license']} | {package['files']:,} | "
-        f"{package['bytes']:,} | {'held out' if package['heldout'] else 'train'} |"
-        for package in manifest["packages"]
-    ]
-    table = "\n".join(["| package | version | license | files | bytes | use |", "|---|---|---|---|---|---|", *rows])
-    return f"## Packages\n\nLicenses as stated in the packages' metadata.\n\n{table}\n\nExcluded:\n\n{skipped}"

@@ -57,7 +57,7 @@ def main(kind: DraftKind, args: argparse.Namespace) -> int:
     prompts = data.read_heldout_prompts(args.data, args.prompts, DEFAULT_PROMPTS)
     _check_tokenizer(args, directory)
     model = load(args.target)
-    if manifest.get("kind") == "chats":
+    if manifest["kind"] == "chats":
         assert model.tokenizer is not None
         prompts = [model.tokenizer.encode(prompt, special=False) for prompt in prompts]
     learner = kind.make_learner(model.target, args)
@@ -95,9 +95,10 @@ def main(kind: DraftKind, args: argparse.Namespace) -> int:
 
 def _check_tokenizer(args: argparse.Namespace, directory: Path) -> None:
     """Raises if the tokenizer of --data is not that of --target."""
-    ours, theirs = Tokenizer.load(args.data), Tokenizer.load(directory)
-    if ours is None or theirs is None or ours.vocabulary() != theirs.vocabulary():
-        raise ValueError(f"{args.data}: the tokenizer is not that of {args.target}; see jspec train data --tokenizer")
+    path = args.data / "tokenizer.json"
+    of_data, of_target = Tokenizer.load(args.data), Tokenizer.load(directory)
+    if of_data is None or of_target is None or of_data.vocabulary() != of_target.vocabulary():
+        raise ValueError(f"{path}: the tokenizer is not that of {args.target}; see jspec train data --tokenizer")
 
 
 def _card(
@@ -119,7 +120,6 @@ def _card(
         noun=kind.noun,
         architecture=kind.describe(setup.learner, weights, data.public_name(args.target), args),
         shape=draft_card.given(args, kind.shape),
-        device=jax.devices()[0].device_kind,
     )
 
 

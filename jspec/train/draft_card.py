@@ -35,7 +35,6 @@ def write(
     noun: str,
     architecture: str,
     shape: str,
-    device: str,
 ) -> str:
     """The card in Markdown, from what the run read, its last metrics and its options.
 
@@ -45,7 +44,6 @@ def write(
       noun: what such a draft is called.
       architecture: the sentence that describes it.
       shape: the options that give its shape, as `given` returns them.
-      device: the hardware it was trained on.
     """
     target, name = data.public_name(args.target), args.out.name
     use = _USE.format(target=target, name=name, drafter=setup.learner.config.drafter, noun=noun)
@@ -53,10 +51,10 @@ def write(
         name,
         tags=[command],
         architecture=architecture,
-        training=_training(setup, inputs, final, steps, device),
+        training=_training(setup, inputs, final, steps),
         sections=[_results(setup.learner.test, final, inputs, args), use],
         commands=_commands(setup, command, shape, inputs, args),
-        manifest=inputs.manifest,
+        texts=inputs.manifest["card"],
     )
 
 
@@ -72,16 +70,16 @@ def given(args: argparse.Namespace, names: tuple[str, ...]) -> str:
     return found
 
 
-def _training(setup: DraftSetup, inputs: Inputs, final: FinalMetrics, steps: int, device: str) -> list[str]:
+def _training(setup: DraftSetup, inputs: Inputs, final: FinalMetrics, steps: int) -> list[str]:
     recipe, share = setup.recipe, inputs.rows_share
     texts = [card.describe_rows(inputs)] if share else []
     if share < 1:
-        texts.append(f"{1 - share:.0%} are {card.describe_text(inputs.manifest)}")
+        texts.append(f"{1 - share:.0%} are {inputs.manifest['card']['summary']}")
     return [
         f"data: {'; '.join(texts)}",
         f"loss: {setup.learner.describe_loss(recipe)}",
         card.optimization(recipe, steps, inputs.length),
-        card.hardware(device, final),
+        card.hardware(final),
     ]
 
 
@@ -103,7 +101,7 @@ def _results(test: str, final: FinalMetrics, inputs: Inputs, args: argparse.Name
 
 def _commands(setup: DraftSetup, command: str, shape: str, inputs: Inputs, args: argparse.Namespace) -> list[str]:
     """The commands that make this draft again, with relative paths."""
-    name, lines = data.public_name(args.target), [card.data_command(inputs.manifest)]
+    name, lines = data.public_name(args.target), [inputs.manifest["card"]["command"]]
     train = f"jspec train {command} --data data --target {name} --work runs/{args.out.name} --out {args.out.name}"
     if inputs.rows_shape is not None:
         lines.append(card.text_command(inputs, name))

@@ -46,14 +46,6 @@ class Recipe:
 
 
 @dataclasses.dataclass(frozen=True)
-class LmRecipe(Recipe):
-    """Hyperparameters of the training of a language model."""
-
-    cross_entropy: float = dataclasses.field(default=0.0, metadata={"least": 0, "most": 1})
-    """With a teacher: weight of the cross-entropy on the text; the distance to the teacher has the rest of 1."""
-
-
-@dataclasses.dataclass(frozen=True)
 class DraftRecipe(Recipe):
     """Hyperparameters of the training of a draft.
 

@@ -1,9 +1,10 @@
-"""Files of the user's own text: plain text, and JSON values, each with the file and the line that it is from.
+"""Read the user's files: plain texts, and JSON values, each with its file and line.
 
 JSON is one value per line (JSONL), or one list with all values, which ShareGPT and others publish.
 """
 
 import dataclasses
+import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,15 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from jspec.checkpoints.files import parse_json, require_file
+from jspec.core.checks import check_int, check_number
 
 T = TypeVar("T")
 
+KINDS = ("text", "jsonl", "chats")
+"""Kinds of files."""
+WIDTH = 2048
+"""Default of the most tokens of a chat."""
+HELDOUT_SHARE = 0.05
 MOST_FILE_BYTES = 2**30
 """Bound of a file that is read as a whole: a text, or a JSON list."""
 MOST_LINE_BYTES = 2**26
@@ -24,15 +31,52 @@ _SHOWN = 3
 """Bad records of which the message is printed."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Files to read, and how.
+
+    kind: one of `KINDS`.
+    field: for "jsonl": the key of the text.
+    heldout_share: about how much of the text, or of the chats, is held out.
+    width: for "chats": the most tokens of a sequence.
+    skip_bad: whether lines that are not valid are dropped.
+
+    Raises:
+      TypeError, ValueError: a number out of bounds, a file that is given twice, or a path that is not a file.
+    """
+
+    kind: str
+    paths: tuple[Path, ...]
+    field: str | None = None
+    heldout_share: float = HELDOUT_SHARE
+    width: int = WIDTH
+    skip_bad: bool = False
+
+    def __post_init__(self):
+        check_number("heldout_share", self.heldout_share, above=0, most=0.5)
+        check_int("width", self.width, least=4)
+        check_files(f"--{self.kind}", self.paths)
+
+    def describe(self) -> str:
+        """The options that give it, files without their folders; those with their default value are omitted."""
+        options = f"--{self.kind} {' '.join(path.name for path in self.paths)}"
+        for field in dataclasses.fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                options += f" --{field.name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        return options
+
+
 @dataclasses.dataclass
 class Dropped:
-    """What is dropped, and why.
+    """Counts what is dropped, by reason.
 
     skip_bad: whether a record that is not valid is dropped, too; otherwise it is an error.
     """
 
     skip_bad: bool = False
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
+    _seen: set[bytes] = dataclasses.field(default_factory=set)
 
     def check(self, read: Callable[[], T]) -> T | None:
         """The value of `read`; None: it raised, and what is bad is dropped.
@@ -50,11 +94,20 @@ class Dropped:
                 tqdm.write(f"jspec: skipped: {error}", file=sys.stderr)
             return None
 
+    def is_duplicate(self, what: str, content: bytes) -> bool:
+        """Whether the same content was here before, which counts as "duplicate `what`"."""
+        digest = hashlib.sha256(content).digest()
+        duplicate = digest in self._seen
+        self._seen.add(digest)
+        if duplicate:
+            self.counts[f"duplicate {what}"] += 1
+        return duplicate
+
     def say(self) -> None:
         """Prints the counts, if there are any."""
         if self.counts:
-            found = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(self.counts.items()))
-            print(f"jspec: dropped: {found}", file=sys.stderr, flush=True)
+            counts = ", ".join(f"{reason}: {count:,}" for reason, count in sorted(self.counts.items()))
+            print(f"jspec: dropped: {counts}", file=sys.stderr, flush=True)
 
 
 def check_files(option: str, paths: Sequence[Path]) -> None:

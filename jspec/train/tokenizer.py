@@ -1,63 +1,27 @@
-"""A byte-level BPE for source code: every text round-trips, and the indentation of a line is one token."""
+"""Tokenizers of token files: read, checked and written, and texts as token ids."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from jspec.checkpoints import atomic
 from jspec.checkpoints.files import CheckpointError
-from jspec.core.checks import check_int
-from jspec.text import tokenizer as text
 from jspec.train import batches
 
-END_OF_TEXT = "<|endoftext|>"
-"""Ends a text and separates documents in token files, in the tokenizers trained here."""
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
+"""The token that ends a text, of Qwen, Llama 3, Gemma and Llama 2; the first that a vocabulary has is used."""
 
-ENDS = (END_OF_TEXT, "<|end_of_text|>", "<eos>", "</s>")
-"""The same token of Qwen, Llama 3, Gemma and Llama 2; the first that a vocabulary has is used."""
-
-# A word with the space, dot or underscore before it; one digit; punctuation; line ends with the indentation that
-# follows; other white space, whose last space belongs to the next word.
-_PIECES = r"[ ._]?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]*[\r\n]+(?:[ \t]*[\r\n]+)*[ \t]*|\s+(?!\S)|\s"
-
-
-MIN_VOCABULARY, MAX_VOCABULARY = 258, 2**24
-"""Bounds of a vocabulary that is trained: the smallest has the 256 bytes, a special token and one token of text."""
-
-
-def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Trains a tokenizer of at most `vocab_size` tokens, including `END_OF_TEXT` (id 0) and the 256 bytes.
-
-    Raises:
-      TypeError, ValueError: a vocabulary that is not an int, too small for the bytes, or too large.
-    """
-    vocab_size = check_int("vocab_size", vocab_size, least=MIN_VOCABULARY, most=MAX_VOCABULARY)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        max_token_length=32,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+_PIECE, _BATCH = 2**20, 2**24
+"""Characters of a piece of text, and of the pieces that are tokenized at once."""
 
 
 def save(
     tokenizer: Tokenizer,
     directory: Path,
-    max_length: int,
+    max_length: int | None = None,
     special: Mapping[str, str] | None = None,
     templates: Mapping[str, str] | None = None,
 ) -> None:
@@ -72,7 +36,7 @@ def save(
         "eos_token": end_of_text(tokenizer),
         "bos_token": None,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": max_length,
+        **({} if max_length is None else {"model_max_length": max_length}),
         **(special or {}),
     }
     if templates:
@@ -96,18 +60,6 @@ def load(directory: Path) -> Tokenizer:
         raise CheckpointError(f"{path}: not a valid tokenizer ({error})") from None
 
 
-def check_same(ours: Tokenizer, source: Path, model: Path) -> None:
-    """Checks that a model, if it has a tokenizer, has that of `source`.
-
-    Raises:
-      ValueError: the vocabularies differ.
-      CheckpointError: the model's tokenizer is damaged.
-    """
-    theirs = text.Tokenizer.load(model)
-    if theirs is not None and theirs.vocabulary() != ours.get_vocab(with_added_tokens=True):
-        raise ValueError(f"{source}: the tokenizer is not that of {model}; see jspec train data --tokenizer")
-
-
 def end_of_text(tokenizer: Tokenizer) -> str | None:
     """The first token of `ENDS` that the vocabulary has; None: it has none of them."""
     return next((token for token in ENDS if tokenizer.token_to_id(token) is not None), None)
@@ -123,7 +75,7 @@ def check(tokenizer: Tokenizer, source: str | Path) -> None:
         raise ValueError(f"{source}: the tokenizer has no token that ends a text; it needs one of {', '.join(ENDS)}")
 
 
-def encode_documents(tokenizer: Tokenizer, texts: list[str], batch: int = 512) -> np.ndarray:
+def encode_documents(tokenizer: Tokenizer, documents: Sequence[str]) -> np.ndarray:
     """All texts as one UInt[tokens] of dtype `batches.id_dtype`, each followed by the token that ends a text.
 
     tokenizer: one that passes `check`.
@@ -132,17 +84,35 @@ def encode_documents(tokenizer: Tokenizer, texts: list[str], batch: int = 512) -
     assert token is not None
     dtype = batches.id_dtype(max(vocabulary.values()) + 1)
     end = np.array([vocabulary[token]], dtype)
-    pieces: list[np.ndarray] = [np.zeros(0, dtype)]
-    for i in tqdm(range(0, len(texts), batch), desc="tokenizing", disable=None, mininterval=1):
-        for encoding in tokenizer.encode_batch_fast(texts[i : i + batch], add_special_tokens=False):
-            pieces += [np.array(encoding.ids, dtype), end]
-    return np.concatenate(pieces)
+    arrays: list[np.ndarray] = [np.zeros(0, dtype)]
+    with tqdm(total=sum(map(len, documents)), unit="B", unit_scale=True, desc="tokenizing", disable=None) as bar:
+        for batch in _batches(documents):
+            encodings = tokenizer.encode_batch_fast([piece for piece, _ in batch], add_special_tokens=False)
+            for encoding, (piece, last) in zip(encodings, batch, strict=True):
+                arrays += [np.array(encoding.ids, dtype), *([end] if last else [])]
+                bar.update(len(piece))
+    return np.concatenate(arrays)
 
 
-def byte_counts(tokenizer: Tokenizer) -> np.ndarray:
-    """Int32[V]: how many bytes of text each id encodes; 0 for special tokens, such as the one that ends a text.
+def _batches(documents: Sequence[str]) -> Iterator[list[tuple[str, bool]]]:
+    """All texts in pieces, several at a time, so that memory is bounded; True: a piece is the last of its text."""
+    batch, size = [], 0
+    for document in documents:
+        for piece, last in cut(document):
+            batch.append((piece, last))
+            size += len(piece)
+            if size >= _BATCH:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
 
-    Raises:
-      ValueError: a tokenizer of an unknown kind.
-    """
-    return np.array([len(spelled) for spelled in text.Tokenizer(tokenizer).token_bytes()], np.int32)
+
+def cut(document: str) -> Iterator[tuple[str, bool]]:
+    """A text in pieces that end with a line, and whether each is the last."""
+    start = 0
+    while start + _PIECE < len(document):
+        end = document.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+        yield document[start:end], False
+        start = end
+    yield document[start:], True

@@ -8,7 +8,8 @@ from tokenizers import AddedToken
 
 from jspec.checkpoints import language_model
 from jspec.models import Llama
-from jspec.train import model, tokenizer
+from jspec.train import tokenizer as files
+from tools.pretrain import model, tokenizer
 
 END = "<|im_end|>"
 _TURN = "{{ '<|im_start|>' + m['role'] + '\n' }}"
@@ -46,7 +47,7 @@ def write_tokenizer(directory, template, bpe=None):
     bpe = make_tokenizer() if bpe is None else bpe
     directory.mkdir(parents=True, exist_ok=True)
     special = {"bos_token": "<s>", "eos_token": END}
-    tokenizer.save(bpe, directory, 256, special, {"default": template})
+    files.save(bpe, directory, 256, special, {"default": template})
     return bpe.get_vocab_size()
 
 

@@ -1,4 +1,4 @@
-"""Trains in a directory, and kills this process at one of the file operations there.
+"""Trains a draft in a directory, and kills this process at one of the file operations there.
 
 Usage: killed_training.py DIRECTORY POINT [--resume [LIMIT]]. POINT counts the operations; with -1 the run ends by
 itself. Prints the number of these operations if it gets to the end. With --resume it continues a run.
@@ -11,15 +11,17 @@ import signal
 import sys
 
 import numpy as np
+import toy
 
 from jspec.models import Llama
-from jspec.train import batches, lm
-from jspec.train.objective import LmRecipe, LmSetup
-from jspec.train.recipe import Intervals
+from jspec.train import batches, distill, head
+from jspec.train.head import HeadLearner
+from jspec.train.learner import DraftSetup
+from jspec.train.recipe import DraftRecipe, Intervals
 
 EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree", "os.listdir", "os.scandir"}
 STEPS = 9
-CONFIG = Llama(
+TARGET = Llama(
     vocab_size=61,
     hidden_size=16,
     intermediate_size=24,
@@ -33,11 +35,19 @@ CONFIG = Llama(
 
 def train(directory, resume=False):
     """A run whose first checkpoint comes before its first line of metrics. Returns its last state."""
-    setup = LmSetup(CONFIG, LmRecipe(steps=STEPS, batch_tokens=64, length=16, warmup=2), None, "float32")
+    config = head.configure(TARGET, capture_layers=(1,), draft_vocab_size=40)
+    recipe = DraftRecipe(steps=STEPS, batch_tokens=64, length=16, warmup=2, ttt_steps=1)
+    setup = DraftSetup(HeadLearner(config, TARGET), recipe, "float32")
     text = (np.arange(2000) * 7 % 61).astype(np.uint16)
-    heldout = lm.Heldout(text[:200], np.full(61, 2, np.int32))
-    intervals = Intervals(log=4, evaluate=6, checkpoint=3)
-    return lm.train(setup, (batches.Source(text),), heldout, directory=directory, resume=resume, intervals=intervals)
+    return distill.train(
+        setup,
+        toy.random_params(TARGET, seed=1),
+        (batches.Source(text),),
+        text[:200],
+        directory=directory,
+        resume=resume,
+        intervals=Intervals(log=4, evaluate=6, checkpoint=3),
+    )
 
 
 def main(directory, point, resume, limit=None):

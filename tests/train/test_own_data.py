@@ -9,10 +9,10 @@ import chat_files
 import numpy as np
 import pytest
 from chat_files import TEMPLATES
-from train_files import run
+from train_files import pretrain, run
 
 from jspec.text.tokenizer import Tokenizer
-from jspec.train import card, chats, data, own_chats, own_texts, prepare, records, tokenizer
+from jspec.train import chat_data, chats, data, prepare, records, text_data, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_a_part_of_the_text_is_held_out():
         given, share = documents(rng), rng.choice([0.02, 0.05, 0.3, 0.5])
         total = sum(map(len, given))
         try:
-            train, apart = own_texts.split(given, share)
+            train, apart = text_data.split(given, share)
         except ValueError as error:
             assert "must have more, to hold some out" in str(error) and total < 100
             continue
@@ -50,7 +50,7 @@ def test_a_part_of_the_text_is_held_out():
         assert sum(map(len, apart)) >= 0.4 * share * total - 1
         # No text is in both, except for one whose end is held out.
         assert len(train) + len(apart) - len(given) in (0, 1)
-        assert (train, apart) == own_texts.split(given, share)
+        assert (train, apart) == text_data.split(given, share)
 
 
 def test_texts(tmp_path):
@@ -61,7 +61,8 @@ def test_texts(tmp_path):
     (tmp_path / "empty.txt").write_text(" \n")
     files = tuple(tmp_path / name for name in ("a.txt", "b.txt", "c.txt", "empty.txt"))
     out = tmp_path / "out"
-    assert run("data", out=out, text=files, vocab_size=400) == 0
+    assert pretrain("tokenizer", out=tmp_path / "bpe", text=files, vocab_size=400) == 0
+    assert run("data", out=out, tokenizer=tmp_path / "bpe", text=files) == 0
     manifest, found = read(out)
     assert manifest["skipped"] == {"duplicate text": 1, "empty text": 1} and manifest["kind"] == "text"
     assert found.keys() == {"train", "heldout"} and all(tokens.ndim == 1 for tokens in found.values())
@@ -81,13 +82,13 @@ def test_texts(tmp_path):
 PROMPTS = ("train_prompts.json", "heldout_prompts.json")
 
 
-def test_a_field_of_json(tmp_path, capsys):
+def test_a_field_of_json(model, tmp_path, capsys):
     texts = [f"text {i}: {'word ' * (i % 7 + 9)}" for i in range(40)]
     path = chat_files.write_lines(tmp_path / "x.jsonl", [{"id": i, "body": text} for i, text in enumerate(texts)])
     path.write_text(path.read_text() + "\n\n")
-    assert run("data", out=tmp_path / "lines", jsonl=path, field="body", heldout_share=0.2, vocab_size=300) == 0
+    assert run("data", out=tmp_path / "lines", tokenizer=model, jsonl=path, field="body", heldout_share=0.2) == 0
     (tmp_path / "x.json").write_text(json.dumps(texts))
-    assert run("data", out=tmp_path / "list", jsonl=tmp_path / "x.json", heldout_share=0.2, vocab_size=300) == 0
+    assert run("data", out=tmp_path / "list", tokenizer=model, jsonl=tmp_path / "x.json", heldout_share=0.2) == 0
     (one, found), (_, other) = read(tmp_path / "lines"), read(tmp_path / "list")
     assert all(np.array_equal(found[name], other[name]) for name in ("train", "heldout"))
     assert one["train"]["files"] + one["heldout"]["files"] == 40 and one["heldout"]["files"] in (7, 8)
@@ -118,7 +119,7 @@ def test_chats(model, tmp_path):
         assert (mask.any(axis=0)[-1] or tokens.shape[1] == 4) and mask.any(axis=1).all()
     rows = [{*map(bytes, found[side])} for side in ("train", "heldout")]
     assert not rows[0] & rows[1]
-    assert card.data_command(manifest) == (
+    assert manifest["card"]["command"] == (
         "jspec train data --out data --tokenizer target --chats chats.jsonl more.jsonl --heldout-share 0.2 --width 300"
     )
     prompts = json.loads((out / "heldout_prompts.json").read_text())
@@ -131,7 +132,7 @@ def test_chats(model, tmp_path):
     assert all(np.array_equal(again[name], found[name]) for name in found)
     # Other data in the same directory leaves no mask.
     (tmp_path / "a.txt").write_text("a line of text\n" * 300)
-    assert run("data", out=out, text=tmp_path / "a.txt", vocab_size=300) == 0
+    assert run("data", out=out, tokenizer=model, text=tmp_path / "a.txt") == 0
     assert not (out / "train_mask.npy").exists() and not (out / "heldout_mask.npy").exists()
 
 
@@ -166,7 +167,7 @@ def test_files_that_cannot_be_read(model, tmp_path, monkeypatch):
     (tmp_path / "latin").write_bytes(b"good\ncaf\xe9\n")
     (tmp_path / "list").write_text("[1, 2")
     (tmp_path / "one").write_text(GOOD % (1, 1))
-    out = {"out": tmp_path / "out"}
+    out = {"out": tmp_path / "out", "tokenizer": model}
     for kind, given, message in [
         ("text", "missing", "missing: no such file"),
         ("text", "folder", "folder: must be a regular file"),
@@ -180,15 +181,15 @@ def test_files_that_cannot_be_read(model, tmp_path, monkeypatch):
         ("chats", "one", "--chats: 1 chats with a reply are left; must be at least 2"),
     ]:
         with pytest.raises(ValueError, match=message):
-            run("data", **out, **{kind: tmp_path / given}, **({"tokenizer": model} if kind == "chats" else {}))
+            run("data", **out, **{kind: tmp_path / given})
     with pytest.raises(ValueError, match=r"--text: .*latin is given twice"):
         run("data", **out, text=(tmp_path / "latin", tmp_path / "folder" / ".." / "latin"))
     with pytest.raises(ValueError, match=r"one, line 1: has the keys \['messages'\]; must be .* the key 'body'"):
         run("data", **out, jsonl=tmp_path / "one", field="body")
-    monkeypatch.setattr(own_chats, "MOST_TOKENS", 5)
+    monkeypatch.setattr(chat_data, "MOST_TOKENS", 5)
     (tmp_path / "two").write_text(GOOD % (1, 1) + GOOD % (2, 2))
     with pytest.raises(ValueError, match=r"--chats: 1 sequences of .* more than 5 tokens; must be fewer"):
-        run("data", **out, chats=tmp_path / "two", tokenizer=model)
+        run("data", **out, chats=tmp_path / "two")
     monkeypatch.setattr(records, "MOST_FILE_BYTES", 3)
     monkeypatch.setattr(records, "MOST_LINE_BYTES", 20)
     with pytest.raises(ValueError, match=r"latin: has 10 bytes: must have at most 3; split it"):
@@ -203,12 +204,8 @@ def test_options_of_own_files(model, tmp_path, capsys):
     same = chat_files.write_lines(tmp_path / "same.jsonl", [json.loads(GOOD % (0, i)) for i in range(4)])
     out = {"out": tmp_path / "out"}
     for options, message in [
-        ({"chats": path}, "--chats: needs --tokenizer, a model with a chat template"),
         ({"chats": path, "field": "x"}, "--field=x: has an effect only with --jsonl"),
         ({"text": path, "width": 9}, "--width=9: has an effect only with --chats"),
-        ({"heldout_share": 0.1}, "--heldout-share=0.1: has an effect only with --text or --jsonl or --chats"),
-        ({"skip_bad": True}, "--skip-bad=True: has an effect only with --text"),
-        ({"text": path, "heldout": "numpy"}, r"--heldout=\['numpy'\]: has an effect only without --text"),
         ({"text": path, "heldout_share": 0.6}, "--heldout-share=0.6: must be"),
         ({"chats": path, "tokenizer": tmp_path / "absent"}, "absent"),
         ({"chats": path, "tokenizer": "bundled:python-tiny"}, "--tokenizer=bundled:python-tiny: has no chat template"),
@@ -216,10 +213,17 @@ def test_options_of_own_files(model, tmp_path, capsys):
         ({"chats": same, "tokenizer": model}, r"--chats: no held-out prompt is left \(all are trained on, too\)"),
     ]:
         with pytest.raises((ValueError, OSError), match=message):
-            run("data", **out, **options)
+            run("data", **out, **{"tokenizer": model, **options})
     with pytest.raises(SystemExit):
         run("data", **out, chats=path, text=path)
     assert "not allowed with" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    for options, message in (
+        ({"chats": path}, "the following arguments are required: --tokenizer"),
+        ({"tokenizer": model}, "one of the arguments --text --jsonl --chats is required"),
+    ):
+        with pytest.raises(SystemExit):
+            run("data", **out, **options)
+        assert message in capsys.readouterr().err
 
 
 def test_the_help_describes_the_layouts():

@@ -14,6 +14,8 @@ pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pip inst
 pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
 
+from damages import cut, make_directory, make_pipe  # noqa: E402
+
 from jspec.checkpoints.files import CheckpointError  # noqa: E402
 from jspec.train import run_directory  # noqa: E402
 from jspec.train.run_directory import RunDirectory  # noqa: E402
@@ -145,27 +147,12 @@ def flip(path, rng):
     path.write_bytes(data)
 
 
-def truncate(path, rng):
-    data = path.read_bytes()
-    path.write_bytes(data[: rng.randrange(max(1, len(data)))])
-
-
 def extend(path, rng):
     path.write_bytes(path.read_bytes() + rng.randbytes(rng.randrange(1, 40)))
 
 
 def scramble(path, rng):
     path.write_bytes(rng.randbytes(path.stat().st_size))
-
-
-def make_directory(path, rng):
-    path.unlink()
-    path.mkdir()
-
-
-def make_pipe(path, rng):
-    path.unlink()
-    os.mkfifo(path)
 
 
 def make_dangling(path, rng):
@@ -189,7 +176,7 @@ def json_of_another_kind(path, rng):
 
 
 DAMAGES = [
-    flip, truncate, extend, scramble, make_directory, make_pipe, make_dangling, swap, remove_folder,
+    flip, cut, extend, scramble, make_directory, make_pipe, make_dangling, swap, remove_folder,
     json_of_another_kind, lambda path, rng: path.unlink(),
 ]  # fmt: skip
 
@@ -246,7 +233,7 @@ def test_every_changed_byte_of_a_checkpoint_is_found(written, tmp_path):
     for _ in range(100):
         victim = rng.choice(files)
         before = victim.read_bytes()
-        rng.choice([flip, truncate, extend])(victim, rng)
+        rng.choice([flip, cut, extend])(victim, rng)
         assert str(victim) in run_directory.find_damage(path)
         victim.write_bytes(before)
     assert run_directory.find_damage(path) is None

@@ -1,6 +1,5 @@
 """Bad input of `jspec train` is refused before anything is read, with the option or the file, and what is valid."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -10,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -18,16 +18,19 @@ pytest.importorskip("optax", reason='needs optax: pip install -e ".[train]"')
 pytest.importorskip("flax", reason='needs flax: pip install -e ".[train]"')
 
 import train_files  # noqa: E402
+from damages import ANY, DOCUMENTS  # noqa: E402
 from train_files import run  # noqa: E402
 
-from jspec.checkpoints import llama  # noqa: E402
+from jspec.checkpoints import language_model  # noqa: E402
 from jspec.cli import train as cli  # noqa: E402
 from jspec.models import Llama  # noqa: E402
 from jspec.train import data, loop  # noqa: E402
+from jspec.train import tokenizer as files  # noqa: E402
+from tools.pretrain import model  # noqa: E402
 
 REQUIRED = {
-    "data": {"out": "x"},
-    "lm": {"data": "x", "work": "x", "out": "x", "shape": "python-tiny", "steps": 4},
+    "data": {"out": "x", "tokenizer": "x", "text": "x"},
+    "dspark": {"data": "x", "work": "x", "out": "x", "target": "x", "steps": 4},
     "eagle3": {"data": "x", "work": "x", "out": "x", "target": "x", "steps": 4},
     "frozen-kv-mtp": {"data": "x", "work": "x", "out": "x", "target": "x", "steps": 4},
     "replies": {"model": "x", "prompts": "x", "out": "x"},
@@ -36,8 +39,8 @@ REQUIRED = {
 COUNTS = """stop-after eval-every checkpoint-every batch-tokens length""".split()
 DRAFTS = """depth prompts ttt-steps hidden-size intermediate-size num-heads""".split()
 INTS = {
-    "data": ["vocab-size", "max-length", "heldout-prompts", "processes", "width"],
-    "lm": [*COUNTS, "steps"],
+    "data": ["heldout-prompts", "width"],
+    "dspark": [*COUNTS, "steps", "depth", "prompts", "anchors", "block-size", "num-layers", "markov-rank"],
     "eagle3": [*COUNTS, *DRAFTS, "steps", "num-kv-heads", "head-dim", "draft-vocab-size"],
     "frozen-kv-mtp": [*COUNTS, *DRAFTS, "steps", "num-layers"],
     "replies": ["rows", "max-new-tokens"],
@@ -46,7 +49,7 @@ INTS = {
 """Options for which 0 is too small."""
 SIGNED = ["seed", "warmup"]
 FLOATS = ["rows-share", "learning-rate", "weight-decay", "clip"]
-TRAININGS = ["lm", "eagle3", "frozen-kv-mtp"]
+TRAININGS = ["dspark", "eagle3", "frozen-kv-mtp"]
 BAD = [
     *((command, option, value) for command, options in INTS.items() for option in options
       for value in (0, -1, -(10**12))),
@@ -57,11 +60,11 @@ BAD = [
       (("learning-rate", 0), ("clip", 0), ("rows-share", 1.5), ("steps", 1), ("steps", 10**12))),
     *((command, option, value) for command in TRAININGS[1:] for option, value in
       (("ttt-steps", 65), ("decay", 1.5), ("decay", "nan"), ("depth", 65), ("hidden-size", 10**9), ("length", 2))),
-    *(("lm", "cross-entropy", value) for value in ("nan", -0.1, 1.1)),
+    *(("dspark", option, value) for option in ("cross-entropy", "distance", "confidence") for value in ("nan", -0.1)),
+    *(("dspark", option, value) for option, value in (("reach", 0), ("block-size", 65), ("length", 2), ("depth", 65))),
     *(("replies", "temperature", value) for value in ("nan", "inf", -0.1)), ("replies", "seed", -1),
     *(("data", "heldout-share", value) for value in ("nan", 0, -0.1, 0.6)),
-    ("eagle3", "capture-layers", -1), ("frozen-kv-mtp", "reads", -2), ("data", "vocab-size", 257),
-    ("data", "vocab-size", 10**9), ("data", "processes", 10**6), ("text", "width", 1), ("text", "batch", 10**9),
+    ("eagle3", "capture-layers", -1), ("frozen-kv-mtp", "reads", -2), ("text", "width", 1), ("text", "batch", 10**9),
 ]  # fmt: skip
 UNREADABLE = [
     (command, option, value)
@@ -115,26 +118,25 @@ def test_every_number_has_bounds():
     ("options", "message"),
     [
         ({"rows-share": 0.5}, "--rows-share=0.5: has an effect only with --rows"),
-        ({"cross-entropy": 0.5}, "--cross-entropy=0.5: has an effect only with --teacher"),
         ({"stop-after": 5}, "--stop-after=5: must be at most 4, the --steps of the run"),
     ],
 )
 def test_options_that_do_not_go_together(options, message):
     with pytest.raises(ValueError, match=message):
-        run("lm", **REQUIRED["lm"] | options)
+        run("eagle3", **REQUIRED["eagle3"] | {"target": "bundled:python-tiny"} | options)
 
 
 def test_outputs_do_not_overwrite_inputs(tmp_path):
     (tmp_path / "file").write_text("")
-    common = {"data": tmp_path, "shape": "python-tiny", "steps": 4}
+    common = {"data": tmp_path, "target": "bundled:python-tiny", "steps": 4}
     with pytest.raises(ValueError, match="--out=.*: is the directory of --data, whose files it would overwrite"):
-        run("lm", **common, work=tmp_path / "w", out=tmp_path / ".." / tmp_path.name)
+        run("eagle3", **common, work=tmp_path / "w", out=tmp_path / ".." / tmp_path.name)
     (tmp_path / "t").mkdir()
-    with pytest.raises(ValueError, match="is the directory of --teacher"):
-        run("lm", **common, work=tmp_path / "w", out=tmp_path / "t", teacher=tmp_path / "t")
+    with pytest.raises(ValueError, match="is the directory of --target"):
+        run("eagle3", **common | {"target": tmp_path / "t"}, work=tmp_path / "w", out=tmp_path / "t")
     for name in ("work", "out"):
         with pytest.raises(NotADirectoryError, match="file: must be a directory, but is a file"):
-            run("lm", **{**common, "work": tmp_path / "w", "out": tmp_path / "o", name: tmp_path / "file"})
+            run("eagle3", **{**common, "work": tmp_path / "w", "out": tmp_path / "o", name: tmp_path / "file"})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "t"]
 
 
@@ -146,7 +148,7 @@ CONFIG = Llama(
     num_heads=2,
     num_kv_heads=1,
     head_dim=8,
-    max_length=32,
+    max_length=256,
 )
 
 
@@ -155,7 +157,9 @@ def good(tmp_path_factory):
     directory = tmp_path_factory.mktemp("data") / "data"
     directory.mkdir()
     train_files.write(directory)
-    (directory / "config.json").write_text(json.dumps(llama.describe(CONFIG)))
+    bpe = files.load(directory)
+    language_model.save(directory / "target", CONFIG, model.init_params(CONFIG, jax.random.key(0)), eos=(0,))
+    files.save(bpe, directory / "target", 256)
     return directory
 
 
@@ -172,9 +176,9 @@ def no_training(monkeypatch):
 
 
 def read(data, **options):
-    """Runs `jspec train lm` up to its training."""
-    shape = {"steps": 4, "batch_tokens": 64, "length": 15, "config": data}
-    run("lm", data=data, work=data / "w", out=data / "o", rows=data / "rows.npy", **shape | options)
+    """Runs `jspec train eagle3` up to its training."""
+    shape = {"steps": 4, "batch_tokens": 64, "length": 15, "target": data / "target", "capture_layers": 1}
+    run("eagle3", data=data, work=data / "w", out=data / "o", rows=data / "rows.npy", **shape | options)
 
 
 def save(array):
@@ -186,49 +190,18 @@ def save_several(path, rng):
     os.replace(path.with_suffix(".npz"), path)
 
 
-def text_of(text):
-    return lambda path, rng: path.write_text(text)
-
-
-def cut(path, rng):
-    data = path.read_bytes()
-    path.write_bytes(data[: rng.randrange(len(data))])
-
-
-def noise(path, rng):
-    path.write_bytes(rng.randbytes(rng.randrange(1, 3000)))
-
-
-def flip(path, rng):
-    data = bytearray(path.read_bytes())
-    data[rng.randrange(min(len(data), 400))] ^= 1 << rng.randrange(8)
-    path.write_bytes(data)
-
-
-def make_directory(path, rng):
-    path.unlink()
-    path.mkdir()
-
-
-def make_pipe(path, rng):
-    path.unlink()
-    os.mkfifo(path)
-
-
-ANY = [cut, noise, flip, make_directory, make_pipe, text_of(""), text_of("\0"), lambda path, rng: path.unlink()]
 ARRAYS = [
     *(save(np.zeros(shape, np.uint16)) for shape in ((), (0,), (3, 0), (2, 3, 4), (10,), (5, 1), (5, 2000))),
     *(save(np.zeros(300, dtype)) for dtype in (np.int64, np.float32, bool, ">u2", "U3", np.complex64)),
     save(np.full(300, 280, np.uint16)), save(np.array([{}, []], object)), save_several,
     lambda path, rng: path.write_bytes(pickle.dumps(list(range(300)))),
 ]  # fmt: skip
-DOCUMENTS = [text_of(text) for text in ("[]", "{}", "null", "3", '"x"', "[" * 500, '{"a": 1}', "[1, 2]", "NaN")]
 
 
 def change_manifest(path, rng):
     """One value of the manifest becomes something else."""
     manifest = json.loads(path.read_text())
-    holder = rng.choice([manifest, manifest["train"], manifest["heldout"], manifest["packages"][0]])
+    holder = rng.choice([manifest, manifest["train"], manifest["heldout"], manifest["card"]])
     holder[rng.choice(sorted(holder))] = rng.choice([None, "x", 1.5, [], {}, True, [1], {"a": "b"}])
     path.write_text(json.dumps(manifest))
 
@@ -239,7 +212,6 @@ FILES = {
     "rows.npy": ANY + ARRAYS,
     "data.json": [*ANY, *DOCUMENTS, *[change_manifest] * 20],
     "tokenizer.json": ANY + DOCUMENTS,
-    "config.json": [damage for damage in ANY if damage is not make_pipe] + DOCUMENTS,
 }
 POINTS = [(name, index) for name, damages in FILES.items() for index in range(len(damages))]
 
@@ -277,17 +249,6 @@ def test_much_damaged_data(good, tmp_path):
     assert len(found) > 300 and found.count("refused") > 0.8 * len(found)
 
 
-@pytest.mark.usefixtures("no_training")
-def test_a_model_that_does_not_fit_the_data(good, tmp_path):
-    directory = shutil.copytree(good, tmp_path / "data")
-    with pytest.raises(ValueError, match=r"has sequences of 16 tokens, but the model's context holds 8"):
-        (directory / "config.json").write_text(json.dumps(llama.describe(dataclasses.replace(CONFIG, max_length=8))))
-        read(directory, length=8)
-    with pytest.raises(ValueError, match=r"vocab_size=300: must be 280, the tokenizer's vocabulary"):
-        (directory / "config.json").write_text(json.dumps(llama.describe(dataclasses.replace(CONFIG, vocab_size=300))))
-        read(directory)
-
-
 def test_heldout_prompts_are_not_trained_on(good, tmp_path):
     directory = shutil.copytree(good, tmp_path / "data")
     assert data.read_heldout_prompts(directory, None, 32) == train_files.PROMPTS
@@ -310,16 +271,16 @@ def test_without_the_extra(missing):
     program = f"""
 import sys
 sys.modules[{missing!r}] = None
-from jspec.train import cli
+from jspec.cli import train as cli
 for command in ({", ".join(map(repr, REQUIRED))}):
     try:
         cli.main([command, "--help"])
     except SystemExit as done:
         assert not done.code
-for command in ("lm", "eagle3", "frozen-kv-mtp"):
+for command in ("dspark", "eagle3", "frozen-kv-mtp"):
     try:
         cli.main([command, "--data", "x", "--work", "x", "--out", "x", "--steps", "4",
-                  *(["--shape", "python-tiny"] if command == "lm" else ["--target", "x"])])
+                  "--target", "x"])
     except ValueError as error:
         print(error, file=sys.stderr)
 """

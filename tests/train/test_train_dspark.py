@@ -19,10 +19,11 @@ import jspec  # noqa: E402
 from jspec.checkpoints import language_model  # noqa: E402
 from jspec.core.types import Params  # noqa: E402
 from jspec.models import Llama  # noqa: E402
-from jspec.train import block, distill, dspark, learner, model, tokenizer  # noqa: E402
+from jspec.train import block, distill, dspark, learner, tokenizer  # noqa: E402
 from jspec.train.block import BlockLearner  # noqa: E402
 from jspec.train.learner import DraftSetup  # noqa: E402
 from jspec.train.recipe import BlockRecipe  # noqa: E402
+from tools.pretrain import model  # noqa: E402
 
 TARGET = Llama(
     vocab_size=61,

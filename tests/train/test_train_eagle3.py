@@ -23,10 +23,11 @@ from jspec.checkpoints import drafts, eagle, language_model  # noqa: E402
 from jspec.core.types import Params  # noqa: E402
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams  # noqa: E402
 from jspec.models.llama import LayerParams  # noqa: E402
-from jspec.train import batches, distill, eagle3, head, learner, model, text, tokenizer, trainer, ttt  # noqa: E402
+from jspec.train import batches, distill, eagle3, head, learner, text, tokenizer, trainer, ttt  # noqa: E402
 from jspec.train.head import HeadLearner  # noqa: E402
 from jspec.train.learner import DraftRecipe, DraftSetup  # noqa: E402
 from jspec.train.loop import Intervals  # noqa: E402
+from tools.pretrain import model  # noqa: E402
 
 STEPS = 7
 TARGET = Llama(

@@ -9,13 +9,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jspec.models import Llama, LlamaParams
-from jspec.train import model, trainer
+from jspec.train import trainer
 from jspec.train.extra import optax
-from jspec.train.recipe import LmRecipe
+from jspec.train.recipe import Recipe
 from jspec.train.trainer import State
+from tools.pretrain import model
 
 Batch = tuple[Int[Array, "B T+1"], Float[Array, "B T+1"] | None]
 """Tokens, and 1 for those that count for the loss; None: all count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LmRecipe(Recipe):
+    """Hyperparameters of the training of a language model."""
+
+    cross_entropy: float = dataclasses.field(default=0.0, metadata={"least": 0, "most": 1})
+    """With a teacher: weight of the cross-entropy on the text; the distance to the teacher has the rest of 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +52,8 @@ class LmSetup:
         predicted, targets = self.apply(state.params, tokens[:, :-1]), tokens[:, 1:]
         if frozen is None or self.teacher is None:
             return _mean(cross_entropy(predicted, targets), mask)
-        wanted = jax.lax.stop_gradient(model.logits(self.teacher, frozen, tokens[:, :-1], self.dtype))
-        loss = (1 - self.recipe.cross_entropy) * _mean(divergence(wanted, predicted), mask)
+        teacher_logits = jax.lax.stop_gradient(model.logits(self.teacher, frozen, tokens[:, :-1], self.dtype))
+        loss = (1 - self.recipe.cross_entropy) * _mean(divergence(teacher_logits, predicted), mask)
         if self.recipe.cross_entropy:
             loss = loss + self.recipe.cross_entropy * _mean(cross_entropy(predicted, targets), mask)
         return loss
@@ -76,9 +85,9 @@ def measure(
     nats = jnp.sum(counted * cross_entropy(predicted, targets))
     if teacher is None or setup.teacher is None:
         return nats, jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
-    wanted = model.logits(setup.teacher, teacher, tokens[:, :-1], setup.dtype)
-    agreed = (jnp.argmax(predicted, axis=-1) == jnp.argmax(wanted, axis=-1)) & (counted > 0)
-    return nats, jnp.sum(counted * divergence(wanted, predicted)), agreed.sum(dtype=jnp.int32)
+    teacher_logits = model.logits(setup.teacher, teacher, tokens[:, :-1], setup.dtype)
+    agreed = (jnp.argmax(predicted, axis=-1) == jnp.argmax(teacher_logits, axis=-1)) & (counted > 0)
+    return nats, jnp.sum(counted * divergence(teacher_logits, predicted)), agreed.sum(dtype=jnp.int32)
 
 
 def cross_entropy(predicted: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> Float[Array, "B T"]:
@@ -86,7 +95,7 @@ def cross_entropy(predicted: Float[Array, "B T V"], targets: Int[Array, "B T"]) 
     return optax.softmax_cross_entropy_with_integer_labels(predicted, targets)
 
 
-def divergence(wanted: Float[Array, "B T V"], predicted: Float[Array, "B T V"]) -> Float[Array, "B T"]:
-    """KL(p || q) in nats, of q = softmax(predicted) from the teacher's p = softmax(wanted)."""
-    log_p, log_q = jax.nn.log_softmax(wanted), jax.nn.log_softmax(predicted)
+def divergence(teacher_logits: Float[Array, "B T V"], predicted: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+    """KL(p || q) in nats, of q = softmax(predicted) from the teacher's p = softmax(teacher_logits)."""
+    log_p, log_q = jax.nn.log_softmax(teacher_logits), jax.nn.log_softmax(predicted)
     return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import types
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +16,17 @@ ocp = pytest.importorskip("orbax.checkpoint", reason='needs orbax-checkpoint: pi
 
 import train_files  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
-from train_files import lines, run  # noqa: E402
+from train_files import lines, pretrain, run  # noqa: E402
 
 from jspec.checkpoints import language_model, llama  # noqa: E402
 from jspec.core import tree  # noqa: E402
 from jspec.models import Llama  # noqa: E402
-from jspec.train import batches, lm, loop, model, objective, rows, text, tokenizer, trainer  # noqa: E402
-from jspec.train.loop import Intervals  # noqa: E402
-from jspec.train.objective import LmRecipe, LmSetup  # noqa: E402
+from jspec.train import batches, trainer  # noqa: E402
+from jspec.train import tokenizer as files  # noqa: E402
+from jspec.train.recipe import Intervals  # noqa: E402
 from jspec.train.trainer import State  # noqa: E402
+from tools.pretrain import lm, model, objective  # noqa: E402
+from tools.pretrain.objective import LmRecipe, LmSetup  # noqa: E402
 
 MODEL = Llama(
     vocab_size=61,
@@ -151,49 +152,6 @@ def test_bits_per_byte_of_a_uniform_model(heldout):
     assert "heldout_agreement" not in result
 
 
-def test_complete_returns_the_models_greedy_output():
-    params = model.init_params(MODEL, jax.random.key(3))
-    prompts = [[5, 9, 2], [7], [1, 1, 1, 1, 1]]
-    rows = text.complete(MODEL, params, prompts, width=12, batch=3)
-    assert rows.dtype == np.uint16 and rows.shape == (3, 12)
-    for row, prompt in zip(rows, prompts, strict=True):
-        assert row[: len(prompt)].tolist() == prompt
-        choices = np.argmax(LOGITS(MODEL, params, row[None].astype(np.int32), "float32"), axis=-1)[0]
-        assert choices[len(prompt) - 1 : -1].tolist() == row[len(prompt) :].tolist()
-
-
-@pytest.mark.slow
-def test_some_texts_are_sampled():
-    """As many as asked for, whatever the batch; the others are those of greedy decoding."""
-    params = model.init_params(MODEL, jax.random.key(3))
-    prompts = [[5, 9, 2], [7], [1, 1, 1, 1, 1], [4, 4]]
-    greedy = text.complete(MODEL, params, prompts, width=24, batch=4)
-    mixed = text.complete(MODEL, params, prompts, width=24, batch=4, sampled_share=0.5, seed=1)
-    assert (mixed != greedy).any(1).sum() == 2
-    again = text.complete(MODEL, params, prompts, width=24, batch=3, sampled_share=0.5, seed=1)
-    np.testing.assert_array_equal(again, mixed)
-    assert (text.complete(MODEL, params, prompts, width=24, batch=4, sampled_share=0.5, seed=2) != mixed).any()
-
-
-def test_how_texts_were_made_is_beside_them(tmp_path):
-    path = tmp_path / "rows.npy"
-    assert rows.read(path) is None
-    rows.Made(0.5, 7).write(path)
-    assert rows.read(path) == rows.Made(0.5, 7)
-    for damaged in ("{", "[]", '{"sampled_share": 2, "seed": 0}', '{"seed": 0}'):
-        (tmp_path / "rows.json").write_text(damaged)
-        with pytest.raises(ValueError, match="rows.json: not what `jspec train text` writes"):
-            rows.read(path)
-
-
-@pytest.mark.slow
-def test_large_vocabularies_have_32_bit_ids():
-    """As in the vocabularies of Llama 3, Qwen3 and Gemma 4."""
-    config = dataclasses.replace(DRAFT, vocab_size=70_000)
-    rows = text.complete(config, model.init_params(config, jax.random.key(3)), [[69_999, 65_536]], width=4, batch=1)
-    assert rows.dtype == np.uint32 and rows[0, :2].tolist() == [69_999, 65_536]
-
-
 def test_sizes_of_the_bundled_shapes():
     sizes = {
         name: sum(
@@ -222,16 +180,16 @@ def data_directory(tmp_path_factory):
 def test_commands_write_models_that_load(data_directory, tmp_path):
     common = {"data": data_directory, "steps": 4, "batch_tokens": 64, "length": 16}
     small, tiny, written = tmp_path / "small", tmp_path / "tiny", tmp_path / "rows.npy"
-    run("lm", **common, work=tmp_path / "w1", out=small, config=data_directory / "small", stop_after=2)
-    run("lm", **common, work=tmp_path / "w1", out=small, config=data_directory / "small", resume=True)
+    pretrain("lm", **common, work=tmp_path / "w1", out=small, config=data_directory / "small", stop_after=2)
+    pretrain("lm", **common, work=tmp_path / "w1", out=small, config=data_directory / "small", resume=True)
     run("text", model=small, prompts=data_directory / "train_prompts.json", out=written, width=17, rows=3)
     assert np.load(written).shape == (3, 17)
     distilled = {"config": data_directory / "tiny", "teacher": small, "rows": written, "rows_share": 0.25}
-    run("lm", **common, work=tmp_path / "w2", out=tiny, **distilled)
+    pretrain("lm", **common, work=tmp_path / "w2", out=tiny, **distilled)
 
     # Rows of unknown origin, without a teacher.
     unknown = {"config": data_directory / "small", "rows": written, "rows_share": 0.25}
-    run("lm", **common, work=tmp_path / "w3", out=tmp_path / "o3", **unknown)
+    pretrain("lm", **common, work=tmp_path / "w3", out=tmp_path / "o3", **unknown)
     card = (tmp_path / "o3" / "README.md").read_text()
     assert "25% of the batches are from rows.npy, 3 texts of 17 tokens" in card and "jspec train text" not in card
 
@@ -251,7 +209,7 @@ def test_commands_write_models_that_load(data_directory, tmp_path):
     assert "jspec train text --model small" in card and "--rows 3 --width 17" in card and "--steps 4" in card
     assert "text that the target wrote greedily itself" in card
     assert str(tmp_path) not in card
-    assert tokenizer.load(tiny).get_vocab() == tokenizer.load(data_directory).get_vocab()
+    assert files.load(tiny).get_vocab() == files.load(data_directory).get_vocab()
 
 
 def test_mismatched_arguments_raise(sources, heldout, tmp_path):
@@ -269,30 +227,6 @@ def test_mismatched_arguments_raise(sources, heldout, tmp_path):
         train(config=dataclasses.replace(MODEL, vocab_size=64))
     with pytest.raises(ValueError, match="steps=1: must be from 2 to"):
         train(recipe=dataclasses.replace(RECIPE, steps=1))
-    params = model.init_params(MODEL, jax.random.key(0))
-    with pytest.raises(ValueError, match="width=33: exceeds the model's context of 32 tokens"):
-        text.complete(MODEL, params, [[1]], width=33, batch=1)
-    with pytest.raises(ValueError, match="prompts of up to 12 tokens: must have 1 to 11"):
-        text.complete(MODEL, params, [[1] * 12], width=12, batch=1)
-
-
-@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)])
-def test_a_training_that_diverges_ends(loss, norm, tmp_path):
-    """Before it writes a checkpoint."""
-    with pytest.raises(
-        ValueError, match=r"at step 3: the training diverged; .* lower learning_rate \(no checkpoint was"
-    ):
-        loop.run(
-            tmp_path,
-            init=lambda: types.SimpleNamespace(step=0),
-            advance=lambda state, step: (state, loss, norm) if step == 2 else (state, 1.0, 1.0),
-            evaluate=lambda state: {},
-            steps=9,
-            schedule=trainer.schedule(RECIPE),
-            record={},
-            intervals=Intervals(log=3, evaluate=9, checkpoint=3),
-        )
-    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_resume_errors(sources, heldout, tmp_path):
@@ -324,8 +258,8 @@ def test_resume_errors(sources, heldout, tmp_path):
 def test_command_errors_name_what_is_missing(data_directory, tmp_path):
     common = {"steps": 4, "work": tmp_path / "w", "out": tmp_path / "o"}
     with pytest.raises(FileNotFoundError, match="absent"):
-        run("lm", data=tmp_path / "absent", shape="python-tiny", **common)
+        pretrain("lm", data=tmp_path / "absent", shape="python-tiny", **common)
     with pytest.raises(ValueError, match="exactly one of --shape and --config"):
-        run("lm", data=data_directory, **common)
+        pretrain("lm", data=data_directory, **common)
     with pytest.raises(ValueError, match="absent: no such directory"):
-        run("lm", data=data_directory, config=data_directory / "tiny", teacher=tmp_path / "absent", **common)
+        pretrain("lm", data=data_directory, config=data_directory / "tiny", teacher=tmp_path / "absent", **common)

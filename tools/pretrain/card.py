@@ -4,21 +4,14 @@ import argparse
 
 from jspec.train import card, options
 from jspec.train.card import FinalMetrics, Inputs
-from jspec.train.objective import LmSetup
-from jspec.train.recipe import LmRecipe
-
-_USE_OWN = """## Use and limits
-
-Its context is {context} tokens; it was trained on sequences of {length}. Text it writes may resemble the files
-below."""
+from tools.pretrain.objective import LmSetup
 
 _USE = """## Use and limits
 
-A small model to demonstrate and test speculative decoding with: it completes Python functions in form, seldom in
-substance. It is not an assistant, follows no instructions, and repeats itself in long greedy text. Its context is
-{context} tokens; it was trained on sequences of {length}. Text it writes may resemble the packages below; their
-licenses apply to what is copied from them."""
-
+{limits}Its context is {context} tokens; it was trained on sequences of {length}. Text it writes may resemble what is
+listed below{licenses}."""
+_OF_PACKAGES = """A small model to demonstrate and test speculative decoding with: it completes Python functions in
+form, seldom in substance. It is not an assistant, follows no instructions, and repeats itself in long greedy text. """
 
 EXAMPLE: FinalMetrics = dict.fromkeys(
     ("seconds", "heldout_bits_per_byte", "heldout_nats_per_token", "heldout_agreement", "heldout_divergence"), 0.0
@@ -27,37 +20,32 @@ EXAMPLE: FinalMetrics = dict.fromkeys(
 
 
 def write(
-    setup: LmSetup,
-    inputs: Inputs,
-    final: FinalMetrics,
-    args: argparse.Namespace,
-    *,
-    steps: int,
-    weights: int,
-    device: str,
+    setup: LmSetup, inputs: Inputs, final: FinalMetrics, args: argparse.Namespace, *, steps: int, weights: int
 ) -> str:
     """The card in Markdown, from what the run read, its last metrics and its options.
 
     Args:
       steps: steps that were trained.
       weights: number of weights.
-      device: the hardware it was trained on.
     """
-    use = _USE_OWN if "kind" in inputs.manifest else _USE
+    packaged, length = inputs.manifest["kind"] == "packages", inputs.length or setup.recipe.length
+    licenses = "; the packages' licenses apply to what is copied from them" if packaged else ""
+    limits = _OF_PACKAGES if packaged else ""
+    use = _USE.format(limits=limits, context=setup.config.max_length, length=length, licenses=licenses)
     return card.assemble(
         args.out.name,
         pipeline="text-generation",
         architecture=_architecture(setup, inputs, weights),
-        training=_training(setup, inputs, final, steps, args, device),
-        sections=[use.format(context=setup.config.max_length, length=inputs.length or setup.recipe.length)],
-        commands=_commands(setup.recipe, inputs, args),
-        manifest=inputs.manifest,
+        training=_training(setup, inputs, final, args, steps),
+        sections=[use],
+        commands=_commands(setup, inputs, args),
+        texts=inputs.manifest["card"],
     )
 
 
 def _architecture(setup: LmSetup, inputs: Inputs, weights: int) -> str:
     config, kind = setup.config, "Qwen3" if setup.config.qk_norm else "Llama"
-    text = "own text" if "kind" in inputs.manifest else "Python source"
+    text = "Python source" if inputs.manifest["kind"] == "packages" else "own text"
     role = "A draft model, distilled from its target" if setup.teacher else f"A language model of {text}"
     return (
         f"{role}: {kind}-shaped, {weights:,} parameters ({config.num_layers} layers of width "
@@ -67,22 +55,12 @@ def _architecture(setup: LmSetup, inputs: Inputs, weights: int) -> str:
     )
 
 
-def _training(
-    setup: LmSetup, inputs: Inputs, final: FinalMetrics, steps: int, args: argparse.Namespace, device: str
-) -> list[str]:
+def _training(setup: LmSetup, inputs: Inputs, final: FinalMetrics, args: argparse.Namespace, steps: int) -> list[str]:
     # The data and the run.
-    recipe, train, heldout = setup.recipe, inputs.manifest["train"], inputs.manifest["heldout"]
+    recipe, heldout = setup.recipe, inputs.manifest["heldout"]
     lines = [
-        f"data: {train['tokens']:,} tokens ({train['bytes']:,} bytes, {train['files']:,} files) of "
-        f"{train['packages']} packages under permissive licenses; duplicates and generated files removed",
-        f"held out: {heldout['tokens']:,} tokens ({heldout['bytes']:,} bytes) of {heldout['packages']} packages",
-    ]
-    if "kind" in inputs.manifest:
-        lines = [
-            f"data: {card.describe_text(inputs.manifest)}",
-            f"held out: {heldout['tokens']:,} tokens of {heldout['files']:,} of them",
-        ]
-    lines += [
+        f"data: {inputs.manifest['card']['summary']}",
+        f"held out: {heldout['tokens']:,} tokens ({heldout['bytes']:,} bytes) of {heldout['files']:,} texts or chats",
         card.optimization(recipe, steps, inputs.length),
     ]
     if setup.teacher is not None:
@@ -93,11 +71,11 @@ def _training(
             loss += f"; {card.describe_rows(inputs)}"
         lines.append(loss)
     elif inputs.rows_shape:
-        count, width = inputs.rows_shape
+        rows, width = inputs.rows_shape
         lines.append(
-            f"{inputs.rows_share:.0%} of the batches are from {args.rows.name}, {count:,} texts of {width} tokens"
+            f"{inputs.rows_share:.0%} of the batches are from {args.rows.name}, {rows:,} texts of {width} tokens"
         )
-    lines.append(card.hardware(device, final))
+    lines.append(card.hardware(final))
     # The result.
     lines.append(
         f"**{final['heldout_bits_per_byte']:.4f} bits per byte** on all held-out text "
@@ -111,10 +89,10 @@ def _training(
     return lines
 
 
-def _commands(recipe: LmRecipe, inputs: Inputs, args: argparse.Namespace) -> list[str]:
+def _commands(setup: LmSetup, inputs: Inputs, args: argparse.Namespace) -> list[str]:
     """The commands that make this model again, with relative paths."""
-    lines = [card.data_command(inputs.manifest)]
-    train = f"jspec train lm --data data --work runs/{args.out.name} --out {args.out.name}"
+    lines = [inputs.manifest["card"]["command"]]
+    train = f"python -m tools.pretrain lm --data data --work runs/{args.out.name} --out {args.out.name}"
     train += f" --shape {args.shape}" if args.shape else " --config CONFIG"
     if inputs.rows_shape is not None:
         # Without a teacher it is unknown which model wrote the rows, if any did.
@@ -123,4 +101,4 @@ def _commands(recipe: LmRecipe, inputs: Inputs, args: argparse.Namespace) -> lis
         train += f" --rows rows.npy --rows-share {inputs.rows_share}"
     if args.teacher is not None:
         train += f" --teacher {args.teacher.name}"
-    return [*lines, train + options.describe(recipe)]
+    return [*lines, train + options.describe(setup.recipe)]

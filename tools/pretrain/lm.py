@@ -1,4 +1,7 @@
-"""Trains a language model from scratch, or a small one as a draft by distillation from a teacher."""
+"""Trains a language model from scratch, or distills a small one from a teacher, as a draft.
+
+Writes a Hugging Face directory with a model card, metrics as JSON lines, and checkpoints to resume from.
+"""
 
 import argparse
 import dataclasses
@@ -15,13 +18,17 @@ from jspec.checkpoints.files import DTYPES
 from jspec.models import LlamaParams
 from jspec.models.llama import require_llama
 from jspec.text.tokenizer import Tokenizer as TextTokenizer
-from jspec.train import batches, card, data, fingerprint, lm_card, loop, model, objective, options, tokenizer, trainer
+from jspec.train import batches, data, fingerprint, loop, options, trainer
+from jspec.train import card as cards
+from jspec.train import tokenizer as files
 from jspec.train.batches import Source
-from jspec.train.objective import LmSetup
-from jspec.train.recipe import DEFAULT_INTERVALS, Intervals, LmRecipe
+from jspec.train.model import count
+from jspec.train.recipe import DEFAULT_INTERVALS, Intervals
 from jspec.train.run_directory import Metrics, Record
 from jspec.train.trainer import State
 from pallas_kernels import platform
+from tools.pretrain import card, model, objective, tokenizer
+from tools.pretrain.objective import LmRecipe, LmSetup
 
 MAX_SHARD_BYTES = 9_000_000
 """Weight files are split at this size, so that a source repository can hold them."""
@@ -180,8 +187,16 @@ def _record(setup: LmSetup, sources: tuple[Source, ...], heldout: Heldout, teach
     }
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    options.add(parser, LmRecipe)
+    parser.add_argument("--shape", choices=sorted(model.SHAPES), help="a bundled model whose shape to use")
+    parser.add_argument("--config", type=Path, help="directory with the config.json of the model, instead of --shape")
+    parser.add_argument("--teacher", type=Path, help="directory of the model to distill from (default: none)")
+
+
 def main(args: argparse.Namespace) -> int:
-    """Runs `jspec train lm`; returns its exit status.
+    """Runs the command; returns its exit status.
 
     Raises:
       ValueError, OSError: bad input; the message names it.
@@ -193,7 +208,7 @@ def main(args: argparse.Namespace) -> int:
     options.check_run(args, {"--teacher": args.teacher, "--config": args.config})
     # The model, its teacher and the data.
     recipe, manifest = options.recipe(args, LmRecipe), data.read_manifest(args.data)
-    bpe = tokenizer.load(args.data)
+    bpe = files.load(args.data)
     config = (
         model.SHAPES[args.shape] if args.shape else llama.parse_config(fields.read_fields(args.config / "config.json"))
     )
@@ -205,13 +220,12 @@ def main(args: argparse.Namespace) -> int:
     if args.teacher is not None:
         tokenizer.check_same(bpe, args.data, args.teacher)
         teacher = language_model.load(args.teacher, dtype=dtype)
-    shape = None if teacher is None else require_llama(teacher.config, "the teacher of jspec train lm")
+    shape = None if teacher is None else require_llama(teacher.config, "the teacher of a language model")
     setup = LmSetup(config, recipe, shape, dtype)
     # A card is tried now, so that a run that cannot have one does not begin.
-    inputs = card.inputs(manifest, sources, args)
-    weights = model.count(jax.eval_shape(lambda: objective.init(setup).params))
-    device = jax.devices()[0].device_kind
-    lm_card.write(setup, inputs, lm_card.EXAMPLE, args, steps=recipe.steps, weights=weights, device=device)
+    inputs = cards.inputs(manifest, sources, args)
+    weights = count(jax.eval_shape(lambda: objective.init(setup).params))
+    card.write(setup, inputs, card.EXAMPLE, args, steps=recipe.steps, weights=weights)
     # The run.
     state = train(
         setup,
@@ -223,8 +237,8 @@ def main(args: argparse.Namespace) -> int:
         intervals=options.intervals(args),
         stop_after=args.stop_after,
     )
-    final = card.final_metrics(args.work, "heldout_bits_per_byte")
-    text = lm_card.write(setup, inputs, final, args, steps=int(state.step), weights=weights, device=device)
+    final = cards.final_metrics(args.work, "heldout_bits_per_byte")
+    text = card.write(setup, inputs, final, args, steps=int(state.step), weights=weights)
     export(args.out, setup, state, bpe, text, TextTokenizer.load(args.data))
     return 0
 
@@ -236,7 +250,7 @@ def export(
 
     chat: a tokenizer whose special tokens and chat templates the model gets; None, or without templates: none.
     """
-    end = tokenizer.end_of_text(bpe)
+    end = files.end_of_text(bpe)
     special, templates = (None, None) if chat is None else (chat.special_roles, chat.templates)
     if templates and special is not None:
         # The replies that it learned end with this token.
@@ -244,5 +258,5 @@ def export(
     eos = () if end is None or end not in bpe.get_vocab() else (bpe.get_vocab()[end],)
     with atomic.staged(out, key="config.json", replaced=(*atomic.WEIGHTS, "generation_config.json")) as stage:
         language_model.save(stage, setup.config, state.params, eos=eos, max_shard_bytes=MAX_SHARD_BYTES)
-        tokenizer.save(bpe, stage, setup.config.max_length, special if templates else None, templates)
+        files.save(bpe, stage, setup.config.max_length, special if templates else None, templates)
         (stage / "README.md").write_text(text, encoding="utf-8")

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jspec.train import batches, cli, corpus, data, licenses, prompts, tokenizer
+from jspec.train import batches
+from jspec.train import tokenizer as files
+from jspec.train.data import read_manifest
+from tools.pretrain import __main__ as cli
+from tools.pretrain import corpus, data, licenses, prompts, tokenizer
 
 FUNCTION = '''def {name}(items, start=0):
     """Adds up what {name} finds among the items, beginning at a start of its own."""
@@ -194,7 +198,7 @@ def test_the_manifest_matches_the_files(built, collected):
         "bytes": sum(len(document.text.encode()) for document in collected.heldout),
     }
     assert [package["name"] for package in read["packages"]] == ["apart", "free-package"]
-    bpe = tokenizer.load(directory)
+    bpe = files.load(directory)
     for side in ("train", "heldout"):
         tokens = np.load(directory / f"{side}.npy")
         documents = getattr(collected, side)
@@ -202,6 +206,10 @@ def test_the_manifest_matches_the_files(built, collected):
         assert (tokens == 0).sum() == len(documents) == read[side]["files"]
         assert bpe.decode(tokens.tolist()) == "".join(document.text for document in documents)
     assert manifest["heldout_prompts"] == 1
+    card = read["card"]
+    assert card["command"] == "python -m tools.pretrain data --out data --vocab-size 300 --heldout apart"
+    assert "| apart | 1.0 | MIT | 2 |" in card["section"] and "- empty file: 1" in card["section"]
+    assert "tokens of 1 packages" in card["summary"] and "apache-2.0" in card["front"]
 
 
 def test_prompts_come_from_their_side_of_the_split_and_not_from_tests(built):
@@ -215,14 +223,14 @@ def test_prompts_come_from_their_side_of_the_split_and_not_from_tests(built):
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_text_round_trips(built, text):
-    bpe = tokenizer.load(built[0])
+    bpe = files.load(built[0])
     ids = bpe.encode(text).ids
     assert bpe.decode(ids) == text
     assert tokenizer.byte_counts(bpe)[ids].sum() == len(text.encode())
 
 
 def test_an_indentation_is_one_token(built):
-    assert tokenizer.load(built[0]).encode(":\n    total").tokens[1] == "Ċ" + "Ġ" * 4
+    assert files.load(built[0]).encode(":\n    total").tokens[1] == "Ċ" + "Ġ" * 4
 
 
 def test_transformers_reads_the_tokenizer(built):
@@ -230,17 +238,17 @@ def test_transformers_reads_the_tokenizer(built):
     fast = transformers.AutoTokenizer.from_pretrained(built[0])
     assert fast.eos_token == tokenizer.END_OF_TEXT and fast.eos_token_id == 0
     text = FUNCTION.format(name="other")
-    assert fast(text)["input_ids"] == tokenizer.load(built[0]).encode(text).ids
+    assert fast(text)["input_ids"] == files.load(built[0]).encode(text).ids
     assert fast.decode(fast(text)["input_ids"]) == text
 
 
 def test_a_given_tokenizer_is_used(built, collected, tmp_path):
     directory, _ = built
     limits = data.PromptLimits(heldout=8, train=8, min_tokens=1, max_tokens=200)
-    options = {"vocab_size": 4096, "max_length": 64, "limits": limits, "given": directory}
+    options = {"vocab_size": 4096, "max_length": 64, "limits": limits, "model": directory}
     manifest = data.build(tmp_path / "again", collected, **options)
     assert manifest["tokenizer"] == "data" and manifest["vocab_size"] == 300
-    assert tokenizer.load(tmp_path / "again").get_vocab() == tokenizer.load(directory).get_vocab()
+    assert files.load(tmp_path / "again").get_vocab() == files.load(directory).get_vocab()
     for name in ("train.npy", "heldout.npy"):
         assert np.array_equal(np.load(directory / name), np.load(tmp_path / "again" / name))
     other = tmp_path / "other"
@@ -252,9 +260,9 @@ def test_a_given_tokenizer_is_used(built, collected, tmp_path):
         match=r"other: the tokenizer has no token that ends a text; "
         r"it needs one of <\|endoftext\|>, <\|end_of_text\|>, <eos>",
     ):
-        data.build(tmp_path / "c", collected, **{**options, "given": other})
+        data.build(tmp_path / "c", collected, **{**options, "model": other})
     with pytest.raises(ValueError, match="absent: no such directory"):
-        data.build(tmp_path / "d", collected, **{**options, "given": tmp_path / "absent"})
+        data.build(tmp_path / "d", collected, **{**options, "model": tmp_path / "absent"})
 
 
 @pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>"])
@@ -264,8 +272,8 @@ def test_a_vocabulary_as_large_as_those_of_real_models(end, collected, tmp_path)
     bpe = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     (tmp_path / "given").mkdir()
-    tokenizer.save(bpe, tmp_path / "given", 64)
-    options = {"vocab_size": 300, "max_length": 64, "limits": data.PromptLimits(), "given": tmp_path / "given"}
+    files.save(bpe, tmp_path / "given", 64)
+    options = {"vocab_size": 300, "max_length": 64, "limits": data.PromptLimits(), "model": tmp_path / "given"}
     data.build(tmp_path / "data", collected, **options)
     assert json.loads((tmp_path / "data" / "tokenizer_config.json").read_text())["eos_token"] == end
     tokens = batches.open_tokens(tmp_path / "data" / "train.npy", vocab_size=70_000)
@@ -305,7 +313,8 @@ def test_the_command_without_options(site, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(data, "HELDOUT", ["click", "apart"])
     assert cli.main(arguments) == 0
     assert "holding out apart" in capsys.readouterr().err
-    assert data.read_manifest(tmp_path / "data")["heldout"]["packages"] == 1
+    manifest = read_manifest(tmp_path / "data")
+    assert [package["name"] for package in manifest["packages"] if package["heldout"]] == ["apart"]
 
 
 def test_invalid_arguments_raise(collected, tmp_path):
@@ -316,41 +325,4 @@ def test_invalid_arguments_raise(collected, tmp_path):
         empty = corpus.Corpus(collected.train, (), collected.packages, collected.skipped)
         data.build(tmp_path / "b", empty, vocab_size=300, max_length=64, limits=limits)
     with pytest.raises(FileNotFoundError, match="jspec train data"):
-        tokenizer.load(tmp_path / "absent")
-
-
-def test_batches_are_a_function_of_seed_and_step():
-    flat = np.arange(1000, dtype=np.uint16)
-    whole = np.arange(2000, 2000 + 40 * 9, dtype=np.uint16).reshape(40, 9)
-    sources = (batches.Source(flat, 0.5), batches.Source(whole, 0.5))
-    sampled = [batches.sample(sources, seed=3, step=step, batch_tokens=64, length=16) for step in range(40)]
-    again = [batches.sample(sources, seed=3, step=step, batch_tokens=64, length=16) for step in range(40)]
-    other = batches.sample(sources, seed=4, step=0, batch_tokens=64, length=16)
-    assert all(np.array_equal(a, b) for a, b in zip(sampled, again, strict=True))
-    assert not np.array_equal(other, sampled[0])
-    assert {batch.shape for batch in sampled} == {(4, 17), (8, 9)}
-    for batch in sampled:
-        assert (np.diff(batch, axis=1) == 1).all()
-        if batch.shape == (8, 9):
-            assert ((batch[:, 0] - 2000) % 9 == 0).all()
-
-
-def test_windows_predict_each_token_once():
-    tokens = np.arange(100, dtype=np.uint16)
-    predicted = np.concatenate([batch[:, 1:].ravel() for batch in batches.windows(tokens, batch_tokens=48, length=16)])
-    assert predicted.tolist() == list(range(1, 97))
-
-
-def test_token_files_are_checked(tmp_path):
-    with pytest.raises(FileNotFoundError, match="jspec train data"):
-        batches.open_tokens(tmp_path / "absent.npy", vocab_size=10)
-    np.save(tmp_path / "wide.npy", np.zeros(4, np.int64))
-    with pytest.raises(ValueError, match=r"holds int64\[4\]"):
-        batches.open_tokens(tmp_path / "wide.npy", vocab_size=10)
-    np.save(tmp_path / "high.npy", np.array([3, 10], np.uint16))
-    with pytest.raises(ValueError, match="holds token 10, but the model has vocab_size=10"):
-        batches.open_tokens(tmp_path / "high.npy", vocab_size=10)
-    with pytest.raises(ValueError, match="10 tokens: a sequence needs length . 1 = 11"):
-        batches.sample((batches.Source(np.zeros(10, np.uint16)),), seed=0, step=0, batch_tokens=64, length=10)
-    with pytest.raises(ValueError, match="a window needs"):
-        next(batches.windows(np.zeros(10, np.uint16), batch_tokens=64, length=10))
+        files.load(tmp_path / "absent")

@@ -15,7 +15,7 @@ from typing import cast
 from tqdm import tqdm
 
 from jspec.core.package import NAME
-from jspec.train import licenses
+from tools.pretrain import licenses
 
 MAX_FILE_BYTES = 200_000
 """Larger files are mostly tables and generated code."""

@@ -1,0 +1,43 @@
+"""Batches: what each holds, by seed and step, and the files that tokens are read from."""
+
+import numpy as np
+import pytest
+
+from jspec.train import batches
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    flat = np.arange(1000, dtype=np.uint16)
+    whole = np.arange(2000, 2000 + 40 * 9, dtype=np.uint16).reshape(40, 9)
+    sources = (batches.Source(flat, 0.5), batches.Source(whole, 0.5))
+    sampled = [batches.sample(sources, seed=3, step=step, batch_tokens=64, length=16) for step in range(40)]
+    again = [batches.sample(sources, seed=3, step=step, batch_tokens=64, length=16) for step in range(40)]
+    other = batches.sample(sources, seed=4, step=0, batch_tokens=64, length=16)
+    assert all(np.array_equal(a, b) for a, b in zip(sampled, again, strict=True))
+    assert not np.array_equal(other, sampled[0])
+    assert {batch.shape for batch in sampled} == {(4, 17), (8, 9)}
+    for batch in sampled:
+        assert (np.diff(batch, axis=1) == 1).all()
+        if batch.shape == (8, 9):
+            assert ((batch[:, 0] - 2000) % 9 == 0).all()
+
+
+def test_windows_predict_each_token_once():
+    tokens = np.arange(100, dtype=np.uint16)
+    predicted = np.concatenate([batch[:, 1:].ravel() for batch in batches.windows(tokens, batch_tokens=48, length=16)])
+    assert predicted.tolist() == list(range(1, 97))
+
+
+def test_token_files_are_checked(tmp_path):
+    with pytest.raises(FileNotFoundError, match="jspec train data"):
+        batches.open_tokens(tmp_path / "absent.npy", vocab_size=10)
+    np.save(tmp_path / "wide.npy", np.zeros(4, np.int64))
+    with pytest.raises(ValueError, match=r"holds int64\[4\]"):
+        batches.open_tokens(tmp_path / "wide.npy", vocab_size=10)
+    np.save(tmp_path / "high.npy", np.array([3, 10], np.uint16))
+    with pytest.raises(ValueError, match="holds token 10, but the model has vocab_size=10"):
+        batches.open_tokens(tmp_path / "high.npy", vocab_size=10)
+    with pytest.raises(ValueError, match="10 tokens: a sequence needs length . 1 = 11"):
+        batches.sample((batches.Source(np.zeros(10, np.uint16)),), seed=0, step=0, batch_tokens=64, length=10)
+    with pytest.raises(ValueError, match="a window needs"):
+        next(batches.windows(np.zeros(10, np.uint16), batch_tokens=64, length=10))

@@ -1,0 +1,119 @@
+"""Trains a tokenizer on your own files.
+
+A byte-level BPE: every text round-trips, and the indentation of a line is one token.
+"""
+
+import argparse
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jspec.checkpoints import atomic
+from jspec.core.checks import check_int
+from jspec.text import tokenizer as text
+from jspec.train import options, prepare, text_data
+from jspec.train import tokenizer as files
+from jspec.train.records import Dropped
+
+END_OF_TEXT = "<|endoftext|>"
+"""Ends a text and separates documents in token files."""
+
+# A word with the space, dot or underscore before it; one digit; punctuation; line ends with the indentation that
+# follows; other white space, whose last space belongs to the next word.
+_PIECES = r"[ ._]?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|[ \t]*[\r\n]+(?:[ \t]*[\r\n]+)*[ \t]*|\s+(?!\S)|\s"
+
+MIN_VOCABULARY, MAX_VOCABULARY = 258, 2**24
+"""Bounds of a vocabulary: the smallest has the 256 bytes, a special token and one token of text."""
+
+_MOST_CHARACTERS = 100_000_000
+"""Text to train on; more takes longer and changes a tokenizer little."""
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Trains a tokenizer of at most `vocab_size` tokens, including `END_OF_TEXT` (id 0) and the 256 bytes.
+
+    Raises:
+      TypeError, ValueError: a vocabulary that is not an int, too small for the bytes, or too large.
+    """
+    vocab_size = check_int("vocab_size", vocab_size, least=MIN_VOCABULARY, most=MAX_VOCABULARY)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=32,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def sample(texts: Sequence[str]) -> list[str]:
+    """Text to train a tokenizer on, in a fixed random choice and in pieces."""
+    shuffled = list(texts)
+    random.Random(0).shuffle(shuffled)
+    total = np.cumsum([len(document) for document in shuffled])
+    count = max(1, int(np.searchsorted(total, _MOST_CHARACTERS)))
+    return [piece for document in shuffled[:count] for piece, _ in files.cut(document)]
+
+
+def check_same(tokenizer: Tokenizer, source: Path, model: Path) -> None:
+    """Checks that a model, if it has a tokenizer, has that of `source`.
+
+    Raises:
+      ValueError: the vocabularies differ.
+      CheckpointError: the model's tokenizer is damaged.
+    """
+    other = text.Tokenizer.load(model)
+    if other is not None and other.vocabulary() != tokenizer.get_vocab(with_added_tokens=True):
+        raise ValueError(f"{source}: the tokenizer is not that of {model}; see jspec train data --tokenizer")
+
+
+def byte_counts(tokenizer: Tokenizer) -> np.ndarray:
+    """Int32[V]: how many bytes of text each id encodes; 0 for special tokens, such as the one that ends a text.
+
+    Raises:
+      ValueError: a tokenizer of an unknown kind.
+    """
+    return np.array([len(spelled) for spelled in text.Tokenizer(tokenizer).token_bytes()], np.int32)
+
+
+def add_size(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a new tokenizer."""
+    bounds = {"least": MIN_VOCABULARY, "most": MAX_VOCABULARY}
+    options.add_number(parser, "--vocab-size", bounds=bounds, default=4096, help="size of the vocabulary")
+    options.add_number(parser, "--max-length", bounds={"least": 1}, default=1024, help="context written to it")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    prepare.add_files(parser)
+    add_size(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs the command; returns its exit status.
+
+    Raises:
+      ValueError, OSError: bad input; the message names it.
+    """
+    if args.chats is not None:
+        raise ValueError("--chats: a tokenizer is trained on text; give --text or --jsonl")
+    options.check_writable("--out", args.out)
+    source = prepare.read_files(args)
+    bpe = train(sample(text_data.read(source, Dropped(source.skip_bad))), args.vocab_size)
+    with atomic.staged(args.out, key="tokenizer.json") as stage:
+        files.save(bpe, stage, args.max_length)
+    print(f"{args.out}: a tokenizer of {bpe.get_vocab_size():,} tokens")
+    return 0
