@@ -1,4 +1,4 @@
-"""One automaton for all sequences of an engine, made of those of their stop sets, or of their grammars."""
+"""One automaton for all sequences of an engine, joined from the automata of their stop sets or grammars."""
 
 import threading
 from collections import OrderedDict
@@ -15,26 +15,26 @@ from jspec.text.grammar import compile_grammar
 from jspec.text.stream import compile_stops
 
 MAX_STATES = 2**15
-"""States of the automata in use together; they are counted in 16 bits."""
+"""Bound of the states of all automata, which are int16."""
 MAX_CELLS = 2**27
-"""Entries of the table, states times classes, and of the maps, automata times vocabulary; one takes two bytes."""
+"""Bound of the entries of the table (states x classes) and of the maps (automata x vocabulary), of two bytes each."""
 _GRAMMAR_STATES, _GRAMMAR_MAPS = 2048, 8
-"""States and maps of a table of grammars at first, so that most grammars run the same program."""
+"""Initial states and maps of the table of grammars, so that most grammars share a program."""
 _GRAMMAR_PATTERNS, _GRAMMAR_ENTRIES = 256, 2**16
-"""And its patterns and transitions, of `SparseTable`."""
+"""Initial patterns and transitions of its `SparseTable`."""
 
 
 class AutomatonPool:
-    """The automata in use, one after the other in one table with a map of classes for each.
+    """The automata in use, consecutive in one table, each with its own map of classes.
 
     A sequence starts in the first state of its automaton. Transitions are absolute, so the table is one automaton. Its
     sizes are powers of two and never shrink, so they rarely change.
 
-    name: what the automata are made of, for messages.
-    model: whose vocabulary it is.
-    reserved: the first states, in which every token leads to state 0.
-    unused: what the table has where no automaton is.
-    states, maps: sizes at first.
+    name: the option of the automata, for messages.
+    model: its vocabulary is used.
+    reserved: number of first states in which every token leads to state 0.
+    unused: value of unused entries of the table.
+    states, maps: initial sizes.
     """
 
     def __init__(self, name: str, model: Model, *, reserved: int = 0, unused: int = 0, states: int = 1, maps: int = 1):
@@ -53,7 +53,7 @@ class AutomatonPool:
 
     @property
     def automaton(self) -> Automaton:
-        """Without the states of sequences: a copy on the host, the same one until an automaton is inserted."""
+        """A copy on the host without states of sequences; the same object until an automaton is inserted."""
         with self._lock:
             if self._copy is None:
                 maps, map_of_state, likely = map(np.copy, (self._maps, self._map_of_state, self._likely))
@@ -61,22 +61,22 @@ class AutomatonPool:
             return self._copy
 
     def _stored(self) -> np.ndarray | SparseTable:
-        """The table as programs take it."""
+        """The table in the form that programs take."""
         return self._table.copy()
 
     def insert(self, key: Hashable, compile: Callable[[], TokenTable]) -> int:
-        """The first state of an automaton, which is in use until `free`. Equal keys share one.
+        """Use an automaton until `free`; returns its first state. Equal keys share one.
 
         Raises:
-          ValueError: it has more states than the pool can hold.
-          QueueFull: it does, together with those in use.
+          ValueError: the automaton alone is too large for the pool.
+          QueueFull: it is too large beside those in use.
         """
         with self._lock:
-            known = key in self._places
-            if known:
+            present = key in self._places
+            if present:
                 self._users[key] += 1
-        # Others may use the pool meanwhile.
-        table = None if known else compile()
+        # Compile without the lock, as that may take seconds.
+        table = None if present else compile()
         with self._lock:
             if table is not None:
                 if key not in self._places:
@@ -86,7 +86,7 @@ class AutomatonPool:
             return self._places[key][0]
 
     def free(self, key: Hashable) -> None:
-        """Ends one use. The automaton stays until its place is needed."""
+        """End one use. The automaton stays until its place is needed."""
         with self._lock:
             self._users[key] -= 1
 
@@ -103,7 +103,7 @@ class AutomatonPool:
                 f"{self._name}: the automaton has {states} states; must be at most {MAX_STATES - self._reserved}: use "
                 "fewer or shorter ones"
             )
-        # Larger tables are other shapes, for which programs are compiled, so what nobody uses goes first.
+        # A larger table compiles new programs, so evict unused automata first, by least recent use.
         while (place := self._find(states, classes, grow=False)) is None:
             unused = next((key for key in self._places if not self._users[key]), None)
             if unused is None:
@@ -117,6 +117,7 @@ class AutomatonPool:
                 f"{self._name}: {states} states beside those of other requests are more than {MAX_STATES}, or too many "
                 "for their table; try again later"
             )
+        # Write its rows and its map.
         base, number = place
         rows = slice(base, base + states)
         self._places[key], self._users[key] = (base, states, number), 0
@@ -127,14 +128,16 @@ class AutomatonPool:
         self._copy = None
 
     def _find(self, states: int, classes: int, *, grow: bool) -> tuple[int, int] | None:
-        """The first of `states` free states and a free map; None: there is no space. grow: makes it if possible."""
+        """Find consecutive free states and a free map; None: no space. grow: enlarge the table if possible."""
+        # First fit between the automata.
         base = self._reserved
         for start, count, _ in sorted(self._places.values()):
             if start - base >= states:
                 break
             base = start + count
-        taken = {number for _, _, number in self._places.values()}
-        number = next(number for number in range(len(taken) + 1) if number not in taken)
+        used = {number for _, _, number in self._places.values()}
+        number = next(number for number in range(len(used) + 1) if number not in used)
+        # Sizes that hold it.
         rows, columns = _double(len(self._table), base + states), _double(self._table.shape[1], classes)
         maps = _double(len(self._maps), number + 1)
         larger = (rows, columns, maps) != (*self._table.shape, len(self._maps))
@@ -150,7 +153,7 @@ class AutomatonPool:
 
 
 def _double(size: int, least: int) -> int:
-    """The size, doubled until it is at least `least`."""
+    """Double a size until it is at least `least`."""
     while size < least:
         size *= 2
     return size
@@ -162,18 +165,18 @@ def _grown(array: np.ndarray, shape: tuple[int, ...], value: int = 0) -> np.ndar
 
 
 class StopPool(AutomatonPool):
-    """The automata of stop sets. A set is strings, and whether the ids that end a text do not end it."""
+    """The automata of stop sets: stop strings, and whether EOS is ignored."""
 
     def __init__(self, model: Model):
         super().__init__("stop", model)
         self._model = model
 
     def add(self, stop: Sequence[str], ignore_eos: bool = False) -> int:
-        """`insert` of a stop set."""
+        """Insert a stop set."""
         return self.insert((tuple(stop), ignore_eos), lambda: self._compile(tuple(stop), ignore_eos))
 
     def remove(self, stop: Sequence[str], ignore_eos: bool = False) -> None:
-        """`free` of a stop set."""
+        """Free a stop set."""
         self.free((tuple(stop), ignore_eos))
 
     def _compile(self, strings: tuple[str, ...], ignore_eos: bool) -> TokenTable:
@@ -186,7 +189,7 @@ class StopPool(AutomatonPool):
 
 
 class GrammarPool(AutomatonPool):
-    """The automata of grammars. Sequences without one are in state `FREE`."""
+    """The automata of grammars. Sequences without a grammar are in state `FREE`."""
 
     def __init__(self, model: Model):
         sizes = {"states": _GRAMMAR_STATES, "maps": _GRAMMAR_MAPS}
@@ -201,21 +204,23 @@ class GrammarPool(AutomatonPool):
         states, classes = self._table.shape
         return table.padded(states, classes, self._patterns, self._entries)
 
-    def add(self, given: TokenGrammar | None) -> int:
-        """`insert` of a grammar; `FREE` for None."""
-        return grammar.FREE if given is None else self.insert(given, lambda: self.compile(given))
+    def add(self, token_grammar: TokenGrammar | None) -> int:
+        """Insert a grammar; `FREE` for None."""
+        return (
+            grammar.FREE if token_grammar is None else self.insert(token_grammar, lambda: self.compile(token_grammar))
+        )
 
-    def remove(self, given: TokenGrammar | None) -> None:
-        """`free` of a grammar."""
-        if given is not None:
-            self.free(given)
+    def remove(self, token_grammar: TokenGrammar | None) -> None:
+        """Free a grammar."""
+        if token_grammar is not None:
+            self.free(token_grammar)
 
-    def compile(self, given: TokenGrammar) -> TokenTable:
-        """The automaton of a grammar alone.
+    def compile(self, token_grammar: TokenGrammar) -> TokenTable:
+        """Compile a grammar.
 
         Raises:
-          ValueError: it does not suit the model.
+          ValueError: as `compile_grammar`.
         """
-        table = compile_grammar(given, self._model.tokenizer, self._vocab_size, self._model.eos)
+        table = compile_grammar(token_grammar, self._model.tokenizer, self._vocab_size, self._model.eos)
         assert table is not None
         return table

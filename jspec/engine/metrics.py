@@ -1,4 +1,4 @@
-"""What an engine counts, for its users and for a server's metrics."""
+"""Metrics of an engine."""
 
 import bisect
 import dataclasses
@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-"""Upper bounds of the buckets of histograms, in seconds; one more bucket has no bound."""
+"""Upper bounds of the buckets of histograms, in seconds; the last bucket has none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """counts[i] values were at most SECONDS[i] and more than the bound before; the last count is of all others."""
+    """counts[i]: values above SECONDS[i - 1] and at most SECONDS[i]; the last count: values above all bounds."""
 
     counts: tuple[int, ...]
     total: float
@@ -24,24 +24,24 @@ class Histogram:
 
     @classmethod
     def total_of(cls, parts: "Sequence[Histogram]") -> "Histogram":
-        """The histogram of the values of all."""
+        """Add histograms."""
         counts = zip(*(part.counts for part in parts), strict=True)
         return cls(tuple(map(sum, counts)), sum(part.total for part in parts))
 
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """What an engine has done since its start, and what is there now, on all its groups of devices together.
+    """Counts since the start of an engine, and its present state; sums over all groups of devices.
 
-    running, waiting, held: requests in slots; in the queue; in slots and without pages for another round.
-    slots, pages, pages_used: those that there are; those whose contents belong to a request.
-    snapshots, snapshots_used: places for what cannot be in pages; those that belong to a prefix.
-    prefix_queries, prefix_hits: tokens that were looked for in the prefix cache, and found.
-    prompt_tokens, new_tokens: of requests that were admitted; that were generated.
+    running, waiting, held: requests in slots; in the queue; in slots but without pages for another round.
+    slots, pages, pages_used: slots; pages; pages of requests.
+    snapshots, snapshots_used: places of per-slot states; those of a cached prefix.
+    prefix_queries, prefix_hits: tokens looked up in the prefix cache, and hits.
+    prompt_tokens, new_tokens: prompt tokens of admitted requests; generated tokens.
     requests_finished: requests by finish reason.
-    preemptions: requests that left their slot because pages ran out.
-    rounds, device_rounds: rounds, counted for each sequence that takes part; counted once.
-    drafted, accepted: draft tokens of those rounds, counted as the longest chain, and those accepted.
+    preemptions: requests preempted because pages ran out.
+    rounds, device_rounds: rounds, counted once per sequence; counted once per group.
+    drafted, accepted: draft tokens of these rounds, as the longest chain; accepted ones.
     accepted_by_position: accepted draft tokens at each position of the chain.
     time_to_first_token, inter_token, queue_time, end_to_end: seconds of each request.
     """
@@ -72,7 +72,7 @@ class Metrics:
 
     @classmethod
     def total_of(cls, parts: "Sequence[Metrics]") -> "Metrics":
-        """The metrics of groups of devices together."""
+        """Add the metrics of groups of devices."""
         columns: dict[str, Any] = {
             field.name: [getattr(part, field.name) for part in parts] for field in dataclasses.fields(cls)
         }
@@ -99,7 +99,7 @@ class Counters:
         self._seconds = {name: ([0] * (len(SECONDS) + 1), [0.0]) for name in _HISTOGRAMS}
 
     def observe(self, name: str, seconds: float, times: int = 1) -> None:
-        """Counts a value in a histogram, or several equal ones."""
+        """Count a value in a histogram, `times` times."""
         counts, total = self._seconds[name]
         counts[bisect.bisect_left(SECONDS, seconds)] += times
         total[0] += seconds * times

@@ -1,4 +1,4 @@
-"""`score`: log-probabilities of given tokens, which a forward over them gives without generating anything."""
+"""`score`: log-probabilities of the tokens of prompts, without generating."""
 
 import dataclasses
 from collections import defaultdict
@@ -25,24 +25,24 @@ from jspec.engine.run import Prompt, bucket, check_model, encode_prompts, prefil
 from jspec.text.tokenizer import Tokenizer
 
 LOGITS_BYTES = 2**28
-"""Bytes of the logits that one program computes, which bounds the tokens that it reads."""
+"""Bound of the logits of one program in bytes, which limits its tokens."""
 COMPARED = ("prompts", "top_k", "page_size", "target")
-"""What several processes must agree in."""
+"""Arguments that must be equal in all processes."""
 Found: TypeAlias = tuple[Float[Array, "B size"], TopTokens | None]
 """The log-probability of the token that follows each one that is read, and the most probable tokens there."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Scores:
-    """The log-probabilities of the tokens of one prompt, under the target's own, unprocessed logits.
+    """Log-probabilities of the tokens of one prompt, under the target's own, unprocessed logits.
 
     All lists have an entry per token.
 
     tokens: ids of the prompt.
-    logprobs: log-probability of each token after those before it; None for the first one, which follows nothing.
-    top: the most probable tokens at the place of each token, with their log-probabilities, the most probable first;
-      empty for the first token, and for all if none were requested.
-    tokenizer: the model's, which displays the tokens; or None.
+    logprobs: log-probability of each token given the tokens before it; None for the first one.
+    top: the most probable tokens at each position with their log-probabilities, in descending order; empty for the
+      first token, and for all if `top_k` is 0.
+    tokenizer: the model's tokenizer, for display, or None.
     """
 
     tokens: list[int]
@@ -55,7 +55,7 @@ class Scores:
 
     @property
     def total(self) -> float:
-        """Log-probability of all tokens after the first one together."""
+        """Sum of the log-probabilities."""
         return float(sum(x for x in self.logprobs if x is not None))
 
     def __repr__(self) -> str:
@@ -84,15 +84,15 @@ def score(
     top_k: int = 0,
     page_size: int = DEFAULT_PAGE_SIZE,
 ) -> Scores | list[Scores]:
-    """The log-probability of each token of the prompts, given the tokens before it.
+    """Compute the log-probability of each token of the prompts, given the tokens before it.
 
     The prompts are read in chunks, so memory is bounded by the logits of a chunk, at most 256 MiB, and the cache of one
-    batch. Prompts whose lengths round up to one power of two run one program, and share batches if they are short.
+    batch. Prompts whose lengths round up to one power of two share a program, and short ones share batches.
 
     Args:
       model: from `jspec.load`. A draft is not used.
       prompts: one prompt or a list of any number of prompts, each as text or as token ids.
-      top_k: how many of the most probable tokens to return at each place.
+      top_k: number of the most probable tokens to return at each position.
       page_size: rows per cache page.
 
     Returns:
@@ -120,7 +120,7 @@ def score(
 
 
 def check_score(model: Model, prompts: Sequence[Sequence[int]], top_k: object, page_size: object) -> tuple[int, int]:
-    """`top_k` and `page_size` as plain ints.
+    """Check `top_k` and `page_size`, and return them as plain ints.
 
     Raises:
       ValueError, TypeError: one of them is invalid, or a prompt does not fit in the model's context.
@@ -137,30 +137,32 @@ def check_score(model: Model, prompts: Sequence[Sequence[int]], top_k: object, p
 def split(
     model: Model, prompts: Sequence[Sequence[int]], top_k: int, page_size: int
 ) -> "list[tuple[list[int], Batch]]":
-    """The prompts in batches of one width, each with the places of its prompts."""
-    # A power of two, so that it is a multiple of the widths of short prompts.
+    """Split the prompts into batches of one width, each with the indices of its prompts."""
+    # Tokens of a chunk: a power of two, so that it is a multiple of the widths of short prompts.
     tokens = 1 << (LOGITS_BYTES // (4 * model.target.vocab_size)).bit_length() >> 1
     tokens = min(max(tokens, 16), prefill_chunk(1))
+    # Group the prompts by width, then cut each group into batches.
     batches: list[tuple[list[int], Batch]] = []
     by_width: defaultdict[int, list[int]] = defaultdict(list)
     for place, prompt in enumerate(prompts):
         by_width[bucket(len(prompt))].append(place)
     for width, places in sorted(by_width.items()):
-        rows = max(1, tokens // width) * groups.count(model.placement)
-        for start in range(0, len(places), rows):
-            chosen = places[start : start + rows]
+        sequences = max(1, tokens // width) * groups.count(model.placement)
+        for start in range(0, len(places), sequences):
+            members = places[start : start + sequences]
             size = min(width, tokens)
-            batches.append((chosen, Batch(model, [prompts[place] for place in chosen], width, size, top_k, page_size)))
+            batch = [prompts[place] for place in members]
+            batches.append((members, Batch(model, batch, width, size, top_k, page_size)))
     return batches
 
 
 class Chunk(NamedTuple):
     """Columns of a batch that one program reads. Arrays have a first axis of groups of devices if there are several.
 
-    tokens, following: what is read, and what follows each token.
-    begin, lengths: the position of the first of them in each sequence, and how many of them it has.
+    tokens, following: the tokens to read, and the token after each.
+    begin, lengths: position of the first token and number of tokens, per sequence.
     cache: sequences of a group, capacity and page size.
-    top_k: how many of the most probable tokens are wanted.
+    top_k: number of the most probable tokens to return.
     first, last: whether it begins or ends a batch.
     """
 
@@ -175,84 +177,85 @@ class Chunk(NamedTuple):
 
 
 class Scorer:
-    """Reads one batch after another, chunk by chunk, with a cache that it keeps from the first one to the last."""
+    """Reads batches chunk by chunk, with one cache per batch."""
 
     def __init__(self, target: Target, placement: Placement | None):
         self._target, self._placement = target, placement
         self._cache: Cache | None = None
 
     def read(self, params: PyTree, chunk: Chunk) -> Found:
-        """Dispatches a chunk. params: weights of the target."""
+        """Dispatch a chunk. params: weights of the target."""
         static = {"target": self._target, "placement": self._placement}
         cache = _empty_cache(params, shape=chunk.cache, **static) if chunk.first else self._cache
         assert cache is not None
         arrays = chunk.tokens, chunk.following, chunk.begin, chunk.lengths
-        self._cache, found = _read(params, cache, *arrays, **static, top_k=chunk.top_k)
+        self._cache, scores = _read(params, cache, *arrays, **static, top_k=chunk.top_k)
         if chunk.last:
             self._cache = None
-        return found
+        return scores
 
 
 class Batch:
     """Prompts that are scored together, chunk by chunk.
 
     Args:
-      model: whose devices will read them.
-      width: columns of the longest prompt at most.
-      size: columns that are read at once.
+      model: its devices read the prompts.
+      width: bound of the length of the prompts.
+      size: columns of a chunk.
 
     Attributes:
-      capacity: of the cache, in tokens per sequence; the same in all processes.
+      capacity: tokens per sequence of the cache; equal in all processes.
     """
 
     def __init__(
         self, model: Model, prompts: Sequence[Sequence[int]], width: int, size: int, top_k: int, page_size: int
     ):
         self._prompts, self._placement, self._size, self._top_k = prompts, model.placement, size, top_k
-        own = bucket(groups.batch_of(model.placement, len(prompts)), least=1)
-        self.capacity = memory.fit(model.params, model.target, Plain(), own, page_size, width, width)
-        rows = own * groups.count(model.placement)
-        self._ids = np.zeros((rows, width + size + 1), np.int32)
-        # The last token is not read: it precedes nothing.
-        self._unread = np.zeros(rows, np.int32)
-        for row, prompt in enumerate(prompts):
-            self._ids[row, : len(prompt)] = prompt
-            self._unread[row] = len(prompt) - 1
-        self._own, self._page_size = own, page_size
+        sequences = bucket(groups.batch_of(model.placement, len(prompts)), least=1)
+        self.capacity = memory.fit(model.params, model.target, Plain(), sequences, page_size, width, width)
+        slots = sequences * groups.count(model.placement)
+        self._ids = np.zeros((slots, width + size + 1), np.int32)
+        # The last token of a prompt predicts nothing, so it is not read.
+        self._unread = np.zeros(slots, np.int32)
+        for i, prompt in enumerate(prompts):
+            self._ids[i, : len(prompt)] = prompt
+            self._unread[i] = len(prompt) - 1
+        self._sequences, self._page_size = sequences, page_size
         self._parts: list[tuple[np.ndarray, TopTokens | None]] = []
 
     def chunks(self) -> Iterator[Chunk]:
-        """What is to be read, in order; nothing if all prompts have one token."""
-        cache = self._own, self.capacity, fit_page_size(self._page_size, self.capacity)
+        """The chunks in order; none if all prompts have one token."""
+        cache = self._sequences, self.capacity, fit_page_size(self._page_size, self.capacity)
         end = int(self._unread.max())
         for start in range(0, end, self._size):
             tokens, following = (self._ids[:, at : at + self._size] for at in (start, start + 1))
+            # Sequences that have ended read 0 tokens.
             begin = np.minimum(self._unread, start)
             arrays = tokens, following, begin, np.minimum(self._unread - begin, self._size)
-            own = groups.stack(self._placement, arrays)
-            yield Chunk(*own, cache, self._top_k, start == 0, start + self._size >= end)
+            grouped = groups.stack(self._placement, arrays)
+            yield Chunk(*grouped, cache, self._top_k, start == 0, start + self._size >= end)
 
-    def collect(self, found: Found) -> None:
-        """Waits for what a chunk has given, and takes it to the host. All processes must call this alike."""
-        self._parts.append(groups.unstack(self._placement, fetch(found), len(self._prompts)))
+    def collect(self, scores: Found) -> None:
+        """Wait for the scores of a chunk and copy them to the host. All processes must call this in the same order."""
+        self._parts.append(groups.unstack(self._placement, fetch(scores), len(self._prompts)))
 
     def scores(self, tokenizer: Tokenizer | None) -> list[Scores]:
-        """The scores of each prompt, when all is read."""
+        """The scores of each prompt, after all chunks."""
         results = []
-        for row, prompt in enumerate(self._prompts):
+        for i, prompt in enumerate(self._prompts):
             count = len(prompt) - 1
-            values = [x for part, _ in self._parts for x in part[row].tolist()][:count]
+            values = [x for part, _ in self._parts for x in part[i].tolist()][:count]
             tops = [[] for _ in range(count)]
             if self._top_k:
-                own = [TopTokens(top.ids[row], top.logprobs[row]) for _, top in self._parts if top is not None]
-                tops = [entry for part in own for entry in top_pairs(part, self._top_k)][:count]
+                recorded = [TopTokens(top.ids[i], top.logprobs[i]) for _, top in self._parts if top is not None]
+                tops = [entry for part in recorded for entry in top_pairs(part, self._top_k)][:count]
             results.append(Scores(list(prompt), [None, *values], [[], *tops], tokenizer))
         return results
 
 
 @partial(jax.jit, static_argnames=("target", "shape", "placement"))
 def _empty_cache(params: PyTree, *, target: Target, shape: tuple[int, int, int], placement: Placement | None) -> Cache:
-    """An empty cache, of each group of devices."""
+    """An empty cache per group of devices."""
     return over(placement, lambda params: target.init_cache(params, *shape), params)
 
 
@@ -269,8 +272,9 @@ def _read(
     top_k: int,
     placement: Placement | None,
 ) -> tuple[Cache, Found]:
-    """The cache after `count` more tokens of each sequence are read, from position `begin` on, and the log-probability
-    of the token that follows each, with the most probable tokens there.
+    """Read `count` tokens of each sequence from position `begin` on.
+
+    Returns the cache after them, the log-probability of the token after each, and the most probable tokens there.
     """
 
     def read(
