@@ -309,7 +309,7 @@ def _try_children(
 ) -> tuple[Bool[Array, " B"], Int[Array, " B"], Float[Array, "B V"]]:
     """Try the children of a node in order until one is accepted, in sequences that are still walking.
 
-    Returns whether one was accepted, that child or else `parent`, and the residual distribution.
+    Returns whether one was accepted, that child (otherwise `parent`), and the residual distribution.
     """
     tokens, parents = draft_tree.tokens, draft_tree.parents
     batch, nodes = tokens.shape
