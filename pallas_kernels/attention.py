@@ -1,4 +1,4 @@
-"""What attention operations share, in plain JAX: visibility, scores and one softmax over several parts of the keys."""
+"""Shared parts of attention in plain JAX: visibility, scores, and one softmax over several parts of the keys."""
 
 import functools
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from jax import lax
 
 LOG2_E = 1.4426950408889634
 BLOCK = 64
-"""Positions that exact attention absorbs at once."""
+"""Positions of a block of exact attention."""
 SEGMENT = 128
-"""Positions whose softmax exact attention computes by itself; a multiple of `BLOCK`."""
+"""Positions of a partial softmax of exact attention; a multiple of `BLOCK`."""
 
 
 def row_mask(mask: jax.Array | None, nodes: int, rows: int) -> jax.Array:
-    """Which of a round's rows each node sees, Bool[B or 1, N, R].
+    """The visibility of a round's rows to each node, Bool[B or 1, N, R].
 
     Args:
       mask: returned as it is; None: the causal mask of a chain, whose last `nodes` rows belong to the nodes.
@@ -43,6 +43,7 @@ def attend(parts: Sequence[tuple[jax.Array, jax.Array]]) -> jax.Array:
     Args:
       parts: for each part its `masked_scores` and its values [B, S, K, D].
     """
+    # Relative to the highest score of all parts.
     highest = [scores.max(-1, keepdims=True) for scores, _ in parts]
     peak = functools.reduce(jnp.maximum, highest)
     weights = [jnp.exp(scores - peak) for scores, _ in parts]
@@ -68,7 +69,7 @@ def scores_in_base_2(products: jax.Array, scale: float, soft_cap: float | None) 
 
 
 def paths(mask: jax.Array | None, batch: int, nodes: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """The rows that each node sees, in their order: Int[B, N, R], and how many there are: Int[B, N].
+    """The visible rows of each node in order, Int[B, N, R], and their number, Int[B, N].
 
     Args:
       mask: as in `row_mask`.
@@ -87,7 +88,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def fold(first: State, second: State) -> State:
-    """Two parts of a softmax as one. A part that has seen nothing changes no bit of the other."""
+    """Merge two parts of a softmax. An empty part changes no bit of the other."""
     peak = jnp.maximum(first[0], second[0])
     base = jnp.where(peak == -jnp.inf, 0.0, peak)
     one, other = jnp.exp2(first[0] - base), jnp.exp2(second[0] - base)
@@ -96,13 +97,13 @@ def fold(first: State, second: State) -> State:
 
 
 def sink_state(sinks: jax.Array, dim: int) -> State:
-    """The part of a softmax that is a sink for each element of `sinks`: a score, and a value of zeros."""
+    """The state of attention sinks: a score per element of `sinks`, and a value of zeros."""
     peak = sinks.astype(jnp.float32) * LOG2_E
     return peak, jnp.ones_like(peak), jnp.zeros((*peak.shape, dim), jnp.float32)
 
 
 def check_rows(q: jax.Array, k_rows: jax.Array, v_rows: jax.Array, mask: jax.Array | None) -> None:
-    """Checks the queries and the round's own rows.
+    """Check the queries and the round's own rows.
 
     Raises:
       ValueError: they do not fit together.
@@ -137,12 +138,12 @@ def check_prefix(
     layer: int,
     planes: int = 2,
 ) -> None:
-    """Checks the committed rows.
+    """Check the committed rows.
 
-    planes: of the pool; 1 if the keys are also the values.
+    planes: planes of the pool; 1 if the keys are also the values.
 
     Raises:
-      ValueError: they do not fit to the queries or to the round's own rows.
+      ValueError: they do not fit the queries or the round's own rows.
     """
     if prefix_length is None:
         return
@@ -150,8 +151,8 @@ def check_prefix(
         raise ValueError("prefix_length requires pool and page_table")
     batch = q.shape[0]
     if pool.ndim != 6 or (pool.shape[1], *pool.shape[4:]) != (planes, *k_rows.shape[2:]):
-        wanted = ("L", planes, "P", "page", *k_rows.shape[2:])
-        raise ValueError(f"pool {pool.shape}: must be {wanted} for k_rows {k_rows.shape}")
+        expected = ("L", planes, "P", "page", *k_rows.shape[2:])
+        raise ValueError(f"pool {pool.shape}: must be {expected} for k_rows {k_rows.shape}")
     if not 0 <= layer < pool.shape[0]:
         raise ValueError(f"layer={layer}: must be between 0 and {pool.shape[0] - 1}, the layers of the pool")
     if page_table.shape[0] != batch or prefix_length.shape != (batch,):

@@ -1,4 +1,4 @@
-"""Which backend runs an operation: one table of preferences, and one function that applies it."""
+"""Chooses the backend of an operation by one table of preferences."""
 
 import dataclasses
 import functools
@@ -24,8 +24,8 @@ class Operation:
 
     - the operation itself, with `config=` (None: `default_config`) and `interpret=` (None: `platform.interpret()`);
     - `supported`, which takes the operation's arguments and `interpret=` and returns None, or why it cannot run them;
-    - `worthwhile`, only if a later backend is faster for some arguments: it takes them and returns whether to run;
-    - `Config`, a frozen dataclass of tile sizes, warps and the like, and `default_config`, which chooses one by shapes.
+    - `worthwhile`, only if a later backend is faster for some arguments: whether to run on these;
+    - `Config`, a frozen dataclass of tile sizes, warps and the like, and `default_config`, its value for given shapes.
 
     Attributes:
       name: of the function, the same in every module.
@@ -50,17 +50,17 @@ class Operation:
         """The module of a kernel backend.
 
         Raises:
-          ImportError: the installed JAX does not have what it is built on.
+          ImportError: the installed JAX lacks the backend.
         """
         return importlib.import_module(f"{self.package}.{kernel}")
 
     def run(self, backend: str | None, *args: object, **options: object) -> Any:
-        """The operation on the chosen backend.
+        """Run the operation.
 
         Args:
           backend: one of `backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter. None: the
             first kernel backend of this platform that is available, supports the arguments and is worthwhile for them,
-          otherwise XLA.
+            otherwise XLA.
 
         Raises:
           ValueError: `backend` is unknown, belongs to another platform, is not available, or does not support the
@@ -69,6 +69,7 @@ class Operation:
         function = self._choose(backend, args, options)
         if function is self.xla:
             return function(*args, **options)
+        # Arrays and indices are traced; all other arguments are static.
         traced = {name: jnp.asarray(options[name], jnp.int32) for name in self.indices if name in options}
         traced |= {
             name: value for name, value in options.items() if isinstance(value, jax.Array) or getattr(value, "ndim", 0)
@@ -80,6 +81,7 @@ class Operation:
 
     def _choose(self, backend: str | None, args: tuple, options: dict[str, object]) -> Callable[..., Any]:
         here = platform.platform()
+        # The best backend that runs here.
         if backend is None:
             for kernel in BACKENDS.get(here, ()):
                 if kernel in self.kernels and self._refusal(kernel, args, options) is None:
@@ -87,6 +89,7 @@ class Operation:
                     if getattr(module, "worthwhile", lambda *_, **__: True)(*args, **options):
                         return getattr(module, self.name)
             return self.xla
+        # A requested backend runs or raises.
         if backend not in self.backends:
             raise ValueError(f"{self.name}: backend={backend!r}: must be one of {', '.join(sorted(self.backends))}")
         if backend == "xla":
@@ -108,13 +111,13 @@ class Operation:
 def _traced_once(
     function: Callable[..., Any], options: tuple[tuple[str, object], ...], static: tuple[int, ...], here: object
 ) -> Any:
-    """A kernel under `jax.jit`, which traces and lowers it once for all calls that differ only in the values of arrays.
+    """Wrap a kernel in `jax.jit`: one trace for all calls that differ only in the values of arrays.
 
     A model calls the same kernels in every layer, and tracing and lowering them takes most of the time before XLA
     compiles. XLA inlines the calls.
 
-    static: positions of arguments that are no arrays.
-    here: the platform and the device, for which the kernel is configured.
+    static: positions of arguments other than arrays.
+    here: the platform and the device of the kernel's configuration.
     """
     return jax.jit(functools.partial(function, **dict(options)), static_argnums=static)
 

@@ -1,4 +1,4 @@
-"""A function of one element, applied to each of several by a loop, so that their number changes no bit of a result."""
+"""Maps a function over elements in a loop: their number changes no bit of a result."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,10 +12,9 @@ Out = TypeVar("Out")
 
 
 def map_each(function: Callable[..., Out], xs: PyTree) -> Out:
-    """`lax.map(function, xs)`; a single element is followed by its equal.
+    """`lax.map(function, xs)`; a single element is duplicated.
 
-    XLA takes a loop of one turn apart, fuses the operations of its body with those around it, and then rounds in other
-    places than in a loop.
+    XLA unrolls a loop of one iteration and fuses its body with the operations around it, which rounds in other places.
     """
     if len(jax.tree.leaves(xs)[0]) > 1:
         return lax.map(function, xs)

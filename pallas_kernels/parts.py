@@ -1,4 +1,4 @@
-"""Sums that a product leaves to the operation that reads it: one for each part of the contraction."""
+"""Partial sums of a product, one per part of the contraction, which its consumer adds."""
 
 import functools
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 
 def add_parts(parts: Float[Array, "P ..."] | Sequence[jax.Array], dtype: DTypeLike) -> Float[Array, "..."]:
-    """The sums added in order, then rounded; also inside kernels, which load them one by one."""
+    """Add partial sums in order, then round; also inside kernels, which load them one by one."""
     return functools.reduce(jnp.add, [parts[i] for i in range(len(parts))]).astype(dtype)
 
 
 def whole(x: jax.Array, dims: int, dtype: DTypeLike) -> jax.Array:
-    """An array of that many dimensions: `x`, or if it has one more, the sum of its parts."""
+    """`x` with `dims` dimensions; if it has one more, the sum of its parts."""
     return add_parts(x, dtype) if x.ndim > dims else x

@@ -1,4 +1,4 @@
-"""The platform and the device that a program is traced for."""
+"""The platform and the device of the program that is traced."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -14,15 +14,15 @@ TPU_COLUMNS = 128
 
 def platform() -> str:
     """The platform of the default device: "cpu", "gpu" (any GPU) or "tpu"."""
-    chosen = _default_device()
-    name = jax.default_backend() if chosen is None else getattr(chosen, "platform", chosen)
+    default = _default_device()
+    name = jax.default_backend() if default is None else getattr(default, "platform", default)
     return "gpu" if name in _GPUS else name
 
 
 def device() -> Any:
     """The default device, a `jax.Device`; `platform` is its platform."""
-    chosen = _default_device()
-    return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+    default = _default_device()
+    return jax.local_devices(backend=default)[0] if default is None or isinstance(default, str) else default
 
 
 def _default_device() -> Any:
@@ -30,19 +30,19 @@ def _default_device() -> Any:
 
 
 def interpret() -> bool:
-    """Whether kernels run in Pallas' interpreter: only there can a CPU run the kernels of another platform."""
+    """Whether kernels run in Pallas' interpreter, the only way to run them on a CPU."""
     return platform() == "cpu"
 
 
 def resolve_interpret(requested: T | None) -> T | bool:
-    """The `interpret=` that a caller of a kernel requested; None: `interpret()`."""
+    """The requested `interpret=`; None: `interpret()`."""
     return interpret() if requested is None else requested
 
 
 def kept_in_loop(*arrays: T) -> tuple[T, ...]:
-    """The same arrays; XLA does not compute ahead of a loop what depends on them alone, such as widened weights.
+    """Keep XLA from hoisting computations on these arrays, such as widened weights, out of a loop.
 
-    On a GPU it widens inside the kernel that multiplies, and a barrier would prevent that.
+    On a GPU, XLA widens inside the kernel that multiplies, and a barrier would prevent that.
     """
     return lax.optimization_barrier(arrays) if platform() == "cpu" else arrays
 
@@ -56,19 +56,19 @@ def exactness(x: jax.Array) -> lax.Precision | None:
 
 
 def result_alone(x: T) -> T:
-    """The same array; XLA does not choose its layout by what follows.
+    """Keep XLA from choosing the layout of a product by its consumers.
 
-    On a TPU the layout of a product's result decides that of its matrix, and one that is not stored in it is copied
+    On a TPU the layout of a product decides the layout of its matrix. A matrix stored in another layout is copied
     before the loop, in addition to the stored one (docs/decisions.md).
     """
     return lax.optimization_barrier(x) if platform() == "tpu" else x
 
 
 def row_width(width: int) -> int:
-    """The elements that a pool should have for a row of `width` elements: more on a TPU, where a tile has 128 columns.
+    """The elements of a pool's row for `width` elements, rounded up to tiles of 128 columns on a TPU.
 
-    XLA would put a pool of other rows in memory page by page for each column, and move all of it into the layout of the
-    kernels wherever it enters or leaves a program. The kernels' layout has this many elements in any case.
+    XLA would store other pools page by page for each column, and copy them to the layout of the kernels wherever they
+    enter or leave a program. The kernels' layout has this many elements in any case.
     """
     return -(-width // TPU_COLUMNS) * TPU_COLUMNS if platform() == "tpu" else width
 
@@ -82,8 +82,8 @@ def for_device_kind(table: Mapping[str, T]) -> T:
     """The entry of `table` for the default device.
 
     Args:
-      table: a value for each kind of device; a key is the beginning of a `device_kind`. The longest key that matches is
-        taken, and the first entry if none matches.
+      table: a value per kind of device; a key is the beginning of a `device_kind`. The longest matching key counts,
+        or the first entry if none matches.
     """
     kind = device().device_kind
     return table[max((key for key in table if kind.startswith(key)), key=len, default=next(iter(table)))]

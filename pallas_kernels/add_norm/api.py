@@ -1,4 +1,4 @@
-"""A sum and its norm: the backends, and the checks that all of them rely on."""
+"""A sum and its norm: backends and shared checks."""
 
 from jaxtyping import Array, Float
 

@@ -1,4 +1,4 @@
-"""The gated delta rule over a tree: its backends, and the checks that all of them rely on."""
+"""The gated delta rule over a tree: backends and shared checks."""
 
 from jaxtyping import Array, Bool, Float
 

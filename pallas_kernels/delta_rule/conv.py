@@ -52,13 +52,13 @@ def _chain_ancestor(line: jax.Array, nodes: int) -> Callable[[int], jax.Array]:
 def _tree_ancestor(line: jax.Array, mask: jax.Array) -> Callable[[int], jax.Array]:
     """The same for the nodes of a tree; `line` holds the window, then the rows."""
     window = line.shape[1] - mask.shape[2]
-    seen = jnp.concatenate([jnp.ones((*mask.shape[:2], window), bool), mask], axis=2)
-    steps = suffix_sum(seen.astype(jnp.int32))
+    visible = jnp.concatenate([jnp.ones((*mask.shape[:2], window), bool), mask], axis=2)
+    steps = suffix_sum(visible.astype(jnp.int32))
     column = jnp.arange(line.shape[1], dtype=jnp.int32)[None, None]
 
     def ancestor(distance: int) -> jax.Array:
         # A node sees one row of each generation, and nearer ones have higher indices.
-        index = jnp.where(seen & (steps == distance), column, 0).sum(-1, dtype=jnp.int32)
+        index = jnp.where(visible & (steps == distance), column, 0).sum(-1, dtype=jnp.int32)
         return jnp.take_along_axis(line, index[:, :, None], axis=1, mode="clip")
 
     return ancestor

@@ -142,12 +142,12 @@ def _kernel(
     of_k, of_q = _dot(k, k, 1), _dot(q, k, 1)
     node, other = (lax.broadcasted_iota(jnp.int32, of_k.shape, axis) for axis in (0, 1))
     before = node > other
-    seen = (before | (node == other)) if mask_ref is None else mask_ref[...] != 0
+    visible = (before | (node == other)) if mask_ref is None else mask_ref[...] != 0
     live = live_ref[pl.program_id(0)] != 0
     for head in range(group):
         # The system of the nodes: visibility, and the decay in between.
-        decay = jnp.where(seen, g_ref[head], 0.0)
-        weight = jnp.where(seen, jnp.exp(_dot(decay, before.astype(jnp.float32), 0)), 0.0)
+        decay = jnp.where(visible, g_ref[head], 0.0)
+        weight = jnp.where(visible, jnp.exp(_dot(decay, before.astype(jnp.float32), 0)), 0.0)
         system = jnp.where(before, beta_ref[head] * weight * of_k, 0.0)
         # Its solution u, and the output.
         value, out = v_ref[head], jnp.zeros(v_ref.shape[1:], jnp.float32)

@@ -148,10 +148,10 @@ def _kernel(
         of_k, of_q, *read = sums
         sums = [of_k + dot(k, k.T), of_q + dot(q, k.T)]
         if state_ref is not None:
-            held = present[:, None] & (column < value_dim)[None]
+            loaded = present[:, None] & (column < value_dim)[None]
             if live_ref is not None:
-                held = held & (live_ref[b] != 0)
-            state = pltriton.load(state_ref.at[b, head, element[:, None], column[None]], mask=held, other=0)
+                loaded = loaded & (live_ref[b] != 0)
+            state = pltriton.load(state_ref.at[b, head, element[:, None], column[None]], mask=loaded, other=0)
             sums += [total + dot(x, state) for total, x in zip(read, (k, q), strict=True)]
         return tuple(sums)
 
@@ -161,14 +161,14 @@ def _kernel(
 
     # The system of the nodes: visibility, and the decay in between.
     g, beta = (pltriton.load(ref.at[b, node, head], mask=real, other=0) for ref in (g_ref, beta_ref))
-    seen = node[None] <= node[:, None]
+    visible = node[None] <= node[:, None]
     if mask_ref is not None:
         among = real[:, None] & real[None]
-        seen = pltriton.load(mask_ref.at[b, node[:, None], node[None]], mask=among, other=0) != 0
-    decay = jnp.where(seen, g[None], 0.0)
+        visible = pltriton.load(mask_ref.at[b, node[:, None], node[None]], mask=among, other=0) != 0
+    decay = jnp.where(visible, g[None], 0.0)
     # The decay after a row up to a node: a product with ones, because a scan does not fix the order of additions.
     between = dot(decay, (node[:, None] > node[None]).astype(jnp.float32))
-    weight = jnp.where(seen, jnp.exp(between), 0.0)
+    weight = jnp.where(visible, jnp.exp(between), 0.0)
     system = jnp.where(node[:, None] > node[None], beta[:, None] * weight * of_k, 0.0)
 
     # Its solution u, and the output.
@@ -176,8 +176,8 @@ def _kernel(
     out = tall
     if read:
         total = jnp.exp(decay.sum(1))[:, None]
-        held, out = read
-        value, out = value - total * held, total * out
+        from_state, out = read
+        value, out = value - total * from_state, total * out
     u = dot(unit_lower_inverse(system, nodes), beta[:, None] * value)
     out = out + dot(weight * of_q, u)
     for ref, result in ((out_ref, out), (u_ref, u)):

@@ -50,16 +50,16 @@ to each node [N]."""
 
 def _links(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask: jax.Array | None) -> Links:
     (_, nodes, heads, _), rows = q.shape, k.shape[1]
-    own = jnp.arange(nodes)[:, None] + (rows - nodes) == jnp.arange(rows)[None]
+    diagonal = jnp.arange(nodes)[:, None] + (rows - nodes) == jnp.arange(rows)[None]
     if mask is None:
         mask = (jnp.arange(rows)[None] <= jnp.arange(nodes)[:, None] + (rows - nodes))[None]
-    seen = mask[:, None, None]
-    decay = jnp.where(seen, _by_group(g, heads)[..., None, :], 0)
-    weight = jnp.where(seen, jnp.exp(suffix_sum(decay)), 0)
+    visible = mask[:, None, None]
+    decay = jnp.where(visible, _by_group(g, heads)[..., None, :], 0)
+    weight = jnp.where(visible, jnp.exp(suffix_sum(decay)), 0)
     # One product for both, so that the keys are read once.
     both = jnp.concatenate([k[:, rows - nodes :], q], axis=1)
     of_k, of_q = jnp.split(_einsum("bnhk,bmhk->bhnm", both, k)[:, :, None], 2, axis=3)
-    system = jnp.where(own, 0, _by_group(beta, heads)[..., None] * weight * of_k)
+    system = jnp.where(diagonal, 0, _by_group(beta, heads)[..., None] * weight * of_k)
     before, among = system[..., : rows - nodes], system[..., rows - nodes :]
     return unit_lower_inverse(among), before, weight * of_q, jnp.exp(decay.sum(-1))
 
@@ -85,8 +85,8 @@ def _read(
         read = _einsum("bnhk,bhgkv->bhgnv", both, state.reshape(batch, heads, -1, *state.shape[2:]))
         if live is not None:
             read = jnp.where(live.reshape(-1, 1, 1, 1, 1), read, 0)
-        held, out = jnp.split(read, 2, axis=3)
-        value, out = value - total[..., None] * held, total[..., None] * out
+        from_state, out = jnp.split(read, 2, axis=3)
+        value, out = value - total[..., None] * from_state, total[..., None] * out
     u = rate * value
     if earlier is not None:
         earlier = _by_group(earlier, heads)

@@ -1,4 +1,4 @@
-"""Exact attention: the backends, and the checks that all of them rely on."""
+"""Exact attention: backends and shared checks."""
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -29,12 +29,12 @@ def exact_attention(
 ) -> Float[Array, "B N H D"]:
     """`paged_attention` whose result for a node depends on the keys and values along its path alone, to the bit.
 
-    What a node sees has positions: those of the prefix, then those of the rows that its mask shows, in their order.
-    Positions are divided into segments of `attention.SEGMENT`, and these into blocks of `attention.BLOCK`. The softmax
-    runs over the blocks of a segment in order, and the results of the segments are merged in order. So a token is in
-    the same place of the same sum, whether it has been committed or is a node of this round, and neither the number of
-    nodes, the tree, the batch, the page size nor the capacity changes a bit. A window does not move a token: a segment
-    in which it begins has fewer tokens. A sink is merged after the last segment.
+    A node sees the positions of the prefix, then its visible rows in their order. Positions are divided into segments
+    of `attention.SEGMENT`, and these into blocks of `attention.BLOCK`. The softmax runs over the blocks of a segment in
+    order, and the segments are merged in order. So a token has the same place in the same sum, committed or as a node
+    of this round. Neither the number of nodes, the tree, the batch, the page size nor the capacity changes a bit. A
+    window does not move a token: the segment in which it begins has fewer tokens. A sink is merged after the last
+    segment.
 
     Arguments and errors are those of `paged_attention`, but for these and for the dtype of a pool, which is that of q.
     Bits differ between backends.

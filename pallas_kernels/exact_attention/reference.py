@@ -44,25 +44,25 @@ def exact_attention(
         queries = query.reshape(kv_heads, heads // kv_heads, dim)
         start = None if window is None else jnp.maximum(end - window, 0)
 
-        def seen(position: jax.Array) -> jax.Array:
+        def sees(position: jax.Array) -> jax.Array:
             return position < end if start is None else (position < end) & (position >= start)
 
         def keys_and_values(position: jax.Array) -> list[jax.Array]:
             row = path[jnp.clip(position - committed, 0, rows - 1)]
-            found = [part[sequence, row] for part in (k_rows, v_rows)]
+            pair = [part[sequence, row] for part in (k_rows, v_rows)]
             if pool is not None and page_table is not None:
                 page = page_table[sequence, jnp.minimum(position // pool.shape[3], page_table.shape[1] - 1)]
                 stored = (pool[layer, kind, page, position % pool.shape[3]] for kind in (0, -1))
                 before = (position < committed)[:, None, None]
-                found = [jnp.where(before, old, new) for old, new in zip(stored, found, strict=True)]
-            return [jnp.where(seen(position)[:, None, None], part, 0) for part in found]
+                pair = [jnp.where(before, old, new) for old, new in zip(stored, pair, strict=True)]
+            return [jnp.where(sees(position)[:, None, None], part, 0) for part in pair]
 
         def absorb(block: jax.Array, states: tuple) -> tuple:
             merged, (peak, total, summed) = states
             position = block * BLOCK + jnp.arange(BLOCK)
             keys, values = keys_and_values(position)
             scores = scores_in_base_2(_product("kgd,skd->kgs", queries, keys), scale, soft_cap)
-            scores = jnp.where(seen(position), scores, -jnp.inf)
+            scores = jnp.where(sees(position), scores, -jnp.inf)
             higher = jnp.maximum(peak, scores.max(-1))
             base = jnp.where(higher == -jnp.inf, 0.0, higher)
             weights, fade = jnp.exp2(scores - base[..., None]), jnp.exp2(peak - base)
@@ -83,8 +83,8 @@ def exact_attention(
         return (summed / total[..., None]).astype(q.dtype)
 
     sequence = jnp.repeat(jnp.arange(batch), nodes)
-    each = (sequence, q.reshape(-1, heads, dim), path.reshape(-1, rows), count.reshape(-1))
-    return map_each(attend, each).reshape(q.shape)
+    per_node = (sequence, q.reshape(-1, heads, dim), path.reshape(-1, rows), count.reshape(-1))
+    return map_each(attend, per_node).reshape(q.shape)
 
 
 def _product(expression: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -69,10 +69,10 @@ class Specs:
             block, zeros = (slots, None, nodes, None, group, *dim), (0,) * len(dim)
             return pl.BlockSpec(block, lambda h, bt, *_: (0, bt // self.tiles, 0, h, 0, *zeros))
 
-        return [spec(*each.shape) for each in shapes]
+        return [spec(*state.shape) for state in shapes]
 
 
 def state_shapes(slots: int, queries: jax.Array) -> list[jax.ShapeDtypeStruct]:
     """Peaks [S, B, N, K, G], totals [S, B, N, K, G] and sums [S, B, N, K, G, D] for queries [B, N, K, G, D]."""
     shape = slots, *queries.shape[:-1]
-    return [jax.ShapeDtypeStruct(one, jnp.float32) for one in (shape, shape, (slots, *queries.shape))]
+    return [jax.ShapeDtypeStruct(dims, jnp.float32) for dims in (shape, shape, (slots, *queries.shape))]

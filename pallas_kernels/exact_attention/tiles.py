@@ -129,8 +129,8 @@ def first_rows(state: State, count: int) -> State:
             return part
         # Triton has no slices. No value is less than -inf, so the maximum is the value itself.
         several = part.reshape(-1, count, *part.shape[1:])
-        chosen = (jnp.arange(several.shape[0]) == 0).reshape(-1, *[1] * part.ndim)
-        return jnp.where(chosen, several, -jnp.inf).max(0)
+        is_first = (jnp.arange(several.shape[0]) == 0).reshape(-1, *[1] * part.ndim)
+        return jnp.where(is_first, several, -jnp.inf).max(0)
 
     peak, total, summed = state
     return first(peak), first(total), first(summed)
@@ -292,8 +292,8 @@ class Round:
             most = seen.max()
         else:
             # A node has several tiles if its group is larger than a tile.
-            each, group = tiles // nodes, q_ref.shape[1]
-            node, first = index // each, index % each * block_m
+            tiles_per_node, group = tiles // nodes, q_ref.shape[1]
+            node, first = index // tiles_per_node, index % tiles_per_node * block_m
             tile = Tile.load(q_ref, node, first, 1, block_m)
             exist = Rows.of(node, first, 1, group, min(pl.next_power_of_2(group), block_m))
             most = count_ref[node]
@@ -318,12 +318,12 @@ class Round:
 
         def body(i, state):
             position = i * BLOCK + jnp.arange(BLOCK)
-            own = position - self.committed
-            used = (own >= 0) & (own < self.most)
-            row = own
+            offset = position - self.committed
+            used = (offset >= 0) & (offset < self.most)
+            row = offset
             if self.path is not None:
-                row = pltriton.load(self.path.at[self.node, own], mask=used, other=0)
-            visible = own[None] < self.seen[:, None]
+                row = pltriton.load(self.path.at[self.node, offset], mask=used, other=0)
+            visible = offset[None] < self.seen[:, None]
             if self.starts is not None:
                 visible = visible & (position[None] >= self.starts[:, None])
             if self.in_turn:

@@ -139,10 +139,10 @@ def default_config(
     spread = tiles < (tuning.tree_programs if tree else tuning.programs) and states <= tuning.state_bytes
     # Two stages of wide float32 rows do not fit into shared memory.
     stages = tuning.num_stages if BLOCK * padded(head_dim) * jnp.dtype(dtype).itemsize <= tuning.stage_bytes else 1
-    own = block_m, stages, tuning.num_warps
+    tile_config = block_m, stages, tuning.num_warps
     if narrow:
-        own = tuning.own_spread if spread else tuning.own_in_turn
-    return Config(block_m, spread, tuning.num_warps, stages, *own)
+        tile_config = tuning.own_spread if spread else tuning.own_in_turn
+    return Config(block_m, spread, tuning.num_warps, stages, *tile_config)
 
 
 def supported(
@@ -206,11 +206,11 @@ def exact_attention(
     interpret = platform.resolve_interpret(interpret)
     work = _Work(queries, k_rows, v_rows, path, count, stored, sinks, config, options, interpret)
     if stored is None:
-        return _own(work, ()).reshape(q.shape)
+        return _result(work, ()).reshape(q.shape)
     if not config.spread:
-        return _own(work, _prefix(work, stored)).reshape(q.shape)
+        return _result(work, _prefix(work, stored)).reshape(q.shape)
     states = _segments(work, stored)
-    return (_fold(work, stored, states) if path is None else _own(work, states)).reshape(q.shape)
+    return (_fold(work, stored, states) if path is None else _result(work, states)).reshape(q.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +331,7 @@ def _fold(work: _Work, stored: Stored, states: Sequence[jax.Array]) -> jax.Array
     )(stored.length, work.sinks, *states)
 
 
-def _own(work: _Work, states: Sequence[jax.Array]) -> jax.Array:
+def _result(work: _Work, states: Sequence[jax.Array]) -> jax.Array:
     """The result from the states of `_prefix`, or in a tree of `_segments`, if anything is stored."""
     batch, nodes, kv_heads, group, dim = work.queries.shape
     config, chain, stored = work.config, work.path is None, work.stored
@@ -391,17 +391,17 @@ def _segments_kernel(
 
         @pl.when(job < own_tiles)
         def _():
-            own = Round.load(job, own_tiles, config.block_m, q_ref, k_ref, v_ref, None, None, prefix, window)
+            part = Round.load(job, own_tiles, config.block_m, q_ref, k_ref, v_ref, None, None, prefix, window)
 
             def segment(number, state):
                 begin = number * PER_SEGMENT
-                last = jnp.minimum(begin + PER_SEGMENT, own.end)
-                state = own.absorb(jnp.maximum(begin, done), last, state, scale, soft_cap)
-                own.tile.store(states, segments + number - whole, state)
-                return own.tile.empty(q_ref.shape[2])
+                last = jnp.minimum(begin + PER_SEGMENT, part.end)
+                state = part.absorb(jnp.maximum(begin, done), last, state, scale, soft_cap)
+                part.tile.store(states, segments + number - whole, state)
+                return part.tile.empty(q_ref.shape[2])
 
-            state = prefix.absorb(own.tile, whole * PER_SEGMENT, done, own.starts, scale, soft_cap)
-            lax.fori_loop(whole, pl.cdiv(own.end, PER_SEGMENT), segment, state)
+            state = prefix.absorb(part.tile, whole * PER_SEGMENT, done, part.starts, scale, soft_cap)
+            lax.fori_loop(whole, pl.cdiv(part.end, PER_SEGMENT), segment, state)
 
     slot = (job - own_tiles) // tiles
     index = prefix.segment(slot)
@@ -506,8 +506,8 @@ def _own_kernel(
         block_m, warps, in_turn = config.own_block_m, config.own_warps, config.own_stages == 1
     prefix = Prefix.load(layer_ref, pool_ref, table_ref, length_ref, window=window)
     index = pl.program_id(1) % tiles
-    own = Round.load(index, tiles, block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix, window, in_turn)
-    tile, exist, done = own.tile, own.exist, own.committed // BLOCK
+    part = Round.load(index, tiles, block_m, q_ref, k_ref, v_ref, path_ref, count_ref, prefix, window, in_turn)
+    tile, exist, done = part.tile, part.exist, part.committed // BLOCK
     (count,), whole = exist.node.shape, done // PER_SEGMENT
     merged, state = exist.empty(dim), tile.empty(dim)
     if prefix is not None:
@@ -519,9 +519,9 @@ def _own_kernel(
     def segment(number, states):
         merged, state = states
         begin = number * PER_SEGMENT
-        last = jnp.minimum(begin + PER_SEGMENT, own.end)
-        state = own.absorb(jnp.maximum(begin, done), last, state, scale, soft_cap)
+        last = jnp.minimum(begin + PER_SEGMENT, part.end)
+        state = part.absorb(jnp.maximum(begin, done), last, state, scale, soft_cap)
         return fold(merged, first_rows(state, count)), tile.empty(dim)
 
-    result, _ = lax.fori_loop(whole, pl.cdiv(own.end, PER_SEGMENT), segment, (merged, state))
+    result, _ = lax.fori_loop(whole, pl.cdiv(part.end, PER_SEGMENT), segment, (merged, state))
     exist.store_result(out_ref, sinks_ref, result)

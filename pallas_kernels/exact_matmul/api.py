@@ -1,4 +1,4 @@
-"""Exact products: the backends, and the checks that all of them rely on."""
+"""Exact products: backends and shared checks."""
 
 from collections.abc import Callable
 

@@ -104,15 +104,15 @@ def default_config(*, rows: int, inner: int, columns: int, dtype: DTypeLike) -> 
     """
     tuning = platform.for_device_kind(TUNING)
     config = tuning.float32 if jnp.dtype(dtype).itemsize > 2 else tuning.narrow
-    wanted = max(1, min(tuning.programs // pl.cdiv(columns, config.block_n), inner // tuning.least_part))
-    # The power of two, so that the parts of most matrices have the same length.
-    parts = 1 << (wanted.bit_length() - 1)
+    most_parts = max(1, min(tuning.programs // pl.cdiv(columns, config.block_n), inner // tuning.least_part))
+    # A power of two, so that the parts of most matrices have the same length.
+    parts = 1 << (most_parts.bit_length() - 1)
     if config is tuning.narrow:
-        many = tuning.many_rows if parts > 1 else tuning.many_rows_whole
+        larger = tuning.many_rows if parts > 1 else tuning.many_rows_whole
         block_m = max(min(pl.next_power_of_2(rows), config.block_m), tuning.min_block_m)
         # Larger tiles read the matrix less often. They are slower where more of their rows are empty.
-        if rows > tuning.spread_rows or (rows > config.block_m and -rows % many.block_m < config.block_m):
-            config = many
+        if rows > tuning.spread_rows or (rows > config.block_m and -rows % larger.block_m < config.block_m):
+            config = larger
         elif block_m == tuning.min_block_m and parts == 1:
             config = tuning.few_rows_whole
         else:

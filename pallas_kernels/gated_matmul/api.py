@@ -1,4 +1,4 @@
-"""The first half of a gated MLP: its backends, and the checks that all of them rely on."""
+"""The first half of a gated MLP: backends and shared checks."""
 
 from collections.abc import Callable
 

@@ -91,8 +91,8 @@ TUNING = {
 def default_config(*, tokens: int, width: int) -> Config:
     """The configuration for a result of that size: as few tiles of rows as possible, all of the same height."""
     tuning = platform.for_device_kind(TUNING)
-    each = pl.cdiv(tokens, pl.cdiv(tokens, max(tuning.tiles)))
-    rows = min(height for height in tuning.tiles if height >= each)
+    least = pl.cdiv(tokens, pl.cdiv(tokens, max(tuning.tiles)))
+    rows = min(height for height in tuning.tiles if height >= least)
     warpgroups, blocks, columns = tuning.tiles[rows]
     # Columns are written in blocks of 64. If the result has only one, a block after it would be written over it.
     columns = min(columns, width)
@@ -258,8 +258,8 @@ def _kernel(
     @pl.when(warpgroup < config.warpgroups)
     def _():
         plgpu.set_max_registers(REGISTERS[config.warpgroups][1], action="increase")
-        own = ROWS * config.blocks
-        mine = pl.ds(warpgroup * own, own)
+        group_rows = ROWS * config.blocks
+        rows_of_group = pl.ds(warpgroup * group_rows, group_rows)
 
         def multiply_tile(index, step):
             row, column = place(index)
@@ -268,8 +268,8 @@ def _kernel(
                 def block(k, step):
                     slot = lax.rem(step, config.stages)
                     plgpu.barrier_wait(loaded.at[slot])
-                    plgpu.wgmma(gate, x_ring.at[slot, mine], weight_ring.at[slot, 0])
-                    plgpu.wgmma(other, x_ring.at[slot, mine], weight_ring.at[slot, 1])
+                    plgpu.wgmma(gate, x_ring.at[slot, rows_of_group], weight_ring.at[slot, 0])
+                    plgpu.wgmma(other, x_ring.at[slot, rows_of_group], weight_ring.at[slot, 1])
                     # All but the two products of this block are done.
                     plgpu.wgmma_wait(2)
                     pl.when(k > 0)(lambda: plgpu.barrier_arrive(read.at[lax.rem(step - 1, config.stages)]))
@@ -278,16 +278,16 @@ def _kernel(
                 end = lax.fori_loop(0, steps, block, step)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(read.at[lax.rem(end - 1, config.stages)])
-                made = (activation(gate[...]) * other[...]).astype(out_ref.dtype)
+                result = (activation(gate[...]) * other[...]).astype(out_ref.dtype)
                 for first in range(0, config.columns, ROWS):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    out_buffer[warpgroup] = made[:, first : first + ROWS]
+                    out_buffer[warpgroup] = result[:, first : first + ROWS]
                     plgpu.commit_smem()
-                    rows = pl.ds(row + warpgroup * own, own)
+                    rows = pl.ds(row + warpgroup * group_rows, group_rows)
                     plgpu.copy_smem_to_gmem(out_buffer.at[warpgroup], out_ref.at[rows, pl.ds(column + first, ROWS)])
                 return end
 
-            sums = plgpu.ACC((own, config.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
+            sums = plgpu.ACC((group_rows, config.columns), jnp.float32)  # pyright: ignore[reportPrivateImportUsage]
             return pl.run_scoped(multiply, sums, sums)
 
         lax.fori_loop(0, count, multiply_tile, jnp.int32(0))

@@ -1,4 +1,4 @@
-"""The order of rows by groups: its backends, and the checks that all of them rely on."""
+"""Sorting rows by group: backends and shared checks."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -12,10 +12,10 @@ OPERATION = Operation("group_rows", "pallas_kernels.group_rows", reference.group
 def group_rows(
     groups: Int[Array, "T k"], count: int, always: int = 0, *, backend: str | None = None
 ) -> tuple[Int[Array, " S"], Int[Array, "T a"], Int[Array, " X"]]:
-    """Sorts all S = T a rows by their groups, where each token has a = k + always rows.
+    """Sort all S = T a rows by group; each token has a = k + always rows.
 
-    Rows of one group stay in the order of their tokens. Places are counted, not sorted: a sort would keep a GPU from
-    running the loop as one graph.
+    Rows of a group keep the order of their tokens. Counting replaces a sort, which would keep a GPU from running the
+    loop as one graph.
 
     Args:
       groups: of each token's first k rows, below `count`.
@@ -29,7 +29,7 @@ def group_rows(
     Raises:
       ValueError: the backend is unknown or cannot run, or there are too many rows and groups for 32-bit keys.
     """
-    (tokens, chosen), all_groups = groups.shape, count + always
-    if (all_groups + 1) * tokens * (chosen + always) > jnp.iinfo(jnp.int32).max:
+    (tokens, routed), all_groups = groups.shape, count + always
+    if (all_groups + 1) * tokens * (routed + always) > jnp.iinfo(jnp.int32).max:
         raise ValueError(f"groups {groups.shape} of {all_groups} groups: too many rows x groups for 32-bit keys")
     return OPERATION.run(backend, groups, count, always)

@@ -43,12 +43,12 @@ def group_rows(
     groups: jax.Array, count: int, always: int = 0, *, config: Config | None = None, interpret: bool | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Arguments as in `api.group_rows` and `dispatch.Operation`."""
-    tokens, chosen = groups.shape
-    rows, all_groups = tokens * (chosen + always), count + always
+    tokens, routed = groups.shape
+    rows, all_groups = tokens * (routed + always), count + always
     config = config or default_config()
     compared = min(config.compared, pl.next_power_of_2(rows))
     token, place, sizes = call(
-        functools.partial(_kernel, chosen=chosen, always=always, block=config.block, compared=compared),
+        functools.partial(_kernel, routed=routed, always=always, block=config.block, compared=compared),
         out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in (rows, rows, all_groups)],
         grid=(pl.cdiv(rows, config.block) + pl.cdiv(all_groups, config.block),),
         num_warps=config.num_warps,
@@ -64,21 +64,21 @@ def _kernel(
     place_ref: Ref,  # [S]
     sizes_ref: Ref,  # [X]
     *,
-    chosen: int,
+    routed: int,
     always: int,
     block: int,
     compared: int,
 ) -> None:
-    (rows,), (all_groups,), rows_per_token = place_ref.shape, sizes_ref.shape, chosen + always
+    (rows,), (all_groups,), rows_per_token = place_ref.shape, sizes_ref.shape, routed + always
     row_programs = pl.cdiv(rows, block)
     program = pl.program_id(0)
 
     def load(slot):
         """The groups of slots; padding slots get group id `all_groups`."""
         token, index = slot // rows_per_token, slot % rows_per_token
-        inside, last = slot < rows, all_groups - always + index - chosen
-        given = pltriton.load(groups_ref.at[token * chosen + index], mask=inside & (index < chosen), other=0)
-        return jnp.where(inside, jnp.where(index < chosen, given, last), all_groups)
+        inside, last = slot < rows, all_groups - always + index - routed
+        group = pltriton.load(groups_ref.at[token * routed + index], mask=inside & (index < routed), other=0)
+        return jnp.where(inside, jnp.where(index < routed, group, last), all_groups)
 
     def count(test):
         """How many rows, by their slots and groups, pass `test` for each row or group of the program."""
@@ -92,15 +92,15 @@ def _kernel(
     # The first programs: the place of each row is the number of rows before it.
     @pl.when(program < row_programs)
     def _():
-        own = program * block + jnp.arange(block)
-        key = (load(own) * rows + own)[:, None]
+        row = program * block + jnp.arange(block)
+        key = (load(row) * rows + row)[:, None]
         place = count(lambda slot, group: group * rows + slot < key)
-        pltriton.store(place_ref.at[own], place, mask=own < rows)
-        pltriton.store(token_ref.at[place], own // rows_per_token, mask=own < rows)
+        pltriton.store(place_ref.at[row], place, mask=row < rows)
+        pltriton.store(token_ref.at[place], row // rows_per_token, mask=row < rows)
 
     # The others: the number of rows in each group.
     @pl.when(program >= row_programs)
     def _():
-        own = (program - row_programs) * block + jnp.arange(block)
-        sizes = count(lambda slot, group: group == own[:, None])
-        pltriton.store(sizes_ref.at[own], sizes, mask=own < all_groups)
+        counted = (program - row_programs) * block + jnp.arange(block)
+        sizes = count(lambda slot, group: group == counted[:, None])
+        pltriton.store(sizes_ref.at[counted], sizes, mask=counted < all_groups)

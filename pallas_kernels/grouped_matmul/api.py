@@ -1,4 +1,4 @@
-"""Grouped products: its backends, and the checks that all of them rely on."""
+"""Grouped products: backends and shared checks."""
 
 from collections.abc import Callable
 
@@ -27,10 +27,10 @@ def grouped_matmul(
     exact: bool = False,
     backend: str | None = None,
 ) -> Float[Array, "S M"]:
-    """The first sizes[0] rows times weight[0], the next sizes[1] times weight[1], and so on.
+    """Multiply the first sizes[0] rows by weight[0], the next sizes[1] by weight[1], and so on.
 
-    Like `lax.ragged_dot`, but the kernel reads the matrices that have rows, where XLA on a GPU reads all of them.
-    Products of float32 run in full float32 on every platform.
+    Like `lax.ragged_dot`, but the kernel reads only matrices with rows; XLA on a GPU reads all of them. Products of
+    float32 run in full float32 on every platform.
 
     Args:
       weight: in the dtype of x, or in one of 8 bits with a scale, W = K; or words of values of 4 bits, int32, as
@@ -96,8 +96,8 @@ def _check_parts(
     if group is not None and (group < 1 or (group < x.shape[1] and group % STRIDE)):
         raise ValueError(f"group={group}: must be a multiple of {STRIDE}, or at least {x.shape[1]}, or None")
     if scale is None or scale.dtype not in (jnp.float32, jnp.uint8) or scale.shape != expected:
-        given = None if scale is None else f"{scale.dtype}{list(scale.shape)}"
-        raise ValueError(f"scale {given}, group={group}: must be float32 or uint8{list(expected)}")
+        shown = None if scale is None else f"{scale.dtype}{list(scale.shape)}"
+        raise ValueError(f"scale {shown}, group={group}: must be float32 or uint8{list(expected)}")
     if zero is not None and (codes != INTEGERS or zero.dtype != jnp.int8 or zero.shape != expected):
         raise ValueError(
             f"zero {zero.dtype}{list(zero.shape)}, codes={codes!r}: must be int8{list(expected)}, with "

@@ -48,10 +48,10 @@ def grouped_matmul(
 
 
 def _row_by_row(x: jax.Array, weight: jax.Array, sizes: jax.Array, precision: lax.Precision | None) -> jax.Array:
-    """The product of each row in the same way; bits of a product of all rows depend on their number."""
+    """Multiply each row by itself: the bits of one product of all rows would depend on their number."""
 
-    def product(each: tuple[jax.Array, jax.Array]) -> jax.Array:
-        row, group = each
+    def product(row_and_group: tuple[jax.Array, jax.Array]) -> jax.Array:
+        row, group = row_and_group
         out = jnp.matmul(row[None], weight[group], precision=precision, preferred_element_type=jnp.float32)
         return lax.optimization_barrier(out)[0]
 
@@ -66,13 +66,13 @@ def _by_groups(
     group: int,
     precision: lax.Precision | None,
 ) -> jax.Array:
-    """The products of each group of rows of the matrices, times its factors, added up."""
+    """Add up the products of each group of rows of the matrices, times its factors."""
     owner, (count, inner) = _group_of_rows(sizes, x.shape[0]), x.shape
     total = jnp.zeros((count, weight.shape[2]), jnp.float32)
     for index, first in enumerate(range(0, inner, group)):
-        own = weight[:, first : first + group].astype(x.dtype)
+        matrices = weight[:, first : first + group].astype(x.dtype)
         part = lax.ragged_dot(
-            x[:, first : first + group], own, sizes, precision=precision, preferred_element_type=jnp.float32
+            x[:, first : first + group], matrices, sizes, precision=precision, preferred_element_type=jnp.float32
         )
         total = total + part * scale[owner, index]
     return total

@@ -258,6 +258,6 @@ def _find(sizes_ref: Ref, block: jax.Array, block_m: int) -> tuple[jax.Array, ja
     before = jnp.cumsum(blocks) <= block
     group = jnp.minimum(jnp.sum(before.astype(jnp.int32)), groups - 1)
     earlier = index < group
-    rows, taken = jnp.sum(jnp.where(earlier, sizes, 0)), jnp.sum(jnp.where(earlier, blocks, 0))
-    done = (block - taken) * block_m
+    rows, blocks_before = jnp.sum(jnp.where(earlier, sizes, 0)), jnp.sum(jnp.where(earlier, blocks, 0))
+    done = (block - blocks_before) * block_m
     return group, rows + done, jnp.minimum(sizes_ref[group] - done, block_m)

@@ -1,4 +1,4 @@
-"""KV compaction: its backends, and the checks that all of them rely on."""
+"""KV compaction: backends and shared checks."""
 
 from jaxtyping import Array, Float, Int
 
@@ -18,7 +18,7 @@ def kv_compact(
     *,
     backend: str | None = None,
 ) -> Float[Array, "L parts P page *row"]:
-    """The pool with the first `length[b]` rows of each path written to positions `start[b]`, `start[b] + 1`, ...
+    """Write the first `length[b]` rows of each path to positions `start[b]`, `start[b] + 1`, ... of the pool.
 
     Args:
       pool: the rows of all layers, in pages, in one or more parts, such as keys (index 0) and values (index 1), each
@@ -27,7 +27,7 @@ def kv_compact(
       page_table: the pages of each sequence, in order. No two sequences may share a page that is written.
       start: the first position to write in each sequence. Rows after its last page are dropped.
       path: the accepted nodes in order, root first. None: the nodes are a chain, so that path[b, i] = i.
-      length: how many rows of the path are written; with 0 the sequence does not change.
+      length: number of written rows; with 0 the sequence does not change.
       backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
         None: the best one of this platform that supports the arguments.
 

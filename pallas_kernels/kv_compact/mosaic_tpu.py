@@ -68,8 +68,8 @@ def kv_compact(
 ) -> jax.Array:
     """Arguments as in `reference.kv_compact` and `dispatch.Operation`."""
     config = config or default_config()
-    kept = along_path(pool, rows, path)
-    form = _copies(kept, config) if pool.ndim > 5 else _tiles(pool, kept, start)
+    accepted = along_path(pool, rows, path)
+    form = _copies(accepted, config) if pool.ndim > 5 else _tiles(pool, accepted, start)
     return pl.pallas_call(
         form.body,
         out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),

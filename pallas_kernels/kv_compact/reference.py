@@ -15,23 +15,24 @@ def kv_compact(
     length: jax.Array,
 ) -> jax.Array:
     """Arguments as in `api.kv_compact`, except that `rows` are the parts of all layers in one tuple."""
-    kept, (num_pages, page_size) = along_path(pool, rows, path), pool.shape[2:4]
-    step = jnp.arange(kept.shape[3], dtype=start.dtype)[None]
+    accepted, (num_pages, page_size) = along_path(pool, rows, path), pool.shape[2:4]
+    # The page and the row of each accepted row, [B, A].
+    step = jnp.arange(accepted.shape[3], dtype=start.dtype)[None]
     position = start[:, None] + step
     slot = jnp.minimum(position // page_size, page_table.shape[1] - 1)
     page = jnp.take_along_axis(page_table, slot, axis=1)
     keep = (step < length[:, None]) & (position < page_table.shape[1] * page_size)
     # Rejected rows go to a page that does not exist, and the scatter drops them.
     page = jnp.where(keep, page, num_pages)
-    return pool.at[:, :, page, position % page_size].set(kept, mode="drop")
+    return pool.at[:, :, page, position % page_size].set(accepted, mode="drop")
 
 
 def along_path(pool: jax.Array, rows: Sequence[jax.Array], path: jax.Array | None) -> jax.Array:
-    """The rows along the path, in one array with the first axes of the pool: [L, parts, B, A, *row].
+    """Gather the rows along the path into one array with the first axes of the pool: [L, parts, B, A, *row].
 
-    Gathered before they are stacked, so that XLA makes one kernel of it that reads and writes accepted rows only.
+    The gather comes before the stack, so XLA fuses both into one kernel that reads and writes accepted rows only.
     """
     if path is not None:
         rows = [jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), 1, mode="clip") for x in rows]
-    kept = jnp.stack(rows)
-    return kept.reshape(*pool.shape[:2], *kept.shape[1:])
+    accepted = jnp.stack(rows)
+    return accepted.reshape(*pool.shape[:2], *accepted.shape[1:])

@@ -95,7 +95,7 @@ def _write(
     *,
     config: Config,
 ) -> None:
-    step, b, own = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    step, b, chunk = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     page_size, width = pool_ref.shape[2:]
     position = start_ref[b] + step
 
@@ -108,10 +108,10 @@ def _write(
 
         def copy(first):
             some = range(first, min(first + config.parts, len(rows_refs)))
-            kept = [pltriton.load(rows_refs[part].at[b, node, column], mask=inside) for part in some]
-            for part, row in zip(some, kept, strict=True):
+            loaded = [pltriton.load(rows_refs[part].at[b, node, column], mask=inside) for part in some]
+            for part, row in zip(some, loaded, strict=True):
                 pltriton.store(pool_ref.at[part, page, place, column], row, mask=inside)
 
         # Which arguments a program reads must be known when it is compiled.
         for index, first in enumerate(range(0, len(rows_refs), config.parts)):
-            pl.when(own == index)(functools.partial(copy, first))
+            pl.when(chunk == index)(functools.partial(copy, first))

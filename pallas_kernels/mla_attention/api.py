@@ -1,4 +1,4 @@
-"""Latent attention: its backends, and the checks that all of them rely on."""
+"""Latent attention: backends and shared checks."""
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -75,8 +75,8 @@ def _check_rows(q_latent: Array, q_rope: Array, rows: Array, mask: Array | None)
     if rows.shape[1] < nodes:
         raise ValueError(f"rows {rows.shape}: must have at least one for each of the {nodes} nodes")
     if mask is not None and mask.shape not in ((batch, nodes, rows.shape[1]), (1, nodes, rows.shape[1])):
-        wanted = (batch, nodes, rows.shape[1])
-        raise ValueError(f"mask {mask.shape}: must be {wanted}, for {batch} sequences, {nodes} nodes and their rows")
+        expected = (batch, nodes, rows.shape[1])
+        raise ValueError(f"mask {mask.shape}: must be {expected}, for {batch} sequences, {nodes} nodes and their rows")
 
 
 def _check_prefix(
@@ -96,8 +96,8 @@ def _check_prefix(
         raise ValueError("prefix_length requires pool and page_table")
     batch, nodes = q_latent.shape[:2]
     if pool.ndim != 5 or (pool.shape[1], pool.shape[4]) != (1, rows.shape[2]):
-        wanted = ("L", 1, "P", "page", rows.shape[2])
-        raise ValueError(f"pool {pool.shape}: must be {wanted} for rows {rows.shape}")
+        expected = ("L", 1, "P", "page", rows.shape[2])
+        raise ValueError(f"pool {pool.shape}: must be {expected} for rows {rows.shape}")
     if not 0 <= layer < pool.shape[0]:
         raise ValueError(f"layer={layer}: must be between 0 and {pool.shape[0] - 1}, the layers of the pool")
     if page_table.shape[0] != batch or prefix_length.shape != (batch,):
@@ -105,6 +105,6 @@ def _check_prefix(
             f"page_table {page_table.shape} and prefix_length {prefix_length.shape}: "
             f"must have a row of pages and a length for each of the {batch} sequences"
         )
-    wanted = (batch, nodes, page_table.shape[1] * pool.shape[3])
-    if prefix_mask is not None and prefix_mask.shape != wanted:
-        raise ValueError(f"prefix_mask {prefix_mask.shape}: must be {wanted}, one for each node and position")
+    expected = (batch, nodes, page_table.shape[1] * pool.shape[3])
+    if prefix_mask is not None and prefix_mask.shape != expected:
+        raise ValueError(f"prefix_mask {prefix_mask.shape}: must be {expected}, one for each node and position")

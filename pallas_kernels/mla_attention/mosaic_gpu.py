@@ -237,7 +237,7 @@ class _Work:
     weights_ready: Any  # [], of the second one
     weights_scaled: Any  # [], of the first one
     # This program's part.
-    mine: Any  # the sequence, and the query rows
+    place: Any  # the sequence, and the query rows
     split: jax.Array
     first: jax.Array  # the first block of the split
     last: jax.Array  # the block after its last one
@@ -271,7 +271,7 @@ def _kernel(*refs: Any, config: Config, scale: float, interpret: bool) -> None:
     blocks = 1 + lax.div(length + ROWS - 1, ROWS)
     first, last = lax.div(split * blocks, config.splits), lax.div((split + 1) * blocks, config.splits)
     pairs = lax.div(last - first + 1, WARPGROUPS)
-    part = dict(mine=(sequence, pl.ds(row, ROWS)), split=split, first=first, last=last, pairs=pairs, length=length)
+    part = dict(place=(sequence, pl.ds(row, ROWS)), split=split, first=first, last=last, pairs=pairs, length=length)
     work = _Work(*refs, **part)
     pl.when(warpgroup == WARPGROUPS)(functools.partial(_load, work))
     for me in range(WARPGROUPS):
@@ -284,10 +284,10 @@ def _load(work: _Work) -> None:
     half, page_size, pages = work.half, work.pool_ref.shape[1], work.table_ref.shape[1]
     for part in range(2):
         columns = pl.ds(part * half, half)
-        plgpu.copy_gmem_to_smem(work.q_latent_ref.at[*work.mine, columns], work.q_latent.at[part], work.queries_loaded)
-    plgpu.copy_gmem_to_smem(work.q_rope_ref.at[work.mine], work.q_rope, work.queries_loaded)
+        plgpu.copy_gmem_to_smem(work.q_latent_ref.at[*work.place, columns], work.q_latent.at[part], work.queries_loaded)
+    plgpu.copy_gmem_to_smem(work.q_rope_ref.at[work.place], work.q_rope, work.queries_loaded)
 
-    sequence, piece = work.mine[0], min(page_size, ROWS)
+    sequence, piece = work.place[0], min(page_size, ROWS)
     starts = range(0, ROWS, piece)
 
     def load_part(pair, i, _):
@@ -296,23 +296,23 @@ def _load(work: _Work) -> None:
         part, block = lax.rem(i, 2), jnp.where((i == 0) | (i == 3), 1, 0)
         place, number = lax.rem(pair + block, 2), work.first + 2 * pair + block
         # A pair without a second block has the round's own rows in its place, and sees none of them.
-        own = (number == 0) | (number >= work.last)
-        found = []
+        is_round = (number == 0) | (number >= work.last)
+        sources = []
         for start in starts:
             position = jnp.maximum(number - 1, 0) * ROWS + start
             page = work.table_ref[sequence, jnp.minimum(lax.div(position, page_size), pages - 1)]
-            found.append((work.first_page_ref[0] + page, pl.multiple_of(lax.rem(position, page_size), piece)))
+            sources.append((work.first_page_ref[0] + page, pl.multiple_of(lax.rem(position, page_size), piece)))
 
         def copy(columns, target, done):
-            @pl.when(own)
+            @pl.when(is_round)
             def _():
                 for start in starts:
                     rows = pl.ds(start, piece)
                     plgpu.copy_gmem_to_smem(work.rows_ref.at[sequence, rows, columns], target.at[rows], done)
 
-            @pl.when(jnp.logical_not(own))
+            @pl.when(jnp.logical_not(is_round))
             def _():
-                for start, (page, first) in zip(starts, found, strict=True):
+                for start, (page, first) in zip(starts, sources, strict=True):
                     source = work.pool_ref.at[page, pl.ds(first, piece), columns]
                     plgpu.copy_gmem_to_smem(source, target.at[pl.ds(start, piece)], done)
 
@@ -349,12 +349,12 @@ def _multiply(work: _Work, me: int, scale: float, interpret: bool) -> None:
         sums, peak, total = state
         here = lax.rem(pair + me, 2)
         there, number = 1 - here, work.first + 2 * pair + me
-        own = number == 0
-        seen = jnp.where(own | (number >= work.last), 0, work.length - (number - 1) * ROWS)
+        is_round = number == 0
+        seen = jnp.where(is_round | (number >= work.last), 0, work.length - (number - 1) * ROWS)
 
         # Weights, relative to the highest score so far.
         scores = _scores(work, me, pair, here, seen) * (scale * LOG2_E)
-        scores = lax.cond(seen >= ROWS, lambda: scores, lambda: _masked(work, scores, own, seen))
+        scores = lax.cond(seen >= ROWS, lambda: scores, lambda: _masked(work, scores, is_round, seen))
         new = jnp.maximum(peak, scores.max(axis=1))
         if me == 0:
             work.peaks[0] = new
@@ -363,7 +363,7 @@ def _multiply(work: _Work, me: int, scale: float, interpret: bool) -> None:
             plgpu.barrier_wait(work.peaks_ready)
             new = jnp.maximum(new, load(work.peaks.at[0], _PER_ROW))
             work.peaks[1] = new
-        weights = jnp.exp2(scores - _each(_finite(new), scores))
+        weights = jnp.exp2(scores - _broadcast(_finite(new), scores))
         narrow = weights.astype(ropes.dtype)
         if me == 1:
             ropes[here] = narrow
@@ -371,7 +371,7 @@ def _multiply(work: _Work, me: int, scale: float, interpret: bool) -> None:
             plgpu.barrier_arrive(work.weights_ready)
         fade = jnp.exp2(peak - _finite(new))
         total = total * fade + weights.sum(axis=1)
-        sums = sums * _each(fade, sums)
+        sums = sums * _broadcast(fade, sums)
 
         # The sum: first the block of these weights, then that of the other warpgroup.
         sums = _accumulated(
@@ -382,11 +382,11 @@ def _multiply(work: _Work, me: int, scale: float, interpret: bool) -> None:
             plgpu.barrier_wait(work.weights_ready)
             latest = load(work.peaks.at[1], _PER_ROW)
             fade = jnp.exp2(new - _finite(latest))
-            ropes[here] = (narrow.astype(jnp.float32) * _each(fade, weights)).astype(ropes.dtype)
+            ropes[here] = (narrow.astype(jnp.float32) * _broadcast(fade, weights)).astype(ropes.dtype)
             plgpu.commit_smem()
             plgpu.barrier_arrive(work.weights_scaled)
             plgpu.barrier_arrive(work.weights_read.at[0])
-            new, total, sums = latest, total * fade, sums * _each(fade, sums)
+            new, total, sums = latest, total * fade, sums * _broadcast(fade, sums)
         else:
             plgpu.barrier_arrive(work.weights_read.at[1])
             plgpu.barrier_wait(work.weights_scaled)
@@ -402,10 +402,10 @@ def _multiply(work: _Work, me: int, scale: float, interpret: bool) -> None:
         plgpu.layout_cast(jnp.zeros(ROWS, jnp.float32), _PER_ROW),
     )
     sums, peak, total = lax.fori_loop(0, work.pairs, absorb, start)
-    work.sums_ref[work.split, *work.mine, pl.ds(me * work.half, work.half)] = sums
-    work.totals_ref[me, work.split, *work.mine] = total
+    work.sums_ref[work.split, *work.place, pl.ds(me * work.half, work.half)] = sums
+    work.totals_ref[me, work.split, *work.place] = total
     if me == 0:
-        work.peaks_ref[work.split, *work.mine] = peak
+        work.peaks_ref[work.split, *work.place] = peak
 
 
 def _scores(work: _Work, me: int, pair: jax.Array, here: jax.Array, seen: jax.Array) -> jax.Array:
@@ -444,12 +444,12 @@ def _scores(work: _Work, me: int, pair: jax.Array, here: jax.Array, seen: jax.Ar
     return pl.run_scoped(multiply_keys, products)
 
 
-def _masked(work: _Work, scores: jax.Array, own: jax.Array, seen: jax.Array) -> jax.Array:
+def _masked(work: _Work, scores: jax.Array, is_round: jax.Array, seen: jax.Array) -> jax.Array:
     """Scores with -inf where they are not visible: by the mask in the round's own rows, after `seen` rows elsewhere."""
-    words = [_each(load(work.words_ref.at[i, *work.mine], _PER_ROW), scores) for i in range(ROWS // WORD)]
+    words = [_broadcast(load(work.words_ref.at[i, *work.place], _PER_ROW), scores) for i in range(ROWS // WORD)]
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     bits = lax.shift_right_logical(jnp.where(column < WORD, *words), column & (WORD - 1)) & 1
-    visible = bits * jnp.where(own, 1, 0) + (column < seen).astype(jnp.int32)
+    visible = bits * jnp.where(is_round, 1, 0) + (column < seen).astype(jnp.int32)
     return jnp.where(visible > 0, scores, -jnp.inf)
 
 
@@ -470,6 +470,6 @@ def _finite(peak: jax.Array) -> jax.Array:
     return jnp.where(peak == -jnp.inf, 0.0, peak)
 
 
-def _each(values: jax.Array, like: jax.Array) -> jax.Array:
+def _broadcast(values: jax.Array, like: jax.Array) -> jax.Array:
     """A value per row, for all columns of another array."""
     return lax.broadcast_in_dim(values, like.shape, [0])

@@ -134,26 +134,26 @@ def mla_attention(
     # Queries and own rows, padded to whole tiles and steps.
     folded = round_up(count, config.block_m)
     queries = jnp.concatenate([q_latent, q_rope], axis=-1).reshape(batch, count, width)
-    queries, own = pad(queries, 1, folded), pad(rows, 1, round_up(own_rows, config.step_rows))
+    queries, padded = pad(queries, 1, folded), pad(rows, 1, round_up(own_rows, config.step_rows))
     # The prefix and the masks, where there are any.
     table = lengths = jnp.zeros(batch, jnp.int32)
-    prefix = prefix_scratch = seen = seen_scratch = mask_spec = None
+    prefix = prefix_scratch = node_masks = mask_scratch = mask_spec = None
     if pool is not None and page_table is not None and prefix_length is not None:
         prefix, table, lengths = pool, page_table.reshape(-1).astype(jnp.int32), prefix_length.astype(jnp.int32)
         prefix_scratch = double_buffer((config.step_pages, page_size, width), pool.dtype)
         if prefix_mask is not None:
             # A factor of a product, which repeats the rows of a node for its heads.
             keys = config.step_pages * page_size
-            seen = pad(
+            node_masks = pad(
                 pad(prefix_mask.astype(jnp.bfloat16), 1, round_up(nodes, 16)), 2, round_up(pages * page_size, keys)
             )
             # Steps are not adjacent in memory as columns, which tiles would not divide evenly.
-            seen = seen.reshape(*seen.shape[:2], -1, keys).swapaxes(1, 2)
-            seen_scratch = double_buffer((seen.shape[2], keys), seen.dtype)
+            node_masks = node_masks.reshape(*node_masks.shape[:2], -1, keys).swapaxes(1, 2)
+            mask_scratch = double_buffer((node_masks.shape[2], keys), node_masks.dtype)
     if mask is not None:
         shared = mask.shape[0] == 1
-        mask = pad(pad(jnp.repeat(mask.astype(jnp.int8), heads, axis=1), 1, folded), 2, own.shape[1])
-        mask_spec = pl.BlockSpec((None, config.block_m, own.shape[1]), lambda b, t, *_: (0 if shared else b, t, 0))
+        mask = pad(pad(jnp.repeat(mask.astype(jnp.int8), heads, axis=1), 1, folded), 2, padded.shape[1])
+        mask_spec = pl.BlockSpec((None, config.block_m, padded.shape[1]), lambda b, t, *_: (0 if shared else b, t, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     vmem_bytes = platform.for_device_kind(TUNING).vmem_bytes
     out = pl.pallas_call(
@@ -174,17 +174,17 @@ def mla_attention(
                 pl.BlockSpec((None, config.block_m, width), lambda b, t, *_: (b, t, 0)),
                 anywhere,
                 None if prefix is None else anywhere,
-                None if seen is None else anywhere,
+                None if node_masks is None else anywhere,
                 mask_spec,
             ],
             out_specs=pl.BlockSpec((None, config.block_m, latent), lambda b, t, *_: (b, t, 0)),
-            scratch_shapes=[double_buffer((config.step_rows, width), dtype), prefix_scratch, seen_scratch],
+            scratch_shapes=[double_buffer((config.step_rows, width), dtype), prefix_scratch, mask_scratch],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=vmem_bytes),
         interpret=platform.resolve_interpret(interpret),
         name="mla_attention",
         # The layer is an array, because XLA compiles a kernel once for all calls that differ only in their arrays.
-    )(jnp.full(1, layer, jnp.int32), table, lengths, queries, own, prefix, seen, mask)
+    )(jnp.full(1, layer, jnp.int32), table, lengths, queries, padded, prefix, node_masks, mask)
     return out[:, :count].reshape(q_latent.shape)
 
 
@@ -226,7 +226,7 @@ def _kernel(
             take,
             state,
         )
-    state = _own(own_ref.at[sequence], mask_ref, own_scratch, first_row, last_seen, heads, take, state)
+    state = _round_rows(own_ref.at[sequence], mask_ref, own_scratch, first_row, last_seen, heads, take, state)
     _, total, summed = state
     out_ref[...] = (summed / total).astype(out_ref.dtype)
 
@@ -278,11 +278,11 @@ def _committed(
 
 def _of_nodes(seen: jax.Array, node: jax.Array) -> jax.Array:
     """The rows [block_m, keys] of `seen` [N, keys] that belong to each query row's node [block_m, 1]."""
-    chosen = node == lax.broadcasted_iota(jnp.int32, (1, seen.shape[0]), 1)
-    return jnp.dot(chosen.astype(seen.dtype), seen, preferred_element_type=jnp.float32)
+    one_hot = node == lax.broadcasted_iota(jnp.int32, (1, seen.shape[0]), 1)
+    return jnp.dot(one_hot.astype(seen.dtype), seen, preferred_element_type=jnp.float32)
 
 
-def _own(
+def _round_rows(
     own_ref: Ref,
     mask_ref: Ref | None,
     scratch: tuple[Ref, Ref],

@@ -22,9 +22,9 @@ def mla_attention(
     """One softmax over prefix and rows, which are keys of one head. Arguments as in `api.mla_attention`."""
     batch, nodes, heads, latent = q_latent.shape
     queries = jnp.concatenate([q_latent, q_rope], axis=-1).reshape(batch, 1, nodes * heads, -1)
-    own = rows[:, :, None]
+    keys_of_round = rows[:, :, None]
     visible = jnp.repeat(row_mask(mask, nodes, rows.shape[1]), heads, axis=1)[:, None]
-    parts = [(masked_scores(queries, own, visible, scale, None), own[..., :latent])]
+    parts = [(masked_scores(queries, keys_of_round, visible, scale, None), keys_of_round[..., :latent])]
     if pool is not None and prefix_length is not None:
         keys = (
             pool.at[layer, 0, page_table].get(mode="clip").reshape(batch, -1, 1, rows.shape[2]).astype(q_latent.dtype)

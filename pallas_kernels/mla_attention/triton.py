@@ -112,10 +112,15 @@ def mla_attention(
     batch, nodes, heads, latent = q_latent.shape
     if prefix_length is None:
         pool = page_table = prefix_mask = None
-    count, own = nodes * heads, rows.shape[1]
+    count, round_rows = nodes * heads, rows.shape[1]
     capacity = 0 if pool is None or page_table is None else page_table.shape[1] * pool.shape[3]
     config = config or default_config(
-        batch=batch, rows=count, keys=max(capacity, own), latent=latent, dtype=q_latent.dtype, prefix=pool is not None
+        batch=batch,
+        rows=count,
+        keys=max(capacity, round_rows),
+        latent=latent,
+        dtype=q_latent.dtype,
+        prefix=pool is not None,
     )
     interpret = platform.resolve_interpret(interpret)
     # The result, or a partial one of each split.
@@ -135,12 +140,12 @@ def mla_attention(
         in_specs=[
             _sequence(count, latent),
             _sequence(count, q_rope.shape[3]),
-            _sequence(own, rows.shape[2]),
+            _sequence(round_rows, rows.shape[2]),
             pl.BlockSpec((None,), lambda t, b, s: (0,)),
             None if pool is None else pl.BlockSpec(pool.shape, lambda t, b, s: (0,) * 5),
             None if page_table is None else _sequence(page_table.shape[1]),
             None if prefix_length is None else _sequence(),
-            None if mask is None else _sequence(nodes, own, shared=mask.shape[0] == 1),
+            None if mask is None else _sequence(nodes, round_rows, shared=mask.shape[0] == 1),
             None if prefix_mask is None else _sequence(nodes, capacity),
         ],
         out_specs=out_specs,
@@ -200,7 +205,7 @@ def _kernel(
     columns = _columns(latent, config)
 
     # The blocks of this split, of own rows and of the prefix.
-    seen = (_own(rows_ref, mask_ref, node, real, last_node, count // heads, columns, config),)
+    seen = (_round_rows(rows_ref, mask_ref, node, real, last_node, count // heads, columns, config),)
     if pool_ref is not None and table_ref is not None and length_ref is not None:
         prefix = pool_ref, layer_ref[...], table_ref, length_ref[...], prefix_mask_ref
         seen = (*seen, _committed(*prefix, node, real, columns, config))
@@ -312,7 +317,7 @@ def _committed(
     return pl.cdiv(upper, config.block_k), find, fetch
 
 
-def _own(
+def _round_rows(
     rows_ref: Ref,
     mask_ref: Ref | None,
     node: jax.Array,

@@ -1,4 +1,4 @@
-"""Products with packed 4-bit matrices: the backends, and the checks that all of them rely on."""
+"""Products with packed 4-bit matrices: backends and shared checks."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -21,8 +21,8 @@ def packed_matmul(
 ) -> Float[Array, "T N"]:
     """x @ ((values - zero) * scale), with a scale and a zero point for each `group` rows of a column.
 
-    The products of a group are summed in float32, on which its scale is applied. The kernel takes words apart in
-    registers. XLA makes a copy of the matrix in 8 bits.
+    The products of a group are summed in float32, then scaled. The kernel unpacks words in registers; XLA makes a copy
+    of the matrix in 8 bits.
 
     Args:
       words: int32, as `layout.pack` makes them of the K rows.

@@ -1,4 +1,4 @@
-"""Products with packed 4-bit matrices in plain JAX, which takes the matrix apart first, to 8 bits."""
+"""Products with packed 4-bit matrices in plain JAX, which unpacks the matrix to 8 bits first."""
 
 import jax
 

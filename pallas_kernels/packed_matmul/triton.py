@@ -255,16 +255,16 @@ def _products(words: jax.Array, x: dict[int, jax.Array], zero: jax.Array | float
     """
     places = [[place for place in x if place % 2 == odd] for odd in (0, 1)]
     total = jnp.zeros(words.shape, jnp.float32)
-    for own, bits, unit in zip(places, (0x00078000, 0x00780000), (16, 1), strict=True):
-        if own:
+    for same_unit, bits, unit in zip(places, (0x00078000, 0x00780000), (16, 1), strict=True):
+        if same_unit:
             products = jnp.zeros(words.shape, jnp.float32)
-            for place in own:
+            for place in same_unit:
                 # The even place is below the odd one.
                 shift = 8 * (place // 2) - 15
                 moved = lax.shift_right_logical(words, shift) if shift > 0 else words << -shift
                 wide = lax.bitcast_convert_type((moved & bits) | ONE, jnp.float32)
                 products = _multiply_add(wide, x[place][:, None], products, ptx)
-            offset = functools.reduce(jnp.add, [x[place] for place in own])[:, None] * (unit + zero / 16)
+            offset = functools.reduce(jnp.add, [x[place] for place in same_unit])[:, None] * (unit + zero / 16)
             total += unit * products - offset
     return total
 

@@ -1,4 +1,4 @@
-"""Paged attention: its backends, and the checks that all of them rely on."""
+"""Paged attention: backends and shared checks."""
 
 from jaxtyping import Array, Bool, Float, Int
 

@@ -145,7 +145,7 @@ def paged_attention(
     tiles = folded // config.block_m
     queries = q.reshape(batch, nodes, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
     queries = pad(queries.reshape(batch, kv_heads, nodes * group, dim), 2, folded)
-    own = pad(jnp.stack((k_rows, v_rows), 1), 2, round_up(rows, config.step_rows))
+    padded = pad(jnp.stack((k_rows, v_rows), 1), 2, round_up(rows, config.step_rows))
     tile = pl.BlockSpec((None, kv_heads, config.block_m, dim), lambda b, t, *_: (b, 0, t, 0))
     # The prefix, its windows and the mask, where there are any.
     table = lengths = lower = jnp.zeros(batch * tiles, jnp.int32)
@@ -160,8 +160,8 @@ def paged_attention(
             start_spec = pl.BlockSpec((None, config.block_m, 1), lambda b, t, *_: (b, t, 0))
     if mask is not None:
         shared = mask.shape[0] == 1
-        mask = pad(pad(jnp.repeat(mask.astype(jnp.int8), group, axis=1), 1, folded), 2, own.shape[2])
-        mask_spec = pl.BlockSpec((None, config.block_m, own.shape[2]), lambda b, t, *_: (0 if shared else b, t, 0))
+        mask = pad(pad(jnp.repeat(mask.astype(jnp.int8), group, axis=1), 1, folded), 2, padded.shape[2])
+        mask_spec = pl.BlockSpec((None, config.block_m, padded.shape[2]), lambda b, t, *_: (0 if shared else b, t, 0))
     if sinks is not None:
         sinks = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, nodes))[:, :, None]
         sinks = pad(sinks, 1, folded)
@@ -191,7 +191,7 @@ def paged_attention(
         interpret=platform.resolve_interpret(interpret),
         name="paged_attention",
         # The layer is an array, because XLA compiles a kernel once for all calls that differ only in their arrays.
-    )(jnp.full(1, layer, jnp.int32), table, lengths, lower, queries, own, prefix, starts, mask, sinks)
+    )(jnp.full(1, layer, jnp.int32), table, lengths, lower, queries, padded, prefix, starts, mask, sinks)
     out = out[:, :, : nodes * group].reshape(batch, kv_heads, nodes, group, dim)
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
@@ -238,7 +238,9 @@ def _kernel(
             take,
             state,
         )
-    state = _own(own_ref.at[sequence], mask_ref, own_scratch, tile * config.block_m, last_seen, group, take, state)
+    state = _round_rows(
+        own_ref.at[sequence], mask_ref, own_scratch, tile * config.block_m, last_seen, group, take, state
+    )
     _, total, summed = state
     out_ref[...] = (summed / total).astype(out_ref.dtype)
 
@@ -265,10 +267,10 @@ def _committed(
     keys = step_pages * page_size
     lower = jnp.clip(lower, 0, upper)
     first = lower // keys
-    kept = jnp.minimum(pl.cdiv(keep_first, keys), first) if keep_first else 0
+    first_steps = jnp.minimum(pl.cdiv(keep_first, keys), first) if keep_first else 0
 
     def place(i):
-        return i - jnp.where(i < first, first - kept, 0) if keep_first else i
+        return i - jnp.where(i < first, first - first_steps, 0) if keep_first else i
 
     def copies(i):
         page = place(i) * step_pages
@@ -299,10 +301,10 @@ def _committed(
         visible = seen(position, lower if start_ref is None else start_ref[...])
         return take(*(buffer[i % 2, kind].reshape(keys, kv_heads, dim) for kind in (0, 1)), visible, state)
 
-    return stream(first - kept, pl.cdiv(upper, keys), (copies,), step, state)
+    return stream(first - first_steps, pl.cdiv(upper, keys), (copies,), step, state)
 
 
-def _own(
+def _round_rows(
     own_ref: Ref,
     mask_ref: Ref | None,
     scratch: tuple[Ref, Ref],

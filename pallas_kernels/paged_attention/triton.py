@@ -282,7 +282,7 @@ def _kernel(
             starts = pltriton.load(start_ref.at[node], mask=real, other=jnp.iinfo(jnp.int32).max)
         blocks = _committed(pool_ref, layer_ref[...], table_ref, length_ref[...], starts, keep_first, split, config)
         state = attend(blocks, state)
-    state = attend(_own(k_ref, v_ref, mask_ref, node, real, nodes, split, config), state)
+    state = attend(_round_rows(k_ref, v_ref, mask_ref, node, real, nodes, split, config), state)
 
     # The result, or what `merge` needs of this split.
     peak, total, summed = state
@@ -320,12 +320,12 @@ def _committed(
     upper = jnp.minimum(length, table_ref.shape[0] * page_size)
     lower = 0 if starts is None else jnp.clip(starts.min(), 0, upper)
     first, last = lower // config.block_k, pl.cdiv(upper, config.block_k)
-    kept = jnp.minimum(pl.cdiv(keep_first, config.block_k), first) if keep_first else 0
-    blocks_per_split = pl.cdiv(last - first + kept, config.splits)
-    begin = first - kept + split * blocks_per_split
+    first_blocks = jnp.minimum(pl.cdiv(keep_first, config.block_k), first) if keep_first else 0
+    blocks_per_split = pl.cdiv(last - first + first_blocks, config.splits)
+    begin = first - first_blocks + split * blocks_per_split
 
     def place(i):
-        return (i - jnp.where(i < first, first - kept, 0) if keep_first else i) * config.block_k
+        return (i - jnp.where(i < first, first - first_blocks, 0) if keep_first else i) * config.block_k
 
     def find(i):
         at = place(i)
@@ -355,7 +355,7 @@ def _committed(
     return begin, jnp.minimum(begin + blocks_per_split, last), find, fetch
 
 
-def _own(
+def _round_rows(
     k_ref: Ref,
     v_ref: Ref,
     mask_ref: Ref | None,

@@ -1,4 +1,4 @@
-"""The residual stream and its norm: its backends, and the checks that all of them rely on."""
+"""The residual stream and its norm: backends and shared checks."""
 
 from jaxtyping import Array, Float
 

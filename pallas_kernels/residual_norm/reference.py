@@ -23,7 +23,7 @@ def residual_norm(
     add = functools.partial(_add, weight=weight, following=following, factor=factor, eps=eps)
     if not exact:
         return add(x, branch)
-    tokens = tuple(each.reshape(-1, x.shape[-1]) for each in (x, branch))
+    tokens = tuple(array.reshape(-1, x.shape[-1]) for array in (x, branch))
     # Products before and after a loop of one turn would be merged with its sums.
     results = map_each(lambda token: lax.optimization_barrier(add(*lax.optimization_barrier(token))), tokens)
     return jax.tree.map(lambda result: result.reshape(x.shape), results)

@@ -1,4 +1,4 @@
-"""Products with scaled 8-bit matrices: the backends, and the checks that all of them rely on."""
+"""Products with scaled 8-bit matrices: backends and shared checks."""
 
 from jaxtyping import Array, Float, Shaped
 
@@ -18,8 +18,8 @@ def scaled_matmul(
 ) -> Float[Array, "T N"]:
     """x @ (weight * scale), with one scale for each `group` rows of a column, as in block-scaled checkpoints.
 
-    The products of a group are summed in float32, on which its scale is applied. The matrix is widened inside the
-    kernel; with scales of groups, XLA on its own would write the widened matrix to memory.
+    The products of a group are summed in float32, then scaled. The kernel widens the matrix in registers; XLA would
+    write a matrix with scales per group to memory in its widened form.
 
     Args:
       weight: fp8 or int8.

@@ -20,9 +20,9 @@ def scaled_matmul(x: jax.Array, weight: jax.Array, scale: jax.Array, *, group: i
         return (out * scale).astype(x.dtype)
 
     def add(total: jax.Array, first: jax.Array | int, size: int, factor: jax.Array) -> jax.Array:
-        own = lax.dynamic_slice_in_dim(weight, first, size).astype(x.dtype)
+        matrix = lax.dynamic_slice_in_dim(weight, first, size).astype(x.dtype)
         part = lax.dynamic_slice_in_dim(x, first, size, axis=1)
-        return total + jnp.matmul(part, own, precision=precision, preferred_element_type=jnp.float32) * factor[None]
+        return total + jnp.matmul(part, matrix, precision=precision, preferred_element_type=jnp.float32) * factor[None]
 
     whole = inner // group
     total = jnp.zeros((rows, weight.shape[1]), jnp.float32)

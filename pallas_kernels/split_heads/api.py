@@ -1,4 +1,4 @@
-"""The heads of an attention layer: its backends, and the checks that all of them rely on."""
+"""The heads of an attention layer: backends and shared checks."""
 
 from jaxtyping import Array, Float
 
@@ -20,7 +20,7 @@ def split_heads(
     exact: bool = False,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B N H D"], Float[Array, "B N K D"], Float[Array, "B N K D"]]:
-    """Queries, keys and values of a projection; queries and keys normed, if there are norms, and rotated.
+    """Split a projection into queries, keys and values; normalize (if there are norms) and rotate queries and keys.
 
     Rotary positions (Su et al., arXiv 2104.09864) with the pairs (i, i + D/2); root-mean-square norms (Zhang and
     Sennrich, arXiv 1910.07467), computed in float32. Every backend has gradients.

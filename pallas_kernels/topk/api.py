@@ -1,4 +1,4 @@
-"""Top-k: its backends, and the checks that all of them rely on."""
+"""Top-k: backends and shared checks."""
 
 from jaxtyping import Array, Float, Int
 

@@ -1,4 +1,4 @@
-"""Logits as integers in the order of the floats, with one below all of them: -inf is a logit like any other."""
+"""Logits as integers in the order of the floats; one integer is below all logits, -inf included."""
 
 import jax
 import jax.numpy as jnp

@@ -52,9 +52,9 @@ TUNING = {"NVIDIA H100": Tuning(programs_per_processor=2, min_tile=1024, max_til
 def default_config(*, rows: int, vocabulary: int, k: int) -> Config:
     """The configuration for logits [rows, vocabulary]: enough tiles to fill the device, but not too many to merge."""
     tuning = platform.for_device_kind(TUNING)
-    wanted = pl.cdiv(rows * vocabulary, tuning.programs_per_processor * platform.processors())
+    per_program = pl.cdiv(rows * vocabulary, tuning.programs_per_processor * platform.processors())
     merged = pl.next_power_of_2(pl.cdiv(vocabulary * k, MAX_MERGED))
-    tile = min(max(pl.next_power_of_2(wanted), merged, tuning.min_tile), tuning.max_tile)
+    tile = min(max(pl.next_power_of_2(per_program), merged, tuning.min_tile), tuning.max_tile)
     return Config(tile=tile, num_warps=tuning.num_warps, merge_warps=4 if vocabulary > 32 * tile else 2)
 
 
