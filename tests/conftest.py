@@ -44,19 +44,12 @@ jaxtyping.install_import_hook([*ARRAYS_ONLY, "pallas_kernels"], "beartype.bearty
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run both tiers: the slow tests as well")
-    parser.addoption(
-        "--product",
-        action="store_true",
-        help="run the points marked product as well, of families and drafters over devices: hours",
-    )
-    parser.addoption(
-        "--half", type=int, choices=(0, 1), help="leave out every other slow test, those of the other half"
-    )
+    parser.addoption("--part", help="i/n: of the slow tests, only those of the i-th of n parts of their files")
 
 
 def pytest_configure(config):
-    """Selects the fast tier, unless --full, --product or a marker expression such as `-m slow` selects others."""
-    if not config.option.markexpr and not config.option.full and not config.option.product:
+    """Selects the fast tier, unless --full or a marker expression such as `-m slow` selects others."""
+    if not config.option.markexpr and not config.option.full:
         config.option.markexpr = "not slow"
     if not hasattr(config, "workerinput"):
         trim_compilation_cache()
@@ -65,23 +58,19 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Makes the points slow that a test's `fast` marker does not name, and keeps the markers that name no point.
+    """Takes the points that `slow(unless=...)` names out of the slow tier, and keeps the ids that name no point.
 
     That is only known where all points are collected; a GPU or a TPU has other points. So are the ids of all tests.
     """
-    unmatched = tiers.mark_slow(items)
-    chosen = any("::" in argument for argument in config.args) or config.getoption("lf", False)
-    whole = not chosen and jax.default_backend() == "cpu"
+    unmatched = tiers.leave_fast(items)
+    by_id = any("::" in argument for argument in config.args) or config.getoption("lf", False)
+    whole = not by_id and jax.default_backend() == "cpu"
     config.stash[tiers.UNMATCHED] = unmatched if whole else set()
     config.stash[tiers.COLLECTED] = {item.nodeid for item in items} if whole else set()
-    if not config.option.product:
-        others = [item for item in items if item.get_closest_marker("product") is not None]
-        items[:] = [item for item in items if item.get_closest_marker("product") is None]
+    if config.option.part:
+        items[:], others = tiers.split_slow(items, config.option.part)
         if others:
             config.hook.pytest_deselected(items=others)
-    if (half := config.option.half) is not None:
-        items[:], others = tiers.split_slow(items, half)
-        config.hook.pytest_deselected(items=others)
 
 
 UNSELECTED = pytest.StashKey[int]()

@@ -258,7 +258,7 @@ GOOD_RECORDS += [
 ]
 
 
-@pytest.mark.fast("file-evaluate", "standard input-generate")
+@pytest.mark.slow(unless=("file-evaluate", "standard input-generate"))
 @pytest.mark.parametrize("command", ("generate", "evaluate"))
 @pytest.mark.parametrize("where", ("file", "standard input"))
 def test_a_file_of_prompts_is_read_or_named(capsys, tmp_path, monkeypatch, command, where):

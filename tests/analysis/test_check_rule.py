@@ -107,7 +107,7 @@ WRONG = {
 OFTEN = ("greedy", "too often", "one key", "no residual", "too long", "one length", "few tokens", "no path")
 
 
-@pytest.mark.fast(*OFTEN)
+@pytest.mark.slow(unless=(*OFTEN,))
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_found(name, few):
     rule, message = WRONG[name]

@@ -158,7 +158,7 @@ def test_tokens_per_round(axes, model):
     assert ax is own
 
 
-@pytest.mark.fast("chain")
+@pytest.mark.slow(unless="chain")
 @pytest.mark.parametrize(
     "drafter",
     (

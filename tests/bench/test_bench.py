@@ -301,7 +301,7 @@ def test_random_weights_are_what_the_shapes_say_and_keep_what_is_there():
 # Imposed acceptance in the loop
 
 
-@pytest.mark.fast("chain")
+@pytest.mark.slow(unless="chain")
 @pytest.mark.parametrize("shape", ({"width": 1}, {"width": 2, "num_nodes": 6}), ids=("chain", "tree"))
 def test_generate_takes_the_rule(shape):
     model = jspec.Model("tiny", TINY.target, params_of(DRAFTERS["chain"]), None, (), TINY.standalone)
@@ -356,7 +356,7 @@ def test_the_phases_are_the_round(mode):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.fast("draft")
+@pytest.mark.slow(unless="draft")
 @pytest.mark.parametrize("phase", ("draft", "verify"))
 def test_nothing_of_a_repeated_phase_leaves_the_loop(phase, optimized):
     drafter = DRAFTERS["chain"]
@@ -477,7 +477,7 @@ def test_random_weights_in_blocks_have_a_scale_for_128_rows(capsys):
     assert status == 2 and "--weights fp8-blocks: requires --preset" in err
 
 
-@pytest.mark.fast("int8")
+@pytest.mark.slow(unless="int8")
 @pytest.mark.parametrize("narrow", ("float8_e4m3fn", "int8"))
 def test_random_weights_of_8_bits_have_the_spread_of_wide_ones(narrow):
     name = {"float8_e4m3fn": "fp8", "int8": "int8"}[narrow]

@@ -174,7 +174,7 @@ PAIRS = [
 """One of each family, on one chip and over four, that takes little time; the tree has a prefill."""
 
 
-@pytest.mark.fast("llama-eagle-chain")
+@pytest.mark.slow(unless="llama-eagle-chain")
 @pytest.mark.parametrize(("name", "chip"), PAIRS, ids=lambda part: part)
 def test_a_loop_compiles_and_keeps_its_promises(name, chip, needs):
     """In place, donated, without sorts or transfers, in the memory that arithmetic gives; or as `KNOWN` has it."""

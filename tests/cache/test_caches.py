@@ -109,7 +109,7 @@ def spoiled(s, spare: int = 0):
     return dataclasses.replace(s, cache=cache, draft=dataclasses.replace(s.draft, cache=draft))
 
 
-@pytest.mark.fast("mla-random_tree")
+@pytest.mark.slow(unless="mla-random_tree")
 @pytest.mark.parametrize(("kind", "drafter", "page_size", "chunk"), list(matrix()))
 def test_output_equals_plain_decoding(kind, drafter, page_size, chunk, monkeypatch):
     """Both caches are NaN before the first token, and their unused parts are NaN between rounds."""

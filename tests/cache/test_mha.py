@@ -49,7 +49,7 @@ def dense(q, keys, values):
     return out
 
 
-@pytest.mark.fast("1-True-16", "3-False-16", "5-True-24")
+@pytest.mark.slow(unless=("1-True-16", "3-False-16", "5-True-24"))
 @pytest.mark.parametrize(
     ("page_size", "scrambled", "width"),
     [(1, True, DIM), (2, True, DIM), (3, False, DIM), (3, True, DIM), (5, True, 24), (8, True, DIM), (16, True, DIM)],

@@ -81,7 +81,7 @@ def committed(kind, page_size):
     return filled.commit(rows_of(kind, ROWS[:, :12], KEYS[:, :12]), first, None, jnp.asarray(LENGTHS))
 
 
-@pytest.mark.fast("mla-1", "dsa-16")
+@pytest.mark.slow(unless=("mla-1", "dsa-16"))
 @pytest.mark.parametrize("page_size", (1, 16))
 def test_a_chain_after_a_prefix_equals_all_at_once(kind, whole, page_size):
     given = part((Q, ROWS, KEYS, ASKED), LENGTHS, 4)
@@ -89,7 +89,7 @@ def test_a_chain_after_a_prefix_equals_all_at_once(kind, whole, page_size):
     np.testing.assert_allclose(out, part(whole, LENGTHS, 4), atol=1e-5)
 
 
-@pytest.mark.fast("mla-3")
+@pytest.mark.slow(unless="mla-3")
 @pytest.mark.parametrize("page_size", (3,))
 def test_a_path_of_a_tree_is_read_and_committed_like_a_chain(kind, whole, page_size):
     """Nodes 0, 1 and 3 are the next tokens; node 2 is a sibling whose key changes the selection of an indexer."""

@@ -61,7 +61,7 @@ def test_what_was_stored_is_stored_unchanged():
 # Readers
 
 
-@pytest.mark.fast("llama")
+@pytest.mark.slow(unless="llama")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_token_is_read_alike_in_its_own_round_and_later(name):
     """Logits of a text read at once equal those of its tokens one by one, and are not those of a wide cache."""

@@ -82,7 +82,7 @@ def dense(q, pairs):
     return (weights / weights.sum(0)).T @ values[:, 0]
 
 
-@pytest.mark.fast("8-1")
+@pytest.mark.slow(unless="8-1")
 @pytest.mark.parametrize(
     ("window", "page_size"),
     [
@@ -101,7 +101,7 @@ def test_rounds_equal_dense_attention_over_each_nodes_window(window, page_size, 
     compare(SlidingCache, window, 0, page_size, monkeypatch, width=24 if window == 7 else DIM)
 
 
-@pytest.mark.fast("8-3-4")
+@pytest.mark.slow(unless="8-3-4")
 @pytest.mark.parametrize(
     ("window", "keep_first", "page_size"),
     ((8, 3, 4), (8, 0, 1), (1, 1, 3), (7, 7, 16), (20, 9, 4), (100, 5, 16), (30, 30, 1), (26, 2, 5)),

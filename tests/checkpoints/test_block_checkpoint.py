@@ -64,7 +64,7 @@ def run(config, params, hidden, tokens, path):
     return rows, out, logits, jnp.stack(corrected, axis=1)
 
 
-@pytest.mark.fast("deepspec rnn", "z-lab sliding", "speculators fill-in")
+@pytest.mark.slow(unless=("deepspec rnn", "z-lab sliding", "speculators fill-in"))
 @pytest.mark.parametrize("name", DRAFTS)
 def test_a_block_equals_the_oracle(draft, name):
     directory = draft(**DRAFTS[name])
@@ -135,7 +135,7 @@ def test_what_other_programs_read(draft, tmp_path):
         save(layout="z-lab")
 
 
-@pytest.mark.fast("deepspec rnn", "z-lab")
+@pytest.mark.slow(unless=("deepspec rnn", "z-lab"))
 @pytest.mark.parametrize("name", DRAFTS)
 def test_every_tensor_is_needed_and_checked(draft, name):
     """A draft with a missing tensor or one of another shape is rejected, except where that changes the meaning."""

@@ -53,7 +53,7 @@ fuse = jax.jit(lambda config, params, hidden: config.fuse(params, hidden), stati
 commit = jax.jit(lambda cache, *rows: cache.commit(*rows))
 
 
-@pytest.mark.fast("eagle1", "eagle3 two layers", "speculators two layers", "eagle3 narrow")
+@pytest.mark.slow(unless=("eagle1", "eagle3 two layers", "speculators two layers", "eagle3 narrow"))
 @pytest.mark.parametrize("name", HEADS)
 def test_forward_equals_the_oracle(head, name):
     directory = head(**HEADS[name])
@@ -174,7 +174,9 @@ def test_missing_files(head):
         load(directory / "nowhere")
 
 
-@pytest.mark.fast("eagle1", "eagle3", "eagle3 narrow", "eagle3 own embedding", "eagle3 two layers", "speculators")
+@pytest.mark.slow(
+    unless=("eagle1", "eagle3", "eagle3 narrow", "eagle3 own embedding", "eagle3 two layers", "speculators")
+)
 @pytest.mark.parametrize("name", HEADS)
 def test_every_tensor_is_needed_and_checked(head, name):
     """A head with a missing tensor or one of another shape is rejected, except where that changes the meaning."""

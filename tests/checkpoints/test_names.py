@@ -254,7 +254,7 @@ def assert_same(got, wanted):
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.fast("tunix-qwen3", "maxtext-llama", "gemma-gemma-shared")
+@pytest.mark.slow(unless=("tunix-qwen3", "maxtext-llama", "gemma-gemma-shared"))
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_under_hugging_face_names(case):
     names, config, convert = CASES[case]

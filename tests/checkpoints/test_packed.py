@@ -132,7 +132,7 @@ def stored(tmp_path_factory):
     return pair
 
 
-@pytest.mark.fast("experts-awq", "llama-compressed", "llama-gptq", "experts-gptq")
+@pytest.mark.slow(unless=("experts-awq", "llama-compressed", "llama-gptq", "experts-gptq"))
 @pytest.mark.parametrize(
     ("model", "form"),
     [*(("llama", form) for form in FORMATS), ("experts", "awq"), ("experts", "gptq"), ("latents", "compressed_zeros")],

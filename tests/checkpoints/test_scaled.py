@@ -101,7 +101,7 @@ def test_linear_layers_are_those_stored(stored, model, form):
         assert leaf.scale.shape == (*leaf.shape[:-2], -(-rows // 16) if form == "blocks" else 1, leaf.shape[-1])
 
 
-@pytest.mark.fast("llama-blocks", "experts-blocks")
+@pytest.mark.slow(unless=("llama-blocks", "experts-blocks"))
 @pytest.mark.parametrize("form", ("blocks", "channels"))
 @pytest.mark.parametrize("model", ("llama", "experts", "latents"))
 def test_logits_are_those_of_the_widened_weights(stored, model, form):

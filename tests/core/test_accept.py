@@ -144,7 +144,7 @@ all_cases = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.fast("coupled-chain", "coupled-tree")
+@pytest.mark.slow(unless=("coupled-chain", "coupled-tree"))
 @all_cases
 def test_sequences_do_not_influence_each_other(name, shape):
     draft_tree, logits = one_of(shape, 5, 2)
@@ -157,8 +157,15 @@ def test_sequences_do_not_influence_each_other(name, shape):
     assert len(set(out.length)) > 1
 
 
-@pytest.mark.fast(
-    "rejection-sampled tree", "thresholds-chain", "rejection-chain", "block-chain", "coupled-tree", "greedy-chain"
+@pytest.mark.slow(
+    unless=(
+        "rejection-sampled tree",
+        "thresholds-chain",
+        "rejection-chain",
+        "block-chain",
+        "coupled-tree",
+        "greedy-chain",
+    )
 )
 @all_cases
 def test_a_decision_depends_on_the_key_of_the_sequence_and_on_the_position(name, shape):

@@ -89,7 +89,7 @@ def close(logits):
     return logits >= logits.max(-1, keepdims=True) - 8 * np.spacing(np.abs(logits).max(-1, keepdims=True))
 
 
-@pytest.mark.fast("min_p-in_a_loop-jitted")
+@pytest.mark.slow(unless="min_p-in_a_loop-jitted")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("body", (plain, in_a_loop), ids=("straight", "in_a_loop"))
 @pytest.mark.parametrize("cut", CUTS)
@@ -118,7 +118,7 @@ def adjusted(s, logits):
     return np.array(adjust(s, logits, PATH))
 
 
-@pytest.mark.fast("min_p")
+@pytest.mark.slow(unless="min_p")
 @pytest.mark.parametrize("name", ("top_k", "top_p", "min_p"))
 def test_the_most_probable_token_stays_where_no_logit_reaches_the_bound(name):
     """As if the logits had been computed anew, an ulp below those that the bound was computed from."""

@@ -94,7 +94,7 @@ def often_or_slow(name):
     return pytest.param(name, marks=pytest.mark.slow if name[0].isdigit() else ())
 
 
-@pytest.mark.fast("ngram")
+@pytest.mark.slow(unless="ngram")
 @pytest.mark.parametrize("name", [often_or_slow(name) for name in drafters() if name not in (*REPEATED, "plain")])
 def test_drafted_sampling_equals_plain_sampling(name):
     s = complete(drafters()[name])
@@ -103,7 +103,7 @@ def test_drafted_sampling_equals_plain_sampling(name):
     assert accepted > 5, "hardly any draft of a sampling sequence was accepted: the case shows little"
 
 
-@pytest.mark.fast("plain-1")
+@pytest.mark.slow(unless="plain-1")
 @pytest.mark.parametrize(
     ("name", "page_size"),
     (

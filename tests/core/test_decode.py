@@ -41,13 +41,13 @@ def test_plain_decoding_is_the_argmax_of_one_forward_over_its_own_output():
         assert len(tokens) == prompt + 24
 
 
-@pytest.mark.fast("eagle_tree")
+@pytest.mark.slow(unless="eagle_tree")
 @all_drafters
 def test_every_drafter_commits_the_tokens_of_plain_decoding(drafter):
     check_tokens(drafter, page_size=4)
 
 
-@pytest.mark.fast("eagle_tree")
+@pytest.mark.slow(unless="eagle_tree")
 @one_shape_of_each_drafter
 def test_pages_of_one_row_change_nothing(drafter):
     check_tokens(drafter, page_size=1)
@@ -96,7 +96,7 @@ def test_hidden_states_and_tokens_of_the_drafter_match():
         assert np.isnan(hidden[b, len(tokens) - 1 :]).all()
 
 
-@pytest.mark.fast("eagle_tree")
+@pytest.mark.slow(unless="eagle_tree")
 @pytest.mark.parametrize("chunk", (pytest.param(2, marks=pytest.mark.slow), 5))
 @one_name_of_each
 def test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once(name, chunk):
@@ -116,7 +116,7 @@ def test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once(name, chunk):
 # Where sequences end
 
 
-@pytest.mark.fast("RandomTree", "depth=1")
+@pytest.mark.slow(unless=("RandomTree", "depth=1"))
 @pytest.mark.parametrize("drafter", [Planted(depth) for depth in range(1, 7)] + [RandomTree(depth=3)], ids=str)
 def test_sequences_end_exactly_at_their_limit(drafter):
     """Seven sequences with one prompt and limits of 0 to 6 more tokens: before, inside and after an accepted run."""
@@ -149,7 +149,7 @@ def eos_inside_a_run(depth):
     return next(token for token, at in places.items() if at > depth and 0 < at % (depth + 1) < depth)
 
 
-@pytest.mark.fast("RandomTree")
+@pytest.mark.slow(unless="RandomTree")
 @pytest.mark.parametrize("drafter", (pytest.param(Plain(), marks=pytest.mark.slow), Planted(4), RandomTree()), ids=str)
 def test_an_eos_inside_an_accepted_run_ends_the_sequence_there(drafter):
     eos = eos_inside_a_run(4)
@@ -184,7 +184,7 @@ def test_a_state_that_is_continued_with_a_deeper_draft_counts_every_round():
     assert np.array(s.stats.accept_counts)[:, 4].all()
 
 
-@pytest.mark.fast("eagle_tree", "ngram")
+@pytest.mark.slow(unless=("eagle_tree", "ngram"))
 @one_shape_of_each_drafter
 def test_several_calls_give_the_state_of_one_call(drafter):
     weights, whole = weights_of(drafter), complete(drafter)
@@ -195,7 +195,7 @@ def test_several_calls_give_the_state_of_one_call(drafter):
     toy.assert_same(s, whole)
 
 
-@pytest.mark.fast("eagle_tree")
+@pytest.mark.slow(unless="eagle_tree")
 @one_shape_of_each_drafter
 def test_a_sequence_that_was_held_continues_as_if_it_was_not(drafter):
     """An engine holds a sequence that waits for pages. What is drafted after that shows in the counters alone."""
@@ -213,7 +213,7 @@ def test_a_sequence_that_was_held_continues_as_if_it_was_not(drafter):
         toy.assert_same(s.stats, whole.stats)
 
 
-@pytest.mark.fast("plain")
+@pytest.mark.slow(unless="plain")
 @one_shape_of_each_drafter
 def test_single_steps_give_the_state_of_one_call(drafter):
     weights, whole = weights_of(drafter), complete(drafter)
@@ -257,7 +257,7 @@ def test_a_configuration_is_traced_once():
 # What has no influence, and what stays unchanged
 
 
-@pytest.mark.fast("ngram")
+@pytest.mark.slow(unless="ngram")
 @one_name_of_each
 def test_sequences_are_independent_of_each_other_and_of_padding(name):
     drafter = toy.bound_drafters()[name]
@@ -276,7 +276,7 @@ def test_sequences_are_independent_of_each_other_and_of_padding(name):
             assert alone.stats.rounds[0] == rounds[b]
 
 
-@pytest.mark.fast("standalone_tree")
+@pytest.mark.slow(unless="standalone_tree")
 @one_shape_of_each_drafter
 def test_free_pages_and_rows_after_the_committed_ones_are_never_read(drafter):
     weights = weights_of(drafter)
@@ -297,7 +297,7 @@ def row_of(s, b):
     return s.tokens[b], s.length[b], s.finish_code[b], s.stats.rounds[b], s.stats.accept_counts[b], pages
 
 
-@pytest.mark.fast("eagle_tree", "ngram")
+@pytest.mark.slow(unless=("eagle_tree", "ngram"))
 @one_shape_of_each_drafter
 def test_a_finished_sequence_keeps_every_bit_while_others_continue(drafter):
     weights = weights_of(drafter)

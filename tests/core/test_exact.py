@@ -304,7 +304,7 @@ SHAPES = {
 RULES = {"coupled": coupled, "rejection": rejection, "block": block, "thresholds": thresholds(1, 1)}
 
 
-@pytest.mark.fast("coupled-tree of 2-sampled", "rejection-tree of 2-sampled")
+@pytest.mark.slow(unless=("coupled-tree of 2-sampled", "rejection-tree of 2-sampled"))
 @pytest.mark.parametrize("certain", (False, True), ids=("sampled", "certain"))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", RULES)
@@ -445,7 +445,7 @@ def assert_same_decisions(rule, program, parents, sampled, *, is_chain=False, wi
     assert (lengths[1:4] > 4).all(), "hardly any sequence accepts, or rejects: the case shows little"
 
 
-@pytest.mark.fast("rejection-2", "block-2")
+@pytest.mark.slow(unless=("rejection-2", "block-2"))
 @pytest.mark.parametrize("sampled", (True, False), ids=("sampled", "certain"))
 @pytest.mark.parametrize("depth", (1, 2, 4))
 @pytest.mark.parametrize("name", ("rejection", "block"))
@@ -454,7 +454,7 @@ def test_on_chains_the_code_decides_like_the_program(name, depth, sampled):
     assert_same_decisions(rule, program, fixed(chain(depth)), sampled, is_chain=True, at_child=1)
 
 
-@pytest.mark.fast("ragged tree of 2")
+@pytest.mark.slow(unless="ragged tree of 2")
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if "tree" in shape or "siblings" in shape])
 def test_in_trees_of_sampled_drafts_rejection_decides_like_the_program(shape):
     _, parents = SHAPES[shape]
@@ -462,7 +462,7 @@ def test_in_trees_of_sampled_drafts_rejection_decides_like_the_program(shape):
     assert_same_decisions(accept.rejection, rejection, fixed(parents), True, width=width, depth=depth)
 
 
-@pytest.mark.fast("rejection-6", "single 0.3-2")
+@pytest.mark.slow(unless=("rejection-6", "single 0.3-2"))
 @pytest.mark.parametrize("nodes", (2, 6))
 @pytest.mark.parametrize("name", ("rejection", "single 0.3", "total 0.5", "lossless thresholds"))
 def test_in_any_tree_of_certain_tokens_the_code_decides_like_the_program(name, nodes):
@@ -477,7 +477,7 @@ def test_on_a_chain_thresholds_decide_like_the_program():
     assert_same_decisions(accept.LossyThresholds(0.3, 0.5), thresholds(0.3, 0.5), parents, False, is_chain=True)
 
 
-@pytest.mark.fast("tree")
+@pytest.mark.slow(unless="tree")
 @pytest.mark.parametrize("is_chain", (False, True), ids=("tree", "chain"))
 def test_coupled_acceptance_takes_each_choice_from_the_noise_of_its_position(monkeypatch, is_chain):
     """Other tests check which noise belongs to which position, and that it does not depend on the drafts."""

@@ -152,7 +152,7 @@ def test_greedy_output_does_not_depend_on_the_drafter(name):
     check_texts(s, new)
 
 
-@pytest.mark.fast("standalone")
+@pytest.mark.slow(unless="standalone")
 @pytest.mark.parametrize("name", ["standalone", "eagle", "mtp", "frozen_kv_mtp", "block"])
 def test_drafts_are_in_the_grammar(name):
     drafter = toy.bound_drafters()[name]
@@ -313,7 +313,7 @@ def test_the_best_token_is_found_without_a_pass_over_the_logits():
     assert "reduce_or" not in text and "reduce_or" in str(jax.make_jaxpr(FORBID)(batch(), draft_tree, logits))
 
 
-@pytest.mark.fast("3")
+@pytest.mark.slow(unless="3")
 @pytest.mark.parametrize("width", [1, 3])
 def test_greedy_drafts_of_a_smaller_vocabulary_are_not_widened(width):
     """They are the tokens that the widened logits give, where the vocabulary has one that may follow."""

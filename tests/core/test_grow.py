@@ -116,7 +116,7 @@ def test_a_tree_grows_without_a_sort():
     assert not re.search(r"\b(sort|top_k|approx_top_k|cumsum)\b", program)
 
 
-@pytest.mark.fast("1", "6")
+@pytest.mark.slow(unless=("1", "6"))
 @pytest.mark.parametrize("depth", range(1, 7))
 def test_a_chain_is_the_tree_of_width_one(depth):
     """The path that is known while tracing and the ranked one have the same nodes."""
@@ -141,7 +141,7 @@ def test_a_chain_is_the_tree_of_width_one(depth):
     np.testing.assert_array_equal(tree.depths(chain), tree.depths(general)[:1])
 
 
-@pytest.mark.fast("3-2-11")
+@pytest.mark.slow(unless="3-2-11")
 @pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
 @pytest.mark.parametrize("spoil", ("ties", "nan", "some nan", "minus infinity"))
 def test_any_scores_of_the_draft_give_a_valid_tree(depth, width, nodes, spoil):
@@ -232,7 +232,7 @@ def sampled_tree(depth, width, nodes):
     return jax.device_get(run(ROOT))
 
 
-@pytest.mark.fast("4-3-12", "1-2-3")
+@pytest.mark.slow(unless=("4-3-12", "1-2-3"))
 @pytest.mark.parametrize(("depth", "width", "nodes"), SHAPES)
 def test_a_tree_of_sampled_drafts_has_a_fixed_topology_and_the_probs_of_its_nodes(depth, width, nodes):
     draft_tree, frontiers = sampled_tree(depth, width, nodes)

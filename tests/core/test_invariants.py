@@ -17,7 +17,7 @@ def checked(drafter, weights, s, rule=accept.greedy):
     return decode.decode_checked(weights, s, jnp.int32(1000), target=toy.TARGET, drafter=drafter, accept=rule)
 
 
-@pytest.mark.fast("ngram")
+@pytest.mark.slow(unless="ngram")
 @one_shape_of_each_drafter
 def test_checked_rounds_find_nothing_wrong_and_change_nothing(drafter):
     err, s = checked(drafter, weights_of(drafter), toy.start(drafter, weights_of(drafter)))
@@ -47,7 +47,7 @@ class Broken(Planted):
         return DraftTree(tokens, parents), state
 
 
-@pytest.mark.fast("parent")
+@pytest.mark.slow(unless="parent")
 @pytest.mark.parametrize(
     ("rule", "message"),
     (
@@ -64,7 +64,7 @@ def test_a_drafter_that_breaks_a_rule_is_caught(rule, message):
         err.throw()
 
 
-@pytest.mark.fast("[0, 9, 9]", "[0, 0, 1]")
+@pytest.mark.slow(unless=("[0, 9, 9]", "[0, 0, 1]"))
 @pytest.mark.parametrize("path", ([0, 9, 9], [0, 2, 1], [1, 2, 2], [0, -1, 0], [0, 0, 1]), ids=str)
 def test_a_path_that_is_none_is_caught(path):
     """Otherwise rows of another node, or of none, would be committed as those of the accepted tokens."""

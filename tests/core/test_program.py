@@ -32,7 +32,7 @@ def kinds(x):
     return jax.tree.structure(x), [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(x)]
 
 
-@pytest.mark.fast("standalone_tree")
+@pytest.mark.slow(unless="standalone_tree")
 @one_name_of_each
 def test_the_state_keeps_its_structure_and_types(name):
     drafter = toy.bound_drafters()[name]
@@ -85,7 +85,7 @@ def inner_loops(name):
     return len(lone_pool(name)[0].branches) if name == "adaptive" else 0
 
 
-@pytest.mark.fast("eagle_tree")
+@pytest.mark.slow(unless="eagle_tree")
 @each_name
 def test_the_program_is_one_loop_that_never_leaves_the_device(name):
     text, _ = program(name)
@@ -96,7 +96,7 @@ def test_the_program_is_one_loop_that_never_leaves_the_device(name):
     assert "callback" not in text
 
 
-@pytest.mark.fast("eagle_tree")
+@pytest.mark.slow(unless="eagle_tree")
 @pytest.mark.parametrize(
     ("name", "multiplying", "writing"),
     [
@@ -116,7 +116,7 @@ def test_operations_have_the_name_of_their_phase(name, multiplying, writing):
     assert {phase for line, phase in named if any(pool_writes([line], pool) for pool in types)} == writing
 
 
-@pytest.mark.fast("plain", "ngram")
+@pytest.mark.slow(unless=("plain", "ngram"))
 @each_name
 def test_a_chain_needs_no_sort(name):
     if getattr(toy.bound_drafters()[name], "width", 1) > 1:
@@ -126,7 +126,7 @@ def test_a_chain_needs_no_sort(name):
     assert not re.search("topk|top_k", text, re.IGNORECASE)
 
 
-@pytest.mark.fast("random_tree")
+@pytest.mark.slow(unless="random_tree")
 @each_name_and_trees
 def test_each_pool_is_written_once_per_round_and_never_copied(name):
     """In a round only the commit creates an array of a pool's shape, by writing in place."""
@@ -135,7 +135,7 @@ def test_each_pool_is_written_once_per_round_and_never_copied(name):
         check_in_place(loop_body(text), shape, writes=max(inner_loops(name), 1))
 
 
-@pytest.mark.fast("True")
+@pytest.mark.slow(unless="True")
 @pytest.mark.parametrize("select", (False, True))
 def test_the_last_layer_continues_with_the_selected_tokens_only(select):
     """Its MLP and the LM head read the selected tokens; keys and values are those of all tokens."""
@@ -152,7 +152,7 @@ def test_the_last_layer_continues_with_the_selected_tokens_only(select):
     assert all(part.shape[:2] == (batch, width) for pair in run(last).rows for part in pair)
 
 
-@pytest.mark.fast("plain")
+@pytest.mark.slow(unless="plain")
 @one_name_of_each
 def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
     drafter, weights, s = lone_pool(name)
@@ -164,7 +164,7 @@ def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
         check_in_place(body, shape)
 
 
-@pytest.mark.fast("eagle_tree")
+@pytest.mark.slow(unless="eagle_tree")
 @one_name_of_each
 def test_the_donated_pools_are_the_result(name):
     text, types = program(name)

@@ -62,7 +62,7 @@ def finished(kind):
 # Rounds
 
 
-@pytest.mark.fast("greedy")
+@pytest.mark.slow(unless="greedy")
 @kinds
 def test_a_schedule_of_choices_gives_the_tokens_of_plain_decoding(kind):
     rows, rule = KINDS[kind]

@@ -83,7 +83,7 @@ def state(config, until):
     return toy.run(drafter, weights_of(config), toy.start(drafter, weights_of(config)), until)
 
 
-@pytest.mark.fast("4-fill-in")
+@pytest.mark.slow(unless="4-fill-in")
 @pytest.mark.parametrize("config", (toy.BLOCK, toy.FILL_IN), ids=("dspark", "fill-in"))
 @pytest.mark.parametrize("until", (0, 1, 4))
 def test_the_cache_has_the_keys_and_values_of_the_committed_features(files, config, until):
@@ -110,7 +110,7 @@ def test_the_cache_has_the_keys_and_values_of_the_committed_features(files, conf
 SHAPES = [(depth, width) for depth in range(1, 8) for width in (1, 3)]
 
 
-@pytest.mark.fast("7-3-long", "5-1-dspark", "2-3-fill-in")
+@pytest.mark.slow(unless=("7-3-long", "5-1-dspark", "2-3-fill-in"))
 @pytest.mark.parametrize(
     ("depth", "width", "config"),
     [
@@ -152,7 +152,7 @@ def test_sampled_drafts_report_the_distribution_after_their_own_path(files):
             np.testing.assert_allclose(found.probs[b, node], np.exp(dist(tuple(path))), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.fast("chain")
+@pytest.mark.slow(unless="chain")
 @pytest.mark.parametrize(("name", "config"), (("block", toy.FILL_IN), ("block_tree", toy.BLOCK)), ids=("chain", "tree"))
 def test_the_rounds_are_those_of_the_oracle(files, name, config):
     """How many tokens each round appends, with drafts of the oracle and greedy choices of plain decoding."""

@@ -28,7 +28,7 @@ def test_every_drafter_is_under_test():
     assert {type(drafter) for drafter in toy.bound_drafters().values()} == set(DRAFTERS.values()), "add the new one"
 
 
-@pytest.mark.fast("ngram")
+@pytest.mark.slow(unless="ngram")
 @each_name
 def test_a_proposal_is_a_tree_of_tokens_that_starts_at_the_last_one(name):
     drafter = toy.bound_drafters()[name]
@@ -280,7 +280,7 @@ def buffers(draw):
     return np.array(tokens, np.int32), np.array([draw(st.integers(1, COLUMNS)) for _ in range(ROWS)], np.int32)
 
 
-@pytest.mark.fast("3-6")
+@pytest.mark.slow(unless="3-6")
 @pytest.mark.parametrize(("n", "depth"), ((1, 3), (2, 1), (3, 6)))
 def test_ngram_continues_like_by_hand(n, depth):
     @settings(max_examples=150, deadline=None)
@@ -323,7 +323,7 @@ def itself():
     return Params(toy.params().target, toy.params().target)
 
 
-@pytest.mark.fast("1")
+@pytest.mark.slow(unless="1")
 @pytest.mark.parametrize("depth", (1, 5))
 def test_a_draft_that_is_the_target_is_always_right(depth):
     drafter, new = Standalone(depth=depth).bind(toy.TARGET, toy.TARGET), 24

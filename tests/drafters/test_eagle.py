@@ -79,7 +79,7 @@ def test_the_heads_cache_is_what_one_forward_over_all_pairs_makes(until):
             assert not committed[pairs:].any(), "a row without a pair was written"
 
 
-@pytest.mark.fast("(3, 3, 12)")
+@pytest.mark.slow(unless="(3, 3, 12)")
 @pytest.mark.parametrize(
     "shape",
     [

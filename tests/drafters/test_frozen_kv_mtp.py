@@ -173,7 +173,7 @@ def spread(out, vocab_size):
     return found
 
 
-@pytest.mark.fast("llama-root")
+@pytest.mark.slow(unless="llama-root")
 @each(("name", "position"), [("llama", "root"), ("shared", "committed")], CASES, POSITIONS)
 def test_logits_and_hidden_states_equal_those_by_hand(name, position):
     """The seed and two steps after it, in a batch of all lengths."""
@@ -265,7 +265,7 @@ def test_the_state_is_the_targets_hidden_state_at_the_last_committed_row(name):
 SHAPES = {"chain": dict(depth=5), "tree": dict(depth=4, width=3)}
 
 
-@pytest.mark.fast("shared")
+@pytest.mark.slow(unless="shared")
 @each(("name", "shape"), [("llama", "chain"), ("shared", "tree")], CASES, SHAPES)
 def test_drafting_does_not_change_the_cache(name, shape):
     """Bit for bit; and the program creates no array with pages of 5 rows, which only a pool has."""

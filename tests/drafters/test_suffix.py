@@ -115,7 +115,7 @@ SHAPES = (  # n, depth, width, nodes, tokens of the corpus
 )
 
 
-@pytest.mark.fast("shape6")
+@pytest.mark.slow(unless="shape6")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_tree_is_the_one_found_by_hand(shape):
     n, depth, width, nodes, others = shape

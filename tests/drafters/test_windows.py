@@ -174,7 +174,7 @@ POINTS = (
 )
 
 
-@pytest.mark.fast("standalone-shape1")
+@pytest.mark.slow(unless="standalone-shape1")
 @pytest.mark.parametrize(("name", "shape", "window", "keep_first", "page_size", "chunk"), POINTS)
 def test_drafts_are_those_of_a_banded_forward(name, shape, window, keep_first, page_size, chunk):
     """From prompts shorter than the window to texts of several, where windows begin in the cache, among the rows of a

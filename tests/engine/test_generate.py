@@ -54,7 +54,7 @@ def readable(text, start):
     return next(text[i : i + 2] for i in range(start, len(text) - 1) if "\ufffd" not in text[i : i + 2])
 
 
-@pytest.mark.fast("ngram")
+@pytest.mark.slow(unless="ngram")
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
 def test_tokens_do_not_depend_on_the_drafter(model, plain, drafter):
     out = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=40)
@@ -66,7 +66,7 @@ def test_tokens_do_not_depend_on_the_drafter(model, plain, drafter):
     assert out.stats.accept_length == pytest.approx(117 / out.stats.rounds.sum()), "three come from prefill"
 
 
-@pytest.mark.fast("2")
+@pytest.mark.slow(unless="2")
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 5, 7, 39])
 def test_max_new_tokens_is_exact_within_an_accepted_run(model, plain, max_new_tokens):
     out = jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=5), max_new_tokens=max_new_tokens)
@@ -110,7 +110,7 @@ def test_a_checkpoint_without_a_tokenizer_works_with_ids(model, plain):
     assert out.text is None
 
 
-@pytest.mark.fast("ngram")
+@pytest.mark.slow(unless="ngram")
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
 def test_a_stop_string_ends_text_and_tokens(model, plain, drafter):
     stops = [readable(plain.text[0], 17), readable(plain.text[2], 9)]

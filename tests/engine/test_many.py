@@ -38,7 +38,7 @@ def check_same(got, wanted):
         np.testing.assert_array_equal(getattr(got.stats, name), getattr(wanted.stats, name))
 
 
-@pytest.mark.fast("greedy")
+@pytest.mark.slow(unless="greedy")
 @pytest.mark.parametrize(
     "options",
     (

@@ -46,7 +46,7 @@ def free(monkeypatch):
     return set_bytes
 
 
-@pytest.mark.fast("64-64", "16-48")
+@pytest.mark.slow(unless=("64-64", "16-48"))
 @pytest.mark.parametrize("page_size, rows", [(1, 40), (16, 48), (64, 64)])
 def test_need_equals_the_size_of_the_arrays_of_prefill(page_size, rows):
     asked = memory.need(both(), toy.TARGET, STANDALONE, 3, 40, page_size)

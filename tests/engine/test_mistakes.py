@@ -171,7 +171,9 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.fast("a state that grows", "returns a tree alone", "tokens in floats", "returns nothing", "another batch")
+@pytest.mark.slow(
+    unless=("a state that grows", "returns a tree alone", "tokens in floats", "returns nothing", "another batch")
+)
 @pytest.mark.parametrize("mine, error, message", DRAFTERS.values(), ids=DRAFTERS)
 def test_drafters(mine, error, message):
     with pytest.raises(error, match=message):

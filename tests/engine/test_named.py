@@ -65,7 +65,7 @@ def assert_same(got, wanted):
         np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.fast("llama", "gemma-shared", "deepseek")
+@pytest.mark.slow(unless=("llama", "gemma-shared", "deepseek"))
 @pytest.mark.parametrize("case", CASES)
 def test_weights_are_those_of_a_checkpoint(case):
     config, make = CASES[case]

@@ -71,7 +71,7 @@ def test_it_is_shown(model):
     assert repr(model) == "Model('apply': a function of tokens, vocabulary 23, float32; draft apply)"
 
 
-@pytest.mark.fast("Standalone(depth=3, width=2, num_nodes=6")
+@pytest.mark.slow(unless="Standalone(depth=3, width=2, num_nodes=6")
 @pytest.mark.parametrize("drafter", [None, "ngram", jspec.Standalone(depth=3), TREE], ids=str)
 def test_output_is_that_of_a_naive_loop(model, wanted, drafter):
     out = jspec.generate(model, PROMPTS, drafter=drafter, max_new_tokens=20)

@@ -96,7 +96,7 @@ CASES += [(name, "few_snapshots") for name in KEEPS[::2]]
 """Every setup in a storm, half of them with few pages; only sliding_ngram in "wide" restores windows of others."""
 
 
-@pytest.mark.fast("standalone-tiny_pool")
+@pytest.mark.slow(unless="standalone-tiny_pool")
 @pytest.mark.parametrize("name, storm", CASES, ids=map("-".join, CASES))
 def test_any_schedule_gives_the_same(name, storm):
     setup, counts = SETUPS[name], engine_storm.run(SETUPS[name], STORMS[storm])

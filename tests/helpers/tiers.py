@@ -1,47 +1,70 @@
-"""The tiers of the tests: the points that a `fast` marker leaves in the fast tier, and the halves of the slow one."""
+"""The two tiers: the points that `slow(unless=...)` leaves in the fast one, and the parts of the slow one."""
 
+import zlib
 from collections.abc import Iterable
 
 import pytest
 
 UNMATCHED = pytest.StashKey[set[str]]()
-"""The parts of `fast` markers that name no point of a collected test; `tests/test_tiers.py` fails if there are any."""
+"""The ids of `slow` markers that name no point of a collected test; `tests/test_tiers.py` fails if there are any."""
 
 COLLECTED = pytest.StashKey[set[str]]()
 """The ids of all tests of files that were collected whole; `tests/test_mutants.py` looks for those of mutants."""
 
 
-def mark_slow(items: Iterable[pytest.Item]) -> set[str]:
-    """Makes the points slow that the `fast` marker of their test does not name.
+def leave_fast(items: Iterable[pytest.Item]) -> set[str]:
+    """Removes the marker `slow(unless=...)` from the points that it names.
 
-    A part of a marker names the point that it is the id of; if there is none, all points whose ids contain it.
+    It names the point that has the id, or, if there is none, all points whose ids contain it.
 
-    Returns the parts of markers that name none of these points, each with its test.
+    Returns the ids of markers that name no point, each with its test.
     """
     marked: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("fast") is not None:
+        if _exceptions(item) is not None:
             marked.setdefault(item.nodeid.partition("[")[0], []).append(item)
     unmatched = set()
     for test, points in marked.items():
         ids = [item.callspec.id for item in points]
-        parts = points[0].get_closest_marker("fast").args
-        named = {part: {part} if part in ids else {point for point in ids if part in point} for part in parts}
-        unmatched |= {f"{test}: fast({part!r})" for part in parts if not named[part]}
-        for item in points:
-            if item.callspec.id not in set().union(*named.values()):
-                item.add_marker(pytest.mark.slow)
+        for name in _exceptions(points[0]):
+            named = [name] if name in ids else [point for point in ids if name in point]
+            if not named:
+                unmatched.add(f"{test}: slow(unless={name!r})")
+            for item in points:
+                if item.callspec.id in named:
+                    item.own_markers[:] = [marker for marker in item.own_markers if "unless" not in marker.kwargs]
     return unmatched
 
 
-def split_slow(items: Iterable[pytest.Item], half: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The tests without those of the other half of the slow tier, and these. half: 0 or 1.
+def _exceptions(item: pytest.Item) -> tuple[str, ...] | None:
+    """The ids that the `slow` marker of a test leaves in the fast tier; None: it has no such marker."""
+    for marker in item.own_markers:
+        if marker.name == "slow" and "unless" in marker.kwargs:
+            unless = marker.kwargs["unless"]
+            return (unless,) if isinstance(unless, str) else tuple(unless)
+    return None
 
-    Slow tests take turns in the order in which they are collected, so each half has every other point of a test.
+
+def split_slow(items: Iterable[pytest.Item], part: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests without the slow tests of other parts, and these.
+
+    A file, whose tests share programs, is in one part, which depends on its name alone: all parts of any commits
+    together are the whole tier.
+
+    part: "i/n", the i-th of n parts, from 1 on.
+
+    Raises:
+      ValueError: there is no such part.
     """
-    kept, others, count = [], [], 0
+    try:
+        index, count = map(int, part.split("/"))
+    except ValueError:
+        index, count = 0, 0
+    if not 1 <= index <= count:
+        raise ValueError(f"--part {part}: must be i/n, the i-th of n parts")
+    selected, others = [], []
     for item in items:
         slow = item.get_closest_marker("slow") is not None
-        (others if slow and count % 2 != half else kept).append(item)
-        count += slow
-    return kept, others
+        file = item.nodeid.partition("::")[0]
+        (others if slow and zlib.crc32(file.encode()) % count != index - 1 else selected).append(item)
+    return selected, others

@@ -152,7 +152,7 @@ def test_a_kernel_module_has_the_interface(package, kernel):
     )
 
 
-@pytest.mark.fast("kv_compact-mosaic_tpu", "topk-triton")
+@pytest.mark.slow(unless=("kv_compact-mosaic_tpu", "topk-triton"))
 @kernels
 def test_supported_takes_the_arguments_of_the_operation(package, kernel, monkeypatch):
     args, options = captured_arguments(package, monkeypatch)
@@ -161,7 +161,7 @@ def test_supported_takes_the_arguments_of_the_operation(package, kernel, monkeyp
         assert supported(*args, **options, interpret=interpret) is None
 
 
-@pytest.mark.fast("paged_attention", "group_rows")
+@pytest.mark.slow(unless=("paged_attention", "group_rows"))
 @operations
 def test_every_backend_equals_the_reference(package, monkeypatch):
     operation = OPERATIONS[package]
@@ -209,7 +209,7 @@ def test_an_unknown_backend_is_an_error(package):
         jax.make_jaxpr(run)(arrays)
 
 
-@pytest.mark.fast("kv_compact-mosaic_tpu", "topk-triton")
+@pytest.mark.slow(unless=("kv_compact-mosaic_tpu", "topk-triton"))
 @kernels
 def test_config_and_interpret(package, kernel, monkeypatch):
     """`default_config` is called only if no configuration is given; its fields and `interpret` reach the kernel."""

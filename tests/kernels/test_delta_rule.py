@@ -58,7 +58,7 @@ def narrow(*arrays):
     return [x.astype(np.float32) for x in arrays]
 
 
-@pytest.mark.fast("6-chain-xla", "7-tree")
+@pytest.mark.slow(unless=("6-chain-xla", "7-tree"))
 @backends
 @pytest.mark.parametrize(("count", "shape"), [(1, "chain"), (6, "chain"), (7, "tree"), (24, "tree"), (24, "slow tree")])
 def test_every_node_equals_the_recurrence_along_its_path(count, shape, backend):
@@ -90,7 +90,7 @@ def test_every_node_equals_the_recurrence_along_its_path(count, shape, backend):
     np.testing.assert_allclose(after, states[np.arange(B), nodes], **TOLERANCE)
 
 
-@pytest.mark.fast("sizes1-some-triton")
+@pytest.mark.slow(unless="sizes1-some-triton")
 @pytest.mark.parametrize("backend", params(*delta_rule.OPERATION.kernels))
 @pytest.mark.parametrize("held", ["none", "all", "some"])
 @pytest.mark.parametrize("sizes", [(8, 5), (40, 37), (64, 32)])

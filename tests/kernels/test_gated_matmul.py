@@ -48,7 +48,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.fast("three warpgroups", "columns that fill no tile", "more steps than stages")
+@pytest.mark.slow(unless=("three warpgroups", "columns that fill no tile", "more steps than stages"))
 @backends
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_equals_the_equations(shape, backend):
@@ -93,7 +93,7 @@ def test_the_result_does_not_depend_on_the_tuning(config, monkeypatch):
     assert_close(mosaic_gpu.gated_matmul(x, weight, activation=jax.nn.silu, config=config), x, weight, jax.nn.silu)
 
 
-@pytest.mark.fast("xla")
+@pytest.mark.slow(unless="xla")
 @backends
 def test_gradients(backend):
     x, weight = inputs(20, 64, 64, "float16")

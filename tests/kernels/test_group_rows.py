@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.fast("verify", "blocks")
+@pytest.mark.slow(unless=("verify", "blocks"))
 @each_backend(OPERATION)
 @pytest.mark.parametrize(("tokens", "each", "count", "always"), CASES.values(), ids=CASES)
 def test_equals_a_stable_sort(tokens, each, count, always, backend):

@@ -48,7 +48,7 @@ CASES = {
 }
 
 
-@pytest.mark.fast("one_each", "many_blocks", "odd_sizes", "bfloat16")
+@pytest.mark.slow(unless=("one_each", "many_blocks", "odd_sizes", "bfloat16"))
 @backends
 @pytest.mark.parametrize(("sizes", "options"), CASES.values(), ids=CASES)
 def test_equals_a_loop_over_rows(sizes, options, backend):
@@ -60,7 +60,7 @@ def test_equals_a_loop_over_rows(sizes, options, backend):
     assert_close(out, oracle(x, weight, counts), options.get("dtype", "float32"))
 
 
-@pytest.mark.fast("float32-silu", "bfloat16--triton")
+@pytest.mark.slow(unless=("float32-silu", "bfloat16--triton"))
 @backends
 @pytest.mark.parametrize(
     "activation", (None, jax.nn.silu, partial(jax.nn.gelu, approximate=True)), ids=("", "silu", "gelu")
@@ -83,7 +83,7 @@ def test_rows_are_chosen_and_gated(dtype, activation, backend):
     assert_close(out, expected, dtype)
 
 
-@pytest.mark.fast("blocks0-", "blocks2-silu")
+@pytest.mark.slow(unless=("blocks0-", "blocks2-silu"))
 @requires("triton")
 @pytest.mark.parametrize("activation", (None, jax.nn.silu), ids=("", "silu"))
 @pytest.mark.parametrize("blocks", ((16, 32, 16), (32, 64, 64), (128, 32, 32)))
@@ -165,7 +165,7 @@ def test_arguments_that_do_not_fit_are_an_error(change, message, without_jaxtypi
         grouped_matmul(*map(jnp.asarray, change(*inputs((1, 2)))), activation=jax.nn.silu)
 
 
-@pytest.mark.fast("columns-float8_e4m3fn-gated", "groups-int8-plain", "groups-float8_e4m3fn-gated-triton")
+@pytest.mark.slow(unless=("columns-float8_e4m3fn-gated", "groups-int8-plain", "groups-float8_e4m3fn-gated-triton"))
 @backends
 @pytest.mark.parametrize("activation", (None, jax.nn.silu), ids=("plain", "gated"))
 @pytest.mark.parametrize("narrow", ("float8_e4m3fn", "int8"))
@@ -238,7 +238,7 @@ def packed_inputs(codes, group, dtype, sizes=(2, 0, 17, 5), inner=200, columns=3
     )
 
 
-@pytest.mark.fast("zeros-xla", "e2m1-triton")
+@pytest.mark.slow(unless=("zeros-xla", "e2m1-triton"))
 @backends
 @pytest.mark.parametrize(("codes", "group", "dtype", "activation"), PACKED.values(), ids=PACKED)
 def test_packed_matrices_are_taken_apart_and_scaled(codes, group, dtype, activation, backend):

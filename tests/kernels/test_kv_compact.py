@@ -44,14 +44,16 @@ def compact(backend, pool, rows, *rest):
     return np.asarray(program(backend)(pool, pairs(rows), *rest))
 
 
-@pytest.mark.fast(
-    "nodes_17_tree",
-    "earlier_rows_tree",
-    "no_prefix_tree",
-    "page_of_3-xla",
-    "one_node-xla",
-    "bfloat16_chain",
-    "bfloat16_tree-xla",
+@pytest.mark.slow(
+    unless=(
+        "nodes_17_tree",
+        "earlier_rows_tree",
+        "no_prefix_tree",
+        "page_of_3-xla",
+        "one_node-xla",
+        "bfloat16_chain",
+        "bfloat16_tree-xla",
+    )
 )
 @backends
 @cases
@@ -119,7 +121,7 @@ def test_a_donated_pool_is_updated_in_place(with_path, backend):
     np.testing.assert_array_equal(out, oracle(*args))
 
 
-@pytest.mark.fast("3-1", "2-4")
+@pytest.mark.slow(unless=("3-1", "2-4"))
 @pytest.mark.parametrize("parts", (1, 4, 8))
 @pytest.mark.parametrize("kv_heads", (2, 3))
 @requires("triton")
@@ -197,7 +199,7 @@ def test_a_pool_of_one_part_without_heads(with_path, backend):
     np.testing.assert_array_equal(out, oracle(pool, rows, *rest))
 
 
-@pytest.mark.fast("13-all_layers", "0-a_layer")
+@pytest.mark.slow(unless=("13-all_layers", "0-a_layer"))
 @requires("mosaic_tpu")
 @pytest.mark.parametrize("tile_bytes", (1, 2**22), ids=("a_layer", "all_layers"))
 @pytest.mark.parametrize("start", (0, 7, 8, 13))

@@ -82,13 +82,15 @@ POINTS = [
 ]
 
 
-@pytest.mark.fast(
-    "page_of_3",
-    "earlier_rows_tree-xla",
-    "no_prefix_chain-triton",
-    "bfloat16_tree-mosaic_tpu",
-    "latent_20-triton",
-    "narrow_pool_chain-xla",
+@pytest.mark.slow(
+    unless=(
+        "page_of_3",
+        "earlier_rows_tree-xla",
+        "no_prefix_chain-triton",
+        "bfloat16_tree-mosaic_tpu",
+        "latent_20-triton",
+        "narrow_pool_chain-xla",
+    )
 )
 @pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
@@ -101,7 +103,7 @@ def test_equals_a_softmax_in_float64(case, backend):
     assert_close(out, oracle(*args, **options), case.dtype)
 
 
-@pytest.mark.fast("tree")
+@pytest.mark.slow(unless="tree")
 @backends
 @pytest.mark.parametrize("tree", (False, True), ids=("chain", "tree"))
 def test_a_mask_of_the_prefix(backend, tree):
@@ -110,7 +112,7 @@ def test_a_mask_of_the_prefix(backend, tree):
     assert_close(attend(*args, prefix_mask=seen, backend=backend), oracle(*args, prefix_mask=seen))
 
 
-@pytest.mark.fast("xla")
+@pytest.mark.slow(unless="xla")
 @backends
 def test_one_mask_for_the_whole_batch(backend):
     case = Case("broadcast", tree=True)
@@ -130,7 +132,7 @@ def test_large_scores_do_not_overflow(backend):
 SPLIT = Case("splits", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page_size=16, pages=6)
 
 
-@pytest.mark.fast("3-True-splits_of_small_pages")
+@pytest.mark.slow(unless="3-True-splits_of_small_pages")
 @kernels
 @pytest.mark.parametrize(
     ("splits", "masked", "case"),
@@ -161,7 +163,7 @@ def test_latent_rows_are_multiplied_part_by_part(monkeypatch):
         assert_close(attend(*args, config=config), oracle(*args))
 
 
-@pytest.mark.fast("True-steps_masked")
+@pytest.mark.slow(unless="True-steps_masked")
 @requires("mosaic_tpu")
 @pytest.mark.parametrize(
     ("masked", "case"),
@@ -206,7 +208,7 @@ def shapes(case: Case, rope: int = 64):
     return *queries, own, pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
 
 
-@pytest.mark.fast("cuda-verify_tree", "tpu-verify_tree")
+@pytest.mark.slow(unless=("cuda-verify_tree", "tpu-verify_tree"))
 @pytest.mark.parametrize("masked", (False, True), ids=("", "masked"))
 @pytest.mark.parametrize("case", REAL, ids=lambda case: case.name)
 @pytest.mark.parametrize("platform", ("cuda", "tpu"))

@@ -57,7 +57,7 @@ CASES = [
 ]
 
 
-@pytest.mark.fast("one_to_four_blocks", "pages_of_128", "several_tiles", "latent_of_deepseek")
+@pytest.mark.slow(unless=("one_to_four_blocks", "pages_of_128", "several_tiles", "latent_of_deepseek"))
 @kernel
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_a_softmax_in_float64(case):
@@ -110,7 +110,7 @@ DEEPSEEK = case("deepseek", heads=16, head_dim=512, page_size=64, pages=128, lay
 """DeepSeek V2-Lite."""
 
 
-@pytest.mark.fast("32")
+@pytest.mark.slow(unless="32")
 @pytest.mark.parametrize("nodes", (6, 32))
 @pytest.mark.parametrize("page_size", (16, 64))
 def test_lowers_for_a_gpu(nodes, page_size):
@@ -144,7 +144,7 @@ def chosen(case, **options):
     return "mosaic_gpu" if "WGMMA" in jaxpr else "triton" if "interpret=False" in jaxpr else "xla"
 
 
-@pytest.mark.fast("nodes")
+@pytest.mark.slow(unless="nodes")
 @pytest.mark.parametrize(
     ("change", "kernel"),
     [

@@ -44,11 +44,13 @@ def inputs(rows, inner, columns, group, dtype="float32", zeros=False):
     return (x, pack(values), scale, zero), wide
 
 
-@pytest.mark.fast(
-    "one_row_with_zeros",
-    "one_row_and_a_short_section-triton",
-    "a_short_section-xla",
-    "groups_of_a_quarter_block-triton",
+@pytest.mark.slow(
+    unless=(
+        "one_row_with_zeros",
+        "one_row_and_a_short_section-triton",
+        "a_short_section-xla",
+        "groups_of_a_quarter_block-triton",
+    )
 )
 @each_backend(OPERATION)
 @pytest.mark.parametrize(("rows", "inner", "columns", "group", "options"), CASES.values(), ids=CASES)
@@ -62,7 +64,7 @@ def test_equals_the_product_with_the_widened_matrix(rows, inner, columns, group,
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.fast("1")
+@pytest.mark.slow(unless="1")
 @pytest.mark.parametrize("rows", (1, 6))
 def test_any_division_of_the_work_gives_the_same(rows):
     """Some programs have fewer of the 7 blocks than others, or none."""
@@ -97,7 +99,7 @@ def test_few_rows_are_spread_over_parts_and_many_are_not():
     assert many.block_m > 16 and many.parts == 1
 
 
-@pytest.mark.fast("32-False-1", "128-True-6")
+@pytest.mark.slow(unless=("32-False-1", "128-True-6"))
 @pytest.mark.parametrize("rows", (1, 6, 200))
 @pytest.mark.parametrize(("group", "zeros"), [(128, True), (32, False), (1024, True)])
 def test_lowers_for_a_gpu(rows, group, zeros):

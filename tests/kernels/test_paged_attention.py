@@ -105,14 +105,16 @@ POINTS = [
 ]
 
 
-@pytest.mark.fast(
-    "page_of_3",
-    "bfloat16_earlier_rows-xla",
-    "sinks_chain-xla",
-    "first_chain-xla",
-    "first_tree-triton",
-    "bfloat16_windows_soft_cap-mosaic_tpu",
-    "narrow_pool_chain-triton",
+@pytest.mark.slow(
+    unless=(
+        "page_of_3",
+        "bfloat16_earlier_rows-xla",
+        "sinks_chain-xla",
+        "first_chain-xla",
+        "first_tree-triton",
+        "bfloat16_windows_soft_cap-mosaic_tpu",
+        "narrow_pool_chain-triton",
+    )
 )
 @pytest.mark.parametrize(("case", "backend"), POINTS)
 def test_equals_a_softmax_in_float64(case, backend):
@@ -126,7 +128,7 @@ def test_equals_a_softmax_in_float64(case, backend):
     assert_close(out, oracle(*args, **options), case.dtype)
 
 
-@pytest.mark.fast("xla")
+@pytest.mark.slow(unless="xla")
 @backends
 def test_one_mask_for_the_whole_batch(backend):
     case = Case("broadcast", tree=True)
@@ -143,7 +145,7 @@ def test_without_a_prefix_the_pool_is_not_read(backend):
     np.testing.assert_array_equal(attend(q, k, v, pool, table, None, backend=backend), without)
 
 
-@pytest.mark.fast("xla")
+@pytest.mark.slow(unless="xla")
 @backends
 def test_large_scores_do_not_overflow(backend):
     case = Case("large")
@@ -156,7 +158,7 @@ def test_large_scores_do_not_overflow(backend):
 SPLIT = Case("splits", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page_size=16, pages=6)
 
 
-@pytest.mark.fast("2-splits_of_small_pages")
+@pytest.mark.slow(unless="2-splits_of_small_pages")
 @pytest.mark.parametrize("kernel", params("triton"))
 @pytest.mark.parametrize(
     ("splits", "case"),
@@ -179,7 +181,7 @@ def test_splits_of_the_prefix_are_merged(case, splits, kernel):
     assert_close(attend_with(triton, config, *args, **options), oracle(*args, **options))
 
 
-@pytest.mark.fast("2-steps_windows")
+@pytest.mark.slow(unless="2-steps_windows")
 @pytest.mark.parametrize("kernel", params("mosaic_tpu"))
 @pytest.mark.parametrize(
     ("step_pages", "case"),
@@ -233,7 +235,7 @@ def shapes(case: Case):
     return q, own, own, pool, new((case.batch, case.pages), "int32"), new((case.batch,), "int32"), mask
 
 
-@pytest.mark.fast("decode-cuda", "verify_tree-tpu", "first_tree-cuda")
+@pytest.mark.slow(unless=("decode-cuda", "verify_tree-tpu", "first_tree-cuda"))
 @pytest.mark.parametrize("platform", ("cuda", "tpu"))
 @named(REAL)
 def test_lowers_for(case, platform):

@@ -41,8 +41,8 @@ def test_a_narrow_pool_is_an_error():
         jax.eval_shape(partial(exact_attention.exact_attention, layer=0, scale=1.0), *args, mask)
 
 
-@pytest.mark.fast(
-    "page_of_3-xla", "nodes_17_tree-xla", "earlier_rows_chain-xla", "no_prefix_tree-xla", "page_of_3-triton"
+@pytest.mark.slow(
+    unless=("page_of_3-xla", "nodes_17_tree-xla", "earlier_rows_chain-xla", "no_prefix_tree-xla", "page_of_3-triton")
 )
 @each_backend(exact_attention.OPERATION)
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ ROUNDS = (
 )
 
 
-@pytest.mark.fast("bfloat16-xla")
+@pytest.mark.slow(unless="bfloat16-xla")
 @each_backend(exact_attention.OPERATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_of_a_token_has_the_same_bits_in_every_round(dtype, backend):
@@ -226,7 +226,7 @@ def test_attention_of_a_token_has_the_same_bits_in_every_round(dtype, backend):
     assert len(alone) > 60
 
 
-@pytest.mark.fast("short window-xla")
+@pytest.mark.slow(unless="short window-xla")
 @each_backend(exact_attention.OPERATION)
 @pytest.mark.parametrize("name", FORMS)
 def test_attention_has_the_same_bits_in_every_round(name, backend):
@@ -324,7 +324,7 @@ def test_windows_and_values_that_do_not_fit_are_refused():
 # Products
 
 
-@pytest.mark.fast("transposed-float32-xla", "plain-bfloat16-xla", "gated-bfloat16-triton")
+@pytest.mark.slow(unless=("transposed-float32-xla", "plain-bfloat16-xla", "gated-bfloat16-triton"))
 @each_backend(exact_matmul.OPERATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("form", ["plain", "transposed", "gated"])
@@ -356,7 +356,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_rows(form, dtype, backen
             assert same_bits(parts.whole(divided, 2, x.dtype), whole[rows]), rows
 
 
-@pytest.mark.fast("bfloat16-xla")
+@pytest.mark.slow(unless="bfloat16-xla")
 @each_backend(grouped_matmul.OPERATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_row_of_a_grouped_product_has_the_same_bits_among_any_rows(dtype, backend):
@@ -374,7 +374,7 @@ def test_a_row_of_a_grouped_product_has_the_same_bits_among_any_rows(dtype, back
         assert same_bits(part, np.asarray(whole)[rows]), rows
 
 
-@pytest.mark.fast("float32-xla", "bfloat16-triton")
+@pytest.mark.slow(unless=("float32-xla", "bfloat16-triton"))
 @each_backend(add_norm.OPERATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_sum_and_its_norm(dtype, backend):
@@ -400,7 +400,7 @@ def test_a_sum_and_its_norm(dtype, backend):
     assert same_bits(run(x[2:3], divided[:, 2:3], weight)[1], added[1][2:3])
 
 
-@pytest.mark.fast("float32-xla", "bfloat16-triton")
+@pytest.mark.slow(unless=("float32-xla", "bfloat16-triton"))
 @each_backend(add_norm.OPERATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_wide_norms_and_normed_branches(dtype, backend):
@@ -436,7 +436,7 @@ def test_wide_norms_and_normed_branches(dtype, backend):
         add_norm.add_norm(jnp.asarray(x), None, None, eps=1e-5)
 
 
-@pytest.mark.fast("float32-xla")
+@pytest.mark.slow(unless="float32-xla")
 @each_backend(split_heads.OPERATION)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_heads_of_a_product_in_parts(dtype, backend):

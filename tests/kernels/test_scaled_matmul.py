@@ -40,8 +40,14 @@ def oracle(x, weight, scale, group):
     return x.astype(np.float64) @ wide
 
 
-@pytest.mark.fast(
-    "one_row_of_whole_columns", "one_row_in_parts", "many_groups", "the_last_group_is_short", "half_precision_in_parts"
+@pytest.mark.slow(
+    unless=(
+        "one_row_of_whole_columns",
+        "one_row_in_parts",
+        "many_groups",
+        "the_last_group_is_short",
+        "half_precision_in_parts",
+    )
 )
 @each_backend(OPERATION)
 @pytest.mark.parametrize(("rows", "inner", "columns", "group", "options"), CASES.values(), ids=CASES)

@@ -158,10 +158,7 @@ POINTS = [
 ]
 
 
-@pytest.mark.fast(
-    "attention-page_of_3-on_wait",
-    "latent_compaction-nodes_17_tree-on_wait",
-)
+@pytest.mark.slow(unless=("attention-page_of_3-on_wait", "latent_compaction-nodes_17_tree-on_wait"))
 @pytest.mark.parametrize(("simulation", "case", "mode"), POINTS)
 def test_equals_xla_without_a_race(simulation, case, mode):
     """All rows of a pool that are not committed are NaN."""
@@ -177,7 +174,7 @@ FAULTY = Case("faulty", nodes=9, page_size=8, pages=4, prefix=(17, 9))
 FAULTS = [(name, number) for name, simulation in SIMULATIONS.items() for number in range(simulation.copies)]
 
 
-@pytest.mark.fast("latent_compaction-1-eager")
+@pytest.mark.slow(unless="latent_compaction-1-eager")
 @pytest.mark.parametrize("mode", DMA_MODES)
 @pytest.mark.parametrize(("name", "number"), FAULTS, ids=lambda x: str(x))
 def test_a_wait_that_is_dropped_is_found(name, number, mode, monkeypatch):
@@ -191,7 +188,7 @@ def test_a_wait_that_is_dropped_is_found(name, number, mode, monkeypatch):
         assert not all(np.allclose(ours, theirs, 1e-3, 1e-3, equal_nan=True) for ours, theirs in pairs)
 
 
-@pytest.mark.fast("latent_attention")
+@pytest.mark.slow(unless="latent_attention")
 @pytest.mark.parametrize("name", SIMULATIONS)
 def test_every_line_that_copies_has_a_planted_fault(name, monkeypatch):
     lines = drop_wait(monkeypatch, -1)
@@ -200,7 +197,7 @@ def test_every_line_that_copies_has_a_planted_fault(name, monkeypatch):
     assert len(lines) == SIMULATIONS[name].copies
 
 
-@pytest.mark.fast("latent_attention-3")
+@pytest.mark.slow(unless="latent_attention-3")
 @pytest.mark.parametrize("nodes", (3, 17))
 @pytest.mark.parametrize("name", ("latent_attention", "selected_attention"))
 def test_latent_attention_copies_committed_pages_only(name, nodes, monkeypatch):

@@ -76,7 +76,7 @@ def program(kv_heads, backend):
     return jax.jit(partial(split_heads, kv_heads=kv_heads, eps=EPS, backend=backend))
 
 
-@pytest.mark.fast("one of each kind", "as Qwen3 8B, bfloat16-triton")
+@pytest.mark.slow(unless=("one of each kind", "as Qwen3 8B, bfloat16-triton"))
 @backends
 @cases
 def test_equals_the_equations(case, backend):
@@ -90,7 +90,7 @@ def test_equals_the_equations(case, backend):
     np.testing.assert_array_equal(got[2], arrays[0][:, :, case.heads + case.kv_heads :])
 
 
-@pytest.mark.fast("False")
+@pytest.mark.slow(unless="False")
 @requires("triton")
 @pytest.mark.parametrize("norms", (False, True))
 def test_gradients_equal_those_of_the_reference(norms):
@@ -107,7 +107,7 @@ def test_gradients_equal_those_of_the_reference(norms):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.fast("one of each kind", "as Llama 3.1 8B", "norms")
+@pytest.mark.slow(unless=("one of each kind", "as Llama 3.1 8B", "norms"))
 @cases
 def test_lowers_for_cuda(case, monkeypatch):
     monkeypatch.setattr(platform, "interpret", lambda: False)

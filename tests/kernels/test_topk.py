@@ -48,7 +48,7 @@ def normal(shape, scale=4.0):
     return (np.random.default_rng(shape).normal(size=shape) * scale).astype(np.float32)
 
 
-@pytest.mark.fast("(2, 5, 37)-8", "(2500,)-16", "(3, 1024)-2-xla", "(4, 16)-16-xla")
+@pytest.mark.slow(unless=("(2, 5, 37)-8", "(2500,)-16", "(3, 1024)-2-xla", "(4, 16)-16-xla"))
 @backends
 @pytest.mark.parametrize("k", (1, 2, 8, 16))
 @pytest.mark.parametrize("shape", ((2500,), (3, 1024), (2, 5, 37), (4, 16)), ids=str)
@@ -56,7 +56,7 @@ def test_finds_what_a_sort_finds(shape, k, backend):
     check(normal(shape), k, program(k, backend))
 
 
-@pytest.mark.fast("33-xla", "64-triton", "64-mosaic_tpu")
+@pytest.mark.slow(unless=("33-xla", "64-triton", "64-mosaic_tpu"))
 @backends
 @pytest.mark.parametrize("k", (33, 64))
 def test_finds_as_many_as_the_widest_tree_has_children(k, backend):
@@ -101,7 +101,7 @@ def test_strange_rows(kind, backend):
     check(np.stack([row(kind), normal((2500,))]), 8, program(8, backend))
 
 
-@pytest.mark.fast("bfloat16")
+@pytest.mark.slow(unless="bfloat16")
 @backends
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_narrow_logits_are_converted_to_float32(dtype, backend):
@@ -112,7 +112,7 @@ SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 3e38, 
 FLOATS = st.one_of(SPECIAL, st.floats(width=32))
 
 
-@pytest.mark.fast("xla")
+@pytest.mark.slow(unless="xla")
 @backends
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(logits=arrays.arrays(np.float32, (2, 40), elements=FLOATS, fill=SPECIAL))
@@ -137,7 +137,7 @@ def test_the_result_does_not_depend_on_the_steps(tile):
     check(logits, 16, program(16, "mosaic_tpu", mosaic_tpu.Config(tile)))
 
 
-@pytest.mark.fast("8-bfloat16-(32, 128256)", "16-float32-(2, 3, 17)")
+@pytest.mark.slow(unless=("8-bfloat16-(32, 128256)", "16-float32-(2, 3, 17)"))
 @pytest.mark.parametrize("shape", ((1, 32000), (256, 32000), (32, 128256), (2, 3, 17)), ids=str)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("k", (1, 8, 16))
@@ -148,7 +148,7 @@ def test_lowers_for_a_gpu(k, dtype, shape, monkeypatch):
     assert "sort" not in text and "top_k" not in text.lower()
 
 
-@pytest.mark.fast("8-bfloat16-(32, 128256)", "16-float32-(2, 3, 17)")
+@pytest.mark.slow(unless=("8-bfloat16-(32, 128256)", "16-float32-(2, 3, 17)"))
 @pytest.mark.parametrize("shape", ((1, 32000), (32, 128256), (2, 3, 17)), ids=str)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("k", (8, 16))

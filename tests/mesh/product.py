@@ -1,13 +1,14 @@
 """Families x drafters x placements x entry points: tiny checkpoints, what each point runs, and what it must give.
 
 A point is one of these products. Its details (chains or trees, rows per page, how tokens are chosen, whether the draft
-is split) follow from it by arithmetic, so that every two values of any two axes meet in some point. Processes of
-`product_process.py` run some of the same points.
+is split) follow from it by arithmetic. The tests run points in which every two values of any two axes meet
+(`covering`), and processes of `product_process.py` others.
 """
 
 import dataclasses
 import functools
 import itertools
+import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ class Point:
 
     def __str__(self) -> str:
         formats = [name for name in (self.weights, self.kv and f"kv {self.kv}") if name]
-        return "-".join([self.family, self.drafter, self.placement, self.entry, *formats])
+        return "-".join([self.family, self.drafter, self.placement, self.entry, *formats]).replace(" ", "_")
 
     @property
     def reference(self) -> "Point":
@@ -136,6 +137,27 @@ def points() -> list[Point]:
     ]
 
 
+AXES = ("family", "drafter", "placement", "entry", "shape", "page", "chosen", "draft_tensor")
+
+
+def covering(points: list[Point]) -> list[Point]:
+    """Some of the points, in which every two values of two axes meet that meet in any of them.
+
+    The next one is always a point with the most pairs that have not met.
+    """
+    shuffled = random.Random(0).sample(points, len(points))
+    pairs = {
+        point: {(x, getattr(point, x), y, getattr(point, y)) for x, y in itertools.combinations(AXES, 2)}
+        for point in points
+    }
+    missing, selected = set().union(*pairs.values()), set()
+    while missing:
+        point = max(shuffled, key=lambda point: len(pairs[point] & missing))
+        selected.add(point)
+        missing -= pairs[point]
+    return [point for point in points if point in selected]
+
+
 def on_two(family: str, drafter: str, placement: str, entry: str) -> Point:
     """A point of two devices: those of "data 2" have the details of "tensor 2", but nothing is split."""
     point = make_point(family, drafter, "tensor 2", entry)
@@ -150,27 +172,40 @@ def suits(family: str, drafter: str) -> bool:
     return family in {"mtp": MTP, "frozen_kv_mtp": PER_HEAD}.get(drafter, FAMILIES)
 
 
-NARROW: dict[str, dict[str, str]] = {
+FORMATS: dict[str, dict[str, str]] = {
     "int8": dict(weights="int8"),
+    "int4": dict(weights="int4"),
     "fp8": dict(weights="fp8"),
     "kv": dict(kv="fp8"),
     "both": dict(weights="fp8", kv="fp8"),
+    "int4 and kv": dict(weights="int4", kv="fp8"),
 }
-"""Formats of fewer bits."""
-PACKED: dict[str, dict[str, str]] = {"int4": dict(weights="int4"), "both": dict(weights="int4", kv="fp8")}
-"""Those of 4 bits, which need whole blocks of rows."""
+"""Formats of fewer bits; those of 4 bits need whole blocks of rows."""
 
 
 def narrow_points() -> list[Point]:
-    """Weights and caches of fewer bits in every family; drafters and entry points take turns."""
-    made = []
-    for families, formats in ((FAMILIES, NARROW), (WIDE, PACKED)):
-        for turn, (family, kind, placement) in enumerate(itertools.product(families, formats, PLACEMENTS)):
-            drafters = [name for name in DRAFTERS if suits(family, name)]
-            entries, entry = list(ENTRIES), turn + turn // len(PLACEMENTS)
-            names = family, drafters[turn % len(drafters)], placement, entries[entry % len(entries)]
-            made.append(make_point(*names, **formats[kind]))
-    return made
+    """Weights of two formats and caches of 8 bits in every family; placements, drafters and entry points take turns."""
+    pairs = [
+        *itertools.product(FAMILIES, ("int8", "both")),
+        ("experts", "fp8"),
+        ("states", "kv"),
+        *itertools.product(WIDE, ("int4", "int4 and kv")),
+    ]
+    points = []
+    for turn, (family, kind) in enumerate(pairs):
+        drafters = [name for name in DRAFTERS if suits(family, name)]
+        placement, entry = list(PLACEMENTS)[(turn + turn // 3) % 3], list(ENTRIES)[turn % 3]
+        points.append(make_point(family, drafters[turn % len(drafters)], placement, entry, **FORMATS[kind]))
+    return points
+
+
+def points_of_processes() -> list[Point]:
+    """Each family and drafter in one group over both of two processes, or in a group in each."""
+    together, drafters = ("tensor 4", "data 2 x tensor 2"), list(DRAFTERS)
+    return [
+        make_point(family, drafters[2 * i % len(drafters)], together[i % 2], list(ENTRIES)[i % 3])
+        for i, family in enumerate(FAMILIES)
+    ]
 
 
 def generate(model: jspec.Model, point: Point, rows: bool = False) -> dict[str, Any]:

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import product
 import pytest
 
 TESTS = Path(__file__).parent
+PRODUCT = "product_on_eight_devices.py"
 MODULES = (
     "on_eight_devices.py",
-    "product_on_eight_devices.py",
+    PRODUCT,
     "layers_on_eight_devices.py",
     "groups_on_eight_devices.py",
     "engine_on_eight_devices.py",
@@ -25,9 +27,11 @@ MODULES = (
 DEVICES = "--xla_force_host_platform_device_count=8"
 
 
-def run(mark: str, modules: Sequence[str] = MODULES) -> None:
+def run(mark: str, modules: Sequence[str] = MODULES, family: str = "") -> None:
+    """family: of the product, only its points."""
     environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-m", mark]
+    command += ["-k", f"[{family}-"] if family else []
     ran = subprocess.run(
         [*command, *(str(TESTS / module) for module in modules)],
         cwd=TESTS.parents[1],
@@ -39,11 +43,17 @@ def run(mark: str, modules: Sequence[str] = MODULES) -> None:
     assert ran.returncode == 0 and "passed" in ran.stdout, ran.stdout[-8000:] + ran.stderr[-2000:]
 
 
-def test_on_eight_devices():
+def test_fast_tests_on_eight_devices():
     run("not slow")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", MODULES)
-def test_all_on_eight_devices(module):
+@pytest.mark.parametrize("module", [module for module in MODULES if module != PRODUCT])
+def test_slow_tests_on_eight_devices(module):
     run("slow", [module])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*product.FAMILIES, *product.WIDE])
+def test_every_drafter_of_a_family_on_eight_devices(family):
+    run("slow", [PRODUCT], family.replace(" ", "_"))

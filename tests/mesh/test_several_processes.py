@@ -1,7 +1,6 @@
 """Several processes that generate together give what one device gives."""
 
 import dataclasses
-import itertools
 import json
 
 import numpy as np
@@ -81,13 +80,6 @@ def test_two_processes_generate_what_one_device_does(kind, tmp_path):
     assert zero["8-bit bytes"] == one["8-bit bytes"] < zero["tensor bytes"] / 2
 
 
-TOGETHER = ("tensor 4", "data 2 x tensor 2")
-"""One group over both processes, and a group in each."""
-CI = [
-    ("qwen3", "eagle", "data 2 x tensor 2", "engine"),
-    ("latents", "mtp", "tensor 4", "generate"),
-    ("states and experts", "suffix", "tensor 4", "generate_ids"),
-]
 ON_GPUS = [
     ("qwen3", "eagle", "data 2", "engine"),
     ("qwen3", "standalone", "tensor 2", "engine"),
@@ -97,41 +89,23 @@ ON_GPUS = [
     ("windows", "frozen_kv_mtp", "tensor 2", "generate_ids"),
     ("states and experts", "suffix", "data 2", "generate_ids"),
 ]
-"""The same over two devices, one per process."""
-
-
-def of_family(family):
-    """All drafters in both placements; entry points take turns."""
-    every = list(itertools.product(product.DRAFTERS, TOGETHER))
-    turn = list(product.FAMILIES).index(family)
-    return [
-        product.make_point(family, drafter, placement, list(product.ENTRIES)[(turn + i) % 3])
-        for i, (drafter, placement) in enumerate(every)
-        if product.suits(family, drafter)
-    ]
+"""Points over two devices, one per process."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", several.KINDS)
 def test_families_and_drafters_in_two_processes(kind, tmp_path):
-    given = {"cpu": (product.make_point, CI), "gpu": (product.on_two, ON_GPUS)}
-    make, names = given[kind]
-    check([make(*each) for each in names], kind, tmp_path)
+    points = {"cpu": product.points_of_processes(), "gpu": [product.on_two(*names) for names in ON_GPUS]}
+    check(points[kind], kind, tmp_path)
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("family", product.FAMILIES)
-def test_all_drafters_of_a_family_in_two_processes(family, tmp_path):
-    check(of_family(family), "cpu", tmp_path, 10 * several.SECONDS)
-
-
-def check(points, kind, directory, seconds=several.SECONDS):
+def check(points, kind, directory):
     """The tokens and rounds are those of one device."""
     checkpoints = product.Checkpoints(directory)
     expected = list(map(product.references(checkpoints), points))
     (directory / "points.json").write_text(json.dumps([dataclasses.asdict(point) for point in points]))
     processes = several.start_all(several.worker("product_process.py", directory, directory), kind, directory)
-    ends = several.finish(processes, seconds)
+    ends = several.finish(processes, 3 * several.SECONDS)
     assert ends == [0, 0], several.logs(directory)
     for index in range(several.PROCESSES):
         found = json.loads((directory / f"{index}.json").read_text())

@@ -79,7 +79,7 @@ def prompts_of(lengths):
 # The forward
 
 
-@pytest.mark.fast("shared")
+@pytest.mark.slow(unless="shared")
 @pytest.mark.parametrize(
     ("kind", "ordered"),
     [("dense", False), ("shared", True), pytest.param("experts", True, marks=pytest.mark.slow)],

@@ -143,7 +143,7 @@ def as_on_the_hub(raw):
         raw["expert_intermediate_size"] = raw.pop("moe_intermediate_size")
 
 
-@pytest.mark.fast("dense-new config", "shared-old config", "experts-new config")
+@pytest.mark.slow(unless=("dense-new config", "shared-old config", "experts-new config"))
 @pytest.mark.parametrize("old_config", [False, True], ids=["new config", "old config"])
 @pytest.mark.parametrize("kind", hf.GEMMA4_KINDS)
 def test_logits_equal_transformers(tmp_path, kind, old_config):
@@ -154,7 +154,7 @@ def test_logits_equal_transformers(tmp_path, kind, old_config):
     check_logits(oracle, tmp_path)
 
 
-@pytest.mark.fast("dense-changes1", "shared-changes4")
+@pytest.mark.slow(unless=("dense-changes1", "shared-changes4"))
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

@@ -127,7 +127,7 @@ def check_states(oracle, directory):
     return loaded
 
 
-@pytest.mark.fast("sharded")
+@pytest.mark.slow(unless="sharded")
 @pytest.mark.parametrize("layout", ["one file", "sharded"])
 def test_logits_and_captured_layers_equal_transformers(tmp_path, layout):
     """With some products beyond the bounds of the gate; one layout is that of the older generation."""

@@ -93,7 +93,7 @@ def label(case):
     return f"{family}-{type(drafter).__name__}-{drafter.depth}{f'x{width}' if width > 1 else ''}-{page_size}"
 
 
-@pytest.mark.fast("llama-Ngram-4-16", "llama-Eagle-3-1")
+@pytest.mark.slow(unless=("llama-Ngram-4-16", "llama-Eagle-3-1"))
 @pytest.mark.parametrize(("pair", "drafter", "page_size"), CASES, ids=map(label, CASES), indirect=["pair"])
 def test_greedy_output_equals_transformers(pair, with_head, expected, drafter, page_size):
     model, oracle = pair
@@ -107,7 +107,7 @@ def test_greedy_output_equals_transformers(pair, with_head, expected, drafter, p
         assert out.stats.accept_length > least, "the draft is close to its target: something must be accepted"
 
 
-@pytest.mark.fast("Ngram")
+@pytest.mark.slow(unless="Ngram")
 @pytest.mark.parametrize("drafter", [None, jspec.Ngram(depth=4), jspec.Standalone(depth=4, width=3)], ids=str)
 def test_eos_cuts_where_transformers_stops(pair, expected, drafter):
     model, oracle = pair

@@ -129,7 +129,7 @@ def test_4_bits_have_groups_of_128_rows():
     np.testing.assert_array_equal(widen(stack)[1], widen(got))
 
 
-@pytest.mark.fast("fp8-llama", "int4-llama")
+@pytest.mark.slow(unless=("fp8-llama", "int4-llama"))
 @pytest.mark.parametrize(
     ("weights", "family"),
     [
@@ -208,7 +208,7 @@ def test_drafted_tokens_are_those_of_plain_decoding_in_half_precision(weights):
     assert jspec.generate(model, PROMPTS, drafter=jspec.Standalone(depth=3), max_new_tokens=20).tokens == plain.tokens
 
 
-@pytest.mark.fast("int4")
+@pytest.mark.slow(unless="int4")
 def test_the_loop_holds_no_widened_weights(weights):
     """On a CPU a product widens its own matrix, inside the loop; none is widened in front of it, for the whole loop."""
     params = Params(named(EXPERTS, toy_experts(), weights=weights))
@@ -248,7 +248,7 @@ def directory(tmp_path_factory):
     return path
 
 
-@pytest.mark.fast("int8", "fp8")
+@pytest.mark.slow(unless=("int8", "fp8"))
 def test_a_checkpoint_is_quantized_as_it_is_read(directory, weights):
     loaded = jspec.load(directory, draft=directory, weights=weights)
     expected = named(toy.TARGET, toy.random_params(toy.TARGET), weights=weights)

@@ -177,7 +177,7 @@ def as_on_the_hub(raw):
     del raw["layer_types"]
 
 
-@pytest.mark.fast("qwen3_next-changes1-False")
+@pytest.mark.slow(unless="qwen3_next-changes1-False")
 @pytest.mark.parametrize(
     ("family", "changes", "old"),
     [

@@ -207,7 +207,7 @@ def test_a_stream_gives_the_full_text_for_any_grouping(tokenizer, data):
     assert "".join(pieces) == full_text(tokenizer, prompt, ids, stops)
 
 
-@pytest.mark.fast("sentencepiece")
+@pytest.mark.slow(unless="sentencepiece")
 @all_tokenizers
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)

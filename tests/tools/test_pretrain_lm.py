@@ -61,7 +61,7 @@ def setup_for(config=MODEL, recipe=RECIPE, teacher=None):
     return LmSetup(config, recipe, teacher, "float32")
 
 
-@pytest.mark.fast("1-llama")
+@pytest.mark.slow(unless="1-llama")
 @pytest.mark.parametrize("config", [MODEL, DRAFT], ids=["qwen3-tied", "llama-untied"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_training_forward_equals_the_models(config, layers):
