@@ -6,20 +6,18 @@ package's own, for a target of any family, which lists the target's layers.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jspec.checkpoints.config import family_of, read_eps, reading, unknown_family
-from jspec.checkpoints.draft import feature_draft, write
+from jspec.checkpoints.draft import DraftKind, Stored, matrix, name_table, read_table
 from jspec.checkpoints.experts import name_mlp, read_mlp
 from jspec.checkpoints.fields import MOST_LAYERS, Fields
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.gemma4 import NORMS, match_layers, parse_assistant
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import refuse_split
-from jspec.checkpoints.tensors import Tensors, named_leaf
+from jspec.checkpoints.tensors import Tensors
 from jspec.models.assistant import Assistant, AssistantLayerParams, AssistantParams, ClusterParams, Clusters
 from jspec.models.decoder import Decoder
 
@@ -28,6 +26,20 @@ GEMMA4 = {
     "Gemma4UnifiedAssistantForCausalLM": "gemma4_unified_assistant",
 }
 """Classes of `transformers` -> model_type."""
+_TENSORS = {
+    "pre_projection": matrix("pre_projection.weight"),
+    "norm": Stored("model.norm.weight"),
+    "post_projection": matrix("post_projection.weight"),
+    "head": Stored("model.embed_tokens.weight"),
+}
+"""Field of `AssistantParams` -> its tensor."""
+_LAYER = {
+    **{field: Stored(name) for field, name in NORMS.items()},
+    "q": matrix("self_attn.q_proj.weight"),
+    "q_norm": Stored("self_attn.q_norm.weight"),
+    "o": matrix("self_attn.o_proj.weight"),
+}
+"""The same for `AssistantLayerParams`."""
 OWN = ("FrozenKvAssistant", "frozen_kv_assistant")
 """Class and model_type of this package's own kind."""
 
@@ -38,12 +50,7 @@ def matches(source: Source) -> bool:
 
 
 def parse_config(config: Fields, target: Decoder) -> Assistant:
-    """The assistant that a config.json describes.
-
-    Raises:
-      CheckpointError: an unsupported architecture or option, a key that is missing, of the wrong type or out of bounds,
-        or an assistant that does not suit the target.
-    """
+    """Parse the config.json of an assistant of either kind."""
     kind = _kind(config)
     if kind is None:
         raise unknown_family(config, [*GEMMA4, OWN[0]], "an assistant")
@@ -97,38 +104,25 @@ def _parse_gemma4(config: Fields, target: Decoder) -> Assistant:
 
 
 def read_params(source: Source, config: Assistant, tensors: Tensors) -> AssistantParams:
-    """The weights of an assistant.
-
-    Raises:
-      CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
-    """
-    width, outer = config.hidden_size, config.target_hidden_size
-    own_head = config.clusters is None and not config.target_head
+    """Read the weights of an assistant."""
+    shapes = config.param_shapes(tensors.dtype)
     params = AssistantParams(
-        pre_projection=tensors.fused([("pre_projection.weight", width)], 2 * outer, named_leaf("pre_projection")),
-        layers=tuple(_read_layer(config, tensors, i, f"model.layers.{i}.") for i in range(config.num_layers)),
-        norm=tensors.device("model.norm.weight", width),
-        post_projection=tensors.fused([("post_projection.weight", outer)], width, named_leaf("post_projection")),
-        head=tensors.device("model.embed_tokens.weight", config.vocab_size, width, options=named_leaf("head"))
-        if own_head
-        else None,
+        **read_table(_TENSORS, shapes, tensors),
+        layers=tuple(
+            _read_layer(config, shape, tensors, f"model.layers.{index}.") for index, shape in enumerate(shapes.layers)
+        ),
         clusters=_read_clusters(config, tensors) if config.clusters else None,
     )
     if not config.target_head:
-        tensors.compare_head("model.embed_tokens.weight", config.vocab_size, width)
+        tensors.compare_head("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     tensors.refuse_unread("assistant")
     return params
 
 
-def _read_layer(config: Assistant, tensors: Tensors, index: int, prefix: str) -> AssistantLayerParams:
-    width, mlp, head_dim = config.hidden_size, config.intermediate_size, config.head_dims[index]
-    query = config.num_heads * head_dim
+def _read_layer(config: Assistant, shapes: AssistantLayerParams, tensors: Tensors, prefix: str) -> AssistantLayerParams:
     return AssistantLayerParams(
-        **{field: tensors.device(prefix + name, width) for field, name in NORMS.items()},
-        q=tensors.fused([(prefix + "self_attn.q_proj.weight", query)], width, named_leaf("q")),
-        q_norm=tensors.device(prefix + "self_attn.q_norm.weight", head_dim),
-        o=tensors.fused([(prefix + "self_attn.o_proj.weight", width)], query, named_leaf("o")),
-        **read_mlp(tensors, prefix + "mlp.", mlp, width),
+        **read_table(_LAYER, shapes, tensors, prefix),
+        **read_mlp(tensors, prefix + "mlp.", config.intermediate_size, config.hidden_size),
         scalar=tensors.device(prefix + "layer_scalar", 1).reshape(()),
     )
 
@@ -148,18 +142,6 @@ def _read_clusters(config: Assistant, tensors: Tensors) -> ClusterParams:
         ids=on_device(ids.reshape(count, -1).astype(np.int32)),
         head=on_device(head[ids].reshape(count, -1, width)),
     )
-
-
-def save(directory: str | Path, config: Assistant, params: AssistantParams, *, dtype: str = "bfloat16") -> None:
-    """Writes config.json, of this package's own kind, and the weights to a directory, which is created if needed.
-
-    dtype: precision of the stored weights.
-
-    Raises:
-      ValueError: they are split over devices.
-    """
-    refuse_split(config)
-    write(directory, describe(config) | {"dtype": dtype}, named_tensors(params), dtype)
 
 
 def describe(config: Assistant) -> dict[str, Any]:
@@ -186,31 +168,26 @@ def describe(config: Assistant) -> dict[str, Any]:
 
 def named_tensors(params: AssistantParams) -> Iterator[tuple[str, Any]]:
     """All weights under the names of transformers, [out, in]."""
-    yield "pre_projection.weight", np.asarray(params.pre_projection).T
-    yield "post_projection.weight", np.asarray(params.post_projection).T
-    yield "model.norm.weight", params.norm
+    yield from name_table(_TENSORS, params)
     for index, layer in enumerate(params.layers):
-        for name, tensor in _name_layer(layer):
-            yield f"model.layers.{index}.{name}", tensor
-    if params.clusters is None:
-        if params.head is not None:
-            yield "model.embed_tokens.weight", params.head
-        return
-    ids = np.asarray(params.clusters.ids).reshape(-1)
-    head = np.asarray(params.clusters.head)
-    yield "model.embed_tokens.weight", head.reshape(len(ids), -1)[np.argsort(ids)]
-    yield "masked_embedding.centroids.weight", np.asarray(params.clusters.centroids).T
-    yield "masked_embedding.token_ordering", ids.astype(np.int64)
+        prefix = f"model.layers.{index}."
+        yield from name_table(_LAYER, layer, prefix)
+        yield from name_mlp(prefix + "mlp.", layer.gate_up, layer.down)
+        yield prefix + "layer_scalar", np.asarray(layer.scalar).reshape(1)
+    if params.clusters is not None:
+        ids = np.asarray(params.clusters.ids).reshape(-1)
+        head = np.asarray(params.clusters.head)
+        yield "model.embed_tokens.weight", head.reshape(len(ids), -1)[np.argsort(ids)]
+        yield "masked_embedding.centroids.weight", np.asarray(params.clusters.centroids).T
+        yield "masked_embedding.token_ordering", ids.astype(np.int64)
 
 
-def _name_layer(layer: AssistantLayerParams) -> Iterator[tuple[str, Any]]:
-    for field, name in NORMS.items():
-        yield name, getattr(layer, field)
-    yield "self_attn.q_proj.weight", np.asarray(layer.q).T
-    yield "self_attn.q_norm.weight", layer.q_norm
-    yield "self_attn.o_proj.weight", np.asarray(layer.o).T
-    yield from name_mlp("mlp.", layer.gate_up, layer.down)
-    yield "layer_scalar", np.asarray(layer.scalar).reshape(1)
-
-
-KIND = feature_draft(matches, lambda source, target: parse_config(source.config, target), read_params)
+KIND = DraftKind(
+    Assistant,
+    ("jspec",),
+    matches,
+    lambda source, target: parse_config(source.config, target),
+    read_params,
+    lambda layout, config, params, verifier: describe(config),
+    lambda layout, config, params: named_tensors(params),
+)

@@ -8,11 +8,20 @@ leaves them. A key is read from `dflash_config` first.
 
 from typing import Any, Literal
 
-from jspec.checkpoints.config import check_target, read_eps, read_head_dim, reading
-from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, MOST_NUMBER, Fields, refuse
+from jspec.checkpoints import speculators
+from jspec.checkpoints.config import reading
+from jspec.checkpoints.draft_config import (
+    check_captured,
+    check_sizes,
+    describe_layers,
+    find_architectures,
+    read_layers,
+    scaled_by,
+)
+from jspec.checkpoints.fields import MOST_LAYERS, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
-from jspec.checkpoints.llama import describe_scaling, parse_rope, read_heads
-from jspec.checkpoints.speculators import describe_method, is_speculators, read_layer_config
+from jspec.checkpoints.source import Source
+from jspec.checkpoints.speculators import is_speculators, read_layer_config
 from jspec.models.block_head import MARKOV_KINDS, BlockHead, BlockParams
 from jspec.models.decoder import Decoder
 
@@ -31,47 +40,31 @@ _TRAINED_WITH = 512
 """DeepSpec's default number of anchors per sequence, a key that its classes require."""
 
 
-def matches(config: Fields) -> bool:
-    """Whether a config.json is a block draft's, of any layout."""
-    names = [*(config.optional_texts("architectures") or ()), config.optional_text("speculators_model_type") or ""]
-    stated = any(part in name.lower() for name in names for part in _NAMES)
-    return stated or config.has(_SECTION) or config.has(_BUNDLED)
+def matches(source: Source) -> bool:
+    """Whether a config.json is that of a block draft, of any layout."""
+    config = source.config
+    model_type = (config.optional_text("speculators_model_type") or "").lower()
+    stated = find_architectures(config, _NAMES) or any(part in model_type for part in _NAMES)
+    return bool(stated) or config.has(_SECTION) or config.has(_BUNDLED)
 
 
-def parse_config(config: Fields, names: set[str], target: Decoder) -> BlockHead:
-    """The block draft that a config.json describes.
-
-    Args:
-      names: those of the tensors, which determine whether it has an embedding and an LM head of its own.
-      target: the model that it drafts for.
-
-    Raises:
-      CheckpointError: an unsupported option, a key that is missing, of the wrong type or out of bounds, or a draft that
-        does not suit the target.
-    """
+def parse_config(source: Source, target: Decoder) -> BlockHead:
+    """Parse the config.json of a draft of any layout."""
+    config, names = source.config, source.files.names()
     if config.has(_BUNDLED):
         refuse(config.where, [f"{config.describe(_BUNDLED)}, a module with layers of DeepSeek-V4"], "a block draft")
     layer = read_layer_config(config, ("qwen3",))
     _refuse(config, layer)
-    heads, kv_heads = read_heads(layer)
-    theta, scaling = parse_rope(layer)
-    vocabulary = layer.read_int("vocab_size")
+    layers = read_layers(layer, target, head_dim=128)
     windows, causal = _read_attention(config, layer)
     markov, rank = _read_markov(config)
     scale, soft_cap = _read_logits(config, names, target)
     with reading(config.where):
         head = BlockHead(
-            vocab_size=vocabulary,
-            draft_vocab_size=config.read_int("draft_vocab_size", vocabulary),
-            hidden_size=layer.read_int("hidden_size"),
+            **layers,
+            draft_vocab_size=config.read_int("draft_vocab_size", layers["vocab_size"]),
             target_hidden_size=_in(config, "target_hidden_size").read_int("target_hidden_size", target.hidden_size),
-            intermediate_size=layer.read_int("intermediate_size"),
-            num_layers=layer.read_int("num_hidden_layers", most=MOST_LAYERS),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=read_head_dim(layer, default=128),
-            max_length=layer.read_int("max_position_embeddings", target.max_length, most=MOST_LENGTH),
-            capture_layers=_read_capture(config, layer, target),
+            capture_layers=_read_captured(config, layers["num_layers"], target),
             block_size=_in(config, "block_size").read_int("block_size"),
             mask_token=_in(config, "mask_token_id").read_int("mask_token_id", least=0),
             next_token=_read_next_token(config),
@@ -80,16 +73,19 @@ def parse_config(config: Fields, names: set[str], target: Decoder) -> BlockHead:
             markov=markov,
             markov_rank=rank,
             confidence=_read_confidence(config),
-            rms_norm_eps=read_eps(layer),
-            rope_theta=theta,
-            rope_scaling=scaling,
             attention_bias=layer.read_flag("attention_bias", False),
             own_embed="embed_tokens.weight" in names,
             own_head="lm_head.weight" in names,
             logit_scale=scale,
             soft_cap=soft_cap,
         )
-    _check_config(head, target, config.where)
+    check_sizes(head, target, config.where)
+    if head.hidden_size != target.hidden_size and not (head.own_embed and head.own_head):
+        problem = (
+            f"the target's is {target.hidden_size}: a draft of another width needs the tensors embed_tokens.weight and "
+            "lm_head.weight"
+        )
+        raise config.wrong("hidden_size", head.hidden_size, problem)
     return head
 
 
@@ -102,18 +98,13 @@ def _in(config: Fields, key: str) -> Fields:
 def _refuse(config: Fields, layer: Fields) -> None:
     """Raises if the configuration requires another forward than that of `BlockHead`."""
     wrong = config.unsupported({"speculators_model_type": ("dflash", "dspark"), "shift_label": (False,)})
-    architectures = config.optional_texts("architectures") or ()
-    wrong += [f"architectures={name}" for name in architectures if any(part in name.lower() for part in _OTHER_CLASSES)]
+    wrong += [f"architectures={name}" for name in find_architectures(config, _OTHER_CLASSES)]
     section = config.section(_SECTION)
     for fields in (config, layer, section):
         wrong += fields.unsupported({"projector_type": ("dflash", "dspark"), "mlp_bias": (False,)})
         wrong += fields.unsupported({"hidden_act": ("silu",)})
         wrong += [fields.describe(key) for key in _OTHER_METHODS if fields.is_set(key)]
-        wrong += [
-            fields.describe(key)
-            for key in ("attention_value_scale", "input_embedding_scale")
-            if fields.optional_number(key) not in (None, 1)
-        ]
+        wrong += scaled_by(fields, "attention_value_scale", "input_embedding_scale")
         if fields.section("quantization_config").keys():
             wrong.append("quantization_config")
     refuse(config.where, wrong, "a block draft")
@@ -121,9 +112,8 @@ def _refuse(config: Fields, layer: Fields) -> None:
 
 def _is_dspark(config: Fields) -> bool:
     """Whether a draft of z-lab's, DeepSpec's or SpecForge's layout is a DSpark one."""
-    names = config.optional_texts("architectures") or ()
     kind = _in(config, "projector_type").read_text("projector_type", "")
-    return kind == "dspark" or any("dspark" in name.lower() for name in names)
+    return kind == "dspark" or bool(find_architectures(config, ["dspark"]))
 
 
 def _read_next_token(config: Fields) -> bool:
@@ -200,24 +190,21 @@ def _read_logits(config: Fields, names: set[str], target: Decoder) -> tuple[floa
     return scale, None
 
 
-def _read_capture(config: Fields, layer: Fields, target: Decoder) -> tuple[int, ...]:
-    """The hidden states of the target that the draft reads, as in `Decoder.apply`."""
+def _read_captured(config: Fields, layers: int, target: Decoder) -> tuple[int, ...]:
+    """Read which hidden states of the target a draft of that many layers reads, as in `Decoder.apply`."""
     count = target.num_layers
     stated = config.optional_int("num_target_layers", most=MOST_LAYERS)
     if stated not in (None, count):
         raise config.wrong("num_target_layers", stated, f"the target has {count} layers")
     if is_speculators(config):
-        key, shift, fields = "aux_hidden_state_layer_ids", 0, config
-        ids = fields.read_ints(key, most=MOST_LAYERS, count=MOST_LAYERS)
-    else:
-        key, shift = "target_layer_ids", 1
-        fields = _in(config, key)
-        ids = fields.optional_ints(key, least=-1, most=MOST_LAYERS, count=MOST_LAYERS)
-        ids = _default_ids(count, layer.read_int("num_hidden_layers", most=MOST_LAYERS)) if ids is None else ids
-    if not ids or list(ids) != sorted(set(ids)) or not -shift <= ids[0] <= ids[-1] <= count - shift:
-        problem = f"must ascend, from {-shift} to at most {count - shift}, as the target has {count} layers"
-        raise fields.wrong(key, list(ids), problem)
-    return tuple(i + shift for i in ids)
+        key = "aux_hidden_state_layer_ids"
+        return check_captured(config, key, config.read_ints(key, most=MOST_LAYERS, count=MOST_LAYERS), 0, target)
+    key = "target_layer_ids"
+    fields = _in(config, key)
+    ids = fields.optional_ints(key, least=-1, most=MOST_LAYERS, count=MOST_LAYERS)
+    if ids is None:
+        return check_captured(fields, key, _default_ids(count, layers), 1, target, default=True)
+    return check_captured(fields, key, ids, 1, target)
 
 
 def _default_ids(count: int, layers: int) -> tuple[int, ...]:
@@ -227,60 +214,22 @@ def _default_ids(count: int, layers: int) -> tuple[int, ...]:
     return tuple(round(1 + index * (count - 4) / (layers - 1)) for index in range(layers))
 
 
-def _check_config(config: BlockHead, target: Decoder, where: str) -> None:
-    """Raises if the hyperparameters contradict each other or the target's."""
-    check_target(config, target, where)
-    if config.hidden_size != target.hidden_size and not (config.own_embed and config.own_head):
-        raise CheckpointError(
-            f"{where}: hidden_size={config.hidden_size}, but the target's is {target.hidden_size}: a draft of another "
-            "width needs the tensors embed_tokens.weight and lm_head.weight"
-        )
-
-
-def describe(layout: str, config: BlockHead, params: BlockParams, dtype: str, verifier: str | None) -> dict[str, Any]:
-    """The config.json of a block draft.
-
-    Args:
-      params: determines which weights exist; the values do not matter.
-      dtype: precision of the stored weights.
-      verifier: the target's directory or hub id, for the layout "speculators".
-
-    Raises:
-      ValueError: an unknown layout, or a draft that the layout cannot represent.
-    """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}: must be one of {', '.join(LAYOUTS)}")
+def describe(layout: str, config: BlockHead, params: BlockParams, verifier: str | None) -> dict[str, Any]:
+    """Describe a block draft in a layout."""
     if config.logit_scale != 1.0 or config.soft_cap is not None or params.mask_embed is not None:
         raise ValueError(f"layout={layout!r} cannot hold logit_scale, soft_cap or mask_embed")
-    if layout == "deepspec":
-        return {**_describe_deepspec(config), "torch_dtype": dtype}
-    return {**_describe_speculators(config, verifier), "torch_dtype": dtype}
+    return _describe_deepspec(config) if layout == "deepspec" else _describe_speculators(config, verifier)
 
 
 def _describe_layers(config: BlockHead) -> dict[str, Any]:
-    """The keys of the layers, those of a Qwen3, in the older generation's format, which every release reads."""
-    scaling, window = config.rope_scaling, next((one for one in config.windows if one), None)
+    """Describe the layers, those of a Qwen3."""
+    window = next((window for window in config.windows if window), None)
+    types = ["full_attention" if window is None else "sliding_attention" for window in config.windows]
     return {
-        "model_type": "qwen3",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_length,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if scaling is None else describe_scaling(scaling),
-        "attention_bias": config.attention_bias,
+        **describe_layers(config, "qwen3", config.attention_bias),
         "use_sliding_window": window is not None,
         "sliding_window": window,
-        "layer_types": ["full_attention" if one is None else "sliding_attention" for one in config.windows],
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "bos_token_id": None,
-        "eos_token_id": None,
+        "layer_types": types,
     }
 
 
@@ -323,15 +272,11 @@ def _describe_speculators(config: BlockHead, verifier: str | None) -> dict[str, 
         )
     dspark = config.next_token or config.markov is not None or config.confidence is not None
     algorithm = "dspark" if dspark else "dflash"
+    class_name = f"{'DSpark' if dspark else 'DFlash'}Speculator"
+    layers = _describe_layers(config)
     return {
-        "architectures": [f"{'DSpark' if dspark else 'DFlash'}Speculator"],
-        "speculators_model_type": algorithm,
-        "speculators_config": describe_method(algorithm, config.depth, verifier),
-        "transformer_layer_config": _describe_layers(config),
+        **speculators.describe(config, class_name, algorithm, config.depth, verifier, layers),
         **_describe_heads(config),
         "sliding_window_non_causal": any(not causal for _, causal in sliding),
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": None if config.hidden_size == config.target_hidden_size else config.target_hidden_size,
         "aux_hidden_state_layer_ids": list(config.capture_layers),
-        "tie_word_embeddings": False,
     }

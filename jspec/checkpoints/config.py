@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from jspec.checkpoints.fields import MOST_LAYERS, MOST_LENGTH, MOST_NUMBER, Fields
 from jspec.checkpoints.files import CheckpointError
@@ -10,45 +10,6 @@ from jspec.models.decoder import Decoder
 from jspec.models.layers import YarnRope
 from jspec.models.moe import Routed
 from jspec.models.router import Router
-
-
-class FeatureDraft(Protocol):
-    """The sizes of a draft that reads the target's hidden states."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The target's."""
-        ...
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that the draft can propose."""
-        ...
-
-    @property
-    def target_hidden_size(self) -> int:
-        """Width of the hidden states."""
-        ...
-
-
-def check_target(config: FeatureDraft, target: Decoder, where: str) -> None:
-    """Raises if the sizes of a draft contradict the target's.
-
-    where: the config.json, for the error.
-
-    Raises:
-      CheckpointError: names the key, its value and the target's.
-    """
-    if config.vocab_size != target.vocab_size:
-        raise CheckpointError(f"{where}: vocab_size={config.vocab_size}, but the target has {target.vocab_size} tokens")
-    if not 1 <= config.draft_vocab_size <= config.vocab_size:
-        raise CheckpointError(
-            f"{where}: draft_vocab_size={config.draft_vocab_size}: must be between 1 and vocab_size={config.vocab_size}"
-        )
-    if config.target_hidden_size != target.hidden_size:
-        raise CheckpointError(
-            f"{where}: target_hidden_size={config.target_hidden_size}, but the target's width is {target.hidden_size}"
-        )
 
 
 def family_of(config: Fields, architectures: Mapping[str, str]) -> str | None:

@@ -1,31 +1,23 @@
 """Checkpoint directories of drafts of all kinds."""
 
+import json
 from pathlib import Path
 from typing import Any
 
-from jspec.checkpoints import assistant, block, eagle, language_model
-from jspec.checkpoints.draft import DraftKind
-from jspec.checkpoints.files import CheckpointError
+import numpy as np
+from jaxtyping import PyTree
+
+from jspec.checkpoints import assistant, atomic, block, eagle, language_model
+from jspec.checkpoints.files import CheckpointError, resolve_dtype, write_tensors
 from jspec.checkpoints.plan import Checkpoint, Plan
 from jspec.checkpoints.source import Source
-from jspec.checkpoints.split import splits_draft
+from jspec.checkpoints.split import refuse_split, splits_draft
 from jspec.core.sharding import Placement
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 
-
-def _plan_language_model(source: Source, target: Decoder, dtype: str | None, weights: str | None) -> Plan[Any]:
-    plan = language_model.plan(source, dtype=dtype, mtp=False, weights=weights)
-    count = plan.config.vocab_size
-    if count != target.vocab_size:
-        raise CheckpointError(
-            f"{source.config.where}: vocab_size={count}, but the target has {target.vocab_size} tokens"
-        )
-    return plan
-
-
-DRAFT_KINDS = (assistant.KIND, block.KIND, eagle.KIND, DraftKind(lambda source: True, _plan_language_model))
-"""All kinds of drafts; the first that matches is used."""
+DRAFT_KINDS = (assistant.KIND, block.KIND, eagle.KIND)
+"""The kinds of drafts; the first that matches is used. A checkpoint of no kind is a small language model's."""
 
 
 def load(directory: str | Path, *, target: Decoder, dtype: str | None = None) -> Checkpoint[Any]:
@@ -52,8 +44,16 @@ def plan(source: Source, target: Decoder, dtype: str | None = None, weights: str
     Raises:
       CheckpointError, ValueError: as `load`.
     """
-    kind = next(kind for kind in DRAFT_KINDS if kind.matches(source))
-    return kind.plan(source, target, dtype, weights)
+    for kind in DRAFT_KINDS:
+        if kind.matches(source):
+            return kind.plan(source, target, dtype, weights)
+    plan: Plan[Any] = language_model.plan(source, dtype=dtype, mtp=False, weights=weights)
+    count = plan.config.vocab_size
+    if count != target.vocab_size:
+        raise CheckpointError(
+            f"{source.config.where}: vocab_size={count}, but the target has {target.vocab_size} tokens"
+        )
+    return plan
 
 
 def place(plan: Plan[Draft], name: str, placement: Placement, draft_tensor: bool | None = None) -> Plan[Draft]:
@@ -85,3 +85,42 @@ def place(plan: Plan[Draft], name: str, placement: Placement, draft_tensor: bool
             raise ValueError(f"draft_tensor=True: {problem}; omit draft_tensor") from None
         return plan
     return split if draft_tensor or splits_draft(config, tensors.dtype, devices, tensors.weights) else plan
+
+
+def save(
+    directory: str | Path,
+    config: Draft,
+    params: PyTree,
+    *,
+    layout: str | None = None,
+    dtype: str = "bfloat16",
+    verifier: str | None = None,
+) -> None:
+    """Write config.json and model.safetensors to a directory, which is created if needed.
+
+    Args:
+      config: of a draft of one of the `DRAFT_KINDS`.
+      layout: None: the default of the kind. EAGLE heads have "safeailab", for SGLang and vLLM, and EAGLE-3 heads
+        "speculators", for vLLM; block drafts "deepspec", for SGLang and vLLM, and "speculators". SGLang ignores
+        `norm_before_residual`, `input_norm`, norms of heads and biases of the attention of EAGLE heads, and drafts less
+        well with them.
+      dtype: precision of the stored weights; integers keep theirs.
+      verifier: the target's directory or hub id, which "speculators" records for vLLM.
+
+    Raises:
+      ValueError: an unknown layout or dtype, a draft that the layout cannot represent, or one that is split.
+    """
+    kind = next(kind for kind in DRAFT_KINDS if isinstance(config, kind.config))
+    refuse_split(config)
+    layout = kind.layouts[0] if layout is None else layout
+    if layout not in kind.layouts:
+        raise ValueError(f"layout={layout!r}: must be one of {', '.join(kind.layouts)}")
+    raw, stored = kind.describe(layout, config, params, verifier) | {"torch_dtype": dtype}, resolve_dtype(dtype)
+    arrays = {name: np.asarray(tensor) for name, tensor in kind.named_tensors(layout, config, params)}
+    contiguous = {
+        name: np.ascontiguousarray(array if array.dtype.kind in "iub" else array.astype(stored))
+        for name, array in arrays.items()
+    }
+    with atomic.staged(directory, key="config.json", replaced=atomic.WEIGHTS) as stage:
+        (stage / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        write_tensors(contiguous, stage / "model.safetensors")

@@ -3,12 +3,14 @@
 The configuration of the layers is under `transformer_layer_config`; `d2t` maps a reduced vocabulary to the target's.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Int
 
+from jspec.checkpoints.draft_config import FeatureDraft
 from jspec.checkpoints.fields import Fields, read_fields
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.tensors import Tensors
@@ -61,15 +63,33 @@ def read_layer_config(config: Fields, kinds: tuple[str, ...]) -> Fields:
     return layer.with_defaults(LAYER_DEFAULTS[kind])
 
 
-def describe_method(algorithm: str, tokens: int, verifier: str | None) -> dict[str, Any]:
-    """The key `speculators_config`: the method and its target.
+def describe(
+    config: FeatureDraft, class_name: str, algorithm: str, tokens: int, verifier: str | None, layer: dict[str, Any]
+) -> dict[str, Any]:
+    """The keys that the config.json of every kind of draft has in this layout.
 
+    algorithm: the model type.
     tokens: drafts per round.
     verifier: the target's directory or hub id.
+    layer: the configuration of the decoder layers.
     """
-    own = None if verifier is None else Path(verifier) / "config.json"
-    known = read_fields(own) if own is not None and own.exists() else Fields({})
-    architectures = list(known.optional_texts("architectures") or ())
+    width = config.target_hidden_size
+    return {
+        "architectures": [class_name],
+        "speculators_model_type": algorithm,
+        "speculators_config": _describe_method(algorithm, tokens, verifier),
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": None if config.hidden_size == width else width,
+        "tie_word_embeddings": False,
+    }
+
+
+def _describe_method(algorithm: str, tokens: int, verifier: str | None) -> dict[str, Any]:
+    """The method and its target."""
+    path = None if verifier is None else Path(verifier) / "config.json"
+    target = read_fields(path) if path is not None and path.exists() else Fields({})
+    architectures = list(target.optional_texts("architectures") or ())
     method = {"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "algorithm": algorithm,
@@ -107,9 +127,9 @@ def read_ids(tensors: Tensors, count: int, vocab: int) -> Int[Array, " Vd"] | No
     return None if count == vocab else on_device(ids.astype(np.int32))
 
 
-def name_ids(ids: Int[Array, " Vd"] | None, vocab: int) -> dict[str, np.ndarray]:
+def name_ids(ids: Int[Array, " Vd"] | None, vocab: int) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors that hold a reduced vocabulary; none if it is the target's."""
-    if ids is None:
-        return {}
-    known = np.asarray(ids, np.int64)
-    return {"d2t": known - np.arange(known.size), "t2d": np.isin(np.arange(vocab), known)}
+    if ids is not None:
+        known = np.asarray(ids, np.int64)
+        yield "d2t", known - np.arange(known.size)
+        yield "t2d", np.isin(np.arange(vocab), known)

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import PyTree
 
-from jspec.checkpoints import block as block_checkpoint
+from jspec.checkpoints import drafts
 from jspec.engine.model import Model
 from jspec.models import BlockHead, Decoder
 from jspec.models.llama import require_llama
@@ -97,7 +97,7 @@ def _make_learner(target: Decoder, args: argparse.Namespace) -> BlockLearner:
 
 def _save(directory: Path, learner: Learner, params: PyTree, name: str, args: argparse.Namespace) -> None:
     assert isinstance(learner.config, BlockHead)
-    block_checkpoint.save(directory, learner.config, params, layout=args.layout, verifier=name)
+    drafts.save(directory, learner.config, params, layout=args.layout, verifier=name)
 
 
 def _describe(learner: Learner, weights: int, name: str, args: argparse.Namespace) -> str:

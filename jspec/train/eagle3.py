@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import PyTree
 
-from jspec.checkpoints import eagle
+from jspec.checkpoints import drafts
 from jspec.engine.model import Model
 from jspec.models import Decoder, EagleHead
 from jspec.models.llama import require_llama
@@ -71,7 +71,7 @@ def _make_learner(target: Decoder, args: argparse.Namespace) -> HeadLearner:
 
 def _save(directory: Path, learner: Learner, params: PyTree, name: str, args: argparse.Namespace) -> None:
     assert isinstance(learner.config, EagleHead)
-    eagle.save(directory, learner.config, params, layout=args.layout, verifier=name)
+    drafts.save(directory, learner.config, params, layout=args.layout, verifier=name)
 
 
 def _describe(learner: Learner, weights: int, name: str, args: argparse.Namespace) -> str:

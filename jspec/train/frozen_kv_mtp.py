@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import PyTree
 
-from jspec.checkpoints import assistant as assistant_checkpoint
+from jspec.checkpoints import drafts
 from jspec.engine.model import Model
 from jspec.models import Assistant, Decoder
 from jspec.train import assistant, distill, draft
@@ -73,7 +73,7 @@ def _make_learner(target: Decoder, args: argparse.Namespace) -> AssistantLearner
 
 def _save(directory: Path, learner: Learner, params: PyTree, name: str, args: argparse.Namespace) -> None:
     assert isinstance(learner.config, Assistant)
-    assistant_checkpoint.save(directory, learner.config, params)
+    drafts.save(directory, learner.config, params)
 
 
 def _describe(learner: Learner, weights: int, name: str, args: argparse.Namespace) -> str:

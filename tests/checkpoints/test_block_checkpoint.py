@@ -102,7 +102,7 @@ def test_round_trip_in_each_layout(draft, tmp_path, name):
         "speculators": False,
     }
     for layout in block_config.LAYOUTS:
-        out, write_draft = tmp_path / layout, partial(block.save, layout=layout, dtype="float32")
+        out, write_draft = tmp_path / layout, partial(drafts.save, layout=layout, dtype="float32")
         if unsuited[layout] or "logits" in name:
             with pytest.raises(ValueError, match=f"layout='{layout}' (cannot hold|requires)"):
                 write_draft(out, config, loaded.params)
@@ -111,13 +111,13 @@ def test_round_trip_in_each_layout(draft, tmp_path, name):
         write_draft(out, config, loaded.params)
         again = load(out)
         assert again.config == config and equal(again.params, loaded.params)
-        assert block.matches(Source(out))
+        assert block.KIND.matches(Source(out))
 
 
 def test_what_other_programs_read(draft, tmp_path):
     language_model.save(tmp_path / "target", toy.DRAFT, toy.random_params(toy.DRAFT))
     loaded = load(draft(**DRAFTS["deepspec gated"]))
-    save = partial(block.save, tmp_path / "out", loaded.config, loaded.params)
+    save = partial(drafts.save, tmp_path / "out", loaded.config, loaded.params)
     save(layout="deepspec")
     raw, stored = json.loads((tmp_path / "out/config.json").read_text()), load_file(tmp_path / "out/model.safetensors")
     assert raw["architectures"] == ["Qwen3DSparkModel"] and raw["model_type"] == "qwen3" and raw["num_anchors"] == 512

@@ -16,7 +16,7 @@ from eagle_files import HEADS, TARGET, V, load, random_head, write
 from safetensors.numpy import load_file
 
 import jspec
-from jspec.checkpoints import eagle, eagle_config, language_model
+from jspec.checkpoints import drafts, eagle, eagle_config, language_model
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.core.types import Params
@@ -89,7 +89,7 @@ def test_round_trip_in_each_layout(head, tmp_path, name):
     loaded = load(head(**HEADS[name]))
     unsuited = {"eagle1": "must be 'safeailab' for an EAGLE-1 head", "eagle3 own": "fc_bias"}
     for layout in eagle_config.LAYOUTS:
-        out, write_head = tmp_path / layout, partial(eagle.save, layout=layout, dtype="float32")
+        out, write_head = tmp_path / layout, partial(drafts.save, layout=layout, dtype="float32")
         refused = [message for start, message in unsuited.items() if name.startswith(start)]
         if layout == "speculators" and refused:
             with pytest.raises(ValueError, match=refused[0]):
@@ -103,7 +103,7 @@ def test_round_trip_in_each_layout(head, tmp_path, name):
 
 def test_what_sglang_reads(head, tmp_path):
     loaded = load(head(num_layers=2, later_norm="hidden_norm", fc_norm="fc_norm"))
-    eagle.save(tmp_path / "out", loaded.config, loaded.params, layout="safeailab")
+    drafts.save(tmp_path / "out", loaded.config, loaded.params, layout="safeailab")
     raw, stored = json.loads((tmp_path / "out/config.json").read_text()), load_file(tmp_path / "out/model.safetensors")
     assert raw["architectures"] == ["LlamaForCausalLMEagle3"] and raw["model_type"] == "llama"
     assert raw["draft_vocab_size"] == 23 and raw["fc_norm"] is True and raw["norm_output"] is False
@@ -119,7 +119,7 @@ def test_what_sglang_reads(head, tmp_path):
 def test_what_vllm_reads(head, tmp_path):
     language_model.save(tmp_path / "target", toy.DRAFT, toy.random_params(toy.DRAFT))
     loaded = load(head(layout="speculators", qk_norm=True))
-    save = partial(eagle.save, tmp_path / "out", loaded.config, loaded.params, layout="speculators")
+    save = partial(drafts.save, tmp_path / "out", loaded.config, loaded.params, layout="speculators")
     save(verifier=str(tmp_path / "target"))
     raw, stored = json.loads((tmp_path / "out/config.json").read_text()), load_file(tmp_path / "out/model.safetensors")
     assert raw["architectures"] == ["Eagle3Speculator"] and raw["speculators_model_type"] == "eagle3"
@@ -253,7 +253,7 @@ def test_two_norms_of_a_later_layer(head):
 def test_heads_that_a_layout_cannot_hold(head, tmp_path):
     loaded = load(head(layout="eagle1"))
     reduced = replace(loaded.params, lm_head=jnp.ones((16, 2)), ids=jnp.array([1, 3]))
-    save = partial(eagle.save, tmp_path / "out")
+    save = partial(drafts.save, tmp_path / "out")
     with pytest.raises(ValueError, match="an EAGLE-1 checkpoint cannot hold a reduced vocabulary"):
         save(replace(loaded.config, draft_vocab_size=2), reduced, layout="safeailab")
     with pytest.raises(ValueError, match="layout='sglang': must be one of safeailab, speculators"):

@@ -9,7 +9,7 @@ import pytest
 from eagle_files import TARGET, edit, load, random_head
 from eagle_oracle import layer_config
 
-from jspec.checkpoints import eagle, eagle_config, speculators
+from jspec.checkpoints import drafts, eagle_config, speculators
 from jspec.checkpoints.language_model import CheckpointError
 from jspec.models.layers import Llama3Rope
 
@@ -83,17 +83,17 @@ def test_the_number_of_captured_layers(head):
     assert loaded.config.capture_layers == (2, 5) and loaded.params.fc.shape == (32, 16)
     with pytest.raises(CheckpointError, match=r"fc.weight has shape \(16, 48\), but config.json implies \(16, 32\)"):
         load(head(eagle_config=ids))
-    with pytest.raises(CheckpointError, match="num_aux_hidden_states=3, but .* selects 2 layers"):
+    with pytest.raises(CheckpointError, match="num_aux_hidden_states=3: .* selects 2 layers"):
         load(head(eagle_config=ids, tensors=two, num_aux_hidden_states=3))
 
 
 @pytest.mark.parametrize(
     "layers, ids, message",
     [
-        (6, None, r"eagle_aux_hidden_state_layer_ids is not set, .*\(2, 3, 3\), but the target has 6 layers"),
-        (8, [4, 1, 6], r"=\[4, 1, 6\] selects the inputs of layers \(5, 2, 7\).*ascend, from -1 to at most 7"),
-        (8, [1, 4, 8], r"\(2, 5, 9\)"),
-        (8, [1, 1, 4], r"\(2, 2, 5\)"),
+        (6, None, r"=\[1, 2, 2\] \(the default, for deeper targets\): must ascend, .* as the target has 6 layers"),
+        (8, [4, 1, 6], r"layer_ids=\[4, 1, 6\]: must ascend, from -1 to at most 7, as the target has 8 layers"),
+        (8, [1, 4, 8], r"=\[1, 4, 8\]: must ascend"),
+        (8, [1, 1, 4], r"=\[1, 1, 4\]: must ascend"),
     ],
 )
 def test_invalid_captured_layers(head, layers, ids, message):
@@ -171,7 +171,7 @@ def test_transformers_reads_the_written_config(needs, head, tmp_path):
     loaded = load(head())
     config = replace(loaded.config, rope_theta=5e5, rope_scaling=rope)
     for layout in eagle_config.LAYOUTS:
-        eagle.save(tmp_path / layout, config, loaded.params, layout=layout)
+        drafts.save(tmp_path / layout, config, loaded.params, layout=layout)
         assert load(tmp_path / layout).config == config
         layer = layer_config(json.loads((tmp_path / layout / "config.json").read_text()))
         read = transformers.LlamaConfig.from_dict(layer)

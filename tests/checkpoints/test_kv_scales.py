@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 import jspec
 from jspec.cache import narrow
 from jspec.cache.mha import MhaCache
-from jspec.checkpoints import assistant, language_model, scaled
+from jspec.checkpoints import drafts, language_model, scaled
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.drafters import FrozenKvMtp, Ngram, Suffix
@@ -142,8 +142,8 @@ def test_an_assistant_reads_keys_and_values_with_their_scales(paths, tmp_path):
         dataclasses.replace(layer, q_norm=layer.q_norm * SCALES[read][0], o=layer.o * SCALES[read][1])
         for layer, read in zip(made.layers, config.target_layers, strict=True)
     ]
-    assistant.save(tmp_path / "plain", config, made, dtype="float32")
-    assistant.save(tmp_path / "folded", config, dataclasses.replace(made, layers=tuple(layers)), dtype="float32")
+    drafts.save(tmp_path / "plain", config, made, dtype="float32")
+    drafts.save(tmp_path / "folded", config, dataclasses.replace(made, layers=tuple(layers)), dtype="float32")
     found = []
     for path, name in zip(paths, ("plain", "folded"), strict=True):
         model = jspec.load(path, draft=tmp_path / name, kv="fp8")

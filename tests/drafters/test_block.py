@@ -13,7 +13,7 @@ import toy
 from planted import best_first_by_hand
 from safetensors.numpy import load_file
 
-from jspec.checkpoints import block
+from jspec.checkpoints import drafts
 from jspec.core import accept, tree
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Committed, Params
@@ -31,7 +31,7 @@ def files(tmp_path_factory):
     @functools.cache
     def written(config):
         directory = root / str(hash(config))
-        block.save(directory, config, weights_of(config).draft, layout="speculators", dtype="float32")
+        drafts.save(directory, config, weights_of(config).draft, layout="speculators", dtype="float32")
         raw = json.loads((directory / "config.json").read_text())
         return raw, load_file(directory / "model.safetensors")
 

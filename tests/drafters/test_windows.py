@@ -23,7 +23,7 @@ from planted import best_first_by_hand
 from safetensors.numpy import load_file
 
 from jspec.cache.window import Windowed
-from jspec.checkpoints import block
+from jspec.checkpoints import drafts
 from jspec.core import decode, tree
 from jspec.core.types import Params
 from jspec.drafters import Adaptive, Block, Eagle, Standalone
@@ -111,7 +111,7 @@ def eagle_by_hand(drafter: Eagle, tokens: list[int]) -> Callable[[tuple[int, ...
 def stored(config: BlockHead):
     """config.json and tensors of a block draft's weights."""
     directory = _DIRECTORY[0] / str(hash(config))
-    block.save(directory, config, toy.block_params(config).draft, layout="speculators", dtype="float32")
+    drafts.save(directory, config, toy.block_params(config).draft, layout="speculators", dtype="float32")
     return json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
 
 

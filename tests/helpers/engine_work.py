@@ -31,7 +31,7 @@ def save_head(path: Path) -> None:
     """Writes an EAGLE head that is fitted to the model, for two devices."""
     import toy
 
-    from jspec.checkpoints import eagle
+    from jspec.checkpoints import drafts
 
     model = load()
     texts = jspec.generate(model, PROMPTS, drafter=None, max_new_tokens=64, ignore_eos=True).tokens
@@ -39,7 +39,7 @@ def save_head(path: Path) -> None:
     sizes = {"hidden_size": width, "target_hidden_size": width, "num_kv_heads": 2}
     head = dataclasses.replace(toy.HEAD, vocab_size=model.target.vocab_size, **sizes)
     made = toy.fit_head(model.target, head, model.params.target, np.array(texts))
-    eagle.save(path, head, made.draft, layout="safeailab", dtype="float32")
+    drafts.save(path, head, made.draft, layout="safeailab", dtype="float32")
 
 
 def described(out: jspec.Generations) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def _head(directory: Path, name: str) -> Base:
         if isinstance(config, Decoder):
             return language_model.describe(config)
         layout_written = "speculators" if layout == "speculators" else "safeailab"
-        described = eagle_config.describe(layout_written, config, params, "float32", None)
+        described = eagle_config.describe(layout_written, config, params, None)
         # These say what other programs need, not what this head is.
         flags = ("fc_norm",) if "use_aux_norm" in raw else ()  # the same flag by its older name
         own = (
@@ -227,7 +227,7 @@ def _block(directory: Path, name: str) -> Base:
             return {}
         # What both layouts cannot hold is compared by the tests of checkpoints.
         plain = dataclasses.replace(config, logit_scale=1.0, soft_cap=None)
-        described = block_config.describe("speculators", plain, params, "float32", None)
+        described = block_config.describe("speculators", plain, params, None)
         heads = ("block_size", "mask_token_id", "markov_rank")
         found = {key: described[key] for key in heads}
         shape = {key: value for key, value in described["transformer_layer_config"].items() if key in _SHAPE}
@@ -259,7 +259,7 @@ _SHAPE = (
 
 def own_assistant(directory: Path) -> Base:
     config = dataclasses.replace(toy.CLUSTERED, clusters=Clusters(count=61, chosen=5))
-    assistant.save(directory, config, toy.in_clusters(config, toy.random_assistant(config)), dtype="float32")
+    drafts.save(directory, config, toy.in_clusters(config, toy.random_assistant(config)), dtype="float32")
     raw = json.loads((directory / "config.json").read_text())
     return Base("assistant", directory, raw, _loads_for(toy.TARGET), assistant.describe)
 

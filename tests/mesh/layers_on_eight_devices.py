@@ -16,7 +16,7 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 import jspec
-from jspec.checkpoints import assistant, language_model
+from jspec.checkpoints import drafts, language_model
 from jspec.drafters import FrozenKvMtp, Ngram
 from jspec.engine import memory
 from jspec.engine.run import Run
@@ -45,7 +45,7 @@ def load_assistant(directories, tmp_path_factory):
         if not path.exists():
             made = toy.random_assistant(config)
             made = toy.in_clusters(config, made) if config.clusters else made
-            assistant.save(path, config, made, dtype="float32")
+            drafts.save(path, config, made, dtype="float32")
         return jspec.load(directories(name), draft=path, **options)
 
     return loaded
@@ -91,13 +91,13 @@ def test_an_assistant_is_split_with_its_target(load_assistant, tmp_path, monkeyp
         placed |= set() if leaf.sharding.is_fully_replicated else {path[-1].name}
     assert placed == {"q", "o", "gate_up", "down", "head"}
     with pytest.raises(ValueError, match="the weights are split over 4 devices"):
-        assistant.save(tmp_path / "copy", model.draft, model.params.draft)
+        drafts.save(tmp_path / "copy", model.draft, model.params.draft)
     monkeypatch.setattr(language_model, "read_params", None)
     given = dict(tensor=4, draft_tensor=False)
     with pytest.raises(ValueError, match="draft_tensor=False: .* reads keys and values of the target, and is split as"):
         load_assistant("windows and experts", **given)
     odd = dataclasses.replace(ASSISTANTS["windows and experts"], intermediate_size=66)
-    assistant.save(tmp_path / "odd", odd, toy.random_assistant(odd), dtype="float32")
+    drafts.save(tmp_path / "odd", odd, toy.random_assistant(odd), dtype="float32")
     message = "odd' cannot be split: tensor=4: must divide 4 heads and 66 columns of the MLP of this model: 1 or 2; it"
     with pytest.raises(ValueError, match=message):
         jspec.load(model.name, draft=tmp_path / "odd", tensor=4)

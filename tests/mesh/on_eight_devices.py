@@ -30,7 +30,7 @@ from tiny_targets import (
 )
 
 import jspec
-from jspec.checkpoints import eagle, language_model, named, tensors
+from jspec.checkpoints import drafts, language_model, named, tensors
 from jspec.checkpoints.files import CheckpointError, write_tensors
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.cli import main
@@ -53,7 +53,7 @@ def directories(tmp_path_factory):
         path = root / name.replace(" ", "_")
         if name == "head":
             made = toy.fit_head(toy.TARGET, HEAD, toy.params().target, toy.plain_tokens())
-            eagle.save(path, HEAD, made.draft, layout="safeailab", dtype="float32")
+            drafts.save(path, HEAD, made.draft, layout="safeailab", dtype="float32")
         elif name in LATENTS | DIFFERENT:
             config = (LATENTS | DIFFERENT)[name]
             language_model.save(path, config, random_weights(config), dtype="float32")

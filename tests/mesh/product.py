@@ -21,7 +21,7 @@ import toy
 from engine_storm import paged_caches, rows_of
 
 import jspec
-from jspec.checkpoints import assistant, block, eagle, language_model
+from jspec.checkpoints import drafts, language_model
 from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Standalone, Suffix
 from jspec.engine.run import Run
 from jspec.models import Assistant
@@ -339,12 +339,12 @@ class Checkpoints:
         if drafter == "eagle":
             head = dataclasses.replace(tiny.HEAD, vocab_size=config.vocab_size, num_heads=4)
             made = toy.fit_head(given[0], head, given[1], texts)
-            eagle.save(path, head, made.draft, layout="safeailab", dtype="float32")
+            drafts.save(path, head, made.draft, layout="safeailab", dtype="float32")
         elif drafter == "block":
             shape = dict(vocab_size=config.vocab_size, num_heads=4, num_kv_heads=2, head_dim=16, hidden_size=64)
             head = dataclasses.replace(toy.FILL_IN, **shape)
             made = toy.fit_block(given[0], head, given[1], texts)
-            block.save(path, head, made.draft, layout="speculators", dtype="float32")
+            drafts.save(path, head, made.draft, layout="speculators", dtype="float32")
         else:
             layers = [layer for layer in range(config.num_layers) if layer in config.attention_layers][-2:]
             head = Assistant(
@@ -357,7 +357,7 @@ class Checkpoints:
                 head_dims=tuple(config.layer_keys(layer).head_dim for layer in layers),
             )
             made = toy.fit_assistant(given[0], head, given[1], toy.IDS, toy.LENGTHS, texts)
-            assistant.save(path, head, made.draft, dtype="float32")
+            drafts.save(path, head, made.draft, dtype="float32")
         return path
 
 

@@ -269,7 +269,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path, ordered):
     """In Gemma 4's format and in this package's own, with the same content."""
     target, raw, config, params = sample(ordered)
     theirs = drafts.load(write(tmp_path / "theirs", raw, params), target=target, dtype="float32")
-    assistant_checkpoint.save(tmp_path / "ours", config, params, dtype="float32")
+    drafts.save(tmp_path / "ours", config, params, dtype="float32")
     ours = drafts.load(tmp_path / "ours", target=target, dtype="float32")
     for loaded in (theirs, ours):
         assert loaded.config == config
@@ -283,7 +283,7 @@ def test_an_assistant_of_a_llama(tmp_path, capsys):
     """It is saved, recognized, loaded with its target, and used for drafting."""
     own = toy.random_assistant(toy.ASSISTANT)
     language_model.save(tmp_path / "target", toy.TARGET, toy.params().target, dtype="float32")
-    assistant_checkpoint.save(tmp_path / "draft", toy.ASSISTANT, own, dtype="float32")
+    drafts.save(tmp_path / "draft", toy.ASSISTANT, own, dtype="float32")
     assert assistant_checkpoint.matches(Source(tmp_path / "draft"))
     assert not assistant_checkpoint.matches(Source(tmp_path / "target"))
     model = jspec.load(tmp_path / "target", draft=tmp_path / "draft", dtype="float32")

@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState  # noqa: E402
 from train_files import lines, run  # noqa: E402
 
 import jspec  # noqa: E402
-from jspec.checkpoints import drafts, eagle, language_model  # noqa: E402
+from jspec.checkpoints import drafts, language_model  # noqa: E402
 from jspec.core.types import Params  # noqa: E402
 from jspec.models import EagleHead, EagleParams, Llama, LlamaParams  # noqa: E402
 from jspec.models.llama import LayerParams  # noqa: E402
@@ -393,7 +393,7 @@ def test_a_head_of_another_width_has_its_own_embedding(target, layout, tmp_path)
     tokens = random_tokens(2, 8)
     state, loss, _ = trainer.train_step(state, target, (tokens, learner.text_mask(tokens)), setup=setup)
     assert np.isfinite(float(loss))
-    eagle.save(tmp_path, config, state.serve("float32"), layout=layout, dtype="float32", verifier="tiny")
+    drafts.save(tmp_path, config, state.serve("float32"), layout=layout, dtype="float32", verifier="tiny")
     read = drafts.load(tmp_path, target=TARGET, dtype="float32")
     assert read.config == config
     assert jax.tree.all(jax.tree.map(np.array_equal, read.params, state.serve("float32")))

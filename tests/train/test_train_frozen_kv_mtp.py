@@ -17,7 +17,6 @@ import train_files  # noqa: E402
 from train_files import lines, run  # noqa: E402
 
 import jspec  # noqa: E402
-from jspec.checkpoints import assistant as assistant_checkpoint  # noqa: E402
 from jspec.checkpoints import drafts, language_model
 from jspec.core import accept, decode, stopping  # noqa: E402
 from jspec.core.types import Params  # noqa: E402
@@ -97,7 +96,7 @@ def test_checkpoints_round_trip(name, target_head, tmp_path):
     config = assistant.configure(target, hidden_size=40, intermediate_size=24, target_head=target_head)
     own = toy.random_assistant(config)
     own = dataclasses.replace(own, head=None) if target_head else own
-    assistant_checkpoint.save(tmp_path, config, own, dtype="float32")
+    drafts.save(tmp_path, config, own, dtype="float32")
     loaded = drafts.load(tmp_path, target=target, dtype="float32")
     assert loaded.config == config
     toy.assert_same(loaded.params, own)
