@@ -21,11 +21,10 @@ from jspec.bench.measure import (
     case_bytes,
     lower_prefill,
     lower_rounds,
+    method_of,
     new_case,
-    prompt_of,
+    prompts_of,
 )
-from jspec.bench.phases import Phases
-from jspec.core.accept import Imposed
 from jspec.core.types import Drafter
 from jspec.models.sizes import tree_bytes
 
@@ -136,7 +135,7 @@ def compile_programs(
     """
     where = setup.placement or device
     setup = dataclasses.replace(setup, params=tpu.on(where, setup.params))
-    phases = Phases(setup.target, drafter, Imposed(setup.tokens_per_round))
+    method = method_of(setup, drafter)
     made: dict[str, Compiled] = {}
     seconds: dict[str, float] = {}
 
@@ -145,17 +144,17 @@ def compile_programs(
         seconds[name] = time.perf_counter() - began
 
     with jax.default_device(device):
-        prompt = tpu.on(where, jax.eval_shape(lambda: prompt_of(setup, case)))
+        prompt = tpu.on(where, jax.eval_shape(lambda: prompts_of(setup, case)))
         if not only_loop:
             report("compiling prefill")
         began = time.perf_counter()
-        prefill = lower_prefill(setup, case, phases, prompt)
+        prefill = lower_prefill(setup, case, method, prompt)
         state = tpu.on(where, prefill.out_info)
         if not only_loop:
             finish("prefill", began, prefill)
         report("compiling decode")
         began = time.perf_counter()
-        finish("decode", began, lower_rounds(setup, phases, state))
+        finish("decode", began, lower_rounds(setup, method, state))
     return Programs(made.get("prefill"), made["decode"], seconds, state)
 
 

@@ -131,20 +131,20 @@ MUTANTS = tuple(
         (
             "hidden states of nodes, not of the path",
             "jspec.core:commit_round",
-            "tree.take_path(out.hidden, kept.path)",
-            "None if out.hidden is None else out.hidden[:, : kept.tokens.shape[1]]",
+            "tree.take_path(out.hidden, path)",
+            "None if out.hidden is None else out.hidden[:, : decision.appended.tokens.shape[1]]",
             "core/test_decode.py::test_hidden_states_and_tokens_of_the_drafter_match",
         ),
         (
             "every chunk of a prompt ends it",
-            "jspec.core:_read_prompt",
+            "jspec.core:prefill.read",
             "begin + count == s.prompt_length",
             "begin >= 0",
             "core/test_decode.py::test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once[plain-5]",
         ),
         (
             "held sequences take part",
-            "jspec.core:loop.with_held",
+            "jspec.core:run_while.hold",
             "stopping.HELD",
             "s.finish_code",
             f"{_STORM}[ngram-tiny_pool]",
@@ -332,14 +332,14 @@ MUTANTS = tuple(
         # Shared pages, retracts and snapshots
         (
             "a draft's state is shared",
-            "jspec.engine:_sharing",
-            "jax.tree.leaves(kept_states(state))",
+            "jspec.engine:_lookahead",
+            "jax.tree.leaves(slot_states(state))",
             "False",
             "engine/test_storm.py::test_a_draft_whose_state_is_further_than_the_targets_shares_nothing",
         ),
         (
             "a token is chosen again after a retract",
-            "jspec.engine:_read",
+            "jspec.engine:read",
             "plan.ends & ~plan.known",
             "plan.ends",
             f"{_STORM}[standalone-tiny_pool]",

@@ -133,7 +133,7 @@ def commands(monkeypatch, tmp_path):
     def start(*args, **options):
         raise Started
 
-    monkeypatch.setattr(run.decode, "jitted_prefill", start)
+    monkeypatch.setattr(run, "jitted_prefill", start)
     monkeypatch.setattr(machine, "copy_bandwidth", start)
     monkeypatch.setattr(subject.Subject, "make", start)
     monkeypatch.setattr(common, "load", loaded)

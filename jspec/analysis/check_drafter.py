@@ -10,23 +10,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 from tqdm.auto import tqdm
 
-from jspec.core import accept, decode, stopping
+from jspec.core import accept, stopping
 from jspec.core.checks import check_flag, check_int, shorten
+from jspec.core.method import Method
+from jspec.core.prefill import prefill
+from jspec.core.round import accept_drafts, commit_round, draft, extend, verify
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import (
-    Accept,
     BranchingDrafter,
     Committed,
     DecodeState,
     Drafter,
     DraftTree,
     Params,
+    Prompts,
+    RowSampling,
     Target,
 )
 from jspec.engine.model import Model, refuse_split
 from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateKeywords, GenerateOptions, choose_drafter
 from jspec.engine.result import Generation, Generations
-from jspec.engine.run import Parts, Run, check_model, encode_prompts
+from jspec.engine.run import Run, check_model, encode_prompts
 
 PROMPTS = ("x", "def f(x):", "a = b\na = b")
 """Prompts of different lengths and one program shape. The shortest has one token, which leaves the caches empty."""
@@ -241,28 +245,33 @@ def _check_state(case: _Case) -> str:
     batch, width = 2 * len(case.ids), max(map(len, case.ids))
     row_sampling = per_row(case.sampling, batch, model.target.vocab_size)
     for sampling, rule in ((None, accept.greedy), (row_sampling, accept.coupled)):
-        static: Parts = {"target": model.target, "drafter": bound, "accept": rule}
-        count = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        prefill = partial(decode.prefill, **static, capacity=width + case.max_new_tokens, page_size=DEFAULT_PAGE_SIZE)
-        tokens = jax.ShapeDtypeStruct((batch, width), jnp.int32)
-        key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
-        s = jax.eval_shape(prefill, model.params, tokens, count, count, key, stopping.init(None, batch), sampling)
+        method = Method(model.target, bound, rule)
+        capacity = width + case.max_new_tokens
+        read = partial(prefill, method=method, capacity=capacity, page_size=DEFAULT_PAGE_SIZE)
+        prompts = jax.eval_shape(partial(_prompts, batch, width, sampling))
+        s = jax.eval_shape(read, model.params, prompts)
         drafted = jax.eval_shape(bound.draft, model.params, s)
         if not isinstance(drafted, tuple) or len(drafted) != 2:
             raise AssertionError(f"draft returns a {type(drafted).__name__}: must return (DraftTree, state)")
         _check_tree_shape(drafted[0], bound, batch)
         _check_same_shape("draft", s.draft, drafted[1])
-        after = jax.eval_shape(partial(_round, **static), model.params, s)
+        after = jax.eval_shape(partial(_round, method=method), model.params, s)
         _check_same_shape("extend", s.draft, after.draft)
     return "draft and extend preserve the structure, shapes and dtypes of its state"
 
 
-def _round(params: Params, s: DecodeState, *, target: Target, drafter: Drafter, accept: Accept) -> DecodeState:
-    """As `decode.step`, without its own checks of states."""
-    draft_tree, s = decode.draft(params, s, drafter=drafter)
-    out = decode.verify(params, s, draft_tree, target=target, drafter=drafter)
-    s, committed = decode.commit_round(s, out, decode.accept_drafts(s, draft_tree, out, accept=accept))
-    return decode.extend(params, s, committed, drafter=drafter)
+def _prompts(batch: int, width: int, sampling: RowSampling | None) -> Prompts:
+    """Prompts of which only the shapes matter."""
+    count, keys = jnp.zeros(batch, jnp.int32), jax.random.split(jax.random.key(0), batch)
+    return Prompts(jnp.zeros((batch, width), jnp.int32), count, count, keys, stopping.init(None, batch), sampling)
+
+
+def _round(params: Params, s: DecodeState, *, method: Method) -> DecodeState:
+    """As `jspec.core.round.step`, without its checks of states."""
+    draft_tree, s = draft(params, s, method=method)
+    out = verify(params, s, draft_tree, method=method)
+    s, committed = commit_round(s, out, accept_drafts(s, draft_tree, out, method=method))
+    return extend(params, s, committed, method=method)
 
 
 def _check_tree_shape(draft_tree: object, bound: Drafter, batch: int) -> None:
@@ -304,7 +313,7 @@ def _describe(leaf: jax.Array | jax.ShapeDtypeStruct | None) -> str:
 
 def _check_trees(case: _Case) -> str:
     run = case.run(debug=True)
-    wrapped = run.parts["drafter"]
+    wrapped = run.method.drafter
     assert isinstance(wrapped, _TraceCounter)
     bound, vocab_size = wrapped.drafter, case.model.target.vocab_size
     draft: Callable[[Params, DecodeState], DraftTree] = jax.jit(lambda params, s: bound.draft(params, s)[0])

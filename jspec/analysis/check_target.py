@@ -11,10 +11,13 @@ from jaxtyping import Array, Float, Int, PyTree
 from tqdm.auto import tqdm
 
 from jspec.analysis.check_drafter import in_float32
-from jspec.core import accept, decode, stopping
+from jspec.core import accept, stopping
 from jspec.core.checks import check_flag, check_int, check_number
 from jspec.core.commit import commit_rows
-from jspec.core.types import TARGET_PARTS, DraftTree, ForwardOutput, Target
+from jspec.core.loop import run_rounds
+from jspec.core.method import Method
+from jspec.core.prefill import prefill
+from jspec.core.types import TARGET_PARTS, DraftTree, ForwardOutput, Prompts, Target
 from jspec.drafters import Ngram
 from jspec.engine.model import Model, refuse_split
 from jspec.engine.run import check_model
@@ -476,14 +479,16 @@ def _check_hidden(case: _Case) -> str:
 
 def _check_round(case: _Case) -> str:
     drafter, batch = Ngram(), len(LENGTHS)
-    count = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    parts: Any = {"target": case.target, "drafter": drafter, "accept": accept.greedy}
-    start = partial(decode.prefill, **parts, capacity=CAPACITY, page_size=PAGE_SIZE)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
-    tokens, stop = jax.ShapeDtypeStruct((batch, WIDTH), jnp.int32), stopping.init(None, batch)
-    s = jax.eval_shape(start, case.model.params, tokens, count, count, keys, stop)
+    method = Method(case.target, drafter, accept.greedy)
+    read = partial(prefill, method=method, capacity=CAPACITY, page_size=PAGE_SIZE)
+
+    def prompts() -> Prompts:
+        count, keys = jnp.zeros(batch, jnp.int32), jax.random.split(jax.random.key(0), batch)
+        return Prompts(jnp.zeros((batch, WIDTH), jnp.int32), count, count, keys, stopping.init(None, batch))
+
+    s = jax.eval_shape(lambda params: read(params, prompts()), case.model.params)
     until = jax.ShapeDtypeStruct((), jnp.int32)
-    jax.eval_shape(partial(decode.run_rounds, **parts), case.model.params, s, until)
+    jax.eval_shape(partial(run_rounds, method=method), case.model.params, s, until)
     return "the loop takes it"
 
 

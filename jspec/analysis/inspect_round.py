@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jspec.core import decode, tree
+from jspec.core import tree
 from jspec.core.checks import check_int, shorten
+from jspec.core.method import Method
+from jspec.core.round import accept_drafts, draft, node_logits, verify
 from jspec.core.sampling import Sampling
-from jspec.core.types import Accept, BoundedDrafter, DecodeState, Drafter, DraftTree, Params, Target
+from jspec.core.types import BoundedDrafter, Decision, DecodeState, Drafter, DraftTree, Params
 from jspec.engine.model import Model, refuse_split
 from jspec.engine.options import GenerateOptions, choose_drafter
 from jspec.engine.run import Run, encode_prompts
@@ -81,7 +83,7 @@ def inspect_round(
         where = f"in round {last}; pass a smaller index" if last >= 0 else "with its first token, before any round"
         raise ValueError(f"round_index={round_index}: the text ends {where}")
     s = run.state
-    draft_tree, choices, decision = jax.device_get(_run_round(model.params, s, **run.parts))
+    draft_tree, choices, decision = jax.device_get(_run_round(model.params, s, method=run.method))
     accepted = decision.accepted
     nodes = draft_tree.tokens.shape[1]
     parents = np.maximum(np.arange(nodes) - 1, 0) if draft_tree.parents is None else draft_tree.parents[0]
@@ -89,7 +91,7 @@ def inspect_round(
     for node in range(1, nodes):
         depths[node] = depths[parents[node]] + 1
     path = np.arange(nodes) if accepted.path is None else accepted.path[0]
-    appended = accepted.tokens[0, : int(decision.kept.length[0])].tolist()
+    appended = accepted.tokens[0, : int(decision.appended.length[0])].tolist()
     return Round(
         round_index=round_index,
         before=[*run.prompts[0], *run.tokens[0]],
@@ -102,20 +104,18 @@ def inspect_round(
     )
 
 
-@partial(jax.jit, static_argnames=("target", "drafter", "accept"))
-def _run_round(
-    params: Params, s: DecodeState, *, target: Target, drafter: Drafter, accept: Accept
-) -> tuple[DraftTree, Int[Array, " N"], decode.Decision]:
+@partial(jax.jit, static_argnames=("method",))
+def _run_round(params: Params, s: DecodeState, *, method: Method) -> tuple[DraftTree, Int[Array, " N"], Decision]:
     """The tree, the target's choice after each node, and what is accepted, for a state with one sequence."""
-    draft_tree, s = decode.draft(params, s, drafter=drafter)
-    out = decode.verify(params, s, draft_tree, target=target, drafter=drafter)
-    decision = decode.accept_drafts(s, draft_tree, out, accept=accept)
+    draft_tree, s = draft(params, s, method=method)
+    out = verify(params, s, draft_tree, method=method)
+    decision = accept_drafts(s, draft_tree, out, method=method)
     # In a tree of one node there is no draft to accept: the token that a rule appends to it is the target's choice.
     nodes = draft_tree.tokens.shape[1]
-    alone = accept(
+    alone = method.accept(
         jnp.broadcast_to(s.key, (nodes,)),
         tree.chain(draft_tree.tokens.reshape(nodes, 1)),
-        decode.node_logits(s, draft_tree, out).reshape(nodes, 1, -1),
+        node_logits(s, draft_tree, out).reshape(nodes, 1, -1),
         s.length + jnp.broadcast_to(tree.depths(draft_tree), (1, nodes))[0],
     )
     return draft_tree, alone.tokens[:, 0], decision

@@ -12,17 +12,20 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache.pages import contiguous_table, fit_page_size
-from jspec.core import decode, slots
+from jspec.core import slots
 from jspec.core.accept import greedy
 from jspec.core.checks import check_int
+from jspec.core.loop import fastest
+from jspec.core.method import Method
 from jspec.core.struct import struct
 from jspec.core.types import Accept, Committed, DecodeState, Drafter, DraftTree, Params, Target
 from jspec.drafters import Adaptive
 from jspec.drafters.adaptive import AdaptiveState
-from jspec.engine import memory, programs
+from jspec.engine import memory
 from jspec.engine.model import Model, refuse_split
 from jspec.engine.options import DEFAULT_PAGE_SIZE, bind_drafter
 from jspec.engine.run import check_model
+from jspec.engine.slot_state import Sizes, empty_state
 
 WARM_UP = 2
 """Untimed calls: the first compiles, the second runs before command buffers are captured."""
@@ -166,22 +169,22 @@ class Case:
         if capacity > target.max_length:
             raise ValueError(f"context={context}: {rounds} rounds need {capacity} tokens, not {target.max_length}")
         memory.fit(params, target, drafter, batch, DEFAULT_PAGE_SIZE, capacity, capacity)
-        self.params, self.drafter, self.rounds = params, drafter, rounds
+        self.params, self.rounds = params, rounds
         self._batch, self._context, self._capacity = batch, context, capacity
-        self._static = {"target": target, "drafter": drafter, "accept": rule}
-        page_size = fit_page_size(DEFAULT_PAGE_SIZE, capacity)
-        each = -(-capacity // page_size)
-        sizes = {"num_slots": batch, "context": capacity, "page_size": page_size, "pages": batch * each}
-        empty = partial(programs.empty_state, **self._static, **sizes, samples=False)
-        self._make = jax.jit(lambda params: slots.with_table(empty(params), contiguous_table(batch, each)))
+        self._method = Method(target, drafter, rule)
+        sizes = Sizes(batch, capacity, fit_page_size(DEFAULT_PAGE_SIZE, capacity))
+        table = contiguous_table(batch, sizes.pages_per_slot)
+        sizes = dataclasses.replace(sizes, pages=batch * sizes.pages_per_slot)
+        empty = partial(empty_state, method=self._method, sizes=sizes, samples=False)
+        self._make = jax.jit(lambda params: slots.with_table(empty(params), table))
         self._shapes = jax.eval_shape(self._make, params)
         self._program = None
         self.state: DecodeState | None = None
 
     def lower(self):
         """The program of the rounds, traced."""
-        loop = decode.fastest(self.params, self._shapes, self.drafter)
-        return loop.lower(self.params, self._shapes, jax.ShapeDtypeStruct((), jnp.int32), **self._static)
+        loop = fastest(self.params, self._shapes, self._method)
+        return loop.lower(self.params, self._shapes, jax.ShapeDtypeStruct((), jnp.int32), method=self._method)
 
     def use(self, compiled) -> None:
         """Takes the compiled program, and makes the state."""

@@ -7,21 +7,22 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.bench.unfolded import Unfolded, seed
-from jspec.core import accept, decode, groups, grow, stopping
-from jspec.core.automaton import Automaton
+from jspec.core import accept, groups, grow, stopping
+from jspec.core.loop import fastest
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
 from jspec.core.sharding import Placement, on_one_device
-from jspec.core.types import DecodeState, Drafter, Params
+from jspec.core.types import DecodeState, Drafter, Params, Prompts
 from jspec.engine import memory
 from jspec.engine.run import prefill_chunk
 from jspec.models.decoder import Decoder
@@ -37,7 +38,6 @@ Progress = Callable[[str], object]
 Rounds = Callable[[DecodeState, Int[Array, ""]], DecodeState]
 """Runs rounds from a state up to a round index."""
 Seed = Callable[[DecodeState], DecodeState]
-Prompt: TypeAlias = tuple[Int[Array, "B T"], Int[Array, " B"], Int[Array, " B"], Key[Array, " B"], Automaton]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +162,9 @@ def case_bytes(setup: BenchSetup, drafter: Drafter, batch: int, context: int) ->
 
 
 def _measure(setup: BenchSetup, result: CaseResult, drafter: Drafter, report: Progress) -> None:
-    phases = Phases(setup.target, drafter, accept.Imposed(setup.tokens_per_round))
+    method = method_of(setup, drafter)
     report("compiling")
-    compiled = _compile(setup, result, phases)
+    compiled = _compile(setup, result, method)
     if compiled is None:
         return
     report("first token")
@@ -173,25 +173,24 @@ def _measure(setup: BenchSetup, result: CaseResult, drafter: Drafter, report: Pr
     s = _time_rounds(setup, result, compiled.rounds, compiled.prefill())
     if setup.split and result.mode not in FROM_HOST:
         report("phases")
-        result.phase_seconds, _ = time_phases(setup.params, s, phases, setup.rounds, setup.repeats)
+        result.phase_seconds, _ = time_phases(setup.params, s, Phases(method), setup.rounds, setup.repeats)
 
 
-def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledCase | None:
+def _compile(setup: BenchSetup, result: CaseResult, method: Method) -> CompiledCase | None:
     """Compiles the programs of a case; None if they do not fit the device's memory."""
     # The caches alone, before anything of this size is traced.
-    own = groups.batch_of(setup.placement, result.batch)
-    sizes = own, result.capacity, setup.page_size
-    result.state_bytes = memory.need(setup.params, setup.target, phases.drafter, *sizes).total
+    sizes = groups.batch_of(setup.placement, result.batch), result.capacity, setup.page_size
+    result.state_bytes = memory.need(setup.params, setup.target, method.drafter, *sizes).total
     result.problem = too_large(setup, result, "prefill", 0)
     if result.problem:
         return None
-    prompt = prompt_of(setup, result)
+    prompt = prompts_of(setup, result)
     if setup.placement is not None:
         prompt = jax.device_put(prompt, setup.placement.everywhere)
 
     # Prefill. Its outputs are the caches and buffers of the case.
     began = time.perf_counter()
-    lowered = lower_prefill(setup, result, phases, prompt)
+    lowered = lower_prefill(setup, result, method, prompt)
     state = lowered.out_info
     # The states of several groups are stacked.
     result.state_bytes = memory.tree_bytes(on_one_device(setup.placement, state)) // groups.count(setup.placement)
@@ -203,39 +202,38 @@ def _compile(setup: BenchSetup, result: CaseResult, phases: Phases) -> CompiledC
 
     # The loop, and the seed where it is a separate program.
     began = time.perf_counter()
-    rounds = lower_rounds(setup, phases, state).compile()
+    rounds = lower_rounds(setup, method, state).compile()
     result.compile_seconds["decode"] = time.perf_counter() - began
     programs = {"prefill": prefill, "decode": rounds}
-    if isinstance(phases.drafter, Unfolded):
-        programs["seed"] = seed.lower(setup.params, state, drafter=phases.drafter).compile()
+    if isinstance(method.drafter, Unfolded):
+        programs["seed"] = seed.lower(setup.params, state, drafter=method.drafter).compile()
 
     for name, program in programs.items():
         result.problem = too_large(setup, result, name, getattr(program.memory_analysis(), "temp_size_in_bytes", 0))
         if result.problem:
             return None
-    start, run = partial(prefill, setup.params, *prompt), partial(rounds, setup.params)
+    start, run = partial(prefill, setup.params, prompt), partial(rounds, setup.params)
     if result.mode in FROM_HOST:
         run = partial(from_host, run, partial(programs["seed"], setup.params) if "seed" in programs else None)
     return CompiledCase(start, run)
 
 
-def lower_prefill(setup: BenchSetup, result: CaseResult, phases: Phases, prompt: Prompt) -> Lowered:
+def method_of(setup: BenchSetup, drafter: Drafter) -> Method:
+    """How a case is done: every engine accepts the same imposed number of tokens."""
+    return Method(setup.target, drafter, accept.Imposed(setup.tokens_per_round), setup.placement)
+
+
+def lower_prefill(setup: BenchSetup, result: CaseResult, method: Method, prompts: Prompts) -> Lowered:
     """The program that reads the prompts of a case, lowered."""
-    own = groups.batch_of(setup.placement, result.batch)
-    shape = {"capacity": result.capacity, "page_size": setup.page_size, "chunk": prefill_chunk(own)}
-    return decode.jitted_prefill.lower(setup.params, *prompt, **_static(setup, phases), **shape)
+    chunk = prefill_chunk(groups.batch_of(setup.placement, result.batch))
+    shape = {"capacity": result.capacity, "page_size": setup.page_size, "chunk": chunk}
+    return jitted_prefill.lower(setup.params, prompts, method=method, **shape)
 
 
-def lower_rounds(setup: BenchSetup, phases: Phases, state: PyTree) -> Lowered:
+def lower_rounds(setup: BenchSetup, method: Method, state: PyTree) -> Lowered:
     """The program of the rounds, lowered. state: or its shapes."""
     until = jax.ShapeDtypeStruct((), jnp.int32)
-    program = decode.fastest(setup.params, state, phases.drafter, setup.placement)
-    return program.lower(setup.params, state, until, **_static(setup, phases))
-
-
-def _static(setup: BenchSetup, phases: Phases) -> dict[str, Any]:
-    parts = {"target": phases.target, "drafter": phases.drafter, "accept": phases.accept}
-    return {**parts, "placement": setup.placement}
+    return fastest(setup.params, state, method).lower(setup.params, state, until, method=method)
 
 
 def from_host(rounds: Rounds, seed: Seed | None, s: DecodeState, until: Int[Array, ""] | int) -> DecodeState:
@@ -269,13 +267,13 @@ def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) 
     )
 
 
-def prompt_of(setup: BenchSetup, result: CaseResult) -> Prompt:
-    """The arguments of `decode.prefill` after the weights: random ids, lengths, limits, keys and no stop strings."""
+def prompts_of(setup: BenchSetup, result: CaseResult) -> Prompts:
+    """Prompts of random ids, without stop strings."""
     batch = result.batch
     ids = np.random.default_rng(0).integers(0, setup.target.vocab_size, (batch, result.context), np.int32)
     keys = jax.vmap(jax.random.key)(jnp.arange(batch, dtype=jnp.uint32))
     length, limit = (jnp.full(batch, count, jnp.int32) for count in (result.context, result.capacity))
-    return jnp.asarray(ids), length, limit, keys, stopping.init(None, batch)
+    return Prompts(jnp.asarray(ids), length, limit, keys, stopping.init(None, batch))
 
 
 def _time_rounds(setup: BenchSetup, result: CaseResult, rounds: Rounds, s: DecodeState) -> DecodeState:

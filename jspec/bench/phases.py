@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from jaxtyping import Array, Int, PyTree
 
 from jspec.bench.machine import WARM_UP
 from jspec.cache import RecurrentCache
-from jspec.core import decode
-from jspec.core.types import Accept, Cache, Committed, DecodeState, Drafter, DraftTree, ForwardOutput, Params, Target
+from jspec.core.loop import verifies_many
+from jspec.core.method import Method
+from jspec.core.round import accept_drafts, commit_round, draft, extend, verify
+from jspec.core.types import Cache, Committed, DecodeState, DraftTree, ForwardOutput, Params
 from jspec.core.xla_options import LoopProgram
 
 
@@ -23,18 +26,16 @@ class Phases:
     They work with drafters whose `draft` does not change the state and whose state has its cache, if any, in `cache`.
     """
 
-    target: Target
-    drafter: Drafter
-    accept: Accept
+    method: Method
 
     def draft(self, params: Params, inputs: DecodeState, cache: None) -> tuple[DraftTree, None]:
         """State -> tree."""
-        draft_tree, _ = decode.draft(params, inputs, drafter=self.drafter)
+        draft_tree, _ = draft(params, inputs, method=self.method)
         return draft_tree, cache
 
     def verify(self, params: Params, inputs: tuple[DecodeState, DraftTree], cache: None) -> tuple[ForwardOutput, None]:
         """State and tree -> the target's output."""
-        return decode.verify(params, *inputs, target=self.target, drafter=self.drafter), cache
+        return verify(params, *inputs, method=self.method), cache
 
     def accept_commit(
         self, params: Params, inputs: tuple[DecodeState, DraftTree, ForwardOutput], cache: Cache
@@ -42,8 +43,8 @@ class Phases:
         """State without caches, tree, output; the target's cache -> state and what was committed; the cache."""
         s, draft_tree, out = inputs
         s = dataclasses.replace(s, cache=cache)
-        decision = decode.accept_drafts(s, draft_tree, out, accept=self.accept)
-        s, committed = decode.commit_round(s, out, decision)
+        decision = accept_drafts(s, draft_tree, out, method=self.method)
+        s, committed = commit_round(s, out, decision)
         return (dataclasses.replace(s, cache=None), committed), s.cache
 
     def extend(
@@ -52,7 +53,7 @@ class Phases:
         """State whose drafter lacks its cache, what was committed; that cache -> the drafter's state; the cache."""
         s, committed = inputs
         s = dataclasses.replace(s, draft=with_cache(s.draft, cache))
-        return without_cache(decode.extend(params, s, committed, drafter=self.drafter).draft)
+        return without_cache(extend(params, s, committed, method=self.method).draft)
 
 
 def without_cache(state: PyTree) -> tuple[PyTree, Cache | None]:
@@ -69,7 +70,8 @@ Phase = Callable[[Params, PyTree, PyTree], tuple[PyTree, PyTree]]
 """A method of `Phases`."""
 
 
-def _repeat(
+@partial(LoopProgram, static_argnames=("phase", "count"), donate_argnames=("cache",))
+def repeat(
     params: Params, inputs: PyTree, cache: Cache | None, *, phase: Phase, count: int
 ) -> tuple[PyTree, Cache | None]:
     """Runs a phase `count` times in sequence; returns the last result.
@@ -92,13 +94,6 @@ def _repeat(
     first = jax.tree.map(_blank, result)
     result, cache, _ = lax.fori_loop(0, count, body, (first, cache, jnp.int32(0)))
     return result, cache
-
-
-repeat, repeat_many = (
-    LoopProgram(_repeat, many=many, static_argnames=("phase", "count"), donate_argnames=("cache",))
-    for many in (False, True)
-)
-"""Compiled like `decode` and `decode_many`."""
 
 
 def add_zero(inputs: PyTree, zero: Int[Array, ""]) -> PyTree:
@@ -139,7 +134,7 @@ def time_phases(
     The buffers of `s` are donated.
     """
     seconds: dict[str, list[float]] = {}
-    times = repeat_many if decode.verifies_many(params, s, phases.drafter) else repeat
+    times = repeat.variant(many=verifies_many(params, s, phases.method))
 
     def run(name: str, inputs: PyTree, cache: PyTree = None) -> tuple[PyTree, PyTree]:
         seconds[name], result = [], None
@@ -152,7 +147,7 @@ def time_phases(
                 seconds[name].append((time.perf_counter() - began) / count)
         return result, cache
 
-    drafts = phases.drafter.depth > 0
+    drafts = phases.method.drafter.depth > 0
     draft_tree, _ = run("draft", s)
     out, _ = run("verify", (s, draft_tree))
     bare = dataclasses.replace(s, cache=None, draft=None)

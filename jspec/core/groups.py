@@ -11,11 +11,11 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import PyTree
 
 from jspec.core.automaton import Automaton
 from jspec.core.sharding import Placement, over
-from jspec.core.types import DecodeState, Params, RowSampling
+from jspec.core.types import DecodeState, Params, Prompts
 
 T = TypeVar("T")
 
@@ -31,41 +31,35 @@ def batch_of(placement: Placement | None, batch: int) -> int:
 
 
 def prefill(
-    placement: Placement | None,
-    read: Callable[..., DecodeState],
-    params: Params,
-    ids: Int[Array, "B T"],
-    length: Int[Array, " B"],
-    limit: Int[Array, " B"],
-    key: Key[Array, " B"],
-    stop: Automaton,
-    row_sampling: RowSampling | None,
-    grammar: Automaton | None,
+    placement: Placement | None, read: Callable[[Params, Prompts], DecodeState], params: Params, prompts: Prompts
 ) -> DecodeState:
     """The state before the first round, on the devices of a placement; stacked if there are several groups.
 
     Where `batch_of` leaves sequences to fill up, these are copies of the last one that have finished.
 
-    read: `jspec.core.decode.prefill` without its arrays, which are the other arguments.
+    read: `jspec.core.prefill.prefill` without its arrays, which are the other arguments.
     """
     if count(placement) == 1:
-        return over(placement, read, params, ids, length, limit, key, stop, row_sampling, grammar)
-    batch = ids.shape[0]
+        return over(placement, read, params, prompts)
+    # Automata have tables, which groups have in common, and the states of sequences.
+    automata = [Automaton() if x is None else x for x in (prompts.stop, prompts.grammar)]
+    tables = [dataclasses.replace(x, state=None) for x in automata]
+    states = [x.state for x in automata]
+    # Sequences that fill up the last group.
+    batch = prompts.ids.shape[0]
     index = np.arange(batch_of(placement, batch) * count(placement))
+    bare = dataclasses.replace(prompts, stop=Automaton(), grammar=None)
+    bare, states = jax.tree.map(lambda x: x[np.minimum(index, batch - 1)], (bare, states))
     copies = index >= batch
-    automata = [Automaton() if each is None else each for each in (stop, grammar)]
-    tables = [dataclasses.replace(each, state=None) for each in automata]
-    own = ids, length, limit, key, row_sampling, [each.state for each in automata]
-    ids, length, limit, key, row_sampling, states = jax.tree.map(lambda x: x[np.minimum(index, batch - 1)], own)
-    length, limit = jnp.where(copies, 1, length), jnp.where(copies, 1, limit)
+    length, limit = jnp.where(copies, 1, bare.length), jnp.where(copies, 1, bare.limit)
+    bare = dataclasses.replace(bare, length=length, limit=limit)
 
-    def local(params: Params, tables: list[Automaton], own: PyTree) -> DecodeState:
-        *arrays, row_sampling, states = own
+    def local(params: Params, tables: list[Automaton], sequences: tuple[Prompts, PyTree]) -> DecodeState:
+        bare, states = sequences
         stop, grammar = (dataclasses.replace(x, state=state) for x, state in zip(tables, states, strict=True))
-        return read(params, *arrays, stop, row_sampling, grammar)
+        return read(params, dataclasses.replace(bare, stop=stop, grammar=grammar))
 
-    own = stack(placement, (ids, length, limit, key, row_sampling, states))
-    return over(placement, local, params, tables, own, shared=(0, 1))
+    return over(placement, local, params, tables, stack(placement, (bare, states)), shared=(0, 1))
 
 
 def stack(placement: Placement | None, tree: T) -> T:

@@ -122,6 +122,18 @@ class TopTokens:
 
 
 @struct
+class Recorded:
+    """What is recorded of new tokens: those of sequences [B, C], of a round [B, A], or of a report."""
+
+    logprobs: Float[Array, "B C"]
+    """log p of each new token under the target's unprocessed logits."""
+    top: TopTokens | None = None
+    """The most probable tokens where each was chosen, [B, C, k], under the same; None if k is 0."""
+    sampled_logprobs: Float[Array, "B C"] | None = None
+    """log p of each new token under the distribution that it was sampled from; None if every sequence is greedy."""
+
+
+@struct
 class Stats:
     """Counters of a generation, per sequence."""
 
@@ -149,6 +161,24 @@ class RowSampling:
     frequency_penalty: Float[Array, " B"] | None = None
     logit_bias: Float[Array, "B V"] | None = None
     min_new_tokens: Int[Array, " B"] | None = None
+
+
+@struct
+class Prompts:
+    """The sequences of a batch before anything is read."""
+
+    ids: Int[Array, "B T"]
+    """Prompts, padded on the right to one width."""
+    length: Int[Array, " B"]
+    """Tokens of each prompt, at least 1."""
+    limit: Int[Array, " B"]
+    """The length at which each sequence ends, prompt included."""
+    key: Key[Array, " B"]
+    stop: Automaton
+    sampling: RowSampling | None = None
+    """None: all sequences are greedy, without penalties."""
+    grammar: Automaton | None = None
+    """The automaton of `jspec.core.grammar.init`, with a state per sequence; None: all tokens may follow."""
 
 
 class Cache(Protocol):
@@ -190,15 +220,10 @@ class DecodeState:
     prompt_length: Int[Array, " B"]
     origin: Int8[Array, "B C"]
     """Where a token came from: the depth of the accepted draft, or 0 for the target's own tokens and the prompt."""
-    logprobs: Float[Array, "B C"] | None
-    """log p of each new token under the target's unprocessed logits; None if it was not requested."""
     round_index: Int[Array, ""]
     stats: Stats
-    top: TopTokens | None = None
-    """The most probable tokens where each new token was chosen, [B, C, k]; None if they were not requested."""
-    sampled_logprobs: Float[Array, "B C"] | None = None
-    """log p of each new token under the distribution that it was sampled from; None if log-probabilities were not
-    requested, or where every sequence is greedy."""
+    recorded: Recorded | None = None
+    """What is recorded of each new token; None: nothing."""
     grammar: Automaton = dataclasses.field(default_factory=Automaton)
     """Which tokens may follow, of `jspec.core.grammar`; not in use if no sequence has a grammar."""
 
@@ -211,6 +236,23 @@ class DecodeState:
     def done(self) -> Bool[Array, " B"]:
         """Sequences that have finished."""
         return self.finish_code != 0
+
+
+@struct
+class Decision:
+    """What `accept` of a round decides."""
+
+    accepted: Acceptance
+    """What the acceptance rule decides."""
+    appended: Acceptance
+    """The same, truncated at the length limit and at the first stop."""
+    stop: Automaton
+    """The stop automaton after the appended tokens."""
+    grammar: Automaton
+    """The grammars after the appended tokens."""
+    finish_code: Int[Array, " B"]
+    recorded: Recorded | None
+    """What is recorded of the accepted tokens, [B, A]."""
 
 
 @runtime_checkable

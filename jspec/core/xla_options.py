@@ -26,7 +26,7 @@ tokens: its kernels widen the weights inside the product, while for cuBLAS they 
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 import jax
 import numpy as np
@@ -95,23 +95,28 @@ R = TypeVar("R")
 class LoopProgram(Generic[P, R]):
     """`jax.jit` of a function that contains the loop, with `loop_options`.
 
-    It is jitted at its first use, because the options depend on the environment, which no import may read.
-
-    devices: more than one: for models that are split, over any number of devices.
+    It is jitted at its first use, because the options depend on the environment, which no import may read. The program
+    itself has the options for few tokens on one device; `variant` has the others.
     """
 
-    def __init__(
-        self,
-        function: Callable[P, R],
-        *,
-        many: bool,
-        devices: int = 1,
-        static_argnames: Sequence[str],
-        donate_argnames: Sequence[str],
-    ):
+    def __init__(self, function: Callable[P, R], *, static_argnames: Sequence[str], donate_argnames: Sequence[str]):
         functools.update_wrapper(self, function)
-        self._function, self._many, self._devices = function, many, devices
-        self._static, self._donated = tuple(static_argnames), tuple(donate_argnames)
+        self._function, self._static, self._donated = function, tuple(static_argnames), tuple(donate_argnames)
+        self._many, self._devices = False, 1
+        self._variants: dict[tuple[bool, bool], Self] = {(False, False): self}
+
+    def variant(self, *, many: bool = False, devices: int = 1) -> Self:
+        """The same function, jitted with other options.
+
+        many: for rounds that verify many tokens (`prefers_cublas`).
+        devices: that the model is split over; more than one have the same options.
+        """
+        key = many, devices > 1
+        if key not in self._variants:
+            program = type(self)(self._function, static_argnames=self._static, donate_argnames=self._donated)
+            program._many, program._devices, program._variants = many, devices, self._variants
+            self._variants[key] = program
+        return self._variants[key]
 
     @functools.cached_property
     def jitted(self) -> Any:

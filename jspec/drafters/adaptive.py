@@ -220,7 +220,7 @@ class Adaptive:
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, AdaptiveState]:
         """The tree of this round's drafter, padded to the widest: for tools that inspect trees.
 
-        A round of `jspec.core.decode` verifies the tree as it is. Padding repeats the first draft, which changes
+        A round of `jspec.core.round` verifies the tree as it is. Padding repeats the first draft, which changes
         nothing; where there is none, it is the last token.
         """
         index, state = self.choose(params, s)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jspec.core.accept import greedy
+from jspec.core.method import Method
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, Drafter, RowSampling
-from jspec.engine import programs, sizing
+from jspec.engine import sizing
 from jspec.engine.automaton_pool import GrammarPool, StopPool
 from jspec.engine.device import Device, DeviceRequest
-from jspec.engine.executor import Static
 from jspec.engine.loop import FLIGHTS, MAX_ROUNDS
 from jspec.engine.model import Model
 from jspec.engine.options import (
@@ -24,6 +24,7 @@ from jspec.engine.options import (
 )
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
+from jspec.engine.slot_state import Sizes, always_samples, extra_rows, lookahead, without_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,69 +43,59 @@ def assemble(
     model: Model,
     drafter: str | Drafter | None,
     accept: str | Accept | None,
+    sizes: Sizes,
+    budget: sizing.Budget,
     *,
-    slots: int,
-    context: int,
-    pages: int | None,
-    fraction: float,
-    page_size: int,
     prefill_tokens: int,
-    share: bool,
-    free: tuple[int, int] | None,
     only: OneShape | None = None,
 ) -> tuple[Device, Scheduler]:
     """The parts of an engine on one group of devices. The arguments are those of `jspec.Engine`.
 
-    free: as of `sizing.fit`.
+    sizes: slots, context and page size.
     only: the shapes of all programs; None: those for requests of any kind.
 
     Raises:
       ValueError, TypeError: a drafter, a rule or a cache that does not suit, or a state that does not fit.
     """
-    # The parts of a round. Some request may sample, so the rule is chosen for one that does.
+    # The method of a round. Some request may sample, so the rule is chosen for one that does.
     any_row = RowSampling(temperature=jnp.zeros(1))
-    rule, chosen = choose_rule(accept, any_row, choose_drafter(drafter, model))
-    bound = bind_drafter(chosen, model.target, model.draft)
-    if lacking := programs.without_slots(model.params, model.target, bound):
+    rule, proposer = choose_rule(accept, any_row, choose_drafter(drafter, model))
+    bound = bind_drafter(proposer, model.target, model.draft)
+    method = Method(model.target, bound, rule, model.placement)
+    if lacking := without_slots(model.params, method):
         raise ValueError(
             f"model={model.name!r}: its cache {', '.join(sorted(lacking))} must have the methods of "
             "jspec.core.slots.SlotCache, by which sequences come and go; jspec.generate works without them"
         )
-    parts: Static = {"target": model.target, "drafter": bound, "accept": rule, "placement": model.placement}
 
     # The caches and the state of all slots. A rule by name is the greedy one where nothing is sampled.
-    shape = {"num_slots": slots, "context": context, "page_size": page_size}
-    samples = programs.always_samples(model.params, **parts, **shape) or not knows_greedy(accept)
-    sizes = {"samples": samples, **shape}
-    room = sizing.fit(model.params, parts, sizes, pages=pages, fraction=fraction, share=share, free=free)
+    samples = always_samples(model.params, method=method, sizes=sizes) or not knows_greedy(accept)
+    sizes, shares = sizing.fit(model.params, method, sizes, budget, samples=samples)
     device = Device(
         model.params,
-        parts,
-        StopPool(model),
-        GrammarPool(model),
-        **sizes,
-        pages=room.pages,
-        snapshots=room.snapshots,
+        method,
+        sizes,
+        (StopPool(model), GrammarPool(model)),
+        samples=samples,
         max_rounds=MAX_ROUNDS,
         greedy_rule=greedy if accept is None or isinstance(accept, str) else rule,
-        sizes=None if only is None else [slots],
+        buckets=None if only is None else [sizes.slots],
         least_tier=0 if only is None else only.tier,
     )
 
-    # Who runs when.
-    ahead = programs.sharing(device.state, bound)
-    further = programs.further_rows(device.state, bound)
-    narrowest = max(1, ahead or 0) + further
+    # The scheduler, which decides who runs when.
+    ahead, extra = lookahead(device.state, bound), extra_rows(device.state, bound)
+    narrowest = max(1, ahead or 0) + extra
     if only is None:
-        shapes = sizing.read_shapes(slots, context, prefill_tokens, narrowest)
+        shapes = sizing.read_shapes(sizes.slots, sizes.context, prefill_tokens, narrowest)
     else:
         shapes = [(only.read[0], max(only.read[1], narrowest))]
     scheduler = Scheduler(
-        slots=slots,
-        pages=Pages(room.pages, page_size, ahead if room.shares else None, room.snapshots),
-        context=context,
+        slots=sizes.slots,
+        pages=Pages(sizes.pages, sizes.page_size, ahead if shares else None, sizes.snapshots),
+        context=sizes.context,
         depth=bound.depth,
-        further=further,
+        further=extra,
         read_shapes=shapes,
         prefill_tokens=prefill_tokens,
         flights=FLIGHTS,
@@ -126,7 +117,7 @@ def make_requests(
     Raises:
       ValueError, TypeError: options that do not suit the model or each other, or a request that can never fit.
     """
-    vocab_size = device.parts["target"].vocab_size
+    vocab_size = device.method.target.vocab_size
     options.check_vocabulary(vocab_size)
     count, requests = len(prompts), []
     each = zip(prompts, options.limits(count), options.seeds(count).tolist(), samplings, strict=True)
@@ -138,7 +129,7 @@ def make_requests(
         scheduler.check_fits(request)
         per_row(sampling, 1, vocab_size)
         if request.grammar is not None:
-            check_grammar_options(device.parts["accept"], ignore_eos=options.ignore_eos)
+            check_grammar_options(device.method.accept, ignore_eos=options.ignore_eos)
             device.grammars.compile(request.grammar)
         requests.append(request)
     return requests

@@ -11,16 +11,18 @@ from jaxtyping import Array, Int
 
 from jspec.core.accept import greedy
 from jspec.core.grammar import TokenGrammar
+from jspec.core.method import Method
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Accept, DecodeState, Params, RowSampling, TopTokens
 from jspec.engine.automaton_pool import AutomatonPool, GrammarPool, StopPool
-from jspec.engine.executor import Call, Executor, Static, Window
+from jspec.engine.executor import Call, Executor, Window
 from jspec.engine.options import MAX_TOP_LOGPROBS
 from jspec.engine.plan import Admission, Burst, Landed, Read
 from jspec.engine.programs import Admitted, ReadPlan, Report
 from jspec.engine.request import Request
 from jspec.engine.result import top_pairs
 from jspec.engine.score import Chunk, Found
+from jspec.engine.slot_state import Sizes
 
 SMALL_BUCKETS: tuple[int, ...] = (1, 4, 16)
 """Slot counts for which rounds are compiled; beyond them, every power of two. Rounds of few sequences all take
@@ -110,12 +112,11 @@ class Landing(Landed):
 class Device:
     """Runs the plans of a scheduler.
 
-    parts: the acceptance rule among them is that of bursts in which a sequence samples.
-    samples: whether every burst counts as one in which a sequence samples: `programs.always_samples`.
+    method: its acceptance rule is that of bursts in which a sequence samples.
+    samples: whether every burst counts as one in which a sequence samples: `slot_state.always_samples`.
     max_rounds: of a burst.
-    snapshots: places for what the target's cache keeps of a sequence outside of pages.
     greedy_rule: the acceptance rule of bursts in which no sequence samples.
-    sizes: slot counts for which programs are compiled, ascending, the last of them `num_slots`; None: `buckets`.
+    buckets: slot counts for which programs are compiled, ascending, the last of them all slots; None: `slot_buckets`.
     least_tier: every program has at least the sampling options of this tier.
 
     Attributes:
@@ -128,41 +129,23 @@ class Device:
     def __init__(
         self,
         params: Params,
-        parts: Static,
-        stops: StopPool,
-        grammars: GrammarPool,
+        method: Method,
+        sizes: Sizes,
+        pools: tuple[StopPool, GrammarPool],
         *,
         samples: bool,
-        num_slots: int,
-        context: int,
-        page_size: int,
-        pages: int,
         max_rounds: int,
-        snapshots: int = 0,
         greedy_rule: Accept = greedy,
-        sizes: Sequence[int] | None = None,
+        buckets: Sequence[int] | None = None,
         least_tier: int = 0,
     ):
-        self.parts, self.stops, self.grammars = parts, stops, grammars
-        self.num_slots, self.context, self.num_snapshots = num_slots, context, snapshots
+        self.method, self.sizes, (self.stops, self.grammars) = method, sizes, pools
         self.relay: Callable[[Call], Future[Report] | None] | None = None
         self._samples, self._least_tier = samples, least_tier
-        self._width = -(-context // page_size)
-        self._buckets = buckets(num_slots) if sizes is None else sizes
+        self._buckets = slot_buckets(sizes.slots) if buckets is None else buckets
         self._last_sampling: tuple[object, object] = (None, None)
         self._last_automata: dict[str, object] = {}
-        self.executor = Executor(
-            params,
-            parts,
-            samples=samples,
-            num_slots=num_slots,
-            context=context,
-            page_size=page_size,
-            pages=pages,
-            max_rounds=max_rounds,
-            snapshots=snapshots,
-            greedy_rule=greedy_rule,
-        )
+        self.executor = Executor(params, method, sizes, samples=samples, max_rounds=max_rounds, greedy_rule=greedy_rule)
 
     @property
     def params(self) -> Params:
@@ -194,7 +177,7 @@ class Device:
 
     def release(self, empty: Sequence[int]) -> None:
         """Empties slots."""
-        mask = np.zeros(self.num_slots, bool)
+        mask = np.zeros(self.sizes.slots, bool)
         mask[list(empty)] = True
         self._call("release", mask)
 
@@ -211,9 +194,9 @@ class Device:
         """
         count = next(size for size in self._buckets if size >= max(least, len(admissions)))
         columns = {name: np.zeros(count, np.int32) for name in _ADMITTED}
-        columns["slots"][:] = self.num_slots
-        tokens = np.zeros((count, self.context), np.int32)
-        accept_counts = np.zeros((count, self.parts["drafter"].depth + 1), np.int32)
+        columns["slots"][:] = self.sizes.slots
+        tokens = np.zeros((count, self.sizes.context), np.int32)
+        accept_counts = np.zeros((count, self.method.drafter.depth + 1), np.int32)
         branches = self.state.stats.branch_counts
         branch_counts = None if branches is None else np.zeros((count, *branches.shape[1:]), np.int32)
         seeds = np.zeros(count, np.uint32)
@@ -298,11 +281,11 @@ class Device:
                 self.burst(Burst([request], [0], [[]], [0], rounds=1, per_round=1, want=False), size)
                 for size in self._buckets
             ]
-            if self.num_snapshots:
+            if self.sizes.snapshots:
                 # The snapshot may be in use, so it goes to an empty slot and back.
                 self._call("restore", np.int32(0), np.int32(0))
                 self._call("save", np.int32(0), np.int32(0))
-            self.release(range(self.num_slots))
+            self.release(range(self.sizes.slots))
             flights[-1].land()
         if self.executor.here:
             jax.block_until_ready(self.state)
@@ -315,22 +298,24 @@ class Device:
 
     def _seats(self, chosen: Sequence[int], size: int) -> "Seats":
         """The rows of a program of this size for these slots; other slots, which stand still, fill it up."""
-        if size == self.num_slots:
+        if size == self.sizes.slots:
             return Seats(None, list(chosen), size)
-        others = (slot for slot in range(self.num_slots) if slot not in chosen)
+        others = (slot for slot in range(self.sizes.slots) if slot not in chosen)
         filled = [*chosen, *(next(others) for _ in range(size - len(chosen)))]
         return Seats(np.array(filled, np.int32), list(range(len(chosen))), size)
 
     def _window(self, requests: Sequence[Request], pages: Sequence[Sequence[int]], seats: "Seats") -> Window:
         """What the host adds to the state of some slots. What programs take of their options is kept on the devices."""
-        table = np.zeros((seats.size, self._width), np.int32)
+        table = np.zeros((seats.size, self.sizes.pages_per_slot), np.int32)
         samplings: list[Sampling | None] = [None] * seats.size
-        logprobs, top, constrained = False, 0, False
-        for request, own, row in zip(requests, pages, seats.rows, strict=True):
+        top: int | None = None
+        constrained = False
+        for request, block_table, row in zip(requests, pages, seats.rows, strict=True):
             assert isinstance(request, DeviceRequest)
-            table[row, : len(own)] = own
+            table[row, : len(block_table)] = block_table
             samplings[row] = request.sampling
-            logprobs, top = logprobs or request.logprobs, max(top, request.top_logprobs)
+            if request.logprobs:
+                top = max(top or 0, request.top_logprobs)
             constrained |= request.grammar is not None
         tier = TIERS[max(self._least_tier, *map(tier_of, samplings))]
         greedy_rule = not tier and not self._samples
@@ -341,15 +326,15 @@ class Device:
             self._keep_automaton("grammar", self.grammars)
         if tier:
             self._keep_sampling(samplings, tier)
-        top = min(next(size for size in TOP_SIZES if size >= top), self.parts["target"].vocab_size)
+        if top is not None:
+            top = min(next(size for size in TOP_SIZES if size >= top), self.method.target.vocab_size)
         return Window(
             seats.slots,
             table,
             greedy=greedy_rule,
             sampled=bool(tier),
             constrained=constrained,
-            logprobs=logprobs,
-            top_logprobs=top,
+            record=top,
         )
 
     def _keep_automaton(self, name: str, pool: AutomatonPool) -> None:
@@ -362,7 +347,7 @@ class Device:
         """Sends the columns of a tier. They rarely change from burst to burst."""
         key = tuple(map(id, samplings)), tier
         if key != self._last_sampling[0]:
-            self._call("keep", "sampling", row_columns(samplings, tier, self.parts["target"].vocab_size))
+            self._call("keep", "sampling", row_columns(samplings, tier, self.method.target.vocab_size))
             self._last_sampling = key, tuple(samplings)  # Other objects must not get their identities.
 
 
@@ -386,7 +371,7 @@ class Seats:
         return _argument(column)
 
 
-def buckets(num_slots: int) -> list[int]:
+def slot_buckets(num_slots: int) -> list[int]:
     """Slot counts for which rounds are compiled, ascending; the last is all of them."""
     sizes = list(SMALL_BUCKETS)
     while sizes[-1] < num_slots:
@@ -433,26 +418,26 @@ def _take_off(plan: Read | Burst, report: Report | Future[Report], places: dict[
 
 def _landing(request: Request, report: Report, row: int) -> Landing:
     assert isinstance(request, DeviceRequest)
-    before = len(request.known)
-    count = int(report.length[row]) - before
-    top = None
-    if report.top is not None and request.top_logprobs:
-        own = TopTokens(report.top.ids[row, :count], report.top.logprobs[row, :count])
-        top = top_pairs(own, request.top_logprobs)
-    logprobs, sampled = (
-        None if recorded is None else recorded[row, :count].tolist()
-        for recorded in (report.logprobs, report.sampled_logprobs)
-    )
+    count, recorded = int(report.length[row]) - len(request.known), report.recorded
+    logprobs = top = sampled = None
+    if recorded is not None:
+        logprobs, sampled = recorded.logprobs[row, :count].tolist(), [0.0] * count
+        if recorded.sampled_logprobs is not None:
+            sampled = recorded.sampled_logprobs[row, :count].tolist()
+        if recorded.top is not None and request.top_logprobs:
+            columns = TopTokens(recorded.top.ids[row, :count], recorded.top.logprobs[row, :count])
+            top = top_pairs(columns, request.top_logprobs)
+    stats = report.stats
     return Landing(
         length=int(report.length[row]),
         tokens=report.tokens[row, :count].tolist(),
         finish_code=int(report.finish_code[row]),
-        rounds=int(report.rounds[row]),
-        accept_counts=report.accept_counts[row].tolist(),
-        branch_counts=None if report.branch_counts is None else report.branch_counts[row].tolist(),
+        rounds=int(stats.rounds[row]),
+        accept_counts=stats.accept_counts[row].tolist(),
+        branch_counts=None if stats.branch_counts is None else stats.branch_counts[row].tolist(),
         origin=report.origin[row, :count].tolist(),
         logprobs=logprobs,
         top_logprobs=top,
-        sampled_logprobs=[0.0] * count if sampled is None and logprobs is not None else sampled,
-        dropped=int(report.dropped[row]),
+        sampled_logprobs=sampled,
+        dropped=int(stats.dropped[row]),
     )

@@ -27,6 +27,8 @@ from jspec.engine.request import QueueFull
 from jspec.engine.result import Generation, Generations, GenerationStats, Piece
 from jspec.engine.run import Prompt, check_model, encode_prompts
 from jspec.engine.score import Chunk, Found, Scores, check_score, split
+from jspec.engine.sizing import Budget
+from jspec.engine.slot_state import Sizes
 
 T = TypeVar("T")
 DEFAULT_CONTEXT = 8192
@@ -136,14 +138,9 @@ class Engine:
                     each,
                     drafter,
                     accept,
-                    slots=slots,
-                    context=context,
-                    pages=pages,
-                    fraction=fraction,
-                    page_size=page_size,
+                    Sizes(slots, context, page_size),
+                    Budget(pages, fraction, share, free),
                     prefill_tokens=prefill_tokens,
-                    share=share,
-                    free=free,
                 )
                 for each in models
             ]
@@ -442,8 +439,8 @@ class Engine:
         if not self.groups:
             return f"Engine({self.model.name!r}, makes the calls of process 0)"
         device, count = self.groups[0].device, len(self.groups)
-        drafter = type(device.parts["drafter"]).__name__
-        slots = f"{device.num_slots} slots" if count == 1 else f"{count} groups of {device.num_slots} slots"
+        drafter = type(device.method.drafter).__name__
+        slots = f"{device.sizes.slots} slots" if count == 1 else f"{count} groups of {device.sizes.slots} slots"
         return f"Engine({self.model.name!r}, {drafter}, {slots}, context {self.context})"
 
     def _encode_one(self, prompt: Prompt) -> list[int]:
@@ -498,7 +495,7 @@ class Engine:
                 [group.load for group in groups],
                 [group.known(request) for group in groups],
                 [group.given for group in groups],
-                groups[0].device.num_slots,
+                groups[0].device.sizes.slots,
             )
         groups[index].expect(request)
         return groups[index]

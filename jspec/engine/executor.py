@@ -8,34 +8,27 @@ import contextlib
 import dataclasses
 import queue
 from functools import partial
-from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Int, PyTree
 
-from jspec.core import decode
 from jspec.core.automaton import Automaton
+from jspec.core.loop import draft_shape
+from jspec.core.method import Method
 from jspec.core.sharding import Placement
-from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target
+from jspec.core.types import Accept, DecodeState, Params, RowSampling
 from jspec.core.xla_options import prefers_cublas
 from jspec.engine import programs
 from jspec.engine.programs import Admitted, ReadPlan, Report, View
 from jspec.engine.score import Chunk, Found, Scorer
+from jspec.engine.slot_state import Sizes, empty_snapshots, empty_state
 
 CALLS = ("release", "admit", "restore", "save", "keep", "read", "burst", "replace", "score")
 """The methods of `Executor` that a call may name."""
 OFFER_SECONDS = 60.0
 """How long weights may be missing in one process after another has them, before that is an error."""
-
-
-class Static(TypedDict):
-    """The static arguments of the programs. placement: as in `jspec.engine.model.Model`; None if it is missing."""
-
-    target: Target
-    drafter: Drafter
-    accept: Accept
-    placement: NotRequired[Placement | None]
 
 
 class Call(NamedTuple):
@@ -52,7 +45,7 @@ class Window:
     slots, table: as in `jspec.engine.programs.View`.
     greedy: whether the acceptance rule is the one of bursts in which no sequence samples.
     sampled, constrained: whether the sampling options and the grammars that are kept are in use.
-    logprobs, top_logprobs: what is recorded.
+    record: as in `Method`.
     """
 
     slots: Int[np.ndarray, " R"] | None
@@ -60,21 +53,10 @@ class Window:
     greedy: bool
     sampled: bool
     constrained: bool
-    logprobs: bool
-    top_logprobs: int
+    record: int | None
 
 
-class ViewStatic(Static):
-    """The static arguments of the programs that work on a view."""
-
-    logprobs: bool
-    top_logprobs: int
-
-
-_empty_state = jax.jit(
-    programs.empty_state,
-    static_argnames=(*programs.STATIC, "samples", "num_slots", "context", "page_size", "pages"),
-)
+_empty_state = jax.jit(empty_state, static_argnames=("method", "sizes", "samples"))
 
 
 class Executor:
@@ -89,34 +71,23 @@ class Executor:
     """
 
     def __init__(
-        self,
-        params: Params,
-        parts: Static,
-        *,
-        samples: bool,
-        num_slots: int,
-        context: int,
-        page_size: int,
-        pages: int,
-        max_rounds: int,
-        snapshots: int,
-        greedy_rule: Accept,
+        self, params: Params, method: Method, sizes: Sizes, *, samples: bool, max_rounds: int, greedy_rule: Accept
     ):
-        self.params, self.parts, self.max_rounds = params, parts, max_rounds
-        self._placement, self._greedy_rule = parts.get("placement"), greedy_rule
-        self._kept: dict[str, Any] = {}
-        self.replaced, self._scorer = 0, Scorer(parts["target"], self._placement)
+        self.params, self.method, self.max_rounds = params, method, max_rounds
+        self._placement, self._greedy_rule = method.placement, greedy_rule
+        self._inputs: dict[str, Any] = {}
+        self.replaced, self._scorer = 0, Scorer(method.target, method.placement)
         self._offers: queue.SimpleQueue[Params] = queue.SimpleQueue()
         self.here = self._placement is None or bool(self._placement.devices)
+        # Without devices of its own a process has the shapes of the state.
         empty = _empty_state if self.here else _empty_state.eval_shape
-        sizes = {"num_slots": num_slots, "context": context, "page_size": page_size, "pages": pages}
-        self.state: DecodeState = empty(params, **parts, samples=samples, **sizes)
-        places = jax.jit(partial(programs.empty_snapshots, count=snapshots, placement=self._placement))
-        self.snapshots: list[PyTree] = places(self.state.cache) if snapshots and self.here else []
+        self.state: DecodeState = empty(params, method=method, sizes=sizes, samples=samples)
+        places = jax.jit(partial(empty_snapshots, count=sizes.snapshots, placement=method.placement))
+        self.snapshots: list[PyTree] = places(self.state.cache) if sizes.snapshots and self.here else []
         # A drafter that samples its drafts reads the temperature, which the state of the slots does not have.
-        sampling = RowSampling(temperature=cast(Array, np.zeros(num_slots, np.float32))) if samples else None
+        sampling = RowSampling(temperature=cast(Array, np.zeros(sizes.slots, np.float32))) if samples else None
         state = dataclasses.replace(self.state, sampling=sampling)
-        self._nodes: int = decode.draft_shape(params, state, parts["drafter"], self._placement)[1]
+        self._nodes: int = draft_shape(params, state, method)[1]
 
     def run(self, call: Call) -> Report | Found | None:
         """Makes a call; returns its report, or what a score has found."""
@@ -149,9 +120,9 @@ class Executor:
         """Copies to the devices what programs take from now on: `stop`, `grammar` or `sampling`."""
         placement = self._placement
         if placement is not None and placement.spans_processes:
-            self._kept[name] = jax.tree.map(placement.copy, value)
+            self._inputs[name] = jax.tree.map(placement.copy, value)
         else:
-            self._kept[name] = jax.device_put(value, None if placement is None else placement.everywhere)
+            self._inputs[name] = jax.device_put(value, None if placement is None else placement.everywhere)
 
     def release(self, mask: Bool[np.ndarray, " S"]) -> None:
         """`programs.release`."""
@@ -159,7 +130,7 @@ class Executor:
 
     def admit(self, new: Admitted) -> None:
         """`programs.admit`."""
-        self.state = programs.admit(self.state, new, drafter=self.parts["drafter"], placement=self._placement)
+        self.state = programs.admit(self.state, new, method=self.method)
 
     def restore(self, slot: np.int32, place: np.int32) -> None:
         """`programs.restore`."""
@@ -171,35 +142,34 @@ class Executor:
 
     def read(self, window: Window, plan: ReadPlan, size: int) -> Report:
         """`programs.read`."""
-        static, view = self._view(window)
-        self.state, report = programs.read(self.params, self.state, view, plan, **static, size=size)
+        method, view = self._view(window)
+        self.state, report = programs.read(self.params, self.state, view, plan, method=method, size=size)
         return report
 
     def burst(self, window: Window, ceiling: Int[np.ndarray, " R"], rounds: np.int32, want: np.bool_) -> Report:
         """`programs.burst`."""
-        static, view = self._view(window)
+        method, view = self._view(window)
         many = prefers_cublas(self.params, len(window.table) * self._nodes)
-        program = programs.burst_for(self._placement, many=many)
+        program = programs.burst.variant(many=many, devices=method.devices)
         arguments = view, ceiling, rounds, want
-        self.state, report = program(self.params, self.state, *arguments, **static, max_rounds=self.max_rounds)
+        self.state, report = program(self.params, self.state, *arguments, method=method, max_rounds=self.max_rounds)
         return report
 
     def score(self, chunk: Chunk) -> Found:
         """`Scorer.read`, beside the slots."""
         return self._scorer.read(self.params.target, chunk)
 
-    def _view(self, window: Window) -> tuple[ViewStatic, View]:
+    def _view(self, window: Window) -> tuple[Method, View]:
+        """The method of a program and what it gets from the host about its slots."""
         view = View(
             cast("Array | None", window.slots),
             cast(Array, window.table),
-            self._kept["stop"],
-            self._kept["grammar"] if window.constrained else Automaton(),
-            self._kept["sampling"] if window.sampled else None,
+            self._inputs["stop"],
+            self._inputs["grammar"] if window.constrained else Automaton(),
+            self._inputs["sampling"] if window.sampled else None,
         )
-        parts: Static = {**self.parts, "placement": self._placement}
-        if window.greedy:
-            parts["accept"] = self._greedy_rule
-        return ViewStatic(**parts, logprobs=window.logprobs, top_logprobs=window.top_logprobs), view
+        rule = self._greedy_rule if window.greedy else self.method.accept
+        return dataclasses.replace(self.method, accept=rule, record=window.record), view
 
 
 def on_own_device(placement: Placement | None) -> contextlib.AbstractContextManager[object]:

@@ -13,13 +13,16 @@ from tqdm import tqdm
 
 from jspec import drafters
 from jspec.cache.pages import DEFAULT_PAGE_SIZE, fit_page_size
-from jspec.core import decode, grammar, groups, sharding, stopping
+from jspec.core import grammar, groups, sharding, stopping
 from jspec.core.automaton import Automaton
 from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, shorten
+from jspec.core.loop import SHARED, run_rounds
+from jspec.core.method import Method, on_devices
+from jspec.core.prefill import prefill
 from jspec.core.sampling import Sampling, check_rows, each_of, per_row
 from jspec.core.sharding import Placement
 from jspec.core.struct import struct
-from jspec.core.types import Accept, BoundedDrafter, Drafter, Params, RowSampling, Stats, Target
+from jspec.core.types import Accept, BoundedDrafter, Drafter, Params, Prompts, RowSampling, Stats, Target
 from jspec.engine import memory
 from jspec.engine.many import generate_many
 from jspec.engine.model import Model
@@ -33,7 +36,7 @@ from jspec.engine.options import (
     with_point_masses,
 )
 from jspec.engine.result import Generation, Generations, Piece
-from jspec.engine.run import Parts, Prompt, Run, encode_prompts, one_call, prefill_chunk
+from jspec.engine.run import Prompt, Run, encode_prompts, one_call, prefill_chunk
 
 ROUNDS_PER_UPDATE = 16
 """Rounds between two updates of the progress bar."""
@@ -317,33 +320,35 @@ def generate_ids(
             f"max_length={max_length}: exceeds the draft's context of {bound.max_length}, after which it proposes "
             "nothing useful; pass less, or another drafter"
         )
-    own = groups.batch_of(placement, batch)
-    memory.fit(params, target, bound, own, page_size, max_length, max_length)
+    local = groups.batch_of(placement, batch)
+    memory.fit(params, target, bound, local, page_size, max_length, max_length)
     table = stopping.build_table(vocabulary, eos)
     ids, lengths = jnp.asarray(ids, jnp.int32), jnp.asarray(lengths, jnp.int32)
     new = jnp.asarray(max_new_tokens, jnp.int32)
     # Without an overflow, whatever the sum.
     limit = lengths + jnp.minimum(jnp.broadcast_to(new, lengths.shape), max_length - lengths)
     key = key if key.ndim else jax.random.split(key, batch)
-    parts: Parts = {"target": target, "drafter": bound, "accept": rule}
+    # Prefill and rounds.
+    method = Method(target, bound, rule, placement, record=0 if logprobs else None)
     read = partial(
-        decode.prefill,
-        **parts,
+        prefill,
+        method=method,
         capacity=max_length,
         page_size=fit_page_size(page_size, max_length),
-        logprobs=logprobs,
-        chunk=prefill_chunk(own),
+        chunk=prefill_chunk(local),
     )
-    arrays = params, ids, lengths, limit, key, stopping.init(table, batch), sampling, constraint
-    s = groups.prefill(placement, read, *arrays)
+    prompts = Prompts(ids, lengths, limit, key, stopping.init(table, batch), sampling, constraint)
+    s = groups.prefill(placement, read, params, prompts)
     until = jnp.asarray(np.iinfo(np.int32).max, jnp.int32)
-    s = sharding.over(placement, partial(decode.run_rounds, **parts), params, s, until, shared=decode.SHARED)
-    results = s.tokens, s.length, s.logprobs, s.stats, s.sampled_logprobs
-    tokens, length, recorded, stats, sampled = groups.unstack(placement, results, batch)
+    s = on_devices(run_rounds, shared=SHARED)(params, s, until, method=method)
+    # The results of all groups of devices.
+    tokens, length, recorded, stats = groups.unstack(placement, (s.tokens, s.length, s.recorded, s.stats), batch)
     written = jnp.arange(max_length, dtype=jnp.int32)[None] < length[:, None]
-    if sampled is None and recorded is not None:
-        sampled = jnp.zeros_like(recorded)
-    return GeneratedIds(jnp.where(written, tokens, 0), length, recorded, stats, sampled)
+    logprobs_of = sampled = None
+    if recorded is not None:
+        logprobs_of, sampled = recorded.logprobs, recorded.sampled_logprobs
+        sampled = jnp.zeros_like(logprobs_of) if sampled is None else sampled
+    return GeneratedIds(jnp.where(written, tokens, 0), length, logprobs_of, stats, sampled)
 
 
 def _compile_grammars(

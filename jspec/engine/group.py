@@ -79,7 +79,7 @@ class Group:
 
     def submit(self, requests: Sequence[DeviceRequest]) -> list[Handle]:
         """Puts expected requests into the queue, all at once, whose automata are in the pools of the device."""
-        drafter = self.device.parts["drafter"]
+        drafter = self.device.method.drafter
         handles = [Handle(request, self.model.tokenizer, self._cancel, drafter) for request in requests]
 
         def submit() -> None:
@@ -127,7 +127,7 @@ class Group:
             slots=scheduler.slots,
             pages=scheduler.pages.count - 1,
             pages_used=scheduler.pages.count - 1 - scheduler.pages.available,
-            snapshots=self.device.num_snapshots,
+            snapshots=self.device.sizes.snapshots,
             snapshots_used=0 if scheduler.pages.snapshots is None else len(scheduler.pages.snapshots),
             prefix_queries=scheduler.pages.queries,
             prefix_hits=scheduler.pages.hits,
@@ -246,7 +246,7 @@ class Group:
         counters, times, old = self._counters, handle.times, handle.counted
         counters.new_tokens += len(landing.tokens)
         counters.rounds += landing.rounds - old[0]
-        drafted = drafted_tokens(self.device.parts["drafter"], landing.rounds, landing.branch_counts)
+        drafted = drafted_tokens(self.device.method.drafter, landing.rounds, landing.branch_counts)
         counters.drafted += drafted - old[2]
         for index, count in enumerate(landing.accept_counts):
             counters.accept_counts[index] += count - old[1][index]

@@ -236,7 +236,7 @@ class Follower:
         reports: "queue.SimpleQueue[Report | None] | None",
     ) -> None:
         """Makes the calls of a group."""
-        with on_own_device(executor.parts.get("placement")):
+        with on_own_device(executor.method.placement):
             while (call := calls.get()) is not None:
                 report = executor.run(call)
                 if call.name in _REPORTS and reports is not None:
@@ -249,7 +249,7 @@ class Follower:
 
     def _reporter(self, group: int, executor: Executor) -> "queue.SimpleQueue[Report | None] | None":
         """The queue of a thread that sends reports to the leader; None where this process need not."""
-        placement = executor.parts.get("placement")
+        placement = executor.method.placement
         if placement is None or placement.processes[0] != self.index:
             return None
         reports: queue.SimpleQueue[Report | None] = queue.SimpleQueue()

@@ -8,8 +8,9 @@ import numpy as np
 from tqdm import tqdm
 
 from jspec.core import groups, stopping
+from jspec.core.method import Method
 from jspec.core.sampling import per_row
-from jspec.engine import memory, programs
+from jspec.engine import memory
 from jspec.engine.assembly import OneShape, assemble, hold, make_requests
 from jspec.engine.batches import split
 from jspec.engine.device import DeviceRequest, tier_of
@@ -28,6 +29,8 @@ from jspec.engine.options import (
 from jspec.engine.result import Generations, GenerationStats
 from jspec.engine.run import Prompt, bucket, encode_prompts, one_call
 from jspec.engine.schedule import Scheduler
+from jspec.engine.sizing import Budget
+from jspec.engine.slot_state import Sizes, without_slots
 
 MAX_BATCH = 64
 """Prompts that run at once. More of them take turns, so memory does not grow with their number, and a sequence that
@@ -64,10 +67,10 @@ def generate_many(
     longest, new = longest_sequence(prompt_ids, options.limits(count))
     row_sampling = per_row(options.sampling, count, model.target.vocab_size)
     row_sampling = with_point_masses(options.accept, row_sampling, count)
-    _, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
+    rule, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
     bound = bind_drafter(drafter, model.target, model.draft)
     check_fits(model.target, longest, new, bound)
-    if programs.without_slots(model.params, model.target, bound):
+    if without_slots(model.params, Method(model.target, bound, rule)):
         return None
 
     # All requests are known, so one program of each kind is enough.
@@ -80,20 +83,17 @@ def generate_many(
         model,
         options.drafter,
         None if all_greedy and isinstance(options.accept, str) else options.accept,
-        slots=MAX_BATCH,
-        context=min(bucket(longest + new), model.target.max_length),
-        pages=None,
-        fraction=memory.usable_fraction(),
-        page_size=options.page_size,
+        Sizes(MAX_BATCH, min(bucket(longest + new), model.target.max_length), options.page_size),
+        Budget(
+            None, memory.usable_fraction(), True, memory.least_free(None if placement is None else placement.devices)
+        ),
         prefill_tokens=PREFILL_TOKENS,
-        share=True,
-        free=memory.least_free(None if placement is None else placement.devices),
         only=OneShape((min(MAX_BATCH, PREFILL_TOKENS // columns), columns), max(map(tier_of, samplings))),
     )
     began = time.monotonic()
     requests = make_requests(device, scheduler, prompt_ids, options, samplings)
     hold([(device, request) for request in requests])
-    handles = {x: Handle(x, model.tokenizer, lambda _: None, device.parts["drafter"]) for x in requests}
+    handles = {x: Handle(x, model.tokenizer, lambda _: None, device.method.drafter) for x in requests}
     _run(Loop(device, scheduler, burst_seconds=BURST_SECONDS), scheduler, handles, progress)
     items = [handle.generation() for handle in handles.values()]
     return Generations(items, GenerationStats.total([x.stats for x in items], time.monotonic() - began))

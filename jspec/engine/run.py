@@ -5,21 +5,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jspec.cache.pages import fit_page_size
-from jspec.core import decode, grammar, groups, stopping
-from jspec.core.automaton import Automaton, TokenTable
+from jspec.core import grammar, groups, stopping
+from jspec.core.automaton import TokenTable
 from jspec.core.checks import check_text, shorten
+from jspec.core.loop import decode_checked, fastest
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
 from jspec.core.processes import agreement, fetch, least
 from jspec.core.sampling import per_row
-from jspec.core.types import Accept, DecodeState, Drafter, Params, RowSampling, Target, TopTokens
+from jspec.core.types import DecodeState, Params, Prompts, TopTokens
 from jspec.engine import memory
 from jspec.engine.model import Model
 from jspec.engine.options import (
@@ -50,14 +53,6 @@ COMPARED = (*(field.name for field in dataclasses.fields(GenerateOptions)), "tar
 """What several processes must agree in."""
 
 
-class Parts(TypedDict):
-    """The static arguments of `decode.decode`."""
-
-    target: Target
-    drafter: Drafter
-    accept: Accept
-
-
 class Run:
     """Host-side driver of one generation: owns the decode state and the decoded text.
 
@@ -74,7 +69,7 @@ class Run:
       options: the options.
       single: whether a single prompt was given, not a list of them.
       prompts: ids of each prompt.
-      parts: target, bound drafter and acceptance rule, as `decode.decode` takes them.
+      method: target, bound drafter, acceptance rule, and what is recorded.
       state: the decode state.
       tokens, texts: new ids and text of each sequence so far.
 
@@ -104,7 +99,8 @@ class Run:
             row_sampling = with_point_masses(options.accept, row_sampling, batch)
             rule, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
             drafter = bind_drafter(drafter, model.target, model.draft)
-            self.parts: Parts = {"target": model.target, "drafter": drafter, "accept": rule}
+            record = options.top_logprobs if options.logprobs else None
+            self.method = Method(model.target, drafter, rule, placement, record)
             check_fits(model.target, longest, new, drafter)
             eos = () if options.ignore_eos else model.eos
             tables = compile_grammars(options, model, batch)
@@ -112,11 +108,12 @@ class Run:
             stop, constraint = stopping.init(table, batch), grammar.init(tables, model.target.vocab_size)
             # What each device needs, of the sequences that it has.
             columns, length = max(map(len, self.prompts)), longest + new
-            own = groups.batch_of(placement, batch)
-            extra = tree_bytes((stop, constraint)) + tree_bytes(row_sampling) * own // batch
-            sizes = model.params, model.target, drafter, own
+            local = groups.batch_of(placement, batch)
+            extra = tree_bytes((stop, constraint)) + tree_bytes(row_sampling) * local // batch
+            sizes = model.params, model.target, drafter, local
             capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(columns), length), extra)
-            compare({**vars(options), **self.parts, "prompts": self.prompts, "eos": model.eos, _PLAN: plan})
+            static = {"target": model.target, "drafter": drafter, "accept": rule}
+            compare({**vars(options), **static, "prompts": self.prompts, "eos": model.eos, _PLAN: plan})
         capacity = least(placement, capacity)
 
         # What the host collects.
@@ -130,9 +127,15 @@ class Run:
             self._streams = [TextStream(model.tokenizer, prompt, options.stop) for prompt in self.prompts]
 
         # Allocate, read the prompts, and compile the loop.
-        chunk = prefill_chunk(own) if chunk is None else chunk
+        chunk = prefill_chunk(local) if chunk is None else chunk
+        ids, lengths = _pad(self.prompts)
+        ids, lengths, ends = (cast(Array, x) for x in (ids, lengths, lengths + np.array(self._limits, np.int32)))
+        padded = Prompts(ids, lengths, ends, _keys(seeds), stop, row_sampling, constraint)
+        page_size = fit_page_size(options.page_size, capacity)
         try:
-            self.state = self._prefill(_keys(seeds), stop, row_sampling, constraint, capacity, chunk)
+            self.state = jitted_prefill(
+                model.params, padded, method=self.method, capacity=capacity, page_size=page_size, chunk=chunk
+            )
             self._decode = self._choose_decode()
             self._run_until(0)  # compiles and runs no round
         except jax.errors.JaxRuntimeError as error:
@@ -190,14 +193,16 @@ class Run:
     def result(self) -> Generations:
         """What came out so far."""
         stats = self._of_sequences(self.state.stats)
-        branches = Branches.of(self.parts["drafter"], stats.branch_counts, len(self.prompts))
+        branches = Branches.of(self.method.drafter, stats.branch_counts, len(self.prompts))
         stats = GenerationStats(stats.rounds, stats.accept_counts, self.seconds, stats.dropped, branches)
         origin = self._new_columns(self.state.origin)
-        logprobs = None if self.state.logprobs is None else self._new_columns(self.state.logprobs)
-        sampled = None if logprobs is None else [[0.0] * len(tokens) for tokens in self.tokens]
-        if self.state.sampled_logprobs is not None:
-            sampled = self._new_columns(self.state.sampled_logprobs)
-        top = self._top_logprobs()
+        logprobs = sampled = top = None
+        if (recorded := self.state.recorded) is not None:
+            logprobs = self._new_columns(recorded.logprobs)
+            sampled = [[0.0] * len(tokens) for tokens in self.tokens]
+            if recorded.sampled_logprobs is not None:
+                sampled = self._new_columns(recorded.sampled_logprobs)
+            top = None if recorded.top is None else self._top_logprobs(recorded.top)
         tokenizer = self.model.tokenizer
         items = [
             Generation(
@@ -216,34 +221,6 @@ class Run:
         ]
         return Generations(items, stats)
 
-    def _prefill(
-        self,
-        keys: Key[Array, " B"],
-        stop: Automaton,
-        row_sampling: RowSampling | None,
-        constraint: Automaton,
-        capacity: int,
-        chunk: int,
-    ) -> DecodeState:
-        ids, lengths = _pad(self.prompts)
-        return decode.jitted_prefill(
-            self.model.params,
-            ids,
-            lengths,
-            lengths + np.array(self._limits, np.int32),
-            keys,
-            stop,
-            row_sampling,
-            constraint,
-            **self.parts,
-            placement=self.model.placement,
-            capacity=capacity,
-            page_size=fit_page_size(self.options.page_size, capacity),
-            logprobs=bool(self.options.logprobs),
-            top_logprobs=self.options.top_logprobs,
-            chunk=chunk,
-        )
-
     def _of_sequences(self, tree: PyTree) -> Any:
         """Arrays of the state on the host, [B, ...]."""
         return groups.unstack(self.model.placement, fetch(tree), len(self.prompts))
@@ -253,23 +230,19 @@ class Run:
         rows = zip(self._of_sequences(buffer), self.prompts, self.tokens, strict=True)
         return [row[len(prompt) : len(prompt) + len(new)].tolist() for row, prompt, new in rows]
 
-    def _top_logprobs(self) -> list[list[list[tuple[int, float]]]] | None:
-        """The most probable tokens where each new token was chosen; None if they are not recorded."""
-        if self.state.top is None:
-            return None
-        top = self._of_sequences(self.state.top)
+    def _top_logprobs(self, buffer: TopTokens) -> list[list[list[tuple[int, float]]]]:
+        """The most probable tokens where each new token was chosen."""
+        top = self._of_sequences(buffer)
         ends = [(len(prompt), len(prompt) + len(new)) for prompt, new in zip(self.prompts, self.tokens, strict=True)]
         parts = (TopTokens(top.ids[i, begin:end], top.logprobs[i, begin:end]) for i, (begin, end) in enumerate(ends))
         return [top_pairs(part, self.options.top_logprobs) for part in parts]
 
     def _choose_decode(self) -> Callable[[Params, DecodeState, Int[Array, ""]], DecodeState]:
-        placement = self.model.placement
         if not self.options.debug:
-            fastest = decode.fastest(self.model.params, self.state, self.parts["drafter"], placement)
-            return partial(fastest, **self.parts, placement=placement)
+            return partial(fastest(self.model.params, self.state, self.method), method=self.method)
 
         def checked(params: Params, s: DecodeState, until: Int[Array, ""]) -> DecodeState:
-            error, s = decode.decode_checked(params, s, until, **self.parts, placement=placement)
+            error, s = decode_checked(params, s, until, method=self.method)
             fetch(error).throw()
             return s
 

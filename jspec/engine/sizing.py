@@ -6,10 +6,11 @@ from functools import partial
 import jax
 
 from jspec.core import slots
+from jspec.core.method import Method
 from jspec.core.types import DecodeState, Params
-from jspec.engine import memory, programs
-from jspec.engine.executor import Static
+from jspec.engine import memory
 from jspec.engine.run import bucket
+from jspec.engine.slot_state import Sizes, empty_state, lookahead, slot_states
 from jspec.models.sizes import tree_bytes
 
 SNAPSHOT_SHARE = 0.1
@@ -17,18 +18,20 @@ SNAPSHOT_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
-    """What an engine has room for.
+class Budget:
+    """What the state of an engine may take of the memory of each device.
 
-    pages: of each pool, page 0 included.
-    snapshots: places for what the target's cache keeps of a sequence outside of pages; 0 if it keeps nothing, or where
-      nothing is shared.
-    shares: whether sequences share prefixes.
+    pages: None: as many as all slots can use, or as fit; at least enough for one sequence.
+    fraction: of the memory of each device that may be in use, weights included.
+    share: whether sequences may share prefixes. Where the target's cache has slot state they do if there is memory for
+      a snapshot; there is at most one per slot.
+    free: bytes that are free on each device, and its limit; None if they are unknown.
     """
 
-    pages: int
-    snapshots: int
-    shares: bool
+    pages: int | None
+    fraction: float
+    share: bool
+    free: tuple[int, int] | None
 
 
 def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> list[tuple[int, int]]:
@@ -38,70 +41,59 @@ def read_shapes(slots: int, context: int, prefill_tokens: int, least: int) -> li
     """
     areas = {rows: prefill_tokens // rows for rows in (1, 2, 4, 8, 16)}
     halves = {rows: size // 2 for rows, size in areas.items() if rows <= 4}
-    wanted = [*areas.items(), *halves.items(), (1, prefill_tokens // 4)]
-    return sorted({(rows, max(min(size, bucket(context)), least)) for rows, size in wanted if rows <= slots})
+    shapes = [*areas.items(), *halves.items(), (1, prefill_tokens // 4)]
+    return sorted({(rows, max(min(size, bucket(context)), least)) for rows, size in shapes if rows <= slots})
 
 
-def fit(
-    params: Params,
-    parts: Static,
-    sizes: dict[str, int],
-    *,
-    pages: int | None,
-    fraction: float,
-    share: bool,
-    free: tuple[int, int] | None,
-) -> Room:
-    """The room that there is.
+def fit(params: Params, method: Method, sizes: Sizes, budget: Budget, *, samples: bool) -> tuple[Sizes, bool]:
+    """The sizes with the pages and snapshots that there is memory for, and whether sequences share prefixes.
 
     Args:
-      sizes: samples, num_slots, context and page_size, as of `programs.empty_state`.
-      pages: None: as many as all slots can use, or as fit; at least enough for one sequence.
-      fraction: of the memory of each device that may be in use.
-      share: whether sequences may share prefixes. Where the target's cache keeps more than pages they do if there is
-        memory for a snapshot; there is at most one per slot.
-      free: bytes that are free on each device, and its limit; None if they are unknown.
+      sizes: slots, context and page size.
+      samples: as of `slot_state.empty_state`.
 
     Raises:
-      ValueError: `pages`, or the pages of one sequence, do not fit.
+      ValueError: `budget.pages`, or the pages of one sequence, do not fit.
     """
-    num_slots, context, placement = sizes["num_slots"], sizes["context"], parts.get("placement")
-    of_each = "" if placement is None else f" on each of {len(placement.devices)} devices"
-    each = -(-context // sizes["page_size"])
-    least, wanted = each + 2, max(num_slots * each + 1, each + 2)
-    one = _state(params, parts, sizes)
+    devices = "" if method.placement is None else f" on each of {len(method.placement.devices)} devices"
+    pages, free = budget.pages, budget.free
+    # Bytes of a page, of a snapshot, and of everything else.
+    one = _state(params, method, sizes, samples)
     of_page = tree_bytes(jax.eval_shape(partial(_pooled, pages=2), one)) - tree_bytes(one)
-    fixed = tree_bytes(one) + memory.logit_bytes(parts["target"], parts["drafter"], num_slots, context)
-    of_snapshot = tree_bytes(programs.kept_states(one.cache))
-    share = share and programs.sharing(one, parts["drafter"]) is not None
-    snapshots = num_slots if share and of_snapshot else 0
-    budget = None if free is None else free[0] - int((1 - fraction) * free[1])
+    of_snapshot = tree_bytes(slot_states(one.cache))
+    fixed = tree_bytes(one) + memory.logit_bytes(method.target, method.drafter, sizes.slots, sizes.context)
+    # Snapshots get a share of what is left beside the pages of one sequence.
+    least = sizes.pages_per_slot + 2
+    share = budget.share and lookahead(one, method.drafter) is not None
+    snapshots = sizes.slots if share and of_snapshot else 0
+    available = None if free is None else free[0] - int((1 - budget.fraction) * free[1])
     needed = fixed + ((least if pages is None else pages) - 1) * of_page
-    if budget is not None and snapshots:
-        snapshots = min(num_slots, max(0, int(SNAPSHOT_SHARE * (budget - needed))) // of_snapshot)
+    if available is not None and snapshots:
+        snapshots = min(sizes.slots, max(0, int(SNAPSHOT_SHARE * (available - needed))) // of_snapshot)
+    # Pages get the rest.
     if pages is not None and free is not None and needed > free[0]:
         raise ValueError(
-            f"pages={pages}, slots={num_slots}: the state takes {memory.gigabytes(needed)}{of_each}, "
+            f"pages={pages}, slots={sizes.slots}: the state takes {memory.gigabytes(needed)}{devices}, "
             f"{memory.gigabytes(free[0])} are free; use fewer pages or slots"
         )
     if pages is None:
-        pages = wanted
-        if budget is not None:
-            pages = min(wanted, 1 + (budget - fixed - snapshots * of_snapshot) // max(of_page, 1))
+        pages = max(sizes.slots * sizes.pages_per_slot + 1, least)
+        if available is not None:
+            pages = min(pages, 1 + (available - fixed - snapshots * of_snapshot) // max(of_page, 1))
             if pages < least:
                 raise ValueError(
-                    f"slots={num_slots}, context={context}: the state takes {memory.gigabytes(needed)}{of_each} "
-                    f"with pages for one sequence, {memory.gigabytes(max(0, budget))} are available at "
-                    f"memory_fraction={fraction}; use fewer slots or a shorter context"
+                    f"slots={sizes.slots}, context={sizes.context}: the state takes {memory.gigabytes(needed)}"
+                    f"{devices} with pages for one sequence, {memory.gigabytes(max(0, available))} are available at "
+                    f"memory_fraction={budget.fraction}; use fewer slots or a shorter context"
                 )
-    return Room(pages, snapshots, share and (snapshots > 0 or not of_snapshot))
+    fitting = dataclasses.replace(sizes, pages=pages, snapshots=snapshots)
+    return fitting, share and (snapshots > 0 or not of_snapshot)
 
 
-def _state(params: Params, parts: Static, sizes: dict[str, int]) -> DecodeState:
+def _state(params: Params, method: Method, sizes: Sizes, samples: bool) -> DecodeState:
     """The shapes of the state of all slots, with one page; of each device's part if the model is split."""
-    shapes = jax.eval_shape(partial(programs.empty_state, **parts, **sizes, pages=1), params)
-    placement = parts.get("placement")
-    return shapes if placement is None else placement.local(shapes)
+    shapes = jax.eval_shape(partial(empty_state, method=method, sizes=sizes, samples=samples), params)
+    return shapes if method.placement is None else method.placement.local(shapes)
 
 
 def _pooled(s: DecodeState, *, pages: int) -> DecodeState:

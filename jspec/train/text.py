@@ -7,6 +7,7 @@ A draft predicts its target's own text, so that is what it should be trained on 
 import argparse
 import sys
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,13 @@ from tqdm import tqdm
 
 from jspec.analysis.records import read_records
 from jspec.checkpoints import atomic, language_model
-from jspec.core import accept, decode, stopping
+from jspec.core import accept, stopping
 from jspec.core.checks import check_int, check_number
+from jspec.core.loop import fastest
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import Params
+from jspec.core.types import Params, Prompts
 from jspec.drafters import Plain
 from jspec.engine.hub import locate
 from jspec.models.decoder import Decoder
@@ -102,20 +106,12 @@ def _complete(
     # None if all are greedy, for which the coupled rule would need a temperature.
     temperatures = per_row(samplings, len(prompts), config.vocab_size)
     rule = accept.greedy if temperatures is None else accept.coupled
-    weights, parts = Params(params), {"target": config, "drafter": Plain(), "accept": rule}
-    state = decode.jitted_prefill(
-        weights,
-        ids,
-        length,
-        np.full_like(length, width),
-        keys,
-        stopping.init(None, len(prompts)),
-        temperatures,
-        **parts,
-        capacity=width,
-        page_size=_PAGE_SIZE,
-    )
-    state = decode.fastest(weights, state, parts["drafter"])(weights, state, jnp.int32(width), **parts)
+    weights, method = Params(params), Method(config, Plain(), rule)
+    stop = stopping.init(None, len(prompts))
+    columns = (cast(Array, x) for x in (ids, length, np.full_like(length, width)))
+    padded = Prompts(*columns, key=keys, stop=stop, sampling=temperatures)
+    state = jitted_prefill(weights, padded, method=method, capacity=width, page_size=_PAGE_SIZE)
+    state = fastest(weights, state, method)(weights, state, jnp.int32(width), method=method)
     return state.tokens[:, :width]
 
 

@@ -26,8 +26,12 @@ from jspec.bench.options import BenchOptions
 from jspec.bench.presets import PRESETS, eagle_head
 from jspec.bench.unfolded import Unfolded, seed
 from jspec.checkpoints import language_model
-from jspec.core import accept, decode, stopping
-from jspec.core.types import Params
+from jspec.core import accept, stopping
+from jspec.core.loop import decode
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
+from jspec.core.round import step
+from jspec.core.types import Params, Prompts
 from jspec.drafters import Eagle, FrozenKvMtp, Mtp, Plain, Standalone
 from jspec.engine import memory
 from jspec.models.moe import Routed
@@ -58,14 +62,18 @@ def params_of(drafter):
     return weights.random_weights(shapes, target.vocab_size)
 
 
+def method_of(drafter, rule=RULE):
+    return Method(target_of(drafter), drafter, rule)
+
+
 def prefilled(drafter):
     """Three rows of 9 tokens."""
     target = target_of(drafter)
     ids = np.random.default_rng(0).integers(0, target.vocab_size, (3, 9), np.int32)
     keys = jax.vmap(jax.random.key)(np.arange(3, dtype=np.uint32))
     length, stop = np.full(3, 9, np.int32), stopping.init(None, 3)
-    shape = {"target": target, "drafter": drafter, "accept": RULE, "capacity": 40, "page_size": 4}
-    return decode.jitted_prefill(params_of(drafter), ids, length, length + 30, keys, stop, **shape)
+    prompts = Prompts(ids, length, length + 30, keys, stop)
+    return jitted_prefill(params_of(drafter), prompts, method=method_of(drafter), capacity=40, page_size=4)
 
 
 @pytest.fixture(autouse=True)
@@ -322,9 +330,9 @@ def _dots(text):
 def test_imposed_acceptance_leaves_no_work_out(optimized):
     """A whole number of accepted drafts is a constant; drafts after them and their logits are computed all the same."""
     drafter = DRAFTERS["chain"]
-    s, parts = prefilled(drafter), {"target": TINY.target, "drafter": drafter}
+    s = prefilled(drafter)
     programs = [
-        decode.decode.lower(params_of(drafter), s, jnp.int32(9), accept=rule, **parts).compile().as_text()
+        decode.lower(params_of(drafter), s, jnp.int32(9), method=method_of(drafter, rule)).compile().as_text()
         for rule in (accept.greedy, accept.Imposed(2.0))
     ]
     greedy, imposed = map(_dots, programs)
@@ -347,9 +355,9 @@ def optimized():
 @pytest.mark.parametrize("mode", DRAFTERS)
 def test_the_phases_are_the_round(mode):
     drafter = DRAFTERS[mode]
-    params, parts = params_of(drafter), {"target": target_of(drafter), "drafter": drafter, "accept": RULE}
-    expected = jax.jit(partial(decode.step, **parts))(params, prefilled(drafter))
-    seconds, got = phases.time_phases(params, prefilled(drafter), phases.Phases(**parts), count=3, repeats=2)
+    params, method = params_of(drafter), method_of(drafter)
+    expected = jax.jit(partial(step, method=method))(params, prefilled(drafter))
+    seconds, got = phases.time_phases(params, prefilled(drafter), phases.Phases(method), count=3, repeats=2)
     assert list(seconds) == (["verify", "accept_commit"] if mode == "plain" else list(report.PHASES)[:-1])
     assert all(len(each) == 2 and min(each) > 0 for each in seconds.values())
     for a, b in zip(toy.arrays(got), toy.arrays(expected), strict=True):
@@ -360,7 +368,7 @@ def test_the_phases_are_the_round(mode):
 @pytest.mark.parametrize("phase", ("draft", "verify"))
 def test_nothing_of_a_repeated_phase_leaves_the_loop(phase, optimized):
     drafter = DRAFTERS["chain"]
-    params, s, parts = params_of(drafter), prefilled(drafter), phases.Phases(TINY.target, drafter, RULE)
+    params, s, parts = params_of(drafter), prefilled(drafter), phases.Phases(method_of(drafter))
     given = s if phase == "draft" else (s, jax.jit(drafter.draft)(params, s)[0])
     repeated = phases.repeat.lower(params, given, None, phase=getattr(parts, phase), count=7).compile().as_text()
     inside = _dots("\n".join(loop_body(repeated)))
@@ -577,7 +585,7 @@ def test_an_unfolded_seed_changes_no_token():
     both = toy.assistant_params()
     expected = toy.run(drafter, both, toy.start(drafter, both))
     unfolded = Unfolded(drafter)
-    run = partial(decode.decode, both, target=toy.TARGET, drafter=unfolded, accept=accept.greedy)
+    run = partial(decode, both, method=Method(toy.TARGET, unfolded, accept.greedy))
     s = from_host(lambda s, until: run(s, until), partial(seed, both, drafter=unfolded), toy.start(unfolded, both), 12)
     assert toy.generated(s) == toy.generated(expected)
     toy.assert_same(s.stats, expected.stats)

@@ -20,8 +20,11 @@ import qwen
 import toy
 from planted import RandomTree
 
-from jspec.core import accept, decode, stopping, tree
-from jspec.core.types import Params
+from jspec.core import accept, stopping, tree
+from jspec.core.loop import decode
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
+from jspec.core.types import Params, Prompts
 from jspec.drafters import Ngram, Standalone
 from jspec.models.decoder import Decoder
 
@@ -118,11 +121,12 @@ def test_output_equals_plain_decoding(kind, drafter, page_size, chunk, monkeypat
     monkeypatch.setattr(Decoder, "init_cache", lambda *given: poison.fill(empty(*given)))
     bound, weights = DRAFTERS[drafter].bind(target, target), weights_of(kind, DRAFTERS[drafter])
     length = jnp.asarray(toy.LENGTHS)
-    given = weights, jnp.asarray(toy.IDS), length, length + NEW, jax.vmap(jax.random.key)(np.arange(3, dtype=np.uint32))
-    static = dict(target=target, drafter=bound, accept=accept.greedy)
+    keys = jax.vmap(jax.random.key)(np.arange(3, dtype=np.uint32))
+    prompts = Prompts(jnp.asarray(toy.IDS), length, length + NEW, keys, stopping.init(None, 3))
+    method = Method(target, bound, accept.greedy)
     shape = dict(capacity=CAPACITY, page_size=page_size, chunk=chunk)
-    s = spoiled(decode.jitted_prefill(*given, stopping.init(None, 3), **static, **shape), spare=5)
+    s = spoiled(jitted_prefill(weights, prompts, method=method, **shape), spare=5)
     while not s.done.all():
-        s = spoiled(decode.decode(weights, s, s.round_index + 1, **static))
+        s = spoiled(decode(weights, s, s.round_index + 1, method=method))
     assert toy.generated(s) == [list(row[:n]) for row, n in zip(wanted, toy.LENGTHS + NEW, strict=True)]
     assert drafter == "ngram" or np.array(s.stats.accept_counts)[:, 1:].any(), "nothing was ever accepted"

@@ -45,7 +45,6 @@ def state_of(rows, **changes):
         key=toy.row_keys(np.arange(batch)),
         prompt_length=nothing + 4,
         origin=np.zeros((batch, 8), np.int8),
-        logprobs=None,
         round_index=np.zeros((), np.int32),
         stats=Stats(nothing, nothing[:, None], nothing),
     )

@@ -9,20 +9,20 @@ import poison
 import pytest
 import toy
 from planted import (
-    GREEDY,
-    STATIC,
     Planted,
     RandomTree,
     all_drafters,
     assert_counted,
     complete,
+    greedy,
     one_name_of_each,
     one_shape_of_each_drafter,
     paged_caches,
     weights_of,
 )
 
-from jspec.core import decode, stopping, tree
+from jspec.core import stopping, tree
+from jspec.core.loop import decode, one_round
 from jspec.core.types import Params
 from jspec.drafters import Adaptive, Ngram, Plain
 
@@ -217,10 +217,10 @@ def test_a_sequence_that_was_held_continues_as_if_it_was_not(drafter):
 @one_shape_of_each_drafter
 def test_single_steps_give_the_state_of_one_call(drafter):
     weights, whole = weights_of(drafter), complete(drafter)
-    step = jax.jit(decode.step, static_argnames=STATIC)
+    step = jax.jit(one_round, static_argnames=("method",))
     s = toy.start(drafter, weights)
     while not s.done.all():
-        s = step(weights, s, drafter=drafter, **GREEDY)
+        s = step(weights, s, method=greedy(drafter))
     toy.assert_same(
         (s.tokens, s.length, s.finish_code, s.stats), (whole.tokens, whole.length, whole.finish_code, whole.stats)
     )
@@ -242,15 +242,15 @@ class Counted(Ngram):
 def test_a_configuration_is_traced_once():
     """Equal drafters, other prompts, limits and bounds, and a state from the loop share one program."""
     TRACES.clear()
-    programs = decode.decode._cache_size()
+    programs = decode._cache_size()
     s = toy.run(Counted(depth=2), toy.params(), toy.start(Counted(depth=2), toy.params()), until=2)
     traces = len(TRACES)
     toy.run(Counted(depth=2), toy.params(), s, until=5)
     other = toy.start(Counted(depth=2), toy.params(), ids=toy.IDS[::-1], length=[3, 2, 1], limit=[9, 30, 5])
     other = toy.run(Counted(depth=2), toy.params(), other)
-    assert (len(TRACES), decode.decode._cache_size()) == (traces, programs + 1)
+    assert (len(TRACES), decode._cache_size()) == (traces, programs + 1)
     deeper = Counted(depth=3)
-    decode.decode.lower(toy.params(), toy.start(deeper, toy.params()), jnp.int32(1), drafter=deeper, **GREEDY)
+    decode.lower(toy.params(), toy.start(deeper, toy.params()), jnp.int32(1), method=greedy(deeper))
     assert len(TRACES) > traces, "the counter does not count"
 
 

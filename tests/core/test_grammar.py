@@ -15,8 +15,11 @@ import pytest
 import toy
 from planted import REPEATED, weights_of
 
-from jspec.core import accept, decode, stopping, tree
+from jspec.core import accept, stopping, tree
 from jspec.core import grammar as grammars
+from jspec.core.loop import decode
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
 from jspec.core.propose import propose
 from jspec.core.types import DraftTree, RowSampling
 from jspec.drafters import Block, Ngram, Plain, Standalone
@@ -420,7 +423,7 @@ def test_other_grammars_of_these_sizes_run_the_same_program():
         constraint = grammars.init(compiled(given), SIZE)
         s = toy.run(drafter, toy.params(), toy.start(drafter, toy.params(), table=stops(), grammar=constraint))
         assert (np.array(s.finish_code) == stopping.RUNNING).sum() == 0
-        programs.append((decode.jitted_prefill._cache_size(), jax.tree.map(jnp.shape, constraint.table)))
+        programs.append((jitted_prefill._cache_size(), jax.tree.map(jnp.shape, constraint.table)))
     assert programs[0] == programs[1]
 
 
@@ -428,8 +431,8 @@ def test_other_grammars_of_these_sizes_run_the_same_program():
 def test_the_loop_has_no_way_to_the_host():
     drafter = toy.bound_drafters()["suffix"]
     s = toy.start(drafter, toy.params(), table=stops(), grammar=batch())
-    static = dict(target=toy.TARGET, drafter=drafter, accept=accept.greedy)
-    text = decode.decode.lower(toy.params(), s, jnp.int32(9), **static).compile().as_text()
+    method = Method(toy.TARGET, drafter, accept.greedy)
+    text = decode.lower(toy.params(), s, jnp.int32(9), method=method).compile().as_text()
     assert "while" in text
     for word in ("infeed", "outfeed", "callback", "send(", "recv("):
         assert word not in text

@@ -8,13 +8,15 @@ import toy
 from jax.experimental import checkify
 from planted import Planted, complete, one_shape_of_each_drafter, planted_params, weights_of
 
-from jspec.core import accept, decode
+from jspec.core import accept
+from jspec.core.loop import decode_checked
+from jspec.core.method import Method
 from jspec.core.types import DraftTree, Params
 from jspec.drafters import Plain
 
 
 def checked(drafter, weights, s, rule=accept.greedy):
-    return decode.decode_checked(weights, s, jnp.int32(1000), target=toy.TARGET, drafter=drafter, accept=rule)
+    return decode_checked(weights, s, jnp.int32(1000), method=Method(toy.TARGET, drafter, rule))
 
 
 @pytest.mark.slow(unless="ngram")

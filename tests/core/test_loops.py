@@ -13,7 +13,7 @@ import pytest
 from crosslower import PLATFORMS, cross_lower
 from loops import LOOPS, plain_of
 
-from jspec.core import decode
+from jspec.core.loop import run_rounds
 from jspec.core.sampling import Sampling
 from jspec.drafters import Suffix
 from pallas_kernels import platform
@@ -37,7 +37,7 @@ def test_a_loop_is_lowered_as_one_loop(name, where, monkeypatch):
     weights = loop.shapes()
     s = loop.start(weights)
     monkeypatch.setattr(platform, "platform", lambda: SHORT[where])
-    text = cross_lower(functools.partial(decode.run_rounds, **loop.static), where, weights, s, jnp.int32(9))
+    text = cross_lower(functools.partial(run_rounds, method=loop.method), where, weights, s, jnp.int32(9))
     # Latent rows, four to a page here, are no whole tile of a TPU: XLA writes them there.
     latent = name.startswith(("mla", "dsa"))
     assert ("kv_compact" in text) == (where == "cuda" or not latent)
@@ -69,18 +69,22 @@ def ranks(name):
 # On a GPU
 
 RUN = """
-import json, sys
+import functools, json, sys
 from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 sys.path[:0] = [{helpers!r}]
 import loops
-from jspec.core import decode
+from jspec.core.loop import decode
+from jspec.core.xla_options import LoopProgram
 
 def run(name):
-    loop, program = loops.LOOPS[name], decode._loop_program(many=False)
-    program._function.__name__ = f"decode_{{name}}"
+    loop = loops.LOOPS[name]
+    function = lambda params, s, until, method: decode._function(params, s, until, method=method)
+    function.__name__ = f"decode_{{name}}"
+    program = LoopProgram(function, static_argnames=("method",), donate_argnames=("s",))
     try:
-        states = [program(weights[name], loop.start(weights[name]), np.int32(1000), **loop.static) for _ in range(2)]
+        start, end = functools.partial(loop.start, weights[name]), np.int32(1000)
+        states = [program(weights[name], start(), end, method=loop.method) for _ in range(2)]
         return [[row[:n].tolist() for row, n in zip(np.array(s.tokens), np.array(s.length))] for s in states]
     except Exception as error:
         return repr(error)

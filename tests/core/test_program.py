@@ -10,17 +10,20 @@ import pytest
 import toy
 from hlo import check_in_place, computations, loop_body, made, opcode, pool_writes
 from planted import (
-    GREEDY,
     RandomTree,
     each_name,
     each_name_and_trees,
+    greedy,
     one_name_of_each,
     planted_params,
     pools,
     weights_of,
 )
 
-from jspec.core import accept, decode, tree
+from jspec.core import tree
+from jspec.core.loop import decode, one_round, run_rounds
+from jspec.core.prefill import prefill
+from jspec.core.types import Prompts
 from jspec.drafters import Standalone
 
 TEXT_AS_SHIPPED = True
@@ -40,7 +43,7 @@ def test_the_state_keeps_its_structure_and_types(name):
     s = jax.eval_shape(functools.partial(toy.start, drafter), weights)
     draft_tree, draft_state = jax.eval_shape(drafter.draft, weights, s)
     assert kinds(draft_state) == kinds(s.draft)
-    assert kinds(jax.eval_shape(functools.partial(decode.step, drafter=drafter, **GREEDY), weights, s)) == kinds(s)
+    assert kinds(jax.eval_shape(functools.partial(one_round, method=greedy(drafter)), weights, s)) == kinds(s)
 
 
 @each_name
@@ -56,7 +59,7 @@ def test_without_captured_layers_there_are_no_hidden_states_anywhere(name):
 
     spy = Spy(**{field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)})
     s = jax.eval_shape(functools.partial(toy.start, spy, toy.params()))
-    s = jax.eval_shape(functools.partial(decode.step, drafter=spy, **GREEDY), toy.params(), s)
+    s = jax.eval_shape(functools.partial(one_round, method=greedy(spy)), toy.params(), s)
     assert seen == [None, None], "prefill and a round"
     assert not any(toy.TARGET.hidden_size in leaf.shape for leaf in jax.tree.leaves(s))
     assert isinstance(drafter, Standalone) or s.draft is None
@@ -77,7 +80,7 @@ def program(name):
     """The compiled text of `decode`, and the types of its pools in that text."""
     drafter, weights, s = lone_pool(name)
     types = [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]
-    return decode.decode.lower(weights, s, jnp.int32(9), drafter=drafter, **GREEDY).compile().as_text(), types
+    return decode.lower(weights, s, jnp.int32(9), method=greedy(drafter)).compile().as_text(), types
 
 
 def inner_loops(name):
@@ -157,8 +160,8 @@ def test_the_last_layer_continues_with_the_selected_tokens_only(select):
 def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(name):
     drafter, weights, s = lone_pool(name)
     shape = dict(capacity=40, page_size=5, chunk=4)
-    prefill = functools.partial(decode.prefill, target=toy.TARGET, drafter=drafter, accept=accept.greedy, **shape)
-    lowered = jax.jit(prefill).lower(weights, jnp.asarray(toy.IDS), s.length, s.limit, s.key, s.stop)
+    read = functools.partial(prefill, method=greedy(drafter), **shape)
+    lowered = jax.jit(read).lower(weights, Prompts(jnp.asarray(toy.IDS), s.length, s.limit, s.key, s.stop))
     body = loop_body(lowered.compile().as_text())
     for shape in [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]:
         check_in_place(body, shape)
@@ -179,7 +182,7 @@ def test_the_donated_pools_are_the_result(name):
 
 
 def test_without_debug_no_check_is_in_the_program():
-    rounds = functools.partial(decode.run_rounds, drafter=RandomTree(), **GREEDY)
+    rounds = functools.partial(run_rounds, method=greedy(RandomTree()))
     args = planted_params(), toy.start(RandomTree(), planted_params()), jnp.int32(1)
     assert " check[" not in str(jax.make_jaxpr(rounds)(*args))
     assert " check[" in str(jax.make_jaxpr(functools.partial(rounds, debug=True))(*args))

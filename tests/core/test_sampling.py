@@ -12,8 +12,10 @@ import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspec.core import accept, decode, sampling, stopping, tree
+from jspec.core import accept, sampling, stopping, tree
 from jspec.core.automaton import Automaton
+from jspec.core.loop import decode
+from jspec.core.method import Method
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import DecodeState, DraftTree, Stats
 
@@ -117,7 +119,6 @@ def state_of(rows, prompts, generated, seeds=None):
         key=toy.row_keys(np.arange(batch) if seeds is None else seeds),
         prompt_length=np.array([len(prompt) for prompt in prompts], np.int32),
         origin=np.zeros(tokens.shape, np.int8),
-        logprobs=None,
         round_index=np.zeros((), np.int32),
         stats=Stats(nothing, nothing[:, None], nothing),
     )
@@ -483,8 +484,8 @@ def test_a_program_of_greedy_sequences_has_no_random_bits():
     def text(row, rule):
         rows = per_row(row, len(toy.IDS), toy.TARGET.vocab_size)
         s = jax.eval_shape(functools.partial(toy.start, drafter, weights, rows=rows))
-        static = dict(target=toy.TARGET, drafter=drafter, accept=rule)
-        return decode.decode.lower(weights, s, jnp.int32(9), **static).compile().as_text()
+        method = Method(toy.TARGET, drafter, rule)
+        return decode.lower(weights, s, jnp.int32(9), method=method).compile().as_text()
 
     bits = re.compile(r"threefry|\brng|\bxor\b")
     assert not bits.search(text(None, accept.greedy))

@@ -19,11 +19,13 @@ import toy
 from scipy import stats
 
 import jspec
-from jspec.core import accept, decode, sampling, stopping, tree
+from jspec.core import accept, sampling, stopping, tree
 from jspec.core.automaton import Automaton
+from jspec.core.method import Method
+from jspec.core.prefill import prefill
 from jspec.core.propose import propose
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import DecodeState, Params, RowSampling
+from jspec.core.types import DecodeState, Params, Prompts, RowSampling
 from jspec.drafters import Plain, Standalone
 from jspec.models import Llama
 
@@ -89,9 +91,9 @@ def dists(of_draft=False):
     @jax.jit
     def after(own, rows):
         keys = jax.random.split(jax.random.key(0), len(places))
-        static = dict(target=MODEL, drafter=Plain(), accept=accept.greedy, capacity=8, page_size=8)
-        full = jnp.asarray(length)
-        s = decode.prefill(own, jnp.asarray(ids), full, full, keys, stop, rows, **static)
+        full, method = jnp.asarray(length), Method(MODEL, Plain(), accept.greedy)
+        prompts = Prompts(jnp.asarray(ids), full, full, keys, stop, rows)
+        s = prefill(own, prompts, method=method, capacity=8, page_size=8)
         read, _, _ = stopping.run(stop, jnp.asarray(new), jnp.asarray(count))
         s = dataclasses.replace(s, prompt_length=jnp.asarray(length - count), stop=read)
         draft_tree, _ = Plain().draft(own, s)

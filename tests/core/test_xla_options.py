@@ -85,8 +85,9 @@ def test_the_options_are_known_to_the_compiler_and_change_nothing_elsewhere(many
 def test_the_options_are_read_at_the_first_use(monkeypatch):
     read = []
     monkeypatch.setattr(xla_options, "loop_options", lambda *, many, devices: read.append((many, devices)) or {})
-    program = LoopProgram(lambda x, *, by: x + by, many=True, static_argnames=("by",), donate_argnames=())
-    assert read == []
+    program = LoopProgram(lambda x, *, by: x + by, static_argnames=("by",), donate_argnames=())
+    program = program.variant(many=True)
+    assert read == [] and program is program.variant(many=True) is program.variant().variant(many=True)
     assert program(jnp.int32(1), by=2) == 3 and program(jnp.int32(2), by=2) == 4
     assert "add" in program.lower(jnp.int32(1), by=2).as_text()
     assert read == [(True, 1)] and program._cache_size() == 1

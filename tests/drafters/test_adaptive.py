@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import toy
 from hlo import check_in_place, loop_body, opcode
-from planted import GREEDY, assert_counted, paged_caches, pools
+from planted import assert_counted, greedy, paged_caches, pools
 
-from jspec.core import accept, decode, tree
+from jspec.core import accept, tree
+from jspec.core.loop import decode, decode_checked, one_round, run_while
+from jspec.core.method import Method
+from jspec.core.round import accept_drafts, commit_round, draft, verify
 from jspec.core.types import Committed, DraftNeeds, DraftTree, RowSampling
 from jspec.drafters import Adaptive, Eagle, Ngram, Plain, Standalone, Suffix, policy
 from jspec.drafters.costs import estimate, interpolate
@@ -83,7 +86,7 @@ def test_a_round_reads_the_columns_of_its_drafter(monkeypatch):
 
     s = jax.tree.map(jnp.asarray, finished("greedy")[0])
     monkeypatch.setattr(Eagle, "extend", spied)
-    step = functools.partial(decode.step, target=toy.TARGET, drafter=scheduled(), accept=accept.greedy)
+    step = functools.partial(one_round, method=greedy(scheduled()))
     jax.eval_shape(step, toy.head_params(), s)
     assert sorted(set(widths)) == sorted({each.depth + 1 for each in scheduled().branches})
 
@@ -116,10 +119,11 @@ def test_each_round_is_that_of_its_drafter_alone():
 @functools.partial(jax.jit, static_argnames=("drafter", "rule"))
 def verified(params, s, *, drafter, rule):
     """A round of one drafter, without its extension."""
-    draft_tree, s = decode.draft(params, s, drafter=drafter)
-    captor = Eagle().bind(toy.TARGET, toy.HEAD)
-    out = decode.verify(params, s, draft_tree, target=toy.TARGET, drafter=captor)
-    return decode.commit_round(s, out, decode.accept_drafts(s, draft_tree, out, accept=rule))[0]
+    method = Method(toy.TARGET, drafter, rule)
+    draft_tree, s = draft(params, s, method=method)
+    captor = Method(toy.TARGET, Eagle().bind(toy.TARGET, toy.HEAD), rule)
+    out = verify(params, s, draft_tree, method=captor)
+    return commit_round(s, out, accept_drafts(s, draft_tree, out, method=method))[0]
 
 
 @pytest.mark.slow
@@ -175,7 +179,7 @@ def test_held_sequences_have_no_influence_on_the_choice():
     def rounds(s):
         first = jnp.arange(3) == 0
         held, going = lambda s: first & (s.round_index < 2), lambda s: s.round_index < 3
-        return decode.loop(toy.params(), s, going, drafter=drafter, held=held, **GREEDY)
+        return run_while(toy.params(), s, going, method=greedy(drafter), held=held)
 
     after = rounds(s)
     assert np.array(after.stats.branch_counts).sum(2).tolist() == [[1, 0], [1, 2], [1, 2]]
@@ -196,7 +200,7 @@ class Outside(Adaptive):
 def test_a_choice_out_of_range_is_the_last_branch_and_an_error_of_debug():
     drafter = Outside((None, Ngram(depth=2))).bind(toy.TARGET, None)
     s = toy.start(drafter, toy.params())
-    error, _ = decode.decode_checked(toy.params(), s, jnp.int32(2), drafter=drafter, **GREEDY)
+    error, _ = decode_checked(toy.params(), s, jnp.int32(2), method=greedy(drafter))
     with pytest.raises(Exception, match="round 0: the drafter chose branch 2 of 2"):
         error.throw()
     s = toy.run(drafter, toy.params(), s)
@@ -208,9 +212,8 @@ def test_a_choice_out_of_range_is_the_last_branch_and_an_error_of_debug():
 def program():
     s = toy.start(scheduled(), toy.head_params(), page_size=5)
     types = [f"f32[{','.join(map(str, pool.shape))}]" for pool in pools(s)]
-    return decode.decode.lower(
-        toy.head_params(), s, jnp.int32(9), drafter=scheduled(), **GREEDY
-    ).compile().as_text(), types
+    lowered = decode.lower(toy.head_params(), s, jnp.int32(9), method=greedy(scheduled()))
+    return lowered.compile().as_text(), types
 
 
 @pytest.mark.slow
@@ -466,10 +469,10 @@ def test_watched_drafts_are_judged_by_every_round():
         s = toy.run(drafter, toy.head_params(), s, until=int(s.round_index) + 1, rule=rule)
         for b, (old, new) in enumerate(zip(before.length, np.array(s.length), strict=True)):
             text = np.array(s.tokens)[b, :new].tolist()
-            for position, draft in enumerate(copied(text[:old], 2, 3)[: new - old]):
+            for position, copy in enumerate(copied(text[:old], 2, 3)[: new - old]):
                 reached[b, position] = 0.75 * reached[b, position] + 1
-                accepted[b, position] = 0.75 * accepted[b, position] + (draft == text[old + position])
-                if draft != text[old + position]:
+                accepted[b, position] = 0.75 * accepted[b, position] + (copy == text[old + position])
+                if copy != text[old + position]:
                     break
             for position in range(min(new - old, 2) if number == 1 else 0):
                 heads[b, position] = 0.75 * heads[b, position] + 1

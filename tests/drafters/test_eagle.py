@@ -10,7 +10,9 @@ import pytest
 import toy
 from planted import best_first_by_hand
 
-from jspec.core import accept, decode, tree
+from jspec.core import accept, tree
+from jspec.core.method import Method
+from jspec.core.round import step
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import Committed
 from jspec.drafters import Eagle
@@ -50,10 +52,10 @@ def dist_by_hand(tokens, feature, path):
     positions = np.arange(width, dtype=np.int32)[None]
     cache = toy.HEAD.init_cache(weights.draft, 1, 4, 4)
     ids = np.array([row + [0] * (width - len(row))], np.int32)
-    for step in range(len(path) + 1):
+    for depth in range(len(path) + 1):
         out = head(weights, toy.TARGET, ids, features, positions, cache, None)
-        if step < len(path):
-            features[0, known + step] = np.array(out.feature)[0, known + step - 1]
+        if depth < len(path):
+            features[0, known + depth] = np.array(out.feature)[0, known + depth - 1]
     logits = np.array(out.logits)[0, known + len(path) - 1]
     return logits - np.logaddexp.reduce(logits)
 
@@ -164,7 +166,7 @@ def test_only_the_selected_row_reaches_the_lm_head(name):
             return super().extend(params, s, committed)
 
     spy = Spy(**{field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)})
-    jax.eval_shape(functools.partial(decode.step, target=toy.TARGET, drafter=spy, accept=accept.greedy), weights, s)
+    jax.eval_shape(functools.partial(step, method=Method(toy.TARGET, spy, accept.greedy)), weights, s)
     made = {line.split(":")[1].split("=")[0].strip() for line in seen[-1].splitlines() if "dot_general" in line}
     logits = {shape for shape in made if shape.endswith(f",{toy.HEAD.draft_vocab_size}]")}
     assert logits == {f"f32[3,1,{toy.HEAD.draft_vocab_size}]"}

@@ -15,9 +15,12 @@ from hlo import made, opcode
 from planted import best_first_by_hand
 
 from jspec.cache import mha, window
-from jspec.core import accept, decode, stopping, tree
+from jspec.core import accept, stopping, tree
+from jspec.core.loop import decode
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import Params
+from jspec.core.types import Params, Prompts
 from jspec.drafters import FrozenKvMtp
 from jspec.drafters.frozen_kv_mtp import POSITIONS
 from jspec.models import Assistant, Llama
@@ -63,9 +66,9 @@ def prefilled(name, page_size=4):
     target, config, weights = parts(name)
     bound = FrozenKvMtp(depth=2).bind(target, config)
     keys = toy.row_keys(np.arange(len(IDS)))
-    static = dict(target=target, drafter=bound, accept=accept.greedy, capacity=64, page_size=page_size)
-    given = weights, IDS, LENGTHS, LENGTHS + np.int32(4), keys, stopping.init(None, len(IDS))
-    return bound, weights, decode.jitted_prefill(*given, **static)
+    prompts = Prompts(IDS, LENGTHS, LENGTHS + np.int32(4), keys, stopping.init(None, len(IDS)))
+    shape = dict(capacity=64, page_size=page_size)
+    return bound, weights, jitted_prefill(weights, prompts, method=Method(target, bound, accept.greedy), **shape)
 
 
 # By hand
@@ -254,7 +257,7 @@ def test_the_state_is_the_targets_hidden_state_at_the_last_committed_row(name):
         np.testing.assert_allclose(s.draft[row, 0], hiddens[row, length - 1], atol=1e-5, rtol=0)
     target = bound.target
     copied = jax.tree.map(jnp.copy, s)
-    s = decode.decode(weights, copied, jnp.int32(99), target=target, drafter=bound, accept=accept.greedy)
+    s = decode(weights, copied, jnp.int32(99), method=Method(target, bound, accept.greedy))
     cache = target.init_cache(weights.target, 4, 8, 8)
     forward = jax.jit(functools.partial(target.forward, capture_layers=(target.num_layers + 1,)))
     hidden = forward(weights.target, tree.chain(s.tokens), cache, None).hidden

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jspec
-from jspec.core import decode, tree
+from jspec.core import tree
+from jspec.core.loop import decode
 from jspec.core.types import DraftNeeds, Params
 from jspec.drafters import Suffix
 from jspec.drafters.suffix import DISCOUNT, continuations, copy, vote
@@ -178,9 +179,9 @@ def test_a_corpus_of_the_same_size_saves_rounds_and_compiles_nothing():
     useless = jspec.with_corpus(MODEL, [[60]], size=256)
     useful = jspec.with_corpus(MODEL, [p + out.tokens for p, out in zip(PROMPTS, plain, strict=True)], size=256)
     before = jspec.generate(useless, PROMPTS, drafter=drafter, **options)
-    programs = decode.decode._cache_size()
+    programs = decode._cache_size()
     after = jspec.generate(useful, PROMPTS, drafter=drafter, **options)
-    assert decode.decode._cache_size() == programs
+    assert decode._cache_size() == programs
     assert plain.tokens == before.tokens == after.tokens
     assert after.stats.rounds.tolist() == [4] * 3 and (before.stats.rounds > 5).all()
     with jspec.Engine(useless, drafter=drafter, slots=2, context=48, page_size=4) as engine:

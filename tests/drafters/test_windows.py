@@ -24,7 +24,8 @@ from safetensors.numpy import load_file
 
 from jspec.cache.window import Windowed
 from jspec.checkpoints import drafts
-from jspec.core import decode, tree
+from jspec.core import tree
+from jspec.core.loop import decode
 from jspec.core.types import Params
 from jspec.drafters import Adaptive, Block, Eagle, Standalone
 from jspec.models import BlockHead, EagleHead
@@ -250,7 +251,7 @@ def test_a_window_is_one_of_each_layer_or_the_layers_own_if_that_is_shorter(name
     for drafter, draft in ((Standalone(depth=3, window=window), target), (Standalone(depth=3), narrower)):
         bound = drafter.bind(target, draft)
         loop = loops.Loop(target, bound, lambda: weights, lambda: weights)
-        s = decode.decode(weights, loop.start(weights), np.int32(5), **loop.static)
+        s = decode(weights, loop.start(weights), np.int32(5), method=loop.method)
         drafted = jax.jit(bound.draft)(weights, s)[0].tokens
         found.append((drafted, s.stats, s.tokens))
     toy.assert_same(*found)

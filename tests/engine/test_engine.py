@@ -14,15 +14,17 @@ import toy
 import jspec
 from jspec.bench import machine
 from jspec.core import accept
+from jspec.core.method import Method
 from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.drafters import Ngram, Standalone
-from jspec.engine import programs, sizing
+from jspec.engine import programs, sizing, slot_state
 from jspec.engine.engine import Engine
 from jspec.engine.handle import EngineError
 from jspec.engine.model import Model
 from jspec.engine.request import QueueFull
 from jspec.engine.sizing import read_shapes
+from jspec.engine.slot_state import Sizes
 from jspec.models.sizes import tree_bytes
 
 RNG = np.random.default_rng(3)
@@ -275,7 +277,7 @@ def test_new_weights_compile_nothing_and_forget_prefixes(engine):
     engine.update(engine.model.params)  # so that nothing is shared, now and after the next update
     before = engine.generate(prompt, max_new_tokens=8)
     other = Params(toy.random_params(toy.TARGET, seed=9), engine.model.params.draft)
-    traced = [program.jitted._cache_size() for program in (programs.burst, programs.burst_many)]
+    traced = [program.jitted._cache_size() for program in (programs.burst, programs.burst.variant(many=True))]
     read = programs.read._cache_size()
     engine.update(other)
     changed = engine.generate(prompt, max_new_tokens=8)
@@ -283,7 +285,7 @@ def test_new_weights_compile_nothing_and_forget_prefixes(engine):
     assert changed.tokens == jspec.generate(model(other), prompt, drafter=None, max_new_tokens=8).tokens
     engine.update(engine.model.params)
     assert engine.generate(prompt, max_new_tokens=8).tokens == before.tokens
-    assert [program.jitted._cache_size() for program in (programs.burst, programs.burst_many)] == traced
+    assert [program.jitted._cache_size() for program in (programs.burst, programs.burst.variant(many=True))] == traced
     assert programs.read._cache_size() == read
 
 
@@ -310,29 +312,29 @@ def test_a_hybrid_model_shares_states_and_forgets_them_with_the_weights():
 @pytest.mark.slow
 def test_pages_and_snapshots_fit_into_the_memory(monkeypatch):
     """Where there is no memory for a snapshot nothing is shared; where there is little, pages come first."""
-    parts = dict(target=qwen.KINDS["dense"], drafter=Ngram(), accept=accept.greedy)
-    params, sizes = Params(qwen.params("dense")), dict(samples=False, num_slots=3, context=64, page_size=4)
-    made = sizing._state(params, parts, sizes)
-    monkeypatch.setattr(sizing, "_state", lambda params, parts, sizes: made)
-    fixed, snapshot = tree_bytes(made), tree_bytes(programs.kept_states(made.cache))
+    method = Method(qwen.KINDS["dense"], Ngram(), accept.greedy)
+    params, sizes = Params(qwen.params("dense")), Sizes(slots=3, context=64, page_size=4)
+    made = sizing._state(params, method, sizes, samples=False)
+    monkeypatch.setattr(sizing, "_state", lambda *given, **options: made)
+    fixed, snapshot = tree_bytes(made), tree_bytes(slot_state.slot_states(made.cache))
     page = tree_bytes(jax.eval_shape(functools.partial(sizing._pooled, pages=2), made)) - fixed
 
     def fit(budget, share, pages=None):
-        free = budget, budget
-        return sizing.fit(params, parts, sizes, pages=pages, fraction=1.0, share=share, free=free)
+        room = sizing.Budget(pages, fraction=1.0, share=share, free=(budget, budget))
+        return sizing.fit(params, method, sizes, room, samples=False)
 
     with pytest.raises(ValueError, match="slots=3, context=64: the state takes .* with pages for one"):
         fit(fixed + 17 * page - 1, True)
     numbers = set()
     for left in range(0, 32 * snapshot, snapshot // 2):
         budget = fixed + 17 * page + left
-        room, alone = fit(budget, True), fit(budget, False)
-        assert (alone.snapshots, alone.shares, room.shares) == (0, False, room.snapshots > 0)
+        (room, shares), (alone, alone_shares) = fit(budget, True), fit(budget, False)
+        assert (alone.snapshots, alone_shares, shares) == (0, False, room.snapshots > 0)
         assert alone.pages == min(49, 18 + left // page)
         assert room.pages == min(49, 18 + (left - room.snapshots * snapshot) // page)
         assert room.snapshots == min(3, left // 10 // snapshot)
         given = min(3, (left + 9 * page) // 10 // snapshot)
-        assert fit(budget, True, 9) == sizing.Room(9, given, given > 0)
+        assert fit(budget, True, 9) == (dataclasses.replace(sizes, pages=9, snapshots=given), given > 0)
         numbers.add(room.snapshots)
     assert numbers == {0, 1, 2, 3}
 
@@ -391,9 +393,9 @@ def test_bad_engines_are_refused(options, message):
 
 def test_an_engine_traces_a_prompt_twice_and_the_next_one_not_at_all(monkeypatch):
     """With a temperature and without: the state of all slots has the same shapes wherever they are needed."""
-    real, traced = programs._prefilled, []
-    monkeypatch.setattr(programs, "_prefilled", lambda *args, **static: traced.append(1) or real(*args, **static))
-    programs._shapes_once.cache_clear()
+    real, traced = slot_state._prefilled, []
+    monkeypatch.setattr(slot_state, "_prefilled", lambda *args, **static: traced.append(1) or real(*args, **static))
+    slot_state._shapes_once.cache_clear()
     for _ in range(2):
         with Engine(model(), drafter=Standalone(depth=3), **OPTIONS):
             assert len(traced) == 2

@@ -11,8 +11,9 @@ import tokenizers
 import toy
 
 import jspec
-from jspec.core import decode, tree
+from jspec.core import tree
 from jspec.core.accept import LossyThresholds
+from jspec.core.loop import decode
 from jspec.core.types import Params, RowSampling
 from jspec.text.tokenizer import Tokenizer
 
@@ -134,10 +135,10 @@ def test_other_stop_strings_and_lengths_run_the_same_program(model):
         return jspec.generate(model, prompts, drafter=jspec.Ngram(depth=3), page_size=32, **options)
 
     run(PROMPTS, max_new_tokens=40, stop="abc")
-    traces = decode.decode._cache_size()
+    traces = decode._cache_size()
     run([p + "x" for p in PROMPTS], max_new_tokens=37, stop="xyz", seed=3)
     run(PROMPTS, max_new_tokens=33, stop=["\n\n\n"])
-    assert decode.decode._cache_size() == traces
+    assert decode._cache_size() == traces
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 50])
@@ -302,10 +303,10 @@ def test_generate_ids_ends_when_the_buffer_is_full(model, plain):
     ],
 )
 def test_invalid_arguments_are_errors_before_anything_is_compiled(model, prompts, options, error, message):
-    traces = decode.decode._cache_size()
+    traces = decode._cache_size()
     with pytest.raises(error, match=message):
         jspec.generate(model, prompts, **options)
-    assert decode.decode._cache_size() == traces
+    assert decode._cache_size() == traces
 
 
 def test_arguments_that_the_model_does_not_support(model):

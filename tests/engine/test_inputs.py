@@ -21,8 +21,10 @@ import toy
 import jspec
 from jspec.analysis.evaluate import evaluate
 from jspec.checkpoints.files import CheckpointError
-from jspec.core import checks, decode
+from jspec.core import checks
 from jspec.core.accept import Imposed, LossyThresholds
+from jspec.core.loop import decode
+from jspec.core.prefill import jitted_prefill
 from jspec.core.types import Params, RowSampling
 from jspec.engine import memory
 from jspec.text.tokenizer import Tokenizer
@@ -257,7 +259,7 @@ def calls():
 
 
 def programs():
-    return decode.decode._cache_size(), decode.jitted_prefill._cache_size()
+    return decode._cache_size(), jitted_prefill._cache_size()
 
 
 def fault(call, options, name):

@@ -135,7 +135,7 @@ class Recorded:
     """An executor that makes no programs."""
 
     def __init__(self, processes):
-        self.calls, self.parts, self.replaced = [], {"placement": placement(processes)}, 0
+        self.calls, self.method, self.replaced = [], SimpleNamespace(placement=placement(processes)), 0
 
     def offer(self, params):
         """Weights that nobody takes."""
@@ -170,9 +170,7 @@ def test_followers_make_the_calls_in_order_and_end_with_the_leader(pair):
     futures = {0: [], 1: []}
     for name in names:
         for group, executor in executors.items():
-            futures[group].append(
-                leader.call(group, executor.parts["placement"], Call(name, (np.arange(3), None, "x")))
-            )
+            futures[group].append(leader.call(group, executor.method.placement, Call(name, (np.arange(3), None, "x"))))
     assert futures[0] == [None] * 5, "this process has a report of its own"
     assert [future and int(future.result(SECONDS)["n"]) for future in futures[1]] == [None, 2, None, 4, 5]
     leader.close()
@@ -185,14 +183,14 @@ def test_followers_make_the_calls_in_order_and_end_with_the_leader(pair):
 
 def test_an_error_of_a_follower_is_one_of_the_leader(pair):
     leader, follower, executors, lost = pair
-    coming = leader.call(1, executors[1].parts["placement"], Call("burst", ()))
+    coming = leader.call(1, executors[1].method.placement, Call("burst", ()))
     assert int(coming.result(SECONDS)["n"]) == 1
-    leader.call(1, executors[1].parts["placement"], Call("admit", ()))
+    leader.call(1, executors[1].method.placement, Call("admit", ()))
     with pytest.raises(EngineError, match="RuntimeError: out of memory"):
         follower.wait()
     with pytest.raises(EngineError, match="process 1 has failed: RuntimeError: out of memory"):
         while True:
-            future = leader.call(1, executors[1].parts["placement"], Call("burst", ()))
+            future = leader.call(1, executors[1].method.placement, Call("burst", ()))
             future.result(SECONDS)
     assert str(lost.get(timeout=SECONDS)) == "process 1 has failed: RuntimeError: out of memory"
 
@@ -203,7 +201,7 @@ def test_an_error_of_the_leader_is_one_of_its_followers(pair):
     with pytest.raises(EngineError, match="the engine has failed: the device has failed"):
         follower.wait()
     with pytest.raises(EngineError, match="the device has failed"):
-        leader.call(0, executors[0].parts["placement"], Call("burst", ()))
+        leader.call(0, executors[0].method.placement, Call("burst", ()))
     with pytest.raises(EngineError, match="the device has failed"):
         follower.replace({0: None, 1: None})
 

@@ -12,8 +12,11 @@ import jspec
 from jspec.checkpoints import language_model
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors
-from jspec.core import accept, decode
-from jspec.core.types import Params
+from jspec.core import accept, stopping
+from jspec.core.loop import decode
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
+from jspec.core.types import Params, Prompts
 from jspec.drafters import Plain, Standalone
 from jspec.engine import host_memory, memory
 from jspec.engine.hub import locate
@@ -215,10 +218,10 @@ def test_no_second_copy_of_weights_is_ever_made(depth):
     drafter = Standalone(depth=depth).bind(WIDE, WIDE) if depth else Plain()
     ids = jnp.ones((1, 16), jnp.int32)
     one = jnp.full(1, 16, jnp.int32)
-    keys, stop = jax.random.split(jax.random.key(0), 1), decode.stopping.init(None, 1)
-    static = {"target": WIDE, "drafter": drafter, "accept": accept.greedy}
-    s = decode.jitted_prefill(params, ids, one, one + 64, keys, stop, **static, capacity=80, page_size=16)
-    loop = decode.decode.lower(params, s, jnp.int32(9), **static).compile()
+    keys, stop = jax.random.split(jax.random.key(0), 1), stopping.init(None, 1)
+    method = Method(WIDE, drafter, accept.greedy)
+    s = jitted_prefill(params, Prompts(ids, one, one + 64, keys, stop), method=method, capacity=80, page_size=16)
+    loop = decode.lower(params, s, jnp.int32(9), method=method).compile()
     used = loop.memory_analysis()
     assert used.alias_size_in_bytes >= (1 + bool(depth)) * s.cache.pool.nbytes, (
         "the result does not reuse the donated state"

@@ -15,7 +15,8 @@ import toy
 import jspec
 from jspec.checkpoints import language_model
 from jspec.checkpoints import named as named_arrays
-from jspec.core import decode
+from jspec.core.loop import decode
+from jspec.core.prefill import jitted_prefill
 from jspec.core.types import Params
 from jspec.engine import programs
 
@@ -92,7 +93,7 @@ def test_weights_of_a_running_loop_compile_nothing(case):
     described = language_model.describe(config)
     model = jspec.from_named(described, arrays_of(config, make(0)), eos=[7])
     jspec.generate(model, PROMPTS, drafter="ngram", max_new_tokens=12)
-    programs_now = [f._cache_size() for f in (decode.decode, decode.jitted_prefill, named_arrays._fuse)]
+    programs_now = [f._cache_size() for f in (decode, jitted_prefill, named_arrays._fuse)]
     with jspec.Engine(model, drafter="ngram", slots=2, context=64, page_size=4) as engine:
         engine.generate(PROMPTS, max_new_tokens=12)
         counts = [f._cache_size() for f in (programs.burst, programs.read)]
@@ -105,7 +106,7 @@ def test_weights_of_a_running_loop_compile_nothing(case):
             engine.update(new.params)
             assert engine.generate(PROMPTS, max_new_tokens=12).tokens == tokens
         assert [f._cache_size() for f in (programs.burst, programs.read)] == counts
-    assert [f._cache_size() for f in (decode.jitted_prefill, named_arrays._fuse)][1:] == programs_now[2:]
+    assert [f._cache_size() for f in (jitted_prefill, named_arrays._fuse)][1:] == programs_now[2:]
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import pytest
 import toy
 
 import jspec
-from jspec.core import decode
+from jspec.core.loop import decode
+from jspec.core.prefill import jitted_prefill
 from jspec.core.types import Params
 from jspec.engine import programs
 
@@ -180,9 +181,9 @@ def test_modules_of_flax(kind, needs):
         drafted = model.with_draft(other)
         for drafter in ("ngram", jspec.Standalone(depth=2, width=2)):
             assert jspec.generate(drafted, PROMPTS, drafter=drafter, max_new_tokens=12).tokens == wanted
-        count = decode.decode._cache_size()
+        count = decode._cache_size()
         jspec.generate(other.with_draft(model), PROMPTS, drafter=drafter, max_new_tokens=12)
-        assert decode.decode._cache_size() == count, "a module of the same structure compiles nothing"
+        assert decode._cache_size() == count, "a module of the same structure compiles nothing"
         with jspec.Engine(drafted, slots=2, drafter=drafter, page_size=4) as engine:
             assert engine.generate(PROMPTS, max_new_tokens=12).tokens == wanted
 
@@ -190,10 +191,10 @@ def test_modules_of_flax(kind, needs):
 @pytest.mark.slow
 def test_new_weights_compile_nothing(model):
     before = jspec.generate(model, PROMPTS, drafter=TREE, max_new_tokens=20)
-    sizes = [f._cache_size() for f in (decode.decode, decode.jitted_prefill, programs.burst)]
+    sizes = [f._cache_size() for f in (decode, jitted_prefill, programs.burst)]
     changed = model.with_params(weights(seed=5))
     after = jspec.generate(changed, PROMPTS, drafter=TREE, max_new_tokens=20)
-    assert [f._cache_size() for f in (decode.decode, decode.jitted_prefill, programs.burst)] == sizes
+    assert [f._cache_size() for f in (decode, jitted_prefill, programs.burst)] == sizes
     limited = [
         naive(changed.params.target, prompt, len(new)) for prompt, new in zip(PROMPTS, after.tokens, strict=True)
     ]

@@ -47,7 +47,7 @@ def burst_arguments(name, count):
     plan = Burst(requests, list(range(count)), table, [PAGE] * count, 3, loop.drafter.depth + 1, False)
     with Engine(model, drafter=loop.drafter, **sizes) as engine, pytest.MonkeyPatch.context() as patch:
         engine.groups[0].device.stops.add(())
-        patch.setattr(programs, "burst", stop)
+        patch.setattr(programs.burst, "variant", lambda **options: stop)
         with pytest.raises(Stopped) as stopped:
             engine.groups[0].device.burst(plan)
     return stopped.value.args

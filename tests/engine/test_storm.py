@@ -25,7 +25,7 @@ from jspec.core.sampling import Sampling
 from jspec.core.types import Params
 from jspec.drafters import Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
 from jspec.drafters.suffix import Corpus
-from jspec.engine import programs
+from jspec.engine import programs, slot_state
 
 T = toy.TARGET
 SAMPLED = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.1, min_new_tokens=3)
@@ -118,7 +118,7 @@ def test_a_draft_whose_state_is_further_than_the_targets_shares_nothing():
         drafter: Any = Standalone(depth=2).bind(target, draft)
         state = jax.eval_shape(lambda p, init=drafter.init: init(p, 2, 16, 4), Params(weights[target], weights[draft]))
         s: Any = SimpleNamespace(draft=state)
-        shared.append(programs.sharing(s, drafter))
+        shared.append(slot_state.lookahead(s, drafter))
     assert shared == [0, None]
 
 
@@ -127,9 +127,10 @@ def test_a_draft_whose_state_is_further_than_the_targets_shares_nothing():
 def test_snapshots_are_copied_in_place(name):
     """Saving writes nothing but places, restoring nothing but slots, and no array of all of them is copied."""
     setup = SETUPS[name]
-    made = functools.partial(programs.empty_state, **setup.static, samples=False)
-    s = jax.eval_shape(functools.partial(made, num_slots=4, context=48, page_size=4, pages=20), setup.weights())
-    snapshots = jax.eval_shape(functools.partial(programs.empty_snapshots, count=3), s.cache)
+    sizes = slot_state.Sizes(slots=4, context=48, page_size=4, pages=20)
+    empty = functools.partial(slot_state.empty_state, method=setup.method, sizes=sizes, samples=False)
+    s = jax.eval_shape(empty, setup.weights())
+    snapshots = jax.eval_shape(functools.partial(slot_state.empty_snapshots, count=3), s.cache)
     at = jax.ShapeDtypeStruct((), "int32")
     restore, save = programs.restore.lower(s, snapshots, at, at), programs.save.lower(snapshots, s.cache, at, at)
     for lowered, written, kept in [(restore, s.cache, snapshots), (save, snapshots, s.cache)]:

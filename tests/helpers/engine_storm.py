@@ -10,11 +10,14 @@ import numpy as np
 import toy
 
 from jspec.cache import RecurrentCache
-from jspec.core import accept, decode, slots, stopping
+from jspec.core import accept, slots, stopping
+from jspec.core.loop import decode
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.sharding import Placement
-from jspec.core.types import Drafter, Params
-from jspec.engine import programs
+from jspec.core.types import Drafter, Params, Prompts
+from jspec.engine import slot_state
 from jspec.engine.automaton_pool import GrammarPool, StopPool
 from jspec.engine.device import Device, DeviceRequest
 from jspec.engine.loop import Loop
@@ -22,6 +25,7 @@ from jspec.engine.model import Model
 from jspec.engine.pages import Pages
 from jspec.engine.request import Phase
 from jspec.engine.schedule import Scheduler
+from jspec.engine.slot_state import Sizes
 
 CONTEXT, PAGE, SLOTS, CHUNK, POOL = 48, 4, 4, 6, 40
 EOS = 7
@@ -42,9 +46,8 @@ class Setup:
     placement: Placement | None = None
 
     @property
-    def static(self) -> dict[str, Any]:
-        parts = dict(target=self.target, drafter=self.drafter, accept=self.rule)
-        return parts if self.placement is None else {**parts, "placement": self.placement}
+    def method(self) -> Method:
+        return Method(self.target, self.drafter, self.rule, self.placement)
 
     @property
     def rule(self) -> Any:
@@ -92,9 +95,9 @@ def alone(setup: Setup, given: list[DeviceRequest], eos: tuple[int, ...]) -> Alo
     stop = stopping.init(stopping.build_table(vocab_size, eos), batch)
     sampling = per_row([request.sampling for request in given], batch, vocab_size)
     params = setup.weights()
-    sizes = dict(capacity=CONTEXT, page_size=PAGE)
-    s = decode.jitted_prefill(params, ids, lengths, limits, keys, stop, sampling, **setup.static, **sizes)
-    s = jax.device_get(decode.decode(params, s, jnp.int32(1 << 30), **setup.static))
+    prompts = Prompts(ids, lengths, limits, keys, stop, sampling)
+    s = jitted_prefill(params, prompts, method=setup.method, capacity=CONTEXT, page_size=PAGE)
+    s = jax.device_get(decode(params, s, jnp.int32(1 << 30), method=setup.method))
     caches = paged_caches(s.draft)
     return Alone(
         [s.tokens[i, lengths[i] : s.length[i]].tolist() for i in range(batch)],
@@ -107,7 +110,7 @@ def alone(setup: Setup, given: list[DeviceRequest], eos: tuple[int, ...]) -> Alo
 
 def paged_caches(state: Any) -> list[Any]:
     """The caches in a drafter's state, or in groups of layers of them, that have pages of the common pool."""
-    caches = [part for cache in programs.all_caches(state) for part in getattr(cache, "groups", (cache,))]
+    caches = [part for cache in slot_state.all_caches(state) for part in getattr(cache, "groups", (cache,))]
     return [cache for cache in caches if hasattr(cache, "page_table") and not hasattr(cache, "window")]
 
 
@@ -183,28 +186,25 @@ def run(setup: Setup, storm: Storm, reference: Setup | None = None) -> dict[str,
     stops = StopPool(model)
     for request in given:
         request.start_state = stops.add(())
-    sizes = dict(num_slots=SLOTS, context=CONTEXT, page_size=PAGE)
     keeps = jax.eval_shape(lambda p: setup.target.init_cache(p, SLOTS, CONTEXT, PAGE), model.params.target)
-    snapshots = storm.snapshots if storm.share and jax.tree.leaves(programs.kept_states(keeps)) else 0
-    samples = programs.always_samples(model.params, **setup.static, **sizes)
+    snapshots = storm.snapshots if storm.share and jax.tree.leaves(slot_state.slot_states(keeps)) else 0
+    sizes = Sizes(SLOTS, CONTEXT, PAGE, POOL, snapshots)
+    samples = slot_state.always_samples(model.params, method=setup.method, sizes=sizes)
     device = Device(
         model.params,
-        setup.static,
-        stops,
-        GrammarPool(model),
+        setup.method,
+        sizes,
+        (stops, GrammarPool(model)),
         samples=samples,
-        **sizes,
-        pages=POOL,
-        snapshots=snapshots,
         max_rounds=4,
     )
-    ahead = programs.sharing(device.state, setup.drafter) if storm.share else None
+    ahead = slot_state.lookahead(device.state, setup.drafter) if storm.share else None
     scheduler = Scheduler(
         slots=SLOTS,
         pages=Pages(storm.pages, PAGE, ahead if storm.ahead is None else storm.ahead, snapshots),
         context=CONTEXT,
         depth=setup.drafter.depth,
-        further=programs.further_rows(device.state, setup.drafter),
+        further=slot_state.extra_rows(device.state, setup.drafter),
         read_shapes=[(2, CHUNK)],
         prefill_tokens=2 * CHUNK,
         flights=storm.flights,

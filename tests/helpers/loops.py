@@ -16,10 +16,12 @@ import toy
 from planted import Planted, weights_of
 
 from jspec.checkpoints import deepseek as deepseek_files
-from jspec.core import accept, decode, stopping
+from jspec.core import accept, stopping
 from jspec.core.grow import sampled_topology
+from jspec.core.method import Method
+from jspec.core.prefill import prefill
 from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import Accept, DecodeState, Drafter, DraftTree, Params
+from jspec.core.types import Accept, DecodeState, Drafter, DraftTree, Params, Prompts
 from jspec.drafters import FrozenKvMtp, Mtp, Ngram, Plain, Standalone
 from jspec.models import Assistant, MtpHeads
 from jspec.models.assistant import Clusters
@@ -73,18 +75,17 @@ class Loop:
     """How many of the most probable tokens are recorded with each new one."""
 
     @property
-    def static(self) -> dict[str, Any]:
-        """The static arguments of `decode.decode`."""
-        return dict(target=self.target, drafter=self.drafter, accept=self.rule)
+    def method(self) -> Method:
+        """The static half of its rounds."""
+        return Method(self.target, self.drafter, self.rule, record=self.top or None)
 
     def start(self, weights: Params) -> DecodeState:
         """The state after prefill of three prompts, with 24 tokens to generate; `weights` may be shapes."""
         length, batch = np.asarray(toy.LENGTHS), len(toy.IDS)
         rows = None if self.sampling is None else per_row(self.sampling, batch, self.target.vocab_size)
         keys, stop = toy.row_keys(np.arange(batch)), stopping.init(None, batch)
-        read = functools.partial(decode.prefill, **self.static, capacity=toy.CAPACITY, page_size=4)
-        read = functools.partial(read, logprobs=self.top > 0, top_logprobs=self.top)
-        given = weights, toy.IDS, length, length + np.int32(24), keys, stop, rows
+        read = functools.partial(prefill, method=self.method, capacity=toy.CAPACITY, page_size=4)
+        given = weights, Prompts(toy.IDS, length, length + np.int32(24), keys, stop, rows)
         if isinstance(jax.tree.leaves(weights)[0], jax.ShapeDtypeStruct):
             return jax.eval_shape(read, *given)
         return jax.jit(read)(*given)

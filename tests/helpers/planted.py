@@ -10,12 +10,10 @@ import pytest
 import toy
 
 from jspec.core import accept, tree
+from jspec.core.method import Method
 from jspec.core.types import DraftTree, Params
 from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp
 from jspec.models import MtpHead, MtpHeads
-
-STATIC = ("target", "drafter", "accept")
-GREEDY = dict(target=toy.TARGET, accept=accept.greedy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +96,11 @@ def weights_of(drafter):
     if isinstance(drafter, Block):
         return toy.block_params(drafter.model)
     return toy.head_params() if isinstance(drafter, Eagle | Adaptive) else toy.params()
+
+
+def greedy(drafter):
+    """The method of greedy decoding of the toy target."""
+    return Method(toy.TARGET, drafter, accept.greedy)
 
 
 def complete(drafter, **options):

@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspec.core import accept, decode, stopping, tree
-from jspec.core.types import DecodeState, Drafter, Params
+from jspec.core import accept, stopping, tree
+from jspec.core.loop import decode
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
+from jspec.core.types import DecodeState, Drafter, Params, Prompts
 from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
 from jspec.models import (
     Assistant,
@@ -372,7 +375,7 @@ def in_clusters(config: Assistant, own: AssistantParams, seed: int = 0) -> Assis
 def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=None, steps: int = 3) -> Params:
     """A random assistant with a head that is fitted to the continuations of these prompts.
 
-    ids, length: the prompts, as for `decode.prefill`. texts, limit: prompts with their continuations, and their lengths
+    ids, length: the prompts, as for `prefill`. texts, limit: prompts with their continuations, and their lengths
     (None: all columns). steps: steps of each round's chain to fit.
     """
     # With the identity as its head, an assistant's logits are the inputs of the head.
@@ -395,17 +398,16 @@ def fit_assistant(target, config: Assistant, weights, ids, length, texts, limit=
 
     keys = row_keys(np.zeros(len(ids)))
     count, last = np.asarray(length, np.int32), np.asarray(end, np.int32)
-    static = dict(target=target, drafter=bound, accept=accept.greedy, capacity=capacity, page_size=4)
-    s = decode.jitted_prefill(both, ids, count, last, keys, stopping.init(None, len(ids)), **static)
+    method = Method(target, bound, accept.greedy)
+    prompts = Prompts(ids, count, last, keys, stopping.init(None, len(ids)))
+    s = jitted_prefill(both, prompts, method=method, capacity=capacity, page_size=4)
     features, wanted = [], []
     while not np.array(s.done).all():
         made, lengths = np.array(read(both, s, texts)), np.array(s.length)
         for row, column in zip(*np.nonzero(lengths[:, None] + np.arange(steps) < end[:, None]), strict=True):
             features.append(made[row, column])
             wanted.append(texts[row, lengths[row] + column])
-        s = decode.decode(
-            both, s, jnp.int32(int(s.round_index) + 1), target=target, drafter=bound, accept=accept.greedy
-        )
+        s = decode(both, s, jnp.int32(int(s.round_index) + 1), method=method)
     feature = np.array(features)
     right = np.eye(config.vocab_size, dtype=np.float32)[np.array(wanted)]
     head = np.linalg.solve(feature.T @ feature + 0.1 * np.eye(width), feature.T @ right).T
@@ -463,13 +465,14 @@ def start(
     length, limit = np.asarray(length, np.int32), np.asarray(limit, np.int32)
     keys = row_keys(np.arange(len(ids)) if seeds is None else seeds)
     stop = stopping.init(table, len(ids))
-    static = dict(target=TARGET, drafter=drafter, accept=rule, capacity=CAPACITY, page_size=page_size, chunk=chunk)
-    return decode.jitted_prefill(weights, np.asarray(ids), length, limit, keys, stop, rows, grammar, **static)
+    prompts = Prompts(np.asarray(ids), length, limit, keys, stop, rows, grammar)
+    shape = dict(capacity=CAPACITY, page_size=page_size, chunk=chunk)
+    return jitted_prefill(weights, prompts, method=Method(TARGET, drafter, rule), **shape)
 
 
 def run(drafter: Drafter, weights: Params, s: DecodeState, until: int = 1000, rule=accept.greedy) -> DecodeState:
     """`decode` with the target and an acceptance rule."""
-    return decode.decode(weights, s, jnp.int32(until), target=TARGET, drafter=drafter, accept=rule)
+    return decode(weights, s, jnp.int32(until), method=Method(TARGET, drafter, rule))
 
 
 def generated(s: DecodeState) -> list[list[int]]:
@@ -507,6 +510,6 @@ def prefilled(model, prompts, drafter, new_tokens: int):
         row[: len(prompt)] = prompt
     bound = drafter.bind(model.target, model.draft)
     keys = row_keys(np.arange(len(prompts)))
-    static = dict(target=model.target, drafter=bound, accept=accept.greedy, capacity=128, page_size=4)
-    given = model.params, ids, length, length + np.int32(new_tokens), keys
-    return bound, decode.jitted_prefill(*given, stopping.init(None, len(prompts)), **static)
+    given = Prompts(ids, length, length + np.int32(new_tokens), keys, stopping.init(None, len(prompts)))
+    method = Method(model.target, bound, accept.greedy)
+    return bound, jitted_prefill(model.params, given, method=method, capacity=128, page_size=4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jspec
-from jspec.core import decode
+from jspec.core.prefill import jitted_prefill
 from jspec.core.types import Params
 from jspec.engine import programs
 from jspec.interop.tunix import TunixRollout
@@ -108,10 +108,10 @@ def test_new_weights_of_a_trainer_compile_nothing(model):
     with rollout.engine:
         before = rollout.generate(PROMPTS, config)
         trained = {str(i): leaf + 0.02 * jnp.ones_like(leaf) for i, leaf in enumerate(leaves)}
-        count = [f._cache_size() for f in (programs.burst, programs.read, decode.jitted_prefill)]
+        count = [f._cache_size() for f in (programs.burst, programs.read, jitted_prefill)]
         rollout.update_params(trained, filter_types=(object,))
         after = rollout.generate(PROMPTS, config)
-        assert [f._cache_size() for f in (programs.burst, programs.read, decode.jitted_prefill)] == count
+        assert [f._cache_size() for f in (programs.burst, programs.read, jitted_prefill)] == count
         changed = dataclasses.replace(model, params=Params(to_params(trained), model.params.draft))
         wanted = sampled(changed, 3).tokens
         assert [row.tolist() for row in after.tokens] == wanted != [row.tolist() for row in before.tokens]

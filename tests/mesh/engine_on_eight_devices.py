@@ -16,12 +16,14 @@ from engine_storm import Setup, Storm
 
 import jspec
 from jspec.core import accept
+from jspec.core.method import Method
 from jspec.drafters import Eagle, Mtp, Ngram, Plain, Standalone
-from jspec.engine import memory, programs, sizing
-from jspec.engine.device import buckets
+from jspec.engine import memory, programs, sizing, slot_state
+from jspec.engine.device import slot_buckets
 from jspec.engine.many import generate_many
 from jspec.engine.options import bind_drafter
 from jspec.engine.sizing import read_shapes
+from jspec.engine.slot_state import Sizes
 from jspec.models.sizes import tree_bytes
 
 directories, load = split.directories, split.load
@@ -82,13 +84,13 @@ def test_a_storm_gives_each_request_what_one_device_gives_it(name, load):
 
 @pytest.fixture
 def traced(monkeypatch):
-    """How often each program has been traced, and so compiled."""
-    counts = dict.fromkeys(("_run_rounds", "_read", "_admitted", "_released"), 0)
+    """How often each program has been traced, and so compiled; by a function that it calls once."""
+    counts = dict.fromkeys(("run_while", "read_columns", "seeds_to_keys"), 0)
 
-    def count(name, program):
+    def count(name, function):
         def counted(*args, **static):
             counts[name] += 1
-            return program(*args, **static)
+            return function(*args, **static)
 
         return counted
 
@@ -111,7 +113,8 @@ def test_an_engine_over_devices_generates_and_takes_new_weights(load, traced):
         got = engine.generate(tiny.PROMPTS, **options)
         split.assert_same(got, expected)
         counts = dict(traced)
-        assert counts["_run_rounds"] <= len(buckets(3)) and counts["_read"] <= len(read_shapes(*rows))
+        assert 0 < counts["run_while"] <= len(slot_buckets(3))
+        assert 0 < counts["read_columns"] <= len(read_shapes(*rows))
 
         arrays = split.named_arrays(config, tiny.weights(config, 5))
         target = jspec.from_named(config, arrays, tensor=4).params.target
@@ -129,11 +132,11 @@ def test_an_engine_over_devices_generates_and_takes_new_weights(load, traced):
 
 def test_the_state_of_an_engine_counts_per_device(load, monkeypatch):
     model = load("tied", None, 4)
-    parts = {"target": model.target, "drafter": Plain(), "accept": accept.greedy}
-    sizes = {"samples": False, "num_slots": 3, "context": 48, "page_size": 4}
-    own = sizing._state(model.params, {**parts, "placement": model.placement}, sizes)
+    method = Method(model.target, Plain(), accept.greedy, model.placement)
+    sizes = Sizes(slots=3, context=48, page_size=4)
+    own = sizing._state(model.params, method, sizes, samples=False)
     whole = jax.eval_shape(
-        functools.partial(programs.empty_state, **parts, **sizes, placement=model.placement, pages=1), model.params
+        functools.partial(slot_state.empty_state, method=method, sizes=sizes, samples=False), model.params
     )
     assert own.cache.pool.size * 4 == whole.cache.pool.size and own.tokens.shape == whole.tokens.shape
     needed = tree_bytes(own)
@@ -144,13 +147,14 @@ def test_the_state_of_an_engine_counts_per_device(load, monkeypatch):
 
 def test_snapshots_of_windows_are_split_by_heads(load):
     model = load("windows", None, 4)
-    parts = {"target": model.target, "drafter": Plain(), "accept": accept.greedy, "placement": model.placement}
-    sizes = {"samples": False, "num_slots": 3, "context": 48, "page_size": 4, "pages": 5}
-    cache = jax.eval_shape(functools.partial(programs.empty_state, **parts, **sizes), model.params).cache
-    made = functools.partial(programs.empty_snapshots, count=3, placement=model.placement)
+    method = Method(model.target, Plain(), accept.greedy, model.placement)
+    sizes = Sizes(slots=3, context=48, page_size=4, pages=5)
+    empty = functools.partial(slot_state.empty_state, method=method, sizes=sizes, samples=False)
+    cache = jax.eval_shape(empty, model.params).cache
+    made = functools.partial(slot_state.empty_snapshots, count=3, placement=model.placement)
     whole = jax.tree.leaves(jax.eval_shape(made, cache))
     own = jax.tree.leaves(model.placement.local(jax.eval_shape(made, cache)))
-    kept = jax.tree.leaves(programs.kept_states(model.placement.local(cache)))
+    kept = jax.tree.leaves(slot_state.slot_states(model.placement.local(cache)))
     assert kept and [x.shape for x in own] == [(3, *x.shape) for x in kept]
     assert [x.size for x in whole] == [4 * x.size for x in own]
 

@@ -17,7 +17,7 @@ from jspec.checkpoints import language_model
 from jspec.cli import main
 from jspec.core.sharding import DATA, TENSOR
 from jspec.drafters import Adaptive, Ngram, Standalone, Suffix
-from jspec.engine import many, memory, score
+from jspec.engine import many, memory, run, score
 from jspec.engine.run import Run
 
 directories = split.directories
@@ -154,7 +154,7 @@ def test_memory_counts_the_sequences_of_a_group(load, monkeypatch):
     model, one = load("tied", None, data=2), load("tied", None)
     found = []
     monkeypatch.setattr(memory, "fit", lambda *args: found.append(args[3]) or args[5])
-    monkeypatch.setattr(Run, "_prefill", lambda *_: 1 / 0)
+    monkeypatch.setattr(run, "jitted_prefill", lambda *_, **options: 1 / 0)
     for each in (model, one):
         with pytest.raises(ZeroDivisionError):
             Run(each, tiny.PROMPTS, jspec.GenerateOptions())

@@ -34,7 +34,9 @@ from jspec.checkpoints import drafts, language_model, named, tensors
 from jspec.checkpoints.files import CheckpointError, write_tensors
 from jspec.checkpoints.safetensors_file import SafetensorFiles
 from jspec.cli import main
-from jspec.core import decode, sharding
+from jspec.core import sharding
+from jspec.core.loop import decode
+from jspec.core.prefill import jitted_prefill
 from jspec.core.sharding import TENSOR
 from jspec.drafters import Ngram, Standalone
 from jspec.engine import score
@@ -423,7 +425,7 @@ def test_weights_of_a_trainer_go_into_a_split_model_without_compiling(load):
         model = model.with_params(new.params.target)
         whole = jspec.from_named(config, named_arrays(config, weights(config, seed)))
         assert jspec.generate(model, PROMPTS, **options).tokens == jspec.generate(whole, PROMPTS, **options).tokens
-        counts.append([f._cache_size() for f in (decode.jitted_prefill, decode._OVER_DEVICES[False], named._fuse)])
+        counts.append([f._cache_size() for f in (jitted_prefill, decode.variant(devices=4), named._fuse)])
     assert counts[0] == counts[1] == counts[2]
     with pytest.raises(ValueError, match=r"params.target.embed: has the sharding .*; must have that of the model"):
         model.with_params(whole.params.target)
@@ -465,7 +467,7 @@ def test_new_weights_of_each_family_compile_nothing_over_devices(name):
         new = jspec.from_named(config, named_arrays(config, made), tensor=2)
         model = new if model is None else model.with_params(new.params.target)
         tokens += [jspec.generate(model, PROMPTS, **options).tokens for _ in range(2)]
-        counts.append([f._cache_size() for f in (decode.jitted_prefill, decode._OVER_DEVICES[False], named._fuse)])
+        counts.append([f._cache_size() for f in (jitted_prefill, decode.variant(devices=4), named._fuse)])
         whole = jspec.from_named(config, named_arrays(config, made))
         assert tokens[-1] == jspec.generate(whole, PROMPTS, **options).tokens
     # The first weights compile, also the programs of the model that is not split.

@@ -24,15 +24,14 @@ def test_rounds_over_devices_copy_no_pool(load):
     """One loop, with its communication; outputs reuse the pools."""
     found, model = [], load("tied", "draft of tied", 4, True)
 
-    def keep(placement, many):
-        def program(*args, **static):
-            found.append(programs._OVER_DEVICES[False].lower(*args, **static).compile().as_text())
-            return programs._OVER_DEVICES[False](*args, **static)
+    program = programs.burst.variant(devices=4)
 
-        return program
+    def keep(*args, **static):
+        found.append(program.lower(*args, **static).compile().as_text())
+        return program(*args, **static)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "burst_for", keep)
+        patch.setattr(programs.burst, "variant", lambda **options: keep)
         sizes = dict(slots=3, context=48, page_size=4, pages=23, prefill_tokens=16)
         with jspec.Engine(model, drafter=Standalone(**tiny.TREE), **sizes) as engine:
             leaves = jax.tree.leaves(engine.groups[0].device.state)

@@ -19,7 +19,10 @@ from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.source import Source
 from jspec.cli import main
-from jspec.core import accept, decode, stopping, tree
+from jspec.core import accept, stopping, tree
+from jspec.core.method import Method
+from jspec.core.prefill import jitted_prefill
+from jspec.core.types import Prompts
 from jspec.drafters import FrozenKvMtp
 from jspec.drafters.frozen_kv_mtp import POSITIONS
 from jspec.models import Assistant
@@ -59,9 +62,10 @@ def prefilled(model, prompts):
     ids, length = padded(prompts, max(map(len, prompts)))
     bound = FrozenKvMtp().bind(model.target, model.draft)
     keys = jax.vmap(jax.random.key)(jnp.arange(len(prompts), dtype=jnp.uint32))
-    static = dict(target=model.target, drafter=bound, accept=accept.greedy, capacity=128, page_size=4)
-    given = model.params, jnp.asarray(ids), jnp.asarray(length), jnp.asarray(length + NEW_TOKENS), keys
-    return bound, decode.jitted_prefill(*given, stopping.init(None, len(prompts)), **static)
+    columns = jnp.asarray(ids), jnp.asarray(length), jnp.asarray(length + NEW_TOKENS)
+    given = Prompts(*columns, keys, stopping.init(None, len(prompts)))
+    method = Method(model.target, bound, accept.greedy)
+    return bound, jitted_prefill(model.params, given, method=method, capacity=128, page_size=4)
 
 
 def padded(prompts, width):

@@ -11,8 +11,11 @@ import pytest
 import toy
 from hlo import check_in_place, loop_body
 
-from jspec.core import accept, decode, stopping
-from jspec.core.types import Params
+from jspec.core import accept, stopping
+from jspec.core.loop import decode
+from jspec.core.method import Method
+from jspec.core.prefill import prefill
+from jspec.core.types import Params, Prompts
 from jspec.drafters import FrozenKvMtp, Ngram, Plain, Standalone
 from jspec.engine import memory
 from jspec.models import Assistant
@@ -40,16 +43,16 @@ def parts(kind, drafter):
     target, draft, own = gemma.KINDS[kind], gemma.KINDS[kind], gemma.params(kind, seed=1)
     if isinstance(drafter, FrozenKvMtp):
         draft, own = ASSISTANT, toy.in_clusters(ASSISTANT, toy.random_assistant(ASSISTANT))
-    return Params(gemma.params(kind), own), dict(target=target, drafter=drafter.bind(target, draft))
+    return Params(gemma.params(kind), own), Method(target, drafter.bind(target, draft), accept.greedy)
 
 
-def prefill(kind, drafter, chunk=None):
-    """`decode.prefill` with its static arguments, and the others. With pages of 5 rows, only a pool has its shape."""
-    weights, static = parts(kind, drafter)
+def reading(kind, drafter, chunk=None):
+    """`prefill` with its static arguments, and the others. With pages of 5 rows, only a pool has its shape."""
+    weights, method = parts(kind, drafter)
     length = jnp.array([30, 17], jnp.int32)
     keys = jax.vmap(jax.random.key)(jnp.arange(2, dtype=jnp.uint32))
-    given = weights, jnp.asarray(IDS), length, length + 20, keys, stopping.init(None, 2)
-    return partial(decode.prefill, **static, accept=accept.greedy, capacity=64, page_size=5, chunk=chunk), given
+    given = weights, Prompts(jnp.asarray(IDS), length, length + 20, keys, stopping.init(None, 2))
+    return partial(prefill, method=method, capacity=64, page_size=5, chunk=chunk), given
 
 
 def check_pools(text, s):
@@ -65,10 +68,10 @@ def check_pools(text, s):
 @pytest.mark.slow
 @CASES
 def test_each_pool_is_written_once_a_round_and_never_copied(kind, drafter):
-    function, given = prefill(kind, drafter)
+    function, given = reading(kind, drafter)
     s = jax.eval_shape(function, *given)
-    weights, static = parts(kind, drafter)
-    lowered = decode.decode.lower(weights, s, jnp.int32(9), **static, accept=accept.greedy)
+    weights, method = parts(kind, drafter)
+    lowered = decode.lower(weights, s, jnp.int32(9), method=method)
     check_pools(lowered.compile().as_text(), s)
 
 
@@ -76,7 +79,7 @@ def test_each_pool_is_written_once_a_round_and_never_copied(kind, drafter):
 @CASES
 def test_a_prompt_read_in_chunks_is_written_into_the_pools_in_place(kind, drafter):
     """The chunks are longer than the ring."""
-    function, given = prefill(kind, drafter, chunk=12)
+    function, given = reading(kind, drafter, chunk=12)
     check_pools(jax.jit(function).lower(*given).compile().as_text(), jax.eval_shape(function, *given))
 
 

@@ -16,8 +16,11 @@ import toy
 
 import jspec
 from jspec.checkpoints import language_model
-from jspec.core import accept, decode
-from jspec.core.types import Params
+from jspec.core import accept
+from jspec.core.loop import decode
+from jspec.core.method import Method
+from jspec.core.prefill import prefill
+from jspec.core.types import Params, Prompts
 from jspec.drafters import Ngram, Plain
 from jspec.engine import memory
 from jspec.models import layers
@@ -212,11 +215,11 @@ def test_drafted_tokens_are_those_of_plain_decoding_in_half_precision(weights):
 def test_the_loop_holds_no_widened_weights(weights):
     """On a CPU a product widens its own matrix, inside the loop; none is widened in front of it, for the whole loop."""
     params = Params(named(EXPERTS, toy_experts(), weights=weights))
-    static = {"target": EXPERTS, "drafter": Ngram(depth=2).bind(EXPERTS, None), "accept": accept.greedy}
+    method = Method(EXPERTS, Ngram(depth=2).bind(EXPERTS, None), accept.greedy)
     plain = toy.start(Plain(), toy.params())
-    prefill = functools.partial(decode.prefill, **static, capacity=toy.CAPACITY, page_size=4)
-    s = jax.eval_shape(prefill, params, toy.IDS, plain.length, plain.limit, plain.key, plain.stop)
-    lowered = decode.decode.lower(params, s, np.int32(8), **static)
+    read = functools.partial(prefill, method=method, capacity=toy.CAPACITY, page_size=4)
+    s = jax.eval_shape(read, params, Prompts(toy.IDS, plain.length, plain.limit, plain.key, plain.stop))
+    lowered = decode.lower(params, s, np.int32(8), method=method)
     text = lowered.compile().as_text()
     wide = {
         f"f32[{','.join(map(str, leaf.shape))}]"

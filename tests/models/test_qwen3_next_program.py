@@ -9,8 +9,12 @@ import pytest
 import qwen
 from hlo import check_in_place, loop_body, made
 
-from jspec.core import accept, decode, stopping
-from jspec.core.types import Params
+from jspec.core import accept, stopping
+from jspec.core.loop import decode
+from jspec.core.method import Method
+from jspec.core.prefill import prefill
+from jspec.core.round import step
+from jspec.core.types import Params, Prompts
 from jspec.drafters import Ngram, Plain, Standalone
 
 TEXT_AS_SHIPPED = True
@@ -30,16 +34,16 @@ CASES = pytest.mark.parametrize(
 
 def parts(kind, drafter):
     target = qwen.KINDS[kind]
-    return Params(qwen.params(kind), qwen.params(kind, 1)), dict(target=target, drafter=drafter.bind(target, target))
+    return Params(qwen.params(kind), qwen.params(kind, 1)), Method(target, drafter.bind(target, target), accept.greedy)
 
 
-def prefill(kind, drafter, chunk=None):
-    """`decode.prefill` with its static arguments, and the others. With pages of 5 rows, only a pool has its shape."""
-    params, static = parts(kind, drafter)
+def reading(kind, drafter, chunk=None):
+    """`prefill` with its static arguments, and the others. With pages of 5 rows, only a pool has its shape."""
+    params, method = parts(kind, drafter)
     length = jnp.array([30, 17], jnp.int32)
     keys = jax.vmap(jax.random.key)(jnp.arange(2, dtype=jnp.uint32))
-    given = params, jnp.asarray(IDS), length, length + 20, keys, stopping.init(None, 2)
-    return partial(decode.prefill, **static, accept=accept.greedy, capacity=64, page_size=5, chunk=chunk), given
+    given = params, Prompts(jnp.asarray(IDS), length, length + 20, keys, stopping.init(None, 2))
+    return partial(prefill, method=method, capacity=64, page_size=5, chunk=chunk), given
 
 
 def check_states(text, s):
@@ -60,10 +64,10 @@ def check_states(text, s):
 @pytest.mark.slow
 @CASES
 def test_no_state_is_copied_in_a_round(kind, drafter):
-    function, given = prefill(kind, drafter)
+    function, given = reading(kind, drafter)
     s = jax.eval_shape(function, *given)
-    params, static = parts(kind, drafter)
-    lowered = decode.decode.lower(params, s, jnp.int32(9), **static, accept=accept.greedy)
+    params, method = parts(kind, drafter)
+    lowered = decode.lower(params, s, jnp.int32(9), method=method)
     check_states(lowered.compile().as_text(), s)
 
 
@@ -73,13 +77,13 @@ def test_a_model_in_half_precision_keeps_its_states_in_float32():
     target = qwen.KINDS["experts"]
     shapes = target.param_shapes(jnp.bfloat16)
     drafter = Standalone(depth=2, width=2).bind(target, target)
-    static = dict(target=target, drafter=drafter, accept=accept.greedy)
+    method = Method(target, drafter, accept.greedy)
     length = jax.ShapeDtypeStruct((2,), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
-    given = Params(shapes, shapes), jax.ShapeDtypeStruct(IDS.shape, jnp.int32), length, length, keys
-    start = partial(decode.prefill, **static, capacity=64, page_size=5, chunk=12)
-    s = jax.eval_shape(start, *given, stopping.init(None, 2))
-    after = jax.eval_shape(partial(decode.step, **static), given[0], s)
+    prompts = Prompts(jax.ShapeDtypeStruct(IDS.shape, jnp.int32), length, length, keys, stopping.init(None, 2))
+    start = partial(prefill, method=method, capacity=64, page_size=5, chunk=12)
+    s = jax.eval_shape(start, Params(shapes, shapes), prompts)
+    after = jax.eval_shape(partial(step, method=method), Params(shapes, shapes), s)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(lambda x: (x.shape, x.dtype), s)
     recurrent, paged = after.cache.groups
     assert {state.dtype for state in recurrent.layer_states} == {jnp.dtype(jnp.float32)}

@@ -17,9 +17,11 @@ import train_files  # noqa: E402
 from train_files import lines, run  # noqa: E402
 
 import jspec  # noqa: E402
-from jspec.checkpoints import drafts, language_model
-from jspec.core import accept, decode, stopping  # noqa: E402
-from jspec.core.types import Params  # noqa: E402
+from jspec.checkpoints import drafts, language_model  # noqa: E402
+from jspec.core import accept, stopping  # noqa: E402
+from jspec.core.method import Method  # noqa: E402
+from jspec.core.prefill import jitted_prefill  # noqa: E402
+from jspec.core.types import Params, Prompts  # noqa: E402
 from jspec.drafters import FrozenKvMtp  # noqa: E402
 from jspec.models import Assistant  # noqa: E402
 from jspec.models.assistant import Clusters  # noqa: E402
@@ -73,8 +75,11 @@ def test_training_equals_serving(name, target_head):
     length = jnp.array([3, 12, 18], jnp.int32) - 1
     bound = FrozenKvMtp(depth=STEPS).bind(target, config)
     keys = jax.vmap(jax.random.key)(jnp.arange(3, dtype=jnp.uint32))
-    given = params, tokens, length, length + 4, keys, stopping.init(None, 3)
-    s = decode.jitted_prefill(*given, target=target, drafter=bound, accept=accept.greedy, capacity=32, page_size=4)
+    prompts, method = (
+        Prompts(tokens, length, length + 4, keys, stopping.init(None, 3)),
+        Method(target, bound, accept.greedy),
+    )
+    s = jitted_prefill(params, prompts, method=method, capacity=32, page_size=4)
     # Rounds and the unrolled forward add up in different orders.
     atol = 1e-4
     apply, hidden = jax.jit(config.apply, static_argnums=1), s.draft

@@ -1,0 +1,89 @@
+"""Rounds of a drafter with branches, which leaves each round to one of several drafters (`BranchingDrafter`).
+
+Each branch has an inner loop of rounds, which repeats while its branch is chosen, inside of a loop over branches. So a
+round is the program of its own drafter, and caches are written in place, which XLA does in a loop but not in a
+conditional.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, PyTree
+
+from jspec.core.invariants import check_choice
+from jspec.core.returned import check_unchanged
+from jspec.core.types import BranchingDrafter, DecodeState, Drafter, Params
+
+Turn = tuple[Int[Array, ""], DecodeState]
+"""The branch of the next round, and the state before it."""
+
+
+def counters(drafter: Drafter, batch: int) -> Int[Array, "B K A"] | None:
+    """`Stats.branch_counts` before the first round."""
+    if not isinstance(drafter, BranchingDrafter):
+        return None
+    return jnp.zeros((batch, len(drafter.branches), drafter.depth + 1), jnp.int32)
+
+
+def drafting(drafter: Drafter, state: PyTree, branch: int | None) -> tuple[Drafter, PyTree]:
+    """The drafter that proposes in this branch, and its state; the drafter itself if `branch` is None."""
+    if branch is None:
+        return drafter, state
+    assert isinstance(drafter, BranchingDrafter)
+    return drafter.branches[branch], drafter.states(state)[branch]
+
+
+def after_draft(drafter: Drafter, whole: PyTree, before: PyTree, after: PyTree, branch: int | None) -> PyTree:
+    """The state of the whole drafter after the proposal of one branch, which must leave its own state unchanged.
+
+    drafter: the one that proposed, whose state was `before` and is `after`.
+    whole: the state of the drafter that has the branches.
+    """
+    if branch is None:
+        return after
+    check_unchanged(drafter, before, after)
+    return whole
+
+
+def run_while(
+    params: Params,
+    s: DecodeState,
+    going: Callable[[DecodeState], Bool[Array, ""]],
+    *,
+    drafter: BranchingDrafter,
+    one_round: Callable[[int, DecodeState], DecodeState],
+    without_held: Callable[[DecodeState], DecodeState],
+    debug: bool,
+) -> DecodeState:
+    """Rounds while `going(s)` is true.
+
+    one_round: the state after a round of a branch.
+    without_held: the state in which sequences that take no part in the next round count as finished.
+    debug: check the index of each chosen branch.
+    """
+    count = len(drafter.branches)
+
+    def choose(s: DecodeState) -> Turn:
+        with jax.named_scope("draft"):
+            branch, state = drafter.choose(params, without_held(s))
+            if debug:
+                check_choice(s, branch, count)
+        # An out-of-range index would match no branch and never terminate.
+        branch = jnp.clip(branch, 0, count - 1).astype(jnp.int32)
+        return branch, dataclasses.replace(s, draft=state)
+
+    def rounds_of(branch: int, turn: Turn) -> Turn:
+        def goes_on(turn: Turn) -> Bool[Array, ""]:
+            return (turn[0] == branch) & going(turn[1])
+
+        return lax.while_loop(goes_on, lambda turn: choose(one_round(branch, turn[1])), turn)
+
+    def all_branches(turn: Turn) -> Turn:
+        for branch in range(count):
+            turn = rounds_of(branch, turn)
+        return turn
+
+    return lax.while_loop(lambda turn: going(turn[1]), all_branches, choose(s))[1]

@@ -1,0 +1,143 @@
+"""The loop: one XLA program that runs rounds on the device until every sequence is done."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import checkify
+from jaxtyping import Array, Bool, Int
+
+from jspec.core import branches, stopping
+from jspec.core.method import Method, on_devices
+from jspec.core.round import draft, step
+from jspec.core.types import BranchingDrafter, DecodeState, DraftTree, Params
+from jspec.core.xla_options import LoopProgram, prefers_cublas
+from pallas_kernels import platform
+
+SHARED = (0, 2)
+"""The arguments of `run_rounds` that groups of devices have in common; the state is that of each."""
+
+
+def run_while(
+    params: Params,
+    s: DecodeState,
+    going: Callable[[DecodeState], Bool[Array, ""]],
+    *,
+    method: Method,
+    held: Callable[[DecodeState], Bool[Array, " B"]] | None = None,
+    debug: bool = False,
+) -> DecodeState:
+    """Rounds while `going(s)` is true.
+
+    held: sequences that take no part in the next round; None: all do that have not finished.
+    debug: check the invariants of every round.
+    """
+
+    def hold(s: DecodeState) -> tuple[Bool[Array, " B"], DecodeState]:
+        """Marks held sequences, which a round then treats as finished."""
+        assert held is not None
+        mask = held(s)
+        return mask, dataclasses.replace(s, finish_code=jnp.where(mask, stopping.HELD, s.finish_code))
+
+    def one_round(branch: int | None, s: DecodeState) -> DecodeState:
+        if held is None:
+            return step(params, s, method=method, branch=branch, debug=debug)
+        mask, s = hold(s)
+        s = step(params, s, method=method, branch=branch, debug=debug)
+        return dataclasses.replace(s, finish_code=jnp.where(mask, stopping.RUNNING, s.finish_code))
+
+    if not isinstance(method.drafter, BranchingDrafter):
+        return lax.while_loop(going, partial(one_round, None), s)
+    return branches.run_while(
+        params,
+        s,
+        going,
+        drafter=method.drafter,
+        one_round=one_round,
+        without_held=lambda s: s if held is None else hold(s)[1],
+        debug=debug,
+    )
+
+
+def one_round(params: Params, s: DecodeState, *, method: Method, debug: bool = False) -> DecodeState:
+    """The state after a round of any drafter; one with branches chooses its branch."""
+    last = s.round_index
+    return run_while(params, s, lambda s: s.round_index == last, method=method, debug=debug)
+
+
+def run_rounds(
+    params: Params, s: DecodeState, until: Int[Array, ""], *, method: Method, debug: bool = False
+) -> DecodeState:
+    """Rounds until every sequence is done or `s.round_index` reaches `until`. Pure; `decode` is the same, jitted."""
+    s = with_counters(s, method.drafter.depth)
+
+    def going(s: DecodeState) -> Bool[Array, ""]:
+        return ~jnp.all(s.done) & (s.round_index < until)
+
+    return run_while(params, s, going, method=method, debug=debug)
+
+
+def with_counters(s: DecodeState, depth: int) -> DecodeState:
+    """The state with counters for rounds of this depth, for one that is continued with a drafter of a greater depth."""
+    counts = s.stats.accept_counts
+    missing = depth + 1 - counts.shape[-1]
+    if missing <= 0:
+        return s
+    counts = jnp.pad(counts, [*[(0, 0)] * (counts.ndim - 1), (0, missing)])
+    return dataclasses.replace(s, stats=dataclasses.replace(s.stats, accept_counts=counts))
+
+
+# Compiled
+
+
+class _Decode(LoopProgram[..., DecodeState]):
+    """Its state has the counters before the call: the donated buffer of shorter ones could not be used."""
+
+    def __call__(self, params: Params, s: DecodeState, until: Int[Array, ""], *, method: Method) -> DecodeState:
+        return super().__call__(params, with_counters(s, method.drafter.depth), until, method=method)
+
+
+@partial(_Decode, static_argnames=("method",), donate_argnames=("s",))
+@partial(on_devices, shared=SHARED)
+def decode(params: Params, s: DecodeState, until: Int[Array, ""], *, method: Method) -> DecodeState:
+    """Rounds on the device until every sequence is done or `s.round_index` reaches `until`; the state is donated.
+
+    To stream, show progress or stop early, call it repeatedly with a growing `until`; the tokens are the same. The
+    `variant`s of this program have compiler options for rounds of many tokens, and for several devices.
+    """
+    return run_rounds(params, s, until, method=method)
+
+
+@partial(jax.jit, static_argnames=("method",))
+@partial(on_devices, shared=SHARED)
+def decode_checked(
+    params: Params, s: DecodeState, until: Int[Array, ""], *, method: Method
+) -> tuple[checkify.Error, DecodeState]:
+    """`decode` with `check_round` in every round; `error.throw()` raises the first broken invariant."""
+    rounds = partial(run_rounds, method=method, debug=True)
+    return checkify.checkify(rounds, errors=checkify.user_checks)(params, s, until)
+
+
+@partial(jax.jit, static_argnames=("method",))
+@on_devices
+def _draft_tree(params: Params, s: DecodeState, *, method: Method) -> DraftTree:
+    return draft(params, s, method=method)[0]
+
+
+def draft_shape(params: Params, s: DecodeState, method: Method) -> tuple[int, ...]:
+    """The shape of a round's tree in one group of devices: sequences and nodes of each."""
+    return _draft_tree.eval_shape(params, s, method=method).tokens.shape[-2:]
+
+
+def verifies_many(params: Params, s: DecodeState, method: Method) -> bool:
+    """Whether rounds of these shapes verify enough tokens for the options of `many` to be faster. Only affects GPUs."""
+    return platform.platform() == "gpu" and prefers_cublas(params, math.prod(draft_shape(params, s, method)))
+
+
+def fastest(params: Params, s: DecodeState, method: Method) -> LoopProgram[..., DecodeState]:
+    """The variant of `decode` that is fastest for rounds of these shapes."""
+    return decode.variant(many=verifies_many(params, s, method), devices=method.devices)
