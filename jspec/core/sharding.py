@@ -210,7 +210,7 @@ class Placement:
         return self.copy(array, axis)
 
     def spread(self, params: T) -> T:
-        """Within a program: weights, each split as its field says."""
+        """Within a program: weights, each split as declared at its field."""
         return jax.tree.map(lax.with_sharding_constraint, params, self.shardings(params))
 
     def complete(self, params: T) -> T:
