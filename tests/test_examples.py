@@ -1,0 +1,77 @@
+"""The scripts of `examples/` are short and run on bundled models."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(name, *arguments, **environment):
+    """What the script prints."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.run(
+        [sys.executable, ROOT / "examples" / name, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_has_at_most_80_lines_and_says_how_it_is_called(path):
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 80
+    assert f"python examples/{path.name}" in text.split('"""')[1]
+
+
+@pytest.mark.slow
+def test_serve(needs):
+    for package in ("msgspec", "starlette", "uvicorn"):
+        needs(package)
+    pytest.importorskip("openai")
+    printed = run("serve.py", "--model", "bundled:python-tiny", "--max-tokens", 12)
+    assert printed.startswith("def fibonacci(n):\n") and "\n12 tokens" in printed
+
+
+@pytest.mark.slow
+def test_evaluate_file(tmp_path):
+    lines = [{"prompt": "import numpy as", "answer": "np"}, {"prompt": "import os\n", "answer": "no such text"}]
+    lines.append({"prompt": "class A:\n", "id": 3})
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    printed = run(
+        "evaluate_file.py", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--max-new-tokens", 8, "--context", 64
+    )
+    results = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [result | line for result, line in zip(results, lines, strict=True)] == results
+    assert "np" in results[0]["text"] and "accuracy 50.0% of 2" in printed and "accept length" in printed
+
+
+@pytest.mark.slow
+def test_rl_loop(needs):
+    for package in ("flax", "optax"):
+        needs(package)
+    steps = [line for line in run("rl_loop.py", "--steps", 12).splitlines() if line.startswith("step")]
+    rewards = [float(line.split("reward ")[1].split(",")[0]) for line in steps]
+    assert len(rewards) == 12 and rewards[-1] > rewards[0] + 0.1
+
+
+@pytest.mark.slow
+def test_new_drafter():
+    lengths = [float(line.rpartition(" ")[2]) for line in run("new_drafter.py").splitlines()]
+    assert len(lengths) == 3 and lengths[2] > max(lengths[:2])
+
+
+@pytest.mark.slow
+def test_two_gpus():
+    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    printed = run("two_gpus.py", "--max-new-tokens", 16, **devices).splitlines()
+    assert [line.rpartition(" tokens/s, ")[2] for line in printed] == ["4 of 4 equal"] * 3
