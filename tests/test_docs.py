@@ -37,17 +37,6 @@ def test_pages_with_code_are_found():
     assert pages <= set(map(page_name, PAGES_WITH_CODE))
 
 
-def count_words(path):
-    return len(path.read_text(encoding="utf-8").split())
-
-
-def test_the_site_is_short():
-    site = {page_name(path): count_words(path) for path in PAGES if path.is_relative_to(ROOT / "docs")}
-    assert sum(site.values()) <= 22_000
-    assert {name: words for name, words in site.items() if words > 1_500} == {}
-    assert count_words(ROOT / "README.md") <= 550
-
-
 def test_numbers_are_rendered_in_tables_only():
     assert [page_name(path) for path in PAGES if "<!-- n:" in path.read_text(encoding="utf-8")] == []
 

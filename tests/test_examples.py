@@ -27,7 +27,7 @@ def run(name, *arguments, **environment):
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_script_has_at_most_80_lines_and_says_how_it_is_called(path):
+def test_a_script_has_at_most_80_lines_and_its_own_command(path):
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 80
     assert f"python examples/{path.name}" in text.split('"""')[1]
