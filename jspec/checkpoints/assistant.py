@@ -62,9 +62,9 @@ def parse_config(config: Fields, target: Decoder) -> Assistant:
 
 def _kind(config: Fields) -> str | None:
     """The class that a config.json names, or that its model_type implies; None: it is not an assistant's."""
-    known = {**GEMMA4, OWN[0]: OWN[1]}
-    found = family_of(config, known)
-    return next((name for name, kind in known.items() if kind == found), None)
+    kinds = {**GEMMA4, OWN[0]: OWN[1]}
+    model_type = family_of(config, kinds)
+    return next((name for name, kind in kinds.items() if kind == model_type), None)
 
 
 def _parse_own(config: Fields) -> Assistant:

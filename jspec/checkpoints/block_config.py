@@ -144,7 +144,7 @@ def _read_attention(config: Fields, layer: Fields) -> tuple[tuple[int | None, ..
     if stated is None and config.read_flag("sliding_window_non_causal", False):
         stated = False
     causal = sliding if stated is None else [stated] * count
-    return tuple(window if one else None for one in sliding), tuple(causal)
+    return tuple(window if slides else None for slides in sliding), tuple(causal)
 
 
 def _read_markov(config: Fields) -> tuple[Literal["vanilla", "gated", "rnn"] | None, int]:
@@ -154,9 +154,9 @@ def _read_markov(config: Fields) -> tuple[Literal["vanilla", "gated", "rnn"] | N
         return None, 0
     fields = _in(config, "markov_head_type")
     kind = fields.read_text("markov_head_type", "vanilla").lower()
-    for known in ("vanilla", "gated", "rnn"):
-        if kind == known:
-            return known, rank
+    for name in ("vanilla", "gated", "rnn"):
+        if kind == name:
+            return name, rank
     raise fields.wrong("markov_head_type", repr(kind), f"must be one of {', '.join(MARKOV_KINDS)}")
 
 
@@ -179,13 +179,13 @@ def _read_logits(config: Fields, names: set[str], target: Decoder) -> tuple[floa
         raise CheckpointError(f"{config.where}: has both output_multiplier and logit_scale; must have one")
     scale = next(iter(factors.values()), 1.0)
     cap = _in(config, "final_logit_softcapping").optional_number("final_logit_softcapping", least=0, most=MOST_NUMBER)
-    cap, own = cap or None, getattr(target, "soft_cap", None)
-    if "lm_head.weight" in names or own is None:
+    cap, target_cap = cap or None, getattr(target, "soft_cap", None)
+    if "lm_head.weight" in names or target_cap is None:
         return scale, cap
-    if cap != own or scale != 1.0:
+    if cap != target_cap or scale != 1.0:
         raise CheckpointError(
             f"{config.where}: final_logit_softcapping={cap} with a factor of {scale}, but the draft shares the LM head "
-            f"of a target with a soft cap of {own}: must be the same, without a factor"
+            f"of a target with a soft cap of {target_cap}: must be the same, without a factor"
         )
     return scale, None
 

@@ -19,18 +19,18 @@ def family_of(config: Fields, architectures: Mapping[str, str]) -> str | None:
     """
     model_type = config.optional_text("model_type")
     named = config.optional_texts("architectures") or ()
-    found = next((architectures[name] for name in named if name in architectures), None)
-    if found is not None and model_type not in (None, found):
-        raise config.wrong("model_type", repr(model_type), f"must be {found!r} with architectures={list(named)}")
+    implied = next((architectures[name] for name in named if name in architectures), None)
+    if implied is not None and model_type not in (None, implied):
+        raise config.wrong("model_type", repr(model_type), f"must be {implied!r} with architectures={list(named)}")
     if named:
-        return found
+        return implied
     return model_type if model_type in architectures.values() else None
 
 
-def unknown_family(config: Fields, known: Iterable[str], owner: str = "supported") -> CheckpointError:
+def unknown_family(config: Fields, architectures: Iterable[str], owner: str = "supported") -> CheckpointError:
     """The error about a config.json that is of no known class."""
     return CheckpointError(
-        f"{config.where}: {config.describe('architectures')} is not {owner}; must be one of {', '.join(known)}"
+        f"{config.where}: {config.describe('architectures')} is not {owner}; must be one of {', '.join(architectures)}"
     )
 
 
@@ -96,7 +96,9 @@ def read_rope(config: Fields, *kinds: str) -> tuple[str, float, Fields]:
     if kind not in kinds:
         raise CheckpointError(f"{config.where}: rope_type={kind!r} is not supported; must be {' or '.join(kinds)}")
     bases = {
-        each.read_number("rope_theta", least=1, most=MOST_NUMBER) for each in (rope, config) if each.has("rope_theta")
+        fields.read_number("rope_theta", least=1, most=MOST_NUMBER)
+        for fields in (rope, config)
+        if fields.has("rope_theta")
     }
     if len(bases) > 1:
         raise CheckpointError(f"{config.where}: rope_theta has two values, {sorted(bases)}: must have one")
@@ -119,8 +121,8 @@ def parse_yarn(config: Fields) -> tuple[float, YarnRope | None]:
     if not rope.has("factor") and original > length:
         raise rope.wrong("original_max_position_embeddings", original, f"must be at most {length} without a factor")
     fast, slow = (
-        rope.read_number(f"beta_{name}", each, above=0, most=MOST_NUMBER)
-        for name, each in (("fast", 32.0), ("slow", 1.0))
+        rope.read_number(f"beta_{name}", default, above=0, most=MOST_NUMBER)
+        for name, default in (("fast", 32.0), ("slow", 1.0))
     )
     if fast < slow:
         raise rope.wrong("beta_fast", fast, f"must be at least beta_slow={slow}")

@@ -52,20 +52,20 @@ class Deferred:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        found = _ranges(index, self.shape)
-        if found is None or any(isinstance(each, int) or each.step < 1 for each in found):
+        indices = _ranges(index, self.shape)
+        if indices is None or any(isinstance(at, int) or at.step < 1 for at in indices):
             return np.asarray(self)[index]
-        ranges = [each for each in found if isinstance(each, range)]
+        ranges = [at for at in indices if isinstance(at, range)]
 
         def write(part: Part, out: np.ndarray) -> None:
-            self.write(tuple(own[_slice(each)] for own, each in zip(ranges, part, strict=True)), out)
+            self.write(tuple(whole[_slice(at)] for whole, at in zip(ranges, part, strict=True)), out)
 
         return Deferred(tuple(map(len, ranges)), self.dtype, write, self.layout)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        made = self._empty(self.shape)
-        self.write(tuple(map(range, self.shape)), made)
-        return made if dtype is None else made.astype(dtype, copy=False)
+        values = self._empty(self.shape)
+        self.write(tuple(map(range, self.shape)), values)
+        return values if dtype is None else values.astype(dtype, copy=False)
 
     def __array_function__(
         self, function: Callable[..., Any], types: Sequence[type], args: Sequence[Any], options: dict[str, Any]
@@ -98,45 +98,45 @@ class Assembled(Deferred):
         self._pieces: list[tuple[list[int | range], Any]] = []
 
     def __setitem__(self, index: Any, values: Any) -> None:
-        found = _ranges(index, self.shape)
-        assert found is not None and all(isinstance(each, int) or each.step == 1 for each in found), index
-        kept = [axis for axis, each in enumerate(found) if isinstance(each, range)]
+        place = _ranges(index, self.shape)
+        assert place is not None and all(isinstance(at, int) or at.step == 1 for at in place), index
+        axes = [axis for axis, at in enumerate(place) if isinstance(at, range)]
         if isinstance(values, Deferred):
-            single = [axis for axis in range(len(found)) if axis not in kept]
-            self.layout = [*single, *(kept[axis] for axis in values.layout)]
+            single = [axis for axis in range(len(place)) if axis not in axes]
+            self.layout = [*single, *(axes[axis] for axis in values.layout)]
         else:
-            values = np.broadcast_to(values, [len(found[axis]) for axis in kept])  # pyright: ignore[reportArgumentType]
-        self._pieces.append((found, values))
+            values = np.broadcast_to(values, [len(place[axis]) for axis in axes])  # pyright: ignore[reportArgumentType]
+        self._pieces.append((place, values))
 
     def _write(self, part: Part, out: np.ndarray) -> None:
         for place, values in self._pieces:  # Of two at one place the later one counts.
-            meets = [_meet(each, wanted) for each, wanted in zip(place, part, strict=True)]
-            if all(len(own) for _, own in meets):
+            meets = [_meet(interval, indices) for interval, indices in zip(place, part, strict=True)]
+            if all(len(within) for _, within in meets):
                 # An axis that the index of a piece takes one element of is none of its values'.
-                single = [isinstance(each, int) for each in place]
+                single = [isinstance(interval, int) for interval in place]
                 to = out[tuple(at[0] if one else _slice(at) for (at, _), one in zip(meets, single, strict=True))]
-                source = tuple(_slice(own) for (_, own), one in zip(meets, single, strict=True) if not one)
+                source = tuple(_slice(within) for (_, within), one in zip(meets, single, strict=True) if not one)
                 np.copyto(to, values[source])
 
 
-def _meet(place: int | range, wanted: range) -> tuple[range, range]:
-    """Which of the wanted indices an interval has: their places among those wanted, and within the interval."""
+def _meet(place: int | range, indices: range) -> tuple[range, range]:
+    """The indices in an interval: their places among all of them, and within the interval."""
     interval = range(place, place + 1) if isinstance(place, int) else place
-    first, last = (-((wanted.start - end) // wanted.step) for end in (interval.start, interval.stop))
-    met = range(max(first, 0), min(last, len(wanted)))
-    begin = wanted.start - interval.start + met.start * wanted.step
-    return met, range(begin, begin + len(met) * wanted.step, wanted.step)
+    first, last = (-((indices.start - end) // indices.step) for end in (interval.start, interval.stop))
+    met = range(max(first, 0), min(last, len(indices)))
+    begin = indices.start - interval.start + met.start * indices.step
+    return met, range(begin, begin + len(met) * indices.step, indices.step)
 
 
 def _ranges(index: Any, shape: tuple[int, ...]) -> list[int | range] | None:
     """An index, as an int or a range for each axis; None: it is of another kind."""
-    given: list[_Index] = list(index) if isinstance(index, tuple) else [index]
-    if not all(isinstance(each, int | slice | EllipsisType) for each in given):
+    items: list[_Index] = list(index) if isinstance(index, tuple) else [index]
+    if not all(isinstance(item, int | slice | EllipsisType) for item in items):
         return None
-    missing = len(shape) - sum(each is not ... for each in given)
-    at = given.index(...) if ... in given else len(given)
-    given[at : at + 1] = [slice(None)] * missing
-    return [range(size)[each] for size, each in zip(shape, given, strict=True)]  # pyright: ignore[reportReturnType, reportArgumentType, reportCallIssue]
+    missing = len(shape) - sum(item is not ... for item in items)
+    at = items.index(...) if ... in items else len(items)
+    items[at : at + 1] = [slice(None)] * missing
+    return [range(size)[item] for size, item in zip(shape, items, strict=True)]  # pyright: ignore[reportReturnType, reportArgumentType, reportCallIssue]
 
 
 def _slice(indices: range) -> slice:
@@ -146,5 +146,5 @@ def _slice(indices: range) -> slice:
 def _read(argument: Any) -> Any:
     """An argument of a function of NumPy, read."""
     if isinstance(argument, list | tuple):
-        return [_read(each) for each in argument]
+        return [_read(item) for item in argument]
     return np.asarray(argument) if isinstance(argument, Deferred) else argument

@@ -78,8 +78,8 @@ def _refuse(config: Fields, layer: Fields) -> None:
     wrong += [f"architectures={name}" for name in find_architectures(config, ["peagle"])]
     options = config.section("eagle_config")
     wrong += options.unsupported(_EAGLE_CONFIG)
-    known = {*_EAGLE_CONFIG, "eagle_aux_hidden_state_layer_ids", "parallel_draft_heads_num_layers"}
-    wrong += [options.describe(key) for key in options.keys() if key not in known]
+    supported = {*_EAGLE_CONFIG, "eagle_aux_hidden_state_layer_ids", "parallel_draft_heads_num_layers"}
+    wrong += [options.describe(key) for key in options.keys() if key not in supported]
     if config.read_flag("norm_before_fc", False) and config.read_flag("fc_norm", False):
         wrong.append("norm_before_fc together with fc_norm, whose order is not defined")
     refuse(config.where, wrong)

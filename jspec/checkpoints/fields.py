@@ -123,15 +123,15 @@ class Fields:
 
     def read_ints(self, key: str, *, least: int = 0, most: int = MOST_SIZE, count: int = MOST_SIZE) -> tuple[int, ...]:
         """A list of at most `count` integers from `least` to `most`."""
-        found = self.optional_ints(key, least=least, most=most, count=count)
-        return self._missing(key) if found is None else found
+        values = self.optional_ints(key, least=least, most=most, count=count)
+        return self._missing(key) if values is None else values
 
     def int_or_ints(self, key: str, *, least: int, most: int) -> tuple[int, ...]:
         """One integer or a list of them; empty if it is missing."""
         if isinstance(self._raw.get(key), list):
             return self.optional_ints(key, least=least, most=most) or ()
-        found = self.optional_int(key, least=least, most=most)
-        return () if found is None else (found,)
+        value = self.optional_int(key, least=least, most=most)
+        return () if value is None else (value,)
 
     def section(self, key: str) -> "Fields":
         """An object within this one; empty if it is missing."""
@@ -176,14 +176,14 @@ class Fields:
         """
         wrong = []
         for key, allowed in supported.items():
-            known = tuple(allowed)
+            values = tuple(allowed)
             readers = {
                 bool: self.optional_flag,
                 str: self.optional_text,
                 int: partial(self.optional_int, least=0),
             }
-            value = readers[type(known[0])](key)
-            if value is not None and value not in known:
+            value = readers[type(values[0])](key)
+            if value is not None and value not in values:
                 wrong.append(self.describe(key))
         return wrong
 

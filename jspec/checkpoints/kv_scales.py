@@ -29,9 +29,9 @@ def is_known(scheme: Fields) -> bool:
     """Whether a `kv_cache_scheme` is that of `kv="fp8"` with one scale per layer, or there is none."""
     if not scheme.keys():
         return True
-    known = scheme.read_int("num_bits") == 8 and scheme.read_text("type") == "float"
+    is_fp8 = scheme.read_int("num_bits") == 8 and scheme.read_text("type") == "float"
     whole = scheme.optional_text("strategy") in (None, "tensor")
-    return known and whole and scheme.read_flag("symmetric", True) and not scheme.read_flag("dynamic", False)
+    return is_fp8 and whole and scheme.read_flag("symmetric", True) and not scheme.read_flag("dynamic", False)
 
 
 def read_kv_scales(tensors: Tensors, attention: str) -> Float[Array, "2"] | None:
@@ -42,9 +42,9 @@ def read_kv_scales(tensors: Tensors, attention: str) -> Float[Array, "2"] | None
     Raises:
       CheckpointError: there is one without the other, or for each head, or one that is not above 0.
     """
-    held = tensors.names()
-    tensors.asked |= {attention + name for name in _SPARE} & held
-    pair = next((pair for pair in _NAMES if held & {attention + name for name in pair}), None)
+    names = tensors.names()
+    tensors.asked |= {attention + name for name in _SPARE} & names
+    pair = next((pair for pair in _NAMES if names & {attention + name for name in pair}), None)
     if pair is None:
         return None
     return tensors.put(WHOLE, [_read(tensors, attention + name) for name in pair])

@@ -100,12 +100,12 @@ def _check_size(shapes: PyTree, where: str) -> None:
 def _check_shapes(params: PyTree, shapes: PyTree, directory: Path) -> None:
     """Raises if weights differ from what the configuration describes; they may have more, such as own embeddings."""
     leaves = partial(jax.tree_util.tree_leaves_with_path, is_leaf=is_matrix)
-    found = {path: leaf.shape for path, leaf in leaves(params)}
+    read = {path: leaf.shape for path, leaf in leaves(params)}
     for path, leaf in leaves(shapes):
-        if found.get(path) != leaf.shape:
+        if read.get(path) != leaf.shape:
             name = jax.tree_util.keystr(path)
             raise CheckpointError(
-                f"{directory}: {name} has shape {found.get(path)}, but config.json implies {leaf.shape}"
+                f"{directory}: {name} has shape {read.get(path)}, but config.json implies {leaf.shape}"
             )
 
 
@@ -148,8 +148,8 @@ def _read_eos(source: Source, vocab_size: int) -> tuple[int, ...]:
 
 def ends_of_text(files: Sequence[Fields], vocab_size: int) -> tuple[int, ...]:
     """The ids that end a text, by any of these files."""
-    found = {i for file in files for i in file.int_or_ints("eos_token_id", least=0, most=vocab_size - 1)}
-    return tuple(sorted(found))
+    ids = {i for file in files for i in file.int_or_ints("eos_token_id", least=0, most=vocab_size - 1)}
+    return tuple(sorted(ids))
 
 
 def save(

@@ -80,7 +80,7 @@ def _array(x: Any) -> Any:
     """What JAX takes in the place of an argument of NumPy."""
     if isinstance(x, LiveArray):
         return x.array
-    return [_array(each) for each in x] if isinstance(x, list | tuple) else x
+    return [_array(item) for item in x] if isinstance(x, list | tuple) else x
 
 
 def _same(a: Array, b: Array) -> bool:

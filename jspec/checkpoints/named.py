@@ -64,8 +64,8 @@ class LiveTensors(Tensors):
         self.expect(name, *shape)
         array = self.get(name)
         if array.dtype not in FLOATS:
-            known = ", ".join(sorted(map(str, FLOATS)))
-            raise CheckpointError(f"{self.directory}: {name} has dtype {array.dtype}; must be one of {known}")
+            names = ", ".join(sorted(map(str, FLOATS)))
+            raise CheckpointError(f"{self.directory}: {name} has dtype {array.dtype}; must be one of {names}")
         return array
 
     def read(self, name: str, *shape: int, transpose: bool = False) -> Any:
@@ -155,8 +155,8 @@ def plan(
         config = dataclasses.replace(config, tensor=1)  # pyright: ignore[reportArgumentType]  # a dataclass
     check_names(names, config)
     leaves = arrays if names == TRANSFORMERS else flatten_params(names, arrays)
-    held = {name: _checked(name, array) for name, array in leaves.items()}
-    tensors = LiveTensors(_Named(held), _common_dtype(held) if dtype is None else np.dtype(dtype))
+    checked = {name: _checked(name, array) for name, array in leaves.items()}
+    tensors = LiveTensors(_Named(checked), _common_dtype(checked) if dtype is None else np.dtype(dtype))
     tensors.weights = weights
     if names == TRANSFORMERS:
         config = language_model.with_mtp(config, tensors)
@@ -175,11 +175,11 @@ def _common_dtype(arrays: Mapping[str, Array]) -> np.dtype:
 def _read_params(names: str, config: Decoder, tensors: Tensors) -> PyTree:
     """The weights, by the program `_fuse`."""
     assert isinstance(tensors.files, _Named)
-    placement, held = tensors.placement, tensors.files.arrays
+    placement, gathered = tensors.placement, tensors.files.arrays
     if placement is not None:
-        held = {name: placement.gather(array) for name, array in held.items()}
+        gathered = {name: placement.gather(array) for name, array in gathered.items()}
     static = {"config": config, "dtype": np.dtype(tensors.dtype), "names": names}
-    return _fuse(held, **static, placement=placement, weights=tensors.weights)
+    return _fuse(gathered, **static, placement=placement, weights=tensors.weights)
 
 
 def _checked(name: object, array: Any) -> Array:

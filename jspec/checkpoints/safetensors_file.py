@@ -83,8 +83,8 @@ class SafetensorFiles:
         Raises:
           CheckpointError: as `shape`.
         """
-        found = DTYPES.get(self._entry(name).dtype)
-        return None if found is None else np.dtype(found)
+        kind = DTYPES.get(self._entry(name).dtype)
+        return None if kind is None else np.dtype(kind)
 
     def get(self, name: str) -> np.ndarray:
         """A copy of one tensor as stored.
@@ -107,14 +107,14 @@ class SafetensorFiles:
         """
         entry, (first, *others) = self._entry(name), part
         if not all(map(len, part)):
-            return self._values(name, entry.begin, entry.begin).reshape([len(each) for each in part])
+            return self._values(name, entry.begin, entry.begin).reshape([len(indices) for indices in part])
         size, rows = (entry.end - entry.begin) // entry.shape[0], first[-1] + 1 - first.start
         begin = entry.begin + first.start * size
         if len(first) == rows and tuple(map(len, others)) == entry.shape[1:]:
             return self._values(name, begin, begin + rows * size).reshape(rows, *entry.shape[1:])
-        found = self._values(name, begin, begin + rows * size, mapped=True).reshape(rows, *entry.shape[1:])
-        columns = (slice(each.start, each.stop, each.step) for each in others)
-        return np.array(found[(slice(None, None, first.step), *columns)])
+        mapped = self._values(name, begin, begin + rows * size, mapped=True).reshape(rows, *entry.shape[1:])
+        columns = (slice(indices.start, indices.stop, indices.step) for indices in others)
+        return np.array(mapped[(slice(None, None, first.step), *columns)])
 
     def _values(self, name: str, begin: int, end: int, *, mapped: bool = False) -> np.ndarray:
         """The values of a tensor between two places of its file.
@@ -198,11 +198,11 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         if not isinstance(raw, dict):
             raise CheckpointError("header: must be an object")
         fields = Fields(raw, "header")
-        found = {name: _read_entry(fields.section(name), 8 + length) for name in raw if name != "__metadata__"}
-        _check_places(found, 8 + length, size)
+        entries = {name: _read_entry(fields.section(name), 8 + length) for name in raw if name != "__metadata__"}
+        _check_places(entries, 8 + length, size)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: damaged ({error})") from None
-    return found
+    return entries
 
 
 def _read_entry(fields: Fields, start: int) -> _Entry:
@@ -217,9 +217,9 @@ def _read_entry(fields: Fields, start: int) -> _Entry:
     return _Entry(dtype, shape, start + begin, start + end)
 
 
-def _check_places(found: dict[str, _Entry], start: int, size: int) -> None:
+def _check_places(entries: dict[str, _Entry], start: int, size: int) -> None:
     """Raises unless the tensors follow each other without gaps from `start` to the end of the file."""
-    for name, entry in sorted(found.items(), key=lambda item: item[1][2:]):
+    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.begin != start or entry.end < start:
             raise CheckpointError(f"{name} is at {entry.begin} to {entry.end} and must start at {start}")
         start = entry.end

@@ -58,8 +58,8 @@ def read_layer_config(config: Fields, kinds: tuple[str, ...]) -> Fields:
     layer = config.required_section("transformer_layer_config")
     kind = layer.read_text("model_type", "")
     if kind not in kinds:
-        known = ", ".join(kinds)
-        raise CheckpointError(f"{layer.where}: {layer.describe('model_type')} is not supported; must be one of {known}")
+        names = ", ".join(kinds)
+        raise CheckpointError(f"{layer.where}: {layer.describe('model_type')} is not supported; must be one of {names}")
     return layer.with_defaults(LAYER_DEFAULTS[kind])
 
 
@@ -130,6 +130,6 @@ def read_ids(tensors: Tensors, count: int, vocab: int) -> Int[Array, " Vd"] | No
 def name_ids(ids: Int[Array, " Vd"] | None, vocab: int) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors that hold a reduced vocabulary; none if it is the target's."""
     if ids is not None:
-        known = np.asarray(ids, np.int64)
-        yield "d2t", known - np.arange(known.size)
-        yield "t2d", np.isin(np.arange(vocab), known)
+        tokens = np.asarray(ids, np.int64)
+        yield "d2t", tokens - np.arange(tokens.size)
+        yield "t2d", np.isin(np.arange(vocab), tokens)

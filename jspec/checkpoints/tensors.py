@@ -138,9 +138,9 @@ class Tensors:
         Raises:
           CheckpointError: it is missing, or has another shape.
         """
-        found = self.files.shape(name)
-        if found != shape:
-            raise CheckpointError(f"{self.directory}: {name} has shape {found}, but config.json implies {shape}")
+        stored = self.files.shape(name)
+        if stored != shape:
+            raise CheckpointError(f"{self.directory}: {name} has shape {stored}, but config.json implies {shape}")
 
     def stored(self, name: str, *shape: int) -> np.ndarray:
         """Weights as stored.
@@ -154,8 +154,8 @@ class Tensors:
     def _checked(self, name: str, tensor: np.ndarray) -> np.ndarray:
         """Weights as stored, or a part of them, after a look at their values."""
         if tensor.dtype not in FLOATS:
-            known = ", ".join(sorted(map(str, FLOATS)))
-            raise CheckpointError(f"{self.directory}: {name} has dtype {tensor.dtype}; must be one of {known}")
+            names = ", ".join(sorted(map(str, FLOATS)))
+            raise CheckpointError(f"{self.directory}: {name} has dtype {tensor.dtype}; must be one of {names}")
         if not is_finite(tensor):
             raise CheckpointError(f"{self.directory}: {name} has values that are NaN or infinite; all must be finite")
         return tensor
@@ -193,12 +193,14 @@ class Tensors:
           CheckpointError: as in `stored`, or a value is too large for the chosen dtype.
         """
         if not self.defers(name):
-            made = self._converted(name, self.stored(name, *shape))
+            tensor = self._converted(name, self.stored(name, *shape))
         else:
             self.expect(name, *shape)
-            part = self.reader(name)
-            made = self.deferred(name, self.dtype, lambda each: self._converted(name, self._checked(name, part(each))))
-        return made.T if transpose else made
+            read = self.reader(name)
+            tensor = self.deferred(
+                name, self.dtype, lambda part: self._converted(name, self._checked(name, read(part)))
+            )
+        return tensor.T if transpose else tensor
 
     def defers(self, name: str) -> bool:
         """Whether `read` leaves a tensor in its file until it is put on devices, of which each may get a part."""
@@ -227,8 +229,8 @@ class Tensors:
 
             def write_block(number: int, _: int) -> None:
                 block = blocks[number]
-                chosen = (own[at] for own, at in zip(part, block, strict=False))
-                out[block] = read((*chosen, *part[len(block) :]))
+                leading = (indices[at] for indices, at in zip(part, block, strict=False))
+                out[block] = read((*leading, *part[len(block) :]))
 
             each_block(len(blocks), 1, write_block)
 
@@ -272,8 +274,8 @@ class Tensors:
         if self.weights not in FORMATS or not options.linear:
             return array
         self.check_devices(options, array.shape)
-        made = _quantize(array, self.weights)
-        return made if self.placement is None else self.placement.place(options, made)
+        matrix = _quantize(array, self.weights)
+        return matrix if self.placement is None else self.placement.place(options, matrix)
 
     def check_devices(self, options: Leaf, shape: tuple[int, ...]) -> None:
         """Raises ValueError if a matrix is to be packed and devices would have parts of its groups."""

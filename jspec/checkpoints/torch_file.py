@@ -118,10 +118,10 @@ class _Unpickler(pickle.Unpickler):
 
 def _folder(archive: zipfile.ZipFile) -> str:
     """The folder in the archive, with a trailing slash; torch names it after the file that it saves."""
-    found = [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
-    if len(found) != 1:
+    names = [name for name in archive.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
+    if len(names) != 1:
         raise _Refused("is a zip archive that torch.save did not write: it must have one data.pkl")
-    folder = found[0].removesuffix("data.pkl")
+    folder = names[0].removesuffix("data.pkl")
     if folder + "byteorder" in archive.namelist() and _read_entry(archive, folder + "byteorder") != b"little":
         raise _Refused("was saved on a big-endian machine, which is not supported")
     return folder

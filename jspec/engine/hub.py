@@ -54,9 +54,9 @@ def locate(source: str | Path, files: Sequence[str] = HUB_FILES, argument: str =
         )
     if name.startswith("bundled:"):
         short = name.removeprefix("bundled:")
-        known = sorted({*BUNDLED, *(draft for drafts in BUNDLED.values() for draft in drafts.values())})
-        if short not in known:
-            raise ValueError(f"{name!r} is unknown; bundled models: {', '.join(known)}")
+        names = sorted({*BUNDLED, *(draft for drafts in BUNDLED.values() for draft in drafts.values())})
+        if short not in names:
+            raise ValueError(f"{name!r} is unknown; bundled models: {', '.join(names)}")
         return ASSETS / short
     try:
         if Path(source).is_dir():

@@ -51,15 +51,15 @@ class Need:
         return self.growing + self.options
 
     def __str__(self) -> str:
-        each = self.growing / (self.batch * self.capacity)
+        per_token = self.growing / (self.batch * self.capacity)
         text = (
-            f"{self.batch} sequences of {self.capacity} tokens take {gigabytes(self.total)}, {each:,.0f} bytes per "
-            f"token: {gigabytes(self.target)} for the target's cache and {gigabytes(self.draft)} for the draft's"
+            f"{self.batch} sequences of {self.capacity} tokens take {gigabytes(self.total)}, {per_token:,.0f} bytes "
+            f"per token: {gigabytes(self.target)} for the target's cache and {gigabytes(self.draft)} for the draft's"
         )
-        further = {"the logits of whole texts": self.logits}
+        others = {"the logits of whole texts": self.logits}
         if self.options >= 1e7:
-            further["stop strings and biases"] = self.options
-        return text + "".join(f", and {gigabytes(size)} for {what}" for what, size in further.items() if size)
+            others["stop strings and biases"] = self.options
+        return text + "".join(f", and {gigabytes(size)} for {what}" for what, size in others.items() if size)
 
 
 def need(
@@ -98,9 +98,9 @@ def free_bytes(device: Any = None) -> tuple[int, int] | None:
 
 def least_free(devices: Collection[Device] | None) -> tuple[int, int] | None:
     """`free_bytes` of the device with the least; None: of the default device. CPU devices share one memory evenly."""
-    found = [free_bytes(device) for device in devices or [None]]
-    known = [one for one in found if one is not None]
-    if len(known) < len(found):
+    reports = [free_bytes(device) for device in devices or [None]]
+    known = [report for report in reports if report is not None]
+    if len(known) < len(reports):
         return None
     sharing = sum(device.platform == "cpu" for device in devices or []) or 1
     free, limit = min(known)
@@ -130,9 +130,9 @@ def check_weights(name: str, shapes: PyTree, what: str = "weights", devices: Col
     if memory is not None and needed > memory[0]:
         free, limit = map(gigabytes, memory)
         dtypes = ", ".join(dtype_names(shapes))
-        each = "" if devices is None else f" on each of {len(devices)} devices"
+        where = "" if devices is None else f" on each of {len(devices)} devices"
         raise ValueError(
-            f"{name}: {gigabytes(needed)} of {what} ({dtypes}){each} do not fit: {free} of {limit} are free{_advice()}"
+            f"{name}: {gigabytes(needed)} of {what} ({dtypes}){where} do not fit: {free} of {limit} are free{_advice()}"
         )
 
 
@@ -165,8 +165,8 @@ def fit(
         asked = need(params, target, drafter, batch, capacity, page_size, options)
         if asked.total <= budget:
             return capacity
-    each = max(asked.growing / (batch * minimum), 1)
-    left = max(0, int((budget - options) / each))
+    per_token = max(asked.growing / (batch * minimum), 1)
+    left = max(0, int((budget - options) / per_token))
     raise ValueError(
         f"this generation does not fit: {asked}. JAX can use {gigabytes(limit)} of the device: {gigabytes(free)} are "
         f"free, and {HEADROOM:.0%} of the total is reserved for activations. At most {left} tokens fit: "

@@ -47,8 +47,8 @@ class Model:
 
     def __repr__(self) -> str:
         draft = "no draft" if self.draft is None else self.draft.summary()
-        known = isinstance(self.target, Decoder)
-        outline = self.target.outline() if known else f"target {type(self.target).__name__}"
+        is_decoder = isinstance(self.target, Decoder)
+        outline = self.target.outline() if is_decoder else f"target {type(self.target).__name__}"
         shape = f"{outline}, vocabulary {self.target.vocab_size}"
         devices = "" if self.placement is None else f" on {self.placement}"
         return f"Model({self.name!r}: {shape}, {_dtypes(self.params.target)}{devices}; {draft})"

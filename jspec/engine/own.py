@@ -72,16 +72,16 @@ def from_function(
     _check_tokenizer(tokenizer)
     check_alive(params)
     length = min(_CHECKED_TOKENS, max_length)
-    found = _check_result(function, params, name, length)
-    if vocab_size is not None and check_int("vocab_size", vocab_size, least=1) != found:
-        raise ValueError(f"vocab_size={vocab_size}: {name} returns logits of {found} tokens")
-    ids = _check_eos(eos, found)
-    if check and not is_causal(function, params, found, length):
+    size = _check_result(function, params, name, length)
+    if vocab_size is not None and check_int("vocab_size", vocab_size, least=1) != size:
+        raise ValueError(f"vocab_size={vocab_size}: {name} returns logits of {size} tokens")
+    ids = _check_eos(eos, size)
+    if check and not is_causal(function, params, size, length):
         raise ValueError(
             f"function: the logits of {name} depend on later tokens; must be causal, since texts are padded on the "
             "right; layers that are random, such as dropout, must be off"
         )
-    return Model(name, FunctionModel(function, found, max_length), Params(params), tokenizer, ids)
+    return Model(name, FunctionModel(function, size, max_length), Params(params), tokenizer, ids)
 
 
 def from_module(
@@ -148,8 +148,8 @@ def from_target(
     _check_tokenizer(tokenizer)
     check_alive(params)
     name = kind if name is None else check_text("name", name)
-    given: Any = target
-    return Model(name, given, Params(params), tokenizer, _check_eos(eos, target.vocab_size))
+    unchecked: Any = target
+    return Model(name, unchecked, Params(params), tokenizer, _check_eos(eos, target.vocab_size))
 
 
 def from_named(
@@ -268,8 +268,8 @@ def _check_tokenizer(tokenizer: object) -> None:
 
 
 def _check_eos(eos: object, vocab_size: int) -> tuple[int, ...]:
-    each = check_sequence("eos", eos, items="ids that end a text")
-    return tuple(check_int(f"eos[{i}]", one, least=0, most=vocab_size - 1) for i, one in enumerate(each))
+    ids = check_sequence("eos", eos, items="ids that end a text")
+    return tuple(check_int(f"eos[{i}]", token, least=0, most=vocab_size - 1) for i, token in enumerate(ids))
 
 
 def _check_result(function: Function, params: PyTree, name: str, length: int) -> int:

@@ -29,11 +29,12 @@ def check_same_shapes(old: Any, new: Any) -> None:
 
 def _difference(olds: list[tuple[Any, Any]], news: list[tuple[Any, Any]]) -> str:
     """The first leaves that only one of two pytrees has."""
-    known, given = ([f"params{jax.tree_util.keystr(path)}" for path, _ in leaves] for leaves in (olds, news))
-    missing, unknown = [name for name in known if name not in given], [name for name in given if name not in known]
-    found = [f"{name} is missing" for name in missing[:2]]
-    found += [f"{name} is not one of its weights" for name in unknown[:2]]
-    return "; ".join(found) or "its containers are of other types"
+    old_names, new_names = ([f"params{jax.tree_util.keystr(path)}" for path, _ in leaves] for leaves in (olds, news))
+    missing = [name for name in old_names if name not in new_names]
+    unknown = [name for name in new_names if name not in old_names]
+    problems = [f"{name} is missing" for name in missing[:2]]
+    problems += [f"{name} is not one of its weights" for name in unknown[:2]]
+    return "; ".join(problems) or "its containers are of other types"
 
 
 def _described(leaf: Any) -> str:

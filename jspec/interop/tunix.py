@@ -128,8 +128,8 @@ class TunixRollout(Base):
             raise ValueError("pad_id=None: must be given if there is no tokenizer of a trainer")
         if not model.eos and tokenizer is None:
             raise ValueError(f"model={model.name!r}: has no id that ends a text; pass the tokenizer of the trainer")
-        given = tokenizer.pad_id() if pad_id is None and tokenizer is not None else pad_id
-        self._pad = check_int("pad_id", given, least=0, most=model.target.vocab_size - 1)
+        pad = tokenizer.pad_id() if pad_id is None and tokenizer is not None else pad_id
+        self._pad = check_int("pad_id", pad, least=0, most=model.target.vocab_size - 1)
         self._eos = model.eos[0] if tokenizer is None else tokenizer.eos_id()
         if rollout_config is not None:
             _check_eos(rollout_config, model)
@@ -196,14 +196,14 @@ class TunixRollout(Base):
                 f"prompt_tokens, completion_tokens: have the shapes {prompts.shape} and {completions.shape}; must be "
                 "[B, P] and [B, C]"
             )
-        kept = completions != self._pad if completion_mask is None else np.asarray(completion_mask, bool)
+        belongs = completions != self._pad if completion_mask is None else np.asarray(completion_mask, bool)
         result = np.zeros(completions.shape, np.float32)
         for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             begin = int((prompt != self._pad).argmax())
             if prompt[begin] == self._pad:
                 raise ValueError(f"prompt_tokens[{i}]: is empty; must have at least one token")
-            count = completions.shape[1] - int(kept[i][::-1].argmax()) if kept[i].any() else 0
-            if completion_mask is not None and not kept[i][:count].all():
+            count = completions.shape[1] - int(belongs[i][::-1].argmax()) if belongs[i].any() else 0
+            if completion_mask is not None and not belongs[i][:count].all():
                 raise ValueError(f"completion_mask[{i}]: has gaps; must be ones, then zeros")
             if count:
                 scores = self.engine.score([*prompt[begin:].tolist(), *completion[:count].tolist()])
