@@ -21,8 +21,9 @@ from jspec.core.xla_options import loop_options
 from jspec.drafters import Adaptive, Block, Eagle, FrozenKvMtp, Mtp, Ngram, Plain, Standalone, Suffix
 from jspec.engine.corpus import with_corpus
 from jspec.engine.engine import Engine
-from jspec.engine.generate import GeneratedIds, generate, generate_ids, stream
+from jspec.engine.generate import generate, stream
 from jspec.engine.handle import EngineError, Handle
+from jspec.engine.ids import GeneratedIds, generate_ids
 from jspec.engine.metrics import Metrics
 from jspec.engine.model import Model, load
 from jspec.engine.options import GenerateOptions

@@ -6,20 +6,19 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jspec.core.accept import greedy
-from jspec.core.method import Method
-from jspec.core.sampling import Sampling, per_row
-from jspec.core.types import Accept, Drafter, RowSampling
+from jspec.core.sampling import each_of, per_row
+from jspec.core.types import RowSampling
 from jspec.engine import sizing
 from jspec.engine.automaton_pool import GrammarPool, StopPool
 from jspec.engine.device import Device, DeviceRequest
 from jspec.engine.loop import FLIGHTS, MAX_ROUNDS
 from jspec.engine.model import Model
 from jspec.engine.options import (
-    GenerateOptions,
-    bind_drafter,
+    EngineOptions,
+    RequestOptions,
     check_grammar_options,
     choose_drafter,
-    choose_rule,
+    choose_method,
     knows_greedy,
 )
 from jspec.engine.pages import Pages
@@ -41,27 +40,24 @@ class OneShape:
 
 def assemble(
     model: Model,
-    drafter: str | Drafter | None,
-    accept: str | Accept | None,
-    sizes: Sizes,
-    budget: sizing.Budget,
+    options: EngineOptions,
     *,
-    prefill_tokens: int,
+    free: tuple[int, int] | None,
     only: OneShape | None = None,
 ) -> tuple[Device, Scheduler]:
-    """The parts of an engine on one group of devices. The arguments are those of `jspec.Engine`.
+    """Makes the parts of an engine on one group of devices.
 
-    sizes: slots, context and page size.
+    options: those of `jspec.Engine`, made for the model (`EngineOptions.for_model`).
+    free: as of `sizing.fit`.
     only: the shapes of all programs; None: those for requests of any kind.
 
     Raises:
       ValueError, TypeError: a drafter, a rule or a cache that does not suit, or a state that does not fit.
     """
     # The method of a round. Some request may sample, so the rule is chosen for one that does.
-    any_row = RowSampling(temperature=jnp.zeros(1))
-    rule, proposer = choose_rule(accept, any_row, choose_drafter(drafter, model))
-    bound = bind_drafter(proposer, model.target, model.draft)
-    method = Method(model.target, bound, rule, model.placement)
+    any_row, accept = RowSampling(temperature=jnp.zeros(1)), options.accept
+    drafter = choose_drafter(options.drafter, model)
+    method, _ = choose_method(model.target, model.draft, drafter, accept, any_row, placement=model.placement)
     if lacking := without_slots(model.params, method):
         raise ValueError(
             f"model={model.name!r}: its cache {', '.join(sorted(lacking))} must have the methods of "
@@ -69,6 +65,9 @@ def assemble(
         )
 
     # The caches and the state of all slots. A rule by name is the greedy one where nothing is sampled.
+    assert options.context is not None and options.memory_fraction is not None
+    sizes = Sizes(options.slots, options.context, options.page_size)
+    budget = sizing.Budget(options.pages, options.memory_fraction, options.prefix_cache, free)
     samples = always_samples(model.params, method=method, sizes=sizes) or not knows_greedy(accept)
     sizes, shares = sizing.fit(model.params, method, sizes, budget, samples=samples)
     device = Device(
@@ -78,26 +77,26 @@ def assemble(
         (StopPool(model), GrammarPool(model)),
         samples=samples,
         max_rounds=MAX_ROUNDS,
-        greedy_rule=greedy if accept is None or isinstance(accept, str) else rule,
+        greedy_rule=greedy if accept is None or isinstance(accept, str) else method.accept,
         buckets=None if only is None else [sizes.slots],
         least_tier=0 if only is None else only.tier,
     )
 
     # The scheduler, which decides who runs when.
-    ahead, extra = lookahead(device.state, bound), extra_rows(device.state, bound)
+    ahead, extra = lookahead(device.state, method.drafter), extra_rows(device.state, method.drafter)
     narrowest = max(1, ahead or 0) + extra
     if only is None:
-        shapes = sizing.read_shapes(sizes.slots, sizes.context, prefill_tokens, narrowest)
+        shapes = sizing.read_shapes(sizes.slots, sizes.context, options.prefill_tokens, narrowest)
     else:
         shapes = [(only.read[0], max(only.read[1], narrowest))]
     scheduler = Scheduler(
         slots=sizes.slots,
         pages=Pages(sizes.pages, sizes.page_size, ahead if shares else None, sizes.snapshots),
         context=sizes.context,
-        depth=bound.depth,
+        depth=method.drafter.depth,
         further=extra,
         read_shapes=shapes,
-        prefill_tokens=prefill_tokens,
+        prefill_tokens=options.prefill_tokens,
         flights=FLIGHTS,
     )
     return device, scheduler
@@ -107,8 +106,7 @@ def make_requests(
     device: Device,
     scheduler: Scheduler,
     prompts: Sequence[list[int]],
-    options: GenerateOptions,
-    samplings: Sequence[Sampling | None],
+    options: RequestOptions,
     priority: int = 0,
     salt: str = "",
 ) -> list[DeviceRequest]:
@@ -120,8 +118,8 @@ def make_requests(
     vocab_size = device.method.target.vocab_size
     options.check_vocabulary(vocab_size)
     count, requests = len(prompts), []
-    each = zip(prompts, options.limits(count), options.seeds(count).tolist(), samplings, strict=True)
-    for ids, limit, seed, sampling in each:
+    samplings, seeds = each_of(options.sampling, count), options.seeds(count).tolist()
+    for ids, limit, seed, sampling in zip(prompts, options.limits(count), seeds, samplings, strict=True):
         request = DeviceRequest(ids, limit, priority, salt)
         request.sampling, request.seed = sampling, seed
         request.stop, request.ignore_eos = tuple(options.stop), options.ignore_eos

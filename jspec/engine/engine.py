@@ -10,29 +10,34 @@ from typing import TypeVar, Unpack, overload
 
 from tqdm import tqdm
 
-from jspec.core.checks import check_flag, check_int, check_number
+from jspec.core.checks import check_int
 from jspec.core.processes import agreement
 from jspec.core.sampling import Sampling
-from jspec.core.types import Accept, Drafter, Params
-from jspec.engine import lockstep, memory
+from jspec.core.types import Params
+from jspec.engine import lockstep
 from jspec.engine.assembly import assemble, hold, make_requests
 from jspec.engine.balance import choose
-from jspec.engine.device import DeviceRequest
+from jspec.engine.device import Device, DeviceRequest
 from jspec.engine.group import Group
 from jspec.engine.handle import EngineError, Handle
 from jspec.engine.metrics import Metrics
 from jspec.engine.model import Model
-from jspec.engine.options import DEFAULT_PAGE_SIZE, CommonKeywords, GenerateOptions, RequestKeywords, repeat
+from jspec.engine.options import (
+    DEFAULT_PAGE_SIZE,
+    BatchKeywords,
+    EngineKeywords,
+    EngineOptions,
+    RequestKeywords,
+    RequestOptions,
+    repeat,
+    takes,
+)
 from jspec.engine.request import QueueFull
 from jspec.engine.result import Generation, Generations, GenerationStats, Piece
 from jspec.engine.run import Prompt, check_model, encode_prompts
 from jspec.engine.score import Chunk, Found, Scores, check_score, split
-from jspec.engine.sizing import Budget
-from jspec.engine.slot_state import Sizes
 
 T = TypeVar("T")
-DEFAULT_CONTEXT = 8192
-"""Tokens of the longest request, prompt included, unless the model's context is shorter."""
 _STUCK_SECONDS = 5.0
 """How long `Engine.close` waits for a thread that may wait for a process that is gone."""
 
@@ -86,44 +91,21 @@ class Engine:
       EngineError: another process cannot be reached.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        *,
-        drafter: str | Drafter | None = "auto",
-        accept: str | Accept | None = None,
-        slots: int = 64,
-        context: int | None = None,
-        pages: int | None = None,
-        memory_fraction: float | None = None,
-        page_size: int = DEFAULT_PAGE_SIZE,
-        prefill_tokens: int = 1024,
-        burst_ms: float = 25.0,
-        prefix_cache: bool = True,
-        max_queue: int | None = None,
-    ):
+    @takes(EngineOptions)
+    def __init__(self, model: Model, **keywords: Unpack[EngineKeywords]):
         placement = model.placement if isinstance(model, Model) else None
         with agreement(placement, lockstep.COMPARED) as compare:
-            # Check the arguments.
             check_model(model)
-            slots = check_int("slots", slots, least=1)
-            page_size = check_int("page_size", page_size, least=1)
-            prefill_tokens = check_int("prefill_tokens", prefill_tokens, least=1)
-            burst_seconds = check_number("burst_ms", burst_ms, above=0.0) / 1e3
-            share = check_flag("prefix_cache", prefix_cache)
-            self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, least=0)
-            pages = None if pages is None else check_int("pages", pages, least=2)
-            fraction = memory.usable_fraction() if memory_fraction is None else memory_fraction
-            fraction = check_number("memory_fraction", fraction, above=0.0, most=1.0)
-            longest = model.target.max_length
-            context = min(longest, DEFAULT_CONTEXT) if context is None else context
-            context = check_int("context", context, least=2, most=longest)
-            given = drafter, accept, slots, context, pages, fraction, page_size, prefill_tokens, share
-            further = burst_ms, max_queue, model.target, model.draft
-            compare(dict(zip(lockstep.COMPARED, (*given, *further), strict=True)))
+            options = EngineOptions(**keywords).for_model(model)
+            compare({**vars(options), "target": model.target, "draft": model.draft})
+        assert options.context is not None
+        self.model, self.context, self.params = model, options.context, model.params
+        self.max_queue = options.max_queue
+        self._choosing, self._weights, self._scoring = threading.Lock(), threading.Lock(), threading.Lock()
+        self._closing = False
+        self._error: BaseException | None = None
 
         # Make the parts, of all groups for equal shares of the memory that is there now.
-        self.model, self.context, self.params = model, context, model.params
         self._leader: lockstep.Leader | None = None
         self._follower: lockstep.Follower | None = None
         free = lockstep.least_free(placement)
@@ -133,34 +115,24 @@ class Engine:
             self._follower = joined if isinstance(joined, lockstep.Follower) else None
         models = model.by_group()
         try:
-            parts = [
-                assemble(
-                    each,
-                    drafter,
-                    accept,
-                    Sizes(slots, context, page_size),
-                    Budget(pages, fraction, share, free),
-                    prefill_tokens=prefill_tokens,
-                )
-                for each in models
-            ]
+            parts = [assemble(group_model, options, free=free) for group_model in models]
         except BaseException as error:
             self._desert(error)
             raise
-        self.groups = (
-            []
-            if self._follower is not None
-            else [
-                Group(each, *own, burst_seconds=burst_seconds, fail=self._fail)
-                for each, own in zip(models, parts, strict=True)
+        self.groups: list[Group] = []
+        if self._follower is None:
+            burst_seconds = options.burst_ms / 1e3
+            self.groups = [
+                Group(group_model, device, scheduler, burst_seconds=burst_seconds, fail=self._fail)
+                for group_model, (device, scheduler) in zip(models, parts, strict=True)
             ]
-        )
-        self._choosing, self._weights, self._scoring = threading.Lock(), threading.Lock(), threading.Lock()
-        self._closing = False
-        self._error: BaseException | None = None
+        self._start([device for device, _ in parts])
+
+    def _start(self, devices: Sequence[Device]) -> None:
+        """Starts the threads: of the groups, and of what connects several processes."""
         if self._follower is not None:
-            executors = (device.executor for device, _ in parts)
-            self._follower.start({index: each for index, each in enumerate(executors) if each.here})
+            executors = (device.executor for device in devices)
+            self._follower.start({index: executor for index, executor in enumerate(executors) if executor.here})
         if self._leader is not None:
             for index, group in enumerate(self.groups):
                 assert group.model.placement is not None
@@ -171,18 +143,9 @@ class Engine:
 
     # What users call, from any thread
 
+    @takes(RequestOptions)
     def submit(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 128,
-        sampling: Sampling | None = None,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        seed: int = 0,
-        logprobs: bool | int = False,
-        priority: int = 0,
-        salt: str = "",
+        self, prompt: Prompt, *, priority: int = 0, salt: str = "", **keywords: Unpack[RequestKeywords]
     ) -> Handle:
         """Puts a request into the queue.
 
@@ -197,22 +160,20 @@ class Engine:
           QueueFull: `max_queue` requests wait, or the stop strings of those that are there leave no space for these.
           EngineError: the engine has failed or is closed.
         """
-        options = GenerateOptions(
-            drafter=None,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop=stop,
-            ignore_eos=ignore_eos,
-            seed=seed,
-            logprobs=logprobs,
-        )
+        options = RequestOptions(**keywords)
         ids = self._encode_one(prompt)
-        (handle,) = self._submit(self._make([ids], options, [sampling], priority, salt), self.max_queue)
+        (handle,) = self._submit(self._make([ids], options, priority, salt), self.max_queue)
         return handle
 
     @overload
     def generate(  # pyright: ignore[reportOverlappingOverload]
-        self, prompts: str | Sequence[int], *, seed: int = ..., progress: bool = ..., **options: Unpack[RequestKeywords]
+        self,
+        prompts: str | Sequence[int],
+        *,
+        priority: int = ...,
+        salt: str = ...,
+        progress: bool = ...,
+        **keywords: Unpack[RequestKeywords],
     ) -> Generation: ...
 
     @overload
@@ -221,11 +182,10 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         *,
         n: int,
-        max_new_tokens: int | Sequence[int] = ...,
-        sampling: Sampling | Sequence[Sampling | None] | None = ...,
-        seed: int | Sequence[int] = ...,
+        priority: int = ...,
+        salt: str = ...,
         progress: bool = ...,
-        **options: Unpack[CommonKeywords],
+        **keywords: Unpack[BatchKeywords],
     ) -> Generations: ...
 
     @overload
@@ -233,27 +193,22 @@ class Engine:
         self,
         prompts: Sequence[Prompt],
         *,
-        max_new_tokens: int | Sequence[int] = ...,
-        sampling: Sampling | Sequence[Sampling | None] | None = ...,
-        seed: int | Sequence[int] = ...,
+        priority: int = ...,
+        salt: str = ...,
         progress: bool = ...,
-        **options: Unpack[CommonKeywords],
+        **keywords: Unpack[BatchKeywords],
     ) -> Generations: ...
 
+    @takes(RequestOptions)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        max_new_tokens: int | Sequence[int] = 128,
-        sampling: Sampling | Sequence[Sampling | None] | None = None,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        seed: int | Sequence[int] = 0,
-        logprobs: bool | int = False,
+        n: int | None = None,
         priority: int = 0,
         salt: str = "",
-        n: int | None = None,
         progress: bool = False,
+        **keywords: Unpack[BatchKeywords],
     ) -> Generation | Generations:
         """Continues any number of prompts and waits for all of them.
 
@@ -273,23 +228,13 @@ class Engine:
           QueueFull: the stop strings of other requests leave no space for these.
           EngineError: the engine has failed or is closed.
         """
-        options = GenerateOptions(
-            drafter=None,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop=stop,
-            ignore_eos=ignore_eos,
-            seed=seed,
-            logprobs=logprobs,
-        )
+        options = RequestOptions(**keywords)
         single, prompt_ids = encode_prompts(self.model, prompts)
         copies = 1 if n is None else check_int("n", n, least=1)
         options = repeat(options, len(prompt_ids), copies)
         repeated = [ids for ids in prompt_ids for _ in range(copies)]
-        given = options.sampling
-        each = list(given) if isinstance(given, Sequence) else [given] * len(repeated)
         began = time.monotonic()
-        handles = self._submit(self._make(repeated, options, each, priority, salt))
+        handles = self._submit(self._make(repeated, options, priority, salt))
         try:
             with tqdm(total=len(handles), unit="prompt", disable=not progress) as bar:
                 for handle in handles:
@@ -304,9 +249,15 @@ class Engine:
             return items[0]
         return Generations(items, GenerationStats.total([x.stats for x in items], time.monotonic() - began))
 
-    async def stream(self, prompt: Prompt, **options: Unpack[RequestKeywords]) -> AsyncIterator[Piece]:
-        """The pieces of one request, for `async for`. Leaving the loop cancels the request."""
-        handle = self.submit(prompt, **options)
+    @takes(RequestOptions)
+    async def stream(
+        self, prompt: Prompt, *, priority: int = 0, salt: str = "", **keywords: Unpack[RequestKeywords]
+    ) -> AsyncIterator[Piece]:
+        """Streams the pieces of one request, for `async for`. Leaving the loop cancels the request.
+
+        The arguments are those of `submit`.
+        """
+        handle = self.submit(prompt, priority=priority, salt=salt, **keywords)
         try:
             async for piece in handle:
                 yield piece
@@ -348,9 +299,8 @@ class Engine:
           ValueError, TypeError: invalid arguments.
           EngineError: requests are waiting or running, or the engine has failed or is closed.
         """
-        options = GenerateOptions(drafter=None, max_new_tokens=1, sampling=sampling, logprobs=logprobs)
-        count = len(self.groups)
-        requests = self._make([[0]] * count, options, [sampling] * count)
+        options = RequestOptions(max_new_tokens=1, sampling=sampling, logprobs=logprobs)
+        requests = self._make([[0]] * len(self.groups), options)
         hold([(group.device, request) for group, request in zip(self.groups, requests, strict=True)])
         try:
             calls = zip(self.groups, requests, strict=True)
@@ -453,15 +403,14 @@ class Engine:
     def _make(
         self,
         prompts: Sequence[list[int]],
-        options: GenerateOptions,
-        samplings: Sequence[Sampling | None],
+        options: RequestOptions,
         priority: int = 0,
         salt: str = "",
     ) -> list[DeviceRequest]:
-        """Requests for any group."""
+        """Makes requests for any group."""
         self._check_alive()
         any_group = self.groups[0]
-        return make_requests(any_group.device, any_group.scheduler, prompts, options, samplings, priority, salt)
+        return make_requests(any_group.device, any_group.scheduler, prompts, options, priority, salt)
 
     def _submit(self, requests: Sequence[DeviceRequest], most: int | None = None) -> list[Handle]:
         """Puts requests into the queues of groups, if at most `most` wait then.

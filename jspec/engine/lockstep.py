@@ -8,6 +8,7 @@ leader has no device: then the first of its processes sends the reports to the l
 """
 
 import contextlib
+import dataclasses
 import queue
 import threading
 from collections import defaultdict, deque
@@ -22,13 +23,11 @@ from jspec.core.sharding import Placement
 from jspec.engine import memory
 from jspec.engine.executor import Call, Executor, on_own_device
 from jspec.engine.handle import EngineError
+from jspec.engine.options import EngineOptions
 from jspec.engine.programs import Report
 from jspec.engine.wire import Listener, Wire, connect
 
-COMPARED = (
-    *("drafter", "accept", "slots", "context", "pages", "memory_fraction", "page_size", "prefill_tokens"),
-    *("prefix_cache", "burst_ms", "max_queue", "target", "draft"),
-)
+COMPARED = (*(field.name for field in dataclasses.fields(EngineOptions)), "target", "draft")
 """What several processes must agree in to make an engine."""
 _REPORTS = ("read", "burst")
 """The calls that have a report."""

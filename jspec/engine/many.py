@@ -8,8 +8,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jspec.core import groups, stopping
-from jspec.core.method import Method
-from jspec.core.sampling import per_row
+from jspec.core.sampling import each_of, per_row
 from jspec.engine import memory
 from jspec.engine.assembly import OneShape, assemble, hold, make_requests
 from jspec.engine.batches import split
@@ -18,19 +17,17 @@ from jspec.engine.handle import Handle
 from jspec.engine.loop import Loop
 from jspec.engine.model import Model
 from jspec.engine.options import (
+    EngineOptions,
     GenerateOptions,
-    bind_drafter,
     check_fits,
     choose_drafter,
-    choose_rule,
+    choose_method,
     longest_sequence,
-    with_point_masses,
 )
 from jspec.engine.result import Generations, GenerationStats
 from jspec.engine.run import Prompt, bucket, encode_prompts, one_call
 from jspec.engine.schedule import Scheduler
-from jspec.engine.sizing import Budget
-from jspec.engine.slot_state import Sizes, without_slots
+from jspec.engine.slot_state import without_slots
 
 MAX_BATCH = 64
 """Prompts that run at once. More of them take turns, so memory does not grow with their number, and a sequence that
@@ -65,33 +62,34 @@ def generate_many(
         return _generate_batches(model, prompt_ids, options, most, progress)
     options.seeds(count)
     longest, new = longest_sequence(prompt_ids, options.limits(count))
+    drafter = choose_drafter(options.drafter, model)
     row_sampling = per_row(options.sampling, count, model.target.vocab_size)
-    row_sampling = with_point_masses(options.accept, row_sampling, count)
-    rule, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
-    bound = bind_drafter(drafter, model.target, model.draft)
-    check_fits(model.target, longest, new, bound)
-    if without_slots(model.params, Method(model.target, bound, rule)):
+    method, row_sampling = choose_method(model.target, model.draft, drafter, options.accept, row_sampling, batch=count)
+    check_fits(model.target, longest, new, method.drafter)
+    if without_slots(model.params, method):
         return None
 
     # All requests are known, so one program of each kind is enough.
-    given = options.sampling
-    samplings = list(given) if isinstance(given, Sequence) else [given] * count
     columns = min(bucket(max(map(len, prompt_ids))), PREFILL_TOKENS)
+    tier = max(map(tier_of, each_of(options.sampling, count)))
     # If nothing is sampled, every named rule is the greedy one, and so is None.
     all_greedy = row_sampling is None or row_sampling.temperature is None
+    engine = EngineOptions(
+        drafter=options.drafter,
+        accept=None if all_greedy and isinstance(options.accept, str) else options.accept,
+        slots=MAX_BATCH,
+        context=min(bucket(longest + new), model.target.max_length),
+        page_size=options.page_size,
+        prefill_tokens=PREFILL_TOKENS,
+    )
     device, scheduler = assemble(
         model,
-        options.drafter,
-        None if all_greedy and isinstance(options.accept, str) else options.accept,
-        Sizes(MAX_BATCH, min(bucket(longest + new), model.target.max_length), options.page_size),
-        Budget(
-            None, memory.usable_fraction(), True, memory.least_free(None if placement is None else placement.devices)
-        ),
-        prefill_tokens=PREFILL_TOKENS,
-        only=OneShape((min(MAX_BATCH, PREFILL_TOKENS // columns), columns), max(map(tier_of, samplings))),
+        engine.for_model(model),
+        free=memory.least_free(None if placement is None else placement.devices),
+        only=OneShape((min(MAX_BATCH, PREFILL_TOKENS // columns), columns), tier),
     )
     began = time.monotonic()
-    requests = make_requests(device, scheduler, prompt_ids, options, samplings)
+    requests = make_requests(device, scheduler, prompt_ids, options)
     hold([(device, request) for request in requests])
     handles = {x: Handle(x, model.tokenizer, lambda _: None, device.method.drafter) for x in requests}
     _run(Loop(device, scheduler, burst_seconds=BURST_SECONDS), scheduler, handles, progress)

@@ -1,8 +1,9 @@
 """The options of a generation: one frozen value, validated when it is built."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TypedDict
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypedDict, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,56 +13,49 @@ from jspec import drafters
 from jspec.cache.pages import DEFAULT_PAGE_SIZE
 from jspec.core.accept import NEEDS, RULES, Imposed, LossyThresholds, greedy
 from jspec.core.automaton import TokenTable
-from jspec.core.checks import check_flag, check_hashable, check_int, check_sequence, shorten
+from jspec.core.checks import check_hashable, check_int, check_sequence, shorten
+from jspec.core.method import Method
 from jspec.core.options import check_options, option
 from jspec.core.sampling import Sampling, each_of
+from jspec.core.sharding import Placement
 from jspec.core.types import DRAFTER_PARTS, Accept, AdaptiveDrafter, BoundedDrafter, Drafter, RowSampling, Target
+from jspec.engine import memory
 from jspec.engine.model import Model
 from jspec.text.grammar import compile_grammar
 from jspec.text.stream import check_stop
 
 MAX_SEED = 2**32 - 1
+DEFAULT_CONTEXT = 8192
+"""Tokens of the longest request, prompt included, unless the model's context is shorter."""
 MAX_TOP_LOGPROBS = 20
 """The most probable tokens that can be recorded with each new token."""
 MAX_DEPTH = 127
 """Tokens of the longest chain: the depth of an accepted draft is recorded in 8 bits, `DecodeState.origin`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class GenerateOptions:
-    """The options of a generation. Their meaning is documented at `jspec.generate`, whose keywords they are.
-
-    `generate` and `stream` build this value from their keywords; code that passes options on builds it itself and
-    hands it to `jspec.engine.run.Run`. What depends on the model or on the prompts is validated there.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """The options of a generation that requests of one engine may differ in; see `jspec.generate`.
 
     Raises:
       ValueError, TypeError: an invalid option; the message has its name, its value and what is valid.
     """
 
-    drafter: str | Drafter | None = "auto"
     max_new_tokens: int | Sequence[int] = 128
     sampling: Sampling | Sequence[Sampling | None] | None = None
-    accept: str | Accept | None = None
     stop: str | Sequence[str] = ()
-    ignore_eos: bool = False
+    ignore_eos: bool = option(False)
     seed: int | Sequence[int] = 0
     logprobs: bool | int = False
-    page_size: int = DEFAULT_PAGE_SIZE
-    debug: bool = False
 
     def __post_init__(self):
+        check_options(self)
         values: dict[str, object] = {
             "max_new_tokens": _check_limits(self.max_new_tokens),
-            "page_size": check_int("page_size", self.page_size, least=1),
             "stop": tuple(check_stop(self.stop)),
-            "ignore_eos": check_flag("ignore_eos", self.ignore_eos),
             "seed": _check_seed(self.seed),
             "logprobs": _check_logprobs(self.logprobs),
-            "debug": check_flag("debug", self.debug),
         }
-        if not isinstance(self.drafter, str) or self.drafter != "auto":
-            check_hashable("drafter", drafters.resolve(self.drafter))
-        _check_rule(self.accept)
         if self.sampling is not None and not isinstance(self.sampling, Sampling):
             values["sampling"] = _check_samplings(self.sampling)
         for name, value in values.items():
@@ -114,6 +108,29 @@ class GenerateOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateOptions(RequestOptions):
+    """The options of a generation. Their meaning is documented at `jspec.generate`, whose keywords they are.
+
+    `generate` and `stream` build this value from their keywords; code that passes options on builds it itself and
+    hands it to `jspec.engine.run.Run`. What depends on the model or on the prompts is validated there.
+
+    Raises:
+      ValueError, TypeError: as `RequestOptions`.
+    """
+
+    drafter: str | Drafter | None = "auto"
+    accept: str | Accept | None = None
+    page_size: int = option(DEFAULT_PAGE_SIZE, least=1)
+    debug: bool = option(False)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not isinstance(self.drafter, str) or self.drafter != "auto":
+            check_hashable("drafter", drafters.resolve(self.drafter))
+        _check_rule(self.accept)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """The options of an engine. Their meaning is documented at `jspec.Engine`, whose keywords they are.
 
@@ -145,6 +162,18 @@ class EngineOptions:
     def __post_init__(self):
         check_options(self)
 
+    def for_model(self, model: Model) -> "EngineOptions":
+        """Fills in the context and the share of the memory for a model, where they are None.
+
+        Raises:
+          ValueError: the context is longer than the model's.
+        """
+        longest = model.target.max_length
+        context = min(longest, DEFAULT_CONTEXT) if self.context is None else self.context
+        check_int("context", context, least=2, most=longest)
+        fraction = memory.usable_fraction() if self.memory_fraction is None else self.memory_fraction
+        return dataclasses.replace(self, context=context, memory_fraction=fraction)
+
 
 class EngineKeywords(TypedDict, total=False):
     """The fields of `EngineOptions`, as keywords of a function."""
@@ -162,36 +191,61 @@ class EngineKeywords(TypedDict, total=False):
     max_queue: int | None
 
 
-class GenerateKeywords(TypedDict, total=False):
+class _SharedKeywords(TypedDict, total=False):
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    logprobs: bool | int
+
+
+class RequestKeywords(_SharedKeywords, total=False):
+    """The fields of `RequestOptions` for a single prompt, as keywords of a function."""
+
+    max_new_tokens: int
+    sampling: Sampling | None
+    seed: int
+
+
+class BatchKeywords(_SharedKeywords, total=False):
+    """The fields of `RequestOptions`, as keywords of a function."""
+
+    max_new_tokens: int | Sequence[int]
+    sampling: Sampling | Sequence[Sampling | None] | None
+    seed: int | Sequence[int]
+
+
+class GenerateKeywords(BatchKeywords, total=False):
     """The fields of `GenerateOptions`, as keywords of a function."""
 
     drafter: str | Drafter | None
-    max_new_tokens: int | Sequence[int]
-    sampling: Sampling | Sequence[Sampling | None] | None
     accept: str | Accept | None
-    stop: str | Sequence[str]
-    ignore_eos: bool
-    seed: int | Sequence[int]
-    logprobs: bool | int
     page_size: int
     debug: bool
 
 
-class CommonKeywords(TypedDict, total=False):
-    """The options that all requests of one call share; see `jspec.Engine.submit`."""
-
-    stop: str | Sequence[str]
-    ignore_eos: bool
-    logprobs: bool | int
-    priority: int
-    salt: str
+R = TypeVar("R", bound=RequestOptions)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class RequestKeywords(CommonKeywords, total=False):
-    """The options of a request; see `jspec.Engine.submit`."""
+def takes(kind: type) -> Callable[[F], F]:
+    """Shows the fields of a dataclass, with defaults, in the signature of a function that takes them as keywords."""
 
-    max_new_tokens: int
-    sampling: Sampling | None
+    def show(function: F) -> F:
+        signature = inspect.signature(function)
+        fields = dataclasses.fields(kind)
+        keywords = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+                annotation=field.type,
+            )
+            for field in fields
+        ]
+        named = list(signature.parameters.values())[:-1]
+        setattr(function, "__signature__", signature.replace(parameters=[*named, *keywords]))  # noqa: B010
+        return function
+
+    return show
 
 
 def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
@@ -244,6 +298,32 @@ def choose_rule(
     if rule in NEEDS and isinstance(drafter, AdaptiveDrafter):
         drafter = drafter.adapt(NEEDS[rule])
     return RULES[rule], drafter
+
+
+def choose_method(
+    target: Target,
+    draft: object,
+    drafter: Drafter,
+    accept: str | Accept | None,
+    sampling: RowSampling | None,
+    *,
+    batch: int = 1,
+    placement: Placement | None = None,
+    record: int | None = None,
+) -> tuple[Method, RowSampling | None]:
+    """Binds a drafter to the models and chooses the rule for the sampling parameters of a batch.
+
+    record: as of `Method`.
+
+    Returns:
+      The method, and the sampling parameters as its rule needs them.
+
+    Raises:
+      ValueError, TypeError: as `choose_rule` and `bind_drafter`.
+    """
+    sampling = with_point_masses(accept, sampling, batch)
+    rule, adapted = choose_rule(accept, sampling, drafter)
+    return Method(target, bind_drafter(adapted, target, draft), rule, placement, record), sampling
 
 
 def compile_grammars(options: GenerateOptions, model: Model, batch: int) -> list[TokenTable | None]:
@@ -315,7 +395,7 @@ def longest_sequence(prompts: Sequence[Sequence[int]], limits: Sequence[int]) ->
     return max(((len(prompt), new) for prompt, new in zip(prompts, limits, strict=True)), key=sum)
 
 
-def repeat(options: GenerateOptions, prompts: int, n: int) -> GenerateOptions:
+def repeat(options: R, prompts: int, n: int) -> R:
     """The options of n samples of each of `prompts` prompts: what is given per prompt becomes one entry per sample.
 
     Raises:

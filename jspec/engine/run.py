@@ -18,7 +18,6 @@ from jspec.core import grammar, groups, stopping
 from jspec.core.automaton import TokenTable
 from jspec.core.checks import check_text, shorten
 from jspec.core.loop import decode_checked, fastest
-from jspec.core.method import Method
 from jspec.core.prefill import jitted_prefill
 from jspec.core.processes import agreement, fetch, least
 from jspec.core.sampling import per_row
@@ -27,13 +26,11 @@ from jspec.engine import memory
 from jspec.engine.model import Model
 from jspec.engine.options import (
     GenerateOptions,
-    bind_drafter,
     check_fits,
     choose_drafter,
-    choose_rule,
+    choose_method,
     compile_grammars,
     longest_sequence,
-    with_point_masses,
 )
 from jspec.engine.replacement import check_alive
 from jspec.engine.result import FINISH_REASONS, Branches, Generation, Generations, GenerationStats, Piece, top_pairs
@@ -96,11 +93,14 @@ class Run:
             options.check_vocabulary(model.target.vocab_size)
             check_fits(model.target, longest, new)
             row_sampling = per_row(options.sampling, batch, model.target.vocab_size)
-            row_sampling = with_point_masses(options.accept, row_sampling, batch)
-            rule, drafter = choose_rule(options.accept, row_sampling, choose_drafter(options.drafter, model))
-            drafter = bind_drafter(drafter, model.target, model.draft)
             record = options.top_logprobs if options.logprobs else None
-            self.method = Method(model.target, drafter, rule, placement, record)
+            self.method, row_sampling = choose_method(
+                *(model.target, model.draft, choose_drafter(options.drafter, model), options.accept, row_sampling),
+                batch=batch,
+                placement=placement,
+                record=record,
+            )
+            drafter = self.method.drafter
             check_fits(model.target, longest, new, drafter)
             eos = () if options.ignore_eos else model.eos
             tables = compile_grammars(options, model, batch)
@@ -112,7 +112,7 @@ class Run:
             extra = tree_bytes((stop, constraint)) + tree_bytes(row_sampling) * local // batch
             sizes = model.params, model.target, drafter, local
             capacity = memory.fit(*sizes, options.page_size, bucket(length), max(bucket(columns), length), extra)
-            static = {"target": model.target, "drafter": drafter, "accept": rule}
+            static = {"target": model.target, "drafter": drafter, "accept": self.method.accept}
             compare({**vars(options), **static, "prompts": self.prompts, "eos": model.eos, _PLAN: plan})
         capacity = least(placement, capacity)
 

@@ -306,7 +306,7 @@ class Service:
             fields.take("add_special_tokens", check_flag, True),
             fields.take("return_token_strs", check_flag),
         )
-        fields.end(("model", "messages", "prompt", "add_special_tokens", "return_token_strs"))
+        fields.end()
         if (messages is None) == (prompt is None):
             raise ApiError("prompt: give either prompt or messages", param="prompt")
         if messages is None:
@@ -320,7 +320,7 @@ class Service:
         fields = Fields(await self._body(request))
         fields.take("model", check_text)
         ids = fields.require("tokens", openai.check_ids, vocab_size=self._vocab_size)
-        fields.end(("model", "tokens"))
+        fields.end()
         return _json({"prompt": await asyncio.to_thread(self.tokenizer.decode, ids)})
 
     async def _tokenizer_info(self, request: Request) -> Response:

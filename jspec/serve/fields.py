@@ -1,7 +1,8 @@
 """Fields of a JSON object, each checked by name, and errors in OpenAI's format."""
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -43,9 +44,11 @@ class Fields:
         if not isinstance(body, dict):
             raise ApiError(f"{where or 'body'}: must be a JSON object", param=where or None)
         self._left, self._where = dict(body), where and f"{where}."
+        self._known: list[str] = []
 
     def take(self, name: str, check: Callable[..., Any], default: Any = None, **bounds: Any) -> Any:
         """The checked value of a field; `default` if it is absent or null."""
+        self._known.append(name)
         value = self._left.pop(name, None)
         return default if value is None else checked(self._where + name, check, value, **bounds)
 
@@ -56,16 +59,15 @@ class Fields:
             raise ApiError(f"{self._where}{name}: is required", param=self._where + name)
         return value
 
-    def end(self, known: Sequence[str], refused: Mapping[str, tuple[object, ...]] | None = None) -> None:
-        """Refuses the fields that are left.
+    def end(self, refused: Mapping[str, tuple[object, ...]] = MappingProxyType({})) -> None:
+        """Refuses the fields that are left; an unknown one with the closest of those that were taken.
 
-        known: fields that this object may have, for a suggestion.
         refused: fields that are not supported -> values that ask for nothing and are allowed.
         """
         for name, value in self._left.items():
             param = self._where + name
-            if refused is None or name not in refused:
-                close = difflib.get_close_matches(name[:64], known, 1)
+            if name not in refused:
+                close = difflib.get_close_matches(name[:64], self._known, 1)
                 hint = f"; did you mean {self._where}{close[0]}?" if close else ""
                 raise ApiError(f"{param[:200]}: unknown field{hint}", param=param, code="unknown_field")
             neutral = refused[name]

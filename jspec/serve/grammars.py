@@ -7,10 +7,6 @@ from jspec.core.checks import check_flag, check_text
 from jspec.serve.fields import ApiError, Fields
 from jspec.text.grammar import Grammar
 
-FIELDS = (
-    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
-    "guided_whitespace_pattern",
-)
 _REFUSED = {"grammar": (), "structural_tag": (), "disable_fallback": (False,), "disable_any_whitespace": (False,)}
 _REFUSED_OF_FORMAT: dict[str, tuple[object, ...]] = {"grammar": (), "structural_tag": ()}
 _MOST_OF_MESSAGE = 200
@@ -88,7 +84,7 @@ def _response_format(name: str, value: object) -> GrammarRequest | None:
     schema = {"type": "object"} if kind == "json_object" else None
     if kind == "json_schema":
         schema = fields.require("json_schema", _named_schema)
-    fields.end(("type", "json_schema"), _REFUSED_OF_FORMAT)
+    fields.end(_REFUSED_OF_FORMAT)
     return None if schema is None else GrammarRequest(name, "json_schema", schema)
 
 
@@ -99,7 +95,7 @@ def _named_schema(name: str, value: object) -> object:
     fields.take("description", check_text)
     fields.take("strict", check_flag)
     schema = fields.require("schema", _check_schema)
-    fields.end(("name", "description", "strict", "schema"))
+    fields.end()
     return schema
 
 
@@ -108,7 +104,7 @@ def _structured_outputs(name: str, value: object) -> GrammarRequest:
     schema, regex = fields.take("json", _check_schema), fields.take("regex", check_text)
     choice, anything = fields.take("choice", _check_choices), fields.take("json_object", check_flag, False)
     whitespace = fields.take("whitespace_pattern", check_text)
-    fields.end(("json", "regex", "choice", "json_object", "whitespace_pattern"), _REFUSED)
+    fields.end(_REFUSED)
     kinds = {"json": schema, "regex": regex, "choice": choice, "json_object": {"type": "object"} if anything else None}
     given = [kind for kind, each in kinds.items() if each is not None]
     if len(given) != 1:

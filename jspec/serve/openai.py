@@ -7,7 +7,7 @@ from typing import Any
 from jspec.core.checks import check_flag, check_int, check_number, check_text
 from jspec.core.sampling import Sampling
 from jspec.serve.fields import ApiError, Fields
-from jspec.serve.grammars import FIELDS, GrammarRequest, take_grammar
+from jspec.serve.grammars import GrammarRequest, take_grammar
 
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_BYTES = 256  # of all strings: each byte is a row of the automaton that finds them
@@ -140,7 +140,6 @@ def read_completion(body: object, *, vocab_size: int, limits: Limits) -> Call:
     logprobs = fields.take("logprobs", check_int, None, least=0, most=_MOST_TOP)
     return _read_common(
         fields,
-        _COMPLETION_FIELDS,
         vocab_size,
         prompts=prompts,
         messages=None,
@@ -172,7 +171,6 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
         raise ApiError(f"top_logprobs={top}: requires logprobs=True", param="top_logprobs")
     return _read_common(
         fields,
-        _CHAT_FIELDS,
         vocab_size,
         prompts=(),
         messages=messages,
@@ -186,8 +184,8 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
     )
 
 
-def _read_common(fields: Fields, known: Sequence[str], vocab_size: int, *, n: int, **given: Any) -> Call:
-    """The fields of both endpoints; `given` are the values of the others, and `known` are the names of all."""
+def _read_common(fields: Fields, vocab_size: int, *, n: int, **others: Any) -> Call:
+    """Reads the fields of both endpoints; `others` are the values of those that only one has."""
     fields.take("model", check_text)
     fields.take("user", check_text)
     stream = fields.take("stream", check_flag, False)
@@ -195,7 +193,7 @@ def _read_common(fields: Fields, known: Sequence[str], vocab_size: int, *, n: in
     if usage is not None and not stream:
         raise ApiError("stream_options: requires stream=True", param="stream_options")
     call = Call(
-        **given,
+        **others,
         n=n,
         sampling=_sampling(fields, vocab_size),
         grammar=take_grammar(fields),
@@ -208,7 +206,7 @@ def _read_common(fields: Fields, known: Sequence[str], vocab_size: int, *, n: in
         priority=fields.take("priority", check_int, 0, least=-(2**31), most=2**31 - 1),
         salt=fields.take("cache_salt", check_text, ""),
     )
-    fields.end(known, _REFUSED)
+    fields.end(_REFUSED)
     return call
 
 
@@ -269,7 +267,7 @@ def _check_stream_options(name: str, value: object) -> dict[str, bool]:
     fields = Fields(value, name)
     known = ("include_usage", "continuous_usage_stats")
     options = {option: fields.take(option, check_flag, False) for option in known}
-    fields.end(known, {"include_obfuscation": (False,)})
+    fields.end({"include_obfuscation": (False,)})
     return options
 
 
@@ -295,7 +293,7 @@ def _check_message(name: str, value: object) -> dict[str, str]:
     if role not in _ROLES:
         raise ApiError(f"{name}.role={role[:40]!r}: must be one of {', '.join(_ROLES)}", param=f"{name}.role")
     content, sender = fields.require("content", _check_content), fields.take("name", check_text)
-    fields.end(("role", "content", "name"), _REFUSED_OF_MESSAGE)
+    fields.end(_REFUSED_OF_MESSAGE)
     return {"role": role, "content": content, **({} if sender is None else {"name": sender})}
 
 
@@ -312,7 +310,7 @@ def _check_content(name: str, value: object) -> str:
                 param=f"{name}[{i}].type",
             )
         texts.append(fields.require("text", check_text))
-        fields.end(("type", "text"))
+        fields.end()
     return "\n".join(texts)
 
 
@@ -363,11 +361,3 @@ _SAMPLING_FIELDS = {
 """Fields -> those of `Sampling`."""
 _WITHOUT_EFFECT = {("top_p", 1.0), ("top_k", -1), ("top_k", 0), ("min_p", 0.0)}
 """Fields of `Sampling` and values that turn them off, as other servers write them."""
-_SHARED_FIELDS = (
-    *_SAMPLING_FIELDS,
-    *("logit_bias", "model", "user", "n", "max_tokens", "logprobs", "stop", "seed", "stream", "stream_options"),
-    *("priority", "cache_salt", "ignore_eos"),
-    *FIELDS,
-)
-_COMPLETION_FIELDS = (*_SHARED_FIELDS, "prompt", "echo")
-_CHAT_FIELDS = (*_SHARED_FIELDS, "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
