@@ -5,7 +5,6 @@ The work itself is replaced, so that thousands of inputs take seconds. Everythin
 files, loading models, and all checks of a generation up to the first compiled program.
 """
 
-import argparse
 import functools
 import io
 import itertools
@@ -20,110 +19,65 @@ import pytest
 from jspec import cli
 from jspec.analysis import records
 from jspec.bench import machine, subject
+from jspec.bench.options import BenchOptions
 from jspec.cli import arguments as shared
-from jspec.cli import common
+from jspec.cli import common, evaluate, generate, serve
+from jspec.core.options import kind_of, option_of, options_of
 from jspec.engine import run
 
 TINY = "bundled:python-tiny"
+OPTIONS = {
+    "generate": generate.Options,
+    "evaluate": evaluate.Options,
+    "bench": BenchOptions,
+    "serve": serve.Options,
+}
 BASE = {
     "generate": ["x", "--model", TINY, "--max-new-tokens", "4"],
     "evaluate": ["--model", TINY, "--limit", "2", "--max-new-tokens", "4"],
     "bench": ["--preset", "tiny"],
 }
 """Commands with arguments that are valid."""
-WORDS = [
-    "",
-    " ",
-    "x",
-    "é",
-    "True",
-    "None",
-    "[]",
-    "{}",
-    "-",
-    "--",
-    "/",
-    ".",
-    "/no/such",
-    "a\0b",
-    "a\udcff",
-    "%s",
-    "~",
-    "x" * 5000,
-]
-NUMBERS = [
-    "0",
-    "1",
-    "2",
-    "3",
-    "7",
-    "64",
-    "1_0",
-    "٣",
-    " 5 ",
-    "+4",
-    "-1",
-    "-0",
-    "007",
-    "1.5",
-    "5.0",
-    "1e3",
-    "0x10",
-    "1/2",
-    "½",
-]
-EXTREMES = [
-    "nan",
-    "-nan",
-    "inf",
-    "-inf",
-    "1e400",
-    "-1e400",
-    "1e-46",
-    "1e-320",
-    "1e39",
-    str(2**31 - 1),
-    str(2**31),
-    str(2**32 - 1),
-]
-EXTREMES += [str(2**32), str(2**63), str(-(2**63)), "9" * 40, "9" * 5000, "1e999999999999", "0." + "9" * 400]
-VALUES = WORDS + NUMBERS + EXTREMES
+NO_INT = ("", "x", "True", "None", "1.5", "1e3", "0x10", "1/2", "½", "nan", "a\0b", "a\udcff", "9" * 5000)
+NO_FLOAT = ("", "x", "True", "None", "1/2", "nan", "-nan", "inf", "-inf", "1e400", "1e39", "1e-46", "0x10", "a\0b")
+ODD = ("0", "1", "2", "7", "1_0", "٣", " 5 ", "+4", "-1", "007", "1.5", "64", str(2**31), str(2**63), "0." + "9" * 400)
 
 
 class Started(BaseException):
     """The command has checked its input, and begins its work."""
 
 
-def options_of(command):
-    """The options of a command, and how many values each takes."""
-    parser = cli.build_parser()
-    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return [action for action in commands.choices[command]._actions if action.option_strings and action.dest != "help"]
+def wrong_values(field, spec):
+    """Texts that are no value of an option, by its type and its bounds."""
+    kind, bounds = kind_of(field).type, spec.bounds
+    if spec.choices:
+        return ["", "x", "None"]
+    if kind not in (int, float):
+        return []
+    beyond = [str(bounds[name] - 1) for name in ("least", "above") if name in bounds]
+    beyond += [str(bounds["most"] + 1)] if "most" in bounds else []
+    return [*(NO_INT if kind is int else NO_FLOAT), *beyond]
 
 
-def cases():
-    """(command, arguments, option): each option with each value, and pairs of options with values at random."""
+def arguments_of(option, value):
+    """An option with a value, as a shell passes it."""
+    field, name = option[0], option[0].name
+    if kind_of(field).type is bool:
+        return [option_of(f"no_{name}" if field.default is True else name)]
+    return [f"{option_of(name)}={value}"]
+
+
+def pairs():
+    """(command, arguments): pairs of options with values at random, of which some are valid."""
     choose = random.Random(0)
     for command, base in BASE.items():
-        options = options_of(command)
-        for option in options:
-            name = option.option_strings[-1]
-            for given in [[]] if option.nargs == 0 else [[value] for value in VALUES]:
-                yield command, [*base, name, *given], name
-        for _ in range(150):
+        options = [option for option in options_of(OPTIONS[command]).values() if not option[1].positional]
+        for _ in range(300):
             pair = choose.sample(options, 2)
-            given = [[o.option_strings[-1], *([] if o.nargs == 0 else [choose.choice(value_of(o))])] for o in pair]
-            yield command, [*base, *itertools.chain(*given)], None
-
-
-def value_of(option):
-    """Values for an option, of which some are valid."""
-    return [*map(str, option.choices or NUMBERS), *EXTREMES]
-
-
-CASES = list(cases())
-FAST = 12
-"""One of this number of cases is in the fast tier."""
+            yield (
+                command,
+                [*base, *itertools.chain(*[arguments_of(o, choose.choice(o[1].choices or ODD)) for o in pair])],
+            )
 
 
 @pytest.fixture(autouse=True)
@@ -167,20 +121,40 @@ def check(capsys, arguments, *names):
         return status
     assert err.startswith("jspec") and err.count("\n") == 1 and len(err) < 2500, (arguments, err)
     assert "Traceback" not in err and "jspec.load" not in err, (arguments, err)
-    spelled = {option.dest for option in options_of(arguments[0]) if "_" in option.dest}
+    spelled = {name for name in options_of(OPTIONS[arguments[0]]) if "_" in name}
     found = re.findall(r"\w+", err)
     assert not spelled & set(found), (arguments, err)
     assert not names or any(name in err for name in names), (arguments, err)
     return status
 
 
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_option_refuses_what_is_no_value_of_it(capsys, command):
+    base = BASE.get(command, [TINY])
+    tried = 0
+    for option in options_of(OPTIONS[command]).values():
+        name = option_of(option[0].name)
+        for value in () if option[1].positional else wrong_values(*option):
+            tried += 1
+            assert check(capsys, [command, *base, *arguments_of(option, value)], name) == 2, (name, value)
+    assert tried > 150
+
+
+@pytest.mark.parametrize("kind", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_has_help_and_checks_its_type(kind):
+    """As a value of Python, too: it is named if it is of another type."""
+    given = {"model": TINY, "prompt": "x", "preset": "tiny"}
+    required = {name: given[name] for name in given if name in options_of(kind)}
+    for name, (_, spec) in options_of(kind).items():
+        assert spec.help, name
+        with pytest.raises((TypeError, ValueError), match=name.replace("_", "[-_]")):
+            kind(**{**required, name: object()})
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [pytest.param(i, marks=[pytest.mark.slow] * (i > 0)) for i in range(0, FAST, 3)])
-def test_an_option_is_refused_in_one_line_or_the_work_begins(capsys, part):
-    assert len(CASES) > 3000
-    for command, arguments, name in CASES[part::FAST]:
-        # A value that argparse takes for an option makes the option before it lack a value.
-        check(capsys, [command, *arguments], *([name] if name else ()))
+def test_pairs_of_options_are_refused_in_one_line_or_the_work_begins(capsys):
+    for command, arguments in pairs():
+        check(capsys, [command, *arguments])
 
 
 @pytest.mark.parametrize("command", BASE)
@@ -197,64 +171,55 @@ def test_required_arguments_are_named(capsys, command):
 
 
 RECORDS = [
-    b"",
-    b" \n\n",
-    b"[]",
-    b"{}",
-    b"null",
-    b"1",
-    b"true",
-    b'"',
-    b"[",
-    b"[[",
-    b"{",
-    b'["a"',
-    b"[1]",
-    b'["a", 2]',
-    b"[null]",
-]
-RECORDS += [
-    b'["a", ["b"]]',
-    b'{"prompt": null}',
-    b'{"prompt": ["a"]}',
-    b'{"text": "a"}',
-    b'{"prompt": "a"}{"prompt": "b"}',
-]
-RECORDS += [
-    b'"a"\n2\n',
-    b'"a"\nb\n',
-    b"\xff\xfe",
-    b'"\xff"',
-    b'"a"\n"\xff"',
-    "\ufeff".encode("utf-16"),
-    b'"\\ud800"',
-    b'"\\x"',
-]
-RECORDS += [
-    b"[" * 100_000,
-    b'{"prompt": ' * 100_000,
-    b"[1e999]",
-    b"[NaN]",
-    b'{"prompt": "a", "score": NaN}',
-    b'"a\n"',
-    b"\0",
-    b'""',
-    b'[""]',
-    b'"' + b"a " * 9000 + b'"',
+    *(
+        b"",
+        b" \n\n",
+        b"[]",
+        b"{}",
+        b"null",
+        b"1",
+        b"true",
+        b'"',
+        b"[",
+        b"[[",
+        b"{",
+        b'["a"',
+        b"[1]",
+        b'["a", 2]',
+        b"[null]",
+    ),
+    *(b'["a", ["b"]]', b'{"prompt": null}', b'{"prompt": ["a"]}', b'{"text": "a"}', b'{"prompt": "a"}{"prompt": "b"}'),
+    *(
+        b'"a"\n2\n',
+        b'"a"\nb\n',
+        b"\xff\xfe",
+        b'"\xff"',
+        b'"a"\n"\xff"',
+        "\ufeff".encode("utf-16"),
+        b'"\\ud800"',
+        b'"\\x"',
+    ),
+    *(
+        b"[" * 100_000,
+        b'{"prompt": ' * 100_000,
+        b"[1e999]",
+        b"[NaN]",
+        b'{"prompt": "a", "score": NaN}',
+        b'"a\n"',
+        b"\0",
+    ),
+    *(b'""', b'[""]', b'"' + b"a " * 9000 + b'"'),
 ]
 GOOD_RECORDS = [
-    b'["a"]',
-    b'"a"',
-    b'"a"\n"b"',
-    b'{"prompt": "a"}',
-    b'{"prompt": "a", "id": 1}\r\n\r\n"b"\r\n',
-    b'\xef\xbb\xbf"a"\n',
-]
-GOOD_RECORDS += [
-    '"a\u2028b\x85c"'.encode(),
-    b'[{"prompt": "a", "prompt": "b"}, "c"]',
-    b'"\\ud83d\\ude00"',
-    b'"a\\u0000"',
+    *(
+        b'["a"]',
+        b'"a"',
+        b'"a"\n"b"',
+        b'{"prompt": "a"}',
+        b'{"prompt": "a", "id": 1}\r\n\r\n"b"\r\n',
+        b'\xef\xbb\xbf"a"\n',
+    ),
+    *('"a\u2028b\x85c"'.encode(), b'[{"prompt": "a", "prompt": "b"}, "c"]', b'"\\ud83d\\ude00"', b'"a\\u0000"'),
 ]
 
 

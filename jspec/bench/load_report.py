@@ -67,17 +67,17 @@ def _case_lines(out: LoadReport, result: LoadResult) -> list[Measurement]:
         )
 
     runs = result.runs
-    made = [line("output tokens per second", "tokens/s", [run.tokens_per_second for run in runs])]
+    lines = [line("output tokens per second", "tokens/s", [run.tokens_per_second for run in runs])]
     if not runs:
-        return made
-    made.append(line("rounds", "", [run.rounds for run in runs]))
-    made.append(line("row-rounds used", "", result.row_rounds_used()))
+        return lines
+    lines.append(line("rounds", "", [run.rounds for run in runs]))
+    lines.append(line("row-rounds used", "", result.row_rounds_used()))
     for name, unit, scale in (("first token", "s", 1.0), ("inter-token", "ms", 1e3)):
         times = [_TIMES[name](run) for run in runs]
-        made.append(line(f"median {name} time", unit, [scale * middle for middle, _ in times]))
-        made.append(line(f"99th percentile of the {name} time", unit, [scale * high for _, high in times]))
-    made.append(line("preemptions", "", [run.preemptions for run in runs]))
-    return made
+        lines.append(line(f"median {name} time", unit, [scale * middle for middle, _ in times]))
+        lines.append(line(f"99th percentile of the {name} time", unit, [scale * high for _, high in times]))
+    lines.append(line("preemptions", "", [run.preemptions for run in runs]))
+    return lines
 
 
 def table(out: LoadReport) -> str:

@@ -146,7 +146,7 @@ def commit() -> str | None:
 def _driver(path: Path) -> str | None:
     """The version in the file of NVIDIA's kernel module."""
     try:
-        found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", path.read_text(encoding="utf-8"))
+        version = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", path.read_text(encoding="utf-8"))
     except OSError:
         return None
-    return found[0] if found else None
+    return version[0] if version else None

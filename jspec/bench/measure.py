@@ -154,10 +154,10 @@ def case_bytes(setup: BenchSetup, drafter: Drafter, batch: int, context: int) ->
     depth = drafter.depth
     draft = None if not depth else setup.draft or getattr(drafter, "model", None)
     nodes = grow.size(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None))
-    own = groups.batch_of(setup.placement, batch)
+    local = groups.batch_of(setup.placement, batch)
     window = getattr(drafter, "window", None)
     seen = None if window is None else window + getattr(drafter, "keep_first", 0)
-    sizes = {"depth": depth, "batch": own, "context": context, "nodes": nodes, "seen": seen}
+    sizes = {"depth": depth, "batch": local, "context": context, "nodes": nodes, "seen": seen}
     return weights.round_bytes(on_one_device(setup.placement, setup.params), setup.target, draft, **sizes)
 
 
@@ -253,7 +253,7 @@ def _device_int(value: int) -> Int[Array, ""]:
 def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) -> str | None:
     """Why the state and a program's workspace do not fit into the memory that the weights leave; None if they do."""
     placement = setup.placement
-    own = groups.batch_of(placement, result.batch)
+    local = groups.batch_of(placement, result.batch)
     has, held = memory.least_free(placement and placement.devices), on_one_device(placement, setup.params)
     if has is None or result.state_bytes + workspace <= has[0]:
         return None
@@ -261,7 +261,7 @@ def too_large(setup: BenchSetup, result: CaseResult, name: str, workspace: int) 
         f"{size / 1e9:.2f}" for size in (result.state_bytes, workspace, memory.tree_bytes(held), *has)
     )
     return (
-        f"does not fit: needs {state} GB of caches and buffers for {own} x {result.capacity} tokens"
+        f"does not fit: needs {state} GB of caches and buffers for {local} x {result.capacity} tokens"
         + (f" + {extra} GB of workspace of {name}" if workspace else "")
         + f"; {free} of {limit} GB are free, and the weights take {held} GB"
     )

@@ -157,7 +157,7 @@ def write(path: Path, measurements: Iterable[Measurement]) -> None:
     Raises:
       ValueError: it cannot be written.
     """
-    text = "".join(each.to_json() + "\n" for each in measurements)
+    text = "".join(measurement.to_json() + "\n" for measurement in measurements)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -50,7 +50,7 @@ def command(program: str, arguments: Sequence[str], names: Mapping[str, str] = M
 
     names: option -> a name in place of its value, which is a path of one machine.
     """
-    kept, option = [], ""
+    shown, option = [], ""
     for argument in arguments:
         if argument.startswith("-"):
             option, joined, _ = argument.partition("=")
@@ -59,8 +59,8 @@ def command(program: str, arguments: Sequence[str], names: Mapping[str, str] = M
         elif option in names:
             argument = names[option]
         if option not in _WRITTEN:
-            kept.append(argument)
-    return shlex.join([*program.split(), *kept])
+            shown.append(argument)
+    return shlex.join([*program.split(), *shown])
 
 
 def measurement(
@@ -88,8 +88,8 @@ def lines(report: Report) -> list[Measurement]:
         return measurement(report.environment, report.model, metric=metric, unit=unit, values=values, **shared)
 
     out = [
-        model_line(f"{name} bandwidth", "GB/s", [each.bytes / seconds / 1e9 for seconds in each.seconds])
-        for name, each in report.bandwidth.items()
+        model_line(f"{name} bandwidth", "GB/s", [bandwidth.bytes / seconds / 1e9 for seconds in bandwidth.seconds])
+        for name, bandwidth in report.bandwidth.items()
     ]
     out += [model_line(f"parameters of the {name}", "", [count]) for name, count in report.parameters.items() if count]
     out += [model_line(f"bytes read: {name}", "bytes", [count]) for name, count in report.streamed_bytes.items()]
@@ -177,13 +177,13 @@ def _cells(report: Report, result: CaseResult) -> list[str]:
 
 def _shallow_trees(report: Report) -> list[str]:
     """The cases whose trees were too shallow for the imposed acceptance."""
-    wanted, rounds = report.settings["tokens_per_round"], report.settings["rounds"]
-    assert isinstance(wanted, float) and isinstance(rounds, int)
+    imposed, rounds = report.settings["tokens_per_round"], report.settings["rounds"]
+    assert isinstance(imposed, float) and isinstance(rounds, int)
     return [
-        f"{_case(result)}: {result.accept_length:.2f} tokens per round instead of {wanted:g}, because some trees are "
+        f"{_case(result)}: {result.accept_length:.2f} tokens per round instead of {imposed:g}, because some trees are "
         "shallower"
         for result in report.results
-        if result.mode != "plain" and result.accept_length and result.accept_length < wanted * (1 - 1 / rounds)
+        if result.mode != "plain" and result.accept_length and result.accept_length < imposed * (1 - 1 / rounds)
     ]
 
 

@@ -49,8 +49,8 @@ class Subject:
 
     def make(self) -> Params:
         """The weights, with random ones in place of shapes."""
-        made = weights.random_weights(self.params, self.target.vocab_size, placement=self.placement)
-        return jax.block_until_ready(made)
+        arrays = weights.random_weights(self.params, self.target.vocab_size, placement=self.placement)
+        return jax.block_until_ready(arrays)
 
 
 def of(options: CaseOptions, model: Model | None = None) -> Subject:

@@ -35,15 +35,15 @@ def random_weights(shapes: P, vocab_size: int, seed: int = 0, placement: Placeme
     if placement is not None:
         places = jax.tree.flatten(placement.shardings(shapes), is_leaf=is_matrix)[0]
     key = jax.random.key(seed)
-    made = []
+    arrays = []
     for index, ((path, leaf), place) in enumerate(zip(leaves, places, strict=True)):
         if all(isinstance(part, jax.Array) for part in jax.tree.leaves(leaf)):
-            made.append(leaf)
+            arrays.append(leaf)
         elif jnp.issubdtype(leaf.dtype, jnp.integer):
             ids = np.arange(leaf.size) * (vocab_size // leaf.size)
-            made.append(jnp.asarray(ids.reshape(leaf.shape), leaf.dtype, device=place))
+            arrays.append(jnp.asarray(ids.reshape(leaf.shape), leaf.dtype, device=place))
         elif len(leaf.shape) <= 1:
-            made.append(jnp.ones(leaf.shape, leaf.dtype, device=place))
+            arrays.append(jnp.ones(leaf.shape, leaf.dtype, device=place))
         else:
             # The dimension that logits are summed over.
             width = {"embed": leaf.shape[-1], "head": leaf.shape[-1], "lm_head": leaf.shape[0]}.get(path[-1].name)
@@ -51,18 +51,18 @@ def random_weights(shapes: P, vocab_size: int, seed: int = 0, placement: Placeme
             narrow = _format(leaf) if isinstance(leaf, Quantized) else None
             split = None if place is None else tuple(jax.tree.leaves(place))
             options = {"shape": leaf.shape, "dtype": leaf.dtype, "narrow": narrow, "split": split}
-            made.append(_normal(jax.random.fold_in(key, index), spread, **options))
-    return jax.tree.unflatten(structure, made)
+            arrays.append(_normal(jax.random.fold_in(key, index), spread, **options))
+    return jax.tree.unflatten(structure, arrays)
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype", "narrow", "split"))
 def _normal(key, spread, *, shape, dtype, narrow, split):
-    made = jax.random.normal(key, shape, dtype) * spread.astype(dtype)
-    made = made if narrow is None else quantize(made, narrow)
+    matrix = jax.random.normal(key, shape, dtype) * spread.astype(dtype)
+    matrix = matrix if narrow is None else quantize(matrix, narrow)
     if split is None:
-        return made
+        return matrix
     # Each device makes its own part, so none has all of a matrix.
-    parts, structure = jax.tree.flatten(made)
+    parts, structure = jax.tree.flatten(matrix)
     return jax.tree.unflatten(structure, map(lax.with_sharding_constraint, parts, split))
 
 
@@ -106,5 +106,5 @@ def round_bytes(
     assert draft is not None
     extend = draft.extend_bytes(params)
     steps, readers = (1, 1) if draft.at_once else (depth - bool(extend), depth)
-    own = readers * batch * draft.kv_bytes(context if seen is None else min(seen, context), itemsize, target)
-    return total + steps * draft.step_bytes(params) + extend + own
+    draft_cache = readers * batch * draft.kv_bytes(context if seen is None else min(seen, context), itemsize, target)
+    return total + steps * draft.step_bytes(params) + extend + draft_cache

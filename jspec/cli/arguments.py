@@ -116,10 +116,10 @@ def read_options(arguments: argparse.Namespace, kind: type[T]) -> T:
       TypeError, ValueError: as the dataclass.
     """
     typed: dict[str, Any] = {name: getattr(arguments, name) for name in options_of(kind)}
-    given = {name: tuple(x) if isinstance(x, list) else x for name, x in typed.items() if x is not None}
+    values = {name: tuple(x) if isinstance(x, list) else x for name, x in typed.items() if x is not None}
     if "command" in (field.name for field in dataclasses.fields(kind)):  # pyright: ignore[reportArgumentType]
-        given["command"] = report.command(arguments.program, arguments.arguments)
-    return kind(**given)
+        values["command"] = report.command(arguments.program, arguments.arguments)
+    return kind(**values)
 
 
 def _parse(kind: type, bounds: Mapping[str, float]) -> Callable[[str], Any]:
@@ -178,7 +178,7 @@ def check_plot(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def naming_models(given: Mapping[str, str | None]) -> Generator[None, None, None]:
+def naming_models(sources: Mapping[str, str | None]) -> Generator[None, None, None]:
     """Adds to errors of the `with` block, which loads models, the option that names the model.
 
     given: option -> its value.
@@ -187,10 +187,10 @@ def naming_models(given: Mapping[str, str | None]) -> Generator[None, None, None
         yield
     except (ValueError, OSError) as error:
         message = str(error)
-        for option, value in given.items():
+        for option, value in sources.items():
             if value is not None and message.startswith((f"{value}:", repr(value))):
                 raise ValueError(f"{option} {message}") from None
-        typed = " ".join(f"{option} {value}" for option, value in given.items() if value is not None)
+        typed = " ".join(f"{option} {value}" for option, value in sources.items() if value is not None)
         raise ValueError(f"{typed}: {message}") from None
 
 
@@ -199,7 +199,7 @@ def printable(text: str) -> str:
 
     Lone surrogates, which bytes of an argument become that are no text, are escaped.
     """
-    text = re.sub(r"\S{200,}", lambda found: f"{found[0][:120]}...{found[0][-20:]}", text)
+    text = re.sub(r"\S{200,}", lambda word: f"{word[0][:120]}...{word[0][-20:]}", text)
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -217,15 +217,15 @@ def in_options(message: str, names: Iterable[str]) -> str:
     if not name:
         return message
     value = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\s,:;()]+(?:\([^()]*\))?"""
-    given = rf"(?<![\w.])({name})=({value})"
+    assignment = rf"(?<![\w.])({name})=({value})"
     # Eagle(depth=0) names the class that takes the option, and jspec.load(..., draft="...") the function.
-    call = rf"\b(?:jspec\.\w+|[A-Z]\w*)\((?:\.\.\., )?((?:{given}(?:, )?)+)\)"
-    message = re.sub(call, lambda found: re.sub(r",(?= \w+=)", "", re.sub(r"(, )?\w+=None", "", found[1])), message)
-    message = re.sub(given, lambda found: _typed(found[1], found[2]), message)
+    call = rf"\b(?:jspec\.\w+|[A-Z]\w*)\((?:\.\.\., )?((?:{assignment}(?:, )?)+)\)"
+    message = re.sub(call, lambda match: re.sub(r",(?= \w+=)", "", re.sub(r"(, )?\w+=None", "", match[1])), message)
+    message = re.sub(assignment, lambda match: _typed(match[1], match[2]), message)
     # The name alone, where it cannot be an ordinary word.
     spelled = "|".join(option for option in ordered if "_" in option)
     if spelled:
-        message = re.sub(rf"(?<![\w.=-])({spelled})(?![\w=])", lambda found: option_of(found[1]), message)
+        message = re.sub(rf"(?<![\w.=-])({spelled})(?![\w=])", lambda match: option_of(match[1]), message)
     return message.replace("jspec.load(...)", "this command")
 
 

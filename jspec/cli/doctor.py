@@ -88,9 +88,9 @@ def main(options: argparse.Namespace) -> int:
 
 def versions() -> dict[str, str | None]:
     """Python, the operating system and the packages that matter -> version; None: not installed."""
-    found = {"jspec": package.VERSION, "commit": machine.commit(), "python": system.python_version()}
-    found["system"] = f"{system.system()} {system.machine()}"
-    return {**found, **{name: _version(name) for name in _PACKAGES}}
+    versions_found = {"jspec": package.VERSION, "commit": machine.commit(), "python": system.python_version()}
+    versions_found["system"] = f"{system.system()} {system.machine()}"
+    return {**versions_found, **{name: _version(name) for name in _PACKAGES}}
 
 
 def _version(name: str) -> str | None:
@@ -102,11 +102,11 @@ def _version(name: str) -> str | None:
 
 def devices() -> list[dict[str, Any]]:
     """The devices that JAX uses by default."""
-    found = []
+    described = []
     for device in jax.devices():
         stats = (device.memory_stats() or {}) if device.platform != "cpu" else {}
-        found.append({"kind": device.device_kind, "platform": device.platform, "memory": stats.get("bytes_limit")})
-    return found
+        described.append({"kind": device.device_kind, "platform": device.platform, "memory": stats.get("bytes_limit")})
+    return described
 
 
 def operations() -> list[Operation]:
@@ -121,9 +121,9 @@ def kernels() -> dict[str, str]:
 
 
 def _backend(operation: Operation) -> str:
-    wanted = [name for name in dispatch.BACKENDS.get(platform.platform(), ()) if name in operation.kernels]
+    candidates = [name for name in dispatch.BACKENDS.get(platform.platform(), ()) if name in operation.kernels]
     reasons = []
-    for name in wanted:
+    for name in candidates:
         reason = dispatch.unavailable(operation, name)
         if reason is None:
             return name

@@ -104,22 +104,29 @@ def run(options: Options) -> int:
     )
 
     parameters = dataclasses.asdict(sampling or Sampling(temperature=0.0))
-    given = [f"{name} {value:g}" for name, value in parameters.items() if value not in (None, _SAMPLING_OFF.get(name))]
+    set_parameters = [
+        f"{name} {value:g}" for name, value in parameters.items() if value not in (None, _SAMPLING_OFF.get(name))
+    ]
     device = jax.devices()[0].device_kind
     count = sum(map(len, prompts.values()))
-    print(f"{model}\n{count} prompts, batch {options.batch}, on {device}; {', '.join(given) or 'greedy'}", flush=True)
+    print(
+        f"{model}\n{count} prompts, batch {options.batch}, on {device}; {', '.join(set_parameters) or 'greedy'}",
+        flush=True,
+    )
     here = machine.environment()
-    found: dict[str, dict[str, Evaluation]] = {}
+    evaluations: dict[str, dict[str, Evaluation]] = {}
     lines: list[measurement.Measurement] = []
     for model, drafter in runs:
         parts: dict[str, Evaluation] = {}
         seed = options.seed
-        for category, own in prompts.items():
-            parts[category] = evaluate(model, own, drafter, batch=options.batch, progress=True, seed=seed, **generation)
-            seed += len(own)
+        for category, category_prompts in prompts.items():
+            parts[category] = evaluate(
+                model, category_prompts, drafter, batch=options.batch, progress=True, seed=seed, **generation
+            )
+            seed += len(category_prompts)
         out = Evaluation.total([*parts.values()])
-        found[out.drafter] = parts
-        plain = next(iter(found.values()))
+        evaluations[out.drafter] = parts
+        plain = next(iter(evaluations.values()))
         whole = Evaluation.total([*plain.values()])
         print(_metrics(out, whole, options), flush=True)
         lines += _lines(here, model, out, whole, options, parameters)
@@ -130,7 +137,7 @@ def run(options: Options) -> int:
     if options.json:
         measurement.write(options.json, lines)
     if options.plot:
-        plots.save(plots.evaluations(found), options.plot)
+        plots.save(plots.evaluations(evaluations), options.plot)
     return 0
 
 

@@ -271,9 +271,9 @@ def _summary(stats: GenerationStats, drafter: Drafter, end: str) -> str:
 
 def _advise(stats: GenerationStats, model: Model, options: Options) -> None:
     """Notes that plain decoding may be faster, where the drafter was not the user's choice and found little to copy."""
-    chosen = options.drafter == "auto" and model.draft is None
+    by_default = options.drafter == "auto" and model.draft is None
     least = _PAYS_OFF.get(jax.default_backend(), 1.0)
-    if chosen and stats.rounds.sum() >= _FEW_ROUNDS and stats.accept_length < least:
+    if by_default and stats.rounds.sum() >= _FEW_ROUNDS and stats.accept_length < least:
         print(
             "jspec: no draft model is loaded, so tokens are copied from earlier text (ngram), and few were; "
             "--drafter plain may be faster, and --compare measures both",

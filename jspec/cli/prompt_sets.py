@@ -17,7 +17,7 @@ from jspec.engine.run import Prompt
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Entry:
     """A prompt or a conversation of a file. name: where it is, for messages."""
 
     name: str
@@ -29,7 +29,7 @@ class Given:
         return self.record.get("turns", [self.record["prompt"]])
 
 
-def read(paths: Sequence[str], *, chat: bool, limit: int | None) -> dict[str, list[Given]]:
+def read(paths: Sequence[str], *, chat: bool, limit: int | None) -> dict[str, list[Entry]]:
     """The prompts by category, in the order in which these first occur.
 
     paths: of the files; none: the bundled held-out prompts.
@@ -48,11 +48,11 @@ def read(paths: Sequence[str], *, chat: bool, limit: int | None) -> dict[str, li
             if path in files:
                 raise ValueError(f"--prompts {path}: is given twice")
             files[path] = read_prompt_file(path, conversations=True)
-    groups: dict[str, list[Given]] = {}
+    groups: dict[str, list[Entry]] = {}
     for path, records in files.items():
         where = path if not paths else f"--prompts {path}"
         for number, record in enumerate(records, 1):
-            prompt = Given(f"{where}, prompt {number}", record)
+            prompt = Entry(f"{where}, prompt {number}", record)
             category = record.get("category", _stem(path) if len(files) > 1 else "")
             if not isinstance(category, str):
                 raise ValueError(f"{prompt.name}: category={category!r}: must be a string")
@@ -74,14 +74,14 @@ def _stem(path: str) -> str:
 class _Chat:
     """A conversation up to a message of the user, and its prompt."""
 
-    given: Given
+    source: Entry
     messages: list[dict[str, str]]
     prompt: Prompt
 
 
 def encode(
     model: Model,
-    groups: Mapping[str, Sequence[Given]],
+    groups: Mapping[str, Sequence[Entry]],
     *,
     chat: bool,
     batch: int,
@@ -100,20 +100,20 @@ def encode(
     """
     started: dict[str, list[_Chat]] = {}
     for category, group in groups.items():
-        prompts = [encode_record(model, given.record, chat=chat) for given in group]
-        check_prompts(model, [given.name for given in group], prompts, generation["max_new_tokens"])
+        prompts = [encode_record(model, entry.record, chat=chat) for entry in group]
+        check_prompts(model, [entry.name for entry in group], prompts, generation["max_new_tokens"])
         started[category] = [
-            _Chat(given, [{"role": "user", "content": given.turns[0]}], prompt)
-            for given, prompt in zip(group, prompts, strict=True)
+            _Chat(entry, [{"role": "user", "content": entry.turns[0]}], prompt)
+            for entry, prompt in zip(group, prompts, strict=True)
         ]
     options = GenerateOptions(drafter="auto", seed=seed, **generation)
-    found: dict[str, list[Prompt]] = {}
+    encoded: dict[str, list[Prompt]] = {}
     for category, chats in started.items():
-        found[category] = [chat.prompt for chat in chats]
-        for turn in range(1, max(len(chat.given.turns) for chat in chats)):
-            chats = _next_turn(model, [chat for chat in chats if len(chat.given.turns) > turn], turn, batch, options)
-            found[category] += [chat.prompt for chat in chats]
-    return found
+        encoded[category] = [chat.prompt for chat in chats]
+        for turn in range(1, max(len(chat.source.turns) for chat in chats)):
+            chats = _next_turn(model, [chat for chat in chats if len(chat.source.turns) > turn], turn, batch, options)
+            encoded[category] += [chat.prompt for chat in chats]
+    return encoded
 
 
 def _next_turn(model: Model, chats: Sequence[_Chat], turn: int, batch: int, options: GenerateOptions) -> list[_Chat]:
@@ -122,8 +122,8 @@ def _next_turn(model: Model, chats: Sequence[_Chat], turn: int, batch: int, opti
     replies = [item.text or "" for part in tqdm(batches, desc=f"replies to turn {turn}") for item in part.run(model)]
     later: list[_Chat] = []
     for chat, reply in zip(chats, replies, strict=True):
-        added = [{"role": "assistant", "content": reply}, {"role": "user", "content": chat.given.turns[turn]}]
-        later.append(_Chat(chat.given, chat.messages + added, chat_prompt(model, chat.messages + added)))
-    names = [f"{chat.given.name}, turn {turn + 1}" for chat in later]
+        added = [{"role": "assistant", "content": reply}, {"role": "user", "content": chat.source.turns[turn]}]
+        later.append(_Chat(chat.source, chat.messages + added, chat_prompt(model, chat.messages + added)))
+    names = [f"{chat.source.name}, turn {turn + 1}" for chat in later]
     check_prompts(model, names, [chat.prompt for chat in later], options.limits(1)[0])
     return later

@@ -80,13 +80,13 @@ def main(args: Sequence[str] | None = None) -> int:
     Raises:
       ValueError, TypeError, OSError: bad input, or a missing package; the message names it.
     """
-    given = build_parser().parse_args(args)
-    options.check(given)
+    arguments = build_parser().parse_args(args)
+    options.check(arguments)
     try:
-        module = importlib.import_module(f"jspec.train.{COMMANDS[given.command].module}")
+        module = importlib.import_module(f"jspec.train.{COMMANDS[arguments.command].module}")
     except ModuleNotFoundError as error:
         raise ValueError(str(error)) from None
-    return module.main(given)
+    return module.main(arguments)
 
 
 if __name__ == "__main__":

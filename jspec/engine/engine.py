@@ -280,7 +280,7 @@ class Engine:
         with self._scoring:
             self._check_alive()
             # Of several groups any that has a device here, as its results need not be sent.
-            group = next(each for each in self.groups if each.device.executor.here)
+            group = next(group for group in self.groups if group.device.executor.here)
             model = dataclasses.replace(group.model, params=group.device.params)
             ((_, batch),) = split(model, prompts, top_k, page_size)
             for chunk in batch.chunks():
@@ -330,10 +330,10 @@ class Engine:
         # A score waits meanwhile: whoever replaces weights may delete the old ones.
         with self._weights:
             if self._follower is not None:
-                self._follower.replace({index: each.params for index, each in enumerate(models)})
+                self._follower.replace({index: group_model.params for index, group_model in enumerate(models)})
             else:
                 calls = zip(self.groups, models, strict=True)
-                self._on_all([partial(group.replace, each.params) for group, each in calls])
+                self._on_all([partial(group.replace, group_model.params) for group, group_model in calls])
             self.params = params
 
     def metrics(self) -> Metrics:
@@ -421,8 +421,7 @@ class Engine:
         with self._choosing:
             if most is not None and sum(group.waiting for group in self.groups) + len(requests) > most:
                 raise QueueFull(f"max_queue={most}: as many requests wait already; try again later")
-            chosen = [self._choose(request) for request in requests]
-        pairs = list(zip(chosen, requests, strict=True))
+            pairs = [(self._choose(request), request) for request in requests]
         try:
             hold([(group.device, request) for group, request in pairs])
         except BaseException:
@@ -431,9 +430,9 @@ class Engine:
             raise
         handles: dict[DeviceRequest, Handle] = {}
         for group in self.groups:
-            own = [request for each, request in pairs if each is group]
-            if own:
-                handles.update(zip(own, group.submit(own), strict=True))
+            accepted = [request for chosen_group, request in pairs if chosen_group is group]
+            if accepted:
+                handles.update(zip(accepted, group.submit(accepted), strict=True))
         return [handles[request] for request in requests]
 
     def _choose(self, request: DeviceRequest) -> Group:

@@ -279,12 +279,12 @@ def _check_placement(target: Target, draft: object, placement: object) -> None:
     if placement is not None and not isinstance(placement, sharding.Placement):
         raise TypeError(f"placement={shorten(placement)}: must be model.placement, or None")
     size, splits_draft = (1, False) if placement is None else (placement.size, placement.draft)
-    for name, config, wanted in (("target", target, size), ("draft", draft, size if splits_draft else 1)):
-        found = getattr(config, "tensor", 1)
-        if config is not None and found != wanted:
+    for name, config, devices in (("target", target, size), ("draft", draft, size if splits_draft else 1)):
+        split = getattr(config, "tensor", 1)
+        if config is not None and split != devices:
             raise ValueError(
-                f"placement={shorten(placement)}: the {name} is split over {found} devices, and must be over {wanted}; "
-                "pass placement=model.placement of the model that they belong to"
+                f"placement={shorten(placement)}: the {name} is split over {split} devices, and must be over "
+                f"{devices}; pass placement=model.placement of the model that they belong to"
             )
 
 

@@ -332,10 +332,10 @@ def compile_grammars(options: GenerateOptions, model: Model, batch: int) -> list
     Raises:
       ValueError: a grammar that does not suit the model or the other options.
     """
-    given = [None if one is None else one.grammar for one in each_of(options.sampling, batch)]
-    if any(one is not None for one in given):
+    grammars = [None if one is None else one.grammar for one in each_of(options.sampling, batch)]
+    if any(one is not None for one in grammars):
         check_grammar_options(options.accept, ignore_eos=options.ignore_eos)
-    return [compile_grammar(one, model.tokenizer, model.target.vocab_size, model.eos) for one in given]
+    return [compile_grammar(one, model.tokenizer, model.target.vocab_size, model.eos) for one in grammars]
 
 
 def check_grammar_options(accept: str | Accept | None, *, ignore_eos: bool) -> None:
@@ -353,13 +353,15 @@ def bind_drafter(drafter: Drafter, target: Target, draft: object) -> Drafter:
       ValueError, TypeError: it does not work with them, or drafts longer chains than can be recorded.
     """
     bound = drafter.bind(target, draft)
-    kind, given = type(drafter).__name__, type(bound).__name__
+    kind, bound_kind = type(drafter).__name__, type(bound).__name__
     if missing := [part for part in DRAFTER_PARTS if not hasattr(bound, part)]:
-        raise TypeError(f"{kind}.bind: must return a drafter, but this {given} has no {', '.join(missing)}")
+        raise TypeError(f"{kind}.bind: must return a drafter, but this {bound_kind} has no {', '.join(missing)}")
     if not isinstance(bound.capture_layers, tuple):
-        raise TypeError(f"{given}(capture_layers={bound.capture_layers!r}): must be a tuple of layers, () for none")
+        raise TypeError(
+            f"{bound_kind}(capture_layers={bound.capture_layers!r}): must be a tuple of layers, () for none"
+        )
     for layer in bound.capture_layers:
-        check_int("capture_layers", layer, least=0, most=target.num_layers + 1, owner=given)
+        check_int("capture_layers", layer, least=0, most=target.num_layers + 1, owner=bound_kind)
     check_int("depth", bound.depth, least=0, most=MAX_DEPTH, owner=type(bound).__name__)
     return bound
 
@@ -412,8 +414,8 @@ def repeat(options: R, prompts: int, n: int) -> R:
 def _check_limits(limits: object) -> int | tuple[int, ...]:
     if hasattr(limits, "__index__") and not getattr(limits, "ndim", 0) or not isinstance(limits, Sequence | np.ndarray):
         return check_int("max_new_tokens", limits, least=1)
-    each = check_sequence("max_new_tokens", limits, items="an int, or a list of one int per sequence")
-    return tuple(check_int(f"max_new_tokens[{i}]", one, least=1) for i, one in enumerate(each))
+    entries = check_sequence("max_new_tokens", limits, items="an int, or a list of one int per sequence")
+    return tuple(check_int(f"max_new_tokens[{i}]", one, least=1) for i, one in enumerate(entries))
 
 
 def _check_seed(seed: object) -> int | tuple[int, ...]:
@@ -435,11 +437,11 @@ def _check_logprobs(logprobs: object) -> bool | int:
 
 def _check_samplings(samplings: object) -> tuple[Sampling | None, ...]:
     valid = "a jspec.Sampling, a list with one per sequence, or None (greedy)"
-    given = check_sequence("sampling", samplings, items=valid)
-    for i, one in enumerate(given):
+    entries = check_sequence("sampling", samplings, items=valid)
+    for i, one in enumerate(entries):
         if one is not None and not isinstance(one, Sampling):
             raise TypeError(f"sampling[{i}]={shorten(one)}: must be a jspec.Sampling, or None (greedy)")
-    return tuple(one for one in given if one is None or isinstance(one, Sampling))
+    return tuple(one for one in entries if one is None or isinstance(one, Sampling))
 
 
 def _check_rule(rule: object) -> None:

@@ -73,13 +73,13 @@ def _check_private(directory: Path, writable_by_others: int) -> None:
         raise ValueError(f"{directory}: there is no home directory")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = directory.stat()
+        status = directory.stat()
     except (OSError, ValueError) as error:  # ValueError: a null byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(f"{directory}: cannot be made ({reason})") from None
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ValueError(f"{directory}: cannot be written")
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & writable_by_others:
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & writable_by_others:
         raise ValueError(f"{directory}: other users can read or write it, and cached programs are executed")
 
 

@@ -98,11 +98,11 @@ class Answer:
         parts: list[list[Piece]] = [[] for _ in self._texts]
         async for i, piece in pieces:
             parts[i].append(piece)
-        choices = [self._choice(i, _join(given), "message") for i, given in enumerate(parts)]
+        choices = [self._choice(i, _join(part), "message") for i, part in enumerate(parts)]
         for i, choice in enumerate(choices):
             before = echoed[i // self._call.n]
             if before is not None:
-                choice["logprobs"] = {name: [*before[name], *own] for name, own in choice["logprobs"].items()}
+                choice["logprobs"] = {name: [*before[name], *values] for name, values in choice["logprobs"].items()}
         return {**self._head, "choices": choices, "usage": self._usage(results())}
 
     async def chunks(
@@ -151,17 +151,17 @@ class Answer:
         scores = await self._score(self._prompts[index])
         # A tokenizer may begin a text with a space that its decoded text has not.
         offsets, end = _Offset(), len(self._texts[index * self._call.n])
-        found = self._columns(scores.tokens, scores.logprobs, scores.top, offsets)
-        return {**found, "text_offset": [min(at, end) for at in found["text_offset"]]}
+        columns = self._columns(scores.tokens, scores.logprobs, scores.top, offsets)
+        return {**columns, "text_offset": [min(at, end) for at in columns["text_offset"]]}
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
         if self._call.logprobs is None:
             return None
-        chosen, top = piece.logprobs or [], piece.top_logprobs or [[] for _ in piece.tokens]
+        logprobs, top = piece.logprobs or [], piece.top_logprobs or [[] for _ in piece.tokens]
         if not self._chat:
-            return self._columns(piece.tokens, chosen, top, self._offsets[index])
+            return self._columns(piece.tokens, logprobs, top, self._offsets[index])
         content = []
-        for token, logprob, entry in zip(piece.tokens, chosen, top, strict=True):
+        for token, logprob, entry in zip(piece.tokens, logprobs, top, strict=True):
             best = [self._entry(*one) for one in entry[: self._call.logprobs]]
             content.append({**self._entry(token, logprob), "top_logprobs": best})
         return {"content": content, "refusal": None}

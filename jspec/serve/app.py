@@ -121,9 +121,9 @@ class Service:
 
         async def guarded(request: Request) -> Response:
             kind, _, key = request.headers.get("authorization", "").partition(" ")
-            given = key.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
+            token = key.strip().encode("latin-1", "replace") if kind.lower() == "bearer" else b""
             # All keys are compared, each in constant time.
-            if self._keys and not any([hmac.compare_digest(given, known) for known in self._keys]):
+            if self._keys and not any([hmac.compare_digest(token, known) for known in self._keys]):
                 raise ApiError(
                     "authorization: must be Bearer and a valid API key",
                     status=401,
@@ -203,7 +203,7 @@ class Service:
             stack.enter_context(self._running(handles))
             texts = ["" for _ in ids]
             if call.echo:
-                texts = [given if isinstance(given, str) else self.tokenizer.decode(given) for given in call.prompts]
+                texts = [text if isinstance(text, str) else self.tokenizer.decode(text) for text in call.prompts]
             score = functools.partial(self._score, top_k=call.logprobs or 0) if scores else None
             answer = Answer(call, self.name, self._names, ids, texts, score)
 

@@ -58,21 +58,21 @@ def take_grammar(fields: Fields) -> GrammarRequest | None:
     schema = fields.take("guided_json", _check_schema)
     regex, choice = fields.take("guided_regex", check_text), fields.take("guided_choice", _check_choices)
     whitespace = fields.take("guided_whitespace_pattern", check_text)
-    given = [each for each in (formatted, outputs) if each is not None]
+    requests = [request for request in (formatted, outputs) if request is not None]
     for param, kind, value in (
         ("guided_json", "json_schema", schema),
         ("guided_regex", "regex", regex),
         ("guided_choice", "choice", choice),
     ):
         if value is not None:
-            given.append(GrammarRequest(param, kind, value, whitespace if kind == "json_schema" else None))
+            requests.append(GrammarRequest(param, kind, value, whitespace if kind == "json_schema" else None))
     if whitespace is not None and schema is None:
         name = "guided_whitespace_pattern"
         raise ApiError(f"{name}: requires guided_json", param=name)
-    if len(given) > 1:
-        first, second = given[0].param, given[1].param
+    if len(requests) > 1:
+        first, second = requests[0].param, requests[1].param
         raise ApiError(f"{second}: must be omitted beside {first}; a text has one grammar", param=second)
-    return given[0] if given else None
+    return requests[0] if requests else None
 
 
 def _response_format(name: str, value: object) -> GrammarRequest | None:
@@ -106,11 +106,11 @@ def _structured_outputs(name: str, value: object) -> GrammarRequest:
     whitespace = fields.take("whitespace_pattern", check_text)
     fields.end(_REFUSED)
     kinds = {"json": schema, "regex": regex, "choice": choice, "json_object": {"type": "object"} if anything else None}
-    given = [kind for kind, each in kinds.items() if each is not None]
-    if len(given) != 1:
-        found = ", ".join(given) or "none"
-        raise ApiError(f"{name}: must have one of {', '.join(kinds)}, but has {found}", param=name)
-    (kind,) = given
+    requested = [kind for kind, value in kinds.items() if value is not None]
+    if len(requested) != 1:
+        names = ", ".join(requested) or "none"
+        raise ApiError(f"{name}: must have one of {', '.join(kinds)}, but has {names}", param=name)
+    (kind,) = requested
     if whitespace is not None and not kind.startswith("json"):
         raise ApiError(f"{name}.whitespace_pattern: requires json", param=f"{name}.whitespace_pattern")
     return GrammarRequest(name, "json_schema" if kind.startswith("json") else kind, kinds[kind], whitespace)

@@ -165,9 +165,9 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
         raise ApiError(
             f"max_tokens={max_tokens}: differs from max_completion_tokens={newer}; must be omitted", param="max_tokens"
         )
-    wanted = fields.take("logprobs", check_flag, False)
+    recorded = fields.take("logprobs", check_flag, False)
     top = fields.take("top_logprobs", check_int, None, least=0, most=_MOST_TOP_IN_CHATS)
-    if top and not wanted:
+    if top and not recorded:
         raise ApiError(f"top_logprobs={top}: requires logprobs=True", param="top_logprobs")
     return _read_common(
         fields,
@@ -179,7 +179,7 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
         max_tokens=max_tokens if newer is None else newer,
         length_field="max_tokens" if newer is None else "max_completion_tokens",
         default_tokens=None,
-        logprobs=(top or 0) if wanted else None,
+        logprobs=(top or 0) if recorded else None,
         echo=False,
     )
 
@@ -232,8 +232,8 @@ def _check_sampling(name: str, value: object, *, field: str) -> int | float:
     if (field, checked_value) in _WITHOUT_EFFECT:
         return checked_value
     try:
-        given: dict[str, Any] = {field: checked_value}
-        Sampling(**given)
+        parameter: dict[str, Any] = {field: checked_value}
+        Sampling(**parameter)
     except ValueError as error:
         raise ValueError(f"{name}={value!r}: {str(error).partition(': ')[2]}") from None
     return checked_value

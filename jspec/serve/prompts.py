@@ -43,8 +43,8 @@ def max_new_tokens(call: Call, limits: Limits, tokens: int) -> int:
             param=call.length_field,
             code=code,
         )
-    given = min(call.default_tokens or most, most) if call.max_tokens is None else call.max_tokens
-    wanted = 0 if call.sampling is None else call.sampling.min_new_tokens
-    if wanted > given:
-        raise ApiError(f"min_tokens={wanted}: must be at most {call.length_field}={given}", param="min_tokens")
-    return given
+    count = min(call.default_tokens or most, most) if call.max_tokens is None else call.max_tokens
+    required = 0 if call.sampling is None else call.sampling.min_new_tokens
+    if required > count:
+        raise ApiError(f"min_tokens={required}: must be at most {call.length_field}={count}", param="min_tokens")
+    return count

@@ -553,21 +553,6 @@ def test_options_that_do_not_fit_together_are_refused_at_once(capsys, monkeypatc
     assert status == 2 and message in err and not out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    (
-        ("--preset gpt-2", "invalid choice: 'gpt-2'"),
-        ("--preset tiny --batch 0", "argument --batch: '0': must be from 1 to 1048576"),
-        ("--preset tiny --context 1.5", "argument --context: '1.5': must be an integer"),
-        ("--preset tiny --mode star", "invalid choice: 'star'"),
-    ),
-)
-def test_options_of_the_wrong_kind_are_refused(capsys, arguments, message):
-    with pytest.raises(SystemExit) as end:
-        run(capsys, *arguments.split())
-    assert end.value.code == 2 and message in capsys.readouterr().err
-
-
 def test_a_preset_without_a_smaller_model_names_those_that_have_one(capsys):
     status, _, err = run(capsys, "--preset", "llama-3.2-1b", "--drafter", "standalone")
     assert status == 2

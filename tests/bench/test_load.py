@@ -191,13 +191,6 @@ def test_a_model_whose_context_is_too_short_is_refused(capsys, monkeypatch):
     assert status == 2 and "--load: requests have up to 2048 tokens; the context of tiny is 2047" in err
 
 
-@pytest.mark.parametrize("arguments", ("--slots 0", "--requests 0", "--requests x", "--slots 2000000"))
-def test_options_of_the_wrong_kind_are_refused(capsys, arguments):
-    with pytest.raises(SystemExit) as end:
-        run(capsys, "--preset", "tiny", "--load", *arguments.split())
-    assert end.value.code == 2 and f"argument {arguments.split()[0]}:" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_a_load_of_the_tiny_preset(capsys, tmp_path, needs):
     """With a whole number of imposed tokens a request of n tokens takes the rounds that n - 1 tokens need."""

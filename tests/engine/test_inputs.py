@@ -24,9 +24,12 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.core import checks
 from jspec.core.accept import Imposed, LossyThresholds
 from jspec.core.loop import decode
+from jspec.core.options import kind_of, options_of
 from jspec.core.prefill import jitted_prefill
 from jspec.core.types import Params, RowSampling
 from jspec.engine import memory
+from jspec.engine.ids import IdsOptions
+from jspec.engine.options import EngineOptions, GenerateOptions
 from jspec.text.tokenizer import Tokenizer
 
 PACKAGE = str(Path(inspect.getfile(jspec)).parent)
@@ -63,6 +66,10 @@ def stream(**options):
 def generate_ids(**options):
     given = dict(params=MODEL.params, ids=IDS, lengths=LENGTHS, key=KEY, target=TARGET, max_new_tokens=2) | options
     return jspec.generate_ids(**given)
+
+
+def engine(**options):
+    return jspec.Engine(MODEL, **options)
 
 
 def score(**options):
@@ -110,16 +117,12 @@ WHOLE = {
     generate: {
         "max_new_tokens": (0, -1, 510, None, *HUGE, [], [1, 2, 3, 4, 5], [0], [1.5]),
         "n": (0, -1),
-        "page_size": (0, -1, None),
         "seed": (-1, 2**32, *HUGE[1:]),
     },
-    stream: {"max_new_tokens": (0, None), "page_size": (0,), "seed": (-1, 2**32, None), "rounds": (0, -3, None)},
-    jspec.GenerateOptions: {"max_new_tokens": (0, None), "page_size": (0, None), "seed": (-1, 2**32, None)},
-    generate_ids: {
-        "max_new_tokens": (0, -1, 510, None, *HUGE),
-        "page_size": (0, -1, None),
-        "max_length": (0, -1, 2, 513, *HUGE),
-    },
+    stream: {"max_new_tokens": (0, None), "seed": (-1, 2**32, None), "rounds": (0, -3, None)},
+    jspec.GenerateOptions: {"max_new_tokens": (0, None), "seed": (-1, 2**32, None)},
+    generate_ids: {"max_new_tokens": (0, -1, 510, None, *HUGE), "max_length": (2, 513, *HUGE)},
+    engine: {"context": (513, *HUGE)},
     score: {"top_k": (-1, 257, None, *HUGE), "page_size": (0, -1, None)},
     inspect_round: {"round_index": (-1, None), "seed": (-1, 2**32, None)},
     check_drafter: {"max_new_tokens": (0, None), "seed": (-1, 2**32 - 1, None)},
@@ -154,11 +157,8 @@ NUMBERS = {
     check_drafter: {"temperature": (-0.1, 1e-7, *TINY, *LARGE)},
 }
 FLAGS = {
-    generate: ("progress", "debug", "ignore_eos"),
-    stream: ("debug", "ignore_eos"),
-    generate_ids: ("logprobs",),
+    generate: ("progress",),
     measure: ("progress",),
-    jspec.GenerateOptions: ("debug", "ignore_eos"),
     jspec.Eagle: ("sampled", "exact"),
     jspec.Standalone: ("sampled",),
     jspec.FrozenKvMtp: ("sampled",),
@@ -237,6 +237,30 @@ SOURCES = (5, 2.5, None, True, [], {}, b"bundled:python-tiny", "", "  ", "\ud800
 SOURCES += ("bundled:none", "bundled:", "no/such/directory", "here", Path("no-such"), Path("x" * 5000), "org name/x")
 
 
+OPTIONS = {
+    generate: GenerateOptions,
+    stream: GenerateOptions,
+    GenerateOptions: GenerateOptions,
+    generate_ids: IdsOptions,
+    engine: EngineOptions,
+}
+"""Functions -> the dataclass of their options, whose fields have a type and bounds."""
+
+
+def derived():
+    """(function, the name of an option, a value of another type or out of bounds)."""
+    for call, kind in OPTIONS.items():
+        for name, (field, spec) in options_of(kind).items():
+            wrong = {int: NO_INT, float: (*NO_NUMBER, *LARGE), bool: NO_FLAG}[kind_of(field).type]
+            beyond = [
+                spec.bounds[key] + step
+                for key, step in (("least", -1), ("above", 0), ("most", 1))
+                if key in spec.bounds
+            ]
+            missing = () if kind_of(field).optional else (None,)
+            yield from ((call, name, v) for v in (*wrong, *beyond, *missing) if v is not None or missing)
+
+
 LISTED = (generate, stream, jspec.GenerateOptions)
 """Functions that take a list of limits."""
 
@@ -255,7 +279,7 @@ def calls():
                 if value is not None or name not in OPTIONAL:
                     yield call, {name: value}, name
     yield from ((call, {name: v}, name) for call, names in FLAGS.items() for name in names for v in NO_FLAG)
-    yield from ((call, {name: value}, name) for call, name, value in OTHERS)
+    yield from ((call, {name: value}, name) for call, name, value in (*OTHERS, *derived()))
 
 
 def programs():
