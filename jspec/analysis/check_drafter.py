@@ -27,8 +27,9 @@ from jspec.core.types import (
     RowSampling,
     Target,
 )
+from jspec.engine.method import choose_drafter
 from jspec.engine.model import Model, refuse_split
-from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateKeywords, GenerateOptions, choose_drafter
+from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateKeywords, GenerateOptions
 from jspec.engine.result import Generation, Generations
 from jspec.engine.run import Run, check_model, encode_prompts
 

@@ -13,8 +13,9 @@ from jspec.core.package import ASSETS
 from jspec.core.sampling import Sampling
 from jspec.core.types import Accept, Drafter
 from jspec.engine.batches import split
+from jspec.engine.method import choose_drafter
 from jspec.engine.model import Model
-from jspec.engine.options import GenerateOptions, check_fits, choose_drafter
+from jspec.engine.options import GenerateOptions, check_fits
 from jspec.engine.result import Generations, GenerationStats
 from jspec.engine.run import Prompt, encode_prompts
 

@@ -15,8 +15,9 @@ from jspec.core.method import Method
 from jspec.core.round import accept_drafts, draft, node_logits, verify
 from jspec.core.sampling import Sampling
 from jspec.core.types import BoundedDrafter, Decision, DecodeState, Drafter, DraftTree, Params
+from jspec.engine.method import choose_drafter
 from jspec.engine.model import Model, refuse_split
-from jspec.engine.options import GenerateOptions, choose_drafter
+from jspec.engine.options import GenerateOptions
 from jspec.engine.run import Run, encode_prompts
 
 

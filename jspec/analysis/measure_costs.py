@@ -22,8 +22,9 @@ from jspec.core.types import Accept, Committed, DecodeState, Drafter, DraftTree,
 from jspec.drafters import Adaptive
 from jspec.drafters.adaptive import AdaptiveState
 from jspec.engine import memory
+from jspec.engine.method import bind_drafter
 from jspec.engine.model import Model, refuse_split
-from jspec.engine.options import DEFAULT_PAGE_SIZE, bind_drafter
+from jspec.engine.options import DEFAULT_PAGE_SIZE
 from jspec.engine.run import check_model
 from jspec.engine.slot_state import Sizes, empty_state
 

@@ -62,7 +62,7 @@ def without_cache(state: PyTree) -> tuple[PyTree, Cache | None]:
 
 
 def with_cache(state: PyTree, cache: Cache | None) -> PyTree:
-    """The state that `without_cache` has split."""
+    """Puts a cache back into the state."""
     return dataclasses.replace(state, cache=cache) if hasattr(state, "cache") else state
 
 

@@ -15,8 +15,9 @@ from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.corpus import with_corpus
 from jspec.engine.hub import bundled_draft
+from jspec.engine.method import choose_drafter
 from jspec.engine.model import Model, load
-from jspec.engine.options import MAX_SEED, check_fits, choose_drafter
+from jspec.engine.options import MAX_SEED, check_fits
 from jspec.engine.run import Prompt, encode_prompts
 from jspec.models.quantized import FORMATS, WIDE
 

@@ -35,8 +35,9 @@ from jspec.core.options import option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.batches import split
+from jspec.engine.method import choose_drafter
 from jspec.engine.model import Model
-from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateOptions, choose_drafter
+from jspec.engine.options import DEFAULT_PAGE_SIZE, GenerateOptions
 from jspec.engine.result import Generation, GenerationStats
 from jspec.engine.run import Prompt, Run
 from jspec.engine.startup import notify_if_slow

@@ -12,15 +12,9 @@ from jspec.engine import sizing
 from jspec.engine.automaton_pool import GrammarPool, StopPool
 from jspec.engine.device import Device, DeviceRequest
 from jspec.engine.loop import FLIGHTS, MAX_ROUNDS
+from jspec.engine.method import choose_drafter, choose_method, knows_greedy
 from jspec.engine.model import Model
-from jspec.engine.options import (
-    EngineOptions,
-    RequestOptions,
-    check_grammar_options,
-    choose_drafter,
-    choose_method,
-    knows_greedy,
-)
+from jspec.engine.options import EngineOptions, RequestOptions, check_grammar_options
 from jspec.engine.pages import Pages
 from jspec.engine.schedule import Scheduler
 from jspec.engine.slot_state import Sizes, always_samples, extra_rows, lookahead, without_slots
@@ -28,10 +22,10 @@ from jspec.engine.slot_state import Sizes, always_samples, extra_rows, lookahead
 
 @dataclasses.dataclass(frozen=True)
 class OneShape:
-    """For requests that are all known in advance: one program reads prompts and one runs rounds, on all slots.
+    """For requests known in advance: one program reads prompts and one runs rounds, on all slots.
 
-    read: sequences and columns of the program that reads.
-    tier: of the sampling options that are in use (`jspec.engine.device.TIERS`).
+    read: sequences and columns of the prefill program.
+    tier: of the sampling options in use (`jspec.engine.device.TIERS`).
     """
 
     read: tuple[int, int]
@@ -82,24 +76,28 @@ def assemble(
         least_tier=0 if only is None else only.tier,
     )
 
-    # The scheduler, which decides who runs when.
-    ahead, extra = lookahead(device.state, method.drafter), extra_rows(device.state, method.drafter)
+    return device, _scheduler(device, sizes, options, shares, only)
+
+
+def _scheduler(device: Device, sizes: Sizes, options: EngineOptions, shares: bool, only: OneShape | None) -> Scheduler:
+    """Makes the scheduler of a device. shares: whether sequences share prefixes."""
+    drafter = device.method.drafter
+    ahead, extra = lookahead(device.state, drafter), extra_rows(device.state, drafter)
     narrowest = max(1, ahead or 0) + extra
     if only is None:
         shapes = sizing.read_shapes(sizes.slots, sizes.context, options.prefill_tokens, narrowest)
     else:
         shapes = [(only.read[0], max(only.read[1], narrowest))]
-    scheduler = Scheduler(
+    return Scheduler(
         slots=sizes.slots,
         pages=Pages(sizes.pages, sizes.page_size, ahead if shares else None, sizes.snapshots),
         context=sizes.context,
-        depth=method.drafter.depth,
+        depth=drafter.depth,
         further=extra,
         read_shapes=shapes,
         prefill_tokens=options.prefill_tokens,
         flights=FLIGHTS,
     )
-    return device, scheduler
 
 
 def make_requests(
@@ -110,7 +108,7 @@ def make_requests(
     priority: int = 0,
     salt: str = "",
 ) -> list[DeviceRequest]:
-    """Requests that are not in a queue yet, for this device or for others like it. `hold` comes before they are.
+    """Makes requests for this device or for others like it; call `hold` before they are queued.
 
     Raises:
       ValueError, TypeError: options that do not suit the model or each other, or a request that can never fit.

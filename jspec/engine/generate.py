@@ -98,6 +98,13 @@ def generate(
             prompts = [prompt for prompt in ids for _ in range(n)]
     if (many := generate_many(model, prompts, options, progress=progress)) is not None:
         return many
+    return _generate(model, prompts, options, progress)
+
+
+def _generate(
+    model: Model, prompts: Prompt | Sequence[Prompt], options: GenerateOptions, progress: bool
+) -> Generation | Generations:
+    """Generates for all prompts at once."""
     with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:
         rounds = ROUNDS_PER_UPDATE if progress else None
         run = Run(model, prompts, options, plan=f"generate, progress={progress}")

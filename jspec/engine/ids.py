@@ -25,7 +25,8 @@ from jspec.core.sharding import Placement
 from jspec.core.struct import struct
 from jspec.core.types import Accept, BoundedDrafter, DecodeState, Drafter, Params, Prompts, RowSampling, Stats, Target
 from jspec.engine import memory
-from jspec.engine.options import check_grammar_options, choose_method, takes
+from jspec.engine.method import choose_method
+from jspec.engine.options import check_grammar_options, takes
 from jspec.engine.run import prefill_chunk
 
 Limit = int | Int[Array, ""] | Int[Array, " B"]
@@ -48,23 +49,23 @@ class IdsOptions:
     draft: Target | None = None
     """Configuration of the draft model: `model.draft`. None if the drafter uses none."""
     max_length: int | None = option(None, least=1)
-    """C, the number of columns of the result, at most the model's context. A sequence that fills them ends. None:
-    T + max_new_tokens, which requires `max_new_tokens` to be an int."""
+    """C, the number of columns of the result, at most the model's context; a full sequence ends. None:
+    T + max_new_tokens, for which `max_new_tokens` must be an int."""
     eos: Sequence[int] = ()
-    """Ids that end a sequence."""
+    """Ids of the end of a text."""
     page_size: int = option(DEFAULT_PAGE_SIZE, least=1)
     """Rows per cache page."""
     sampling: Sampling | Sequence[Sampling | None] | RowSampling | None = None
     """Sampling parameters of all sequences, or a list with one entry per sequence; a `RowSampling` holds them as
-    arrays, which may be traced. None: greedy."""
+    arrays, also traced ones. None: greedy."""
     accept: str | Accept | None = None
     """The acceptance rule, as in `jspec.generate`."""
     logprobs: bool = option(False)
     """Whether to record the log-probability of each new token."""
     placement: Placement | None = None
-    """`model.placement` of a model that is split over devices."""
+    """`model.placement` of a split model."""
     token_bytes: Sequence[bytes] | None = None
-    """The bytes that each id adds to the text, `model.tokenizer.token_bytes()`; required with a grammar."""
+    """The bytes of each id in the text, `model.tokenizer.token_bytes()`; required with a grammar."""
 
     def __post_init__(self):
         if not isinstance(self.target, Target):
@@ -110,7 +111,7 @@ class IdsOptions:
         """The sampling parameters of each sequence, and the automaton of the grammars.
 
         Raises:
-          ValueError, TypeError: sampling parameters that do not suit the batch or the model.
+          ValueError, TypeError: sampling parameters of another batch or model.
         """
         vocabulary = self.target.vocab_size
         if isinstance(self.sampling, RowSampling):
@@ -172,7 +173,7 @@ def generate_ids(
       params: weights of target and draft: `model.params`.
       ids: prompts, padded on the right with any id.
       lengths: number of tokens of each prompt, at least 1.
-      key: one key per sequence, or a single key that is split. Greedy decoding does not use it.
+      key: one key per sequence, or a single key, to be split. Greedy decoding does not use it.
       keywords: the fields of `jspec.engine.ids.IdsOptions`.
 
     Returns:
@@ -298,7 +299,7 @@ def _check_array(name: str, array: object, shapes: Sequence[tuple[int, ...]]) ->
 
 
 def _check_values(name: str, array: Array | np.ndarray, least: int, most: int) -> None:
-    """Raises ValueError if an array that is not traced has other values."""
+    """Raises ValueError if an array has other values; traced ones are not checked."""
     if isinstance(array, Tracer):
         return
     values = np.asarray(array)

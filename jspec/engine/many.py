@@ -15,15 +15,9 @@ from jspec.engine.batches import split
 from jspec.engine.device import DeviceRequest, tier_of
 from jspec.engine.handle import Handle
 from jspec.engine.loop import Loop
+from jspec.engine.method import choose_drafter, choose_method
 from jspec.engine.model import Model
-from jspec.engine.options import (
-    EngineOptions,
-    GenerateOptions,
-    check_fits,
-    choose_drafter,
-    choose_method,
-    longest_sequence,
-)
+from jspec.engine.options import EngineOptions, GenerateOptions, check_fits, longest_sequence
 from jspec.engine.result import Generations, GenerationStats
 from jspec.engine.run import Prompt, bucket, encode_prompts, one_call
 from jspec.engine.schedule import Scheduler

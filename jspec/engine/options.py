@@ -5,20 +5,17 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt32
 
 from jspec import drafters
 from jspec.cache.pages import DEFAULT_PAGE_SIZE
-from jspec.core.accept import NEEDS, RULES, Imposed, LossyThresholds, greedy
+from jspec.core.accept import RULES, Imposed
 from jspec.core.automaton import TokenTable
 from jspec.core.checks import check_hashable, check_int, check_sequence, shorten
-from jspec.core.method import Method
 from jspec.core.options import check_options, option
 from jspec.core.sampling import Sampling, each_of
-from jspec.core.sharding import Placement
-from jspec.core.types import DRAFTER_PARTS, Accept, AdaptiveDrafter, BoundedDrafter, Drafter, RowSampling, Target
+from jspec.core.types import Accept, BoundedDrafter, Drafter, Target
 from jspec.engine import memory
 from jspec.engine.model import Model
 from jspec.text.grammar import compile_grammar
@@ -29,8 +26,6 @@ DEFAULT_CONTEXT = 8192
 """Tokens of the longest request, prompt included, unless the model's context is shorter."""
 MAX_TOP_LOGPROBS = 20
 """The most probable tokens that can be recorded with each new token."""
-MAX_DEPTH = 127
-"""Tokens of the longest chain: the depth of an accepted draft is recorded in 8 bits, `DecodeState.origin`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +122,7 @@ class GenerateOptions(RequestOptions):
         super().__post_init__()
         if not isinstance(self.drafter, str) or self.drafter != "auto":
             check_hashable("drafter", drafters.resolve(self.drafter))
-        _check_rule(self.accept)
+        check_rule(self.accept)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,84 +243,6 @@ def takes(kind: type) -> Callable[[F], F]:
     return show
 
 
-def choose_drafter(drafter: str | Drafter | None, model: Model) -> Drafter:
-    """As `drafters.resolve`; "auto" is the drafter that uses the loaded draft, or ngram if there is no draft."""
-    if isinstance(drafter, str) and drafter == "auto":
-        drafter = "ngram" if model.draft is None else model.draft.drafter
-    return drafters.resolve(drafter)
-
-
-def knows_greedy(rule: str | Accept | None) -> bool:
-    """Whether a rule is chosen by name, or takes the logits of greedy sequences as they are.
-
-    Other rules, such as those of users, know distributions only: those of greedy sequences must be point masses.
-    """
-    return rule is None or isinstance(rule, str) or getattr(rule, "for_greedy", False)
-
-
-def with_point_masses(rule: str | Accept | None, sampling: RowSampling | None, batch: int) -> RowSampling | None:
-    """The sampling parameters of `batch` sequences with a temperature, if the rule needs one."""
-    # Thresholds are refused where nothing is sampled.
-    if knows_greedy(rule) or isinstance(rule, LossyThresholds):
-        return sampling
-    if sampling is not None and sampling.temperature is not None:
-        return sampling
-    zeros = jnp.zeros(batch, jnp.float32)
-    return RowSampling(temperature=zeros) if sampling is None else dataclasses.replace(sampling, temperature=zeros)
-
-
-def choose_rule(
-    rule: str | Accept | None, row_sampling: RowSampling | None, drafter: Drafter
-) -> tuple[Accept, Drafter]:
-    """The acceptance rule for these sampling parameters, and the drafter configured for that rule.
-
-    Raises:
-      ValueError: an unknown name, or a rule that does not apply to these parameters or to this drafter.
-      TypeError: neither a name nor a callable.
-    """
-    _check_rule(rule)
-    all_greedy = row_sampling is None or row_sampling.temperature is None
-    if rule is None:
-        rule = "greedy" if all_greedy else "coupled"
-    if not isinstance(rule, str):
-        if all_greedy and isinstance(rule, LossyThresholds):
-            raise ValueError(f"accept={rule}: LossyThresholds has no effect when every sequence is greedy; omit it")
-        return rule, drafter
-    if all_greedy:
-        return greedy, drafter
-    if rule == "greedy":
-        raise ValueError("accept='greedy' ignores the temperature; omit it, or use 'coupled'")
-    if rule in NEEDS and isinstance(drafter, AdaptiveDrafter):
-        drafter = drafter.adapt(NEEDS[rule])
-    return RULES[rule], drafter
-
-
-def choose_method(
-    target: Target,
-    draft: object,
-    drafter: Drafter,
-    accept: str | Accept | None,
-    sampling: RowSampling | None,
-    *,
-    batch: int = 1,
-    placement: Placement | None = None,
-    record: int | None = None,
-) -> tuple[Method, RowSampling | None]:
-    """Binds a drafter to the models and chooses the rule for the sampling parameters of a batch.
-
-    record: as of `Method`.
-
-    Returns:
-      The method, and the sampling parameters as its rule needs them.
-
-    Raises:
-      ValueError, TypeError: as `choose_rule` and `bind_drafter`.
-    """
-    sampling = with_point_masses(accept, sampling, batch)
-    rule, adapted = choose_rule(accept, sampling, drafter)
-    return Method(target, bind_drafter(adapted, target, draft), rule, placement, record), sampling
-
-
 def compile_grammars(options: GenerateOptions, model: Model, batch: int) -> list[TokenTable | None]:
     """The automaton of the grammar of each sequence over the tokens of the model, or None.
 
@@ -344,26 +261,6 @@ def check_grammar_options(accept: str | Accept | None, *, ignore_eos: bool) -> N
         raise ValueError("ignore_eos=True: a text of a grammar ends with an id that ends the text; omit it")
     if isinstance(accept, Imposed):
         raise ValueError(f"accept={accept}: accepts tokens that a grammar forbids; use another rule")
-
-
-def bind_drafter(drafter: Drafter, target: Target, draft: object) -> Drafter:
-    """The drafter bound to these models.
-
-    Raises:
-      ValueError, TypeError: it does not work with them, or drafts longer chains than can be recorded.
-    """
-    bound = drafter.bind(target, draft)
-    kind, bound_kind = type(drafter).__name__, type(bound).__name__
-    if missing := [part for part in DRAFTER_PARTS if not hasattr(bound, part)]:
-        raise TypeError(f"{kind}.bind: must return a drafter, but this {bound_kind} has no {', '.join(missing)}")
-    if not isinstance(bound.capture_layers, tuple):
-        raise TypeError(
-            f"{bound_kind}(capture_layers={bound.capture_layers!r}): must be a tuple of layers, () for none"
-        )
-    for layer in bound.capture_layers:
-        check_int("capture_layers", layer, least=0, most=target.num_layers + 1, owner=bound_kind)
-    check_int("depth", bound.depth, least=0, most=MAX_DEPTH, owner=type(bound).__name__)
-    return bound
 
 
 def check_fits(target: Target, longest: int, max_new_tokens: int, drafter: Drafter | None = None) -> None:
@@ -444,7 +341,8 @@ def _check_samplings(samplings: object) -> tuple[Sampling | None, ...]:
     return tuple(one for one in entries if one is None or isinstance(one, Sampling))
 
 
-def _check_rule(rule: object) -> None:
+def check_rule(rule: object) -> None:
+    """Raises TypeError or ValueError unless `rule` is None, the name of an acceptance rule, or may be one."""
     if rule is None:
         return
     valid = f"one of {', '.join(RULES)}, or a callable"

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, PyTree
 
 from jspec.cache.pages import fit_page_size
 from jspec.core import grammar, groups, stopping
-from jspec.core.automaton import TokenTable
+from jspec.core.automaton import Automaton, TokenTable
 from jspec.core.checks import check_text, shorten
 from jspec.core.loop import decode_checked, fastest
 from jspec.core.prefill import jitted_prefill
@@ -23,15 +23,9 @@ from jspec.core.processes import agreement, fetch, least
 from jspec.core.sampling import per_row
 from jspec.core.types import DecodeState, Params, Prompts, TopTokens
 from jspec.engine import memory
+from jspec.engine.method import choose_drafter, choose_method
 from jspec.engine.model import Model
-from jspec.engine.options import (
-    GenerateOptions,
-    check_fits,
-    choose_drafter,
-    choose_method,
-    compile_grammars,
-    longest_sequence,
-)
+from jspec.engine.options import GenerateOptions, check_fits, compile_grammars, longest_sequence
 from jspec.engine.replacement import check_alive
 from jspec.engine.result import FINISH_REASONS, Branches, Generation, Generations, GenerationStats, Piece, top_pairs
 from jspec.models.sizes import tree_bytes
@@ -58,7 +52,7 @@ class Run:
     Args:
       model, prompts: as in `jspec.generate`.
       options: the other arguments of `jspec.generate`.
-      chunk: columns of the prompts that are read at once; None: `prefill_chunk`.
+      chunk: columns of the prompts in each prefill; None: `prefill_chunk`.
       plan: what the caller is going to do, such as the rounds of each `advance`, in which all processes must agree.
 
     Attributes:
@@ -93,20 +87,13 @@ class Run:
             options.check_vocabulary(model.target.vocab_size)
             check_fits(model.target, longest, new)
             row_sampling = per_row(options.sampling, batch, model.target.vocab_size)
+            choice = model.target, model.draft, choose_drafter(options.drafter, model), options.accept, row_sampling
             record = options.top_logprobs if options.logprobs else None
-            self.method, row_sampling = choose_method(
-                *(model.target, model.draft, choose_drafter(options.drafter, model), options.accept, row_sampling),
-                batch=batch,
-                placement=placement,
-                record=record,
-            )
+            self.method, row_sampling = choose_method(*choice, batch=batch, placement=placement, record=record)
             drafter = self.method.drafter
             check_fits(model.target, longest, new, drafter)
-            eos = () if options.ignore_eos else model.eos
-            tables = compile_grammars(options, model, batch)
-            table = _bucket_stops(compile_stops(model.tokenizer, model.target.vocab_size, eos, options.stop))
-            stop, constraint = stopping.init(table, batch), grammar.init(tables, model.target.vocab_size)
-            # What each device needs, of the sequences that it has.
+            stop, constraint = _automata(model, options, batch)
+            # The memory of each device, for its sequences.
             columns, length = max(map(len, self.prompts)), longest + new
             local = groups.batch_of(placement, batch)
             extra = tree_bytes((stop, constraint)) + tree_bytes(row_sampling) * local // batch
@@ -127,15 +114,13 @@ class Run:
             self._streams = [TextStream(model.tokenizer, prompt, options.stop) for prompt in self.prompts]
 
         # Allocate, read the prompts, and compile the loop.
-        chunk = prefill_chunk(local) if chunk is None else chunk
         ids, lengths = _pad(self.prompts)
         ids, lengths, ends = (cast(Array, x) for x in (ids, lengths, lengths + np.array(self._limits, np.int32)))
         padded = Prompts(ids, lengths, ends, _keys(seeds), stop, row_sampling, constraint)
-        page_size = fit_page_size(options.page_size, capacity)
+        shape = {"capacity": capacity, "page_size": fit_page_size(options.page_size, capacity)}
+        shape["chunk"] = prefill_chunk(local) if chunk is None else chunk
         try:
-            self.state = jitted_prefill(
-                model.params, padded, method=self.method, capacity=capacity, page_size=page_size, chunk=chunk
-            )
+            self.state = jitted_prefill(model.params, padded, method=self.method, **shape)
             self._decode = self._choose_decode()
             self._run_until(0)  # compiles and runs no round
         except jax.errors.JaxRuntimeError as error:
@@ -263,7 +248,7 @@ def one_call(model: object) -> AbstractContextManager[Callable[[Mapping[str, obj
 
 
 def prefill_chunk(batch: int) -> int:
-    """Columns of `batch` prompts that are read at once."""
+    """The columns of `batch` prompts in each prefill."""
     return bucket(PREFILL_TOKENS.get(platform.platform(), 4096) // batch, least=64)
 
 
@@ -278,6 +263,14 @@ def _bucket_stops(table: TokenTable | None) -> TokenTable | None:
         return None
     states, classes = table.table.shape
     return table.padded(bucket(states, least=1), bucket(classes, least=64))
+
+
+def _automata(model: Model, options: GenerateOptions, batch: int) -> tuple[Automaton, Automaton]:
+    """The automata of the stop strings and of the grammars of a batch."""
+    vocab_size, eos = model.target.vocab_size, () if options.ignore_eos else model.eos
+    tables = compile_grammars(options, model, batch)
+    table = _bucket_stops(compile_stops(model.tokenizer, vocab_size, eos, options.stop))
+    return stopping.init(table, batch), grammar.init(tables, vocab_size)
 
 
 def check_model(model: object) -> None:

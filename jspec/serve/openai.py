@@ -10,7 +10,7 @@ from jspec.serve.fields import ApiError, Fields
 from jspec.serve.grammars import GrammarRequest, take_grammar
 
 _MAX_STOP_STRINGS = 16
-_MAX_STOP_BYTES = 256  # of all strings: each byte is a row of the automaton that finds them
+_MAX_STOP_BYTES = 256  # of all strings: each byte is a row of their automaton
 _DEFAULT_TOKENS = 16  # of completions, as OpenAI documents
 _MOST_TOP, _MOST_TOP_IN_CHATS = 5, 20  # most probable tokens beside each, as OpenAI documents
 _SEEDS = 2**32
@@ -43,7 +43,7 @@ _OTHERS = (
     *("suffix", "truncate_prompt_tokens", "verbosity", "web_search_options"),
 )
 _REFUSED = dict.fromkeys(_OTHERS, ()) | _NEUTRAL
-"""Fields of OpenAI's API and of other servers that are not supported -> values that ask for nothing."""
+"""Unsupported fields of OpenAI's API and of other servers -> values that ask for nothing."""
 _REFUSED_OF_MESSAGE = dict.fromkeys(("audio", "function_call", "refusal", "tool_call_id"), ()) | {
     "annotations": ([],),
     "tool_calls": ([],),
@@ -84,10 +84,10 @@ class Call:
     prompts: text or ids of each prompt; empty in a chat.
     messages: those of a chat, or None.
     template: variables of the chat template.
-    max_tokens: of the output; 0 where only the prompt is echoed. None: `default_tokens`, or what fits if that is less
+    max_tokens: of the output; 0 where only the prompt is echoed. None: `default_tokens`, or what fits if less
       or None.
-    length_field: the field that has max_tokens.
-    sampling: without the grammar, which is still to be compiled.
+    length_field: the field of max_tokens.
+    sampling: without the grammar.
     logprobs: None: off. k: the log-probability of each token of the answer and the k most probable tokens with theirs.
     echo: whether the answer begins with the prompt.
     seed: of the first sequence of each prompt; None: random.
@@ -115,7 +115,7 @@ class Call:
 
 
 def constrained(call: Call) -> Sampling | None:
-    """The sampling parameters with the grammar, which is compiled here.
+    """Compiles the grammar and adds it to the sampling parameters.
 
     Raises:
       ApiError: it is invalid, or not supported.
@@ -185,7 +185,7 @@ def read_chat(body: object, *, vocab_size: int, limits: Limits) -> Call:
 
 
 def _read_common(fields: Fields, vocab_size: int, *, n: int, **others: Any) -> Call:
-    """Reads the fields of both endpoints; `others` are the values of those that only one has."""
+    """Reads the fields of both endpoints; `others` are the values of the fields of one of them."""
     fields.take("model", check_text)
     fields.take("user", check_text)
     stream = fields.take("stream", check_flag, False)
@@ -360,4 +360,4 @@ _SAMPLING_FIELDS = {
 }
 """Fields -> those of `Sampling`."""
 _WITHOUT_EFFECT = {("top_p", 1.0), ("top_k", -1), ("top_k", 0), ("min_p", 0.0)}
-"""Fields of `Sampling` and values that turn them off, as other servers write them."""
+"""Fields of `Sampling` and values to turn them off, as other servers write them."""

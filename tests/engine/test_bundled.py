@@ -11,7 +11,7 @@ from jspec.analysis.evaluate import count_repeated, evaluate, heldout_prompts
 from jspec.core import tree
 from jspec.drafters import DRAFTERS
 from jspec.engine.hub import BUNDLED, locate
-from jspec.engine.options import choose_drafter
+from jspec.engine.method import choose_drafter
 
 
 @pytest.fixture(scope="module")

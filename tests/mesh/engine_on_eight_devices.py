@@ -21,7 +21,7 @@ from jspec.drafters import Eagle, Mtp, Ngram, Plain, Standalone
 from jspec.engine import memory, programs, sizing, slot_state
 from jspec.engine.device import slot_buckets
 from jspec.engine.many import generate_many
-from jspec.engine.options import bind_drafter
+from jspec.engine.method import bind_drafter
 from jspec.engine.sizing import read_shapes
 from jspec.engine.slot_state import Sizes
 from jspec.models.sizes import tree_bytes
