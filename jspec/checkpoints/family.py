@@ -28,7 +28,7 @@ def without_mtp(config: C, tensors: Tensors, wanted: bool) -> C:
 
 @dataclasses.dataclass(frozen=True)
 class Family(Generic[C]):
-    """A family of language models. docs/adding-a-model.md walks through one.
+    """A family of language models. docs/extending-models.md walks through one.
 
     config: the class of its configurations.
     architectures: classes of `transformers` -> model_type.

@@ -47,7 +47,7 @@ _COMPILING = "jspec: compiling, or loading programs compiled before (they are ke
 _ROUNDS_PER_PIECE = 4
 _PAYS_OFF = {"cpu": 1.7}
 """Platform -> the accept length below which n-grams are slower than plain decoding, where a round costs more than a
-plain step: measured with the bundled target, see docs/guide/models.md."""
+plain step: measured with the bundled target, see docs/benchmarks.md."""
 _FEW_ROUNDS = 8
 """Rounds that show nothing about an accept length."""
 

@@ -182,7 +182,7 @@ class Prompts:
 
 
 class Cache(Protocol):
-    """What a model remembers of committed tokens; see docs/adding-a-cache.md.
+    """What a model remembers of committed tokens; see docs/extending-models.md.
 
     It does not change inside a round: `commit` returns the next one.
     """
@@ -318,7 +318,7 @@ DRAFTER_PARTS = ("depth", "capture_layers", "bind", "init", "draft", "extend")
 
 
 class Drafter(Protocol):
-    """A way to propose tokens: a frozen dataclass of hyperparameters; see docs/adding-a-drafter.md."""
+    """A way to propose tokens: a frozen dataclass of hyperparameters; see docs/extending.md."""
 
     @property
     def depth(self) -> int:
