@@ -17,7 +17,7 @@ def page_name(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PAGES_WITH_CODE, ids=page_name)
-def test_code_runs(path, capsys, tmp_path, monkeypatch, needs):
+def test_code_of_a_page_runs(path, capsys, tmp_path, monkeypatch, needs):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     names: dict = {}

@@ -59,5 +59,5 @@ def test_notebook_holds_nothing_of_the_machine_it_ran_on(path):
         ([{"output_type": "stream", "name": "stderr", "text": "a"}], set()),
     ],
 )
-def test_kinds_of_outputs(outputs, kinds):
+def test_outputs_of_cells_have_their_kinds(outputs, kinds):
     assert output_kinds({"outputs": outputs}) == kinds

@@ -312,9 +312,7 @@ NUMBERS = itertools.count()
     "drafter, message",
     [
         (Impure(), "takes different rounds in a single call than round by round"),
-        pytest.param(
-            ChangedByEmptyChunks(), "takes different rounds if its prompt is read in chunks", marks=pytest.mark.slow
-        ),
+        (ChangedByEmptyChunks(), "takes different rounds if its prompt is read in chunks"),
         (SharedDraft(), "sequence 1 takes different rounds alone than in a batch"),
         (NeverEqual(), "other prompts of the same shape compile the program again"),
     ],

@@ -39,8 +39,8 @@ def axes(needs):
     ("drafter", "sampling"),
     (
         (Ngram(depth=3), None),
-        pytest.param(Ngram(depth=3), jspec.Sampling(temperature=0.7), marks=pytest.mark.slow),
-        pytest.param(TREE, None, marks=pytest.mark.slow),
+        (Ngram(depth=3), jspec.Sampling(temperature=0.7)),
+        (TREE, None),
         (TREE, jspec.Sampling(temperature=0.7)),
     ),
     ids=("greedy chain", "sampled chain", "greedy tree", "sampled tree"),
@@ -109,7 +109,7 @@ def stats(*counts):
     return jspec.GenerationStats(np.array([sum(counts)]), np.array([counts]), 1.0, np.zeros(1, int))
 
 
-def test_acceptance_by_position(axes):
+def test_bars_of_acceptance_have_its_values(axes):
     ax = plots.acceptance_by_position(stats(1, 1, 2))
     assert bars(ax) == [(1, 0.75), (2, 0.5)] and ax.get_legend() is None
     ax = plots.acceptance_by_position({"a": stats(1, 1, 2), "b": stats(0, 1), "none": stats(4)})
@@ -128,7 +128,7 @@ def test_conditional_acceptance_is_that_of_rounds_that_came_so_far():
     assert stats(4).conditional_acceptance.shape == (0,)
 
 
-def test_evaluations(axes):
+def test_bars_of_evaluations_have_their_accept_lengths(axes):
     def part(*counts):
         made = jspec.Generations([], stats(*counts))
         return Evaluation.of("x", [made])
@@ -165,11 +165,11 @@ def test_tokens_per_round(axes, model):
         None,
         Ngram(depth=3),
         TREE,
-        pytest.param(jspec.Standalone(depth=3, width=8, num_nodes=64), marks=pytest.mark.slow),
+        jspec.Standalone(depth=3, width=8, num_nodes=64),
     ),
     ids=("plain", "chain", "tree", "large"),
 )
-def test_draft_tree(axes, model, drafter):
+def test_a_plotted_tree_has_the_tokens_of_the_round(axes, model, drafter):
     seen = jspec.inspect_round(model, PROMPT, drafter=drafter)
     ax = plots.draft_tree(seen)
     labels = [text.get_text() for text in ax.texts]

@@ -109,8 +109,8 @@ def test_drafted_sampling_equals_plain_sampling(name):
     (
         ("plain", 1),
         ("ngram", 16),
-        pytest.param("standalone", 16, marks=pytest.mark.slow),
-        pytest.param("standalone_tree", 1, marks=pytest.mark.slow),
+        ("standalone", 16),
+        ("standalone_tree", 1),
     ),
 )
 def test_a_sequence_alone_on_other_pages_gets_the_same_tokens_as_in_a_batch(name, page_size):

@@ -96,8 +96,8 @@ def test_hidden_states_and_tokens_of_the_drafter_match():
         assert np.isnan(hidden[b, len(tokens) - 1 :]).all()
 
 
-@pytest.mark.slow(unless="eagle_tree")
-@pytest.mark.parametrize("chunk", (pytest.param(2, marks=pytest.mark.slow), 5))
+@pytest.mark.slow(unless="eagle_tree-5")
+@pytest.mark.parametrize("chunk", (2, 5))
 @one_name_of_each
 def test_a_prompt_read_in_chunks_equals_the_prompt_read_at_once(name, chunk):
     """Prompts of 1, 5 and 9 tokens in chunks of 2 or 5: some end in the first chunk, some at the end of a chunk, and
@@ -150,7 +150,7 @@ def eos_inside_a_run(depth):
 
 
 @pytest.mark.slow(unless="RandomTree")
-@pytest.mark.parametrize("drafter", (pytest.param(Plain(), marks=pytest.mark.slow), Planted(4), RandomTree()), ids=str)
+@pytest.mark.parametrize("drafter", (Plain(), Planted(4), RandomTree()), ids=str)
 def test_an_eos_inside_an_accepted_run_ends_the_sequence_there(drafter):
     eos = eos_inside_a_run(4)
     s = complete(drafter, table=stopping.build_table(toy.TARGET.vocab_size, [eos]))

@@ -79,7 +79,7 @@ def test_sequences_end_where_a_search_finds_the_end(case):
         ([b"ab"], [b"a", b"b"], [0, 3, 1], (2, EOS)),
     ],
 )
-def test_examples(strings, spelled, tokens, expected):
+def test_texts_end_as_in_the_examples(strings, spelled, tokens, expected):
     stop = stopping.init(padded(stopping.build_table(VOCAB, [3], strings, spelled)), 1)
     _, read, finish = run(stop, jnp.asarray([tokens], jnp.int32), jnp.asarray([3], jnp.int32))
     assert (int(read[0]), int(finish[0])) == expected
@@ -115,7 +115,7 @@ def test_token_bytes_of_another_length_than_the_vocabulary():
 
 
 @pytest.mark.slow
-def test_large_vocabulary():
+def test_a_large_vocabulary_has_few_classes_of_tokens():
     rng = np.random.default_rng(0)
     token_bytes = [rng.bytes(int(n)) for n in rng.geometric(1 / 7, 128_256)]
     table = stopping.build_table(128_256, [0], [rng.bytes(20) for _ in range(3)], token_bytes)

@@ -158,7 +158,7 @@ def test_the_tree_is_the_one_found_by_hand(shape):
     ),
     ids=str,
 )
-def test_chains_by_example(tokens, corpus, proposed):
+def test_chains_are_those_of_the_examples(tokens, corpus, proposed):
     buffer = np.full((1, 12), 3, np.int32)
     buffer[0, : len(tokens)] = tokens
     padded = np.array([-1] * (12 - len(corpus)) + corpus, np.int32)

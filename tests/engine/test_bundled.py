@@ -143,7 +143,7 @@ def test_stop_strings_end_the_text_where_transformers_does(model, continued, dra
     ),
     ids=str,
 )
-def test_accept_length(models, drafter, floor):
+def test_accept_length_is_above_its_floor(models, drafter, floor):
     """The floors are well below the accept lengths in docs/benchmarks.md; a broken draft falls far below them."""
     prompts = heldout_prompts()[PROMPTS]
     out = evaluate(model_for(models, drafter), prompts, drafter, max_new_tokens=NEW_TOKENS, batch=len(prompts))
@@ -174,7 +174,7 @@ def test_assets_stay_small():
     assert sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) < 40e6
 
 
-def test_count_repeated():
+def test_repeated_runs_of_tokens_are_counted():
     run = list(range(16))
     assert count_repeated(run, run) == 1
     assert count_repeated([], run + [99] + run + [5]) == 1

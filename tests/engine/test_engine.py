@@ -179,7 +179,7 @@ def test_a_greedy_sequence_stays_greedy_under_any_rule(rule):
         assert new[: len(wanted[0])].tolist() == wanted[0]
 
 
-def test_several_tasks_stream(engine):
+def test_tasks_that_stream_get_their_own_tokens(engine):
     async def read(prompt):
         return [token async for piece in engine.stream(prompt, max_new_tokens=9) for token in piece.tokens]
 
@@ -222,7 +222,7 @@ def test_a_cancelled_request_has_what_there_was(engine):
     handle.cancel()
 
 
-def test_many_threads_submit(engine):
+def test_threads_that_submit_get_their_own_tokens(engine):
     results = {}
 
     def ask(index):
@@ -438,7 +438,7 @@ def test_closing_cancels(engine):
         other.score(PROMPTS[0])
 
 
-def test_shapes_of_reads():
+def test_reads_have_few_shapes():
     assert read_shapes(64, 2048, 1024, 1) == [
         (1, 256), (1, 512), (1, 1024), (2, 256), (2, 512), (4, 128), (4, 256), (8, 128), (16, 64)
     ]  # fmt: skip

@@ -167,7 +167,7 @@ def test_progress_bar_and_debug_change_nothing(model, plain, capsys):
     assert "120/120" in capsys.readouterr().err
 
 
-def test_statistics():
+def test_statistics_follow_from_the_counts():
     counts = np.array([[1, 0, 2], [3, 1, 0]])
     dropped = np.array([0, 1])
     stats = jspec.GenerationStats(rounds=np.array([3, 4]), accept_counts=counts, seconds=2.0, dropped=dropped)

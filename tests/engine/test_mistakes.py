@@ -81,7 +81,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("mine, error, message", RULES.values(), ids=RULES)
-def test_rules(mine, error, message):
+def test_mistakes_of_rules_are_named(mine, error, message):
     with pytest.raises(error, match=message):
         generate(accept=mine)
 
@@ -175,7 +175,7 @@ DRAFTERS = {
     unless=("a state that grows", "returns a tree alone", "tokens in floats", "returns nothing", "another batch")
 )
 @pytest.mark.parametrize("mine, error, message", DRAFTERS.values(), ids=DRAFTERS)
-def test_drafters(mine, error, message):
+def test_mistakes_of_drafters_are_named(mine, error, message):
     with pytest.raises(error, match=message):
         generate(drafter=mine)
 
@@ -296,7 +296,7 @@ LEAVES = {
 
 
 @pytest.mark.parametrize("kind, changes, message", LEAVES.values(), ids=LEAVES)
-def test_leaves(kind, changes, message):
+def test_wrong_leaves_are_named(kind, changes, message):
     config, arrays = gemma_arrays(kind)
     given = {name: array for name, array in (arrays | changes).items() if array is not None}
     with pytest.raises(ValueError, match=message):
@@ -360,7 +360,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("make, message", MODULES.values(), ids=MODULES)
-def test_modules(make, message, modules, needs):
+def test_modules_that_cannot_be_read_are_refused(make, message, modules, needs):
     needs("flax")
     module, variables = make(modules)
     with pytest.raises((TypeError, ValueError), match=message):
@@ -412,7 +412,7 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("result, error, message", TARGETS.values(), ids=TARGETS)
-def test_targets(result, error, message):
+def test_mistakes_of_targets_are_named(result, error, message):
     with pytest.raises(error, match=message):
         jspec.generate(jspec.from_target(Target(result), EMBED), [[1, 2, 3]], drafter="ngram", max_new_tokens=4)
 

@@ -68,7 +68,7 @@ def wanted(model):
     return [text[: text.index(VOCAB - 1) + 1] if VOCAB - 1 in text else text for text in texts]
 
 
-def test_it_is_shown(model):
+def test_repr_names_the_function_and_the_draft(model):
     assert repr(model) == "Model('apply': a function of tokens, vocabulary 23, float32; draft apply)"
 
 

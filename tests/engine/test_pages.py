@@ -119,16 +119,16 @@ def walk(seed, steps):
     return hits
 
 
-def test_random_walks():
+def test_no_page_is_lost_in_random_walks():
     assert sum(walk(seed, 60) for seed in range(150)) > 200
 
 
 @pytest.mark.slow
-def test_many_random_walks():
+def test_no_page_is_lost_in_many_random_walks():
     assert sum(walk(seed, 300) for seed in range(1000, 6000)) > 30_000
 
 
-def test_freed_by_several():
+def test_a_shared_page_is_free_when_both_users_give_it():
     """A page that two sequences share becomes available when both give it."""
     pages = Pages(9, 2, 0)
     first = pages.take(2)

@@ -45,13 +45,13 @@ def scheduler(**changes):
         ({"read_shapes": [(1, 2)], "pages": Pages(9, 4, 3)}, "read_shapes: columns=2: must be at least 3"),
     ],
 )
-def test_invalid_settings(changes, message):
+def test_invalid_settings_are_refused(changes, message):
     with pytest.raises(ValueError) as error:
         scheduler(**changes)
     assert str(error.value) == message
 
 
-def test_invalid_requests():
+def test_invalid_requests_are_refused():
     with pytest.raises(ValueError, match="prompt=.*: must have at least one token"):
         Request([], 1)
     with pytest.raises(ValueError, match="max_new_tokens=0: must be at least 1"):
@@ -219,7 +219,7 @@ def test_states_before_the_last_chunk_are_saved(changed):
     assert saved == [None, None if changed else 0, None]
 
 
-def test_priorities():
+def test_higher_priorities_come_first():
     """Higher ones come first, in the order of submission; equal ones are not passed over."""
     scheduling = scheduler(slots=1, pages=Pages(99, 4, None))
     requests = [Request([i], 1, priority) for i, priority in enumerate([0, 1, -1, 1])]

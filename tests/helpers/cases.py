@@ -210,3 +210,15 @@ def compaction_inputs(case: Case, *, with_path: bool, lengths: tuple[int, ...] |
         lengths = (accepted, *rng.integers(0, accepted + 1, max(case.batch - 2, 0)), 0)[: case.batch]
     start = np.array(case.prefix or (0,) * case.batch, np.int32)
     return normal(rng, shape, case.dtype), rows, table, start, path, np.array(lengths, np.int32)
+
+
+SPLIT = Case("splits", prefix=(96, 0, 17, 33), heads=4, nodes=6, tree=True, page_size=16, pages=6)
+"""For kernels that split prefixes and tiles."""
+SHARED_MEMORY = 227 * 1024
+"""Bytes that a program of an H100 can have."""
+
+
+def assert_close(out, expected, dtype="float32"):
+    """Values are of unit variance. In bfloat16 the weights of the softmax and the result are rounded to 8 bits."""
+    tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=tolerance)

@@ -202,9 +202,11 @@ def build(family: str, seed: int = 0, **changes):
 
     family: "llama", "qwen3", "qwen3_moe", "gpt_oss", one of `qwen3_next`, or "gemma4-" and a kind in `GEMMA4_KINDS`, or
       "deepseek-" and a kind in `DEEPSEEK_KINDS`.
+    changes: of its configuration; a list may be a tuple.
     """
     import transformers
 
+    changes = {name: list(value) if isinstance(value, tuple) else value for name, value in changes.items()}
     if family == "llama":
         config = transformers.LlamaConfig(**{**BASE, "rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5, **changes})
         model = transformers.LlamaForCausalLM(config)

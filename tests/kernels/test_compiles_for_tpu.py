@@ -66,7 +66,7 @@ POINTS = [
 
 
 @pytest.mark.parametrize(("model", "name", "page_size", "generation"), POINTS)
-def test_attention(model, name, page_size, generation):
+def test_attention_compiles_and_copies_no_pool(model, name, page_size, generation):
     run, args = attention_program(HEADS[model], "bfloat16", page_size, **ROUNDS[name])
     assert not copies_a_pool(compile_for(generation, run, *args), args[4])
 
@@ -116,7 +116,7 @@ def latent_program(nodes, batch=1, heads=128, rope=128, dtype="bfloat16", page_s
 
 @generations
 @pytest.mark.parametrize("name", LATENT_ROUNDS)
-def test_latent_attention(name, generation):
+def test_latent_attention_compiles_and_copies_no_pool(name, generation):
     options = LATENT_ROUNDS[name]
     run, args = latent_program(**options)
     compiled = compile_for(generation, run, *args)
@@ -144,7 +144,7 @@ def test_topk(shape, k, dtype, generation):
 
 @generations
 @pytest.mark.parametrize(("nodes", "batch"), ((2, 1), (6, 8), (32, 8), (64, 1)))
-def test_delta_rule(nodes, batch, generation):
+def test_the_delta_rule_compiles(nodes, batch, generation):
     """At the size of Qwen3-Next."""
     sizes = ((32, 128, 128), (nodes, 16, 128), (nodes, 16, 128), (nodes, 32, 128), (nodes, 32), (nodes, 32))
     arrays = [new((batch, *size), "float32") for size in sizes]
@@ -157,7 +157,7 @@ def test_delta_rule(nodes, batch, generation):
 @pytest.mark.parametrize(
     "row", ((8, 128), (4, 256), (2, 256), (4, 512), (8, 64), (1, 256), (3, 64), (640,), (128,), (576,)), ids=str
 )
-def test_compaction(row, dtype, generation):
+def test_compaction_compiles_in_place(row, dtype, generation):
     parts, page_size = len(row), 16
     pool = new((8, parts, 256, page_size, *row), dtype)
     rows, table, count = (new((4, 6, *row), dtype),) * 8 * parts, new((4, 64), "int32"), new((4,), "int32")

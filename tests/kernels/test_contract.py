@@ -211,7 +211,7 @@ def test_an_unknown_backend_is_an_error(package):
 
 @pytest.mark.slow(unless=("kv_compact-mosaic_tpu", "topk-triton"))
 @kernels
-def test_config_and_interpret(package, kernel, monkeypatch):
+def test_config_and_interpret_reach_the_kernel(package, kernel, monkeypatch):
     """`default_config` is called only if no configuration is given; its fields and `interpret` reach the kernel."""
     operation = OPERATIONS[package]
     args, options = captured_arguments(package, monkeypatch)

@@ -95,7 +95,7 @@ def test_the_result_does_not_depend_on_the_tuning(config, monkeypatch):
 
 @pytest.mark.slow(unless="xla")
 @backends
-def test_gradients(backend):
+def test_gradients_are_those_of_plain_products(backend):
     x, weight = inputs(20, 64, 64, "float16")
 
     def loss(run, x, weight):

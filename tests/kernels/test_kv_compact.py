@@ -184,11 +184,6 @@ def test_lowers_for(case, with_path, where, backend, monkeypatch):
     assert (where == "gpu") == ("concatenate" not in text)
 
 
-def test_an_unknown_backend_is_an_error():
-    with pytest.raises(ValueError, match="kv_compact: backend='cray': must be one of mosaic_tpu, triton, xla"):
-        compact("cray", *inputs(CASES[0], with_path=True))
-
-
 @backends
 @pytest.mark.parametrize("with_path", (False, True), ids=("chain", "path"))
 def test_a_pool_of_one_part_without_heads(with_path, backend):

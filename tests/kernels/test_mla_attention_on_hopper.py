@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backends import requires
-from cases import Case, latent_inputs
+from cases import Case, assert_close, latent_inputs
 from crosslower import cross_lower
-from test_mla_attention import TOLERANCE, oracle
+from test_mla_attention import oracle
 
 from pallas_kernels import platform
 from pallas_kernels._mosaic_gpu import ROWS, SHARED_BYTES
@@ -30,12 +30,11 @@ def attend(args, splits=None, layer=1, scale=0.3):
     return jax.jit(partial(mosaic_gpu.mla_attention, layer=layer, scale=scale, config=config))(*args)
 
 
-def assert_close(args, splits=None):
+def check(args, splits=None):
     """Free pages and rows after the prefix are NaN: reading one shows in the result."""
     out, expected = attend(args, splits), oracle(*args, layer=1, scale=0.3)
     assert (out.dtype, out.shape) == (args[0].dtype, args[0].shape)
-    tolerance = TOLERANCE["bfloat16"]
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=tolerance)
+    assert_close(out, expected, "bfloat16")
 
 
 CASES = [
@@ -61,15 +60,15 @@ CASES = [
 @kernel
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_a_softmax_in_float64(case):
-    assert_close(latent_inputs(case, ROPE))
+    check(latent_inputs(case, ROPE))
 
 
 @pytest.mark.slow
 @kernel
 @pytest.mark.parametrize("splits", (1, 2, 3, 7))
-def test_splits_are_merged(splits):
+def test_splits_of_the_prefix_are_merged(splits):
     """Including more splits than blocks, and splits with an odd number of them."""
-    assert_close(latent_inputs(case("splits", prefix=(300, 0, 130), nodes=3, tree=True), ROPE), splits)
+    check(latent_inputs(case("splits", prefix=(300, 0, 130), nodes=3, tree=True), ROPE), splits)
 
 
 @kernel
@@ -92,7 +91,7 @@ def test_scores_of_any_size(rising):
     grown = np.where(np.isnan(pages), pages, np.abs(pages) * scale.reshape(20, 16, 1))
     args[3][1, 0, args[4][0]] = grown.astype(args[3].dtype)
     args[0], args[1] = np.abs(args[0]), np.abs(args[1])
-    assert_close(args, 2)
+    check(args, 2)
 
 
 def shapes(case: Case):

@@ -96,7 +96,7 @@ KINDS = (
 
 @backends
 @pytest.mark.parametrize("kind", KINDS)
-def test_strange_rows(kind, backend):
+def test_a_strange_row_changes_no_other_row(kind, backend):
     """A strange row does not change an ordinary one beside it."""
     check(np.stack([row(kind), normal((2500,))]), 8, program(8, backend))
 
@@ -116,7 +116,7 @@ FLOATS = st.one_of(SPECIAL, st.floats(width=32))
 @backends
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(logits=arrays.arrays(np.float32, (2, 40), elements=FLOATS, fill=SPECIAL))
-def test_any_logits(backend, logits):
+def test_any_logits_are_ranked_as_by_a_sort(backend, logits):
     """The kernels use several tiles."""
     tiny = {"triton": triton.Config(16, 1, 1), "mosaic_tpu": mosaic_tpu.Config(16)}
     check(logits, 6, program(6, backend, tiny.get(backend)))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from parity import LENGTHS, NEW_TOKENS, torch, transformers
 from safetensors.numpy import load_file, save_file
 
 import jspec
@@ -28,18 +29,7 @@ from jspec.drafters.frozen_kv_mtp import POSITIONS
 from jspec.models import Assistant
 from jspec.models.assistant import Clusters
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
-
-NEW_TOKENS = 24
-LENGTHS = (1, 9, 30, 70)
 WINDOW = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Such small models are slower with two threads."""
-    torch.set_num_threads(1)
 
 
 def sizes(kind, window=WINDOW):
@@ -86,7 +76,7 @@ def prompts_of(lengths):
 @pytest.mark.slow(unless="shared")
 @pytest.mark.parametrize(
     ("kind", "ordered"),
-    [("dense", False), ("shared", True), pytest.param("experts", True, marks=pytest.mark.slow)],
+    [("dense", False), ("shared", True), ("experts", True)],
 )
 def test_logits_and_hidden_states_equal_transformers(tmp_path, kind, ordered):
     """At the root's position, as in `transformers`; for three steps after contexts of up to 4 windows."""
@@ -198,13 +188,8 @@ RARELY = [
 """Each depth of a chain with one of the kinds and windows, each tree with two of them; every second one runs."""
 
 
-def matrix():
-    for i, point in enumerate([*OFTEN, *RARELY[::2]]):
-        yield pytest.param(*point, marks=() if i < len(OFTEN) else pytest.mark.slow)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "window", "ordered", "drafter", "page_size"), list(matrix()))
+@pytest.mark.parametrize(("kind", "window", "ordered", "drafter", "page_size"), [*OFTEN, *RARELY[::2]])
 def test_greedy_output_equals_transformers(fitted, kind, window, ordered, drafter, page_size):
     model, oracle, prompts, wanted = fitted(kind, window, ordered)
     out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)

@@ -1,8 +1,6 @@
 """DeepSeek V2, V2-Lite, V3, V3.2: output and logits equal `transformers`; checkpoints load or raise clear errors."""
 
 import dataclasses
-import functools
-import json
 import re
 
 import hf
@@ -12,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import toy
+from parity import check_logits, check_output, check_refused, check_saved, check_unused, edit, torch, transformers
 from safetensors.numpy import load_file, save_file
 
 import jspec
@@ -21,44 +20,8 @@ from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.core import tree
 from jspec.drafters import Ngram, Standalone
-from jspec.engine import run
 from jspec.models import layers
 from pallas_kernels import platform
-
-torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
-
-NEW_TOKENS = 24
-LENGTHS = (1, 9, 30, 70)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Such small models are slower with two threads."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A function from a kind to a target with a noisy copy as its draft, and the target's oracle."""
-
-    @functools.cache
-    def make(kind):
-        return hf.noisy_pair(lambda: hf.build(f"deepseek-{kind}"), 0.03, tmp_path_factory.mktemp(kind))
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def expected(pair):
-    """A function that returns prompts of several lengths and the oracle's continuations."""
-
-    @functools.cache
-    def make(kind):
-        return hf.continuations(pair(kind)[1], LENGTHS, NEW_TOKENS)
-
-    return make
-
 
 CHAIN, TREE = Standalone(depth=4), Standalone(depth=4, width=3, num_nodes=16)
 OFTEN = [("v2", TREE, 1, None), ("v2_groups", CHAIN, 16, 20), ("v3", None, 1, None)]
@@ -71,40 +34,15 @@ RARELY = [
 ]
 
 
-def matrix():
-    for i, point in enumerate([*OFTEN, *RARELY]):
-        yield pytest.param(*point, marks=() if i < len(OFTEN) else pytest.mark.slow)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "drafter", "page_size", "chunk"), list(matrix()))
-def test_greedy_output_equals_transformers(pair, expected, kind, drafter, page_size, chunk, monkeypatch):
-    model, oracle = pair(kind)
-    prompts, wanted = expected(kind)
-    if chunk is not None:
-        monkeypatch.setattr(run, "prefill_chunk", lambda batch: chunk)
-    out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
-    for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
-        assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)
+@pytest.mark.parametrize(("kind", "drafter", "page_size", "chunk"), [*OFTEN, *RARELY])
+def test_greedy_output_equals_transformers(pair, kind, drafter, page_size, chunk, monkeypatch):
+    out = check_output(pair(f"deepseek-{kind}"), drafter, page_size, chunk, monkeypatch)
     if isinstance(drafter, Standalone):
         assert out.stats.accept_length > 1.2
 
 
 # Checkpoints
-
-
-def read_logits(config, params, ids):
-    cache = config.init_cache(params, len(ids), 16, 16)
-    return np.asarray(jax.jit(config.forward)(params, tree.chain(jnp.asarray(ids, jnp.int32)), cache, None).logits)
-
-
-def check_logits(oracle, directory):
-    loaded = language_model.load(directory, dtype="float32")
-    ids = np.random.default_rng(1).integers(0, loaded.config.vocab_size, (2, 100))
-    with torch.no_grad():
-        wanted = oracle(torch.tensor(ids)).logits.numpy()
-    np.testing.assert_allclose(read_logits(loaded.config, loaded.params, ids), wanted, atol=5e-5, rtol=0)
-    return loaded
 
 
 @pytest.mark.slow
@@ -116,7 +54,7 @@ def check_logits(oracle, directory):
         ("v3", {"q_lora_rank": None, "num_hidden_layers": 1}, {}),
     ],
 )
-def test_options(tmp_path, kind, changes, saved):
+def test_logits_equal_transformers_with_other_options(tmp_path, kind, changes, saved):
     oracle = hf.build(f"deepseek-{kind}", seed=4, **changes)
     check_logits(oracle, hf.save(oracle, tmp_path, **saved))
 
@@ -133,7 +71,7 @@ YARN = hf.DEEPSEEK_KINDS["v3"]["rope_parameters"]
         {"attention_factor": 1.3, "original_max_position_embeddings": 4096},
     ],
 )
-def test_yarn(changes):
+def test_scaled_positions_are_those_of_transformers(changes):
     rope = {key: value for key, value in {**YARN, **changes}.items() if value is not None}
     theirs = transformers.DeepseekV3Config(**{**hf.DEEPSEEK, "rope_parameters": rope, "qk_rope_head_dim": 32})
     raw = {**theirs.to_dict(), "architectures": ["DeepseekV3ForCausalLM"]}
@@ -185,12 +123,7 @@ def test_a_published_checkpoint_loads_completely(tmp_path, shared):
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_a_proj.bias", "model.layers.3.x", "model.layers.2.norm"])
 def test_an_unused_tensor_is_an_error(tmp_path, name):
     published(tmp_path)
-    path = tmp_path / "model.safetensors"
-    save_file({**load_file(path), name: np.zeros(3, np.float32)}, path)
-    with pytest.raises(
-        CheckpointError, match=rf"1 unused tensor\(s\) in the checkpoint; this model does not read them: {name}"
-    ):
-        language_model.load(tmp_path)
+    check_unused(tmp_path, name, "model")
 
 
 def test_a_part_of_an_mtp_head_is_an_error(tmp_path):
@@ -201,11 +134,6 @@ def test_a_part_of_an_mtp_head_is_an_error(tmp_path):
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=r"'model.layers.2.hnorm.weight' is missing"):
         language_model.load(tmp_path)
-
-
-def edit(directory, **changes):
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 24], "activation_scheme": "dynamic"}
@@ -228,7 +156,7 @@ def test_block_scaled_matrices_are_dequantized(tmp_path):
         stored[name + "_scale_inv"] = scale
         tensors[name] = stored[name].astype(np.float32) * whole
     save_file(stored, path)
-    edit(tmp_path, quantization_config=FP8)
+    edit(tmp_path, lambda raw: raw.update(quantization_config=FP8))
     oracle.load_state_dict(_fused(tensors), strict=False)
     check_logits(oracle, tmp_path)
     with pytest.raises(CheckpointError, match=r"o_proj.weight_scale_inv' is missing"):
@@ -279,26 +207,12 @@ def _fused(tensors):
 def test_unsupported_configs_are_errors(tmp_path, kind, change, message):
     settings = {**hf.DEEPSEEK, **hf.DEEPSEEK_KINDS[kind], "architectures": [f"Deepseek{kind.upper()}ForCausalLM"]}
     raw = {"norm_topk_prob": False, "routed_scaling_factor": 1.0, **settings, **change}
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
-    save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        language_model.load(tmp_path)
+    check_refused(tmp_path, raw, message)
 
 
 @pytest.mark.parametrize("kind", hf.DEEPSEEK_KINDS)
 def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, kind):
-    model, oracle = pair(kind)
-    language_model.save(
-        tmp_path, model.target, model.params.target, dtype="float32", eos=(1, 6), max_shard_bytes=30_000
-    )
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert type(theirs) is type(oracle)
-    ids = torch.tensor(np.random.default_rng(1).integers(0, 97, (1, 40)))
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, oracle(ids).logits, atol=1e-6, rtol=0)
-    ours = language_model.load(tmp_path, dtype="float32")
-    assert (ours.config, ours.eos) == (model.target, (1, 6))
-    toy.assert_same(ours.params, model.params.target)
+    check_saved(tmp_path, pair(f"deepseek-{kind}"))
 
 
 # The cache
@@ -310,7 +224,7 @@ def test_a_prefix_is_read_as_latents(pair, monkeypatch):
     This is so in the reference, whose arrays can be seen; the kernels have none.
     """
     monkeypatch.setattr(platform, "platform", lambda: "cpu")
-    model, _ = pair("v3")
+    model = pair("deepseek-v3").model
     cache = model.target.init_cache(model.params.target, 2, 40, 4)
     given = tree.chain(jnp.zeros((2, 5), jnp.int32)), cache, jnp.array([9, 30])
     program = str(jax.make_jaxpr(model.target.forward)(model.params.target, *given))
@@ -319,7 +233,7 @@ def test_a_prefix_is_read_as_latents(pair, monkeypatch):
 
 
 def test_an_assistant_finds_no_keys_of_heads(pair):
-    model, _ = pair("v2")
+    model = pair("deepseek-v2").model
     draft = dataclasses.replace(
         toy.ASSISTANT, vocab_size=97, target_layers=(0, 1), head_dims=(28, 28), num_heads=4, target_hidden_size=32
     )
@@ -327,7 +241,7 @@ def test_an_assistant_finds_no_keys_of_heads(pair):
         jspec.FrozenKvMtp(depth=2).bind(model.target, draft)
 
 
-def test_interleaved_positions():
+def test_interleaved_positions_are_rotated_as_halves():
     """Weights are permuted on load, so that no round permutes anything."""
     x = np.random.default_rng(0).normal(size=(1, 3, 1, 8)).astype(np.float32)
     order = np.arange(8).reshape(-1, 2).T.reshape(-1)

@@ -135,7 +135,7 @@ def check_logits(exact, directory):
         ({"num_experts": 0}, ()),
     ],
 )
-def test_options(tmp_path, changes, dense):
+def test_logits_equal_transformers_with_other_options(tmp_path, changes, dense):
     exact = hf.build("qwen3_moe", seed=4, **changes)
     loaded = check_logits(exact, hf.save(exact, tmp_path))
     assert loaded.config.dense_layers == dense

@@ -1,70 +1,14 @@
 """Gemma 4: output and logits equal `transformers`, in contexts of many windows, and nothing beyond a window is read."""
 
-import dataclasses
-import functools
 import json
 
 import hf
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-import toy
+from parity import check_logits, check_output, check_refused, check_saved, check_unused, edit, transformers
 from safetensors.numpy import load_file, save_file
 
 import jspec
-from jspec.checkpoints import language_model
-from jspec.checkpoints.files import CheckpointError
-from jspec.core import tree
 from jspec.drafters import Ngram, Standalone
-from jspec.engine import run
-
-torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
-
-NEW_TOKENS = 24
-LENGTHS = (1, 9, 30, 70)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Such small models are slower with two threads."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A function from a kind and a window to a target with a noisy copy as its draft, and the target's oracle."""
-
-    @functools.cache
-    def make(kind, window):
-        return hf.noisy_pair(
-            lambda: hf.build(f"gemma4-{kind}", sliding_window=window), 0.1, tmp_path_factory.mktemp(kind)
-        )
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def expected(pair):
-    """A function that returns prompts of several lengths and the oracle's continuations."""
-
-    @functools.cache
-    def make(kind, window):
-        return hf.continuations(pair(kind, window)[1], LENGTHS, NEW_TOKENS)
-
-    return make
-
-
-def with_head(model, expected):
-    """The same target with an EAGLE head that was fitted to the outputs."""
-    texts = np.zeros((len(LENGTHS), max(LENGTHS) + NEW_TOKENS), np.int32)
-    for row, prompt, new in zip(texts, *expected, strict=True):
-        row[: len(prompt) + len(new)] = prompt + new
-    shape = dict(vocab_size=97, draft_vocab_size=80, target_hidden_size=32, capture_layers=(0, 1, 2))
-    head = dataclasses.replace(toy.HEAD, **shape)
-    return dataclasses.replace(model, params=toy.fit_head(model.target, head, model.params.target, texts), draft=head)
-
 
 CHAIN, TREE = Standalone(depth=4), Standalone(depth=4, width=3, num_nodes=24)
 """The tree has more nodes than the shortest window has tokens; it is 4 deep."""
@@ -87,24 +31,10 @@ RARELY = [
 """Every second pair of a kind and a drafter."""
 
 
-def matrix():
-    for i, (kind, window, drafter, page_size, chunk) in enumerate([*OFTEN, *RARELY]):
-        marks = () if i < len(OFTEN) else pytest.mark.slow
-        yield pytest.param(kind, window, drafter, page_size, chunk, marks=marks)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "window", "drafter", "page_size", "chunk"), list(matrix()))
-def test_greedy_output_equals_transformers(pair, expected, kind, window, drafter, page_size, chunk, monkeypatch):
-    model, oracle = pair(kind, window)
-    prompts, wanted = expected(kind, window)
-    if isinstance(drafter, jspec.Eagle):
-        model = with_head(model, (prompts, wanted))
-    if chunk is not None:
-        monkeypatch.setattr(run, "prefill_chunk", lambda batch: chunk)
-    out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
-    for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
-        assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)
+@pytest.mark.parametrize(("kind", "window", "drafter", "page_size", "chunk"), [*OFTEN, *RARELY])
+def test_greedy_output_equals_transformers(pair, kind, window, drafter, page_size, chunk, monkeypatch):
+    out = check_output(pair(f"gemma4-{kind}", sliding_window=window), drafter, page_size, chunk, monkeypatch)
     if isinstance(drafter, Standalone | jspec.Eagle):
         assert out.stats.accept_length > (1.2 if isinstance(drafter, Standalone) else 1.05)
 
@@ -112,32 +42,14 @@ def test_greedy_output_equals_transformers(pair, expected, kind, window, drafter
 # Checkpoints
 
 
-def read_logits(config, params, ids):
-    cache = config.init_cache(params, len(ids), 16, 16)
-    return np.asarray(jax.jit(config.forward)(params, tree.chain(jnp.asarray(ids, jnp.int32)), cache, None).logits)
-
-
-def check_logits(oracle, directory):
-    loaded = language_model.load(directory, dtype="float32")
-    ids = np.random.default_rng(1).integers(0, loaded.config.vocab_size, (2, 100))
-    with torch.no_grad():
-        wanted = oracle(torch.tensor(ids)).logits.numpy()
-    # The order of summation depends on the processor, and differs in `transformers`.
-    np.testing.assert_allclose(read_logits(loaded.config, loaded.params, ids), wanted, atol=1e-4, rtol=0)
-    return loaded
-
-
-def edit(directory, change):
-    path = directory / "config.json"
-    raw = json.loads(path.read_text())
-    changed = change(raw)
-    path.write_text(json.dumps(raw if changed is None else changed))
+ATOL = 1e-4
+"""The order of summation depends on the processor, and differs in `transformers`."""
 
 
 def as_on_the_hub(raw):
     """The older generation's format, with separate keys for full layers."""
-    (own, *_) = raw.pop("per_layer_config").values()
-    raw["global_head_dim"], raw["num_global_key_value_heads"] = own["head_dim"], own.get("num_key_value_heads")
+    (full, *_) = raw.pop("per_layer_config").values()
+    raw["global_head_dim"], raw["num_global_key_value_heads"] = full["head_dim"], full.get("num_key_value_heads")
     raw["torch_dtype"] = raw.pop("dtype")
     if raw["moe_intermediate_size"] is not None:
         raw["expert_intermediate_size"] = raw.pop("moe_intermediate_size")
@@ -151,7 +63,7 @@ def test_logits_equal_transformers(tmp_path, kind, old_config):
     hf.save(oracle, tmp_path, sharded=old_config)
     if old_config:
         edit(tmp_path, as_on_the_hub)
-    check_logits(oracle, tmp_path)
+    check_logits(oracle, tmp_path, atol=ATOL)
 
 
 @pytest.mark.slow(unless=("dense-changes1", "shared-changes4"))
@@ -166,9 +78,9 @@ def test_logits_equal_transformers(tmp_path, kind, old_config):
         ("shared", {"num_kv_shared_layers": 0}),
     ],
 )
-def test_options(tmp_path, kind, changes):
+def test_logits_equal_transformers_with_other_options(tmp_path, kind, changes):
     oracle = hf.build(f"gemma4-{kind}", seed=4, **changes)
-    check_logits(oracle, hf.save(oracle, tmp_path))
+    check_logits(oracle, hf.save(oracle, tmp_path), atol=ATOL)
 
 
 def test_the_text_model_of_a_multimodal_one(tmp_path):
@@ -181,7 +93,7 @@ def test_the_text_model_of_a_multimodal_one(tmp_path):
     assert any(name.startswith("model.vision_tower.") for name in names), "there is nothing to skip"
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 96]}))
     edit(tmp_path, lambda raw: raw["text_config"].update(eos_token_id=7))
-    loaded = check_logits(lambda ids: whole(input_ids=ids), tmp_path)
+    loaded = check_logits(lambda ids: whole(input_ids=ids), tmp_path, atol=ATOL)
     assert loaded.eos == (1, 7, 96)
 
 
@@ -193,18 +105,13 @@ def test_a_tied_head_and_projections_of_sharing_layers_may_be_there(tmp_path):
     for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
         tensors[f"model.layers.2.self_attn.{name}"] = tensors[f"model.layers.0.self_attn.{name}"]
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, path)
-    check_logits(oracle, tmp_path)
+    check_logits(oracle, tmp_path, atol=ATOL)
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.bias", "model.towers.weight", "model.layers.3.x"])
 def test_an_unused_tensor_is_an_error(tmp_path, name):
     hf.save(hf.build("gemma4-dense"), tmp_path)
-    path = tmp_path / "model.safetensors"
-    save_file({**load_file(path), name: np.zeros(3, np.float32)}, path)
-    with pytest.raises(
-        CheckpointError, match=rf"1 unused tensor\(s\) in the checkpoint; this text model does not read them: {name}"
-    ):
-        language_model.load(tmp_path)
+    check_unused(tmp_path, name)
 
 
 @pytest.mark.parametrize(
@@ -231,24 +138,13 @@ def test_an_unused_tensor_is_an_error(tmp_path, name):
     ],
 )
 def test_unsupported_configs_are_errors(tmp_path, change, message):
-    raw = {**hf.gemma4_config("shared").to_dict(), "architectures": ["Gemma4ForCausalLM"], **change}
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
-    save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        language_model.load(tmp_path)
+    check_refused(
+        tmp_path,
+        {**hf.gemma4_config("shared").to_dict(), "architectures": ["Gemma4ForCausalLM"], **change},
+        message,
+    )
 
 
 @pytest.mark.parametrize("kind", hf.GEMMA4_KINDS)
 def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, kind):
-    model, oracle = pair(kind, 16)
-    language_model.save(
-        tmp_path, model.target, model.params.target, dtype="float32", eos=(1, 96), max_shard_bytes=30_000
-    )
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert type(theirs) is type(oracle)
-    ids = torch.tensor(np.random.default_rng(1).integers(0, 97, (1, 40)))
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, oracle(ids).logits, atol=1e-6, rtol=0)
-    ours = language_model.load(tmp_path, dtype="float32")
-    assert (ours.config, ours.eos) == (model.target, (1, 96))
-    toy.assert_same(ours.params, model.params.target)
+    check_saved(tmp_path, pair(f"gemma4-{kind}", sliding_window=16))

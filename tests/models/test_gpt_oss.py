@@ -1,7 +1,6 @@
 """gpt-oss: output, logits and hidden states equal `transformers`, in contexts of many windows and all layouts."""
 
 import dataclasses
-import functools
 import json
 
 import hf
@@ -10,42 +9,15 @@ import numpy as np
 import oss
 import pytest
 import toy
-from safetensors.numpy import save_file
+from parity import check_output, check_refused, check_saved, read, torch, transformers
 
 import jspec
 from jspec.checkpoints import language_model
-from jspec.checkpoints.files import CheckpointError
-from jspec.core import tree
 from jspec.core.types import Params
 from jspec.drafters import Standalone, Suffix
-from jspec.engine import run
 from jspec.models import EagleHead
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
-
-NEW_TOKENS = 24
-LENGTHS = (1, 9, 30, 70)
-"""The window has 8 tokens, and the original context 64."""
 SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Such small models are slower with two threads."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A target with a noisy copy as its draft, and the target's oracle."""
-    return hf.noisy_pair(lambda: hf.build("gpt_oss"), 0.1, tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def expected(pair):
-    """Prompts of several lengths and the oracle's continuations."""
-    return hf.continuations(pair[1], LENGTHS, NEW_TOKENS)
 
 
 def random_head(config: EagleHead):
@@ -59,22 +31,11 @@ def random_head(config: EagleHead):
     return jax.device_put(jax.tree.map(random, shapes))
 
 
-@pytest.fixture(scope="module")
-def with_head(pair, expected):
-    """The same target with an EAGLE-3 head, random or fitted to the outputs."""
-
-    @functools.cache
-    def make(fitted):
-        model, texts = pair[0], np.zeros((len(LENGTHS), max(LENGTHS) + NEW_TOKENS), np.int32)
-        for row, prompt, new in zip(texts, *expected, strict=True):
-            row[: len(prompt) + len(new)] = prompt + new
-        shape = dict(vocab_size=97, draft_vocab_size=80 if fitted else 97, target_hidden_size=32)
-        head = dataclasses.replace(toy.HEAD, **shape, capture_layers=(0, 1, 3))
-        target = model.params.target
-        params = toy.fit_head(model.target, head, target, texts) if fitted else Params(target, random_head(head))
-        return dataclasses.replace(model, params=params, draft=head)
-
-    return make
+def with_random_head(model):
+    """The same target with an EAGLE-3 head that is nearly never right."""
+    shape = dict(vocab_size=97, draft_vocab_size=97, target_hidden_size=32, capture_layers=(0, 1, 3))
+    head = dataclasses.replace(toy.HEAD, **shape)
+    return dataclasses.replace(model, params=Params(model.params.target, random_head(head)), draft=head)
 
 
 CASES = {
@@ -91,25 +52,11 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_output_equals_transformers(pair, expected, with_head, case, monkeypatch):
-    drafter, page_size, chunk = CASES[case]
-    (model, oracle), (prompts, wanted) = pair, expected
-    if "head" in case:
-        model = with_head(case.startswith("fitted"))
-    if chunk is not None:
-        monkeypatch.setattr(run, "prefill_chunk", lambda batch: chunk)
-    out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
-    for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
-        assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)
-    least = {"standalone tree": 1.2, "fitted head tree": 1.05, "random head": 0.99, "random head tree": 0.99}
-    assert out.stats.accept_length > least.get(case, 0.99)
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def read(config, params, ids):
-    cache = config.init_cache(params, 2, 16, 16)
-    layers = tuple(range(config.num_layers + 2))
-    return config.forward(params, tree.chain(ids), cache, None, capture_layers=layers)
+def test_greedy_output_equals_transformers(pair, case, monkeypatch):
+    ours = pair("gpt_oss")
+    model = with_random_head(ours.model) if case.startswith("random head") else None
+    out = check_output(ours, *CASES[case], monkeypatch, model)
+    assert out.stats.accept_length > {"standalone tree": 1.2, "fitted head tree": 1.05}.get(case, 0.99)
 
 
 def check_states(oracle, directory):
@@ -118,7 +65,7 @@ def check_states(oracle, directory):
     ids = np.random.default_rng(1).integers(0, 97, (2, 150)).astype(np.int32)
     with torch.no_grad():
         wanted = oracle(torch.tensor(ids), output_hidden_states=True)
-    out = read(loaded.config, loaded.params, ids)
+    out = read(loaded.config, loaded.params, ids, tuple(range(loaded.config.num_layers + 2)))
     np.testing.assert_allclose(out.logits, wanted.logits.numpy(), atol=5e-5, rtol=0)
     states = np.split(np.asarray(out.hidden), loaded.config.num_layers + 2, axis=-1)
     del states[-2]
@@ -155,7 +102,7 @@ def test_logits_and_captured_layers_equal_transformers(tmp_path, layout):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_options(tmp_path, changes):
+def test_logits_equal_transformers_with_other_options(tmp_path, changes):
     oracle = hf.build("gpt_oss", seed=4, **changes)
     check_states(oracle, hf.save(oracle, tmp_path))
 
@@ -167,19 +114,7 @@ def test_chunks_trees_and_committed_paths_give_the_logits_of_whole_texts():
 
 @pytest.mark.slow
 def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair):
-    model, oracle = pair
-    language_model.save(
-        tmp_path, model.target, model.params.target, dtype="float32", eos=(1, 96), max_shard_bytes=30_000
-    )
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    hf.set_gate(theirs, json.loads((tmp_path / "config.json").read_text()))
-    assert type(theirs) is type(oracle)
-    ids = torch.tensor(np.random.default_rng(1).integers(0, 97, (1, 40)))
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, oracle(ids).logits, atol=1e-6, rtol=0)
-    ours = language_model.load(tmp_path, dtype="float32")
-    assert (ours.config, ours.eos) == (model.target, (1, 96))
-    toy.assert_same(ours.params, model.params.target)
+    check_saved(tmp_path, pair("gpt_oss"))
 
 
 def config_json(**changes):
@@ -204,14 +139,10 @@ def config_json(**changes):
     ],
 )
 def test_unsupported_configs_are_errors(tmp_path, change, message):
-    """Before any weight is read: there are none."""
-    (tmp_path / "config.json").write_text(json.dumps(config_json(**change)))
-    save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        language_model.load(tmp_path)
+    check_refused(tmp_path, config_json(**change), message)
 
 
-def test_what_a_configuration_leaves_out(tmp_path):
+def test_what_a_configuration_leaves_out_has_the_defaults_of_transformers(tmp_path):
     """Every second layer slides, and other keys have the defaults of `transformers`."""
     left_out = ("head_dim", "num_key_value_heads", "sliding_window", "swiglu_limit")
     raw = config_json(**dict.fromkeys(left_out, "absent"), num_attention_heads=8)
@@ -230,7 +161,7 @@ def test_what_a_configuration_leaves_out(tmp_path):
     ("options", "target"),
     [({"exact": True}, oss.KINDS["sinks"].exactly()), ({"tensor": 1}, oss.KINDS["sinks"])],
 )
-def test_options_of_the_family(tmp_path, options, target):
+def test_a_model_is_loaded_with_options_of_the_family(tmp_path, options, target):
     language_model.save(tmp_path, oss.KINDS["sinks"], oss.params("sinks"), dtype="float32")
     assert jspec.load(tmp_path, **options).target == target
 

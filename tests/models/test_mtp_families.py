@@ -28,12 +28,6 @@ LAYER_TYPES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Such small models are slower with two threads."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """A function that writes a checkpoint of a family with a number of heads; returns its directory and the oracle."""

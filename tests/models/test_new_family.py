@@ -170,7 +170,7 @@ def test_it_loads_and_generates(checkpoint):
 
 
 @pytest.mark.slow
-def test_it_drafts(checkpoint):
+def test_a_new_family_drafts_for_itself(checkpoint):
     directory, _ = checkpoint
     model = jspec.load(directory, draft=directory, dtype="float32")
     assert "draft of 2 layers" in repr(model)

@@ -1,7 +1,6 @@
 """Qwen3-Next and Qwen3.5: output equals `transformers`' plain greedy decoding, and checkpoints load completely."""
 
 import dataclasses
-import functools
 import json
 
 import hf
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from parity import check_logits, check_output, check_refused, check_saved, check_unused, edit, transformers
 from safetensors.numpy import load_file, save_file
 
 import jspec
@@ -20,16 +20,8 @@ from jspec.checkpoints.files import CheckpointError
 from jspec.core import tree
 from jspec.core.types import DraftTree, Params
 from jspec.drafters import Ngram, Standalone
-from jspec.engine import run
 from jspec.models import MtpParams
 
-torch = pytest.importorskip("torch", reason='needs torch: pip install -e ".[parity]"')
-transformers = pytest.importorskip("transformers", reason='needs transformers: pip install -e ".[parity]"')
-
-slow = pytest.mark.slow
-NEW_TOKENS = 24
-LENGTHS = (1, 9, 30, 75)
-"""The last prompt is longer than a block of the delta rule."""
 LINEAR, FULL = "linear_attention", "full_attention"
 LAYERS = {
     "qwen3_next": (LINEAR, FULL, LINEAR),
@@ -38,37 +30,13 @@ LAYERS = {
 }
 
 
-def build(family, **changes):
-    layers = changes.pop("layer_types", LAYERS[family])
-    return hf.build(family, layer_types=list(layers), num_hidden_layers=len(layers), **changes)
+def sizes(family, layer_types=None):
+    layers = layer_types or LAYERS[family]
+    return {"layer_types": layers, "num_hidden_layers": len(layers)}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Such small models are slower with two threads."""
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A function from a family to a target with a noisy copy as its draft, and the target's oracle."""
-
-    @functools.cache
-    def make(family):
-        return hf.noisy_pair(lambda: build(family), 0.01, tmp_path_factory.mktemp(family))
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def expected(pair):
-    """A function that returns prompts of several lengths and the oracle's continuations."""
-
-    @functools.cache
-    def make(family):
-        return hf.continuations(pair(family)[1], LENGTHS, NEW_TOKENS)
-
-    return make
+def build(family, seed=0, layer_types=None, **changes):
+    return hf.build(family, seed, **sizes(family, layer_types), **changes)
 
 
 def with_llama(model):
@@ -94,37 +62,20 @@ RARELY = [
 ]
 
 
-def matrix():
-    for i, point in enumerate([*OFTEN, *RARELY]):
-        yield pytest.param(*point, marks=() if i < len(OFTEN) else slow)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "drafter", "page_size", "chunk"), list(matrix()))
-def test_greedy_output_equals_transformers(pair, expected, family, drafter, page_size, chunk, monkeypatch):
-    model, oracle = pair(family)
-    prompts, wanted = expected(family)
+@pytest.mark.parametrize(("family", "drafter", "page_size", "chunk"), [*OFTEN, *RARELY])
+def test_greedy_output_equals_transformers(pair, family, drafter, page_size, chunk, monkeypatch):
+    ours, model = pair(family, **sizes(family)), None
     if drafter == "llama":
-        model, drafter = with_llama(model), CHAIN
-    elif isinstance(drafter, jspec.Eagle):
-        texts = np.zeros((len(LENGTHS), max(LENGTHS) + NEW_TOKENS), np.int32)
-        for row, prompt, new in zip(texts, prompts, wanted, strict=True):
-            row[: len(prompt) + len(new)] = prompt + new
-        head = dataclasses.replace(toy.HEAD, vocab_size=97, draft_vocab_size=80, capture_layers=(0, 1, 2))
-        params = toy.fit_head(model.target, head, model.params.target, texts)
-        model = dataclasses.replace(model, params=params, draft=head)
-    if chunk is not None:
-        monkeypatch.setattr(run, "prefill_chunk", lambda batch: chunk)
-    out = jspec.generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, page_size=page_size)
-    for prompt, ours, theirs in zip(prompts, out.tokens, wanted, strict=True):
-        assert ours == theirs, hf.margin(oracle, prompt, ours, theirs)
-    if isinstance(drafter, Standalone) and model.draft == model.target:
+        model, drafter = with_llama(ours.model), CHAIN
+    out = check_output(ours, drafter, page_size, chunk, monkeypatch, model)
+    if isinstance(drafter, Standalone) and model is None:
         assert out.stats.accept_length > 1.5
 
 
 def test_a_rejected_branch_leaves_no_trace(pair):
     """After a tree and the commit of one path, the cache and the next logits equal those of a plain run."""
-    model, _ = pair("qwen3_5")
+    model = pair("qwen3_5", **sizes("qwen3_5")).model
     target, params = model.target, model.params.target
     rng, start = np.random.default_rng(5), jnp.array([6, 3], jnp.int32)
     forward = jax.jit(target.forward)
@@ -146,27 +97,8 @@ def test_a_rejected_branch_leaves_no_trace(pair):
 # Checkpoints
 
 
-def read_logits(loaded, ids):
-    cache = loaded.config.init_cache(loaded.params, len(ids), 16, 16)
-    given = loaded.params, tree.chain(jnp.asarray(ids, jnp.int32)), cache, None
-    return np.asarray(jax.jit(loaded.config.forward)(*given).logits)
-
-
-def check_logits(oracle, directory, count=40):
-    loaded = language_model.load(directory, dtype="float32")
-    ids = np.random.default_rng(1).integers(0, loaded.config.vocab_size, (2, count))
-    with torch.no_grad():
-        wanted = oracle(torch.tensor(ids)).logits.numpy()
-    # Compared with float64, both are 2e-4 off at logits of 8: gated norms amplify small values.
-    np.testing.assert_allclose(read_logits(loaded, ids), wanted, atol=1e-3, rtol=0)
-    return loaded
-
-
-def edit(directory, change):
-    path = directory / "config.json"
-    raw = json.loads(path.read_text())
-    changed = change(raw)
-    path.write_text(json.dumps(raw if changed is None else changed))
+ATOL = 1e-3
+"""Compared with float64, both are 2e-4 off at logits of 8: gated norms amplify small values."""
 
 
 def as_on_the_hub(raw):
@@ -183,11 +115,9 @@ def as_on_the_hub(raw):
     [
         ("qwen3_next", {"layer_types": [LINEAR, FULL] * 2}, True),
         ("qwen3_next", {"norm_topk_prob": False, "mlp_only_layers": [1], "tie_word_embeddings": True}, False),
-        pytest.param(
-            "qwen3_next", {"decoder_sparse_step": 2, "linear_conv_kernel_dim": 3}, False, marks=pytest.mark.slow
-        ),
-        pytest.param("qwen3_5_moe", {"linear_num_value_heads": 2}, False, marks=pytest.mark.slow),
-        pytest.param("qwen3_5", {"head_dim": 32, "num_attention_heads": 6}, False, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", {"decoder_sparse_step": 2, "linear_conv_kernel_dim": 3}, False),
+        ("qwen3_5_moe", {"linear_num_value_heads": 2}, False),
+        ("qwen3_5", {"head_dim": 32, "num_attention_heads": 6}, False),
     ],
 )
 def test_logits_equal_transformers(tmp_path, family, changes, old):
@@ -195,7 +125,7 @@ def test_logits_equal_transformers(tmp_path, family, changes, old):
     hf.save(oracle, tmp_path, sharded=old)
     if old:
         edit(tmp_path, as_on_the_hub)
-    check_logits(oracle, tmp_path)
+    check_logits(oracle, tmp_path, atol=ATOL, count=40)
 
 
 def test_the_text_model_of_a_multimodal_one_and_its_mtp_head(tmp_path):
@@ -220,7 +150,7 @@ def test_the_text_model_of_a_multimodal_one_and_its_mtp_head(tmp_path):
         name.replace(prefix + "layers.1.", "mtp.layers.0."): x for name, x in tensors.items() if "layers.1." in name
     }
     save_file({**tensors, **mtp}, path)
-    loaded = check_logits(lambda ids: whole(input_ids=ids), tmp_path)
+    loaded = check_logits(lambda ids: whole(input_ids=ids), tmp_path, atol=ATOL, count=40)
     assert loaded.eos == (1, 96)
     (head,) = loaded.params.mtp
     assert loaded.config.mtp_layers == 1
@@ -300,7 +230,8 @@ def test_a_configuration_of_qwen3_6(size):
 
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, family):
-    model, oracle = pair(family)
+    ours = pair(family, **sizes(family))
+    model = ours.model
     full = next(
         layer
         for layer, attends in zip(model.params.target.layers, model.target.is_full_attention, strict=True)
@@ -309,18 +240,10 @@ def test_our_checkpoint_loads_in_transformers_and_here(tmp_path, pair, family):
     ones = jnp.ones(32)
     head = MtpParams(ones, 2 * ones, jnp.ones((64, 32)), full, 3 * ones)
     params = dataclasses.replace(model.params.target, mtp=(head,))
-    language_model.save(tmp_path, model.target, params, dtype="float32", eos=(1, 96), max_shard_bytes=30_000)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert type(theirs) is type(oracle)
-    ids = torch.tensor(np.random.default_rng(1).integers(0, 97, (1, 40)))
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(ids).logits, oracle(ids).logits, atol=1e-3, rtol=0)
-    ours = language_model.load(tmp_path, dtype="float32")
-    assert (ours.config, ours.eos) == (dataclasses.replace(model.target, mtp_layers=1), (1, 96))
-    toy.assert_same(ours.params, params)
+    check_saved(tmp_path, ours, dataclasses.replace(model.target, mtp_layers=1), params, atol=1e-3)
 
 
-def test_stacked_experts(tmp_path):
+def test_stacked_experts_are_those_of_separate_tensors(tmp_path):
     oracle = build("qwen3_5_moe", layer_types=[LINEAR], seed=2)
     hf.save(oracle, tmp_path)
     path, experts = tmp_path / "model.safetensors", "model.layers.0.mlp.experts"
@@ -341,12 +264,7 @@ def test_stacked_experts(tmp_path):
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.q_proj.bias", "model.towers.weight", "model.layers.3.x"])
 def test_an_unused_tensor_is_an_error(tmp_path, name):
     hf.save(build("qwen3_5"), tmp_path)
-    path = tmp_path / "model.safetensors"
-    save_file({**load_file(path), name: np.zeros(3, np.float32)}, path)
-    with pytest.raises(
-        CheckpointError, match=rf"1 unused tensor\(s\) in the checkpoint; this text model does not read them: {name}"
-    ):
-        language_model.load(tmp_path)
+    check_unused(tmp_path, name)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +291,4 @@ def test_an_unused_tensor_is_an_error(tmp_path, name):
 )
 def test_unsupported_configs_are_errors(tmp_path, change, message):
     raw = {**build("qwen3_next").config.to_dict(), "architectures": ["Qwen3NextForCausalLM"], **change}
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "absent"}))
-    save_file({}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        language_model.load(tmp_path)
+    check_refused(tmp_path, raw, message)

@@ -53,7 +53,7 @@ def test_a_missing_extra_is_named(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_real_model(process):  # noqa: F811
+def test_a_served_model_gives_the_text_of_generate(process):  # noqa: F811
     small = ("--context", "128", "--slots", "2", "--page-size", "16", "--api-key", "key", "--name", "tiny")
     running, url = process(sys.executable, "-m", "jspec.cli", "serve", "bundled:python-tiny", "--port", "0", *small)
     model = jspec.load("bundled:python-tiny")

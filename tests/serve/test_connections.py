@@ -114,7 +114,7 @@ def test_a_body_announced_as_too_large_is_not_read(serve):
         assert b" 413 " in read_until(connection, b"\r\n\r\n")
 
 
-def test_full_queue(serve):
+def test_a_full_queue_refuses_requests(serve):
     server = serve(room=2, **ENDLESS)
     with connect(server) as connection:
         connection.sendall(request_bytes("/v1/completions", LONG))
@@ -129,7 +129,7 @@ def test_full_queue(serve):
             client.completions.create(model="fake", prompt=["x", "y"], max_tokens=4)
 
 
-def test_api_keys(serve):
+def test_requests_without_an_api_key_are_refused(serve):
     server = serve(server_options={"api_keys": ["first", "sécond"]})
     paths = [("GET", path) for path in ("/v1/models", "/v1/models/fake", "/metrics", "/tokenizer_info")]
     paths += [("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")]
@@ -194,7 +194,7 @@ def test_what_runs_beyond_the_grace_period_is_cancelled(serve, streams):
     assert "[DONE]" not in answer.text
 
 
-def test_health(serve):
+def test_a_broken_engine_is_not_healthy(serve):
     server = serve()
     assert server.http.get("/health").json() == {"status": "ok"}
     server.engine.broken_after = 0

@@ -14,19 +14,19 @@ def test_tokenize_and_back(shared):
     assert shared.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
 
 
-def test_tokenize_a_chat(shared):
+def test_a_chat_is_tokenized_by_its_template(shared):
     out = shared.post("/tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
     assert shared.service.tokenizer.decode(out["tokens"]) == "<user>hi<assistant>" and out["token_strs"] is None
     for body in ({}, {"prompt": "x", "messages": [{"role": "user", "content": "hi"}]}):
         assert shared.post("/tokenize", body).json()["error"]["param"] == "prompt"
 
 
-def test_tokenizer_info(shared):
+def test_tokenizer_info_has_the_special_tokens(shared):
     info = shared.http.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|endoftext|>" and info["bos_token"] is None and "assistant" in info["chat_template"]
 
 
-def test_metrics(shared):
+def test_metrics_are_in_the_format_of_prometheus(shared):
     answer = shared.http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     lines = answer.text.splitlines()

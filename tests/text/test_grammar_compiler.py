@@ -113,7 +113,7 @@ def test_utf8_ranges_are_those_of_python():
             assert sum(found) == (first <= point <= last), (first, last, point)
 
 
-def test_choices():
+def test_a_choice_matches_its_texts_alone():
     grammar = Grammar.choice(["yes", "yesterday", "né"])
     assert all(map(grammar.matches, ["yes", "yesterday", "né"]))
     assert not any(map(grammar.matches, ["", "ye", "yester", "no", "yesyes"]))

@@ -201,7 +201,7 @@ def test_ids_are_shown_without_a_tokenizer(tokenizer):
     "origin, rounds",
     [([0, 1, 2, 0, 1, 0], [3, 2]), ([0, 1, 2], [2]), ([0, 1, 2, 0, 1], [3, 1]), ([0], []), ([0, 0, 0], [1, 1])],
 )
-def test_tokens_per_round(tokenizer, origin, rounds):
+def test_a_round_ends_with_the_targets_token(tokenizer, origin, rounds):
     """A round ends with the target's own token. The first token belongs to no round."""
     out = make(tokenizer, [("x" * len(origin), origin, "length"), ("ab", [0], "eos")])
     assert out.tokens_per_round == [rounds, [1]]
