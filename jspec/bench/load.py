@@ -109,11 +109,13 @@ def run(engine: Engine, load: Sequence[Request]) -> LoadRun:
     """Submits all requests at once and waits for the last one."""
     before, samples = engine.metrics(), []
     began = time.monotonic()
+    # Submit everything, then sample what the engine holds.
     handles = [engine.submit(prompt, max_new_tokens=new) for prompt, new in load]
     while not all(handle.done for handle in handles):
         now = engine.metrics()
         samples.append((time.monotonic() - began, now.running, now.waiting, now.held))
         time.sleep(SAMPLE_SECONDS)
+    # Counters of this run alone.
     tokens = sum(len(handle.result().tokens) for handle in handles)
     after = engine.metrics()
     ended = max(handle.times.ended or began for handle in handles)
@@ -162,6 +164,7 @@ def measure(
 
     report: called with the name of the current step.
     """
+    # The engine; random prompts share no prefix.
     result = LoadResult(mode, slots)
     sizes = {"slots": slots, "context": CONTEXT, "page_size": page_size, "prefix_cache": False}
     try:
@@ -186,6 +189,7 @@ def _repeat(
 ) -> None:
     for _ in range(repeats + MOST_EXTRA):
         report(f"run {len(result.runs) + 1} of {repeats}")
+        # A run with a compilation does not count.
         before = machine.compilations()
         done = run(engine, load)
         if machine.compilations() == before:

@@ -66,6 +66,7 @@ def _case_lines(out: LoadReport, result: LoadResult) -> list[Measurement]:
             note=result.problem,
         )
 
+    # The throughput, even of a case without runs.
     runs = result.runs
     lines = [line("output tokens per second", "tokens/s", [run.tokens_per_second for run in runs])]
     if not runs:

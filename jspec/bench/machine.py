@@ -83,8 +83,10 @@ def seconds_of(function: Callable, *arguments: object, repeats: int, burst: floa
         jax.block_until_ready(out)
         return time.perf_counter() - began
 
+    # Compile and warm up.
     for _ in range(WARM_UP):
         elapsed(1)
+    # Double the calls until a burst is long enough.
     count = 1
     while elapsed(count) < burst:
         count *= 2

@@ -108,11 +108,13 @@ class CaseOptions:
         self._check_modes()
         self._fill(rounds=self.rounds or 85)
         self._check_shape()
+        # What has no exact forward.
         if self.exact:
             for name in ("weights", "kv", "tensor"):
                 value = getattr(self, name, None)
                 if value not in (None, WIDE, 1):
                     raise ValueError(f"--exact: no exact forward with --{name} {value} yet; omit one of them")
+        # Defaults of batch and context depend on the preset.
         groups = getattr(self, "data", 1)
         self._fill(
             batch=self.batch or tuple(groups * batch for batch in ((1,) if self.is_tiny else (1, 8, 32))),
@@ -198,6 +200,7 @@ class BenchOptions(CaseOptions):
             raise ValueError(f"--weights {BLOCKS}: requires --preset; a checkpoint that is stored so keeps its weights")
         self._check_load()
         super().__post_init__()
+        # Several devices.
         for name, devices in devices_of(self).items():
             if "unfolded" in self.mode:
                 raise ValueError(f"--mode unfolded: runs on one device; leave it out with --{name} {devices}")
@@ -218,6 +221,7 @@ class BenchOptions(CaseOptions):
             if mode not in MODES:
                 raise ValueError(f"--mode {mode}: must be {', '.join(MODES[:-1])} or {MODES[-1]} with --load")
         self._fill(requests=self.requests or 256, slots=self.slots or ((4,) if self.is_tiny else (32, 64)))
+        # A plot has a panel per load.
         panels = len(self.slots) * len(self.mode)
         if self.plot and panels > _MOST_PANELS:
             raise ValueError(f"--plot {self.plot}: draws at most {_MOST_PANELS} loads, but there are {panels}")

@@ -147,6 +147,7 @@ def time_phases(
                 seconds[name].append((time.perf_counter() - began) / count)
         return result, cache
 
+    # Each phase gets the result of the one before.
     drafts = phases.method.drafter.depth > 0
     draft_tree, _ = run("draft", s)
     out, _ = run("verify", (s, draft_tree))

@@ -87,6 +87,7 @@ def lines(report: Report) -> list[Measurement]:
     def model_line(metric: str, unit: str, values: Sequence[float]) -> Measurement:
         return measurement(report.environment, report.model, metric=metric, unit=unit, values=values, **shared)
 
+    # The machine and the model, then the cases.
     out = [
         model_line(f"{name} bandwidth", "GB/s", [bandwidth.bytes / seconds / 1e9 for seconds in bandwidth.seconds])
         for name, bandwidth in report.bandwidth.items()
@@ -113,6 +114,7 @@ def _case_lines(report: Report, result: CaseResult, shared: Mapping[str, str | N
         given = {"settings": settings, **shared, **shape, **fields}
         return measurement(report.environment, *parts, metric=metric, unit=unit, values=values, **given)
 
+    # Rounds first, then what explains them.
     milliseconds = [1e3 * seconds for seconds in result.round_seconds]
     out = [line("round", "ms", milliseconds, floor=1e3 * report.floor(result), note=result.problem)]
     if result.accept_length is not None:

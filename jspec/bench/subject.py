@@ -135,6 +135,7 @@ def _shaped(options: CaseOptions) -> Subject:
     """A preset."""
     assert options.preset is not None
     preset, dtype = PRESETS[options.preset], resolve_dtype(options.dtype)
+    # The draft of the drafter, or the first there is.
     drafts = _drafts(preset)
     drafter = options.drafter or next(name for name, draft in drafts.items() if draft)
     draft = drafts[drafter]
@@ -143,6 +144,7 @@ def _shaped(options: CaseOptions) -> Subject:
         raise ValueError(
             f"--drafter {drafter}: {options.preset} has no {_DRAFT_NAMES[drafter]}; those that do: {others}"
         )
+    # Split the target over devices.
     devices = devices_of(options)
     target, placement = preset.target, make_placement(devices.get("tensor"), None, jax.devices(), devices.get("data"))
     if placement is not None:
@@ -159,6 +161,7 @@ def _with_draft(
     """A target with a random draft, which is split as `jspec.load` would split it."""
     dtype = params.embed.dtype
     if placement is not None:
+        # The draft follows, where its shape allows.
         splits = splits_draft(draft, dtype, placement.size, options.weights)
         placement = dataclasses.replace(placement, draft=splits)
         draft = draft.split(placement.size) if placement.draft else draft

@@ -30,10 +30,12 @@ def random_weights(shapes: P, vocab_size: int, seed: int = 0, placement: Placeme
     vocab_size: the target's vocabulary, over which the draft's vocabulary is spread evenly.
     placement: the devices that each array is made on, split as in a model; None: the default device.
     """
+    # Leaves, each with its place.
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_matrix)
     places = [None] * len(leaves)
     if placement is not None:
         places = jax.tree.flatten(placement.shardings(shapes), is_leaf=is_matrix)[0]
+    # One array at a time, by its kind: ids, norms, matrices.
     key = jax.random.key(seed)
     arrays = []
     for index, ((path, leaf), place) in enumerate(zip(leaves, places, strict=True)):
@@ -99,11 +101,13 @@ def round_bytes(
     """
     itemsize = params.target.embed.dtype.itemsize
     tokens = batch * (nodes or depth + 1)
+    # The target's forward and the commit.
     total = target.forward_bytes(params.target, tokens) + batch * target.kv_bytes(context, itemsize)
     total += 2 * batch * target.state_bytes(itemsize)
     if not depth:
         return total
     assert draft is not None
+    # The draft's extension and steps.
     extend = draft.extend_bytes(params)
     steps, readers = (1, 1) if draft.at_once else (depth - bool(extend), depth)
     draft_cache = readers * batch * draft.kv_bytes(context if seen is None else min(seen, context), itemsize, target)

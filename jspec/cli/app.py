@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None, parser: Parser | None = None) -
         arguments = [_as_text(argument) for argument in sys.argv[1:]]
         _escape_what_the_terminal_cannot_show()
         enable_compilation_cache()
+    # Errors of users end here, each with one line.
     options = argparse.Namespace()
     try:
         status = _run(list(arguments), options, parser)
@@ -57,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     version = f"jspec {package.VERSION}, jax {jax.__version__}"
     parser.add_argument("--version", action="version", version=version, help="print the version, and that of JAX")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    # The commands, in the order of the help.
     generate.add_command(commands)
     evaluate.add_command(commands)
     serve.add_command(commands)

@@ -58,6 +58,7 @@ def set_options(
     parser: argparse.ArgumentParser, kind: type[T], run: Callable[[T], int], groups: Mapping[str, Sequence[str]]
 ) -> None:
     """Gives a parser the options of a dataclass, and what runs with them; see `add_command`."""
+    # Options outside of all groups come first.
     grouped = {option for names in groups.values() for option in names}
     add_options(parser, kind, [option for option in options_of(kind) if option not in grouped])
     for title, names in groups.items():
@@ -157,6 +158,7 @@ def check_output(option: str, path: Path) -> None:
     except (OSError, ValueError) as error:  # ValueError: a null byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(f"{option} {_shown(str(path))}: cannot be written ({reason})") from None
+    # Leave no file behind; pipes and devices stay.
     regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
     os.close(descriptor)
     if regular and not existed:
@@ -212,6 +214,7 @@ def in_options(message: str, names: Iterable[str]) -> str:
 
     names: the options of the command, spelled as arguments in Python.
     """
+    # Long names first: no name is a part of an earlier one.
     ordered = sorted(names, key=len, reverse=True)
     name = "|".join(map(re.escape, ordered))
     if not name:

@@ -78,12 +78,15 @@ def _load(options: BenchOptions) -> Model | None:
 def _run_rounds(options: BenchOptions, subject: Subject, drafters: Mapping[str, Drafter]) -> int:
     """Measures rounds of each case, and the bandwidth of the device that their floor is computed from."""
     assert options.repeats is not None
+    # The bandwidths, before weights take the memory.
     copy = machine.copy_bandwidth(options.repeats)
     head = subject.params.target.embed
     gemv = machine.gemv_bandwidth(subject.target.hidden_size, subject.target.vocab_size, head.dtype, options.repeats)
+    # The weights, and what all cases share.
     params = subject.make()
     setup = subjects.setup_of(options, subject, params, repeats=options.repeats, split=not options.no_split)
     out = _describe(options, subject, params, {"copy": copy, "gemv": gemv})
+    # Results are written after each case, as a later one may fail.
     cases = [(mode, batch, context) for context in options.context for batch in options.batch for mode in options.mode]
     with tqdm(cases, unit="case") as bar:
         for mode, batch, context in bar:
@@ -91,6 +94,7 @@ def _run_rounds(options: BenchOptions, subject: Subject, drafters: Mapping[str, 
             out.results.append(measure(setup, mode, drafters[mode], batch, context, bar.set_postfix_str))
             if options.json:
                 measurement.write(options.json, report.lines(out))
+    # The results.
     print(report.table(out))
     if options.plot and any(result.round for result in out.results):
         lines = [dataclasses.asdict(line) for line in report.lines(out)]
@@ -102,6 +106,7 @@ def _run_load(options: BenchOptions, subject: Subject, drafters: Mapping[str, Dr
     """Measures a load of requests for each mode and number of slots."""
     assert options.requests is not None and options.repeats is not None and options.tokens_per_round is not None
     model = Model(subject.name, subject.target, subject.make(), None, (), subject.draft, subject.placement)
+    # The same requests for every mode.
     requests = load.requests(options.requests, model.target.vocab_size)
     page_size = fit_page_size(options.page_size, load.CONTEXT)
     out = LoadReport(
@@ -114,6 +119,7 @@ def _run_load(options: BenchOptions, subject: Subject, drafters: Mapping[str, Dr
         tokens=(sum(len(prompt) for prompt, _ in requests), sum(new for _, new in requests)),
         requests=options.requests,
     )
+    # A run for each mode and number of slots.
     cases = [(mode, slots) for slots in options.slots for mode in options.mode]
     with tqdm(cases, unit="case") as bar:
         for mode, slots in bar:
@@ -134,6 +140,7 @@ def _check_memory(subject: Subject) -> None:
     """Raises ValueError if weights that are not there yet do not fit into the memory of a device."""
     placement = subject.placement
     local = on_one_device(placement, subject.params)
+    # Arrays are in memory already; shapes count by their part on a device.
     new = jax.tree.map(lambda leaf, part: leaf if isinstance(leaf, jax.Array) else part, subject.params, local)
     devices = None if placement is None else placement.devices
     memory.check_weights(subject.name, (new, largest_matrix(local)), devices=devices)
@@ -145,6 +152,7 @@ def _describe(
     """The report without results."""
     target, draft, itemsize = subject.target, subject.draft, params.target.embed.dtype.itemsize
     local = on_one_device(subject.placement, params)
+    # Bytes of the parts of a round.
     streamed = {
         "target": target.forward_bytes(local.target),
         "kv_token": target.kv_bytes(1, itemsize),

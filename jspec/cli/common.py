@@ -160,6 +160,7 @@ def load_model(
     option: the argument that names the model, for messages.
     """
     texts = read_corpus(options, (drafter, *names))
+    # Bundled models have a draft for each drafter.
     draft = options.draft or bundled_draft(options.model, drafter) or bundled_draft(options.model)
     loaded = {} if loaded is None else loaded
     if draft not in loaded:
@@ -197,11 +198,13 @@ def make_drafter(name: str, options: ModelOptions, model: Model) -> Drafter:
       ValueError: an option that this drafter does not have, or one that does not suit the model.
     """
     drafter = choose_drafter(name, model)
+    # Not every drafter has every option.
     fields = [field.name for field in dataclasses.fields(drafter)]  # pyright: ignore[reportArgumentType]
     values = {field: value for field in _SHAPE if (value := getattr(options, field)) is not None}
     for field in values:
         if field not in fields:
             raise ValueError(f"{typed(options, field)}: the drafter {drafters.name_of(drafter)} {_SHAPE[field]}")
+    # Binding checks the shape against the models.
     shaped: Drafter = dataclasses.replace(drafter, **values)  # pyright: ignore[reportArgumentType, reportCallIssue]
     try:
         shaped.bind(model.target, model.draft)
@@ -248,6 +251,7 @@ def encode_record(model: Model, record: Mapping[str, Any], *, chat: bool = False
     Raises:
       ValueError: as `chat_prompt`, or a text that is rendered already.
     """
+    # Rendered prompts are ids already, without special tokens.
     text, rendered = record["prompt"], record.get("rendered") is True
     if not rendered:
         return chat_prompt(model, [{"role": "user", "content": text}]) if chat else text

@@ -72,6 +72,7 @@ def main(options: argparse.Namespace) -> int:
     # A TPU belongs to one process at a time, so the tests run before this process takes it.
     report["tests"] = _not_run("--no-tests") if options.no_tests else run_tests(_ROOT, _platform_of_a_process())
     _show("tests", report["tests"])
+    # This process takes the devices here.
     report["devices"], report["kernels"] = devices(), kernels()
     for number, device in enumerate(report["devices"]):
         _show(f"device {number}", device)
@@ -79,6 +80,7 @@ def main(options: argparse.Namespace) -> int:
     report["bench"] = _not_run("--no-bench") if options.no_bench else run_bench(platform.platform())
     if "problem" in report["bench"]:
         _show("bench", report["bench"])
+    # Neither host nor user is named in the file.
     anonymous = without_names(report, [socket.gethostname(), _user()])
     options.json.write_text(json.dumps(anonymous, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     print(f"written to {options.json}")
@@ -122,6 +124,7 @@ def kernels() -> dict[str, str]:
 
 def _backend(operation: Operation) -> str:
     candidates = [name for name in dispatch.BACKENDS.get(platform.platform(), ()) if name in operation.kernels]
+    # The first available kernel is the one in use.
     reasons = []
     for name in candidates:
         reason = dispatch.unavailable(operation, name)
@@ -146,6 +149,7 @@ def run_tests(root: Path, platform_name: str) -> dict[str, Any]:
     files = _TESTS.get(platform_name, _TESTS_ELSEWHERE)
     if not all((root / name).exists() for name in files):
         return _not_run("the tests are in the repository, and this is an installed package")
+    # The tests need pytest.
     missing = [name for name in ("pytest", "xdist") if importlib.util.find_spec(name) is None]
     if missing:
         return _not_run(f"{' and '.join(missing)} not installed: {package.install('test')}")

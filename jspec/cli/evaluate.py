@@ -98,11 +98,13 @@ def run(options: Options) -> int:
         if name != "plain":
             drafted = load_model(name, options, names=options.drafter, loaded=loaded)
             runs.append((drafted, make_drafter(name, options, drafted)))
+    # All drafters continue the same prompts.
     generation = {"max_new_tokens": options.max_new_tokens, "sampling": sampling, "accept": options.accept}
     prompts = prompt_sets.encode(
         model, groups, chat=options.chat, batch=options.batch, seed=options.seed, generation=generation
     )
 
+    # The heading.
     parameters = dataclasses.asdict(sampling or Sampling(temperature=0.0))
     set_parameters = [
         f"{name} {value:g}" for name, value in parameters.items() if value not in (None, _SAMPLING_OFF.get(name))
@@ -113,6 +115,7 @@ def run(options: Options) -> int:
         f"{model}\n{count} prompts, batch {options.batch}, on {device}; {', '.join(set_parameters) or 'greedy'}",
         flush=True,
     )
+    # Each drafter on each category, with the seeds of a single batch of all prompts.
     here = machine.environment()
     evaluations: dict[str, dict[str, Evaluation]] = {}
     lines: list[measurement.Measurement] = []
@@ -124,6 +127,7 @@ def run(options: Options) -> int:
                 model, category_prompts, drafter, batch=options.batch, progress=True, seed=seed, **generation
             )
             seed += len(category_prompts)
+        # The whole, beside plain decoding, and then each category.
         out = Evaluation.total([*parts.values()])
         evaluations[out.drafter] = parts
         plain = next(iter(evaluations.values()))
@@ -161,6 +165,7 @@ def _table(parts: Mapping[str, Evaluation], plain: Mapping[str, Evaluation], opt
         cells.append(ratio(*speeds) if min(speeds) > 0 else "-")
         cells.append(str(_different(out, before)) if options.repeats_plain else "-")
         rows.append((category, *cells, _shares(out.conditional_acceptance)))
+    # Align the columns.
     first, *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines: list[str] = []
     for category, *cells, shares in rows:
@@ -209,6 +214,7 @@ def _lines(
             **({} if model.placement is None else {"tensor": model.placement.size, "data": model.placement.groups}),
         },
     }
+    # The metrics of one line each.
     metrics = [
         ("accept length", "", out.accept_length),
         *((f"acceptance at {i}", "", float(share)) for i, share in enumerate(out.acceptance_by_position, 1)),

@@ -140,6 +140,7 @@ def run(options: Options) -> int:
         debug=options.debug,
     )
     records = _read_prompts(options)
+    # Several processes meet before the first of them uses a device.
     start_processes(options, split=options.tensor is not None or options.data is not None)
     with quiet_unless_first(options):
         return _generate(records, generation, options)
@@ -150,6 +151,7 @@ def _generate(records: Sequence[Mapping[str, Any]], generation: GenerateOptions,
     model = load_model(options.drafter, options)
     generation = dataclasses.replace(generation, drafter=make_drafter(options.drafter, options, model))
     prompts: Sequence[Prompt] = [encode_record(model, record, chat=options.chat) for record in records]
+    # What errors call each prompt.
     names = ["PROMPT"]
     if options.prompts is not None:
         names = [f"--prompts {options.prompts}, prompt {i}" for i in range(1, len(prompts) + 1)]
@@ -198,6 +200,7 @@ def _run_one(model: Model, prompt: Prompt, generation: GenerateOptions, options:
             run.finish()
     if not options.show:
         _print_stream(run, prompt if isinstance(prompt, str) else "")
+    # The result, and its summary on standard error.
     (out,) = run.result()
     if options.show:
         print(out.to_ansi(), flush=True)
@@ -209,6 +212,7 @@ def _run_one(model: Model, prompt: Prompt, generation: GenerateOptions, options:
     (out,) = Run(model, prompt, generation).finish()
     (plain,) = Run(model, prompt, dataclasses.replace(generation, drafter=None)).finish()
     print(_summary(out.stats, drafter, f" ({out.finish_reason})"), file=sys.stderr)
+    # The verdict.
     same = out.tokens == plain.tokens
     verdict = "the same tokens" if same else _difference(out.tokens, plain.tokens)
     if not options.repeats_plain:
@@ -227,6 +231,7 @@ def _run_many(
 ) -> int:
     """Prints the continuation of each prompt after its batch has ended."""
     drafter = choose_drafter(generation.drafter, model)
+    # Batches end one after the other; each prints its texts.
     remaining, stats = iter(records), []
     for batch in split(prompts, generation, options.batch or 1):
         with notify_if_slow(_COMPILING):

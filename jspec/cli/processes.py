@@ -51,6 +51,7 @@ def start_processes(options: ProcessOptions, *, split: bool) -> None:
     address, count, index = options.coordinator, options.processes, options.process_id
     others = {"--processes": count, "--process-id": index}
     typed = [f"{name} {value}" for name, value in others.items() if value is not None]
+    # A single process needs no address.
     if address is None:
         if typed:
             raise ValueError(f"{typed[0]}: requires --coordinator")
@@ -59,6 +60,7 @@ def start_processes(options: ProcessOptions, *, split: bool) -> None:
         raise ValueError(
             f"--coordinator {address}: requires --tensor or --data, which use the devices of all processes"
         )
+    # JAX finds the others, or the options name them.
     if address == AUTOMATIC:
         if typed:
             raise ValueError(f"{typed[0]}: requires --coordinator HOST:PORT, not {AUTOMATIC}")
@@ -71,6 +73,7 @@ def start_processes(options: ProcessOptions, *, split: bool) -> None:
         if count is not None and index is not None and index >= count:
             raise ValueError(f"--process-id {index}: must be less than --processes, {count}")
     jax.config.update("jax_enable_preemption_service", False)  # which would swallow SIGTERM
+    # Wait for all processes.
     try:
         jax.distributed.initialize(
             None if address == AUTOMATIC else address,

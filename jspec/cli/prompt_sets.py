@@ -39,6 +39,7 @@ def read(paths: Sequence[str], *, chat: bool, limit: int | None) -> dict[str, li
     Raises:
       ValueError: a file cannot be read, or holds something else; or several turns without a chat template.
     """
+    # The records of all files.
     if not paths:
         records = [{"prompt": prompt} for prompt in heldout_prompts()]
         files = {"the held-out prompts": records}
@@ -48,6 +49,7 @@ def read(paths: Sequence[str], *, chat: bool, limit: int | None) -> dict[str, li
             if path in files:
                 raise ValueError(f"--prompts {path}: is given twice")
             files[path] = read_prompt_file(path, conversations=True)
+    # The category of each, from its record or its file.
     groups: dict[str, list[Entry]] = {}
     for path, records in files.items():
         where = path if not paths else f"--prompts {path}"
@@ -61,6 +63,7 @@ def read(paths: Sequence[str], *, chat: bool, limit: int | None) -> dict[str, li
             if record.get("rendered") is True and len(prompt.turns) > 1:
                 raise ValueError(f"{prompt.name}: rendered=true: the turns of a conversation must not be rendered")
             groups.setdefault(category, []).append(prompt)
+    # Prompts without a category are one of their own.
     if len(groups) > 1 and "" in groups:
         groups["other"] = groups.get("other", []) + groups.pop("")
     return {category: group[:limit] for category, group in groups.items()}
@@ -98,6 +101,7 @@ def encode(
     Raises:
       ValueError: a prompt that does not fit, or no chat template.
     """
+    # First turns.
     started: dict[str, list[_Chat]] = {}
     for category, group in groups.items():
         prompts = [encode_record(model, entry.record, chat=chat) for entry in group]
@@ -106,6 +110,7 @@ def encode(
             _Chat(entry, [{"role": "user", "content": entry.turns[0]}], prompt)
             for entry, prompt in zip(group, prompts, strict=True)
         ]
+    # Later turns, after the replies to the earlier ones.
     options = GenerateOptions(drafter="auto", seed=seed, **generation)
     encoded: dict[str, list[Prompt]] = {}
     for category, chats in started.items():

@@ -101,6 +101,7 @@ def run(options: Options) -> int:
         from jspec.serve.app import Service
     except ModuleNotFoundError as error:
         raise ValueError(f"jspec serve requires {error.name}: {package.install('serve')}") from None
+    # A key in the environment is invisible to other users.
     environment = os.environ.get(KEY_VARIABLE)
     keys = options.api_key or (() if environment is None else (environment,))
     start_processes(options, split=options.tensor is not None or options.data is not None)
@@ -115,9 +116,11 @@ def run(options: Options) -> int:
                 accept=options.accept,
                 **{name: getattr(options, name) for name in _ENGINE},
             )
+        # Other processes follow the first one, which has the address.
         if bound is None:
             return _follow(engine)
         with engine:
+            # Serve until a signal.
             limits = openai.Limits(
                 engine.context,
                 prompt=options.max_prompt,

@@ -94,10 +94,12 @@ class Answer:
 
     async def whole(self, pieces: AsyncIterator[tuple[int, Piece]], results: Results) -> dict[str, object]:
         """The answer when all sequences have ended."""
+        # Prompts are scored before their continuations are read.
         echoed = [await self._prompt_logprobs(i) for i in range(len(self._prompts))]
         parts: list[list[Piece]] = [[] for _ in self._texts]
         async for i, piece in pieces:
             parts[i].append(piece)
+        # Each choice is one piece.
         choices = [self._choice(i, _join(part), "message") for i, part in enumerate(parts)]
         for i, choice in enumerate(choices):
             before = echoed[i // self._call.n]
@@ -110,6 +112,7 @@ class Answer:
     ) -> AsyncIterator[Mapping[str, object]]:
         """The same in chunks, as pieces arrive."""
         before, ended = None, "length" if self._call.max_tokens == 0 else None
+        # What comes before the first new token.
         for i, text in enumerate(self._texts):
             if i % self._call.n == 0:
                 before = await self._prompt_logprobs(i // self._call.n)
@@ -118,6 +121,7 @@ class Answer:
                 yield self._chunk([{"index": i, "delta": start, "logprobs": None, "finish_reason": None}])
             elif text or before or ended:
                 yield self._chunk([{"index": i, "text": text, "logprobs": before, "finish_reason": ended}])
+        # New tokens.
         self._texts = [""] * len(self._texts)
         async for i, piece in pieces:
             if piece.text or piece.finish_reason or self._call.logprobs is not None:
@@ -198,6 +202,7 @@ class Answer:
             "total_tokens": self._prompt_tokens + self._new_tokens,
         }
         if stats:
+            # Each round adds a token that was not drafted.
             rounds = sum(int(one.rounds.sum()) for one in stats)
             accepted = sum(one.new_tokens for one in stats) - len(stats) - rounds
             drafted = sum(one.drafted for one in stats)

@@ -173,6 +173,7 @@ class Service:
             # Also keeps pages of other sites from posting: a browser asks first before it sends JSON.
             message = f"content-type={kind[:80]!r}: must be application/json"
             raise ApiError(message, param="content-type", status=415)
+        # The body, bounded in size, time and depth.
         raw = await read_body(request, self._limits.body, BODY_SECONDS)
         try:
             body = msgspec.json.decode(raw)
@@ -199,6 +200,7 @@ class Service:
         scores = call.echo and call.logprobs is not None
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._scoring(len(call.prompts) if scores else 0))
+            # The sequences run from here on; leaving the context cancels them.
             ids, handles = await self._submit(call)
             stack.enter_context(self._running(handles))
             texts = ["" for _ in ids]
@@ -210,6 +212,7 @@ class Service:
             def results() -> list[GenerationStats]:
                 return [handle.result(timeout=10).stats for handle in handles]
 
+            # Chunks, or the whole answer unless the client leaves.
             if call.stream:
                 return EventStream(answer.chunks(merge(handles), results), stack.pop_all())
             whole = await while_connected(request.receive, answer.whole(merge(handles), results))
@@ -227,6 +230,7 @@ class Service:
             raise
 
     def _submit_all(self, call: Call) -> tuple[list[list[int]], list[Handle]]:
+        # Everything that can be wrong, before the first sequence is submitted.
         ids = prompts.encode(self.tokenizer, call)
         limits = [prompts.max_new_tokens(call, self._limits, len(prompt)) for prompt in ids]
         seed = secrets.randbelow(2**32 - call.n + 1) if call.seed is None else call.seed
@@ -250,6 +254,7 @@ class Service:
                     handles.append(handle)
         except Exception as error:
             _cancel(handles)
+            # Say whose fault it is.
             if isinstance(error, QueueFull):
                 raise _queue_is_full(error) from None
             if isinstance(error, EngineError):
@@ -307,6 +312,7 @@ class Service:
             fields.take("return_token_strs", check_flag),
         )
         fields.end()
+        # A chat or a text.
         if (messages is None) == (prompt is None):
             raise ApiError("prompt: give either prompt or messages", param="prompt")
         if messages is None:

@@ -69,6 +69,7 @@ def take_grammar(fields: Fields) -> GrammarRequest | None:
     if whitespace is not None and schema is None:
         name = "guided_whitespace_pattern"
         raise ApiError(f"{name}: requires guided_json", param=name)
+    # A text has one grammar.
     if len(requests) > 1:
         first, second = requests[0].param, requests[1].param
         raise ApiError(f"{second}: must be omitted beside {first}; a text has one grammar", param=second)

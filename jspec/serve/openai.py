@@ -189,6 +189,7 @@ def _read_common(fields: Fields, vocab_size: int, *, n: int, **others: Any) -> C
     fields.take("model", check_text)
     fields.take("user", check_text)
     stream = fields.take("stream", check_flag, False)
+    # Options of the answer.
     usage = fields.take("stream_options", _check_stream_options)
     if usage is not None and not stream:
         raise ApiError("stream_options: requires stream=True", param="stream_options")
@@ -220,6 +221,7 @@ def _sampling(fields: Fields, vocab_size: int) -> Sampling | None:
     bias = fields.take("logit_bias", _check_bias, {}, vocab_size=vocab_size)
     if bias:
         values["logit_bias"] = bias
+    # Greedy decoding ignores truncation.
     if values.get("temperature") == 0:
         values = {field: value for field, value in values.items() if field not in ("top_k", "top_p", "min_p")}
     sampling = Sampling(**values)
@@ -257,6 +259,7 @@ def _check_stop(name: str, value: object) -> list[str]:
     for i, string in enumerate(strings):
         if not check_text(f"{name}[{i}]", string):
             raise ValueError(f"{name}[{i}]='': must not be empty, which would end every text at once")
+    # Bounded, as they are compiled.
     size = sum(len(string.encode()) for string in strings)
     if size > _MAX_STOP_BYTES:
         raise ValueError(f"{name}: {size} bytes; must be at most {_MAX_STOP_BYTES} together")
@@ -315,6 +318,7 @@ def _check_content(name: str, value: object) -> str:
 
 
 def _check_prompts(name: str, value: object, *, vocab_size: int, limits: Limits, n: int) -> list[str | list[int]]:
+    # One prompt or a list of them.
     prompts = [value] if isinstance(value, str) or (isinstance(value, list) and value and _is_int(value[0])) else value
     if not isinstance(prompts, list) or not prompts:
         raise ValueError(f"{name}: must be text, a list of token ids, or a list of these that is not empty")

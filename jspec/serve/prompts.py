@@ -36,6 +36,7 @@ def max_new_tokens(call: Call, limits: Limits, tokens: int) -> int:
     if most < least or tokens > (limits.prompt or tokens):
         bound = min(limits.context - least, limits.prompt or limits.context)
         raise ApiError(f"{field}: {tokens} tokens; must be at most {bound}", param=field, code=code)
+    # The request's own limit.
     most = min(most, limits.output or most)
     if call.max_tokens is not None and call.max_tokens > most:
         raise ApiError(
