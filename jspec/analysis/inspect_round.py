@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from jspec.core import tree
+from jspec.core import optional, tree
 from jspec.core.checks import check_int, shorten
 from jspec.core.method import Method
 from jspec.core.round import accept_drafts, draft, node_logits, verify
 from jspec.core.sampling import Sampling
-from jspec.core.types import BoundedDrafter, Decision, DecodeState, Drafter, DraftTree, Params
+from jspec.core.types import Decision, DecodeState, Drafter, DraftTree, Params
 from jspec.engine.method import choose_drafter
 from jspec.engine.model import Model, refuse_split
 from jspec.engine.options import GenerateOptions
@@ -73,9 +73,7 @@ def inspect_round(
         raise TypeError(f"sampling={shorten(sampling)}: must be a jspec.Sampling, or None (greedy)")
     chosen = choose_drafter(drafter, model)
     bound = chosen.bind(model.target, model.draft)
-    context = model.target.max_length
-    if isinstance(bound, BoundedDrafter):
-        context = min(context, bound.max_length)
+    context = min(model.target.max_length, optional.max_length(bound) or model.target.max_length)
     # At least the default of `generate`, so that both run the same program.
     most = min(max(128, 1 + (round_index + 1) * (bound.depth + 1)), max(1, context - len(ids)))
     run = Run(model, ids, GenerateOptions(drafter=chosen, max_new_tokens=most, sampling=sampling, seed=seed))

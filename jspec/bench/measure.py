@@ -17,7 +17,8 @@ from jaxtyping import Array, Int, PyTree
 from jspec.bench import machine, weights
 from jspec.bench.phases import Phases, is_cache, time_phases
 from jspec.bench.unfolded import Unfolded, seed
-from jspec.core import accept, groups, grow, stopping
+from jspec.core import accept, groups, stopping
+from jspec.core.grow import Shape
 from jspec.core.loop import fastest
 from jspec.core.method import Method
 from jspec.core.prefill import jitted_prefill
@@ -153,7 +154,7 @@ def case_bytes(setup: BenchSetup, drafter: Drafter, batch: int, context: int) ->
     """The fewest bytes that a round of a case reads, on each device; see `weights.round_bytes`."""
     depth = drafter.depth
     draft = None if not depth else setup.draft or getattr(drafter, "model", None)
-    nodes = grow.size(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None))
+    nodes = Shape(depth, getattr(drafter, "width", 1), getattr(drafter, "num_nodes", None)).nodes
     local = groups.batch_of(setup.placement, batch)
     window = getattr(drafter, "window", None)
     seen = None if window is None else window + getattr(drafter, "keep_first", 0)

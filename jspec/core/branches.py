@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, PyTree
 
+from jspec.core import optional
 from jspec.core.invariants import check_choice
 from jspec.core.returned import check_unchanged
 from jspec.core.types import BranchingDrafter, DecodeState, Drafter, Params
@@ -23,17 +24,18 @@ Turn = tuple[Int[Array, ""], DecodeState]
 
 def counters(drafter: Drafter, batch: int) -> Int[Array, "B K A"] | None:
     """`Stats.branch_counts` before the first round."""
-    if not isinstance(drafter, BranchingDrafter):
+    branching = optional.as_branching(drafter)
+    if branching is None:
         return None
-    return jnp.zeros((batch, len(drafter.branches), drafter.depth + 1), jnp.int32)
+    return jnp.zeros((batch, len(branching.branches), drafter.depth + 1), jnp.int32)
 
 
 def drafting(drafter: Drafter, state: PyTree, branch: int | None) -> tuple[Drafter, PyTree]:
     """The drafter that proposes in this branch, and its state; the drafter itself if `branch` is None."""
-    if branch is None:
+    branching = optional.as_branching(drafter)
+    if branch is None or branching is None:
         return drafter, state
-    assert isinstance(drafter, BranchingDrafter)
-    return drafter.branches[branch], drafter.states(state)[branch]
+    return branching.branches[branch], branching.states(state)[branch]
 
 
 def after_draft(drafter: Drafter, whole: PyTree, before: PyTree, after: PyTree, branch: int | None) -> PyTree:

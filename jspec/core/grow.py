@@ -6,6 +6,7 @@ generation are expanded, and the most probable `num_nodes - 1` of all proposed n
 has a fixed topology, independent of the samples, as required by `accept.rejection`.
 """
 
+import dataclasses
 import functools
 import heapq
 from collections.abc import Callable, Sequence
@@ -29,36 +30,55 @@ MAX_PROPOSED = 16384
 """Bound of the proposed nodes of a tree, which are ranked by comparing all pairs."""
 
 
-def check_shape(name: str, depth: object, width: object, num_nodes: object) -> tuple[int, int, int | None]:
-    """Check depth, width and number of nodes of the trees of a drafter called `name`.
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The shape of draft trees.
 
-    Raises:
-      TypeError: not ints.
-      ValueError: no such tree exists, or it is too large to compile or to rank.
+    depth: tokens of the longest chain.
+    width: children of a node, and nodes that are expanded per generation; 1: a chain.
+    num_nodes: nodes of the tree, root included; None: 32, or all proposed nodes if they are fewer.
     """
-    depth = check_int("depth", depth, least=1, most=MAX_DEPTH, owner=name)
-    width = check_int("width", width, least=1, most=MAX_WIDTH, owner=name)
-    most = 1 + width + (depth - 1) * width**2
-    shown = f"{name}(depth={depth}, width={width}, num_nodes={shorten(num_nodes)})"
-    if width > 1 and most > MAX_PROPOSED:
-        raise ValueError(
-            f"{shown}: a tree of this depth and width has 1 + width + (depth - 1) width^2 = {most} proposed nodes; "
-            f"must be at most {MAX_PROPOSED}"
-        )
-    if num_nodes is None:
-        return depth, width, None
-    num_nodes = check_int("num_nodes", num_nodes, least=1, owner=name)
-    if not depth < num_nodes <= most:
-        raise ValueError(
-            f"{shown}: num_nodes, root included, must be at least depth + 1 = {depth + 1} and at most "
-            f"1 + width + (depth - 1) width^2 = {most}, the number of proposed nodes"
-        )
-    return depth, width, num_nodes
 
+    depth: int
+    width: int = 1
+    num_nodes: int | None = None
 
-def size(depth: int, width: int, num_nodes: int | None) -> int:
-    """Number of nodes of a tree, root included; None: 32, or all proposed nodes if they are fewer."""
-    return min(max(32, depth + 1), 1 + width + (depth - 1) * width**2) if num_nodes is None else num_nodes
+    @classmethod
+    def checked(cls, name: str, depth: object, width: object, num_nodes: object) -> "Shape":
+        """The shape of the trees of a drafter called `name`.
+
+        Raises:
+          TypeError: not ints.
+          ValueError: no such tree exists, or it is too large to compile or to rank.
+        """
+        depth = check_int("depth", depth, least=1, most=MAX_DEPTH, owner=name)
+        width = check_int("width", width, least=1, most=MAX_WIDTH, owner=name)
+        most = cls(depth, width).proposed
+        shown = f"{name}(depth={depth}, width={width}, num_nodes={shorten(num_nodes)})"
+        if width > 1 and most > MAX_PROPOSED:
+            raise ValueError(
+                f"{shown}: a tree of this depth and width has 1 + width + (depth - 1) width^2 = {most} proposed nodes; "
+                f"must be at most {MAX_PROPOSED}"
+            )
+        if num_nodes is None:
+            return cls(depth, width)
+        num_nodes = check_int("num_nodes", num_nodes, least=1, owner=name)
+        if not depth < num_nodes <= most:
+            raise ValueError(
+                f"{shown}: num_nodes, root included, must be at least depth + 1 = {depth + 1} and at most "
+                f"1 + width + (depth - 1) width^2 = {most}, the number of proposed nodes"
+            )
+        return cls(depth, width, num_nodes)
+
+    @property
+    def proposed(self) -> int:
+        """Nodes that are proposed, root included."""
+        return 1 + self.width + (self.depth - 1) * self.width**2
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of a tree, root included."""
+        return min(max(32, self.depth + 1), self.proposed) if self.num_nodes is None else self.num_nodes
 
 
 def grow(
@@ -66,10 +86,8 @@ def grow(
     first: Proposal,
     expand: Expand,
     carry: PyTree,
+    shape: Shape,
     *,
-    depth: int,
-    width: int,
-    num_nodes: int | None = None,
     exact: bool = True,
 ) -> DraftTree:
     """Grow a tree under `root`: `first` proposes the root's children, `expand` the children of all other nodes.
@@ -79,12 +97,12 @@ def grow(
     exact: a node attends to the rows of its own ancestors. False: to the rows of the nodes in its slot in previous
       frontiers, as in engines that do not move a draft's rows when the beam changes. The output is the same.
     """
+    depth, width, nodes = shape.depth, shape.width, shape.nodes
     if width == 1:
         return _grow_chain(root, first, expand, carry, depth)
     if first.tokens.shape[2] > width:
         scores = None if first.scores is None else first.scores[:, :, :width]
         first = Proposal(first.tokens[:, :, :width], scores, first.probs)
-    nodes = size(depth, width, num_nodes)
     if first.probs is not None:
         return _grow_sampled(root, first, expand, carry, depth, width, nodes)
     return _grow_best(root, first, expand, carry, depth, width, nodes, exact)

@@ -11,10 +11,10 @@ from jax import lax
 from jax.experimental import checkify
 from jaxtyping import Array, Bool, Int
 
-from jspec.core import branches, stopping
+from jspec.core import branches, optional, stopping
 from jspec.core.method import Method, on_devices
 from jspec.core.round import draft, step
-from jspec.core.types import BranchingDrafter, DecodeState, DraftTree, Params
+from jspec.core.types import DecodeState, DraftTree, Params
 from jspec.core.xla_options import LoopProgram, prefers_cublas
 from pallas_kernels import platform
 
@@ -50,13 +50,14 @@ def run_while(
         s = step(params, s, method=method, branch=branch, debug=debug)
         return dataclasses.replace(s, finish_code=jnp.where(mask, stopping.RUNNING, s.finish_code))
 
-    if not isinstance(method.drafter, BranchingDrafter):
+    branching = optional.as_branching(method.drafter)
+    if branching is None:
         return lax.while_loop(going, partial(one_round, None), s)
     return branches.run_while(
         params,
         s,
         going,
-        drafter=method.drafter,
+        drafter=branching,
         one_round=one_round,
         without_held=lambda s: s if held is None else hold(s)[1],
         debug=debug,

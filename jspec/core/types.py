@@ -318,7 +318,10 @@ DRAFTER_PARTS = ("depth", "capture_layers", "bind", "init", "draft", "extend")
 
 
 class Drafter(Protocol):
-    """A way to propose tokens: a frozen dataclass of hyperparameters; see docs/extending.md."""
+    """A way to propose tokens: a frozen dataclass of hyperparameters; see docs/extending.md.
+
+    Members that a drafter may have in addition are those of `jspec.core.optional`.
+    """
 
     @property
     def depth(self) -> int:
@@ -363,49 +366,6 @@ class DraftNeeds:
 
 
 @runtime_checkable
-class AdaptiveDrafter(Protocol):
-    """A drafter that adapts its drafts to the acceptance rule. Optional: others draft alike for all rules."""
-
-    def adapt(self, needs: DraftNeeds) -> Drafter:
-        """The drafter to use with a rule of these needs; raises ValueError if it cannot meet them."""
-        ...
-
-
-@runtime_checkable
-class BoundedDrafter(Protocol):
-    """A drafter whose model has a context of its own. Optional: others draft for texts of any length."""
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of that context; may raise before `bind`."""
-        ...
-
-
-@runtime_checkable
-class PagedDrafter(Protocol):
-    """A drafter with a cache of its own, for engines in which sequences come, go and share prefixes. Optional: without
-    it, sequences that a drafter with a cache drafts for share nothing.
-    """
-
-    @property
-    def ahead(self) -> int:
-        """Tokens after its own that a row of its caches depends on; such rows are shared only if those agree, too."""
-        ...
-
-    @property
-    def further(self) -> int:
-        """Rows that its caches hold of a sequence beyond those of the target's cache."""
-        ...
-
-    def resume(self, state: PyTree, slots: Int[Array, " n"], length: Int[Array, " n"]) -> PyTree:
-        """The state, cleared in `slots`, whose caches there share their first `length` rows with another sequence's.
-
-        Slots out of range are skipped.
-        """
-        ...
-
-
-@runtime_checkable
 class BranchingDrafter(Drafter, Protocol):
     """A drafter that leaves each round to one of several others, whose trees may differ in shape. Optional.
 
@@ -436,15 +396,6 @@ class BranchingDrafter(Drafter, Protocol):
 
     def with_parts(self, state: PyTree, parts: tuple[PyTree, ...]) -> PyTree:
         """The drafter's state with others in place of those."""
-        ...
-
-
-@runtime_checkable
-class SharingDrafter(Protocol):
-    """A drafter that can draft from the state of another one, so that both need it only once. Optional."""
-
-    def shares(self, other: Drafter) -> bool:
-        """Whether `draft` works with the state that `other` extends. Both are bound."""
         ...
 
 

@@ -10,26 +10,23 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PyTree
 
-from jspec.core import tree
+from jspec.core import optional, tree
 from jspec.core.checks import check_flag, check_int, check_number, shorten
 from jspec.core.returned import check_unchanged
 from jspec.core.struct import struct
 from jspec.core.types import (
     DRAFTER_PARTS,
-    AdaptiveDrafter,
-    BoundedDrafter,
     Committed,
     DecodeState,
     Drafter,
     DraftNeeds,
     DraftTree,
     Params,
-    SharingDrafter,
     Target,
 )
 from jspec.drafters import costs as round_costs
 from jspec.drafters import policy
-from jspec.drafters.binding import bound, set_checked
+from jspec.drafters.base import bound, set_checked
 from jspec.drafters.plain import Plain
 from jspec.drafters.table import PROPOSING
 
@@ -133,8 +130,8 @@ class Adaptive:
     @property
     def max_length(self) -> int:
         """The shortest context of a draft, or the target's."""
-        own = [each.max_length for each in self.branches if isinstance(each, BoundedDrafter)]
-        return min([bound(self, self.target).max_length, *own])
+        contexts = [bound(self, self.target).max_length, *map(optional.max_length, self.branches)]
+        return min(context for context in contexts if context is not None)
 
     @property
     def model(self) -> object:
@@ -159,8 +156,7 @@ class Adaptive:
         if self.drafters is None:
             # `bind` would choose them without knowing the rule.
             raise ValueError("Adaptive(drafters=None): name the drafters for this acceptance rule")
-        adapted = (each.adapt(needs) if isinstance(each, AdaptiveDrafter) else each for each in self.drafters)
-        return dataclasses.replace(self, drafters=tuple(adapted))
+        return dataclasses.replace(self, drafters=tuple(optional.adapted(drafter, needs) for drafter in self.drafters))
 
     # The state
 
@@ -173,11 +169,8 @@ class Adaptive:
 
     def states(self, state: AdaptiveState) -> tuple[PyTree, ...]:
         """The state from which each drafter drafts: its own, or one that it shares."""
-        owners = self._owners
-        return tuple(
-            next(own for owner, own in zip(owners, state.states, strict=True) if _shares(each, owner))
-            for each in self.branches
-        )
+        pairs = list(zip(self._owners, state.states, strict=True))
+        return tuple(next(part for owner, part in pairs if optional.shares(x, owner)) for x in self.branches)
 
     def parts(self, state: AdaptiveState) -> tuple[tuple[Drafter, PyTree], ...]:
         """The states that are extended, each with the drafter that extends it."""
@@ -280,9 +273,9 @@ class Adaptive:
     def _owners(self) -> tuple[Drafter, ...]:
         """The fewest drafters from whose states all draft."""
         owners: list[Drafter] = []
-        for each in self.branches:
-            if not any(_shares(each, owner) for owner in owners):
-                owners = [owner for owner in owners if not _shares(owner, each)] + [each]
+        for drafter in self.branches:
+            if not any(optional.shares(drafter, owner) for owner in owners):
+                owners = [owner for owner in owners if not optional.shares(owner, drafter)] + [drafter]
         return tuple(owners)
 
     @property
@@ -294,11 +287,6 @@ class Adaptive:
         reading = [self.watch and getattr(each, "reads_tokens_alone", False) for each in self.branches]
         watched = np.array([any(reading[i] for i in np.flatnonzero(index == kind)) for kind in range(len(known))], bool)
         return policy.Choices(index, np.array([each.depth for each in self.branches], np.int32), watched)
-
-
-def _shares(drafter: Drafter, owner: Drafter) -> bool:
-    """Whether a drafter drafts from the state that another one extends."""
-    return drafter == owner or (isinstance(drafter, SharingDrafter) and drafter.shares(owner))
 
 
 def _kind(drafter: Drafter) -> object:

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.cache.window import within
 from jspec.core.commit import commit_rows
-from jspec.core.grow import check_shape, grow, take_parents
+from jspec.core.grow import Shape, grow, take_parents
 from jspec.core.propose import propose
 from jspec.core.struct import struct
 from jspec.core.types import (
@@ -19,22 +18,13 @@ from jspec.core.types import (
     Committed,
     DecodeState,
     Drafter,
-    DraftNeeds,
     DraftTree,
     Frontier,
     Params,
     Proposal,
     Target,
 )
-from jspec.drafters.binding import (
-    bound,
-    check_made_for,
-    check_needs,
-    check_options,
-    check_window,
-    check_windowed,
-    describe_loaded,
-)
+from jspec.drafters.base import ModelDrafter, bound, check_made_for, check_reads
 from jspec.models.block_head import BlockHead, BlockParams
 
 
@@ -48,7 +38,7 @@ class BlockState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class Block(ModelDrafter):
     """Proposes with a block draft, such as DFlash or DSpark: one forward per round, whatever the depth.
 
     depth: tokens of the longest chain, from 1 to the block's predictions; None: all of them; an int after `bind`.
@@ -74,12 +64,12 @@ class Block:
     model: BlockHead | None = None
 
     def __post_init__(self):
-        check_window(self, window=self.window, keep_first=self.keep_first)
+        self.check_window()
         if self.depth is None:
             # `bind` replaces the depth, and so checks the number of nodes.
-            check_shape("Block", 1, self.width, None)
+            Shape.checked("Block", 1, self.width, None)
             return
-        check_options(self, depth=self.depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
+        self.check_shape(self.depth)
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
@@ -92,28 +82,18 @@ class Block:
 
     def bind(self, target: Target, draft: object) -> "Block":
         """Takes the draft's configuration; it must have been made for a target of this shape."""
-        if not isinstance(draft, BlockHead):
-            raise ValueError(
-                f'drafter Block needs a block draft, {describe_loaded(draft)}: jspec.load(..., draft="...")'
-            )
+        draft = self.check_kind(draft, BlockHead, "a block draft")
         check_made_for("draft", target, vocab_size=draft.vocab_size, hidden_size=draft.target_hidden_size)
-        layers, last = draft.capture_layers, target.num_layers + 1
-        if list(layers) != sorted(set(layers)) or not all(0 <= layer <= last for layer in layers):
-            raise ValueError(f"the draft reads the layers {layers}: they must ascend, from 0 to {last}")
+        check_reads("draft", target, draft.capture_layers)
         if self.width > draft.draft_vocab_size:
             raise ValueError(f"Block(width={self.width}): the draft's vocabulary has {draft.draft_vocab_size} tokens")
         if self.depth is not None and self.depth > draft.depth:
             raise ValueError(f"Block(depth={self.depth}): must be at most {draft.depth}, the predictions of a block")
-        check_windowed(self, draft, window=self.window, keep_first=self.keep_first)
+        self.check_windowed(draft)
         if self.window is not None and self.window < draft.block_size:
             raise ValueError(f"Block(window={self.window}): must be at least {draft.block_size}, the rows of a block")
         depth = draft.depth if self.depth is None else self.depth
         return dataclasses.replace(self, depth=depth, target=target, model=draft)
-
-    def adapt(self, needs: DraftNeeds) -> "Block":
-        """Samples the drafts if the acceptance rule needs that."""
-        check_needs(self, self.width, needs)
-        return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 
     def shares(self, other: Drafter) -> bool:
         """Whether `draft` works with the state of another one: of the same draft, with any window of its cache."""
@@ -147,10 +127,7 @@ class Block:
 
         batch = s.root.shape[0]
         markov, first = step(self._model.begin(own, batch), s.root, jnp.zeros((batch, 1, 0), jnp.int32))
-        draft_tree = grow(
-            s.root[:, 0], first, expand, markov, depth=self.depth, width=self.width, num_nodes=self.num_nodes
-        )
-        return draft_tree, state
+        return grow(s.root[:, 0], first, expand, markov, self.shape), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> BlockState:
         """Projects the target's features of the committed tokens to keys and values; no attention."""
@@ -163,11 +140,6 @@ class Block:
     @property
     def ahead(self) -> int:
         """A row is made of its position's feature alone."""
-        return 0
-
-    @property
-    def further(self) -> int:
-        """As many rows as the target."""
         return 0
 
     def resume(self, state: BlockState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> BlockState:
@@ -192,9 +164,7 @@ class Block:
         start = s.length - 1
         positions = start[:, None] + jnp.arange(model.block_size, dtype=jnp.int32)[None]
         tokens = jnp.concatenate([s.root, masks], axis=1)
-        out = model.apply(
-            params, self._target, tokens, positions, within(state.cache, self.window, self.keep_first), start
-        )
+        out = model.apply(params, self._target, tokens, positions, self.seen(state.cache), start)
         first = 0 if model.next_token else 1
         hidden = out[:, first : first + self.depth]
         return hidden, model.unembed(params, self._target, hidden)

@@ -1,12 +1,10 @@
 """EAGLE: a head that drafts from the target's hidden states (arXiv 2401.15077, 2406.16858, 2503.01840)."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.cache.window import within
 from jspec.core.checks import check_flag
 from jspec.core.commit import commit_rows
 from jspec.core.grow import grow, take_parents
@@ -17,8 +15,6 @@ from jspec.core.types import (
     Cache,
     Committed,
     DecodeState,
-    Drafter,
-    DraftNeeds,
     DraftTree,
     Frontier,
     Params,
@@ -26,16 +22,7 @@ from jspec.core.types import (
     Rows,
     Target,
 )
-from jspec.drafters.binding import (
-    bound,
-    check_made_for,
-    check_needs,
-    check_options,
-    check_window,
-    check_windowed,
-    describe_loaded,
-    set_checked,
-)
+from jspec.drafters.base import ModelDrafter, bound, check_made_for, check_reads, set_checked
 from jspec.drafters.feature_head import FeatureHead
 
 
@@ -54,7 +41,7 @@ class EagleState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle:
+class Eagle(ModelDrafter):
     """Proposes with an EAGLE-1, EAGLE-2 or EAGLE-3 head.
 
     depth: tokens of the longest chain, from 1 to 64.
@@ -82,8 +69,8 @@ class Eagle:
     model: FeatureHead | None = None
 
     def __post_init__(self):
-        check_options(self, depth=self.depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
-        check_window(self, window=self.window, keep_first=self.keep_first)
+        self.check_shape(self.depth)
+        self.check_window()
         set_checked(self, exact=check_flag("exact", self.exact, owner="Eagle"))
 
     @property
@@ -97,32 +84,13 @@ class Eagle:
 
     def bind(self, target: Target, draft: object) -> "Eagle":
         """Takes the head's configuration; it must have been made for a target of this shape."""
-        if not isinstance(draft, FeatureHead):
-            raise ValueError(
-                f'drafter Eagle needs an EAGLE head as draft, {describe_loaded(draft)}: jspec.load(..., draft="...")'
-            )
+        draft = self.check_kind(draft, FeatureHead, "an EAGLE head as draft")
         check_made_for("head", target, vocab_size=draft.vocab_size, hidden_size=draft.target_hidden_size)
-        layers, last = draft.capture_layers, target.num_layers + 1
-        if list(layers) != sorted(set(layers)) or not all(0 <= layer <= last for layer in layers):
-            raise ValueError(f"the head reads the layers {layers}: they must ascend, from 0 to {last}")
+        check_reads("head", target, draft.capture_layers)
         if self.width > draft.draft_vocab_size:
             raise ValueError(f"Eagle(width={self.width}): the head's vocabulary has {draft.draft_vocab_size} tokens")
-        check_windowed(self, draft, window=self.window, keep_first=self.keep_first)
+        self.check_windowed(draft)
         return dataclasses.replace(self, target=target, model=draft)
-
-    def adapt(self, needs: DraftNeeds) -> "Eagle":
-        """Samples the drafts if the acceptance rule needs that."""
-        check_needs(self, self.width, needs)
-        return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
-
-    def shares(self, other: Drafter) -> bool:
-        """Whether `draft` works with the state of another one: of the same head and window, and at least as wide."""
-        alike = ("target", "model", "sampled", "window", "keep_first")
-        return (
-            isinstance(other, Eagle)
-            and all(getattr(self, name) == getattr(other, name) for name in alike)
-            and self.width <= other.width
-        )
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> EagleState:
         """An empty cache."""
@@ -146,7 +114,7 @@ class Eagle:
                 frontier.tokens,
                 take_parents(feature, frontier),
                 (s.length + frontier.generation - 2)[:, None],
-                self._seen(state.cache),
+                self.seen(state.cache),
                 s.length - 1,
                 mask=frontier.mask,
                 earlier=rows,
@@ -158,9 +126,7 @@ class Eagle:
             state.proposal,
             expand,
             (None, state.feature),
-            depth=self.depth,
-            width=self.width,
-            num_nodes=self.num_nodes,
+            self.shape,
             exact=self.exact,
         )
         return draft_tree, state
@@ -176,7 +142,7 @@ class Eagle:
             committed.tokens,
             self._model.fuse(params.draft, committed.hidden),
             committed.start[:, None] + column,
-            self._seen(state.cache),
+            self.seen(state.cache),
             None if committed.first else committed.start,
             select=jnp.maximum(committed.length - 1, 0),
         )
@@ -192,11 +158,6 @@ class Eagle:
         """A row is made of its position's feature and of the token after it."""
         return 1
 
-    @property
-    def further(self) -> int:
-        """As many rows as the target."""
-        return 0
-
     def resume(self, state: EagleState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> EagleState:
         """Itself: the first chunk that is read brings a feature and a proposal."""
         return state
@@ -208,9 +169,6 @@ class Eagle:
     @property
     def _model(self) -> FeatureHead:
         return bound(self, self.model)
-
-    def _seen(self, cache: Cache) -> Any:
-        return within(cache, self.window, self.keep_first)
 
     def _propose(
         self, params: Params, s: DecodeState, logits: Float[Array, "B M Vd"], path: Int[Array, "B M g"]

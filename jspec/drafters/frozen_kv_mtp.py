@@ -17,14 +17,13 @@ from jspec.core.types import (
     Committed,
     DecodeState,
     Drafter,
-    DraftNeeds,
     DraftTree,
     Frontier,
     Params,
     Proposal,
     Target,
 )
-from jspec.drafters.binding import bound, check_needs, check_options, describe_loaded
+from jspec.drafters.base import ModelDrafter, bound
 from jspec.models import Assistant
 from jspec.models.decoder import Decoder
 
@@ -33,7 +32,7 @@ POSITIONS = ("committed", "root")
 
 
 @dataclasses.dataclass(frozen=True)
-class FrozenKvMtp:
+class FrozenKvMtp(ModelDrafter):
     """Proposes with an assistant. Its state is one hidden vector: the target's at the last committed row.
 
     Each generation, the first one included, is one forward. The first reads the root and that vector; the others read
@@ -57,7 +56,7 @@ class FrozenKvMtp:
     model: Assistant | None = None
 
     def __post_init__(self):
-        check_options(self, depth=self.depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
+        self.check_shape(self.depth)
         if not isinstance(self.position, str) or self.position not in POSITIONS:
             valid = ", ".join(map(repr, POSITIONS))
             raise ValueError(f"FrozenKvMtp(position={shorten(self.position)}): position must be one of {valid}")
@@ -73,11 +72,7 @@ class FrozenKvMtp:
 
     def bind(self, target: Target, draft: object) -> "FrozenKvMtp":
         """Takes the assistant's configuration; it must have been made for a target of this shape."""
-        if not isinstance(draft, Assistant):
-            raise ValueError(
-                f"drafter FrozenKvMtp needs an assistant as draft, {describe_loaded(draft)}: "
-                'jspec.load(..., draft="...")'
-            )
+        draft = self.check_kind(draft, Assistant, "an assistant as draft")
         if not isinstance(target, Decoder):
             raise ValueError(f"drafter FrozenKvMtp needs a target with a paged cache, not a {type(target).__name__}")
         draft.check_target(target)
@@ -87,11 +82,6 @@ class FrozenKvMtp:
                 "assistant"
             )
         return dataclasses.replace(self, target=target, model=draft)
-
-    def adapt(self, needs: DraftNeeds) -> "FrozenKvMtp":
-        """Samples the drafts if the acceptance rule needs that."""
-        check_needs(self, self.width, needs)
-        return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
 
     def shares(self, other: Drafter) -> bool:
         """Whether `draft` works with the state of another one: the target's hidden state, whatever the options."""
@@ -122,8 +112,7 @@ class FrozenKvMtp:
         def expand(hidden: Float[Array, "B F E"], frontier: Frontier) -> tuple[Float[Array, "B M E"], Proposal]:
             return self._step(params, s, hidden, frontier)
 
-        depth, width, num_nodes = self.depth, self.width, self.num_nodes
-        return grow(s.root[:, 0], first, expand, hidden, depth=depth, width=width, num_nodes=num_nodes)
+        return grow(s.root[:, 0], first, expand, hidden, self.shape)
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> Float[Array, "B 1 E"]:
         """Keeps the target's hidden state at the last committed row."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jspec.core.checks import check_int
 from jspec.core.commit import commit_rows
-from jspec.core.grow import grow
+from jspec.core.grow import Shape, grow
 from jspec.core.propose import propose
 from jspec.core.struct import struct
 from jspec.core.tree import where_sequences
@@ -17,14 +17,13 @@ from jspec.core.types import (
     Committed,
     DecodeState,
     Drafter,
-    DraftNeeds,
     DraftTree,
     Frontier,
     Params,
     Proposal,
     Target,
 )
-from jspec.drafters.binding import bound, check_made_for, check_needs, check_options, describe_loaded, set_checked
+from jspec.drafters.base import ModelDrafter, bound, check_made_for, set_checked
 from jspec.drafters.eagle import Eagle
 from jspec.models import MtpHead, MtpHeads, layers
 
@@ -47,7 +46,7 @@ class MtpState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Mtp:
+class Mtp(ModelDrafter):
     """Proposes with the target's own MTP heads.
 
     A single head is reused for each token: `bind` then returns an `Eagle`, because such a head is an EAGLE head whose
@@ -72,8 +71,7 @@ class Mtp:
     model: MtpHeads | None = None
 
     def __post_init__(self):
-        depth = self._chain(1)
-        check_options(self, depth=depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
+        self.check_shape(self._chain(1))
         if self.heads is not None:
             set_checked(self, heads=check_int("heads", self.heads, least=1, owner="Mtp"))
 
@@ -88,11 +86,8 @@ class Mtp:
 
     def bind(self, target: Target, draft: object) -> Drafter:
         """Takes the heads' configuration; they must have been made for a target of this shape."""
-        if not isinstance(draft, MtpHeads):
-            raise ValueError(
-                f"drafter Mtp needs the heads of the target's own checkpoint as draft, {describe_loaded(draft)}: "
-                "jspec.load(...) loads them if the checkpoint has any and no other draft is named"
-            )
+        hint = "jspec.load(...) loads them if the checkpoint has any and no other draft is named"
+        draft = self.check_kind(draft, MtpHeads, "the heads of the target's own checkpoint as draft", hint)
         check_made_for("heads", target, vocab_size=draft.layer.vocab_size, hidden_size=draft.layer.hidden_size)
         if self.heads is not None and self.heads > draft.count:
             raise ValueError(f"Mtp(heads={self.heads}): the checkpoint has {draft.count}")
@@ -108,18 +103,9 @@ class Mtp:
             )
         return dataclasses.replace(self, depth=depth, target=target, model=draft)
 
-    def adapt(self, needs: DraftNeeds) -> "Mtp":
-        """Samples the drafts if the acceptance rule needs that."""
-        check_needs(self, self.width, needs)
-        return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
-
     def shares(self, other: Drafter) -> bool:
         """Whether `draft` works with the state of another one: it has the proposals of as many heads or more."""
-        return (
-            isinstance(other, Mtp)
-            and (self.target, self.model, self.sampled) == (other.target, other.model, other.sampled)
-            and self.depth <= other.depth
-        )
+        return super().shares(other) and self.depth <= other.depth
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> MtpState:
         """Empty caches."""
@@ -135,7 +121,7 @@ class Mtp:
         def expand(carry: None, frontier: Frontier) -> tuple[None, Proposal]:
             return None, next(proposals)
 
-        return grow(s.root[:, 0], first, expand, None, depth=self.depth, width=1), state
+        return grow(s.root[:, 0], first, expand, None, Shape(self.depth)), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> MtpState:
         """Every head reads what was committed and, after it, the drafts of the heads before it."""
@@ -176,11 +162,6 @@ class Mtp:
     def ahead(self) -> int:
         """A row of the last head belongs to the token that is as many positions after it as there are heads."""
         return self.depth
-
-    @property
-    def further(self) -> int:
-        """At most as many rows as the target."""
-        return 0
 
     def resume(self, state: MtpState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> MtpState:
         """Shared rows are complete in the caches of all heads."""

@@ -1,12 +1,11 @@
 """A small language model as the draft (Leviathan, Kalman and Matias, arXiv 2211.17192)."""
 
 import dataclasses
-from typing import Any
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jspec.cache.window import within
 from jspec.core.commit import commit_rows
 from jspec.core.grow import grow
 from jspec.core.propose import propose
@@ -16,8 +15,6 @@ from jspec.core.types import (
     Cache,
     Committed,
     DecodeState,
-    Drafter,
-    DraftNeeds,
     DraftTree,
     Frontier,
     Params,
@@ -25,7 +22,7 @@ from jspec.core.types import (
     Rows,
     Target,
 )
-from jspec.drafters.binding import bound, check_needs, check_options, check_window, check_windowed, describe_loaded
+from jspec.drafters.base import ModelDrafter, bound
 from jspec.models.decoder import Decoder
 
 
@@ -40,7 +37,7 @@ class StandaloneState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Standalone:
+class Standalone(ModelDrafter):
     """Proposes the draft model's own continuations. The draft reads tokens only, no hidden states of the target.
 
     depth: tokens of the longest chain, from 1 to 64.
@@ -63,18 +60,16 @@ class Standalone:
     keep_first: int = 0
     model: Decoder | None = None
     capture_layers = ()
+    further: ClassVar[int] = 1
+    """The root has a row in this cache and none in the target's."""
 
     def __post_init__(self):
-        check_options(self, depth=self.depth, width=self.width, num_nodes=self.num_nodes, sampled=self.sampled)
-        check_window(self, window=self.window, keep_first=self.keep_first)
+        self.check_shape(self.depth)
+        self.check_window()
 
     def bind(self, target: Target, draft: object) -> "Standalone":
         """Takes the draft's configuration; it must be a language model with the target's vocabulary."""
-        if not isinstance(draft, Decoder):
-            raise ValueError(
-                f"drafter Standalone needs a language model as draft, {describe_loaded(draft)}: "
-                'jspec.load(..., draft="...")'
-            )
+        draft = self.check_kind(draft, Decoder, "a language model as draft")
         if draft.vocab_size != target.vocab_size:
             raise ValueError(
                 f"Standalone needs a draft with the target's vocabulary: the draft has {draft.vocab_size} tokens, "
@@ -82,22 +77,8 @@ class Standalone:
             )
         if self.width > target.vocab_size:
             raise ValueError(f"Standalone(width={self.width}): the vocabulary has {target.vocab_size} tokens")
-        check_windowed(self, draft, window=self.window, keep_first=self.keep_first)
+        self.check_windowed(draft)
         return dataclasses.replace(self, model=draft)
-
-    def adapt(self, needs: DraftNeeds) -> "Standalone":
-        """Samples the drafts if the acceptance rule needs that."""
-        check_needs(self, self.width, needs)
-        return dataclasses.replace(self, sampled=self.sampled or needs.sampled)
-
-    def shares(self, other: Drafter) -> bool:
-        """Whether `draft` works with the state of another one: of the same model and window, and at least as wide."""
-        alike = ("model", "sampled", "window", "keep_first")
-        return (
-            isinstance(other, Standalone)
-            and all(getattr(self, name) == getattr(other, name) for name in alike)
-            and self.width <= other.width
-        )
 
     def init(self, params: Params, batch: int, capacity: int, page_size: int) -> StandaloneState:
         """An empty cache."""
@@ -117,15 +98,14 @@ class Standalone:
                 params.draft,
                 frontier.tokens,
                 (s.length + frontier.generation - 1)[:, None],
-                self._seen(state.cache),
+                self.seen(state.cache),
                 state.length,
                 mask=frontier.mask,
                 earlier=rows,
             )
             return out.rows, self._propose(s, out.logits, frontier.path)
 
-        depth, width, num_nodes = self.depth, self.width, self.num_nodes
-        return grow(s.root[:, 0], state.proposal, expand, None, depth=depth, width=width, num_nodes=num_nodes), state
+        return grow(s.root[:, 0], state.proposal, expand, None, self.shape), state
 
     def extend(self, params: Params, s: DecodeState, committed: Committed) -> StandaloneState:
         """Reads the tokens that the cache lacks, up to the root, and proposes the first generation after it."""
@@ -139,7 +119,7 @@ class Standalone:
         tokens = jnp.take_along_axis(s.tokens, positions, axis=1, mode="clip")
         prefix = None if committed.first else start
         last = jnp.maximum(count - 1, 0)
-        out = self._model.apply(params.draft, tokens, positions, self._seen(state.cache), prefix, select=last)
+        out = self._model.apply(params.draft, tokens, positions, self.seen(state.cache), prefix, select=last)
         proposal = self._propose(s, out.logits, jnp.zeros((*count.shape, 1, 0), jnp.int32))
         cache = commit_rows(state.cache, out.rows, start, None, count, after=out.logits)
         if not committed.first:
@@ -160,11 +140,6 @@ class Standalone:
         """A row depends on no later token."""
         return 0
 
-    @property
-    def further(self) -> int:
-        """The root has a row in this cache and none in the target's."""
-        return 1
-
     def resume(self, state: StandaloneState, slots: Int[Array, " n"], length: Int[Array, " n"]) -> StandaloneState:
         """The cache has the shared rows."""
         return dataclasses.replace(state, length=state.length.at[slots].set(length, mode="drop"))
@@ -172,9 +147,6 @@ class Standalone:
     @property
     def _model(self) -> Decoder:
         return bound(self, self.model)
-
-    def _seen(self, cache: Cache) -> Any:
-        return within(cache, self.window, self.keep_first)
 
     def _propose(self, s: DecodeState, logits: Float[Array, "B M V"], path: Int[Array, "B M g"]) -> Proposal:
         return propose(s, logits, path, width=self.width, vocab_size=self._model.vocab_size, sampled=self.sampled)

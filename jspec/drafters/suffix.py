@@ -10,7 +10,7 @@ from jspec.core import grow, tree
 from jspec.core.checks import check_int, shorten
 from jspec.core.struct import struct
 from jspec.core.types import Committed, DecodeState, DraftNeeds, DraftTree, Params, Target
-from jspec.drafters.binding import check_needs, set_checked
+from jspec.drafters.base import check_needs, set_checked
 
 MAX_MATCH = 16
 """Tokens of the longest match. The votes of all occurrences, 64 times 2^16 at most, are exact in float32."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jspec import drafters
 from jspec.cache.pages import DEFAULT_PAGE_SIZE, fit_page_size
-from jspec.core import grammar, groups, sharding, stopping
+from jspec.core import grammar, groups, optional, sharding, stopping
 from jspec.core.automaton import Automaton
 from jspec.core.checks import check_hashable, check_int, check_sequence, shorten
 from jspec.core.loop import SHARED, run_rounds
@@ -23,7 +23,7 @@ from jspec.core.prefill import prefill
 from jspec.core.sampling import Sampling, check_rows, each_of, per_row
 from jspec.core.sharding import Placement
 from jspec.core.struct import struct
-from jspec.core.types import Accept, BoundedDrafter, DecodeState, Drafter, Params, Prompts, RowSampling, Stats, Target
+from jspec.core.types import Accept, DecodeState, Drafter, Params, Prompts, RowSampling, Stats, Target
 from jspec.engine import memory
 from jspec.engine.method import choose_method
 from jspec.engine.options import check_grammar_options, takes
@@ -220,9 +220,10 @@ def _method(
         placement=options.placement,
         record=0 if options.logprobs else None,
     )
-    if isinstance(method.drafter, BoundedDrafter) and capacity > method.drafter.max_length:
+    context = optional.max_length(method.drafter)
+    if context is not None and capacity > context:
         raise ValueError(
-            f"max_length={capacity}: exceeds the draft's context of {method.drafter.max_length}, after which it "
+            f"max_length={capacity}: exceeds the draft's context of {context}, after which it "
             "proposes nothing useful; pass less, or another drafter"
         )
     return method, sampling

@@ -5,11 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 
 from jspec import drafters
+from jspec.core import optional
 from jspec.core.accept import NEEDS, RULES, LossyThresholds, greedy
 from jspec.core.checks import check_int
 from jspec.core.method import Method
 from jspec.core.sharding import Placement
-from jspec.core.types import DRAFTER_PARTS, Accept, AdaptiveDrafter, Drafter, RowSampling, Target
+from jspec.core.types import DRAFTER_PARTS, Accept, Drafter, RowSampling, Target
 from jspec.engine.model import Model
 from jspec.engine.options import check_rule
 
@@ -64,9 +65,7 @@ def choose_rule(
         return greedy, drafter
     if rule == "greedy":
         raise ValueError("accept='greedy' ignores the temperature; omit it, or use 'coupled'")
-    if rule in NEEDS and isinstance(drafter, AdaptiveDrafter):
-        drafter = drafter.adapt(NEEDS[rule])
-    return RULES[rule], drafter
+    return RULES[rule], optional.adapted(drafter, NEEDS[rule]) if rule in NEEDS else drafter
 
 
 def choose_method(

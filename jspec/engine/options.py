@@ -10,12 +10,13 @@ from jaxtyping import UInt32
 
 from jspec import drafters
 from jspec.cache.pages import DEFAULT_PAGE_SIZE
+from jspec.core import optional
 from jspec.core.accept import RULES, Imposed
 from jspec.core.automaton import TokenTable
 from jspec.core.checks import check_hashable, check_int, check_sequence, shorten
 from jspec.core.options import check_options, option
 from jspec.core.sampling import Sampling, each_of
-from jspec.core.types import Accept, BoundedDrafter, Drafter, Target
+from jspec.core.types import Accept, Drafter, Target
 from jspec.engine import memory
 from jspec.engine.model import Model
 from jspec.text.grammar import compile_grammar
@@ -281,11 +282,12 @@ def check_fits(target: Target, longest: int, max_new_tokens: int, drafter: Draft
             f"max_new_tokens={max_new_tokens}: with a prompt of {longest} tokens, at most "
             f"{target.max_length - longest} fit in the model's context of {target.max_length}"
         )
-    if isinstance(drafter, BoundedDrafter) and longest + max_new_tokens > drafter.max_length:
+    context = None if drafter is None else optional.max_length(drafter)
+    if context is not None and longest + max_new_tokens > context:
         raise ValueError(
             f"max_new_tokens={max_new_tokens}: with a prompt of {longest} tokens, this exceeds the draft's context of "
-            f"{drafter.max_length}, after which it proposes nothing useful; use drafter=None or 'ngram', or at most "
-            f"{max(0, drafter.max_length - longest)} new tokens"
+            f"{context}, after which it proposes nothing useful; use drafter=None or 'ngram', or at most "
+            f"{max(0, context - longest)} new tokens"
         )
 
 

@@ -16,18 +16,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int8, PyTree, UInt32
 
-from jspec.core import sharding, slots, stopping
+from jspec.core import optional, sharding, slots, stopping
 from jspec.core.automaton import Automaton
 from jspec.core.loop import run_while
 from jspec.core.method import Method, on_devices
 from jspec.core.prefill import empty_record, read_columns
 from jspec.core.struct import struct
 from jspec.core.types import (
-    BranchingDrafter,
     Cache,
     DecodeState,
     Drafter,
-    PagedDrafter,
     Params,
     Recorded,
     RowSampling,
@@ -127,10 +125,11 @@ def admit(s: DecodeState, new: Admitted, *, method: Method) -> DecodeState:
 
 def _resumed(drafter: Drafter, state: PyTree, new: Admitted) -> PyTree:
     """The drafter's state, cleared in the slots of new sequences, where it has the rows that they share."""
-    if isinstance(drafter, BranchingDrafter):
-        parts = tuple(_resumed(part, part_state, new) for part, part_state in drafter.parts(state))
-        return drafter.with_parts(state, parts)
-    return drafter.resume(state, new.slots, new.shared) if isinstance(drafter, PagedDrafter) else state
+    branching = optional.as_branching(drafter)
+    if branching is None:
+        return optional.resumed(drafter, state, new.slots, new.shared)
+    parts = tuple(_resumed(part, part_state, new) for part, part_state in branching.parts(state))
+    return branching.with_parts(state, parts)
 
 
 @partial(jax.jit, static_argnames=("placement",), donate_argnames=("snapshots",))

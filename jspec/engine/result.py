@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jspec.core import stopping
-from jspec.core.types import BranchingDrafter, Drafter, TopTokens
+from jspec.core.optional import as_branching
+from jspec.core.types import Drafter, TopTokens
 from jspec.drafters import describe
 from jspec.text import highlight
 from jspec.text.tokenizer import Tokenizer
@@ -51,12 +52,13 @@ class Branches:
     @classmethod
     def of(cls, drafter: Drafter, counts: Int[np.ndarray, "B K A"] | None, batch: int) -> "Branches | None":
         """The counters of a drafter (counts None: no round yet); None if it has no branches."""
-        if not isinstance(drafter, BranchingDrafter):
+        branching = as_branching(drafter)
+        if branching is None:
             return None
-        depths = tuple(each.depth for each in drafter.branches)
+        depths = tuple(branch.depth for branch in branching.branches)
         if counts is None:
             counts = np.zeros((batch, len(depths), max(depths) + 1), np.int32)
-        return cls(tuple(map(describe, drafter.branches)), depths, counts)
+        return cls(tuple(map(describe, branching.branches)), depths, counts)
 
     @property
     def rounds(self) -> dict[str, int]:
@@ -78,9 +80,10 @@ class Branches:
 
 def drafted_tokens(drafter: Drafter, rounds: int, branch_counts: Sequence[Sequence[int]] | None) -> int:
     """Drafts of the longest chains of a sequence's rounds. branch_counts: those of the sequence, [K, depth + 1]."""
-    if not isinstance(drafter, BranchingDrafter) or branch_counts is None:
+    branching = as_branching(drafter)
+    if branching is None or branch_counts is None:
         return rounds * drafter.depth
-    return sum(sum(counts) * each.depth for counts, each in zip(branch_counts, drafter.branches, strict=True))
+    return sum(sum(counts) * branch.depth for counts, branch in zip(branch_counts, branching.branches, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

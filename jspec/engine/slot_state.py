@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree, UInt32
 
-from jspec.core import sharding, slots
+from jspec.core import optional, sharding, slots
 from jspec.core.automaton import Automaton
 from jspec.core.method import Method, on_devices
 from jspec.core.prefill import prefill
-from jspec.core.types import BranchingDrafter, Cache, DecodeState, Drafter, PagedDrafter, Params, Prompts, RowSampling
+from jspec.core.types import Cache, DecodeState, Drafter, Params, Prompts, RowSampling
 
 WAITING, EMPTY = 8, 9
 """Finish codes of slots that stand still: the prompt is not read yet; no sequence is there."""
@@ -156,23 +156,22 @@ def lookahead(s: DecodeState, drafter: Drafter) -> int | None:
 def extra_rows(s: DecodeState, drafter: Drafter) -> int:
     """Rows of a sequence that the drafter's caches may hold beyond those of the target's."""
     return max(
-        part.further if isinstance(part, PagedDrafter) else int(bool(all_caches(state)))
-        for part, state in _parts(drafter, s.draft)
+        optional.extra_rows(part, default=int(bool(all_caches(state)))) for part, state in _parts(drafter, s.draft)
     )
 
 
 def _parts(drafter: Drafter, state: PyTree) -> tuple[tuple[Drafter, PyTree], ...]:
     """The drafter with its state, or those of the branches of one that has branches."""
-    return drafter.parts(state) if isinstance(drafter, BranchingDrafter) else ((drafter, state),)
+    branching = optional.as_branching(drafter)
+    return ((drafter, state),) if branching is None else branching.parts(state)
 
 
 def _lookahead(drafter: Drafter, state: PyTree) -> int | None:
     """`lookahead` as far as a drafter's state decides."""
     if jax.tree.leaves(slot_states(state)):
         return None
-    if isinstance(drafter, PagedDrafter):
-        return drafter.ahead
-    return None if all_caches(state) else 0
+    tokens = optional.lookahead(drafter)
+    return 0 if tokens is None and not all_caches(state) else tokens
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> Array:

@@ -65,7 +65,7 @@ def grown(depth, width, nodes, function=grow.grow, **options):
     @jax.jit
     def run(root):
         expand, first = expand_by_table(table(min(depth - 1, 3)), width, **options)
-        return function(root, first, expand, [], depth=depth, width=width, num_nodes=nodes)
+        return function(root, first, expand, [], grow.Shape(depth, width, nodes))
 
     return jax.device_get(run(ROOT))
 
@@ -109,7 +109,7 @@ def test_a_tree_grows_without_a_sort():
         return carry, proposal(frontier.tokens.shape[1])
 
     def tree_under(root):
-        return grow.grow(root, proposal(1), expand, None, depth=5, width=8, num_nodes=32)
+        return grow.grow(root, proposal(1), expand, None, grow.Shape(5, 8, 32))
 
     program = str(jax.make_jaxpr(tree_under)(jnp.zeros(BATCH, jnp.int32)))
     assert "reduce_sum" in program, "the program text was not parsed"
@@ -131,7 +131,7 @@ def test_a_chain_is_the_tree_of_width_one(depth):
     @jax.jit
     def both(root):
         first = propose(jnp.asarray(np.broadcast_to(dists[0][None], (BATCH, 1, VOCABULARY))), 1)
-        chain = grow.grow(root, first, expand, None, depth=depth, width=1)
+        chain = grow.grow(root, first, expand, None, grow.Shape(depth))
         return chain, grow._grow_best(root, first, expand, None, depth, 1, depth + 1, True)
 
     chain, general = jax.device_get(both(ROOT))
@@ -152,7 +152,7 @@ def test_any_scores_of_the_draft_give_a_valid_tree(depth, width, nodes, spoil):
         "some nan": lambda x: jnp.where(x > jnp.median(x), jnp.nan, x),
         "minus infinity": lambda x: jnp.where(x < x.max(-1, keepdims=True), -jnp.inf, 0.0),
     }
-    draft_tree = grown(min(depth, 4), width, min(nodes, grow.size(min(depth, 4), width, None)), spoil=spoilers[spoil])
+    draft_tree = grown(min(depth, 4), width, min(nodes, grow.Shape(min(depth, 4), width).nodes), spoil=spoilers[spoil])
     tokens, parents = np.array(draft_tree.tokens), np.array(draft_tree.parents)
     assert (parents <= np.maximum(np.arange(tokens.shape[1]) - 1, 0)).all()
     assert np.array(tree.depths(draft_tree)).max() <= depth
@@ -187,7 +187,7 @@ def test_a_node_sees_the_rows_of_its_ancestors(exact):
             cut = frontier.path[:, :, :3]
             return expand([], type(frontier)(frontier.tokens, frontier.parent, frontier.mask, cut))
 
-        grow.grow(root, first, watch, [], depth=depth, width=width, num_nodes=24, exact=exact)
+        grow.grow(root, first, watch, [], grow.Shape(depth, width, 24), exact=exact)
         return seen
 
     seen = jax.device_get(frontiers(np.zeros(BATCH, np.int32)))
@@ -227,7 +227,7 @@ def sampled_tree(depth, width, nodes):
             return carry, propose(frontier.path)
 
         first = propose(jnp.zeros((BATCH, 1, 0), jnp.int32))
-        return grow.grow(root, first, expand, None, depth=depth, width=width, num_nodes=nodes), rows
+        return grow.grow(root, first, expand, None, grow.Shape(depth, width, nodes)), rows
 
     return jax.device_get(run(ROOT))
 
@@ -260,9 +260,9 @@ def test_a_tree_of_sampled_drafts_has_a_fixed_topology_and_the_probs_of_its_node
 
 
 def test_the_shape_of_a_tree_is_checked():
-    grow.check_shape("X", 2, 3, 13)
-    assert grow.size(2, 3, None) == 13 and grow.size(5, 8, None) == 32 and grow.size(40, 2, None) == 41
+    grow.Shape.checked("X", 2, 3, 13)
+    assert grow.Shape(2, 3).nodes == 13 and grow.Shape(5, 8).nodes == 32 and grow.Shape(40, 2).nodes == 41
     with pytest.raises(ValueError, match=r"X\(depth=2, width=3, num_nodes=14\): .* at most .* = 13"):
-        grow.check_shape("X", 2, 3, 14)
+        grow.Shape.checked("X", 2, 3, 14)
     with pytest.raises(ValueError, match="at least depth . 1 = 3"):
-        grow.check_shape("X", 2, 3, 2)
+        grow.Shape.checked("X", 2, 3, 2)
