@@ -1,6 +1,7 @@
 """Shapes of published models and of the drafts made for them, without weights."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from jspec.checkpoints import language_model
@@ -141,6 +142,7 @@ def gpt_oss_head(target: GptOss) -> EagleHead:
     return eagle_head(shape)
 
 
+@functools.cache
 def _target(name: str) -> Any:
     """The language model of this preset: its config.json has the published shapes."""
     return language_model.parse_config(read_fields(_DIRECTORY / name / "config.json"))

@@ -1,4 +1,4 @@
-"""The model that `jspec bench` measures: a checkpoint, or a preset with random weights, on one device or several."""
+"""The model of a measurement: a checkpoint, or a preset with random weights, on one device or several."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -31,14 +31,14 @@ _DRAFT_NAMES = {
     "frozen-kv-mtp": "assistant",
     "mtp": "MTP heads",
 }
-"""Drafter -> the kind of draft model that it uses."""
+"""Drafter -> its kind of draft model."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The model to measure. Leaves of `params` are arrays, or shapes of random weights that are not made yet.
+    """The model to measure. Leaves of `params` are arrays, or shapes of random weights, before `make`.
 
-    placement: the devices over which weights are split, or that have copies of them; None: they are on one.
+    placement: of split or copied weights over devices; None: they are on one.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Subject:
 def of(options: CaseOptions, model: Model | None = None) -> Subject:
     """The model of these options.
 
-    model: the checkpoint that they name, loaded; None: they name a preset.
+    model: their checkpoint, loaded; None: a preset.
 
     Raises:
       ValueError: the model does not suit them.
@@ -114,7 +114,7 @@ def setup_of(
 
 
 def settings_of(options: CaseOptions, subject: Subject, names: Sequence[str]) -> dict[str, Scalar]:
-    """The settings of a line of data: the drafter, these options, and those that change the work of a round."""
+    """The settings of a line of data: the drafter, these options, and those of formats and devices."""
     settings = {"drafter": _drafter_name(options, subject), **{name: getattr(options, name) for name in names}}
     settings |= {name: getattr(options, name) for name in ("weights", "kv") if getattr(options, name)}
     if subject.draft is not None:
@@ -158,7 +158,7 @@ def _shaped(options: CaseOptions) -> Subject:
 def _with_draft(
     name: str, target: Decoder, params: PyTree, draft: Draft, placement: Placement | None, options: CaseOptions
 ) -> Subject:
-    """A target with a random draft, which is split as `jspec.load` would split it."""
+    """A target with a random draft, split as by `jspec.load`."""
     dtype = params.embed.dtype
     if placement is not None:
         # The draft follows, where its shape allows.

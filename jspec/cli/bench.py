@@ -49,9 +49,9 @@ def run(options: BenchOptions) -> int:
     """Measures and prints; returns the exit status.
 
     Raises:
-      ValueError, OSError: a model that does not fit the device or the options, or a file that cannot be written.
+      ValueError, OSError: a model too large or unlike the options, or a file without permission to write.
     """
-    # All that can be wrong with the options is known before anything is measured.
+    # Check everything before the first measurement.
     if options.json:
         check_output("--json", options.json)
     if options.plot:
@@ -76,7 +76,7 @@ def _load(options: BenchOptions) -> Model | None:
 
 
 def _run_rounds(options: BenchOptions, subject: Subject, drafters: Mapping[str, Drafter]) -> int:
-    """Measures rounds of each case, and the bandwidth of the device that their floor is computed from."""
+    """Measures rounds of each case, and the bandwidth of the device, for their floor."""
     assert options.repeats is not None
     # The bandwidths, before weights take the memory.
     copy = machine.copy_bandwidth(options.repeats)
@@ -137,7 +137,7 @@ def _run_load(options: BenchOptions, subject: Subject, drafters: Mapping[str, Dr
 
 
 def _check_memory(subject: Subject) -> None:
-    """Raises ValueError if weights that are not there yet do not fit into the memory of a device."""
+    """Raises ValueError if random weights would not fit into the memory of a device."""
     placement = subject.placement
     local = on_one_device(placement, subject.params)
     # Arrays are in memory already; shapes count by their part on a device.

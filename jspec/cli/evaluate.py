@@ -1,7 +1,7 @@
 """`jspec evaluate`: metrics of drafters on a set of prompts."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from jspec.core.options import option
 from jspec.core.sampling import Sampling
 from jspec.core.types import Drafter
 from jspec.engine.model import Model
+from jspec.engine.run import Prompt
 
 _SAMPLING_OFF = {field.name: field.default for field in dataclasses.fields(Sampling)} | {"temperature": 0.0}
 """Values of the sampling parameters that have no effect."""
@@ -104,17 +105,9 @@ def run(options: Options) -> int:
         model, groups, chat=options.chat, batch=options.batch, seed=options.seed, generation=generation
     )
 
-    # The heading.
     parameters = dataclasses.asdict(sampling or Sampling(temperature=0.0))
-    set_parameters = [
-        f"{name} {value:g}" for name, value in parameters.items() if value not in (None, _SAMPLING_OFF.get(name))
-    ]
-    device = jax.devices()[0].device_kind
-    count = sum(map(len, prompts.values()))
-    print(
-        f"{model}\n{count} prompts, batch {options.batch}, on {device}; {', '.join(set_parameters) or 'greedy'}",
-        flush=True,
-    )
+    _print_heading(model, prompts, options, parameters)
+
     # Each drafter on each category, with the seeds of a single batch of all prompts.
     here = machine.environment()
     evaluations: dict[str, dict[str, Evaluation]] = {}
@@ -143,6 +136,15 @@ def run(options: Options) -> int:
     if options.plot:
         plots.save(plots.evaluations(evaluations), options.plot)
     return 0
+
+
+def _print_heading(
+    model: Model, prompts: Mapping[str, Sequence[Prompt]], options: Options, parameters: Mapping[str, Any]
+) -> None:
+    changed = [f"{name} {value:g}" for name, value in parameters.items() if value not in (None, _SAMPLING_OFF.get(name))]
+    count, device = sum(map(len, prompts.values())), jax.devices()[0].device_kind
+    setting = ", ".join(changed) or "greedy"
+    print(f"{model}\n{count} prompts, batch {options.batch}, on {device}; {setting}", flush=True)
 
 
 def _different(out: Evaluation, plain: Evaluation) -> int:

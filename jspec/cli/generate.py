@@ -49,7 +49,7 @@ _PAYS_OFF = {"cpu": 1.7}
 """Platform -> the accept length below which n-grams are slower than plain decoding, where a round costs more than a
 plain step: measured with the bundled target, see docs/benchmarks.md."""
 _FEW_ROUNDS = 8
-"""Rounds that show nothing about an accept length."""
+"""Too few rounds to judge an accept length."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Options(SamplingOptions, ModelOptions, ProcessOptions):
     """The options of `jspec generate`.
 
     Raises:
-      ValueError, TypeError: a value out of bounds, or options that contradict each other.
+      ValueError, TypeError: a value out of bounds, or contradictory options.
     """
 
     prompt: str | None = option(
@@ -83,7 +83,7 @@ class Options(SamplingOptions, ModelOptions, ProcessOptions):
         "whose other keys --json prints again; - is standard input",
         metavar="FILE",
     )
-    batch: int | None = option(None, "prompts that run together (default: 1)", bounds=COUNT)
+    batch: int | None = option(None, "prompts per batch (default: 1)", bounds=COUNT)
     page_size: int = option(DEFAULT_PAGE_SIZE, "rows per cache page", metavar="ROWS", bounds=COUNT)
     debug: bool = option(False, "check the invariants of every round")
 
@@ -162,7 +162,7 @@ def _generate(records: Sequence[Mapping[str, Any]], generation: GenerateOptions,
 
 
 def _constrained(sampling: Sampling | None, options: Options) -> Sampling | None:
-    """The sampling parameters with the grammar that is asked for."""
+    """Adds the requested grammar to the sampling parameters."""
     schema, regex = options.json_schema, options.regex
     if schema is None and regex is None:
         return sampling
@@ -208,7 +208,7 @@ def _run_one(model: Model, prompt: Prompt, generation: GenerateOptions, options:
         print(_summary(out.stats, drafter, f" ({out.finish_reason})"), file=sys.stderr)
         _advise(out.stats, model, options)
         return 0
-    # Compare runs without streaming, of programs that have run before.
+    # Compare runs without streaming, of warm programs.
     (out,) = Run(model, prompt, generation).finish()
     (plain,) = Run(model, prompt, dataclasses.replace(generation, drafter=None)).finish()
     print(_summary(out.stats, drafter, f" ({out.finish_reason})"), file=sys.stderr)
@@ -276,7 +276,7 @@ def _summary(stats: GenerationStats, drafter: Drafter, end: str) -> str:
 
 
 def _advise(stats: GenerationStats, model: Model, options: Options) -> None:
-    """Notes that plain decoding may be faster, where the drafter was not the user's choice and found little to copy."""
+    """Notes that plain decoding may be faster, where the default drafter found little to copy."""
     by_default = options.drafter == "auto" and model.draft is None
     least = _PAYS_OFF.get(jax.default_backend(), 1.0)
     if by_default and stats.rounds.sum() >= _FEW_ROUNDS and stats.accept_length < least:

@@ -30,7 +30,7 @@ class Entry:
 
 
 def read(paths: Sequence[str], *, chat: bool, limit: int | None) -> dict[str, list[Entry]]:
-    """The prompts by category, in the order in which these first occur.
+    """The prompts by category, in the order of their first occurrence.
 
     paths: of the files; none: the bundled held-out prompts.
     chat: whether conversations of several turns are allowed.
@@ -95,11 +95,11 @@ def encode(
 
     So every drafter continues the same prompts. The replies are those of the loaded draft, or of n-grams without one.
 
-    batch: prompts that run together.
+    batch: prompts per batch.
     generation: further options of `jspec.generate`.
 
     Raises:
-      ValueError: a prompt that does not fit, or no chat template.
+      ValueError: a prompt too long, or no chat template.
     """
     # First turns.
     started: dict[str, list[_Chat]] = {}

@@ -91,29 +91,27 @@ def generate(
     with one_call(model):
         options = GenerateOptions(**keywords)
         check_flag("progress", progress)
+        single, prompt_ids = encode_prompts(model, prompts)
         if n is not None:
-            n = check_int("n", n, least=1)
-            _, ids = encode_prompts(model, prompts)
-            options = repeat(options, len(ids), n)
-            prompts = [prompt for prompt in ids for _ in range(n)]
-    if (many := generate_many(model, prompts, options, progress=progress)) is not None:
-        return many
-    return _generate(model, prompts, options, progress)
+            options = repeat(options, len(prompt_ids), check_int("n", n, least=1))
+            prompt_ids = [ids for ids in prompt_ids for _ in range(n)]
+    generations = generate_many(model, prompt_ids, options, progress=progress)
+    if generations is None:
+        generations = _generate(model, prompt_ids, options, progress)
+    return generations[0] if single and n is None else generations
 
 
-def _generate(
-    model: Model, prompts: Prompt | Sequence[Prompt], options: GenerateOptions, progress: bool
-) -> Generation | Generations:
+def _generate(model: Model, prompts: list[list[int]], options: GenerateOptions, progress: bool) -> Generations:
     """Generates for all prompts at once."""
     with tqdm(unit="tok", desc="compiling", disable=not progress) as bar:
         rounds = ROUNDS_PER_UPDATE if progress else None
         run = Run(model, prompts, options, plan=f"generate, progress={progress}")
         bar.set_description()
-        bar.reset(sum(options.limits(len(run.prompts))))
+        bar.reset(sum(options.limits(len(prompts))))
         while not run.advance(rounds):
             bar.update(run.new_tokens - bar.n)
         bar.update(run.new_tokens - bar.n)
-    return run.result()[0] if run.single else run.result()
+    return run.result()
 
 
 @takes(GenerateOptions)

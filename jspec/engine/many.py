@@ -1,10 +1,7 @@
 """More prompts than run at once: they take turns in the slots of an engine, in the thread of the caller."""
 
 import time
-from collections.abc import Sequence
 
-import jax
-import numpy as np
 from tqdm import tqdm
 
 from jspec.core import groups, stopping
@@ -19,7 +16,7 @@ from jspec.engine.method import choose_drafter, choose_method
 from jspec.engine.model import Model
 from jspec.engine.options import EngineOptions, GenerateOptions, check_fits, longest_sequence
 from jspec.engine.result import Generations, GenerationStats
-from jspec.engine.run import Prompt, bucket, encode_prompts, one_call
+from jspec.engine.run import bucket, one_call
 from jspec.engine.schedule import Scheduler
 from jspec.engine.slot_state import without_slots
 
@@ -33,29 +30,27 @@ BURST_SECONDS = 0.1
 
 
 def generate_many(
-    model: Model, prompts: Prompt | Sequence[Prompt], options: GenerateOptions, *, progress: bool = False
+    model: Model, prompts: list[list[int]], options: GenerateOptions, *, progress: bool = False
 ) -> Generations | None:
-    """As `jspec.generate` if more than `MAX_BATCH` prompts are given; `stats.seconds` is the time of the whole call.
+    """Generates for more than `MAX_BATCH` prompts, of which that many run at a time.
 
-    None: there are no more than that, or an engine lacks what is asked for: `debug`, or a cache that has no slots.
+    prompts: ids of each.
+
+    Returns:
+      The results; `stats.seconds` is the time of the whole call. None: there are no more prompts than that, or an
+      engine lacks what is asked for: `debug`, or a cache without slots.
 
     Raises:
       ValueError, TypeError: as `jspec.generate`, before anything is compiled.
     """
-    listed = isinstance(prompts, Sequence | np.ndarray | jax.Array) and not isinstance(prompts, str)
-    placement = getattr(model, "placement", None)
+    count, placement = len(prompts), model.placement
     most = MAX_BATCH * groups.count(placement)
-    if options.debug or not listed or not getattr(prompts, "ndim", 1) or len(prompts) <= most:
-        return None
-    with one_call(model):
-        single, prompt_ids = encode_prompts(model, prompts)
-    count = len(prompt_ids)
-    if single:
+    if options.debug or count <= most:
         return None
     if placement is not None and (placement.groups > 1 or placement.spans_processes):
-        return _generate_batches(model, prompt_ids, options, most, progress)
+        return _generate_batches(model, prompts, options, most, progress)
     options.seeds(count)
-    longest, new = longest_sequence(prompt_ids, options.limits(count))
+    longest, new = longest_sequence(prompts, options.limits(count))
     drafter = choose_drafter(options.drafter, model)
     row_sampling = per_row(options.sampling, count, model.target.vocab_size)
     method, row_sampling = choose_method(model.target, model.draft, drafter, options.accept, row_sampling, batch=count)
@@ -64,7 +59,7 @@ def generate_many(
         return None
 
     # All requests are known, so one program of each kind is enough.
-    columns = min(bucket(max(map(len, prompt_ids))), PREFILL_TOKENS)
+    columns = min(bucket(max(map(len, prompts))), PREFILL_TOKENS)
     tier = max(map(tier_of, each_of(options.sampling, count)))
     # If nothing is sampled, every named rule is the greedy one, and so is None.
     all_greedy = row_sampling is None or row_sampling.temperature is None
@@ -83,7 +78,7 @@ def generate_many(
         only=OneShape((min(MAX_BATCH, PREFILL_TOKENS // columns), columns), tier),
     )
     began = time.monotonic()
-    requests = make_requests(device, scheduler, prompt_ids, options)
+    requests = make_requests(device, scheduler, prompts, options)
     hold([(device, request) for request in requests])
     handles = {x: Handle(x, model.tokenizer, lambda _: None, device.method.drafter) for x in requests}
     _run(Loop(device, scheduler, burst_seconds=BURST_SECONDS), scheduler, handles, progress)

@@ -180,7 +180,7 @@ class Answer:
         """The log-probabilities of some tokens in the format of completions."""
         tops: list[dict[str, float] | None] = []
         for token, logprob, entry in zip(tokens, logprobs, top, strict=True):
-            # Of tokens with one text the first one counts, which is the most probable.
+            # Tokens with equal text: keep the first, the most probable.
             every = [] if logprob is None else [*entry[: self._call.logprobs], (token, logprob)]
             tops.append({self._names.text(i): _bounded(x) for i, x in reversed(every)} or None)
         return {
@@ -202,7 +202,7 @@ class Answer:
             "total_tokens": self._prompt_tokens + self._new_tokens,
         }
         if stats:
-            # Each round adds a token that was not drafted.
+            # Each round adds one token without a draft.
             rounds = sum(int(one.rounds.sum()) for one in stats)
             accepted = sum(one.new_tokens for one in stats) - len(stats) - rounds
             drafted = sum(one.drafted for one in stats)

@@ -64,8 +64,6 @@ def test_as_few_prompts_as_run_at_once_and_a_long_one_are_no_engines_work(monkey
     monkeypatch.setattr(many, "assemble", None)
     options = GenerateOptions()
     assert many.generate_many(model(), PROMPTS[:3], options) is None
-    assert many.generate_many(model(), PROMPTS[5], options) is None
-    assert many.generate_many(model(), "a long text", options) is None
     assert many.generate_many(model(), PROMPTS, dataclasses.replace(options, debug=True)) is None
 
 
