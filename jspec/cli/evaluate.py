@@ -141,7 +141,9 @@ def run(options: Options) -> int:
 def _print_heading(
     model: Model, prompts: Mapping[str, Sequence[Prompt]], options: Options, parameters: Mapping[str, Any]
 ) -> None:
-    changed = [f"{name} {value:g}" for name, value in parameters.items() if value not in (None, _SAMPLING_OFF.get(name))]
+    changed = [
+        f"{name} {value:g}" for name, value in parameters.items() if value not in (None, _SAMPLING_OFF.get(name))
+    ]
     count, device = sum(map(len, prompts.values())), jax.devices()[0].device_kind
     setting = ", ".join(changed) or "greedy"
     print(f"{model}\n{count} prompts, batch {options.batch}, on {device}; {setting}", flush=True)
