@@ -158,7 +158,7 @@ def check_output(option: str, path: Path) -> None:
     except (OSError, ValueError) as error:  # ValueError: a null byte
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(f"{option} {_shown(str(path))}: cannot be written ({reason})") from None
-    # Leave no file behind; pipes and devices stay.
+    # Remove the new file again; pipes and devices stay.
     regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
     os.close(descriptor)
     if regular and not existed:
