@@ -5,20 +5,16 @@ which states for each layer whether it is a sliding or a full one and so which o
 package's own, for a target of any family, which lists the target's layers.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from jspec.checkpoints.config import family_of, read_eps, reading, unknown_family
-from jspec.checkpoints.draft import DraftKind, Stored, matrix, name_table, read_table
-from jspec.checkpoints.experts import name_mlp, read_mlp
+from jspec.checkpoints.draft import DraftKind
 from jspec.checkpoints.fields import MOST_LAYERS, Fields
-from jspec.checkpoints.files import CheckpointError, on_device
-from jspec.checkpoints.gemma4 import NORMS, match_layers, parse_assistant
+from jspec.checkpoints.gemma4 import match_layers, parse_assistant
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors
-from jspec.models.assistant import Assistant, AssistantLayerParams, AssistantParams, ClusterParams, Clusters
+from jspec.models import weights
+from jspec.models.assistant import Assistant, AssistantParams, Clusters
 from jspec.models.decoder import Decoder
 
 GEMMA4 = {
@@ -26,20 +22,6 @@ GEMMA4 = {
     "Gemma4UnifiedAssistantForCausalLM": "gemma4_unified_assistant",
 }
 """Classes of `transformers` -> model_type."""
-_TENSORS = {
-    "pre_projection": matrix("pre_projection.weight"),
-    "norm": Stored("model.norm.weight"),
-    "post_projection": matrix("post_projection.weight"),
-    "head": Stored("model.embed_tokens.weight"),
-}
-"""Field of `AssistantParams` -> its tensor."""
-_LAYER = {
-    **{field: Stored(name) for field, name in NORMS.items()},
-    "q": matrix("self_attn.q_proj.weight"),
-    "q_norm": Stored("self_attn.q_norm.weight"),
-    "o": matrix("self_attn.o_proj.weight"),
-}
-"""The same for `AssistantLayerParams`."""
 OWN = ("FrozenKvAssistant", "frozen_kv_assistant")
 """Class and model_type of this package's own kind."""
 
@@ -105,43 +87,12 @@ def _parse_gemma4(config: Fields, target: Decoder) -> Assistant:
 
 def read_params(source: Source, config: Assistant, tensors: Tensors) -> AssistantParams:
     """Read the weights of an assistant."""
-    shapes = config.param_shapes(tensors.dtype)
-    params = AssistantParams(
-        **read_table(_TENSORS, shapes, tensors),
-        layers=tuple(
-            _read_layer(config, shape, tensors, f"model.layers.{index}.") for index, shape in enumerate(shapes.layers)
-        ),
-        clusters=_read_clusters(config, tensors) if config.clusters else None,
-    )
+    with reading(str(tensors.directory)):
+        params = weights.read(config.weights(), tensors)
     if not config.target_head:
         tensors.compare_head("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     tensors.refuse_unread("assistant")
     return params
-
-
-def _read_layer(config: Assistant, shapes: AssistantLayerParams, tensors: Tensors, prefix: str) -> AssistantLayerParams:
-    return AssistantLayerParams(
-        **read_table(_LAYER, shapes, tensors, prefix),
-        **read_mlp(tensors, prefix + "mlp.", config.intermediate_size, config.hidden_size),
-        scalar=tensors.device(prefix + "layer_scalar", 1).reshape(()),
-    )
-
-
-def _read_clusters(config: Assistant, tensors: Tensors) -> ClusterParams:
-    """The LM head, with its rows sorted by cluster."""
-    assert config.clusters is not None
-    count, width, vocabulary = config.clusters.count, config.hidden_size, config.vocab_size
-    ids = tensors.integers("masked_embedding.token_ordering", vocabulary)
-    if not np.array_equal(np.sort(ids), np.arange(vocabulary)):
-        raise CheckpointError(
-            f"{tensors.directory}: masked_embedding.token_ordering must hold each of the {vocabulary} tokens once"
-        )
-    head = tensors.read("model.embed_tokens.weight", vocabulary, width)
-    return ClusterParams(
-        centroids=tensors.fused([("masked_embedding.centroids.weight", count)], width),
-        ids=on_device(ids.reshape(count, -1).astype(np.int32)),
-        head=on_device(head[ids].reshape(count, -1, width)),
-    )
 
 
 def describe(config: Assistant) -> dict[str, Any]:
@@ -166,22 +117,6 @@ def describe(config: Assistant) -> dict[str, Any]:
     return raw
 
 
-def named_tensors(params: AssistantParams) -> Iterator[tuple[str, Any]]:
-    """All weights under the names of transformers, [out, in]."""
-    yield from name_table(_TENSORS, params)
-    for index, layer in enumerate(params.layers):
-        prefix = f"model.layers.{index}."
-        yield from name_table(_LAYER, layer, prefix)
-        yield from name_mlp(prefix + "mlp.", layer.gate_up, layer.down)
-        yield prefix + "layer_scalar", np.asarray(layer.scalar).reshape(1)
-    if params.clusters is not None:
-        ids = np.asarray(params.clusters.ids).reshape(-1)
-        head = np.asarray(params.clusters.head)
-        yield "model.embed_tokens.weight", head.reshape(len(ids), -1)[np.argsort(ids)]
-        yield "masked_embedding.centroids.weight", np.asarray(params.clusters.centroids).T
-        yield "masked_embedding.token_ordering", ids.astype(np.int64)
-
-
 KIND = DraftKind(
     Assistant,
     ("jspec",),
@@ -189,5 +124,5 @@ KIND = DraftKind(
     lambda source, target: parse_config(source.config, target),
     read_params,
     lambda layout, config, params, verifier: describe(config),
-    lambda layout, config, params: named_tensors(params),
+    lambda layout, config, params: weights.write(config.weights(), params),
 )

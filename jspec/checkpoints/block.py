@@ -4,6 +4,7 @@ The tensors have the same names in all layouts (jspec/checkpoints/block_config.p
 error: without it, the draft would silently propose other tokens than it was trained to.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,61 +12,29 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jspec.checkpoints import block_config, speculators, torch_file
-from jspec.checkpoints.draft import DraftKind, Stored, Table, matrix, name_table, read_table
+from jspec.checkpoints.draft import DraftKind
 from jspec.checkpoints.files import CheckpointError
-from jspec.checkpoints.llama import name_layer, read_layer
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import FLOATS, Tensors, is_finite
 from jspec.core.struct import WHOLE
-from jspec.models.block_head import BlockHead, BlockParams, MarkovParams
-from jspec.models.llama import LayerParams
+from jspec.models import weights
+from jspec.models.block_head import BlockHead, BlockParams
 
 _MASK_FILE = "mask_embedding.pt"
 """File of some of z-lab's drafts: the embedding of the mask token."""
-_TENSORS = {
-    "embed": Stored("embed_tokens.weight"),
-    "fc": matrix("fc.weight"),
-    "hidden_norm": Stored("hidden_norm.weight"),
-    "norm": Stored("norm.weight"),
-    "lm_head": matrix("lm_head.weight"),
-    "confidence": matrix("confidence_head.proj.weight"),
-    "confidence_bias": Stored("confidence_head.proj.bias"),
-}
-"""Field of `BlockParams` -> its tensor."""
-_MARKOV = {"previous": Stored("markov_head.markov_w1.weight"), "out": matrix("markov_head.markov_w2.weight")}
-"""The same for `MarkovParams`."""
-_MIX = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
-"""Kind of Markov head -> the tensors of `MarkovParams.mix`."""
 _UNREAD = {"verifier_norm.weight", "verifier_lm_head.weight"}
 """Tensors that only training uses."""
 
 
 def read_params(source: Source, config: BlockHead, tensors: Tensors) -> BlockParams:
     """Read the weights of a draft. Its embedding and LM head are the target's unless it has its own."""
-    shapes, markov = config.param_shapes(tensors.dtype), None
-    if shapes.markov is not None:
-        markov = MarkovParams(**read_table(_markov_tensors(config), shapes.markov, tensors))
-    params = BlockParams(
-        layers=tuple(_read_layer(config, tensors, f"layers.{index}.") for index in range(config.num_layers)),
-        **read_table(_TENSORS, shapes, tensors),
+    params = dataclasses.replace(
+        weights.read(config.weights(), tensors),
         mask_embed=_read_mask(config, source, tensors),
         ids=speculators.read_ids(tensors, config.draft_vocab_size, config.vocab_size),
-        markov=markov,
     )
     tensors.refuse_unread("block draft", _UNREAD.__contains__)
     return params
-
-
-def _markov_tensors(config: BlockHead) -> Table:
-    """Field of `MarkovParams` -> its tensor. A vanilla head has no `mix`, and any names for it."""
-    mix = _MIX.get(config.markov or "", "")
-    return {**_MARKOV, "mix": matrix(f"{mix}.weight"), "mix_bias": Stored(f"{mix}.bias")}
-
-
-def _read_layer(config: BlockHead, tensors: Tensors, prefix: str) -> LayerParams:
-    norm, bias = tensors.device(prefix + "input_layernorm.weight", config.hidden_size), config.attention_bias
-    options = {"input_width": config.hidden_size, "qkv_bias": bias, "o_bias": bias, "qk_norm": True}
-    return read_layer(config, tensors, prefix, norm, **options)
 
 
 def _read_mask(config: BlockHead, source: Source, tensors: Tensors) -> Float[Array, " E"] | None:
@@ -90,13 +59,8 @@ def _read_mask(config: BlockHead, source: Source, tensors: Tensors) -> Float[Arr
 
 
 def named_tensors(layout: str, config: BlockHead, params: BlockParams) -> Iterator[tuple[str, Any]]:
-    """All weights under their names, which are the same in all layouts."""
-    for index, layer in enumerate(params.layers):
-        yield from name_layer(config, layer, f"layers.{index}.")
-        yield f"layers.{index}.input_layernorm.weight", layer.attention_norm
-    yield from name_table(_TENSORS, params)
-    if params.markov is not None:
-        yield from name_table(_markov_tensors(config), params.markov)
+    """All weights under their names, which are the same in all layouts; no layout has the mask token's embedding."""
+    yield from weights.write(config.weights(), dataclasses.replace(params, mask_embed=None, ids=None))
     yield from speculators.name_ids(params.ids, config.vocab_size)
 
 

@@ -5,13 +5,12 @@ projections of queries and keys are permuted alike, so products of queries and k
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
-import jax
 import numpy as np
+from jax.typing import DTypeLike
 
-from jspec.cache.mla import UpProjections
 from jspec.checkpoints import scaled
 from jspec.checkpoints.config import (
     describe_shape,
@@ -24,15 +23,14 @@ from jspec.checkpoints.config import (
     reading,
     unknown_family,
 )
-from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
-from jspec.checkpoints.files import on_device
-from jspec.checkpoints.tensors import Tensors, named_leaf
-from jspec.models.deepseek import Deepseek, DeepseekLayerParams, DeepseekParams, Indexer, IndexerParams, Latent
+from jspec.checkpoints.tensors import HEAD, Tensors
+from jspec.core.struct import Leaf
+from jspec.models.deepseek import Deepseek, DeepseekParams, Indexer, Latent
 from jspec.models.moe import Routed
-from jspec.models.mtp_head import MtpParams
 from jspec.models.router import Router
+from jspec.models.weights import Weight, linear, plain
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
@@ -48,7 +46,7 @@ _SUPPORTED = {
     "pretraining_tp": (1,),
     "rope_interleave": (True,),
 }
-"""Keys that may be missing or null -> their supported values, in all families."""
+"""Optional or null keys -> their supported values, in all families."""
 _MOST_MTP = 64
 _SUPPORTED_OF = {
     "deepseek_v2": {
@@ -192,10 +190,6 @@ def describe(config: Deepseek) -> dict[str, Any]:
     return raw
 
 
-SHARED = "shared_experts."
-"""Prefix of the MLP that every token goes through."""
-
-
 def with_mtp(config: Deepseek, tensors: Tensors, wanted: bool) -> Deepseek:
     """The configuration with all of its MTP heads, or with none if they are not wanted or have no tensors.
 
@@ -208,179 +202,52 @@ def with_mtp(config: Deepseek, tensors: Tensors, wanted: bool) -> Deepseek:
     return dataclasses.replace(config, mtp_layers=0)
 
 
-def read_params(config: Deepseek, tensors: Tensors) -> DeepseekParams:
-    """The weights of a model.
+@dataclasses.dataclass(frozen=True)
+class Unshared:
+    """The entry of an optional embedding or LM head of an MTP head.
 
-    Raises:
-      CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
+    shared: the tensor of the target's.
+    weight: its own entry.
     """
-    width, vocabulary = config.hidden_size, config.vocab_size
-    embed = tensors.device("model.embed_tokens.weight", vocabulary, width, options=named_leaf("embed"))
-    head = (
-        None if config.tie_embeddings else tensors.fused([("lm_head.weight", vocabulary)], width, named_leaf("lm_head"))
-    )
-    count = config.num_layers
-    params = DeepseekParams(
-        embed=embed,
-        layers=tuple(_read_layer(config, tensors, index) for index in range(count)),
-        norm=tensors.device("model.norm.weight", width),
-        lm_head=head,
-        mtp=tuple(_read_mtp(config, tensors, index) for index in range(count, count + config.mtp_layers)),
-    )
-    if config.tie_embeddings:
-        tensors.compare_head("model.embed_tokens.weight", vocabulary, width)
-    tensors.refuse_unread("model")
-    return params
+
+    shared: str
+    weight: Weight
+
+    def shapes(self, dtype: DTypeLike) -> None:
+        """None: a configuration does not state whether there is one."""
+
+    def check(self, tensors: Tensors) -> None:
+        """As in `Entry`; there may be none."""
+        if set(self.weight.tensors) <= tensors.names():
+            self.weight.check(tensors)
+
+    def read(self, tensors: Tensors, options: Leaf) -> Any:
+        """The weight; None: it is missing or equals the target's."""
+        ((name, shape),) = self.weight.tensors.items()
+        if name not in tensors.names():
+            return None
+        if np.array_equal(tensors.read(name, *shape), tensors.read(self.shared, *shape)):
+            return None
+        return self.weight.read(tensors, options)
+
+    def write(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """As in `Entry`."""
+        if value is not None:
+            yield from self.weight.write(value)
 
 
-def _read_layer(config: Deepseek, tensors: Tensors, index: int) -> DeepseekLayerParams:
-    """A layer; those after the last are the layers of MTP heads."""
-    prefix, width, mlp = f"model.layers.{index}.", config.hidden_size, config.intermediate_size
-    latent, attention = config.latent, prefix + "self_attn."
-    up = tensors.read(
-        attention + "kv_b_proj.weight", config.num_heads * (latent.nope_dim + latent.value_dim), latent.kv_rank
-    ).reshape(config.num_heads, -1, latent.kv_rank)
-    query, query_norm, first = _read_queries(config, tensors, attention)
-    rows = tensors.read(attention + "kv_a_proj_with_mqa.weight", latent.width, width)
-    # Each device has the whole row; and the whole first step of queries, unless it is their only one.
-    down = [np.tile(_halves(rows[None], latent.rope_dim)[0].T, config.tensor)]
-    down = [first.T if latent.q_rank is None else np.tile(first.T, config.tensor), *down]
-    return DeepseekLayerParams(
-        attention_norm=tensors.device(prefix + "input_layernorm.weight", width),
-        down_projection=tensors.put(named_leaf("down_projection"), down),
-        query_norm=query_norm,
-        query=query,
-        latent_norm=tensors.device(attention + "kv_a_layernorm.weight", latent.kv_rank),
-        up=UpProjections(
-            tensors.put(named_leaf("keys"), [up[:, : latent.nope_dim]]),
-            tensors.put(named_leaf("values"), [up[:, latent.nope_dim :].swapaxes(1, 2)]),
-        ),
-        o=tensors.fused([(attention + "o_proj.weight", width)], config.num_heads * latent.value_dim, named_leaf("o")),
-        mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
-        **read_layer_mlp(config.layer_experts(index), tensors, prefix + "mlp.", mlp, width, SHARED),
-        indexer=None
-        if config.indexer is None
-        else _read_indexer(config, config.indexer, tensors, attention + "indexer."),
-    )
-
-
-def _read_queries(
-    config: Deepseek, tensors: Tensors, prefix: str
-) -> tuple[jax.Array | None, jax.Array | None, np.ndarray]:
-    """The second step of queries and the norm before it, or None and None, and the first step, [out, in]."""
-    latent, width = config.latent, config.hidden_size
-    name = "q_proj" if latent.q_rank is None else "q_b_proj"
-    size = latent.nope_dim + latent.rope_dim
-    last = tensors.read(f"{prefix}{name}.weight", config.num_heads * size, latent.q_rank or width)
-    last = _halves(last.reshape(config.num_heads, size, -1), latent.rope_dim).reshape(last.shape)
-    if latent.q_rank is None:
-        return None, None, last
-    norm = tensors.device(prefix + "q_a_layernorm.weight", latent.q_rank)
-    return (
-        tensors.put(named_leaf("query"), [last.T]),
-        norm,
-        tensors.read(prefix + "q_a_proj.weight", latent.q_rank, width),
-    )
-
-
-def _read_indexer(config: Deepseek, sizes: Indexer, tensors: Tensors, prefix: str) -> IndexerParams:
-    """A layer's indexer, whose rotated dimensions are pairs (i, i + R/2) in checkpoints too."""
-    width, query = config.hidden_size, config.latent.q_rank
-    assert query is not None
-    weights = tensors.stored(prefix + "weights_proj.weight", sizes.heads, width).T
-    return IndexerParams(
-        query=tensors.fused([(prefix + "wq_b.weight", sizes.heads * sizes.size)], query),
-        key=tensors.fused([(prefix + "wk.weight", sizes.size)], width),
-        key_norm=tensors.device(prefix + "k_norm.weight", sizes.size),
-        key_norm_bias=tensors.device(prefix + "k_norm.bias", sizes.size),
-        weights=on_device(weights.astype(np.float32)),
-    )
-
-
-def _read_mtp(config: Deepseek, tensors: Tensors, index: int) -> MtpParams:
-    """An MTP head, with its embedding and LM head if they differ from the target's."""
-    prefix, width = f"model.layers.{index}.", config.hidden_size
-    target = "model.embed_tokens.weight"
-    embed = _unless_equal(config, tensors, prefix + "embed_tokens.weight", target)
-    target = target if config.tie_embeddings else "lm_head.weight"
-    head = _unless_equal(config, tensors, prefix + "shared_head.head.weight", target)
-    return MtpParams(
-        token_norm=tensors.device(prefix + "enorm.weight", width),
-        hidden_norm=tensors.device(prefix + "hnorm.weight", width),
-        projection=tensors.fused([(prefix + "eh_proj.weight", width)], 2 * width, named_leaf("projection")),
-        layer=_read_layer(config, tensors, index),
-        norm=tensors.device(prefix + "shared_head.norm.weight", width),
-        embed=None if embed is None else tensors.put(named_leaf("embed"), [embed]),
-        lm_head=None if head is None else tensors.put(named_leaf("lm_head"), [head.T]),
-    )
-
-
-def _unless_equal(config: Deepseek, tensors: Tensors, name: str, shared: str) -> np.ndarray | None:
-    """A tensor [vocabulary, width]; None if it is missing or equals `shared`."""
-    if name not in tensors.names():
-        return None
-    own, others = (tensors.read(each, config.vocab_size, config.hidden_size) for each in (name, shared))
-    return None if np.array_equal(own, others) else own
-
-
-def _halves(weight: np.ndarray, rope: int) -> np.ndarray:
-    """[heads, out, in] with the pairs of each head's last `rope` outputs split: first elements, then second ones."""
-    order = np.arange(weight.shape[1])
-    order[-rope:] = order[-rope:].reshape(-1, 2).T.reshape(-1)
-    return weight[:, order]
-
-
-def _pairs(weight: np.ndarray, rope: int) -> np.ndarray:
-    """The inverse of `_halves`."""
-    order = np.arange(weight.shape[1])
-    order[-rope:] = order[-rope:].reshape(2, -1).T.reshape(-1)
-    return weight[:, order]
-
-
-def named_tensors(config: Deepseek, params: DeepseekParams) -> Iterator[tuple[str, Any]]:
-    """All weights under their Hugging Face names, [out, in]; MTP heads without what they share with the target."""
-    yield "model.embed_tokens.weight", params.embed
-    for index, layer in enumerate(params.layers):
-        yield from _name_layer(config, layer, f"model.layers.{index}.")
-    yield "model.norm.weight", params.norm
-    if params.lm_head is not None:
-        yield "lm_head.weight", np.asarray(params.lm_head).T
-    for index, mtp in enumerate(params.mtp, config.num_layers):
+def table(config: Deepseek, names: Set[str]) -> DeepseekParams:
+    """The table of the weights, with optional embeddings and LM heads of MTP heads."""
+    vocabulary, width, embedding = config.vocab_size, config.hidden_size, "model.embed_tokens.weight"
+    weights = config.weights()
+    mtp = []
+    for index, head in enumerate(weights.mtp, config.num_layers):
         prefix = f"model.layers.{index}."
-        yield from _name_layer(config, mtp.layer, prefix)
-        yield prefix + "enorm.weight", mtp.token_norm
-        yield prefix + "hnorm.weight", mtp.hidden_norm
-        yield prefix + "eh_proj.weight", np.asarray(mtp.projection).T
-        yield prefix + "shared_head.norm.weight", mtp.norm
-        if mtp.embed is not None:
-            yield prefix + "embed_tokens.weight", mtp.embed
-        if mtp.lm_head is not None:
-            yield prefix + "shared_head.head.weight", np.asarray(mtp.lm_head).T
-
-
-def _name_layer(config: Deepseek, layer: DeepseekLayerParams, prefix: str) -> Iterator[tuple[str, Any]]:
-    latent, attention = config.latent, prefix + "self_attn."
-    yield prefix + "input_layernorm.weight", layer.attention_norm
-    first, rows = np.split(np.asarray(layer.down_projection).T, [-latent.width])
-    last = first if layer.query is None else np.asarray(layer.query).T
-    last = _pairs(last.reshape(config.num_heads, -1, last.shape[1]), latent.rope_dim).reshape(last.shape)
-    yield attention + ("q_proj.weight" if layer.query is None else "q_b_proj.weight"), last
-    if layer.query is not None:
-        yield attention + "q_a_proj.weight", first
-        yield attention + "q_a_layernorm.weight", layer.query_norm
-    yield attention + "kv_a_proj_with_mqa.weight", _pairs(rows[None], latent.rope_dim)[0]
-    yield attention + "kv_a_layernorm.weight", layer.latent_norm
-    up = np.concatenate([layer.up.keys, np.asarray(layer.up.values).swapaxes(1, 2)], axis=1)
-    yield attention + "kv_b_proj.weight", up.reshape(-1, latent.kv_rank)
-    yield attention + "o_proj.weight", np.asarray(layer.o).T
-    if layer.indexer is not None:
-        yield attention + "indexer.wq_b.weight", np.asarray(layer.indexer.query).T
-        yield attention + "indexer.wk.weight", np.asarray(layer.indexer.key).T
-        yield attention + "indexer.k_norm.weight", layer.indexer.key_norm
-        yield attention + "indexer.k_norm.bias", layer.indexer.key_norm_bias
-        yield attention + "indexer.weights_proj.weight", np.asarray(layer.indexer.weights).T
-    yield prefix + "post_attention_layernorm.weight", layer.mlp_norm
-    yield from name_layer_mlp(layer, config.experts, prefix + "mlp.", SHARED)
+        embed = plain(prefix + "embed_tokens.weight", vocabulary, width)
+        lm_head = linear(width, {prefix + "shared_head.head.weight": vocabulary})
+        shared = embedding if config.tie_embeddings else HEAD
+        mtp.append(dataclasses.replace(head, embed=Unshared(embedding, embed), lm_head=Unshared(shared, lm_head)))
+    return dataclasses.replace(weights, mtp=tuple(mtp))
 
 
 FAMILY = Family(
@@ -388,8 +255,7 @@ FAMILY = Family(
     ARCHITECTURES,
     parse_config,
     describe,
-    read_params,
-    named_tensors,
+    table=table,
     open_tensors=scaled.open_tensors,
     with_mtp=with_mtp,
 )

@@ -1,18 +1,16 @@
-"""A kind of draft checkpoint: the steps from an open directory to weights and back, and tables of tensors."""
+"""A kind of draft checkpoint: the steps from an open directory to weights and back."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
-import numpy as np
 from jaxtyping import PyTree
 
 from jspec.checkpoints.files import resolve_dtype
 from jspec.checkpoints.plan import Plan
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors
-from jspec.core.struct import leaf_of
 from jspec.models.decoder import Decoder
 from jspec.models.draft import Draft
 
@@ -46,49 +44,3 @@ class DraftKind:
         tensors = Tensors(source.files, resolve_dtype(dtype))
         tensors.weights = weights
         return Plan(self.parse_config(source, target), tensors, partial(self.read_params, source))
-
-
-class Stored(NamedTuple):
-    """The tensor of a weight.
-
-    name: without the prefix of its layer or head.
-    transposed: whether it is a matrix [out, in], of a weight [in, out].
-    """
-
-    name: str
-    transposed: bool = False
-
-
-Table: TypeAlias = Mapping[str, Stored]
-"""Field of weights -> its tensor."""
-
-
-def matrix(name: str) -> Stored:
-    """The tensor of a matrix of a linear layer."""
-    return Stored(name, transposed=True)
-
-
-def read_table(table: Table, shapes: Any, tensors: Tensors, prefix: str = "") -> dict[str, Any]:
-    """Read the weights of a table, by field.
-
-    shapes: as `param_shapes` has them; None: there is no such weight.
-
-    Raises:
-      CheckpointError: a tensor is missing, or has an unexpected shape.
-    """
-    weights = {}
-    for field, (name, transposed) in table.items():
-        shape = getattr(shapes, field)
-        if shape is not None:
-            stored = shape.shape[::-1] if transposed else shape.shape
-            read = tensors.read(prefix + name, *stored, transpose=transposed)
-            weights[field] = tensors.put(leaf_of(type(shapes), field), [read])
-    return dict.fromkeys(table) | weights
-
-
-def name_table(table: Table, params: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The tensors of a table under their names."""
-    for field, (name, transposed) in table.items():
-        weight = getattr(params, field)
-        if weight is not None:
-            yield prefix + name, np.asarray(weight).T if transposed else weight

@@ -1,7 +1,8 @@
 """What a family of language models provides to be read from and written to Hugging Face checkpoints."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from jax.typing import DTypeLike
@@ -11,13 +12,14 @@ from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.plan import unchanged
 from jspec.checkpoints.source import Source
 from jspec.checkpoints.tensors import Tensors
+from jspec.models import weights
 from jspec.models.decoder import Decoder
 
 C = TypeVar("C", bound=Decoder)
 
 
 def open_safetensors(source: Source, dtype: DTypeLike) -> Tensors:
-    """The tensors of a checkpoint, which are converted to `dtype` when they are read."""
+    """The tensors of a checkpoint, to be converted to `dtype`."""
     return Tensors(source.safetensors, dtype)
 
 
@@ -26,27 +28,57 @@ def without_mtp(config: C, tensors: Tensors, wanted: bool) -> C:
     return config
 
 
+def own_table(config: Decoder, names: Set[str]) -> PyTree:
+    """The table of the configuration itself."""
+    return config.weights()
+
+
+def nothing_spare(config: Decoder, name: str) -> bool:
+    """False: all tensors must be read."""
+    return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Family(Generic[C]):
     """A family of language models. docs/extending-models.md walks through one.
 
     config: the class of its configurations.
     architectures: classes of `transformers` -> model_type.
-    parse_config: the configuration that a config.json describes.
+    parse_config: from a config.json to the configuration.
     describe: the config.json of a configuration.
-    read_params: weights, with the shapes of `config.param_shapes`.
-    named_tensors: weights under their Hugging Face names, [out, in].
+    table: the table of the weights of a configuration, in a checkpoint of tensors with these names; no names: in
+      the layout of the writer.
+    spare: whether a tensor may remain unread, by its name.
     open_tensors: the tensors of a checkpoint.
-    with_mtp: the configuration with the MTP heads that are wanted and that the checkpoint has.
-    as_stored: the configuration, after it is split over devices, for weights that stay in the format of the checkpoint.
+    with_mtp: the configuration with the MTP heads of the checkpoint, if they are wanted.
+    as_stored: the configuration, after it is split over devices, for weights in the format of the checkpoint.
     """
 
     config: type[C]
     architectures: Mapping[str, str]
     parse_config: Callable[[Fields], C]
     describe: Callable[[C], dict[str, Any]]
-    read_params: Callable[[C, Tensors], PyTree]
-    named_tensors: Callable[[C, PyTree], Iterator[tuple[str, Any]]]
+    table: Callable[[C, Set[str]], PyTree] = own_table
+    spare: Callable[[C, str], bool] = nothing_spare
     open_tensors: Callable[[Source, DTypeLike], Tensors] = open_safetensors
     with_mtp: Callable[[C, Tensors, bool], C] = without_mtp
     as_stored: Callable[[C, Tensors], C] = unchanged
+
+    def read_params(self, config: C, tensors: Tensors) -> PyTree:
+        """The weights of a model, with the shapes of `config.param_shapes`.
+
+        Raises:
+          CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
+        """
+        table = self.table(config, tensors.names())
+        params = weights.read(table, tensors)
+        if table.lm_head is None:
+            tensors.compare_head(*table.embed.tensors, config.vocab_size, config.hidden_size)
+        tensors.refuse_unread("model", partial(self.spare, config))
+        return params
+
+    def named_tensors(self, config: C, params: PyTree) -> Iterator[tuple[str, Any]]:
+        """All weights under their Hugging Face names, those of MTP heads included."""
+        if heads := len(getattr(params, "mtp", ())):
+            config = dataclasses.replace(config, mtp_layers=heads)  # pyright: ignore[reportArgumentType]  # a dataclass
+        return weights.write(self.table(config, set()), params)

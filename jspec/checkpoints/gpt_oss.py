@@ -1,10 +1,6 @@
 """gpt-oss in Hugging Face checkpoints: config.json and tensors, whose experts may be in MXFP4."""
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
-
-import numpy as np
 
 from jspec.checkpoints import mxfp4
 from jspec.checkpoints.config import (
@@ -19,11 +15,9 @@ from jspec.checkpoints.config import (
 )
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
-from jspec.checkpoints.files import on_device
 from jspec.checkpoints.llama import read_heads
-from jspec.checkpoints.split import copy_heads
-from jspec.checkpoints.tensors import Tensors, named_leaf
-from jspec.models.gpt_oss import BiasedExperts, GptOss, GptOssLayerParams, GptOssParams
+from jspec.checkpoints.tensors import Tensors
+from jspec.models.gpt_oss import GptOss
 from jspec.models.moe import Routed
 from jspec.models.router import Router
 
@@ -100,122 +94,10 @@ def describe(config: GptOss) -> dict[str, Any]:
     return raw
 
 
-def read_params(config: GptOss, tensors: Tensors) -> GptOssParams:
-    """The weights of a model.
-
-    Raises:
-      CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
-    """
-    width, vocabulary = config.hidden_size, config.vocab_size
-    embed = tensors.device("model.embed_tokens.weight", vocabulary, width, options=named_leaf("embed"))
-    head = (
-        None if config.tie_embeddings else tensors.fused([("lm_head.weight", vocabulary)], width, named_leaf("lm_head"))
-    )
-    layers = tuple(_read_layer(config, tensors, f"model.layers.{index}.") for index in range(config.num_layers))
-    params = GptOssParams(embed, layers, tensors.device("model.norm.weight", width), head)
-    if config.tie_embeddings:
-        tensors.compare_head("model.embed_tokens.weight", vocabulary, width)
-    tensors.refuse_unread("model")
-    return params
-
-
-def _read_layer(config: GptOss, tensors: Tensors, prefix: str) -> GptOssLayerParams:
-    width, attention = config.hidden_size, prefix + "self_attn."
-    outs = _projections(config)
-    copies = partial(copy_heads, kv_heads=config.num_kv_heads, devices=config.tensor)
-    bias = [tensors.read(f"{attention}{name}_proj.bias", out) for name, out in outs] if config.attention_bias else None
-    weights = [tensors.read(f"{attention}{name}_proj.weight", out, width, transpose=True) for name, out in outs]
-    return GptOssLayerParams(
-        attention_norm=tensors.device(prefix + "input_layernorm.weight", width),
-        qkv=tensors.put(named_leaf("qkv"), copies(weights)),
-        qkv_bias=None if bias is None else tensors.put(named_leaf("qkv_bias"), copies(bias)),
-        sinks=tensors.device(attention + "sinks", config.num_heads, options=named_leaf("sinks")),
-        o=tensors.fused([(attention + "o_proj.weight", width)], outs[0][1], named_leaf("o")),
-        o_bias=tensors.device(attention + "o_proj.bias", width) if config.attention_bias else None,
-        mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
-        experts=_read_experts(config, tensors, prefix + "mlp.", width),
-    )
-
-
-def _projections(config: GptOss) -> list[tuple[str, int]]:
-    """The parts of a layer's fused projection: letter and width of each."""
-    keys = config.num_kv_heads * config.head_dim
-    return [("q", config.num_heads * config.head_dim), ("k", keys), ("v", keys)]
-
-
-def _read_experts(config: GptOss, tensors: Tensors, prefix: str, width: int) -> BiasedExperts:
-    count, inner, own = config.experts.router.count, config.experts.width, prefix + "experts."
-    tensors.expect(own + "gate_up_proj", count, width, 2 * inner)
-    tensors.expect(own + "down_proj", count, inner, width)
-    router = [tensors.stored(prefix + "router.weight", count, width), tensors.stored(prefix + "router.bias", count)]
-    gate_up = tensors.read(own + "gate_up_proj", count, width, 2 * inner)
-    bias = tensors.read(own + "gate_up_proj_bias", count, 2 * inner)
-    down = tensors.read(own + "down_proj", count, inner, width)
-    halves, biases = [gate_up[:, :, first::2] for first in (0, 1)], [bias[:, first::2] for first in (0, 1)]
-    if filler := config.filler:
-        halves, down = [half.filled(0, filler) for half in halves], down.filled(filler, 0)
-        biases = [np.pad(half, ((0, 0), (0, filler))) for half in biases]
-    return BiasedExperts(
-        *(on_device(part.astype(np.float32)) for part in router),
-        gate_up=tensors.put(named_leaf("gate_up"), halves),
-        gate_up_bias=tensors.put(named_leaf("gate_up_bias"), biases),
-        down=tensors.put(named_leaf("down"), [down]),
-        down_bias=tensors.device(own + "down_proj_bias", count, width),
-    )
-
-
-def named_tensors(config: GptOss, params: GptOssParams) -> Iterator[tuple[str, Any]]:
-    """All weights under their Hugging Face names, [out, in], and matrices of experts [experts, in, out]."""
-    yield "model.embed_tokens.weight", params.embed
-    for index, layer in enumerate(params.layers):
-        for name, tensor in _name_layer(config, layer):
-            yield f"model.layers.{index}.{name}", tensor
-    yield "model.norm.weight", params.norm
-    if params.lm_head is not None:
-        yield "lm_head.weight", np.asarray(params.lm_head).T
-
-
-def _name_layer(config: GptOss, layer: GptOssLayerParams) -> Iterator[tuple[str, Any]]:
-    letters, sizes = zip(*_projections(config), strict=True)
-    splits = np.cumsum(sizes)[:-1]
-    yield "input_layernorm.weight", layer.attention_norm
-    for letter, part in zip(letters, np.split(np.asarray(layer.qkv).T, splits), strict=True):
-        yield f"self_attn.{letter}_proj.weight", part
-    if layer.qkv_bias is not None:
-        for letter, part in zip(letters, np.split(np.asarray(layer.qkv_bias), splits), strict=True):
-            yield f"self_attn.{letter}_proj.bias", part
-    yield "self_attn.sinks", layer.sinks
-    yield "self_attn.o_proj.weight", np.asarray(layer.o).T
-    if layer.o_bias is not None:
-        yield "self_attn.o_proj.bias", layer.o_bias
-    yield "post_attention_layernorm.weight", layer.mlp_norm
-    experts = layer.experts
-    yield "mlp.router.weight", experts.router
-    yield "mlp.router.bias", experts.router_bias
-    yield "mlp.experts.gate_up_proj", _interleaved(np.asarray(experts.gate_up))
-    yield "mlp.experts.gate_up_proj_bias", _interleaved(np.asarray(experts.gate_up_bias))
-    yield "mlp.experts.down_proj", experts.down
-    yield "mlp.experts.down_proj_bias", experts.down_bias
-
-
-def _interleaved(fused: np.ndarray) -> np.ndarray:
-    """The columns of the gate and of the other half by turns, as checkpoints have them."""
-    return np.stack(np.split(fused, 2, axis=-1), axis=-1).reshape(fused.shape)
-
-
 def as_stored(config: GptOss, tensors: Tensors) -> GptOss:
     """The configuration whose experts, if they stay in blocks with a scale, are split by whole blocks."""
     blocks = isinstance(tensors, mxfp4.Mxfp4Tensors) and tensors.weights is None
     return config.with_whole_groups(mxfp4.BLOCK) if blocks else config
 
 
-FAMILY = Family(
-    GptOss,
-    ARCHITECTURES,
-    parse_config,
-    describe,
-    read_params,
-    named_tensors,
-    open_tensors=mxfp4.open_tensors,
-    as_stored=as_stored,
-)
+FAMILY = Family(GptOss, ARCHITECTURES, parse_config, describe, open_tensors=mxfp4.open_tensors, as_stored=as_stored)

@@ -4,17 +4,20 @@ They are stored as `self_attn.k_scale` and `v_scale` (github.com/vllm-project/co
 projections as `k_proj.k_scale` (NVIDIA's ModelOpt) or `k_proj.output_scale`. What a cache has is multiplied by them.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jspec.checkpoints.fields import Fields
 from jspec.checkpoints.files import CheckpointError
 from jspec.checkpoints.tensors import Tensors
-from jspec.core.struct import WHOLE
+from jspec.core.struct import Leaf
+from jspec.models.weights import Stored
 
 _NAMES = (
     ("k_scale", "v_scale"),
@@ -34,20 +37,39 @@ def is_known(scheme: Fields) -> bool:
     return is_fp8 and whole and scheme.read_flag("symmetric", True) and not scheme.read_flag("dynamic", False)
 
 
-def read_kv_scales(tensors: Tensors, attention: str) -> Float[Array, "2"] | None:
-    """The scales of a layer's keys and values, in float32; None: it has none.
+@dataclasses.dataclass(frozen=True)
+class KvScales:
+    """The entry of a layer's scales in a table of weights; in float32.
 
-    attention: with what the names of the layer's attention begin.
-
-    Raises:
-      CheckpointError: there is one without the other, or for each head, or one that is not above 0.
+    prefix: of the names of the layer's attention.
     """
-    names = tensors.names()
-    tensors.asked |= {attention + name for name in _SPARE} & names
-    pair = next((pair for pair in _NAMES if names & {attention + name for name in pair}), None)
-    if pair is None:
-        return None
-    return tensors.put(WHOLE, [_read(tensors, attention + name) for name in pair])
+
+    prefix: str
+
+    def shapes(self, dtype: DTypeLike) -> None:
+        """None: a configuration does not state whether there are any."""
+
+    def check(self, tensors: Stored) -> None:
+        """Nothing: there may be none."""
+
+    def read(self, tensors: Tensors, options: Leaf) -> Float[Array, "2"] | None:
+        """The scales of keys and values; None: there are none.
+
+        Raises:
+          CheckpointError: there is one without the other, or for each head, or one that is not above 0.
+        """
+        names = tensors.names()
+        tensors.asked |= {self.prefix + name for name in _SPARE} & names
+        pair = next((pair for pair in _NAMES if names & {self.prefix + name for name in pair}), None)
+        if pair is None:
+            return None
+        return tensors.put(options, [_read(tensors, self.prefix + name) for name in pair])
+
+    def write(self, value: Float[Array, "2"] | None) -> Iterator[tuple[str, Any]]:
+        """The scales under their names, if there are any."""
+        if value is not None:
+            for name, scale in zip(_NAMES[0], np.asarray(value), strict=True):
+                yield self.prefix + name, scale.reshape(1)
 
 
 def _read(tensors: Tensors, name: str) -> Any:
@@ -60,10 +82,3 @@ def _read(tensors: Tensors, name: str) -> Any:
     if isinstance(scale, np.ndarray) and not scale[0] > 0:
         raise CheckpointError(f"{tensors.directory}: {name} is {scale[0]}; must be above 0")
     return scale
-
-
-def name_kv_scales(attention: str, scales: Float[Array, "2"] | None) -> Iterator[tuple[str, Any]]:
-    """The scales under their names, if there are any."""
-    if scales is not None:
-        for name, scale in zip(_NAMES[0], np.asarray(scales), strict=True):
-            yield attention + name, scale.reshape(1)

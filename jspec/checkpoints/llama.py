@@ -1,12 +1,8 @@
 """Llama and Qwen3, dense or with experts: config.json and tensors to a configuration and weights, and back."""
 
 import dataclasses
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Set
 from typing import Any
-
-import numpy as np
-from jaxtyping import Array, Float
 
 from jspec.checkpoints import scaled
 from jspec.checkpoints.config import (
@@ -23,16 +19,12 @@ from jspec.checkpoints.config import (
     reading,
     unknown_family,
 )
-from jspec.checkpoints.experts import name_layer_mlp, read_layer_mlp
 from jspec.checkpoints.family import Family
 from jspec.checkpoints.fields import MOST_LENGTH, MOST_NUMBER, Fields, refuse
 from jspec.checkpoints.files import CheckpointError
-from jspec.checkpoints.kv_scales import name_kv_scales, read_kv_scales
-from jspec.checkpoints.split import copy_heads
-from jspec.checkpoints.tensors import Tensors, named_leaf
+from jspec.checkpoints.kv_scales import KvScales
 from jspec.models.layers import Llama3Rope
-from jspec.models.llama import LayerParams, LayerShape, Llama, LlamaParams
-from jspec.models.moe import Routed
+from jspec.models.llama import Llama, LlamaParams
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe"}
 """Classes of `transformers` -> model_type."""
@@ -138,73 +130,6 @@ def parse_rope(config: Fields) -> tuple[float, Llama3Rope | None]:
     )
 
 
-def read_params(config: Llama, tensors: Tensors) -> LlamaParams:
-    """The weights of a model.
-
-    Raises:
-      CheckpointError: a tensor is missing, has an unexpected shape, or is not used.
-    """
-    width = config.hidden_size
-    embed = tensors.device("model.embed_tokens.weight", config.vocab_size, width, options=named_leaf("embed"))
-    head = None
-    if not config.tie_embeddings:
-        head = tensors.fused([("lm_head.weight", config.vocab_size)], width, named_leaf("lm_head"))
-    layers = []
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}."
-        norm, bias = tensors.device(prefix + "input_layernorm.weight", width), config.attention_bias
-        options = {"qkv_bias": bias, "o_bias": bias, "qk_norm": config.qk_norm, "experts": config.layer_experts(index)}
-        layer = read_layer(config, tensors, prefix, norm, input_width=width, **options)
-        layers.append(dataclasses.replace(layer, kv_scales=read_kv_scales(tensors, prefix + "self_attn.")))
-    params = LlamaParams(embed, tuple(layers), tensors.device("model.norm.weight", width), head)
-    if config.tie_embeddings:
-        tensors.compare_head("model.embed_tokens.weight", config.vocab_size, width)
-    tensors.refuse_unread("model")
-    return params
-
-
-def read_layer(
-    config: LayerShape,
-    tensors: Tensors,
-    prefix: str,
-    attention_norm: Float[Array, " E"] | None,
-    *,
-    input_width: int,
-    qkv_bias: bool,
-    o_bias: bool,
-    qk_norm: bool,
-    experts: Routed | None = None,
-) -> LayerParams:
-    """One decoder layer, whose tensors start with `prefix`.
-
-    Args:
-      attention_norm: the norm before the attention, which has a different name in each kind of model.
-      input_width: width of the attention's input.
-      qkv_bias, o_bias, qk_norm: which optional weights there are.
-      experts: the experts that replace the MLP.
-
-    Raises:
-      CheckpointError: a tensor is missing or has an unexpected shape.
-    """
-    width, mlp = config.hidden_size, config.intermediate_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention, outs = prefix + "self_attn.", [("q_proj", query), ("k_proj", kv), ("v_proj", kv)]
-    qkv = [tensors.read(f"{attention}{name}.weight", out, input_width, transpose=True) for name, out in outs]
-    bias = [tensors.read(f"{attention}{name}.bias", out) for name, out in outs] if qkv_bias else None
-    copies = partial(copy_heads, kv_heads=config.num_kv_heads, devices=config.tensor)
-    return LayerParams(
-        attention_norm=attention_norm,
-        qkv=tensors.put(named_leaf("qkv"), copies(qkv)),
-        qkv_bias=None if bias is None else tensors.put(named_leaf("qkv_bias"), copies(bias)),
-        q_norm=tensors.device(f"{attention}q_norm.weight", config.head_dim) if qk_norm else None,
-        k_norm=tensors.device(f"{attention}k_norm.weight", config.head_dim) if qk_norm else None,
-        o=tensors.fused([(f"{attention}o_proj.weight", width)], query, named_leaf("o")),
-        o_bias=tensors.device(f"{attention}o_proj.bias", width) if o_bias else None,
-        mlp_norm=tensors.device(prefix + "post_attention_layernorm.weight", width),
-        **read_layer_mlp(experts, tensors, prefix + "mlp.", mlp, width),
-    )
-
-
 def describe_scaling(scaling: Llama3Rope) -> dict[str, Any]:
     """The keys of a config.json for scaled rotary frequencies."""
     return {
@@ -234,42 +159,14 @@ def describe(config: Llama) -> dict[str, Any]:
     return raw | (describe_experts(config.experts, config.dense_layers) if config.experts else {})
 
 
-def named_tensors(config: Llama, params: LlamaParams) -> Iterator[tuple[str, Any]]:
-    """All weights under their Hugging Face names, [out, in]."""
-    yield "model.embed_tokens.weight", params.embed
-    for i, layer in enumerate(params.layers):
-        yield from name_layer(config, layer, f"model.layers.{i}.", config.experts)
-        yield f"model.layers.{i}.input_layernorm.weight", layer.attention_norm
-        yield from name_kv_scales(f"model.layers.{i}.self_attn.", layer.kv_scales)
-    yield "model.norm.weight", params.norm
-    if params.lm_head is not None:
-        yield "lm_head.weight", np.asarray(params.lm_head).T
+def table(config: Llama, names: Set[str]) -> LlamaParams:
+    """The table of the weights, with the optional scales of keys and values."""
+    weights = config.weights()
+    layers = (
+        dataclasses.replace(layer, kv_scales=KvScales(f"model.layers.{index}.self_attn."))
+        for index, layer in enumerate(weights.layers)
+    )
+    return dataclasses.replace(weights, layers=tuple(layers))
 
 
-def name_layer(
-    config: LayerShape, layer: LayerParams, prefix: str, experts: Routed | None = None
-) -> Iterator[tuple[str, Any]]:
-    """The weights of one layer, without its attention norm, under their Hugging Face names, [out, in].
-
-    experts: describes the layer's experts, if it has any.
-    """
-    splits = np.cumsum([config.num_heads, config.num_kv_heads]) * config.head_dim
-    attention = prefix + "self_attn."
-    for name, part in zip("qkv", np.split(np.asarray(layer.qkv).T, splits), strict=True):
-        yield f"{attention}{name}_proj.weight", part
-    if layer.qkv_bias is not None:
-        for name, part in zip("qkv", np.split(np.asarray(layer.qkv_bias), splits), strict=True):
-            yield f"{attention}{name}_proj.bias", part
-    if layer.q_norm is not None:
-        yield f"{attention}q_norm.weight", layer.q_norm
-        yield f"{attention}k_norm.weight", layer.k_norm
-    yield f"{attention}o_proj.weight", np.asarray(layer.o).T
-    if layer.o_bias is not None:
-        yield f"{attention}o_proj.bias", layer.o_bias
-    yield f"{prefix}post_attention_layernorm.weight", layer.mlp_norm
-    yield from name_layer_mlp(layer, experts, prefix + "mlp.")
-
-
-FAMILY = Family(
-    Llama, ARCHITECTURES, parse_config, describe, read_params, named_tensors, open_tensors=scaled.open_tensors
-)
+FAMILY = Family(Llama, ARCHITECTURES, parse_config, describe, table=table, open_tensors=scaled.open_tensors)

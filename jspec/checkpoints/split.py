@@ -1,12 +1,8 @@
 """Models over several devices: which drafts are split, and copies of heads for devices that share them."""
 
-from collections.abc import Sequence
-
-import numpy as np
 from jax.typing import DTypeLike
 
 from jspec.checkpoints.plan import can_split
-from jspec.core.sharding import held_heads
 from jspec.models.draft import Draft
 from jspec.models.quantized import quantize_shapes
 from jspec.models.sizes import tree_bytes
@@ -31,19 +27,6 @@ def splits_draft(config: Draft, dtype: DTypeLike, devices: int, weights: str | N
         return False
     saved = tree_bytes(quantize_shapes(config.param_shapes(dtype), weights)) * (1 - 1 / devices) / BYTES_PER_SECOND
     return saved > SUM_SECONDS * (2 * config.num_layers + 1)
-
-
-def copy_heads(parts: Sequence[np.ndarray], *, kv_heads: int, devices: int) -> Sequence[np.ndarray]:
-    """Columns of queries, and of keys and values if there are any, with the copies of their heads that devices need.
-
-    kv_heads: heads of keys and values.
-    """
-    queries, *others = parts
-    copies = held_heads(kv_heads, devices) // kv_heads
-    if copies == 1:
-        return parts
-    repeated = (np.repeat(part.reshape(*part.shape[:-1], kv_heads, -1), copies, axis=-2) for part in others)
-    return [queries, *(part.reshape(*queries.shape[:-1], -1) for part in repeated)]
 
 
 def refuse_split(config: object) -> None:

@@ -16,7 +16,7 @@ from jspec.checkpoints.deferred import Assembled, Deferred, Part
 from jspec.checkpoints.files import CheckpointError, on_device
 from jspec.checkpoints.threads import each_block
 from jspec.core.sharding import Placement, side_by_side
-from jspec.core.struct import WHOLE, Leaf, map_leaves
+from jspec.core.struct import Leaf, map_leaves
 from jspec.models.quantized import (
     FORMATS,
     PACKED,
@@ -32,30 +32,11 @@ FLOATS = {np.dtype(kind) for kind in (np.float16, ml_dtypes.bfloat16, np.float32
 HEAD = "lm_head.weight"
 """The LM head."""
 _DERIVED = ".rotary_emb.inv_freq"
-"""End of the names of tables that some checkpoints contain; configurations imply them."""
+"""End of the names of redundant tables in some checkpoints; configurations imply them."""
 _CHUNK = 2**20
-"""Elements that are checked at once, so that they stay in the processor's cache."""
+"""Elements to check at once, so that they stay in the processor's cache."""
 _BLOCK_BYTES = 2**23
 """Bytes of a stored tensor that a thread reads, checks and copies at once, so that they stay in the cache."""
-
-
-_ROWS, _COLUMNS = {"split": -2}, {"split": -1}
-_LINEAR = {"linear": True}
-_LEAVES: dict[str, dict[str, Any]] = {
-    "embed": {**_ROWS, "if_even": True},
-    "head": {**_ROWS, "if_even": True},
-    "lm_head": {**_COLUMNS, **_LINEAR, "if_even": True},
-    **{name: {**_COLUMNS, **_LINEAR} for name in ("qkv", "q", "gate_up", "down_projection", "query")},
-    **{name: {**_ROWS, **_LINEAR} for name in ("o", "down")},
-    **{name: _COLUMNS for name in ("qkv_bias", "sinks", "gate_up_bias", "conv", "log_rate", "rate_bias")},
-    **{name: {"split": -3} for name in ("keys", "values")},
-    **{name: _LINEAR for name in ("projection", "out", "gate", "fc", "pre_projection", "post_projection")},
-}
-
-
-def named_leaf(name: str) -> Leaf:
-    """The options of the fields of this name."""
-    return Leaf(name, **_LEAVES[name])
 
 
 _quantize = partial(jax.jit, static_argnames="weights")(quantize)
@@ -89,7 +70,7 @@ class TensorFiles(Protocol):
 
 @runtime_checkable
 class PartialFiles(Protocol):
-    """Tensors in files, of which parts can be read."""
+    """Tensors in files with readable parts."""
 
     def has_parts(self, name: str) -> bool:
         """Whether parts of this tensor can be read."""
@@ -247,25 +228,12 @@ class Tensors:
             )
         return converted
 
-    def device(self, name: str, *shape: int, options: Leaf = WHOLE) -> jax.Array:
-        """One tensor on the device, in the chosen dtype. options: as in `put`."""
-        return self.put(options, [self.read(name, *shape)])
-
-    def fused(self, parts: list[tuple[str, int]], width: int, options: Leaf = WHOLE) -> Any:
-        """Weights [out, in] with the same input, as one weight [in, sum of outs] on the device.
-
-        parts: name and out of each.
-        width: in.
-        options: as in `put`.
-        """
-        return self.put(options, [self.read(name, out, width, transpose=True) for name, out in parts])
-
     def put(self, options: Leaf, parts: Sequence[Any]) -> Any:
         """Arrays side by side on their last axis, on the device, or as `Placement.put` splits them.
 
         The result is an array; or a `Quantized` that takes its place, if it is the matrix of a linear layer.
 
-        options: of the field that gets it.
+        options: of its field.
         """
         if self.placement is not None:
             array = self.placement.put(options, parts)

@@ -7,23 +7,31 @@ the hidden state of its next step.
 """
 
 import dataclasses
-from typing import ClassVar, Self
+from collections.abc import Iterator
+from typing import Any, ClassVar, Self
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from jspec.cache.narrow import multiplied
 from jspec.core.sharding import check_split, gather_last, sum_over_devices
-from jspec.core.struct import leaf, struct
+from jspec.core.struct import Leaf, leaf, struct
 from jspec.core.types import Params
-from jspec.models import layers
+from jspec.models import layers, weights
 from jspec.models.decoder import Decoder
-from jspec.models.sizes import keys_bytes, shape_of, tree_bytes
+from jspec.models.expert_weights import mlp_weights
+from jspec.models.gemma4 import NORMS
+from jspec.models.sizes import keys_bytes, tree_bytes
+from jspec.models.weights import Stored, linear, plain, scalar
 from pallas_kernels.platform import exactness
 from pallas_kernels.residual_norm import residual_norm
 from pallas_kernels.topk import topk
 
+_EMBEDDING, _ORDER = "model.embed_tokens.weight", "masked_embedding.token_ordering"
+"""The LM head, and the tokens of its clusters, in checkpoints."""
 _TOPK_SIZE = 16
 """Clusters chosen by one top-k: the limit of the GPU kernel, since XLA's top-k is a sort on a GPU."""
 
@@ -67,6 +75,50 @@ class AssistantParams:
     head: Float[Array, "V E"] | None = leaf(split=-2, if_even=True)
     """None if the LM head is clustered, or the target's."""
     clusters: ClusterParams | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterWeights:
+    """The entry of an LM head in clusters. Its rows are sorted by token in checkpoints."""
+
+    count: int
+    vocab_size: int
+    width: int
+
+    @property
+    def _centroids(self) -> Any:
+        return linear(self.width, {"masked_embedding.centroids.weight": self.count})
+
+    def shapes(self, dtype: DTypeLike) -> ClusterParams:
+        """As in `Entry`."""
+        tokens = (self.count, self.vocab_size // self.count)
+        ids, head = jax.ShapeDtypeStruct(tokens, jnp.int32), jax.ShapeDtypeStruct((*tokens, self.width), dtype)
+        return ClusterParams(self._centroids.shapes(dtype), ids, head)  # pyright: ignore[reportArgumentType]  # shapes
+
+    def check(self, tensors: Stored) -> None:
+        """As in `Entry`."""
+        self._centroids.check(tensors)
+        tensors.expect(_EMBEDDING, self.vocab_size, self.width)
+        tensors.expect(_ORDER, self.vocab_size)
+
+    def read(self, tensors: Stored, options: Leaf) -> ClusterParams:
+        """As in `Entry`. Raises ValueError if not every token is in one cluster."""
+        ids = tensors.integers(_ORDER, self.vocab_size)
+        if not np.array_equal(np.sort(ids), np.arange(self.vocab_size)):
+            raise ValueError(f"{_ORDER} must hold each of the {self.vocab_size} tokens once")
+        head = tensors.read(_EMBEDDING, self.vocab_size, self.width)[ids]
+        return ClusterParams(
+            centroids=self._centroids.read(tensors, options),
+            ids=tensors.put(options, [ids.reshape(self.count, -1).astype(np.int32)]),
+            head=tensors.put(options, [head.reshape(self.count, -1, self.width)]),
+        )
+
+    def write(self, value: ClusterParams) -> Iterator[tuple[str, Any]]:
+        """As in `Entry`."""
+        ids, head = np.asarray(value.ids).reshape(-1), np.asarray(value.head)
+        yield _EMBEDDING, head.reshape(len(ids), -1)[np.argsort(ids)]
+        yield from self._centroids.write(value.centroids)
+        yield _ORDER, ids.astype(np.int64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,37 +241,33 @@ class Assistant:
 
     def param_shapes(self, dtype: DTypeLike) -> AssistantParams:
         """The weights as `jax.ShapeDtypeStruct`s."""
-        shape, width, outer = shape_of(dtype), self.hidden_size, self.target_hidden_size
-        head = None if self.target_head else shape((self.vocab_size, width))
-        clusters = None
+        return weights.shapes(self.weights(), dtype)
+
+    def weights(self) -> AssistantParams:
+        """The table of the weights."""
+        width, outer = self.hidden_size, self.target_hidden_size
+        clusters: Any = None
         if self.clusters is not None:
-            count = self.clusters.count
-            tokens = (count, self.vocab_size // count)
-            ids = shape(tokens, dtype=jnp.int32)
-            head, clusters = None, ClusterParams(shape((width, count)), ids, shape((*tokens, width)))
+            clusters = ClusterWeights(self.clusters.count, self.vocab_size, width)
+        own_head = clusters is None and not self.target_head
         return AssistantParams(
-            pre_projection=shape((2 * outer, width)),
-            layers=tuple(self._layer_shapes(head_dim, dtype) for head_dim in self.head_dims),
-            norm=shape((width,)),
-            post_projection=shape((width, outer)),
-            head=head,
+            pre_projection=linear(2 * outer, {"pre_projection.weight": width}),
+            layers=tuple(self._layer_weights(f"model.layers.{i}.", size) for i, size in enumerate(self.head_dims)),
+            norm=plain("model.norm.weight", width),
+            post_projection=linear(width, {"post_projection.weight": outer}),
+            head=plain(_EMBEDDING, self.vocab_size, width) if own_head else None,
             clusters=clusters,
         )
 
-    def _layer_shapes(self, head_dim: int, dtype: DTypeLike) -> AssistantLayerParams:
-        shape, width, mlp = shape_of(dtype), self.hidden_size, self.intermediate_size
-        norm = shape((width,))
+    def _layer_weights(self, prefix: str, head_dim: int) -> AssistantLayerParams:
+        width, queries = self.hidden_size, self.num_heads * head_dim
         return AssistantLayerParams(
-            attention_norm=norm,
-            q=shape((width, self.num_heads * head_dim)),
-            q_norm=shape((head_dim,)),
-            o=shape((self.num_heads * head_dim, width)),
-            attention_out_norm=norm,
-            mlp_norm=norm,
-            gate_up=shape((width, 2 * mlp)),
-            down=shape((mlp, width)),
-            mlp_out_norm=norm,
-            scalar=shape(()),
+            **{field: plain(prefix + name, width) for field, name in NORMS.items()},
+            q=linear(width, {prefix + "self_attn.q_proj.weight": queries}),
+            q_norm=plain(prefix + "self_attn.q_norm.weight", head_dim),
+            o=linear(queries, {prefix + "self_attn.o_proj.weight": width}),
+            **mlp_weights(prefix + "mlp.", self.intermediate_size, width),
+            scalar=scalar(prefix + "layer_scalar"),
         )
 
     def step_bytes(self, params: Params) -> int:

@@ -21,10 +21,11 @@ from jspec.core.checks import check_int
 from jspec.core.sharding import gather_last
 from jspec.core.struct import leaf, struct
 from jspec.core.types import Params, Target
-from jspec.models import layers
+from jspec.models import layers, weights
 from jspec.models.decoder import Decoder
-from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_shapes, split_layers
-from jspec.models.sizes import keys_bytes, shape_of, tree_bytes
+from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_weights, split_layers
+from jspec.models.sizes import keys_bytes, tree_bytes
+from jspec.models.weights import linear, plain
 
 MARKOV_KINDS = ("vanilla", "gated", "rnn")
 """Kinds of Markov heads (arXiv 2607.05147)."""
@@ -161,21 +162,38 @@ class BlockHead:
 
     def param_shapes(self, dtype: DTypeLike) -> BlockParams:
         """The weights as `jax.ShapeDtypeStruct`s, without a `mask_embed`, which only some checkpoints have."""
-        shape, width, reduced = shape_of(dtype), self.hidden_size, self.draft_vocab_size < self.vocab_size
-        layer = layer_shapes(self, dtype, input_width=width, qk_norm=True, bias=self.attention_bias)
+        shapes = weights.shapes(self.weights(), dtype)
+        if self.draft_vocab_size == self.vocab_size:
+            return shapes
+        return dataclasses.replace(shapes, ids=jax.ShapeDtypeStruct((self.draft_vocab_size,), jnp.int32))
+
+    def weights(self) -> BlockParams:
+        """The table of the weights, without a `mask_embed` and the ids of the draft's vocabulary."""
+        width, bias = self.hidden_size, self.attention_bias
+        captured = len(self.capture_layers) * self.target_hidden_size
         read = width + (self.markov_rank if self.confidence == "markov" else 0)
         return BlockParams(
-            embed=shape((self.vocab_size, width)) if self.own_embed else None,
+            embed=plain("embed_tokens.weight", self.vocab_size, width) if self.own_embed else None,
             mask_embed=None,
-            fc=shape((len(self.capture_layers) * self.target_hidden_size, width)),
-            hidden_norm=shape((width,)),
-            layers=(layer,) * self.num_layers,
-            norm=shape((width,)),
-            lm_head=shape((width, self.draft_vocab_size)) if self.own_head else None,
-            ids=shape((self.draft_vocab_size,), dtype=jnp.int32) if reduced else None,
-            markov=self._markov_shapes(dtype),
-            confidence=shape((read, 1)) if self.confidence else None,
-            confidence_bias=shape((1,)) if self.confidence else None,
+            fc=linear(captured, {"fc.weight": width}),
+            hidden_norm=plain("hidden_norm.weight", width),
+            layers=tuple(
+                layer_weights(
+                    self,
+                    f"layers.{index}.",
+                    norm=plain(f"layers.{index}.input_layernorm.weight", width),
+                    qk_norm=True,
+                    qkv_bias=bias,
+                    o_bias=bias,
+                )
+                for index in range(self.num_layers)
+            ),
+            norm=plain("norm.weight", width),
+            lm_head=linear(width, {"lm_head.weight": self.draft_vocab_size}) if self.own_head else None,
+            ids=None,
+            markov=self._markov_weights(),
+            confidence=linear(read, {"confidence_head.proj.weight": 1}) if self.confidence else None,
+            confidence_bias=plain("confidence_head.proj.bias", 1) if self.confidence else None,
         )
 
     def mix_shape(self) -> tuple[int, int] | None:
@@ -183,15 +201,18 @@ class BlockHead:
         rank, width = self.markov_rank, self.hidden_size
         return {"gated": (width + rank, rank), "rnn": (2 * rank + width, 3 * rank)}.get(self.markov or "")
 
-    def _markov_shapes(self, dtype: DTypeLike) -> MarkovParams | None:
+    def _markov_weights(self) -> MarkovParams | None:
         if self.markov is None:
             return None
-        shape, mix = shape_of(dtype), self.mix_shape()
+        mix, bias, shape = None, None, self.mix_shape()
+        if shape is not None:
+            name = f"markov_head.{'gate' if self.markov == 'gated' else 'joint'}_proj"
+            mix, bias = linear(shape[0], {f"{name}.weight": shape[1]}), plain(f"{name}.bias", shape[1])
         return MarkovParams(
-            previous=shape((self.vocab_size, self.markov_rank)),
-            out=shape((self.markov_rank, self.draft_vocab_size)),
-            mix=None if mix is None else shape(mix),
-            mix_bias=None if mix is None else shape(mix[1:]),
+            previous=plain("markov_head.markov_w1.weight", self.vocab_size, self.markov_rank),
+            out=linear(self.markov_rank, {"markov_head.markov_w2.weight": self.draft_vocab_size}),
+            mix=mix,
+            mix_bias=bias,
         )
 
     def step_bytes(self, params: Params) -> int:

@@ -15,7 +15,7 @@ from jspec.cache.narrow import check_kv
 from jspec.core import tree
 from jspec.core.sharding import gather_last
 from jspec.core.types import Cache, DraftTree, ForwardOutput, Params
-from jspec.models import layers
+from jspec.models import layers, weights
 from jspec.models.moe import Routed
 from jspec.models.sizes import keys_bytes, tree_bytes
 from pallas_kernels.exact_matmul import exact_matmul
@@ -53,9 +53,13 @@ class Decoder(abc.ABC):
     has_sinks: ClassVar[bool] = False
     """Whether its attention has sinks, see `paged_attention`."""
 
-    @abc.abstractmethod
-    def param_shapes(self, dtype: DTypeLike) -> PyTree:
-        """The weights as `jax.ShapeDtypeStruct`s."""
+    def weights(self) -> PyTree:
+        """The table of the weights: a pytree with an entry in the place of each array, see `jspec.models.weights`.
+
+        Raises:
+          NotImplementedError: a model of no family, which has no checkpoints; it has `param_shapes` of its own.
+        """
+        raise NotImplementedError(f"models of type {type(self).__name__} have no table of weights")
 
     @abc.abstractmethod
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> Cache:
@@ -93,6 +97,10 @@ class Decoder(abc.ABC):
         """
 
     # Defaults
+
+    def param_shapes(self, dtype: DTypeLike) -> PyTree:
+        """The weights as `jax.ShapeDtypeStruct`s."""
+        return weights.shapes(self.weights(), dtype)
 
     def kv_source_layer(self, layer: int) -> int:
         """The layer whose keys and values `layer` reads: itself, unless it shares another's."""

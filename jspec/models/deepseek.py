@@ -9,10 +9,11 @@ its attention reads.
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -24,9 +25,11 @@ from jspec.core.sharding import check_split, sum_over_devices
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed, RoutedParams, layer_mlp, mlp_shapes
-from jspec.models.mtp_head import MtpParams, mtp_shapes
-from jspec.models.sizes import shape_of
+from jspec.models.expert_weights import layer_mlp_weights
+from jspec.models.latent_weights import Latent, UpWeights, halves, pairs
+from jspec.models.moe import Routed, RoutedParams, layer_mlp
+from jspec.models.mtp_head import MtpParams
+from jspec.models.weights import fused, linear, plain
 from pallas_kernels import parts
 
 LATENT_EPS = 1e-6
@@ -82,28 +85,6 @@ class DeepseekParams:
     lm_head: Float[Array, "E V"] | None = leaf(split=-1, if_even=True, linear=True)
     mtp: tuple[MtpParams, ...] = ()
     """MTP heads, which draft for this target; its own forward does not read them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Latent:
-    """Sizes of latent attention, in the words of the papers.
-
-    q_rank: width of the queries' first step; None: queries are projected in one step.
-    kv_rank: width of the latent.
-    nope_dim, rope_dim: dimensions of each head's keys that do not rotate, and that do.
-    value_dim: dimensions of each head's values.
-    """
-
-    q_rank: int | None
-    kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-
-    @property
-    def width(self) -> int:
-        """Width of a cache row."""
-        return self.kv_rank + self.rope_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,45 +164,98 @@ class Deepseek(Decoder):
         """The layer of an MTP head as a decoder of its own; the bits of drafts do not matter, so it is not exact."""
         return dataclasses.replace(self, num_layers=1, dense_layers=0, mtp_layers=0, exact=False)
 
-    def param_shapes(self, dtype: DTypeLike) -> DeepseekParams:
-        """The weights as `jax.ShapeDtypeStruct`s; embedding and LM head of MTP heads are the target's."""
-        shape, width, vocabulary = shape_of(dtype), self.hidden_size, self.vocab_size
-        norm, count = shape((width,)), self.num_layers
-        stack = [self._layer_shapes(index, dtype) for index in range(count + self.mtp_layers)]
+    def weights(self) -> DeepseekParams:
+        """The table of the weights; embedding and LM head of MTP heads are the target's."""
+        width, vocabulary, count = self.hidden_size, self.vocab_size, self.num_layers
         return DeepseekParams(
-            embed=shape((vocabulary, width)),
-            layers=tuple(stack[:count]),
-            norm=norm,
-            lm_head=None if self.tie_embeddings else shape((width, vocabulary)),
-            mtp=tuple(mtp_shapes(layer, norm, dtype) for layer in stack[count:]),
+            embed=plain("model.embed_tokens.weight", vocabulary, width),
+            layers=tuple(self._layer_weights(index) for index in range(count)),
+            norm=plain("model.norm.weight", width),
+            lm_head=None if self.tie_embeddings else linear(width, {"lm_head.weight": vocabulary}),
+            mtp=tuple(self._mtp_weights(index) for index in range(count, count + self.mtp_layers)),
         )
 
-    def _layer_shapes(self, index: int, dtype: DTypeLike) -> DeepseekLayerParams:
-        shape, width, heads, latent = shape_of(dtype), self.hidden_size, self.num_heads, self.latent
-        queries = heads * (latent.nope_dim + latent.rope_dim)
+    def _mtp_weights(self, index: int) -> MtpParams:
+        prefix, width = f"model.layers.{index}.", self.hidden_size
+        return MtpParams(
+            token_norm=plain(prefix + "enorm.weight", width),
+            hidden_norm=plain(prefix + "hnorm.weight", width),
+            projection=linear(2 * width, {prefix + "eh_proj.weight": width}),
+            layer=self._layer_weights(index),
+            norm=plain(prefix + "shared_head.norm.weight", width),
+        )
+
+    def _layer_weights(self, index: int) -> DeepseekLayerParams:
+        """A layer; those after the last are the layers of MTP heads."""
+        prefix, width, latent = f"model.layers.{index}.", self.hidden_size, self.latent
+        attention, rank = prefix + "self_attn.", latent.q_rank
+        experts = self.layer_experts(index)
+        up: Any = UpWeights(attention + "kv_b_proj.weight", self.num_heads, latent)
         return DeepseekLayerParams(
-            attention_norm=shape((width,)),
-            down_projection=shape((width, self.down_width * self.tensor)),
-            query_norm=shape((latent.q_rank,)) if latent.q_rank else None,
-            query=shape((latent.q_rank, queries)) if latent.q_rank else None,
-            latent_norm=shape((latent.kv_rank,)),
-            up=UpProjections(
-                shape((heads, latent.nope_dim, latent.kv_rank)), shape((heads, latent.kv_rank, latent.value_dim))
-            ),
-            o=shape((heads * latent.value_dim, width)),
-            mlp_norm=shape((width,)),
-            **mlp_shapes(self.layer_experts(index), self.intermediate_size, width, dtype),
-            indexer=None if self.indexer is None else self._indexer_shapes(self.indexer, dtype),
+            attention_norm=plain(prefix + "input_layernorm.weight", width),
+            down_projection=self._down_weights(attention),
+            query_norm=plain(attention + "q_a_layernorm.weight", rank) if rank else None,
+            query=self._query_weights(attention, rank) if rank else None,
+            latent_norm=plain(attention + "kv_a_layernorm.weight", latent.kv_rank),
+            up=up,
+            o=linear(self.num_heads * latent.value_dim, {attention + "o_proj.weight": width}),
+            mlp_norm=plain(prefix + "post_attention_layernorm.weight", width),
+            **layer_mlp_weights(experts, prefix + "mlp.", self.intermediate_size, width, "shared_experts."),
+            indexer=None if self.indexer is None else self._indexer_weights(self.indexer, attention + "indexer."),
         )
 
-    def _indexer_shapes(self, sizes: Indexer, dtype: DTypeLike) -> IndexerParams:
-        shape, width, total = shape_of(dtype), self.hidden_size, sizes.heads * sizes.size
+    def _down_weights(self, prefix: str) -> Any:
+        """The first step of queries, or their only one, beside the projection to a cache row."""
+        latent, width, queries = self.latent, self.hidden_size, self._query_width
+        rope, two_steps = latent.rope_dim, latent.q_rank is not None
+
+        def parts(first: Any, rows: Any) -> list[Any]:
+            # Each device has the whole row; and the whole first step of queries, unless it is their only one.
+            down = np.tile(halves(rows[None], rope)[0].T, self.tensor)
+            if two_steps:
+                return [np.tile(first.T, self.tensor), down]
+            heads = first.reshape(self.num_heads, -1, width)
+            return [halves(heads, rope).reshape(first.shape).T, down]
+
+        def split(joined: np.ndarray) -> list[np.ndarray]:
+            first, rows = np.split(joined.T, [-latent.width])
+            if not two_steps:
+                heads = first.reshape(self.num_heads, -1, width)
+                first = pairs(heads, rope).reshape(first.shape)
+            return [first, pairs(rows[None], rope)[0]]
+
+        name = prefix + ("q_a_proj.weight" if two_steps else "q_proj.weight")
+        stored = {name: (latent.q_rank or queries, width), prefix + "kv_a_proj_with_mqa.weight": (latent.width, width)}
+        return fused((width, self.down_width * self.tensor), stored, parts, split)
+
+    def _query_weights(self, prefix: str, rank: int) -> Any:
+        """The second step of queries."""
+
+        def permuted(order: Callable[..., Any], stored: Any) -> Any:
+            return order(stored.reshape(self.num_heads, -1, rank), self.latent.rope_dim).reshape(stored.shape)
+
+        return fused(
+            (rank, self._query_width),
+            {prefix + "q_b_proj.weight": (self._query_width, rank)},
+            lambda stored: [permuted(halves, stored).T],
+            lambda query: [permuted(pairs, query.T)],
+        )
+
+    @property
+    def _query_width(self) -> int:
+        return self.num_heads * (self.latent.nope_dim + self.latent.rope_dim)
+
+    def _indexer_weights(self, sizes: Indexer, prefix: str) -> IndexerParams:
+        """A layer's indexer, whose rotated dimensions are pairs (i, i + R/2) in checkpoints too."""
+        width, rank = self.hidden_size, self.latent.q_rank
+        assert rank is not None
+        weights = linear(width, {prefix + "weights_proj.weight": sizes.heads})
         return IndexerParams(
-            query=shape((self.latent.q_rank, total)),
-            key=shape((width, sizes.size)),
-            key_norm=shape((sizes.size,)),
-            key_norm_bias=shape((sizes.size,)),
-            weights=shape((width, sizes.heads), dtype=jnp.float32),
+            query=linear(rank, {prefix + "wq_b.weight": sizes.heads * sizes.size}),
+            key=linear(width, {prefix + "wk.weight": sizes.size}),
+            key_norm=plain(prefix + "k_norm.weight", sizes.size),
+            key_norm_bias=plain(prefix + "k_norm.bias", sizes.size),
+            weights=dataclasses.replace(weights, dtype=jnp.float32),
         )
 
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MlaCache | DsaCache:

@@ -6,9 +6,11 @@ the head's own output replaces the feature.
 """
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import ClassVar, Self
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
@@ -18,10 +20,11 @@ from jspec.cache.mha import Rows
 from jspec.core.sharding import gather_last
 from jspec.core.struct import leaf, struct
 from jspec.core.types import Params, Target
-from jspec.models import layers
+from jspec.models import layers, weights
 from jspec.models.decoder import Decoder
-from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_shapes, split_layers
-from jspec.models.sizes import keys_bytes, shape_of, tree_bytes
+from jspec.models.llama import LayerParams, decoder_layer, empty_cache, layer_weights, split_layers
+from jspec.models.sizes import keys_bytes, tree_bytes
+from jspec.models.weights import linear, plain
 
 
 @struct
@@ -112,25 +115,62 @@ class EagleHead:
         An EAGLE-3 head has its own LM head, EAGLE-1 shares the target's. The embedding is the target's, unless the
         head's width differs.
         """
-        shape, width, outer = shape_of(dtype), self.hidden_size, self.target_hidden_size
-        own_embedding, three = width != outer, self.version == 3
-        first, *others = (
-            layer_shapes(self, dtype, input_width=2 * width if three and not index else width)
-            for index in range(self.num_layers)
-        )
-        if not three:
-            first = dataclasses.replace(first, attention_norm=None)
+        shapes = weights.shapes(self.weights(), dtype)
+        if self.version == 1:
+            return shapes
+        return dataclasses.replace(shapes, ids=jax.ShapeDtypeStruct((self.draft_vocab_size,), jnp.int32))
+
+    def weights(
+        self,
+        names: Collection[str] = (),
+        *,
+        embed: bool | None = None,
+        lm_head: bool = True,
+        fc_norms: Sequence[str] = (),
+        qk_norm: bool = False,
+    ) -> EagleParams:
+        """The table of the weights, without the ids of the draft's vocabulary.
+
+        Args:
+          names: of tensors; optional weights are those that are among them.
+          embed: whether the head has its own embedding; None: if its width differs from the target's.
+          lm_head: whether an EAGLE-3 head has its own LM head.
+          fc_norms: the tensors of norms of captured layers.
+          qk_norm: whether norms of heads are required.
+        """
+        width, outer, three = self.hidden_size, self.target_hidden_size, self.version == 3
+        captured = len(self.capture_layers) * outer
+        first = "midlayer." if any(name.startswith("midlayer.") for name in names) else "layers.0."
+        prefixes = [first, *(f"layers.{index}." for index in range(1, self.num_layers))]
+        own_embed = width != outer if embed is None else embed
+        own_input_norm = three and "input_norm.weight" in names
         return EagleParams(
-            embed=shape((self.vocab_size, width)) if own_embedding else None,
-            fc=shape((len(self.capture_layers) * outer if three else 2 * width, width)),
-            fc_bias=None,
-            fc_norms=None,
-            input_norm=None,
-            hidden_norm=shape((width,)) if three else None,
-            layers=(first, *others),
-            norm=shape((width,)) if three else None,
-            lm_head=shape((width, self.draft_vocab_size)) if three else None,
-            ids=shape((self.draft_vocab_size,), dtype=jnp.int32) if three else None,
+            embed=plain("embed_tokens.weight", self.vocab_size, width) if own_embed else None,
+            fc=linear(captured if three else 2 * width, {"fc.weight": width}),
+            fc_bias=plain("fc.bias", width) if "fc.bias" in names else None,
+            fc_norms=tuple(plain(name, outer) for name in fc_norms) or None,
+            input_norm=plain("input_norm.weight", captured) if own_input_norm else None,
+            hidden_norm=plain(first + "hidden_norm.weight", width) if three else None,
+            layers=tuple(self._layer_weights(index, prefix, names, qk_norm) for index, prefix in enumerate(prefixes)),
+            norm=plain("norm.weight", width) if three else None,
+            lm_head=linear(width, {"lm_head.weight": self.draft_vocab_size}) if three and lm_head else None,
+            ids=None,
+        )
+
+    def _layer_weights(self, index: int, prefix: str, names: Collection[str], qk_norm: bool) -> LayerParams:
+        """A layer. In checkpoints for SGLang the later ones have the norm of the first one's feature."""
+        width, joined = self.hidden_size, self.version == 3 and index == 0
+        norm = prefix + "input_layernorm.weight"
+        if index and norm not in names and prefix + "hidden_norm.weight" in names:
+            norm = prefix + "hidden_norm.weight"
+        return layer_weights(
+            self,
+            prefix,
+            norm=plain(norm, width) if self.version == 3 or index else None,
+            input_width=2 * width if joined else width,
+            qk_norm=qk_norm or prefix + "self_attn.q_norm.weight" in names,
+            qkv_bias=prefix + "self_attn.q_proj.bias" in names,
+            o_bias=prefix + "self_attn.o_proj.bias" in names,
         )
 
     def step_bytes(self, params: Params) -> int:

@@ -19,12 +19,28 @@ from jspec.core.sharding import check_split, held_heads, sum_over_devices
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
+from jspec.models.expert_weights import mlp_weights
 from jspec.models.moe import Routed, experts_mlp, router_logits
-from jspec.models.sizes import shape_of, tree_bytes
+from jspec.models.sizes import tree_bytes
+from jspec.models.weights import heads, linear, plain, scalar, stacked
 from pallas_kernels import parts
 from pallas_kernels.residual_norm import residual_norm
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
+
+
+NORMS = {
+    "attention_norm": "input_layernorm.weight",
+    "attention_out_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_out_norm": "post_feedforward_layernorm.weight",
+}
+"""The norms of a layer: field -> name of its tensor."""
+_EXPERT_NORMS = {
+    "norm": "pre_feedforward_layernorm_2.weight",
+    "out_norm": "post_feedforward_layernorm_2.weight",
+    "mlp_out_norm": "post_feedforward_layernorm_1.weight",
+}
 
 
 @struct
@@ -197,57 +213,63 @@ class Gemma4(Decoder):
         """The experts of a layer, which are in parallel to its MLP; None if it has none."""
         return self.experts
 
-    def param_shapes(self, dtype: DTypeLike) -> Gemma4Params:
-        """The weights as `jax.ShapeDtypeStruct`s."""
-        shape, width, vocabulary = shape_of(dtype), self.hidden_size, self.vocab_size
+    def weights(self, root: str = "model.") -> Gemma4Params:
+        """The table of the weights. root: with what the names of their tensors begin."""
+        width, vocabulary, size = self.hidden_size, self.vocab_size, self.per_layer_size
         inputs = None
-        if self.per_layer_size:
-            total = self.num_layers * self.per_layer_size
+        if size:
+            total = self.num_layers * size
             inputs = PerLayerInputParams(
-                shape((vocabulary, total)), shape((width, total)), shape((self.per_layer_size,))
+                embed=plain(root + "embed_tokens_per_layer.weight", vocabulary, total),
+                projection=linear(width, {root + "per_layer_model_projection.weight": total}),
+                norm=plain(root + "per_layer_projection_norm.weight", size),
             )
         return Gemma4Params(
-            embed=shape((vocabulary, width)),
+            embed=plain(root + "embed_tokens.weight", vocabulary, width),
             per_layer=inputs,
-            layers=tuple(self._layer_shapes(index, dtype) for index in range(self.num_layers)),
-            norm=shape((width,)),
+            layers=tuple(self._layer_weights(index, f"{root}layers.{index}.") for index in range(self.num_layers)),
+            norm=plain(root + "norm.weight", width),
         )
 
-    def _layer_shapes(self, index: int, dtype: DTypeLike) -> Gemma4LayerParams:
-        shape, width, mlp, kind = shape_of(dtype), self.hidden_size, self.mlp_width(index), self.attention[index]
-        norm, size, queries = shape((width,)), self.per_layer_size, self.num_heads * kind.head_dim
-        owner = self.kv_source_layer(index) == index
-        keys = held_heads(kind.kv_heads, self.tensor) * kind.head_dim
-        projected = keys * (1 if kind.values_are_keys else 2) if owner else 0
+    def _layer_weights(self, index: int, prefix: str) -> Gemma4LayerParams:
+        width, size, kind, attention = (
+            self.hidden_size,
+            self.per_layer_size,
+            self.attention[index],
+            prefix + "self_attn.",
+        )
+        owner, queries = self.kv_source_layer(index) == index, self.num_heads * kind.head_dim
+        letters = "q" if not owner else "qk" if kind.values_are_keys else "qkv"
+        outs = {letter: queries if letter == "q" else kind.kv_heads * kind.head_dim for letter in letters}
+        projections = {f"{attention}{letter}_proj.weight": out for letter, out in outs.items()}
+        per_layer = None
+        if size:
+            per_layer = PerLayerParams(
+                gate=linear(width, {prefix + "per_layer_input_gate.weight": size}),
+                out=linear(size, {prefix + "per_layer_projection.weight": width}),
+                norm=plain(prefix + "post_per_layer_input_norm.weight", width),
+            )
         return Gemma4LayerParams(
-            attention_norm=norm,
-            qkv=shape((width, queries + projected)),
-            q_norm=shape((kind.head_dim,)),
-            k_norm=shape((kind.head_dim,)) if owner else None,
-            o=shape((queries, width)),
-            attention_out_norm=norm,
-            mlp_norm=norm,
-            gate_up=shape((width, 2 * mlp)),
-            down=shape((mlp, width)),
-            mlp_out_norm=norm,
-            experts=self._expert_shapes(dtype),
-            per_layer=PerLayerParams(shape((width, size)), shape((size, width)), norm) if size else None,
-            scalar=shape(()),
+            **{field: plain(prefix + name, width) for field, name in NORMS.items()},
+            qkv=heads(projections, width, kv_heads=kind.kv_heads, devices=self.tensor),
+            q_norm=plain(attention + "q_norm.weight", kind.head_dim),
+            k_norm=plain(attention + "k_norm.weight", kind.head_dim) if owner else None,
+            o=linear(queries, {attention + "o_proj.weight": width}),
+            **mlp_weights(prefix + "mlp.", self.mlp_width(index), width),
+            experts=None if self.experts is None else self._expert_weights(self.experts, prefix),
+            per_layer=per_layer,
+            scalar=scalar(prefix + "layer_scalar"),
         )
 
-    def _expert_shapes(self, dtype: DTypeLike) -> ExpertParams | None:
-        if self.experts is None:
-            return None
-        shape, width, count, inner = shape_of(dtype), self.hidden_size, self.experts.router.count, self.experts.width
+    def _expert_weights(self, experts: Routed, prefix: str) -> ExpertParams:
+        width, count, inner = self.hidden_size, experts.router.count, experts.width
         return ExpertParams(
-            router_scale=shape((width,)),
-            router=shape((count, width)),
-            scales=shape((count,)),
-            gate_up=shape((count, width, 2 * inner)),
-            down=shape((count, inner, width)),
-            norm=shape((width,)),
-            out_norm=shape((width,)),
-            mlp_out_norm=shape((width,)),
+            **{field: plain(prefix + name, width) for field, name in _EXPERT_NORMS.items()},
+            router_scale=plain(prefix + "router.scale", width),
+            router=plain(prefix + "router.proj.weight", count, width),
+            scales=plain(prefix + "router.per_expert_scale", count),
+            gate_up=stacked(prefix + "experts.gate_up_proj", count, width, (inner, inner)),
+            down=stacked(prefix + "experts.down_proj", count, inner, (width,)),
         )
 
     def forward_bytes(self, params: PyTree, tokens: int = 1) -> int:

@@ -7,10 +7,11 @@ biases, and the experts' gate is clamped. YaRN scales the rotary positions of al
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -20,9 +21,9 @@ from jspec.core.sharding import added_once, sum_over_devices
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.llama import attend_layer, held_kv_heads, split_layers
+from jspec.models.llama import attend_layer, attention_weights, split_layers
 from jspec.models.moe import Routed, grouped, router_logits, weighted_sum
-from jspec.models.sizes import shape_of
+from jspec.models.weights import fused, linear, plain
 from pallas_kernels.group_rows import group_rows
 
 
@@ -141,36 +142,47 @@ class GptOss(Decoder):
         """
         return dataclasses.replace(self, filler=-self.experts.width % (rows * self.tensor) if self.tensor > 1 else 0)
 
-    def param_shapes(self, dtype: DTypeLike) -> GptOssParams:
-        """The weights as `jax.ShapeDtypeStruct`s."""
-        shape, vocabulary, width = shape_of(dtype), self.vocab_size, self.hidden_size
+    def weights(self) -> GptOssParams:
+        """The table of the weights."""
+        vocabulary, width = self.vocab_size, self.hidden_size
         return GptOssParams(
-            embed=shape((vocabulary, width)),
-            layers=(self._layer_shapes(dtype),) * self.num_layers,
-            norm=shape((width,)),
-            lm_head=None if self.tie_embeddings else shape((width, vocabulary)),
+            embed=plain("model.embed_tokens.weight", vocabulary, width),
+            layers=tuple(self._layer_weights(f"model.layers.{index}.") for index in range(self.num_layers)),
+            norm=plain("model.norm.weight", width),
+            lm_head=None if self.tie_embeddings else linear(width, {"lm_head.weight": vocabulary}),
         )
 
-    def _layer_shapes(self, dtype: DTypeLike) -> GptOssLayerParams:
-        shape, wide, width = shape_of(dtype), shape_of(jnp.float32), self.hidden_size
-        queries, count = self.num_heads * self.head_dim, self.experts.router.count
-        inner = self.experts.width + self.filler
-        projected = queries + 2 * held_kv_heads(self) * self.head_dim
+    def _layer_weights(self, prefix: str) -> GptOssLayerParams:
+        width, attention, experts = self.hidden_size, prefix + "self_attn.", prefix + "mlp.experts."
+        projections = attention_weights(self, attention, width, bias=self.attention_bias)
+        count, inner = self.experts.router.count, self.experts.width
+        padded = inner + self.filler
         return GptOssLayerParams(
-            attention_norm=shape((width,)),
-            qkv=shape((width, projected)),
-            qkv_bias=shape((projected,)) if self.attention_bias else None,
-            sinks=shape((self.num_heads,)),
-            o=shape((queries, width)),
-            o_bias=shape((width,)) if self.attention_bias else None,
-            mlp_norm=shape((width,)),
+            attention_norm=plain(prefix + "input_layernorm.weight", width),
+            **projections,
+            sinks=plain(attention + "sinks", self.num_heads),
+            mlp_norm=plain(prefix + "post_attention_layernorm.weight", width),
             experts=BiasedExperts(
-                router=wide((count, width)),
-                router_bias=wide((count,)),
-                gate_up=shape((count, width, 2 * inner)),
-                gate_up_bias=shape((count, 2 * inner)),
-                down=shape((count, inner, width)),
-                down_bias=shape((count, width)),
+                router=plain(prefix + "mlp.router.weight", count, width, dtype=jnp.float32),
+                router_bias=plain(prefix + "mlp.router.bias", count, dtype=jnp.float32),
+                gate_up=fused(
+                    (count, width, 2 * padded),
+                    {experts + "gate_up_proj": (count, width, 2 * inner)},
+                    lambda stored: [_filled(stored[:, :, first::2], 0, self.filler) for first in (0, 1)],
+                    _interleaved,
+                ),
+                gate_up_bias=fused(
+                    (count, 2 * padded),
+                    {experts + "gate_up_proj_bias": (count, 2 * inner)},
+                    lambda stored: [np.pad(stored[:, first::2], ((0, 0), (0, self.filler))) for first in (0, 1)],
+                    _interleaved,
+                ),
+                down=fused(
+                    (count, padded, width),
+                    {experts + "down_proj": (count, inner, width)},
+                    lambda stored: [_filled(stored, self.filler, 0)],
+                ),
+                down_bias=plain(experts + "down_proj_bias", count, width),
             ),
         )
 
@@ -237,6 +249,16 @@ class GptOss(Decoder):
         bias = added_once(jnp.take(params.down_bias, ids, axis=0, mode="clip"), self.tensor)
         biased = out.astype(jnp.float32) + bias.astype(jnp.float32)
         return weighted_sum(weights, biased, exact=exact).astype(x.dtype).reshape(x.shape)
+
+
+def _filled(blocks: Any, rows: int, columns: int) -> Any:
+    """Matrices of experts with zeros after their rows and columns. Only those in blocks have any (`GptOss.filler`)."""
+    return blocks.filled(rows, columns) if rows or columns else blocks
+
+
+def _interleaved(fused: np.ndarray) -> list[np.ndarray]:
+    """The columns of the gate and of the other half by turns, as checkpoints have them."""
+    return [np.stack(np.split(fused, 2, axis=-1), axis=-1).reshape(fused.shape)]
 
 
 def clamped_gate(products: Float[Array, "S F2"], limit: float, slope: float) -> Float[Array, "S F"]:

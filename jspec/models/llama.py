@@ -8,7 +8,7 @@ decoding step that scans stacked layers takes 2.8 times as long (docs/decisions.
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -21,8 +21,9 @@ from jspec.core.sharding import check_split, held_heads, sum_over_devices
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed, RoutedParams, layer_mlp, mlp_shapes
-from jspec.models.sizes import shape_of
+from jspec.models.expert_weights import layer_mlp_weights
+from jspec.models.moe import Routed, RoutedParams, layer_mlp
+from jspec.models.weights import heads, linear, plain
 from pallas_kernels import parts
 from pallas_kernels.split_heads import split_heads
 
@@ -110,18 +111,25 @@ class Llama(Decoder):
         """The experts of a layer; None if it has none."""
         return None if layer in self.dense_layers else self.experts
 
-    def param_shapes(self, dtype: DTypeLike) -> LlamaParams:
-        """The weights as `jax.ShapeDtypeStruct`s."""
-        shape, vocabulary, width = shape_of(dtype), self.vocab_size, self.hidden_size
-        options = {"qk_norm": self.qk_norm, "bias": self.attention_bias}
+    def weights(self) -> LlamaParams:
+        """The table of the weights."""
+        vocabulary, width = self.vocab_size, self.hidden_size
         return LlamaParams(
-            embed=shape((vocabulary, width)),
+            embed=plain("model.embed_tokens.weight", vocabulary, width),
             layers=tuple(
-                layer_shapes(self, dtype, input_width=width, routed=self.layer_experts(index), **options)
+                layer_weights(
+                    self,
+                    f"model.layers.{index}.",
+                    norm=plain(f"model.layers.{index}.input_layernorm.weight", width),
+                    qk_norm=self.qk_norm,
+                    qkv_bias=self.attention_bias,
+                    o_bias=self.attention_bias,
+                    routed=self.layer_experts(index),
+                )
                 for index in range(self.num_layers)
             ),
-            norm=shape((width,)),
-            lm_head=None if self.tie_embeddings else shape((width, vocabulary)),
+            norm=plain("model.norm.weight", width),
+            lm_head=None if self.tie_embeddings else linear(width, {"lm_head.weight": vocabulary}),
         )
 
     def empty_cache(self, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache:
@@ -244,35 +252,55 @@ def held_kv_heads(config: LayerShape) -> int:
     return held_heads(config.num_kv_heads, config.tensor)
 
 
-def layer_shapes(
+def layer_weights(
     config: LayerShape,
-    dtype: DTypeLike,
+    prefix: str,
     *,
-    input_width: int,
+    norm: Any,
+    input_width: int | None = None,
     qk_norm: bool = False,
-    bias: bool = False,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
     routed: Routed | None = None,
 ) -> LayerParams:
-    """The weights of a layer as `jax.ShapeDtypeStruct`s.
+    """The table of a layer.
 
-    input_width: width of the attention's input.
-    qk_norm, bias: whether there are norms of heads, and biases of the attention's projections.
-    routed: the experts that replace the MLP.
+    prefix: of the names of its tensors.
+    norm: the entry of the norm before the attention, whose name differs between models.
+    input_width: width of the attention's input; None: that of the model.
+    qk_norm, qkv_bias, o_bias: which optional weights there are.
+    routed: the experts in place of the MLP.
     """
-    shape, width, dim = shape_of(dtype), config.hidden_size, config.head_dim
-    queries = config.num_heads * dim
-    projected = queries + 2 * held_kv_heads(config) * dim
+    width, attention = config.hidden_size, prefix + "self_attn."
+    norms = {name: plain(f"{attention}{name}.weight", config.head_dim) for name in ("q_norm", "k_norm") if qk_norm}
     return LayerParams(
-        attention_norm=shape((width,)),
-        qkv=shape((input_width, projected)),
-        qkv_bias=shape((projected,)) if bias else None,
-        q_norm=shape((dim,)) if qk_norm else None,
-        k_norm=shape((dim,)) if qk_norm else None,
-        o=shape((queries, width)),
-        o_bias=shape((width,)) if bias else None,
-        mlp_norm=shape((width,)),
-        **mlp_shapes(routed, config.intermediate_size, width, dtype),
+        attention_norm=norm,
+        **attention_weights(config, attention, input_width or width, bias=qkv_bias, out_bias=o_bias),
+        q_norm=norms.get("q_norm"),
+        k_norm=norms.get("k_norm"),
+        mlp_norm=plain(prefix + "post_attention_layernorm.weight", width),
+        **layer_mlp_weights(routed, prefix + "mlp.", config.intermediate_size, width),
     )
+
+
+def attention_weights(
+    config: LayerShape, prefix: str, input_width: int, *, bias: bool, out_bias: bool | None = None
+) -> dict[str, Any]:
+    """The entries of a layer's projections to heads and from heads, and of their biases.
+
+    prefix: of the names of the layer's attention.
+    bias, out_bias: whether there are biases; out_bias None: of both or of none.
+    """
+    width, dim = config.hidden_size, config.head_dim
+    outs = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+    matrices, biases = ({f"{prefix}{name}_proj.{end}": out for name, out in outs.items()} for end in ("weight", "bias"))
+    split = {"kv_heads": config.num_kv_heads, "devices": config.tensor}
+    return {
+        "qkv": heads(matrices, input_width, **split),
+        "qkv_bias": heads(biases, None, **split) if bias else None,
+        "o": linear(outs["q"], {prefix + "o_proj.weight": width}),
+        "o_bias": plain(prefix + "o_proj.bias", width) if (bias if out_bias is None else out_bias) else None,
+    }
 
 
 def empty_cache(config: LayerShape, batch: int, capacity: int, page_size: int, dtype: DTypeLike) -> MhaCache:

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router sends each token through a few MLPs (Shazeer et al., arXiv 1701.06538)."""
+"""Mixture of experts: a router chooses a few MLPs for each token (Shazeer et al., arXiv 1701.06538)."""
 
 import dataclasses
 import functools
@@ -8,14 +8,12 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.quantized import Quantized
 from jspec.models.router import Router
-from jspec.models.sizes import shape_of
 from pallas_kernels.exact_matmul import exact_matmul
 from pallas_kernels.group_rows import group_rows
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -53,7 +51,7 @@ class Routed:
 
 @struct
 class RoutedParams:
-    """Y experts of width F, F2 = 2 F: X that a router chooses among, then the shared ones, which every token reads."""
+    """Y experts of width F, F2 = 2 F: X for a router to choose among, then the shared ones, for every token."""
 
     router: Float[Array, "X E"]
     """In float32."""
@@ -82,26 +80,6 @@ class MlpParams(Protocol):
     def experts(self) -> RoutedParams | None:
         """Experts and their router."""
         ...
-
-
-def mlp_shapes(routed: Routed | None, inner: int, width: int, dtype: DTypeLike) -> dict[str, Any]:
-    """The fields of `MlpParams` as `jax.ShapeDtypeStruct`s.
-
-    routed: the experts of the layer; None: it has an MLP of width `inner`.
-    width: the model's.
-    """
-    shape, wide = shape_of(dtype), shape_of(jnp.float32)
-    if routed is None:
-        return {"gate_up": shape((width, 2 * inner)), "down": shape((inner, width)), "experts": None}
-    inner, router, count = routed.width, routed.router, routed.router.count + routed.shared
-    experts = RoutedParams(
-        router=wide((router.count, width)),
-        bias=wide((router.count,)) if router.sigmoid else None,
-        gate_up=shape((count, width, 2 * inner)),
-        down=shape((count, inner, width)),
-        shared_gate=shape((width, 1)) if routed.shared_gate else None,
-    )
-    return {"gate_up": None, "down": None, "experts": experts}
 
 
 def layer_mlp(
@@ -164,7 +142,7 @@ def experts_mlp(
 ) -> Float[Array, "T E"]:
     """The weighted sum, in float32, of the outputs of the experts `ids` and of the last a - k, the shared experts.
 
-    Tokens are sorted by expert, so that those of each expert are one block of a grouped product.
+    Tokens are sorted by expert, and each expert has one block of a grouped product.
 
     exact: as in `layers.linear`.
     """

@@ -3,7 +3,7 @@
 Most layers keep a state of fixed size (Yang et al., arXiv 2412.06464); every fourth one attends to all tokens, and its
 output passes a gate. The MLP is a mixture of experts, one of which every token goes through, or a plain one in dense
 sizes. The equations are those of `Qwen3NextForCausalLM` and `Qwen3_5ForCausalLM` in transformers 5.23; the two families
-differ only in how checkpoints lay out the projections (`jspec.checkpoints.qwen3_next`).
+differ only in how checkpoints lay out the projections of delta nets; both are read into one layout.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -21,9 +22,10 @@ from jspec.core.sharding import check_split, held_heads, sum_over_devices
 from jspec.core.struct import leaf, struct
 from jspec.models import layers
 from jspec.models.decoder import Decoder
-from jspec.models.moe import Routed, RoutedParams, layer_mlp, mlp_shapes
-from jspec.models.mtp_head import MtpParams, mtp_shapes
-from jspec.models.sizes import shape_of
+from jspec.models.expert_weights import layer_mlp_weights
+from jspec.models.moe import Routed, RoutedParams, layer_mlp
+from jspec.models.mtp_head import MtpParams
+from jspec.models.weights import copy_heads, fused, linear, plain
 from pallas_kernels.rotary import rotate
 
 Pair = tuple[Float[Array, "B R K D"], Float[Array, "B R K D"]]
@@ -163,51 +165,95 @@ class Qwen3Next(Decoder):
         window = (state.kernel - 1) * state.channels * itemsize
         return count * (4 * state.value_heads * state.key_dim * state.value_dim + window)
 
-    def param_shapes(self, dtype: DTypeLike) -> Qwen3NextParams:
-        """The weights as `jax.ShapeDtypeStruct`s."""
-        shape, width = shape_of(dtype), self.hidden_size
-        norm = shape_of(jnp.float32)((width,))
-        mtp = mtp_shapes(self._layer_shapes(True, self.experts, dtype), norm, dtype)
+    def weights(self, root: str = "model.", grouped: bool | None = None) -> Qwen3NextParams:
+        """The table of the weights.
+
+        root: with what the names of their tensors begin.
+        grouped: whether projections of delta nets are grouped by key head, as in Qwen3-Next; None: with experts.
+        """
+        vocabulary, width = self.vocab_size, self.hidden_size
+        grouped = self.experts is not None if grouped is None else grouped
         return Qwen3NextParams(
-            embed=shape((self.vocab_size, width)),
+            embed=plain(root + "embed_tokens.weight", vocabulary, width),
             layers=tuple(
-                self._layer_shapes(full, self.layer_experts(index), dtype)
+                self._layer_weights(f"{root}layers.{index}.", self.layer_experts(index), None if full else grouped)
                 for index, full in enumerate(self.is_full_attention)
             ),
-            norm=norm,
-            lm_head=None if self.tie_embeddings else shape((width, self.vocab_size)),
-            mtp=(mtp,) * self.mtp_layers,
+            norm=_centered(root + "norm.weight", width),
+            lm_head=None if self.tie_embeddings else linear(width, {"lm_head.weight": vocabulary}),
+            mtp=(self._mtp_weights(),) * self.mtp_layers,
         )
 
-    def _layer_shapes(self, full: bool, routed: Routed | None, dtype: DTypeLike) -> Qwen3NextLayerParams:
+    def _mtp_weights(self) -> MtpParams:
+        """The MTP head. Its layer attends to all tokens, and has experts if the model has any."""
         width = self.hidden_size
-        norm = shape_of(jnp.float32)((width,))
+        return MtpParams(
+            token_norm=_centered("mtp.pre_fc_norm_embedding.weight", width),
+            hidden_norm=_centered("mtp.pre_fc_norm_hidden.weight", width),
+            projection=linear(2 * width, {"mtp.fc.weight": width}),
+            layer=self._layer_weights("mtp.layers.0.", self.experts, None),
+            norm=_centered("mtp.norm.weight", width),
+        )
+
+    def _layer_weights(self, prefix: str, routed: Routed | None, grouped: bool | None) -> Qwen3NextLayerParams:
+        """A layer. grouped: as in `weights`, if it is a delta net; None: it attends to all tokens."""
+        width = self.hidden_size
+        if grouped is None:
+            mixer = self._attention_weights(prefix + "self_attn.")
+        else:
+            mixer = self._delta_weights(prefix + "linear_attn.", grouped)
         return Qwen3NextLayerParams(
-            mixer_norm=norm,
-            mixer=self._attention_shapes(dtype) if full else self._delta_shapes(dtype),
-            mlp_norm=norm,
-            **mlp_shapes(routed, self.intermediate_size, width, dtype),
+            mixer_norm=_centered(prefix + "input_layernorm.weight", width),
+            mixer=mixer,
+            mlp_norm=_centered(prefix + "post_attention_layernorm.weight", width),
+            **layer_mlp_weights(routed, prefix + "mlp.", self.intermediate_size, width),
         )
 
-    def _attention_shapes(self, dtype: DTypeLike) -> AttentionParams:
-        shape, wide, width, dim = shape_of(dtype), shape_of(jnp.float32), self.hidden_size, self.head_dim
+    def _attention_weights(self, prefix: str) -> AttentionParams:
+        heads, kv_heads, dim, width = self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size
+        order = head_order(self)
+        back = np.argsort(order)
+
+        def parts(q: Any, k: Any, v: Any) -> list[Any]:
+            q, gate = np.split(q.reshape(heads, 2 * dim, width), 2, 1)
+            k = k.reshape(kv_heads, dim, width)[:, order]
+            q, k, v, gate = (part.reshape(-1, width).T for part in (q[:, order], k, v, gate))
+            return [*copy_heads([q, k, v], kv_heads=kv_heads, devices=self.tensor), gate]
+
+        def split(joined: np.ndarray) -> list[np.ndarray]:
+            by_head = joined.T.reshape(-1, dim, width)
+            q, k, v, gate = np.split(by_head, np.cumsum([heads, kv_heads, kv_heads]))
+            stored = (np.concatenate([q[:, back], gate], axis=1), k[:, back], v)
+            return [part.reshape(-1, width) for part in stored]
+
+        outs = {"q": 2 * heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
         return AttentionParams(
-            qkv=shape((width, 2 * (self.num_heads + held_heads(self.num_kv_heads, self.tensor)) * dim)),
-            q_norm=wide((dim,)),
-            k_norm=wide((dim,)),
-            o=shape((self.num_heads * dim, width)),
+            qkv=fused(
+                (width, 2 * (heads + held_heads(kv_heads, self.tensor)) * dim),
+                {f"{prefix}{name}_proj.weight": (out, width) for name, out in outs.items()},
+                parts,
+                split,
+            ),
+            q_norm=_centered(prefix + "q_norm.weight", dim, order),
+            k_norm=_centered(prefix + "k_norm.weight", dim, order),
+            o=linear(heads * dim, {prefix + "o_proj.weight": width}),
         )
 
-    def _delta_shapes(self, dtype: DTypeLike) -> DeltaParams:
-        shape, wide, width, state = shape_of(dtype), shape_of(jnp.float32), self.hidden_size, self.state
-        values = state.value_heads * state.value_dim
+    def _delta_weights(self, prefix: str, grouped: bool) -> DeltaParams:
+        width, state, wide = self.hidden_size, self.state, jnp.float32
+        keys, values = state.key_heads * state.key_dim, state.value_heads * state.value_dim
         return DeltaParams(
-            qkv=shape((width, state.channels + values + 2 * state.value_heads)),
-            conv=shape((state.kernel, state.channels)),
-            log_rate=wide((state.value_heads,)),
-            rate_bias=wide((state.value_heads,)),
-            norm=shape((state.value_dim,)),
-            o=shape((values, width)),
+            qkv=(grouped_projections if grouped else delta_projections)(state, width, prefix),
+            conv=fused(
+                (state.kernel, state.channels),
+                {prefix + "conv1d.weight": (state.channels, 1, state.kernel)},
+                lambda stored: np.split(stored[:, 0].T, [keys, 2 * keys], axis=-1),
+                lambda conv: [conv.T[:, None]],
+            ),
+            log_rate=plain(prefix + "A_log", state.value_heads, dtype=wide),
+            rate_bias=plain(prefix + "dt_bias", state.value_heads, dtype=wide),
+            norm=plain(prefix + "norm.weight", state.value_dim),
+            o=linear(values, {prefix + "out_proj.weight": width}),
         )
 
     def mtp_layer(self) -> "Qwen3Next":
@@ -322,3 +368,67 @@ class Qwen3Next(Decoder):
             attend = partial(attend, mask=selected.mask)
         out = attend(q, k, v, scale=self.head_dim**-0.5) * jax.nn.sigmoid(gate)
         return layers.linear(out.reshape(*out.shape[:2], -1), mixer.o), (k, v)
+
+
+def _centered(name: str, size: int, order: np.ndarray | None = None) -> Any:
+    """A norm's weight as 1 + w in float32, which saves the sum at each use. order: of its elements."""
+    order = np.arange(size) if order is None else order
+    back = np.argsort(order)
+    return fused(
+        (size,), {name: (size,)}, lambda stored: [(1 + stored)[order]], lambda norm: [(norm - 1)[back]], jnp.float32
+    )
+
+
+def head_order(config: Qwen3Next) -> np.ndarray:
+    """For each dimension of a query or key head here, its index in the checkpoint's head.
+
+    There the first ones rotate, in pairs (i, i + r/2) of r. Here all of D are pairs (i, i + D/2), rotating ones first.
+    Queries and keys are in one order, so their products are the same.
+    """
+    rotary, dim = config.rotary_dim, config.head_dim
+    index = np.arange(dim)
+    turning, still = index[:rotary].reshape(2, -1), index[rotary:].reshape(2, -1)
+    return np.concatenate([turning, still], axis=1).reshape(-1)
+
+
+def _delta_sizes(state: RecurrentLayer) -> list[int]:
+    """Columns of `DeltaParams.qkv`: queries, keys, values, gate, beta and decay."""
+    keys, values = state.key_heads * state.key_dim, state.value_heads * state.value_dim
+    return [keys, keys, values, values, state.value_heads, state.value_heads]
+
+
+def delta_projections(state: RecurrentLayer, width: int, prefix: str) -> Any:
+    """The projections of a delta net as Qwen3.5 has them: queries, keys and values in one tensor, the others apart."""
+    sizes = _delta_sizes(state)
+    queries, values = sizes[0], sizes[2]
+    outs = {"qkv": state.channels, "z": values, "b": state.value_heads, "a": state.value_heads}
+
+    def parts(mixed: Any, *others: Any) -> list[Any]:
+        return [part.T for part in (*np.split(mixed, [queries, 2 * queries]), *others)]
+
+    def split(joined: np.ndarray) -> list[np.ndarray]:
+        return np.split(joined.T, np.cumsum(list(outs.values()))[:-1])
+
+    stored = {f"{prefix}in_proj_{name}.weight": (out, width) for name, out in outs.items()}
+    return fused((width, sum(sizes)), stored, parts, split)
+
+
+def grouped_projections(state: RecurrentLayer, width: int, prefix: str) -> Any:
+    """The projections of a delta net as Qwen3-Next has them: in two tensors, all rows of a key head together."""
+    sizes, heads = _delta_sizes(state), state.key_heads
+    per_head = [size // heads for size in sizes]
+
+    def parts(qkvz: Any, ba: Any) -> list[Any]:
+        by_head = [stored.reshape(heads, -1, width) for stored in (qkvz, ba)]
+        split = [*np.split(by_head[0], np.cumsum(per_head[:3]), axis=1), *np.split(by_head[1], 2, axis=1)]
+        return [part.reshape(-1, width).T for part in split]
+
+    def split(joined: np.ndarray) -> list[np.ndarray]:
+        by_head = [part.reshape(heads, -1, width) for part in np.split(joined.T, np.cumsum(sizes)[:-1])]
+        return [np.concatenate(some, axis=1).reshape(-1, width) for some in (by_head[:4], by_head[4:])]
+
+    stored = {
+        prefix + "in_proj_qkvz.weight": (sum(sizes[:4]), width),
+        prefix + "in_proj_ba.weight": (sum(sizes[4:]), width),
+    }
+    return fused((width, sum(sizes)), stored, parts, split)

@@ -131,7 +131,7 @@ def test_invalid_captured_layers(head, layers, ids, message):
         ("eagle3", {"intermediate_size": "wide"}, "intermediate_size='wide': must be an int"),
         ("eagle3", {"num_hidden_layers": 2}, "layers.1.input_layernorm.weight' is missing"),
         ("eagle1", {"mlp_bias": True}, "mlp_bias"),
-        ("eagle1", {"architectures": ["LlamaForCausalLMEagle3"]}, "missing"),
+        ("eagle1", {"architectures": ["LlamaForCausalLMEagle3"]}, r"fc.weight has shape \(16, 32\)"),
         ("speculators", {"speculators_model_type": "eagle"}, "speculators_model_type='eagle'"),
         ("speculators", {"speculators_model_type": "peagle", "mask_token_id": 5}, "mask_token_id=5"),
         ("speculators", {"transformer_layer_config": "absent"}, "'transformer_layer_config' is missing"),

@@ -60,7 +60,8 @@ def save(path, names=NAMES["compressed-tensors"], changes=(), method=CACHE_ONLY)
 
 def folded(path, source):
     """The same model without scales: they are in the weights that make queries, keys and values, and in `o_proj`."""
-    language_model.save(path, CONFIG, toy.random_params(dataclasses.replace(CONFIG, attention_bias=False)))
+    config = dataclasses.replace(CONFIG, attention_bias=False)
+    language_model.save(path, config, toy.random_params(config))
     stored = load_file(source / "model.safetensors")
     for index, (key, value) in enumerate(SCALES):
         prefix = f"model.layers.{index}.self_attn."

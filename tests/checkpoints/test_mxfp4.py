@@ -47,7 +47,7 @@ def encoded(rng, count, out, width):
 def stored(tmp_path_factory):
     """A checkpoint in MXFP4, and one with its values in float32."""
     root, rng = tmp_path_factory.mktemp("mxfp4"), np.random.default_rng(0)
-    made = oss.gpt_oss.read_params(CONFIG, oss.gemma.RandomTensors(0))
+    made = oss.gpt_oss.FAMILY.read_params(CONFIG, oss.gemma.RandomTensors(0))
     for kind in ("narrow", "wide"):
         language_model.save(root / kind, CONFIG, made, dtype="float32")
     narrow, wide = {}, {}
@@ -143,7 +143,7 @@ def test_transformers_reads_the_same_weights(stored):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         stored / "narrow", dtype=torch.float32, quantization_config=method
     ).state_dict()
-    ours = dict(oss.gpt_oss.named_tensors(CONFIG, language_model.load(stored / "wide", dtype="float32").params))
+    ours = dict(oss.gpt_oss.FAMILY.named_tensors(CONFIG, language_model.load(stored / "wide", dtype="float32").params))
     names = [name for name in ours if name.endswith(("gate_up_proj", "down_proj"))]
     assert len(names) == 2 * CONFIG.num_layers
     for name in names:

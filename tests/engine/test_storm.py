@@ -46,7 +46,7 @@ def hybrid(drafter, weights, sampling=None) -> Setup:
 
 @functools.cache
 def recurrent_params() -> Params:
-    return Params(qwen3_next.read_params(RECURRENT, gemma.RandomTensors(0)))
+    return Params(qwen3_next.FAMILY.read_params(RECURRENT, gemma.RandomTensors(0)))
 
 
 def suffix_params() -> Params:

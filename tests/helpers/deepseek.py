@@ -28,4 +28,4 @@ KINDS = {"mla": MLA, "dsa": dataclasses.replace(MLA, indexer=Indexer(heads=16, s
 @functools.cache
 def params(kind: str, seed: int = 0) -> DeepseekParams:
     """Weights with a spread that keeps logits apart."""
-    return deepseek.read_params(KINDS[kind], gemma.RandomTensors(seed))
+    return deepseek.FAMILY.read_params(KINDS[kind], gemma.RandomTensors(seed))

@@ -46,4 +46,4 @@ class RandomTensors(Tensors):
 @functools.cache
 def params(kind: str, seed: int = 0) -> Gemma4Params:
     """Weights with a spread that keeps logits apart."""
-    return gemma4.read_params(KINDS[kind], RandomTensors(seed))
+    return gemma4.FAMILY.read_params(KINDS[kind], RandomTensors(seed))

@@ -28,6 +28,7 @@ from jspec.models.decoder import Decoder
 from jspec.models.layers import Llama3Rope, YarnRope
 from jspec.models.moe import Routed
 from jspec.models.router import Router
+from jspec.models.weights import write
 
 ABSENT = object()
 VALUES = (
@@ -273,7 +274,7 @@ def _gemma4_assistant(directory: Path) -> Base:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(raw))
     params = toy.in_clusters(config, toy.random_assistant(config))
-    named = {name: np.ascontiguousarray(tensor) for name, tensor in assistant.named_tensors(params)}
+    named = {name: np.ascontiguousarray(tensor) for name, tensor in write(config.weights(), params)}
     save_file(named, directory / "model.safetensors")
 
     def describe(config) -> dict:

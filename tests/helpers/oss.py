@@ -30,4 +30,4 @@ KINDS = {
 @functools.cache
 def params(kind: str, seed: int = 0) -> GptOssParams:
     """Weights with a spread that keeps logits apart."""
-    return gpt_oss.read_params(KINDS[kind], gemma.RandomTensors(seed))
+    return gpt_oss.FAMILY.read_params(KINDS[kind], gemma.RandomTensors(seed))

@@ -30,4 +30,4 @@ KINDS = {
 @functools.cache
 def params(kind: str, seed: int = 0) -> Qwen3NextParams:
     """Weights with a spread that keeps logits apart."""
-    return qwen3_next.read_params(KINDS[kind], gemma.RandomTensors(seed))
+    return qwen3_next.FAMILY.read_params(KINDS[kind], gemma.RandomTensors(seed))

@@ -26,7 +26,7 @@ from jspec.core.prefill import jitted_prefill
 from jspec.core.types import Prompts
 from jspec.drafters import FrozenKvMtp
 from jspec.drafters.frozen_kv_mtp import POSITIONS
-from jspec.models import Assistant
+from jspec.models import Assistant, weights
 from jspec.models.assistant import Clusters
 
 WINDOW = 8
@@ -215,11 +215,11 @@ def test_greedy_output_equals_that_of_transformers_with_an_assistant(tmp_path):
 # Checkpoints
 
 
-def write(directory, raw, params):
+def write(directory, raw, config, params):
     """A directory of an assistant in Gemma 4's format."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw))
-    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in assistant_checkpoint.named_tensors(params)}
+    tensors = {name: np.ascontiguousarray(tensor) for name, tensor in weights.write(config.weights(), params)}
     save_file(tensors, directory / "model.safetensors")
     return directory
 
@@ -257,7 +257,7 @@ def test_gemma_4_config_determines_the_target_layers():
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path, ordered):
     """In Gemma 4's format and in this package's own, with the same content."""
     target, raw, config, params = sample(ordered)
-    theirs = drafts.load(write(tmp_path / "theirs", raw, params), target=target, dtype="float32")
+    theirs = drafts.load(write(tmp_path / "theirs", raw, config, params), target=target, dtype="float32")
     drafts.save(tmp_path / "ours", config, params, dtype="float32")
     ours = drafts.load(tmp_path / "ours", target=target, dtype="float32")
     for loaded in (theirs, ours):
@@ -342,8 +342,8 @@ def test_a_gemma_4_assistant_requires_a_gemma_4_target():
     ],
 )
 def test_tensors_that_do_not_fit_are_errors(tmp_path, name, tensor, message):
-    target, raw, _, params = sample()
-    path = write(tmp_path, raw, params) / "model.safetensors"
+    target, raw, config, params = sample()
+    path = write(tmp_path, raw, config, params) / "model.safetensors"
     save_file({**load_file(path), name: tensor}, path)
     with pytest.raises(CheckpointError, match=message):
         drafts.load(tmp_path, target=target, dtype="float32")

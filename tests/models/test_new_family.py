@@ -27,7 +27,8 @@ from jspec.core.types import Params
 from jspec.models import assistant, eagle_head, gemma4, gpt_oss, layers, llama, mtp_head, qwen3_next
 from jspec.models import deepseek as deepseek_model
 from jspec.models.decoder import Decoder
-from jspec.models.sizes import shape_of, tree_bytes
+from jspec.models.sizes import tree_bytes
+from jspec.models.weights import linear, plain
 
 # models/minimal.py: attention layers without MLPs
 
@@ -57,10 +58,20 @@ class Minimal(Decoder):
     intermediate_size: int = 0
     rms_norm_eps: float = 1e-6
 
-    def param_shapes(self, dtype):
-        shape, width = shape_of(dtype), self.hidden_size
-        layer = MinimalLayer(shape((width,)), shape((width, 3 * width)), shape((width, width)))
-        return MinimalParams(shape((self.vocab_size, width)), (layer,) * self.num_layers, shape((width,)))
+    def weights(self):
+        width = self.hidden_size
+        return MinimalParams(
+            embed=plain("embed.weight", self.vocab_size, width),
+            layers=tuple(
+                MinimalLayer(
+                    norm=plain(f"layers.{i}.norm.weight", width),
+                    qkv=linear(width, {f"layers.{i}.qkv.weight": 3 * width}),
+                    o=linear(width, {f"layers.{i}.o.weight": width}),
+                )
+                for i in range(self.num_layers)
+            ),
+            norm=plain("norm.weight", width),
+        )
 
     def empty_cache(self, batch, capacity, page_size, dtype):
         keys = self.layer_keys(0)
@@ -108,34 +119,7 @@ def describe(config):
     return describe_shape("MinimalForCausalLM", "minimal", config)
 
 
-def read_params(config, tensors):
-    width = config.hidden_size
-    params = MinimalParams(
-        embed=tensors.device("embed.weight", config.vocab_size, width),
-        layers=tuple(
-            MinimalLayer(
-                norm=tensors.device(f"layers.{i}.norm.weight", width),
-                qkv=tensors.fused([(f"layers.{i}.qkv.weight", 3 * width)], width),
-                o=tensors.fused([(f"layers.{i}.o.weight", width)], width),
-            )
-            for i in range(config.num_layers)
-        ),
-        norm=tensors.device("norm.weight", width),
-    )
-    tensors.refuse_unread("model", lambda name: False)
-    return params
-
-
-def named_tensors(config, params):
-    yield "embed.weight", params.embed
-    for i, layer in enumerate(params.layers):
-        yield f"layers.{i}.norm.weight", layer.norm
-        yield f"layers.{i}.qkv.weight", np.asarray(layer.qkv).T
-        yield f"layers.{i}.o.weight", np.asarray(layer.o).T
-    yield "norm.weight", params.norm
-
-
-FAMILY = Family(Minimal, ARCHITECTURES, parse_config, describe, read_params, named_tensors)
+FAMILY = Family(Minimal, ARCHITECTURES, parse_config, describe)
 
 # The rest of this file is the test
 

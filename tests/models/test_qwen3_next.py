@@ -160,7 +160,7 @@ def test_the_text_model_of_a_multimodal_one_and_its_mtp_head(tmp_path):
     save_file({**tensors, **mtp, "mtp.layers.1.x": np.zeros(3, np.float32)}, path)
     with pytest.raises(
         CheckpointError,
-        match=r"1 unused tensor\(s\) in the checkpoint; this text model does not read them: mtp\.layers\.1\.x",
+        match=r"1 unused tensor\(s\) in the checkpoint; this model does not read them: mtp\.layers\.1\.x",
     ):
         language_model.load(tmp_path)
 

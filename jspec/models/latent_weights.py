@@ -1,0 +1,88 @@
+"""Latent attention in checkpoints: its sizes, the entry of its up-projections, and the order of rotated dimensions."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jspec.cache.mla import UpProjections
+from jspec.core.struct import Leaf, leaf_of
+from jspec.models.weights import Stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Sizes of latent attention, in the words of the papers.
+
+    q_rank: width of the queries' first step; None: queries are projected in one step.
+    kv_rank: width of the latent.
+    nope_dim, rope_dim: dimensions of each head's keys that do not rotate, and that do.
+    value_dim: dimensions of each head's values.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        """Width of a cache row."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class UpWeights:
+    """The entry of both up-projections, which are one tensor: of each head the key, then the value.
+
+    name: of the tensor.
+    """
+
+    name: str
+    heads: int
+    sizes: Latent
+
+    @property
+    def _stored(self) -> tuple[int, int]:
+        return self.heads * (self.sizes.nope_dim + self.sizes.value_dim), self.sizes.kv_rank
+
+    def shapes(self, dtype: DTypeLike) -> UpProjections:
+        """As in `Entry`."""
+        keys = (self.heads, self.sizes.nope_dim, self.sizes.kv_rank)
+        values = (self.heads, self.sizes.kv_rank, self.sizes.value_dim)
+        return UpProjections(*(jax.ShapeDtypeStruct(shape, dtype) for shape in (keys, values)))  # pyright: ignore[reportArgumentType]  # shapes
+
+    def check(self, tensors: Stored) -> None:
+        """As in `Entry`."""
+        tensors.expect(self.name, *self._stored)
+
+    def read(self, tensors: Stored, options: Leaf) -> UpProjections:
+        """As in `Entry`."""
+        up = tensors.read(self.name, *self._stored).reshape(self.heads, -1, self.sizes.kv_rank)
+        return UpProjections(
+            tensors.put(leaf_of(UpProjections, "keys"), [up[:, : self.sizes.nope_dim]]),
+            tensors.put(leaf_of(UpProjections, "values"), [up[:, self.sizes.nope_dim :].swapaxes(1, 2)]),
+        )
+
+    def write(self, value: UpProjections) -> Iterator[tuple[str, Any]]:
+        """As in `Entry`."""
+        up = np.concatenate([value.keys, np.asarray(value.values).swapaxes(1, 2)], axis=1)
+        yield self.name, up.reshape(self._stored)
+
+
+def halves(weight: Any, rope: int) -> Any:
+    """[heads, out, in] with the pairs of each head's last `rope` outputs split: first elements, then second ones."""
+    order = np.arange(weight.shape[1])
+    order[-rope:] = order[-rope:].reshape(-1, 2).T.reshape(-1)
+    return weight[:, order]
+
+
+def pairs(weight: np.ndarray, rope: int) -> np.ndarray:
+    """The inverse of `halves`."""
+    order = np.arange(weight.shape[1])
+    order[-rope:] = order[-rope:].reshape(2, -1).T.reshape(-1)
+    return weight[:, order]

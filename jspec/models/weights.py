@@ -1,0 +1,221 @@
+"""Tables of weights: the tensors of a checkpoint for each array of a model.
+
+A table is the pytree of a model's weights with a `Weight`, or another `Entry`, in the place of each array. Shapes, the
+reader and the writer of checkpoints come from it. Tensors have their Hugging Face names and shapes, [out, in]. How
+devices share an array, and whether it may be quantized, is stated at its field (`jspec.core.struct.leaf`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
+
+from jspec.core.sharding import held_heads
+from jspec.core.struct import Leaf, map_leaves
+
+
+class Stored(Protocol):
+    """The tensors of a checkpoint, see `jspec.checkpoints.tensors.Tensors`."""
+
+    placement: Any
+
+    def names(self) -> set[str]:
+        """The names of all tensors."""
+        ...
+
+    def expect(self, name: str, *shape: int) -> None:
+        """Raises CheckpointError if a tensor is missing or has another shape."""
+        ...
+
+    def stored(self, name: str, *shape: int) -> Any:
+        """One tensor as stored."""
+        ...
+
+    def integers(self, name: str, *shape: int) -> np.ndarray:
+        """One tensor of integers."""
+        ...
+
+    def read(self, name: str, *shape: int, transpose: bool = False) -> Any:
+        """One tensor in the precision of the model."""
+        ...
+
+    def empty(self, *shape: int, like: str | None = None) -> Any:
+        """An array to be filled with tensors such as `like`."""
+        ...
+
+    def put(self, options: Leaf, parts: Sequence[Any]) -> Any:
+        """Arrays side by side on their last axis, as the weight of a field with these options."""
+        ...
+
+
+class Entry(Protocol):
+    """One array of a table, or several in one tensor."""
+
+    def shapes(self, dtype: DTypeLike) -> PyTree:
+        """The weight as `jax.ShapeDtypeStruct`."""
+        ...
+
+    def check(self, tensors: Stored) -> None:
+        """Raises CheckpointError if a tensor is missing or has an unexpected shape; reads no values."""
+        ...
+
+    def read(self, tensors: Stored, options: Leaf) -> PyTree:
+        """The weight. options: of its field."""
+        ...
+
+    def write(self, value: PyTree) -> Iterator[tuple[str, Any]]:
+        """The tensors of a weight, all of it on one device."""
+        ...
+
+
+def _one(*arrays: Any) -> Sequence[Any]:
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One array.
+
+    shape: of the array, with copies of heads for devices beyond their number.
+    tensors: name -> shape of each of its tensors.
+    parts: from these tensors to arrays whose concatenation on the last axis is the weight.
+    split: from the weight back to these tensors.
+    dtype: None: the precision of the model.
+    """
+
+    shape: tuple[int, ...]
+    tensors: Mapping[str, tuple[int, ...]]
+    parts: Callable[..., Sequence[Any]] = _one
+    split: Callable[[np.ndarray], Sequence[np.ndarray]] = _one
+    dtype: DTypeLike | None = None
+
+    def shapes(self, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        """As in `Entry`."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype or dtype)
+
+    def check(self, tensors: Stored) -> None:
+        """As in `Entry`."""
+        for name, shape in self.tensors.items():
+            tensors.expect(name, *shape)
+
+    def read(self, tensors: Stored, options: Leaf) -> PyTree:
+        """As in `Entry`."""
+        if self.dtype is None:
+            stored = [tensors.read(name, *shape) for name, shape in self.tensors.items()]
+        else:
+            stored = [tensors.stored(name, *shape).astype(self.dtype) for name, shape in self.tensors.items()]
+        return tensors.put(options, self.parts(*stored))
+
+    def write(self, value: PyTree) -> Iterator[tuple[str, Any]]:
+        """As in `Entry`."""
+        yield from zip(self.tensors, self.split(np.asarray(value)), strict=True)
+
+
+def fused(
+    shape: tuple[int, ...],
+    tensors: Mapping[str, tuple[int, ...]],
+    parts: Callable[..., Sequence[Any]] = _one,
+    split: Callable[[np.ndarray], Sequence[np.ndarray]] = _one,
+    dtype: DTypeLike | None = None,
+) -> Any:
+    """A `Weight`; Any, as it takes the place of an array in a pytree of weights."""
+    return Weight(shape, tensors, parts, split, dtype)
+
+
+def plain(name: str, *shape: int, dtype: DTypeLike | None = None) -> Any:
+    """A tensor as it is stored."""
+    return fused(shape, {name: shape}, dtype=dtype)
+
+
+def scalar(name: str) -> Any:
+    """A number, stored as a vector of one."""
+    return fused((), {name: (1,)}, lambda stored: [stored.reshape(())], lambda value: [value.reshape(1)])
+
+
+def stacked(name: str, count: int, width: int, outs: Sequence[int]) -> Any:
+    """`count` matrices [out, in] in one tensor, as [in, out]. width: in. outs: of the parts of a fused matrix."""
+
+    def parts(stack: Any) -> list[Any]:
+        columns = stack.swapaxes(1, 2)
+        return [columns[:, :, end - out : end] for out, end in zip(outs, np.cumsum(outs).tolist(), strict=True)]
+
+    shape = (count, width, sum(outs))
+    return fused(shape, {name: (count, sum(outs), width)}, parts, lambda joined: [joined.swapaxes(1, 2)])
+
+
+def linear(width: int, outs: Mapping[str, int]) -> Any:
+    """Matrices [out, in] with the same input as one matrix [in, sum of outs].
+
+    width: in.
+    outs: name -> out of each.
+    """
+    return fused(
+        (width, sum(outs.values())),
+        {name: (out, width) for name, out in outs.items()},
+        lambda *stored: [matrix.T for matrix in stored],
+        lambda joined: np.split(joined.T, _ends(outs.values())),
+    )
+
+
+def heads(outs: Mapping[str, int], width: int | None, *, kv_heads: int, devices: int) -> Any:
+    """The projections to query heads, and to those of keys and values, as one matrix, or their biases as one vector.
+
+    Where there are more devices than heads of keys and values, the array has copies of these.
+
+    outs: name -> out of each, queries first.
+    width: in; None: they are biases.
+    """
+    inputs = () if width is None else (width,)
+    queries, *others = outs.values()
+    copies = held_heads(kv_heads, devices) // kv_heads
+    return fused(
+        (*inputs, queries + copies * sum(others)),
+        {name: (out, *inputs) for name, out in outs.items()},
+        lambda *stored: copy_heads([part.T for part in stored], kv_heads=kv_heads, devices=devices),
+        lambda joined: np.split(joined.T, _ends(outs.values())),
+    )
+
+
+def copy_heads(parts: Sequence[Any], *, kv_heads: int, devices: int) -> Sequence[Any]:
+    """Columns of queries, and of keys and values if there are any, with the copies of their heads that devices need.
+
+    kv_heads: heads of keys and values.
+    """
+    queries, *others = parts
+    copies = held_heads(kv_heads, devices) // kv_heads
+    if copies == 1:
+        return parts
+    repeated = (np.repeat(part.reshape(*part.shape[:-1], kv_heads, -1), copies, axis=-2) for part in others)
+    return [queries, *(part.reshape(*queries.shape[:-1], -1) for part in repeated)]
+
+
+def _ends(sizes: Any) -> np.ndarray:
+    """Where all parts but the last one end."""
+    return np.cumsum([*sizes])[:-1]
+
+
+def shapes(table: PyTree, dtype: DTypeLike) -> Any:
+    """The weights as `jax.ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda entry: entry.shapes(dtype), table)
+
+
+def read(table: PyTree, tensors: Stored) -> Any:
+    """The weights, from tensors all of which have the shapes of the table.
+
+    Raises:
+      CheckpointError: a tensor is missing, has an unexpected shape or is damaged.
+    """
+    for entry in jax.tree.leaves(table):
+        entry.check(tensors)
+    return map_leaves(lambda options, entry: entry.read(tensors, options), table)
+
+
+def write(table: PyTree, params: PyTree) -> Iterator[tuple[str, Any]]:
+    """The tensors of weights by name."""
+    entries, structure = jax.tree.flatten(table)
+    for entry, value in zip(entries, structure.flatten_up_to(params), strict=True):
+        yield from entry.write(value)
