@@ -1,4 +1,4 @@
-"""`check_drafter`: tests a drafter, yours or one of this package, against the contract of all drafters."""
+"""`check_drafter`: tests a drafter against the contract of all drafters."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,23 +8,22 @@ from typing import Unpack
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
-from tqdm.auto import tqdm
 
-from jspec.core import accept, stopping
+from jspec.analysis.contract import abstract_prompts, check_same_form, describe, in_float32, report, run_checks
+from jspec.core import accept
 from jspec.core.checks import check_flag, check_int, shorten
 from jspec.core.method import Method
 from jspec.core.prefill import prefill
 from jspec.core.round import accept_drafts, commit_round, draft, extend, verify
 from jspec.core.sampling import Sampling, per_row
 from jspec.core.types import (
+    DRAFTER_PARTS,
     BranchingDrafter,
     Committed,
     DecodeState,
     Drafter,
     DraftTree,
     Params,
-    Prompts,
-    RowSampling,
     Target,
 )
 from jspec.engine.method import choose_drafter
@@ -45,7 +44,7 @@ class DrafterReport:
     drafter: its repr, with all options.
     accept_length: mean number of tokens per round in greedy sequences, bonus token included.
     sampled_accept_length: the same in sampled sequences.
-    checks: what was checked.
+    checks: the passed checks.
     """
 
     drafter: str
@@ -54,13 +53,8 @@ class DrafterReport:
     checks: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [
-                f"{self.drafter} satisfies the contract",
-                *(f"  ok  {check}" for check in self.checks),
-                f"accept length {self.accept_length:.2f} greedy, {self.sampled_accept_length:.2f} sampled",
-            ]
-        )
+        summary = f"accept length {self.accept_length:.2f} greedy, {self.sampled_accept_length:.2f} sampled"
+        return report(f"{self.drafter} satisfies the contract", self.checks, summary)
 
 
 def check_drafter(
@@ -73,10 +67,10 @@ def check_drafter(
     seed: int = 0,
     progress: bool = False,
 ) -> DrafterReport:
-    """Tests a drafter against the contract of `jspec.core.types.Drafter`, in float32.
+    """Test a drafter against the contract of `jspec.core.types.Drafter`, in float32.
 
-    Each prompt is continued once greedily and once by sampling. Outputs are compared token for token. On an accelerator
-    this can fail at a near-tie of the target's logits, so run it on a CPU.
+    Each prompt is continued once greedily and once by sampling, and outputs are compared token for token. On an
+    accelerator, a near-tie of the target's logits can make this fail, so run it on a CPU.
 
     Args:
       drafter: an object, or a name as in `jspec.generate`.
@@ -92,7 +86,7 @@ def check_drafter(
     """
     check_model(model)
     refuse_split(model, "check_drafter")
-    chosen = _check_interface(drafter, model)
+    tested = _check_interface(drafter, model)
     if prompts is None:
         prompts = PROMPTS if model.tokenizer else _PROMPT_IDS
     single, ids = encode_prompts(model, prompts)
@@ -100,26 +94,18 @@ def check_drafter(
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
     check_int("max_new_tokens", max_new_tokens, least=1)
     check_flag("progress", progress)
-    case = _Case(in_float32(model), _wrap(chosen), ids, max_new_tokens, temperature, seed)
+    case = _Case(in_float32(model), _wrap(tested), ids, max_new_tokens, temperature, seed)
     _ = case.options.seeds(2 * len(ids))
-    done = ["it has the attributes and methods of a drafter, and can be hashed"]
-    name = type(chosen.bind(model.target, model.draft)).__name__
-    with tqdm(_CHECKS, unit="check", disable=not progress) as bar:
-        for check in bar:
-            try:
-                done.append(check(case))
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from None
-            except Exception as error:
-                error.add_note(f"raised in check_drafter({name}(...)), by {check.__name__}")
-                raise
+    name = type(tested.bind(model.target, model.draft)).__name__
+    passed = run_checks("check_drafter", name, case, _CHECKS, progress)
     greedy, sampled = case.result()[: len(ids)], case.result()[len(ids) :]
-    return DrafterReport(repr(chosen), _accept_length(greedy), _accept_length(sampled), tuple(done))
+    passed = ("it has the attributes and methods of a drafter, and can be hashed", *passed)
+    return DrafterReport(repr(tested), _accept_length(greedy), _accept_length(sampled), passed)
 
 
 @dataclasses.dataclass(frozen=True)
 class _TraceCounter:
-    """Wraps a drafter, compares by its value, and counts how often `draft` is traced."""
+    """Wraps a drafter, compares by its value, and counts the traces of `draft`."""
 
     drafter: Drafter
     traces: list[int] = dataclasses.field(compare=False)
@@ -148,7 +134,7 @@ class _TraceCounter:
 
 @dataclasses.dataclass(frozen=True)
 class _BranchCounter(_TraceCounter):
-    """The same for a drafter with branches, which counts how often `choose` is traced."""
+    """Wraps a drafter with branches, and counts the traces of `choose`."""
 
     drafter: BranchingDrafter  # pyright: ignore[reportGeneralTypeIssues,reportIncompatibleVariableOverride]
 
@@ -180,9 +166,9 @@ def _wrap(drafter: Drafter) -> _TraceCounter:
 
 @dataclasses.dataclass
 class _Case:
-    """What the checks share. The batch has the greedy sequences first, then the sampled ones.
+    """A drafter and its prompts. The batch has the greedy sequences first, then the sampled ones.
 
-    out: the result of `_check_trees`, which later checks compare with.
+    out: the result of `_check_trees`, the reference of later checks.
     """
 
     model: Model
@@ -217,28 +203,25 @@ class _Case:
 
 def _check_interface(drafter: str | Drafter, model: Model) -> Drafter:
     try:
-        chosen = choose_drafter(drafter, model)
+        tested = choose_drafter(drafter, model)
     except TypeError as error:
         raise AssertionError(str(error)) from None
-    name = type(chosen).__name__
+    name = type(tested).__name__
     try:
-        hash(chosen)
+        hash(tested)
     except TypeError as error:
         raise AssertionError(
             f"{name}: {error}: a drafter is a static argument, so make it a frozen dataclass"
         ) from None
-    bound = chosen.bind(model.target, model.draft)
-    missing = [
-        part for part in ("depth", "capture_layers", "bind", "init", "draft", "extend") if not hasattr(bound, part)
-    ]
-    if missing:
-        given = type(bound).__name__
-        raise AssertionError(f"{name}: bind must return a drafter, but this {given} has no {', '.join(missing)}")
+    bound = tested.bind(model.target, model.draft)
+    if missing := [part for part in DRAFTER_PARTS if not hasattr(bound, part)]:
+        kind = type(bound).__name__
+        raise AssertionError(f"{name}: bind must return a drafter, but this {kind} has no {', '.join(missing)}")
     if isinstance(bound.depth, bool) or not isinstance(bound.depth, int) or bound.depth < 0:
         raise AssertionError(f"{name}: depth={bound.depth!r}: must be the length of the longest chain, an int >= 0")
     if not isinstance(bound.capture_layers, tuple):
         raise AssertionError(f"{name}: capture_layers={bound.capture_layers!r}: must be a tuple of layers, () for none")
-    return chosen
+    return tested
 
 
 def _check_state(case: _Case) -> str:
@@ -249,22 +232,16 @@ def _check_state(case: _Case) -> str:
         method = Method(model.target, bound, rule)
         capacity = width + case.max_new_tokens
         read = partial(prefill, method=method, capacity=capacity, page_size=DEFAULT_PAGE_SIZE)
-        prompts = jax.eval_shape(partial(_prompts, batch, width, sampling))
+        prompts = jax.eval_shape(partial(abstract_prompts, batch, width, sampling))
         s = jax.eval_shape(read, model.params, prompts)
         drafted = jax.eval_shape(bound.draft, model.params, s)
         if not isinstance(drafted, tuple) or len(drafted) != 2:
             raise AssertionError(f"draft returns a {type(drafted).__name__}: must return (DraftTree, state)")
         _check_tree_shape(drafted[0], bound, batch)
-        _check_same_shape("draft", s.draft, drafted[1])
+        check_same_form("draft returns a state of another form than after prefill", s.draft, drafted[1])
         after = jax.eval_shape(partial(_round, method=method), model.params, s)
-        _check_same_shape("extend", s.draft, after.draft)
+        check_same_form("extend returns a state of another form than after prefill", s.draft, after.draft)
     return "draft and extend preserve the structure, shapes and dtypes of its state"
-
-
-def _prompts(batch: int, width: int, sampling: RowSampling | None) -> Prompts:
-    """Prompts of which only the shapes matter."""
-    count, keys = jnp.zeros(batch, jnp.int32), jax.random.split(jax.random.key(0), batch)
-    return Prompts(jnp.zeros((batch, width), jnp.int32), count, count, keys, stopping.init(None, batch), sampling)
 
 
 def _round(params: Params, s: DecodeState, *, method: Method) -> DecodeState:
@@ -286,30 +263,9 @@ def _check_tree_shape(draft_tree: object, bound: Drafter, batch: int) -> None:
             continue
         if array.dtype != jnp.int32 or len(shape) != 2 or shape[0] != batch or array.shape != shape:
             expected = f"int32[{batch}, nodes], tokens and parents of the same shape"
-            raise AssertionError(f"the tree's {name} are {_describe(array)}: must be {expected}")
+            raise AssertionError(f"the tree's {name} are {describe(array)}: must be {expected}")
     if draft_tree.parents is None and shape[1] - 1 > bound.depth:
         raise AssertionError(f"it drafts a chain of {shape[1] - 1} tokens, more than its depth={bound.depth}")
-
-
-def _check_same_shape(method: str, before: PyTree, after: PyTree) -> None:
-    """Raises AssertionError if the form of a state has changed since prefill."""
-    old, new = (
-        {jax.tree_util.keystr(path) or "the state": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-        for state in (before, after)
-    )
-    changed = [
-        f"{name} is {_describe(new.get(name))}, but was {_describe(old.get(name))}"
-        for name in dict.fromkeys([*old, *new])
-        if _describe(old.get(name)) != _describe(new.get(name))
-    ]
-    if not changed and jax.tree.structure(before) != jax.tree.structure(after):
-        changed = [f"it is {jax.tree.structure(after)}, but was {jax.tree.structure(before)}"]
-    if changed:
-        raise AssertionError(f"{method} returns a state of another form than after prefill: {changed[0]}")
-
-
-def _describe(leaf: jax.Array | jax.ShapeDtypeStruct | None) -> str:
-    return "missing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
 
 
 def _check_trees(case: _Case) -> str:
@@ -337,10 +293,10 @@ def _check_trees(case: _Case) -> str:
 
 
 def _find_fault(draft_tree: DraftTree, sequence: int, last: int, depth: int, vocab_size: int) -> str | None:
-    """What is wrong with the tree of a sequence, given as arrays on the host; None if it is valid.
+    """Describe a fault of the tree of a sequence, in arrays on the host; None if it is valid.
 
     last: the last token of the sequence.
-    depth: the drafter's.
+    depth: the drafter's depth.
     """
     tokens = draft_tree.tokens[sequence].tolist()
     invalid = [node for node, token in enumerate(tokens) if not 0 <= token < vocab_size]
@@ -403,7 +359,7 @@ def _check_chunks(case: _Case) -> str:
 
 
 def _check_same_rounds(case: _Case, run: Run, where: str) -> None:
-    """Raises AssertionError if `run` takes other rounds than `_check_trees` did."""
+    """Raises AssertionError unless `run` takes the rounds of `_check_trees`."""
     for i, (got, expected) in enumerate(zip(run.finish(), case.result(), strict=True)):
         if not _same_rounds(got, expected):
             raise AssertionError(f"sequence {i} takes different rounds {where}")
@@ -413,7 +369,7 @@ def _check_alone(case: _Case) -> str:
     for i, prompt in enumerate(case.ids):
         (alone,), expected = case.run_alone(prompt, case.seed + i).finish(), case.result()[i]
         if isinstance(case.drafter, _BranchCounter):
-            # All sequences share the choice of a round, which may only change how many rounds there are.
+            # The sequences of a batch share the choice of a branch, so only the number of rounds may differ.
             if alone.tokens != expected.tokens:
                 raise AssertionError(f"sequence {i} has other tokens alone than in a batch")
         elif not _same_rounds(alone, expected):
@@ -446,12 +402,3 @@ def _same_rounds(a: Generation, b: Generation) -> bool:
 def _accept_length(generations: Sequence[Generation]) -> float:
     counts = [count for generation in generations for count in generation.tokens_per_round]
     return sum(counts) / max(len(counts), 1)
-
-
-def in_float32(model: Model) -> Model:
-    """The model with its weights in float32."""
-
-    def cast(leaf: jax.Array) -> jax.Array:
-        return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-    return dataclasses.replace(model, params=jax.tree.map(cast, model.params))

@@ -1,4 +1,4 @@
-"""`check_rule`: tests an acceptance rule, yours or one of this package, on small random distributions."""
+"""`check_rule`: tests an acceptance rule on small random distributions."""
 
 import dataclasses
 import itertools
@@ -11,12 +11,13 @@ import numpy as np
 from jaxtyping import Float, Int
 from tqdm.auto import tqdm
 
+from jspec.analysis.contract import report
 from jspec.core.accept import NEEDS, RULES
 from jspec.core.checks import check_flag, check_int, shorten
 from jspec.core.types import Accept, Acceptance, DraftTree
 
 VOCABULARY, ROWS, SIGMAS = 4, 1 << 16, 6.0
-"""Tokens; sequences of each case; standard errors by which the frequency of a text may differ from its probability."""
+"""Tokens; sequences of a case; largest difference of a text's frequency from its probability, in standard errors."""
 SHAPES: dict[str, list[int] | None] = {
     "one draft": None,
     "a chain": None,
@@ -34,15 +35,15 @@ class RuleReport:
     """The result of `check_rule` for a lossless rule.
 
     rule: its name or repr.
-    tokens_per_round: for each tree shape and kind of drafts, the mean number of tokens that a round appends.
+    tokens_per_round: mean number of tokens appended per round, by tree shape and kind of drafts.
     """
 
     rule: str
     tokens_per_round: dict[str, float]
 
     def __repr__(self) -> str:
-        lines = [f"  ok  {case}: {mean:.2f} tokens per round" for case, mean in self.tokens_per_round.items()]
-        return "\n".join([f"{self.rule} is lossless, as far as {ROWS:,} rounds of each case can tell", *lines])
+        cases = [f"{case}: {mean:.2f} tokens per round" for case, mean in self.tokens_per_round.items()]
+        return report(f"{self.rule} is lossless, as far as {ROWS:,} rounds of each case can tell", cases)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +51,8 @@ class _Case:
     """A tree shape and a pair of distributions after each prefix.
 
     parents, depths: of all nodes.
-    p, q: for each number of tokens after the root the distributions after all texts of that length, in the order of
-      `_index`.
-    sampled: whether the drafts of each round are sampled from q, which is in the tree; otherwise they are certain.
+    p, q: the distributions after all texts of each length, in the order of `_index`.
+    sampled: whether drafts are sampled from q, which is in the tree; otherwise they are certain.
     """
 
     shape: str
@@ -80,19 +80,19 @@ class _Case:
 def check_rule(
     rule: str | Accept, *, trees: bool = True, sampled: bool | None = None, seed: int = 0, progress: bool = False
 ) -> RuleReport:
-    """Tests that the tokens of an acceptance rule have the target's distribution, whatever is drafted.
+    """Test that the tokens of an acceptance rule have the target's distribution for any draft.
 
-    The distributions after all prefixes of a vocabulary of four tokens are known, so the probability of each text is,
-    too. Each case runs 65,536 rounds; what a round leaves open is completed by the exact probabilities, and no text may
-    be further from its probability than six standard errors. Drafts are certain tokens, or sampled from another
-    distribution, in chains and trees. Also tested: accepted nodes are a path of the tree, tokens are those of the path,
-    lengths are in range, and a sequence depends on its own key only.
+    With a vocabulary of four tokens, the distributions after all prefixes are known, and so is the probability of each
+    text. A case runs 65,536 rounds, and exact probabilities complete the text after a round. No text may be further
+    from its probability than six standard errors. Drafts are certain tokens, or sampled from another distribution, in
+    chains and trees. Also tested: accepted nodes are a path of the tree with its tokens, lengths are in range, and a
+    sequence depends on its own key only.
 
     Args:
       rule: a function as `jspec.core.types.Accept`, or a name as in `jspec.generate`.
-      trees: whether the rule takes trees. A rule by name brings this along, and `sampled`.
-      sampled: True: only drafts that are sampled; False: only certain ones; None: both.
-      seed: of the distributions and of all draws.
+      trees: whether the rule takes trees. A rule by name defines this and `sampled` itself.
+      sampled: True: only sampled drafts; False: only certain ones; None: both.
+      seed: seed of the distributions and of all draws.
       progress: whether to show a progress bar.
 
     Raises:
@@ -111,15 +111,15 @@ def check_rule(
         rule = RULES[rule]
     if not callable(rule):
         raise TypeError(f"rule={shorten(rule)}: must be a function, or one of {', '.join(RULES)}")
-    found: dict[str, list[float]] = {}
+    means: dict[str, list[float]] = {}
     run: Callable[..., Any] = jax.jit(rule)
     with tqdm(list(_cases(trees, sampled, seed)), unit="case", disable=not progress) as bar:
         for case in bar:
             try:
-                found.setdefault(case.name, []).append(_check(run, case, seed))
+                means.setdefault(case.name, []).append(_check(run, case, seed))
             except AssertionError as error:
                 raise AssertionError(f"{name}: {case.name}, {KINDS[case.kind]}: {error}") from None
-    return RuleReport(name, {name: sum(means) / len(means) for name, means in found.items()})
+    return RuleReport(name, {case: sum(values) / len(values) for case, values in means.items()})
 
 
 def _cases(trees: bool, sampled: bool | None, seed: int) -> Iterator[_Case]:
@@ -134,10 +134,10 @@ def _cases(trees: bool, sampled: bool | None, seed: int) -> Iterator[_Case]:
         for index, kind in enumerate(KINDS):
             rng = np.random.default_rng([seed, number, index])
             pairs = [[_pair(rng, kind) for _ in range(VOCABULARY**size)] for size in range(max(depths) + 1)]
-            p, q = ([np.array([pair[i] for pair in each]) for each in pairs] for i in (0, 1))
-            for kept in (False, True):
-                if sampled in (None, kept):
-                    yield _Case(shape, kind, parents, depths, chain, kept, p, q)
+            p, q = ([np.array([pair[i] for pair in of_size]) for of_size in pairs] for i in (0, 1))
+            for samples in (False, True):
+                if sampled in (None, samples):
+                    yield _Case(shape, kind, parents, depths, chain, samples, p, q)
 
 
 def _pair(rng: np.random.Generator, kind: str) -> tuple[np.ndarray, np.ndarray]:
@@ -154,7 +154,7 @@ def _pair(rng: np.random.Generator, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check(run: Callable[..., Any], case: _Case, seed: int) -> float:
-    """Runs a rule on a case; returns the mean number of tokens that it appends."""
+    """Run a rule on a case; returns the mean number of appended tokens."""
     tokens = _draft(case, np.random.default_rng([seed, 1]))
     arguments = _arguments(case, tokens, seed)
     decided = run(*arguments)
@@ -167,14 +167,14 @@ def _check(run: Callable[..., Any], case: _Case, seed: int) -> float:
 
 
 def _draft(case: _Case, rng: np.random.Generator) -> Int[np.ndarray, "B N"]:
-    """The tokens of all nodes; siblings are sampled from q without replacement, in order."""
+    """Draft the tokens of all nodes; siblings are sampled from q without replacement, in order."""
     count = ROWS if case.sampled else 1
     tokens = np.zeros((count, len(case.parents)), np.int32)
     for parent in range(len(case.parents)):
         children = [node for node in range(1, len(case.parents)) if case.parents[node] == parent]
         if not children:
             continue
-        # The largest of log q plus Gumbel noise are a sample without replacement; tokens without mass come last.
+        # The largest values of log q plus Gumbel noise are a sample without replacement; tokens without mass come last.
         q = _after(case, case.q, tokens, parent)
         with np.errstate(divide="ignore"):
             score = np.log(q) + rng.gumbel(size=q.shape)
@@ -184,22 +184,22 @@ def _draft(case: _Case, rng: np.random.Generator) -> Int[np.ndarray, "B N"]:
 
 
 def _index(tokens: Int[np.ndarray, "B size"]) -> Int[np.ndarray, " B"]:
-    """The number of each text among all of its length."""
+    """The index of each text among all texts of its length."""
     return tokens @ VOCABULARY ** np.arange(tokens.shape[1], dtype=np.int64)
 
 
 def _after(case: _Case, table: list[np.ndarray], tokens: np.ndarray, node: int) -> Float[np.ndarray, "B V"]:
-    """The distribution after a node, for each row."""
+    """The distribution after a node, for each sequence."""
     return table[case.depths[node]][_index(tokens[:, _ancestors(case, node)])]
 
 
 def _ancestors(case: _Case, node: int) -> list[int]:
-    """The nodes from below the root to this one."""
-    found = []
+    """The path to a node, without the root."""
+    path = []
     while node:
-        found.append(node)
+        path.insert(0, node)
         node = case.parents[node]
-    return found[::-1]
+    return path
 
 
 def _arguments(case: _Case, tokens: np.ndarray, seed: int) -> tuple[Any, ...]:
@@ -223,11 +223,12 @@ def _arguments(case: _Case, tokens: np.ndarray, seed: int) -> tuple[Any, ...]:
 def _check_form(
     case: _Case, tokens: np.ndarray, decided: Acceptance
 ) -> tuple[Int[np.ndarray, "B A"], Int[np.ndarray, "B A"], Int[np.ndarray, " B"]]:
-    """Checks shapes, lengths and paths; returns path, tokens and lengths."""
+    """Check shapes, lengths and paths; returns path, tokens and lengths."""
     path, following, length = (
         None if x is None else np.asarray(x)
         for x in jax.tree.leaves((decided.path, decided.tokens, decided.length), is_leaf=lambda x: x is None)
     )
+    # Shapes and the range of lengths.
     assert following is not None and length is not None
     columns = case.depth + 1
     if length.shape != (ROWS,) or length.dtype.kind != "i":
@@ -236,6 +237,7 @@ def _check_form(
         raise AssertionError(f"tokens are {following.dtype}{list(following.shape)}: must be int32[{ROWS}, {columns}]")
     if length.min() < 1 or length.max() > columns:
         raise AssertionError(f"length is from {length.min()} to {length.max()}: must be from 1 to {columns}")
+    # The path: nodes of the tree, each after its parent.
     if path is None:
         if not case.chain:
             raise AssertionError("path is None for a tree: must be the accepted nodes")
@@ -248,8 +250,9 @@ def _check_form(
     above = np.array(case.parents)[path[:, 1:]]
     if (path[:, 0] != 0).any() or ((above != path[:, :-1]) | (path[:, 1:] == 0))[accepted[:, 1:]].any():
         raise AssertionError("path is no path of the tree from its root")
-    kept = np.take_along_axis(tokens, path, axis=1)[:, 1:]
-    if (kept != following[:, :-1])[accepted[:, 1:]].any():
+    # The tokens: the accepted drafts, then any token of the vocabulary.
+    drafted = np.take_along_axis(tokens, path, axis=1)[:, 1:]
+    if (drafted != following[:, :-1])[accepted[:, 1:]].any():
         raise AssertionError("tokens before the last are not those of the accepted nodes")
     if not ((following >= 0) & (following < VOCABULARY))[accepted].all():
         raise AssertionError("tokens are outside of the vocabulary")
@@ -257,7 +260,7 @@ def _check_form(
 
 
 def _check_alone(run: Callable[..., Any], arguments: tuple[Any, ...], decided: Acceptance) -> None:
-    """A sequence gets the same in another batch."""
+    """Check that a sequence gets the same result in another batch."""
     few = jax.tree.map(lambda x: x[5:8], arguments)
     again = run(*few)
     for name in ("length", "tokens", "path"):
@@ -270,20 +273,20 @@ def _check_alone(run: Callable[..., Any], arguments: tuple[Any, ...], decided: A
 
 
 def _check_texts(case: _Case, path: np.ndarray, following: np.ndarray, length: np.ndarray) -> None:
-    """Compares the frequencies of all texts of up to depth + 1 tokens with their probabilities."""
+    """Compare the frequencies of all texts of up to depth + 1 tokens with their probabilities."""
     texts = (itertools.product(range(VOCABULARY), repeat=size) for size in range(1, case.depth + 2))
     for text in itertools.chain.from_iterable(texts):
-        size, known = len(text), np.minimum(length, len(text))
+        size, appended = len(text), np.minimum(length, len(text))
         befores = [_index(np.array([text[:i]], np.int64)) for i in range(size)]
         steps = np.array([case.p[i][befores[i][0], token] for i, token in enumerate(text)])
-        # What a round leaves open has the target's distribution.
+        # The target's distribution completes a text after the tokens of the round.
         rest = np.append(np.cumprod(steps[::-1])[::-1], 1.0)
-        begins = (following[:, :size] == np.array(text)) | (np.arange(size)[None] >= known[:, None])
-        wanted = float(np.prod(steps))
-        found = float(np.where(begins.all(1), rest[known], 0.0).mean())
-        # Frequencies between 0 and 1 have at most the spread of a coin.
-        if abs(found - wanted) > SIGMAS * np.sqrt(wanted * (1 - wanted) / len(length)) + 1e-6:
+        begins = (following[:, :size] == np.array(text)) | (np.arange(size)[None] >= appended[:, None])
+        probability = float(np.prod(steps))
+        frequency = float(np.where(begins.all(1), rest[appended], 0.0).mean())
+        # Values between 0 and 1 have at most the variance of a coin.
+        if abs(frequency - probability) > SIGMAS * np.sqrt(probability * (1 - probability) / len(length)) + 1e-6:
             raise AssertionError(
-                f"the tokens {', '.join(map(str, text))} have the probability {wanted:.4f}, but are generated with "
-                f"{found:.4f}"
+                f"the tokens {', '.join(map(str, text))} have the probability {probability:.4f}, but are generated "
+                f"with {frequency:.4f}"
             )

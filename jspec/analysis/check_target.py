@@ -1,4 +1,4 @@
-"""`check_target`: tests a target, yours or one of this package, against its own reading of whole texts."""
+"""`check_target`: tests a target against its own reading of whole texts."""
 
 import dataclasses
 from functools import cached_property, partial
@@ -8,26 +8,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
-from tqdm.auto import tqdm
 
-from jspec.analysis.check_drafter import in_float32
-from jspec.core import accept, stopping
+from jspec.analysis.contract import abstract_prompts, check_same_form, describe, in_float32, report, run_checks
+from jspec.core import accept
 from jspec.core.checks import check_flag, check_int, check_number
 from jspec.core.commit import commit_rows
 from jspec.core.loop import run_rounds
 from jspec.core.method import Method
 from jspec.core.prefill import prefill
-from jspec.core.types import TARGET_PARTS, DraftTree, ForwardOutput, Prompts, Target
+from jspec.core.types import TARGET_PARTS, DraftTree, ForwardOutput, Target
 from jspec.drafters import Ngram
 from jspec.engine.model import Model, refuse_split
 from jspec.engine.run import check_model
 
 LENGTHS = (20, 7, 12)
-"""Tokens of the texts; shorter ones are padded on the right with other tokens."""
+"""Tokens of each text; shorter texts are padded on the right with other tokens."""
 WIDTH, CHUNK, NODES, DEPTH, ROUNDS = max(LENGTHS), 5, 7, 3, 3
-"""Columns of all texts, columns that are read at once, nodes and depth of a tree, rounds with trees."""
+"""Columns of all texts, columns of a chunk, nodes and depth of a tree, rounds with trees."""
 CAPACITY, PAGE_SIZE, OTHER_PAGE_SIZES = 32, 4, (1, 16)
-"""Tokens that a cache can hold, and rows of its pages."""
+"""Capacity of a cache in tokens, and rows of its pages."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -35,8 +34,8 @@ class TargetReport:
     """The result of `check_target` for a target that satisfies the contract.
 
     target: the name of its class.
-    difference: the largest difference of two logits that should be equal, relative to the largest logit.
-    checks: what was checked.
+    difference: the largest difference of logits compared, relative to 1 plus the largest logit.
+    checks: the passed checks.
     """
 
     target: str
@@ -44,23 +43,23 @@ class TargetReport:
     checks: tuple[str, ...]
 
     def __repr__(self) -> str:
-        lines = [f"{self.target} satisfies the contract", *(f"  ok  {check}" for check in self.checks)]
-        return "\n".join([*lines, f"logits differ by at most {self.difference:.1e} of the largest one"])
+        summary = f"logits differ by at most {self.difference:.1e} of the largest one"
+        return report(f"{self.target} satisfies the contract", self.checks, summary)
 
 
 def check_target(model: Model, *, seed: int = 0, tolerance: float = 1e-4, progress: bool = False) -> TargetReport:
-    """Tests a target against the contract of `jspec.core.types.Target`, in float32.
+    """Test a target against the contract of `jspec.core.types.Target`, in float32.
 
-    The logits of whole texts, read at once without a cache, are what all other ways to read them must give: token by
-    token, in chunks, and in trees of which a path is committed, with sequences at different positions. Also tested: the
-    order of the batch, what a cache held before, page sizes, selected nodes and hidden states. Whether the logits of
-    whole texts are right is not tested: compare them with those of another implementation.
+    The reference is the logits of whole texts, read at once without a cache. All other ways to read them must give the
+    same: token by token, in chunks, and in trees with a committed path, with sequences at different positions. Also
+    tested: the order of the batch, old contents of a cache, page sizes, selected nodes and hidden states. The reference
+    itself is not tested: compare it with another implementation.
 
     Args:
-      model: of `jspec.from_target`, with a context of at least 20 tokens; a small one is enough. Its weights are cast
+      model: from `jspec.from_target`, with a context of at least 20 tokens; a small one is enough. Its weights are cast
         to float32.
-      seed: of the texts and trees.
-      tolerance: by how much logits may differ, relative to 1 plus the largest one.
+      seed: seed of the texts and trees.
+      tolerance: largest difference of logits, relative to 1 plus the largest one.
       progress: whether to show a progress bar.
 
     Raises:
@@ -72,18 +71,9 @@ def check_target(model: Model, *, seed: int = 0, tolerance: float = 1e-4, progre
     seed = check_int("seed", seed, least=0, most=2**31 - 1)
     tolerance = check_number("tolerance", tolerance, above=0, most=1)
     progress = check_flag("progress", progress)
-    name, done = type(model.target).__name__, []
-    case = _Case(in_float32(model), seed, tolerance)
-    with tqdm(_CHECKS, unit="check", disable=not progress) as bar:
-        for check in bar:
-            try:
-                done.append(check(case))
-            except AssertionError as error:
-                raise AssertionError(f"{name}: {error}") from None
-            except Exception as error:
-                error.add_note(f"raised in check_target({name}(...)), by {check.__name__}")
-                raise
-    return TargetReport(name, max(case.differences), tuple(done))
+    name, case = type(model.target).__name__, _Case(in_float32(model), seed, tolerance)
+    passed = run_checks("check_target", name, case, _CHECKS, progress)
+    return TargetReport(name, max(case.differences), passed)
 
 
 @partial(jax.jit, static_argnames=("target", "capture"))
@@ -107,9 +97,9 @@ def _read(
 
 @dataclasses.dataclass
 class _Case:
-    """A target and the texts that it reads.
+    """A target and its texts.
 
-    differences: between logits that were compared, relative to 1 plus the largest one.
+    differences: of compared logits, relative to 1 plus the largest one.
     """
 
     model: Model
@@ -148,28 +138,54 @@ class _Case:
         drafted = DraftTree(jnp.asarray(tokens), None if parents is None else jnp.asarray(parents), depth)
         begin = None if start is None else jnp.asarray(start, jnp.int32)
         path = options.pop("path", None)
-        given = None if path is None else jnp.asarray(path)
+        nodes = None if path is None else jnp.asarray(path)
         count = jnp.asarray(length, jnp.int32)
-        return _read(self.model.params.target, drafted, cache, begin, given, count, target=self.model.target, **options)
+        return _read(self.model.params.target, drafted, cache, begin, nodes, count, target=self.model.target, **options)
 
     def read_whole(self, text: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T V"]:
         """The logits of texts, without a cache."""
         batch = len(text)
         return np.asarray(self.read(text, self.empty(batch=batch), None, np.zeros(batch))[0].logits)
 
-    def compare(self, got: np.ndarray, wanted: np.ndarray, where: str, what: str = "logits") -> None:
-        """Raises AssertionError unless two vectors are equal up to rounding."""
-        same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
+    def compare(
+        self,
+        got: Any,
+        expected: Float[np.ndarray, "B n V"],
+        how: str,
+        *,
+        first: Any = 0,
+        count: Any = None,
+        node: str = "",
+        what: str = "logits",
+    ) -> None:
+        """Check the logits [B, n, V] of n tokens of each text.
+
+        how: how the texts were read, for the message.
+        first: position of the first token of each text.
+        count: how many of the tokens count in each text; None: all.
+
+        Raises:
+          AssertionError: logits differ by more than the tolerance; names the first such token.
+        """
+        got = np.asarray(got).astype(np.float64)
+        same = (got == expected) | (np.isnan(got) & np.isnan(expected))
         with np.errstate(invalid="ignore"):
-            apart = np.where(same, 0, np.abs(got.astype(np.float64) - wanted)) / self.scale
+            apart = np.where(same, 0, np.abs(got - expected)) / self.scale
         apart = np.where(np.isnan(apart), np.inf, apart)
-        worst = int(apart.argmax())
-        self.differences.append(float(apart[worst]))
-        if apart[worst] > self.tolerance:
+        batch, tokens, _ = apart.shape
+        if count is not None:
+            apart[np.arange(tokens)[None] >= np.asarray(count)[:, None]] = 0
+        self.differences.append(float(apart.max(initial=0)))
+        for i, t in np.argwhere(apart.max(2, initial=0) > self.tolerance):
+            worst, position = int(apart[i, t].argmax()), np.broadcast_to(first, batch)[i] + t
             raise AssertionError(
-                f"{where}: {what} differ from those of the text read at once, most at index {worst}: "
-                f"{got[worst]:.6g} instead of {wanted[worst]:.6g}"
+                f"sequence {i}, {node}position {position}, {how}: {what} differ from those of the text read at once, "
+                f"most at index {worst}: {got[i, t, worst]:.6g} instead of {expected[i, t, worst]:.6g}"
             )
+
+    def whole_at(self, position: Int[np.ndarray, "B n"]) -> Float[np.ndarray, "B n V"]:
+        """The logits of the texts, read at once, after these positions."""
+        return np.take_along_axis(self.whole, position[:, :, None], axis=1)
 
 
 # The interface
@@ -209,13 +225,13 @@ def _check_shapes(case: _Case) -> str:
             out = jax.eval_shape(forward, case.model.params.target, drafted, cache, start)
             _check_output(out, (batch, CHUNK, target.vocab_size))
             path = None if drafted.parents is None else tokens
-            after = jax.eval_shape(lambda cache, *given: cache.commit(*given), cache, out.rows, count, path, count)
-            _check_same_form(cache, after)
+            after = jax.eval_shape(lambda cache, *args: cache.commit(*args), cache, out.rows, count, path, count)
+            check_same_form("commit returns a cache of another form", cache, after)
     return "forward and commit return the right shapes and dtypes, and forward leaves the cache alone"
 
 
 def _forward_alone(target: Any, params: PyTree, drafted: DraftTree, cache: Any, start: Any) -> ForwardOutput:
-    """A forward after which all arrays of the cache must be the ones of before."""
+    """Run a forward, and check that it leaves the arrays of the cache alone."""
     before = jax.tree.leaves(cache)
     out = target.forward(params, drafted, cache, start)
     after = jax.tree.leaves(cache)
@@ -229,33 +245,11 @@ def _check_output(out: object, shape: tuple[int, ...]) -> None:
         raise AssertionError(f"forward returns a {type(out).__name__}: must be a jspec.core.types.ForwardOutput")
     if out.logits.shape != shape or out.logits.dtype != jnp.float32:
         raise AssertionError(
-            f"the logits of {shape[1]} tokens of {shape[0]} sequences are {_describe(out.logits)}: must be "
+            f"the logits of {shape[1]} tokens of {shape[0]} sequences are {describe(out.logits)}: must be "
             f"float32{list(shape)}, for vocab_size={shape[2]}"
         )
     if out.hidden is not None:
-        raise AssertionError(f"hidden is {_describe(out.hidden)} without capture_layers: must be None")
-
-
-def _check_same_form(before: PyTree, after: PyTree) -> None:
-    """Raises AssertionError if `commit` changes the form of a cache."""
-    old, new = (
-        {jax.tree_util.keystr(path): _describe(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(cache)}
-        for cache in (before, after)
-    )
-    for name in dict.fromkeys([*old, *new]):
-        if old.get(name) != new.get(name):
-            raise AssertionError(
-                f"commit returns a cache of another form: {name or 'it'} is {new.get(name, 'missing')}, but was "
-                f"{old.get(name, 'missing')}"
-            )
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        raise AssertionError(
-            f"commit returns a cache of another form: {jax.tree.structure(after)}, but was {jax.tree.structure(before)}"
-        )
-
-
-def _describe(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
+        raise AssertionError(f"hidden is {describe(out.hidden)} without capture_layers: must be None")
 
 
 # Whole texts
@@ -279,25 +273,20 @@ def _check_causal(case: _Case) -> str:
     other = case.random(case.text.shape, 1)
     for position in range(1, WIDTH, 3):
         changed = np.where(np.arange(WIDTH) < position, case.text, other)
-        logits = case.read_whole(changed)
-        for sequence in range(len(LENGTHS)):
-            for before in range(position):
-                where = f"sequence {sequence}, position {before}, with other tokens from position {position} on"
-                case.compare(logits[sequence, before], case.whole[sequence, before], where)
+        got = case.read_whole(changed)[:, :position]
+        case.compare(got, case.whole[:, :position], f"with other tokens from position {position} on")
     return "logits do not depend on later tokens"
 
 
 def _check_batch(case: _Case) -> str:
-    others = case.random(case.text.shape, 2)
+    others, moved, alone = case.random(case.text.shape, 2), [], []
     for sequence in range(len(LENGTHS)):
-        text = others.copy()
-        text[len(LENGTHS) - 1 - sequence] = case.text[sequence]
-        apart, alone = case.read_whole(text)[len(LENGTHS) - 1 - sequence], case.read_whole(case.text[[sequence]])[0]
-        for position in range(WIDTH):
-            where = f"sequence {sequence}, position {position}"
-            wanted = case.whole[sequence, position]
-            case.compare(apart[position], wanted, f"{where}, among other sequences in another order")
-            case.compare(alone[position], wanted, f"{where}, in a batch of its own")
+        text, place = others.copy(), len(LENGTHS) - 1 - sequence
+        text[place] = case.text[sequence]
+        moved.append(case.read_whole(text)[place])
+        alone.append(case.read_whole(case.text[[sequence]])[0])
+    case.compare(np.stack(moved), case.whole, "among other sequences in another order")
+    case.compare(np.stack(alone), case.whole, "in a batch of its own")
     return "a sequence does not depend on the others of its batch"
 
 
@@ -305,19 +294,19 @@ def _check_batch(case: _Case) -> str:
 
 
 def _step(case: _Case, cache: Any, steps: int, how: str, text: np.ndarray | None = None) -> Any:
-    """Reads texts token by token, some sequences more slowly than others; returns the cache.
+    """Read texts token by token, some sequences more slowly than others; returns the cache.
 
-    how: for messages. text: None: the case's own, with which logits are compared.
+    text: None: the case's own, whose logits are compared.
     """
-    given, start = case.text if text is None else text, np.zeros(len(LENGTHS), np.int32)
+    read, start = case.text if text is None else text, np.zeros(len(LENGTHS), np.int32)
     row, lengths = np.arange(len(LENGTHS)), np.array(LENGTHS)
     for step in range(steps):
+        # Sequence i moves in every (i + 1)-th step.
         at = np.minimum(start, lengths - 1)
         moves = (start < lengths) & (step % (row + 1) == 0)
-        out, cache = case.read(given[row, at][:, None], cache, at, moves)
-        for i in np.flatnonzero(start < lengths) if text is None else ():
-            where = f"sequence {i}, position {at[i]}, {how}"
-            case.compare(np.asarray(out.logits[i, 0]), case.whole[i, at[i]], where)
+        out, cache = case.read(read[row, at][:, None], cache, at, moves)
+        if text is None:
+            case.compare(out.logits, case.whole_at(at[:, None]), how, first=at, count=start < lengths)
         start = start + moves
     return cache
 
@@ -328,7 +317,7 @@ def _check_steps(case: _Case) -> str:
 
 
 def _prefill(case: _Case, size: int, cache: Any, how: str, lengths: Any = LENGTHS) -> Any:
-    """Reads texts in chunks; returns the cache. how: for messages."""
+    """Read texts in chunks; returns the cache."""
     lengths = np.array(lengths)
     for first in range(0, int(lengths.max()), size):
         begin = np.minimum(first, lengths)
@@ -336,11 +325,7 @@ def _prefill(case: _Case, size: int, cache: Any, how: str, lengths: Any = LENGTH
         at = np.minimum(begin[:, None] + np.arange(size), WIDTH - 1)
         tokens = np.take_along_axis(case.text, at, axis=1)
         out, cache = case.read(tokens, cache, begin if first else None, count)
-        logits = np.asarray(out.logits)
-        for i in range(len(LENGTHS)):
-            for t in range(count[i]):
-                where = f"sequence {i}, position {begin[i] + t}, {how}"
-                case.compare(logits[i, t], case.whole[i, begin[i] + t], where)
+        case.compare(out.logits, case.whole_at(at), how, first=begin, count=count)
     return cache
 
 
@@ -349,10 +334,9 @@ def _check_chunks(case: _Case) -> str:
         before = np.array(LENGTHS) - 1
         cache = _prefill(case, size, case.empty(), f"read in chunks of {size}", before)
         last = np.take_along_axis(case.text, before[:, None], axis=1)
-        logits = np.asarray(case.read(last, cache, before, before * 0)[0].logits)
-        for i, at in enumerate(before):
-            where = f"sequence {i}, position {at}, after the text before it was read in chunks of {size}"
-            case.compare(logits[i, 0], case.whole[i, at], where)
+        out, _ = case.read(last, cache, before, before * 0)
+        how = f"after the text before it was read in chunks of {size}"
+        case.compare(out.logits, case.whole_at(before[:, None]), how, first=before)
     return "in chunks, with sequences that end in earlier ones"
 
 
@@ -361,24 +345,24 @@ def _check_trees(case: _Case) -> str:
     cache = _prefill(case, CHUNK, case.empty(), f"read in chunks of {CHUNK}", start)
     for number in range(ROUNDS):
         tokens, parents, path, count = _draft(case, start, rng)
-        # One sequence has finished in each round but the first: nothing of it is committed.
+        # In each round but the first, one sequence has finished: it commits nothing.
         count[np.arange(len(count)) == number - 1] = 0
         options = {"parents": parents, "depth": DEPTH, "path": path}
         out, cache = case.read(tokens, cache, start, count, **options)
-        _compare_nodes(case, np.asarray(out.logits), tokens, parents, start, f"round {number} of trees")
+        _compare_nodes(case, out.logits, tokens, parents, start, f"round {number} of trees")
         start = start + count
     return "in trees, of which a path is committed"
 
 
 def _draft(case: _Case, start: Int[np.ndarray, " B"], rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-    """A random tree after `start` tokens of each text, in which the text goes on along a path, and that path."""
+    """Make a random tree after `start` tokens of each text; a path of it continues the text. Returns both."""
     batch, rows = len(start), np.arange(len(start))
     tokens = case.random((batch, NODES), 4, int(start.sum()))
     parents, path = np.zeros((batch, NODES), np.int32), np.zeros((batch, DEPTH + 1), np.int32)
     count = rng.integers(2, DEPTH + 2, batch).astype(np.int32)
     tokens[:, 0] = case.text[rows, start]
     for i in rows:
-        # The path of the text has every other node; the nodes between them hang on any earlier one.
+        # Every other node is on the path; the others have any earlier node as parent.
         depths = [0] * NODES
         for node in range(1, NODES):
             on_path = node % 2 == 0 and node // 2 <= DEPTH
@@ -392,9 +376,9 @@ def _draft(case: _Case, start: Int[np.ndarray, " B"], rng: np.random.Generator) 
 
 
 def _compare_nodes(
-    case: _Case, logits: np.ndarray, tokens: np.ndarray, parents: np.ndarray, start: np.ndarray, where: str
+    case: _Case, logits: Any, tokens: np.ndarray, parents: np.ndarray, start: np.ndarray, where: str
 ) -> None:
-    """Compares each node of a tree with its path as the end of a text that is read at once."""
+    """Compare each node of a tree with the text that ends with the node's path, read at once."""
     for node in range(NODES):
         text, at = case.text.copy(), start.copy()
         for i in range(len(start)):
@@ -403,13 +387,12 @@ def _compare_nodes(
                 line.insert(0, int(parents[i, line[0]]))
             text[i, start[i] : start[i] + len(line)] = tokens[i, line]
             at[i] += len(line) - 1
-        wanted = case.read_whole(text)
-        for i in range(len(start)):
-            place = f"sequence {i}, node {node} at position {at[i]}, {where}, parents {parents[i].tolist()}"
-            case.compare(logits[i, node], wanted[i, at[i]], place)
+        expected = np.take_along_axis(case.read_whole(text), at[:, None, None], axis=1)
+        how = f"{where}, parents {parents.tolist()}"
+        case.compare(np.asarray(logits)[:, [node]], expected, how, first=at, node=f"node {node} at ")
 
 
-# What a cache held before
+# Old contents of a cache
 
 
 def _check_uncommitted(case: _Case) -> str:
@@ -423,7 +406,7 @@ def _check_uncommitted(case: _Case) -> str:
 
     unused = jax.tree.map(with_nan, case.empty())
     _step(case, unused, steps, "in a cache whose uncommitted rows are NaN (select with where; NaN times 0 is NaN)")
-    return "what a cache held before does not matter, even NaN"
+    return "old contents of a cache do not matter, even NaN"
 
 
 def _check_pages(case: _Case) -> str:
@@ -436,17 +419,16 @@ def _check_pages(case: _Case) -> str:
 
 
 def _check_select(case: _Case) -> str:
-    chosen = np.array([CHUNK - 1, 0, 2])
+    nodes = np.array([CHUNK - 1, 0, 2])
     tokens, none = case.text[:, :CHUNK], np.zeros(len(LENGTHS), np.int32)
     for start in (None, none):
-        out, _ = case.read(tokens, case.empty(), start, none, select=jnp.asarray(chosen, jnp.int32))
+        out, _ = case.read(tokens, case.empty(), start, none, select=jnp.asarray(nodes, jnp.int32))
         if out.logits.shape[:2] != (len(LENGTHS), 1):
             raise AssertionError(
-                f"with select the logits are {_describe(out.logits)}: must be those of one node, "
+                f"with select the logits are {describe(out.logits)}: must be those of one node, "
                 f"[{len(LENGTHS)}, 1, {case.target.vocab_size}]"
             )
-        for i, node in enumerate(chosen):
-            case.compare(np.asarray(out.logits[i, 0]), case.whole[i, node], f"sequence {i}, select={node}")
+        case.compare(out.logits, case.whole_at(nodes[:, None]), "selected", first=nodes)
     return "a selected node has its logits"
 
 
@@ -459,9 +441,9 @@ def _check_hidden(case: _Case) -> str:
         return "it has no hidden states to capture: drafters that read them refuse it"
     shape = (len(LENGTHS), WIDTH, len(layers) * case.target.hidden_size)
     if whole.hidden is None or whole.hidden.shape != shape:
-        found = "None" if whole.hidden is None else _describe(whole.hidden)
+        actual = "None" if whole.hidden is None else describe(whole.hidden)
         raise AssertionError(
-            f"with capture_layers={layers} hidden is {found}: must have the shape {list(shape)}; a target without "
+            f"with capture_layers={layers} hidden is {actual}: must have the shape {list(shape)}; a target without "
             "hidden states raises ValueError"
         )
     start = np.array([5, 1, 3])
@@ -469,11 +451,9 @@ def _check_hidden(case: _Case) -> str:
     at = start[:, None] + np.arange(CHUNK)
     out, _ = case.read(np.take_along_axis(case.text, at, axis=1), cache, start, none, capture=layers)
     assert out.hidden is not None
-    wanted = np.asarray(whole.hidden)
-    for i in range(len(LENGTHS)):
-        for t in range(CHUNK):
-            where = f"sequence {i}, position {at[i, t]}, read in chunks of {CHUNK}"
-            case.compare(np.asarray(out.hidden[i, t]), wanted[i, at[i, t]], where, f"hidden states {layers}")
+    expected = np.take_along_axis(np.asarray(whole.hidden), at[:, :, None], axis=1)
+    how, what = f"read in chunks of {CHUNK}", f"hidden states {layers}"
+    case.compare(out.hidden, expected, how, first=start, what=what)
     return "hidden states are those of the text read at once"
 
 
@@ -481,12 +461,8 @@ def _check_round(case: _Case) -> str:
     drafter, batch = Ngram(), len(LENGTHS)
     method = Method(case.target, drafter, accept.greedy)
     read = partial(prefill, method=method, capacity=CAPACITY, page_size=PAGE_SIZE)
-
-    def prompts() -> Prompts:
-        count, keys = jnp.zeros(batch, jnp.int32), jax.random.split(jax.random.key(0), batch)
-        return Prompts(jnp.zeros((batch, WIDTH), jnp.int32), count, count, keys, stopping.init(None, batch))
-
-    s = jax.eval_shape(lambda params: read(params, prompts()), case.model.params)
+    prompts = jax.eval_shape(partial(abstract_prompts, batch, WIDTH))
+    s = jax.eval_shape(read, case.model.params, prompts)
     until = jax.ShapeDtypeStruct((), jnp.int32)
     jax.eval_shape(partial(run_rounds, method=method), case.model.params, s, until)
     return "the loop takes it"

@@ -1,4 +1,4 @@
-"""Metrics of drafters on a set of prompts: accept length, speed, and how much of the text is repeated."""
+"""Measures a drafter on a set of prompts: accept length, speed and repetition."""
 
 import dataclasses
 import json
@@ -20,20 +20,20 @@ from jspec.engine.result import Generations, GenerationStats
 from jspec.engine.run import Prompt, encode_prompts
 
 REPEAT_LENGTH = 16
-"""Tokens that must occur again for a text to count as repeated."""
+"""Length of a run of tokens whose second occurrence counts as repetition."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Evaluation:
     """Metrics of a drafter over all prompts.
 
-    drafter: its class with its depth and the options that are set, or "plain".
+    drafter: its class with its depth and non-default options, or "plain".
     accept_length: mean number of tokens per round, bonus token included.
-    acceptance_by_position: [depth] share of rounds that accepted the draft token at each position.
-    conditional_acceptance: [depth] the same of the rounds that accepted all tokens before it; NaN if there are none.
+    acceptance_by_position: [depth] share of rounds with an accepted draft token at each position.
+    conditional_acceptance: [depth] the same among rounds with all earlier tokens accepted; NaN without any.
     tokens_per_second: new tokens over the time of the rounds, without prefill and compilation.
     new_tokens: in total.
-    repeated: share of the new tokens that end a run of REPEAT_LENGTH tokens that occurred earlier in their sequence.
+    repeated: share of the new tokens at the end of a repeated run of REPEAT_LENGTH tokens.
     generations: the output of each batch.
     """
 
@@ -53,12 +53,12 @@ class Evaluation:
 
     @classmethod
     def total(cls, parts: "Sequence[Evaluation]") -> "Evaluation":
-        """The metrics over the prompts of all parts, which have one drafter."""
+        """Combine evaluations of one drafter over several sets of prompts."""
         return cls.of(parts[0].drafter, [batch for part in parts for batch in part.generations])
 
     @classmethod
     def of(cls, drafter: str, generations: list[Generations]) -> "Evaluation":
-        """The metrics of the outputs of batches."""
+        """Compute the metrics from the outputs of batches."""
         parts = [out.stats for out in generations]
         stats = GenerationStats.total(parts, sum(part.seconds for part in parts))
         repeated = sum(count_repeated(item.prompt, item.tokens) for out in generations for item in out)
@@ -75,7 +75,7 @@ class Evaluation:
 
 
 def heldout_prompts() -> list[str]:
-    """The prompts that ship with the bundled models, from packages that were not used to train them."""
+    """The prompts of the bundled models, from packages outside of their training data."""
     path = ASSETS / "heldout_prompts.json"
     return [record["prompt"] for record in json.loads(path.read_text(encoding="utf-8"))]
 
@@ -92,11 +92,11 @@ def evaluate(
     accept: str | Accept | None = None,
     seed: int = 0,
 ) -> Evaluation:
-    """Continues the prompts, `batch` of them at a time, with one drafter.
+    """Continue the prompts with one drafter, `batch` at a time, and measure it.
 
-    The first batch runs twice and is measured once, so that the time contains no warm-up. Prompt i uses `seed + i` for
-    every batch size. Copies of the last prompt fill up the last batch, so that it runs the same program; they are
-    neither returned nor counted, but the time of their batch includes them.
+    The first batch runs twice and is measured once, so the time contains no warm-up. Prompt i uses `seed + i` for every
+    batch size. Copies of the last prompt fill the last batch, so it runs the same program; they are neither returned
+    nor counted, but the time of their batch includes them.
 
     Args:
       drafter, max_new_tokens, sampling, accept, seed: as in `jspec.generate`.
@@ -113,7 +113,7 @@ def evaluate(
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling={shorten(sampling)}: must be a jspec.Sampling, or None (greedy)")
     check_int("seed", seed, least=0)
-    # What is wrong with the last prompt must not be found after the others have been measured.
+    # Validate every prompt before measuring any.
     single, ids = encode_prompts(model, prompts)
     if single:
         raise ValueError(f"prompts={shorten(prompts)}: must be a list of prompts")
@@ -124,17 +124,17 @@ def evaluate(
     with tqdm(total=len(batches), desc=f"{name}: compiling", disable=not progress) as bar:
         batches[0].run(model)
         bar.set_description(name)
-        for each in batches:
-            outputs.append(each.run(model))
+        for prompts_of_batch in batches:
+            outputs.append(prompts_of_batch.run(model))
             bar.update()
     return Evaluation.of(name, outputs)
 
 
 def count_repeated(prompt: Sequence[int], new: Sequence[int]) -> int:
-    """How many of the new tokens end a run of REPEAT_LENGTH tokens that occurred earlier in the sequence."""
-    tokens, seen, repeated = [*prompt, *new], set(), 0
+    """Count the new tokens at the end of a run of REPEAT_LENGTH tokens with an earlier occurrence in the sequence."""
+    tokens, runs, repeated = [*prompt, *new], set(), 0
     for end in range(REPEAT_LENGTH, len(tokens) + 1):
         run = tuple(tokens[end - REPEAT_LENGTH : end])
-        repeated += run in seen and end > len(prompt)
-        seen.add(run)
+        repeated += run in runs and end > len(prompt)
+        runs.add(run)
     return repeated

@@ -1,7 +1,7 @@
 """Plots of generations, draft trees and benchmark reports, with matplotlib.
 
-Colors are those of `jspec.text.highlight`. All functions draw on the axes `ax`, or on those of a new figure if it is
-None; they return the axes and raise ModuleNotFoundError if matplotlib is not installed.
+Colors are those of `jspec.text.highlight`. All functions draw on the axes `ax`, or on a new figure if it is None. They
+return the axes, and raise ModuleNotFoundError without matplotlib.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,10 +30,10 @@ def acceptance_by_position(
     generations: Generation | Generations | GenerationStats | Mapping[str, Generation | Generations | GenerationStats],
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """A bar chart of the acceptance rate at each position of the draft.
+    """Plot the acceptance rate at each position of the draft as bars.
 
     Args:
-      generations: a result of `generate` or its statistics; or several by name, to compare.
+      generations: a result of `generate` or its statistics, or several by name.
 
     Raises:
       ValueError: nothing was drafted.
@@ -42,7 +42,7 @@ def acceptance_by_position(
     stats = {name: one if isinstance(one, GenerationStats) else one.stats for name, one in named.items()}
     drafted = {name: one for name, one in stats.items() if one.depth}
     if not drafted:
-        raise ValueError("nothing was drafted: give a generation that has a drafter")
+        raise ValueError("nothing was drafted: give a generation with a drafter")
     depth = max(one.depth for one in drafted.values())
     ax = _axes(ax, (max(5.0, 0.3 * depth * len(drafted)), 3.2))
     width = 0.8 / len(drafted)
@@ -63,13 +63,13 @@ def acceptance_by_position(
 
 
 def evaluations(results: Mapping[str, Mapping[str, Evaluation]]) -> "Axes":
-    """Accept length by category, and conditional acceptance by position over all categories, of several drafters.
+    """Plot accept length by category, and conditional acceptance by position over all categories, of several drafters.
 
     Args:
-      results: for each drafter its evaluation in each category. Drafters that draft nothing are not shown.
+      results: for each drafter its evaluation in each category. Drafters without drafts are not shown.
 
     Returns:
-      The axes of the accept lengths; those of the acceptance are the second of the figure.
+      The axes of the accept lengths, the first of the figure.
 
     Raises:
       ValueError: nothing was drafted.
@@ -80,32 +80,34 @@ def evaluations(results: Mapping[str, Mapping[str, Evaluation]]) -> "Axes":
         if len(Evaluation.total([*parts.values()]).conditional_acceptance)
     }
     if not drafted:
-        raise ValueError("nothing was drafted: give an evaluation that has a drafter")
+        raise ValueError("nothing was drafted: give an evaluation with a drafter")
     categories = list(next(iter(drafted.values())))
-    left = _axes(None, (4.5 + min(9.0, 0.25 * len(categories) * len(drafted)), 3.4))
-    figure: Any = left.figure
-    left.remove()
-    left, right = figure.subplots(1, 2)
+    lengths_ax = _axes(None, (4.5 + min(9.0, 0.25 * len(categories) * len(drafted)), 3.4))
+    figure: Any = lengths_ax.figure
+    lengths_ax.remove()
+    lengths_ax, acceptance_ax = figure.subplots(1, 2)
     at, width = np.arange(len(categories)), 0.8 / len(drafted)
     for i, (name, parts) in enumerate(drafted.items()):
         color = _SERIES_COLORS[i % len(_SERIES_COLORS)]
         whole = Evaluation.total([*parts.values()])
-        lengths = [parts[category].accept_length for category in categories]
-        left.bar(at + (i - (len(drafted) - 1) / 2) * width, lengths, width, color=color, label=name)
+        means = [parts[category].accept_length for category in categories]
+        lengths_ax.bar(at + (i - (len(drafted) - 1) / 2) * width, means, width, color=color, label=name)
         share = whole.conditional_acceptance
-        right.plot(np.arange(1, len(share) + 1), share, marker="o", color=color, label=name)
-    left.set(ylabel="accept length", ylim=(0, None), xticks=at)
-    left.set_xticklabels([category or "all" for category in categories], rotation=30 if len(categories) > 3 else 0)
-    right.set(xlabel="position in the draft", ylabel="conditional acceptance", ylim=(0, 1.05))
-    right.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(*left.get_legend_handles_labels(), frameon=False, loc="outside upper left", ncols=len(drafted))
-    return left
+        acceptance_ax.plot(np.arange(1, len(share) + 1), share, marker="o", color=color, label=name)
+    lengths_ax.set(ylabel="accept length", ylim=(0, None), xticks=at)
+    lengths_ax.set_xticklabels(
+        [category or "all" for category in categories], rotation=30 if len(categories) > 3 else 0
+    )
+    acceptance_ax.set(xlabel="position in the draft", ylabel="conditional acceptance", ylim=(0, 1.05))
+    acceptance_ax.xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(*lengths_ax.get_legend_handles_labels(), frameon=False, loc="outside upper left", ncols=len(drafted))
+    return lengths_ax
 
 
 def tokens_per_round(generation: Generation, ax: "Axes | None" = None) -> "Axes":
-    """The tokens that each round appended, stacked in the order of the text and colored by origin; and their mean.
+    """Plot the tokens of each round, stacked in the order of the text and colored by origin, and their mean.
 
-    The first token comes from prefill and is not shown; the last round may be cut off by the end of the text.
+    The first token comes from prefill and is not shown; the end of the text may cut off the last round.
 
     Raises:
       ValueError: the first token ended the text.
@@ -132,13 +134,13 @@ def tokens_per_round(generation: Generation, ax: "Axes | None" = None) -> "Axes"
 
 
 def draft_tree(inspected: Round, tokenizer: Tokenizer | None = None, ax: "Axes | None" = None) -> "Axes":
-    """The tree of a round, with the root on the left. What the round appended is colored, the rest is gray.
+    """Plot the tree of a round, with the root on the left. Appended tokens are colored, the others gray.
 
     Args:
       inspected: from `jspec.inspect_round`.
       tokenizer: shows the texts of the tokens; None: their ids.
     """
-    # The token that the target appended becomes one more node.
+    # The target's own token becomes one more node.
     tokens, parents, depths = inspected.tokens.tolist(), inspected.parents.tolist(), inspected.depths.tolist()
     num_nodes, num_accepted = len(tokens), len(inspected.accepted) - 1
     has_own_token = len(inspected.appended) > num_accepted
@@ -150,15 +152,16 @@ def draft_tree(inspected: Round, tokenizer: Tokenizer | None = None, ax: "Axes |
     deepest, longest = int(inspected.depths.max()), max(depths)
     ax = _axes(ax, (1.4 * (longest + 1) + 0.6, 0.34 * (max(heights) + 1) + 0.7))
 
-    kept = [*inspected.accepted, *range(num_nodes, len(tokens))]
+    # Edges, then nodes; appended ones are highlighted.
+    appended = [*inspected.accepted, *range(num_nodes, len(tokens))]
     for node in range(1, len(tokens)):
         ends = (depths[parents[node]], depths[node]), (heights[parents[node]], heights[node])
-        color, width = ("black", 2.2) if node in kept else (_GRAY, 0.8)
+        color, width = ("black", 2.2) if node in appended else (_GRAY, 0.8)
         ax.plot(*ends, zorder=1, color=color, linewidth=width)
 
     for node, token in enumerate(tokens):
         fill, color, edge = "white", _DARK_GRAY, _GRAY
-        if node in kept:
+        if node in appended:
             origin = 0 if node == num_nodes else depths[node]
             fill, color = highlight.token_colors(origin, deepest) if node else ("#e8e8e8", "black")
             edge = "black"
@@ -186,11 +189,11 @@ _PHASES = {
 
 
 def bench_report(lines: Sequence[Mapping[str, Any]], ax: "Axes | None" = None) -> "Axes":
-    """The time of a round in each measured case: a bar of its phases, and a line at its floor.
+    """Plot the time of a round in each measured case: a bar of its phases, and a line at its floor.
 
     Args:
-      lines: the parsed lines of JSON that `jspec bench --json` writes. Phases are measured separately. The hatched part
-        is the remainder of the round, or the excess if they take longer than the round.
+      lines: the parsed lines of `jspec bench --json`. Phases are measured separately; the hatched part is the remainder
+        of the round, or their excess.
 
     Raises:
       ValueError: nothing was measured.
@@ -201,6 +204,7 @@ def bench_report(lines: Sequence[Mapping[str, Any]], ax: "Axes | None" = None) -
         raise ValueError("nothing was measured: " + "; ".join(line["note"] for line in cases))
     ax = _axes(ax, (min(16.0, max(5.0, 0.6 * len(rounds) + 2)), 4.0))
     at, bottom = np.arange(len(rounds)), 0.0
+    # Stacked phases.
     split = [_split(line, lines) for line in rounds]
     for name, (color, hatch) in _PHASES.items():
         height = np.array([phases.get(name, 0.0) for phases in split])
@@ -215,10 +219,10 @@ def bench_report(lines: Sequence[Mapping[str, Any]], ax: "Axes | None" = None) -
 
 
 def load_timeline(samples: Sequence[Sequence[float]], title: str = "", ax: "Axes | None" = None) -> "Axes":
-    """The sequences of an engine over time: in a slot, waiting for one, and held for lack of pages.
+    """Plot the sequences of an engine over time: in a slot, waiting for one, and held for lack of pages.
 
     Args:
-      samples: each has seconds since the start, and how many run, wait and are held.
+      samples: rows of seconds since the start, then counts of running, waiting and held sequences.
     """
     ax = _axes(ax, (8.0, 2.6))
     seconds, *counts = np.array(samples, float).reshape(-1, 4).T
@@ -231,7 +235,7 @@ def load_timeline(samples: Sequence[Sequence[float]], title: str = "", ax: "Axes
 
 
 def save(ax: "Axes", path: str | PathLike[str]) -> None:
-    """Writes the picture that the axes are in. The ending of the name is its format."""
+    """Write the figure of the axes. The ending of the name is its format."""
     figure: Any = ax.figure
     figure.savefig(path, dpi=150)
 

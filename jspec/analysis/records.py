@@ -1,4 +1,4 @@
-"""Prompts and conversations in files of JSON."""
+"""Reads prompts and conversations from files of JSON."""
 
 import json
 import sys
@@ -13,24 +13,24 @@ _PROMPT_FILE = "a JSON list, or one JSON value per line, of strings or of object
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """The prompts of a file, see `read_records`."""
+    """Read the prompts of a file, see `read_records`."""
     return [record["prompt"] for record in read_records(path)]
 
 
 def read_records(path: str | Path, *, conversations: bool = False) -> list[dict[str, Any]]:
-    """Prompts from a file: a JSON list, or one JSON value per line, of strings or of objects.
+    """Read prompts from a file: a JSON list, or one JSON value per line, of strings or of objects.
 
     An object has the key `prompt`, or the key `turns`, a list of the user's messages, as in Spec-Bench (Xia et al.,
-    https://arxiv.org/abs/2401.07851). An object whose `rendered` is true has the text of a chat template as its prompt,
-    to which no special tokens are added.
+    https://arxiv.org/abs/2401.07851). If its `rendered` is true, a chat template has rendered the prompt, and no
+    special tokens are added.
 
     Args:
       path: the file; "-" is standard input.
       conversations: whether an object may have several turns.
 
     Returns:
-      The objects, each with the key `prompt`; that of a conversation is its first turn. A string becomes an object that
-      has this key only.
+      The objects, each with the key `prompt`, the first turn of a conversation. A string becomes an object with this
+      key only.
 
     Raises:
       ValueError: the file cannot be read, or has other content; the message has the file and the line or the index.
@@ -51,23 +51,20 @@ def read_records(path: str | Path, *, conversations: bool = False) -> list[dict[
 
 
 def read_standard_input() -> str:
-    """All text of standard input.
+    """Read standard input.
 
     Raises:
       ValueError: it cannot be read, or is not UTF-8.
     """
-    stream = sys.stdin
-    if stream is None:
-        raise ValueError("standard input: is closed")
     try:
-        content = stream.buffer.read() if hasattr(stream, "buffer") else stream.read()
+        content = sys.stdin.buffer.read() if hasattr(sys.stdin, "buffer") else sys.stdin.read()
     except OSError as error:  # for example a directory
         raise ValueError(f"standard input: cannot be read ({error.strerror or error})") from None
     return content if isinstance(content, str) else _decode(content, "standard input")
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """Read a text file.
 
     Raises:
       ValueError: it cannot be read, or is not UTF-8.
@@ -99,7 +96,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _record(where: str, value: object, conversations: bool) -> dict[str, Any]:
-    """A prompt and what came with it."""
+    """Check a value, and return it as an object with a prompt."""
     record = dict(value) if isinstance(value, dict) else {"prompt": value}
     turns = _turns(where, record, conversations) if "turns" in record else [record.get("prompt")]
     for turn in turns:
@@ -116,7 +113,7 @@ def _record(where: str, value: object, conversations: bool) -> dict[str, Any]:
 
 
 def _turns(where: str, record: dict[str, Any], conversations: bool) -> list[object]:
-    """The turns of an object, which has at least one."""
+    """Check the turns of an object, at least one."""
     if "prompt" in record:
         raise ValueError(f"{where}: must have one of the keys 'prompt' and 'turns', not both")
     turns = record["turns"]

@@ -112,15 +112,10 @@ def mla_attention(
     batch, nodes, heads, latent = q_latent.shape
     if prefix_length is None:
         pool = page_table = prefix_mask = None
-    count, round_rows = nodes * heads, rows.shape[1]
+    count, new = nodes * heads, rows.shape[1]
     capacity = 0 if pool is None or page_table is None else page_table.shape[1] * pool.shape[3]
     config = config or default_config(
-        batch=batch,
-        rows=count,
-        keys=max(capacity, round_rows),
-        latent=latent,
-        dtype=q_latent.dtype,
-        prefix=pool is not None,
+        batch=batch, rows=count, keys=max(capacity, new), latent=latent, dtype=q_latent.dtype, prefix=pool is not None
     )
     interpret = platform.resolve_interpret(interpret)
     # The result, or a partial one of each split.
@@ -140,12 +135,12 @@ def mla_attention(
         in_specs=[
             _sequence(count, latent),
             _sequence(count, q_rope.shape[3]),
-            _sequence(round_rows, rows.shape[2]),
+            _sequence(new, rows.shape[2]),
             pl.BlockSpec((None,), lambda t, b, s: (0,)),
             None if pool is None else pl.BlockSpec(pool.shape, lambda t, b, s: (0,) * 5),
             None if page_table is None else _sequence(page_table.shape[1]),
             None if prefix_length is None else _sequence(),
-            None if mask is None else _sequence(nodes, round_rows, shared=mask.shape[0] == 1),
+            None if mask is None else _sequence(nodes, new, shared=mask.shape[0] == 1),
             None if prefix_mask is None else _sequence(nodes, capacity),
         ],
         out_specs=out_specs,

@@ -177,7 +177,7 @@ MISTAKES = {
     "multiplies by zero": "uncommitted rows are NaN .*nan instead of",
     "eight pages": "with page_size=1: logits differ",
     "ignores select": r"with select the logits are float32\[3, 5, 23\]: must be those of one node",
-    "selects the first": "sequence 0, select=4: logits differ",
+    "selects the first": "sequence 0, position 4, selected: logits differ",
     "forgets to refuse": r"with capture_layers=\(0, 1\) hidden is None: must have the shape",
 }
 
