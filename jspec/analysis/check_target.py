@@ -1,32 +1,36 @@
 """`check_target`: tests a target against its own reading of whole texts."""
 
 import dataclasses
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from jspec.analysis.contract import abstract_prompts, check_same_form, describe, in_float32, report, run_checks
+from jspec.analysis.target_case import (
+    CAPACITY,
+    CHUNK,
+    DEPTH,
+    LENGTHS,
+    NODES,
+    OTHER_PAGE_SIZES,
+    PAGE_SIZE,
+    ROUNDS,
+    WIDTH,
+    TargetCase,
+)
 from jspec.core import accept
 from jspec.core.checks import check_flag, check_int, check_number
-from jspec.core.commit import commit_rows
 from jspec.core.loop import run_rounds
 from jspec.core.method import Method
 from jspec.core.prefill import prefill
-from jspec.core.types import TARGET_PARTS, DraftTree, ForwardOutput, Target
+from jspec.core.types import TARGET_PARTS, DraftTree, ForwardOutput
 from jspec.drafters import Ngram
 from jspec.engine.model import Model, refuse_split
 from jspec.engine.run import check_model
-
-LENGTHS = (20, 7, 12)
-"""Tokens of each text; shorter texts are padded on the right with other tokens."""
-WIDTH, CHUNK, NODES, DEPTH, ROUNDS = max(LENGTHS), 5, 7, 3, 3
-"""Columns of all texts, columns of a chunk, nodes and depth of a tree, rounds with trees."""
-CAPACITY, PAGE_SIZE, OTHER_PAGE_SIZES = 32, 4, (1, 16)
-"""Capacity of a cache in tokens, and rows of its pages."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -71,127 +75,15 @@ def check_target(model: Model, *, seed: int = 0, tolerance: float = 1e-4, progre
     seed = check_int("seed", seed, least=0, most=2**31 - 1)
     tolerance = check_number("tolerance", tolerance, above=0, most=1)
     progress = check_flag("progress", progress)
-    name, case = type(model.target).__name__, _Case(in_float32(model), seed, tolerance)
+    name, case = type(model.target).__name__, TargetCase(in_float32(model), seed, tolerance)
     passed = run_checks("check_target", name, case, _CHECKS, progress)
     return TargetReport(name, max(case.differences), passed)
-
-
-@partial(jax.jit, static_argnames=("target", "capture"))
-def _read(
-    params: PyTree,
-    draft_tree: DraftTree,
-    cache: Any,
-    start: Int[Array, " B"] | None,
-    path: Int[Array, "B A"] | None,
-    length: Int[Array, " B"],
-    select: Int[Array, " B"] | None = None,
-    *,
-    target: Target,
-    capture: tuple[int, ...] = (),
-) -> tuple[ForwardOutput, Any]:
-    """A forward, and the cache after the first `length[b]` rows along `path` are committed."""
-    out = target.forward(params, draft_tree, cache, start, capture_layers=capture, select=select)
-    begin = jnp.zeros_like(length) if start is None else start
-    return out, commit_rows(cache, out.rows, begin, path, length, after=out.logits)
-
-
-@dataclasses.dataclass
-class _Case:
-    """A target and its texts.
-
-    differences: of compared logits, relative to 1 plus the largest one.
-    """
-
-    model: Model
-    seed: int
-    tolerance: float
-    differences: list[float] = dataclasses.field(default_factory=lambda: [0.0])
-
-    @property
-    def target(self) -> Any:
-        return self.model.target
-
-    @cached_property
-    def text(self) -> Int[np.ndarray, "B T"]:
-        return self.random((len(LENGTHS), WIDTH), 0)
-
-    @cached_property
-    def whole(self) -> Float[np.ndarray, "B T V"]:
-        """The logits of the texts, read at once."""
-        return self.read_whole(self.text)
-
-    @cached_property
-    def scale(self) -> float:
-        return 1 + float(np.abs(np.where(np.isfinite(self.whole), self.whole, 0)).max())
-
-    def random(self, shape: tuple[int, ...], *key: int) -> Int[np.ndarray, "*shape"]:
-        """Random tokens."""
-        return np.random.default_rng([self.seed, *key]).integers(0, self.target.vocab_size, shape).astype(np.int32)
-
-    def empty(self, page_size: int = PAGE_SIZE, batch: int = len(LENGTHS)) -> Any:
-        """An empty cache."""
-        return self.target.init_cache(self.model.params.target, batch, CAPACITY, page_size)
-
-    def read(self, tokens: Any, cache: Any, start: Any, length: Any, **options: Any) -> tuple[ForwardOutput, Any]:
-        """As `_read`; tokens are a chain, or a tree if there are `parents`."""
-        parents, depth = options.pop("parents", None), options.pop("depth", None)
-        drafted = DraftTree(jnp.asarray(tokens), None if parents is None else jnp.asarray(parents), depth)
-        begin = None if start is None else jnp.asarray(start, jnp.int32)
-        path = options.pop("path", None)
-        nodes = None if path is None else jnp.asarray(path)
-        count = jnp.asarray(length, jnp.int32)
-        return _read(self.model.params.target, drafted, cache, begin, nodes, count, target=self.model.target, **options)
-
-    def read_whole(self, text: Int[np.ndarray, "B T"]) -> Float[np.ndarray, "B T V"]:
-        """The logits of texts, without a cache."""
-        batch = len(text)
-        return np.asarray(self.read(text, self.empty(batch=batch), None, np.zeros(batch))[0].logits)
-
-    def compare(
-        self,
-        got: Any,
-        expected: Float[np.ndarray, "B n V"],
-        how: str,
-        *,
-        first: Any = 0,
-        count: Any = None,
-        node: str = "",
-        what: str = "logits",
-    ) -> None:
-        """Check the logits [B, n, V] of n tokens of each text.
-
-        how: how the texts were read, for the message.
-        first: position of the first token of each text.
-        count: how many of the tokens count in each text; None: all.
-
-        Raises:
-          AssertionError: logits differ by more than the tolerance; names the first such token.
-        """
-        got = np.asarray(got).astype(np.float64)
-        same = (got == expected) | (np.isnan(got) & np.isnan(expected))
-        with np.errstate(invalid="ignore"):
-            apart = np.where(same, 0, np.abs(got - expected)) / self.scale
-        apart = np.where(np.isnan(apart), np.inf, apart)
-        batch, tokens, _ = apart.shape
-        if count is not None:
-            apart[np.arange(tokens)[None] >= np.asarray(count)[:, None]] = 0
-        self.differences.append(float(apart.max(initial=0)))
-        for i, t in np.argwhere(apart.max(2, initial=0) > self.tolerance):
-            worst, position = int(apart[i, t].argmax()), np.broadcast_to(first, batch)[i] + t
-            raise AssertionError(
-                f"sequence {i}, {node}position {position}, {how}: {what} differ from those of the text read at once, "
-                f"most at index {worst}: {got[i, t, worst]:.6g} instead of {expected[i, t, worst]:.6g}"
-            )
-
-    def whole_at(self, position: Int[np.ndarray, "B n"]) -> Float[np.ndarray, "B n V"]:
-        """The logits of the texts, read at once, after these positions."""
-        return np.take_along_axis(self.whole, position[:, :, None], axis=1)
 
 
 # The interface
 
 
-def _check_interface(case: _Case) -> str:
+def _check_interface(case: TargetCase) -> str:
     target = case.target
     if missing := [name for name in TARGET_PARTS if not hasattr(target, name)]:
         raise AssertionError(f"it is no target: it has no {', '.join(missing)}")
@@ -212,7 +104,7 @@ def _check_interface(case: _Case) -> str:
     return "it has the attributes and methods of a target, and is hashed by value"
 
 
-def _check_shapes(case: _Case) -> str:
+def _check_shapes(case: TargetCase) -> str:
     batch, target = len(LENGTHS), case.target
     count = jax.ShapeDtypeStruct((batch,), jnp.int32)
     tokens: Any = jax.ShapeDtypeStruct((batch, CHUNK), jnp.int32)
@@ -255,7 +147,7 @@ def _check_output(out: object, shape: tuple[int, ...]) -> None:
 # Whole texts
 
 
-def _check_finite(case: _Case) -> str:
+def _check_finite(case: TargetCase) -> str:
     wrong = ~(case.whole < np.inf)
     if wrong.any():
         sequence, position, token = np.argwhere(wrong)[0]
@@ -269,7 +161,7 @@ def _check_finite(case: _Case) -> str:
     return "logits are finite or -inf, and depend on the text"
 
 
-def _check_causal(case: _Case) -> str:
+def _check_causal(case: TargetCase) -> str:
     other = case.random(case.text.shape, 1)
     for position in range(1, WIDTH, 3):
         changed = np.where(np.arange(WIDTH) < position, case.text, other)
@@ -278,7 +170,7 @@ def _check_causal(case: _Case) -> str:
     return "logits do not depend on later tokens"
 
 
-def _check_batch(case: _Case) -> str:
+def _check_batch(case: TargetCase) -> str:
     others, moved, alone = case.random(case.text.shape, 2), [], []
     for sequence in range(len(LENGTHS)):
         text, place = others.copy(), len(LENGTHS) - 1 - sequence
@@ -293,7 +185,7 @@ def _check_batch(case: _Case) -> str:
 # Texts in pieces
 
 
-def _step(case: _Case, cache: Any, steps: int, how: str, text: np.ndarray | None = None) -> Any:
+def _step(case: TargetCase, cache: Any, steps: int, how: str, text: np.ndarray | None = None) -> Any:
     """Read texts token by token, some sequences more slowly than others; returns the cache.
 
     text: None: the case's own, whose logits are compared.
@@ -311,12 +203,12 @@ def _step(case: _Case, cache: Any, steps: int, how: str, text: np.ndarray | None
     return cache
 
 
-def _check_steps(case: _Case) -> str:
+def _check_steps(case: TargetCase) -> str:
     _step(case, case.empty(), WIDTH + 4, "read token by token")
     return "token by token, with sequences at different positions"
 
 
-def _prefill(case: _Case, size: int, cache: Any, how: str, lengths: Any = LENGTHS) -> Any:
+def _prefill(case: TargetCase, size: int, cache: Any, how: str, lengths: Any = LENGTHS) -> Any:
     """Read texts in chunks; returns the cache."""
     lengths = np.array(lengths)
     for first in range(0, int(lengths.max()), size):
@@ -329,7 +221,7 @@ def _prefill(case: _Case, size: int, cache: Any, how: str, lengths: Any = LENGTH
     return cache
 
 
-def _check_chunks(case: _Case) -> str:
+def _check_chunks(case: TargetCase) -> str:
     for size in (CHUNK, WIDTH):
         before = np.array(LENGTHS) - 1
         cache = _prefill(case, size, case.empty(), f"read in chunks of {size}", before)
@@ -340,7 +232,7 @@ def _check_chunks(case: _Case) -> str:
     return "in chunks, with sequences that end in earlier ones"
 
 
-def _check_trees(case: _Case) -> str:
+def _check_trees(case: TargetCase) -> str:
     start, rng = np.array([5, 1, 3]), np.random.default_rng([case.seed, 3])
     cache = _prefill(case, CHUNK, case.empty(), f"read in chunks of {CHUNK}", start)
     for number in range(ROUNDS):
@@ -354,7 +246,7 @@ def _check_trees(case: _Case) -> str:
     return "in trees, of which a path is committed"
 
 
-def _draft(case: _Case, start: Int[np.ndarray, " B"], rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+def _draft(case: TargetCase, start: Int[np.ndarray, " B"], rng: np.random.Generator) -> tuple[np.ndarray, ...]:
     """Make a random tree after `start` tokens of each text; a path of it continues the text. Returns both."""
     batch, rows = len(start), np.arange(len(start))
     tokens = case.random((batch, NODES), 4, int(start.sum()))
@@ -376,7 +268,7 @@ def _draft(case: _Case, start: Int[np.ndarray, " B"], rng: np.random.Generator) 
 
 
 def _compare_nodes(
-    case: _Case, logits: Any, tokens: np.ndarray, parents: np.ndarray, start: np.ndarray, where: str
+    case: TargetCase, logits: Any, tokens: np.ndarray, parents: np.ndarray, start: np.ndarray, where: str
 ) -> None:
     """Compare each node of a tree with the text that ends with the node's path, read at once."""
     for node in range(NODES):
@@ -395,7 +287,7 @@ def _compare_nodes(
 # Old contents of a cache
 
 
-def _check_uncommitted(case: _Case) -> str:
+def _check_uncommitted(case: TargetCase) -> str:
     steps = WIDTH // 2
     old = case.random(case.text.shape, 5)
     _, used = case.read(old, case.empty(), None, np.full(len(LENGTHS), WIDTH))
@@ -409,7 +301,7 @@ def _check_uncommitted(case: _Case) -> str:
     return "old contents of a cache do not matter, even NaN"
 
 
-def _check_pages(case: _Case) -> str:
+def _check_pages(case: TargetCase) -> str:
     for size in OTHER_PAGE_SIZES:
         _prefill(case, CHUNK, case.empty(size), f"read in chunks of {CHUNK} with page_size={size}")
     return "page sizes do not matter"
@@ -418,7 +310,7 @@ def _check_pages(case: _Case) -> str:
 # Options of a forward
 
 
-def _check_select(case: _Case) -> str:
+def _check_select(case: TargetCase) -> str:
     nodes = np.array([CHUNK - 1, 0, 2])
     tokens, none = case.text[:, :CHUNK], np.zeros(len(LENGTHS), np.int32)
     for start in (None, none):
@@ -432,7 +324,7 @@ def _check_select(case: _Case) -> str:
     return "a selected node has its logits"
 
 
-def _check_hidden(case: _Case) -> str:
+def _check_hidden(case: TargetCase) -> str:
     layers = (0, case.target.num_layers) if case.target.num_layers else (0,)
     none = np.zeros(len(LENGTHS), np.int32)
     try:
@@ -457,7 +349,7 @@ def _check_hidden(case: _Case) -> str:
     return "hidden states are those of the text read at once"
 
 
-def _check_round(case: _Case) -> str:
+def _check_round(case: TargetCase) -> str:
     drafter, batch = Ngram(), len(LENGTHS)
     method = Method(case.target, drafter, accept.greedy)
     read = partial(prefill, method=method, capacity=CAPACITY, page_size=PAGE_SIZE)
