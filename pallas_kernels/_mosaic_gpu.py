@@ -1,4 +1,4 @@
-"""What the kernels for Hopper GPUs share: which devices run them, and how they are called.
+"""Shared parts of the kernels for Hopper GPUs: their devices and their calls.
 
 These kernels are built on `wgmma`, products of matrices in shared memory by a warpgroup of 128 threads, and on TMA,
 which copies tiles between memories. In each, one warpgroup loads and the others multiply.
@@ -17,18 +17,18 @@ from pallas_kernels import platform
 ROWS = 64
 """Rows of one `wgmma`, and columns of a swizzled row of shared memory."""
 ROW_GROUP = 8
-"""TMA moves rows in groups of that many."""
+"""Rows of a group that TMA moves."""
 SHARED_BYTES = 227 * 1024
 """Shared memory of a program."""
 WARPGROUP, PROGRAM = "warpgroup", "program"
-"""The axes of a kernel: its warpgroups, the last of which loads, and its programs."""
+"""The axes of a kernel: its warpgroups (the last one loads) and its programs."""
 CAPABILITY = "9."
-"""Compute capabilities that have `wgmma`, all of them."""
+"""All compute capabilities with `wgmma`."""
 DTYPES = ("bfloat16", "float16")
 INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)
 """What makes Pallas run a kernel in its interpreter; None: this version of JAX does not export it."""
 _EVERYTHING = () if jax.__version_info__ >= (0, 11) else ((),)
-"""The index that `plgpu.load` takes before JAX 0.11."""
+"""The index of `plgpu.load` before JAX 0.11."""
 
 
 def refuse_dtype(name: str, array: jax.Array) -> str | None:
@@ -45,7 +45,7 @@ def refuse_device(interpret: bool | None) -> str | None:
 
 
 def tiles_of(shape: Sequence[int], dtype: DTypeLike) -> Any:
-    """Shared memory that `wgmma` reads; the last axis is a multiple of `ROWS`, the one before of `ROW_GROUP`."""
+    """Shared memory for `wgmma`; the last axis is a multiple of `ROWS`, the one before of `ROW_GROUP`."""
     transforms = plgpu.TilingTransform((ROW_GROUP, ROWS)), plgpu.SwizzleTransform(2 * ROWS)
     return plgpu.SMEM(tuple(shape), dtype, transforms=transforms)
 
@@ -71,7 +71,7 @@ def call(
     interpret: bool,
     name: str,
 ) -> Callable[..., Any]:
-    """A kernel as a function of arrays. warpgroups: those that multiply; one more loads."""
+    """A kernel as a function of arrays. warpgroups: the multiplying ones; one more loads."""
     return plgpu.kernel(
         body,
         out_type=out_type,

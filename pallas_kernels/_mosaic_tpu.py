@@ -1,4 +1,4 @@
-"""What TPU kernels share: padding, double buffers, a loop that copies the next step during the current one, softmax."""
+"""Shared parts of TPU kernels: padding, double buffers, a loop with copies one step ahead, softmax."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ LANES, SUBLANES = 128, 8
 State = tuple[jax.Array, jax.Array, jax.Array]
 """Peak [..., M, 1], total [..., M, 1] and weighted sum [..., M, D] of a softmax over M query rows."""
 Copies = Callable[[jax.Array | int], tuple[jax.Array | int, Callable[[jax.Array | int], Any]]]
-"""How many copies a step needs, and a function that makes the j-th one."""
+"""The number of copies of a step, and a function for the j-th one."""
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -64,7 +64,7 @@ def stream(
 
 
 def empty_state(rows: tuple[int, ...], dim: int) -> State:
-    """The state of a softmax that has seen nothing."""
+    """The state of an empty softmax."""
     peak, total = jnp.full((*rows, 1), -jnp.inf, jnp.float32), jnp.zeros((*rows, 1), jnp.float32)
     return peak, total, jnp.zeros((*rows, dim), jnp.float32)
 
@@ -78,7 +78,7 @@ def absorb(scores: jax.Array, weigh: Callable[[jax.Array], jax.Array], state: St
     """
     peak, total, summed = state
     higher = jnp.maximum(peak, scores.max(-1, keepdims=True))
-    # A row that has seen nothing yet has no peak to subtract.
+    # A row without visible keys yet has no peak to subtract.
     base = jnp.where(higher == -jnp.inf, 0.0, higher)
     weights, fade = jnp.exp2(scores - base), jnp.exp2(peak - base)
     return higher, total * fade + weights.sum(-1, keepdims=True), summed * fade + weigh(weights)

@@ -16,7 +16,7 @@ from pallas_kernels._types import Ref
 DTYPES = ("bfloat16", "float16", "float32")
 """Types of the operands of attention and products."""
 MERGE_ELEMENTS = 4096
-"""Elements of partial sums that a program of `merge` holds in registers at most."""
+"""Bound of the elements of partial sums in registers of a program of `merge`."""
 
 Columns = TypeVar("Columns", jax.Array, list[jax.Array])
 
@@ -33,9 +33,9 @@ def call(
 
 @functools.cache
 def warn_of_removal() -> None:
-    """Warns once per process that JAX will drop the backend of these kernels.
+    """Warn once per process of the end of Pallas' Triton backend in JAX.
 
-    JAX warns at every lowering, by a DeprecationWarning that Python hides from users.
+    JAX warns at every lowering, by a DeprecationWarning, hidden by Python's default filter.
     """
     if jax.__version_info__ >= (0, 11):
         warnings.warn(
@@ -47,12 +47,12 @@ def warn_of_removal() -> None:
 
 
 def padded(size: int) -> int:
-    """The power of two that holds `size`, 16 or more: Triton has no other blocks, and no smaller products."""
+    """`size`, rounded up to a power of two of at least 16: Triton has no other blocks, and no smaller products."""
     return max(16, pl.next_power_of_2(size))
 
 
 def power_of_2_in(size: int) -> int:
-    """The largest power of two that divides a number."""
+    """The largest power of two among the divisors of an integer."""
     return size & -size
 
 
@@ -98,7 +98,7 @@ def absorb(
     """
     peak, total, summed = state
     higher = jnp.maximum(peak, scores.max(1))
-    # A row that has seen nothing yet has no peak to subtract.
+    # A row without visible keys yet has no peak to subtract.
     base = jnp.where(higher == -jnp.inf, 0.0, higher)
     weights, fade = jnp.exp2(scores - base[:, None]), jnp.exp2(peak - base)
 
@@ -116,7 +116,7 @@ def merge(partials: Sequence[jax.Array], dtype: jnp.dtype, interpret: bool) -> j
     peaks, totals, sums = partials
     splits, dim = peaks.shape[0], sums.shape[-1]
     rows = peaks[0].size
-    # Several programs share a long row, so that each keeps its columns in registers.
+    # Several programs share a long row, so each keeps its columns in registers.
     block = min(max(MERGE_ELEMENTS // pl.next_power_of_2(splits), 16), padded(dim))
     return call(
         functools.partial(_merge_kernel, block=block),

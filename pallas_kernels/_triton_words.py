@@ -33,7 +33,7 @@ class Words:
     column: of the matrix, those of the program.
     inside: which of them there are; None: all.
     inner: rows of the matrix.
-    group: rows that share a scale.
+    group: rows per scale.
     unroll: blocks that are loaded in turn, some of them beyond the last one.
     codes: what values mean, a key of `layout.UNITS`.
     ptx: whether values are taken apart in PTX where this is faster.
@@ -91,7 +91,7 @@ class Words:
         return integer_pairs(words, place, zero, dtype) if in_pairs else integer_values(words, place, zero, dtype)
 
     def rows(self, block: jax.Array, place: int) -> jax.Array:
-        """The rows of the matrix that have their values at this place of words."""
+        """The rows of the matrix with values at this place of words."""
         return (block * PER_WORD + place) * STRIDE + jnp.arange(STRIDE)
 
     def present(self, k: jax.Array) -> jax.Array | None:

@@ -20,19 +20,19 @@ BACKENDS = {"gpu": ("mosaic_gpu", "triton"), "tpu": ("mosaic_tpu",)}
 class Operation:
     """An operation and its backends.
 
-    A kernel backend is a module of the operation's package, named like the backend, that has
+    A kernel backend is a module of the operation's package, named like the backend, with
 
     - the operation itself, with `config=` (None: `default_config`) and `interpret=` (None: `platform.interpret()`);
-    - `supported`, which takes the operation's arguments and `interpret=` and returns None, or why it cannot run them;
+    - `supported(...)` of the operation's arguments and `interpret=`: None, or why it cannot run them;
     - `worthwhile`, only if a later backend is faster for some arguments: whether to run on these;
     - `Config`, a frozen dataclass of tile sizes, warps and the like, and `default_config`, its value for given shapes.
 
     Attributes:
       name: of the function, the same in every module.
       package: full name of the operation's package.
-      xla: the operation in plain JAX, which runs on every platform.
+      xla: the operation in plain JAX, for every platform.
       kernels: names of its kernel backends.
-      indices: options that are integers for the caller, and arrays for a kernel.
+      indices: options, integers for the caller and arrays for a kernel.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Operation:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """The names that `backend=` accepts."""
+        """The valid names of `backend=`."""
         return (*self.kernels, "xla")
 
     def module(self, kernel: str) -> ModuleType:
@@ -58,7 +58,7 @@ class Operation:
         """Run the operation.
 
         Args:
-          backend: one of `backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter. None: the
+          backend: one of `backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter. None: the
             first kernel backend of this platform that is available, supports the arguments and is worthwhile for them,
             otherwise XLA.
 
@@ -81,7 +81,7 @@ class Operation:
 
     def _choose(self, backend: str | None, args: tuple, options: dict[str, object]) -> Callable[..., Any]:
         here = platform.platform()
-        # The best backend that runs here.
+        # The best supported backend.
         if backend is None:
             for kernel in BACKENDS.get(here, ()):
                 if kernel in self.kernels and self._refusal(kernel, args, options) is None:
@@ -111,7 +111,7 @@ class Operation:
 def _traced_once(
     function: Callable[..., Any], options: tuple[tuple[str, object], ...], static: tuple[int, ...], here: object
 ) -> Any:
-    """Wrap a kernel in `jax.jit`: one trace for all calls that differ only in the values of arrays.
+    """Wrap a kernel in `jax.jit`: one trace for all calls with equal shapes and static arguments.
 
     A model calls the same kernels in every layer, and tracing and lowering them takes most of the time before XLA
     compiles. XLA inlines the calls.
@@ -128,7 +128,7 @@ def unavailable(operation: Operation, kernel: str) -> str | None:
     try:
         operation.module(kernel)
     except ImportError as error:
-        # An import that fails in our own code is a bug, and XLA must not hide it.
+        # A failed import in our own code is a bug, and XLA must not hide it.
         if (error.name or "").partition(".")[0] not in ("jax", "jaxlib"):
             raise
         return f"not available in this version of JAX: {error}"

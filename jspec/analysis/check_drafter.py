@@ -6,11 +6,10 @@ from functools import partial
 from typing import Unpack
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int, PyTree
 
-from jspec.analysis.contract import abstract_prompts, check_same_form, describe, in_float32, report, run_checks
-from jspec.core import accept
+from jspec.analysis.contract import abstract_prompts, in_float32, report, require, run_checks
+from jspec.core import accept, returned
 from jspec.core.checks import check_flag, check_int, shorten
 from jspec.core.method import Method
 from jspec.core.prefill import prefill
@@ -226,7 +225,7 @@ def _check_interface(drafter: str | Drafter, model: Model) -> Drafter:
 
 def _check_state(case: _Case) -> str:
     model, bound = case.model, case.drafter.bind(case.model.target, case.model.draft).drafter
-    batch, width = 2 * len(case.ids), max(map(len, case.ids))
+    batch, width, name = 2 * len(case.ids), max(map(len, case.ids)), type(bound).__name__
     row_sampling = per_row(case.sampling, batch, model.target.vocab_size)
     for sampling, rule in ((None, accept.greedy), (row_sampling, accept.coupled)):
         method = Method(model.target, bound, rule)
@@ -235,12 +234,10 @@ def _check_state(case: _Case) -> str:
         prompts = jax.eval_shape(partial(abstract_prompts, batch, width, sampling))
         s = jax.eval_shape(read, model.params, prompts)
         drafted = jax.eval_shape(bound.draft, model.params, s)
-        if not isinstance(drafted, tuple) or len(drafted) != 2:
-            raise AssertionError(f"draft returns a {type(drafted).__name__}: must return (DraftTree, state)")
-        _check_tree_shape(drafted[0], bound, batch)
-        check_same_form("draft returns a state of another form than after prefill", s.draft, drafted[1])
+        _, state = require(returned.check_draft, bound, drafted, batch, bound.depth)
+        require(returned.check_same_form, f"{name}.draft", s.draft, state)
         after = jax.eval_shape(partial(_round, method=method), model.params, s)
-        check_same_form("extend returns a state of another form than after prefill", s.draft, after.draft)
+        require(returned.check_same_form, f"{name}.extend", s.draft, after.draft)
     return "draft and extend preserve the structure, shapes and dtypes of its state"
 
 
@@ -250,22 +247,6 @@ def _round(params: Params, s: DecodeState, *, method: Method) -> DecodeState:
     out = verify(params, s, draft_tree, method=method)
     s, committed = commit_round(s, out, accept_drafts(s, draft_tree, out, method=method))
     return extend(params, s, committed, method=method)
-
-
-def _check_tree_shape(draft_tree: object, bound: Drafter, batch: int) -> None:
-    if not isinstance(draft_tree, DraftTree):
-        raise AssertionError(
-            f"draft returns a {type(draft_tree).__name__} as tree: must be a jspec.core.types.DraftTree"
-        )
-    shape = draft_tree.tokens.shape
-    for name, array in (("tokens", draft_tree.tokens), ("parents", draft_tree.parents)):
-        if array is None:
-            continue
-        if array.dtype != jnp.int32 or len(shape) != 2 or shape[0] != batch or array.shape != shape:
-            expected = f"int32[{batch}, nodes], tokens and parents of the same shape"
-            raise AssertionError(f"the tree's {name} are {describe(array)}: must be {expected}")
-    if draft_tree.parents is None and shape[1] - 1 > bound.depth:
-        raise AssertionError(f"it drafts a chain of {shape[1] - 1} tokens, more than its depth={bound.depth}")
 
 
 def _check_trees(case: _Case) -> str:

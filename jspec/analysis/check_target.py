@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PyTree
 
-from jspec.analysis.contract import abstract_prompts, check_same_form, describe, in_float32, report, run_checks
+from jspec.analysis.contract import abstract_prompts, in_float32, report, require, run_checks
 from jspec.analysis.target_case import (
     CAPACITY,
     CHUNK,
@@ -22,7 +22,7 @@ from jspec.analysis.target_case import (
     WIDTH,
     TargetCase,
 )
-from jspec.core import accept
+from jspec.core import accept, returned
 from jspec.core.checks import check_flag, check_int, check_number
 from jspec.core.loop import run_rounds
 from jspec.core.method import Method
@@ -118,7 +118,7 @@ def _check_shapes(case: TargetCase) -> str:
             _check_output(out, (batch, CHUNK, target.vocab_size))
             path = None if drafted.parents is None else tokens
             after = jax.eval_shape(lambda cache, *args: cache.commit(*args), cache, out.rows, count, path, count)
-            check_same_form("commit returns a cache of another form", cache, after)
+            require(returned.check_same_form, "commit", cache, after)
     return "forward and commit return the right shapes and dtypes, and forward leaves the cache alone"
 
 
@@ -137,11 +137,11 @@ def _check_output(out: object, shape: tuple[int, ...]) -> None:
         raise AssertionError(f"forward returns a {type(out).__name__}: must be a jspec.core.types.ForwardOutput")
     if out.logits.shape != shape or out.logits.dtype != jnp.float32:
         raise AssertionError(
-            f"the logits of {shape[1]} tokens of {shape[0]} sequences are {describe(out.logits)}: must be "
+            f"the logits of {shape[1]} tokens of {shape[0]} sequences are {returned.describe(out.logits)}: must be "
             f"float32{list(shape)}, for vocab_size={shape[2]}"
         )
     if out.hidden is not None:
-        raise AssertionError(f"hidden is {describe(out.hidden)} without capture_layers: must be None")
+        raise AssertionError(f"hidden is {returned.describe(out.hidden)} without capture_layers: must be None")
 
 
 # Whole texts
@@ -317,7 +317,7 @@ def _check_select(case: TargetCase) -> str:
         out, _ = case.read(tokens, case.empty(), start, none, select=jnp.asarray(nodes, jnp.int32))
         if out.logits.shape[:2] != (len(LENGTHS), 1):
             raise AssertionError(
-                f"with select the logits are {describe(out.logits)}: must be those of one node, "
+                f"with select the logits are {returned.describe(out.logits)}: must be those of one node, "
                 f"[{len(LENGTHS)}, 1, {case.target.vocab_size}]"
             )
         case.compare(out.logits, case.whole_at(nodes[:, None]), "selected", first=nodes)
@@ -333,7 +333,7 @@ def _check_hidden(case: TargetCase) -> str:
         return "it has no hidden states to capture: drafters that read them refuse it"
     shape = (len(LENGTHS), WIDTH, len(layers) * case.target.hidden_size)
     if whole.hidden is None or whole.hidden.shape != shape:
-        actual = "None" if whole.hidden is None else describe(whole.hidden)
+        actual = "None" if whole.hidden is None else returned.describe(whole.hidden)
         raise AssertionError(
             f"with capture_layers={layers} hidden is {actual}: must have the shape {list(shape)}; a target without "
             "hidden states raises ValueError"

@@ -6,14 +6,13 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 from tqdm.auto import tqdm
 
 from jspec.core import stopping
 from jspec.core.types import Prompts, RowSampling
 from jspec.engine.model import Model
 
-Case = TypeVar("Case")
+Case, Out = TypeVar("Case"), TypeVar("Out")
 
 
 def run_checks(
@@ -45,29 +44,12 @@ def report(title: str, passed: Sequence[str], *summary: str) -> str:
     return "\n".join([title, *(f"  ok  {check}" for check in passed), *summary])
 
 
-def check_same_form(returns: str, before: PyTree, after: PyTree) -> None:
-    """Check that a state or a cache keeps its structure, shapes and dtypes.
-
-    returns: the beginning of the message, such as "draft returns a state of another form".
-
-    Raises:
-      AssertionError: it does not.
-    """
-    old, new = (
-        {jax.tree_util.keystr(path) or "the state": leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-        for state in (before, after)
-    )
-    for name in dict.fromkeys([*old, *new]):
-        was, is_now = describe(old.get(name)), describe(new.get(name))
-        if was != is_now:
-            raise AssertionError(f"{returns}: {name} is {is_now}, but was {was}")
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        raise AssertionError(f"{returns}: it is {jax.tree.structure(after)}, but was {jax.tree.structure(before)}")
-
-
-def describe(leaf: Any) -> str:
-    """The dtype and the shape of an array, for messages."""
-    return "missing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+def require(check: Callable[..., Out], *args: Any) -> Out:
+    """Run a check of `jspec.core.returned`; its error becomes an AssertionError."""
+    try:
+        return check(*args)
+    except (TypeError, ValueError) as error:
+        raise AssertionError(str(error)) from None
 
 
 def in_float32(model: Model) -> Model:

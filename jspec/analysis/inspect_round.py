@@ -1,4 +1,4 @@
-"""One round in detail: what was drafted, what the target chose, and what was accepted."""
+"""Inspects one round: the drafted tree, the target's choices and the accepted path."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -30,9 +30,9 @@ class Round:
     tokens: Int[N] drafted token of each node.
     parents: Int[N] parent of each node; the root's is itself.
     depths: Int[N] generations between each node and the root.
-    choices: Int[N] the token that the target chooses after each node.
+    choices: Int[N] the target's token after each node.
     accepted: nodes on the accepted path, root first.
-    appended: ids that the round added: the accepted drafts, then the bonus token, unless the text ended before it.
+    appended: new ids of the round: the accepted drafts, then the bonus token, unless the text ended before it.
     """
 
     round_index: int
@@ -54,15 +54,15 @@ def inspect_round(
     sampling: Sampling | None = None,
     seed: int = 0,
 ) -> Round:
-    """Continues a prompt for `round_index` rounds, and returns the next round.
+    """Continue a prompt for `round_index` rounds, and return the next round.
 
     Args:
       prompt: one prompt, as text or as token ids.
-      round_index: rounds before the one that is returned; 0 is the first.
+      round_index: index of the round; 0 is the first.
       drafter, sampling, seed: as in `jspec.generate`; the acceptance rule is the default one.
 
     Raises:
-      ValueError, TypeError: as `jspec.generate`; more than one prompt; or a text that ends before that round.
+      ValueError, TypeError: as `jspec.generate`; more than one prompt; or the text ends before the round.
     """
     round_index = check_int("round_index", round_index, least=0)
     single, (ids, *_) = encode_prompts(model, prompt, "prompt")
@@ -71,16 +71,17 @@ def inspect_round(
         raise ValueError("prompt is a list of prompts: give one of them")
     if sampling is not None and not isinstance(sampling, Sampling):
         raise TypeError(f"sampling={shorten(sampling)}: must be a jspec.Sampling, or None (greedy)")
-    chosen = choose_drafter(drafter, model)
-    bound = chosen.bind(model.target, model.draft)
+    resolved = choose_drafter(drafter, model)
+    bound = resolved.bind(model.target, model.draft)
     context = min(model.target.max_length, optional.max_length(bound) or model.target.max_length)
-    # At least the default of `generate`, so that both run the same program.
+    # At least the default of `generate`, so both run the same program.
     most = min(max(128, 1 + (round_index + 1) * (bound.depth + 1)), max(1, context - len(ids)))
-    run = Run(model, ids, GenerateOptions(drafter=chosen, max_new_tokens=most, sampling=sampling, seed=seed))
+    run = Run(model, ids, GenerateOptions(drafter=resolved, max_new_tokens=most, sampling=sampling, seed=seed))
     if run.advance(round_index):
         last = int(run.state.round_index) - 1
         where = f"in round {last}; pass a smaller index" if last >= 0 else "with its first token, before any round"
         raise ValueError(f"round_index={round_index}: the text ends {where}")
+    # Run the next round on the state, and read its tree.
     s = run.state
     draft_tree, choices, decision = jax.device_get(_run_round(model.params, s, method=run.method))
     accepted = decision.accepted
@@ -105,11 +106,11 @@ def inspect_round(
 
 @partial(jax.jit, static_argnames=("method",))
 def _run_round(params: Params, s: DecodeState, *, method: Method) -> tuple[DraftTree, Int[Array, " N"], Decision]:
-    """The tree, the target's choice after each node, and what is accepted, for a state with one sequence."""
+    """Draft, verify and accept for a state with one sequence; also returns the target's choice after each node."""
     draft_tree, s = draft(params, s, method=method)
     out = verify(params, s, draft_tree, method=method)
     decision = accept_drafts(s, draft_tree, out, method=method)
-    # In a tree of one node there is no draft to accept: the token that a rule appends to it is the target's choice.
+    # A tree of one node has no drafts, so the rule appends the target's choice.
     nodes = draft_tree.tokens.shape[1]
     alone = method.accept(
         jnp.broadcast_to(s.key, (nodes,)),

@@ -1,4 +1,4 @@
-"""`measure_costs`: what a round with each drafter of an `Adaptive` costs on this machine."""
+"""`measure_costs`: times a round with each drafter of an `Adaptive` on this machine."""
 
 import dataclasses
 import statistics
@@ -34,10 +34,10 @@ WARM_UP = 2
 
 @struct
 class SteeredState:
-    """The state of an `Adaptive`, and who decides.
+    """The state of an `Adaptive`, and its steering.
 
-    forced: in every sequence, 1 + the drafter to take; 0: the policy chooses.
-    costs: in every sequence, the costs by which it does.
+    forced: in every sequence, 1 + the index of the drafter; 0: the policy chooses.
+    costs: in every sequence, the costs for the policy.
     """
 
     state: AdaptiveState
@@ -47,18 +47,18 @@ class SteeredState:
 
 @dataclasses.dataclass(frozen=True)
 class Steered:
-    """A bound `Adaptive` whose choices or costs are part of the state, so that one program measures all of them."""
+    """A bound `Adaptive` with its choice and costs in the state, so one program measures all drafters."""
 
     adaptive: Adaptive
 
     @property
     def depth(self) -> int:
-        """That of the deepest drafter."""
+        """The depth of the deepest drafter."""
         return self.adaptive.depth
 
     @property
     def capture_layers(self) -> tuple[int, ...]:
-        """Those of the drafters."""
+        """The captured layers of all drafters."""
         return self.adaptive.capture_layers
 
     @property
@@ -76,12 +76,12 @@ class Steered:
         return SteeredState(state, jnp.zeros(batch, jnp.int32), jnp.ones((batch, len(self.branches))))
 
     def choose(self, params: Params, s: DecodeState) -> tuple[Int[Array, ""], SteeredState]:
-        """The forced drafter, or that of the policy with the costs of the state."""
-        own: SteeredState = s.draft
-        index, best = self.adaptive.decide(s, own.state, own.costs[0])
-        forced = own.forced[0]
+        """Choose the forced drafter, or by the policy with the costs of the state."""
+        steered: SteeredState = s.draft
+        index, best = self.adaptive.decide(s, steered.state, steered.costs[0])
+        forced = steered.forced[0]
         index = jnp.where(forced > 0, forced - 1, index)
-        return index, dataclasses.replace(own, state=self.adaptive.mark(own.state, ~s.done, index, best))
+        return index, dataclasses.replace(steered, state=self.adaptive.mark(steered.state, ~s.done, index, best))
 
     def states(self, state: SteeredState) -> tuple[PyTree, ...]:
         """As of `Adaptive`."""
@@ -96,7 +96,7 @@ class Steered:
         return dataclasses.replace(state, state=self.adaptive.with_parts(state.state, parts))
 
     def draft(self, params: Params, s: DecodeState) -> tuple[DraftTree, SteeredState]:
-        """The padded tree of the policy's choice."""
+        """Draft the padded tree of the policy's choice."""
         tree, state = self.adaptive.draft(params, dataclasses.replace(s, draft=s.draft.state))
         return tree, dataclasses.replace(s.draft, state=state)
 
@@ -115,23 +115,23 @@ def measure_costs(
     rounds: int = 16,
     repeats: int = 3,
 ) -> dict[int, tuple[float, ...]]:
-    """Milliseconds of a round with each drafter of an `Adaptive`, by batch: what its `costs` take.
+    """Measure the milliseconds of a round with each drafter of an `Adaptive`, by batch, for its `costs`.
 
-    One program is compiled for each batch. The times are those of the whole round in the program of all drafters, for
-    sequences of `context` tokens. The caches are empty: what they hold changes no time, except that of experts.
+    One program of all drafters is compiled per batch. Times are of whole rounds, for sequences of `context` tokens. The
+    caches are empty, as their contents change no time except of experts.
 
         costs = jspec.measure_costs(model, jspec.Adaptive())
         jspec.generate(model, prompts, drafter=jspec.Adaptive(costs=costs))
 
     Args:
-      batches: how many sequences run together.
+      batches: batch sizes.
       context: tokens of each sequence.
       rounds: rounds of a timed call.
-      repeats: timed calls, of which the median counts.
+      repeats: timed calls; their median counts.
 
     Raises:
-      TypeError, ValueError: a drafter that is no `Adaptive` or does not suit the model, a model that is split over
-        devices, or a state that does not fit into memory.
+      TypeError, ValueError: the drafter is no `Adaptive` or does not fit the model, the model is split over devices, or
+        a state does not fit in memory.
     """
     check_model(model)
     refuse_split(model, "measure_costs")
@@ -150,7 +150,7 @@ def measure_costs(
 
 
 class Case:
-    """Rounds of one batch, timed from the host, always from the same context on.
+    """Rounds of one batch, timed from the host, always from the same context.
 
     Attributes:
       state: the decode state after the last call.
@@ -183,23 +183,24 @@ class Case:
         self.state: DecodeState | None = None
 
     def lower(self):
-        """The program of the rounds, traced."""
+        """Trace and lower the program of the rounds."""
         loop = fastest(self.params, self._shapes, self._method)
         return loop.lower(self.params, self._shapes, jax.ShapeDtypeStruct((), jnp.int32), method=self._method)
 
     def use(self, compiled) -> None:
-        """Takes the compiled program, and makes the state."""
+        """Set the compiled program, and make the state."""
         self._program, self.state = compiled, self._make(self.params)
 
     def run(self, key: Array | None = None) -> float:
-        """Seconds of `rounds` rounds from the context on. The drafter's state goes on from call to call.
+        """Run `rounds` rounds from the context on; returns the seconds of one. The drafter's state continues.
 
-        key: of each sequence; None: as they are.
+        key: keys of the sequences; None: unchanged.
         """
         if self._program is None:
             self.use(self.lower().compile())
         s = self.state
         assert s is not None and self._program is not None
+        # Reset the lengths; move them to the device before the clock starts.
         columns = np.full(self._batch, self._context, np.int32), np.full(self._batch, self._capacity, np.int32)
         length, limit, finish = jax.device_put((*columns, np.zeros(self._batch, np.int32)))
         s = dataclasses.replace(s, length=length, limit=limit, finish_code=finish, key=s.key if key is None else key)
@@ -210,7 +211,7 @@ class Case:
         return (time.perf_counter() - began) / self.rounds
 
     def steer(self, *, forced: int | None, costs: Sequence[float] | None = None) -> None:
-        """Sets the drafter that the next calls take (None: the policy chooses), and the costs by which it does."""
+        """Set the drafter of the next calls (None: the policy chooses), and the policy's costs."""
         if self._program is None:
             self.use(self.lower().compile())
         assert self.state is not None

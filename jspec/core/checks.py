@@ -1,4 +1,4 @@
-"""Checks of arguments: one function per type, which returns the plain Python value.
+"""Checks of arguments: one function per type, returning the plain Python value.
 
 The error names the argument, its value and the valid ones: `page_size=0: must be at least 1`.
 """
@@ -65,7 +65,7 @@ def check_number(
     bounds = valid or _range(least, most, above)
     with np.errstate(over="ignore", under="ignore"):
         rounded = float(dtype(exact))
-    # A finite value that becomes infinite, 0 or subnormal would lose its meaning.
+    # A finite value loses its meaning if it becomes infinite, 0 or subnormal.
     if math.isfinite(exact) and (math.isinf(rounded) or (exact != 0 and abs(rounded) < float(np.finfo(dtype).tiny))):
         kind = "infinite" if math.isinf(rounded) else "0"
         raise ValueError(f"{shown}: must be {bounds} (it is {kind} in {np.dtype(dtype)})")

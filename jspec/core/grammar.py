@@ -2,7 +2,7 @@
 
 A token may follow if its bytes lead from the state of a sequence to a state from which the text can end; EOS may follow
 where the text may end (Willard and Louf, arXiv 2307.09702, section 3). The automaton is a table of token classes on the
-device, which the loop itself walks.
+device; the loop itself walks it.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from jspec.core.types import DraftTree
 FORBIDDEN = -1
 """The next state where a token may not follow."""
 FREE = 0
-"""The state of a sequence without a grammar, in which every token may follow."""
+"""The state of a sequence without a grammar; every token may follow."""
 _LEAST = 1024, 128, 64, 2**14
-"""Least states, classes, patterns and transitions of a table, so that most grammars share a program."""
+"""Least states, classes, patterns and transitions of a table, so most grammars share a program."""
 _LONGEST_GUESS = 64
-"""Bytes of the longest forced text that is matched with tokens."""
+"""Bound of the bytes of a forced text, for matching it with tokens."""
 
 
 @runtime_checkable
@@ -50,7 +50,7 @@ def build_table(
     Args:
       byte_table: [states, 256] next states, or -1. State 0 is the first one.
       accepts: whether a text may end in each state.
-      token_bytes: the bytes that each id adds to the text. Ids beyond it, and those without bytes, may never follow.
+      token_bytes: the bytes of each id. Ids beyond it, and those without bytes, may never follow.
       eos: EOS ids, at least one; all of them may follow where a text may end.
 
     Raises:
@@ -64,7 +64,7 @@ def build_table(
         f"grammar: its automaton of {states} states needs a table that is too large for this vocabulary; must have "
         "fewer repetitions"
     )
-    # Classes by bytes, then one class for EOS and one for tokens that never follow.
+    # Classes by bytes, then one class for EOS and one for tokens without bytes.
     token_class = np.full(vocab_size, -1, np.int64)
     token_class[: len(spelled)], columns = token_classes(byte_table, spelled, too_large)
     # The bytes of EOS ids do not count.
@@ -81,7 +81,7 @@ def build_table(
     if not live[0]:
         raise ValueError("grammar: the tokens of this vocabulary cannot spell any of its texts")
     table = np.where((table >= 0) & live[table], table, np.int16(FORBIDDEN))
-    # Classes that differed only by dead ends are one.
+    # Merge classes without a difference but dead ends.
     table, merged = np.unique(table, axis=1, return_inverse=True)
     token_class = merged.reshape(-1)[token_class.reshape(-1)].astype(np.int16)
     return TokenTable(table, token_class, _likely(byte_table, accepts, table, token_class, spelled, ends[0]))
@@ -104,7 +104,7 @@ def _likely(
     likely = np.full(len(byte_table), -1, np.int32)
     likely[(ways == 0) & accepts] = end
     for first in np.flatnonzero(forced):
-        # Follow the forced bytes, then take the longest token that spells their beginning.
+        # Follow the forced bytes, then take the longest token at their beginning.
         state, text = int(first), bytearray()
         while forced[state] and len(text) < _LONGEST_GUESS:
             text.append(int(byte[state]))
@@ -160,7 +160,7 @@ def shift(table: Int16[np.ndarray, "states classes"], base: int) -> Int16[np.nda
 def init(tables: Sequence[TokenTable | None], vocab_size: int) -> Automaton:
     """The automaton of a batch, from the grammar of each sequence or None; unused if no sequence has one.
 
-    Sizes are rounded up, so that grammars of similar size share a program.
+    Sizes are rounded up, so grammars of similar size share a program.
     """
     if not any(tables):
         return Automaton()
@@ -198,7 +198,7 @@ def forbid(
 
     path: the tokens after the committed ones up to each node, then -1.
     ids: the tokens of the logits, shared or per node; None: the target's vocabulary.
-    best_only: the caller needs the best token only. Logits of -inf become the lowest finite value, which needs no
+    best_only: the caller needs the best token only. Logits of -inf become the lowest finite value, without a
       further pass over the logits.
     """
     allowed = leads_on(grammar, after_path(grammar, path), ids)
@@ -229,7 +229,7 @@ def mend(grammar: Automaton, draft_tree: DraftTree) -> DraftTree:
     tokens, parents = draft_tree.tokens, draft_tree.parents
     root, drafts = grammar.state[:, None], tokens[:, 1:]
     generations = drafts.shape[1] if draft_tree.depth is None else draft_tree.depth
-    # Each pass makes the states of one more generation final. It works on all nodes, which takes as long as on one.
+    # Each pass makes the states of one more generation final. It works on all nodes, as that takes no longer than one.
     states, mended = jnp.broadcast_to(root, tokens.shape), drafts
     for _ in range(generations):
         before = states[:, :-1] if parents is None else jnp.take_along_axis(states, parents[:, 1:], axis=1)

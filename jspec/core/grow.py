@@ -23,7 +23,7 @@ Expand = Callable[[PyTree, Frontier], tuple[PyTree, Proposal]]
 
 
 MAX_DEPTH = 64
-"""Bound of the generations of a tree. Each is a forward of its own in the program, which XLA has to compile."""
+"""Bound of the generations of a tree. Each is a forward of its own for XLA to compile."""
 MAX_WIDTH = 64
 """Bound of the children of a node; the top-k kernel takes one pass for each."""
 MAX_PROPOSED = 16384
@@ -216,7 +216,7 @@ def keep_best(
 ) -> DraftTree:
     """Build the tree of the best candidates, parents before children. parents: -1 for children of the root.
 
-    The parent of a selected candidate is selected: it scores at least as much and has a lower number, which wins ties.
+    The parent of a selected candidate is selected: it scores at least as much and wins ties by its lower number.
     """
     # `slot` orders the selected candidates by number; node n of the tree is the one in slot n - 1.
     selected = _rank(scores) < num_nodes - 1

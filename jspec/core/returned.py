@@ -43,7 +43,7 @@ def check_output(target: Any, out: object, tokens: int) -> ForwardOutput:
     logits = out.logits
     if logits.ndim != 3 or logits.shape[1:] != (tokens, target.vocab_size) or logits.dtype != jnp.float32:
         raise ValueError(
-            f"{name}: returns logits {_describe(logits)}; must be float32[B, {tokens}, {target.vocab_size}]"
+            f"{name}: returns logits {describe(logits)}; must be float32[B, {tokens}, {target.vocab_size}]"
         )
     return out
 
@@ -63,7 +63,7 @@ def check_acceptance(rule: object, result: object, draft_tree: DraftTree) -> Acc
     depth = nodes - 1 if draft_tree.depth is None else draft_tree.depth
     if result.tokens.shape[1] <= depth:
         raise ValueError(
-            f"accept={name}: returns tokens {_describe(result.tokens)}; must have a column for each of {depth} drafts "
+            f"accept={name}: returns tokens {describe(result.tokens)}; must have a column for each of {depth} drafts "
             "and for the token after them"
         )
     if result.path is not None:
@@ -82,7 +82,7 @@ def check_same_form(name: str, before: PyTree, after: PyTree) -> None:
       ValueError: its structure, or the shape or dtype of a leaf, has changed.
     """
     old, new = (
-        {jax.tree_util.keystr(path): _describe(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+        {jax.tree_util.keystr(path): describe(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
         for state in (before, after)
     )
     for path in dict.fromkeys([*old, *new]):
@@ -91,6 +91,11 @@ def check_same_form(name: str, before: PyTree, after: PyTree) -> None:
                 f"{name}: returns a state of another form: {path or 'it'} is {new.get(path, 'missing')}, but was "
                 f"{old.get(path, 'missing')}; must stay the same"
             )
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise ValueError(
+            f"{name}: returns a state of another form: it is {jax.tree.structure(after)}, but was "
+            f"{jax.tree.structure(before)}; must stay the same"
+        )
 
 
 def check_unchanged(drafter: object, before: PyTree, after: PyTree) -> None:
@@ -109,10 +114,11 @@ def _check_integers(name: str, field: str, array: Any, shape: tuple[int | None, 
     fits = len(actual) == len(shape) and all(size in (length, None) for length, size in zip(actual, shape, strict=True))
     if not fits or not jnp.issubdtype(array.dtype, jnp.integer):
         expected = ", ".join("N" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name}: returns {field} {_describe(array)}; must be int32[{expected}]")
+        raise ValueError(f"{name}: returns {field} {describe(array)}; must be int32[{expected}]")
 
 
-def _describe(leaf: Any) -> str:
+def describe(leaf: Any) -> str:
+    """The dtype and the shape of an array, for messages."""
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "shape") else f"of type {type(leaf).__name__}"
 
 

@@ -1,7 +1,7 @@
-"""EOS tokens and stop strings as one automaton, which reads the accepted tokens.
+"""EOS tokens and stop strings as one automaton over the accepted tokens.
 
 It is the Aho-Corasick automaton (CACM 18:6, 1975) of the stop strings' bytes, with a transition for each token of the
-vocabulary. So the program itself finds a stop string at the token that completes it, for any split into tokens.
+vocabulary. So the program itself finds a stop string at its last token, for any split into tokens.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ def build_table(
     """Build the automaton, or None if nothing ends a text. Its negative codes are ends.
 
     Args:
-      eos: ids that end a text.
+      eos: EOS ids.
       strings: stop strings, as bytes; none may be empty.
-      token_bytes: the bytes that each id adds to the text; required with `strings`. Ids beyond it add none.
+      token_bytes: the bytes of each id; required with `strings`. Ids beyond it add none.
 
     Raises:
       ValueError: an id outside the vocabulary, an empty string, strings of 32767 bytes or more in total, or

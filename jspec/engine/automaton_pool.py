@@ -15,11 +15,11 @@ from jspec.text.grammar import compile_grammar
 from jspec.text.stream import compile_stops
 
 MAX_STATES = 2**15
-"""Bound of the states of all automata, which are int16."""
+"""Bound of the states of all automata, stored as int16."""
 MAX_CELLS = 2**27
 """Bound of the entries of the table (states x classes) and of the maps (automata x vocabulary), of two bytes each."""
 _GRAMMAR_STATES, _GRAMMAR_MAPS = 2048, 8
-"""Initial states and maps of the table of grammars, so that most grammars share a program."""
+"""Initial states and maps of the table of grammars, so most grammars share a program."""
 _GRAMMAR_PATTERNS, _GRAMMAR_ENTRIES = 256, 2**16
 """Initial patterns and transitions of its `SparseTable`."""
 
@@ -32,7 +32,7 @@ class AutomatonPool:
 
     name: the option of the automata, for messages.
     model: its vocabulary is used.
-    reserved: number of first states in which every token leads to state 0.
+    reserved: number of first states; in these every token leads to state 0.
     unused: value of unused entries of the table.
     states, maps: initial sizes.
     """
@@ -61,7 +61,7 @@ class AutomatonPool:
             return self._copy
 
     def _stored(self) -> np.ndarray | SparseTable:
-        """The table in the form that programs take."""
+        """The table as an argument of programs."""
         return self._table.copy()
 
     def insert(self, key: Hashable, compile: Callable[[], TokenTable]) -> int:
@@ -75,7 +75,7 @@ class AutomatonPool:
             present = key in self._places
             if present:
                 self._users[key] += 1
-        # Compile without the lock, as that may take seconds.
+        # Compile without the lock, for this may take seconds.
         table = None if present else compile()
         with self._lock:
             if table is not None:
@@ -91,7 +91,7 @@ class AutomatonPool:
             self._users[key] -= 1
 
     def state_after(self, state: int, tokens: Sequence[int]) -> int:
-        """The state after tokens that do not end the text."""
+        """The state after tokens; none of them may end the text."""
         for token in tokens:
             state = int(self._table[state, self._maps[self._map_of_state[state], token]])
         return state
@@ -137,7 +137,7 @@ class AutomatonPool:
             base = start + count
         used = {number for _, _, number in self._places.values()}
         number = next(number for number in range(len(used) + 1) if number not in used)
-        # Sizes that hold it.
+        # Sizes with room for it.
         rows, columns = _double(len(self._table), base + states), _double(self._table.shape[1], classes)
         maps = _double(len(self._maps), number + 1)
         larger = (rows, columns, maps) != (*self._table.shape, len(self._maps))

@@ -25,11 +25,11 @@ from jspec.engine.run import Prompt, bucket, check_model, encode_prompts, prefil
 from jspec.text.tokenizer import Tokenizer
 
 LOGITS_BYTES = 2**28
-"""Bound of the logits of one program in bytes, which limits its tokens."""
+"""Bound of the logits of one program in bytes; it limits the tokens of a chunk."""
 COMPARED = ("prompts", "top_k", "page_size", "target")
 """Arguments that must be equal in all processes."""
 Found: TypeAlias = tuple[Float[Array, "B size"], TopTokens | None]
-"""The log-probability of the token that follows each one that is read, and the most probable tokens there."""
+"""The log-probability of the token after each one read, and the most probable tokens there."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False, eq=False)
@@ -138,7 +138,7 @@ def split(
     model: Model, prompts: Sequence[Sequence[int]], top_k: int, page_size: int
 ) -> "list[tuple[list[int], Batch]]":
     """Split the prompts into batches of one width, each with the indices of its prompts."""
-    # Tokens of a chunk: a power of two, so that it is a multiple of the widths of short prompts.
+    # Tokens of a chunk: a power of two, and so a multiple of the widths of short prompts.
     tokens = 1 << (LOGITS_BYTES // (4 * model.target.vocab_size)).bit_length() >> 1
     tokens = min(max(tokens, 16), prefill_chunk(1))
     # Group the prompts by width, then cut each group into batches.
@@ -196,7 +196,7 @@ class Scorer:
 
 
 class Batch:
-    """Prompts that are scored together, chunk by chunk.
+    """Prompts of one program, scored chunk by chunk.
 
     Args:
       model: its devices read the prompts.
@@ -229,7 +229,7 @@ class Batch:
         end = int(self._unread.max())
         for start in range(0, end, self._size):
             tokens, following = (self._ids[:, at : at + self._size] for at in (start, start + 1))
-            # Sequences that have ended read 0 tokens.
+            # Ended sequences read 0 tokens.
             begin = np.minimum(self._unread, start)
             arrays = tokens, following, begin, np.minimum(self._unread - begin, self._size)
             grouped = groups.stack(self._placement, arrays)

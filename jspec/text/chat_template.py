@@ -1,4 +1,4 @@
-"""Chat templates: Jinja in its own sandbox, with the features that transformers documents and a bound on the output.
+"""Chat templates: Jinja in its own sandbox, with the features of transformers and a bound on the output.
 
 A template comes with a checkpoint. The sandbox gives it no access to the host; its output and its ranges are bounded.
 """
@@ -30,7 +30,7 @@ MOST_ITEMS = 10**6
 class ChatTemplate:
     """A template.
 
-    where: the file that it comes from, which errors name.
+    where: its file, for messages.
     """
 
     source: str
@@ -86,7 +86,7 @@ class _Range:
 
 
 class _Namespace(Namespace):
-    """A namespace without attributes that begin with an underscore, which Python and Jinja give a meaning."""
+    """A namespace without attributes of a leading underscore, to which Python and Jinja give a meaning."""
 
     def __init__(*args: Any, **attributes: Any):  # `self` may be an attribute
         for name in dict(*args[1:], **attributes):
@@ -104,7 +104,7 @@ def _check_attribute(name: object) -> None:
 
 
 class _Generation(ext.Extension):
-    """The block {% generation %}, which marks assistant text for training; it renders as its body."""
+    """The block {% generation %} marks assistant text for training; it renders as its body."""
 
     tags = {"generation"}
 
@@ -152,7 +152,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without the escapes of HTML that Jinja's own filter adds."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -111,8 +111,8 @@ class Tokenizer:
 
         Args:
           messages: for example [{"role": "user", "content": "hello"}]; keys whose value is None are omitted.
-          tools: JSON schemas of functions that the model can call.
-          documents: documents that the model can cite, each with "title" and "text".
+          tools: JSON schemas of functions for the model to call.
+          documents: documents for the model to cite, each with "title" and "text".
           add_generation_prompt: whether the prompt ends with the beginning of the assistant's turn.
           options: other variables of the template, such as enable_thinking.
 
@@ -128,7 +128,7 @@ class Tokenizer:
         return template.render({**self._special, **values, **options})
 
     def token_bytes(self) -> list[bytes]:
-        """The bytes that each id adds after other text; empty for special tokens and unused ids.
+        """The bytes of each id after other text; empty for special tokens and unused ids.
 
         Raises:
           ValueError: the decoder of tokenizer.json is not supported.
@@ -169,7 +169,7 @@ def _check_decoder(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
     """The steps of the decoder in tokenizer.json, for `_spell`.
 
     Raises:
-      ValueError: a step that is unknown, or that depends on neighboring tokens.
+      ValueError: an unknown step, or one with a dependence on neighboring tokens.
     """
     decoder = decoder or {"type": None}
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]

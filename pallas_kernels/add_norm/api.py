@@ -29,8 +29,8 @@ def add_norm(
       eps: added to the mean square.
       wide: the norm is rounded after the weight is applied, as in `norm.wide_rms_norm`, and not before, as in
         `norm.rms_norm`.
-      backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform that supports the arguments.
+      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
+        None: the best one of this platform for the arguments.
 
     Raises:
       ValueError: the backend is unknown or cannot run, the branch has another shape or dtype than the stream, or there

@@ -49,7 +49,7 @@ TUNING = {"NVIDIA H100": Tuning(max_block=32, small_tree_warps=4, large_tree_war
 
 
 def default_config(*, nodes: int, key_dim: int, value_dim: int) -> Config:
-    """The configuration for shapes that are known at trace time."""
+    """The configuration for static shapes."""
     tuning = platform.for_device_kind(TUNING)
     return Config(
         block_v=min(padded(value_dim), tuning.max_block),

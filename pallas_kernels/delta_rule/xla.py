@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from pallas_kernels.delta_rule.linear import suffix_sum, unit_lower_inverse
 
 BLOCK = 64
-"""Tokens of a chain that are one system; longer chains are a scan over such blocks."""
+"""Tokens of a chain in one system; longer chains are a scan over such blocks."""
 
 
 def tree_delta_rule(
@@ -56,7 +56,7 @@ def _links(q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, mask: jax.
     visible = mask[:, None, None]
     decay = jnp.where(visible, _by_group(g, heads)[..., None, :], 0)
     weight = jnp.where(visible, jnp.exp(suffix_sum(decay)), 0)
-    # One product for both, so that the keys are read once.
+    # One product for both, so the keys are read once.
     both = jnp.concatenate([k[:, rows - nodes :], q], axis=1)
     of_k, of_q = jnp.split(_einsum("bnhk,bmhk->bhnm", both, k)[:, :, None], 2, axis=3)
     system = jnp.where(diagonal, 0, _by_group(beta, heads)[..., None] * weight * of_k)
@@ -80,7 +80,7 @@ def _read(
     value, rate = _by_group(v, heads), _by_group(beta, heads)[..., None]
     out = jnp.zeros_like(value)
     if state is not None:
-        # One product for both, so that the state is read once.
+        # One product for both, so the state is read once.
         both = jnp.concatenate([k[:, rows - nodes :], q], axis=1)
         read = _einsum("bnhk,bhgkv->bhgnv", both, state.reshape(batch, heads, -1, *state.shape[2:]))
         if live is not None:
@@ -152,7 +152,7 @@ def advance(
 
 
 def _by_group(x: Shaped[Array, "B N Hv *rest"], heads: int) -> Shaped[Array, "B H G N *rest"]:
-    """Heads of values, grouped by the head of keys that they share, before the nodes."""
+    """Heads of values, grouped by their head of keys, before the nodes."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], heads, -1, *x.shape[3:]), 1, 3)
 
 

@@ -36,7 +36,7 @@ def exact_attention(
     window does not move a token: the segment in which it begins has fewer tokens. A sink is merged after the last
     segment.
 
-    Arguments and errors are those of `paged_attention`, but for these and for the dtype of a pool, which is that of q.
+    Arguments and errors are those of `paged_attention`, except for these; the pool has the dtype of q.
     Bits differ between backends.
 
     Args:

@@ -1,4 +1,4 @@
-"""Tiles of query rows of exact attention and the blocks that they absorb, inside its Triton kernels."""
+"""Tiles of query rows of exact attention and their blocks, inside its Triton kernels."""
 
 import dataclasses
 import functools
@@ -19,17 +19,17 @@ States = tuple[Ref, Ref, Ref]
 AT_ONCE = 16
 """Segments whose states are loaded together at most."""
 AT_ONCE_BYTES = 2**14
-"""Bytes of these for each warp at most, which are in registers."""
+"""Bound of the bytes of these per warp, in registers."""
 
 
 def seen_segments(capacity: int, window: int | None) -> int:
-    """Segments of the prefix that the nodes of a round see at most."""
+    """Bound of the visible segments of the prefix."""
     segments = pl.cdiv(capacity, SEGMENT)
     return segments if window is None else min(segments, pl.cdiv(window - 1, SEGMENT))
 
 
 def first_seen(committed: jax.Array, window: int | None) -> jax.Array | None:
-    """The first position that any node of a round sees; None without a window."""
+    """The first visible position of all nodes; None without a window."""
     return None if window is None else jnp.maximum(committed + 1 - window, 0)
 
 
@@ -48,7 +48,7 @@ class Rows:
         return Rows(first_node + row // group, row % group, row < nodes * group)
 
     def columns(self, dim: int) -> tuple[tuple, jax.Array]:
-        """Where the columns of the rows are in an array [N, G, D], and which of them exist."""
+        """Indices of the rows' columns in an array [N, G, D], and whether each exists."""
         column = jnp.arange(padded(dim))[None]
         return (self.node[:, None], self.member[:, None], column), self.real[:, None] & (column < dim)
 
@@ -77,14 +77,14 @@ class Rows:
     def load_state_if(self, refs: States, slot: jax.Array | int, used: jax.Array | bool) -> State:
         """The same where it is used, a scalar or a value for each row; empty elsewhere.
 
-        This is decided after the load, which therefore does not wait for the lengths.
+        This is decided after the load, so the load does not wait for the lengths.
         """
         peak, total, summed = self.load_state(refs, slot)
         used = jnp.broadcast_to(used, self.node.shape)
         return jnp.where(used, peak, -jnp.inf), jnp.where(used, total, 0), jnp.where(used[:, None], summed, 0)
 
     def at_once(self, dim: int, warps: int) -> int:
-        """Slots that `merged` should load together in a program of some warps."""
+        """Slots for `merged` to load together in a program of some warps."""
         (rows,) = self.node.shape
         return max(1, min(AT_ONCE, AT_ONCE_BYTES * warps // (rows * padded(dim) * 4)))
 
@@ -185,7 +185,7 @@ class Prefix:
 
     @property
     def first_segment(self) -> jax.Array | int:
-        """The first segment that a node sees."""
+        """The first visible segment."""
         return 0 if self.first is None else self.first // SEGMENT
 
     def segment(self, slot: jax.Array) -> jax.Array:
@@ -193,7 +193,7 @@ class Prefix:
         return slot if self.first is None else self.first_segment + slot
 
     def starts(self, tile: Tile, nodes: int, rows: int, count_ref: Ref | None, window: int | None) -> jax.Array | None:
-        """The first position that each query row of a tile of all nodes sees; None: 0."""
+        """The first visible position of each query row of a tile of all nodes; None: 0."""
         return None if window is None else self.length + tile.seen(nodes, rows, count_ref) - window
 
     def block(self, index: jax.Array, used: jax.Array | None) -> Callable[[int], jax.Array]:
@@ -203,7 +203,7 @@ class Prefix:
         inside = position < pages * page_size
         used = inside if used is None else used & inside
         if self.first is not None:
-            # A ring of pages has other rows there, and pages that nobody has written.
+            # A ring of pages has other rows there, and unwritten pages.
             used = used & (position >= self.first)
         if page_size % BLOCK:
             page = pltriton.load(self.table.at[position // page_size], mask=used, other=0)[:, None]
@@ -222,9 +222,9 @@ class Prefix:
         scale: float,
         soft_cap: float | None,
     ) -> State:
-        """The state after blocks that are committed as a whole.
+        """The state after fully committed blocks.
 
-        starts: the first position that each query row sees; None: 0.
+        starts: the first visible position of each query row; None: 0.
         """
 
         def body(i, state):
@@ -240,13 +240,13 @@ class Prefix:
 
 
 def first_block(begin: jax.Array, starts: jax.Array | None) -> jax.Array:
-    """The first block from `begin` on that a query row of a tile sees; the others would change no bit."""
+    """The first visible block of a tile from `begin` on; earlier ones would change no bit."""
     return begin if starts is None else jnp.maximum(begin, starts.min() // BLOCK)
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """A tile of the round's queries, and the rows that they see."""
+    """A tile of the round's queries, and their visible rows."""
 
     tile: Tile
     exist: Rows
@@ -257,10 +257,10 @@ class Round:
     node: jax.Array
     """The node of the tile, in a tree."""
     seen: jax.Array
-    """Own rows that each of the queries sees."""
+    """Number of visible rows of the round for each query."""
     most: jax.Array
     starts: jax.Array | None
-    """The first position that each of the queries sees; None: 0."""
+    """The first visible position of each query; None: 0."""
     prefix: Prefix | None
     in_turn: bool
     """Whether a block's committed rows are loaded before its own, into the same registers, and values after the scores.
@@ -283,10 +283,10 @@ class Round:
         window: int | None,
         in_turn: bool = False,
     ):
-        """The tile of that index."""
+        """Load the tile of an index."""
         nodes, rows = q_ref.shape[0], k_ref.shape[0]
         if count_ref is None:
-            # The last nodes of a chain see the most rows: they go first, so that short tiles fill the gaps at the end.
+            # The last nodes of a chain see the most rows: they go first, so short tiles fill the gaps at the end.
             tile = exist = Tile.load(q_ref, 0, (tiles - 1 - index) * block_m, nodes, block_m)
             node, seen = index, tile.seen(nodes, rows, None)
             most = seen.max()
@@ -314,7 +314,7 @@ class Round:
         return pl.cdiv(self.committed + self.most, BLOCK)
 
     def absorb(self, begin: jax.Array, end: jax.Array, state: State, scale: float, soft_cap: float | None) -> State:
-        """The state after blocks of which the first may be committed in part."""
+        """The state after blocks; the first may be committed in part."""
 
         def body(i, state):
             position = i * BLOCK + jnp.arange(BLOCK)
@@ -342,7 +342,7 @@ class Round:
         return lax.fori_loop(first_block(begin, self.starts), end, body, state)
 
     def one(self, kind: int, index: jax.Array, row: jax.Array, used: jax.Array) -> jax.Array:
-        """Keys (0) or values (1) of a block: the own rows that are used, and the committed ones."""
+        """Keys (0) or values (1) of a block: used rows of the round, and committed ones."""
         ref = (self.k, self.v)[kind]
         if self.prefix is None:
             return load_rows(ref, (), row, used)

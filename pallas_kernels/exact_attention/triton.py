@@ -56,7 +56,7 @@ class Config:
     num_warps: int
     num_stages: int
     own_block_m: int
-    """Query rows of a program that has one node of a tree; a power of two, at least 16."""
+    """Query rows of a program for one node of a tree; a power of two, at least 16."""
     own_stages: int
     """With one, it takes fewer registers, and its loads wait for each other."""
     own_warps: int
@@ -67,7 +67,7 @@ class Config:
     columns its threads share in the same way, so that the sum of a row has the same order.
     """
     fold_rows: int = 4
-    """Query rows of a program that merges segments; a power of two."""
+    """Query rows of a program for merging segments; a power of two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Tuning:
     stage_bytes: int
     """Bytes of a block's keys at most; there is one stage if they take more."""
     block_bytes: int
-    """Bytes of a block's keys and values at most, which are in shared memory."""
+    """Bound of the bytes of a block's keys and values in shared memory."""
 
 
 _ANY = Tuning(
@@ -126,7 +126,7 @@ def default_config(
 
     The shapes decide on `spread`, and on the tiles of a tree's nodes where no bit depends on them.
 
-    capacity: positions that the page table has pages for.
+    capacity: positions of the page table.
     tree: whether each node has rows of its own.
     """
     tuning = platform.for_device_kind(TUNING)
@@ -246,7 +246,7 @@ class _Work:
 
     @property
     def tails(self) -> int:
-        """Segments from the one on in which the prefix ends, at most."""
+        """Bound of the segments from the last one of the prefix on."""
         return pl.cdiv(SEGMENT - 1 + self.rows, SEGMENT)
 
     def call(self, kernel: Callable[..., None], **options: Any) -> Callable[..., Any]:
@@ -258,8 +258,8 @@ class _Work:
 def _segments(work: _Work, stored: Stored) -> Sequence[jax.Array]:
     """The state of each segment of the prefix, in slots.
 
-    In a tree, the last slot is that of `_prefix`. In a chain, the last ones are of the segments from the one on in
-    which the prefix ends, with the round's own rows.
+    In a tree, the last slot is that of `_prefix`. In a chain, the last slots are for the segments from the last one of
+    the prefix on, with the round's own rows.
     """
     batch, nodes, kv_heads, group, dim = work.queries.shape
     segments, chain = seen_segments(stored.capacity, work.options["window"]), work.path is None
@@ -292,7 +292,7 @@ def _segments(work: _Work, stored: Stored) -> Sequence[jax.Array]:
 
 
 def _prefix(work: _Work, stored: Stored) -> Sequence[jax.Array]:
-    """The state of all whole segments of the prefix, and that of the whole blocks after them."""
+    """The state of all whole segments of the prefix, and the state of the whole blocks after them."""
     batch, nodes, kv_heads, group, dim = work.queries.shape
     shapes, specs, seen = state_shapes(2, work.queries), Specs(work.tiles), work.seen
     return work.call(
@@ -408,7 +408,7 @@ def _segments_kernel(
     used = (job >= own_tiles) & (index < whole)
     last = (index + 1) * PER_SEGMENT
     if k_ref is None:
-        # The last slot of a tree is of the segment in which the prefix ends.
+        # The last slot of a tree is for the last segment of the prefix.
         index = jnp.where(slot == segments, whole, index)
         used = (slot == segments) | (index < whole)
         last = jnp.minimum((index + 1) * PER_SEGMENT, done)
@@ -441,7 +441,7 @@ def _fold_kernel(
     whole = slots_used = committed // SEGMENT
     first = first_seen(committed, window)
     if first is not None:
-        # The first slot is that of the first segment that a node sees.
+        # The first slot is for the first visible segment.
         slots_used = whole - first // SEGMENT
     row = pl.program_id(1) % pl.cdiv(nodes * group, config.fold_rows) * config.fold_rows
     tile = Rows.of(0, row, nodes, group, config.fold_rows)
@@ -498,7 +498,7 @@ def _own_kernel(
     soft_cap: float | None,
     window: int | None,
 ) -> None:
-    """Merges the states of whole segments, and goes on with that in the last slot."""
+    """Merges the states of whole segments, and continues with the state in the last slot."""
     *state_refs, out_ref = refs
     dim, block_m, warps, in_turn = q_ref.shape[2], config.block_m, config.num_warps, False
     if count_ref is not None:

@@ -32,7 +32,7 @@ from pallas_kernels._types import Ref
 from pallas_kernels.gated_matmul import reference
 
 REGISTERS = {1: (40, 232), 2: (40, 232), 3: (24, 160)}
-"""Registers of a thread that loads, and of one that multiplies, by the number of warpgroups that multiply."""
+"""Registers of a loading and of a multiplying thread, by the number of multiplying warpgroups."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Config:
     """How the work of one call is divided."""
 
     warpgroups: int
-    """Warpgroups that multiply, 1 to 3; one more loads."""
+    """Multiplying warpgroups, 1 to 3; one more loads."""
     blocks: int
     """Blocks of 64 rows of a warpgroup."""
     columns: int
@@ -89,7 +89,7 @@ TUNING = {
 
 
 def default_config(*, tokens: int, width: int) -> Config:
-    """The configuration for a result of that size: as few tiles of rows as possible, all of the same height."""
+    """The configuration for a result of this size: as few tiles of rows as possible, all of the same height."""
     tuning = platform.for_device_kind(TUNING)
     least = pl.cdiv(tokens, pl.cdiv(tokens, max(tuning.tiles)))
     rows = min(height for height in tuning.tiles if height >= least)
@@ -247,7 +247,7 @@ def _kernel(
             return lax.fori_loop(0, steps, load, step)
 
         total = lax.fori_loop(0, count, load_tile, jnp.int32(0))
-        # No barrier has arrivals left that nobody has waited for.
+        # Wait for the remaining arrivals of all barriers.
         lax.fori_loop(
             jnp.maximum(total - config.stages, 0),
             total,

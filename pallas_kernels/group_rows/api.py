@@ -20,8 +20,8 @@ def group_rows(
     Args:
       groups: of each token's first k rows, below `count`.
       always: further rows of each token, one in each of the last `always` groups: X = count + always.
-      backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform that supports the arguments.
+      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
+        None: the best one of this platform for the arguments.
 
     Returns:
       the token at each place, the place of each row, and the rows of each group.

@@ -1,4 +1,4 @@
-"""Grouped products as one Triton kernel: a program owns some columns of a block of rows that share a matrix.
+"""Grouped products as one Triton kernel: a program owns some columns of a block of rows with one matrix.
 
 It finds its rows and its matrix by counting the sizes. There are as many blocks as could be needed; the others end at
 once, so that the bytes read do not depend on the number of matrices.
@@ -72,7 +72,7 @@ TUNING = {
 
 
 def default_config(*, rows: int, groups: int, dtype: DTypeLike, exact: bool = False, packed: bool = False) -> Config:
-    """The configuration for `rows` that are spread over `groups` matrices.
+    """The configuration for `rows` spread over `groups` matrices.
 
     exact: the same for any number of them.
     packed: the matrices have words of 4-bit values.
@@ -131,7 +131,7 @@ def grouped_matmul(
     config = config or default_config(rows=count, groups=groups, dtype=x.dtype, exact=exact, packed=codes is not None)
     if group is not None and codes is None:
         config = dataclasses.replace(config, block_k=min(config.block_k, power_of_2_in(group)))
-    # Each group has at most one block that is not full.
+    # Each group has at most one partial block.
     blocks = count // config.block_m + min(groups, count)
     halves = 1 if activation is None else 2
     narrow = None
@@ -185,7 +185,7 @@ def _kernel(
         source = pltriton.load(rows_ref.at[row], mask=real, other=0) if rows_ref is not None else row
 
         def elements(k, present):
-            """Elements of the program's rows; `present`: which of them there are, None: all."""
+            """Elements of the program's rows; `present`: mask of the existing ones, None: all."""
             mask = jnp.broadcast_to(real[:, None], (config.block_m, len(k)))
             at = x_ref.at[source[:, None], k[None]]
             return pltriton.load(at, mask=mask if present is None else mask & present[None], other=0)
@@ -249,7 +249,7 @@ def _kernel(
 
 
 def _find(sizes_ref: Ref, block: jax.Array, block_m: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The group of a block of rows, its first row, and how many there are: 0 for a block that is not needed."""
+    """The group of a block of rows, its first row, and its number of rows, 0 for an unused block."""
     groups = sizes_ref.shape[0]
     index = jnp.arange(pl.next_power_of_2(groups))
     sizes = pltriton.load(sizes_ref.at[index], mask=index < groups, other=0)

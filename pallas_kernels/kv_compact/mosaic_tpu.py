@@ -31,7 +31,7 @@ class Config:
     """How the work of one call is divided."""
 
     in_flight: int
-    """Copies that run at a time, of rows with heads."""
+    """Concurrent copies of rows with heads."""
 
 
 TUNING = {"TPU v5 lite": Config(in_flight=16)}
@@ -99,7 +99,7 @@ class _Form:
 
 
 def _copies(rows: jax.Array, config: Config) -> _Form:
-    """For rows with heads: a program per sequence, which copies its rows."""
+    """For rows with heads: a program per sequence copies its rows."""
     body = functools.partial(_copy_rows, accepted=rows.shape[3], in_flight=config.in_flight)
     return _Form(body, (rows.shape[2],), rows, pl.BlockSpec(memory_space=pl.ANY), ())
 
@@ -125,7 +125,7 @@ def _tiles(pool: jax.Array, rows: jax.Array, start: jax.Array) -> _Form:
 
 
 def _end(table_ref: Ref, start_ref: Ref, length_ref: Ref, page_size: int, accepted: int) -> jax.Array:
-    """The position after the last row that this program's sequence writes."""
+    """The position after the last written row of this program's sequence."""
     b = pl.program_id(0)
     count = jnp.minimum(length_ref[b], accepted)
     return jnp.minimum(start_ref[b] + count, table_ref.shape[1] * page_size)

@@ -28,27 +28,27 @@ def mla_attention(
     prefix_mask: Bool[Array, "B N S"] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B N H C"]:
-    """Attention of N nodes over latent rows: committed ones in pages, and M of this round, which are in no page yet.
+    """Attention of N nodes over latent rows: committed ones in pages, and M rows of this round, not yet in a page.
 
     The absorbed form of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2): all heads of a
     token read the same row of W = C + R elements. The row is the key, and its first C elements are the value, so that
     each row is read once for both.
 
     Args:
-      q_latent: queries for the latent part of a row, which have absorbed the up-projection of keys.
+      q_latent: queries for the latent part of a row, with the up-projection of keys absorbed.
       q_rope: queries for the rotary part of a row.
       rows: the round's rows; the last N of them belong to the nodes.
       pool: the rows of all layers, in pages; of any floating-point dtype.
       page_table: the pages of each sequence, in order; position t is in page t // page, row t % page.
       prefix_length: committed rows of each sequence; the result does not depend on the rows after them.
         None: nothing is committed yet, and `pool` and `page_table` are not read.
-      mask: which rows each node sees: itself and its ancestors. None: a chain, whose nodes see all rows up to their
+      mask: the visible rows of each node: itself and its ancestors. None: a chain, whose nodes see all rows up to their
         own.
       layer: the layer of the pool to read.
-      scale: factor on the scores before the softmax, which runs in float32.
-      prefix_mask: which of the S = pages * page positions each node sees, among the committed ones. None: all.
-      backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform that supports the arguments.
+      scale: factor on the scores before the softmax in float32.
+      prefix_mask: the visible ones of the S = pages * page positions, among the committed ones. None: all.
+      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
+        None: the best one of this platform for the arguments.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.

@@ -42,9 +42,9 @@ from pallas_kernels.attention import LOG2_E, row_mask
 WARPGROUPS = 2
 """Those that multiply. Of a pair of blocks each computes the scores of one, and of the latent columns it sums half."""
 WORD = 32
-"""Rows of the round that a word of a mask covers."""
+"""Rows of the round per word of a mask."""
 REGISTERS = 40, 232
-"""Registers of a thread that loads, and of one that multiplies."""
+"""Registers of a loading thread and of a multiplying one."""
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 """The layout of a value per row."""
 
@@ -54,7 +54,7 @@ class Config:
     """How the work of one call is divided."""
 
     splits: int
-    """Parts of the blocks that run in parallel, equal up to one block."""
+    """Parallel parts of the blocks, equal up to one block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +71,11 @@ TUNING = {"NVIDIA H100": Tuning(max_splits=128, least_rows=64)}
 
 
 def default_config(*, batch: int, rows: int, keys: int) -> Config:
-    """The configuration for shapes that are known at trace time.
+    """The configuration for static shapes.
 
     Args:
       rows: of queries, N * H.
-      keys: the most that one query sees.
+      keys: largest number of keys of a query.
     """
     resident = platform.processors() // (batch * pl.cdiv(rows, ROWS))
     return Config(max(min(resident, pl.cdiv(keys, WARPGROUPS * ROWS), platform.for_device_kind(TUNING).max_splits), 1))
@@ -279,7 +279,7 @@ def _kernel(*refs: Any, config: Config, scale: float, interpret: bool) -> None:
 
 
 def _load(work: _Work) -> None:
-    """The warpgroup that loads."""
+    """The loading warpgroup."""
     plgpu.set_max_registers(REGISTERS[0], action="decrease")
     half, page_size, pages = work.half, work.pool_ref.shape[1], work.table_ref.shape[1]
     for part in range(2):
@@ -330,7 +330,7 @@ def _load(work: _Work) -> None:
 
     lax.fori_loop(0, work.pairs, load_pair, None)
 
-    # No barrier has arrivals left that nobody has waited for.
+    # Wait for the remaining arrivals of all barriers.
     @pl.when(work.pairs > 0)
     def _():
         for i in range(WARPGROUPS**2):
@@ -340,7 +340,7 @@ def _load(work: _Work) -> None:
 
 
 def _multiply(work: _Work, me: int, scale: float, interpret: bool) -> None:
-    """The warpgroup that computes the scores of block `me` of each pair, and sums half `me` of the columns."""
+    """A multiplying warpgroup: computes the scores of block `me` of each pair, and sums half `me` of the columns."""
     plgpu.set_max_registers(REGISTERS[1], action="increase")
     plgpu.barrier_wait(work.queries_loaded)
     other, latents, ropes = 1 - me, work.latents, work.ropes
@@ -411,7 +411,7 @@ def _multiply(work: _Work, me: int, scale: float, interpret: bool) -> None:
 def _scores(work: _Work, me: int, pair: jax.Array, here: jax.Array, seen: jax.Array) -> jax.Array:
     """The products [64, 64] of all queries with the block in place `here`, of which that many rows are committed.
 
-    They begin with the half that is loaded first.
+    They begin with the half loaded first.
     """
     early, late = 1 - me, me
     # 0 * NaN is NaN, and after the prefix there may be a free page: what is loaded of it becomes zero.
@@ -456,7 +456,7 @@ def _masked(work: _Work, scores: jax.Array, is_round: jax.Array, seen: jax.Array
 def _accumulated(sums: Any, weights: Callable[[], Any], values: Callable[[], Any], interpret: bool) -> Any:
     """Sums [64, C / 2] plus the product of weights [64, 64] and values [64, C / 2]."""
     if interpret:
-        # The interpreter has no products that continue a sum.
+        # The interpreter has no products with an accumulator.
         return sums + jnp.dot(weights()[...], values()[...], preferred_element_type=jnp.float32)
 
     def product(accumulator):

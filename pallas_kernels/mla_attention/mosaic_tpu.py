@@ -67,7 +67,7 @@ TUNING = {"TPU v5 lite": Tuning(step_bytes=2**19, max_rows=512, vmem_bytes=64 * 
 
 
 def default_config(*, rows: int, own_rows: int, pages: int, page_size: int, width: int, dtype: DTypeLike) -> Config:
-    """The configuration for shapes that are known at trace time.
+    """The configuration for static shapes.
 
     Args:
       rows: of queries, N * H.

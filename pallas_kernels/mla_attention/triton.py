@@ -53,15 +53,15 @@ TUNING = {
 }
 """By device kind; the first entry is the default."""
 CHAIN_COLUMNS = 128
-"""Latent columns that a tile of up to 32 rows multiplies in one chain of products."""
+"""Latent columns in one chain of products of a tile of up to 32 rows."""
 
 
 def default_config(*, batch: int, rows: int, keys: int, latent: int, dtype: DTypeLike, prefix: bool = True) -> Config:
-    """The configuration for shapes that are known at trace time.
+    """The configuration for static shapes.
 
     Args:
       rows: of queries, N * H.
-      keys: the most that one query sees.
+      keys: largest number of keys of a query.
       prefix: whether there is one.
     """
     tuning = platform.for_device_kind(TUNING)
@@ -169,7 +169,7 @@ def _sequence(*shape: int, shared: bool = False) -> pl.BlockSpec:
 
 
 def _partial(*shape: int) -> pl.BlockSpec:
-    """The part of an array that belongs to a split of a sequence."""
+    """The part of an array for a split of a sequence."""
     return pl.BlockSpec((None, None, *shape), lambda t, b, s: (s, b, *(0,) * len(shape)))
 
 
@@ -192,7 +192,7 @@ def _kernel(
     # The tile's rows.
     count, latent = q_latent_ref.shape
     split = pl.program_id(2)
-    # The last nodes of a chain see the most rows: they go first, so that short tiles fill the gaps at the end.
+    # The last nodes of a chain see the most rows: they go first, so short tiles fill the gaps at the end.
     first_row = (tiles - 1 - pl.program_id(0)) * config.block_m
     last_node = (jnp.minimum(first_row + config.block_m, count) - 1) // heads
     row = first_row + jnp.arange(config.block_m)
@@ -204,7 +204,7 @@ def _kernel(
     if pool_ref is not None and table_ref is not None and length_ref is not None:
         prefix = pool_ref, layer_ref[...], table_ref, length_ref[...], prefix_mask_ref
         seen = (*seen, _committed(*prefix, node, real, columns, config))
-    # A block of own rows is mostly empty, so that the first split takes it in addition to its part.
+    # A block of own rows is mostly empty, so the first split takes it in addition to its part.
     rest = sum(blocks for blocks, _, _ in seen) - 1
     begin = split * rest // config.splits + jnp.minimum(split, 1)
     end = (split + 1) * rest // config.splits + 1
@@ -257,7 +257,7 @@ there, as its parts and the visibility mask."""
 
 
 def _columns(latent: int, config: Config) -> Columns:
-    """The parts of the latent rows that are multiplied one by one."""
+    """The parts of the latent rows, multiplied one by one."""
     # A program of few rows waits for its products, and shorter chains of them run side by side. With more rows there
     # are no registers for that.
     width = CHAIN_COLUMNS if config.block_m <= 32 else latent
@@ -269,7 +269,7 @@ def _scores(q: Sequence[jax.Array], keys: Sequence[jax.Array], scale: float) -> 
     products = [dot(a, b.T) for a, b in zip(q, keys, strict=True)]
     if len(products) == 2:
         return scores_in_base_2(products[0] + products[1], scale, None)
-    # Triton turns products that are added into one chain. Scaling first keeps the products separate.
+    # Triton fuses a sum of products into one chain. Scaling first keeps the products separate.
     return functools.reduce(jnp.add, [scores_in_base_2(product, scale, None) for product in products])
 
 

@@ -31,7 +31,7 @@ def word_rows(rows: int) -> int:
 
 
 def pack(values: Any) -> Any:
-    """The words, int32 [..., W, N], of values 0 to 15 [..., K, N], by the library that has them: JAX, or NumPy."""
+    """Pack values 0 to 15 [..., K, N] into words, int32 [..., W, N], in JAX or NumPy like the values."""
     library = values.__array_namespace__()
     *stack, rows, columns = values.shape
     padded = library.pad(values, [(0, 0)] * len(stack) + [(0, -rows % BLOCK), (0, 0)])
@@ -65,7 +65,7 @@ def centered(
     """The values of that many rows in units, integers minus their zero points, in int8: a difference is at most 16.
 
     zero: of groups of rows; None: 8 everywhere.
-    group: rows that share a zero point; None: all.
+    group: rows per zero point; None: all.
     """
     values = unpack(words, rows, codes)
     if codes != INTEGERS:

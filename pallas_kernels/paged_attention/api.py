@@ -32,7 +32,7 @@ def paged_attention(
     sinks: Float[Array, " H"] | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B N H D"]:
-    """Attention of N nodes over a committed prefix in pages and over R rows of this round, which are in no page yet.
+    """Attention of N nodes over a committed prefix in pages and over R rows of this round, not yet in a page.
 
     Args:
       q: queries of the nodes; query head h reads key head h // (H / K) (grouped-query attention).
@@ -41,20 +41,20 @@ def paged_attention(
       page_table: the pages of each sequence, in order; position t is in page t // page, row t % page.
       prefix_length: committed rows of each sequence; the result does not depend on the rows after them.
         None: nothing is committed yet, and `pool` and `page_table` are not read.
-      mask: which rows each node sees: itself and its ancestors. None: a chain, whose nodes see all rows up to their
+      mask: the visible rows of each node: itself and its ancestors. None: a chain, whose nodes see all rows up to their
         own.
       layer: the layer of the pool to read.
-      scale: factor on the scores before the softmax, which runs in float32.
+      scale: factor on the scores before the softmax in float32.
       soft_cap: bounds the scores, after `scale`, to soft_cap * tanh(scores / soft_cap). None: no bound.
-      prefix_start: the first committed position that each node sees: a sliding window. The result does not depend on
+      prefix_start: the first visible committed position of each node: a sliding window. The result does not depend on
         positions before the windows of all nodes. None: 0. If a window begins among the rows, `mask` has to say so.
       keep_first: committed positions at the beginning that every node sees in addition to its window (StreamingLLM,
         arXiv 2309.17453, section 3.2, calls them attention sinks). Kernels do not read the pages between them and the
         windows.
       sinks: for each query head the score of one more key, neither scaled nor bounded, whose value is zero: attention
         that no row gets (gpt-oss, arXiv 2508.10925, section 2.2). None: there is none.
-      backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform that supports the arguments.
+      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
+        None: the best one of this platform for the arguments.
 
     Raises:
       ValueError: the backend is unknown or cannot run, or the arguments do not fit together.

@@ -68,7 +68,7 @@ TUNING = {"TPU v5 lite": Tuning(step_bytes=2**19, score_bytes=2**20, vmem_bytes=
 def default_config(
     *, kv_heads: int, rows: int, own_rows: int, pages: int, page_size: int, head_dim: int, dtype: DTypeLike
 ) -> Config:
-    """The configuration for shapes that are known at trace time.
+    """The configuration for static shapes.
 
     Args:
       rows: N * G.

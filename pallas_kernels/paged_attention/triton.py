@@ -48,7 +48,7 @@ class Tuning:
     block_bytes: int
     """Maximum bytes of the keys of a block."""
     long_split: int
-    """Keys of a split that justify a tile of more than 64 rows, or a second program per multiprocessor."""
+    """Least keys of a split for a tile of more than 64 rows, or for a second program per multiprocessor."""
     max_splits: int
     low_m: int
     """Query rows of the largest low tile. Those of short heads have few warps, so that several programs share a
@@ -77,11 +77,11 @@ TUNING = {
 def default_config(
     *, batch: int, kv_heads: int, rows: int, keys: int, page_size: int | None, head_dim: int, dtype: DTypeLike
 ) -> Config:
-    """The configuration for shapes that are known at trace time.
+    """The configuration for static shapes.
 
     Args:
       rows: N * G.
-      keys: the most that one query sees.
+      keys: largest number of keys of a query.
       page_size: None: there is no prefix.
     """
     tuning = platform.for_device_kind(TUNING)
@@ -202,7 +202,7 @@ def paged_attention(
 
 @dataclasses.dataclass(frozen=True)
 class _Specs:
-    """The part of each array that a program sees, an offset, on the grid (key head, sequence and tile, split)."""
+    """The part of each array for a program, an offset, on the grid (key head, sequence and tile, split)."""
 
     tiles: int
 
@@ -247,7 +247,7 @@ def _kernel(
     # The tile's queries.
     nodes, group, dim = q_ref.shape
     split = pl.program_id(2)
-    # The last nodes of a chain see the most rows: they go first, so that short tiles fill the gaps at the end.
+    # The last nodes of a chain see the most rows: they go first, so short tiles fill the gaps at the end.
     tile = tiles - 1 - pl.program_id(1) % tiles
     row = tile * config.block_m + jnp.arange(config.block_m)
     node, member, real = row // group, row % group, row < nodes * group

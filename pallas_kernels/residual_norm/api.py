@@ -32,8 +32,8 @@ def residual_norm(
       factor: on the new stream, in its precision; None: 1.
       eps: added to the mean square by the norms.
       exact: a token's result does not depend on the other tokens, to the bit. The kernel is exact in any case.
-      backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform that supports the arguments.
+      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
+        None: the best one of this platform for the arguments.
 
     Returns:
       the new stream, and its norm or None.

@@ -25,8 +25,8 @@ def scaled_matmul(
       weight: fp8 or int8.
       scale: float32; row g belongs to the rows from g * group on, and the last group may be shorter.
       group: at least K for one scale per column.
-      backend: one of `OPERATION.backends`, which runs or raises; on a CPU, kernels run in Pallas' interpreter.
-        None: the best one of this platform that supports the arguments. For several rows and one scale per column, that
+      backend: one of `OPERATION.backends`, to run or raise; on a CPU, kernels run in Pallas' interpreter.
+        None: the best one of this platform for the arguments. For several rows and one scale per column, that
         is XLA, which widens the matrix inside its kernel.
 
     Raises:

@@ -1,7 +1,7 @@
 """Top-k as two Triton kernels: the best of each tile of the vocabulary, then the best of those for each row.
 
 A row that is one tile, such as the logits of a router, needs one kernel only. Both find the best one after the other in
-registers: the largest, and the lowest index that holds it.
+registers: the largest, and its lowest index.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from pallas_kernels.topk.order import NO_INDEX, NO_KEY, key_of, logit_of
 MAX_K = 64
 """Each further one is one more pass over a tile."""
 MAX_MERGED = 4096
-"""The best of all tiles of a row, which one program merges in registers."""
+"""Bound of the best elements of all tiles of a row, merged by one program in registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Config:
     """Logits of a program; a power of two."""
     num_warps: int
     merge_warps: int
-    """Warps of the programs that merge, one per row."""
+    """Warps of the merging programs, one per row."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -158,7 +158,7 @@ MISTAKES = {
     "half logits": r"are bfloat16\[3, 5, 23\]: must be float32\[3, 5, 23\]",
     "always has hidden states": "hidden is float32.* without capture_layers",
     "writes in forward": "forward changes the cache: only commit may",
-    "changes its dtype": r"commit returns a cache of another form: .*keys is bfloat16.*, but was float32",
+    "changes its dtype": r"commit: returns a state of another form: .*keys is bfloat16.*, but was float32",
     "NaN": "the logit of token 3 after position 0 of sequence 0 is nan",
     "ignores the text": "the logits of all tokens are equal",
     "sees what follows": "with other tokens from position",

@@ -15,14 +15,14 @@ from jspec.core.stopping import byte_automaton
 from jspec.text.grammar.expression import MAX_CODE, Chain, Characters, Concat, Either, Expression, Range
 
 MAX_STATES = 2**15 - 1
-"""Bound of the states of a DFA, which are stored as int16."""
+"""Bound of the states of a DFA, stored as int16."""
 MAX_NODES = 2**18
 """Bound of the states of an NFA; making one deterministic takes about a second."""
 DEAD = -1
 """The next state if no text of the language continues with a byte."""
 
 _ENCODED = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, MAX_CODE))
-"""Ranges of code points that UTF-8 encodes in one, two, three, three and four bytes; surrogates have no encoding."""
+"""Ranges of code points with UTF-8 encodings of one, two, three, three and four bytes; surrogates have none."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ class _Nfa:
         return node
 
     def _characters(self, start: int, ranges: Sequence[Range]) -> int:
-        # Encodings that end alike share the nodes of their ends.
+        # Encodings with equal ends share the nodes of these.
         ends: dict[tuple[Range, ...], int] = {(): self.new()}
         for first, last in ranges:
             for encoded in utf8(first, last):
@@ -144,7 +144,7 @@ class _Nfa:
             end = self.add(head, part)
             self._skip(self.add(self._after(end), separator), head)
             return self._after(end) if least else self._after(start, end)
-        # Bounded: one copy per repetition, each of which may be the last from `least` on.
+        # Bounded: one copy per repetition; from `least` on, each may be the last.
         ends = [start] if least == 0 else []
         for i in range(most):
             start = self.add(self._after(start) if i == 0 else self.add(self._after(start), separator), part)

@@ -1,4 +1,4 @@
-"""Compiles a JSON schema to an expression of the documents that it accepts, with fixed order and spelling.
+"""Compiles a JSON schema to an expression of its documents, with fixed order and spelling.
 
 Keywords are those of JSON Schema 2020-12 (Core and Validation); unsupported ones are errors.
 """
@@ -19,7 +19,7 @@ _ANNOTATIONS = {
     *("$schema", "$id", "$comment", "$anchor", "$defs", "definitions", "title", "description", "default", "examples"),
     *("deprecated", "readOnly", "writeOnly"),
 }
-"""Keywords that accept every document."""
+"""Keywords without an effect on documents."""
 _OF_TYPE: dict[str, set[str]] = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "minItems", "maxItems", "uniqueItems"},
@@ -39,7 +39,7 @@ _FORMATS = {
     "date-time": f"{_DATE}T{_TIME}",
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
 }
-"""Formats of strings (RFC 3339 and 9562), without year 0, which Python refuses, and without February 29."""
+"""Formats of strings (RFC 3339 and 9562), without year 0 (invalid in Python) and without February 29."""
 
 
 def parse_schema(schema: object, *, whitespace: Expression, max_depth: int) -> Expression:
@@ -69,7 +69,7 @@ class _Parser:
         self._root, self._max_depth = root, max_depth
         self._json = json_text.Layout(whitespace)
         self._open: dict[str, int] = {}
-        """Pointer -> number of references to it that are being followed."""
+        """Pointer -> number of open references to it."""
         self._parsers: dict[str, Callable[[Schema, str], Expression]] = {
             "object": self._object,
             "array": self._array,
@@ -101,7 +101,7 @@ class _Parser:
         return e.either(*[self._parsers[name](schema, where) for name in types])
 
     def _types(self, schema: Schema, where: str) -> list[str]:
-        """The types that a schema declares, else those of its keywords; [] for any type."""
+        """The declared types of a schema, otherwise the types of its keywords; [] for any type."""
         declared = schema.get("type", [name for name, keywords in _OF_TYPE.items() if keywords & schema.keys()])
         names = [declared] if isinstance(declared, str) else declared
         if not isinstance(names, list) or not all(isinstance(name, str) and name in _OF_TYPE for name in names):
@@ -141,7 +141,7 @@ class _Parser:
 
     def _enum(self, schema: Schema, where: str) -> Expression:
         _refuse(schema, {"enum", "const", "type"}, where)
-        # Keep the values that `const` and `type` allow as well.
+        # Keep the values also allowed by `const` and `type`.
         types = self._types(schema, where)
         values = schema.get("enum", [schema.get("const")])
         if not isinstance(values, list) or not values:
