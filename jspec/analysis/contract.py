@@ -12,7 +12,8 @@ from jspec.core import stopping
 from jspec.core.types import Prompts, RowSampling
 from jspec.engine.model import Model
 
-Case, Out = TypeVar("Case"), TypeVar("Out")
+Case = TypeVar("Case")
+Out = TypeVar("Out")
 
 
 def run_checks(

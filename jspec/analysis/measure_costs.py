@@ -1,4 +1,4 @@
-"""`measure_costs`: times a round with each drafter of an `Adaptive` on this machine."""
+"""`measure_costs`: measures the time per round of each drafter of an `Adaptive` on this machine."""
 
 import dataclasses
 import statistics
