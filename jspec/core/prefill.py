@@ -75,7 +75,7 @@ def read_columns(
     out = method.target.forward(params.target, chain, s.cache, prefix, capture_layers=layers, select=last)
     check_output(method.target, out, 1)
     root = tree.chain(jnp.take_along_axis(tokens, last[:, None], axis=1))
-    decision = accept_drafts(s, root, out, method=method, active=ends)
+    decision = accept_drafts(s, root, out, method=method, live=ends)
     # Commit and extend: all rows of the chunk are permanent.
     cache = commit_rows(s.cache, out.rows, begin, None, count, after=out.logits)
     s = dataclasses.replace(append(s, decision), cache=cache)

@@ -70,19 +70,12 @@ def verify(params: Params, s: DecodeState, draft_tree: DraftTree, *, method: Met
 
 
 def accept_drafts(
-    s: DecodeState,
-    draft_tree: DraftTree,
-    out: ForwardOutput,
-    *,
-    method: Method,
-    active: Bool[Array, " B"] | None = None,
+    s: DecodeState, draft_tree: DraftTree, out: ForwardOutput, *, method: Method, live: Bool[Array, " B"] | None = None
 ) -> Decision:
-    """Decides which drafts to keep and which token follows them. active: sequences that get tokens; None: all."""
+    """Decides which drafts to keep and which token follows them. live: sequences that get tokens; None: all."""
     logits = node_logits(s, draft_tree, out)
     accepted = check_acceptance(method.accept, method.accept(s.key, draft_tree, logits, s.length), draft_tree)
-    if active is not None:
-        accepted = dataclasses.replace(accepted, length=jnp.where(active, accepted.length, 0))
-    return _decide(s, accepted, record(s, out.logits, logits, accepted))
+    return _decide(s, accepted, live, record(s, out.logits, logits, accepted))
 
 
 def commit_round(
@@ -91,8 +84,7 @@ def commit_round(
     """The state with the accepted rows in the cache and their tokens appended, and what `extend` absorbs."""
     start, path, length = s.length - 1, decision.appended.path, decision.appended.length
     cache = commit_rows(s.cache, out.rows, start, path, length, after=out.logits)
-    stats = count_round(s, decision, branch)
-    s = dataclasses.replace(append(s, decision), cache=cache, round_index=s.round_index + 1, stats=stats)
+    s = dataclasses.replace(append(count_round(s, decision, branch), decision), cache=cache)
     return s, Committed(start, decision.appended.tokens, tree.take_path(out.hidden, path), length)
 
 
@@ -165,24 +157,29 @@ def append(s: DecodeState, decision: Decision) -> DecodeState:
     )
 
 
-def count_round(s: DecodeState, decision: Decision, branch: int | None = None) -> Stats:
-    """The counters of `s` after a round, which is counted for `branch` if the drafter has branches."""
+def count_round(s: DecodeState, decision: Decision, branch: int | None = None) -> DecodeState:
+    """The state with the counters after a round, which is counted for `branch` if the drafter has branches."""
     slots = jnp.arange(s.stats.accept_counts.shape[1], dtype=jnp.int32)[None]
     length, branch_counts = decision.appended.length, s.stats.branch_counts
     appended = (slots == length[:, None] - 1).astype(jnp.int32)
     if branch is not None and branch_counts is not None:
         taken = np.arange(branch_counts.shape[1]) == branch
         branch_counts = branch_counts + appended[:, None] * taken[None, :, None].astype(np.int32)
-    return Stats(
+    stats = Stats(
         jnp.where(s.done, s.stats.rounds, s.stats.rounds + 1),
         s.stats.accept_counts + appended,
         s.stats.dropped + jnp.where(s.done, 0, decision.accepted.length - length),
         branch_counts,
     )
+    return dataclasses.replace(s, round_index=s.round_index + 1, stats=stats)
 
 
-def _decide(s: DecodeState, accepted: Acceptance, recorded: Recorded | None) -> Decision:
+def _decide(
+    s: DecodeState, accepted: Acceptance, live: Bool[Array, " B"] | None, recorded: Recorded | None
+) -> Decision:
     """The decision of a round: the accepted tokens up to the end of each sequence, and the automata after them."""
+    if live is not None:
+        accepted = dataclasses.replace(accepted, length=jnp.where(live, accepted.length, 0))
     appended, stop, finish_code = truncate_at_stop(s, accepted)
     grammar = grammars.advance(s.grammar, appended.tokens, appended.length)
     return Decision(accepted, appended, stop, grammar, finish_code, recorded)
